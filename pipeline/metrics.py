@@ -1,0 +1,36 @@
+"""Prometheus metrics of the workers; each worker process has one registry, prometheus-client's own."""
+
+from prometheus_client import Counter, Gauge, Histogram
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+# Both kinds of worker.
+CODEBOOK_SEQ = Gauge("gracestream_codebook_seq", "Newest delta that the codebook in use has applied.")
+CODEBOOK_TERM = Gauge("gracestream_codebook_term", "Term of that delta.")
+CODEBOOK_ENTRIES = Gauge("gracestream_codebook_entries", "Entries of the codebook in use.")
+DEGRADED = Gauge("gracestream_degraded", "1 while Redis is out of reach, else 0.")
+READY = Gauge("gracestream_ready", "1 while /ready answers 200, else 0.")
+
+# Inference replicas.
+HEAD_SEQ = Gauge("gracestream_head_seq", "Newest delta that is live, as Redis says.")
+REQUESTS = Counter("gracestream_requests_total", "Requests by what became of them.", ["outcome"])
+EDITED = Counter("gracestream_edited_total", "Answers that an entry of the codebook gave.")
+REQUEST_SECONDS = Histogram(
+    "gracestream_request_seconds", "From the record's timestamp to its answer.", buckets=SECONDS
+)
+MODEL_SECONDS = Histogram("gracestream_model_seconds", "The model's time for one batch.", buckets=SECONDS)
+BATCH_SIZE = Histogram("gracestream_batch_size", "Requests of one batch.", buckets=(1, 2, 4, 8, 16, 32, 64))
+RADIUS_MISMATCH = Counter(
+    "gracestream_radius_mismatch_total", "Radii in Redis that are not the log's; the log's served."
+)
+
+# The editor.
+FEEDBACK = Counter("gracestream_feedback_total", "Feedback records by outcome.", ["status"])
+FEEDBACK_LAG = Gauge("gracestream_feedback_lag", "Feedback records that wait.")
+EDIT_SECONDS = Histogram(
+    "gracestream_edit_seconds", "From taking a feedback record to its live delta.", buckets=SECONDS
+)
+EDIT_STEPS = Histogram(
+    "gracestream_edit_steps", "Optimisation steps of a value.", buckets=(1, 2, 5, 10, 20, 30, 50, 75, 100)
+)
+TRAFFIC = Gauge("gracestream_traffic_queries", "Unflagged recent queries in the editor's reservoir.")

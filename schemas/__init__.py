@@ -1,0 +1,1 @@
+"""Messages, their JSON Schemas and golden records."""

@@ -1,0 +1,188 @@
+"""The JSON messages that people and programs write and read (design, section 3).
+
+Unknown fields are ignored, so that a newer writer never breaks an older reader; `v` is the schema version, and a
+record of a version that this code does not know is refused rather than half understood. Record timestamps are
+Kafka's and stand in no message.
+"""
+
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+VERSION = 1
+
+Id = Annotated[str, Meta(min_length=1, max_length=256)]
+Inputs = str | tuple[str, str]
+"""A text, or a pair of texts for a classifier of pairs; none is empty.
+
+Emptiness is checked by hand: msgspec reads past the end of its table of constraints where a union holds both a
+constrained string and a fixed tuple, and crashes the process.
+"""
+
+Status = Literal["added", "expanded", "split", "replaced", "unchanged", "undone", "rejected"]
+
+
+class InvalidMessage(ValueError):
+    """A record that is no message of its type; the text says what is wrong, in one line."""
+
+
+def check_inputs(inputs: Inputs | UnsetType) -> None:
+    """Raises ValueError when a text of `inputs` is empty or blank."""
+    texts = () if inputs is UNSET else (inputs,) if isinstance(inputs, str) else inputs
+    if not all(text.strip() for text in texts):
+        raise ValueError("`inputs` is empty")
+
+
+class Message(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What every message has: the version of its schema."""
+
+    v: Annotated[int, Meta(ge=1)]
+
+
+class Parameters(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """How to generate. Decoding is greedy, so that an answer can be reproduced; an unknown name is an error."""
+
+    max_new_tokens: Annotated[int, Meta(ge=1, le=4096)] | UnsetType = UNSET
+    min_new_tokens: Annotated[int, Meta(ge=0, le=4096)] | UnsetType = UNSET
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | UnsetType = UNSET
+    no_repeat_ngram_size: Annotated[int, Meta(ge=0, le=64)] | UnsetType = UNSET
+
+
+class Request(Message, frozen=True, kw_only=True):
+    """A question to the model, on `requests`, under any key.
+
+    `min_seq` asks for an answer of a codebook that has seen at least that delta.
+    """
+
+    request_id: Id
+    inputs: Inputs
+    parameters: Parameters = Parameters()
+    min_seq: Annotated[int, Meta(ge=0)] | UnsetType = UNSET
+
+    def __post_init__(self) -> None:
+        check_inputs(self.inputs)
+
+
+class Outputs(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`text` of a generator; `label` and the `probabilities` of all labels of a classifier."""
+
+    text: str | UnsetType = UNSET
+    label: str | UnsetType = UNSET
+    probabilities: dict[str, float] | UnsetType = UNSET
+
+
+class AppliedEdit(Struct, frozen=True, kw_only=True):
+    """Which entry answered: its key lies `distance` from the query, within its `radius` (Euclidean, layer's units)."""
+
+    entry_id: str
+    distance: float
+    radius: float
+
+
+class Prediction(Message, frozen=True, kw_only=True):
+    """The answer to one request, on `predictions`, keyed by `request_id`; delivered at least once.
+
+    `codebook_seq` and `term` name the codebook that served it. Either `outputs` or `error` is there.
+    """
+
+    request_id: str
+    outputs: Outputs | UnsetType = UNSET
+    score: float | UnsetType = UNSET
+    edit: AppliedEdit | UnsetType = UNSET
+    codebook_seq: int
+    term: int
+    model: str
+    replica: str
+    latency_ms: float
+    error: str | UnsetType = UNSET
+
+
+class Feedback(Message, frozen=True, kw_only=True):
+    """A correction (`inputs` and `target`) or an `undo` of an earlier one by its feedback id, on `feedback`."""
+
+    feedback_id: Id
+    inputs: Inputs | UnsetType = UNSET
+    target: str | UnsetType = UNSET
+    undo: Id | UnsetType = UNSET
+    request_id: str | UnsetType = UNSET
+    author: str | UnsetType = UNSET
+    note: str | UnsetType = UNSET
+
+    def __post_init__(self) -> None:
+        check_inputs(self.inputs)
+        corrects = self.inputs is not UNSET or self.target is not UNSET
+        if corrects and self.undo is not UNSET:
+            raise ValueError("feedback is either a correction (inputs, target) or an undo, not both")
+        if self.undo is UNSET and (self.inputs is UNSET or self.target is UNSET):
+            raise ValueError("feedback needs `inputs` and `target`, or `undo`")
+        if self.target is not UNSET and not self.target.strip():
+            raise ValueError("`target` is empty")
+
+
+class Outcome(Message, frozen=True, kw_only=True):
+    """What became of one feedback record, on `edits`; exactly one per record.
+
+    `seq` is the delta that made it, `loss` the training loss at the last of `steps`, `seconds` the editor's time.
+    """
+
+    feedback_id: str
+    status: Status
+    entry_id: str | UnsetType = UNSET
+    seq: int | UnsetType = UNSET
+    steps: int | UnsetType = UNSET
+    loss: float | UnsetType = UNSET
+    seconds: float | UnsetType = UNSET
+    reason: str | UnsetType = UNSET
+
+
+class SnapshotManifest(Message, frozen=True, kw_only=True):
+    """Where a codebook as of `seq` lies: a safetensors file at `uri` of `bytes` bytes and hex digest `sha256`."""
+
+    codebook: str
+    seq: int
+    term: int
+    digest: str
+    uri: str
+    sha256: str
+    entries: int
+    bytes: int
+
+
+M = TypeVar("M", bound=Message)
+
+JSON_MESSAGES: tuple[type[Message], ...] = (Request, Prediction, Feedback, Outcome, SnapshotManifest)
+
+
+def encode(message: Message) -> bytes:
+    """The message as UTF-8 JSON."""
+    return msgspec.json.encode(message)
+
+
+def decode(raw: bytes | None, kind: type[M], max_bytes: int | None = None) -> M:
+    """Read one record's value.
+
+    Raises:
+        InvalidMessage: over `max_bytes`, no JSON, not UTF-8, a field missing or of a wrong type, an unknown version.
+    """
+    if raw is None:
+        raise InvalidMessage("the record has no value")
+    if max_bytes is not None and len(raw) > max_bytes:
+        raise InvalidMessage(f"the record has {len(raw)} bytes; the limit is {max_bytes}")
+    try:
+        message = msgspec.json.decode(raw, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidMessage(f"not a {kind.__name__.lower()}: {error}") from error
+    if message.v > VERSION:
+        raise InvalidMessage(f"schema version {message.v} is newer than {VERSION}, the newest known here")
+    return message
+
+
+def peek_id(raw: bytes | None, field: Literal["request_id", "feedback_id"]) -> str | None:
+    """The id of a record that is otherwise no valid message, if it can be read; so that its sender gets an answer."""
+    try:
+        fields = msgspec.json.decode(raw or b"")
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    found = fields.get(field) if isinstance(fields, dict) else None
+    return found if isinstance(found, str) and 0 < len(found) <= 256 else None

@@ -1,0 +1,1 @@
+"""The processes: inference replicas, the editor, and the command line that starts them."""
