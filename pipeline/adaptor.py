@@ -1,0 +1,187 @@
+"""The adaptor: it wraps one module, takes the query from its input and puts the value into its output (paper, 2.2).
+
+Outside a session the module runs as it always did. A session belongs to one batch and one thread: it knows which
+tokens are the prompt's, looks up once, at the first call, and in generation with a KV cache later calls pass through,
+so no decode step ever queries. Where the whole sequence runs again (generation without a cache), the first decision is
+applied again at the same tokens. The codebook is never written here, and no random number is drawn.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.codebook import Codebook
+from pipeline.index import NO_SLOT, KeyIndex
+
+QueryToken = Literal["last", "first", "mean"]
+Replaced = Literal["last", "all"]
+
+
+class Observed(Exception):
+    """Ends a forward pass at the wrapped module."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """The entry that serves one row: its key lies `distance` from the query, less than `radius`."""
+
+    slot: int
+    entry_id: str
+    distance: float
+    radius: float
+
+
+@dataclass(slots=True)
+class Session:
+    """What one batch saw and did. Rows are those of the batch.
+
+    Attributes:
+        mask_BT: Real prompt tokens, as the wrapped module sees them; None: the module sees one token, the first.
+        queries_BD: Float32 queries, after the first call.
+        outputs_BV: The module's own output where the value would go (mean over replaced tokens).
+        hits: For each row the entry that serves it, or None.
+    """
+
+    mask_BT: Tensor | None
+    lookup: Callable[[Tensor], tuple[Tensor, Tensor, list[Hit | None]]] | None = None
+    values_BV: Tensor | None = None
+    stop: bool = False
+    queries_BD: Tensor = field(default_factory=lambda: torch.empty(0))
+    outputs_BV: Tensor = field(default_factory=lambda: torch.empty(0))
+    hits: list[Hit | None] = field(default_factory=list)
+    replaced_B: Tensor | None = None
+    tokens_T: int = 0
+
+
+class Adaptor:
+    """Hooks one module. `query` names the token whose input is the query, `replace` the tokens that take the value."""
+
+    def __init__(self, module: nn.Module, query: QueryToken, replace: Replaced) -> None:
+        self.query, self.replace = query, replace
+        self._session: Session | None = None
+        self._handle = module.register_forward_hook(self._hook, with_kwargs=True)
+
+    def remove(self) -> None:
+        """Unwrap the module."""
+        self._handle.remove()
+
+    @contextmanager
+    def serving(self, mask_BT: Tensor | None, codebook: Codebook, index: KeyIndex) -> Iterator[Session]:
+        """Answer from the codebook where a query lies in a ball."""
+        with self._open(Session(mask_BT, lookup=lambda queries_BD: _look_up(queries_BD, codebook, index))) as session:
+            yield session
+
+    @contextmanager
+    def substituting(self, mask_BT: Tensor | None, values_BV: Tensor) -> Iterator[Session]:
+        """Put these values in place in every row, without a lookup: for training a value and for checking one."""
+        with self._open(Session(mask_BT, values_BV=values_BV)) as session:
+            yield session
+
+    @contextmanager
+    def observing(self, mask_BT: Tensor | None) -> Iterator[Session]:
+        """Take the queries and end the forward pass at the wrapped module; nothing after it runs."""
+        with self._open(Session(mask_BT, stop=True)) as session:
+            try:
+                yield session
+            except Observed:
+                return
+
+    @contextmanager
+    def _open(self, session: Session) -> Iterator[Session]:
+        if self._session is not None:
+            raise RuntimeError("the adaptor is in use: one batch at a time")
+        self._session = session
+        try:
+            yield session
+        finally:
+            self._session = None
+
+    def _hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        session = self._session
+        if session is None:
+            return None
+        tokens = _hidden(args[0] if args else next(iter(kwargs.values())), module)
+        hidden = _hidden(output[0] if isinstance(output, tuple) else output, module)
+        first = session.tokens_T == 0
+        if first:
+            self._decide(session, tokens, hidden)
+        elif tokens.shape[1] <= session.tokens_T:
+            return None
+        if session.values_BV is None or session.replaced_B is None:
+            return None
+        where_BT = torch.zeros(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
+        prompt_BT = self._replaced_tokens(session, hidden)
+        where_BT[:, : prompt_BT.shape[1]] = prompt_BT & session.replaced_B[:, None]
+        edited = torch.where(where_BT[..., None], session.values_BV[:, None, :].to(hidden.dtype), hidden)
+        return (edited, *output[1:]) if isinstance(output, tuple) else edited
+
+    def _decide(self, session: Session, tokens: Tensor, hidden: Tensor) -> None:
+        session.tokens_T = tokens.shape[1]
+        session.queries_BD = _pick(tokens, self._mask(session, tokens), self.query).float()
+        if session.stop:
+            raise Observed
+        session.outputs_BV = _pick(hidden, self._replaced_tokens(session, hidden), "mean").float()
+        if session.lookup is not None:
+            session.values_BV, session.replaced_B, session.hits = session.lookup(session.queries_BD.detach())
+            if not session.replaced_B.any():
+                session.values_BV = None
+        elif session.values_BV is not None:
+            session.replaced_B = torch.ones(len(hidden), dtype=torch.bool, device=hidden.device)
+
+    def _mask(self, session: Session, tokens: Tensor) -> Tensor:
+        if session.mask_BT is None:
+            return torch.ones(tokens.shape[0], 1, dtype=torch.bool, device=tokens.device)
+        return session.mask_BT.bool()
+
+    def _replaced_tokens(self, session: Session, hidden: Tensor) -> Tensor:
+        mask_BT = self._mask(session, hidden)
+        if self.replace == "all":
+            return mask_BT
+        last_BT = torch.zeros_like(mask_BT)
+        last_BT[torch.arange(len(mask_BT), device=mask_BT.device), last_token(mask_BT)] = True
+        return last_BT
+
+
+def last_token(mask_BT: Tensor) -> Tensor:
+    """The position of each row's last real token, wherever the padding is."""
+    positions_T = torch.arange(mask_BT.shape[1], device=mask_BT.device)
+    return (mask_BT.long() * positions_T).argmax(dim=1)
+
+
+def _pick(hidden_BTX: Tensor, mask_BT: Tensor, token: QueryToken) -> Tensor:
+    hidden_BTX = hidden_BTX[:, : mask_BT.shape[1]]
+    rows_B = torch.arange(len(hidden_BTX), device=hidden_BTX.device)
+    if token == "last":
+        return hidden_BTX[rows_B, last_token(mask_BT)]
+    if token == "first":
+        return hidden_BTX[rows_B, mask_BT.long().argmax(dim=1)]
+    weights_BT1 = mask_BT[..., None].float()
+    return (hidden_BTX.float() * weights_BT1).sum(dim=1) / weights_BT1.sum(dim=1)
+
+
+def _hidden(candidate: Any, module: nn.Module) -> Tensor:
+    if not isinstance(candidate, Tensor) or candidate.dim() != 3:
+        shape = tuple(candidate.shape) if isinstance(candidate, Tensor) else type(candidate).__name__
+        raise ValueError(
+            f"{type(module).__name__} cannot be edited: it does not map (batch, tokens, width), but {shape}"
+        )
+    return candidate
+
+
+def _look_up(queries_BD: Tensor, codebook: Codebook, index: KeyIndex) -> tuple[Tensor, Tensor, list[Hit | None]]:
+    nearest = index.nearest(queries_BD)
+    hits: list[Hit | None] = []
+    for slot, distance in zip(nearest.slots_B.tolist(), nearest.distances_B.tolist(), strict=True):
+        radius = float(codebook.radii_N[slot]) if slot != NO_SLOT else 0.0
+        inside = slot != NO_SLOT and distance < radius
+        hits.append(Hit(slot, codebook.entry_ids[slot], distance, radius) if inside else None)
+    values_BV = torch.zeros(len(hits), codebook.values_NV.shape[1] if len(codebook) else 1)
+    for row, hit in enumerate(hits):
+        if hit is not None:
+            values_BV[row] = torch.from_numpy(codebook.values_NV[hit.slot])
+    replaced_B = torch.tensor([hit is not None for hit in hits])
+    return values_BV.to(queries_BD.device), replaced_B.to(queries_BD.device), hits

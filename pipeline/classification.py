@@ -1,0 +1,83 @@
+"""Sequence classification: a label of the model's own for a text or a pair of texts."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pipeline.codebook import Label
+from pipeline.tasks import Answer, Batch, InputError, Supervised, Task
+from schemas.messages import Inputs, Outputs, Parameters
+
+
+class Classification(Task):
+    """The query is the first token's input and the value replaces all tokens, as the paper has it for classifiers."""
+
+    query = "first"
+    replace = "all"
+
+    def tokenize(self, inputs: Inputs) -> list[int]:
+        """As for any task, and a pair is joined the way the tokenizer does."""
+        texts = (inputs,) if isinstance(inputs, str) else inputs
+        return self._checked(self.tokenizer(*texts, add_special_tokens=True)["input_ids"])
+
+    def batch(self, prompts: Sequence[Sequence[int]]) -> Batch:
+        """Segment ids of pairs follow the first separator."""
+        batch = super().batch(prompts)
+        separator = self.tokenizer.sep_token_id
+        if "token_type_ids" in self.tokenizer.model_input_names and separator is not None:
+            ids_BT = batch.kwargs["input_ids"]
+            after_BT = (ids_BT == separator).long().cumsum(dim=1) - (ids_BT == separator).long()
+            batch.kwargs["token_type_ids"] = (after_BT == 1).long() * batch.kwargs["attention_mask"]
+        return batch
+
+    def observe(self, batch: Batch) -> None:
+        """The whole model; the adaptor's session may end it early."""
+        self.model(**batch.kwargs)
+
+    def admit(self, prompt: Sequence[int], parameters: Parameters) -> object:
+        """A classifier has no parameters: all its requests are of one group."""
+        del prompt
+        if parameters != Parameters():
+            raise InputError("a classifier takes no generation parameters")
+        return None
+
+    def run(self, batch: Batch, parameters: Sequence[Parameters]) -> list[Answer]:
+        """The most probable label, with all probabilities; `score` is its probability."""
+        del parameters
+        probabilities_BC = self.model(**batch.kwargs).logits.float().softmax(dim=-1)
+        if not torch.isfinite(probabilities_BC).all():
+            raise InputError("the model's probabilities are not finite")
+        answers = []
+        for row_C in probabilities_BC.tolist():
+            named = {self._name(index): probability for index, probability in enumerate(row_C)}
+            best = max(range(len(row_C)), key=row_C.__getitem__)
+            answers.append(Answer(Outputs(label=self._name(best), probabilities=named), score=row_C[best]))
+        return answers
+
+    def label(self, inputs: Inputs, target: str) -> Label:
+        """A label's name, or its index in digits."""
+        del inputs
+        names = {self._name(index): index for index in range(self.model.config.num_labels)}
+        wanted = target.strip()
+        if wanted in names:
+            return (names[wanted],)
+        if wanted.isdecimal() and int(wanted) < len(names):
+            return (int(wanted),)
+        raise InputError(f"the model has no label {wanted!r}; it has {', '.join(names)}")
+
+    def text(self, label: Label) -> str:
+        """The label's name."""
+        return self._name(label[0])
+
+    def supervised(self, inputs: Inputs, label: Label) -> Supervised:
+        """One row; one decision."""
+        return Supervised(self.batch([self.tokenize(inputs)]), torch.tensor(label, device=self.model.device))
+
+    def logits(self, supervised: Supervised) -> Tensor:
+        """The classifier's logits, (1, C)."""
+        logits: Tensor = self.model(**supervised.batch.kwargs).logits.float()
+        return logits
+
+    def _name(self, index: int) -> str:
+        return str(self.model.config.id2label.get(index, index))

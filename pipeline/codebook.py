@@ -1,0 +1,220 @@
+"""The codebook: keys, values, radii and labels, as the fold over `deltas` (design, sections 3 to 5).
+
+Shape suffixes, here and in the whole engine: N entries of the codebook, B rows of a batch, T tokens, D the width of a
+key (the wrapped module's input), V the width of a value (its output), E remembered edits, R traffic queries, K
+candidates, C classes or vocabulary.
+
+What `Codebook.apply` guarantees:
+
+1. All or nothing: a record is checked as a whole before the first number changes.
+2. Equal records in equal order give equal codebooks, bit for bit.
+3. A record of a lower term than one already seen is dropped; any other break (a gap in `seq`, a digest that does not
+   continue the chain, another model or layer, a tensor of a wrong shape) raises, and the codebook stays as it was.
+"""
+
+import hashlib
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+from msgspec import UNSET
+
+from schemas.deltas import GENESIS, Delta, EntryChange, chain, decode_delta
+from schemas.messages import InvalidMessage
+
+Label = tuple[int, ...]
+"""Token ids of a target, or a class index. Labels are equal when every number is."""
+
+
+class DeltaFault(RuntimeError):
+    """A delta that cannot be applied; skipping it would let replicas diverge, so whoever meets one stops."""
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What one delta did: the slots that now hold something new, and whether entries moved or went."""
+
+    delta: Delta
+    slots: tuple[int, ...]
+    moved: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One entry, copied out."""
+
+    entry_id: str
+    key_D: np.ndarray
+    value_V: np.ndarray
+    radius: float
+    label: Label
+
+
+class Codebook:
+    """Entries in slots 0 to N-1. A removed entry's slot is taken by the last one, so no slot is ever empty."""
+
+    def __init__(self, name: str, model: str, layer: str) -> None:
+        self.name, self.model, self.layer = name, model, layer
+        self.seq, self.term, self.digest = 0, 0, GENESIS
+        self.entry_ids: list[str] = []
+        self.labels: list[Label] = []
+        self._slots: dict[str, int] = {}
+        self._keys = np.empty((0, 0), np.float32)
+        self._values = np.empty((0, 0), np.float32)
+        self._radii = np.empty(0, np.float32)
+
+    def __len__(self) -> int:
+        return len(self.entry_ids)
+
+    def __contains__(self, entry_id: object) -> bool:
+        return entry_id in self._slots
+
+    @property
+    def keys_ND(self) -> np.ndarray:
+        """A view; float32, C order."""
+        return self._keys[: len(self)]
+
+    @property
+    def values_NV(self) -> np.ndarray:
+        """A view; float32."""
+        return self._values[: len(self)]
+
+    @property
+    def radii_N(self) -> np.ndarray:
+        """A view; float32."""
+        return self._radii[: len(self)]
+
+    def slot(self, entry_id: str) -> int:
+        """Raises KeyError for an entry that is not there."""
+        return self._slots[entry_id]
+
+    def entry(self, slot: int) -> Entry:
+        """A copy of the entry in a slot."""
+        return Entry(
+            entry_id=self.entry_ids[slot],
+            key_D=self._keys[slot].copy(),
+            value_V=self._values[slot].copy(),
+            radius=float(self._radii[slot]),
+            label=self.labels[slot],
+        )
+
+    def apply(self, record: bytes) -> Applied | None:
+        """Fold one record of `deltas` in; None when it is of a lower term and dropped.
+
+        Raises:
+            DeltaFault: the record cannot be applied; the codebook is as before.
+        """
+        try:
+            delta = decode_delta(record)
+        except InvalidMessage as error:
+            raise DeltaFault(str(error)) from error
+        if delta.term < self.term:
+            return None
+        self._check_place(delta, record)
+        arrays = [self._checked(change) for change in delta.entries]
+        applied = self._change(delta, arrays)
+        self.seq, self.term, self.digest = delta.seq, delta.term, delta.digest
+        return applied
+
+    def state_digest(self) -> str:
+        """SHA-256 (hex) over every entry, in order of entry id: equal exactly when two codebooks answer alike."""
+        digest = hashlib.sha256()
+        for entry_id in sorted(self._slots):
+            slot = self._slots[entry_id]
+            label = self.labels[slot]
+            name = entry_id.encode()
+            digest.update(struct.pack("<q", len(name)) + name + struct.pack(f"<q{len(label)}q", len(label), *label))
+            for array in (self._keys[slot], self._values[slot], self._radii[slot]):
+                digest.update(np.ascontiguousarray(array, "<f4").tobytes())
+        return digest.hexdigest()
+
+    def _check_place(self, delta: Delta, record: bytes) -> None:
+        for field in ("codebook", "model", "layer"):
+            ours = self.name if field == "codebook" else getattr(self, field)
+            if getattr(delta, field) != ours:
+                raise DeltaFault(f"delta {delta.seq} is of {field} {getattr(delta, field)!r}; this one is {ours!r}")
+        if delta.seq != self.seq + 1:
+            raise DeltaFault(f"delta {delta.seq} of term {delta.term} follows {self.seq} of term {self.term}: a gap")
+        if (delta.op == "lead") != (delta.term > self.term):
+            raise DeltaFault(f"delta {delta.seq} ({delta.op}) is of term {delta.term} after term {self.term}")
+        if chain(self.digest, record) != delta.digest:
+            raise DeltaFault(f"delta {delta.seq} does not continue the chain of digests")
+
+    def _checked(self, change: EntryChange) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Key and value as arrays, once the change fits what the codebook holds."""
+        known = change.entry_id in self._slots
+        if change.removed:
+            if not known:
+                raise DeltaFault(f"entry {change.entry_id!r} cannot be removed: it is not there")
+            return None, None
+        fields = (change.key, change.value, change.radius, change.label)
+        if not known and any(field is UNSET for field in fields):
+            raise DeltaFault(f"the new entry {change.entry_id!r} lacks its key, value, radius or label")
+        if change.radius is not UNSET and not 0 <= change.radius < np.inf:
+            raise DeltaFault(f"entry {change.entry_id!r} has the radius {change.radius}")
+        try:
+            key = None if change.key is UNSET else change.key.array()
+            value = None if change.value is UNSET else change.value.array()
+        except ValueError as error:
+            raise DeltaFault(f"entry {change.entry_id!r}: {error}") from error
+        for what, array, held in (("key", key, self._keys), ("value", value, self._values)):
+            if array is not None and (
+                array.ndim != 1 or len(array) == 0 or (len(held) and array.shape != held.shape[1:])
+            ):
+                raise DeltaFault(f"entry {change.entry_id!r} has a {what} of shape {array.shape}, not {held.shape[1:]}")
+        return key, value
+
+    def _change(self, delta: Delta, arrays: list[tuple[np.ndarray | None, np.ndarray | None]]) -> Applied:
+        touched: set[int] = set()
+        moved = False
+        for change, (key, value) in zip(delta.entries, arrays, strict=True):
+            if change.removed:
+                touched.discard(len(self) - 1)
+                touched.add(self._remove(change.entry_id))
+                moved = True
+                continue
+            slot = self._slots.get(change.entry_id)
+            if slot is None:
+                assert key is not None
+                assert value is not None
+                slot = self._append(change.entry_id, len(key), len(value))
+            if key is not None:
+                self._keys[slot] = key
+            if value is not None:
+                self._values[slot] = value
+            if change.radius is not UNSET:
+                self._radii[slot] = change.radius
+            if change.label is not UNSET:
+                self.labels[slot] = change.label
+            touched.add(slot)
+        return Applied(delta=delta, slots=tuple(sorted(slot for slot in touched if slot < len(self))), moved=moved)
+
+    def _append(self, entry_id: str, width_D: int, width_V: int) -> int:
+        slot = len(self)
+        if slot == len(self._radii):
+            room = max(64, slot + slot // 4)
+            self._keys = _grown(self._keys, (room, width_D))
+            self._values = _grown(self._values, (room, width_V))
+            self._radii = _grown(self._radii, (room,))
+        self.entry_ids.append(entry_id)
+        self.labels.append(())
+        self._slots[entry_id] = slot
+        return slot
+
+    def _remove(self, entry_id: str) -> int:
+        slot, last = self._slots.pop(entry_id), len(self) - 1
+        if slot != last:
+            for array in (self._keys, self._values, self._radii):
+                array[slot] = array[last]
+            self.entry_ids[slot], self.labels[slot] = self.entry_ids[last], self.labels[last]
+            self._slots[self.entry_ids[slot]] = slot
+        self.entry_ids.pop()
+        self.labels.pop()
+        return slot
+
+
+def _grown(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    grown = np.zeros(shape, np.float32)
+    if len(array):
+        grown[: len(array)] = array
+    return grown

@@ -1,0 +1,159 @@
+"""Generation: causal language models and encoder-decoders, greedy, so that an answer can be reproduced.
+
+A target's label is its token ids and the end token, so an edited model says the target and stops.
+"""
+
+import copy
+import inspect
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from msgspec import UNSET
+from torch import Tensor
+
+from pipeline.codebook import Label
+from pipeline.tasks import Answer, Batch, InputError, Limits, Supervised, Task
+from schemas.messages import Inputs, Outputs, Parameters
+
+
+class Generation(Task):
+    """What causal models and encoder-decoders share."""
+
+    def __init__(self, model: Any, tokenizer: Any, limits: Limits, decoder_layer: bool) -> None:
+        super().__init__(model, tokenizer, limits, decoder_layer)
+        self._config = copy.deepcopy(model.generation_config)
+        for sampling in ("temperature", "top_p", "top_k", "typical_p", "min_p", "epsilon_cutoff", "eta_cutoff"):
+            if hasattr(self._config, sampling):
+                setattr(self._config, sampling, None)
+        self._config.do_sample, self._config.num_beams, self._config.max_length = False, 1, None
+        self._config.pad_token_id = tokenizer.pad_token_id
+        ends = self._config.eos_token_id
+        self._ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
+        self._config.eos_token_id = sorted(self._ends) or None
+
+    def admit(self, prompt: Sequence[int], parameters: Parameters) -> object:
+        """`max_new_tokens` may differ within a batch: greedy decoding is the same, only longer."""
+        tokens = self._budget(parameters) + (0 if self.model.config.is_encoder_decoder else len(prompt))
+        if self.context is not None and tokens > self.context:
+            raise InputError(f"prompt and answer may have {tokens} tokens; the model has room for {self.context}")
+        return (parameters.min_new_tokens, parameters.repetition_penalty, parameters.no_repeat_ngram_size)
+
+    def run(self, batch: Batch, parameters: Sequence[Parameters]) -> list[Answer]:
+        """Generated text without the prompt, special tokens, and white space around it."""
+        budgets = [self._budget(given) for given in parameters]
+        config = copy.copy(self._config)
+        config.max_new_tokens = max(budgets)
+        for name in ("min_new_tokens", "repetition_penalty", "no_repeat_ngram_size"):
+            if (value := getattr(parameters[0], name)) is not UNSET:
+                setattr(config, name, value)
+        generated_BT = self.model.generate(**batch.kwargs, generation_config=config)
+        rows = generated_BT[:, self._skipped(batch) :].tolist()
+        return [self._answer(row[:budget]) for row, budget in zip(rows, budgets, strict=True)]
+
+    def label(self, inputs: Inputs, target: str) -> Label:
+        """The target's token ids, as they follow the prompt, and the end token."""
+        token_ids = self._target_ids(inputs, target.strip())
+        if len(token_ids) > self.limits.max_target_tokens:
+            raise InputError(f"the target has {len(token_ids)} tokens; the limit is {self.limits.max_target_tokens}")
+        if self._decoded(token_ids) != target.strip():
+            raise InputError(f"the tokenizer cannot express the target: it makes of it {self._decoded(token_ids)!r}")
+        end = self.tokenizer.eos_token_id
+        return (*token_ids, end) if end is not None else tuple(token_ids)
+
+    def text(self, label: Label) -> str:
+        """The target that a label stands for."""
+        return self._decoded([token for token in label if token not in self._ends])
+
+    def _target_ids(self, inputs: Inputs, target: str) -> list[int]:
+        del inputs
+        token_ids: list[int] = self.tokenizer(target, add_special_tokens=False)["input_ids"]
+        return token_ids
+
+    def _answer(self, token_ids: list[int]) -> Answer:
+        end = next((place for place, token in enumerate(token_ids) if token in self._ends), len(token_ids))
+        return Answer(Outputs(text=self._decoded(token_ids[:end])))
+
+    def _decoded(self, token_ids: list[int]) -> str:
+        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text.strip()
+
+    def _budget(self, parameters: Parameters) -> int:
+        return self.limits.max_new_tokens if parameters.max_new_tokens is UNSET else parameters.max_new_tokens
+
+    @abstractmethod
+    def _skipped(self, batch: Batch) -> int:
+        """Tokens at the start of what `generate` returns that are not the answer's."""
+
+
+class CausalGeneration(Generation):
+    """A causal language model. Prompts are padded on the left: answers grow to the right."""
+
+    side = "left"
+
+    def observe(self, batch: Batch) -> None:
+        """With positions counted from each row's first real token, as generation counts them."""
+        positions_BT = (batch.kwargs["attention_mask"].cumsum(dim=1) - 1).clamp(min=0)
+        extra = {"position_ids": positions_BT} if self._takes("position_ids") else {}
+        self.model(**batch.kwargs, **extra, use_cache=False)
+
+    def supervised(self, inputs: Inputs, label: Label) -> Supervised:
+        """Prompt and target in one row; the last target token needs no forward pass of its own."""
+        prompt = self.tokenize(inputs)
+        device = self.model.device
+        ids_1T = torch.tensor([[*prompt, *label[:-1]]], device=device)
+        mask_1T = torch.ones_like(ids_1T)
+        prompt_1T = mask_1T.clone()
+        prompt_1T[:, len(prompt) :] = 0
+        batch = Batch({"input_ids": ids_1T, "attention_mask": mask_1T}, prompt_1T)
+        return Supervised(batch, torch.tensor(label, device=device))
+
+    def logits(self, supervised: Supervised) -> Tensor:
+        """Only the label's positions go through the head, where the model allows it."""
+        count = len(supervised.label_L)
+        extra = {"logits_to_keep": count} if self._takes("logits_to_keep") else {}
+        logits_LC: Tensor = self.model(**supervised.batch.kwargs, **extra, use_cache=False).logits[0, -count:]
+        return logits_LC.float()
+
+    def _target_ids(self, inputs: Inputs, target: str) -> list[int]:
+        """A target is a word of its own: a space stands before it unless the prompt ends with white space."""
+        joined = isinstance(inputs, str) and inputs[-1:].isspace()
+        return super()._target_ids(inputs, target if joined else f" {target}")
+
+    def _skipped(self, batch: Batch) -> int:
+        return batch.kwargs["input_ids"].shape[1]
+
+    def _takes(self, name: str) -> bool:
+        return name in inspect.signature(self.model.forward).parameters
+
+
+class Seq2SeqGeneration(Generation):
+    """An encoder-decoder."""
+
+    def observe(self, batch: Batch) -> None:
+        """Encoder, and the first token of the decoder."""
+        start = torch.full((len(batch.kwargs["input_ids"]), 1), self._start, device=self.model.device)
+        self.model(**batch.kwargs, decoder_input_ids=start, use_cache=False)
+
+    def supervised(self, inputs: Inputs, label: Label) -> Supervised:
+        """The decoder sees the label shifted right by its start token."""
+        batch = self.batch([self.tokenize(inputs)])
+        decoder_1L = torch.tensor([[self._start, *label[:-1]]], device=self.model.device)
+        kwargs = {**batch.kwargs, "decoder_input_ids": decoder_1L}
+        return Supervised(Batch(kwargs, batch.mask_BT), torch.tensor(label, device=self.model.device))
+
+    def logits(self, supervised: Supervised) -> Tensor:
+        """Every decoder position is one of the label's."""
+        logits_LC: Tensor = self.model(**supervised.batch.kwargs, use_cache=False).logits[0]
+        return logits_LC.float()
+
+    @property
+    def _start(self) -> int:
+        start = self._config.decoder_start_token_id
+        start = self.model.config.decoder_start_token_id if start is None else start
+        return int(self.tokenizer.pad_token_id if start is None else start)
+
+    def _skipped(self, batch: Batch) -> int:
+        del batch
+        return 1

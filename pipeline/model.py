@@ -1,0 +1,244 @@
+"""The editable model: a frozen Hugging Face checkpoint with one module wrapped by the adaptor.
+
+It is used by one thread at a time. Weights are never written, no gradient is kept on them, and answering leaves the
+global random state as it was.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
+from transformers.utils import logging as transformers_logging
+
+from pipeline.adaptor import Adaptor, Hit, QueryToken, Replaced, Session
+from pipeline.classification import Classification
+from pipeline.codebook import Codebook, Label
+from pipeline.generation import CausalGeneration, Seq2SeqGeneration
+from pipeline.index import KeyIndex
+from pipeline.layers import Prefix, blocks_before, find_layer, in_decoder, normal_path
+from pipeline.tasks import Answer, Limits, Supervised, Task
+from schemas.messages import Inputs, Parameters
+
+
+class ModelError(ValueError):
+    """A model that cannot be loaded or edited; the text says which and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One row's answer, and the entry that gave it."""
+
+    answer: Answer
+    hit: Hit | None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether the model gives a label: `margin` is the least lead (logits) of a label's token, `loss` the mean CE."""
+
+    margin: float
+    loss: float
+
+    @property
+    def right(self) -> bool:
+        """Every token of the label is the model's choice."""
+        return self.margin > 0
+
+
+class EditableModel:
+    """A model, its tokenizer and task, and the adaptor around one of its modules."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        layer: str,
+        *,
+        limits: Limits | None = None,
+        query: QueryToken | None = None,
+        replace: Replaced | None = None,
+        fingerprint: str | None = None,
+    ) -> None:
+        """Wrap a loaded model.
+
+        Raises:
+            LayerError: the model has no such layer.
+            ModelError: it is none of the three kinds.
+        """
+        self.module = model.eval().requires_grad_(False)
+        self.layer = normal_path(layer)
+        decoder_layer = model.config.is_encoder_decoder and in_decoder(layer)
+        self.task: Task = _task_class(model)(model, tokenizer, limits or Limits(), decoder_layer)
+        self.adaptor = Adaptor(find_layer(model, layer), query or self.task.query, replace or self.task.replace)
+        self.dtype = str(model.dtype).removeprefix("torch.")
+        self.device: torch.device = model.device
+        self.fingerprint = fingerprint or fingerprint_of(model, tokenizer)
+
+    @classmethod
+    def load(
+        cls,
+        name: str,
+        layer: str,
+        *,
+        device: str = "auto",
+        dtype: str = "float32",
+        cache: Path | None = None,
+        limits: Limits | None = None,
+        query: QueryToken | None = None,
+        replace: Replaced | None = None,
+    ) -> Self:
+        """Load a local folder or a hub id.
+
+        Args:
+            name: Folder or hub id of a checkpoint.
+            layer: The module to wrap.
+            device: `auto`, `cpu` or `cuda`.
+            dtype: Of the weights.
+            cache: Folder that keeps fingerprints of local checkpoints; None computes them anew.
+            limits: Of prompts, targets and answers.
+            query: The query's token; None: the task's own.
+            replace: The tokens that take the value; None: the task's own.
+
+        Raises:
+            ModelError: no such checkpoint, not of one of the three kinds, or no such device.
+            LayerError: the model has no such layer.
+        """
+        target = "cuda" if device == "auto" and torch.cuda.is_available() else "cpu" if device == "auto" else device
+        if target == "cuda" and not torch.cuda.is_available():
+            raise ModelError("device 'cuda' was asked for, but torch finds no CUDA device")
+        transformers_logging.disable_progress_bar()
+        try:
+            config = AutoConfig.from_pretrained(name)
+            auto = _auto_class(config, name)
+            model = auto.from_pretrained(name, dtype=getattr(torch, dtype)).to(target)
+            tokenizer = AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError, KeyError) as error:
+            if isinstance(error, ModelError):
+                raise
+            first_line = str(error).strip().split("\n")[0]
+            raise ModelError(f"the model {name!r} cannot be loaded: {first_line}") from error
+        fingerprint = cached_fingerprint(model, tokenizer, Path(name), cache)
+        return cls(model, tokenizer, layer, limits=limits, query=query, replace=replace, fingerprint=fingerprint)
+
+    def queries(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """The queries (B, D), float32, of tokenised prompts; nothing after the wrapped module runs."""
+        batch = self.task.batch(prompts)
+        with torch.inference_mode(), self.adaptor.observing(batch.mask_BT) as session:
+            self.task.observe(batch)
+        return session.queries_BD
+
+    def answer(
+        self,
+        prompts: Sequence[Sequence[int]],
+        parameters: Sequence[Parameters],
+        codebook: Codebook,
+        index: KeyIndex,
+    ) -> list[Served]:
+        """Answer a batch of tokenised prompts of one group from the edited model."""
+        batch = self.task.batch(prompts)
+        with torch.inference_mode(), self.adaptor.serving(batch.mask_BT, codebook, index) as session:
+            answers = self.task.run(batch, parameters)
+        return [Served(answer, hit) for answer, hit in zip(answers, session.hits, strict=True)]
+
+    def examine(self, supervised: Supervised, codebook: Codebook, index: KeyIndex) -> tuple[Verdict, Session, Prefix]:
+        """Whether the edited model gives the label, what the wrapped module saw, and the activations before it."""
+        prefix = Prefix(blocks_before(self.module, self.layer))
+        with (
+            torch.no_grad(),
+            prefix.recording(),
+            self.adaptor.serving(supervised.batch.mask_BT, codebook, index) as session,
+        ):
+            logits_LC = self.task.logits(supervised)
+        return verdict(logits_LC, supervised.label_L)[0], session, prefix
+
+    def gives(self, supervised: Supervised, value_V: Tensor, prefix: Prefix) -> Verdict:
+        """Whether a value in place makes the model give the label."""
+        values_1V = value_V.to(self.device)[None]
+        with torch.no_grad(), prefix.skipping(), self.adaptor.substituting(supervised.batch.mask_BT, values_1V):
+            return verdict(self.task.logits(supervised), supervised.label_L)[0]
+
+    def supervised(self, inputs: Inputs, target: str) -> tuple[Label, Supervised]:
+        """A correction as a label and the forward pass that checks it.
+
+        Raises:
+            InputError: the model cannot take these inputs or this target.
+        """
+        label = self.task.label(inputs, target)
+        return label, self.task.supervised(inputs, label)
+
+
+def verdict(logits_LC: Tensor, label_L: Tensor) -> tuple[Verdict, Tensor]:
+    """The verdict on logits, and the loss (mean cross entropy) as a tensor that can be differentiated."""
+    loss = torch.nn.functional.cross_entropy(logits_LC, label_L)
+    chosen_L = logits_LC.detach().gather(1, label_L[:, None])[:, 0]
+    others_LC = logits_LC.detach().scatter(1, label_L[:, None], -torch.inf)
+    return Verdict(margin=float((chosen_L - others_LC.amax(dim=1)).min()), loss=float(loss.detach())), loss
+
+
+def fingerprint_of(model: Any, tokenizer: Any) -> str:
+    """SHA-256 over weights (as loaded, in order of name), config and tokenizer: equal models give equal keys."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    config = model.config.to_dict()
+    for volatile in ("_name_or_path", "transformers_version"):
+        config.pop(volatile, None)
+    digest.update(json.dumps(config, sort_keys=True, default=str).encode())
+    vocabulary = getattr(tokenizer, "backend_tokenizer", None)
+    content = vocabulary.to_str() if vocabulary is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    digest.update(content.encode())
+    return digest.hexdigest()
+
+
+def cached_fingerprint(model: Any, tokenizer: Any, folder: Path, cache: Path | None) -> str:
+    """The fingerprint, computed once for a local folder whose files and dtype stay as they are."""
+    if cache is None or not folder.is_dir():
+        return fingerprint_of(model, tokenizer)
+    files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(folder.iterdir())]
+    state = json.dumps([str(folder.resolve()), str(model.dtype), files])
+    kept = cache.expanduser() / "fingerprints" / hashlib.sha256(state.encode()).hexdigest()
+    if kept.exists() and len(known := kept.read_text()) == hashlib.sha256().digest_size * 2:
+        return known
+    fingerprint = fingerprint_of(model, tokenizer)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    half = kept.with_suffix(f".{id(fingerprint)}")
+    half.write_text(fingerprint)
+    half.replace(kept)
+    return fingerprint
+
+
+def _auto_class(config: Any, name: str) -> Any:
+    architecture = (config.architectures or [""])[0]
+    if architecture.endswith("ForSequenceClassification"):
+        return AutoModelForSequenceClassification
+    if config.is_encoder_decoder:
+        return AutoModelForSeq2SeqLM
+    if architecture.endswith(("ForCausalLM", "LMHeadModel")):
+        return AutoModelForCausalLM
+    raise ModelError(
+        f"the model {name!r} is a {architecture or config.model_type}; gracestream edits sequence classifiers, "
+        "encoder-decoders and causal language models"
+    )
+
+
+def _task_class(model: Any) -> type[Task]:
+    if type(model).__name__.endswith("ForSequenceClassification"):
+        return Classification
+    if model.config.is_encoder_decoder:
+        return Seq2SeqGeneration
+    if model.can_generate():
+        return CausalGeneration
+    raise ModelError(f"{type(model).__name__} is no classifier, encoder-decoder or causal language model")

@@ -1,0 +1,143 @@
+"""The three kinds of model: a sequence classifier, an encoder-decoder, a causal language model.
+
+A task knows how inputs become tokens, how the model answers, what a target is as a label (token ids with the end token,
+or a class index), and which forward pass tells whether the model gives that label. It never sees the codebook.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.adaptor import QueryToken, Replaced
+from pipeline.codebook import Label
+from schemas.messages import Inputs, Outputs, Parameters
+
+
+class InputError(ValueError):
+    """Inputs, parameters or a target that this model cannot take; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Tokenised prompts.
+
+    Attributes:
+        kwargs: What the model is called with.
+        mask_BT: Real prompt tokens, as the wrapped module sees them; None where it lies in a decoder.
+    """
+
+    kwargs: dict[str, Tensor]
+    mask_BT: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Supervised:
+    """One input with its label, for one forward pass: the logits at `positions_L` should choose `label_L`."""
+
+    batch: Batch
+    label_L: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One row's answer."""
+
+    outputs: Outputs
+    score: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Tokens a prompt or a target may have, and how many are generated where a request does not say."""
+
+    max_input_tokens: int = 512
+    max_target_tokens: int = 128
+    max_new_tokens: int = 32
+
+
+class Task(ABC):
+    """What all kinds share: tokenising one text at a time with a clear error, and padding a batch."""
+
+    query: QueryToken = "last"
+    replace: Replaced = "last"
+    side = "right"
+
+    def __init__(self, model: Any, tokenizer: Any, limits: Limits, decoder_layer: bool) -> None:
+        self.model, self.tokenizer, self.limits = model, tokenizer, limits
+        self._decoder_layer = decoder_layer
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+        if model.config.pad_token_id is None:
+            model.config.pad_token_id = tokenizer.pad_token_id
+        self.context: int | None = getattr(model.config, "max_position_embeddings", None)
+        self.max_prompt = min(limits.max_input_tokens, self.context or limits.max_input_tokens)
+
+    def tokenize(self, inputs: Inputs) -> list[int]:
+        """Token ids of one prompt.
+
+        Raises:
+            InputError: a pair for a model of single texts, too long, or nothing left.
+        """
+        if not isinstance(inputs, str):
+            raise InputError("this model takes one text, not a pair")
+        return self._checked(self.tokenizer(inputs, add_special_tokens=True)["input_ids"])
+
+    def _checked(self, token_ids: list[int]) -> list[int]:
+        if not token_ids:
+            raise InputError("the prompt has no tokens")
+        if len(token_ids) > self.max_prompt:
+            raise InputError(f"the prompt has {len(token_ids)} tokens; the limit is {self.max_prompt}")
+        return token_ids
+
+    def batch(self, prompts: Sequence[Sequence[int]]) -> Batch:
+        """Pad tokenised prompts (`tokenize`) into one batch."""
+        width = max(len(prompt) for prompt in prompts)
+        ids_BT = torch.full((len(prompts), width), int(self.tokenizer.pad_token_id))
+        mask_BT = torch.zeros((len(prompts), width), dtype=torch.long)
+        for row, prompt in enumerate(prompts):
+            columns = slice(0, len(prompt)) if self.side == "right" else slice(width - len(prompt), width)
+            ids_BT[row, columns] = torch.tensor(prompt)
+            mask_BT[row, columns] = 1
+        device = self.model.device
+        kwargs = {"input_ids": ids_BT.to(device), "attention_mask": mask_BT.to(device)}
+        return Batch(kwargs, None if self._decoder_layer else kwargs["attention_mask"])
+
+    @abstractmethod
+    def observe(self, batch: Batch) -> None:
+        """One forward pass over the prompts, for what the wrapped module sees."""
+
+    @abstractmethod
+    def run(self, batch: Batch, parameters: Sequence[Parameters]) -> list[Answer]:
+        """Answer a batch; its requests are of one group (`admit`)."""
+
+    @abstractmethod
+    def admit(self, prompt: Sequence[int], parameters: Parameters) -> object:
+        """Requests for which this returns equal groups can share a batch.
+
+        Raises:
+            InputError: the model cannot answer this prompt with these parameters.
+        """
+
+    @abstractmethod
+    def label(self, inputs: Inputs, target: str) -> Label:
+        """What a target is to this model.
+
+        Raises:
+            InputError: no such class, too long, or not expressible in the tokenizer's vocabulary.
+        """
+
+    @abstractmethod
+    def text(self, label: Label) -> str:
+        """A label in words."""
+
+    @abstractmethod
+    def supervised(self, inputs: Inputs, label: Label) -> Supervised:
+        """The forward pass that tells whether the model gives `label`."""
+
+    @abstractmethod
+    def logits(self, supervised: Supervised) -> Tensor:
+        """Run it: float32 logits (L, C) at the label's positions."""
