@@ -112,9 +112,30 @@ class Codebook:
             return None
         self._check_place(delta, record)
         arrays = [self._checked(change) for change in delta.entries]
+        for side in zip(*arrays, strict=True):
+            if len({array.shape for array in side if array is not None}) > 1:
+                raise DeltaFault(f"delta {delta.seq} has keys, or values, of different widths")
         applied = self._change(delta, arrays)
         self.seq, self.term, self.digest = delta.seq, delta.term, delta.digest
         return applied
+
+    def restore(
+        self,
+        *,
+        seq: int,
+        term: int,
+        digest: bytes,
+        entry_ids: list[str],
+        labels: list[Label],
+        keys_ND: np.ndarray,
+        values_NV: np.ndarray,
+        radii_N: np.ndarray,
+    ) -> None:
+        """Take over a state as it was saved, in place of the fold that led to it; the arrays are kept, not copied."""
+        self.seq, self.term, self.digest = seq, term, digest
+        self.entry_ids, self.labels = list(entry_ids), list(labels)
+        self._slots = {entry_id: slot for slot, entry_id in enumerate(entry_ids)}
+        self._keys, self._values, self._radii = keys_ND, values_NV, radii_N
 
     def state_digest(self) -> str:
         """SHA-256 (hex) over every entry, in order of entry id: equal exactly when two codebooks answer alike."""
@@ -139,6 +160,8 @@ class Codebook:
             raise DeltaFault(f"delta {delta.seq} ({delta.op}) is of term {delta.term} after term {self.term}")
         if chain(self.digest, record) != delta.digest:
             raise DeltaFault(f"delta {delta.seq} does not continue the chain of digests")
+        if len({change.entry_id for change in delta.entries}) < len(delta.entries):
+            raise DeltaFault(f"delta {delta.seq} names an entry twice")
 
     def _checked(self, change: EntryChange) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Key and value as arrays, once the change fits what the codebook holds."""

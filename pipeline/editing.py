@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 import torch
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from pipeline.codebook import Applied, Codebook, Label
 from pipeline.index import NO_SLOT, KeyIndex
@@ -46,14 +46,16 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Edited:
-    """The outcome of one feedback record, its delta's record for `deltas` (None: nothing changes).
+    """The outcome of one feedback record, and the record for `deltas` that carries it out (None: nothing changes).
 
-    `invalid` marks feedback that this model cannot take at all; it belongs in the dead letter queue.
+    `invalid` marks feedback that cannot be taken at all, for `reason`: it belongs in the dead letter queue. Only where
+    it does not even tell its id is there no outcome.
     """
 
-    outcome: Outcome
+    outcome: Outcome | None
     record: bytes | None = None
     invalid: bool = False
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,12 +193,15 @@ class EditEngine:
         if decision.kind in ("add", "split") and entry_id in self.codebook:
             return _rejected(case.feedback, f"an entry named {entry_id!r} exists; a correction needs an id of its own")
         changes: list[EntryChange] = []
+        radius: float | UnsetType = UNSET
         if decision.neighbour_radius is not None and decision.neighbour_radius != self.codebook.radii_N[slot]:
-            changes.append(EntryChange(entry_id=neighbour_id, radius=_float32(decision.neighbour_radius)))
+            radius = _float32(decision.neighbour_radius)
+        if decision.kind != "replace" and radius is not UNSET:
+            changes.append(EntryChange(entry_id=neighbour_id, radius=radius))
         if trained is not None:
             value = Tensor.of(trained.value_V)
             if decision.kind == "replace":
-                changes.append(EntryChange(entry_id=entry_id, value=value, label=case.label))
+                changes.append(EntryChange(entry_id=entry_id, value=value, radius=radius, label=case.label))
             else:
                 assert decision.radius is not None
                 radius = _float32(decision.radius)
@@ -291,7 +296,7 @@ def correction(feedback_id: str, inputs: Inputs, target: str) -> Feedback:
 
 def _rejected(feedback: Feedback, reason: str, *, invalid: bool = False, **fields: object) -> Edited:
     outcome = Outcome(v=VERSION, feedback_id=feedback.feedback_id, status="rejected", reason=reason, **fields)  # type: ignore[arg-type]
-    return Edited(outcome, invalid=invalid)
+    return Edited(outcome, invalid=invalid, reason=reason)
 
 
 def _float32(radius: float) -> float:

@@ -87,9 +87,11 @@ class KeyIndex:
         distances_BK = exact_distances(queries_BD, self._keys[slots_BK]).masked_fill(slots_BK == NO_SLOT, torch.inf)
         winner_B1 = distances_BK.argmin(dim=1, keepdim=True)
         slots_B, distances_B = slots_BK.gather(1, winner_B1)[:, 0], distances_BK.gather(1, winner_B1)[:, 0]
-        # A product of D terms in float32 is off by at most D roundings of the largest possible sum.
-        width = queries_BD.shape[1]
-        error_B = width * torch.finfo(torch.float32).eps * (queries_BD.norm(dim=1) + self._norm).square()
+        # A product of D terms in float32 is off by at most D roundings of the largest possible sum. A key can only win
+        # where its norm is within the winner's distance of the query's: one of a huge norm makes no other unsure.
+        width, norm_B = queries_BD.shape[1], queries_BD.norm(dim=1)
+        largest_B = ((norm_B + distances_B) * (1 + 1e-5)).clamp(max=self._norm)
+        error_B = width * torch.finfo(torch.float32).eps * (norm_B + largest_B).square()
         farthest_B = squares_BK.gather(1, order).amax(dim=1)
         proven_B = farthest_B - error_B > distances_B.square() * (1 + 1e-6)
         if candidates == len(self._keys):

@@ -68,7 +68,7 @@ class Neighbour:
 class Decision:
     """What happens to the nearest entry (`neighbour_radius`) and to a new one with the query as key (`radius`).
 
-    `replace` gives the nearest entry a new value and label, and leaves its key and radius.
+    `replace` gives the nearest entry a new value and label, and leaves its key; its radius grows to reach the query.
     """
 
     kind: Kind
@@ -84,7 +84,7 @@ def decide(policy: Policy, neighbour: Neighbour | None, clearance: float = math.
         return _expand(policy, neighbour, clearance)
     if policy.kind == "nearest":
         if neighbour.distance <= policy.noise:
-            return Decision("replace")
+            return _replace(policy, neighbour)
         return Decision("split", radius=policy.own_radius(clearance))
     half = neighbour.distance / 2
     # The paper speaks of decreasing the radius; half the distance would enlarge it where the balls only touch.
@@ -94,8 +94,14 @@ def decide(policy: Policy, neighbour: Neighbour | None, clearance: float = math.
 def without_expanding(policy: Policy, neighbour: Neighbour, clearance: float) -> Decision:
     """What to do instead of an expand whose value fails on the new input: the input gets a value of its own."""
     if policy.kind == "nearest" and neighbour.distance <= policy.noise:
-        return Decision("replace")
+        return _replace(policy, neighbour)
     return Decision("add", radius=policy.own_radius(clearance))
+
+
+def _replace(policy: Policy, neighbour: Neighbour) -> Decision:
+    """The same input again. Its entry's ball may be too small for it: `paper` splits down to a radius of 0."""
+    reach = policy.cover(neighbour.distance)
+    return Decision("replace", neighbour_radius=reach if reach > neighbour.radius else None)
 
 
 def _expand(policy: Policy, neighbour: Neighbour, clearance: float) -> Decision:
@@ -103,7 +109,7 @@ def _expand(policy: Policy, neighbour: Neighbour, clearance: float) -> Decision:
     needed = max(neighbour.radius, policy.cover(neighbour.distance))
     allowed = max(neighbour.radius, TRAFFIC_SHARE * neighbour.clearance)
     if needed > allowed:
-        return Decision("add", radius=policy.own_radius(clearance))
+        return without_expanding(policy, neighbour, clearance)
     by_initial = policy.kind == "paper" and policy.expand == "paper"
     wanted = max(needed, neighbour.radius + policy.radius) if by_initial else needed
     return Decision("expand", neighbour_radius=min(wanted, allowed))

@@ -115,22 +115,9 @@ class EditableModel:
             ModelError: no such checkpoint, not of one of the three kinds, or no such device.
             LayerError: the model has no such layer.
         """
-        target = "cuda" if device == "auto" and torch.cuda.is_available() else "cpu" if device == "auto" else device
-        if target == "cuda" and not torch.cuda.is_available():
-            raise ModelError("device 'cuda' was asked for, but torch finds no CUDA device")
-        transformers_logging.disable_progress_bar()
-        try:
-            config = AutoConfig.from_pretrained(name)
-            auto = _auto_class(config, name)
-            model = auto.from_pretrained(name, dtype=getattr(torch, dtype)).to(target)
-            tokenizer = AutoTokenizer.from_pretrained(name)
-        except (OSError, ValueError, KeyError) as error:
-            if isinstance(error, ModelError):
-                raise
-            first_line = str(error).strip().split("\n")[0]
-            raise ModelError(f"the model {name!r} cannot be loaded: {first_line}") from error
-        fingerprint = cached_fingerprint(model, tokenizer, Path(name), cache)
-        return cls(model, tokenizer, layer, limits=limits, query=query, replace=replace, fingerprint=fingerprint)
+        module, tokenizer = load_checkpoint(name, device=device, dtype=dtype)
+        fingerprint = cached_fingerprint(module, tokenizer, Path(name), cache)
+        return cls(module, tokenizer, layer, limits=limits, query=query, replace=replace, fingerprint=fingerprint)
 
     def queries(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """The queries (B, D), float32, of tokenised prompts; nothing after the wrapped module runs."""
@@ -177,6 +164,27 @@ class EditableModel:
         """
         label = self.task.label(inputs, target)
         return label, self.task.supervised(inputs, label)
+
+
+def load_checkpoint(name: str, *, device: str = "auto", dtype: str = "float32") -> tuple[Any, Any]:
+    """A model of one of the three kinds and its tokenizer, from a local folder or a hub id.
+
+    Raises:
+        ModelError: no such checkpoint, not of one of the three kinds, or no such device.
+    """
+    target = "cuda" if device == "auto" and torch.cuda.is_available() else "cpu" if device == "auto" else device
+    if target == "cuda" and not torch.cuda.is_available():
+        raise ModelError("device 'cuda' was asked for, but torch finds no CUDA device")
+    transformers_logging.disable_progress_bar()
+    try:
+        auto = _auto_class(AutoConfig.from_pretrained(name), name)
+        model = auto.from_pretrained(name, dtype=getattr(torch, dtype)).to(target)
+        return model, AutoTokenizer.from_pretrained(name)
+    except ModelError:
+        raise
+    except (OSError, ValueError, KeyError) as error:
+        first_line = str(error).strip().split("\n")[0]
+        raise ModelError(f"the model {name!r} cannot be loaded: {first_line}") from error
 
 
 def verdict(logits_LC: Tensor, label_L: Tensor) -> tuple[Verdict, Tensor]:

@@ -10,16 +10,26 @@ unknown fields are ignored here) verifies all the same. The digest before the fi
 """
 
 import hashlib
+import math
 from typing import Annotated, Literal, Self
 
 import msgspec
 import numpy as np
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from schemas.messages import VERSION, InvalidMessage
+from schemas.messages import InvalidMessage, Message, Version, check_version, one_line
 
 DIGEST_BYTES = 32
 GENESIS = bytes(DIGEST_BYTES)
+
+Count = Annotated[int, Meta(ge=1, le=2**53 - 1)]
+"""What Redis' scripts and readers of JSON, whose numbers are float64, still count exactly."""
+
+Radius = Annotated[float, Meta(ge=0, le=float(np.finfo(np.float32).max))]
+"""A radius is finite in float32; not a number is refused too, since it is not at least 0."""
+
+TokenId = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+"""An int64, as tensors of labels hold it."""
 
 Op = Literal["lead", "add", "expand", "split", "replace", "undo", "retune"]
 
@@ -28,19 +38,21 @@ class Tensor(Struct, frozen=True, kw_only=True):
     """Raw little-endian bytes in C order, with dtype (numpy's name) and shape. Only float32 is in use."""
 
     dtype: Literal["float32"]
-    shape: tuple[Annotated[int, Meta(ge=0)], ...]
+    shape: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(max_length=8)]
     data: bytes
 
     @classmethod
     def of(cls, array: np.ndarray) -> Self:
-        """Raises ValueError unless every number is finite."""
-        if not np.isfinite(array).all():
-            raise ValueError("a tensor holds a number that is not finite")
-        return cls(dtype="float32", shape=array.shape, data=np.ascontiguousarray(array, "<f4").tobytes())
+        """Raises ValueError unless every number is finite in float32."""
+        with np.errstate(over="ignore"):
+            narrow = np.asarray(array, "<f4")
+        if not np.isfinite(narrow).all():
+            raise ValueError("a tensor holds a number that is not finite in float32")
+        return cls(dtype="float32", shape=narrow.shape, data=narrow.tobytes())
 
     def array(self) -> np.ndarray:
         """Raises ValueError when bytes and shape disagree or a number is not finite."""
-        if len(self.data) != 4 * int(np.prod(self.shape, dtype=np.int64)):
+        if len(self.data) != 4 * math.prod(self.shape):
             raise ValueError(f"{len(self.data)} bytes do not fill a float32 tensor of shape {self.shape}")
         array = np.frombuffer(self.data, "<f4").reshape(self.shape)
         if not np.isfinite(array).all():
@@ -54,8 +66,8 @@ class EntryChange(Struct, frozen=True, kw_only=True, omit_defaults=True):
     entry_id: str
     key: Tensor | UnsetType = UNSET
     value: Tensor | UnsetType = UNSET
-    radius: float | UnsetType = UNSET
-    label: tuple[int, ...] | UnsetType = UNSET
+    radius: Radius | UnsetType = UNSET
+    label: tuple[TokenId, ...] | UnsetType = UNSET
     removed: bool = False
 
 
@@ -63,7 +75,8 @@ class Cause(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The feedback record behind a delta, and what else the decision saw.
 
     `entry_id` serves the feedback's query from now on. `query` stands where that entry's key is another one (an
-    expand), so that a starting editor can remember the query of every edit. `traffic` is how far into each partition
+    expand or a replace), so that a starting editor can remember the query of every edit. `supersedes` names earlier
+    edits of the same input that said something else; they are no longer kept. `traffic` is how far into each partition
     of `requests` the reservoir had read.
     """
 
@@ -71,6 +84,7 @@ class Cause(Struct, frozen=True, kw_only=True, omit_defaults=True):
     offset: int
     entry_id: str | UnsetType = UNSET
     query: Tensor | UnsetType = UNSET
+    supersedes: tuple[str, ...] = ()
     traffic: dict[str, int] | UnsetType = UNSET
 
 
@@ -80,12 +94,12 @@ class Delta(Struct, frozen=True, kw_only=True, omit_defaults=True):
     `environment` stands in `lead` deltas: the versions, device and policy under which the values of the term are made.
     """
 
-    v: Annotated[int, Meta(ge=1)]
+    v: Version
     codebook: str
     model: str
     layer: str
-    term: Annotated[int, Meta(ge=1)]
-    seq: Annotated[int, Meta(ge=1)]
+    term: Count
+    seq: Count
     op: Op
     entries: tuple[EntryChange, ...] = ()
     cause: Cause | UnsetType = UNSET
@@ -114,11 +128,10 @@ def decode_delta(record: bytes | None) -> Delta:
     if record is None:
         raise InvalidMessage("the record has no value")
     try:
+        check_version(msgspec.msgpack.decode(record, type=Message).v)  # first: a newer schema may know other ops
         delta = msgspec.msgpack.decode(record, type=Delta)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidMessage(f"not a delta: {error}") from error
-    if delta.v > VERSION:
-        raise InvalidMessage(f"schema version {delta.v} is newer than {VERSION}, the newest known here")
+        raise InvalidMessage(f"not a valid delta: {one_line(error)}") from error
     if len(delta.digest) != DIGEST_BYTES or record[-DIGEST_BYTES:] != delta.digest:
         raise InvalidMessage("the record does not end with its digest")
     return delta

@@ -5,6 +5,7 @@ record of a version that this code does not know is refused rather than half und
 Kafka's and stand in no message.
 """
 
+import math
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
@@ -12,7 +13,9 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 VERSION = 1
 
-Id = Annotated[str, Meta(min_length=1, max_length=256)]
+Version = Annotated[int, Meta(ge=1, le=2**63 - 1)]
+ID_LENGTH = 256
+Id = Annotated[str, Meta(min_length=1, max_length=ID_LENGTH)]
 Inputs = str | tuple[str, str]
 """A text, or a pair of texts for a classifier of pairs; none is empty.
 
@@ -37,7 +40,7 @@ def check_inputs(inputs: Inputs | UnsetType) -> None:
 class Message(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What every message has: the version of its schema."""
 
-    v: Annotated[int, Meta(ge=1)]
+    v: Version
 
 
 class Parameters(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -154,9 +157,26 @@ M = TypeVar("M", bound=Message)
 JSON_MESSAGES: tuple[type[Message], ...] = (Request, Prediction, Feedback, Outcome, SnapshotManifest)
 
 
+def check_version(v: int) -> None:
+    """Raises InvalidMessage for a version newer than any known here."""
+    if v > VERSION:
+        raise InvalidMessage(f"schema version {v} is newer than {VERSION}, the newest known here")
+
+
+def one_line(error: Exception) -> str:
+    """What an error says, in one short line: msgspec quotes names and values of the record, however long."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= 300 else f"{text[:200]}…{text[-80:]}"  # the end says where in the record
+
+
 def encode(message: Message) -> bytes:
-    """The message as UTF-8 JSON."""
-    return msgspec.json.encode(message)
+    """The message as UTF-8 JSON, which has no NaN and no infinity: a number that is not finite is left out.
+
+    A `loss` that diverged is the case in point; msgspec would write `null`, which no reader takes for a number.
+    """
+    fields = ((name, getattr(message, name)) for name in message.__struct_fields__)
+    odd = {name: UNSET for name, value in fields if isinstance(value, float) and not math.isfinite(value)}
+    return msgspec.json.encode(msgspec.structs.replace(message, **odd) if odd else message)
 
 
 def decode(raw: bytes | None, kind: type[M], max_bytes: int | None = None) -> M:
@@ -170,12 +190,14 @@ def decode(raw: bytes | None, kind: type[M], max_bytes: int | None = None) -> M:
     if max_bytes is not None and len(raw) > max_bytes:
         raise InvalidMessage(f"the record has {len(raw)} bytes; the limit is {max_bytes}")
     try:
-        message = msgspec.json.decode(raw, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidMessage(f"not a {kind.__name__.lower()}: {error}") from error
-    if message.v > VERSION:
-        raise InvalidMessage(f"schema version {message.v} is newer than {VERSION}, the newest known here")
-    return message
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidMessage(f"not UTF-8: {error}") from error
+    try:
+        check_version(msgspec.json.decode(text, type=Message).v)  # first: in a newer schema anything may be different
+        return msgspec.json.decode(text, type=kind)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise InvalidMessage(f"not a valid {kind.__name__.lower()}: {one_line(error)}") from error
 
 
 def peek_id(raw: bytes | None, field: Literal["request_id", "feedback_id"]) -> str | None:
@@ -185,4 +207,4 @@ def peek_id(raw: bytes | None, field: Literal["request_id", "feedback_id"]) -> s
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     found = fields.get(field) if isinstance(fields, dict) else None
-    return found if isinstance(found, str) and 0 < len(found) <= 256 else None
+    return found if isinstance(found, str) and 0 < len(found) <= ID_LENGTH else None

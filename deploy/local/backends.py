@@ -1,0 +1,135 @@
+"""Which Kafka and which Redis to use: an existing one, else one in Docker, else a local one (design, section 7)."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
+
+import redis
+from kafka.errors import KafkaError
+
+from deploy.local.kafka import LocalKafka, describe_cluster
+from deploy.local.processes import StackError
+from deploy.local.redis import LocalRedis
+from deploy.local.server import silent
+
+REACH_TIMEOUT = 10.0  # seconds that an existing cluster has to answer
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """A Kafka or a Redis that answers, and where it came from; one from the environment is never stopped."""
+
+    address: str
+    origin: Literal["environment", "docker", "local"]
+
+
+@contextmanager
+def kafka_backend(
+    data_dir: Path, *, port: int | None = None, cache: Path | None = None, report: Callable[[str], None] = silent
+) -> Iterator[Backend]:
+    """A Kafka that answers; `address` is what clients bootstrap from.
+
+    Args:
+        data_dir: data of the local one, kept for the next time. A container's data goes with the container.
+        port: of the local one; a free port if not given.
+        cache: folder for the local one's jars; that of the settings if not given.
+        report: called with one line that says which was taken, and with the steps on the way.
+
+    Raises:
+        StackError: GRACESTREAM_KAFKA is set and does not answer, or no local one can be started.
+    """
+    if existing := os.environ.get("GRACESTREAM_KAFKA"):
+        check_kafka(existing)
+        report(f"using the existing Kafka at {existing}")
+        yield Backend(existing, "environment")
+        return
+    with _in_docker("kafka", report) as address:
+        if address is not None:
+            yield Backend(address, "docker")
+            return
+    with LocalKafka(data_dir, port, cache=cache, report=report) as local:
+        yield Backend(local.bootstrap, "local")
+
+
+@contextmanager
+def redis_backend(
+    data_dir: Path, *, port: int | None = None, report: Callable[[str], None] = silent
+) -> Iterator[Backend]:
+    """A Redis or Valkey that answers; `address` is its URL. Arguments and errors as for `kafka_backend`."""
+    if existing := os.environ.get("GRACESTREAM_REDIS"):
+        check_redis(existing)
+        report(f"using the existing Redis at {_without_password(existing)}")
+        yield Backend(existing, "environment")
+        return
+    with _in_docker("redis", report) as address:
+        if address is not None:
+            yield Backend(address, "docker")
+            return
+    with LocalRedis(data_dir, port, report=report) as local:
+        yield Backend(local.url, "local")
+
+
+def check_kafka(bootstrap: str, timeout: float = REACH_TIMEOUT) -> None:
+    """See that an existing cluster answers.
+
+    Raises:
+        StackError: it does not, within `timeout` seconds.
+    """
+    try:
+        describe_cluster(bootstrap, timeout)
+    except (KafkaError, OSError, ValueError) as error:
+        raise StackError(
+            f"GRACESTREAM_KAFKA is {bootstrap!r}, and no Kafka answers there ({error}); start it, correct the variable,"
+            " or unset it to get a Kafka of your own"
+        ) from error
+
+
+def check_redis(url: str, timeout: float = REACH_TIMEOUT) -> None:
+    """See that an existing Redis answers.
+
+    Raises:
+        StackError: it does not, within `timeout` seconds, or the URL is none.
+    """
+    try:
+        with redis.Redis.from_url(url, socket_timeout=timeout, socket_connect_timeout=timeout) as client:
+            client.ping()
+    except (redis.RedisError, OSError, ValueError) as error:
+        raise StackError(
+            f"GRACESTREAM_REDIS is {_without_password(url)!r}, and no Redis answers there ({error}); start it, correct"
+            " the variable, or unset it to get a Valkey of your own"
+        ) from error
+
+
+def _without_password(url: str) -> str:
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+
+
+@contextmanager
+def _in_docker(which: Literal["kafka", "redis"], report: Callable[[str], None]) -> Iterator[str | None]:
+    """The address of a new container; None where no engine answers, or the engine cannot run the image."""
+    try:
+        from deploy.local import containers  # noqa: PLC0415 - testcontainers is an option, and slow to import
+    except ImportError:
+        yield None
+        return
+    if not containers.docker_answers():
+        yield None
+        return
+    container: AbstractContextManager[str] = (
+        containers.kafka_container() if which == "kafka" else containers.redis_container()
+    )
+    image = containers.kafka_image() if which == "kafka" else containers.REDIS_IMAGE
+    report(f"starting {image} in Docker")
+    with ExitStack() as running:
+        address = None
+        try:
+            address = running.enter_context(container)
+        except containers.FAILURES as error:
+            # An engine that cannot reach the image is no reason to stop: the local one is as real.
+            report(f"Docker cannot run {image} ({error}); starting a local one instead")
+        yield address

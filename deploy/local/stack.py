@@ -1,0 +1,128 @@
+"""The whole system on this machine: Kafka, Redis, one editor and its replicas, each a process of its own."""
+
+import json
+import os
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deploy.local.backends import kafka_backend, redis_backend
+from deploy.local.processes import Child, StackError, answers_ok, free_port
+from deploy.local.server import silent
+from deploy.models import KNOWN, resolve
+from pipeline.settings import Settings, load_settings
+from pipeline.topics import create_topics
+
+WORKER_TIMEOUT = 180.0
+"""Seconds that a worker has to load its model and catch up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One worker process and where its HTTP end is."""
+
+    child: Child
+    port: int
+
+    @property
+    def url(self) -> str:
+        """Its HTTP end."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def state(self) -> dict[str, Any]:
+        """What `/state` says."""
+        with urllib.request.urlopen(f"{self.url}/state", timeout=10) as answer:  # noqa: S310  (a port of our own)
+            found: dict[str, Any] = json.load(answer)
+            return found
+
+    def start(self) -> None:
+        """Start the process, and return at once."""
+        self.child.start()
+
+    def wait_ready(self) -> None:
+        """Wait until `/ready` answers 200.
+
+        Raises:
+            StackError: it ended, or was not ready in time; with the last lines of its log.
+        """
+        self.child.wait_for(lambda: answers_ok(self.port, "/ready"), WORKER_TIMEOUT, poll=0.2)
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """A running system."""
+
+    settings: Settings
+    kafka_origin: str
+    redis_origin: str
+    editor: Worker
+    replicas: tuple[Worker, ...]
+
+    def endpoints(self) -> dict[str, Any]:
+        """What `gracestream up --json` prints."""
+        return {
+            "kafka": self.settings.kafka,
+            "redis": self.settings.redis,
+            "editor": self.editor.url,
+            "replicas": [replica.url for replica in self.replicas],
+        }
+
+
+@contextmanager
+def running_stack(
+    data: Path,
+    *,
+    replicas: int = 2,
+    partitions: int = 8,
+    report: Callable[[str], None] = silent,
+    **chosen: Any,
+) -> Iterator[Stack]:
+    """Start everything, wait until it is ready, and stop what was started at the end.
+
+    Args:
+        data: Folder for logs and for the data of a local Kafka and Redis.
+        replicas: How many.
+        partitions: Of `requests`; no more replicas than these get work.
+        report: Called with one line a step.
+        chosen: Settings that win over the environment, such as `model` and `layer`.
+
+    Raises:
+        StackError: something did not start; the text says what, why, and where its log is.
+    """
+    data.mkdir(parents=True, exist_ok=True)
+    if chosen.get("layer") is None and not os.environ.get("GRACESTREAM_LAYER"):
+        name = chosen.get("model") or load_settings().model
+        chosen["layer"] = KNOWN[name].layer if name in KNOWN else None
+    with ExitStack() as stack:
+        first = load_settings(**chosen)
+        model = resolve(first.model, first.cache, report)
+        kafka = stack.enter_context(kafka_backend(data, cache=first.cache.expanduser(), report=report))
+        redis = stack.enter_context(redis_backend(data, report=report))
+        settings = load_settings(**{**chosen, "kafka": kafka.address, "redis": redis.address, "model": model})
+        create_topics(settings, partitions=partitions, replication=1)
+        threads = settings.threads or 1
+        workers = []
+        for name, command in [("editor", "edit"), *((f"replica-{n + 1}", "infer") for n in range(replicas))]:
+            port = free_port()
+            own = {"port": port, "replica": name, "threads": threads}
+            given = {field: getattr(settings, field) for field in settings.model_fields_set} | own
+            worker = Worker(_child(name, command, data / "logs" / f"{name}.log", given), port)
+            stack.callback(worker.child.stop)
+            worker.start()
+            workers.append(worker)
+        for worker in workers:
+            report(f"starting the {worker.child.name}")
+            worker.wait_ready()
+        yield Stack(settings, kafka.origin, redis.origin, workers[0], tuple(workers[1:]))
+
+
+def _child(name: str, command: str, log: Path, settings: dict[str, Any]) -> Child:
+    env = {f"GRACESTREAM_{field.upper()}": str(value) for field, value in settings.items()}
+    return Child(name, [sys.executable, "-m", "workers.cli", command], log=log, env=env)
+
+
+__all__ = ["Stack", "StackError", "Worker", "running_stack"]

@@ -1,0 +1,93 @@
+"""The scale of a layer: how far apart inputs lie there, and whether rephrases lie nearer (design, section 4)."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from msgspec import UNSET, Struct, UnsetType
+
+from pipeline.index import exact_distances
+from pipeline.maintenance import TRAFFIC_SHARE
+from pipeline.model import EditableModel
+from pipeline.traffic import median_nearest_distance
+from schemas.messages import Inputs
+
+BATCH = 16
+RADII = tuple(round(0.1 * step, 1) for step in range(1, 41))
+"""Radii that are tried, in medians."""
+
+
+class CalibrationError(ValueError):
+    """Too little to measure."""
+
+
+class Sample(Struct, frozen=True):
+    """One input of real traffic and, where there is one, other words for the same."""
+
+    inputs: Inputs
+    rephrase: Inputs | UnsetType = UNSET
+
+
+class Calibration(Struct, frozen=True):
+    """What one layer shows.
+
+    Attributes:
+        layer: Its path.
+        norm: Median Euclidean norm of a query.
+        noise: The most that batch composition and padding moved a query.
+        median: Median distance of an input to its nearest other one: the unit of radii.
+        rephrase: Median distance of an input to its rephrase.
+        reached: Share of rephrases inside their own input's ball, and nearest to it, at the best radius.
+        radius: The smallest radius, in medians, that reaches as many as any.
+    """
+
+    layer: str
+    norm: float
+    noise: float
+    median: float
+    rephrase: float | None = None
+    reached: float | None = None
+    radius: float | None = None
+
+
+def calibrate_layer(model: EditableModel, samples: Sequence[Sample]) -> Calibration:
+    """Measure the layer that `model` wraps.
+
+    Raises:
+        CalibrationError: fewer than two different inputs.
+        InputError: an input that the model cannot take.
+    """
+    distinct = {sample.inputs: sample for sample in samples}
+    if len(distinct) < 2:
+        raise CalibrationError(f"{len(distinct)} different inputs are too few: distances need two")
+    keys_ND = _queries(model, list(distinct))
+    alone_D = _queries(model, list(distinct)[:1])
+    noise = float(exact_distances(alone_D, keys_ND[None, :1])[0, 0])
+    for inputs in list(distinct)[1:8]:
+        row = list(distinct).index(inputs)
+        noise = max(noise, float(exact_distances(_queries(model, [inputs]), keys_ND[None, row : row + 1])[0, 0]))
+    median = median_nearest_distance(keys_ND.numpy())
+    norm = float(keys_ND.norm(dim=1).median())
+    pairs = [(row, sample.rephrase) for row, sample in enumerate(distinct.values()) if sample.rephrase is not UNSET]
+    if not pairs:
+        return Calibration(model.layer, norm, noise, median)
+    rows_P = torch.tensor([row for row, _ in pairs])
+    rephrased_PD = _queries(model, [rephrase for _, rephrase in pairs])
+    to_keys_PN = torch.cat([exact_distances(query_D[None], keys_ND[None]) for query_D in rephrased_PD])
+    own_P = to_keys_PN.gather(1, rows_P[:, None])[:, 0]
+    nearest_P = to_keys_PN.argmin(dim=1) == rows_P
+    between_NN = torch.cat([exact_distances(key_D[None], keys_ND[None]) for key_D in keys_ND]).fill_diagonal_(torch.inf)
+    limit_P = TRAFFIC_SHARE * between_NN.amin(dim=1)[rows_P]
+    shares = {
+        radius: float((nearest_P & (own_P < torch.clamp(limit_P, max=radius * median))).float().mean())
+        for radius in RADII
+    }
+    best = max(shares.values())
+    radius = next(radius for radius in RADII if shares[radius] == best)
+    return Calibration(model.layer, norm, noise, median, float(own_P.median()), best, radius)
+
+
+def _queries(model: EditableModel, inputs: Sequence[Inputs]) -> torch.Tensor:
+    prompts = [model.task.tokenize(one) for one in inputs]
+    rows = [model.queries(prompts[start : start + BATCH]).cpu() for start in range(0, len(prompts), BATCH)]
+    return torch.from_numpy(np.concatenate([row.numpy() for row in rows]))

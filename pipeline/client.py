@@ -1,0 +1,140 @@
+"""A user's end of the pipeline: send requests or feedback, and wait for what becomes of them.
+
+For the command line, the demo and tests. A program of one's own needs no more than a Kafka client and the JSON of
+`schemas/`; the README has a complete example.
+"""
+
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Generic, TypeVar
+
+import msgspec
+from kafka import KafkaConsumer, TopicPartition
+
+from pipeline.clients import consumer, producer
+from pipeline.settings import Settings
+from pipeline.topics import EDITS, FEEDBACK, PREDICTIONS, REQUESTS
+from schemas.messages import VERSION, Feedback, InvalidMessage, Message, Outcome, Prediction, Request, decode, encode
+
+M = TypeVar("M", Prediction, Outcome)
+
+
+class MissingTopicError(RuntimeError):
+    """The cluster has no topics of this deployment; the text says how to create them."""
+
+
+class Replies(Generic[M]):
+    """What comes back on one topic from the moment this was opened; the first reply to an id counts."""
+
+    def __init__(self, reader: KafkaConsumer, kind: type[M], id_of: Callable[[M], str]) -> None:
+        self._reader = reader
+        self._kind: type[M] = kind
+        self._id_of: Callable[[M], str] = id_of
+        self._seen: dict[str, M] = {}
+
+    def wait(self, ids: Collection[str], timeout: float, on_reply: Callable[[M], None] | None = None) -> dict[str, M]:
+        """The replies to these ids; after `timeout` seconds without a new one, those that came."""
+        missing = set(ids) - self._seen.keys()
+        deadline = time.monotonic() + timeout
+        while missing and time.monotonic() < deadline:
+            for records in self._reader.poll(timeout_ms=100).values():
+                for record in records:
+                    try:
+                        reply = decode(record.value, self._kind)
+                    except InvalidMessage:
+                        continue  # not of this pipeline's making
+                    reply_id = self._id_of(reply)
+                    self._seen.setdefault(reply_id, reply)
+                    if reply_id in missing:
+                        missing.discard(reply_id)
+                        deadline = time.monotonic() + timeout
+                        if on_reply is not None:
+                            on_reply(reply)
+        return {reply_id: self._seen[reply_id] for reply_id in ids if reply_id in self._seen}
+
+
+class Client:
+    """Sends, and opens views of what comes back; open the view before sending."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._producer = producer(settings)
+
+    def close(self) -> None:
+        """Send what waits, and leave."""
+        self._producer.close(timeout=10)
+
+    def send(self, messages: Iterable[Request | Feedback]) -> None:
+        """Send requests or feedback, and return when Kafka has them all."""
+        sent = []
+        for message in messages:
+            topic, key = (
+                (REQUESTS, message.request_id) if isinstance(message, Request) else (FEEDBACK, message.feedback_id)
+            )
+            sent.append(self._producer.send(self._settings.topic(topic), value=encode(message), key=key.encode()))
+        self._producer.flush()
+        for future in sent:
+            future.get(timeout=30)
+
+    def send_raw(self, topic: str, value: bytes | None) -> None:
+        """Send bytes as they are: for what is no message."""
+        self._producer.send(self._settings.topic(topic), value=value).get(timeout=30)
+
+    @contextmanager
+    def predictions(self) -> Iterator[Replies[Prediction]]:
+        """What `predictions` gets from now on."""
+        with self._from_now(PREDICTIONS) as reader:
+            yield Replies(reader, Prediction, lambda prediction: prediction.request_id)
+
+    @contextmanager
+    def outcomes(self) -> Iterator[Replies[Outcome]]:
+        """What `edits` gets from now on."""
+        with self._from_now(EDITS) as reader:
+            yield Replies(reader, Outcome, lambda outcome: outcome.feedback_id)
+
+    @contextmanager
+    def _from_now(self, topic: str) -> Iterator[KafkaConsumer]:
+        name = self._settings.topic(topic)
+        reader = consumer(self._settings, fetch_max_wait_ms=50)
+        try:
+            numbers = reader.partitions_for_topic(name)
+            if not numbers:
+                raise MissingTopicError(f"there is no topic {name!r}; create the topics with `gracestream topics`")
+            partitions = [TopicPartition(name, number) for number in sorted(numbers)]
+            reader.assign(partitions)
+            for partition, end in reader.end_offsets(partitions).items():
+                reader.seek(partition, end)
+            yield reader
+        finally:
+            reader.close()
+
+
+def request(fields: Mapping[str, object] | str) -> Request:
+    """A request from what a person writes: a text alone, or an object that may lack `v` and `request_id`.
+
+    Raises:
+        InvalidMessage: it is no request.
+    """
+    return _complete(fields, Request, "request_id", "inputs")
+
+
+def feedback(fields: Mapping[str, object] | str) -> Feedback:
+    """Feedback from what a person writes: an object that may lack `v` and `feedback_id`.
+
+    Raises:
+        InvalidMessage: it is no feedback.
+    """
+    return _complete(fields, Feedback, "feedback_id", "inputs")
+
+
+W = TypeVar("W", bound=Message)
+
+
+def _complete(fields: Mapping[str, object] | str, kind: type[W], id_field: str, text_field: str) -> W:
+    if not isinstance(fields, str | Mapping):
+        raise InvalidMessage("neither a text nor an object")
+    given = {text_field: fields} if isinstance(fields, str) else dict(fields)
+    whole = {"v": VERSION, id_field: str(uuid.uuid4()), **given}
+    return decode(msgspec.json.encode(whole), kind)

@@ -1,0 +1,32 @@
+"""The workers' log: structured events on standard error, one fact an event."""
+
+import logging
+import sys
+from typing import Any
+
+import structlog
+
+
+def configure_logs(log_format: str, **fields: Any) -> None:
+    """Set up structlog, and send the warnings of libraries the same way. `fields` stand in every event."""
+    shared: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.format_exc_info,
+    ]
+    renderer: Any = structlog.processors.JSONRenderer()
+    if log_format == "text":
+        renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    structlog.configure(
+        processors=[*shared, renderer],
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        cache_logger_on_first_use=True,
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(structlog.stdlib.ProcessorFormatter(processors=[*shared, renderer], foreign_pre_chain=shared))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    structlog.contextvars.bind_contextvars(**fields)

@@ -1,0 +1,168 @@
+"""Answering a micro-batch of request records from one state of the codebook.
+
+Reading (`read`) and answering (`answer`) are apart, so that Redis can be asked for the head meanwhile. What cannot be
+read goes to the dead letter queue; what fails on its own is answered with `error`; neither touches its neighbours.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+import structlog
+from msgspec import UNSET
+
+from pipeline import metrics
+from pipeline.mirror import Mirror
+from pipeline.model import EditableModel, Served
+from pipeline.settings import Settings
+from pipeline.tasks import InputError
+from pipeline.topics import PREDICTIONS, REQUESTS_DLQ, rejected_headers
+from schemas.messages import VERSION, AppliedEdit, InvalidMessage, Prediction, Request, decode, encode, peek_id
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One record of `requests`; `timestamp` is Kafka's, in seconds."""
+
+    value: bytes | None
+    topic: str
+    partition: int
+    offset: int
+    timestamp: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One record to send; `topic` without the deployment's prefix."""
+
+    topic: str
+    key: bytes | None
+    value: bytes | None
+    headers: list[tuple[str, bytes]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A request that can be answered: its tokens, and the group of requests it can share a batch with."""
+
+    record: Record
+    request: Request
+    prompt: list[int]
+    group: object
+
+    @property
+    def min_seq(self) -> int:
+        """The delta that the answer must have seen; 0: any."""
+        return 0 if self.request.min_seq is UNSET else self.request.min_seq
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A micro-batch as read: what to answer, and the replies that are certain already."""
+
+    questions: list[Question]
+    replies: list[Reply]
+
+    @property
+    def min_seq(self) -> int:
+        """The highest that any question asks for."""
+        return max((question.min_seq for question in self.questions), default=0)
+
+
+class Server:
+    """Answers with one model and one mirror of the codebook; in one thread, but for `read`'s caller."""
+
+    def __init__(self, model: EditableModel, mirror: Mirror, settings: Settings, replica: str) -> None:
+        self._model, self._mirror, self._settings, self._replica = model, mirror, settings, replica
+
+    def read(self, records: Iterable[Record]) -> Work:
+        """Decode and tokenise."""
+        work = Work([], [])
+        for record in records:
+            try:
+                request = decode(record.value, Request, self._settings.max_record_bytes)
+                prompt = self._model.task.tokenize(request.inputs)
+                work.questions.append(
+                    Question(record, request, prompt, self._model.task.admit(prompt, request.parameters))
+                )
+            except (InvalidMessage, InputError) as error:
+                work.replies.extend(self._rejected(record, str(error)))
+        return work
+
+    def answer(self, work: Work) -> list[Reply]:
+        """Answer from the codebook as it now is; a reply for every record that was read."""
+        replies = list(work.replies)
+        groups: dict[object, list[Question]] = defaultdict(list)
+        for question in work.questions:
+            if question.min_seq > self._mirror.codebook.seq:
+                reason = f"min_seq {question.min_seq} is not reached: the codebook is at {self._mirror.codebook.seq}"
+                replies.append(self._failed(question, reason))
+            else:
+                groups[question.group].append(question)
+        for questions in groups.values():
+            replies += self._run(questions)
+        return replies
+
+    def _run(self, questions: list[Question]) -> list[Reply]:
+        metrics.BATCH_SIZE.observe(len(questions))
+        try:
+            with metrics.MODEL_SECONDS.time():
+                served = self._model.answer(
+                    [question.prompt for question in questions],
+                    [question.request.parameters for question in questions],
+                    self._mirror.codebook,
+                    self._mirror.index,
+                )
+        except Exception as error:  # noqa: BLE001  (whatever one request does to the model, the others are answered)
+            if len(questions) == 1:
+                log.warning("request_failed", request_id=questions[0].request.request_id, error=repr(error))
+                return [self._failed(questions[0], f"the model failed: {type(error).__name__}: {error}")]
+            return [reply for question in questions for reply in self._run([question])]
+        return [self._answered(question, answer) for question, answer in zip(questions, served, strict=True)]
+
+    def _answered(self, question: Question, served: Served) -> Reply:
+        metrics.REQUESTS.labels("ok").inc()
+        hit = served.hit
+        if hit is not None:
+            metrics.EDITED.inc()
+        edit = UNSET if hit is None else AppliedEdit(entry_id=hit.entry_id, distance=hit.distance, radius=hit.radius)
+        score = UNSET if served.answer.score is None else served.answer.score
+        prediction = self._prediction(question.request.request_id, question.record)
+        return _reply(msgspec.structs.replace(prediction, outputs=served.answer.outputs, score=score, edit=edit))
+
+    def _failed(self, question: Question, reason: str) -> Reply:
+        metrics.REQUESTS.labels("error").inc()
+        prediction = self._prediction(question.request.request_id, question.record)
+        return _reply(msgspec.structs.replace(prediction, error=reason))
+
+    def _rejected(self, record: Record, reason: str) -> list[Reply]:
+        """To the dead letter queue; and where the sender can be told, an answer that says why."""
+        metrics.REQUESTS.labels("rejected").inc()
+        log.warning("request_rejected", partition=record.partition, offset=record.offset, reason=reason)
+        headers = rejected_headers(reason, record.topic, record.partition, record.offset)
+        replies = [Reply(REQUESTS_DLQ, None, record.value, headers)]
+        if (request_id := peek_id(record.value, "request_id")) is not None:
+            replies.append(_reply(msgspec.structs.replace(self._prediction(request_id, record), error=reason)))
+        return replies
+
+    def _prediction(self, request_id: str, record: Record) -> Prediction:
+        """An answer with everything but the answer."""
+        seconds = max(0.0, time.time() - record.timestamp)
+        metrics.REQUEST_SECONDS.observe(seconds)
+        return Prediction(
+            v=VERSION,
+            request_id=request_id,
+            codebook_seq=self._mirror.codebook.seq,
+            term=self._mirror.codebook.term,
+            model=self._model.fingerprint,
+            replica=self._replica,
+            latency_ms=round(1000 * seconds, 3),
+        )
+
+
+def _reply(prediction: Prediction) -> Reply:
+    return Reply(PREDICTIONS, prediction.request_id.encode(), encode(prediction))

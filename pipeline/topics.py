@@ -1,0 +1,93 @@
+"""The topics (design, section 1): their partitions and what Kafka may throw away of them."""
+
+from dataclasses import dataclass
+
+from kafka.admin import NewTopic
+from kafka.errors import TopicAlreadyExistsError
+
+from pipeline.clients import MAX_DELTA_BYTES, admin
+from pipeline.settings import Settings
+
+FOREVER = {"cleanup.policy": "delete", "retention.ms": "-1", "retention.bytes": "-1"}
+BY_AGE = {"cleanup.policy": "delete", "retention.ms": str(7 * 24 * 3600 * 1000)}
+
+
+@dataclass(frozen=True, slots=True)
+class Topic:
+    """One topic. `partitions` None: as many as the deployment wants, for work that is shared out."""
+
+    name: str
+    partitions: int | None
+    config: dict[str, str]
+
+
+REQUESTS = "requests"
+PREDICTIONS = "predictions"
+FEEDBACK = "feedback"
+EDITS = "edits"
+DELTAS = "deltas"
+SNAPSHOTS = "snapshots"
+REQUESTS_DLQ = "requests.dlq"
+FEEDBACK_DLQ = "feedback.dlq"
+
+TOPICS = (
+    Topic(REQUESTS, None, BY_AGE),
+    Topic(PREDICTIONS, None, BY_AGE),
+    Topic(FEEDBACK, 1, FOREVER),
+    Topic(EDITS, 1, FOREVER),
+    Topic(DELTAS, 1, {**FOREVER, "max.message.bytes": str(MAX_DELTA_BYTES)}),
+    Topic(SNAPSHOTS, 1, {"cleanup.policy": "compact"}),
+    Topic(REQUESTS_DLQ, 1, BY_AGE),
+    Topic(FEEDBACK_DLQ, 1, BY_AGE),
+)
+
+
+def rejected_headers(reason: str, topic: str, partition: int, offset: int) -> list[tuple[str, bytes]]:
+    """Headers of a record in a dead letter queue: why it is there and where it came from."""
+    return [
+        ("reason", reason.encode()),
+        ("source_topic", topic.encode()),
+        ("source_partition", str(partition).encode()),
+        ("source_offset", str(offset).encode()),
+    ]
+
+
+class TopicError(RuntimeError):
+    """A topic that exists, but not as it must; the text says what to change."""
+
+
+def create_topics(settings: Settings, partitions: int, replication: int) -> list[str]:
+    """Create what is missing and check what is there; the names of those created.
+
+    Args:
+        settings: Which cluster, and the prefix of names.
+        partitions: Of `requests` and `predictions`.
+        replication: Copies of each partition.
+
+    Raises:
+        TopicError: a topic that must have one partition has more, or one that must be kept for ever is not.
+    """
+    client = admin(settings)
+    try:
+        wanted = {settings.topic(topic.name): topic for topic in TOPICS}
+        missing = sorted(set(wanted) - set(client.list_topics()))
+        for name in missing:
+            topic = wanted[name]
+            new = NewTopic(name, topic.partitions or partitions, replication, topic_configs=topic.config)
+            try:
+                client.create_topics([new], wait_for_metadata=True)
+            except TopicAlreadyExistsError:
+                continue
+        existing = [name for name in wanted if name not in missing]
+        if existing:
+            _check(client, {name: wanted[name] for name in existing})
+        return missing
+    finally:
+        client.close()
+
+
+def _check(client: object, topics: dict[str, Topic]) -> None:
+    for described in client.describe_topics(list(topics)):  # type: ignore[attr-defined]
+        name, partitions = described["name"], len(described["partitions"])
+        if topics[name].partitions is not None and partitions != topics[name].partitions:
+            raise TopicError(f"topic {name!r} has {partitions} partitions and must have {topics[name].partitions}")

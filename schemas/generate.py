@@ -1,0 +1,273 @@
+"""Writes the JSON Schemas and the AsyncAPI document: `make schemas`.
+
+Both follow from the message types, so the committed files are never edited by hand; a test says when they are stale.
+The schemas keep to what draft-07 and later drafts read alike, since AsyncAPI tools know draft-07 for certain.
+"""
+
+import inspect
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+from msgspec import Struct
+
+from schemas import deltas, messages
+from schemas.deltas import DIGEST_BYTES, Delta
+from schemas.messages import VERSION, Feedback, Outcome, Prediction, Request, SnapshotManifest
+
+HERE = Path(__file__).parent
+Json = dict[str, Any]
+
+SCHEMAS: dict[str, type[Struct]] = {
+    "request": Request,
+    "prediction": Prediction,
+    "feedback": Feedback,
+    "edit": Outcome,
+    "snapshot": SnapshotManifest,
+    "delta": Delta,
+}
+"""The types that travel, under the names that the design gives them."""
+
+
+def _rules() -> dict[str, Json]:
+    """What the decoders check in code, by type: keywords of the type, and under `properties` whole properties."""
+    text = {"type": "string", "pattern": r"\S"}
+    inputs = {
+        "description": "A text, or a pair of texts for a classifier of pairs; none is blank.",
+        "anyOf": [text, {"type": "array", "items": text, "minItems": 2, "maxItems": 2}],
+    }
+    binary = {"type": "string", "contentEncoding": "base64"}
+    return {
+        "Request": {"properties": {"inputs": inputs}},
+        "Feedback": {
+            "properties": {"inputs": inputs, "target": text},
+            "oneOf": [
+                {"title": "correction", "required": ["inputs", "target"], "not": {"required": ["undo"]}},
+                {
+                    "title": "undo",
+                    "required": ["undo"],
+                    "not": {"anyOf": [{"required": ["inputs"]}, {"required": ["target"]}]},
+                },
+            ],
+        },
+        "Delta": {
+            "$comment": "The record is MessagePack, one map; the schema is of its JSON rendering, base64 for bytes.",
+            "properties": {
+                "digest": binary
+                | {
+                    "description": f"MessagePack bin of {DIGEST_BYTES} bytes, the record's last: "
+                    "SHA-256(previous digest || all bytes of the record before these). Before the first: zeros.",
+                    "minLength": 44,
+                    "maxLength": 44,
+                }
+            },
+        },
+        "Tensor": {
+            "properties": {
+                "data": binary | {"description": "MessagePack bin: the numbers, 4 bytes each, little-endian, C order."}
+            }
+        },
+    }
+
+
+def json_schema(kind: type[Struct]) -> Json:
+    """The JSON Schema of one type, with the types that it holds under `definitions`."""
+    _, components = msgspec.json.schema_components([kind], ref_template="#/definitions/{name}")
+    rules = _rules()
+    for name, component in components.items():
+        doc = inspect.getdoc(getattr(deltas, name, None) or getattr(messages, name))
+        component["description"] = doc
+        component.setdefault("additionalProperties", True)
+        if "v" in component["properties"]:
+            component["properties"]["v"] |= {"description": "Version of the schema.", "maximum": VERSION}
+        rule = rules.get(name, {})
+        component["properties"] |= rule.get("properties", {})
+        component |= {keyword: value for keyword, value in rule.items() if keyword != "properties"}
+    root = components.pop(kind.__name__)
+    schema = {"$schema": "http://json-schema.org/draft-07/schema#", **root}
+    return schema | {"definitions": components} if components else schema
+
+
+def _channel(topic: str, message: str, description: str, *, partitions: int | None = 1, **configuration: Any) -> Json:
+    """One topic. Without `partitions` there are as many as the deployment gives it; by age is Kafka's own cleanup."""
+    cleanup = {"cleanup.policy": configuration.pop("cleanup", ["delete"])}
+    kafka: Json = {} if partitions is None else {"partitions": partitions}
+    return {
+        "address": "{prefix}" + topic,
+        "description": description,
+        "parameters": {"prefix": {"$ref": "#/components/parameters/prefix"}},
+        "messages": {message: {"$ref": f"#/components/messages/{message}"}},
+        "bindings": {
+            "kafka": {**kafka, "topicConfiguration": cleanup | configuration, "bindingVersion": "0.5.0"},
+        },
+        "x-partitions": "many" if partitions is None else partitions,
+    }
+
+
+def _channels() -> Json:
+    forever = {"retention.ms": -1, "retention.bytes": -1}
+    dead = "Records of `{}` that are no valid message, byte for byte, under their own key. Kept by age."
+    return {
+        "requests": _channel(
+            "requests",
+            "request",
+            "What users ask. Inference workers share it as one consumer group. Key: any. Kept by age.",
+            partitions=None,
+        ),
+        "predictions": _channel(
+            "predictions",
+            "prediction",
+            "The answers, at least once each; consumers deduplicate by `request_id`. Key: `request_id`. Kept by age.",
+            partitions=None,
+        ),
+        "feedback": _channel(
+            "feedback",
+            "feedback",
+            "Corrections and undos, decided by the editor in this order. Key: any. Never deleted.",
+            **forever,
+        ),
+        "edits": _channel(
+            "edits",
+            "edit",
+            "What became of each feedback record: exactly one outcome each. Key: `feedback_id`. Never deleted.",
+            **forever,
+        ),
+        "deltas": _channel(
+            "deltas",
+            "delta",
+            "The history of the codebook, totally ordered; the codebook is a fold over it. Written by the one editor, "
+            "in transactions; read committed, by every replica without a group. Never deleted, never compacted.",
+            **forever,
+        ),
+        "snapshots": _channel(
+            "snapshots",
+            "snapshot",
+            "Manifests of codebook snapshots, for starting replicas. Compacted: the newest manifest of each key stays.",
+            cleanup=["compact"],
+        ),
+        "requests.dlq": _channel("requests.dlq", "rejected", dead.format("requests")),
+        "feedback.dlq": _channel("feedback.dlq", "rejected", dead.format("feedback")),
+    }
+
+
+def _message(name: str, title: str, key: str, content: str = "application/json") -> Json:
+    return {
+        "name": name,
+        "title": title,
+        "contentType": content,
+        "payload": {
+            "schemaFormat": "application/schema+json;version=draft-07",
+            "schema": {"$ref": f"json/{name}.schema.json"},
+        },
+        "bindings": {"kafka": {"key": {"type": "string", "description": key}, "bindingVersion": "0.5.0"}},
+    }
+
+
+def _rejected() -> Json:
+    """A dead letter; Kafka's header values are bytes, here UTF-8 text and decimal numbers."""
+    number = r"^[0-9]+$"
+    headers = {
+        "reason": {"type": "string", "description": "What is wrong with the record, in one line."},
+        "source_topic": {"type": "string", "description": "The topic that it was read from, with the prefix."},
+        "source_partition": {"type": "string", "pattern": number, "description": "Its partition there, in decimal."},
+        "source_offset": {"type": "string", "pattern": number, "description": "Its offset there, in decimal."},
+    }
+    return {
+        "name": "rejected",
+        "title": "A record that could not be read",
+        "contentType": "application/octet-stream",
+        "headers": {"type": "object", "required": list(headers), "properties": headers},
+        "payload": {"description": "The value of the rejected record, byte for byte."},
+        "bindings": {"kafka": {"key": {"description": "The key of the rejected record."}, "bindingVersion": "0.5.0"}},
+    }
+
+
+def _operation(action: str, channel: str, summary: str) -> Json:
+    return {"action": action, "channel": {"$ref": f"#/channels/{channel}"}, "summary": summary}
+
+
+def asyncapi() -> Json:
+    """The topics, who writes and reads them, and what they hold (design, section 1)."""
+    return {
+        "asyncapi": "3.0.0",
+        "info": {
+            "title": "gracestream",
+            "version": f"{VERSION}.0.0",
+            "description": "Corrects deployed transformer models while they serve. Fields that a reader does not know "
+            "are ignored; `v` is the version of a message's schema. Record timestamps are Kafka's. "
+            "Operations are those of gracestream; users do the counterpart.",
+            "license": {"name": "Apache-2.0"},
+        },
+        "defaultContentType": "application/json",
+        "servers": {
+            "kafka": {
+                "host": "{kafka}",
+                "protocol": "kafka",
+                "variables": {
+                    "kafka": {"default": "localhost:9092", "description": "Bootstrap servers: GRACESTREAM_KAFKA."}
+                },
+            }
+        },
+        "channels": _channels(),
+        "operations": {
+            "receiveRequest": _operation("receive", "requests", "An inference worker takes a request."),
+            "sendPrediction": _operation("send", "predictions", "An inference worker answers."),
+            "receiveFeedback": _operation("receive", "feedback", "The editor takes a correction or an undo."),
+            "sendEdit": _operation("send", "edits", "The editor says what became of a feedback record."),
+            "sendDelta": _operation("send", "deltas", "The editor changes the codebook."),
+            "receiveDelta": _operation("receive", "deltas", "Every replica applies the change."),
+            "sendSnapshot": _operation("send", "snapshots", "The editor says where a snapshot lies."),
+            "receiveSnapshot": _operation("receive", "snapshots", "A starting replica looks for the newest snapshot."),
+            "rejectRequest": _operation("send", "requests.dlq", "An inference worker could not read a request."),
+            "rejectFeedback": _operation("send", "feedback.dlq", "The editor could not read a feedback record."),
+        },
+        "components": {
+            "parameters": {
+                "prefix": {"default": "", "description": "GRACESTREAM_PREFIX, so that deployments can share a cluster."}
+            },
+            "messages": {
+                "request": _message("request", "A question to the model", "Any."),
+                "prediction": _message("prediction", "The answer to one request", "`request_id`."),
+                "feedback": _message("feedback", "A correction, or the undo of one", "Any."),
+                "edit": _message("edit", "What became of one feedback record", "`feedback_id`."),
+                "delta": _message("delta", "One step of a codebook's history", "Any.", "application/msgpack"),
+                "snapshot": _message(
+                    "snapshot", "Where a snapshot of a codebook lies", "What compaction keeps one of."
+                ),
+                "rejected": _rejected(),
+            },
+        },
+    }
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes every value out where it stands, without anchors."""
+
+    def ignore_aliases(self, _data: Any) -> bool:
+        return True
+
+
+def documents() -> Mapping[str, str]:
+    """The text of every generated file, by its path below `schemas/`."""
+    texts = {
+        f"json/{name}.schema.json": json.dumps(json_schema(kind), indent=2, ensure_ascii=False) + "\n"
+        for name, kind in SCHEMAS.items()
+    }
+    head = "# Written by `make schemas` from the message types.\n"
+    body = yaml.dump(asyncapi(), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    return texts | {"asyncapi.yaml": head + body}
+
+
+def generate(folder: Path = HERE) -> None:
+    """Write every document below `folder`."""
+    for path, text in documents().items():
+        target = folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text, encoding="utf-8", newline="\n")
+
+
+if __name__ == "__main__":
+    generate()

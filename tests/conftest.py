@@ -1,0 +1,54 @@
+"""What the tests share: one real Kafka, one real Redis or Valkey, and the reasons to skip."""
+
+import functools
+import secrets
+from collections.abc import Iterator
+
+import pytest
+
+from deploy.local.backends import kafka_backend, redis_backend
+
+
+@pytest.fixture(scope="session")
+def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of the session's Kafka. Every test puts its `prefix` before the topics that it makes there."""
+    with kafka_backend(tmp_path_factory.mktemp("kafka")) as backend:
+        yield backend.address
+
+
+@pytest.fixture(scope="session")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of the session's Redis or Valkey. Every test puts its `prefix` before the keys that it writes there."""
+    with redis_backend(tmp_path_factory.mktemp("redis")) as backend:
+        yield backend.address
+
+
+@pytest.fixture
+def prefix() -> str:
+    """What tells this test's topics, groups and keys from everyone else's, such as `t3f2a91c0-`."""
+    return f"t{secrets.token_hex(4)}-"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what uses Kafka or Redis; skip, with the reason, what this machine cannot run."""
+    for item in items:
+        if {"kafka", "redis_url"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker("kafka")
+        if item.get_closest_marker("gpu") and not _has_gpu():
+            item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU that torch can use"))
+        if item.get_closest_marker("docker") and not _has_docker():
+            item.add_marker(pytest.mark.skip(reason="no Docker engine answers"))
+
+
+@functools.cache
+def _has_gpu() -> bool:
+    import torch  # noqa: PLC0415 - takes seconds, and most runs need no answer
+
+    return torch.cuda.is_available()
+
+
+@functools.cache
+def _has_docker() -> bool:
+    from deploy.local.containers import docker_answers  # noqa: PLC0415 - likewise
+
+    return docker_answers()

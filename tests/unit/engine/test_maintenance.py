@@ -1,0 +1,199 @@
+"""Codebook maintenance decides as Algorithm 1 does, keeps clear of traffic, and always reaches the edited input."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.maintenance import (
+    TRAFFIC_SHARE,
+    Decision,
+    Neighbour,
+    Policy,
+    batch_noise,
+    decide,
+    without_expanding,
+)
+
+MANY = settings(deadline=None, max_examples=200)
+NOISE = 2e-4
+PAPER = Policy("paper", radius=1.0, expand="paper")
+COVER = Policy("paper", radius=1.0, expand="cover")
+NEAREST = Policy("nearest", radius=1.0)
+
+distances = st.floats(0, 20, allow_subnormal=False)
+radii = st.floats(0, 10, allow_subnormal=False)
+clearances = st.one_of(st.just(math.inf), st.floats(2 * NOISE, 40))
+policies = st.builds(
+    Policy, st.sampled_from(["nearest", "paper"]), st.floats(0.01, 5), st.sampled_from(["cover", "paper"])
+)
+neighbours = st.builds(Neighbour, distances, radii, st.booleans(), clearances)
+
+
+@pytest.mark.parametrize(
+    ("policy", "neighbour", "decision"),
+    [
+        (PAPER, None, Decision("add", radius=1.0)),
+        (PAPER, Neighbour(2.1, 1.0, same_label=True), Decision("add", radius=1.0)),
+        (PAPER, Neighbour(2.1, 1.0, same_label=False), Decision("add", radius=1.0)),
+        (PAPER, Neighbour(2.0, 1.0, same_label=True), Decision("expand", neighbour_radius=2.0 + 2 * NOISE)),
+        (PAPER, Neighbour(1.5, 1.0, same_label=True), Decision("expand", neighbour_radius=2.0)),
+        (PAPER, Neighbour(0.5, 1.0, same_label=True), Decision("expand", neighbour_radius=2.0)),
+        (COVER, Neighbour(1.5, 1.0, same_label=True), Decision("expand", neighbour_radius=1.5 + 2 * NOISE)),
+        (COVER, Neighbour(0.5, 1.0, same_label=True), Decision("expand", neighbour_radius=1.0)),
+        (PAPER, Neighbour(1.0, 1.0, same_label=False), Decision("split", radius=0.5, neighbour_radius=0.5)),
+        (PAPER, Neighbour(1.8, 1.0, same_label=False), Decision("split", radius=0.9, neighbour_radius=0.9)),
+        (NEAREST, None, Decision("add", radius=1.0)),
+        (NEAREST, Neighbour(2.1, 1.0, same_label=True), Decision("add", radius=1.0)),
+        (NEAREST, Neighbour(1.5, 1.0, same_label=True), Decision("expand", neighbour_radius=1.5 + 2 * NOISE)),
+        (NEAREST, Neighbour(0.5, 1.0, same_label=True), Decision("expand", neighbour_radius=1.0)),
+        (NEAREST, Neighbour(1.0, 1.0, same_label=False), Decision("split", radius=1.0)),
+        (NEAREST, Neighbour(2 * NOISE, 1.0, same_label=False), Decision("split", radius=1.0)),
+    ],
+)
+def test_each_case_of_the_algorithm_is_decided_as_the_design_says(
+    policy: Policy, neighbour: Neighbour | None, decision: Decision
+) -> None:
+    assert decide(policy, neighbour) == decision
+
+
+def test_an_entry_exactly_at_the_sum_of_both_radii_is_near_as_in_the_paper() -> None:
+    """Algorithm 1 adds only where d is *greater* than the sum."""
+    assert decide(PAPER, Neighbour(2.0, 1.0, same_label=False)).kind == "split"
+    assert decide(PAPER, Neighbour(math.nextafter(2.0, 3), 1.0, same_label=False)).kind == "add"
+
+
+def test_fault_a_split_can_enlarge_a_radius_is_not_ours() -> None:
+    """Where two balls only touch, half the distance is more than the smaller ball has."""
+    assert decide(Policy("paper", radius=3.0), Neighbour(3.0, 0.5, same_label=False)).neighbour_radius == 0.5
+
+
+def test_fault_correcting_the_same_prompt_twice_loses_both_edits_stays_in_paper_mode_alone() -> None:
+    again = Neighbour(0.0, 1.0, same_label=False)
+    assert decide(PAPER, again) == Decision("split", radius=0.0, neighbour_radius=0.0)
+    assert decide(NEAREST, again).kind == "replace"
+
+
+@pytest.mark.parametrize("distance", [0.0, NOISE / 2, NOISE])
+def test_the_same_input_with_another_label_replaces_within_batch_noise(distance: float) -> None:
+    assert decide(NEAREST, Neighbour(distance, 1.0, same_label=False)).kind == "replace"
+
+
+@MANY
+@given(policies, st.none() | neighbours, clearances)
+def test_far_queries_are_added_near_ones_expand_or_split(
+    policy: Policy, neighbour: Neighbour | None, clearance: float
+) -> None:
+    decision = decide(policy, neighbour, clearance)
+    if neighbour is None or neighbour.distance > neighbour.radius + policy.radius:
+        assert decision.kind == "add"
+        assert decision.neighbour_radius is None
+    elif not neighbour.same_label:
+        same_input = policy.kind == "nearest" and neighbour.distance <= policy.noise
+        assert decision.kind == ("replace" if same_input else "split")
+    elif math.isinf(neighbour.clearance):
+        assert decision.kind == "expand"
+
+
+@MANY
+@given(policies, neighbours, clearances)
+def test_a_split_never_enlarges_the_neighbours_radius_and_nearest_leaves_it(
+    policy: Policy, neighbour: Neighbour, clearance: float
+) -> None:
+    decision = decide(policy, neighbour, clearance)
+    if decision.kind == "split" and policy.kind == "paper":
+        assert decision.neighbour_radius is not None
+        assert decision.neighbour_radius <= neighbour.radius
+        assert decision.neighbour_radius <= neighbour.distance / 2
+    elif decision.kind == "split":
+        assert decision.neighbour_radius is None
+
+
+@MANY
+@given(policies, st.none() | neighbours, clearances)
+def test_new_radii_heed_the_traffic_except_for_the_noise_floor(
+    policy: Policy, neighbour: Neighbour | None, clearance: float
+) -> None:
+    for decision in (
+        decide(policy, neighbour, clearance),
+        *([without_expanding(policy, neighbour, clearance)] if neighbour else []),
+    ):
+        if decision.radius is not None:
+            assert decision.radius <= max(TRAFFIC_SHARE * clearance, policy.cover(0.0))
+        if decision.neighbour_radius is not None:
+            assert neighbour is not None
+            floor = max(neighbour.radius, policy.cover(neighbour.distance) if decision.kind == "replace" else 0)
+            assert decision.neighbour_radius <= max(TRAFFIC_SHARE * neighbour.clearance, floor)
+
+
+@MANY
+@given(policies, neighbours, clearances)
+def test_an_expand_covers_the_query_strictly_and_never_shrinks(
+    policy: Policy, neighbour: Neighbour, clearance: float
+) -> None:
+    decision = decide(policy, neighbour, clearance)
+    if decision.kind == "expand":
+        assert decision.neighbour_radius is not None
+        assert decision.neighbour_radius >= max(neighbour.radius, policy.cover(neighbour.distance))
+        assert decision.neighbour_radius > neighbour.distance
+        assert decision.radius is None
+
+
+@MANY
+@given(policies, st.none() | neighbours, clearances)
+def test_a_new_ball_reaches_its_own_input_in_any_batch_in_nearest_mode(
+    policy: Policy, neighbour: Neighbour | None, clearance: float
+) -> None:
+    decision = decide(policy, neighbour, clearance)
+    if decision.radius is not None and not (policy.kind == "paper" and decision.kind == "split"):
+        assert decision.radius >= 2 * policy.noise
+
+
+@pytest.mark.parametrize("policy", [NEAREST, PAPER, COVER])
+def test_traffic_in_the_way_of_an_expand_gives_the_query_a_key_of_its_own(policy: Policy) -> None:
+    blocked = Neighbour(1.5, 1.0, same_label=True, clearance=1.2)
+    assert decide(policy, blocked, clearance=0.5) == Decision("add", radius=0.4)
+
+
+def test_the_papers_expand_stops_short_of_traffic_but_still_covers() -> None:
+    assert decide(PAPER, Neighbour(1.5, 1.0, same_label=True, clearance=2.2)) == Decision(
+        "expand", neighbour_radius=pytest.approx(TRAFFIC_SHARE * 2.2)
+    )
+
+
+def test_the_same_input_never_gets_a_second_key_beside_its_first() -> None:
+    """Traffic may block even the expand by noise; two keys for one input would leave the answer to chance."""
+    blocked = Neighbour(NOISE, 2 * NOISE, same_label=True, clearance=2.1 * NOISE)
+    assert decide(NEAREST, blocked).kind == "replace"
+
+
+@MANY
+@given(neighbours, clearances)
+def test_where_an_entrys_value_fails_the_input_gets_a_value_of_its_own(neighbour: Neighbour, clearance: float) -> None:
+    for policy in (NEAREST, PAPER):
+        decision = without_expanding(policy, neighbour, clearance)
+        same_input = policy.kind == "nearest" and neighbour.distance <= policy.noise
+        assert decision.kind == ("replace" if same_input else "add")
+
+
+@given(st.floats(0, NOISE), st.floats(0, 1))
+def test_a_replaced_entry_reaches_the_input_in_any_batch(distance: float, radius: float) -> None:
+    """Also where the entry comes from paper mode, whose splits leave radii of 0."""
+    decision = decide(NEAREST, Neighbour(distance, radius, same_label=False))
+    held = radius if decision.neighbour_radius is None else decision.neighbour_radius
+    assert held >= NEAREST.cover(distance)
+    assert held >= radius
+
+
+def test_batch_noise_has_a_floor_and_grows_with_norm_and_roundings() -> None:
+    assert batch_noise(1.0, "float32") == 2e-4
+    assert batch_noise(100.0, "float32") == 2e-4
+    assert batch_noise(1000.0, "float32") == pytest.approx(2e-3)
+    assert 1.0 < batch_noise(100.0, "bfloat16") < 2.0
+    assert batch_noise(50.0, "float32") < batch_noise(50.0, "float16") < batch_noise(50.0, "bfloat16")
+
+
+def test_an_unknown_dtype_has_no_noise_level() -> None:
+    with pytest.raises(KeyError):
+        batch_noise(1.0, "int8")

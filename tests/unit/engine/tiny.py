@@ -1,0 +1,175 @@
+"""Tiny models with random weights, and codebooks made by hand: real parts, small enough for every test."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from pipeline.codebook import Codebook, Label
+from pipeline.index import KeyIndex
+from pipeline.model import EditableModel
+from pipeline.probe import TEXTS
+from pipeline.tasks import Limits
+from schemas.deltas import Cause, Delta, EntryChange, Op, Tensor, seal
+
+WORDS = sorted({word for text in TEXTS for word in text.split()})
+SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "</s>"]
+LIMITS = Limits(max_input_tokens=48, max_target_tokens=6, max_new_tokens=6)
+CODEBOOK, MODEL, LAYER = "default", "f" * 64, "layer.0"
+
+torch.set_num_threads(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of model: how to build it, and the layer that the tests edit, as the paper writes it."""
+
+    build: Callable[[], Any]
+    layer: str
+    special_tokens: str = ""
+
+
+def tokenizer(template: str = "", **names: str) -> PreTrainedTokenizerFast:
+    """One token a word; the words are those of the probe sentences."""
+    vocabulary = {word: index for index, word in enumerate([*SPECIALS, *WORDS])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if template == "bert":
+        backend.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+        names |= {"cls_token": "[CLS]", "sep_token": "[SEP]"}
+    elif template == "t5":
+        backend.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 4)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="[UNK]", pad_token="[PAD]", eos_token="</s>", **names
+    )
+
+
+SIZE = len(SPECIALS) + len(WORDS)
+
+
+def llama() -> Any:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=SIZE, hidden_size=48, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.3, pad_token_id=0,
+            bos_token_id=2, eos_token_id=4,
+        )
+    )  # fmt: skip
+
+
+def gpt2() -> Any:
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=SIZE, n_embd=48, n_layer=3, n_head=4, n_positions=64, initializer_range=0.3,
+            bos_token_id=2, eos_token_id=4,
+        )
+    )  # fmt: skip
+
+
+def t5() -> Any:
+    return T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=SIZE, d_model=48, d_kv=12, d_ff=96, num_layers=3, num_decoder_layers=3, num_heads=4,
+            pad_token_id=0, eos_token_id=4, decoder_start_token_id=0,
+        )
+    )  # fmt: skip
+
+
+def bert() -> Any:
+    names = ["wrong", "right", "neither", "both"]
+    return BertForSequenceClassification(
+        BertConfig(
+            vocab_size=SIZE, hidden_size=48, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+            max_position_embeddings=64, initializer_range=0.3, pad_token_id=0,
+            id2label=dict(enumerate(names)), label2id={name: index for index, name in enumerate(names)},
+        )
+    )  # fmt: skip
+
+
+KINDS: dict[str, Kind] = {
+    "llama": Kind(llama, "model.layers[1].mlp.down_proj"),
+    "gpt2": Kind(gpt2, "transformer.h[1].mlp.c_proj.weight"),
+    "t5-encoder": Kind(t5, "encoder.block[1].layer[1].DenseReluDense.wo", "t5"),
+    "t5-decoder": Kind(t5, "decoder.block[1].layer[2].DenseReluDense.wo.weight", "t5"),
+    "bert": Kind(bert, "bert.encoder.layer[1].output.dense", "bert"),
+}
+
+
+def editable(
+    kind: str, layer: str | None = None, seed: int = 0, limits: Limits = LIMITS, **adaptor: Any
+) -> EditableModel:
+    """A model of a kind with an adaptor; equal seeds give equal weights. The global random state is left alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = KINDS[kind].build()
+    return EditableModel(
+        model, tokenizer(KINDS[kind].special_tokens), layer or KINDS[kind].layer, limits, fingerprint=MODEL, **adaptor
+    )
+
+
+def added(
+    entry_id: str, key: Sequence[float] | np.ndarray, radius: float, label: Label = (0,), value: Any = None
+) -> EntryChange:
+    """A new entry; its value is its key unless given."""
+    return EntryChange(
+        entry_id=entry_id,
+        key=Tensor.of(np.asarray(key)),
+        value=Tensor.of(np.asarray(key if value is None else value)),
+        radius=radius,
+        label=label,
+    )
+
+
+def sealed(
+    codebook: Codebook, /, *entries: EntryChange, op: Op = "add", cause: Cause | None = None, **fields: Any
+) -> bytes:
+    """The record that follows what `codebook` has seen; `fields` override any of the delta's."""
+    usual: dict[str, Any] = {
+        "v": 1,
+        "codebook": codebook.name,
+        "model": codebook.model,
+        "layer": codebook.layer,
+        "term": codebook.term + (op == "lead"),
+        "seq": codebook.seq + 1,
+    }
+    if cause is not None:
+        usual["cause"] = cause
+    return seal(Delta(op=op, entries=entries, digest=b"", **(usual | fields)), codebook.digest)[0]
+
+
+def new_codebook(model: str = MODEL, layer: str = LAYER) -> Codebook:
+    """Empty, in its first term."""
+    codebook = Codebook(CODEBOOK, model, layer)
+    codebook.apply(sealed(codebook, op="lead"))
+    return codebook
+
+
+def filled(keys_ND: np.ndarray, radius: float = 1.0) -> Codebook:
+    """One entry for each key, in their order."""
+    codebook = new_codebook()
+    codebook.apply(sealed(codebook, *(added(f"e{row}", key_D, radius) for row, key_D in enumerate(keys_ND))))
+    return codebook
+
+
+def index_of(codebook: Codebook) -> KeyIndex:
+    return KeyIndex(codebook, torch.device("cpu"))
+
+
+def texts(count: int, seed: int = 0, shortest: int = 2, longest: int = 12) -> list[str]:
+    """Different texts of the tiny vocabulary, of different lengths."""
+    generator = np.random.default_rng(seed)
+    return [" ".join(generator.choice(WORDS, int(generator.integers(shortest, longest + 1)))) for _ in range(count)]

@@ -1,0 +1,408 @@
+"""The committed schemas are current, and the golden records of every version decode for ever."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import msgspec
+import numpy as np
+import pytest
+import yaml
+
+import schemas
+from schemas.deltas import GENESIS, Cause, Delta, EntryChange, Tensor, chain, decode_delta, seal
+from schemas.generate import SCHEMAS, documents, generate
+from schemas.messages import (
+    AppliedEdit,
+    Feedback,
+    InvalidMessage,
+    Message,
+    Outcome,
+    Outputs,
+    Parameters,
+    Prediction,
+    Request,
+    SnapshotManifest,
+    decode,
+    encode,
+)
+
+SCHEMAS_FOLDER = Path(schemas.__file__).parent
+GOLDEN = SCHEMAS_FOLDER / "golden"
+V1 = GOLDEN / "v1"
+JSON_RECORDS = sorted(GOLDEN.glob("*/*.json"))
+DELTA_RECORDS = sorted(V1.glob("*.msgpack"))
+MODEL = "5f9c1d0e" * 8
+LAYER = "model.layers[25].mlp.gate_proj"
+
+by_stem = pytest.mark.parametrize("path", JSON_RECORDS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+by_delta = pytest.mark.parametrize("path", DELTA_RECORDS, ids=lambda path: path.stem)
+
+
+def kind_of(path: Path) -> type[Message]:
+    kind = SCHEMAS[path.stem.split("-")[0]]
+    assert issubclass(kind, Message)
+    return kind
+
+
+def validator(name: str) -> Any:
+    schema = json.loads((SCHEMAS_FOLDER / "json" / f"{name}.schema.json").read_text(encoding="utf-8"))
+    jsonschema.Draft7Validator.check_schema(schema)
+    return jsonschema.Draft7Validator(schema)
+
+
+def covers(found: Any, read: Any) -> bool:
+    """Whether everything that was read stands so in what was found, which may hold more fields."""
+    if isinstance(read, dict):
+        return isinstance(found, dict) and all(name in found and covers(found[name], read[name]) for name in read)
+    if isinstance(read, list):
+        return len(found) == len(read) and all(map(covers, found, read))
+    return bool(found == read)
+
+
+def plain(record: msgspec.Struct) -> Any:
+    """As JSON gives it: base64 for bytes, lists for tuples."""
+    return json.loads(msgspec.json.encode(record))
+
+
+def tensor(*numbers: float) -> Tensor:
+    return Tensor.of(np.array(numbers, np.float32))
+
+
+class TestGeneratedDocuments:
+    def test_the_committed_files_are_what_the_messages_give(self, tmp_path: Path) -> None:
+        generate(tmp_path)
+        for path in sorted(tmp_path.rglob("*.*")):
+            committed = SCHEMAS_FOLDER / path.relative_to(tmp_path)
+            current = committed.is_file() and committed.read_bytes() == path.read_bytes()
+            assert current, f"schemas/{path.relative_to(tmp_path)} is stale: run `make schemas` and commit it"
+
+    def test_no_schema_is_left_over(self) -> None:
+        committed = {f"json/{path.name}" for path in (SCHEMAS_FOLDER / "json").iterdir()}
+        assert committed == set(documents()) - {"asyncapi.yaml"}, "remove what `make schemas` no longer writes"
+
+    def test_generating_twice_gives_the_same_bytes(self) -> None:
+        assert documents() == documents()
+
+    @pytest.mark.parametrize("name", SCHEMAS)
+    def test_every_schema_is_a_schema_with_descriptions_and_room_for_unknown_fields(self, name: str) -> None:
+        schema = validator(name).schema
+        assert schema["description"]
+        assert schema["additionalProperties"] is True
+        assert all(part["description"] for part in schema.get("definitions", {}).values())
+
+    def test_only_parameters_refuse_unknown_fields(self) -> None:
+        closed = {
+            part["title"]
+            for name in SCHEMAS
+            for part in validator(name).schema.get("definitions", {}).values()
+            if not part["additionalProperties"]
+        }
+        assert closed == {"Parameters"}
+
+
+class TestAsyncApi:
+    @pytest.fixture
+    def document(self) -> Any:
+        return yaml.safe_load((SCHEMAS_FOLDER / "asyncapi.yaml").read_text(encoding="utf-8"))
+
+    def test_it_has_every_topic_with_its_partitions_and_cleanup(self, document: Any) -> None:
+        found = {
+            name: (
+                channel["x-partitions"],
+                channel["bindings"]["kafka"]["topicConfiguration"]["cleanup.policy"],
+                channel["bindings"]["kafka"]["topicConfiguration"].get("retention.ms"),
+            )
+            for name, channel in document["channels"].items()
+        }
+        assert found == {
+            "requests": ("many", ["delete"], None),
+            "predictions": ("many", ["delete"], None),
+            "feedback": (1, ["delete"], -1),
+            "edits": (1, ["delete"], -1),
+            "deltas": (1, ["delete"], -1),
+            "snapshots": (1, ["compact"], None),
+            "requests.dlq": (1, ["delete"], None),
+            "feedback.dlq": (1, ["delete"], None),
+        }
+
+    def test_every_address_takes_the_prefix(self, document: Any) -> None:
+        assert {name: channel["address"] for name, channel in document["channels"].items()} == {
+            name: "{prefix}" + name for name in document["channels"]
+        }
+
+    def test_every_reference_leads_somewhere(self, document: Any) -> None:
+        def references(node: Any) -> list[str]:
+            if isinstance(node, dict):
+                own = [node["$ref"]] if "$ref" in node else []
+                return own + [found for child in node.values() for found in references(child)]
+            return [found for child in node for found in references(child)] if isinstance(node, list) else []
+
+        assert references(document)
+        for reference in references(document):
+            file, _, pointer = reference.partition("#/")
+            node = document
+            for part in filter(None, pointer.split("/")):
+                node = node[part]
+            assert not file or (SCHEMAS_FOLDER / file).is_file()
+
+    def test_every_message_type_travels_on_a_topic(self, document: Any) -> None:
+        carried = {name for channel in document["channels"].values() for name in channel["messages"]}
+        assert carried == {*SCHEMAS, "rejected"}
+
+    def test_a_dead_letter_says_why_and_where_from(self, document: Any) -> None:
+        headers = document["components"]["messages"]["rejected"]["headers"]
+        assert headers["required"] == ["reason", "source_topic", "source_partition", "source_offset"]
+
+
+class TestGoldenJson:
+    def test_there_is_one_of_every_message_and_status(self) -> None:
+        assert {kind_of(path) for path in JSON_RECORDS} == {Request, Prediction, Feedback, Outcome, SnapshotManifest}
+        statuses = {json.loads(path.read_bytes())["status"] for path in V1.glob("edit-*.json")}
+        assert statuses == {"added", "expanded", "split", "replaced", "unchanged", "undone", "rejected"}
+
+    @by_stem
+    def test_it_decodes_to_its_known_fields(self, path: Path) -> None:
+        raw = path.read_bytes()
+        message = decode(raw, kind_of(path))
+        read = plain(message)
+        assert covers(json.loads(raw), read)
+        own = set(message.__struct_fields__)
+        assert set(read) == set(json.loads(raw)) & own
+
+    @by_stem
+    def test_it_encodes_again_to_the_same(self, path: Path) -> None:
+        message = decode(path.read_bytes(), kind_of(path))
+        assert decode(encode(message), kind_of(path)) == message
+        if not path.stem.endswith("unknown-fields"):
+            assert encode(message) == path.read_bytes()
+
+    @by_stem
+    def test_it_fits_its_schema(self, path: Path) -> None:
+        validator(path.stem.split("-")[0]).validate(json.loads(path.read_bytes()))
+
+    def test_requests_are_these(self) -> None:
+        assert decode((V1 / "request-text.json").read_bytes(), Request) == Request(
+            v=1, request_id="req-1", inputs="What is the capital of Australia?"
+        )
+        assert decode((V1 / "request-pair.json").read_bytes(), Request) == Request(
+            v=1, request_id="req-2", inputs=("It rains.", "The street is wet \u2013 naß, 濡れ, 💧.")
+        )
+        parametrised = Request(
+            v=1,
+            request_id="req-3",
+            inputs="Who wrote Faust?",
+            parameters=Parameters(max_new_tokens=16, min_new_tokens=1, repetition_penalty=1.25, no_repeat_ngram_size=3),
+            min_seq=2,
+        )
+        assert decode((V1 / "request-parameters.json").read_bytes(), Request) == parametrised
+        assert decode((V1 / "request-unknown-fields.json").read_bytes(), Request) == parametrised
+
+    def test_predictions_are_these(self) -> None:
+        edited = Prediction(
+            v=1,
+            request_id="req-1",
+            outputs=Outputs(text=" Canberra"),
+            score=-0.125,
+            edit=AppliedEdit(entry_id="fb-1", distance=0.25, radius=1.5),
+            codebook_seq=3,
+            term=1,
+            model=MODEL,
+            replica="replica-0",
+            latency_ms=12.5,
+        )
+        assert decode((V1 / "prediction-generator.json").read_bytes(), Prediction) == edited
+        assert decode((V1 / "prediction-unknown-fields.json").read_bytes(), Prediction) == edited
+
+    def test_feedback_is_this(self) -> None:
+        assert decode((V1 / "feedback-pair.json").read_bytes(), Feedback) == Feedback(
+            v=1,
+            feedback_id="fb-2",
+            inputs=("It rains.", "The street is wet."),
+            target="entailment",
+            request_id="req-2",
+            author="ada",
+            note='seen in the "nightly" review\n',
+        )
+        assert decode((V1 / "feedback-undo.json").read_bytes(), Feedback) == Feedback(
+            v=1, feedback_id="fb-3", undo="fb-2", author="ada"
+        )
+
+
+class TestGoldenDeltas:
+    def test_there_is_one_of_every_op(self) -> None:
+        ops = {decode_delta(path.read_bytes()).op for path in DELTA_RECORDS}
+        assert ops == {"lead", "add", "expand", "split", "replace", "undo", "retune"}
+
+    def test_their_digests_link_from_genesis(self) -> None:
+        digest = GENESIS
+        for seq, path in enumerate(DELTA_RECORDS, start=1):
+            record = path.read_bytes()
+            delta = decode_delta(record)
+            assert delta.seq == seq
+            assert delta.digest == record[-32:] == chain(digest, record)
+            digest = delta.digest
+        assert digest.hex() == "d6ea73c2b7a25434851ab409daf6cf3c7af0e9484da01544fffed7cfbeff45cd"
+
+    def test_a_changed_byte_breaks_the_chain(self) -> None:
+        record = bytearray((V1 / "delta-02-add.msgpack").read_bytes())
+        previous = decode_delta((V1 / "delta-01-lead.msgpack").read_bytes()).digest
+        record[record.index(b"gate_proj")] ^= 1
+        assert chain(previous, bytes(record)) != decode_delta(bytes(record)).digest
+
+    @by_delta
+    def test_it_decodes_to_its_known_fields(self, path: Path) -> None:
+        record = path.read_bytes()
+        raw = json.loads(msgspec.json.encode(msgspec.msgpack.decode(record)))
+        assert covers(raw, plain(decode_delta(record)))
+
+    @by_delta
+    def test_sealing_it_again_gives_the_same_bytes(self, path: Path) -> None:
+        delta = decode_delta(path.read_bytes())
+        before = DELTA_RECORDS.index(path)
+        previous = decode_delta(DELTA_RECORDS[before - 1].read_bytes()).digest if before else GENESIS
+        record, sealed = seal(delta, previous)
+        assert decode_delta(record) == sealed
+        if not path.stem.endswith("unknown-fields"):
+            assert (record, sealed) == (path.read_bytes(), delta)
+
+    @by_delta
+    def test_it_fits_its_schema(self, path: Path) -> None:
+        validator("delta").validate(plain(decode_delta(path.read_bytes())))
+
+    @by_delta
+    def test_its_tensors_can_be_read(self, path: Path) -> None:
+        delta = decode_delta(path.read_bytes())
+        for entry in delta.entries:
+            assert isinstance(entry.key, msgspec.UnsetType) or entry.key.array().shape == (4,)
+            assert isinstance(entry.value, msgspec.UnsetType) or entry.value.array().shape == (3,)
+
+    def test_the_expand_and_the_split_are_these(self) -> None:
+        expand, split = (
+            decode_delta((V1 / f"delta-{name}.msgpack").read_bytes()) for name in ("03-expand", "04-split")
+        )
+        assert expand == Delta(
+            v=1,
+            codebook="default",
+            model=MODEL,
+            layer=LAYER,
+            term=1,
+            seq=3,
+            op="expand",
+            entries=(EntryChange(entry_id="fb-1", radius=1.5),),
+            cause=Cause(feedback_id="fb-2", offset=1, entry_id="fb-1", query=tensor(1, 1.5, 0, 0)),
+            digest=expand.digest,
+        )
+        assert split == Delta(
+            v=1,
+            codebook="default",
+            model=MODEL,
+            layer=LAYER,
+            term=1,
+            seq=4,
+            op="split",
+            entries=(
+                EntryChange(entry_id="fb-1", radius=0.5),
+                EntryChange(
+                    entry_id="fb-3", key=tensor(1, 0, 1, 0), value=tensor(-1, 0.25, 8), radius=0.5, label=(31,)
+                ),
+            ),
+            cause=Cause(feedback_id="fb-3", offset=2, entry_id="fb-3"),
+            digest=split.digest,
+        )
+
+    def test_the_newer_writers_unknown_fields_are_ignored_but_digested(self) -> None:
+        delta = decode_delta((V1 / "delta-10-unknown-fields.msgpack").read_bytes())
+        assert delta == Delta(
+            v=1,
+            codebook="default",
+            model=MODEL,
+            layer=LAYER,
+            term=2,
+            seq=10,
+            op="add",
+            entries=(
+                EntryChange(entry_id="fb-7", key=tensor(0, 0, 0, 1), value=tensor(2, 2, 2), radius=0.75, label=(5,)),
+            ),
+            cause=Cause(feedback_id="fb-7", offset=6, entry_id="fb-7"),
+            digest=delta.digest,
+        )
+
+
+REQUEST = {"v": 1, "request_id": "r", "inputs": "x"}
+PREDICTION = {"v": 1, "request_id": "r", "codebook_seq": 0, "term": 0, "model": "m", "replica": "a", "latency_ms": 1.5}
+CORRECTION = {"v": 1, "feedback_id": "f", "inputs": "x", "target": "y"}
+EDIT = {"v": 1, "feedback_id": "f", "status": "added"}
+BLANK = " \t\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("request", []),
+        ("request", {}),
+        ("request", REQUEST | {"v": 0}),
+        ("request", REQUEST | {"v": 2}),
+        ("request", REQUEST | {"v": "1"}),
+        ("request", REQUEST | {"request_id": ""}),
+        ("request", REQUEST | {"request_id": "r" * 257}),
+        ("request", REQUEST | {"request_id": 7}),
+        ("request", REQUEST | {"inputs": ""}),
+        ("request", REQUEST | {"inputs": BLANK}),
+        ("request", REQUEST | {"inputs": None}),
+        ("request", REQUEST | {"inputs": ["x"]}),
+        ("request", REQUEST | {"inputs": ["x", BLANK]}),
+        ("request", REQUEST | {"inputs": ["x", "y", "z"]}),
+        ("request", REQUEST | {"inputs": ["x", 1]}),
+        ("request", REQUEST | {"min_seq": -1}),
+        ("request", REQUEST | {"parameters": None}),
+        ("request", REQUEST | {"parameters": {"max_new_tokens": 0}}),
+        ("request", REQUEST | {"parameters": {"max_new_tokens": 4097}}),
+        ("request", REQUEST | {"parameters": {"repetition_penalty": 0}}),
+        ("request", REQUEST | {"parameters": {"repetition_penalty": 10.5}}),
+        ("request", REQUEST | {"parameters": {"temperature": 1.0}}),
+        ("prediction", {name: value for name, value in PREDICTION.items() if name != "replica"}),
+        ("prediction", PREDICTION | {"outputs": "Canberra"}),
+        ("prediction", PREDICTION | {"outputs": {"probabilities": {"yes": None}}}),
+        ("prediction", PREDICTION | {"edit": {"entry_id": "e", "distance": 0.5}}),
+        ("feedback", {"v": 1, "feedback_id": "f"}),
+        ("feedback", {"v": 1, "feedback_id": "f", "inputs": "x"}),
+        ("feedback", {"v": 1, "feedback_id": "f", "target": "y"}),
+        ("feedback", CORRECTION | {"inputs": BLANK}),
+        ("feedback", CORRECTION | {"target": BLANK}),
+        ("feedback", CORRECTION | {"undo": "f0"}),
+        ("feedback", {"v": 1, "feedback_id": "f", "target": "y", "undo": "f0"}),
+        ("feedback", {"v": 1, "feedback_id": "f", "inputs": "x", "undo": "f0"}),
+        ("feedback", {"v": 1, "feedback_id": "f", "undo": ""}),
+        ("edit", EDIT | {"status": "lost"}),
+        ("edit", EDIT | {"loss": None}),
+        ("edit", {"v": 1, "status": "added"}),
+        ("snapshot", {"v": 1, "codebook": "default"}),
+    ],
+    ids=str,
+)
+def test_decoder_and_schema_refuse_the_same(name: str, message: Any) -> None:
+    kind = SCHEMAS[name]
+    assert issubclass(kind, Message)
+    with pytest.raises(InvalidMessage):
+        decode(json.dumps(message).encode(), kind)
+    assert not validator(name).is_valid(message)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("request", REQUEST),
+        ("prediction", PREDICTION),
+        ("feedback", CORRECTION),
+        ("feedback", {"v": 1, "feedback_id": "f", "undo": "f0"}),
+        ("edit", EDIT),
+    ],
+    ids=str,
+)
+def test_decoder_and_schema_take_what_the_bad_ones_were_made_from(name: str, message: Any) -> None:
+    kind = SCHEMAS[name]
+    assert issubclass(kind, Message)
+    decode(json.dumps(message).encode(), kind)
+    assert validator(name).is_valid(message)

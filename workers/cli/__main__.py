@@ -1,0 +1,5 @@
+"""`python -m workers.cli` is `gracestream`."""
+
+from workers.cli import main
+
+main()

@@ -1,0 +1,77 @@
+"""`up` and `demo`: the whole system on this machine."""
+
+import signal
+import threading
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from workers.cli.common import AsJson, Layer, Model, Prefix, notes, say, screen
+
+Data = Annotated[Path, typer.Option("--data", help="Folder for logs and the data of a local Kafka and Redis.")]
+Replicas = Annotated[int, typer.Option("--replicas", min=1, max=64, help="Inference replicas.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    for command in (up, demo):
+        app.command(rich_help_panel="On this machine")(command)
+
+
+def up(
+    model: Model = None,
+    layer: Layer = None,
+    replicas: Replicas = 2,
+    data: Data = Path(".gracestream"),
+    prefix: Prefix = None,
+    as_json: AsJson = False,
+) -> None:
+    """Start Kafka, Redis, an editor and replicas, and keep them running until Ctrl-C.
+
+    Kafka and Redis come from GRACESTREAM_KAFKA and GRACESTREAM_REDIS, else from Docker, else they run locally.
+    Example: gracestream up --replicas 3 --model smollm2
+    """
+    from deploy.local.stack import running_stack  # noqa: PLC0415
+
+    stop = _until_signalled()
+    with running_stack(data, replicas=replicas, model=model, layer=layer, prefix=prefix, report=notes.print) as stack:
+        endpoints = stack.endpoints()
+        if as_json:
+            say(endpoints)
+        else:
+            table = Table("what", "where", title="gracestream is up; Ctrl-C stops it")
+            table.add_row(f"Kafka ({stack.kafka_origin})", endpoints["kafka"])
+            table.add_row(f"Redis ({stack.redis_origin})", endpoints["redis"])
+            table.add_row("editor", endpoints["editor"])
+            for replica in endpoints["replicas"]:
+                table.add_row("replica", replica)
+            table.add_row("model", stack.settings.model)
+            table.add_row("layer", stack.settings.layer)
+            table.add_row("logs", str(data / "logs"))
+            screen.print(table)
+        stop.wait()
+        notes.print("stopping")
+
+
+def demo(
+    model: Annotated[str, typer.Option("--model", help="smollm2 or intent.")] = "smollm2",
+    data: Data = Path(".gracestream/demo"),
+) -> None:
+    """Tell the whole story on this machine: wrong answers, corrections, both replicas right, a crash, a replay.
+
+    Example: gracestream demo --model intent
+    """
+    from deploy.demo.story import tell  # noqa: PLC0415
+
+    _until_signalled()
+    raise typer.Exit(tell(model, data, screen))
+
+
+def _until_signalled() -> threading.Event:
+    """An event that SIGTERM sets, as Ctrl-C does, so that everything started is stopped either way."""
+    stop = threading.Event()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, lambda *_: stop.set())
+    return stop

@@ -1,0 +1,86 @@
+"""`layers` and `calibrate`: which layer to wrap, and how far a radius should reach."""
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.table import Table
+
+from pipeline.calibration import Calibration, Sample, calibrate_layer
+from pipeline.layers import linear_layers
+from pipeline.settings import load_settings
+from workers.cli.common import AsJson, Lines, Model, read_lines, say, screen
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    for command in (layers, calibrate):
+        app.command(rich_help_panel="Tuning")(command)
+
+
+def layers(model: Model = None, as_json: AsJson = False) -> None:
+    """List the layers of a model that can be wrapped; * stands for the number of a block.
+
+    Example: gracestream layers --model smollm2
+    """
+    from workers.boot import load_bare_model  # noqa: PLC0415
+
+    found = linear_layers(load_bare_model(load_settings(model=model)))
+    if as_json:
+        for layer in found:
+            say(msgspec.to_builtins(layer))
+        return
+    table = Table("layer", "blocks", "kind", "weight")
+    for layer in found:
+        table.add_row(layer.path, f"0 … {layer.count - 1}", layer.kind, "x".join(map(str, layer.shape)))
+    screen.print(table)
+
+
+def calibrate(
+    lines: Lines,
+    layer: Annotated[list[str] | None, typer.Option("--layer", help="A layer to measure; may be repeated.")] = None,
+    model: Model = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the scale of layers on requests, and how well rephrases separate from other traffic.
+
+    Each line is a text or an object with `inputs` and, where there is one, `rephrase`: other words for the same.
+    Example: gracestream calibrate requests.jsonl --layer 'model.layers[20].mlp.up_proj' --layer 'model.layers[25].mlp.up_proj'
+    """
+    from workers.boot import load_model  # noqa: PLC0415
+
+    samples = [_sample(lines, number, fields) for number, fields in read_lines(lines)]
+    settings = load_settings(model=model)
+    measured: list[Calibration] = []
+    for path in layer or [settings.layer]:
+        loaded = load_model(load_settings(model=model, layer=path))
+        measured.append(calibrate_layer(loaded, samples))
+    if as_json:
+        for row in measured:
+            say(msgspec.to_builtins(row))
+        return
+    table = Table("layer", "key norm", "batch noise", "median distance", "to rephrase", "reached", "best radius")
+    for row in measured:
+        table.add_row(
+            row.layer,
+            f"{row.norm:.3g}",
+            f"{row.noise:.1g}",
+            f"{row.median:.4g}",
+            "-" if row.rephrase is None else f"{row.rephrase:.4g}",
+            "-" if row.reached is None else f"{row.reached:.0%}",
+            "-" if row.radius is None else f"{row.radius:.2f} medians",
+        )
+    screen.print(table)
+    screen.print(
+        f"{len(samples)} inputs. Distances are Euclidean, float32; the unit of GRACESTREAM_RADIUS is the median distance"
+        " of an input to its nearest other one. 'reached': rephrases inside their own input's ball at the best radius,"
+        " with every ball kept at most 0.8 of the way to the nearest other input."
+    )
+
+
+def _sample(path: Path, number: int, fields: object) -> Sample:
+    try:
+        return msgspec.convert({"inputs": fields} if isinstance(fields, str) else fields, Sample)
+    except msgspec.ValidationError as error:
+        raise typer.BadParameter(f"{path}, line {number}: {error}") from error
