@@ -29,6 +29,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from pipeline.errors import UserError
+
 Report = Callable[[str], None]
 
 DEMO = Path(__file__).parent / "demo"
@@ -40,7 +42,7 @@ _INTENT_EPOCHS = 12
 _INTENT_BATCH = 16
 
 
-class ModelError(ValueError):
+class ModelError(UserError):
     """A known model cannot be built here; the text says what to install."""
 
 
@@ -142,9 +144,9 @@ def _build_smollm2(folder: Path) -> None:
 def _smollm2_tokenizer(source: Path) -> PreTrainedTokenizerFast:
     """The tokenizer that SmolLM2 was trained with.
 
-    transformers turns any GPT-2 tokenizer of a GGUF into the same thing, which here is wrong: `<|im_start|>` ends a
-    text, nothing pads, digits are split off only after the spaces before them (so a blank line before a number gets
-    other tokens than in training), and decoding writes a space for each `▁` of the text.
+    transformers turns every GPT-2 tokenizer of a GGUF into the same thing, which is not quite this one: it takes
+    `<|im_start|>` for the end of a text, has no padding, and splits digits off together with a space before them, so
+    that a blank line or two spaces before a number become other tokens than in training.
     """
     converted = AutoTokenizer.from_pretrained(source, gguf_file=_GGUF)
     tokenizer = converted.backend_tokenizer
@@ -189,7 +191,7 @@ def _build_intent(folder: Path) -> None:
             id2label=dict(enumerate(labels)),
             label2id={label: index for index, label in enumerate(labels)},
         )
-        model.eval()  # no dropout: there is too little of it to matter, and it would draw random numbers
+        model.eval()  # no dropout: the layers that stay frozen should give what they give in use
         model.requires_grad_(requires_grad=False)
         trained = [model.bert.encoder.layer[-1], model.bert.pooler, model.classifier]
         parameters = [p for module in trained for p in module.requires_grad_(requires_grad=True).parameters()]

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from msgspec import UNSET, Struct, UnsetType
 
+from pipeline.errors import UserError
 from pipeline.index import exact_distances
 from pipeline.maintenance import TRAFFIC_SHARE
 from pipeline.model import EditableModel
@@ -17,7 +18,7 @@ RADII = tuple(round(0.1 * step, 1) for step in range(1, 41))
 """Radii that are tried, in medians."""
 
 
-class CalibrationError(ValueError):
+class CalibrationError(UserError):
     """Too little to measure."""
 
 

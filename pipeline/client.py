@@ -14,6 +14,7 @@ import msgspec
 from kafka import KafkaConsumer, TopicPartition
 
 from pipeline.clients import consumer, producer
+from pipeline.errors import UserError
 from pipeline.settings import Settings
 from pipeline.topics import EDITS, FEEDBACK, PREDICTIONS, REQUESTS
 from schemas.messages import VERSION, Feedback, InvalidMessage, Message, Outcome, Prediction, Request, decode, encode
@@ -21,7 +22,7 @@ from schemas.messages import VERSION, Feedback, InvalidMessage, Message, Outcome
 M = TypeVar("M", Prediction, Outcome)
 
 
-class MissingTopicError(RuntimeError):
+class MissingTopicError(UserError):
     """The cluster has no topics of this deployment; the text says how to create them."""
 
 

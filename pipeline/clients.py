@@ -9,6 +9,7 @@ from kafka.errors import KafkaError
 from redis import Redis
 from redis.exceptions import RedisError
 
+from pipeline.errors import UserError
 from pipeline.settings import Settings
 
 T = TypeVar("T")
@@ -18,7 +19,7 @@ MAX_DELTA_BYTES = 64 * 2**20
 """A delta with its guard entries may be large; the topic, the producer and every reader allow this much."""
 
 
-class UnreachableError(RuntimeError):
+class UnreachableError(UserError):
     """Kafka or Redis did not answer in time; the text says where it was looked for."""
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from msgspec import UNSET
 
+from pipeline.errors import UserError
 from schemas.deltas import GENESIS, Delta, EntryChange, chain, decode_delta
 from schemas.messages import InvalidMessage
 
@@ -26,7 +27,7 @@ Label = tuple[int, ...]
 """Token ids of a target, or a class index. Labels are equal when every number is."""
 
 
-class DeltaFault(RuntimeError):
+class DeltaFault(UserError):
     """A delta that cannot be applied; skipping it would let replicas diverge, so whoever meets one stops."""
 
 

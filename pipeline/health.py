@@ -12,10 +12,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from pipeline.errors import UserError
 from pipeline.metrics import READY
 
 
-class PortError(RuntimeError):
+class PortError(UserError):
     """The port cannot be listened on."""
 
 

@@ -8,8 +8,10 @@ from typing import Any
 
 from torch import nn
 
+from pipeline.errors import UserError
 
-class LayerError(ValueError):
+
+class LayerError(UserError):
     """No such layer, or one that cannot be edited; the text names the layers there are."""
 
 

@@ -9,8 +9,12 @@ import structlog
 
 def configure_logs(log_format: str, **fields: Any) -> None:
     """Set up structlog, and send the warnings of libraries the same way. `fields` stand in every event."""
+
+    def name(_logger: Any, _method: str, event: dict[str, Any]) -> dict[str, Any]:
+        return {**event, **fields}
+
     shared: list[Any] = [
-        structlog.contextvars.merge_contextvars,
+        name,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.format_exc_info,
@@ -25,8 +29,8 @@ def configure_logs(log_format: str, **fields: Any) -> None:
         cache_logger_on_first_use=True,
     )
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(structlog.stdlib.ProcessorFormatter(processors=[*shared, renderer], foreign_pre_chain=shared))
+    last = [structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer]
+    handler.setFormatter(structlog.stdlib.ProcessorFormatter(processors=last, foreign_pre_chain=shared))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
-    structlog.contextvars.bind_contextvars(**fields)

@@ -103,13 +103,15 @@ class EditMemory:
         for row in np.flatnonzero(open_E).tolist():
             radius = shrunk.get(self.entry_ids[row], np.inf)
             lost_E[row] = self.entry_ids[row] in relabelled or self._distances[row] + 2 * noise > radius
+        # An edit that lies at its serving key has a key of its own in all but name.
+        apart_E = self.distances_E > noise
         for key_D in new_keys.values():
-            lost_E |= self._distances_to(key_D) <= self.distances_E + 2 * noise
+            lost_E |= (self._distances_to(key_D) <= self.distances_E + 2 * noise) & apart_E
         while (lost_E & open_E).any():
             row = int(np.flatnonzero(lost_E & open_E)[0])
             open_E[row] = False
             named.append(self.feedback_ids[row])
-            lost_E |= self._distances_to(self._queries[row]) <= self.distances_E + 2 * noise
+            lost_E |= (self._distances_to(self._queries[row]) <= self.distances_E + 2 * noise) & apart_E
         return named
 
     def _distances_to(self, key_D: np.ndarray) -> np.ndarray:

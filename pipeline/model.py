@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 from pipeline.adaptor import Adaptor, Hit, QueryToken, Replaced, Session
 from pipeline.classification import Classification
 from pipeline.codebook import Codebook, Label
+from pipeline.errors import UserError
 from pipeline.generation import CausalGeneration, Seq2SeqGeneration
 from pipeline.index import KeyIndex
 from pipeline.layers import Prefix, blocks_before, find_layer, in_decoder, normal_path
@@ -32,7 +33,7 @@ from pipeline.tasks import Answer, Limits, Supervised, Task
 from schemas.messages import Inputs, Parameters
 
 
-class ModelError(ValueError):
+class ModelError(UserError):
     """A model that cannot be loaded or edited; the text says which and why."""
 
 

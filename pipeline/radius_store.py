@@ -12,6 +12,7 @@ import numpy as np
 from redis import Redis
 
 from pipeline.codebook import Applied, Codebook
+from pipeline.errors import UserError
 from pipeline.settings import Settings
 
 _PUBLISH = """
@@ -54,7 +55,7 @@ class Head:
     changed: dict[str, float | None]
 
 
-class StaleError(RuntimeError):
+class StaleError(UserError):
     """Redis knows a newer head than the one that was to be written: another editor leads."""
 
 

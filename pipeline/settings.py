@@ -6,6 +6,8 @@ from typing import Literal
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from pipeline.errors import UserError
+
 
 class Settings(BaseSettings):
     """Read from the environment once, at the start of a process, and never changed after."""
@@ -73,7 +75,7 @@ class Settings(BaseSettings):
         return self.prefix + name
 
 
-class SettingsError(ValueError):
+class SettingsError(UserError):
     """A setting that is not what it must be; the text names the environment variable."""
 
 

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from pipeline.adaptor import QueryToken, Replaced
 from pipeline.codebook import Label
+from pipeline.errors import UserError
 from schemas.messages import Inputs, Outputs, Parameters
 
 
-class InputError(ValueError):
+class InputError(UserError):
     """Inputs, parameters or a target that this model cannot take; the text says why."""
 
 

@@ -6,6 +6,7 @@ from kafka.admin import NewTopic
 from kafka.errors import TopicAlreadyExistsError
 
 from pipeline.clients import MAX_DELTA_BYTES, admin
+from pipeline.errors import UserError
 from pipeline.settings import Settings
 
 FOREVER = {"cleanup.policy": "delete", "retention.ms": "-1", "retention.bytes": "-1"}
@@ -52,7 +53,7 @@ def rejected_headers(reason: str, topic: str, partition: int, offset: int) -> li
     ]
 
 
-class TopicError(RuntimeError):
+class TopicError(UserError):
     """A topic that exists, but not as it must; the text says what to change."""
 
 

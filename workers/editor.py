@@ -182,7 +182,7 @@ class Editor:
             "device": device,
             "dtype": model.dtype,
             "python": platform.python_version(),
-            **{name: library.__version__ for name, library in libraries.items()},
+            **{name: str(library.__version__) for name, library in libraries.items()},
             **{name: str(getattr(settings, name)) for name in kept},
         }
 

@@ -26,6 +26,9 @@ from workers.boot import Worker, worker
 
 log = structlog.get_logger()
 
+FOLLOW_SECONDS = 0.2
+"""How often a replica without requests looks for what is live."""
+
 
 def run(settings: Settings) -> int:
     """Run one replica until it is told to stop; the exit status."""
@@ -99,7 +102,19 @@ class Replica:
             async for events in batches:
                 await self._answer(app, [_record(event) for event in events])
 
+        @app.timer(FOLLOW_SECONDS)  # type: ignore[untyped-decorator]
+        async def follow() -> None:
+            await self._move_to_head()
+
         return app
+
+    async def _move_to_head(self) -> None:
+        """What each batch does first, for a replica that has none: it stays at the head all the same."""
+        live = await asyncio.to_thread(self._mirror.read_head)
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._model_thread, self._mirror.advance, live)
+        except DeltaFault as fault:
+            self._stop_serving(fault)
 
     async def _answer(self, app: Any, records: list[Record]) -> None:
         in_model_thread = asyncio.get_running_loop().run_in_executor

@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO, Self
 
+from pipeline.errors import UserError
+
 HOST = "127.0.0.1"
 
 # Runs before the program, in the child: asks Linux to kill it when its parent dies (1 is PR_SET_PDEATHSIG), and ends
@@ -27,7 +29,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 """
 
 
-class StackError(RuntimeError):
+class StackError(UserError):
     """The local stack cannot do what was asked; the text is one plain sentence, with a log's end where there is one."""
 
 

@@ -100,8 +100,8 @@ def running_stack(
     with ExitStack() as stack:
         first = load_settings(**chosen)
         model = resolve(first.model, first.cache, report)
-        kafka = stack.enter_context(kafka_backend(data, cache=first.cache.expanduser(), report=report))
-        redis = stack.enter_context(redis_backend(data, report=report))
+        kafka = stack.enter_context(kafka_backend(data / "kafka", cache=first.cache.expanduser(), report=report))
+        redis = stack.enter_context(redis_backend(data / "redis", report=report))
         settings = load_settings(**{**chosen, "kafka": kafka.address, "redis": redis.address, "model": model})
         create_topics(settings, partitions=partitions, replication=1)
         threads = settings.threads or 1

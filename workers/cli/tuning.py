@@ -1,14 +1,11 @@
 """`layers` and `calibrate`: which layer to wrap, and how far a radius should reach."""
 
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 from rich.table import Table
 
-from pipeline.calibration import Calibration, Sample, calibrate_layer
-from pipeline.layers import linear_layers
 from pipeline.settings import load_settings
 from workers.cli.common import AsJson, Lines, Model, read_lines, say, screen
 
@@ -24,6 +21,7 @@ def layers(model: Model = None, as_json: AsJson = False) -> None:
 
     Example: gracestream layers --model smollm2
     """
+    from pipeline.layers import linear_layers  # noqa: PLC0415  (torch takes seconds that other commands need not wait)
     from workers.boot import load_bare_model  # noqa: PLC0415
 
     found = linear_layers(load_bare_model(load_settings(model=model)))
@@ -46,13 +44,19 @@ def calibrate(
     """Measure the scale of layers on requests, and how well rephrases separate from other traffic.
 
     Each line is a text or an object with `inputs` and, where there is one, `rephrase`: other words for the same.
-    Example: gracestream calibrate requests.jsonl --layer 'model.layers[20].mlp.up_proj' --layer 'model.layers[25].mlp.up_proj'
+    Example: gracestream calibrate requests.jsonl --layer 'model.layers[20].mlp.up_proj'
     """
+    from pipeline.calibration import Sample, calibrate_layer  # noqa: PLC0415
     from workers.boot import load_model  # noqa: PLC0415
 
-    samples = [_sample(lines, number, fields) for number, fields in read_lines(lines)]
+    samples = []
+    for number, fields in read_lines(lines):
+        try:
+            samples.append(msgspec.convert({"inputs": fields} if isinstance(fields, str) else fields, Sample))
+        except msgspec.ValidationError as error:
+            raise typer.BadParameter(f"{lines}, line {number}: {error}") from error
     settings = load_settings(model=model)
-    measured: list[Calibration] = []
+    measured = []
     for path in layer or [settings.layer]:
         loaded = load_model(load_settings(model=model, layer=path))
         measured.append(calibrate_layer(loaded, samples))
@@ -73,14 +77,7 @@ def calibrate(
         )
     screen.print(table)
     screen.print(
-        f"{len(samples)} inputs. Distances are Euclidean, float32; the unit of GRACESTREAM_RADIUS is the median distance"
+        f"{len(samples)} inputs. Distances are Euclidean, float32; the unit of radii is the median distance"
         " of an input to its nearest other one. 'reached': rephrases inside their own input's ball at the best radius,"
         " with every ball kept at most 0.8 of the way to the nearest other input."
     )
-
-
-def _sample(path: Path, number: int, fields: object) -> Sample:
-    try:
-        return msgspec.convert({"inputs": fields} if isinstance(fields, str) else fields, Sample)
-    except msgspec.ValidationError as error:
-        raise typer.BadParameter(f"{path}, line {number}: {error}") from error

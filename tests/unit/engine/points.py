@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipeline.adaptor import Adaptor
 from pipeline.codebook import Label
-from pipeline.editing import Edited, EditEngine, Plan, correction
+from pipeline.editing import EditEngine, Plan
 from pipeline.model import EditableModel
 from pipeline.tasks import Answer, Batch, InputError, Supervised, Task
 from schemas.messages import Inputs, Outputs, Parameters
@@ -77,14 +77,6 @@ def engine(plan: Plan, width: int = 2) -> EditEngine:
 
 def at(*coordinates: float) -> str:
     return " ".join(repr(float(number)) for number in coordinates)
-
-
-def edit(made: EditEngine, feedback_id: str, point: Sequence[float], label: int, offset: int = 0) -> Edited:
-    """Correct one point and apply what was decided."""
-    edited = made.edit(correction(feedback_id, at(*point), str(label)), offset)
-    if edited.record is not None:
-        made.apply(edited.record)
-    return edited
 
 
 def answer(made: EditEngine, *point: float) -> int:

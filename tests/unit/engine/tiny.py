@@ -20,11 +20,13 @@ from transformers import (
 )
 
 from pipeline.codebook import Codebook, Label
+from pipeline.editing import EditEngine, correction
 from pipeline.index import KeyIndex
 from pipeline.model import EditableModel
 from pipeline.probe import TEXTS
 from pipeline.tasks import Limits
 from schemas.deltas import Cause, Delta, EntryChange, Op, Tensor, seal
+from schemas.messages import Inputs, Outcome
 
 WORDS = sorted({word for text in TEXTS for word in text.split()})
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "</s>"]
@@ -117,8 +119,24 @@ def editable(
         torch.manual_seed(seed)
         model = KINDS[kind].build()
     return EditableModel(
-        model, tokenizer(KINDS[kind].special_tokens), layer or KINDS[kind].layer, limits, fingerprint=MODEL, **adaptor
+        model,
+        tokenizer(KINDS[kind].special_tokens),
+        layer or KINDS[kind].layer,
+        limits=limits,
+        fingerprint=MODEL,
+        **adaptor,
     )
+
+
+def correct(
+    engine: EditEngine, feedback_id: str, inputs: Inputs, target: str, offset: int = 0
+) -> tuple[Outcome, bytes | None]:
+    """Correct one input and apply what was decided; the outcome, and the record if there is one."""
+    edited = engine.edit(correction(feedback_id, inputs, target), offset)
+    assert edited.outcome is not None
+    if edited.record is not None:
+        engine.apply(edited.record)
+    return edited.outcome, edited.record
 
 
 def added(

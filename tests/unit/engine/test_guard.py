@@ -1,0 +1,209 @@
+"""An edit never undoes an earlier one: after every step of any stream, every edit in force still answers."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.codebook import Codebook
+from pipeline.editing import EditEngine, Plan
+from pipeline.maintenance import batch_noise
+from pipeline.memory import EditMemory
+from schemas.messages import Status
+from tests.unit.engine.points import CLASSES, answer, at, engine, point
+from tests.unit.engine.tiny import CODEBOOK, correct, editable, texts
+
+NOISE = batch_noise(0, "float32")
+MANY = settings(deadline=None, max_examples=40)
+
+places = st.tuples(st.integers(0, 2), st.integers(0, 2))
+jitters = st.sampled_from([0.0, NOISE / 2, 0.75 * NOISE, 1.5 * NOISE, 0.01, 0.3])
+points = st.builds(lambda place, x, y: (place[0] + x, place[1] - y), places, jitters, jitters)
+labels = st.integers(0, CLASSES - 1)
+steps = st.lists(st.tuples(points, labels, st.none() | points), min_size=2, max_size=14)
+initial_radii = st.sampled_from([1e-3, 0.3, 1.0, 3.0])
+
+
+@dataclass
+class Stream:
+    """Corrections and traffic for one engine, and what a user believes to be in force."""
+
+    engine: EditEngine
+    records: list[bytes] = field(default_factory=list)
+    believed: dict[str, tuple[np.ndarray, int]] = field(default_factory=dict)
+
+    def correct(self, place: Sequence[float], label: int) -> Status:
+        seq = self.engine.codebook.seq
+        name = f"f{seq}"
+        outcome, record = correct(self.engine, name, at(*place), str(label), offset=seq)
+        if record is not None:
+            query_D = point(*place)
+            self.records.append(record)
+            # What said something else of the same input is superseded; nothing else goes.
+            gone = [other for other in self.believed if other not in self.engine.memory]
+            for other in gone:
+                other_D, other_label = self.believed.pop(other)
+                assert other_label != label
+                assert np.linalg.norm(other_D - query_D) <= NOISE * 1.001
+            self.believed[name] = (query_D, label)
+        return outcome.status
+
+    def flow(self, place: Sequence[float], offset: int) -> None:
+        rank = self.engine.traffic.wants(0, offset, 0.0)
+        if rank is not None:
+            self.engine.observe(rank, point(*place))
+
+    def lost(self) -> Iterator[str]:
+        """The edits whose query no longer gets an entry of their label, or lies too near its ball's edge."""
+        for name, (query_D, label) in self.believed.items():
+            nearest = self.engine.index.nearest(torch.from_numpy(query_D)[None])
+            slot, distance = int(nearest.slots_B[0]), float(nearest.distances_B[0])
+            inside = distance + NOISE < self.engine.codebook.radii_N[slot]
+            if self.engine.codebook.labels[slot] != (label,) or not inside:
+                yield name
+
+
+def start(**plan: Any) -> Stream:
+    usual: dict[str, Any] = {"radius_unit": "absolute", "traffic": 8}
+    return Stream(engine(Plan(**(usual | plan))))
+
+
+@MANY
+@given(steps, initial_radii)
+def test_nearest_keeps_every_edit_in_force_after_every_step(stream: list[Any], radius: float) -> None:
+    """With traffic in between, near duplicates, and corrections of the same input again."""
+    ours = start(radius=radius)
+    for offset, (place, label, traffic) in enumerate(stream):
+        if traffic is not None:
+            ours.flow(traffic, offset)
+        assert ours.correct(place, label) != "rejected"
+        assert answer(ours.engine, *place) == label
+        assert not list(ours.lost())
+        assert set(ours.engine.memory.feedback_ids) == set(ours.believed)
+
+
+@MANY
+@given(steps, initial_radii, st.sampled_from(["cover", "paper"]))
+def test_paper_keeps_every_edit_that_lies_far_enough_from_other_labels(
+    stream: list[Any], radius: float, expand: str
+) -> None:
+    """Half the distance must be more than batch noise: within four times it of another label, paper's balls fail."""
+    ours = start(policy="paper", expand=expand, radius=radius, traffic=0)
+    for place, label, _ in stream:
+        others = [key_D for key_D, other in ours.believed.values() if other != label]
+        if all(np.linalg.norm(key_D - point(*place)) > 8 * NOISE for key_D in others):
+            ours.correct(place, label)
+            assert not list(ours.lost())
+
+
+def test_fault_correcting_the_same_prompt_twice_loses_both_edits_only_in_paper_mode() -> None:
+    for policy, last in (("paper", 0), ("nearest", 2)):
+        ours = start(policy=policy)
+        ours.correct((1, 1), 1)
+        ours.correct((1, 1), 2)
+        assert answer(ours.engine, 1, 1) == last
+
+
+def test_paper_cannot_hold_two_labels_closer_than_batch_noise() -> None:
+    ours = start(policy="paper")
+    ours.correct((1, 1), 1)
+    ours.correct((1, 1 + 1.5 * NOISE), 2)
+    assert len(list(ours.lost())) == 2
+
+
+def test_without_the_guard_a_split_undoes_an_edit_that_the_entry_served() -> None:
+    kept = {}
+    for guard in (False, True):
+        ours = start(guard=guard, policy="paper")
+        ours.correct((0, 0), 1)
+        ours.correct((0, 1.2), 1)
+        ours.correct((0.5, 0), 2)
+        kept[guard] = answer(ours.engine, 0, 1.2)
+    assert kept == {False: 0, True: 1}
+
+
+def test_a_guarded_edit_gets_its_entry_in_the_delta_of_the_decision_with_the_same_value() -> None:
+    ours = start()
+    ours.correct((0, 0), 1)
+    ours.correct((0, 1.2), 1)
+    codebook, second = ours.engine.codebook, ours.engine.memory.feedback_ids[1]
+    assert len(codebook) == 1
+    seq = codebook.seq
+    ours.correct((0, 1.0), 2)
+    assert codebook.seq == seq + 1
+    own, first = codebook.entry(codebook.slot(second)), codebook.entry(0)
+    assert own.key_D.tolist() == point(0, 1.2).tolist()
+    assert own.value_V.tolist() == first.value_V.tolist()
+    assert own.label == first.label
+
+
+def test_correcting_an_input_again_and_again_leaves_one_key_there() -> None:
+    """Also when another label moves in beside it."""
+    ours = start()
+    ours.correct((0, 0), 1)
+    for label in (2, 3, 1, 2):
+        assert ours.correct((0, 0), label) == "replaced"
+    ours.correct((0, 2 * NOISE), 3)
+    keys = [tuple(key_D) for key_D in ours.engine.codebook.keys_ND.tolist()]
+    assert len(keys) == len(set(keys)) == 2
+
+
+def test_an_entry_that_paper_mode_left_without_a_ball_serves_again_after_a_correction() -> None:
+    ours = start(policy="paper")
+    ours.correct((1, 1), 1)
+    ours.correct((1, 1), 2)
+    ours.engine.plan = Plan(radius_unit="absolute")
+    assert ours.correct((1, 1), 3) == "replaced"
+    assert answer(ours.engine, 1, 1) == 3
+
+
+@settings(deadline=None, max_examples=15)
+@given(steps, initial_radii, st.sampled_from(["nearest", "paper"]))
+def test_folding_the_log_gives_the_memory_and_the_codebook_of_the_live_engine(
+    stream: list[Any], radius: float, policy: str
+) -> None:
+    ours = start(radius=radius, policy=policy)
+    lead = ours.engine.codebook
+    assert lead.seq == 1
+    codebook, memory = Codebook(CODEBOOK, lead.model, lead.layer), EditMemory()
+    codebook.apply(EditEngine(ours.engine.model, CODEBOOK, ours.engine.plan).lead({}))
+    for place, label, _ in stream:
+        ours.correct(place, label)
+    for record in ours.records:
+        applied = codebook.apply(record)
+        assert applied is not None
+        memory.fold(applied.delta, codebook)
+    assert codebook.state_digest() == ours.engine.codebook.state_digest()
+    assert memory.feedback_ids == ours.engine.memory.feedback_ids
+    assert memory.entry_ids == ours.engine.memory.entry_ids
+    assert memory.queries_ED.tobytes() == ours.engine.memory.queries_ED.tobytes()
+    assert memory.distances_E.tobytes() == ours.engine.memory.distances_E.tobytes()
+
+
+@pytest.mark.parametrize("policy", ["nearest", "paper"])
+def test_a_real_classifier_keeps_every_edit_of_a_long_random_stream(policy: str) -> None:
+    """Inputs come again with other labels; what was said last of an input is what the model says in the end."""
+    made = EditEngine(editable("bert"), CODEBOOK, Plan(policy=policy, radius=1.0))
+    made.apply(made.lead({}))
+    generator, inputs = np.random.default_rng(0), texts(30)
+    names = list(made.model.module.config.id2label.values())
+    said: dict[str, str] = {}
+    for offset in range(60):
+        text, target = inputs[int(generator.integers(30))], names[int(generator.integers(4))]
+        if policy == "paper" and text in said:
+            continue
+        outcome, record = correct(made, f"f{offset}", text, target, offset)
+        assert outcome.status != "rejected"
+        if record is not None:
+            said[text] = target
+        elif text in said:
+            assert said[text] == target
+    prompts = [made.model.task.tokenize(text) for text in said]
+    served = made.model.answer(prompts, [], made.codebook, made.index)
+    assert [row.answer.outputs.label for row in served] == list(said.values())
+    assert all(row.hit is not None for row in served)
