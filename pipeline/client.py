@@ -67,14 +67,18 @@ class Client:
         """Send what waits, and leave."""
         self._producer.close(timeout=10)
 
-    def send(self, messages: Iterable[Request | Feedback]) -> None:
-        """Send requests or feedback, and return when Kafka has them all."""
+    def send(self, messages: Iterable[Request | Feedback], partition: int | None = None) -> None:
+        """Send requests or feedback, and return when Kafka has them all; to one partition, or as the ids hash."""
         sent = []
         for message in messages:
             topic, key = (
                 (REQUESTS, message.request_id) if isinstance(message, Request) else (FEEDBACK, message.feedback_id)
             )
-            sent.append(self._producer.send(self._settings.topic(topic), value=encode(message), key=key.encode()))
+            sent.append(
+                self._producer.send(
+                    self._settings.topic(topic), value=encode(message), key=key.encode(), partition=partition
+                )
+            )
         self._producer.flush()
         for future in sent:
             future.get(timeout=30)

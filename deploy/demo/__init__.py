@@ -1,0 +1,1 @@
+"""The demo: its prompts, and the story it tells."""
