@@ -25,6 +25,7 @@ from pipeline.replay import replay_deltas
 from schemas.messages import VERSION, Outcome, Prediction, Request
 
 TIMEOUT = 120.0
+PARTITIONS = 8
 ONE_BY_ONE = 5
 """Corrections that are sent alone, to measure the way from a correction to the corrected answer."""
 
@@ -58,7 +59,8 @@ def tell(model: str, data: Path, screen: Console) -> int:
     def step(line: str) -> None:
         screen.print(f"  [dim]{line}[/]")
 
-    with running_stack(folder, replicas=2, report=step, model=model, prefix=f"{name}.", codebook="demo") as stack:
+    chosen = {"model": model, "prefix": f"{name}.", "codebook": "demo"}
+    with running_stack(folder, replicas=2, partitions=PARTITIONS, report=step, **chosen) as stack:
         screen.print(f"  an editor and two replicas are ready after {time.monotonic() - started:.0f} s")
         client = Client(stack.settings)
         try:
@@ -89,7 +91,7 @@ def _play(story: Story, stack: Stack, client: Client, script: Script) -> None:
     live = max((outcome.seq for outcome in story.outcomes if outcome.seq is not UNSET), default=0)
 
     screen.print(Rule("3. Both replicas answer right, and nothing else changed", align="left"))
-    routes = _partitions_of_replicas(client, script, stack, live)
+    routes = _partitions_of_replicas(client, script)
     story.claim("both replicas serve requests", len(routes) == len(stack.replicas), ", ".join(sorted(routes)))
     controls = list(dict.fromkeys([*script.controls, *(case.inputs for case in right)]))
     after: dict[str, str] = {}
@@ -193,19 +195,17 @@ def _correct(story: Story, client: Client, script: Script, wrong: Sequence[Case]
     story.claim("none was rejected", "rejected" not in kinds, counts)
 
 
-def _partitions_of_replicas(client: Client, script: Script, stack: Stack, min_seq: int) -> dict[str, int]:
+def _partitions_of_replicas(client: Client, script: Script) -> dict[str, int]:
     """One partition of `requests` for each replica, found by asking on every partition."""
-    del stack
     routes: dict[str, int] = {}
     with client.predictions() as replies:
-        probes = {f"{secrets.token_hex(4)}-{partition}": partition for partition in range(8)}
+        probes = {f"{secrets.token_hex(4)}-{partition}": partition for partition in range(PARTITIONS)}
         for request_id, partition in probes.items():
             text = script.controls[0]
             probe = Request(v=VERSION, request_id=request_id, inputs=text, parameters=script.parameters)
             client.send([probe], partition)
         for request_id, prediction in replies.wait(probes, TIMEOUT).items():
             routes.setdefault(prediction.replica, probes[request_id])
-    assert min_seq >= 0
     return routes
 
 
@@ -247,11 +247,12 @@ def _conclude(story: Story, seconds: float, model: str) -> None:
     story.screen.print(table)
     story.screen.print("What to try next:")
     other = "intent" if model == "smollm2" else "smollm2"
-    story.screen.print(f"  make demo MODEL={other}                the same story with the other model", highlight=False)
-    story.screen.print(
-        "  .venv/bin/gracestream up               keep a stack running for your own clients", highlight=False
-    )
-    story.screen.print("  .venv/bin/gracestream correct --help   correct what you like", highlight=False)
+    for command, what in (
+        (f"make demo MODEL={other}", "the same story, the other model"),
+        (".venv/bin/gracestream up", "a stack for your own clients"),
+        (".venv/bin/gracestream correct -h", "correct what you like"),
+    ):
+        story.screen.print(f"  {command:<34}{what}", highlight=False)
 
 
 def _answers(title: str, cases: Sequence[Case], answers: dict[str, str]) -> Table:
