@@ -60,6 +60,7 @@ class Codebook:
         self.entry_ids: list[str] = []
         self.labels: list[Label] = []
         self._slots: dict[str, int] = {}
+        self._version = 0  # odd while a delta is being applied
         self._keys = np.empty((0, 0), np.float32)
         self._values = np.empty((0, 0), np.float32)
         self._radii = np.empty(0, np.float32)
@@ -116,8 +117,10 @@ class Codebook:
         for side in zip(*arrays, strict=True):
             if len({array.shape for array in side if array is not None}) > 1:
                 raise DeltaFault(f"delta {delta.seq} has keys, or values, of different widths")
+        self._version += 1
         applied = self._change(delta, arrays)
         self.seq, self.term, self.digest = delta.seq, delta.term, delta.digest
+        self._version += 1
         return applied
 
     def restore(
@@ -137,6 +140,32 @@ class Codebook:
         self.entry_ids, self.labels = list(entry_ids), list(labels)
         self._slots = {entry_id: slot for slot, entry_id in enumerate(entry_ids)}
         self._keys, self._values, self._radii = keys_ND, values_NV, radii_N
+
+    def facts(self) -> dict[str, object]:
+        """Which codebook this is and how far it has come: what `/state` and `gracestream replay` tell.
+
+        Safe in any thread: what was read while a delta was being applied is read again.
+        """
+        while True:
+            version = self._version
+            try:
+                facts = self._facts()
+            except (RuntimeError, IndexError, KeyError):
+                continue
+            if version == self._version and version % 2 == 0:
+                return facts
+
+    def _facts(self) -> dict[str, object]:
+        return {
+            "codebook": self.name,
+            "model": self.model,
+            "layer": self.layer,
+            "term": self.term,
+            "seq": self.seq,
+            "digest": self.digest.hex(),
+            "entries": len(self),
+            "state_digest": self.state_digest(),
+        }
 
     def state_digest(self) -> str:
         """SHA-256 (hex) over every entry, in order of entry id: equal exactly when two codebooks answer alike."""

@@ -108,7 +108,7 @@ class Follower:
             self._news.notify_all()
 
 
-def read_history(settings: Settings, on_record: Callable[[bytes, int, int], bool | None]) -> None:
+def read_history(settings: Settings, on_record: Callable[[bytes, int, int], object]) -> None:
     """Every record of `deltas` up to its present end: `on_record(record, offset, timestamp in ms)` in order.
 
     Reading ends early when `on_record` returns False. Control records of transactions lie between offsets, so the end

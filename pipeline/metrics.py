@@ -2,6 +2,8 @@
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from pipeline.codebook import Codebook
+
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 # Both kinds of worker.
@@ -34,3 +36,10 @@ EDIT_STEPS = Histogram(
     "gracestream_edit_steps", "Optimisation steps of a value.", buckets=(1, 2, 5, 10, 20, 30, 50, 75, 100)
 )
 TRAFFIC = Gauge("gracestream_traffic_queries", "Unflagged recent queries in the editor's reservoir.")
+
+
+def show(codebook: Codebook) -> None:
+    """Set the gauges of the codebook in use."""
+    CODEBOOK_SEQ.set(codebook.seq)
+    CODEBOOK_TERM.set(codebook.term)
+    CODEBOOK_ENTRIES.set(len(codebook))

@@ -82,24 +82,11 @@ class Mirror:
         if isinstance(head, Head):
             metrics.HEAD_SEQ.set(head.seq)
             self._compare(head)
-        metrics.CODEBOOK_SEQ.set(self.codebook.seq)
-        metrics.CODEBOOK_TERM.set(self.codebook.term)
-        metrics.CODEBOOK_ENTRIES.set(len(self.codebook))
+        metrics.show(self.codebook)
 
     def state(self) -> dict[str, object]:
         """Which codebook this is, for `/state`."""
-        book = self.codebook
-        return {
-            "codebook": book.name,
-            "model": book.model,
-            "layer": book.layer,
-            "term": book.term,
-            "seq": book.seq,
-            "digest": book.digest.hex(),
-            "entries": len(book),
-            "state_digest": book.state_digest(),
-            "degraded": self.degraded,
-        }
+        return {**self.codebook.facts(), "degraded": self.degraded}
 
     def _goal(self, head: Head | Literal["lost"] | None) -> int:
         if isinstance(head, Head):

@@ -15,11 +15,13 @@ import torch
 
 from deploy.models import resolve
 from pipeline.clients import await_kafka, await_redis
+from pipeline.editing import Plan
 from pipeline.health import Health, HealthServer
 from pipeline.logs import configure_logs
 from pipeline.model import EditableModel, load_checkpoint
 from pipeline.settings import Settings
 from pipeline.tasks import Limits
+from pipeline.training import Recipe
 
 log = structlog.get_logger()
 
@@ -61,6 +63,21 @@ def worker(kind: str, settings: Settings) -> Iterator[Worker]:
     finally:
         server.close()
         log.info("stopped")
+
+
+def plan_of(settings: Settings) -> Plan:
+    """How to edit, as the settings say."""
+    return Plan(
+        policy=settings.policy,
+        radius=settings.radius,
+        radius_unit=settings.radius_unit,
+        expand=settings.expand,
+        guard=settings.guard,
+        traffic=settings.traffic,
+        seed=settings.seed,
+        init=settings.init,
+        recipe=Recipe(settings.max_steps, settings.learning_rate, settings.margin),
+    )
 
 
 def load_bare_model(settings: Settings) -> Any:

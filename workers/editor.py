@@ -5,31 +5,26 @@ delta, outcome and offset in one Kafka transaction, fold the delta, make it live
 reads requests, so that new radii keep clear of traffic that nobody flagged.
 """
 
-import platform
 import threading
 import time
 
-import faiss
 import msgspec
-import numpy as np
 import structlog
-import torch
-import transformers
 from kafka.errors import KafkaError
-from redis.exceptions import RedisError
 
 from pipeline import metrics
 from pipeline.clients import redis_client
-from pipeline.codebook import Applied, DeltaFault
-from pipeline.editing import Edited, EditEngine, Plan
+from pipeline.codebook import DeltaFault
+from pipeline.editing import Edited, EditEngine
 from pipeline.editor_log import EditorLog, Result
+from pipeline.environment import environment
 from pipeline.follower import read_history
+from pipeline.projection import Projection
 from pipeline.radius_store import RadiusStore, StaleError
 from pipeline.request_tail import RequestTail
 from pipeline.settings import Settings
-from pipeline.training import Recipe
 from schemas.messages import VERSION, Feedback, InvalidMessage, Outcome, decode, peek_id
-from workers.boot import Worker, worker
+from workers.boot import Worker, plan_of, worker
 
 log = structlog.get_logger()
 
@@ -43,26 +38,11 @@ def run(settings: Settings) -> int:
             editor.edit_until(started.stop)
         except (DeltaFault, StaleError, KafkaError) as error:
             started.health.not_ready(str(error))
-            log.exception("editor_stopped", reason=str(error) or type(error).__name__)
+            log.error("editor_stopped", reason=str(error) or type(error).__name__)  # noqa: TRY400  (no defect)
             return 1
         finally:
             editor.close()
         return 0
-
-
-def plan_of(settings: Settings) -> Plan:
-    """How to edit, as the settings say."""
-    return Plan(
-        policy=settings.policy,
-        radius=settings.radius,
-        radius_unit=settings.radius_unit,
-        expand=settings.expand,
-        guard=settings.guard,
-        traffic=settings.traffic,
-        seed=settings.seed,
-        init=settings.init,
-        recipe=Recipe(settings.max_steps, settings.learning_rate, settings.margin),
-    )
 
 
 class Editor:
@@ -73,17 +53,16 @@ class Editor:
         self._engine = EditEngine(started.model, settings.codebook, plan_of(settings))
         self._log = EditorLog(settings)
         self._traffic = RequestTail(settings, self._engine)
-        self._store = RadiusStore(redis_client(settings), settings)
-        self._projected = False
+        self._projection = Projection(RadiusStore(redis_client(settings), settings), self._engine.codebook)
         started.health.state = self._state
 
     def start(self) -> None:
         """Fold the history, take the next term, and finish what a predecessor left undone in Redis."""
-        read_history(self._settings, lambda record, _offset, _time: self._fold(record))
-        lead = self._engine.lead(self._environment())
+        read_history(self._settings, lambda record, _offset, _time: self._engine.apply(record))
+        lead = self._engine.lead(environment(self._worker.name, self._worker.model, self._engine.plan))
         self._log.write_lead(lead)
-        self._fold(lead)
-        self._project()
+        self._engine.apply(lead)
+        self._projection.repair()
         while self._traffic.read(0.2):
             pass
         position = self._log.seek()
@@ -98,11 +77,11 @@ class Editor:
                 self._edit(offset, value)
                 if stop.is_set():
                     return
-            metrics.FEEDBACK_LAG.set(self._log.behind())
             self._traffic.read(0.05)
+            self._projection.repair()
+            metrics.FEEDBACK_LAG.set(self._log.behind())
             metrics.TRAFFIC.set(len(self._engine.traffic))
-            if not self._projected:
-                self._project()
+            metrics.show(self._engine.codebook)
 
     def close(self) -> None:
         """Leave the log."""
@@ -118,88 +97,24 @@ class Editor:
         outcome = edited.outcome
         if outcome is not None:
             outcome = msgspec.structs.replace(outcome, seconds=round(time.perf_counter() - started, 4))
-        rejected = edited.reason if edited.invalid else None
-        self._log.commit(Result(offset, outcome, edited.record, rejected, value))
-        if edited.record is not None:
-            self._fold(edited.record)
-            self._project()
-        self._tell(offset, edited, time.perf_counter() - started)
-
-    def _fold(self, record: bytes) -> None:
-        applied = self._engine.apply(record)
-        if applied is not None:
-            self._applied: Applied = applied
-            book = self._engine.codebook
-            metrics.CODEBOOK_SEQ.set(book.seq)
-            metrics.CODEBOOK_TERM.set(book.term)
-            metrics.CODEBOOK_ENTRIES.set(len(book))
-
-    def _project(self) -> None:
-        """Make the newest delta live; without Redis it stays undone, and the whole projection is made later."""
-        try:
-            if self._projected:
-                self._store.publish(self._applied, self._engine.codebook)
-            else:
-                self._store.rebuild(self._engine.codebook)
-        except RedisError as error:
-            self._projected = False
-            metrics.DEGRADED.set(1)
-            log.warning("redis_lost", error=str(error), seq=self._engine.codebook.seq)
+        self._log.commit(Result(offset, outcome, edited.record, edited.reason if edited.invalid else None, value))
+        if edited.record is not None and (applied := self._engine.apply(edited.record)) is not None:
+            self._projection.make_live(applied)
+            metrics.EDIT_SECONDS.observe(time.perf_counter() - started)
+        metrics.FEEDBACK.labels("unreadable" if outcome is None else outcome.status).inc()
+        if outcome is None:
+            log.warning("feedback_unreadable", offset=offset, reason=edited.reason)
         else:
-            self._projected = True
-            metrics.DEGRADED.set(0)
-
-    def _tell(self, offset: int, edited: Edited, seconds: float) -> None:
-        outcome = edited.outcome
-        status = "unreadable" if outcome is None else outcome.status
-        metrics.FEEDBACK.labels(status).inc()
-        if edited.record is not None and outcome is not None:
-            metrics.EDIT_SECONDS.observe(seconds)
             if outcome.steps is not msgspec.UNSET:
                 metrics.EDIT_STEPS.observe(outcome.steps)
-        told = {} if outcome is None else msgspec.to_builtins(outcome)
-        log.info("feedback", offset=offset, unreadable=edited.reason if outcome is None else None, **told)
-
-    def _environment(self) -> dict[str, str]:
-        settings, model = self._settings, self._worker.model
-        kept = [
-            "policy",
-            "radius",
-            "radius_unit",
-            "expand",
-            "guard",
-            "traffic",
-            "seed",
-            "init",
-            "max_steps",
-            "learning_rate",
-            "margin",
-        ]
-        device = torch.cuda.get_device_name() if model.device.type == "cuda" else platform.processor() or "cpu"
-        libraries = {"torch": torch, "transformers": transformers, "faiss": faiss, "numpy": np}
-        return {
-            "editor": self._worker.name,
-            "device": device,
-            "dtype": model.dtype,
-            "python": platform.python_version(),
-            **{name: str(library.__version__) for name, library in libraries.items()},
-            **{name: str(getattr(settings, name)) for name in kept},
-        }
+            log.info("feedback", offset=offset, **msgspec.to_builtins(outcome))
 
     def _state(self) -> dict[str, object]:
-        book = self._engine.codebook
         return {
-            "codebook": book.name,
-            "model": book.model,
-            "layer": book.layer,
-            "term": book.term,
-            "seq": book.seq,
-            "digest": book.digest.hex(),
-            "entries": len(book),
-            "state_digest": book.state_digest(),
+            **self._engine.codebook.facts(),
             "edits": len(self._engine.memory),
             "traffic": len(self._engine.traffic),
-            "degraded": not self._projected,
+            "degraded": not self._projection.complete,
         }
 
 

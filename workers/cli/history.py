@@ -40,16 +40,7 @@ def replay(
         raise typer.Exit(1)
     if output is not None:
         save(codebook, output)
-    told = {
-        "codebook": codebook.name,
-        "model": codebook.model,
-        "layer": codebook.layer,
-        "term": codebook.term,
-        "seq": codebook.seq,
-        "digest": codebook.digest.hex(),
-        "entries": len(codebook),
-        "state_digest": codebook.state_digest(),
-    }
+    told = codebook.facts()
     if as_json:
         say(told)
         return

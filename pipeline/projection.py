@@ -1,0 +1,50 @@
+"""The editor's projection of the codebook to Redis: what makes a committed delta live (design, section 5, point 4)."""
+
+import structlog
+from redis.exceptions import RedisError
+
+from pipeline.codebook import Applied, Codebook
+from pipeline.metrics import DEGRADED
+from pipeline.radius_store import RadiusStore
+
+log = structlog.get_logger()
+
+
+class Projection:
+    """Writes each delta to Redis, and everything anew after Redis was away or a predecessor left off."""
+
+    def __init__(self, store: RadiusStore, codebook: Codebook) -> None:
+        self._store, self._codebook = store, codebook
+        self.complete = False
+        """Whether Redis has all that the codebook has."""
+
+    def make_live(self, applied: Applied) -> None:
+        """Project the delta that the codebook has just applied; without Redis it stays undone until `repair`.
+
+        Raises:
+            StaleError: Redis knows a newer head: another editor leads.
+        """
+        self._attempt(applied if self.complete else None)
+
+    def repair(self) -> None:
+        """Project everything, unless it is there already.
+
+        Raises:
+            StaleError: Redis knows a newer head: another editor leads.
+        """
+        if not self.complete:
+            self._attempt(None)
+
+    def _attempt(self, applied: Applied | None) -> None:
+        try:
+            if applied is None:
+                self._store.rebuild(self._codebook)
+            else:
+                self._store.publish(applied, self._codebook)
+        except RedisError as error:
+            if self.complete:
+                log.warning("redis_lost", error=str(error), seq=self._codebook.seq)
+            self.complete = False
+        else:
+            self.complete = True
+        DEGRADED.set(int(not self.complete))
