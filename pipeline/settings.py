@@ -34,7 +34,7 @@ class Settings(BaseSettings):
         "auto", description="Which prompt tokens take the value; auto: last for generators, all for classifiers."
     )
 
-    policy: Literal["nearest", "paper"] = Field("nearest", description="Codebook maintenance: design, section 4.")
+    policy: Literal["nearest", "paper"] = Field("nearest", description="Codebook maintenance; paper: Algorithm 1.")
     radius: float = Field(1.0, gt=0, description="Radius of a new entry, in units of `radius_unit`.")
     radius_unit: Literal["median", "absolute"] = Field(
         "median", description="median: the median nearest-neighbour distance of recent traffic; absolute: as it is."

@@ -1,5 +1,6 @@
 """The faust app of a replica: one agent over `requests`, in the group of all replicas, and one timer."""
 
+import logging
 from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ def request_plane(
 
     No web server, no tables, no topics of faust's own: topics are `gracestream topics`' to create.
     """
+    logging.getLogger("mode.timers").setLevel(logging.ERROR)  # a tick that waits for a batch is no news
     app = faust.App(
         settings.topic("inference"),
         broker=[f"aiokafka://{address.strip()}" for address in settings.kafka.split(",")],

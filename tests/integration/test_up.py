@@ -1,0 +1,100 @@
+"""`gracestream up`, the README's own example, and the demo: what a newcomer types."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.kafka, pytest.mark.model]
+
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-m", "workers.cli"]
+
+
+def own_environment() -> dict[str, str]:
+    """As in a newcomer's shell: no GRACESTREAM_ variable but where the models are kept."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("GRACESTREAM_")}
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("up")
+    with (folder / "stderr").open("w") as stderr:
+        process = subprocess.Popen(
+            [*COMMAND, "up", "--json", "--replicas", "2", "--data", str(folder / "data")],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            cwd=ROOT,
+            env=own_environment(),
+        )
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, (folder / "stderr").read_text()
+        yield process, json.loads(line)
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=60)
+
+
+def test_up_prints_one_line_of_endpoints(up: tuple[subprocess.Popen[str], dict[str, Any]]) -> None:
+    _, endpoints = up
+    assert re.fullmatch(r"[\w.]+:\d+", endpoints["kafka"])
+    assert endpoints["redis"].startswith("redis://")
+    assert endpoints["editor"].startswith("http://")
+    assert len(endpoints["replicas"]) == 2
+
+
+def test_the_example_of_the_readme_corrects_an_answer(up: tuple[subprocess.Popen[str], dict[str, Any]]) -> None:
+    _, endpoints = up
+    found = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert found is not None
+    environment = {**own_environment(), "GRACESTREAM_KAFKA": endpoints["kafka"]}
+    done = subprocess.run(
+        [sys.executable, "-c", found.group(1)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    before, edit, after = done.stdout.splitlines()
+    assert "Ulaanbaatar" not in before
+    assert "added" in edit
+    assert after.endswith("{'text': 'Ulaanbaatar'}")
+
+
+def test_ctrl_c_stops_every_process_that_up_started(up: tuple[subprocess.Popen[str], dict[str, Any]]) -> None:
+    process, _ = up
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) >= 5  # a broker, a Valkey, an editor, two replicas
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 0
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert alive == []
+    assert process.stdout is not None
+    assert process.stdout.read() == ""
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("model", ["intent", "smollm2"])
+def test_the_demo_keeps_all_its_claims(model: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*COMMAND, "demo", "--model", model, "--data", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=580,
+        env=own_environment(),
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "13 of 13 claims held" in done.stdout

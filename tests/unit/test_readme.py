@@ -1,0 +1,66 @@
+"""What the README says is so."""
+
+import re
+from pathlib import Path
+
+import pytest
+import typer
+
+from pipeline.settings import Settings
+from pipeline.topics import TOPICS
+from workers.cli import app
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def settings_table() -> str:
+    rows = ["| variable | default | what it is |", "|---|---|---|"]
+    for name, field in Settings.model_fields.items():
+        default = f"`{field.default}`" if str(field.default) else "(empty)"
+        rows.append(f"| `GRACESTREAM_{name.upper()}` | {default} | {field.description} |")
+    return "\n".join(rows)
+
+
+def test_the_table_of_settings_is_current() -> None:
+    assert settings_table() in README, f"put this table under Settings:\n{settings_table()}"
+
+
+def test_every_command_it_names_exists_and_every_command_has_help_with_an_example() -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    named = set(re.findall(r"\.venv/bin/gracestream (\w+)", README))
+    assert named <= commands.keys()
+    for name, command in commands.items():
+        assert re.search(r"Example: .*gracestream", command.help or ""), f"{name} has no example in its help"
+
+
+def test_every_option_it_uses_exists() -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for name, rest in re.findall(r"\.venv/bin/gracestream (\w+)([^#\n]*)", README):
+        known = {option for parameter in commands[name].params for option in parameter.opts}
+        assert set(re.findall(r"--[a-z-]+", rest)) <= known, f"gracestream {name}{rest}"
+
+
+def test_every_make_target_it_names_exists() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert set(re.findall(r"^ +make ([a-z]+)", README, re.MULTILINE)) <= targets
+
+
+@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\((?!http|#)([^)]+)\)", README))))
+def test_every_link_leads_somewhere(link: str) -> None:
+    assert (ROOT / link).exists()
+
+
+@pytest.mark.parametrize("topic", [topic.name for topic in TOPICS if topic.name != "snapshots"])
+def test_every_topic_is_explained(topic: str) -> None:
+    assert f"`{topic}`" in README
+
+
+def test_its_python_example_compiles() -> None:
+    compile(example(), "README.md", "exec")
+
+
+def example() -> str:
+    found = re.search(r"```python\n(.*?)```", README, re.DOTALL)
+    assert found is not None
+    return found.group(1)
