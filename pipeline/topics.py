@@ -11,6 +11,8 @@ from pipeline.settings import Settings
 
 FOREVER = {"cleanup.policy": "delete", "retention.ms": "-1", "retention.bytes": "-1"}
 BY_AGE = {"cleanup.policy": "delete", "retention.ms": str(7 * 24 * 3600 * 1000)}
+REJECTED = {**BY_AGE, "max.message.bytes": str(MAX_DELTA_BYTES)}
+"""A record as large as its own topic takes goes here with headers on top."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +40,8 @@ TOPICS = (
     Topic(EDITS, 1, FOREVER),
     Topic(DELTAS, 1, {**FOREVER, "max.message.bytes": str(MAX_DELTA_BYTES)}),
     Topic(SNAPSHOTS, 1, {"cleanup.policy": "compact"}),
-    Topic(REQUESTS_DLQ, 1, BY_AGE),
-    Topic(FEEDBACK_DLQ, 1, BY_AGE),
+    Topic(REQUESTS_DLQ, 1, REJECTED),
+    Topic(FEEDBACK_DLQ, 1, REJECTED),
 )
 
 
@@ -83,6 +85,23 @@ def create_topics(settings: Settings, partitions: int, replication: int) -> list
         if existing:
             _check(client, {name: wanted[name] for name in existing})
         return missing
+    finally:
+        client.close()
+
+
+def require_topics(settings: Settings) -> None:
+    """What a worker does before it starts.
+
+    Raises:
+        TopicError: a topic is missing, or is not as it must be.
+    """
+    client = admin(settings)
+    try:
+        wanted = {settings.topic(topic.name): topic for topic in TOPICS}
+        missing = sorted(set(wanted) - set(client.list_topics()))
+        if missing:
+            raise TopicError(f"the topics {', '.join(missing)} are missing; create them with `gracestream topics`")
+        _check(client, wanted)
     finally:
         client.close()
 

@@ -21,6 +21,7 @@ from pipeline.logs import configure_logs
 from pipeline.model import EditableModel, load_checkpoint
 from pipeline.settings import Settings
 from pipeline.tasks import Limits
+from pipeline.topics import require_topics
 from pipeline.training import Recipe
 
 log = structlog.get_logger()
@@ -41,7 +42,7 @@ def worker(kind: str, settings: Settings) -> Iterator[Worker]:
     """Start one; SIGTERM and SIGINT set its `stop`.
 
     Raises:
-        PortError, UnreachableError, ModelError, LayerError: one sentence each.
+        PortError, UnreachableError, TopicError, ModelError, LayerError: one sentence each.
     """
     name = settings.replica or f"{socket.gethostname()}-{os.getpid()}"
     configure_logs(settings.log_format, worker=kind, name=name)
@@ -53,6 +54,7 @@ def worker(kind: str, settings: Settings) -> Iterator[Worker]:
     try:
         log.info("starting", url=server.url)
         await_kafka(settings, report=lambda line: log.info("waiting", what=line))
+        require_topics(settings)
         await_redis(settings, report=lambda line: log.info("waiting", what=line))
         if settings.threads:
             torch.set_num_threads(settings.threads)

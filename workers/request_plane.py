@@ -1,14 +1,22 @@
 """The faust app of a replica: one agent over `requests`, in the group of all replicas, and one timer."""
 
+import asyncio
 import logging
 from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
 from typing import Any
 
 import faust
+import structlog
 
+from pipeline.clients import MAX_DELTA_BYTES
 from pipeline.serving import Record, Reply
 from pipeline.settings import Settings
 from pipeline.topics import REQUESTS
+
+log = structlog.get_logger()
+
+RETRY_SECONDS = 1.0
+"""Pause before a batch whose answers could not be sent is tried again."""
 
 FOLLOW_SECONDS = 0.2
 """How often a replica without requests looks for what is live."""
@@ -36,7 +44,7 @@ def request_plane(
         broker_heartbeat_interval=settings.session_timeout / 4,
         broker_commit_interval=0.5,
         consumer_auto_offset_reset="earliest",
-        producer_max_request_size=4 * settings.max_record_bytes,
+        producer_max_request_size=MAX_DELTA_BYTES,
         loghandlers=[],
         logging_config=None,
     )
@@ -44,14 +52,26 @@ def request_plane(
 
     @app.agent(requests, name="answer")  # type: ignore[untyped-decorator]
     async def agent(stream: Any) -> None:
-        batches: AsyncIterable[Sequence[Any]] = stream.take_events(settings.batch, within=settings.batch_wait)
+        # `take_events` would count a batch as done even when it failed or a stop cancelled it.
+        batches: AsyncIterable[Sequence[Any]] = stream.noack_take(settings.batch, within=settings.batch_wait)
         async for events in batches:
+            records = [_record(event) for event in events]
+            while not await _answered(records):
+                await asyncio.sleep(RETRY_SECONDS)
+            for event in events:
+                await stream.ack(event)
+
+    async def _answered(records: list[Record]) -> bool:
+        try:
             sent = []
-            for reply in await answer([_record(event) for event in events]):
+            for reply in await answer(records):
                 topic, headers = settings.topic(reply.topic), reply.headers or None
                 sent.append(await app.producer.send(topic, reply.key, reply.value, None, None, headers))
-            for delivery in sent:
-                await delivery
+            await asyncio.gather(*sent)
+        except Exception:  # the batch is tried again, whatever it was
+            log.exception("batch_failed", requests=len(records), offset=records[0].offset)
+            return False
+        return True
 
     @app.timer(FOLLOW_SECONDS)  # type: ignore[untyped-decorator]
     async def timer() -> None:
