@@ -101,6 +101,9 @@ class CausalGeneration(Generation):
     def supervised(self, inputs: Inputs, label: Label) -> Supervised:
         """Prompt and target in one row; the last target token needs no forward pass of its own."""
         prompt = self.tokenize(inputs)
+        if self.context is not None and len(prompt) + len(label) > self.context:
+            tokens = len(prompt) + len(label)
+            raise InputError(f"prompt and target have {tokens} tokens; the model has room for {self.context}")
         device = self.model.device
         ids_1T = torch.tensor([[*prompt, *label[:-1]]], device=device)
         mask_1T = torch.ones_like(ids_1T)

@@ -176,6 +176,8 @@ def load_checkpoint(name: str, *, device: str = "auto", dtype: str = "float32") 
     target = "cuda" if device == "auto" and torch.cuda.is_available() else "cpu" if device == "auto" else device
     if target == "cuda" and not torch.cuda.is_available():
         raise ModelError("device 'cuda' was asked for, but torch finds no CUDA device")
+    if name.startswith(("/", ".", "~")) and not Path(name).is_dir():
+        raise ModelError(f"the model {name!r} cannot be loaded: there is no such folder")
     transformers_logging.disable_progress_bar()
     try:
         auto = _auto_class(AutoConfig.from_pretrained(name), name)

@@ -49,7 +49,7 @@ def train_value(
             model.adaptor.substituting(supervised.batch.mask_BT, value_V[None]),
         ):
             found, loss = verdict(model.task.logits(supervised), supervised.label_L)
-        if found.margin >= recipe.margin or steps == recipe.max_steps or not torch.isfinite(loss):
+        if (found.right and found.margin >= recipe.margin) or steps == recipe.max_steps or not torch.isfinite(loss):
             break
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 
 from pipeline.codebook_file import save
 from pipeline.replay import Step, describe, replay_deltas
@@ -44,7 +44,7 @@ def replay(
     if as_json:
         say(told)
         return
-    table = Table("field", "value")
+    table = Table("field", Column("value", overflow="fold"))
     for field, value in told.items():
         table.add_row(field, str(value))
     screen.print(table)
@@ -69,7 +69,8 @@ def inspect(
         for step in steps:
             say(msgspec.to_builtins(step))
         return
-    table = Table("seq", "term", "time", "op", "inputs", "target", "entries")
+    fold = [Column(name, overflow="fold") for name in ("inputs", "target", "entries")]
+    table = Table("seq", "term", "time", "op", *fold)
     for step in steps:
         table.add_row(*_row(step))
     screen.print(table)

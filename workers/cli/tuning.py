@@ -4,7 +4,7 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 
 from pipeline.settings import load_settings
 from workers.cli.common import AsJson, Lines, Model, read_lines, say, screen
@@ -64,7 +64,7 @@ def calibrate(
         for row in measured:
             say(msgspec.to_builtins(row))
         return
-    table = Table("layer", "key norm", "batch noise", "median distance", "to rephrase", "reached", "best radius")
+    table = Table(Column("layer", overflow="fold"), "key norm", "noise", "median", "to rephrase", "reached", "radius")
     for row in measured:
         table.add_row(
             row.layer,
@@ -73,11 +73,11 @@ def calibrate(
             f"{row.median:.4g}",
             "-" if row.rephrase is None else f"{row.rephrase:.4g}",
             "-" if row.reached is None else f"{row.reached:.0%}",
-            "-" if row.radius is None else f"{row.radius:.2f} medians",
+            "-" if row.radius is None else f"{row.radius:.1f}",
         )
     screen.print(table)
     screen.print(
-        f"{len(samples)} inputs. Distances are Euclidean, float32; the unit of radii is the median distance"
-        " of an input to its nearest other one. 'reached': rephrases inside their own input's ball at the best radius,"
-        " with every ball kept at most 0.8 of the way to the nearest other input."
+        f"{len(samples)} inputs. 'median' is the distance of an input to its nearest other one: the unit of radii."
+        " 'reached' are the rephrases inside their own input's ball at the best radius (last column, in medians), with"
+        " every ball kept at most 0.8 of the way to the nearest other input. 'noise' is what batches and padding do."
     )
