@@ -142,4 +142,7 @@ def _complete(fields: Mapping[str, object] | str, kind: type[W], id_field: str, 
         raise InvalidMessage("neither a text nor an object")
     given = {text_field: fields} if isinstance(fields, str) else dict(fields)
     whole = {"v": VERSION, id_field: str(uuid.uuid4()), **given}
-    return decode(msgspec.json.encode(whole), kind)
+    try:
+        return decode(msgspec.json.encode(whole), kind)
+    except UnicodeEncodeError as error:
+        raise InvalidMessage(f"a text is not Unicode: {error.reason}") from error

@@ -43,9 +43,9 @@ def producer(settings: Settings, **options: Any) -> KafkaProducer:
     )
 
 
-def admin(settings: Settings) -> KafkaAdminClient:
+def admin(settings: Settings, **options: Any) -> KafkaAdminClient:
     """A client for creating and describing topics."""
-    return KafkaAdminClient(bootstrap_servers=settings.kafka.split(","))
+    return KafkaAdminClient(bootstrap_servers=settings.kafka.split(","), **options)
 
 
 def redis_client(settings: Settings) -> Redis:
@@ -59,9 +59,10 @@ def await_kafka(settings: Settings, report: Report) -> None:
     Raises:
         UnreachableError: not within `startup_timeout`.
     """
+    patience_ms = int(1000 * min(settings.startup_timeout, 5.0))  # of one attempt, which the client makes 30 s long
 
     def ask() -> None:
-        client = admin(settings)
+        client = admin(settings, bootstrap_timeout_ms=patience_ms, request_timeout_ms=patience_ms)
         try:
             client.describe_cluster()
         finally:

@@ -18,7 +18,7 @@ from kafka.structs import OffsetAndMetadata
 
 from pipeline.clients import consumer, producer
 from pipeline.settings import Settings
-from pipeline.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ, rejected_headers
+from pipeline.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ, rejected_headers, rejected_key
 from schemas.messages import Outcome, encode
 
 OFFSET_HEADER = "feedback_offset"
@@ -32,6 +32,7 @@ class Result:
     outcome: Outcome | None
     delta: bytes | None = None
     rejected: str | None = None
+    key: bytes | None = None
     feedback: bytes | None = field(default=None, repr=False)
 
 
@@ -63,11 +64,11 @@ class EditorLog:
         self._consumer.seek(self._feedback, position)
         return position
 
-    def poll(self, seconds: float) -> Iterator[tuple[int, bytes | None]]:
-        """The next feedback records, as (offset, value)."""
+    def poll(self, seconds: float) -> Iterator[tuple[int, bytes | None, bytes | None]]:
+        """The next feedback records, as (offset, key, value)."""
         for records in self._consumer.poll(timeout_ms=int(1000 * seconds)).values():
             for record in records:
-                yield record.offset, record.value
+                yield record.offset, record.key, record.value
 
     def behind(self) -> int:
         """Feedback records that wait."""
@@ -87,7 +88,7 @@ class EditorLog:
             sent.append(self._send(EDITS, encode(result.outcome), key, headers))
         if result.rejected is not None:
             headers = rejected_headers(result.rejected, self._feedback.topic, 0, result.offset)
-            sent.append(self._send(FEEDBACK_DLQ, result.feedback, None, headers))
+            sent.append(self._send(FEEDBACK_DLQ, result.feedback, rejected_key(result.key, result.feedback), headers))
         done = {self._feedback: OffsetAndMetadata(result.offset + 1, "", -1)}
         self._producer.send_offsets_to_transaction(done, self._consumer.group_metadata())
         self._producer.commit_transaction()

@@ -2,7 +2,8 @@
 
 What it guarantees:
 
-1. Every committed record of the topic comes out once, in order of offset, from the start of the history.
+1. Every committed record of the topic comes out once, in order of offset, from the start of the history; but for those
+   of a lower term than one before them, which a fenced editor may have left behind.
 2. `take(seq)` hands out exactly the records up to that delta; none of a later one.
 3. A record that cannot be read is a fault: `take` raises it at that place and hands out nothing after it.
 
@@ -36,7 +37,9 @@ class Follower:
         self._waiting: deque[tuple[int, bytes]] = deque()
         self._news = threading.Condition()
         self._fault: DeltaFault | None = None
+        self._term = 0
         self._stop = threading.Event()
+        self._at_end = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="follower", daemon=True)
         self.latest_seq = 0
         """The newest delta read; nothing says that it is live."""
@@ -52,6 +55,10 @@ class Follower:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout=5)
+
+    def wait_for_end(self, timeout: float) -> bool:
+        """Whether, within `timeout` seconds, all that the topic held at the start was read, or a fault was met."""
+        return self._at_end.wait(timeout)
 
     def take(self, seq: int, timeout: float) -> list[bytes]:
         """The records not taken yet, up to delta `seq`; waits up to `timeout` seconds for that delta to be read.
@@ -78,10 +85,16 @@ class Follower:
                 log.warning("deltas_unreachable", error=str(error) or type(error).__name__, offset=self.offset)
                 self._stop.wait(1.0)
             except DeltaFault as fault:
-                with self._news:
-                    self._fault = fault
-                    self._news.notify_all()
-                return
+                self._fail(fault)
+            except Exception as error:  # noqa: BLE001  (a thread that ends unseen would leave the replica behind)
+                self._fail(DeltaFault(f"reading {DELTAS} failed at offset {self.offset}: {error!r}"))
+
+    def _fail(self, fault: DeltaFault) -> None:
+        with self._news:
+            self._fault = fault
+            self._news.notify_all()
+        self._at_end.set()
+        self._stop.set()
 
     def _read(self) -> None:
         partition = TopicPartition(self._settings.topic(DELTAS), 0)
@@ -89,7 +102,10 @@ class Follower:
         try:
             with_history.assign([partition])
             with_history.seek(partition, self.offset)
+            end = with_history.end_offsets([partition])[partition]
             while not self._stop.is_set():
+                if not self._at_end.is_set() and with_history.position(partition) >= end:
+                    self._at_end.set()
                 for records in with_history.poll(timeout_ms=200).values():
                     self._keep([(record.offset, record.value) for record in records])
         finally:
@@ -99,12 +115,16 @@ class Follower:
         with self._news:
             for offset, record in records:
                 try:
-                    seq = decode_delta(record).seq
+                    delta = decode_delta(record)
                 except InvalidMessage as error:
                     raise DeltaFault(f"the record at offset {offset} of {DELTAS} cannot be read: {error}") from error
-                self._waiting.append((seq, record))
-                self.latest_seq = max(seq, self.latest_seq)
                 self.offset = offset + 1
+                if delta.term < self._term:
+                    log.warning("delta_dropped", seq=delta.seq, term=delta.term, newer=self._term)
+                    continue
+                self._term = delta.term
+                self._waiting.append((delta.seq, record))
+                self.latest_seq = max(delta.seq, self.latest_seq)
             self._news.notify_all()
 
 

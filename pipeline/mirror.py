@@ -59,13 +59,20 @@ class Mirror:
             time.sleep(0.01)
 
     def catch_up(self, timeout: float) -> bool:
-        """At start: reach the head that Redis names now, or the log's end where it names none."""
+        """At start: reach the head that Redis names now, or the log's end where it names none.
+
+        Raises:
+            DeltaFault: the history cannot be followed that far.
+        """
         deadline = time.monotonic() + timeout
         head = self.read_head()
+        if not isinstance(head, Head):
+            if not self._follower.wait_for_end(timeout):
+                return False
+            self._apply_until(self._follower.latest_seq)
         while time.monotonic() < deadline:
             self.advance(head)
-            goal = head.seq if isinstance(head, Head) else self._follower.latest_seq
-            if self.codebook.seq >= goal:
+            if not isinstance(head, Head) or self.codebook.seq >= head.seq:
                 return True
             time.sleep(0.05)
         return False

@@ -24,16 +24,24 @@ class Projection:
         Raises:
             StaleError: Redis knows a newer head: another editor leads.
         """
-        self._attempt(applied if self.complete else None)
+        self._attempt(applied if self._holds(self._codebook.seq - 1) else None)
 
     def repair(self) -> None:
-        """Project everything, unless it is there already.
+        """Project everything, unless it is there already: a Redis that was emptied is filled again.
 
         Raises:
             StaleError: Redis knows a newer head: another editor leads.
         """
-        if not self.complete:
+        if not self._holds(self._codebook.seq):
             self._attempt(None)
+
+    def _holds(self, seq: int) -> bool:
+        """Whether Redis has everything up to this delta, as far as this editor knows; one round trip."""
+        try:
+            head = self._store.head(seq) if self.complete else None
+        except RedisError:
+            return False  # the attempt that follows meets the same error
+        return head is not None and head.seq == seq
 
     def _attempt(self, applied: Applied | None) -> None:
         try:

@@ -18,7 +18,7 @@ from pipeline.mirror import Mirror
 from pipeline.model import EditableModel, Served
 from pipeline.settings import Settings
 from pipeline.tasks import InputError
-from pipeline.topics import PREDICTIONS, REQUESTS_DLQ, rejected_headers
+from pipeline.topics import PREDICTIONS, REQUESTS_DLQ, rejected_headers, rejected_key
 from schemas.messages import VERSION, AppliedEdit, InvalidMessage, Prediction, Request, decode, encode, peek_id
 
 log = structlog.get_logger()
@@ -33,6 +33,7 @@ class Record:
     partition: int
     offset: int
     timestamp: float
+    key: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,7 @@ class Server:
         metrics.REQUESTS.labels("rejected").inc()
         log.warning("request_rejected", partition=record.partition, offset=record.offset, reason=reason)
         headers = rejected_headers(reason, record.topic, record.partition, record.offset)
-        replies = [Reply(REQUESTS_DLQ, None, record.value, headers)]
+        replies = [Reply(REQUESTS_DLQ, rejected_key(record.key, record.value), record.value, headers)]
         if (request_id := peek_id(record.value, "request_id")) is not None:
             replies.append(_reply(msgspec.structs.replace(self._prediction(request_id, record), error=reason)))
         return replies

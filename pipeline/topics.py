@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kafka.admin import NewTopic
+from kafka.admin import ConfigResource, ConfigResourceType, NewTopic
 from kafka.errors import TopicAlreadyExistsError
 
 from pipeline.clients import MAX_DELTA_BYTES, admin
@@ -55,6 +55,11 @@ def rejected_headers(reason: str, topic: str, partition: int, offset: int) -> li
     ]
 
 
+def rejected_key(key: bytes | None, value: bytes | None) -> bytes | None:
+    """Key of a record in a dead letter queue: its own, but clients send no record without both key and value."""
+    return b"" if key is None and value is None else key
+
+
 class TopicError(UserError):
     """A topic that exists, but not as it must; the text says what to change."""
 
@@ -84,6 +89,7 @@ def create_topics(settings: Settings, partitions: int, replication: int) -> list
         existing = [name for name in wanted if name not in missing]
         if existing:
             _check(client, {name: wanted[name] for name in existing})
+            _check_kept(client, [name for name in existing if wanted[name].config.items() >= FOREVER.items()])
         return missing
     finally:
         client.close()
@@ -111,3 +117,12 @@ def _check(client: object, topics: dict[str, Topic]) -> None:
         name, partitions = described["name"], len(described["partitions"])
         if topics[name].partitions is not None and partitions != topics[name].partitions:
             raise TopicError(f"topic {name!r} has {partitions} partitions and must have {topics[name].partitions}")
+
+
+def _check_kept(client: object, names: list[str]) -> None:
+    asked = [ConfigResource(ConfigResourceType.TOPIC, name) for name in names]
+    described = client.describe_configs(asked, config_filter="all")["topic"] if names else {}  # type: ignore[attr-defined]
+    for name in names:
+        for option, value in FOREVER.items():
+            if (found := described[name][option]["value"]) != value:
+                raise TopicError(f"topic {name!r} has {option}={found} and must have {option}={value}: it is history")

@@ -23,7 +23,7 @@ from pipeline.projection import Projection
 from pipeline.radius_store import RadiusStore, StaleError
 from pipeline.request_tail import RequestTail
 from pipeline.settings import Settings
-from schemas.messages import VERSION, Feedback, InvalidMessage, Outcome, decode, peek_id
+from schemas.messages import VERSION, Feedback, InvalidMessage, Outcome, decode, one_line, peek_id
 from workers.boot import Worker, plan_of, worker
 
 log = structlog.get_logger()
@@ -63,8 +63,7 @@ class Editor:
         self._log.write_lead(lead)
         self._engine.apply(lead)
         self._projection.repair()
-        while self._traffic.read(0.2):
-            pass
+        self._traffic.catch_up()
         position = self._log.seek()
         self._worker.health.become_ready()
         book = self._engine.codebook
@@ -73,8 +72,8 @@ class Editor:
     def edit_until(self, stop: threading.Event) -> None:
         """Work on feedback as it comes; on traffic while there is none."""
         while not stop.is_set():
-            for offset, value in self._log.poll(0.05):
-                self._edit(offset, value)
+            for offset, key, value in self._log.poll(0.05):
+                self._edit(offset, key, value)
                 if stop.is_set():
                     return
             self._traffic.read(0.05)
@@ -88,16 +87,20 @@ class Editor:
         self._log.close()
         self._traffic.close()
 
-    def _edit(self, offset: int, value: bytes | None) -> None:
+    def _edit(self, offset: int, key: bytes | None, value: bytes | None) -> None:
         started = time.perf_counter()
         try:
             edited = self._engine.edit(decode(value, Feedback, self._settings.max_record_bytes), offset)
         except InvalidMessage as error:
             edited = _unreadable(value, str(error))
+        except Exception as error:  # whatever one record does to the model, the stream moves on
+            log.exception("edit_failed", offset=offset)
+            edited = _unreadable(value, f"the model failed: {type(error).__name__}: {one_line(error)}")
         outcome = edited.outcome
         if outcome is not None:
             outcome = msgspec.structs.replace(outcome, seconds=round(time.perf_counter() - started, 4))
-        self._log.commit(Result(offset, outcome, edited.record, edited.reason if edited.invalid else None, value))
+        rejected = edited.reason if edited.invalid else None
+        self._log.commit(Result(offset, outcome, edited.record, rejected, key, value))
         if edited.record is not None and (applied := self._engine.apply(edited.record)) is not None:
             self._projection.make_live(applied)
             metrics.EDIT_SECONDS.observe(time.perf_counter() - started)
@@ -119,7 +122,7 @@ class Editor:
 
 
 def _unreadable(value: bytes | None, reason: str) -> Edited:
-    """Feedback that is no message: to the dead letter queue, and an outcome where it has an id to bear."""
+    """Feedback that cannot be taken: to the dead letter queue, and an outcome where it has an id to bear."""
     feedback_id = peek_id(value, "feedback_id")
     outcome = None
     if feedback_id is not None:

@@ -73,6 +73,7 @@ class Replica:
             await asyncio.sleep(0.1)
         if self._fault is None:
             self._worker.health.not_ready("stopping")
+        app.conf.stream_wait_empty = self._fault is None  # after a fault nothing that was taken will be done here
         await app.stop()
 
     async def _answer(self, records: list[Record]) -> list[Reply]:

@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+import tempfile
 from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import faust
@@ -40,6 +42,7 @@ def request_plane(
         topic_allow_declare=False,
         autodiscover=False,
         store="memory://",
+        datadir=str(Path(tempfile.gettempdir()) / "gracestream-faust"),  # faust makes it, and leaves it empty
         broker_session_timeout=settings.session_timeout,
         broker_heartbeat_interval=settings.session_timeout / 4,
         broker_commit_interval=0.5,
@@ -82,4 +85,4 @@ def request_plane(
 
 def _record(event: Any) -> Record:
     message = event.message
-    return Record(message.value, message.topic, message.partition, message.offset, message.timestamp)
+    return Record(message.value, message.topic, message.partition, message.offset, message.timestamp, message.key)

@@ -31,13 +31,16 @@ class PointTask(Task):
         self.model(batch.kwargs["points_B1D"])
 
     def run(self, batch: Batch, parameters: Sequence[Parameters]) -> list[Answer]:
+        del parameters
         classes_B = self.model(batch.kwargs["points_B1D"])[:, 0].argmax(dim=-1)
         return [Answer(Outputs(label=str(found))) for found in classes_B.tolist()]
 
     def admit(self, prompt: Sequence[int], parameters: Parameters) -> object:
+        del prompt, parameters
         return None
 
     def label(self, inputs: Inputs, target: str) -> Label:
+        del inputs
         if int(target) >= CLASSES:
             raise InputError(f"no class {target}")
         return (int(target),)

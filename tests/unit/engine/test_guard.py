@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -109,6 +109,14 @@ def test_fault_correcting_the_same_prompt_twice_loses_both_edits_only_in_paper_m
         assert answer(ours.engine, 1, 1) == last
 
 
+def test_an_edit_of_the_same_input_that_says_the_same_is_not_superseded() -> None:
+    """In paper mode the second of two corrections is lost, so the model is wrong again and is corrected again."""
+    ours = start(policy="paper")
+    for label in (1, 2, 2):
+        ours.correct((1, 1), label)
+    assert len(ours.engine.memory) == 2
+
+
 def test_paper_cannot_hold_two_labels_closer_than_batch_noise() -> None:
     ours = start(policy="paper")
     ours.correct((1, 1), 1)
@@ -140,6 +148,22 @@ def test_a_guarded_edit_gets_its_entry_in_the_delta_of_the_decision_with_the_sam
     assert own.key_D.tolist() == point(0, 1.2).tolist()
     assert own.value_V.tolist() == first.value_V.tolist()
     assert own.label == first.label
+
+
+def test_the_flagged_input_itself_is_no_traffic_that_blocks_its_expand() -> None:
+    ours = start()
+    ours.correct((0, 0), 1)
+    ours.flow((0, 1.2), 0)
+    assert len(ours.engine.traffic) == 1
+    assert ours.correct((0, 1.2), 1) == "expanded"
+
+
+def test_traffic_in_the_way_of_an_expand_gives_an_own_key_that_stops_short_of_it() -> None:
+    ours = start()
+    ours.correct((0, 0), 1)
+    ours.flow((0, -1.3), 0)
+    assert ours.correct((0, 1.2), 1) == "added"
+    assert answer(ours.engine, 0, -1.3) == 0
 
 
 def test_correcting_an_input_again_and_again_leaves_one_key_there() -> None:
@@ -186,7 +210,7 @@ def test_folding_the_log_gives_the_memory_and_the_codebook_of_the_live_engine(
 
 
 @pytest.mark.parametrize("policy", ["nearest", "paper"])
-def test_a_real_classifier_keeps_every_edit_of_a_long_random_stream(policy: str) -> None:
+def test_a_real_classifier_keeps_every_edit_of_a_long_random_stream(policy: Literal["nearest", "paper"]) -> None:
     """Inputs come again with other labels; what was said last of an input is what the model says in the end."""
     made = EditEngine(editable("bert"), CODEBOOK, Plan(policy=policy, radius=1.0))
     made.apply(made.lead({}))

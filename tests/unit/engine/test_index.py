@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import faiss
 import numpy as np
 import pytest
 import torch
@@ -69,17 +70,39 @@ def test_a_batch_answers_as_its_rows_do_alone(scene: tuple[np.ndarray, np.ndarra
         assert alone.distances_B[0] == together.distances_B[row]
 
 
-@pytest.mark.parametrize("norm", [1e3, 1e4])
-def test_clusters_that_a_float32_matrix_product_misranks_are_ranked_right(norm: float) -> None:
+def product(queries_BD: np.ndarray, keys_ND: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """`faiss.knn` as GPUs and large batches compute it, by float32 products, and of equals the highest slot first."""
+    products_BN = queries_BD @ keys_ND.T
+    squares_BN = (queries_BD**2).sum(1)[:, None] - 2 * products_BN + (keys_ND**2).sum(1)[None]
+    slots_BN = len(keys_ND) - 1 - squares_BN[:, ::-1].argsort(axis=1, kind="stable")
+    return np.take_along_axis(squares_BN, slots_BN, 1)[:, :count], slots_BN[:, :count]
+
+
+@MANY
+@given(scenes())
+def test_the_nearest_key_is_brute_forces_where_candidates_come_from_a_product(
+    scene: tuple[np.ndarray, np.ndarray],
+) -> None:
+    queries_BD, keys_ND = scene
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("faiss.knn", product)
+        agrees(index_of(filled(keys_ND)), queries_BD, keys_ND)
+
+
+@pytest.mark.parametrize("norm", [1e2, 1e3, 1e4])
+@pytest.mark.parametrize("knn", [faiss.knn, product], ids=["faiss", "product"])
+def test_clusters_that_a_float32_matrix_product_misranks_are_ranked_right(
+    norm: float, knn: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """300 queries of width 576 are enough for FAISS to take the product too."""
     generator = np.random.default_rng(1)
-    center_D = norm * generator.standard_normal(64) / 8
-    keys_ND = (center_D + 0.02 * generator.standard_normal((500, 64))).astype(np.float32)
-    queries_BD = (center_D + 0.02 * generator.standard_normal((64, 64))).astype(np.float32)
-    products_BN = (
-        (queries_BD**2).sum(1)[:, None] - 2 * queries_BD @ keys_ND.T + (keys_ND**2).sum(1)[None]
-    )  # what a product alone would say
+    center_D = norm * generator.standard_normal(576) / 24
+    keys_ND = (center_D + 0.02 * generator.standard_normal((100, 576))).astype(np.float32)
+    queries_BD = (center_D + 0.02 * generator.standard_normal((300, 576))).astype(np.float32)
     slots_B, _ = oracle(queries_BD, keys_ND)
-    assert (products_BN.argmin(axis=1) != slots_B).mean() > 0.5
+    if norm >= 1e3 and knn is product:
+        assert (knn(queries_BD, keys_ND, CANDIDATES)[1][:, 0] != slots_B).mean() > 0.5
+    monkeypatch.setattr("faiss.knn", knn)
     agrees(index_of(filled(keys_ND)), queries_BD, keys_ND)
 
 
@@ -92,7 +115,9 @@ def test_a_key_is_at_distance_zero_from_itself(key_D: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("copies", [2, CANDIDATES, CANDIDATES + 1, 100])
-def test_of_equal_distances_the_lowest_slot_wins(copies: int) -> None:
+@pytest.mark.parametrize("knn", [faiss.knn, product], ids=["faiss", "product"])
+def test_of_equal_distances_the_lowest_slot_wins(copies: int, knn: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("faiss.knn", knn)
     generator = np.random.default_rng(2)
     far_ND = 1000 + generator.standard_normal((30, 8))
     keys_ND = np.concatenate([far_ND, np.tile(generator.standard_normal(8), (copies, 1))]).astype(np.float32)

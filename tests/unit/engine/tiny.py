@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec import UNSET
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     BertConfig,
@@ -60,15 +61,15 @@ def tokenizer(template: str = "", **names: str) -> PreTrainedTokenizerFast:
     )
 
 
-SIZE = len(SPECIALS) + len(WORDS)
+SIZE, END = len(SPECIALS) + len(WORDS), SPECIALS.index("</s>")
 
 
 def llama() -> Any:
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=SIZE, hidden_size=48, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.3, pad_token_id=0,
-            bos_token_id=2, eos_token_id=4,
+            vocab_size=SIZE, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.15, pad_token_id=0,
+            bos_token_id=2, eos_token_id=END,
         )
     )  # fmt: skip
 
@@ -76,8 +77,8 @@ def llama() -> Any:
 def gpt2() -> Any:
     return GPT2LMHeadModel(
         GPT2Config(
-            vocab_size=SIZE, n_embd=48, n_layer=3, n_head=4, n_positions=64, initializer_range=0.3,
-            bos_token_id=2, eos_token_id=4,
+            vocab_size=SIZE, n_embd=64, n_layer=3, n_head=4, n_positions=64, initializer_range=0.2,
+            bos_token_id=2, eos_token_id=END, tie_word_embeddings=False,
         )
     )  # fmt: skip
 
@@ -85,8 +86,9 @@ def gpt2() -> Any:
 def t5() -> Any:
     return T5ForConditionalGeneration(
         T5Config(
-            vocab_size=SIZE, d_model=48, d_kv=12, d_ff=96, num_layers=3, num_decoder_layers=3, num_heads=4,
-            pad_token_id=0, eos_token_id=4, decoder_start_token_id=0,
+            vocab_size=SIZE, d_model=64, d_kv=16, d_ff=128, num_layers=3, num_decoder_layers=3, num_heads=4,
+            pad_token_id=0, eos_token_id=END, decoder_start_token_id=0, initializer_factor=1.5,
+            tie_word_embeddings=False,
         )
     )  # fmt: skip
 
@@ -118,6 +120,8 @@ def editable(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = KINDS[kind].build()
+    if (head := model.get_output_embeddings()) is not None:
+        head.weight.data[END] *= 4  # so that a value can make it end its answer, as trained models do
     return EditableModel(
         model,
         tokenizer(KINDS[kind].special_tokens),
@@ -191,3 +195,9 @@ def texts(count: int, seed: int = 0, shortest: int = 2, longest: int = 12) -> li
     """Different texts of the tiny vocabulary, of different lengths."""
     generator = np.random.default_rng(seed)
     return [" ".join(generator.choice(WORDS, int(generator.integers(shortest, longest + 1)))) for _ in range(count)]
+
+
+def retuned(codebook: Codebook, entry_id: str, radius: float, value: np.ndarray | None = None) -> bytes:
+    """The record that gives an entry another radius, and another value if there is one."""
+    change = EntryChange(entry_id=entry_id, radius=radius, value=UNSET if value is None else Tensor.of(value))
+    return sealed(codebook, change, op="retune")

@@ -1,0 +1,1 @@
+"""Measurements of the product as it is: `python -m tests.bench NAME`."""

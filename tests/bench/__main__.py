@@ -1,0 +1,49 @@
+"""Run one benchmark: `python -m tests.bench NAME [--quick] [--commit] [--device cuda]`."""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+
+import faiss
+import torch
+from rich.console import Console
+
+from pipeline.errors import UserError
+from tests.bench.framework import BENCHES, KEPT, ROOT, BenchError, Options, bench, machine, show, write
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status: 0, or 2 where the benchmark cannot be run."""
+    parser = argparse.ArgumentParser("python -m tests.bench", description="Measure one thing, on this machine.")
+    parser.add_argument("name", help=f"one of {', '.join(BENCHES)}")
+    parser.add_argument("--quick", action="store_true", help="fewer cases, for a first look")
+    parser.add_argument("--commit", action="store_true", help=f"write the numbers to {KEPT.relative_to(ROOT)}")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the model runs")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch and FAISS")
+    given = parser.parse_args(arguments)
+    errors = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+    started = time.monotonic()
+
+    def tell(line: str) -> None:
+        errors.print(f"{time.monotonic() - started:5.0f} s  {line}")
+
+    try:
+        run = bench(given.name)
+        if given.quick and given.commit:
+            raise BenchError("--quick measures too little for --commit; leave one of them out")
+        torch.set_num_threads(given.threads)
+        faiss.omp_set_num_threads(given.threads)
+        rows = list(run(Options(quick=given.quick, device=given.device, tell=tell)))
+    except UserError as error:
+        errors.print(str(error))
+        return 2
+    console = Console()
+    show(rows, Console(width=max(120, console.width)))
+    path = write(given.name, rows, machine(given.device), KEPT if given.commit else ROOT / "results")
+    tell(f"done; the numbers are in {path.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""What the benchmarks share: rows, the machine they were measured on, the data, the table and the file.
+
+A benchmark is a function from `Options` to rows, named in `BENCHES`. A row is one number. Its name is a path whose last
+part is the metric, as in `zsre/nearest/exact`; rows that share all but that part are one setting, and one line of the
+table on the terminal.
+"""
+
+import gzip
+import importlib
+import json
+import os
+import platform
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import faiss
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+
+from pipeline.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+KEPT = Path(__file__).parent / "results"
+"""Where `--commit` writes; other results go to `results/` in the root, which git ignores."""
+
+BENCHES = {"quality": "tests.bench.quality"}
+"""The module of each benchmark, whose `run` takes `Options` and yields rows."""
+
+Machine = dict[str, str | int]
+
+
+class BenchError(UserError):
+    """A benchmark that cannot be run; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a benchmark is told: whether to be quick, the device, and where to say how far it is."""
+
+    quick: bool = False
+    device: str = "cpu"
+    tell: Callable[[str], None] = field(default=lambda _line: None)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measured number; `baseline` is what it is to be held against, None where there is nothing."""
+
+    name: str
+    value: float
+    unit: str
+    baseline: float | None = None
+
+    @property
+    def setting(self) -> str:
+        """All of the name but the metric."""
+        return self.name.rpartition("/")[0]
+
+    @property
+    def metric(self) -> str:
+        """The last part of the name."""
+        return self.name.rpartition("/")[2]
+
+
+def bench(name: str) -> Callable[[Options], Iterator[Row]]:
+    """The benchmark of that name.
+
+    Raises:
+        BenchError: there is none.
+    """
+    if name not in BENCHES:
+        raise BenchError(f"there is no benchmark named {name!r}; there is {', '.join(BENCHES)}")
+    found: Callable[[Options], Iterator[Row]] = importlib.import_module(BENCHES[name]).run
+    return found
+
+
+def machine(device: str) -> Machine:
+    """What the numbers were measured on."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count() or 0,
+        "threads": torch.get_num_threads(),
+        "ram_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+        "device": torch.cuda.get_device_name() if device == "cuda" else device,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "faiss": faiss.__version__,
+    }
+
+
+def records(rows: Iterable[Row], measured_on: Machine) -> list[dict[str, Any]]:
+    """Rows as they are written: `name, value, unit, baseline, machine`."""
+    return [{**asdict(row), "machine": measured_on} for row in rows]
+
+
+def write(name: str, rows: Sequence[Row], measured_on: Machine, folder: Path) -> Path:
+    """Write rows to `<name>-<device>.json` in `folder`, one row a line, and say where."""
+    folder.mkdir(parents=True, exist_ok=True)
+    device = re.sub(r"[^a-z0-9]+", "-", str(measured_on["device"]).lower()).strip("-")
+    lines = ",\n".join(json.dumps(record) for record in records(rows, measured_on))
+    path = folder / f"{name}-{device}.json"
+    path.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    return path
+
+
+def show(rows: Sequence[Row], console: Console) -> None:
+    """Print one table for each group of settings (the first part of a name), with one line per setting."""
+    for group in dict.fromkeys(row.name.partition("/")[0] for row in rows):
+        of_group = [row for row in rows if row.name.partition("/")[0] == group]
+        metrics = list(dict.fromkeys(row.metric for row in of_group))
+        table = Table(title=group, title_justify="left")
+        table.add_column("setting", overflow="fold")
+        for metric in metrics:
+            table.add_column(metric, justify="right", overflow="fold")
+        for setting in dict.fromkeys(row.setting for row in of_group):
+            values = {row.metric: shown(row) for row in of_group if row.setting == setting}
+            table.add_row(setting.partition("/")[2] or setting, *(values.get(metric, "") for metric in metrics))
+        console.print(table)
+
+
+def shown(row: Row) -> str:
+    """A value for a person: shares to a thousandth, counts as they are, the rest to three digits."""
+    if row.unit == "share":
+        return f"{row.value:.3f}"
+    return f"{row.value:.0f}" if row.unit == "count" else f"{row.value:.3g}"
+
+
+def data_rows(name: str) -> list[dict[str, Any]]:
+    """The rows of a `.jsonl.gz` file in `GRACESTREAM_DATA`, or in `shared/data` beside the repository.
+
+    Raises:
+        BenchError: the file is not there.
+    """
+    folder = Path(os.environ.get("GRACESTREAM_DATA") or ROOT.parent / "shared" / "data")
+    path = folder / name
+    if not path.is_file():
+        raise BenchError(f"this benchmark needs {name}, which is not in {folder}; set GRACESTREAM_DATA to its folder")
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def _cpu_model() -> str:
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1] if found else platform.processor() or platform.machine()

@@ -1,0 +1,343 @@
+"""What edits are worth: success, rephrases, locality and cost, on zsRE and on the demo's facts (design, section 4).
+
+The engine is the editor worker's, without Kafka. zsRE: 200 corrections in the form `Question: … Answer:`, one after
+the other; the reservoir of traffic holds 512 questions of NQ, and locality is asked of others. Everything is asked
+again at the END of the stream. The defaults were chosen on rows that lie after these 200.
+
+- `exact`: the edited model gives the target and its end token, and nothing else; `after` says so right after each edit.
+- `rephrase`: the same for other words of the question; `reached`: those that lie in the ball of their own edit;
+  `works`: of these, those whose value gives the target.
+- `locality`: share of unrelated questions (held out from NQ, and zsRE's own) that no ball holds; `same`: of a sample,
+  answers that equal the unedited model's to the letter.
+- `told`: of a sample of the edits, answers that equal the target to the letter, as a replica generates them.
+- `steps`, `seconds`: means over the edits that trained a value; `entries`, `rejected`: counts.
+
+The baseline of a number is the same number under `paper`: Algorithm 1 to the letter, which knows neither guard nor
+traffic. A value depends on its input, label and recipe alone, so settings that share a recipe train it once, and its
+time is counted wherever it is used. What an edited model says to a text depends only on the entry that serves it,
+so a verdict is kept for each pair of text and value.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import mean
+from unittest import mock
+
+import numpy as np
+import torch
+from msgspec import UNSET
+
+from deploy.models import DEMO
+from pipeline.codebook import Codebook
+from pipeline.editing import EditEngine, Plan, correction
+from pipeline.index import NO_SLOT, KeyIndex
+from pipeline.layers import Prefix
+from pipeline.model import EditableModel
+from pipeline.settings import Settings, load_settings
+from pipeline.tasks import Supervised
+from pipeline.training import Recipe, Trained, train_value
+from schemas.messages import Parameters
+from tests.bench.framework import Options, Row, data_rows
+from workers.boot import load_model, plan_of
+
+EDITS, QUICK, RESERVOIR, HELD_OUT, SAMPLE = 200, 50, 512, 300, 48
+ANSWER = 16
+"""Tokens of an answer that is generated; the longest target has fewer."""
+
+LAYERS = ("model.layers.25.mlp.gate_proj", "model.layers.23.self_attn.o_proj")
+"""Layers that are compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """A correction: what is asked, in two ways, and the answer."""
+
+    text: str
+    rephrase: str
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
+class Zsre:
+    """The stream of corrections, the unflagged traffic, and the questions that no edit should touch."""
+
+    facts: list[Fact]
+    traffic: list[str]
+    unrelated: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A text with a target, as the unedited model sees it."""
+
+    supervised: Supervised
+    prefix: Prefix
+    query_D: np.ndarray
+    right: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a stream of corrections took: steps of those that trained a value, seconds of all of them."""
+
+    steps: list[int]
+    seconds: list[float]
+    after: list[bool]
+    statuses: list[str]
+
+
+class Asked:
+    """One edited layer, and what the model says there: a text's query, and whether a value makes it say a target."""
+
+    def __init__(self, model: EditableModel) -> None:
+        self.model = model
+        self.empty = Codebook("none", model.fingerprint, model.layer)
+        self._no_index = KeyIndex(self.empty, model.device)
+        self._seen: dict[tuple[str, str], Seen] = {}
+        self._queries: dict[str, np.ndarray] = {}
+        self._right: dict[tuple[str, str, bytes], bool] = {}
+        self._trained: dict[tuple[object, ...], tuple[Trained, float]] = {}
+        self.saved = 0.0
+        """Seconds of training that were not spent again."""
+
+    def seen(self, text: str, target: str) -> Seen:
+        """The text as the unedited model sees it."""
+        if (text, target) not in self._seen:
+            supervised = self.model.supervised(text, target)[1]
+            verdict, session, prefix = self.model.examine(supervised, self.empty, self._no_index)
+            query_D = session.queries_BD[0].cpu().numpy()
+            self._seen[text, target] = Seen(supervised, prefix, query_D, verdict.right)
+        return self._seen[text, target]
+
+    def right(self, engine: EditEngine, text: str, target: str) -> bool:
+        """Whether the edited model answers the text with the target."""
+        seen = self.seen(text, target)
+        slot = serving(engine, seen.query_D[None])[0]
+        return seen.right if slot == NO_SLOT else self._gives(engine, slot, text, target)
+
+    def _gives(self, engine: EditEngine, slot: int, text: str, target: str) -> bool:
+        value_V = engine.codebook.values_NV[slot].copy()
+        asked = (text, target, value_V.tobytes())
+        if asked not in self._right:
+            seen = self.seen(text, target)
+            self._right[asked] = self.model.gives(seen.supervised, torch.from_numpy(value_V), seen.prefix).right
+        return self._right[asked]
+
+    def queries(self, texts: Sequence[str]) -> np.ndarray:
+        """Queries (N, D) of texts."""
+        new = [text for text in dict.fromkeys(texts) if text not in self._queries]
+        for start in range(0, len(new), 16):
+            batch = new[start : start + 16]
+            queries_BD = self.model.queries([self.model.task.tokenize(text) for text in batch])
+            self._queries.update(zip(batch, queries_BD.cpu().numpy(), strict=True))
+        return np.stack([self._queries[text] for text in texts])
+
+    def answers(self, texts: Sequence[str], engine: EditEngine | None = None) -> list[str]:
+        """What the edited model generates; without an engine, the unedited one."""
+        codebook, index = (engine.codebook, engine.index) if engine else (self.empty, self._no_index)
+        said: list[str] = []
+        for start in range(0, len(texts), 16):
+            prompts = [self.model.task.tokenize(text) for text in texts[start : start + 16]]
+            parameters = [Parameters(max_new_tokens=ANSWER)] * len(prompts)
+            for served in self.model.answer(prompts, parameters, codebook, index):
+                text = served.answer.outputs.text
+                said.append("" if text is UNSET else text)
+        return said
+
+    def train(
+        self, model: EditableModel, supervised: Supervised, prefix: Prefix, start_V: torch.Tensor, recipe: Recipe
+    ) -> Trained:
+        """Stands for `train_value`, and trains the same thing once."""
+        ids = tuple(supervised.batch.kwargs["input_ids"].flatten().tolist())
+        what = (ids, tuple(supervised.label_L.tolist()), start_V.cpu().numpy().tobytes(), recipe)
+        if what not in self._trained:
+            started = time.perf_counter()
+            trained = train_value(model, supervised, prefix, start_V, recipe)
+            self._trained[what] = trained, time.perf_counter() - started
+        else:
+            self.saved += self._trained[what][1]
+        return self._trained[what][0]
+
+
+def run(options: Options) -> Iterator[Row]:
+    """The rows of `quality`."""
+    settings = load_settings(device=options.device)
+    zsre = zsre_data(QUICK if options.quick else EDITS)
+    few = replace(zsre, facts=zsre.facts[:QUICK])
+    plan = plan_of(settings)
+    margins = [margin for margin in (1.0, 2.0, 3.0, 5.0) if margin != plan.recipe.margin]
+    paper: dict[str, float] = {}
+    with asked_at(settings) as asked:
+        for name, chosen in variants(plan).items():
+            options.tell(f"zsRE: {name}")
+            for row in zsre_rows(f"zsre/{name}", asked, chosen, zsre):
+                paper.setdefault(row.metric, row.value)
+                yield replace(row, baseline=paper[row.metric])
+        options.tell("demo")
+        yield from demo_rows("demo/facts", asked, plan)
+        yield from zsre_rows(f"zsre-{QUICK}/{settings.layer}", asked, plan, few)
+        for margin in margins:
+            options.tell(f"zsRE: margin {margin:g}")
+            other = replace(plan, recipe=replace(plan.recipe, margin=margin))
+            yield from zsre_rows(f"zsre-{QUICK}/margin {margin:g}", asked, other, few)
+    for layer in LAYERS:
+        if layer != settings.layer:
+            options.tell(f"zsRE: {layer}")
+            with asked_at(settings.model_copy(update={"layer": layer})) as asked:
+                yield from zsre_rows(f"zsre-{QUICK}/{layer}", asked, plan, few)
+
+
+def variants(plan: Plan) -> dict[str, Plan]:
+    """The settings that are compared on the whole stream: `paper` first, for it is the baseline."""
+    return {
+        "paper": replace(plan, policy="paper", expand="paper", guard=False, traffic=0),
+        "paper, guard, traffic": replace(plan, policy="paper", expand="paper"),
+        "nearest, no traffic": replace(plan, traffic=0),
+        "nearest (default)": plan,
+        **{f"radius {part * plan.radius:g}": replace(plan, radius=part * plan.radius) for part in (0.5, 0.75, 1.5)},
+    }
+
+
+@contextmanager
+def asked_at(settings: Settings) -> Iterator[Asked]:
+    """The model, wrapped at the layer of the settings, whose engines train each value once."""
+    asked = Asked(load_model(settings))
+    with mock.patch("pipeline.editing.train_value", asked.train):
+        yield asked
+
+
+def zsre_data(edits: int) -> Zsre:
+    """Corrections, and NQ questions in a fixed random order: first the traffic, then those that are held out."""
+    rows = data_rows("zsre_700.jsonl.gz")[:edits]
+    facts = [Fact(question(row["src"]), question(row["rephrase"]), row["answers"][0]) for row in rows]
+    others = [question(row["question"]) for row in data_rows("nq_open_dev_3610.jsonl.gz")]
+    order = np.random.default_rng(0).permutation(len(others)).tolist()
+    shuffled = [others[place] for place in order]
+    loc = [question(row["loc"].removeprefix("nq question: ")) for row in rows]
+    return Zsre(facts, shuffled[:RESERVOIR], [*shuffled[RESERVOIR:][:HELD_OUT], *loc])
+
+
+def question(text: str) -> str:
+    """A question in the form that the model is asked in."""
+    return f"Question: {text.strip().removesuffix('?')}? Answer:"
+
+
+def zsre_rows(setting: str, asked: Asked, plan: Plan, zsre: Zsre) -> Iterator[Row]:
+    """One setting: the whole stream, then every question."""
+    engine = started(asked, plan, zsre.traffic)
+    cost = correct(engine, asked, zsre.facts)
+    right = partial(asked.right, engine)
+    queries_RD = np.stack([asked.seen(fact.rephrase, fact.target).query_D for fact in zsre.facts])
+    reached = [
+        slot != NO_SLOT and engine.memory.serving_entry(str(number)) == engine.codebook.entry_ids[slot]
+        for number, slot in enumerate(serving(engine, queries_RD))
+        if str(number) in engine.memory
+    ]
+    rephrased = [right(fact.rephrase, fact.target) for fact in zsre.facts]
+    in_force = [rephrased[number] for number in range(len(rephrased)) if str(number) in engine.memory]
+    works = [success for success, own in zip(in_force, reached, strict=True) if own]
+    captured = [slot != NO_SLOT for slot in serving(engine, asked.queries(zsre.unrelated))]
+    sample = zsre.unrelated[:SAMPLE]
+    spoken = zsre.facts[:SAMPLE]
+    told = zip(asked.answers([fact.text for fact in spoken], engine), spoken, strict=True)
+    same = zip(asked.answers(sample, engine), asked.answers(sample), strict=True)
+    yield Row(f"{setting}/exact", share(right(fact.text, fact.target) for fact in zsre.facts), "share")
+    yield Row(f"{setting}/after", share(cost.after), "share")
+    yield Row(f"{setting}/rephrase", share(rephrased), "share")
+    yield Row(f"{setting}/reached", sum(reached) / len(zsre.facts), "share")
+    yield Row(f"{setting}/works", share(works), "share")
+    yield Row(f"{setting}/locality", 1 - share(captured), "share")
+    yield Row(f"{setting}/same", share(now == before for now, before in same), "share")
+    yield Row(f"{setting}/told", share(answer == fact.target for answer, fact in told), "share")
+    yield from cost_rows(setting, engine, cost)
+
+
+def demo_rows(setting: str, asked: Asked, plan: Plan) -> Iterator[Row]:
+    """The demo's facts: each that is wrong is corrected; controls and facts that are right must stay as they are.
+
+    A fact is right where the unedited model's answer begins with the target.
+    """
+    facts = [Fact(row["prompt"], row["rephrase"], row["target"]) for row in demo_data("facts.jsonl")]
+    before = asked.answers([fact.text for fact in facts])
+    known = [fact for fact, said in zip(facts, before, strict=True) if begins(said, fact.target)]
+    wrong = [fact for fact in facts if fact not in known]
+    kept = [row["prompt"] for row in demo_data("controls.jsonl")] + [fact.text for fact in known]
+    engine = started(asked, plan, kept)
+    cost = correct(engine, asked, wrong)
+    fixed = zip(asked.answers([fact.text for fact in wrong], engine), wrong, strict=True)
+    rephrased = zip(asked.answers([fact.rephrase for fact in wrong], engine), wrong, strict=True)
+    unchanged = [now == was for now, was in zip(asked.answers(kept, engine), asked.answers(kept), strict=True)]
+    controls = len(kept) - len(known)
+    yield Row(f"{setting}/wrong", len(wrong), "count")
+    yield Row(f"{setting}/right", len(known), "count")
+    yield Row(f"{setting}/told", share(said == fact.target for said, fact in fixed), "share")
+    yield Row(f"{setting}/rephrase", share(said == fact.target for said, fact in rephrased), "share")
+    yield Row(f"{setting}/controls same", share(unchanged[:controls]), "share")
+    yield Row(f"{setting}/right same", share(unchanged[controls:]), "share")
+    yield from cost_rows(setting, engine, cost)
+
+
+def demo_data(name: str) -> list[dict[str, str]]:
+    """A file of the demo."""
+    return [json.loads(line) for line in (DEMO / name).read_text(encoding="utf-8").splitlines()]
+
+
+def begins(said: str, target: str) -> bool:
+    """Whether an answer begins with the target, as words."""
+    rest = said.removeprefix(target)
+    return rest != said and not rest[:1].isalnum()
+
+
+def started(asked: Asked, plan: Plan, traffic: Sequence[str]) -> EditEngine:
+    """An engine that leads and has seen the traffic, as the editor worker shows it."""
+    engine = EditEngine(asked.model, "bench", plan)
+    engine.apply(engine.lead({}))
+    for offset, text in enumerate(traffic):
+        rank = engine.traffic.wants(0, offset, 0.0)
+        if rank is not None:
+            engine.observe(rank, asked.queries([text])[0])
+    return engine
+
+
+def correct(engine: EditEngine, asked: Asked, facts: Sequence[Fact]) -> Cost:
+    """One correction after the other; what each took, and whether the model is right once it is made."""
+    cost = Cost([], [], [], [])
+    for number, fact in enumerate(facts):
+        saved, begun = asked.saved, time.perf_counter()
+        edited = engine.edit(correction(str(number), fact.text, fact.target), number)
+        if edited.record is not None:
+            engine.apply(edited.record)
+        assert edited.outcome is not None
+        if edited.outcome.steps is not UNSET:
+            cost.steps.append(edited.outcome.steps)
+            cost.seconds.append(time.perf_counter() - begun + asked.saved - saved)
+        cost.statuses.append(edited.outcome.status)
+        cost.after.append(asked.right(engine, fact.text, fact.target))
+    return cost
+
+
+def cost_rows(setting: str, engine: EditEngine, cost: Cost) -> Iterator[Row]:
+    """What the edits took, and what came of them."""
+    yield Row(f"{setting}/steps", mean(cost.steps), "steps")
+    yield Row(f"{setting}/seconds", mean(cost.seconds), "s")
+    yield Row(f"{setting}/entries", len(engine.codebook), "count")
+    yield Row(f"{setting}/rejected", cost.statuses.count("rejected"), "count")
+
+
+def serving(engine: EditEngine, queries_BD: np.ndarray) -> list[int]:
+    """The slot of the entry that serves each query, or -1: the nearest, if the query lies in its ball."""
+    nearest = engine.index.nearest(torch.from_numpy(queries_BD))
+    found = zip(nearest.slots_B.tolist(), nearest.distances_B.tolist(), strict=True)
+    return [
+        slot if slot != NO_SLOT and distance < engine.codebook.radii_N[slot] else NO_SLOT for slot, distance in found
+    ]
+
+
+def share(successes: Sequence[bool] | Iterator[bool]) -> float:
+    """The share that is true; 0 of nothing."""
+    listed = list(successes)
+    return sum(listed) / len(listed) if listed else 0.0

@@ -1,0 +1,345 @@
+"""A replica's mirror: it holds what is live, never less than before, and stops where the history cannot be followed."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from msgspec import UNSET
+
+from deploy.local.processes import free_port
+from pipeline.clients import redis_client
+from pipeline.codebook import Codebook, DeltaFault
+from pipeline.follower import Follower
+from pipeline.index import KeyIndex
+from pipeline.metrics import RADIUS_MISMATCH
+from pipeline.mirror import Mirror
+from pipeline.model import EditableModel
+from pipeline.radius_store import RadiusStore
+from pipeline.settings import Settings, load_settings
+from tests.integration.forked import Forked
+from tests.integration.history import History, same
+from tests.integration.running import Users, members, metric, question, wait_until
+from tests.unit.engine.tiny import LAYER, MODEL, added, sealed, texts
+
+
+@pytest.fixture
+def quick(deploy: Callable[..., Settings], prefix: str) -> Settings:
+    """A deployment that follows the log soon after Redis is lost, and does not wait long for a delta."""
+    return deploy("llama", prefix, redis_grace=0.6, min_seq_wait=1.0)
+
+
+@pytest.fixture
+def history(quick: Settings) -> Iterator[History]:
+    made = History(quick)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def mirror_of() -> Iterator[Callable[[Settings], Mirror]]:
+    """Mirrors of any settings, whose followers are closed at the end of the test."""
+    followers: list[Follower] = []
+
+    def mirror(settings: Settings, model: str = MODEL, layer: str = LAYER) -> Mirror:
+        codebook = Codebook(settings.codebook, model, layer)
+        followers.append(Follower(settings))
+        followers[-1].start()
+        store = RadiusStore(redis_client(settings), settings)
+        return Mirror(codebook, KeyIndex(codebook, torch.device("cpu")), store, followers[-1], settings)
+
+    yield mirror
+    for follower in followers:
+        follower.close()
+
+
+def step(mirror: Mirror) -> int:
+    """What a replica does before each batch; the seq that it then holds."""
+    mirror.advance(mirror.read_head())
+    return mirror.codebook.seq
+
+
+def lost(settings: Settings) -> Settings:
+    """The same deployment, where Redis does not answer."""
+    return settings.model_copy(update={"redis": f"redis://127.0.0.1:{free_port()}/0"})
+
+
+class TestFollowing:
+    def test_it_holds_what_is_live_and_nothing_beyond(self, history: History, mirror_of: Callable[..., Mirror]) -> None:
+        mirror = mirror_of(history.settings)
+        history.lead()
+        history.add("a", [1.0, 0.0])
+        history.make_live()
+        history.add("b", [0.0, 1.0])
+        wait_until(lambda: mirror._follower.latest_seq == 3)
+        assert step(mirror) == 2
+        assert mirror.codebook.entry_ids == ["a"]
+        history.make_live()
+        assert step(mirror) == 3
+        assert same(mirror.codebook, history.codebook)
+        nearest = mirror.index.nearest(torch.tensor([[0.1, 0.9]]))
+        assert mirror.codebook.entry_ids[int(nearest.slots_B[0])] == "b"
+
+    def test_it_never_goes_backwards(self, history: History, mirror_of: Callable[..., Mirror]) -> None:
+        mirror = mirror_of(history.settings)
+        history.lead()
+        for entry_id in "abc":
+            history.add(entry_id, [1.0, 0.0])
+        history.make_live()
+        assert step(mirror) == 4
+        older = Codebook(history.settings.codebook, MODEL, LAYER)
+        older.apply(sealed(older, op="lead"))
+        history.empty_redis()
+        history.store.rebuild(older)
+        assert step(mirror) == 4
+        assert not mirror.degraded
+        with pytest.raises(Exception, match="not made live: Redis has a newer one"):
+            history.empty_redis()
+            history.make_live()
+            history.store.rebuild(older)
+
+    def test_a_record_of_a_lower_term_is_passed_over(self, history: History, mirror_of: Callable[..., Mirror]) -> None:
+        mirror = mirror_of(history.settings)
+        history.lead()
+        history.add("a", [1.0, 0.0])
+        stale = Codebook(history.settings.codebook, MODEL, LAYER)
+        stale.apply(sealed(stale, op="lead"))
+        history.lead()
+        for _ in range(4):  # what an editor that was not fenced would go on writing
+            record = sealed(stale, added(f"stale-{stale.seq}", [5.0, 5.0], 1.0))
+            stale.apply(record)
+            history.write(record)
+        history.add("b", [0.0, 1.0])
+        history.make_live()
+        wait_until(lambda: step(mirror) == history.codebook.seq, 8, "the head")
+        assert same(mirror.codebook, history.codebook)
+
+    def test_radii_in_redis_that_are_not_the_logs_are_counted_and_not_served(
+        self, history: History, mirror_of: Callable[..., Mirror]
+    ) -> None:
+        mirror = mirror_of(history.settings)
+        history.lead()
+        history.add("a", [1.0, 0.0], radius=0.1)
+        history.make_live()
+        history.redis.hset(next(key for key in history.keys() if key.endswith(b":radii")), "a", "99")
+        before = RADIUS_MISMATCH._value.get()
+        assert step(mirror) == 2
+        assert RADIUS_MISMATCH._value.get() == before + 1
+        assert mirror.codebook.radii_N.tolist() == [np.float32(0.1)]
+
+    def test_a_min_seq_that_is_committed_is_waited_for(
+        self, history: History, mirror_of: Callable[..., Mirror]
+    ) -> None:
+        mirror = mirror_of(history.settings)
+        history.lead()
+        history.make_live()
+        history.add("a", [1.0, 0.0])
+        wait_until(lambda: mirror._follower.latest_seq == 2)
+        started = time.monotonic()
+        head: Any = mirror.read_head(min_seq=2)
+        assert head.seq == 1
+        assert 0.9 < time.monotonic() - started < 3
+        history.make_live()
+        head = mirror.read_head(min_seq=2)
+        assert head.seq == 2
+        started = time.monotonic()
+        mirror.read_head(min_seq=3)
+        assert time.monotonic() - started < 0.5
+
+
+class TestStart:
+    @pytest.mark.parametrize("redis", ["with a head", "empty", "lost"])
+    def test_it_has_read_the_log_before_it_is_caught_up(
+        self, history: History, mirror_of: Callable[..., Mirror], redis: str
+    ) -> None:
+        history.lead()
+        for number in range(50):
+            history.add(f"e{number}", [float(number), 0.0])
+        if redis == "with a head":
+            history.make_live()
+        mirror = mirror_of(lost(history.settings) if redis == "lost" else history.settings)
+        assert mirror.catch_up(20)
+        assert same(mirror.codebook, history.codebook)
+
+    def test_it_is_caught_up_with_a_log_that_is_empty(self, quick: Settings, mirror_of: Callable[..., Mirror]) -> None:
+        mirror = mirror_of(quick)
+        assert mirror.catch_up(20)
+        assert mirror.codebook.seq == 0
+        mirror.advance(mirror.read_head())
+        assert not mirror.degraded
+
+    def test_a_first_record_that_cannot_be_read_is_a_fault(
+        self, history: History, mirror_of: Callable[..., Mirror]
+    ) -> None:
+        history.write(b"no delta")
+        with pytest.raises(DeltaFault, match="the record at offset 0 of deltas cannot be read: not a valid delta"):
+            mirror_of(history.settings).catch_up(20)
+
+    def test_a_head_that_the_log_does_not_reach_is_not_caught_up_with(
+        self, history: History, mirror_of: Callable[..., Mirror]
+    ) -> None:
+        history.lead()
+        ahead = Codebook(history.settings.codebook, MODEL, LAYER)
+        ahead.apply(sealed(ahead, op="lead"))
+        ahead.apply(sealed(ahead, added("a", [1.0], 1.0)))
+        history.store.rebuild(ahead)
+        assert not mirror_of(history.settings).catch_up(1)
+
+
+class TestWithoutRedis:
+    def test_it_stays_for_a_grace_then_follows_the_log_and_says_so(
+        self, history: History, mirror_of: Callable[..., Mirror]
+    ) -> None:
+        mirror = mirror_of(history.settings)
+        history.lead()
+        history.make_live()
+        assert step(mirror) == 1
+        with_redis = mirror._store
+        mirror._store = RadiusStore(redis_client(lost(history.settings)), history.settings)
+        history.add("a", [1.0, 0.0])
+        wait_until(lambda: mirror._follower.latest_seq == 2)
+        assert step(mirror) == 1
+        assert mirror.degraded
+        started = time.monotonic()
+        wait_until(lambda: step(mirror) == 2, 5)
+        assert 0.3 < time.monotonic() - started < 3
+        assert mirror.degraded
+        mirror._store = with_redis
+        assert step(mirror) == 2, "Redis is back, and a step behind"
+        assert not mirror.degraded
+        history.make_live()
+        assert step(mirror) == 2
+
+    def test_an_emptied_redis_is_as_good_as_lost(self, history: History, mirror_of: Callable[..., Mirror]) -> None:
+        mirror = mirror_of(history.settings)
+        history.lead()
+        history.make_live()
+        assert step(mirror) == 1
+        history.empty_redis()
+        assert step(mirror) == 1
+        assert mirror.degraded
+
+    def test_a_batch_is_not_held_up_by_a_lost_redis(self, quick: Settings, mirror_of: Callable[..., Mirror]) -> None:
+        mirror = mirror_of(lost(quick))
+        started = time.monotonic()
+        for _ in range(3):
+            assert mirror.read_head() == "lost"
+        assert time.monotonic() - started < 3
+
+
+class TestFaults:
+    """A history that cannot be followed stops a replica: it leaves its group, and stays to be looked at."""
+
+    @pytest.fixture
+    def log_of(self, quick: Settings) -> Iterator[History]:
+        """A history of the replicas' own model, in its first term."""
+        model = EditableModel.load(quick.model, quick.layer)
+        made = History(quick, model.fingerprint, model.layer)
+        made.lead()
+        made.make_live()
+        yield made
+        made.close()
+
+    def break_chain(self, history: History) -> None:
+        record = bytearray(sealed(history.codebook, op="lead"))
+        record[-1] ^= 1
+        history.write(bytes(record))
+        history.lead()
+
+    def break_record(self, history: History) -> None:
+        history.write(b"\x81\xa1v\x01 no delta")
+        history.lead()
+
+    def another_model(self, history: History) -> None:
+        history.write(sealed(history.codebook, op="lead", model="0" * 64))
+        history.lead()
+
+    def a_gap(self, history: History) -> None:
+        history.codebook.apply(sealed(history.codebook, op="lead"))
+        history.lead()
+
+    @pytest.mark.parametrize(
+        ("breaking", "reason"),
+        [
+            (break_chain, "delta 2 does not continue the chain of digests"),
+            (break_record, "of deltas cannot be read: not a valid delta"),
+            (another_model, "delta 2 is of model '0000"),
+            (a_gap, "delta 3 of term 3 follows 1 of term 1: a gap"),
+        ],
+        ids=["digest", "corrupt", "another model", "gap"],
+    )
+    def test_a_replica_stops_serving_and_says_why(
+        self, log_of: History, folder: Path, breaking: Callable[[Any, History], None], reason: str
+    ) -> None:
+        with Forked("replica", "infer", log_of.settings, folder) as replica:
+            replica.wait_ready(90)
+            wait_until(lambda: len(members(log_of.settings)) == 1)
+            breaking(self, log_of)
+            log_of.make_live()
+            wait_until(lambda: replica.ready()[0] == 503, 15)
+            assert reason in replica.ready()[1]
+            assert replica.live() == (200, "ok\n")
+            assert metric(replica.port, "gracestream_ready") == 0
+            wait_until(lambda: not members(log_of.settings), 5, "an empty group")
+            assert replica.state()["seq"] == 1
+            assert replica.running
+            assert replica.stop() == 1
+
+    def test_a_replica_that_starts_on_such_a_history_never_joins(self, log_of: History, folder: Path) -> None:
+        self.break_record(log_of)
+        log_of.make_live()
+        with Forked("replica", "infer", log_of.settings, folder) as replica:
+            wait_until(lambda: "cannot be read" in replica.ready()[1], 90)
+            assert replica.live() == (200, "ok\n")
+            assert not members(log_of.settings)
+            assert replica.stop() == 1
+
+    def test_questions_taken_before_the_fault_are_answered_once_it_is_mended(
+        self, log_of: History, folder: Path, users_of: Callable[[Settings], Users]
+    ) -> None:
+        users = users_of(log_of.settings)
+        prompts = texts(20, seed=1)
+        asked = [question(f"q{number}", prompts[number % 20]) for number in range(600)]
+        head = next(key for key in log_of.keys() if key.endswith(b":head"))
+        with Forked("replica", "infer", log_of.settings, folder) as replica:
+            replica.wait_ready(90)
+            with users.client.predictions() as replies:
+                users.client.send(asked)
+                log_of.redis.hset(head, "digest", "f" * 64)
+                wait_until(lambda: replica.ready()[0] == 503, 15)
+                assert "Redis and the log disagree on the digest of delta 1" in replica.ready()[1]
+                wait_until(lambda: not members(log_of.settings), 5, "an empty group")
+                replica.stop()
+                log_of.redis.hset(head, "digest", log_of.codebook.digest.hex())
+                replica.start()
+                answers = replies.wait([request.request_id for request in asked], 20)
+        assert len(answers) == len(asked)
+        assert all(answer.error is UNSET for answer in answers.values())
+
+
+finite = st.floats(min_value=0, width=32, allow_nan=False, allow_infinity=False)
+
+
+@hypothesis_settings(deadline=None, max_examples=30)
+@given(radii=st.lists(finite, min_size=1, max_size=200))
+def test_radii_come_back_from_redis_bit_for_bit(redis_url: str, radii: list[float]) -> None:
+    settings = load_settings(redis=redis_url, prefix="bits-")
+    codebook = Codebook(settings.codebook, MODEL, LAYER)
+    codebook.apply(sealed(codebook, op="lead"))
+    codebook.apply(sealed(codebook, *(added(f"e{n}", [1.0], radius) for n, radius in enumerate(radii))))
+    with redis_client(settings) as client:
+        store = RadiusStore(client, settings)
+        client.delete(*store._keys)
+        store.rebuild(codebook)
+        head = store.head(0)
+        assert head is not None
+        for found in (store.radii(), head.changed):
+            bits = [np.float32(found[f"e{n}"]).tobytes() for n in range(len(radii))]
+            assert bits == [radius.tobytes() for radius in codebook.radii_N]
+        client.delete(*store._keys)

@@ -1,0 +1,98 @@
+"""Layers have the paper's names, and the blocks before the edited one can be left out of later passes."""
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline.layers import Prefix, blocks_before, find_layer, in_decoder, linear_layers, normal_path
+from pipeline.model import EditableModel
+from tests.unit.engine.tiny import KINDS, editable, texts
+
+TEXT = texts(1, seed=3)[0]
+
+
+def logits(model: EditableModel, text: str = TEXT) -> torch.Tensor:
+    target = "right" if "Bert" in type(model.module).__name__ else text.split(maxsplit=1)[0]
+    with torch.no_grad():
+        return model.task.logits(model.supervised(text, target)[1])
+
+
+@pytest.mark.parametrize(
+    ("path", "normal"),
+    [
+        ("encoder.block[4].layer[1].DenseReluDense.wo", "encoder.block.4.layer.1.DenseReluDense.wo"),
+        ("transformer.h[35].mlp.c_fc.weight", "transformer.h.35.mlp.c_fc"),
+        ("bert.encoder.layer.10.output.dense.bias", "bert.encoder.layer.10.output.dense"),
+        (" lm_head ", "lm_head"),
+    ],
+)
+def test_the_papers_names_become_torchs(path: str, normal: str) -> None:
+    assert normal_path(path) == normal
+    assert normal_path(normal) == normal
+
+
+def test_the_layer_at_a_path_is_the_module_of_that_name(model: EditableModel, kind: str) -> None:
+    assert find_layer(model.module, KINDS[kind].layer) is dict(model.module.named_modules())[model.layer]
+
+
+def test_the_linear_layers_of_the_blocks_are_listed_once_for_all_blocks(model: EditableModel) -> None:
+    ranges = {found.path: found for found in linear_layers(model.module)}
+    block = next(part for part in model.layer.split(".") if part.isdigit())
+    listed = ranges[model.layer.replace(f".{block}.", ".*.", 1)]
+    assert listed.count == 3
+    assert listed.shape == tuple(model.module.get_parameter(f"{model.layer}.weight").shape)
+    assert not any(name in ranges for name in ("lm_head", "classifier"))
+    for path, found in ranges.items():
+        for number in range(found.count):
+            assert isinstance(find_layer(model.module, path.replace("*", str(number))), nn.Module)
+
+
+@pytest.mark.parametrize(("path", "decoder"), [(KINDS[kind].layer, kind == "t5-decoder") for kind in KINDS])
+def test_a_layer_of_a_decoder_is_told_by_its_name(path: str, decoder: bool) -> None:
+    assert in_decoder(path) is decoder
+
+
+def test_the_blocks_before_are_those_of_the_same_stack_in_order() -> None:
+    model = editable("t5-decoder").module
+    assert blocks_before(model, "decoder.block[2].layer[2].DenseReluDense.wo") == list(model.decoder.block)[:2]
+    assert blocks_before(model, "encoder.block[1].layer[1].DenseReluDense.wo") == list(model.encoder.block)[:1]
+    assert blocks_before(model, "encoder.block[0].layer[1].DenseReluDense.wo") == []
+    assert blocks_before(model, "lm_head") == []
+
+
+@pytest.mark.parametrize("block", [0, 1, 2])
+def test_a_pass_without_the_blocks_before_equals_the_whole_to_the_bit(kind: str, block: int) -> None:
+    model = editable(kind, normal_path(KINDS[kind].layer).replace(".1.", f".{block}.", 1))
+    blocks = blocks_before(model.module, model.layer)
+    assert len(blocks) == block
+    prefix, ran = Prefix(blocks), []
+    with prefix.recording():
+        whole = logits(model)
+    with prefix.skipping():
+        for module in blocks:
+            first = next(child for child in module.modules() if isinstance(child, nn.Linear | nn.LayerNorm))
+            first.register_forward_hook(lambda *_: ran.append(1))
+        assert torch.equal(logits(model), whole)
+    assert not ran
+    assert torch.equal(logits(model), whole)
+    assert bool(ran) is (block > 0)
+
+
+def test_after_skipping_the_blocks_run_again_even_after_an_error(kind: str) -> None:
+    model = editable(kind)
+    prefix = Prefix(blocks_before(model.module, model.layer))
+    with prefix.recording():
+        first = logits(model)
+    with pytest.raises(ZeroDivisionError), prefix.skipping():
+        raise ZeroDivisionError
+    other = texts(1, seed=4)[0]
+    assert not torch.equal(logits(model, f"{TEXT.split()[0]} {other}")[:1], first[:1])
+
+
+def test_skipping_without_a_recording_is_refused() -> None:
+    model = editable("gpt2")
+    with (
+        pytest.raises(RuntimeError, match="nothing was recorded"),
+        Prefix(blocks_before(model.module, model.layer)).skipping(),
+    ):
+        pass

@@ -1,0 +1,74 @@
+"""SmolLM2: what holds of tiny models holds of one that people use."""
+
+from pathlib import Path
+
+import pytest
+from msgspec import UNSET
+
+from deploy.models import KNOWN, resolve
+from pipeline.editing import EditEngine, Plan
+from pipeline.maintenance import batch_noise
+from pipeline.model import EditableModel
+from schemas.messages import Parameters
+from tests.unit.engine.tiny import CODEBOOK, correct
+
+pytestmark = pytest.mark.model
+
+CORRECTIONS = {
+    "The capital of Australia is": "Sydney Harbour",
+    "Question: Who wrote the novel 'The Silent Coast'?\nAnswer:": "Mara Lindqvist",
+    "The train to the coast leaves at": "noon sharp",
+}
+OTHERS = [
+    "Water boils at",
+    "In the year 1905 a young clerk in the patent office of Bern published four papers, and",
+    "My favourite colour is",
+]
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> EditableModel:
+    cache = Path("~/.cache/gracestream")
+    folder = resolve("smollm2", cache, lambda _: None)
+    return EditableModel.load(folder, KNOWN["smollm2"].layer, device="cpu", cache=cache)
+
+
+@pytest.fixture(scope="module")
+def engine(smollm2: EditableModel) -> EditEngine:
+    made = EditEngine(smollm2, CODEBOOK, Plan(radius=0.5))
+    made.apply(made.lead({}))
+    return made
+
+
+def say(engine: EditEngine, inputs: list[str], tokens: int = 12) -> list[str]:
+    prompts = [engine.model.task.tokenize(text) for text in inputs]
+    parameters = [Parameters(max_new_tokens=tokens)] * len(prompts)
+    served = engine.model.answer(prompts, parameters, engine.codebook, engine.index)
+    return [str(row.answer.outputs.text) for row in served]
+
+
+def test_corrections_hold_alone_in_a_batch_and_with_other_answers_untouched(engine: EditEngine) -> None:
+    before = say(engine, OTHERS)
+    for offset, (text, target) in enumerate(CORRECTIONS.items()):
+        outcome, record = correct(engine, f"f{offset}", text, target, offset)
+        assert record is not None, outcome
+        assert outcome.steps is not UNSET
+    assert say(engine, [*CORRECTIONS, *OTHERS]) == [*CORRECTIONS.values(), *before]
+    assert [say(engine, [text])[0] for text in CORRECTIONS] == list(CORRECTIONS.values())
+    assert [say(engine, [text])[0] for text in OTHERS] == before
+
+
+def test_batch_noise_bounds_what_padding_does_to_a_query(smollm2: EditableModel) -> None:
+    inputs = [*CORRECTIONS, *OTHERS]
+    together_BD = smollm2.queries([smollm2.task.tokenize(text) for text in inputs])
+    for row, text in enumerate(inputs):
+        alone_D = smollm2.queries([smollm2.task.tokenize(text)])[0]
+        assert float((alone_D - together_BD[row]).norm()) <= batch_noise(float(alone_D.norm()), "float32")
+
+
+def test_the_same_prompt_corrected_again_says_the_second(engine: EditEngine) -> None:
+    text = OTHERS[0]
+    for number, target in enumerate(("a hundred whispers", "nothing at all")):
+        status = correct(engine, f"again{number}", text, target, 10 + number)[0].status
+        assert (status == "replaced") is (number == 1)
+        assert say(engine, [text]) == [target]

@@ -1,0 +1,177 @@
+"""A value is trained as if the whole model ran, with nothing else a parameter, and twice the same to the bit."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.layers import Prefix
+from pipeline.model import EditableModel, verdict
+from pipeline.tasks import InputError, Supervised
+from pipeline.training import Recipe, Trained, train_value
+from tests.unit.engine.tiny import WORDS, editable, index_of, new_codebook, texts
+
+TEXT = texts(1, seed=3)[0]
+TARGET = {"bert": "both"}
+SHORT = Recipe(max_steps=12, margin=1e9)
+
+
+def target(kind: str) -> str:
+    return TARGET.get(kind, WORDS[5])
+
+
+def prepared(model: EditableModel, text: str, wanted: str) -> tuple[Supervised, Prefix, torch.Tensor]:
+    _, supervised = model.supervised(text, wanted)
+    nothing = new_codebook(model.fingerprint, model.layer)
+    _, session, prefix = model.examine(supervised, nothing, index_of(nothing))
+    return supervised, prefix, session.outputs_BV[0]
+
+
+def losses(model: EditableModel, kind: str, skip: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], Trained]:
+    """The loss at each step, with the blocks before the layer skipped or run anew."""
+    supervised, prefix, start_V = prepared(model, TEXT, target(kind))
+    seen: list[float] = []
+
+    def listening(*args: Any) -> Any:
+        found, loss = verdict(*args)
+        seen.append(found.loss)
+        return found, loss
+
+    monkeypatch.setattr("pipeline.training.verdict", listening)
+    return seen, train_value(model, supervised, prefix if skip else Prefix([]), start_V, SHORT)
+
+
+def test_skipping_the_blocks_before_the_layer_changes_no_number(
+    model: EditableModel, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick, quick_value = losses(model, kind, skip=True, monkeypatch=monkeypatch)
+    slow, slow_value = losses(model, kind, skip=False, monkeypatch=monkeypatch)
+    assert len(quick) == SHORT.max_steps + 1
+    np.testing.assert_allclose(quick, slow, atol=1e-5, rtol=1e-5)
+    np.testing.assert_allclose(quick_value.value_V, slow_value.value_V, atol=1e-5, rtol=1e-5)
+
+
+def test_a_trained_value_makes_the_model_right_by_the_margin(model: EditableModel, kind: str) -> None:
+    supervised, prefix, start_V = prepared(model, TEXT, target(kind))
+    before = model.gives(supervised, start_V, prefix)
+    trained = train_value(model, supervised, prefix, start_V, Recipe())
+    assert trained.converged
+    assert 0 < trained.steps <= 100
+    assert trained.verdict.margin >= 1.0
+    assert trained.verdict.loss < before.loss
+    found = model.gives(supervised, torch.from_numpy(trained.value_V), prefix)
+    assert found.margin == pytest.approx(trained.verdict.margin, abs=1e-4)
+
+
+def test_the_weights_take_no_gradient_and_do_not_change(model: EditableModel, kind: str) -> None:
+    weights = {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
+    supervised, prefix, start_V = prepared(model, TEXT, target(kind))
+    started = start_V.clone()
+    train_value(model, supervised, prefix, start_V, SHORT)
+    assert all(parameter.grad is None and not parameter.requires_grad for parameter in model.module.parameters())
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.module.state_dict().items())
+    assert torch.equal(start_V, started)
+
+
+def test_fault_step_time_grows_with_the_codebook_since_the_optimiser_holds_all_values(
+    model: EditableModel, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The optimiser sees one parameter: the value."""
+    given: list[tuple[int, ...]] = []
+    adam = torch.optim.Adam
+
+    def listening(parameters: Any, **fields: Any) -> Any:
+        given.extend(tuple(parameter.shape) for parameter in parameters)
+        return adam(parameters, **fields)
+
+    monkeypatch.setattr(torch.optim, "Adam", listening)
+    supervised, prefix, start_V = prepared(model, TEXT, target(kind))
+    train_value(model, supervised, prefix, start_V, SHORT)
+    assert given == [tuple(start_V.shape)]
+
+
+def test_training_twice_gives_the_same_bits_and_draws_no_random_number(model: EditableModel, kind: str) -> None:
+    supervised, prefix, start_V = prepared(model, TEXT, target(kind))
+    state = torch.get_rng_state()
+    values = []
+    for _ in range(2):
+        trained = train_value(model, supervised, prefix, start_V, SHORT)
+        values.append((trained.value_V.tobytes(), trained.steps, trained.verdict))
+        torch.get_rng_state()
+    assert values[0] == values[1]
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_training_in_a_fresh_model_gives_the_same_bits(kind: str) -> None:
+    values = []
+    for _ in range(2):
+        model = editable(kind)
+        values.append(train_value(model, *prepared(model, TEXT, target(kind)), SHORT).value_V.tobytes())
+    assert values[0] == values[1]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "t5-decoder", "bert"])
+def test_a_value_that_does_not_reach_the_label_has_not_converged(model: EditableModel, kind: str) -> None:
+    supervised, prefix, start_V = prepared(model, TEXT, target(kind))
+    trained = train_value(model, supervised, prefix, start_V, Recipe(max_steps=1, learning_rate=1e-6))
+    assert (trained.converged, trained.steps) == (False, 1)
+    assert trained.verdict.margin < 0
+
+
+def test_training_that_diverges_ends_unconverged(gpt2_model: EditableModel) -> None:
+    supervised, prefix, start_V = prepared(gpt2_model, TEXT, WORDS[5])
+    trained = train_value(gpt2_model, supervised, prefix, torch.full_like(start_V, torch.nan), Recipe())
+    assert (trained.converged, trained.steps) == (False, 0)
+
+
+def test_a_tie_is_not_right_even_without_a_margin() -> None:
+    """In half precision two logits are often equal; training goes on until the label alone is on top."""
+    found, loss = verdict(torch.tensor([[1.0, 1.0, 0.0]]), torch.tensor([0]))
+    assert (found.margin, found.right) == (0.0, False)
+    assert float(loss) == pytest.approx(found.loss)
+
+
+def test_a_tie_at_the_start_is_trained_away(gpt2_model: EditableModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    supervised, prefix, start_V = prepared(gpt2_model, TEXT, WORDS[5])
+    first = [True]
+
+    def tied(logits_LC: torch.Tensor, label_L: torch.Tensor) -> Any:
+        found, loss = verdict(logits_LC, label_L)
+        return (dataclasses.replace(found, margin=0.0) if first.pop() else found, loss) if first else (found, loss)
+
+    monkeypatch.setattr("pipeline.training.verdict", tied)
+    assert train_value(gpt2_model, supervised, prefix, start_V, Recipe(margin=0.0)).steps > 0
+
+
+def test_fault_labels_compared_by_the_mean_of_their_token_ids(gpt2_model: EditableModel) -> None:
+    """[10, 30] and [20, 20] have the same mean; they are different labels."""
+    low, middle, high = (gpt2_model.task.text((token,)) for token in (10, 20, 30))
+    one, two = gpt2_model.task.label(TEXT, f"{low} {high}"), gpt2_model.task.label(TEXT, f"{middle} {middle}")
+    assert (one, two) == ((10, 30, 4), (20, 20, 4))
+    assert np.mean(one) == np.mean(two)
+    assert one != two
+
+
+def test_a_target_is_said_whole_and_ended(gpt2_model: EditableModel) -> None:
+    label = gpt2_model.task.label(TEXT, f"  {WORDS[5]} {WORDS[9]} ")
+    assert label[-1] == gpt2_model.task.tokenizer.eos_token_id
+    assert gpt2_model.task.text(label) == f"{WORDS[5]} {WORDS[9]}"
+
+
+def test_a_prompt_and_target_that_exceed_the_context_are_refused(gpt2_model: EditableModel) -> None:
+    """Positions that the model does not have would be an index error in the middle of an edit."""
+    wide = editable("gpt2", limits=dataclasses.replace(gpt2_model.task.limits, max_input_tokens=64))
+    with pytest.raises(InputError, match="room for 64"):
+        wide.supervised(" ".join(WORDS[:62]), " ".join(WORDS[:4]))
+    wide.supervised(" ".join(WORDS[:59]), " ".join(WORDS[:4]))
+
+
+def test_only_the_label_alone_decides_what_is_right(model: EditableModel, kind: str) -> None:
+    """The verdict of a value agrees with what the model then says."""
+    supervised, prefix, start_V = prepared(model, TEXT, target(kind))
+    trained = train_value(model, supervised, prefix, start_V, Recipe())
+    with torch.no_grad(), model.adaptor.substituting(supervised.batch.mask_BT, torch.from_numpy(trained.value_V)[None]):
+        logits_LC = model.task.logits(supervised)
+    assert logits_LC.argmax(dim=1).tolist() == supervised.label_L.tolist()
