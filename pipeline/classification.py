@@ -1,20 +1,26 @@
 """Sequence classification: a label of the model's own for a text or a pair of texts."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipeline.adaptor import QueryToken
 from pipeline.codebook import Label
-from pipeline.tasks import Answer, Batch, InputError, Supervised, Task
+from pipeline.tasks import Answer, Batch, InputError, Limits, Supervised, Task
 from schemas.messages import Inputs, Outputs, Parameters
 
 
 class Classification(Task):
-    """The query is the first token's input and the value replaces all tokens, as the paper has it for classifiers."""
+    """The value replaces all tokens, as the paper has it for classifiers; the query is the classification token's."""
 
-    query = "first"
     replace = "all"
+
+    def __init__(self, model: Any, tokenizer: Any, limits: Limits, decoder_layer: bool) -> None:
+        super().__init__(model, tokenizer, limits, decoder_layer)
+        # The first token of a causal model has seen nothing but itself: every text that starts alike shares it.
+        self.query: QueryToken = "last" if tokenizer.cls_token_id is None else "first"
 
     def tokenize(self, inputs: Inputs) -> list[int]:
         """As for any task, and a pair is joined the way the tokenizer does."""

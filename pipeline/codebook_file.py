@@ -8,10 +8,19 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from pipeline.codebook import Codebook, DeltaFault
+from pipeline.errors import UserError
+
+
+class FileError(UserError):
+    """A file that cannot be written."""
 
 
 def save(codebook: Codebook, path: Path) -> None:
-    """Write the whole codebook; a file that was there is replaced only once the new one is complete."""
+    """Write the whole codebook; a file that was there is replaced only once the new one is complete.
+
+    Raises:
+        FileError: it cannot be written there.
+    """
     lengths = np.array([len(label) for label in codebook.labels], np.int64)
     tokens = np.array([token for label in codebook.labels for token in label], np.int64)
     header = {
@@ -32,8 +41,11 @@ def save(codebook: Codebook, path: Path) -> None:
         "label_tokens": tokens,
     }
     half = path.with_name(f"{path.name}.part")
-    save_file(tensors, half, metadata={"gracestream": json.dumps(header)})
-    half.replace(path)
+    try:
+        save_file(tensors, half, metadata={"gracestream": json.dumps(header)})
+        half.replace(path)
+    except (OSError, SafetensorError) as error:
+        raise FileError(f"the codebook cannot be written to {path}: {error}") from error
 
 
 def load(path: Path) -> Codebook:

@@ -22,7 +22,7 @@ from kafka.errors import KafkaError
 from pipeline.clients import consumer
 from pipeline.codebook import DeltaFault
 from pipeline.settings import Settings
-from pipeline.topics import DELTAS
+from pipeline.topics import DELTAS, TopicError
 from schemas.deltas import decode_delta
 from schemas.messages import InvalidMessage
 
@@ -133,10 +133,15 @@ def read_history(settings: Settings, on_record: Callable[[bytes, int, int], obje
 
     Reading ends early when `on_record` returns False. Control records of transactions lie between offsets, so the end
     is where the consumer's position reaches it, not a count of records.
+
+    Raises:
+        TopicError: there is no such topic.
     """
     partition = TopicPartition(settings.topic(DELTAS), 0)
     history = consumer(settings)
     try:
+        if not history.partitions_for_topic(partition.topic):
+            raise TopicError(f"there is no topic {partition.topic!r}; create the topics with `gracestream topics`")
         history.assign([partition])
         history.seek(partition, 0)
         end = history.end_offsets([partition])[partition]

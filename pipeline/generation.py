@@ -1,6 +1,7 @@
 """Generation: causal language models and encoder-decoders, greedy, so that an answer can be reproduced.
 
-A target's label is its token ids and the end token, so an edited model says the target and stops.
+Of a checkpoint's own generation settings only the special tokens count: sampling and penalties are the request's to ask
+for. A target's label is its token ids and the end token, so an edited model says the target and stops.
 """
 
 import copy
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from msgspec import UNSET
 from torch import Tensor
+from transformers import GenerationConfig
 
 from pipeline.codebook import Label
 from pipeline.tasks import Answer, Batch, InputError, Limits, Supervised, Task
@@ -23,19 +25,26 @@ class Generation(Task):
 
     def __init__(self, model: Any, tokenizer: Any, limits: Limits, decoder_layer: bool) -> None:
         super().__init__(model, tokenizer, limits, decoder_layer)
-        self._config = copy.deepcopy(model.generation_config)
-        for sampling in ("temperature", "top_p", "top_k", "typical_p", "min_p", "epsilon_cutoff", "eta_cutoff"):
-            if hasattr(self._config, sampling):
-                setattr(self._config, sampling, None)
-        self._config.do_sample, self._config.num_beams, self._config.max_length = False, 1, None
-        self._config.pad_token_id = tokenizer.pad_token_id
-        ends = self._config.eos_token_id
+        found = model.generation_config
+        ends = found.eos_token_id
         self._ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
-        self._config.eos_token_id = sorted(self._ends) or None
+        start = found.decoder_start_token_id
+        start = getattr(model.config, "decoder_start_token_id", None) if start is None else start
+        self._config = GenerationConfig(
+            do_sample=False,
+            num_beams=1,
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=found.bos_token_id,
+            eos_token_id=sorted(self._ends) or None,
+            decoder_start_token_id=tokenizer.pad_token_id if start is None else start,
+            forced_bos_token_id=found.forced_bos_token_id,
+        )
+        # `generate` takes what is not set here from the model's own; a penalty would keep an edit from its target.
+        model.generation_config = copy.deepcopy(self._config)
 
     def admit(self, prompt: Sequence[int], parameters: Parameters) -> object:
         """`max_new_tokens` may differ within a batch: greedy decoding is the same, only longer."""
-        tokens = self._budget(parameters) + (0 if self.model.config.is_encoder_decoder else len(prompt))
+        tokens = self._forced + self._budget(parameters) + (0 if self.model.config.is_encoder_decoder else len(prompt))
         if self.context is not None and tokens > self.context:
             raise InputError(f"prompt and answer may have {tokens} tokens; the model has room for {self.context}")
         return (parameters.min_new_tokens, parameters.repetition_penalty, parameters.no_repeat_ngram_size)
@@ -44,7 +53,7 @@ class Generation(Task):
         """Generated text without the prompt, special tokens, and white space around it."""
         budgets = [self._budget(given) for given in parameters]
         config = copy.copy(self._config)
-        config.max_new_tokens = max(budgets)
+        config.max_new_tokens = max(budgets) + self._forced
         for name in ("min_new_tokens", "repetition_penalty", "no_repeat_ngram_size"):
             if (value := getattr(parameters[0], name)) is not UNSET:
                 setattr(config, name, value)
@@ -78,6 +87,11 @@ class Generation(Task):
     def _decoded(self, token_ids: list[int]) -> str:
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text.strip()
+
+    @property
+    def _forced(self) -> int:
+        """Tokens that generation puts before an answer."""
+        return int(self._config.forced_bos_token_id is not None)
 
     def _budget(self, parameters: Parameters) -> int:
         return self.limits.max_new_tokens if parameters.max_new_tokens is UNSET else parameters.max_new_tokens
@@ -136,27 +150,27 @@ class Seq2SeqGeneration(Generation):
 
     def observe(self, batch: Batch) -> None:
         """Encoder, and the first token of the decoder."""
-        start = torch.full((len(batch.kwargs["input_ids"]), 1), self._start, device=self.model.device)
-        self.model(**batch.kwargs, decoder_input_ids=start, use_cache=False)
+        start_B1 = torch.tensor([self._first[:1]] * len(batch.kwargs["input_ids"]), device=self.model.device)
+        self.model(**batch.kwargs, decoder_input_ids=start_B1, use_cache=False)
 
     def supervised(self, inputs: Inputs, label: Label) -> Supervised:
-        """The decoder sees the label shifted right by its start token."""
+        """The decoder sees the label shifted right by the tokens that it starts with."""
         batch = self.batch([self.tokenize(inputs)])
-        decoder_1L = torch.tensor([[self._start, *label[:-1]]], device=self.model.device)
-        kwargs = {**batch.kwargs, "decoder_input_ids": decoder_1L}
+        decoder_1T = torch.tensor([[*self._first, *label[:-1]]], device=self.model.device)
+        kwargs = {**batch.kwargs, "decoder_input_ids": decoder_1T}
         return Supervised(Batch(kwargs, batch.mask_BT), torch.tensor(label, device=self.model.device))
 
     def logits(self, supervised: Supervised) -> Tensor:
-        """Every decoder position is one of the label's."""
-        logits_LC: Tensor = self.model(**supervised.batch.kwargs, use_cache=False).logits[0]
-        return logits_LC.float()
+        """The decoder's last positions are the label's."""
+        logits_TC: Tensor = self.model(**supervised.batch.kwargs, use_cache=False).logits[0]
+        return logits_TC[-len(supervised.label_L) :].float()
 
     @property
-    def _start(self) -> int:
-        start = self._config.decoder_start_token_id
-        start = self.model.config.decoder_start_token_id if start is None else start
-        return int(self.tokenizer.pad_token_id if start is None else start)
+    def _first(self) -> list[int]:
+        """What the decoder starts with: its start token, and the one that is forced on it after that, if any."""
+        forced = self._config.forced_bos_token_id
+        return [self._config.decoder_start_token_id, *([] if forced is None else [forced])]
 
     def _skipped(self, batch: Batch) -> int:
         del batch
-        return 1
+        return len(self._first)

@@ -78,6 +78,7 @@ class EditableModel:
             LayerError: the model has no such layer.
             ModelError: it is none of the three kinds.
         """
+        self.fingerprint = fingerprint or fingerprint_of(model, tokenizer)
         self.module = model.eval().requires_grad_(False)
         self.layer = normal_path(layer)
         decoder_layer = model.config.is_encoder_decoder and in_decoder(layer)
@@ -85,7 +86,6 @@ class EditableModel:
         self.adaptor = Adaptor(find_layer(model, layer), query or self.task.query, replace or self.task.replace)
         self.dtype = str(model.dtype).removeprefix("torch.")
         self.device: torch.device = model.device
-        self.fingerprint = fingerprint or fingerprint_of(model, tokenizer)
 
     @classmethod
     def load(

@@ -82,7 +82,8 @@ def describe(settings: Settings) -> Iterator[Step]:
             target=None if asked is None or asked.target is UNSET else asked.target,
             entries={change.entry_id: _words(change, known) for change in delta.entries},
         )
-        known |= {change.entry_id for change in delta.entries}
+        for change in delta.entries:
+            (known.discard if change.removed else known.add)(change.entry_id)
 
 
 def _decoded(record: bytes, offset: int) -> Delta:
@@ -99,7 +100,8 @@ def _feedback(settings: Settings, offsets: set[int]) -> dict[int, Feedback]:
     try:
         reader.assign([partition])
         reader.seek(partition, min(offsets, default=0))
-        while offsets and reader.position(partition) <= max(offsets):
+        end = min(max(offsets, default=-1) + 1, reader.end_offsets([partition])[partition])
+        while offsets and reader.position(partition) < end:
             for records in reader.poll(timeout_ms=1000).values():
                 for record in records:
                     if record.offset in offsets:

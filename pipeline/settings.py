@@ -28,7 +28,7 @@ class Settings(BaseSettings):
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="The model's weights.")
     threads: int = Field(0, ge=0, description="Torch threads of a worker; 0 leaves torch's own choice.")
     query: Literal["auto", "last", "first", "mean"] = Field(
-        "auto", description="Which prompt token is the query; auto: last for generators, first for classifiers."
+        "auto", description="Which prompt token is the query; auto: the last, or a classifier's [CLS]."
     )
     replace: Literal["auto", "last", "all"] = Field(
         "auto", description="Which prompt tokens take the value; auto: last for generators, all for classifiers."
@@ -53,9 +53,9 @@ class Settings(BaseSettings):
         "layer", description="A value starts as the layer's own output, as that of an entry of its label, or at random."
     )
 
-    max_new_tokens: int = Field(32, ge=1, description="Tokens to generate where a request does not say.")
+    max_new_tokens: int = Field(64, ge=1, description="Tokens to generate where a request does not say.")
     max_input_tokens: int = Field(512, ge=1, description="A longer prompt is refused.")
-    max_target_tokens: int = Field(128, ge=1, description="A longer correction is refused.")
+    max_target_tokens: int = Field(64, ge=1, description="A longer correction is refused.")
     max_record_bytes: int = Field(262_144, ge=1024, description="A larger request or feedback record is refused.")
 
     batch: int = Field(16, ge=1, description="Requests of one micro-batch at most.")

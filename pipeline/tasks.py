@@ -56,8 +56,8 @@ class Limits:
     """Tokens a prompt or a target may have, and how many are generated where a request does not say."""
 
     max_input_tokens: int = 512
-    max_target_tokens: int = 128
-    max_new_tokens: int = 32
+    max_target_tokens: int = 64
+    max_new_tokens: int = 64
 
 
 class Task(ABC):

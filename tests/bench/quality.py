@@ -169,12 +169,12 @@ def run(options: Options) -> Iterator[Row]:
     zsre = zsre_data(QUICK if options.quick else EDITS)
     few = replace(zsre, facts=zsre.facts[:QUICK])
     plan = plan_of(settings)
-    margins = [margin for margin in (1.0, 2.0, 3.0, 5.0) if margin != plan.recipe.margin]
+    margins = [margin for margin in (1.0, 3.0, 5.0) if margin != plan.recipe.margin]
     paper: dict[str, float] = {}
     with asked_at(settings) as asked:
         for name, chosen in variants(plan).items():
             options.tell(f"zsRE: {name}")
-            for row in zsre_rows(f"zsre/{name}", asked, chosen, zsre):
+            for row in zsre_rows(f"zsre/{name}", asked, chosen, zsre, aloud=chosen == plan or not paper):
                 paper.setdefault(row.metric, row.value)
                 yield replace(row, baseline=paper[row.metric])
         options.tell("demo")
@@ -198,7 +198,7 @@ def variants(plan: Plan) -> dict[str, Plan]:
         "paper, guard, traffic": replace(plan, policy="paper", expand="paper"),
         "nearest, no traffic": replace(plan, traffic=0),
         "nearest (default)": plan,
-        **{f"radius {part * plan.radius:g}": replace(plan, radius=part * plan.radius) for part in (0.5, 0.75, 1.5)},
+        **{f"radius {part * plan.radius:g}": replace(plan, radius=part * plan.radius) for part in (0.75, 1.5)},
     }
 
 
@@ -226,8 +226,8 @@ def question(text: str) -> str:
     return f"Question: {text.strip().removesuffix('?')}? Answer:"
 
 
-def zsre_rows(setting: str, asked: Asked, plan: Plan, zsre: Zsre) -> Iterator[Row]:
-    """One setting: the whole stream, then every question."""
+def zsre_rows(setting: str, asked: Asked, plan: Plan, zsre: Zsre, *, aloud: bool = False) -> Iterator[Row]:
+    """One setting: the whole stream, then every question; `aloud` generates answers, too."""
     engine = started(asked, plan, zsre.traffic)
     cost = correct(engine, asked, zsre.facts)
     right = partial(asked.right, engine)
@@ -241,18 +241,18 @@ def zsre_rows(setting: str, asked: Asked, plan: Plan, zsre: Zsre) -> Iterator[Ro
     in_force = [rephrased[number] for number in range(len(rephrased)) if str(number) in engine.memory]
     works = [success for success, own in zip(in_force, reached, strict=True) if own]
     captured = [slot != NO_SLOT for slot in serving(engine, asked.queries(zsre.unrelated))]
-    sample = zsre.unrelated[:SAMPLE]
-    spoken = zsre.facts[:SAMPLE]
-    told = zip(asked.answers([fact.text for fact in spoken], engine), spoken, strict=True)
-    same = zip(asked.answers(sample, engine), asked.answers(sample), strict=True)
     yield Row(f"{setting}/exact", share(right(fact.text, fact.target) for fact in zsre.facts), "share")
     yield Row(f"{setting}/after", share(cost.after), "share")
     yield Row(f"{setting}/rephrase", share(rephrased), "share")
     yield Row(f"{setting}/reached", sum(reached) / len(zsre.facts), "share")
     yield Row(f"{setting}/works", share(works), "share")
     yield Row(f"{setting}/locality", 1 - share(captured), "share")
-    yield Row(f"{setting}/same", share(now == before for now, before in same), "share")
-    yield Row(f"{setting}/told", share(answer == fact.target for answer, fact in told), "share")
+    if aloud:
+        sample, spoken = zsre.unrelated[:SAMPLE], zsre.facts[:SAMPLE]
+        same = zip(asked.answers(sample, engine), asked.answers(sample), strict=True)
+        told = zip(asked.answers([fact.text for fact in spoken], engine), spoken, strict=True)
+        yield Row(f"{setting}/same", share(now == before for now, before in same), "share")
+        yield Row(f"{setting}/told", share(answer == fact.target for answer, fact in told), "share")
     yield from cost_rows(setting, engine, cost)
 
 
@@ -296,10 +296,12 @@ def started(asked: Asked, plan: Plan, traffic: Sequence[str]) -> EditEngine:
     """An engine that leads and has seen the traffic, as the editor worker shows it."""
     engine = EditEngine(asked.model, "bench", plan)
     engine.apply(engine.lead({}))
-    for offset, text in enumerate(traffic):
+    if plan.traffic == 0:
+        return engine
+    for offset, query_D in enumerate(asked.queries(traffic)):
         rank = engine.traffic.wants(0, offset, 0.0)
         if rank is not None:
-            engine.observe(rank, asked.queries([text])[0])
+            engine.observe(rank, query_D)
     return engine
 
 

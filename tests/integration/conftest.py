@@ -1,12 +1,15 @@
 """Fixtures of the integration tests: checkpoints that load in a moment, and deployments of them."""
 
+import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeline.settings import Settings
 from pipeline.topics import create_topics
+from tests.integration.forked import Command, as_given
 from tests.integration.running import Checkpoint, Users, save_checkpoint, settings_for
 
 
@@ -62,3 +65,18 @@ def users(deployment: Settings, users_of: Callable[[Settings], Users]) -> Users:
 def folder(tmp_path: Path) -> Path:
     """Where the workers of a test run and log."""
     return tmp_path
+
+
+@pytest.fixture
+def run(folder: Path) -> Callable[..., Command]:
+    """Runs a command of `gracestream` to its end, in a folder of its own."""
+
+    def ran(*arguments: str, settings: Settings | None = None, given: str = "", **chosen: Any) -> Command:
+        own = folder / secrets.token_hex(4)
+        own.mkdir()
+        known = {} if settings is None else as_given(settings)
+        command = Command(arguments[0], arguments, own, given.encode(), **(known | chosen))
+        command.run(90)
+        return command
+
+    return ran

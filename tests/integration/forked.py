@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Mapping, Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -22,28 +23,37 @@ from pipeline.settings import Settings
 from tests.integration.running import PATIENCE, status, wait_until
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["workers.editor", "workers.inference", "pipeline.calibration"])
+_CONTEXT.set_forkserver_preload(["workers.cli", "workers.editor", "workers.inference", "pipeline.calibration"])
 
 
-def _command(arguments: Sequence[str], environment: Mapping[str, str], output: Path, errors: Path) -> None:
-    """The child: what `gracestream` does, with its output in files."""
+def _command(
+    arguments: Sequence[str], environment: Mapping[str, str], given: bytes, output: Path, errors: Path
+) -> None:
+    """The child: what `gracestream` does, with its input from a file and its output in files."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # ends with the server it was forked from
     for path, number in ((output, 1), (errors, 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     for name in [name for name in os.environ if name.startswith("GRACESTREAM_")]:
         del os.environ[name]
-    os.environ.update(environment)
+    os.environ.update({**environment, "COLUMNS": "200"})
     os.chdir(output.parent)
+    output.with_suffix(".in").write_bytes(given)
+    sys.stdin = output.with_suffix(".in").open(encoding="utf-8")
     from workers.cli import main  # noqa: PLC0415 - after the output is in place
 
     main(list(arguments))
 
 
-class Command:
-    """One run of a command. `folder` is its working directory and gets its output."""
+def as_given(settings: Settings) -> dict[str, Any]:
+    """The settings that are not left as they are."""
+    return {field: getattr(settings, field) for field in settings.model_fields_set}
 
-    def __init__(self, name: str, arguments: Sequence[str], folder: Path, **settings: Any) -> None:
-        self.name, self.folder = name, folder
+
+class Command:
+    """A command that can be run. `folder` is its working directory and gets its output; `given` is its input."""
+
+    def __init__(self, name: str, arguments: Sequence[str], folder: Path, given: bytes = b"", **settings: Any) -> None:
+        self.name, self.folder, self._given = name, folder, given
         self.output, self.errors = folder / f"{name}.out", folder / f"{name}.err"
         self._arguments = list(arguments)
         self._environment = {f"GRACESTREAM_{field.upper()}": str(value) for field, value in settings.items()}
@@ -62,8 +72,8 @@ class Command:
 
     def start(self) -> None:
         """Start it, and return at once."""
-        given = (self._arguments, self._environment, self.output, self.errors)
-        self._process = _CONTEXT.Process(target=_command, args=given, daemon=True)
+        arguments = (self._arguments, self._environment, self._given, self.output, self.errors)
+        self._process = _CONTEXT.Process(target=_command, args=arguments, daemon=True)
         self._process.start()
 
     def wait(self, timeout: float = PATIENCE) -> int:
@@ -96,6 +106,10 @@ class Command:
         """Let it run again."""
         self._signal(signal.SIGCONT)
 
+    def told(self) -> str:
+        """What stands on its standard output."""
+        return self.output.read_text(encoding="utf-8") if self.output.exists() else ""
+
     def said(self) -> str:
         """What stands on its standard error."""
         return self.errors.read_text(encoding="utf-8") if self.errors.exists() else ""
@@ -122,9 +136,8 @@ class Forked(Command):
 
     def __init__(self, name: str, command: str, settings: Settings, folder: Path, **chosen: Any) -> None:
         self.port = free_port()
-        given = {field: getattr(settings, field) for field in settings.model_fields_set}
         own = {"port": self.port, "replica": name, "threads": 1, **chosen}
-        super().__init__(name, [command], folder, **(given | own))
+        super().__init__(name, [command], folder, **(as_given(settings) | own))
 
     def wait_ready(self, timeout: float = PATIENCE) -> None:
         """Wait until `/ready` answers 200; the test fails where it ends first."""
@@ -148,3 +161,17 @@ class Forked(Command):
     def live(self) -> tuple[int, str]:
         """What `/live` says: status and reason."""
         return status(self.port, "/live")
+
+
+def status_of(command: Command) -> int | None:
+    """Exit status of a command that was run."""
+    return command.process.exitcode
+
+
+def sentence(command: Command) -> str:
+    """The one line on standard error of a command that failed; the events of a worker's log stand beside it."""
+    assert status_of(command) == 1, command.said()
+    said = [line for line in command.said().splitlines() if not line.startswith(("{", "waiting for "))]
+    assert len(said) == 1, command.said()
+    assert said[0].startswith("gracestream: ")
+    return said[0].removeprefix("gracestream: ")

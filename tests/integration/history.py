@@ -49,9 +49,7 @@ class History:
         """One delta, with the feedback behind it where there is some; its seq."""
         if feedback is not None:
             offset = self.write(encode(feedback), "feedback")
-            fields["cause"] = Cause(
-                feedback_id=feedback.feedback_id, offset=offset, entry_id=entries[0].entry_id
-            )
+            fields["cause"] = Cause(feedback_id=feedback.feedback_id, offset=offset, entry_id=entries[0].entry_id)
         record = sealed(self.codebook, *entries, **fields)
         self.write(record, timestamp_ms=timestamp_ms)
         self._applied = self.codebook.apply(record)
@@ -62,20 +60,20 @@ class History:
         assert self._applied is not None
         self.store.publish(self._applied, self.codebook)
 
-    def keys(self) -> list[bytes]:
-        """This deployment's keys in Redis."""
-        return sorted(self.redis.keys(f"{self.settings.prefix}*"))  # type: ignore[type-var, arg-type]
+    def redis_key(self, name: str) -> str:
+        """The full name of `head`, `radii` or `changed` in Redis."""
+        return next(key for key in self.store._keys if key.endswith(f":{name}"))
 
     def empty_redis(self) -> None:
         """What a Redis without persistence shows after a restart, for this deployment alone."""
-        for key in self.keys():
-            self.redis.delete(key)
+        self.redis.delete(*self.store._keys)
 
 
 def same(ours: Codebook, theirs: Codebook) -> bool:
     """Whether two codebooks are equal in every bit, and in their place in the history."""
     return (
-        (ours.name, ours.model, ours.layer, ours.term, ours.seq) == (theirs.name, theirs.model, theirs.layer, theirs.term, theirs.seq)
+        (ours.name, ours.model, ours.layer, ours.term, ours.seq)
+        == (theirs.name, theirs.model, theirs.layer, theirs.term, theirs.seq)
         and ours.digest == theirs.digest
         and ours.state_digest() == theirs.state_digest()
         and ours.entry_ids == theirs.entry_ids

@@ -147,7 +147,9 @@ def metric(port: int, name: str) -> float:
 
 def members(settings: Settings) -> list[str]:
     """Who is in the replicas' consumer group."""
-    logging.getLogger("kafka.admin").setLevel(logging.ERROR)  # it cannot read faust's own metadata, and says so at length
+    logging.getLogger("kafka.admin").setLevel(
+        logging.ERROR
+    )  # it cannot read faust's own metadata, and says so at length
     client = admin(settings)
     try:
         group = settings.topic("inference")

@@ -19,7 +19,7 @@ from pipeline.model import EditableModel
 from pipeline.radius_store import RadiusStore
 from pipeline.serving import Record, Server
 from pipeline.settings import Settings
-from schemas.messages import Outcome, Prediction, decode, encode
+from schemas.messages import Prediction, decode, encode
 from tests.integration.forked import Forked
 from tests.integration.running import (
     Users,
@@ -63,7 +63,11 @@ REQUESTS: dict[str, tuple[bytes | None, str, str | None]] = {
     "a pair": (json(v=1, request_id="r-5", inputs=["a", "b"]), "takes one text, not a pair", "r-5"),
     "a prompt too long": (json(v=1, request_id="r-6", inputs=LONG), "41 tokens; the limit is 40", "r-6"),
     "an unknown parameter": (json(v=1, request_id="r-7", inputs="a", parameters={"beams": 4}), "`beams`", "r-7"),
-    "a parameter out of range": (json(v=1, request_id="r-8", inputs="a", parameters={"max_new_tokens": 0}), ">= 1", "r-8"),
+    "a parameter out of range": (
+        json(v=1, request_id="r-8", inputs="a", parameters={"max_new_tokens": 0}),
+        ">= 1",
+        "r-8",
+    ),
     "no room": (json(v=1, request_id="r-9", inputs="a", parameters={"max_new_tokens": 99}), "has room for 64", "r-9"),
     "a negative min_seq": (json(v=1, request_id="r-10", inputs="a", min_seq=-1), ">= 0", "r-10"),
     "a newer version": (json(v=2, request_id="r-11", inputs="a"), "schema version 2 is newer than 1", "r-11"),
@@ -83,7 +87,11 @@ FEEDBACK: dict[str, tuple[bytes | None, str, str | None]] = {
     "a target too long": (json(v=1, feedback_id="f-5", inputs=PROMPT, target="river " * 7), "limit is 6", "f-5"),
     "a prompt too long": (json(v=1, feedback_id="f-6", inputs=LONG, target="river"), "the limit is 40", "f-6"),
     "a pair": (json(v=1, feedback_id="f-7", inputs=["a", "b"], target="river"), "not a pair", "f-7"),
-    "words that the tokenizer lacks": (json(v=1, feedback_id="f-8", inputs=PROMPT, target="zebra"), "cannot express", "f-8"),
+    "words that the tokenizer lacks": (
+        json(v=1, feedback_id="f-8", inputs=PROMPT, target="zebra"),
+        "cannot express",
+        "f-8",
+    ),
     "a newer version": (json(v=9, feedback_id="f-9", inputs=PROMPT, target="river"), "newer than 1", "f-9"),
     "too large": (json(v=1, feedback_id="f-10", inputs=PROMPT, target="river", note="x" * 5000), "4096", "f-10"),
     "as large as the broker takes": (b"x" * (BROKER_LIMIT - 120), "bytes; the limit is 4096", None),
@@ -228,7 +236,9 @@ def test_feedback_on_which_the_model_fails_is_rejected_and_the_next_is_taken(
         editor.start()
         working = threading.Thread(target=editor.edit_until, args=[stop])
         working.start()
-        outcomes = users.correct(flag("breaks", "The cat slept", "right"), flag("works", "The old bridge was closed", "both"))
+        outcomes = users.correct(
+            flag("breaks", "The cat slept", "right"), flag("works", "The old bridge was closed", "both")
+        )
         stop.set()
         working.join(10)
     finally:

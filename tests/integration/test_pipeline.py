@@ -54,7 +54,7 @@ class System:
         shared = ("codebook", "model", "layer", "term", "seq", "digest", "entries", "state_digest")
         return [{field: worker.state()[field] for field in shared} for worker in (self.editor, *self.replicas)]
 
-    def ask_both(self, inputs: str, min_seq: int) -> list[Any]:
+    def ask_both(self, inputs: str, min_seq: Any) -> list[Any]:
         """One answer of each replica: requests go on until both have given one."""
         found: dict[str, Any] = {}
         deadline = time.monotonic() + PATIENCE
@@ -144,7 +144,9 @@ class TestServing:
         asked = [outcome.feedback_id for outcome in made if outcome.feedback_id in prompts]
         assert len(asked) > 8
         seq = deltas_in_log(system.settings)[-1].seq
-        answers = system.users.ask(*(question(f"held-{fid}", prompts[fid], min_seq=seq) for fid in dict.fromkeys(asked)))
+        answers = system.users.ask(
+            *(question(f"held-{fid}", prompts[fid], min_seq=seq) for fid in dict.fromkeys(asked))
+        )
         assert {said(answer) for answer in answers.values()} == {TARGETS[system.kind]}
 
     def test_editor_replicas_and_replay_hold_the_same_codebook(self, system: System) -> None:
@@ -177,7 +179,7 @@ class TestServing:
     def test_a_min_seq_beyond_the_log_is_answered_at_once_with_an_error(self, system: System) -> None:
         started = time.monotonic()
         answer = system.users.ask(question("future", PROMPTS[0], min_seq=10**6))["future"]
-        assert answer.error.startswith("min_seq 1000000 is not reached: the codebook is at ")
+        assert str(answer.error).startswith("min_seq 1000000 is not reached: the codebook is at ")
         assert answer.outputs is UNSET
         assert time.monotonic() - started < system.settings.min_seq_wait
 

@@ -46,14 +46,15 @@ class Kind:
     special_tokens: str = ""
 
 
-def tokenizer(template: str = "", **names: str) -> PreTrainedTokenizerFast:
+def tokenizer(template: str = "", **names: Any) -> PreTrainedTokenizerFast:
     """One token a word; the words are those of the probe sentences."""
     vocabulary = {word: index for index, word in enumerate([*SPECIALS, *WORDS])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     if template == "bert":
         backend.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-        names |= {"cls_token": "[CLS]", "sep_token": "[SEP]"}
+        columns = ["input_ids", "token_type_ids", "attention_mask"]
+        names |= {"cls_token": "[CLS]", "sep_token": "[SEP]", "model_input_names": columns}
     elif template == "t5":
         backend.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 4)])
     return PreTrainedTokenizerFast(

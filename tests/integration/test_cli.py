@@ -1,0 +1,223 @@
+"""The command line: what it prints, and that everything that can go wrong is one sentence and a status."""
+
+import json
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kafka.admin import NewTopic
+
+from pipeline.clients import admin
+from pipeline.codebook_file import load
+from pipeline.replay import replay_deltas
+from pipeline.settings import Settings
+from pipeline.topics import TOPICS
+from tests.integration.forked import Command, Forked, sentence, status_of
+from tests.integration.running import Checkpoint, outcomes_in_log, records, settings_for
+from tests.unit.engine.tiny import texts
+
+PROMPTS = texts(12, seed=21, shortest=6, longest=9)
+
+
+def lines(text: str) -> list[Any]:
+    """JSON lines, read."""
+    return [json.loads(line) for line in text.splitlines()]
+
+
+class TestTopics:
+    def test_they_are_created_once(self, run: Callable[..., Command], kafka: str, redis_url: str, prefix: str) -> None:
+        settings = settings_for(kafka, redis_url, prefix)
+        first = run("topics", "--partitions", "3", settings=settings)
+        assert status_of(first) == 0
+        assert all(settings.topic(topic.name) in first.told() for topic in TOPICS)
+        client = admin(settings)
+        described = client.describe_topics([settings.topic(topic.name) for topic in TOPICS])
+        client.close()
+        assert {topic["name"].removeprefix(prefix): len(topic["partitions"]) for topic in described} == {
+            topic.name: topic.partitions or 3 for topic in TOPICS
+        }
+        again = run("topics", "--partitions", "3", settings=settings)
+        assert (status_of(again), again.told()) == (0, "all topics are there\n")
+
+    @pytest.mark.parametrize(
+        ("name", "partitions", "config", "complaint"),
+        [
+            ("deltas", 3, {"retention.ms": "-1"}, "deltas' has 3 partitions and must have 1"),
+            ("feedback", 1, {}, "feedback' has retention.ms=604800000 and must have retention.ms=-1: it is history"),
+            ("edits", 1, {"retention.ms": "-1", "cleanup.policy": "compact"}, "cleanup.policy=compact and must have"),
+        ],
+    )
+    def test_one_that_is_not_as_it_must_be_is_named(
+        self,
+        run: Callable[..., Command],
+        kafka: str,
+        redis_url: str,
+        prefix: str,
+        name: str,
+        partitions: int,
+        config: dict[str, str],
+        complaint: str,
+    ) -> None:
+        settings = settings_for(kafka, redis_url, prefix)
+        client = admin(settings)
+        client.create_topics([NewTopic(settings.topic(name), partitions, 1, topic_configs=config)])
+        client.close()
+        assert complaint in sentence(run("topics", settings=settings))
+
+
+@pytest.fixture(scope="module")
+def running(deploy: Callable[..., Settings], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Settings]:
+    """A deployment with an editor and one replica."""
+    settings = deploy("llama", f"t{secrets.token_hex(4)}-")
+    folder = tmp_path_factory.mktemp("running")
+    with Forked("editor", "edit", settings, folder) as editor, Forked("replica", "infer", settings, folder) as replica:
+        editor.wait_ready(90)
+        replica.wait_ready()
+        yield settings
+
+
+class TestTraffic:
+    def test_questions_come_from_a_file_or_from_standard_input(
+        self, run: Callable[..., Command], running: Settings, tmp_path: Path
+    ) -> None:
+        asked = [json.dumps(PROMPTS[0]), "", json.dumps({"inputs": PROMPTS[1], "request_id": "mine"})]
+        (tmp_path / "questions").write_text("\n".join(asked))
+        for command in (
+            run("send", str(tmp_path / "questions"), settings=running),
+            run("send", settings=running, given="\n".join(asked)),
+            run("send", "-", settings=running, given="\n".join(asked)),
+        ):
+            answers = lines(command.told())
+            assert status_of(command) == 0, command.said()
+            assert len(answers) == 2
+            assert "mine" in {answer["request_id"] for answer in answers}
+            assert all(answer["outputs"]["text"] and answer["replica"] == "replica" for answer in answers)
+
+    def test_corrections_get_their_outcomes(self, run: Callable[..., Command], running: Settings) -> None:
+        given = [{"inputs": prompt, "target": "museum", "feedback_id": prompt} for prompt in PROMPTS[2:5]]
+        command = run("correct", settings=running, given="\n".join(map(json.dumps, given)))
+        assert status_of(command) == 0, command.said()
+        assert [outcome["feedback_id"] for outcome in lines(command.told())] == PROMPTS[2:5]
+        assert lines(command.told())[0]["status"] == "added"
+
+    def test_it_need_not_wait(self, run: Callable[..., Command], running: Settings) -> None:
+        command = run("correct", "--no-wait", settings=running, given='{"inputs": "The cat", "target": "river"}')
+        assert (status_of(command), command.told(), command.said()) == (0, "", "sent 1\n")
+
+    def test_what_gets_no_reply_is_counted(self, run: Callable[..., Command], deployment: Settings) -> None:
+        command = run("send", "--timeout", "1", settings=deployment, given='"one"\n"two"')
+        assert (status_of(command), command.said()) == (1, "2 of 2 got no reply in 1 s\n")
+
+    @pytest.mark.parametrize(
+        ("command", "line", "complaint"),
+        [
+            ("send", "{not json", "line 2 is not JSON"),
+            ("send", "[1]", "line 2: neither a text nor an object"),
+            ("send", '{"inputs": 3}', "line 2: not a valid request"),
+            ("send", '{"inputs": "\\ud800"}', "line 2: a text is not Unicode"),
+            ("send", '{"inputs": "a", "parameters": {"beams": 3}}', "line 2: not a valid request"),
+            ("correct", '{"inputs": "a"}', "line 2: not a valid feedback"),
+            ("correct", '"a text alone"', "line 2: not a valid feedback"),
+        ],
+    )
+    def test_a_bad_line_is_named_and_nothing_is_sent(
+        self, run: Callable[..., Command], deployment: Settings, command: str, line: str, complaint: str
+    ) -> None:
+        ran = run(command, settings=deployment, given=f'{{"inputs": "good", "target": "river"}}\n{line}\n')
+        assert status_of(ran) not in {0, None}
+        assert complaint in " ".join(ran.said().split()), ran.said()
+        assert "Traceback" not in ran.said()
+        assert records(deployment, "requests") == records(deployment, "feedback") == []
+
+    def test_a_file_that_is_not_there_is_named(self, run: Callable[..., Command], deployment: Settings) -> None:
+        ran = run("send", "no-such-file", settings=deployment)
+        assert status_of(ran) != 0
+        assert "no-such-file" in ran.said()
+        assert "Traceback" not in ran.said()
+
+
+class TestHistory:
+    @pytest.fixture(autouse=True)
+    def corrected(self, run: Callable[..., Command], running: Settings) -> None:
+        if not outcomes_in_log(running):
+            run("correct", settings=running, given=json.dumps({"inputs": PROMPTS[5], "target": "museum"}))
+
+    def test_replay_tells_the_codebook_and_writes_it(
+        self, run: Callable[..., Command], running: Settings, tmp_path: Path
+    ) -> None:
+        path = tmp_path / "codebook.safetensors"
+        command = run("replay", "--json", "--output", str(path), settings=running)
+        assert status_of(command) == 0, command.said()
+        (told,) = lines(command.told())
+        codebook = replay_deltas(running)
+        assert codebook is not None
+        assert told == codebook.facts() == load(path).facts()
+        assert codebook.digest.hex() in run("replay", settings=running).told()
+
+    def test_replay_goes_up_to_a_seq_or_a_time(self, run: Callable[..., Command], running: Settings) -> None:
+        (told,) = lines(run("replay", "--json", "--seq", "1", settings=running).told())
+        assert (told["seq"], told["entries"]) == (1, 0)
+        long_ago = run("replay", "--at", "2020-01-01", settings=running)
+        assert (status_of(long_ago), long_ago.said()) == (1, "there are no deltas up to there\n")
+        (later,) = lines(run("replay", "--json", "--at", "2120-01-01T00:00:00", settings=running).told())
+        assert later["seq"] > 1
+        assert "there is no 100000 yet" in sentence(run("replay", "--seq", "100000", settings=running))
+
+    def test_replay_says_where_it_cannot_write(self, run: Callable[..., Command], running: Settings) -> None:
+        assert "/no/such" in sentence(run("replay", "--output", "/no/such/folder/codebook", settings=running))
+
+    def test_inspect_tells_every_step(self, run: Callable[..., Command], running: Settings) -> None:
+        steps = lines(run("inspect", "--json", settings=running).told())
+        assert [step["seq"] for step in steps] == list(range(1, len(steps) + 1))
+        assert steps[0]["op"] == "lead"
+        entry = next(iter(steps[1]["entries"]))
+        table = run("inspect", settings=running).told()
+        assert steps[1]["target"] in table
+        assert "lead" in table
+        only = lines(run("inspect", entry, "--json", settings=running).told())
+        assert only
+        assert all(entry in step["entries"] for step in only)
+        unknown = run("inspect", "nobody", settings=running)
+        assert (status_of(unknown), unknown.said()) == (1, "no delta touched an entry 'nobody'\n")
+
+    @pytest.mark.parametrize("command", ["replay", "inspect"])
+    def test_a_deployment_without_topics_is_told_how_to_make_them(
+        self, run: Callable[..., Command], kafka: str, redis_url: str, prefix: str, command: str
+    ) -> None:
+        settings = settings_for(kafka, redis_url, prefix, startup_timeout=5)
+        assert "gracestream topics" in sentence(run(command, settings=settings))
+
+
+class TestTuning:
+    def test_layers_are_listed(self, run: Callable[..., Command], checkpoints: dict[str, Checkpoint]) -> None:
+        model = str(checkpoints["llama"].folder)
+        found = lines(run("layers", "--model", model, "--json").told())
+        assert {"path": "model.layers.*.mlp.down_proj", "count": 3, "kind": "Linear", "shape": [192, 384]} in found
+        assert "model.layers.*.mlp.down_proj" in run("layers", "--model", model).told()
+
+    def test_calibrate_measures_each_layer(
+        self, run: Callable[..., Command], checkpoints: dict[str, Checkpoint], tmp_path: Path
+    ) -> None:
+        (tmp_path / "requests").write_text(
+            "\n".join(json.dumps({"inputs": one, "rephrase": two}) for one, two in zip(PROMPTS, texts(12), strict=True))
+        )
+        names = ["model.layers[0].mlp.down_proj", "model.layers[2].mlp.up_proj"]
+        chosen = [word for name in names for word in ("--layer", name)]
+        model = str(checkpoints["llama"].folder)
+        command = run("calibrate", str(tmp_path / "requests"), *chosen, "--model", model, "--json")
+        assert status_of(command) == 0, command.said()
+        assert [row["layer"] for row in lines(command.told())] == [
+            "model.layers.0.mlp.down_proj",
+            "model.layers.2.mlp.up_proj",
+        ]
+        assert all(0 <= row["noise"] < row["median"] for row in lines(command.told()))
+
+    def test_calibrate_names_what_it_cannot_measure(
+        self, run: Callable[..., Command], checkpoints: dict[str, Checkpoint]
+    ) -> None:
+        model = str(checkpoints["llama"].folder)
+        given = json.dumps(PROMPTS[0])
+        chosen = ["--model", model, "--layer", "model.layers[0].mlp.down_proj"]
+        assert "1 different inputs are too few" in sentence(run("calibrate", "-", *chosen, given=given))

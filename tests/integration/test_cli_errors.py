@@ -1,0 +1,77 @@
+"""The errors that users bring about: each is one sentence on standard error, and exit status 1."""
+
+import socket
+from collections.abc import Callable
+
+import pytest
+
+from deploy.local.processes import free_port
+from pipeline.settings import Settings
+from tests.integration.forked import Command, sentence, status_of
+
+
+@pytest.mark.parametrize("command", ["replay", "infer"])
+def test_kafka_out_of_reach(run: Callable[..., Command], command: str) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    said = sentence(run(command, kafka=address, startup_timeout=2))
+    assert f"Kafka at {address} does not answer" in said
+    assert said.endswith("is GRACESTREAM_KAFKA right?")
+
+
+def test_redis_out_of_reach(run: Callable[..., Command], deployment: Settings) -> None:
+    url = f"redis://127.0.0.1:{free_port()}/0"
+    said = sentence(run("edit", settings=deployment, redis=url, startup_timeout=2))
+    assert f"Redis at {url} does not answer" in said
+    assert said.endswith("is GRACESTREAM_REDIS right?")
+
+
+def test_a_redis_url_that_is_none(run: Callable[..., Command], deployment: Settings) -> None:
+    assert "GRACESTREAM_REDIS is no URL" in sentence(run("infer", settings=deployment, redis="localhost"))
+
+
+def test_no_topics(run: Callable[..., Command], deployment: Settings) -> None:
+    said = sentence(run("infer", settings=deployment, prefix=f"{deployment.prefix}other-"))
+    assert "missing; create them with `gracestream topics`" in said
+
+
+@pytest.mark.parametrize("command", ["edit", "layers"])
+def test_a_model_that_does_not_exist(run: Callable[..., Command], deployment: Settings, command: str) -> None:
+    said = sentence(run(command, settings=deployment, model="/no/such/model"))
+    assert "'/no/such/model' cannot be loaded" in said
+
+
+def test_a_layer_that_does_not_exist(run: Callable[..., Command], deployment: Settings) -> None:
+    said = sentence(run("infer", settings=deployment, layer="model.layers.99.mlp.down_proj"))
+    assert "layer 'model.layers.99.mlp.down_proj' not found in LlamaForCausalLM; it has " in said
+    assert "model.layers.0" in said
+
+
+@pytest.mark.parametrize("command", ["infer", "edit"])
+def test_a_port_in_use(run: Callable[..., Command], deployment: Settings, command: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        said = sentence(run(command, settings=deployment, port=port))
+    assert said == f"cannot listen on 127.0.0.1:{port}: Address already in use; choose GRACESTREAM_PORT"
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "complaint"),
+    [
+        ("batch", "many", "GRACESTREAM_BATCH: Input should be a valid integer"),
+        ("radius", "-1", "GRACESTREAM_RADIUS: Input should be greater than 0"),
+        ("policy", "best", "GRACESTREAM_POLICY: Input should be 'nearest' or 'paper'"),
+        ("prefix", "a b", "GRACESTREAM_PREFIX: String should match pattern"),
+    ],
+)
+def test_a_setting_that_is_wrong(run: Callable[..., Command], setting: str, value: str, complaint: str) -> None:
+    said = sentence(run("topics", **{setting: value}))
+    assert complaint in said
+    assert f"got {value!r}" in said
+
+
+def test_a_command_that_does_not_exist(run: Callable[..., Command]) -> None:
+    command = run("inferr")
+    assert status_of(command) == 2
+    assert "inferr" in command.said()

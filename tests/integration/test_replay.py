@@ -1,0 +1,188 @@
+"""Replay: any state of the history comes back from `deltas`, and a history that does not fold is a fault."""
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.codebook import Codebook, DeltaFault
+from pipeline.codebook_file import load, save
+from pipeline.replay import describe, replay_deltas
+from pipeline.settings import Settings
+from schemas.deltas import Cause, EntryChange
+from tests.integration.history import History, same
+from tests.integration.running import flag, records
+from tests.unit.engine.tiny import LAYER, MODEL, added, sealed
+
+MINUTE = 60_000
+START = 1_700_000_000_000
+
+
+@pytest.fixture
+def history(deployment: Settings) -> Iterator[History]:
+    """Two terms of edits, a minute apart each, with what each seq and each entry were."""
+    made = History(deployment)
+    steps: list[tuple[tuple[EntryChange, ...], dict[str, Any]]] = [
+        ((), {"op": "lead"}),
+        ((added("a", [1.0, 0.0], 0.1),), {"feedback": flag("a", "who?", "me")}),
+        ((added("b", [0.0, 1.0], 0.3),), {"feedback": flag("b", "what?", "this")}),
+        ((EntryChange(entry_id="a", radius=0.7),), {"op": "expand"}),
+        ((), {"op": "lead"}),
+        ((EntryChange(entry_id="b", removed=True),), {"op": "undo"}),
+        ((added("c", [0.5, 0.5], 1 / 3),), {"feedback": flag("c", "where?", "here")}),
+    ]
+    for seq, (entries, fields) in enumerate(steps, start=1):
+        assert made.step(*entries, timestamp_ms=START + seq * MINUTE, **fields) == seq
+    yield made
+    made.close()
+
+
+def folded(history: History, count: int) -> Codebook:
+    """The fold of the first records, by hand."""
+    codebook = Codebook(history.settings.codebook, MODEL, LAYER)
+    for record in records(history.settings, "deltas")[:count]:
+        codebook.apply(record.value)
+    return codebook
+
+
+def replayed(settings: Settings, seq: int | None = None, until: datetime | None = None) -> Codebook:
+    codebook = replay_deltas(settings, seq, until)
+    assert codebook is not None
+    return codebook
+
+
+class TestStates:
+    def test_all_of_the_log_gives_the_codebook_of_now(self, history: History) -> None:
+        assert same(replayed(history.settings), history.codebook)
+
+    def test_every_seq_gives_the_codebook_of_then(self, history: History) -> None:
+        for seq in (1, 2, 4, 5, 6, 7):
+            assert same(replayed(history.settings, seq), folded(history, seq))
+
+    def test_every_time_gives_the_codebook_of_then(self, history: History) -> None:
+        for seq in (1, 3, 5, 7):
+            at = datetime.fromtimestamp((START + seq * MINUTE) / 1000, UTC)
+            assert same(replayed(history.settings, until=at), folded(history, seq))
+            later = datetime.fromtimestamp((START + seq * MINUTE + MINUTE - 1) / 1000, UTC)
+            assert same(replayed(history.settings, until=later), folded(history, seq))
+
+    def test_there_is_nothing_before_the_first_delta(self, history: History) -> None:
+        assert replay_deltas(history.settings, 0) is None
+        assert replay_deltas(history.settings, until=datetime.fromtimestamp(START / 1000, UTC)) is None
+
+    def test_there_is_nothing_in_an_empty_log(self, deployment: Settings) -> None:
+        assert replay_deltas(deployment) is None
+        assert list(describe(deployment)) == []
+
+    def test_a_seq_that_is_not_there_yet_is_named(self, history: History) -> None:
+        with pytest.raises(DeltaFault, match="the log ends at delta 7; there is no 8 yet"):
+            replay_deltas(history.settings, 8)
+
+    def test_what_a_fenced_editor_left_behind_does_not_count(self, history: History) -> None:
+        stale = folded(history, 4)
+        for _ in range(5):
+            record = sealed(stale, added(f"stale-{stale.seq}", [9.0, 9.0], 1.0))
+            stale.apply(record)
+            history.write(record)
+        history.add("d", [2.0, 2.0])
+        assert same(replayed(history.settings), history.codebook)
+        assert [step.seq for step in describe(history.settings)] == list(range(1, 9))
+
+
+class TestFaults:
+    def test_a_record_that_is_no_delta(self, history: History) -> None:
+        history.write(b"\xc1")
+        history.add("d", [2.0, 2.0])
+        with pytest.raises(DeltaFault, match="not a valid delta"):
+            replay_deltas(history.settings)
+        with pytest.raises(DeltaFault, match="the record at offset 7 of deltas cannot be read"):
+            list(describe(history.settings))
+        assert same(replayed(history.settings, 7), folded(history, 7)), "what lies before it can be replayed"
+
+    def test_a_tombstone(self, history: History) -> None:
+        history._producer.send(history.settings.topic("deltas"), key=b"k", value=None, partition=0).get(30)
+        with pytest.raises(DeltaFault, match="the record has no value"):
+            replay_deltas(history.settings)
+
+    def test_a_gap(self, history: History) -> None:
+        history.codebook.apply(sealed(history.codebook, added("lost", [2.0, 2.0], 1.0)))
+        history.add("d", [2.0, 2.0])
+        with pytest.raises(DeltaFault, match="delta 9 of term 2 follows 7 of term 2: a gap"):
+            replay_deltas(history.settings)
+
+    def test_one_bit_that_is_another(self, history: History) -> None:
+        record = bytearray(sealed(history.codebook, added("d", [2.0, 2.0], 1.0)))
+        record[record.index(b"d", 40)] ^= 1
+        history.write(bytes(record))
+        with pytest.raises(DeltaFault):
+            replay_deltas(history.settings)
+
+    def test_a_delta_of_another_model(self, history: History) -> None:
+        history.write(sealed(history.codebook, added("d", [2.0, 2.0], 1.0), model="0" * 64))
+        with pytest.raises(DeltaFault, match="delta 8 is of model '000"):
+            replay_deltas(history.settings)
+
+
+class TestWords:
+    def test_each_step_is_told_with_the_correction_behind_it(self, history: History) -> None:
+        steps = list(describe(history.settings))
+        assert [step.op for step in steps] == ["lead", "add", "add", "expand", "lead", "undo", "add"]
+        assert [step.term for step in steps] == [1, 1, 1, 1, 2, 2, 2]
+        assert (steps[1].feedback_id, steps[1].inputs, steps[1].target) == ("a", "who?", "me")
+        assert [step.entries for step in steps[1:4]] == [
+            {"a": "new, radius 0.1"},
+            {"b": "new, radius 0.3"},
+            {"a": "radius 0.7"},
+        ]
+        assert steps[5].entries == {"b": "removed"}
+        assert steps[1].timestamp == (START + 2 * MINUTE) / 1000
+
+    def test_an_entry_that_comes_again_after_it_was_removed_is_new(self, history: History) -> None:
+        history.add("b", [0.0, 1.0], 0.9)
+        assert list(describe(history.settings))[-1].entries == {"b": "new, radius 0.9"}
+
+    def test_a_correction_that_cannot_be_read_any_more_leaves_the_step(self, history: History) -> None:
+        offset = history.write(b"not feedback", "feedback")
+        for feedback_id, at in (("d", offset), ("e", 999)):
+            cause = Cause(feedback_id=feedback_id, offset=at, entry_id=feedback_id)
+            history.step(added(feedback_id, [2.0, 2.0], 1.0), cause=cause)
+        history.step(added("f", [2.0, 3.0], 1.0), feedback=flag("f", ("one", "two"), "three"))
+        last = list(describe(history.settings))[-3:]
+        assert [step.feedback_id for step in last] == ["d", "e", "f"]
+        assert [step.inputs for step in last] == [None, None, "one | two"]
+
+
+class TestFiles:
+    def test_a_codebook_comes_back_bit_for_bit(self, history: History, tmp_path: Path) -> None:
+        for seq in range(1, 8):
+            codebook = replayed(history.settings, seq)
+            save(codebook, tmp_path / "codebook")
+            assert same(load(tmp_path / "codebook"), codebook)
+        assert [path.name for path in tmp_path.iterdir()] == ["codebook"]
+
+    def test_one_that_was_loaded_goes_on_with_the_rest_of_the_log(self, history: History, tmp_path: Path) -> None:
+        for seq in range(1, 7):
+            save(replayed(history.settings, seq), tmp_path / "codebook")
+            codebook = load(tmp_path / "codebook")
+            for record in records(history.settings, "deltas")[seq:]:
+                codebook.apply(record.value)
+            assert same(codebook, history.codebook)
+
+    def test_a_file_that_is_none_or_not_whole_is_a_fault(self, history: History, tmp_path: Path) -> None:
+        path = tmp_path / "codebook"
+        with pytest.raises(DeltaFault, match="is no codebook"):
+            load(path)
+        save(replayed(history.settings), path)
+        whole = path.read_bytes()
+        for broken in (b"", b"what is this", whole[:100], whole[:-1], whole[: len(whole) // 2], whole + b"more"):
+            path.write_bytes(broken)
+            with pytest.raises(DeltaFault):
+                load(path)
+        for place in range(len(whole) - 40, len(whole)):
+            flipped = bytearray(whole)
+            flipped[place] ^= 1
+            path.write_bytes(flipped)
+            with pytest.raises(DeltaFault):
+                load(path)

@@ -1,0 +1,96 @@
+"""The frame that the benchmarks share: rows, the file they are written to, and one sentence for what cannot be run."""
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import faiss
+import pytest
+import torch
+from rich.console import Console
+
+from tests.bench import __main__ as command
+from tests.bench import framework
+from tests.bench.framework import BENCHES, BenchError, Options, Row, bench, data_rows, machine, records, show, write
+
+ROWS = [
+    Row("zsre/paper/exact", 0.5, "share", 0.5),
+    Row("zsre/paper/entries", 7, "count"),
+    Row("zsre/nearest/exact", 1.0, "share", 0.5),
+]
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A benchmark `small` that yields `ROWS`, and the folder that stands for the repository's root."""
+
+    def run(options: Options) -> Iterator[Row]:
+        options.tell("measuring")
+        yield from ROWS
+
+    monkeypatch.setattr(command, "bench", lambda name: run if name == "small" else bench(name))
+    monkeypatch.setattr(command, "ROOT", tmp_path)
+    monkeypatch.setattr(command, "KEPT", tmp_path / "kept")
+    threads = torch.get_num_threads(), faiss.omp_get_max_threads()
+    yield tmp_path
+    torch.set_num_threads(threads[0])
+    faiss.omp_set_num_threads(threads[1])
+
+
+def test_a_record_says_what_was_measured_where_and_against_what() -> None:
+    here = machine("cpu")
+    first, second, _ = records(ROWS, here)
+    assert first == {"name": "zsre/paper/exact", "value": 0.5, "unit": "share", "baseline": 0.5, "machine": here}
+    assert second["baseline"] is None
+    assert {"cpu", "cores", "ram_gib", "device", "python", "torch", "transformers", "faiss"} <= set(here)
+
+
+def test_rows_are_written_as_json_named_for_benchmark_and_device(tmp_path: Path) -> None:
+    path = write("small", ROWS, {**machine("cpu"), "device": "NVIDIA H200"}, tmp_path / "new")
+    assert path == tmp_path / "new" / "small-nvidia-h200.json"
+    assert [record["value"] for record in json.loads(path.read_text())] == [0.5, 7, 1.0]
+
+
+def test_the_table_has_one_line_for_each_setting() -> None:
+    console = Console(width=120, record=True, file=io.StringIO())
+    show(ROWS, console)
+    lines = console.export_text().splitlines()
+    assert sum("paper" in line for line in lines) == 1
+    assert next(line for line in lines if "paper" in line).replace("│", " ").split() == ["paper", "0.500", "7"]
+    assert next(line for line in lines if "nearest" in line).replace("│", " ").split() == ["nearest", "1.000"]
+
+
+@pytest.mark.parametrize(("arguments", "folder"), [(["small"], "results"), (["small", "--commit"], "kept")])
+def test_only_committed_numbers_go_to_the_repository(small: Path, arguments: list[str], folder: str) -> None:
+    assert command.main(arguments) == 0
+    assert json.loads((small / folder / "small-cpu.json").read_text()) == records(ROWS, machine("cpu"))
+
+
+def test_an_unknown_name_gets_one_sentence_and_status_2(capfd: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["speed"]) == 2
+    said = capfd.readouterr().err
+    assert said == f"there is no benchmark named 'speed'; there is {', '.join(BENCHES)}\n"
+
+
+def test_quick_numbers_are_not_committed(small: Path) -> None:
+    assert command.main(["small", "--quick", "--commit"]) == 2
+    assert not (small / "kept").exists()
+
+
+def test_every_benchmark_that_is_named_can_be_run() -> None:
+    assert all(callable(bench(name)) for name in BENCHES)
+
+
+def test_data_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("GRACESTREAM_DATA", str(tmp_path))
+    with pytest.raises(
+        BenchError, match=r"^this benchmark needs nothing\.jsonl\.gz, which is not in .*GRACESTREAM_DATA"
+    ):
+        data_rows("nothing.jsonl.gz")
+
+
+def test_data_lies_beside_the_repository_unless_a_folder_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GRACESTREAM_DATA", raising=False)
+    with pytest.raises(BenchError, match=str(framework.ROOT.parent / "shared" / "data")):
+        data_rows("nothing.jsonl.gz")
