@@ -46,6 +46,12 @@ if [[ ${1:-} == --list ]]; then
   exit
 fi
 
+# Every worker looks at start whether all topics are there and kept as they must be.
+for principal in "$EDITOR_PRINCIPAL" "$REPLICA_PRINCIPAL"; do
+  allow "$principal" "Describe DescribeConfigs" \
+    requests predictions feedback edits deltas snapshots requests.dlq feedback.dlq
+done
+
 # The editor: the only writer of deltas, edits and snapshots. It reads requests for the traffic that radii avoid.
 allow "$EDITOR_PRINCIPAL" Write deltas edits snapshots feedback.dlq
 allow "$EDITOR_PRINCIPAL" Read feedback deltas edits snapshots requests

@@ -106,6 +106,21 @@ class Codebook:
         Raises:
             DeltaFault: the record cannot be applied; the codebook is as before.
         """
+        checked = self._check(record)
+        if checked is None:
+            return None
+        delta, arrays = checked
+        self._version += 1
+        applied = self._change(delta, arrays)
+        self.seq, self.term, self.digest = delta.seq, delta.term, delta.digest
+        self._version += 1
+        return applied
+
+    def check(self, record: bytes) -> None:
+        """Raises DeltaFault where `apply` would; changes nothing."""
+        self._check(record)
+
+    def _check(self, record: bytes) -> tuple[Delta, list[tuple[np.ndarray | None, np.ndarray | None]]] | None:
         try:
             delta = decode_delta(record)
         except InvalidMessage as error:
@@ -117,11 +132,7 @@ class Codebook:
         for side in zip(*arrays, strict=True):
             if len({array.shape for array in side if array is not None}) > 1:
                 raise DeltaFault(f"delta {delta.seq} has keys, or values, of different widths")
-        self._version += 1
-        applied = self._change(delta, arrays)
-        self.seq, self.term, self.digest = delta.seq, delta.term, delta.digest
-        self._version += 1
-        return applied
+        return delta, arrays
 
     def restore(
         self,

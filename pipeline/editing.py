@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from msgspec import UNSET, UnsetType
 
-from pipeline.codebook import Applied, Codebook, Label
+from pipeline.codebook import Applied, Codebook, DeltaFault, Label
 from pipeline.index import NO_SLOT, KeyIndex
 from pipeline.layers import Prefix
 from pipeline.maintenance import Decision, Neighbour, Policy, batch_noise, decide, without_expanding
@@ -24,7 +24,10 @@ from pipeline.tasks import InputError, Supervised
 from pipeline.traffic import Traffic, median_nearest_distance
 from pipeline.training import Recipe, Trained, train_value
 from schemas.deltas import Cause, Delta, EntryChange, Tensor, seal
-from schemas.messages import VERSION, Feedback, Inputs, Outcome, Status
+from schemas.messages import VERSION, Feedback, Inputs, Outcome, Status, one_line
+
+MAX_RECORD_BYTES = 60 * 2**20
+"""A larger delta would not fit the topic; only one that gives thousands of edits entries of their own gets there."""
 
 STATUS: dict[str, Status] = {"add": "added", "expand": "expanded", "split": "split", "replace": "replaced"}
 
@@ -132,7 +135,7 @@ class EditEngine:
         try:
             label, supervised = self.model.supervised(feedback.inputs, feedback.target)
         except InputError as error:
-            return _rejected(feedback, str(error), invalid=True)
+            return _rejected(feedback, one_line(error), invalid=True)
         verdict, session, prefix = self.model.examine(supervised, self.codebook, self.index)
         if verdict.right:
             return Edited(Outcome(v=VERSION, feedback_id=feedback.feedback_id, status="unchanged", loss=verdict.loss))
@@ -219,6 +222,12 @@ class EditEngine:
             traffic={str(partition): end for partition, end in sorted(self.traffic.positions.items())} or UNSET,
         )
         record = self._seal(decision.kind, term=self.codebook.term, entries=tuple(changes), cause=cause)
+        try:
+            self.codebook.check(record)  # what is committed can never be taken back
+        except DeltaFault as fault:
+            return _rejected(case.feedback, f"no reader would take its delta: {fault}")
+        if len(record) > MAX_RECORD_BYTES:
+            return _rejected(case.feedback, f"its delta would have {len(record)} bytes; {MAX_RECORD_BYTES} are allowed")
         outcome = Outcome(
             v=VERSION,
             feedback_id=feedback_id,

@@ -45,9 +45,7 @@ class EditorLog:
         self._consumer = consumer(settings, group_id=settings.topic("editor"), max_poll_records=64)
         self._consumer.assign([self._feedback])
         # Between two transactions the broker may still be closing the last; the default pause costs 100 ms an edit.
-        self._producer = producer(
-            settings, transactional_id=f"{settings.topic('editor')}-{settings.codebook}", retry_backoff_ms=5
-        )
+        self._producer = producer(settings, transactional_id=settings.topic("editor"), retry_backoff_ms=5)
         self._producer.init_transactions()
 
     def write_lead(self, delta: bytes) -> None:

@@ -73,9 +73,15 @@ class Follower:
             taken = []
             while self._waiting and self._waiting[0][0] <= seq:
                 taken.append(self._waiting.popleft()[1])
-            if not taken and not self._waiting and self._fault is not None:
+        if not taken:
+            self.raise_fault()
+        return taken
+
+    def raise_fault(self) -> None:
+        """Raises DeltaFault where reading met one and all before it has been taken."""
+        with self._news:
+            if self._fault is not None and not self._waiting:
                 raise self._fault
-            return taken
 
     def _follow(self) -> None:
         while not self._stop.is_set():
@@ -90,6 +96,7 @@ class Follower:
                 self._fail(DeltaFault(f"reading {DELTAS} failed at offset {self.offset}: {error!r}"))
 
     def _fail(self, fault: DeltaFault) -> None:
+        log.error("deltas_fault", reason=str(fault), offset=self.offset)
         with self._news:
             self._fault = fault
             self._news.notify_all()

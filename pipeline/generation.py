@@ -43,23 +43,26 @@ class Generation(Task):
         model.generation_config = copy.deepcopy(self._config)
 
     def admit(self, prompt: Sequence[int], parameters: Parameters) -> object:
-        """`max_new_tokens` may differ within a batch: greedy decoding is the same, only longer."""
+        """Requests that generate alike and as much: none waits for another's longer answer, none outgrows the model."""
         tokens = self._forced + self._budget(parameters) + (0 if self.model.config.is_encoder_decoder else len(prompt))
         if self.context is not None and tokens > self.context:
             raise InputError(f"prompt and answer may have {tokens} tokens; the model has room for {self.context}")
-        return (parameters.min_new_tokens, parameters.repetition_penalty, parameters.no_repeat_ngram_size)
+        return (
+            self._budget(parameters),
+            parameters.min_new_tokens,
+            parameters.repetition_penalty,
+            parameters.no_repeat_ngram_size,
+        )
 
     def run(self, batch: Batch, parameters: Sequence[Parameters]) -> list[Answer]:
         """Generated text without the prompt, special tokens, and white space around it."""
-        budgets = [self._budget(given) for given in parameters]
         config = copy.copy(self._config)
-        config.max_new_tokens = max(budgets) + self._forced
+        config.max_new_tokens = self._budget(parameters[0]) + self._forced
         for name in ("min_new_tokens", "repetition_penalty", "no_repeat_ngram_size"):
             if (value := getattr(parameters[0], name)) is not UNSET:
                 setattr(config, name, value)
         generated_BT = self.model.generate(**batch.kwargs, generation_config=config)
-        rows = generated_BT[:, self._skipped(batch) :].tolist()
-        return [self._answer(row[:budget]) for row, budget in zip(rows, budgets, strict=True)]
+        return [self._answer(row) for row in generated_BT[:, self._skipped(batch) :].tolist()]
 
     def label(self, inputs: Inputs, target: str) -> Label:
         """The target's token ids, as they follow the prompt, and the end token."""

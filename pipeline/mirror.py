@@ -28,6 +28,10 @@ CATCH_UP_SECONDS = 5.0
 """How long a batch waits for deltas that are live but have not been read yet."""
 
 
+UNREAD_SECONDS = 0.5
+"""How long a batch waits for a `min_seq` that is not in the log as far as it was read: it may be on its way."""
+
+
 class Mirror:
     """Codebook and index of one replica."""
 
@@ -42,10 +46,11 @@ class Mirror:
     def read_head(self, min_seq: int = 0) -> Head | Literal["lost"] | None:
         """What Redis says, in one round trip; "lost" when it does not answer. Safe in any thread.
 
-        With a `min_seq` beyond the head it asks again, for at most `min_seq_wait` seconds, as long as that delta is in
-        the log and so about to become live.
+        With a `min_seq` beyond the head it asks again: for at most `min_seq_wait` seconds once that delta has been read
+        from the log and so is about to become live, and for a moment where it may not have been read yet.
         """
-        deadline = time.monotonic() + self._settings.min_seq_wait
+        started = time.monotonic()
+        deadline = started + self._settings.min_seq_wait
         while True:
             try:
                 head = self._store.head(self.codebook.seq)
@@ -54,7 +59,9 @@ class Mirror:
                     log.warning("redis_lost", error=str(error), seq=self.codebook.seq)
                 return "lost"
             reached = head is not None and head.seq >= min_seq
-            if reached or not min_seq or min_seq > self._follower.latest_seq or time.monotonic() > deadline:
+            now = time.monotonic()
+            unread = min_seq > self._follower.latest_seq and now > started + UNREAD_SECONDS
+            if reached or not min_seq or unread or now > deadline:
                 return head
             time.sleep(0.01)
 
@@ -86,6 +93,8 @@ class Mirror:
         goal = self._goal(head)
         if goal > self.codebook.seq:
             self._apply_until(goal)
+        elif not isinstance(head, Head):
+            self._follower.raise_fault()
         if isinstance(head, Head):
             metrics.HEAD_SEQ.set(head.seq)
             self._compare(head)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from redis import Redis
+from redis.exceptions import DataError
 
 from pipeline.codebook import Applied, Codebook
 from pipeline.errors import UserError
@@ -32,7 +33,7 @@ return 1
 _READ = """
 local head = redis.call('HMGET', KEYS[1], 'term', 'seq', 'digest')
 if not head[1] then return {} end
-local changed = redis.call('ZRANGEBYSCORE', KEYS[3], '(' .. ARGV[1], '+inf', 'LIMIT', 0, ARGV[2])
+local changed = redis.call('ZRANGEBYSCORE', KEYS[3], '(' .. ARGV[1], head[2], 'LIMIT', 0, ARGV[2])
 local answer = {head[1], head[2], head[3]}
 for _, entry in ipairs(changed) do
     answer[#answer + 1] = entry
@@ -56,7 +57,7 @@ class Head:
 
 
 class StaleError(UserError):
-    """Redis knows a newer head than the one that was to be written: another editor leads."""
+    """Redis knows a newer head than the one that was to be written: another editor leads, or the log was lost."""
 
 
 class RadiusStore:
@@ -71,14 +72,19 @@ class RadiusStore:
 
     def head(self, since: int) -> Head | None:
         """The head, and up to 2,000 radii that changed after delta `since`; None when nothing was ever live."""
-        found = [part.decode() for part in self._read(keys=self._keys, args=[since, BATCH])]
-        if not found:
+        answer = self._read(keys=self._keys, args=[since, BATCH])
+        if not answer:
             return None
-        term, seq, digest, *pairs = found
-        changed = {
-            entry: float(radius) if radius else None for entry, radius in zip(pairs[::2], pairs[1::2], strict=True)
-        }
-        return Head(int(term), int(seq), digest, changed)
+        try:
+            term, seq, digest, *pairs = [part.decode() for part in answer]
+            changed = {
+                entry: float(radius) if radius else None for entry, radius in zip(pairs[::2], pairs[1::2], strict=True)
+            }
+            return Head(int(term), int(seq), digest, changed)
+        except (ValueError, AttributeError) as error:
+            raise DataError(
+                f"{self._keys[0]} or {self._keys[1]} holds what gracestream never wrote: {error}"
+            ) from error
 
     def radii(self) -> dict[str, float]:
         """Every radius."""

@@ -3,6 +3,7 @@
 import heapq
 from collections.abc import Sequence
 
+import structlog
 from kafka import TopicPartition
 
 from pipeline.clients import consumer
@@ -11,6 +12,8 @@ from pipeline.settings import Settings
 from pipeline.tasks import InputError
 from pipeline.topics import REQUESTS
 from schemas.messages import InvalidMessage, Request, decode
+
+log = structlog.get_logger()
 
 TAIL = 2000
 """Records of each partition that a starting editor reads again, to fill its reservoir."""
@@ -69,7 +72,17 @@ class RequestTail:
         return wanted
 
     def _hold(self, ranked: Sequence[Ranked]) -> None:
-        if ranked:
+        """Compute queries and hold them; a prompt on which the model fails is left out, its neighbours are not."""
+        if not ranked:
+            return
+        try:
             queries_BD = self._engine.model.queries([prompt for _, prompt in ranked]).cpu().numpy()
-            for (rank, _), query_D in zip(ranked, queries_BD, strict=True):
-                self._engine.observe(rank, query_D)
+        except Exception as error:  # noqa: BLE001  (a request that breaks the model must not stop the editor)
+            if len(ranked) == 1:
+                log.warning("request_left_out", tokens=len(ranked[0][1]), error=repr(error))
+                return
+            for one in ranked:
+                self._hold([one])
+            return
+        for (rank, _), query_D in zip(ranked, queries_BD, strict=True):
+            self._engine.observe(rank, query_D)

@@ -19,7 +19,17 @@ from pipeline.model import EditableModel, Served
 from pipeline.settings import Settings
 from pipeline.tasks import InputError
 from pipeline.topics import PREDICTIONS, REQUESTS_DLQ, rejected_headers, rejected_key
-from schemas.messages import VERSION, AppliedEdit, InvalidMessage, Prediction, Request, decode, encode, peek_id
+from schemas.messages import (
+    VERSION,
+    AppliedEdit,
+    InvalidMessage,
+    Prediction,
+    Request,
+    decode,
+    encode,
+    one_line,
+    peek_id,
+)
 
 log = structlog.get_logger()
 
@@ -91,7 +101,7 @@ class Server:
                     Question(record, request, prompt, self._model.task.admit(prompt, request.parameters))
                 )
             except (InvalidMessage, InputError) as error:
-                work.replies.extend(self._rejected(record, str(error)))
+                work.replies.extend(self._rejected(record, one_line(error)))
         return work
 
     def answer(self, work: Work) -> list[Reply]:
@@ -121,7 +131,7 @@ class Server:
         except Exception as error:  # noqa: BLE001  (whatever one request does to the model, the others are answered)
             if len(questions) == 1:
                 log.warning("request_failed", request_id=questions[0].request.request_id, error=repr(error))
-                return [self._failed(questions[0], f"the model failed: {type(error).__name__}: {error}")]
+                return [self._failed(questions[0], f"the model failed: {type(error).__name__}: {one_line(error)}")]
             return [reply for question in questions for reply in self._run([question])]
         return [self._answered(question, answer) for question, answer in zip(questions, served, strict=True)]
 

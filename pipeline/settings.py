@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, FiniteFloat, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from pipeline.errors import UserError
@@ -18,11 +18,11 @@ class Settings(BaseSettings):
     redis: str = Field("redis://localhost:6379/0", description="URL of Redis or Valkey.")
     prefix: str = Field("", pattern=r"^[A-Za-z0-9._-]*$", description="Put before every topic, group and Redis key.")
     codebook: str = Field("default", min_length=1, description="Name of the codebook, written into every delta.")
-    startup_timeout: float = Field(60.0, gt=0, description="Seconds to wait for Kafka and Redis at start.")
+    startup_timeout: FiniteFloat = Field(60.0, gt=0, description="Seconds to wait for Kafka and Redis at start.")
 
     model: str = Field("smollm2", description="A local folder, a hub id, or a name that `gracestream up` knows.")
     layer: str = Field(
-        "model.layers.25.mlp.gate_proj", description="The module to wrap, as `gracestream layers` lists."
+        "model.layers.23.self_attn.o_proj", description="The module to wrap, as `gracestream layers` lists."
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the model runs.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="The model's weights.")
@@ -35,7 +35,7 @@ class Settings(BaseSettings):
     )
 
     policy: Literal["nearest", "paper"] = Field("nearest", description="Codebook maintenance; paper: Algorithm 1.")
-    radius: float = Field(1.0, gt=0, description="Radius of a new entry, in units of `radius_unit`.")
+    radius: FiniteFloat = Field(1.0, gt=0, description="Radius of a new entry, in units of `radius_unit`.")
     radius_unit: Literal["median", "absolute"] = Field(
         "median", description="median: the median nearest-neighbour distance of recent traffic; absolute: as it is."
     )
@@ -47,8 +47,8 @@ class Settings(BaseSettings):
     seed: int = Field(0, description="Seed of everything random in the editor.")
 
     max_steps: int = Field(100, ge=1, description="Optimisation steps after which an edit is given up.")
-    learning_rate: float = Field(1.0, gt=0, description="Adam's learning rate for values.")
-    margin: float = Field(1.0, ge=0, description="Logit margin at which a value counts as trained.")
+    learning_rate: FiniteFloat = Field(2.0, gt=0, description="Adam's learning rate for values.")
+    margin: FiniteFloat = Field(3.0, ge=0, description="Logit margin at which a value counts as trained.")
     init: Literal["layer", "label", "random"] = Field(
         "layer", description="A value starts as the layer's own output, as that of an entry of its label, or at random."
     )
@@ -59,10 +59,14 @@ class Settings(BaseSettings):
     max_record_bytes: int = Field(262_144, ge=1024, description="A larger request or feedback record is refused.")
 
     batch: int = Field(16, ge=1, description="Requests of one micro-batch at most.")
-    batch_wait: float = Field(0.02, ge=0, description="Seconds that a micro-batch waits for more requests.")
-    min_seq_wait: float = Field(5.0, ge=0, description="Seconds that a batch waits for a request's `min_seq`.")
-    redis_grace: float = Field(5.0, ge=0, description="Seconds without Redis after which a replica follows the log.")
-    session_timeout: float = Field(10.0, gt=0, description="Seconds after which Kafka takes a silent replica's work.")
+    batch_wait: FiniteFloat = Field(0.02, ge=0, description="Seconds that a micro-batch waits for more requests.")
+    min_seq_wait: FiniteFloat = Field(5.0, ge=0, description="Seconds that a batch waits for a request's `min_seq`.")
+    redis_grace: FiniteFloat = Field(
+        5.0, ge=0, description="Seconds without Redis after which a replica follows the log."
+    )
+    session_timeout: FiniteFloat = Field(
+        10.0, gt=0, description="Seconds after which Kafka takes a silent replica's work."
+    )
 
     replica: str = Field("", description="Name of this replica in predictions; empty: host name and process id.")
     host: str = Field("127.0.0.1", description="Address that `/live`, `/ready`, `/metrics` and `/state` listen on.")

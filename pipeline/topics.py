@@ -9,8 +9,9 @@ from pipeline.clients import MAX_DELTA_BYTES, admin
 from pipeline.errors import UserError
 from pipeline.settings import Settings
 
-FOREVER = {"cleanup.policy": "delete", "retention.ms": "-1", "retention.bytes": "-1"}
-BY_AGE = {"cleanup.policy": "delete", "retention.ms": str(7 * 24 * 3600 * 1000)}
+KAFKAS_CLOCK = {"message.timestamp.type": "LogAppendTime"}
+FOREVER = {**KAFKAS_CLOCK, "cleanup.policy": "delete", "retention.ms": "-1", "retention.bytes": "-1"}
+BY_AGE = {**KAFKAS_CLOCK, "cleanup.policy": "delete", "retention.ms": str(7 * 24 * 3600 * 1000)}
 REJECTED = {**BY_AGE, "max.message.bytes": str(MAX_DELTA_BYTES)}
 """A record as large as its own topic takes goes here with headers on top."""
 

@@ -16,8 +16,8 @@ class Recipe:
     """How values are trained: they stop at `margin` (logits), or after `max_steps` steps at most."""
 
     max_steps: int = 100
-    learning_rate: float = 1.0
-    margin: float = 1.0
+    learning_rate: float = 2.0
+    margin: float = 3.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ def request_plane(
         topic_allow_declare=False,
         autodiscover=False,
         store="memory://",
+        stream_buffer_maxsize=4 * settings.batch,
         datadir=str(Path(tempfile.gettempdir()) / "gracestream-faust"),  # faust makes it, and leaves it empty
         broker_session_timeout=settings.session_timeout,
         broker_heartbeat_interval=settings.session_timeout / 4,

@@ -19,6 +19,7 @@ from typing import Any
 import faiss
 import torch
 import transformers
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -114,10 +115,10 @@ def show(rows: Sequence[Row], console: Console) -> None:
     for group in dict.fromkeys(row.name.partition("/")[0] for row in rows):
         of_group = [row for row in rows if row.name.partition("/")[0] == group]
         metrics = list(dict.fromkeys(row.metric for row in of_group))
-        table = Table(title=group, title_justify="left")
+        table = Table(title=group, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
         table.add_column("setting", overflow="fold")
         for metric in metrics:
-            table.add_column(metric, justify="right", overflow="fold")
+            table.add_column(metric, justify="right", no_wrap=True)
         for setting in dict.fromkeys(row.setting for row in of_group):
             values = {row.metric: shown(row) for row in of_group if row.setting == setting}
             table.add_row(setting.partition("/")[2] or setting, *(values.get(metric, "") for metric in metrics))

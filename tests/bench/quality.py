@@ -169,7 +169,7 @@ def run(options: Options) -> Iterator[Row]:
     zsre = zsre_data(QUICK if options.quick else EDITS)
     few = replace(zsre, facts=zsre.facts[:QUICK])
     plan = plan_of(settings)
-    margins = [margin for margin in (1.0, 3.0, 5.0) if margin != plan.recipe.margin]
+    margins = [margin for margin in (1.0, 2.0) if margin != plan.recipe.margin]
     paper: dict[str, float] = {}
     with asked_at(settings) as asked:
         for name, chosen in variants(plan).items():
@@ -179,7 +179,7 @@ def run(options: Options) -> Iterator[Row]:
                 yield replace(row, baseline=paper[row.metric])
         options.tell("demo")
         yield from demo_rows("demo/facts", asked, plan)
-        yield from zsre_rows(f"zsre-{QUICK}/{settings.layer}", asked, plan, few)
+        yield from zsre_rows(f"zsre-{QUICK}/{short(settings.layer)}", asked, plan, few)
         for margin in margins:
             options.tell(f"zsRE: margin {margin:g}")
             other = replace(plan, recipe=replace(plan.recipe, margin=margin))
@@ -188,7 +188,7 @@ def run(options: Options) -> Iterator[Row]:
         if layer != settings.layer:
             options.tell(f"zsRE: {layer}")
             with asked_at(settings.model_copy(update={"layer": layer})) as asked:
-                yield from zsre_rows(f"zsre-{QUICK}/{layer}", asked, plan, few)
+                yield from zsre_rows(f"zsre-{QUICK}/{short(layer)}", asked, plan, few)
 
 
 def variants(plan: Plan) -> dict[str, Plan]:
@@ -337,6 +337,11 @@ def serving(engine: EditEngine, queries_BD: np.ndarray) -> list[int]:
     return [
         slot if slot != NO_SLOT and distance < engine.codebook.radii_N[slot] else NO_SLOT for slot, distance in found
     ]
+
+
+def short(layer: str) -> str:
+    """A layer's path without what all blocks share."""
+    return layer.removeprefix("model.layers.")
 
 
 def share(successes: Sequence[bool] | Iterator[bool]) -> float:

@@ -26,12 +26,6 @@ from tests.unit.engine.tiny import LAYER, MODEL, added, sealed
 
 
 @pytest.fixture
-def quick(deploy: Callable[..., Settings], prefix: str) -> Settings:
-    """A deployment that follows the log soon after Redis is lost, and does not wait long for a delta."""
-    return deploy("llama", prefix, redis_grace=0.6, min_seq_wait=1.0)
-
-
-@pytest.fixture
 def history(quick: Settings) -> Iterator[History]:
     made = History(quick)
     yield made

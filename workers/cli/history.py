@@ -7,6 +7,7 @@ from typing import Annotated
 import msgspec
 import typer
 from rich.table import Column, Table
+from rich.text import Text
 
 from pipeline.codebook_file import save
 from pipeline.replay import Step, describe, replay_deltas
@@ -46,7 +47,7 @@ def replay(
         return
     table = Table("field", Column("value", overflow="fold"))
     for field, value in told.items():
-        table.add_row(field, str(value))
+        table.add_row(field, Text(str(value)))
     screen.print(table)
 
 
@@ -72,7 +73,7 @@ def inspect(
     fold = [Column(name, overflow="fold") for name in ("inputs", "target", "entries")]
     table = Table("seq", "term", "time", "op", *fold)
     for step in steps:
-        table.add_row(*_row(step))
+        table.add_row(*(Text(cell) for cell in _row(step)))  # as it is: no markup
     screen.print(table)
 
 
