@@ -78,12 +78,15 @@ class EditableModel:
             LayerError: the model has no such layer.
             ModelError: it is none of the three kinds.
         """
-        self.fingerprint = fingerprint or fingerprint_of(model, tokenizer)
+        checkpoint = fingerprint or fingerprint_of(model, tokenizer)
         self.module = model.eval().requires_grad_(False)
         self.layer = normal_path(layer)
         decoder_layer = model.config.is_encoder_decoder and in_decoder(layer)
         self.task: Task = _task_class(model)(model, tokenizer, limits or Limits(), decoder_layer)
         self.adaptor = Adaptor(find_layer(model, layer), query or self.task.query, replace or self.task.replace)
+        # Where another token is queried, keys are other ones: replicas set up in another way must not share a codebook.
+        served = f"{checkpoint} query={self.adaptor.query} replace={self.adaptor.replace}"
+        self.fingerprint = hashlib.sha256(served.encode()).hexdigest()
         self.dtype = str(model.dtype).removeprefix("torch.")
         self.device: torch.device = model.device
 

@@ -1,0 +1,50 @@
+"""What must not get into the log, which nobody can take back, and what must not reach the model."""
+
+import math
+
+import pytest
+
+from pipeline import editing
+from pipeline.editing import EditEngine, Plan, correction
+from pipeline.probe import TEXTS
+from pipeline.tasks import InputError
+from tests.unit.engine.tiny import editable
+
+
+def test_a_delta_that_no_reader_would_take_is_rejected_and_not_published() -> None:
+    engine = EditEngine(editable("bert"), "default", Plan(radius=math.inf, radius_unit="absolute"))
+    engine.apply(engine.lead({}))
+    before = engine.codebook.digest
+    for number, target in enumerate(["wrong", "right"]):
+        edited = engine.edit(correction(f"f{number}", TEXTS[0], target), number)
+        assert edited.outcome is not None
+        if edited.outcome.status == "unchanged":
+            continue
+        assert edited.record is None
+        assert edited.outcome.status == "rejected"
+        assert "no reader would take its delta" in str(edited.outcome.reason)
+    assert engine.codebook.digest == before
+
+
+def test_a_delta_too_large_for_the_topic_is_rejected_and_not_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(editing, "MAX_RECORD_BYTES", 100)
+    engine = EditEngine(editable("bert"), "default")
+    engine.apply(engine.lead({}))
+    outcomes = [engine.edit(correction(f"f{n}", TEXTS[0], target), n) for n, target in enumerate(["wrong", "right"])]
+    assert all(edited.record is None for edited in outcomes)
+    assert any("bytes; 100 are allowed" in str(edited.outcome and edited.outcome.reason) for edited in outcomes)
+
+
+def test_a_token_that_the_model_has_no_row_for_is_refused_before_it_gets_there() -> None:
+    model = editable("llama")
+    model.task.tokenizer.add_tokens(["unheard"])
+    with pytest.raises(InputError, match="is unknown to the model"):
+        model.task.tokenize("unheard")
+
+
+def test_replicas_that_query_or_replace_other_tokens_do_not_share_a_codebook() -> None:
+    fingerprints = {
+        editable("bert", **adaptor).fingerprint
+        for adaptor in ({}, {"query": "mean"}, {"replace": "last"}, {"query": "mean", "replace": "last"})
+    }
+    assert len(fingerprints) == 4
