@@ -44,7 +44,7 @@ def deployment(deploy: Callable[..., Settings], prefix: str) -> Settings:
 @pytest.fixture
 def quick(deploy: Callable[..., Settings], prefix: str) -> Settings:
     """A deployment that follows the log soon after Redis is lost, and does not wait long for a delta."""
-    return deploy("llama", prefix, redis_grace=0.6, min_seq_wait=1.0)
+    return deploy("llama", prefix, redis_grace=0.6, min_seq_wait=2.0)
 
 
 @pytest.fixture

@@ -29,9 +29,9 @@ class History:
         self._producer.close(timeout=5)
         self.redis.close()
 
-    def write(self, value: bytes | None, topic: str = "deltas", timestamp_ms: int | None = None) -> int:
+    def write(self, value: bytes | None, topic: str = "deltas") -> int:
         """One record as it is; its offset."""
-        sent = self._producer.send(self.settings.topic(topic), value=value, partition=0, timestamp_ms=timestamp_ms)
+        sent = self._producer.send(self.settings.topic(topic), value=value, partition=0)
         offset: int = sent.get(timeout=30).offset
         return offset
 
@@ -51,7 +51,7 @@ class History:
             offset = self.write(encode(feedback), "feedback")
             fields["cause"] = Cause(feedback_id=feedback.feedback_id, offset=offset, entry_id=entries[0].entry_id)
         record = sealed(self.codebook, *entries, **fields)
-        self.write(record, timestamp_ms=timestamp_ms)
+        self.write(record)
         self._applied = self.codebook.apply(record)
         return self.codebook.seq
 

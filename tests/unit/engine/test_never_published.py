@@ -44,7 +44,9 @@ def test_a_token_that_the_model_has_no_row_for_is_refused_before_it_gets_there()
 
 def test_replicas_that_query_or_replace_other_tokens_do_not_share_a_codebook() -> None:
     fingerprints = {
-        editable("bert", **adaptor).fingerprint
-        for adaptor in ({}, {"query": "mean"}, {"replace": "last"}, {"query": "mean", "replace": "last"})
+        editable("bert").fingerprint,
+        editable("bert", query="mean").fingerprint,
+        editable("bert", replace="last").fingerprint,
+        editable("bert", query="mean", replace="last").fingerprint,
     }
     assert len(fingerprints) == 4
