@@ -9,10 +9,12 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import msgspec
 import numpy as np
 import torch
 from msgspec import UNSET, UnsetType
 
+from pipeline.adaptor import Hit
 from pipeline.codebook import Applied, Codebook, DeltaFault, Label
 from pipeline.index import NO_SLOT, KeyIndex
 from pipeline.layers import Prefix
@@ -138,7 +140,8 @@ class EditEngine:
             return _rejected(feedback, one_line(error), invalid=True)
         verdict, session, prefix = self.model.examine(supervised, self.codebook, self.index)
         if verdict.right:
-            return Edited(Outcome(v=VERSION, feedback_id=feedback.feedback_id, status="unchanged", loss=verdict.loss))
+            outcome = Outcome(v=VERSION, feedback_id=feedback.feedback_id, status="unchanged", loss=verdict.loss)
+            return self._remembered(outcome, offset, label, session.hits[0], session.queries_BD[0].cpu().numpy())
         if (earlier := self.memory.offsets.get(feedback.feedback_id)) is not None:
             return _rejected(feedback, f"its id was used at offset {earlier}; a new correction needs a new id")
         query_D = session.queries_BD[0].cpu().numpy()
@@ -158,6 +161,22 @@ class EditEngine:
             clearance=self.traffic.clearance(query_D, noise),
         )
         return self._decide(case)
+
+    def _remembered(self, outcome: Outcome, offset: int, label: Label, hit: Hit | None, query_D: np.ndarray) -> Edited:
+        """A correction that an entry fulfils already: a delta, usually without a change, puts it under the guard.
+
+        Else a later edit could take its query over, and what a reviewer was told to be right would turn wrong.
+        """
+        known = outcome.feedback_id in self.memory.offsets or outcome.feedback_id in self.codebook
+        if hit is None or known or not self.plan.guard or self.codebook.labels[hit.slot] != label:
+            return Edited(outcome)
+        if self.memory.same_input(query_D, self._noise(query_D)):
+            return Edited(outcome)
+        cause = Cause(feedback_id=outcome.feedback_id, offset=offset, entry_id=hit.entry_id, query=Tensor.of(query_D))
+        reach = _float32(hit.distance + 2 * self._noise(query_D))
+        changes = (EntryChange(entry_id=hit.entry_id, radius=reach),) if reach > hit.radius else ()
+        record = self._seal("expand", term=self.codebook.term, entries=changes, cause=cause)
+        return Edited(msgspec.structs.replace(outcome, entry_id=hit.entry_id, seq=self.codebook.seq + 1), record)
 
     def _decide(self, case: Case) -> Edited:
         nearest = self.index.nearest(torch.from_numpy(case.query_D)[None])

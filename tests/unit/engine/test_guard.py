@@ -231,3 +231,14 @@ def test_a_real_classifier_keeps_every_edit_of_a_long_random_stream(policy: Lite
     served = made.model.answer(prompts, [], made.codebook, made.index)
     assert [row.answer.outputs.label for row in served] == list(said.values())
     assert all(row.hit is not None for row in served)
+
+
+def test_a_correction_that_an_entry_fulfils_already_is_under_the_guard_too() -> None:
+    """A later edit between the two would otherwise take over the query that a reviewer was told to be right."""
+    ours = start(radius=2.0)
+    assert [ours.correct(place, label) for place, label in (((0, 0), 1), ((1.5, 0), 1))] == ["added", "unchanged"]
+    assert len(ours.engine.codebook) == 1
+    ours.correct((1.9, 0), 2)
+    assert answer(ours.engine, 1.5, 0) == 1
+    assert not list(ours.lost())
+    assert len(ours.engine.codebook) == 3
