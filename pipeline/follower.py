@@ -105,18 +105,18 @@ class Follower:
 
     def _read(self) -> None:
         partition = TopicPartition(self._settings.topic(DELTAS), 0)
-        with_history = consumer(self._settings, fetch_max_wait_ms=100)
+        reader = consumer(self._settings, fetch_max_wait_ms=100)
         try:
-            with_history.assign([partition])
-            with_history.seek(partition, self.offset)
-            end = with_history.end_offsets([partition])[partition]
+            reader.assign([partition])
+            reader.seek(partition, self.offset)
+            end = reader.end_offsets([partition])[partition]
             while not self._stop.is_set():
-                if not self._at_end.is_set() and with_history.position(partition) >= end:
+                if not self._at_end.is_set() and reader.position(partition) >= end:
                     self._at_end.set()
-                for records in with_history.poll(timeout_ms=200).values():
+                for records in reader.poll(timeout_ms=200).values():
                     self._keep([(record.offset, record.value) for record in records])
         finally:
-            with_history.close()
+            reader.close()
 
     def _keep(self, records: list[tuple[int, bytes]]) -> None:
         with self._news:

@@ -85,7 +85,7 @@ class Work:
 
 
 class Server:
-    """Answers with one model and one mirror of the codebook; in one thread, but for `read`'s caller."""
+    """Answers with one model and one mirror of the codebook; in the thread that runs the model."""
 
     def __init__(self, model: EditableModel, mirror: Mirror, settings: Settings, replica: str) -> None:
         self._model, self._mirror, self._settings, self._replica = model, mirror, settings, replica

@@ -192,13 +192,13 @@ class Child:
         self.stop()
 
 
-def worker(name: str, module: str, *, log: Path, settings: Mapping[str, object]) -> Child:
-    """A worker process: `python -m module` with `settings` as `GRACESTREAM_*` variables.
+def worker(name: str, module: str, *arguments: str, log: Path, settings: Mapping[str, object]) -> Child:
+    """A worker process: `python -m module arguments` with `settings` as `GRACESTREAM_*` variables.
 
     Give it a `port` (from `free_port`), so that `answers_ok(port, "/ready")` can tell when it is ready.
     """
     env = {f"GRACESTREAM_{key.upper()}": str(value) for key, value in settings.items()}
-    return Child(name, [sys.executable, "-m", module], log=log, env=env)
+    return Child(name, [sys.executable, "-m", module, *arguments], log=log, env=env)
 
 
 def answers_ok(port: int, path: str, timeout: float = 2.0) -> bool:

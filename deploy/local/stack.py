@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,6 +11,7 @@ from typing import Any
 
 from deploy.local.backends import kafka_backend, redis_backend
 from deploy.local.processes import Child, StackError, answers_ok, free_port
+from deploy.local.processes import worker as worker_process
 from deploy.local.server import silent
 from deploy.models import KNOWN, resolve
 from pipeline.settings import Settings, load_settings
@@ -110,7 +110,9 @@ def running_stack(
             port = free_port()
             own = {"port": port, "replica": name, "threads": threads}
             given = {field: getattr(settings, field) for field in settings.model_fields_set} | own
-            worker = Worker(_child(name, command, data / "logs" / f"{name}.log", given), port)
+            worker = Worker(
+                worker_process(name, "workers.cli", command, log=data / "logs" / f"{name}.log", settings=given), port
+            )
             stack.callback(worker.child.stop)
             worker.start()
             workers.append(worker)
@@ -118,11 +120,6 @@ def running_stack(
             report(f"starting the {worker.child.name}")
             worker.wait_ready()
         yield Stack(settings, kafka.origin, redis.origin, workers[0], tuple(workers[1:]))
-
-
-def _child(name: str, command: str, log: Path, settings: dict[str, Any]) -> Child:
-    env = {f"GRACESTREAM_{field.upper()}": str(value) for field, value in settings.items()}
-    return Child(name, [sys.executable, "-m", "workers.cli", command], log=log, env=env)
 
 
 __all__ = ["Stack", "StackError", "Worker", "running_stack"]
