@@ -26,7 +26,7 @@ Count = Annotated[int, Meta(ge=1, le=2**53 - 1)]
 """What Redis' scripts and readers of JSON, whose numbers are float64, still count exactly."""
 
 Radius = Annotated[float, Meta(ge=0, le=float(np.finfo(np.float32).max))]
-"""A radius is finite in float32; not a number is refused too, since it is not at least 0."""
+"""A radius, or a distance, is finite in float32; not a number is refused too, since it is not at least 0."""
 
 TokenId = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 """An int64, as tensors of labels hold it."""
@@ -71,27 +71,62 @@ class EntryChange(Struct, frozen=True, kw_only=True, omit_defaults=True):
     removed: bool = False
 
 
+class Seen(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a decision saw beside its own input, so that it can be made again without the requests of that time.
+
+    `radius` is the initial radius (epsilon_init, absolute), `clearance` the distance to the nearest unflagged request
+    from the query (under the feedback's id) and from each key that was asked about (under its entry's id), `nearest`
+    the entry that was nearest to the query, at `distance`; it is not there when the codebook was empty. A clearance of
+    none means that there was no such request. `start` is the entry whose value the training of a new one started from,
+    where it started from one.
+    """
+
+    radius: Radius
+    clearance: dict[str, Radius | None] = {}
+    nearest: str | UnsetType = UNSET
+    start: str | UnsetType = UNSET
+    distance: Radius | UnsetType = UNSET
+
+
 class Cause(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The feedback record behind a delta, and what else the decision saw.
 
-    `entry_id` serves the feedback's query from now on. `query` stands where that entry's key is another one (an
-    expand or a replace), so that a starting editor can remember the query of every edit. `supersedes` names earlier
-    edits of the same input that said something else; they are no longer kept. `traffic` is how far into each partition
-    of `requests` the reservoir had read.
+    `entry_id` serves the feedback's query from now on; without it the bare model does, which was right already. `query`
+    stands where that entry's key is another one, so that a starting editor can remember the query of every edit.
+    `supersedes` names earlier edits of the same input that said something else; they are no longer kept. `traffic` is
+    how far into each partition of `requests` the reservoir had read. `undoes` names the feedback that an undo takes
+    back.
     """
 
     feedback_id: str
     offset: int
+    author: str | UnsetType = UNSET
     entry_id: str | UnsetType = UNSET
     query: Tensor | UnsetType = UNSET
     supersedes: tuple[str, ...] = ()
+    seen: Seen | UnsetType = UNSET
     traffic: dict[str, int] | UnsetType = UNSET
+    undoes: tuple[str, ...] = ()
+
+
+class EditChange(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How an undo changed what serves another edit: an entry, or the bare model where `entry_id` is not there.
+
+    `query` stands where the edit was not in force before; `removed` says that it no longer is.
+    """
+
+    feedback_id: str
+    entry_id: str | UnsetType = UNSET
+    query: Tensor | UnsetType = UNSET
+    removed: bool = False
 
 
 class Delta(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One step of a codebook's history. `seq` rises by one from 1, across terms.
 
     `environment` stands in `lead` deltas: the versions, device and policy under which the values of the term are made.
+    `edits` and `decided` stand in `undo` deltas: the edits that something else serves now, and what the decisions saw
+    that were made anew, by feedback id.
     """
 
     v: Version
@@ -102,6 +137,8 @@ class Delta(Struct, frozen=True, kw_only=True, omit_defaults=True):
     seq: Count
     op: Op
     entries: tuple[EntryChange, ...] = ()
+    edits: tuple[EditChange, ...] = ()
+    decided: dict[str, Seen] = {}
     cause: Cause | UnsetType = UNSET
     environment: dict[str, str] | UnsetType = UNSET
     digest: bytes

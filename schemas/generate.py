@@ -39,18 +39,20 @@ def _rules() -> dict[str, Json]:
         "description": "A text, or a pair of texts for a classifier of pairs; none is blank.",
         "anyOf": [text, {"type": "array", "items": text, "minItems": 2, "maxItems": 2}],
     }
+    signature = {
+        "description": "Ed25519, in base64, over `gracestream feedback` NUL codebook NUL and the record without it. "
+        'What is signed are the bytes that travel: it stands last, as `,"signature":"…"}`, without white space.',
+        "type": "string",
+    }
     binary = {"type": "string", "contentEncoding": "base64"}
     return {
         "Request": {"properties": {"inputs": inputs}},
         "Feedback": {
-            "properties": {"inputs": inputs, "target": text},
+            "properties": {"inputs": inputs, "target": text, "signature": signature},
             "oneOf": [
-                {"title": "correction", "required": ["inputs", "target"], "not": {"required": ["undo"]}},
-                {
-                    "title": "undo",
-                    "required": ["undo"],
-                    "not": {"anyOf": [{"required": ["inputs"]}, {"required": ["target"]}]},
-                },
+                {"title": "correction", "required": ["inputs", "target"], "not": _any_of("undo", "undo_author")},
+                {"title": "undo", "required": ["undo"], "not": _any_of("inputs", "target", "undo_author")},
+                {"title": "undo by author", "required": ["undo_author"], "not": _any_of("inputs", "target", "undo")},
             ],
         },
         "Delta": {
@@ -71,6 +73,10 @@ def _rules() -> dict[str, Json]:
             }
         },
     }
+
+
+def _any_of(*fields: str) -> Json:
+    return {"anyOf": [{"required": [field]} for field in fields]}
 
 
 def json_schema(kind: type[Struct]) -> Json:
@@ -169,18 +175,27 @@ def _message(name: str, title: str, key: str, content: str = "application/json")
 def _rejected() -> Json:
     """A dead letter; Kafka's header values are bytes, here UTF-8 text and decimal numbers."""
     number = r"^[0-9]+$"
-    headers = {
+    required = {
         "reason": {"type": "string", "description": "What is wrong with the record, in one line."},
         "source_topic": {"type": "string", "description": "The topic that it was read from, with the prefix."},
         "source_partition": {"type": "string", "pattern": number, "description": "Its partition there, in decimal."},
         "source_offset": {"type": "string", "pattern": number, "description": "Its offset there, in decimal."},
     }
+    digest = r"^[0-9a-f]{64}$"
+    cut = {
+        f"{part}_{what}": {"type": "string", "pattern": pattern, "description": description.format(part)}
+        for part in ("key", "value")
+        for what, pattern, description in (
+            ("bytes", number, "Only where the record was too large for the queue: bytes of its {}, which was cut."),
+            ("sha256", digest, "Only where the record was too large for the queue: SHA-256 of its whole {}, in hex."),
+        )
+    }
     return {
         "name": "rejected",
         "title": "A record that could not be read",
         "contentType": "application/octet-stream",
-        "headers": {"type": "object", "required": list(headers), "properties": headers},
-        "payload": {"description": "The value of the rejected record, byte for byte."},
+        "headers": {"type": "object", "required": list(required), "properties": {**required, **cut}},
+        "payload": {"description": "The value of the rejected record, byte for byte, unless it was cut."},
         "bindings": {"kafka": {"key": {"description": "The key of the rejected record."}, "bindingVersion": "0.5.0"}},
     }
 

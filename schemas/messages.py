@@ -37,6 +37,11 @@ def check_inputs(inputs: Inputs | UnsetType) -> None:
         raise ValueError("`inputs` is empty")
 
 
+def in_one_text(inputs: Inputs) -> str:
+    """Inputs as a person reads them."""
+    return inputs if isinstance(inputs, str) else " | ".join(inputs)
+
+
 class Message(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What every message has: the version of its schema."""
 
@@ -102,25 +107,36 @@ class Prediction(Message, frozen=True, kw_only=True):
 
 
 class Feedback(Message, frozen=True, kw_only=True):
-    """A correction (`inputs` and `target`) or an `undo` of an earlier one by its feedback id, on `feedback`."""
+    """A correction (`inputs` and `target`), or an undo of earlier feedback, on `feedback`.
+
+    `undo` names the feedback to take back by its id, `undo_author` takes back all that an author sent until then. An
+    undo can be taken back too.
+    """
 
     feedback_id: Id
     inputs: Inputs | UnsetType = UNSET
     target: str | UnsetType = UNSET
     undo: Id | UnsetType = UNSET
+    undo_author: Id | UnsetType = UNSET
     request_id: str | UnsetType = UNSET
-    author: str | UnsetType = UNSET
+    author: Id | UnsetType = UNSET
     note: str | UnsetType = UNSET
+    signature: str | UnsetType = UNSET  # the last, as `pipeline.signing` has it
 
     def __post_init__(self) -> None:
         check_inputs(self.inputs)
         corrects = self.inputs is not UNSET or self.target is not UNSET
-        if corrects and self.undo is not UNSET:
-            raise ValueError("feedback is either a correction (inputs, target) or an undo, not both")
-        if self.undo is UNSET and (self.inputs is UNSET or self.target is UNSET):
-            raise ValueError("feedback needs `inputs` and `target`, or `undo`")
+        if corrects + (self.undo is not UNSET) + (self.undo_author is not UNSET) > 1:
+            raise ValueError("feedback is either a correction (inputs, target) or one undo, not both")
+        if not self.undoes and (self.inputs is UNSET or self.target is UNSET):
+            raise ValueError("feedback needs `inputs` and `target`, or `undo`, or `undo_author`")
         if self.target is not UNSET and not self.target.strip():
             raise ValueError("`target` is empty")
+
+    @property
+    def undoes(self) -> bool:
+        """Whether it takes something back."""
+        return self.undo is not UNSET or self.undo_author is not UNSET
 
 
 class Outcome(Message, frozen=True, kw_only=True):
@@ -140,7 +156,10 @@ class Outcome(Message, frozen=True, kw_only=True):
 
 
 class SnapshotManifest(Message, frozen=True, kw_only=True):
-    """Where a codebook as of `seq` lies: a safetensors file at `uri` of `bytes` bytes and hex digest `sha256`."""
+    """Where a codebook as of `seq` lies: a safetensors file at `uri` of `bytes` bytes and hex digest `sha256`.
+
+    `offset` is that of the delta `seq` in `deltas`: there the log must hold `digest`, and after it the tail begins.
+    """
 
     codebook: str
     seq: int
@@ -150,6 +169,9 @@ class SnapshotManifest(Message, frozen=True, kw_only=True):
     sha256: str
     entries: int
     bytes: int
+    offset: Annotated[int, Meta(ge=0)] | UnsetType = UNSET
+    model: str | UnsetType = UNSET
+    layer: str | UnsetType = UNSET
 
 
 M = TypeVar("M", bound=Message)
@@ -163,9 +185,14 @@ def check_version(v: int) -> None:
         raise InvalidMessage(f"schema version {v} is newer than {VERSION}, the newest known here")
 
 
+def printable(text: str) -> str:
+    """With escapes for what a terminal or a log should not be sent, such as control characters and half surrogates."""
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
+
+
 def one_line(error: Exception) -> str:
-    """What an error says, in one short line: msgspec quotes names and values of the record, however long."""
-    text = " ".join(str(error).split())
+    """What an error says, in one short printable line: msgspec quotes names and values of the record, however long."""
+    text = printable(" ".join(str(error).split()))
     return text if len(text) <= 300 else f"{text[:200]}…{text[-80:]}"  # the end says where in the record
 
 
