@@ -4,6 +4,11 @@
 #
 #   BOOTSTRAP=kafka:9093 COMMAND_CONFIG=admin.properties deploy/acls.sh
 #
+# A principal is the user of SASL, or what the broker makes of a client certificate (`ssl.principal.mapping.rules`).
+# Workers ask at their start for the rights below (pipeline/access.py), and name those that they lack.
+#
+# A branch of a history (`gracestream replay --to`) writes every topic of another prefix: that is for a super user.
+#
 # Rules only say what is allowed, so the cluster must refuse the rest: `authorizer.class.name` is set, and
 # `allow.everyone.if.no.acl.found` is false, as it is by default. `--list` instead shows what is in force.
 set -euo pipefail
@@ -18,6 +23,7 @@ REPLICA_PRINCIPAL=${REPLICA_PRINCIPAL:-User:gracestream-replica}
 USER_PRINCIPAL=${USER_PRINCIPAL:-User:gracestream-user}                   # asks
 CORRECTOR_PRINCIPAL=${CORRECTOR_PRINCIPAL:-$USER_PRINCIPAL}               # flags a wrong answer
 OPERATOR_PRINCIPAL=${OPERATOR_PRINCIPAL:-User:gracestream-operator}       # creates topics, replays, reads DLQs
+RESENDER_PRINCIPAL=${RESENDER_PRINCIPAL:-}                                # sends dead letters again; empty: nobody
 
 EDITOR_GROUP=${EDITOR_GROUP:-${PREFIX}editor}
 INFERENCE_GROUP=${INFERENCE_GROUP:-${PREFIX}inference}
@@ -74,3 +80,9 @@ allow "$CORRECTOR_PRINCIPAL" Read edits
 # Those who run it: `gracestream topics`, `replay`, `inspect`, and a look into the dead letters. They write no record.
 allow "$OPERATOR_PRINCIPAL" "Read Create DescribeConfigs AlterConfigs" \
   requests predictions feedback edits deltas snapshots requests.dlq feedback.dlq
+
+# Whoever sends a dead letter again asks or corrects in the name of its first sender.
+if [[ -n $RESENDER_PRINCIPAL ]]; then
+  allow "$RESENDER_PRINCIPAL" Read requests.dlq feedback.dlq
+  allow "$RESENDER_PRINCIPAL" Write requests feedback
+fi

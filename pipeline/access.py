@@ -1,0 +1,82 @@
+"""What a worker must be allowed on a Kafka cluster with an authorizer: what `deploy/acls.sh` allows it.
+
+Asked once, at the start: without it, a replica that may not write predictions would take requests and try for ever.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from kafka.errors import GroupAuthorizationFailedError, KafkaError, TopicAuthorizationFailedError
+
+from pipeline.clients import RefusedError, admin
+from pipeline.security import WHO_MAY, kafka_user
+from pipeline.settings import Settings
+from pipeline.topics import (
+    DELTAS,
+    EDITS,
+    FEEDBACK,
+    FEEDBACK_DLQ,
+    PREDICTIONS,
+    REQUESTS,
+    REQUESTS_DLQ,
+    SNAPSHOTS,
+    TOPICS,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Topics that are read and written, and the consumer group."""
+
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    group: str
+
+
+ACCESS = {
+    "editor": Access(
+        reads=(FEEDBACK, DELTAS, EDITS, SNAPSHOTS, REQUESTS),
+        writes=(DELTAS, EDITS, SNAPSHOTS, FEEDBACK_DLQ),
+        group="editor",
+    ),
+    "inference": Access(
+        reads=(REQUESTS, DELTAS, SNAPSHOTS),
+        writes=(PREDICTIONS, REQUESTS_DLQ),
+        group="inference",
+    ),
+}
+"""By kind of worker."""
+
+
+def require_access(settings: Settings, access: Access) -> None:
+    """What a worker does before it starts; a topic that is not there at all is not this function's to report.
+
+    Raises:
+        RefusedError: something is not allowed.
+    """
+    wanted = [(settings.topic(name), "READ") for name in access.reads]
+    wanted += [(settings.topic(name), "WRITE") for name in access.writes]
+    wanted += [(settings.topic(topic.name), "DESCRIBE_CONFIGS") for topic in TOPICS]  # for `require_topics`
+    client = admin(settings)
+    try:
+        topics = {topic["name"]: topic for topic in client.describe_topics(sorted({name for name, _ in wanted}))}
+        lacking = [f"{operation} topic {name}" for name, operation in wanted if not _allowed(topics[name], operation)]
+        try:
+            client.list_group_offsets({settings.topic(access.group): None})
+        except GroupAuthorizationFailedError:
+            lacking.append(f"READ group {settings.topic(access.group)}")
+        except KafkaError:
+            pass  # the group's coordinator is on its way, and no authorizer has refused
+    finally:
+        client.close()
+    if lacking:
+        raise RefusedError(
+            f"Kafka at {settings.kafka} does not allow {kafka_user(settings)} to {', '.join(lacking)}; {WHO_MAY}"
+        )
+
+
+def _allowed(topic: dict[str, Any], operation: str) -> bool:
+    if topic["error_code"] == TopicAuthorizationFailedError.errno:
+        return False
+    operations = topic["authorized_operations"]  # none where the topic is missing, or the broker too old to say
+    return not operations or operation in operations

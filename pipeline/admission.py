@@ -1,0 +1,180 @@
+"""Admission: whether a feedback record may edit at all, before the engine sees it (design, section 6).
+
+A record is refused, with an outcome `rejected` that says why and without any effect, where
+
+- it is signed, and not by a key of the listed author whom it names, over just these bytes;
+- it is not signed, and signatures are required, or the author whom it names is on the list: a listed name is no one
+  else's to use;
+- its author has had as many records admitted in the last minute as the limit allows. Records without an author share
+  one limit; an author on the list may have one of their own.
+
+What is promised of the limit:
+
+1. Time is that of Kafka's clock at the broker, `feedback`'s LogAppendTime, never the editor's. An editor that lags
+   behind, or works through a backlog, decides as one that keeps up.
+2. It slides: an admitted record counts against those of the 60 s after it, whatever then became of it. A refused one
+   counts against nothing.
+3. It survives the editor. Each admitted record's outcome says in its headers whose it was and when it came, in the
+   transaction of the outcome; before its first record an editor reads those of the last minute from `edits`.
+4. Times never go back: where a new leader's clock is behind, records count as no earlier than those before them.
+
+Not promised: that the same feedback read again is admitted again. The list of authors may be another by then; what was
+decided stands in `edits`. That a limit binds who need not sign: such a one may name another author each time. That a
+signed record which somebody else sends again, to no effect, does not count as its author's.
+"""
+
+import datetime as dt
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from msgspec import UNSET
+
+from pipeline.authors import Author, Authors, AuthorsFile
+from pipeline.errors import UserError
+from pipeline.reading import read_topic
+from pipeline.settings import Settings, SettingsError
+from pipeline.signing import verify
+from pipeline.topics import EDITS
+from schemas.messages import Feedback
+
+MINUTE = 60_000
+"""Milliseconds, as Kafka's timestamps are."""
+
+CLOCKS_APART = MINUTE
+"""How far the clocks of two brokers may disagree; `feedback` and `edits` may have different leaders."""
+
+AUTHOR_HEADER, ADMITTED_HEADER = "author", "admitted"
+
+
+class Refused(UserError):
+    """Feedback that may not edit; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A record that was let in: its author (empty: it names none), and its time in ms as it counts for the limit."""
+
+    author: str
+    time: int
+
+    def headers(self) -> list[tuple[str, bytes]]:
+        """What the outcome carries, for the next editor."""
+        return [(AUTHOR_HEADER, self.author.encode()), (ADMITTED_HEADER, str(self.time).encode())]
+
+
+class LastMinute:
+    """The records admitted in the last minute."""
+
+    def __init__(self, earlier: Iterable[Admitted] = ()) -> None:
+        self._admitted = deque(sorted(earlier, key=lambda admitted: admitted.time))
+
+    def admit(self, author: str, time: int, limit: int) -> Admitted:
+        """Let one more record of an author in; `limit` 0: however many there are.
+
+        Raises:
+            Refused: there are `limit` already.
+        """
+        if self._admitted:
+            time = max(time, self._admitted[-1].time)
+        start = time - MINUTE
+        own = [one.time for one in self._admitted if one.author == author and one.time > start]
+        if limit and len(own) >= limit:
+            again = dt.datetime.fromtimestamp((own[-limit] + MINUTE + 999) // 1000, dt.UTC)
+            whose = f"author {author!r}" if author else "feedback without an author"
+            raise Refused(f"{whose} is limited to {limit} a minute; send this again after {again:%Y-%m-%dT%H:%M:%SZ}")
+        while self._admitted and self._admitted[0].time <= start:
+            self._admitted.popleft()
+        admitted = Admitted(author, time)
+        self._admitted.append(admitted)
+        return admitted
+
+
+class Admission:
+    """Judges one feedback record after the other, in the order of the log.
+
+    Args:
+        codebook: What signatures must be for.
+        authors: Gives the list of this moment; None: there is none.
+        require_signature: Refuse what is not signed.
+        per_minute: The limit of each author that has no other; 0: none.
+        earlier: Gives the records admitted since a time in ms, as `edits` has them.
+    """
+
+    def __init__(
+        self,
+        codebook: str,
+        authors: Callable[[], Authors] | None,
+        *,
+        require_signature: bool,
+        per_minute: int,
+        earlier: Callable[[int], Iterable[Admitted]],
+    ) -> None:
+        self._codebook, self._authors = codebook, authors
+        self._require_signature, self._per_minute, self._earlier = require_signature, per_minute, earlier
+        self._last_minute: LastMinute | None = None
+
+    @classmethod
+    def of(cls, settings: Settings) -> "Admission":
+        """As the settings say.
+
+        Raises:
+            SettingsError: signatures are required, and no list says whose.
+            AuthorsError: the list of authors cannot be used.
+        """
+        if settings.require_signature and not settings.authors:
+            raise SettingsError("GRACESTREAM_REQUIRE_SIGNATURE needs a list of authors; set GRACESTREAM_AUTHORS")
+        return cls(
+            settings.codebook,
+            AuthorsFile(Path(settings.authors).expanduser()).current if settings.authors else None,
+            require_signature=settings.require_signature,
+            per_minute=settings.edits_per_minute,
+            earlier=lambda since: admitted_since(settings, since),
+        )
+
+    def forget(self) -> None:
+        """Another editor may have written since: the next record is judged by what `edits` says then."""
+        self._last_minute = None
+
+    def admit(self, feedback: Feedback, record: bytes, time: int) -> Admitted:
+        """Let a record in. `feedback` is what was decoded from `record`, `time` its timestamp in ms.
+
+        Raises:
+            Refused: it may not edit.
+            KafkaError: `edits` cannot be read.
+        """
+        name = "" if feedback.author is UNSET else feedback.author
+        author = self._checked(feedback, name, record)
+        limit = self._per_minute if author is None or author.per_minute is None else author.per_minute
+        if self._last_minute is None:
+            self._last_minute = LastMinute(self._earlier(time - MINUTE))
+        return self._last_minute.admit(name, time, limit)
+
+    def _checked(self, feedback: Feedback, name: str, record: bytes) -> Author | None:
+        """The listed author who signed a record; None for one that need not be signed."""
+        listed = None if self._authors is None else self._authors()
+        author = None if listed is None else listed.get(name)
+        if feedback.signature is UNSET:
+            if self._require_signature:
+                raise Refused("it is not signed; `gracestream keys sign` signs feedback")
+            if author is not None:
+                raise Refused(f"it is not signed, and author {name!r} is on the list of those who sign")
+            return None
+        if listed is None:
+            raise Refused("it is signed, and this editor has no list of authors to check signatures by")
+        if author is None:
+            raise Refused(
+                f"author {name!r} is not on the list of authors" if name else "it is signed and names no author"
+            )
+        if not verify(record, author.keys, self._codebook):
+            raise Refused(f"its signature is not one by author {name!r} over this record for this codebook")
+        return author
+
+
+def admitted_since(settings: Settings, since: int) -> list[Admitted]:
+    """The admitted records from a time in ms on, as the headers of their outcomes tell."""
+    headers = [dict(record.headers) for record in read_topic(settings, EDITS, time=max(0, since - CLOCKS_APART))]
+    outcomes = [found for found in headers if ADMITTED_HEADER in found]
+    admitted = [Admitted(found[AUTHOR_HEADER].decode(), int(found[ADMITTED_HEADER])) for found in outcomes]
+    return [one for one in admitted if one.time > since]

@@ -1,0 +1,103 @@
+"""The list of authors: who may edit, with which keys, and how much (design, section 6).
+
+A TOML file with one entry for each author; several keys let an author change from one to the next without a gap.
+
+    ann = { keys = ["qMZ9…="] }
+    "review-bot@example.org" = { keys = ["1rT0…=", "Zk3v…="], per_minute = 120 }
+
+The file is read again for each feedback record, so that an author who is taken off it is refused from the next record
+on. One that has become unreadable changes nothing: the last good list stays in force, and the log says so as an error.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import structlog
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from pipeline.errors import UserError
+from pipeline.signing import public_key
+
+log = structlog.get_logger()
+
+
+class AuthorsError(UserError):
+    """A list of authors that cannot be used; the text names the file and the line or the author."""
+
+
+@dataclass(frozen=True, slots=True)
+class Author:
+    """Whose feedback is taken. `per_minute` None: as many records as the settings allow; 0: any number."""
+
+    name: str
+    keys: tuple[Ed25519PublicKey, ...]
+    per_minute: int | None = None
+
+
+Authors = dict[str, Author]
+
+
+class _Entry(Struct, frozen=True, forbid_unknown_fields=True):
+    """An author as the file has it."""
+
+    keys: Annotated[tuple[str, ...], Meta(min_length=1)]
+    per_minute: Annotated[int, Meta(ge=0)] | UnsetType = UNSET
+
+
+class AuthorsFile:
+    """The list as it is now.
+
+    Raises:
+        AuthorsError: at start, where there is no good list yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._raw = _read(path)
+        self._authors = parse(self._raw, path)
+        self._fault = ""
+
+    def current(self) -> Authors:
+        """The list of this moment, or the last good one."""
+        try:
+            raw = _read(self._path)
+            if raw != self._raw:
+                self._authors, self._raw = parse(raw, self._path), raw
+                log.info("authors_changed", authors=len(self._authors))
+            self._fault = ""
+        except AuthorsError as error:
+            if str(error) != self._fault:
+                log.error("authors_not_read", reason=str(error), kept=len(self._authors))  # noqa: TRY400  (no defect)
+            self._fault = str(error)
+        return self._authors
+
+
+def parse(raw: bytes, path: Path) -> Authors:
+    """The authors in a TOML file that was read from `path`.
+
+    Raises:
+        AuthorsError: it is no TOML, or an author's entry is not as it must be.
+    """
+    try:
+        entries = msgspec.toml.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise AuthorsError(f"{path} is no list of authors: {error}") from error
+    authors = {}
+    for name, fields in entries.items():
+        try:
+            entry = msgspec.convert(fields, _Entry)
+            keys = tuple(public_key(key) for key in entry.keys)
+        except ValueError as error:
+            raise AuthorsError(f"{path}, author {name!r}: {error}") from error
+        authors[name] = Author(name, keys, None if entry.per_minute is UNSET else entry.per_minute)
+    return authors
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise AuthorsError(f"the list of authors {path} cannot be read: {error.strerror}") from error

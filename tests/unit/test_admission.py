@@ -1,0 +1,220 @@
+"""Who may edit, and how often: decided by the record, the list and Kafka's clock, and the same after every restart."""
+
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.admission import MINUTE, Admission, Admitted, LastMinute, Refused
+from pipeline.authors import Author, AuthorsError
+from pipeline.settings import SettingsError, load_settings
+from pipeline.signing import sign
+from schemas.messages import Feedback, decode, encode
+
+CODEBOOK = "default"
+ANNS, ANNS_NEW, BOBS, STRANGERS = (Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32) for number in range(4))
+AUTHORS = {
+    "ann": Author("ann", (ANNS.public_key(), ANNS_NEW.public_key())),
+    "bob": Author("bob", (BOBS.public_key(),), per_minute=1),
+}
+NOON = 1_800_000_000_000
+MANY = settings(deadline=None, max_examples=200)
+
+
+def admission(authors: Any = AUTHORS, earlier: Iterable[Admitted] = (), **chosen: Any) -> Admission:
+    return Admission(
+        CODEBOOK,
+        None if authors is None else lambda: authors,
+        earlier=lambda since: [one for one in earlier if one.time > since],
+        **{"require_signature": False, "per_minute": 0, **chosen},
+    )
+
+
+def record(author: str | None = None, key: Ed25519PrivateKey | None = None, codebook: str = CODEBOOK) -> bytes:
+    fields: dict[str, Any] = {} if author is None else {"author": author}
+    text = encode(Feedback(v=1, feedback_id="f", inputs="x", target="y", **fields))
+    return text if key is None else sign(text, key, codebook)
+
+
+def admit(judge: Admission, raw: bytes, time: int = NOON) -> Admitted:
+    return judge.admit(decode(raw, Feedback), raw, time)
+
+
+def refusal(judge: Admission, raw: bytes, time: int = NOON) -> str:
+    with pytest.raises(Refused) as caught:
+        admit(judge, raw, time)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+class TestSignatures:
+    @pytest.mark.parametrize("required", [True, False])
+    @pytest.mark.parametrize(("author", "key"), [("ann", ANNS), ("ann", ANNS_NEW), ("bob", BOBS)])
+    def test_a_listed_author_is_let_in_by_any_of_his_keys(
+        self, author: str, key: Ed25519PrivateKey, required: bool
+    ) -> None:
+        assert admit(admission(require_signature=required), record(author, key)).author == author
+
+    @pytest.mark.parametrize("required", [True, False])
+    @pytest.mark.parametrize(
+        ("raw", "reason"),
+        [
+            (record("ann", STRANGERS), "its signature is not one by author 'ann'"),
+            (record("ann", BOBS), "its signature is not one by author 'ann'"),
+            (record("ann", ANNS, "another codebook"), "its signature is not one by author 'ann'"),
+            (record("ann", ANNS).replace(b'"y"', b'"z"'), "its signature is not one by author 'ann'"),
+            (record("ann", ANNS).replace(b'"ann"', b'"bob"'), "its signature is not one by author 'bob'"),
+            (record("ann", ANNS).replace(b'{"v"', b'{"later":1,"v"'), "its signature is not one by author 'ann'"),
+            (record("ann")[:-1] + b',"signature":""}', "its signature is not one by author 'ann'"),
+            (record("mallory", STRANGERS), "author 'mallory' is not on the list of authors"),
+            (record(None, ANNS), "it is signed and names no author"),
+            (record("ann"), "it is not signed"),
+        ],
+    )
+    def test_anything_else_that_claims_to_be_a_listed_authors_is_refused(
+        self, raw: bytes, reason: str, required: bool
+    ) -> None:
+        assert reason in refusal(admission(require_signature=required), raw)
+
+    def test_who_is_not_on_the_list_must_sign_only_where_signatures_are_required(self) -> None:
+        for author in (None, "mallory"):
+            assert admit(admission(), record(author)).author == (author or "")
+            assert "it is not signed" in refusal(admission(require_signature=True), record(author))
+
+    def test_without_a_list_a_signature_cannot_be_checked_and_all_else_is_let_in(self) -> None:
+        assert admit(admission(None), record("ann")).author == "ann"
+        assert "no list of authors to check signatures by" in refusal(admission(None), record("ann", ANNS))
+
+    def test_a_key_taken_off_the_list_is_refused_from_the_next_record_on(self) -> None:
+        authors = dict(AUTHORS)
+        judge = admission(authors)
+        admit(judge, record("ann", ANNS))
+        authors["ann"] = Author("ann", (ANNS_NEW.public_key(),))
+        assert "not one by author 'ann'" in refusal(judge, record("ann", ANNS))
+        admit(judge, record("ann", ANNS_NEW))
+        del authors["ann"]
+        assert "not on the list" in refusal(judge, record("ann", ANNS_NEW))
+
+
+class TestSettings:
+    def test_signatures_need_a_list(self) -> None:
+        with pytest.raises(SettingsError, match=r"GRACESTREAM_REQUIRE_SIGNATURE needs .* set GRACESTREAM_AUTHORS"):
+            Admission.of(load_settings(require_signature=True))
+
+    def test_a_list_that_cannot_be_read_is_an_error_at_start(self, tmp_path: Path) -> None:
+        with pytest.raises(AuthorsError, match="cannot be read"):
+            Admission.of(load_settings(authors=str(tmp_path / "none.toml")))
+
+
+class TestLimit:
+    def test_it_says_whose_it_is_and_when_to_send_again(self) -> None:
+        judge = admission(per_minute=2)
+        for time in (NOON, NOON + 20_400):
+            admit(judge, record("carl"), time)
+        said = refusal(judge, record("carl"), NOON + 30_000)
+        assert said == "author 'carl' is limited to 2 a minute; send this again after 2027-01-15T08:01:00Z"
+        admit(judge, record("carl"), NOON + MINUTE)
+        assert "after 2027-01-15T08:01:21Z" in refusal(judge, record("carl"), NOON + MINUTE)
+
+    def test_what_is_refused_counts_against_nothing(self) -> None:
+        judge = admission(per_minute=1)
+        admit(judge, record("carl"), NOON)
+        for time in range(NOON, NOON + MINUTE, 1000):
+            refusal(judge, record("carl"), time)
+        admit(judge, record("carl"), NOON + MINUTE)
+
+    def test_forged_records_do_not_use_up_an_authors_share(self) -> None:
+        judge = admission(per_minute=1)
+        for forged in (record("ann"), record("ann", STRANGERS)):
+            refusal(judge, forged)
+        admit(judge, record("ann", ANNS))
+
+    def test_a_listed_author_may_have_a_limit_of_his_own(self) -> None:
+        authors = {**AUTHORS, "ann": Author("ann", (ANNS.public_key(),), per_minute=0)}
+        judge = admission(authors, per_minute=3)
+        for _ in range(10):
+            admit(judge, record("ann", ANNS))
+        admit(judge, record("bob", BOBS))
+        assert "limited to 1 a minute" in refusal(judge, record("bob", BOBS))
+
+    def test_records_without_an_author_share_one(self) -> None:
+        judge = admission(per_minute=2)
+        admit(judge, record(None))
+        admit(judge, record(None))
+        assert "feedback without an author is limited to 2" in refusal(judge, record(None))
+        admit(judge, record("carl"))
+
+    def test_a_clock_that_goes_back_gives_nobody_more(self) -> None:
+        judge = admission(per_minute=1)
+        admit(judge, record("carl"), NOON)
+        refusal(judge, record("carl"), NOON - 5 * MINUTE)
+        admit(judge, record("dora"), NOON + 2 * MINUTE)
+        admit(judge, record("carl"), NOON)
+        refusal(judge, record("carl"), NOON + 2 * MINUTE)
+
+
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["", "ann", "bob"]),
+        st.integers(-20_000, 40_000) | st.sampled_from([0, MINUTE - 1, MINUTE, MINUTE + 1]),
+    ),
+    max_size=40,
+)
+
+
+def decisions(given: list[tuple[str, int]], limit: int, restarts: Collection[int] = ()) -> list[Admitted | None]:
+    """Each record's admission, by an editor that is restarted before some of them and reads what was admitted."""
+    window, time = LastMinute(), NOON
+    made: list[Admitted | None] = []
+    for number, (author, later) in enumerate(given):
+        time += later
+        if number in restarts:
+            window = LastMinute(one for one in made if one is not None and one.time > time - MINUTE)
+        try:
+            made.append(window.admit(author, time, limit))
+        except Refused:
+            made.append(None)
+    return made
+
+
+class TestLastMinute:
+    @MANY
+    @given(steps, st.integers(1, 4), st.sets(st.integers(0, 39)))
+    def test_restarts_change_no_decision(self, given: list[tuple[str, int]], limit: int, restarts: set[int]) -> None:
+        assert decisions(given, limit) == decisions(given, limit, restarts)
+
+    @MANY
+    @given(steps, st.integers(1, 4))
+    def test_no_minute_has_more_than_the_limit_and_none_is_refused_for_less(
+        self, given: list[tuple[str, int]], limit: int
+    ) -> None:
+        made = decisions(given, limit)
+        time = NOON
+        for number, ((author, later), admitted) in enumerate(zip(given, made, strict=True)):
+            time += later
+            before = [one for one in made[:number] if one is not None]
+            now = max([time, *(one.time for one in before)])
+            own = sum(one.author == author and now - MINUTE < one.time <= now for one in before)
+            assert (admitted is not None) == (own < limit)
+            assert admitted is None or admitted.time == now
+
+    @given(steps)
+    def test_without_a_limit_all_are_admitted(self, given: list[tuple[str, int]]) -> None:
+        assert None not in decisions(given, 0)
+
+
+def test_an_editor_takes_up_the_minute_of_its_predecessor() -> None:
+    earlier = [Admitted("carl", NOON - 1000), Admitted("carl", NOON - MINUTE - 1), Admitted("dora", NOON)]
+    judge = admission(earlier=earlier, per_minute=1)
+    refusal(judge, record("carl"), NOON)
+    admit(judge, record("ed"), NOON)
+    judge.forget()
+    refusal(judge, record("dora"), NOON + 1)
+
+
+def test_the_headers_of_an_outcome_tell_all_that_counts() -> None:
+    assert Admitted("zoë", NOON).headers() == [("author", "zoë".encode()), ("admitted", str(NOON).encode())]

@@ -1,0 +1,62 @@
+"""`keys new` and `keys sign`: who a correction comes from."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipeline.client import feedback_text
+from pipeline.settings import load_settings
+from pipeline.signing import new_key_file, read_key_file, sign, spelled
+from schemas.messages import InvalidMessage
+from workers.cli.common import Codebook, Lines, notes, read_lines
+
+Author = Annotated[str, typer.Option("--author", help="The author's name, as in the list of authors.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    keys = typer.Typer(
+        help="Make keys, and sign feedback with them. Example: gracestream keys new --author ann", no_args_is_help=True
+    )
+    keys.command("new")(new)
+    keys.command("sign")(sign_feedback)
+    app.add_typer(keys, name="keys", rich_help_panel="Traffic")
+
+
+def new(
+    author: Author,
+    output: Annotated[Path, typer.Option(help="The file of the private key, which must not exist yet.")] = Path(
+        "key.pem"
+    ),
+) -> None:
+    """Make a private key in a new file, and print its author's line for the list of authors (GRACESTREAM_AUTHORS).
+
+    Example: gracestream keys new --author ann --output ann.pem >> authors.toml
+    """
+    key = new_key_file(output)
+    notes.print(f"the private key is in {output}; keep it to yourself")
+    print(f'{json.dumps(author, ensure_ascii=False)} = {{ keys = ["{spelled(key.public_key())}"] }}')
+
+
+def sign_feedback(
+    key: Annotated[Path, typer.Argument(help="The file of the private key.")],
+    author: Author,
+    lines: Lines = Path("-"),
+    codebook: Codebook = None,
+) -> None:
+    """Sign feedback: JSON lines as `correct` takes them, printed with author and signature; a missing id is made up.
+
+    A signature is good for one codebook.
+    Example: gracestream keys sign ann.pem --author ann < corrections.jsonl | gracestream correct
+    """
+    private, settings = read_key_file(key), load_settings(codebook=codebook)
+    signed = []
+    for number, fields in read_lines(lines):
+        try:
+            signed.append(sign(feedback_text(fields, author), private, settings.codebook))
+        except InvalidMessage as error:
+            raise typer.BadParameter(f"{lines}, line {number}: {error}") from error
+    for record in signed:
+        print(record.decode(), flush=True)
