@@ -173,12 +173,11 @@ def _hidden(candidate: Any, module: nn.Module) -> Tensor:
 
 
 def _look_up(queries_BD: Tensor, codebook: Codebook, index: KeyIndex) -> tuple[Tensor, Tensor, list[Hit | None]]:
-    nearest = index.nearest(queries_BD)
-    hits: list[Hit | None] = []
-    for slot, distance in zip(nearest.slots_B.tolist(), nearest.distances_B.tolist(), strict=True):
-        radius = float(codebook.radii_N[slot]) if slot != NO_SLOT else 0.0
-        inside = slot != NO_SLOT and distance < radius
-        hits.append(Hit(slot, codebook.entry_ids[slot], distance, radius) if inside else None)
+    found = index.covering(queries_BD)
+    hits = [
+        None if slot == NO_SLOT else Hit(slot, codebook.entry_ids[slot], distance, float(codebook.radii_N[slot]))
+        for slot, distance in zip(found.slots_B.tolist(), found.distances_B.tolist(), strict=True)
+    ]
     values_BV = torch.zeros(len(hits), codebook.values_NV.shape[1] if len(codebook) else 1)
     for row, hit in enumerate(hits):
         if hit is not None:

@@ -60,7 +60,9 @@ def calibrate_layer(model: EditableModel, samples: Sequence[Sample]) -> Calibrat
     """
     distinct = {sample.inputs: sample for sample in samples}
     if len(distinct) < 2:
-        raise CalibrationError(f"{len(distinct)} different inputs are too few: distances need two")
+        raise CalibrationError(
+            f"distances need two different inputs at least, and there are {len(distinct)}; add lines"
+        )
     keys_ND = _queries(model, list(distinct))
     alone_D = _queries(model, list(distinct)[:1])
     noise = float(exact_distances(alone_D, keys_ND[None, :1])[0, 0])

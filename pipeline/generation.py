@@ -8,13 +8,16 @@ import copy
 import inspect
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace as replace_in
 from typing import Any
 
 import torch
 from msgspec import UNSET
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import DynamicCache, GenerationConfig
+from transformers.cache_utils import DynamicLayer
 
+from pipeline.adaptor import Replaced
 from pipeline.codebook import Label
 from pipeline.tasks import Answer, Batch, InputError, Limits, Supervised, Task
 from schemas.messages import Inputs, Outputs, Parameters
@@ -44,6 +47,10 @@ class Generation(Task):
 
     def admit(self, prompt: Sequence[int], parameters: Parameters) -> object:
         """Requests that generate alike and as much: none waits for another's longer answer, none outgrows the model."""
+        if self._budget(parameters) > self.limits.new_tokens_limit:
+            raise InputError(
+                f"{self._budget(parameters)} new tokens were asked for; the limit is {self.limits.new_tokens_limit}"
+            )
         tokens = self._forced + self._budget(parameters) + (0 if self.model.config.is_encoder_decoder else len(prompt))
         if self.context is not None and tokens > self.context:
             raise InputError(f"prompt and answer may have {tokens} tokens; the model has room for {self.context}")
@@ -131,10 +138,32 @@ class CausalGeneration(Generation):
 
     def logits(self, supervised: Supervised) -> Tensor:
         """Only the label's positions go through the head, where the model allows it."""
+        return self._passed(supervised, DynamicCache(supervised.earlier) if supervised.earlier else None)
+
+    def keeping(self, supervised: Supervised, replace: Replaced) -> tuple[Tensor, Supervised]:
+        """A value at the last prompt token changes nothing before it, so keys and values there are kept."""
+        kwargs, mask_1T = supervised.batch.kwargs, supervised.batch.mask_BT
+        assert mask_1T is not None
+        before = int(mask_1T.sum()) - 1
+        if replace != "last" or before == 0 or not self._takes("past_key_values"):
+            return self.logits(supervised), supervised
+        cache = DynamicCache(config=self.model.config)
+        logits_LC = self._passed(supervised, cache)
+        # A block that keeps no more than a window, or a state in place of keys, or nothing, cannot be cut.
+        tokens = kwargs["input_ids"].shape[1]
+        if any(type(layer) is not DynamicLayer or layer.get_seq_length() != tokens for layer in cache.layers):
+            return logits_LC, supervised
+        earlier = tuple((keys[..., :before, :], values[..., :before, :]) for keys, values, _ in cache)
+        left = Batch({**kwargs, "input_ids": kwargs["input_ids"][:, before:]}, mask_1T[:, before:])
+        return logits_LC, replace_in(supervised, batch=left, earlier=earlier)
+
+    def _passed(self, supervised: Supervised, cache: DynamicCache | None) -> Tensor:
         count = len(supervised.label_L)
         extra = {"logits_to_keep": count} if self._takes("logits_to_keep") else {}
-        logits_LC: Tensor = self.model(**supervised.batch.kwargs, **extra, use_cache=False).logits[0, -count:]
-        return logits_LC.float()
+        kept = {} if cache is None else {"past_key_values": cache}
+        found = self.model(**supervised.batch.kwargs, **extra, **kept, use_cache=cache is not None)
+        logits_LC: Tensor = found.logits[0, -count:].float()
+        return logits_LC
 
     def _target_ids(self, inputs: Inputs, target: str) -> list[int]:
         """A target is a word of its own: a space stands before it unless the prompt ends with white space."""
@@ -142,7 +171,8 @@ class CausalGeneration(Generation):
         return super()._target_ids(inputs, target if joined else f" {target}")
 
     def _skipped(self, batch: Batch) -> int:
-        return batch.kwargs["input_ids"].shape[1]
+        prompt: Tensor = batch.kwargs["input_ids"]
+        return prompt.shape[1]
 
     def _takes(self, name: str) -> bool:
         return name in inspect.signature(self.model.forward).parameters
@@ -167,6 +197,15 @@ class Seq2SeqGeneration(Generation):
         """The decoder's last positions are the label's."""
         logits_TC: Tensor = self.model(**supervised.batch.kwargs, use_cache=False).logits[0]
         return logits_TC[-len(supervised.label_L) :].float()
+
+    def keeping(self, supervised: Supervised, replace: Replaced) -> tuple[Tensor, Supervised]:
+        """A value in the decoder changes nothing in the encoder, whose output is kept."""
+        if not self._decoder_layer:
+            return super().keeping(supervised, replace)
+        kwargs = dict(supervised.batch.kwargs)
+        found = self.model.get_encoder()(kwargs.pop("input_ids"), attention_mask=kwargs["attention_mask"])
+        left = replace_in(supervised, batch=Batch({**kwargs, "encoder_outputs": found}, supervised.batch.mask_BT))
+        return self.logits(left), left
 
     @property
     def _first(self) -> list[int]:

@@ -14,9 +14,18 @@ import numpy as np
 import torch
 
 from pipeline.codebook import Applied, Codebook
+from pipeline.sieve import Sieve
 
 NO_SLOT = -1
 CANDIDATES = 8
+MOST_CANDIDATES = 512
+"""Of one search. Where so many lie within rounding of each other, all keys are compared; FAISS on a GPU takes 2048."""
+
+ROWS = 4096
+"""Keys that are compared at a time."""
+
+CROWD = 4
+"""Where the sieve leaves more than one key in so many, all are searched."""
 
 
 def exact_distances(queries_BD: torch.Tensor, keys_BKD: torch.Tensor) -> torch.Tensor:
@@ -38,7 +47,10 @@ class Nearest:
 
 
 class KeyIndex:
-    """Exact nearest keys of a codebook, on one device. Call `refresh` after each delta the codebook applied."""
+    """Exact nearest keys of a codebook, on one device. Call `refresh` after each delta the codebook applied.
+
+    On a CPU, `covering` asks a sieve first, which rules nearly all keys out; on a GPU a look at all of them is faster.
+    """
 
     def __init__(self, codebook: Codebook, device: torch.device) -> None:
         self._codebook = codebook
@@ -46,35 +58,90 @@ class KeyIndex:
         self._resources = faiss.StandardGpuResources() if _gpu_search(device) else None
         self._keys = torch.empty(0)
         self._norm = 0.0
-        self.refresh(None)
+        self._sieve = Sieve(codebook)
+        self.refresh()
 
-    def refresh(self, applied: Applied | None) -> None:
-        """Take over what `applied` changed; None: everything."""
+    def refresh(self, *changes: Applied) -> None:
+        """Take over what these deltas changed, one after the other; without any, everything."""
         keys_ND = self._codebook.keys_ND
-        rows = keys_ND if applied is None or applied.moved else keys_ND[list(applied.slots)]
-        largest = float(np.linalg.norm(rows.astype(np.float64), axis=1).max(initial=0.0))
-        self._norm = largest if rows is keys_ND else max(self._norm, largest)
+        slots = sorted({slot for applied in changes for slot in applied.slots if slot < len(keys_ND)})
+        rows = keys_ND[slots] if changes else keys_ND
+        largest = max((_largest_norm(rows[start : start + ROWS]) for start in range(0, len(rows), ROWS)), default=0.0)
+        self._norm = max(self._norm, largest) if changes else largest
+        self._sieve.changed(slots if changes else None)
         if self._device.type == "cpu":
             self._keys = torch.from_numpy(keys_ND)
-        elif applied is None or applied.moved or len(self._keys) != len(keys_ND):
+        elif not changes or any(applied.moved for applied in changes) or len(self._keys) != len(keys_ND):
             self._keys = torch.from_numpy(keys_ND).to(self._device)
-        elif applied.slots:
-            slots = torch.tensor(applied.slots)
-            self._keys[slots.to(self._device)] = torch.from_numpy(rows).to(self._device)
+        elif slots:
+            self._keys[torch.tensor(slots, device=self._device)] = torch.from_numpy(rows).to(self._device)
 
     def nearest(self, queries_BD: torch.Tensor) -> Nearest:
-        """The nearest key of each query; of keys at the same distance the one in the lowest slot."""
+        """The nearest key of each query; of keys at the same distance the one whose entry's id comes first.
+
+        Slots are no part of the answer: they depend on which entries were there before.
+        """
         queries_BD = queries_BD.detach().to(self._device, torch.float32).contiguous()
         slots_B = torch.full((len(queries_BD),), NO_SLOT, device=self._device)
         distances_B = torch.full((len(queries_BD),), torch.inf, device=self._device)
         open_rows = torch.isfinite(queries_BD).all(dim=1).nonzero()[:, 0] if len(self._keys) else slots_B[:0]
         candidates = CANDIDATES
-        while len(open_rows):
+        while len(open_rows) and candidates <= MOST_CANDIDATES:
             slots, distances, proven = self._search(queries_BD[open_rows], min(candidates, len(self._keys)))
             slots_B[open_rows], distances_B[open_rows] = slots, distances
             open_rows = open_rows[~proven]
             candidates *= 8
+        for row in open_rows.tolist():
+            distances_N = self._distances(queries_BD[row], np.arange(len(self._keys)))
+            least = float(distances_N.min())
+            slots_B[row], distances_B[row] = self._first((distances_N == least).nonzero()[0].tolist()), least
         return Nearest(slots_B, distances_B)
+
+    def covering(self, queries_BD: torch.Tensor) -> Nearest:
+        """The nearest key of each query if the query lies in its ball (distance < radius), else none."""
+        if self._device.type != "cpu":
+            nearest = self.nearest(queries_BD)
+            return self._inside(nearest.slots_B.cpu(), nearest.distances_B.cpu())
+        queries_BD = queries_BD.detach().float()
+        slots_B = torch.full((len(queries_BD),), NO_SLOT)
+        distances_B = torch.full((len(queries_BD),), torch.inf)
+        crowded = []
+        for row, slots in enumerate(self._sieve.covering(queries_BD.numpy())):
+            if CROWD * len(slots) > len(self._keys) > CANDIDATES:
+                crowded.append(row)
+            elif len(slots):
+                slots_B[row], distances_B[row] = self._closest(queries_BD[row], slots)
+        if crowded:
+            nearest = self.nearest(queries_BD[crowded])
+            slots_B[crowded], distances_B[crowded] = nearest.slots_B, nearest.distances_B
+        return self._inside(slots_B, distances_B)
+
+    def _closest(self, query_D: torch.Tensor, slots: np.ndarray) -> tuple[int, float]:
+        """The nearest of all keys, given those that may cover the query; none where none of them does."""
+        distances_K = self._distances(query_D, slots)
+        inside_K = distances_K < self._codebook.radii_N[slots]
+        if not inside_K.any():
+            return NO_SLOT, np.inf
+        slots = self._sieve.within(query_D.numpy(), float(distances_K[inside_K].min()))
+        distances_K = self._distances(query_D, slots)
+        least = distances_K.min()
+        return self._first(slots[distances_K == least].tolist()), float(least)
+
+    def _first(self, slots: list[int]) -> int:
+        """Of slots at one distance the one that counts."""
+        return min(slots, key=self._codebook.entry_ids.__getitem__)
+
+    def _distances(self, query_D: torch.Tensor, slots: np.ndarray) -> np.ndarray:
+        parts = (self._keys[slots[start : start + ROWS]] for start in range(0, len(slots), ROWS))
+        return torch.cat([exact_distances(query_D[None], keys_KD[None])[0] for keys_KD in parts]).cpu().numpy()
+
+    def _inside(self, slots_B: torch.Tensor, distances_B: torch.Tensor) -> Nearest:
+        """Those whose ball holds the query."""
+        radii_B = torch.zeros(len(slots_B))
+        found_B = slots_B != NO_SLOT
+        radii_B[found_B] = torch.from_numpy(self._codebook.radii_N[slots_B[found_B].numpy()])
+        inside_B = found_B & (distances_B < radii_B)
+        return Nearest(torch.where(inside_B, slots_B, NO_SLOT), torch.where(inside_B, distances_B, torch.inf))
 
     def _search(self, queries_BD: torch.Tensor, candidates: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if self._resources is not None:
@@ -83,20 +150,27 @@ class KeyIndex:
             squares, slots = faiss.knn(queries_BD.cpu().numpy(), self._keys.cpu().numpy(), candidates)
             squares_BK = torch.from_numpy(squares).to(self._device)
             slots_BK = torch.from_numpy(slots).to(self._device)
-        slots_BK, order = slots_BK.sort(dim=1)
         distances_BK = exact_distances(queries_BD, self._keys[slots_BK]).masked_fill(slots_BK == NO_SLOT, torch.inf)
         winner_B1 = distances_BK.argmin(dim=1, keepdim=True)
         slots_B, distances_B = slots_BK.gather(1, winner_B1)[:, 0], distances_BK.gather(1, winner_B1)[:, 0]
+        tied_BK = (distances_BK == distances_B[:, None]) & (slots_BK != NO_SLOT)
+        for row in (tied_BK.sum(dim=1) > 1).nonzero()[:, 0].tolist():
+            slots_B[row] = self._first(slots_BK[row][tied_BK[row]].tolist())
         # A product of D terms in float32 is off by at most D roundings of the largest possible sum. A key can only win
         # where its norm is within the winner's distance of the query's: one of a huge norm makes no other unsure.
         width, norm_B = queries_BD.shape[1], queries_BD.norm(dim=1)
         largest_B = ((norm_B + distances_B) * (1 + 1e-5)).clamp(max=self._norm)
-        error_B = width * torch.finfo(torch.float32).eps * (norm_B + largest_B).square()
-        farthest_B = squares_BK.gather(1, order).amax(dim=1)
+        rounding = torch.finfo(torch.float32)
+        error_B = width * (rounding.eps * (norm_B + largest_B).square() + rounding.tiny)  # squares may underflow
+        farthest_B = squares_BK.amax(dim=1)
         proven_B = farthest_B - error_B > distances_B.square() * (1 + 1e-6)
         if candidates == len(self._keys):
-            proven_B = torch.ones_like(proven_B)
+            proven_B = (slots_BK != NO_SLOT).all(dim=1)  # FAISS leaves out what overflows
         return slots_B, distances_B, proven_B
+
+
+def _largest_norm(keys_ND: np.ndarray) -> float:
+    return float(np.linalg.norm(keys_ND.astype(np.float64), axis=1).max(initial=0.0))
 
 
 def _gpu_search(device: torch.device) -> bool:

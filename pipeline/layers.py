@@ -101,9 +101,16 @@ class Prefix:
         finally:
             handle.remove()
 
+    def cut(self, tokens: int) -> None:
+        """Keep the last tokens only: later passes are over these."""
+        if isinstance(self._output, tuple):
+            self._output = (self._output[0][:, -tokens:], *self._output[1:])
+        elif self._output is not None:
+            self._output = self._output[:, -tokens:]
+
     @contextmanager
     def skipping(self) -> Iterator[None]:
-        """Forward passes inside, on the same input, leave the blocks out."""
+        """Forward passes inside, on the same input or what was not cut of it, leave the blocks out."""
         if self._blocks and self._output is None:
             raise RuntimeError("nothing was recorded")
         for block in self._blocks:

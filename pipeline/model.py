@@ -58,6 +58,14 @@ class Verdict:
         return self.margin > 0
 
 
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """What of a correction's forward pass depends on the value: neither the blocks before nor earlier positions do."""
+
+    supervised: Supervised
+    prefix: Prefix
+
+
 class EditableModel:
     """A model, its tokenizer and task, and the adaptor around one of its modules."""
 
@@ -143,22 +151,28 @@ class EditableModel:
             answers = self.task.run(batch, parameters)
         return [Served(answer, hit) for answer, hit in zip(answers, session.hits, strict=True)]
 
-    def examine(self, supervised: Supervised, codebook: Codebook, index: KeyIndex) -> tuple[Verdict, Session, Prefix]:
-        """Whether the edited model gives the label, what the wrapped module saw, and the activations before it."""
+    def examine(self, supervised: Supervised, codebook: Codebook, index: KeyIndex) -> tuple[Verdict, Session, Rest]:
+        """Whether the edited model gives the label, what the wrapped module saw, and the rest for other values."""
         prefix = Prefix(blocks_before(self.module, self.layer))
         with (
             torch.no_grad(),
             prefix.recording(),
             self.adaptor.serving(supervised.batch.mask_BT, codebook, index) as session,
         ):
-            logits_LC = self.task.logits(supervised)
-        return verdict(logits_LC, supervised.label_L)[0], session, prefix
+            logits_LC, left = self.task.keeping(supervised, self.adaptor.replace)
+        if left.earlier:
+            prefix.cut(left.batch.kwargs["input_ids"].shape[1])
+        return verdict(logits_LC, supervised.label_L)[0], session, Rest(left, prefix)
 
-    def gives(self, supervised: Supervised, value_V: Tensor, prefix: Prefix) -> Verdict:
+    def judge(self, rest: Rest, value_V: Tensor) -> tuple[Verdict, Tensor]:
+        """The verdict with a value in place, and the loss, which can be differentiated by the value."""
+        with rest.prefix.skipping(), self.adaptor.substituting(rest.supervised.batch.mask_BT, value_V[None]):
+            return verdict(self.task.logits(rest.supervised), rest.supervised.label_L)
+
+    def gives(self, rest: Rest, value_V: Tensor) -> Verdict:
         """Whether a value in place makes the model give the label."""
-        values_1V = value_V.to(self.device)[None]
-        with torch.no_grad(), prefix.skipping(), self.adaptor.substituting(supervised.batch.mask_BT, values_1V):
-            return verdict(self.task.logits(supervised), supervised.label_L)[0]
+        with torch.no_grad():
+            return self.judge(rest, value_V.to(self.device))[0]
 
     def supervised(self, inputs: Inputs, target: str) -> tuple[Label, Supervised]:
         """A correction as a label and the forward pass that checks it.
@@ -178,9 +192,11 @@ def load_checkpoint(name: str, *, device: str = "auto", dtype: str = "float32") 
     """
     target = "cuda" if device == "auto" and torch.cuda.is_available() else "cpu" if device == "auto" else device
     if target == "cuda" and not torch.cuda.is_available():
-        raise ModelError("device 'cuda' was asked for, but torch finds no CUDA device")
+        raise ModelError(
+            "device 'cuda' was asked for, and torch finds no CUDA device; set GRACESTREAM_DEVICE to auto or cpu"
+        )
     if name.startswith(("/", ".", "~")) and not Path(name).is_dir():
-        raise ModelError(f"the model {name!r} cannot be loaded: there is no such folder")
+        raise ModelError(f"the model {name!r} cannot be loaded: there is no such folder; set GRACESTREAM_MODEL")
     transformers_logging.disable_progress_bar()
     try:
         auto = _auto_class(AutoConfig.from_pretrained(name), name)
@@ -189,7 +205,7 @@ def load_checkpoint(name: str, *, device: str = "auto", dtype: str = "float32") 
     except ModelError:
         raise
     except (OSError, ValueError, KeyError) as error:
-        first_line = str(error).strip().split("\n")[0]
+        first_line = str(error).strip().split("\n")[0].rstrip(".")
         raise ModelError(f"the model {name!r} cannot be loaded: {first_line}") from error
 
 

@@ -31,16 +31,23 @@ class Batch:
         mask_BT: Real prompt tokens, as the wrapped module sees them; None where it lies in a decoder.
     """
 
-    kwargs: dict[str, Tensor]
+    kwargs: dict[str, Any]
     mask_BT: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class Supervised:
-    """One input with its label, for one forward pass: the logits at `positions_L` should choose `label_L`."""
+    """One input with its label, for one forward pass whose last logits should choose `label_L`.
+
+    Attributes:
+        batch: What goes through the model.
+        label_L: Token ids, or a class index.
+        earlier: Of a causal model, the keys and values of each block at positions before the batch's first.
+    """
 
     batch: Batch
     label_L: Tensor
+    earlier: tuple[tuple[Tensor, Tensor], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +60,12 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Tokens a prompt or a target may have, and how many are generated where a request does not say."""
+    """Tokens a prompt or a target may have, how many are generated where a request does not say, and at most."""
 
     max_input_tokens: int = 512
     max_target_tokens: int = 64
     max_new_tokens: int = 64
+    new_tokens_limit: int = 512
 
 
 class Task(ABC):
@@ -145,3 +153,8 @@ class Task(ABC):
     @abstractmethod
     def logits(self, supervised: Supervised) -> Tensor:
         """Run it: float32 logits (L, C) at the label's positions."""
+
+    def keeping(self, supervised: Supervised, replace: Replaced) -> tuple[Tensor, Supervised]:
+        """Its logits, and the pass that is left of it for other values: what no value can change is kept."""
+        del replace
+        return self.logits(supervised), supervised

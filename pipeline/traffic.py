@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from pipeline.index import exact_distances
+from pipeline.points import Points
 
 FORGET_SECONDS = 3600.0
 """A request's odds of being held fall by e in this time."""
@@ -42,7 +43,8 @@ class Traffic:
         self.positions: dict[int, int] = {}
         self._capacity, self._seed = capacity, seed
         self._scores: list[float] = []
-        self._queries: list[np.ndarray] = []
+        self._queries = Points()
+        self._named = 0
         self._unit: float | None = None
 
     def __len__(self) -> int:
@@ -61,42 +63,31 @@ class Traffic:
         if not np.isfinite(query_D).all():
             return
         self._unit = None
-        if len(self) and (distances_R := self._distances_to(query_D)).min() <= noise:
-            row = int(distances_R.argmin())
+        if (row := self._queries.nearest(query_D, noise)) is not None:
             self._scores[row] = max(rank, self._scores[row])
-            return
-        if len(self) == self._capacity:
-            if rank <= min(self._scores):
-                return
-            row = self._scores.index(min(self._scores))
-            self._scores[row], self._queries[row] = rank, query_D
-        else:
+        elif len(self) < self._capacity:
+            self._named += 1
+            self._queries.put(str(self._named), query_D)
             self._scores.append(rank)
-            self._queries.append(query_D)
+        elif rank > min(self._scores):
+            row = self._scores.index(min(self._scores))
+            self._queries.put(self._queries.names[row], query_D)
+            self._scores[row] = rank
 
     def clearance(self, key_D: np.ndarray, noise: float, but_not: np.ndarray | None = None) -> float:
-        """The distance to the nearest query held, other than the key's own input and `but_not` (within `noise`)."""
-        distances_R = self._distances_to(key_D)
-        others_R = distances_R > noise
-        if but_not is not None:
-            others_R &= self._distances_to(but_not) > noise
-        return float(distances_R[others_R].min(initial=np.inf))
+        """The distance to the nearest query held, other than the key's own and `but_not` (within `noise`)."""
+        return self._queries.clearance(key_D, noise, but_not)
 
     def forget(self, query_D: np.ndarray, noise: float) -> None:
         """Drop an input that turned out to be wrong: it was flagged."""
-        kept = np.flatnonzero(self._distances_to(query_D) > noise)
-        if len(kept) < len(self):
-            self._scores = [self._scores[row] for row in kept]
-            self._queries = [self._queries[row] for row in kept]
+        for row in sorted(self._queries.within(query_D, noise).tolist(), reverse=True):
+            self._queries.drop(self._queries.names[row])
+            self._scores[row] = self._scores[-1]
+            self._scores.pop()
             self._unit = None
 
     def unit(self) -> float | None:
         """The median nearest-neighbour distance of what is held; None while that is too little to tell."""
         if self._unit is None and len(self) >= ENOUGH:
-            self._unit = median_nearest_distance(np.stack(self._queries))
+            self._unit = median_nearest_distance(self._queries.points_ND)
         return self._unit
-
-    def _distances_to(self, key_D: np.ndarray) -> np.ndarray:
-        if not len(self):
-            return np.empty(0, np.float32)
-        return exact_distances(torch.tensor(key_D)[None], torch.from_numpy(np.stack(self._queries))[None])[0].numpy()

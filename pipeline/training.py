@@ -6,9 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.layers import Prefix
-from pipeline.model import EditableModel, Verdict, verdict
-from pipeline.tasks import Supervised
+from pipeline.model import EditableModel, Rest, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,25 +28,19 @@ class Trained:
     converged: bool
 
 
-def train_value(
-    model: EditableModel, supervised: Supervised, prefix: Prefix, start_V: Tensor, recipe: Recipe
-) -> Trained:
+def train_value(model: EditableModel, rest: Rest, start_V: Tensor, recipe: Recipe) -> Trained:
     """Train one value from `start_V`.
 
-    The blocks before the edited one do not depend on the value: `prefix` holds what they put out, and each step runs
-    the rest alone. The value depends on nothing but this input, this label and the start. `converged` says whether the
-    margin was reached; a value that merely makes the prediction right after the last step counts as converged too.
+    Each step runs only what depends on the value, which itself depends on nothing but this input, this label and the
+    start. `converged` says whether the margin was reached; a value that merely makes the prediction right after the
+    last step counts as converged too.
     """
     value_V = start_V.detach().float().clone().to(model.device).requires_grad_()
     optimizer = torch.optim.Adam([value_V], lr=recipe.learning_rate)
     steps = 0
     while True:
-        with (
-            torch.enable_grad(),
-            prefix.skipping(),
-            model.adaptor.substituting(supervised.batch.mask_BT, value_V[None]),
-        ):
-            found, loss = verdict(model.task.logits(supervised), supervised.label_L)
+        with torch.enable_grad():
+            found, loss = model.judge(rest, value_V)
         if (found.right and found.margin >= recipe.margin) or steps == recipe.max_steps or not torch.isfinite(loss):
             break
         optimizer.zero_grad()

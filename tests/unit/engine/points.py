@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from pipeline.adaptor import Adaptor
 from pipeline.codebook import Label
-from pipeline.editing import EditEngine, Plan
+from pipeline.editing import EditEngine
 from pipeline.model import EditableModel
+from pipeline.plan import Plan
 from pipeline.tasks import Answer, Batch, InputError, Supervised, Task
 from schemas.messages import Inputs, Outputs, Parameters
 from tests.unit.engine.tiny import CODEBOOK, MODEL
@@ -27,12 +28,17 @@ class PointTask(Task):
     def __init__(self, module: nn.Module) -> None:
         self.model = module
 
+    def _logits(self, points_B1D: Tensor) -> Tensor:
+        """What the module gives, tilted a little by the input: no value is as good for one input as for another."""
+        logits_B1C: Tensor = self.model(points_B1D)
+        return logits_B1C + 0.3 * torch.cos(points_B1D.sum(dim=-1, keepdim=True) * torch.arange(1, CLASSES + 1))
+
     def observe(self, batch: Batch) -> None:
         self.model(batch.kwargs["points_B1D"])
 
     def run(self, batch: Batch, parameters: Sequence[Parameters]) -> list[Answer]:
         del parameters
-        classes_B = self.model(batch.kwargs["points_B1D"])[:, 0].argmax(dim=-1)
+        classes_B = self._logits(batch.kwargs["points_B1D"])[:, 0].argmax(dim=-1)
         return [Answer(Outputs(label=str(found))) for found in classes_B.tolist()]
 
     def admit(self, prompt: Sequence[int], parameters: Parameters) -> object:
@@ -53,8 +59,7 @@ class PointTask(Task):
         return Supervised(Batch({"points_B1D": points_11D}, None), torch.tensor(label))
 
     def logits(self, supervised: Supervised) -> Tensor:
-        logits_1C: Tensor = self.model(supervised.batch.kwargs["points_B1D"])[0]
-        return logits_1C
+        return self._logits(supervised.batch.kwargs["points_B1D"])[0]
 
 
 class PointModel(EditableModel):
@@ -62,7 +67,8 @@ class PointModel(EditableModel):
 
     def __init__(self, width: int) -> None:
         self.module: Any = nn.Linear(width, CLASSES)
-        nn.init.zeros_(self.module.weight)
+        # So small that the bias decides, and yet the output, which values are trained from, tells the inputs apart.
+        self.module.weight.data = 1e-3 * torch.arange(1.0, CLASSES * width + 1).reshape(CLASSES, width).cos()
         self.module.bias.data = torch.eye(CLASSES)[0]
         self.module.requires_grad_(requires_grad=False)
         self.layer, self.dtype, self.fingerprint = "", "float32", MODEL

@@ -112,9 +112,9 @@ class CountingIndex(KeyIndex):
 
     count = 0
 
-    def nearest(self, queries_BD: torch.Tensor) -> Nearest:
+    def covering(self, queries_BD: torch.Tensor) -> Nearest:
         self.count += 1
-        return super().nearest(queries_BD)
+        return super().covering(queries_BD)
 
 
 @pytest.mark.parametrize("kind", GENERATORS)

@@ -57,11 +57,29 @@ FAULTS: dict[str, Callable[[Codebook], bytes]] = {
     "fewer bytes than the shape says": lambda c: sealed(
         c, altered(NEW, key=Tensor(dtype="float32", shape=(3,), data=bytes(8)))
     ),
+    "a key of more bytes than the shape says": lambda c: sealed(
+        c, altered(NEW, key=Tensor(dtype="float32", shape=(3,), data=bytes(16)))
+    ),
+    "a value whose shape is larger than any memory": lambda c: sealed(
+        c, altered(NEW, value=Tensor(dtype="float32", shape=(2**31, 2**31), data=bytes(12)))
+    ),
+    "a value whose shape is larger than any memory and empty": lambda c: sealed(
+        c, altered(NEW, value=Tensor(dtype="float32", shape=(2**31, 0, 2**31), data=b""))
+    ),
+    "a key of no dimension": lambda c: sealed(c, altered(NEW, key=Tensor(dtype="float32", shape=(), data=bytes(4)))),
+    "numbers of another type": lambda c: sealed(c, NEW).replace(b"float32", b"float64"),
     "a key that is not a number": lambda c: sealed(c, altered(NEW, key=raw([1, np.nan, 3]))),
     "an infinite value": lambda c: sealed(c, altered(NEW, value=raw([1, np.inf, 3]))),
     "a negative radius": lambda c: sealed(c, altered(NEW, radius=-1.0)),
     "a radius that is not a number": lambda c: sealed(c, altered(NEW, radius=np.nan)),
     "an infinite radius": lambda c: sealed(c, altered(NEW, radius=np.inf)),
+    "a radius of minus zero": lambda c: sealed(c, altered(NEW, radius=-0.0)),
+    "a radius beyond float32": lambda c: sealed(c, altered(NEW, radius=1e39)),
+    "a radius of a known entry that is not a number": lambda c: sealed(c, altered(GOOD, radius=np.nan)),
+    "a label without end": lambda c: sealed(c, altered(NEW, label=tuple(range(2**16 + 1)))),
+    "an id without end": lambda c: sealed(c, altered(NEW, entry_id="x" * 10_000_000)),
+    "an id of nothing": lambda c: sealed(c, altered(NEW, entry_id="")),
+    "an id without end removed": lambda c: sealed(c, EntryChange(entry_id="x" * 10_000_000, removed=True)),
     "an unknown entry removed": lambda c: sealed(c, EntryChange(entry_id="nobody", removed=True)),
     "a new entry without a key": lambda c: sealed(c, altered(NEW, key=msgspec.UNSET)),
     "a new entry without a value": lambda c: sealed(c, altered(NEW, value=msgspec.UNSET)),
@@ -76,8 +94,9 @@ FAULTS: dict[str, Callable[[Codebook], bytes]] = {
 def test_a_faulty_record_raises_and_leaves_the_codebook_as_it_was(fault: str) -> None:
     codebook = filled(KEYS)
     before = state(codebook)
-    with pytest.raises(DeltaFault):
+    with pytest.raises(DeltaFault, match=r".") as caught:
         codebook.apply(FAULTS[fault](codebook))
+    assert len(str(caught.value)) < 400, "the reason is short, whatever the record holds"
     assert state(codebook) == before
     assert codebook.apply(sealed(codebook, NEW)) is not None
 
@@ -257,3 +276,28 @@ class Folding(RuleBasedStateMachine):
 
 Folding.TestCase.settings = settings(deadline=None, max_examples=30, stateful_step_count=20)
 TestFolding = Folding.TestCase
+
+
+def test_the_facts_are_of_now_whatever_was_told_before() -> None:
+    codebook = filled(KEYS)
+    changes: list[Callable[[], object]] = [
+        lambda: codebook.apply(sealed(codebook, NEW)),
+        lambda: codebook.take_over(filled(KEYS + 1)),
+    ]
+    for change in changes:
+        told = codebook.facts()
+        assert told == codebook.facts()
+        assert told["state_digest"] == codebook.state_digest()
+        change()
+        assert codebook.facts()["state_digest"] == codebook.state_digest() != told["state_digest"]
+
+
+def test_a_copy_is_equal_and_goes_its_own_way() -> None:
+    codebook = filled(KEYS)
+    copied = codebook.copy()
+    assert state(copied) == state(codebook)
+    before = state(copied)
+    codebook.apply(sealed(codebook, EntryChange(entry_id="e0", removed=True), NEW, op="undo"))
+    codebook.apply(sealed(codebook, altered(GOOD, entry_id="e1"), op="retune"))
+    assert state(copied) == before
+    assert copied.apply(sealed(copied, NEW)) is not None

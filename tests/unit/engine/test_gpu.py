@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.editing import EditEngine, Plan
+from pipeline.editing import EditEngine
 from pipeline.index import KeyIndex
 from pipeline.model import EditableModel
+from pipeline.plan import Plan
 from pipeline.probe import TEXTS
 from schemas.deltas import EntryChange
-from tests.unit.engine.tiny import KINDS, LIMITS, MODEL, added, correct, filled, new_codebook, sealed, tokenizer
+from tests.unit.engine.tiny import KINDS, LIMITS, MODEL, added, changed, correct, filled, new_codebook, tokenizer
 
 pytestmark = pytest.mark.gpu
 
@@ -30,8 +31,8 @@ def test_an_index_on_the_gpu_follows_what_a_codebook_adds_and_removes() -> None:
     codebook = new_codebook()
     index = KeyIndex(codebook, torch.device("cuda"))
     for row in range(5):
-        index.refresh(codebook.apply(sealed(codebook, added(f"e{row}", [float(row), 0.0], 1.0))))
-    index.refresh(codebook.apply(sealed(codebook, EntryChange(entry_id="e2", removed=True), op="undo")))
+        index.refresh(changed(codebook, added(f"e{row}", [float(row), 0.0], 1.0)))
+    index.refresh(changed(codebook, EntryChange(entry_id="e2", removed=True), op="undo"))
     found = index.nearest(torch.tensor([[2.1, 0.0], [4.0, 0.0]], device="cuda"))
     assert [codebook.entry_ids[slot] for slot in found.slots_B.tolist()] == ["e3", "e4"]
 

@@ -1,6 +1,7 @@
 """The key index answers exactly as brute force does, whatever the norms, the duplicates and the removals."""
 
 import math
+import weakref
 from typing import Any
 
 import faiss
@@ -13,14 +14,14 @@ from hypothesis.extra import numpy as npst
 
 from pipeline.index import CANDIDATES, NO_SLOT, KeyIndex, exact_distances
 from schemas.deltas import EntryChange
-from tests.unit.engine.tiny import added, filled, index_of, new_codebook, sealed
+from tests.unit.engine.tiny import added, changed, filled, index_of, new_codebook
 
 MANY = settings(deadline=None, max_examples=60)
 ULP = float(np.finfo(np.float32).eps)
 
 
 def oracle(queries_BD: np.ndarray, keys_ND: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Brute force: float32 differences, everything after in float64; of equals the lowest slot."""
+    """Brute force: float32 differences, everything after in float64; of equals any."""
     differences_BND = (queries_BD[:, None] - keys_ND[None]).astype(np.float64)
     distances_BN = np.sqrt((differences_BND**2).sum(-1)).astype(np.float32)
     slots_B = distances_BN.argmin(axis=1)
@@ -116,13 +117,16 @@ def test_a_key_is_at_distance_zero_from_itself(key_D: np.ndarray) -> None:
 
 @pytest.mark.parametrize("copies", [2, CANDIDATES, CANDIDATES + 1, 100])
 @pytest.mark.parametrize("knn", [faiss.knn, product], ids=["faiss", "product"])
-def test_of_equal_distances_the_lowest_slot_wins(copies: int, knn: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_equal_distances_the_first_id_wins(copies: int, knn: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its slot, which depends on entries that are there no more."""
     monkeypatch.setattr("faiss.knn", knn)
     generator = np.random.default_rng(2)
     far_ND = 1000 + generator.standard_normal((30, 8))
     keys_ND = np.concatenate([far_ND, np.tile(generator.standard_normal(8), (copies, 1))]).astype(np.float32)
-    found = index_of(filled(keys_ND)).nearest(torch.zeros(2, 8))
-    assert found.slots_B.tolist() == [30, 30]
+    codebook = filled(keys_ND)
+    first = min(range(30, 30 + copies), key=lambda slot: codebook.entry_ids[slot])
+    assert (first == 30) == (copies < 100)
+    assert index_of(codebook).nearest(torch.zeros(2, 8)).slots_B.tolist() == [first, first]
 
 
 @pytest.mark.parametrize("norm", [1e12, 1e25])
@@ -130,6 +134,21 @@ def test_keys_whose_squares_overflow_are_found_all_the_same(norm: float) -> None
     keys_ND = (norm * np.random.default_rng(3).standard_normal((40, 8))).astype(np.float32)
     agrees(index_of(filled(keys_ND)), keys_ND[:5], keys_ND)
     agrees(index_of(filled(keys_ND)), keys_ND, keys_ND)
+
+
+@pytest.mark.parametrize("queries", [1, 30])
+@pytest.mark.parametrize("count", [1, 5, 300])
+def test_a_query_so_far_that_squares_overflow_has_a_nearest_key_too(count: int, queries: int) -> None:
+    keys_ND = np.random.default_rng(4).standard_normal((count, 8)).astype(np.float32)
+    agrees(index_of(filled(keys_ND)), np.full((queries, 8), 1e30, np.float32), keys_ND)
+
+
+def test_keys_whose_squares_underflow_are_told_apart() -> None:
+    generator = np.random.default_rng(5)
+    for _ in range(20):
+        near_ND = generator.standard_normal(54) + 1e-4 * generator.standard_normal((300, 54))
+        keys_ND = (3e-22 * near_ND).astype(np.float32)
+        agrees(index_of(filled(keys_ND)), np.zeros((1, 54), np.float32), keys_ND)
 
 
 def test_an_empty_codebook_has_no_nearest_key() -> None:
@@ -168,7 +187,7 @@ def test_fault_a_removed_entry_never_hides_a_live_neighbour(seed: int, count: in
     index = index_of(codebook)
     live = dict(enumerate(keys_ND))
     for row in generator.permutation(count)[:-1].tolist():
-        applied = codebook.apply(sealed(codebook, EntryChange(entry_id=f"e{row}", removed=True), op="undo"))
+        applied = changed(codebook, EntryChange(entry_id=f"e{row}", removed=True), op="undo")
         index.refresh(applied)
         del live[row]
         agrees(index, keys_ND, codebook.keys_ND)
@@ -179,7 +198,7 @@ def test_fault_a_removed_entry_never_hides_a_live_neighbour(seed: int, count: in
 def test_after_the_last_entry_goes_nothing_is_found() -> None:
     codebook = filled(np.ones((1, 3)))
     index = index_of(codebook)
-    index.refresh(codebook.apply(sealed(codebook, EntryChange(entry_id="e0", removed=True), op="undo")))
+    index.refresh(changed(codebook, EntryChange(entry_id="e0", removed=True), op="undo"))
     assert index.nearest(torch.ones(1, 3)).slots_B.tolist() == [NO_SLOT]
 
 
@@ -199,7 +218,7 @@ def test_an_index_refreshed_by_deltas_stays_exact(seed: int) -> None:
             entry = added(f"e{generator.integers(0, 90)}", key_D, 1.0)
             remove = seed % 2 == 0 and entry.entry_id in codebook and generator.random() < 0.3
             change = EntryChange(entry_id=entry.entry_id, removed=True) if remove else entry
-            index.refresh(codebook.apply(sealed(codebook, change)))
+            index.refresh(changed(codebook, change))
             if step % 10 == 0 and len(codebook):
                 agrees(index, queries_BD, codebook.keys_ND)
 
@@ -220,3 +239,22 @@ def test_one_key_of_a_huge_norm_does_not_make_every_search_a_full_scan(monkeypat
     found = index.nearest(torch.from_numpy(keys_ND[20:30]))
     assert found.slots_B.tolist() == list(range(20, 30))
     assert max(looked_at) <= CANDIDATES * 8
+
+
+def test_of_keys_that_are_all_compared_few_are_copied_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here all lie within rounding of each other, so no search by products tells them apart."""
+    index = index_of(filled(np.full((50, 4), 1e4) + np.arange(50)[:, None] * 1e-3))
+    monkeypatch.setattr("pipeline.index.MOST_CANDIDATES", CANDIDATES)
+    monkeypatch.setattr("pipeline.index.ROWS", 10)
+    copies: list[weakref.ref[torch.Tensor]] = []
+
+    def watched(queries_BD: torch.Tensor, keys_BKD: torch.Tensor) -> torch.Tensor:
+        if len(keys_BKD[0]) == 10:
+            assert keys_BKD._base is not None
+            copies.append(weakref.ref(keys_BKD._base))
+            assert sum(copy() is not None for copy in copies) <= 2
+        return exact_distances(queries_BD, keys_BKD)
+
+    monkeypatch.setattr("pipeline.index.exact_distances", watched)
+    index.nearest(torch.full((1, 4), 1e4))
+    assert len(copies) == 5

@@ -5,10 +5,12 @@ import math
 import pytest
 
 from pipeline import editing
-from pipeline.editing import EditEngine, Plan, correction
+from pipeline.edited import correction
+from pipeline.editing import EditEngine
+from pipeline.plan import Plan
 from pipeline.probe import TEXTS
 from pipeline.tasks import InputError
-from tests.unit.engine.tiny import editable
+from tests.unit.engine.tiny import correct, editable, texts
 
 
 def test_a_delta_that_no_reader_would_take_is_rejected_and_not_published() -> None:
@@ -33,6 +35,18 @@ def test_a_delta_too_large_for_the_topic_is_rejected_and_not_published(monkeypat
     outcomes = [engine.edit(correction(f"f{n}", TEXTS[0], target), n) for n, target in enumerate(["wrong", "right"])]
     assert all(edited.record is None for edited in outcomes)
     assert any("bytes; 100 are allowed" in str(edited.outcome and edited.outcome.reason) for edited in outcomes)
+
+
+def test_no_radius_beyond_the_limit_is_published() -> None:
+    model = editable("bert")
+    free, bound = (EditEngine(model, "default", Plan(max_radius=limit)) for limit in (math.inf, 0.25))
+    for engine in (free, bound):
+        engine.apply(engine.lead({}))
+        for number, text in enumerate(texts(12, seed=4)):
+            for target in ("wrong", "right"):
+                correct(engine, f"f{number}-{target}", text, target, number)
+    assert free.codebook.radii_N.max() > 0.25
+    assert 0 < bound.codebook.radii_N.max() <= 0.25
 
 
 def test_a_token_that_the_model_has_no_row_for_is_refused_before_it_gets_there() -> None:

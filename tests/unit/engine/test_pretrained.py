@@ -6,9 +6,10 @@ import pytest
 from msgspec import UNSET
 
 from deploy.models import KNOWN, resolve
-from pipeline.editing import EditEngine, Plan
+from pipeline.editing import EditEngine
 from pipeline.maintenance import batch_noise
 from pipeline.model import EditableModel
+from pipeline.plan import Plan
 from schemas.messages import Parameters
 from tests.unit.engine.tiny import CODEBOOK, correct
 

@@ -19,7 +19,7 @@ def told(traffic: Traffic, partition: int, offset: int, timestamp: float, *query
 
 
 def held(traffic: Traffic) -> set[tuple[float, ...]]:
-    return {tuple(query_D.tolist()) for query_D in traffic._queries}
+    return {tuple(query_D.tolist()) for query_D in traffic._queries.points_ND}
 
 
 @MANY

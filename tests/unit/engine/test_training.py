@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from pipeline.layers import Prefix
-from pipeline.model import EditableModel, verdict
-from pipeline.tasks import InputError, Supervised
+from pipeline.model import EditableModel, Rest, verdict
+from pipeline.tasks import InputError
 from pipeline.training import Recipe, Trained, train_value
 from tests.unit.engine.tiny import WORDS, editable, index_of, new_codebook, texts
 
@@ -22,16 +22,18 @@ def target(kind: str) -> str:
     return TARGET.get(kind, WORDS[5])
 
 
-def prepared(model: EditableModel, text: str, wanted: str) -> tuple[Supervised, Prefix, torch.Tensor]:
+def prepared(model: EditableModel, text: str, wanted: str) -> tuple[Rest, torch.Tensor]:
     _, supervised = model.supervised(text, wanted)
     nothing = new_codebook(model.fingerprint, model.layer)
-    _, session, prefix = model.examine(supervised, nothing, index_of(nothing))
-    return supervised, prefix, session.outputs_BV[0]
+    _, session, rest = model.examine(supervised, nothing, index_of(nothing))
+    return rest, session.outputs_BV[0]
 
 
-def losses(model: EditableModel, kind: str, skip: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], Trained]:
-    """The loss at each step, with the blocks before the layer skipped or run anew."""
-    supervised, prefix, start_V = prepared(model, TEXT, target(kind))
+def losses(model: EditableModel, kind: str, skip: bool) -> tuple[list[float], Trained]:
+    """The loss at each step, with only what depends on the value run, or the whole model."""
+    rest, start_V = prepared(model, TEXT, target(kind))
+    if not skip:
+        rest = Rest(model.supervised(TEXT, target(kind))[1], Prefix([]))
     seen: list[float] = []
 
     def listening(*args: Any) -> Any:
@@ -39,37 +41,36 @@ def losses(model: EditableModel, kind: str, skip: bool, monkeypatch: pytest.Monk
         seen.append(found.loss)
         return found, loss
 
-    monkeypatch.setattr("pipeline.training.verdict", listening)
-    return seen, train_value(model, supervised, prefix if skip else Prefix([]), start_V, SHORT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pipeline.model.verdict", listening)
+        return seen, train_value(model, rest, start_V, SHORT)
 
 
-def test_skipping_the_blocks_before_the_layer_changes_no_number(
-    model: EditableModel, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    quick, quick_value = losses(model, kind, skip=True, monkeypatch=monkeypatch)
-    slow, slow_value = losses(model, kind, skip=False, monkeypatch=monkeypatch)
+def test_running_only_what_depends_on_the_value_changes_no_number(model: EditableModel, kind: str) -> None:
+    quick, quick_value = losses(model, kind, skip=True)
+    slow, slow_value = losses(model, kind, skip=False)
     assert len(quick) == SHORT.max_steps + 1
     np.testing.assert_allclose(quick, slow, atol=1e-5, rtol=1e-5)
     np.testing.assert_allclose(quick_value.value_V, slow_value.value_V, atol=1e-5, rtol=1e-5)
 
 
 def test_a_trained_value_makes_the_model_right_by_the_margin(model: EditableModel, kind: str) -> None:
-    supervised, prefix, start_V = prepared(model, TEXT, target(kind))
-    before = model.gives(supervised, start_V, prefix)
-    trained = train_value(model, supervised, prefix, start_V, Recipe())
+    rest, start_V = prepared(model, TEXT, target(kind))
+    before = model.gives(rest, start_V)
+    trained = train_value(model, rest, start_V, Recipe())
     assert trained.converged
     assert 0 < trained.steps <= 100
     assert trained.verdict.margin >= 1.0
     assert trained.verdict.loss < before.loss
-    found = model.gives(supervised, torch.from_numpy(trained.value_V), prefix)
+    found = model.gives(rest, torch.from_numpy(trained.value_V))
     assert found.margin == pytest.approx(trained.verdict.margin, abs=1e-4)
 
 
 def test_the_weights_take_no_gradient_and_do_not_change(model: EditableModel, kind: str) -> None:
     weights = {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
-    supervised, prefix, start_V = prepared(model, TEXT, target(kind))
+    rest, start_V = prepared(model, TEXT, target(kind))
     started = start_V.clone()
-    train_value(model, supervised, prefix, start_V, SHORT)
+    train_value(model, rest, start_V, SHORT)
     assert all(parameter.grad is None and not parameter.requires_grad for parameter in model.module.parameters())
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.module.state_dict().items())
     assert torch.equal(start_V, started)
@@ -87,17 +88,17 @@ def test_fault_step_time_grows_with_the_codebook_since_the_optimiser_holds_all_v
         return adam(parameters, **fields)
 
     monkeypatch.setattr(torch.optim, "Adam", listening)
-    supervised, prefix, start_V = prepared(model, TEXT, target(kind))
-    train_value(model, supervised, prefix, start_V, SHORT)
+    rest, start_V = prepared(model, TEXT, target(kind))
+    train_value(model, rest, start_V, SHORT)
     assert given == [tuple(start_V.shape)]
 
 
 def test_training_twice_gives_the_same_bits_and_draws_no_random_number(model: EditableModel, kind: str) -> None:
-    supervised, prefix, start_V = prepared(model, TEXT, target(kind))
+    rest, start_V = prepared(model, TEXT, target(kind))
     state = torch.get_rng_state()
     values = []
     for _ in range(2):
-        trained = train_value(model, supervised, prefix, start_V, SHORT)
+        trained = train_value(model, rest, start_V, SHORT)
         values.append((trained.value_V.tobytes(), trained.steps, trained.verdict))
         torch.get_rng_state()
     assert values[0] == values[1]
@@ -114,15 +115,15 @@ def test_training_in_a_fresh_model_gives_the_same_bits(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["gpt2", "t5-decoder", "bert"])
 def test_a_value_that_does_not_reach_the_label_has_not_converged(model: EditableModel, kind: str) -> None:
-    supervised, prefix, start_V = prepared(model, TEXT, target(kind))
-    trained = train_value(model, supervised, prefix, start_V, Recipe(max_steps=1, learning_rate=1e-6))
+    rest, start_V = prepared(model, TEXT, target(kind))
+    trained = train_value(model, rest, start_V, Recipe(max_steps=1, learning_rate=1e-6))
     assert (trained.converged, trained.steps) == (False, 1)
     assert trained.verdict.margin < 0
 
 
 def test_training_that_diverges_ends_unconverged(gpt2_model: EditableModel) -> None:
-    supervised, prefix, start_V = prepared(gpt2_model, TEXT, WORDS[5])
-    trained = train_value(gpt2_model, supervised, prefix, torch.full_like(start_V, torch.nan), Recipe())
+    rest, start_V = prepared(gpt2_model, TEXT, WORDS[5])
+    trained = train_value(gpt2_model, rest, torch.full_like(start_V, torch.nan), Recipe())
     assert (trained.converged, trained.steps) == (False, 0)
 
 
@@ -134,15 +135,15 @@ def test_a_tie_is_not_right_even_without_a_margin() -> None:
 
 
 def test_a_tie_at_the_start_is_trained_away(gpt2_model: EditableModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    supervised, prefix, start_V = prepared(gpt2_model, TEXT, WORDS[5])
+    rest, start_V = prepared(gpt2_model, TEXT, WORDS[5])
     first = [True]
 
     def tied(logits_LC: torch.Tensor, label_L: torch.Tensor) -> Any:
         found, loss = verdict(logits_LC, label_L)
         return (dataclasses.replace(found, margin=0.0) if first.pop() else found, loss) if first else (found, loss)
 
-    monkeypatch.setattr("pipeline.training.verdict", tied)
-    assert train_value(gpt2_model, supervised, prefix, start_V, Recipe(margin=0.0)).steps > 0
+    monkeypatch.setattr("pipeline.model.verdict", tied)
+    assert train_value(gpt2_model, rest, start_V, Recipe(margin=0.0)).steps > 0
 
 
 def test_fault_labels_compared_by_the_mean_of_their_token_ids(gpt2_model: EditableModel) -> None:
@@ -170,8 +171,36 @@ def test_a_prompt_and_target_that_exceed_the_context_are_refused(gpt2_model: Edi
 
 def test_only_the_label_alone_decides_what_is_right(model: EditableModel, kind: str) -> None:
     """The verdict of a value agrees with what the model then says."""
-    supervised, prefix, start_V = prepared(model, TEXT, target(kind))
-    trained = train_value(model, supervised, prefix, start_V, Recipe())
+    supervised = model.supervised(TEXT, target(kind))[1]
+    trained = train_value(model, *prepared(model, TEXT, target(kind)), Recipe())
     with torch.no_grad(), model.adaptor.substituting(supervised.batch.mask_BT, torch.from_numpy(trained.value_V)[None]):
         logits_LC = model.task.logits(supervised)
     assert logits_LC.argmax(dim=1).tolist() == supervised.label_L.tolist()
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_each_step_runs_the_last_prompt_token_and_the_target_alone(model: EditableModel) -> None:
+    """What lies before the token that takes the value never changes: its keys and values are kept."""
+    label, supervised = model.supervised(TEXT, f"{WORDS[5]} {WORDS[9]}")
+    nothing = new_codebook(model.fingerprint, model.layer)
+    _, session, rest = model.examine(supervised, nothing, index_of(nothing))
+    widths: list[int] = []
+    model.module.get_submodule(model.layer).register_forward_hook(lambda _m, args, _o: widths.append(args[0].shape[1]))
+    train_value(model, rest, session.outputs_BV[0], SHORT)
+    assert set(widths) == {len(label)}
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_prompt_of_one_token_is_trained_as_any_other(model: EditableModel) -> None:
+    rest, start_V = prepared(model, WORDS[3], WORDS[5])
+    assert len(model.task.tokenize(WORDS[3])) == 1
+    assert train_value(model, rest, start_V, Recipe()).converged
+
+
+def test_a_layer_of_a_decoder_is_trained_without_its_encoder() -> None:
+    model = editable("t5-decoder")
+    rest, start_V = prepared(model, TEXT, WORDS[5])
+    ran: list[int] = []
+    model.module.encoder.register_forward_hook(lambda *_: ran.append(1))
+    train_value(model, rest, start_V, SHORT)
+    assert not ran

@@ -20,8 +20,9 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from pipeline.codebook import Codebook, Label
-from pipeline.editing import EditEngine, correction
+from pipeline.codebook import Applied, Codebook, Label
+from pipeline.edited import correction
+from pipeline.editing import EditEngine
 from pipeline.index import KeyIndex
 from pipeline.model import EditableModel
 from pipeline.probe import TEXTS
@@ -181,10 +182,19 @@ def new_codebook(model: str = MODEL, layer: str = LAYER) -> Codebook:
     return codebook
 
 
-def filled(keys_ND: np.ndarray, radius: float = 1.0) -> Codebook:
+def changed(codebook: Codebook, *entries: EntryChange, op: Op = "add") -> Applied:
+    """What the next delta did to a codebook."""
+    applied = codebook.apply(sealed(codebook, *entries, op=op))
+    assert applied is not None
+    return applied
+
+
+def filled(keys_ND: np.ndarray, radii: float | np.ndarray = 1.0) -> Codebook:
     """One entry for each key, in their order."""
     codebook = new_codebook()
-    codebook.apply(sealed(codebook, *(added(f"e{row}", key_D, radius) for row, key_D in enumerate(keys_ND))))
+    radii_N = np.broadcast_to(radii, len(keys_ND)).tolist()
+    entries = [added(f"e{row}", keys_ND[row], radius) for row, radius in enumerate(radii_N)]
+    codebook.apply(sealed(codebook, *entries))
     return codebook
 
 
@@ -202,3 +212,18 @@ def retuned(codebook: Codebook, entry_id: str, radius: float, value: np.ndarray 
     """The record that gives an entry another radius, and another value if there is one."""
     change = EntryChange(entry_id=entry_id, radius=radius, value=UNSET if value is None else Tensor.of(value))
     return sealed(codebook, change, op="retune")
+
+
+class Failing(torch.nn.Module):
+    """Raises what it was given for batches that are too large for it."""
+
+    def __init__(self, inner: torch.nn.Module, error: Exception, room: int) -> None:
+        super().__init__()
+        self.inner, self.error, self.room = inner, error, room
+        self.batches: list[int] = []
+
+    def forward(self, hidden_BTD: torch.Tensor) -> Any:
+        self.batches.append(len(hidden_BTD))
+        if len(hidden_BTD) > self.room:
+            raise self.error
+        return self.inner(hidden_BTD)
