@@ -13,6 +13,7 @@ What `Codebook.apply` guarantees:
 """
 
 import hashlib
+import math
 import struct
 from dataclasses import dataclass
 
@@ -21,10 +22,13 @@ from msgspec import UNSET
 
 from pipeline.errors import UserError
 from schemas.deltas import GENESIS, Delta, EntryChange, chain, decode_delta
-from schemas.messages import InvalidMessage
+from schemas.messages import ID_LENGTH, InvalidMessage
 
 Label = tuple[int, ...]
 """Token ids of a target, or a class index. Labels are equal when every number is."""
+
+LABEL_LENGTH = 2**16
+"""More tokens than any target has."""
 
 
 class DeltaFault(UserError):
@@ -61,6 +65,7 @@ class Codebook:
         self.labels: list[Label] = []
         self._slots: dict[str, int] = {}
         self._version = 0  # odd while a delta is being applied
+        self._told: tuple[int, str] | None = None  # the state digest, and the version that it is of
         self._keys = np.empty((0, 0), np.float32)
         self._values = np.empty((0, 0), np.float32)
         self._radii = np.empty(0, np.float32)
@@ -116,9 +121,10 @@ class Codebook:
         self._version += 1
         return applied
 
-    def check(self, record: bytes) -> None:
-        """Raises DeltaFault where `apply` would; changes nothing."""
-        self._check(record)
+    def check(self, record: bytes) -> Delta | None:
+        """The delta that `apply` would take, or None; raises where `apply` would, and changes nothing."""
+        checked = self._check(record)
+        return None if checked is None else checked[0]
 
     def _check(self, record: bytes) -> tuple[Delta, list[tuple[np.ndarray | None, np.ndarray | None]]] | None:
         try:
@@ -147,10 +153,32 @@ class Codebook:
         radii_N: np.ndarray,
     ) -> None:
         """Take over a state as it was saved, in place of the fold that led to it; the arrays are kept, not copied."""
+        self._version += 1
         self.seq, self.term, self.digest = seq, term, digest
         self.entry_ids, self.labels = list(entry_ids), list(labels)
         self._slots = {entry_id: slot for slot, entry_id in enumerate(entry_ids)}
         self._keys, self._values, self._radii = keys_ND, values_NV, radii_N
+        self._version += 1
+
+    def take_over(self, other: "Codebook") -> None:
+        """Become what `other` is, which is left alone from then on: its arrays are kept, not copied."""
+        self.restore(
+            seq=other.seq,
+            term=other.term,
+            digest=other.digest,
+            entry_ids=other.entry_ids,
+            labels=other.labels,
+            keys_ND=other.keys_ND,
+            values_NV=other.values_NV,
+            radii_N=other.radii_N,
+        )
+
+    def copy(self) -> "Codebook":
+        """A codebook of its own that is equal in every bit; not while a delta is being applied."""
+        twin = Codebook(self.name, self.model, self.layer)
+        twin.take_over(self)
+        twin._keys, twin._values, twin._radii = twin._keys.copy(), twin._values.copy(), twin._radii.copy()
+        return twin
 
     def facts(self) -> dict[str, object]:
         """Which codebook this is and how far it has come: what `/state` and `gracestream replay` tell.
@@ -158,15 +186,17 @@ class Codebook:
         Safe in any thread: what was read while a delta was being applied is read again.
         """
         while True:
-            version = self._version
+            version, told = self._version, self._told
             try:
-                facts = self._facts()
+                state_digest = told[1] if told is not None and told[0] == version else self.state_digest()
+                facts = self._facts(state_digest)
             except (RuntimeError, IndexError, KeyError):
                 continue
             if version == self._version and version % 2 == 0:
+                self._told = version, state_digest
                 return facts
 
-    def _facts(self) -> dict[str, object]:
+    def _facts(self, state_digest: str) -> dict[str, object]:
         return {
             "codebook": self.name,
             "model": self.model,
@@ -175,7 +205,7 @@ class Codebook:
             "seq": self.seq,
             "digest": self.digest.hex(),
             "entries": len(self),
-            "state_digest": self.state_digest(),
+            "state_digest": state_digest,
         }
 
     def state_digest(self) -> str:
@@ -187,14 +217,17 @@ class Codebook:
             name = entry_id.encode()
             digest.update(struct.pack("<q", len(name)) + name + struct.pack(f"<q{len(label)}q", len(label), *label))
             for array in (self._keys[slot], self._values[slot], self._radii[slot]):
-                digest.update(np.ascontiguousarray(array, "<f4").tobytes())
+                digest.update(np.ascontiguousarray(array, "<f4").data)
         return digest.hexdigest()
 
     def _check_place(self, delta: Delta, record: bytes) -> None:
         for field in ("codebook", "model", "layer"):
             ours = self.name if field == "codebook" else getattr(self, field)
             if getattr(delta, field) != ours:
-                raise DeltaFault(f"delta {delta.seq} is of {field} {getattr(delta, field)!r}; this one is {ours!r}")
+                raise DeltaFault(
+                    f"delta {delta.seq} is of {field} {getattr(delta, field)!r}; this one is {ours!r}:"
+                    f" set GRACESTREAM_{field.upper()} as it was, or another GRACESTREAM_PREFIX"
+                )
         if delta.seq != self.seq + 1:
             raise DeltaFault(f"delta {delta.seq} of term {delta.term} follows {self.seq} of term {self.term}: a gap")
         if (delta.op == "lead") != (delta.term > self.term):
@@ -206,6 +239,8 @@ class Codebook:
 
     def _checked(self, change: EntryChange) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Key and value as arrays, once the change fits what the codebook holds."""
+        if not 0 < len(change.entry_id) <= ID_LENGTH:
+            raise DeltaFault(f"an entry's id has {len(change.entry_id)} characters, not 1 to {ID_LENGTH}")
         known = change.entry_id in self._slots
         if change.removed:
             if not known:
@@ -214,8 +249,18 @@ class Codebook:
         fields = (change.key, change.value, change.radius, change.label)
         if not known and any(field is UNSET for field in fields):
             raise DeltaFault(f"the new entry {change.entry_id!r} lacks its key, value, radius or label")
-        if change.radius is not UNSET and not 0 <= change.radius < np.inf:
+        if all(field is UNSET for field in fields):
+            raise DeltaFault(f"entry {change.entry_id!r} is named, but nothing of it changes")
+        if change.label is not UNSET and len(change.label) > LABEL_LENGTH:
+            raise DeltaFault(
+                f"entry {change.entry_id!r} has a label of {len(change.label)} numbers, over {LABEL_LENGTH}"
+            )
+        if change.radius is not UNSET and not (0 <= change.radius < np.inf and math.copysign(1, change.radius) > 0):
             raise DeltaFault(f"entry {change.entry_id!r} has the radius {change.radius}")
+        return self._arrays(change)
+
+    def _arrays(self, change: EntryChange) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Key and value, each where it changes, once their shapes fit."""
         try:
             key = None if change.key is UNSET else change.key.array()
             value = None if change.value is UNSET else change.value.array()
@@ -223,7 +268,7 @@ class Codebook:
             raise DeltaFault(f"entry {change.entry_id!r}: {error}") from error
         for what, array, held in (("key", key, self._keys), ("value", value, self._values)):
             if array is not None and (
-                array.ndim != 1 or len(array) == 0 or (len(held) and array.shape != held.shape[1:])
+                array.ndim != 1 or len(array) == 0 or (held.shape[1] and array.shape != held.shape[1:])
             ):
                 raise DeltaFault(f"entry {change.entry_id!r} has a {what} of shape {array.shape}, not {held.shape[1:]}")
         return key, value
@@ -256,7 +301,7 @@ class Codebook:
     def _append(self, entry_id: str, width_D: int, width_V: int) -> int:
         slot = len(self)
         if slot == len(self._radii):
-            room = max(64, slot + slot // 4)
+            room = max(64, 2 * slot)
             self._keys = _grown(self._keys, (room, width_D))
             self._values = _grown(self._values, (room, width_V))
             self._radii = _grown(self._radii, (room,))

@@ -6,8 +6,7 @@ the record it returned is given to `apply`, which is also how a starting editor 
 """
 
 import math
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -16,17 +15,19 @@ from msgspec import UNSET, UnsetType
 
 from pipeline.adaptor import Hit
 from pipeline.codebook import Applied, Codebook, DeltaFault, Label
+from pipeline.edited import Edited, rejected, unchanged
 from pipeline.index import NO_SLOT, KeyIndex
-from pipeline.layers import Prefix
 from pipeline.maintenance import Decision, Neighbour, Policy, batch_noise, decide, without_expanding
-from pipeline.memory import EditMemory
-from pipeline.model import EditableModel
+from pipeline.memory import BARE_MODEL, EditMemory
+from pipeline.model import EditableModel, Rest
+from pipeline.plan import Plan
 from pipeline.probe import TEXTS
-from pipeline.tasks import InputError, Supervised
+from pipeline.sight import Sight
+from pipeline.tasks import InputError
 from pipeline.traffic import Traffic, median_nearest_distance
-from pipeline.training import Recipe, Trained, train_value
-from schemas.deltas import Cause, Delta, EntryChange, Tensor, seal
-from schemas.messages import VERSION, Feedback, Inputs, Outcome, Status, one_line
+from pipeline.training import train_value
+from schemas.deltas import Cause, Delta, EntryChange, Op, Seen, Tensor, seal
+from schemas.messages import VERSION, Feedback, Outcome, Status, one_line
 
 MAX_RECORD_BYTES = 60 * 2**20
 """A larger delta would not fit the topic; only one that gives thousands of edits entries of their own gets there."""
@@ -35,47 +36,29 @@ STATUS: dict[str, Status] = {"add": "added", "expand": "expanded", "split": "spl
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """How an editor edits: the fields that `Settings` explains under the same names."""
+class Again:
+    """A decision that is made again: what it saw, and of its query and its value those that are to be kept."""
 
-    policy: Literal["nearest", "paper"] = "nearest"
-    radius: float = 1.0
-    radius_unit: Literal["median", "absolute"] = "median"
-    expand: Literal["cover", "paper"] = "cover"
-    guard: bool = True
-    traffic: int = 512
-    seed: int = 0
-    init: Literal["layer", "label", "random"] = "layer"
-    recipe: Recipe = field(default_factory=Recipe)
-
-
-@dataclass(frozen=True, slots=True)
-class Edited:
-    """The outcome of one feedback record, and the record for `deltas` that carries it out (None: nothing changes).
-
-    `invalid` marks feedback that cannot be taken at all, for `reason`: it belongs in the dead letter queue. Only where
-    it does not even tell its id is there no outcome.
-    """
-
-    outcome: Outcome | None
-    record: bytes | None = None
-    invalid: bool = False
-    reason: str = ""
+    seen: Seen
+    query_D: np.ndarray | None = None
+    value_V: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One correction under decision."""
+    """One correction under decision; `slot` holds the key nearest to its query, at `distance`."""
 
     feedback: Feedback
     offset: int
     label: Label
-    supervised: Supervised
-    prefix: Prefix
+    rest: Rest
     query_D: np.ndarray
     start_V: torch.Tensor
     policy: Policy
-    clearance: float
+    sight: Sight
+    slot: int
+    distance: float
+    known_V: np.ndarray | None
 
 
 class EditEngine:
@@ -100,21 +83,30 @@ class EditEngine:
             self.index.refresh(applied)
             self.memory.fold(applied.delta, self.codebook)
             cause = applied.delta.cause
-            if cause is not UNSET and cause.feedback_id in self.memory:
+            if cause is not UNSET and cause.entry_id is not UNSET and cause.feedback_id in self.memory:
                 query_D = self.memory.query(cause.feedback_id)
-                self.traffic.forget(query_D, self._noise(query_D))
+                self.traffic.forget(query_D, self.noise(query_D))
         return applied
 
     def lead(self, environment: dict[str, str]) -> bytes:
         """The record by which this editor takes the next term. It is not applied yet."""
-        return self._seal("lead", term=self.codebook.term + 1, environment=environment)
+        return self.record("lead", term=self.codebook.term + 1, environment=environment)
+
+    def record(self, op: Op, **fields: object) -> bytes:
+        """The record that follows what the codebook has seen; `fields` are the delta's."""
+        usual = {
+            "v": VERSION,
+            "codebook": self.codebook.name,
+            "model": self.codebook.model,
+            "layer": self.codebook.layer,
+        }
+        place = {"term": self.codebook.term, "seq": self.codebook.seq + 1, "digest": b""}
+        return seal(Delta(op=op, **(usual | place | fields)), self.codebook.digest)[0]  # type: ignore[arg-type]
 
     def observe(self, rank: float, query_D: np.ndarray) -> None:
         """Hold a query of unflagged traffic (`Traffic.wants` gave its rank), unless an entry answers it already."""
-        nearest = self.index.nearest(torch.from_numpy(query_D)[None])
-        slot, distance = int(nearest.slots_B[0]), float(nearest.distances_B[0])
-        if slot == NO_SLOT or distance >= self.codebook.radii_N[slot]:
-            self.traffic.hold(rank, query_D, self._noise(query_D))
+        if int(self.index.covering(torch.from_numpy(query_D)[None]).slots_B[0]) == NO_SLOT:
+            self.traffic.hold(rank, query_D, self.noise(query_D))
 
     def initial_radius(self) -> float:
         """Epsilon_init, absolute: in units of the traffic's median distance, or of probe sentences' without traffic."""
@@ -128,100 +120,118 @@ class EditEngine:
             unit = self._probe_unit
         return self.plan.radius * unit
 
-    def edit(self, feedback: Feedback, offset: int) -> Edited:
-        """Decide on one feedback record and train what it takes; nothing changes before `apply`."""
-        if feedback.undo is not UNSET:
-            return _rejected(feedback, "undo is not supported by this editor")
+    def warm_start(self, label: Label, query_D: np.ndarray) -> str | UnsetType:
+        """The entry whose value a new one starts from: the nearest of its label, where the plan says so."""
+        if self.plan.init != "label" or label not in self.codebook.labels:
+            return UNSET
+        rows = [row for row, other in enumerate(self.codebook.labels) if other == label]
+        distances = np.linalg.norm(self.codebook.keys_ND[rows] - query_D, axis=1).tolist()
+        return min(zip(distances, (self.codebook.entry_ids[row] for row in rows), strict=True))[1]
+
+    def edit(self, feedback: Feedback, offset: int, again: Again | None = None) -> Edited:
+        """Decide on one correction and train what it takes; nothing changes before `apply`.
+
+        `again` says what a decision that is made another time saw and had the first time.
+        """
         assert feedback.inputs is not UNSET
         assert feedback.target is not UNSET
         try:
             label, supervised = self.model.supervised(feedback.inputs, feedback.target)
         except InputError as error:
-            return _rejected(feedback, one_line(error), invalid=True)
-        verdict, session, prefix = self.model.examine(supervised, self.codebook, self.index)
-        if verdict.right:
-            outcome = Outcome(v=VERSION, feedback_id=feedback.feedback_id, status="unchanged", loss=verdict.loss)
-            return self._remembered(outcome, offset, label, session.hits[0], session.queries_BD[0].cpu().numpy())
-        if (earlier := self.memory.offsets.get(feedback.feedback_id)) is not None:
-            return _rejected(feedback, f"its id was used at offset {earlier}; a new correction needs a new id")
+            return rejected(feedback, one_line(error), invalid=True)
+        verdict, session, rest = self.model.examine(supervised, self.codebook, self.index)
         query_D = session.queries_BD[0].cpu().numpy()
+        if again is not None and again.query_D is not None:
+            query_D = again.query_D.copy()
         if not np.isfinite(query_D).all():
-            return _rejected(feedback, "the model's activations on this input are not finite")
-        noise = self._noise(query_D)
-        policy = Policy(self.plan.policy, self.initial_radius(), self.plan.expand, noise)
+            return rejected(feedback, "the model's activations on this input are not finite")
+        earlier = self.memory.offsets.get(feedback.feedback_id)
+        if earlier is not None and verdict.right:
+            return Edited(unchanged(feedback, verdict.loss))
+        if earlier is not None:
+            undone = " and undone" if feedback.feedback_id in self.memory.undone() else ""
+            return rejected(feedback, f"its id was used at offset {earlier}{undone}; a new correction needs a new id")
+        sight = Sight(self.traffic, self.initial_radius, None if again is None else again.seen)
+        nearest = self.index.nearest(torch.from_numpy(query_D)[None])
         case = Case(
             feedback=feedback,
             offset=offset,
             label=label,
-            supervised=supervised,
-            prefix=prefix,
+            rest=rest,
             query_D=query_D,
             start_V=session.outputs_BV[0],
-            policy=policy,
-            clearance=self.traffic.clearance(query_D, noise),
+            policy=Policy(self.plan.policy, sight.radius, self.plan.expand, self.noise(query_D), self.plan.max_radius),
+            sight=sight,
+            slot=int(nearest.slots_B[0]),
+            distance=float(nearest.distances_B[0]),
+            known_V=None if again is None else again.value_V,
         )
-        return self._decide(case)
+        return self._keep(case, session.hits[0], verdict.loss) if verdict.right else self._decide(case)
 
-    def _remembered(self, outcome: Outcome, offset: int, label: Label, hit: Hit | None, query_D: np.ndarray) -> Edited:
-        """A correction that an entry fulfils already: a delta, usually without a change, puts it under the guard.
+    def _keep(self, case: Case, hit: Hit | None, loss: float) -> Edited:
+        """A correction that the model fulfils already: a delta, usually without a change, puts it under the guard.
 
         Else a later edit could take its query over, and what a reviewer was told to be right would turn wrong.
         """
-        known = outcome.feedback_id in self.memory.offsets or outcome.feedback_id in self.codebook
-        if hit is None or known or not self.plan.guard or self.codebook.labels[hit.slot] != label:
-            return Edited(outcome)
-        if self.memory.same_input(query_D, self._noise(query_D)):
-            return Edited(outcome)
-        cause = Cause(feedback_id=outcome.feedback_id, offset=offset, entry_id=hit.entry_id, query=Tensor.of(query_D))
-        reach = _float32(hit.distance + 2 * self._noise(query_D))
-        changes = (EntryChange(entry_id=hit.entry_id, radius=reach),) if reach > hit.radius else ()
-        record = self._seal("expand", term=self.codebook.term, entries=changes, cause=cause)
-        return Edited(msgspec.structs.replace(outcome, entry_id=hit.entry_id, seq=self.codebook.seq + 1), record)
+        outcome, changes = unchanged(case.feedback, loss), []
+        if hit is not None:
+            outcome = msgspec.structs.replace(outcome, entry_id=hit.entry_id)
+            reach = _float32(case.policy.cover(hit.distance))
+            if reach > hit.radius:
+                changes = [EntryChange(entry_id=hit.entry_id, radius=reach)]
+        said_otherwise = [
+            other
+            for other in self.memory.same_input(case.query_D, case.policy.noise)
+            if (entry_id := self.memory.serving_entry(other)) not in (BARE_MODEL, outcome.entry_id)
+            and self.codebook.labels[self.codebook.slot(entry_id)] != case.label
+        ]
+        return self._sealed(case, outcome, "expand", changes, UNSET if hit is None else hit.entry_id, said_otherwise)
 
     def _decide(self, case: Case) -> Edited:
-        nearest = self.index.nearest(torch.from_numpy(case.query_D)[None])
-        slot, distance = int(nearest.slots_B[0]), float(nearest.distances_B[0])
         neighbour = None
-        if slot != NO_SLOT:
+        if case.slot != NO_SLOT:
+            key_D = self.codebook.keys_ND[case.slot]
             neighbour = Neighbour(
-                distance=distance,
-                radius=float(self.codebook.radii_N[slot]),
-                same_label=self.codebook.labels[slot] == case.label,
-                clearance=self._clearance(self.codebook.keys_ND[slot], case),
+                distance=case.distance,
+                radius=float(self.codebook.radii_N[case.slot]),
+                same_label=self.codebook.labels[case.slot] == case.label,
+                clearance=self._clearance(self.codebook.entry_ids[case.slot], key_D, case),
             )
-        decision = decide(case.policy, neighbour, case.clearance)
+        clearance = self._clearance(case.feedback.feedback_id, case.query_D, case)
+        decision = decide(case.policy, neighbour, clearance)
         if decision.kind == "expand":
             assert neighbour is not None
-            value_V = torch.from_numpy(self.codebook.values_NV[slot].copy())
-            found = self.model.gives(case.supervised, value_V, case.prefix)
+            value_V = torch.from_numpy(self.codebook.values_NV[case.slot].copy())
+            found = self.model.gives(case.rest, value_V)
             if found.right:
-                return self._publish(case, decision, slot, None, found.loss)
-            decision = without_expanding(case.policy, neighbour, case.clearance)
-        trained = train_value(self.model, case.supervised, case.prefix, self._start(case), self.plan.recipe)
+                return self._publish(case, decision, None, loss=found.loss)
+            decision = without_expanding(case.policy, neighbour, clearance)
+        start_V = self._start(case)
+        if case.known_V is not None:
+            return self._publish(case, decision, case.known_V)
+        trained = train_value(self.model, case.rest, start_V, self.plan.recipe)
+        loss = trained.verdict.loss if math.isfinite(trained.verdict.loss) else UNSET
         if not trained.converged:
-            return _rejected(
-                case.feedback,
-                f"no value was found in {trained.steps} steps; the loss is still {trained.verdict.loss:.3g}",
-                steps=trained.steps,
-                loss=trained.verdict.loss if math.isfinite(trained.verdict.loss) else UNSET,
-            )
-        return self._publish(case, decision, slot, trained, trained.verdict.loss)
+            reason = f"no value was found in {trained.steps} steps; the loss is still {trained.verdict.loss:.3g}"
+            return rejected(case.feedback, reason, steps=trained.steps, loss=loss)
+        return self._publish(case, decision, trained.value_V, steps=trained.steps, loss=loss)
 
-    def _publish(self, case: Case, decision: Decision, slot: int, trained: Trained | None, loss: float) -> Edited:
+    def _publish(self, case: Case, decision: Decision, value_V: np.ndarray | None, **told: object) -> Edited:
         """Decision, value and guard as one delta."""
         feedback_id = case.feedback.feedback_id
-        neighbour_id = self.codebook.entry_ids[slot] if slot != NO_SLOT else ""
-        entry_id = feedback_id if decision.kind in ("add", "split") else neighbour_id
-        if decision.kind in ("add", "split") and entry_id in self.codebook:
-            return _rejected(case.feedback, f"an entry named {entry_id!r} exists; a correction needs an id of its own")
+        own_key = decision.kind in ("add", "split")
+        neighbour_id = self.codebook.entry_ids[case.slot] if case.slot != NO_SLOT else ""
+        entry_id = feedback_id if own_key else neighbour_id
+        if own_key and entry_id in self.codebook:
+            return rejected(case.feedback, f"an entry named {entry_id!r} exists; a correction needs an id of its own")
         changes: list[EntryChange] = []
         radius: float | UnsetType = UNSET
-        if decision.neighbour_radius is not None and decision.neighbour_radius != self.codebook.radii_N[slot]:
+        if decision.neighbour_radius is not None and decision.neighbour_radius != self.codebook.radii_N[case.slot]:
             radius = _float32(decision.neighbour_radius)
         if decision.kind != "replace" and radius is not UNSET:
             changes.append(EntryChange(entry_id=neighbour_id, radius=radius))
-        if trained is not None:
-            value = Tensor.of(trained.value_V)
+        if value_V is not None:
+            value = Tensor.of(value_V)
             if decision.kind == "replace":
                 changes.append(EntryChange(entry_id=entry_id, value=value, radius=radius, label=case.label))
             else:
@@ -232,31 +242,50 @@ class EditEngine:
         same_input = self.memory.same_input(case.query_D, case.policy.noise)
         if self.plan.guard and decision.kind != "expand":
             changes += self._guarded(case, changes, same_input)
-        cause = Cause(
-            feedback_id=feedback_id,
-            offset=case.offset,
-            entry_id=entry_id,
-            query=UNSET if decision.kind in ("add", "split") else Tensor.of(case.query_D),
-            supersedes=tuple(other for other in same_input if self._label_of_edit(other) != case.label),
-            traffic={str(partition): end for partition, end in sorted(self.traffic.positions.items())} or UNSET,
-        )
-        record = self._seal(decision.kind, term=self.codebook.term, entries=tuple(changes), cause=cause)
-        try:
-            self.codebook.check(record)  # what is committed can never be taken back
-        except DeltaFault as fault:
-            return _rejected(case.feedback, f"no reader would take its delta: {fault}")
-        if len(record) > MAX_RECORD_BYTES:
-            return _rejected(case.feedback, f"its delta would have {len(record)} bytes; {MAX_RECORD_BYTES} are allowed")
         outcome = Outcome(
             v=VERSION,
             feedback_id=feedback_id,
             status=STATUS[decision.kind],
             entry_id=entry_id,
-            seq=self.codebook.seq + 1,
-            steps=UNSET if trained is None else trained.steps,
-            loss=loss,
+            **told,  # type: ignore[arg-type]
         )
-        return Edited(outcome, record)
+        said_otherwise = [other for other in same_input if self._label_of_edit(other) != case.label]
+        return self._sealed(case, outcome, decision.kind, changes, entry_id, said_otherwise)
+
+    def _sealed(
+        self,
+        case: Case,
+        outcome: Outcome,
+        op: Op,
+        changes: list[EntryChange],
+        entry_id: str | UnsetType,
+        supersedes: list[str],
+    ) -> Edited:
+        """The outcome with the record that carries it out."""
+        nearest = None if case.slot == NO_SLOT else self.codebook.entry_ids[case.slot]
+        own_key = op in ("add", "split")
+        cause = Cause(
+            feedback_id=case.feedback.feedback_id,
+            offset=case.offset,
+            author=case.feedback.author,
+            entry_id=entry_id,
+            query=UNSET if own_key else Tensor.of(case.query_D),
+            supersedes=tuple(supersedes),
+            seen=case.sight.seen(nearest, case.distance),
+            traffic={str(partition): end for partition, end in sorted(self.traffic.positions.items())} or UNSET,
+        )
+        return self.publish(case.feedback, outcome, op, entries=tuple(changes), cause=cause)
+
+    def publish(self, feedback: Feedback, outcome: Outcome, op: Op, **fields: object) -> Edited:
+        """The outcome, and the next record with these fields; a rejection where no reader would take that record."""
+        record = self.record(op, **fields)
+        try:
+            self.codebook.check(record)  # what is committed can never be taken back
+        except DeltaFault as fault:
+            return rejected(feedback, f"no reader would take its delta: {fault}")
+        if len(record) > MAX_RECORD_BYTES:
+            return rejected(feedback, f"its delta would have {len(record)} bytes; {MAX_RECORD_BYTES} are allowed")
+        return Edited(msgspec.structs.replace(outcome, seq=self.codebook.seq + 1), record)
 
     def _guarded(self, case: Case, changes: list[EntryChange], same_input: list[str]) -> list[EntryChange]:
         """Entries of their own for the edits that these changes would take from the entries that serve them."""
@@ -271,60 +300,40 @@ class EditEngine:
         for feedback_id in displaced:
             query_D = self.memory.query(feedback_id)
             serving = self.codebook.entry(self.codebook.slot(self.memory.serving_entry(feedback_id)))
-            policy = replace(case.policy, noise=self._noise(query_D))
+            policy = replace(case.policy, noise=self.noise(query_D))
             guarded.append(
                 EntryChange(
                     entry_id=feedback_id,
                     key=Tensor.of(query_D),
                     value=Tensor.of(serving.value_V),
-                    radius=_float32(policy.own_radius(self._clearance(query_D, case))),
+                    radius=_float32(policy.own_radius(self._clearance(feedback_id, query_D, case))),
                     label=serving.label,
                 )
             )
         return guarded
 
-    def _clearance(self, key_D: np.ndarray, case: Case) -> float:
-        """From a key to the nearest unflagged traffic, which the input being corrected no longer is."""
-        return self.traffic.clearance(key_D, self._noise(key_D), but_not=case.query_D)
+    def _clearance(self, name: str, key_D: np.ndarray, case: Case) -> float:
+        """From a key to the nearest input that must stay as it is, which the one being corrected no longer is."""
+        noise = self.noise(key_D)
+        traffic = case.sight.clearance(name, key_D, noise, case.query_D)
+        return min(traffic, self.memory.clearance(key_D, noise, case.query_D)) if self.plan.guard else traffic
 
-    def _label_of_edit(self, feedback_id: str) -> Label:
-        return self.codebook.labels[self.codebook.slot(self.memory.serving_entry(feedback_id))]
+    def _label_of_edit(self, feedback_id: str) -> Label | None:
+        entry_id = self.memory.serving_entry(feedback_id)
+        return None if entry_id == BARE_MODEL else self.codebook.labels[self.codebook.slot(entry_id)]
 
     def _start(self, case: Case) -> torch.Tensor:
         if self.plan.init == "random":
             generator = torch.Generator().manual_seed(self.plan.seed * 1_000_003 + case.offset)
             return torch.rand(case.start_V.shape, generator=generator)
-        if self.plan.init == "label" and case.label in self.codebook.labels:
-            rows = [row for row, label in enumerate(self.codebook.labels) if label == case.label]
-            nearest = np.linalg.norm(self.codebook.keys_ND[rows] - case.query_D, axis=1).argmin()
-            return torch.from_numpy(self.codebook.values_NV[rows[int(nearest)]].copy())
-        return case.start_V
+        case.sight.start = self.warm_start(case.label, case.query_D)
+        if case.sight.start is UNSET:
+            return case.start_V
+        return torch.from_numpy(self.codebook.values_NV[self.codebook.slot(case.sight.start)].copy())
 
-    def _noise(self, query_D: np.ndarray) -> float:
+    def noise(self, query_D: np.ndarray) -> float:
+        """Distances from this query up to this are the same input, seen in another batch."""
         return batch_noise(float(np.linalg.norm(query_D)), self.model.dtype)
-
-    def _seal(self, op: str, **fields: object) -> bytes:
-        delta = Delta(
-            v=VERSION,
-            codebook=self.codebook.name,
-            model=self.codebook.model,
-            layer=self.codebook.layer,
-            seq=self.codebook.seq + 1,
-            op=op,  # type: ignore[arg-type]
-            digest=b"",
-            **fields,  # type: ignore[arg-type]
-        )
-        return seal(delta, self.codebook.digest)[0]
-
-
-def correction(feedback_id: str, inputs: Inputs, target: str) -> Feedback:
-    """A feedback record for a correction."""
-    return Feedback(v=VERSION, feedback_id=feedback_id, inputs=inputs, target=target)
-
-
-def _rejected(feedback: Feedback, reason: str, *, invalid: bool = False, **fields: object) -> Edited:
-    outcome = Outcome(v=VERSION, feedback_id=feedback.feedback_id, status="rejected", reason=reason, **fields)  # type: ignore[arg-type]
-    return Edited(outcome, invalid=invalid, reason=reason)
 
 
 def _float32(radius: float) -> float:

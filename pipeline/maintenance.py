@@ -34,23 +34,26 @@ class Policy:
         radius: The initial radius (epsilon_init), absolute.
         expand: How `paper` expands: by the initial radius (`paper`) or just to cover the query (`cover`).
         noise: Distances up to this count as 0, and every ball that must hold a query holds it by twice this.
+        max_radius: No radius is made larger, absolute; but a ball that is larger already stays.
     """
 
     kind: Literal["nearest", "paper"]
     radius: float
     expand: Literal["cover", "paper"] = "cover"
     noise: float = 2e-4
+    max_radius: float = math.inf
+
+    def allowed(self, clearance: float) -> float:
+        """The largest radius of a key whose nearest unflagged traffic is `clearance` away (infinite: there is none)."""
+        return min(TRAFFIC_SHARE * clearance, self.max_radius)
 
     def cover(self, distance: float) -> float:
         """The radius that just holds a query at `distance`, in any batch."""
         return distance + 2 * self.noise
 
     def own_radius(self, clearance: float) -> float:
-        """The radius of a new key whose nearest unflagged traffic is `clearance` away (infinite: there is none).
-
-        Never below what batch noise needs, so that the edited input itself is always reached.
-        """
-        return max(min(self.radius, TRAFFIC_SHARE * clearance), self.cover(0.0))
+        """The radius of a new key: never below what batch noise needs, so that the edited input is always reached."""
+        return max(min(self.radius, self.allowed(clearance)), self.cover(0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,7 @@ def decide(policy: Policy, neighbour: Neighbour | None, clearance: float = math.
         return Decision("split", radius=policy.own_radius(clearance))
     half = neighbour.distance / 2
     # The paper speaks of decreasing the radius; half the distance would enlarge it where the balls only touch.
-    return Decision("split", radius=min(half, TRAFFIC_SHARE * clearance), neighbour_radius=min(neighbour.radius, half))
+    return Decision("split", radius=min(half, policy.allowed(clearance)), neighbour_radius=min(neighbour.radius, half))
 
 
 def without_expanding(policy: Policy, neighbour: Neighbour, clearance: float) -> Decision:
@@ -105,9 +108,9 @@ def _replace(policy: Policy, neighbour: Neighbour) -> Decision:
 
 
 def _expand(policy: Policy, neighbour: Neighbour, clearance: float) -> Decision:
-    """To cover the query, or by the initial radius; where traffic is in the way, the query gets a key of its own."""
+    """To cover the query, or by the initial radius; where that is not allowed, the query gets a key of its own."""
     needed = max(neighbour.radius, policy.cover(neighbour.distance))
-    allowed = max(neighbour.radius, TRAFFIC_SHARE * neighbour.clearance)
+    allowed = max(neighbour.radius, policy.allowed(neighbour.clearance))
     if needed > allowed:
         return without_expanding(policy, neighbour, clearance)
     by_initial = policy.kind == "paper" and policy.expand == "paper"

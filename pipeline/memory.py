@@ -1,7 +1,8 @@
 """What the editor remembers of past edits, and the guard that keeps one edit from undoing another (design, section 4).
 
-For each edit in force the memory holds its query and the entry that serves it. Like the codebook it is a fold over
-`deltas`: a starting editor folds the log and knows what its predecessor knew.
+For each edit in force the memory holds its query and the entry that serves it, or that the bare model does: a
+correction that was right already is kept right too. Like the codebook it is a fold over `deltas`: a starting editor
+folds the log and knows what its predecessor knew.
 """
 
 from collections.abc import Collection, Mapping
@@ -10,67 +11,143 @@ import numpy as np
 import torch
 from msgspec import UNSET
 
-from pipeline.codebook import Codebook
+from pipeline.codebook import Codebook, DeltaFault
 from pipeline.index import exact_distances
-from schemas.deltas import Delta
+from pipeline.points import Points
+from pipeline.sight import together
+from schemas.deltas import Delta, Seen
+
+BARE_MODEL = ""
+"""In place of an entry id: no entry serves the edit, because the model needs none."""
+
+
+def still_undone(undoes: Mapping[str, Collection[str]]) -> set[str]:
+    """What these undos, in their order, take back when each counts unless a later one takes it back."""
+    gone: set[str] = set()
+    for feedback_id, taken_back in reversed(list(undoes.items())):
+        if feedback_id not in gone:
+            gone.update(taken_back)
+    return gone
 
 
 class EditMemory:
     """The queries of the edits in force, each with its serving entry and the distance to that entry's key."""
 
     def __init__(self) -> None:
-        self.feedback_ids: list[str] = []
         self.entry_ids: list[str] = []
+        """Of each row: the entry that serves the edit, or `BARE_MODEL`."""
         self.offsets: dict[str, int] = {}
         """Offset in `feedback` of every feedback id that ever made a delta."""
-        self._rows: dict[str, int] = {}
-        self._queries = np.empty((0, 0), np.float32)
-        self._distances = np.empty(0, np.float32)
+        self.authors: dict[str, str] = {}
+        """Author of each of these ids that had one."""
+        self.undoes: dict[str, tuple[str, ...]] = {}
+        """By the id of each undo, in order: the ids that it takes back."""
+        self.decided: dict[str, Seen] = {}
+        """What decisions saw when an undo made them again, by feedback id."""
+        self._edits = Points()
+        """The queries; the reach of each is the distance to the key that serves it."""
+        self._bare = Points()
+        """The queries that the bare model serves."""
+        self._at: dict[str, set[str]] = {}
+        """By entry id: the edits that it serves beside the one whose own it is."""
 
     def __len__(self) -> int:
-        return len(self.feedback_ids)
+        return len(self._edits)
 
     def __contains__(self, feedback_id: object) -> bool:
-        return feedback_id in self._rows
+        return feedback_id in self._edits
+
+    @property
+    def feedback_ids(self) -> list[str]:
+        """The edits in force, in the order of their rows."""
+        return self._edits.names
 
     @property
     def queries_ED(self) -> np.ndarray:
         """A view; float32."""
-        return self._queries[: len(self)]
+        return self._edits.points_ND
 
     @property
     def distances_E(self) -> np.ndarray:
         """From each query to the key that serves it; a view; float32."""
-        return self._distances[: len(self)]
+        return self._edits.reach_N
 
     def query(self, feedback_id: str) -> np.ndarray:
         """A copy of one edit's query (D); KeyError where no such edit is in force."""
-        query_D: np.ndarray = self._queries[self._rows[feedback_id]].copy()
+        query_D: np.ndarray = self.queries_ED[self._edits.row(feedback_id)].copy()
         return query_D
 
     def serving_entry(self, feedback_id: str) -> str:
         """The id of the entry that serves an edit; KeyError where no such edit is in force."""
-        return self.entry_ids[self._rows[feedback_id]]
+        return self.entry_ids[self._edits.row(feedback_id)]
+
+    def distance(self, feedback_id: str) -> float:
+        """From an edit's query to the key that serves it; KeyError where no such edit is in force."""
+        return float(self.distances_E[self._edits.row(feedback_id)])
 
     def fold(self, delta: Delta, codebook: Codebook) -> None:
-        """Take over what a delta did, after `codebook` has applied it."""
+        """Take over what a delta did, after `codebook` has applied it.
+
+        Raises:
+            DeltaFault: it names an edit or an entry that is not there, or holds a query that does not fit.
+        """
+        try:
+            self._fold(delta, codebook)
+        except (KeyError, ValueError) as error:
+            raise DeltaFault(f"delta {delta.seq} does not fit the edits before it: {error!r}") from error
+
+    def _fold(self, delta: Delta, codebook: Codebook) -> None:
+        cause = delta.cause
+        if cause is not UNSET:
+            self.offsets[cause.feedback_id] = cause.offset
+            if cause.author is not UNSET:
+                self.authors[cause.feedback_id] = cause.author
+        if delta.op == "undo":
+            self._fold_undo(delta, codebook)
+            return
         for change in delta.entries:
-            if change.entry_id in self._rows and not change.removed:
+            if change.entry_id in self and not change.removed:
                 self._put(change.entry_id, self.query(change.entry_id), change.entry_id, codebook)
-        if delta.cause is UNSET:
+        if cause is UNSET:
             return
-        for feedback_id in delta.cause.supersedes:
+        for feedback_id in cause.supersedes:
             self._drop(feedback_id)
-        if delta.cause.entry_id is UNSET:
-            return
-        self.offsets[delta.cause.feedback_id] = delta.cause.offset
-        entry_id = delta.cause.entry_id
-        query_D = codebook.keys_ND[codebook.slot(entry_id)] if delta.cause.query is UNSET else delta.cause.query.array()
-        self._put(delta.cause.feedback_id, query_D, entry_id, codebook)
+        if cause.query is not UNSET:
+            entry_id = BARE_MODEL if cause.entry_id is UNSET else cause.entry_id
+            self._put(cause.feedback_id, cause.query.array(), entry_id, codebook)
+        elif cause.entry_id is not UNSET:
+            key_D = codebook.keys_ND[codebook.slot(cause.entry_id)]
+            self._put(cause.feedback_id, key_D, cause.entry_id, codebook)
+
+    def _fold_undo(self, delta: Delta, codebook: Codebook) -> None:
+        if delta.cause is not UNSET:
+            self.undoes[delta.cause.feedback_id] = delta.cause.undoes
+        self.recall(delta.decided)
+        for edit in delta.edits:
+            if edit.removed:
+                self._drop(edit.feedback_id)
+                continue
+            query_D = self.query(edit.feedback_id) if edit.query is UNSET else edit.query.array()
+            entry_id = BARE_MODEL if edit.entry_id is UNSET else edit.entry_id
+            self._put(edit.feedback_id, query_D, entry_id, codebook)
+
+    def recall(self, decided: Mapping[str, Seen]) -> None:
+        """Keep what decisions saw when they were made again, beside what they saw in earlier undos."""
+        for feedback_id, seen in decided.items():
+            earlier = self.decided.get(feedback_id)
+            self.decided[feedback_id] = seen if earlier is None else together(seen, earlier)
+
+    def undone(self, before: float = np.inf) -> set[str]:
+        """The ids of feedback that counts as never sent, by the undos of offsets below `before`."""
+        return still_undone({name: ids for name, ids in self.undoes.items() if self.offsets[name] < before})
 
     def same_input(self, query_D: np.ndarray, noise: float) -> list[str]:
         """Edits of this very input: their queries lie within `noise`."""
-        return [self.feedback_ids[row] for row in np.flatnonzero(self._distances_to(query_D) <= noise)]
+        return [self.feedback_ids[row] for row in self._edits.within(query_D, noise)]
+
+    def clearance(self, key_D: np.ndarray, noise: float, but_not: np.ndarray | None = None) -> float:
+        """The distance to the nearest input that the bare model serves, other than the key's own and `but_not`."""
+        return self._bare.clearance(key_D, noise, but_not)
 
     def displaced(
         self,
@@ -93,57 +170,61 @@ class EditMemory:
             noise: Distances closer to each other than twice this are not told apart.
             ignore: Feedback ids of the same input, which the decision supersedes or serves.
         """
-        own_E = np.array([fid == eid for fid, eid in zip(self.feedback_ids, self.entry_ids, strict=True)], bool)
-        open_E = ~own_E if len(self) else own_E
-        for feedback_id in ignore:
-            if feedback_id in self._rows:
-                open_E[self._rows[feedback_id]] = False
-        named: list[str] = []
-        lost_E = np.zeros(len(self), bool)
-        for row in np.flatnonzero(open_E).tolist():
-            radius = shrunk.get(self.entry_ids[row], np.inf)
-            lost_E[row] = self.entry_ids[row] in relabelled or self._distances[row] + 2 * noise > radius
-        # An edit that lies at its serving key has a key of its own in all but name.
-        apart_E = self.distances_E > noise
+        taken = {self._edits.row(name) for name in ignore if name in self}
+        lost = {
+            row
+            for entry_id in {*shrunk, *relabelled}
+            for row in map(self._edits.row, self._at.get(entry_id, ()))
+            if entry_id in relabelled or self.distances_E[row] + 2 * noise > shrunk[entry_id]
+        }
         for key_D in new_keys.values():
-            lost_E |= (self._distances_to(key_D) <= self.distances_E + 2 * noise) & apart_E
-        while (lost_E & open_E).any():
-            row = int(np.flatnonzero(lost_E & open_E)[0])
-            open_E[row] = False
+            lost |= self._taken_over(key_D, noise)
+        named: list[str] = []
+        while lost := lost - taken:
+            row = min(lost)
+            taken.add(row)
             named.append(self.feedback_ids[row])
-            lost_E |= (self._distances_to(self._queries[row]) <= self.distances_E + 2 * noise) & apart_E
+            lost |= self._taken_over(self.queries_ED[row], noise)
         return named
 
-    def _distances_to(self, key_D: np.ndarray) -> np.ndarray:
-        if not len(self):
-            return np.empty(0, np.float32)
-        queries_1ED = torch.from_numpy(self.queries_ED)[None]
-        return exact_distances(torch.tensor(key_D)[None], queries_1ED)[0].numpy()
+    def _taken_over(self, key_D: np.ndarray, noise: float) -> set[int]:
+        """Rows of the edits that are nearer to a new key than to the one that serves them, which is another's.
+
+        An edit that lies at its serving key has a key of its own in all but name.
+        """
+        rows = self._edits.within(key_D, self.distances_E + 2 * noise)
+        served_by = ((row, self.entry_ids[row]) for row in rows[self.distances_E[rows] > noise].tolist())
+        return {row for row, entry_id in served_by if entry_id not in (BARE_MODEL, self.feedback_ids[row])}
 
     def _put(self, feedback_id: str, query_D: np.ndarray, entry_id: str, codebook: Codebook) -> None:
-        row = self._rows.get(feedback_id)
-        if row is None:
-            row = len(self)
-            if row == len(self._distances):
-                room = max(64, row + row // 4)
-                queries = np.zeros((room, len(query_D)), np.float32)
-                queries[:row] = self._queries[:row] if row else 0
-                self._queries = queries
-                self._distances = np.concatenate([self._distances, np.zeros(room - row, np.float32)])
-            self.feedback_ids.append(feedback_id)
-            self.entry_ids.append(entry_id)
-            self._rows[feedback_id] = row
-        self._queries[row] = query_D
-        self.entry_ids[row] = entry_id
-        key_D = torch.tensor(codebook.keys_ND[codebook.slot(entry_id)])
-        self._distances[row] = float(exact_distances(torch.tensor(query_D)[None], key_D[None, None])[0, 0])
+        width = codebook.keys_ND.shape[1] or self.queries_ED.shape[1]
+        if width and query_D.shape != (width,):
+            raise ValueError(f"a query of shape {query_D.shape}, not {(width,)}")
+        distance = 0.0
+        if entry_id not in (BARE_MODEL, feedback_id):  # its own entry's key is its query
+            key_D = torch.tensor(codebook.keys_ND[codebook.slot(entry_id)])
+            distance = float(exact_distances(torch.tensor(query_D)[None], key_D[None, None])[0, 0])
+        if feedback_id in self:
+            self._unserve(feedback_id)
+        if entry_id == BARE_MODEL:
+            self._bare.put(feedback_id, query_D)
+        elif entry_id != feedback_id:
+            self._at.setdefault(entry_id, set()).add(feedback_id)
+        row = self._edits.put(feedback_id, query_D, distance)
+        self.entry_ids[row : row + 1] = [entry_id]
 
     def _drop(self, feedback_id: str) -> None:
         """The last row takes the dropped one's place."""
-        row, last = self._rows.pop(feedback_id), len(self) - 1
-        if row != last:
-            self._queries[row], self._distances[row] = self._queries[last], self._distances[last]
-            self.feedback_ids[row], self.entry_ids[row] = self.feedback_ids[last], self.entry_ids[last]
-            self._rows[self.feedback_ids[row]] = row
-        self.feedback_ids.pop()
+        self._unserve(feedback_id)
+        row = self._edits.drop(feedback_id)
+        self.entry_ids[row] = self.entry_ids[-1]
         self.entry_ids.pop()
+
+    def _unserve(self, feedback_id: str) -> None:
+        entry_id = self.serving_entry(feedback_id)
+        if entry_id == BARE_MODEL:
+            self._bare.drop(feedback_id)
+        elif entry_id != feedback_id:
+            self._at[entry_id].remove(feedback_id)
+            if not self._at[entry_id]:
+                del self._at[entry_id]

@@ -1,18 +1,20 @@
 """Replay: the codebook at any point of its history, from `deltas` alone (design, section 5, point 8)."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 
-from kafka import TopicPartition
 from msgspec import UNSET, Struct
 
-from pipeline.clients import consumer
 from pipeline.codebook import Codebook, DeltaFault
 from pipeline.follower import read_history
+from pipeline.history import KafkaHistory
 from pipeline.settings import Settings
-from pipeline.topics import FEEDBACK
+from pipeline.snapshots import Snapshot
 from schemas.deltas import Delta, EntryChange, decode_delta
-from schemas.messages import Feedback, InvalidMessage, decode
+from schemas.messages import InvalidMessage, in_one_text
+
+OnApplied = Callable[[bytes, Delta, Codebook], object]
+"""Called with each record that counts, what it says, and the codebook that has just applied it."""
 
 
 class Step(Struct, frozen=True):
@@ -23,35 +25,57 @@ class Step(Struct, frozen=True):
     op: str
     timestamp: float
     feedback_id: str | None
+    author: str | None
     inputs: str | None
     target: str | None
+    undoes: tuple[str, ...]
     entries: dict[str, str]
 
 
-def replay_deltas(settings: Settings, seq: int | None = None, until: datetime | None = None) -> Codebook | None:
+def replay_deltas(
+    settings: Settings,
+    seq: int | None = None,
+    until: datetime | None = None,
+    on_applied: OnApplied = lambda *_: None,
+) -> Codebook | None:
     """Fold the log up to delta `seq`, or to the last one of `until`; None where there is nothing up to there.
 
     Raises:
         DeltaFault: the log does not fold: a gap, a broken digest, a record that cannot be read.
     """
+    folded = fold_log(settings, seq, until, on_applied)
+    return None if folded is None else folded.codebook
+
+
+def fold_log(
+    settings: Settings,
+    seq: int | None = None,
+    until: datetime | None = None,
+    on_applied: OnApplied = lambda *_: None,
+) -> Snapshot | None:
+    """As `replay_deltas`, with the offset of the last delta that counts."""
     codebook: Codebook | None = None
+    last = -1
 
     def fold(record: bytes, offset: int, timestamp: int) -> bool:
-        nonlocal codebook
+        nonlocal codebook, last
         if until is not None and timestamp > 1000 * until.timestamp():
             return False
         if codebook is None:
-            first = _decoded(record, offset)
+            first = _decoded(record)
             codebook = Codebook(first.codebook, first.model, first.layer)
         if seq is not None and codebook.seq >= seq:
             return False
-        codebook.apply(record)
+        applied = codebook.apply(record)
+        if applied is not None:
+            last = offset
+            on_applied(record, applied.delta, codebook)
         return True
 
     read_history(settings, fold)
     if codebook is not None and seq is not None and codebook.seq < seq:
         raise DeltaFault(f"the log ends at delta {codebook.seq}; there is no {seq} yet")
-    return codebook if codebook is not None and codebook.seq else None
+    return Snapshot(codebook, last) if codebook is not None and codebook.seq else None
 
 
 def describe(settings: Settings) -> Iterator[Step]:
@@ -59,15 +83,16 @@ def describe(settings: Settings) -> Iterator[Step]:
     records: list[tuple[Delta, float]] = []
     term = 0
 
-    def keep(record: bytes, offset: int, timestamp: int) -> None:
+    def keep(record: bytes, _offset: int, timestamp: int) -> None:
         nonlocal term
-        delta = _decoded(record, offset)
+        delta = _decoded(record)
         if delta.term >= term:
             term = delta.term
             records.append((delta, timestamp / 1000))
 
     read_history(settings, keep)
-    corrections = _feedback(settings, {d.cause.offset for d, _ in records if d.cause is not UNSET})
+    offsets = [delta.cause.offset for delta, _ in records if delta.cause is not UNSET]
+    corrections = KafkaHistory(settings).corrections(min(offsets)) if offsets else {}
     known: set[str] = set()
     for delta, timestamp in records:
         cause = delta.cause
@@ -78,7 +103,9 @@ def describe(settings: Settings) -> Iterator[Step]:
             op=delta.op,
             timestamp=timestamp,
             feedback_id=None if cause is UNSET else cause.feedback_id,
-            inputs=None if asked is None or asked.inputs is UNSET else _text(asked.inputs),
+            author=None if cause is UNSET or cause.author is UNSET else cause.author,
+            undoes=() if cause is UNSET else cause.undoes,
+            inputs=None if asked is None or asked.inputs is UNSET else in_one_text(asked.inputs),
             target=None if asked is None or asked.target is UNSET else asked.target,
             entries={change.entry_id: _words(change, known) for change in delta.entries},
         )
@@ -86,36 +113,11 @@ def describe(settings: Settings) -> Iterator[Step]:
             (known.discard if change.removed else known.add)(change.entry_id)
 
 
-def _decoded(record: bytes, offset: int) -> Delta:
+def _decoded(record: bytes) -> Delta:
     try:
         return decode_delta(record)
     except InvalidMessage as error:
-        raise DeltaFault(f"the record at offset {offset} of deltas cannot be read: {error}") from error
-
-
-def _feedback(settings: Settings, offsets: set[int]) -> dict[int, Feedback]:
-    found: dict[int, Feedback] = {}
-    partition = TopicPartition(settings.topic(FEEDBACK), 0)
-    reader = consumer(settings)
-    try:
-        reader.assign([partition])
-        reader.seek(partition, min(offsets, default=0))
-        end = min(max(offsets, default=-1) + 1, reader.end_offsets([partition])[partition])
-        while offsets and reader.position(partition) < end:
-            for records in reader.poll(timeout_ms=1000).values():
-                for record in records:
-                    if record.offset in offsets:
-                        try:
-                            found[record.offset] = decode(record.value, Feedback)
-                        except InvalidMessage:
-                            continue  # the delta's cause stands; only its words are lost
-        return found
-    finally:
-        reader.close()
-
-
-def _text(inputs: str | tuple[str, str]) -> str:
-    return inputs if isinstance(inputs, str) else " | ".join(inputs)
+        raise DeltaFault(str(error)) from error
 
 
 def _words(change: EntryChange, known: set[str]) -> str:

@@ -1,5 +1,6 @@
 """A codebook's history made by hand, record by record: for replicas and replay, without an editor or a model."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -29,9 +30,9 @@ class History:
         self._producer.close(timeout=5)
         self.redis.close()
 
-    def write(self, value: bytes | None, topic: str = "deltas") -> int:
+    def write(self, value: bytes | None, topic: str = "deltas", headers: Sequence[tuple[str, bytes]] = ()) -> int:
         """One record as it is; its offset."""
-        sent = self._producer.send(self.settings.topic(topic), value=value, partition=0)
+        sent = self._producer.send(self.settings.topic(topic), value=value, headers=list(headers), partition=0)
         offset: int = sent.get(timeout=30).offset
         return offset
 

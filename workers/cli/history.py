@@ -1,83 +1,211 @@
-"""`replay` and `inspect`: the history of a codebook, from `deltas`."""
+"""`replay`, `inspect` and `diff`: the history of a codebook, from `deltas`."""
 
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
+from rich.progress import track
 from rich.table import Column, Table
 from rich.text import Text
 
+from pipeline.codebook import Codebook
 from pipeline.codebook_file import save
+from pipeline.errors import UserError
+from pipeline.history import KafkaHistory
+from pipeline.hits import hits
 from pipeline.replay import Step, describe, replay_deltas
-from workers.cli.common import AsJson, Kafka, Prefix, connected, notes, say, screen
+from pipeline.settings import Settings, load_settings
+from schemas.deltas import decode_delta
+from workers.cli.common import (
+    NO_DELTAS,
+    AsJson,
+    Kafka,
+    Layer,
+    Model,
+    Prefix,
+    connected,
+    counted,
+    notes,
+    say,
+    screen,
+    show,
+    tell,
+)
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    for command in (replay, inspect):
-        app.command(rich_help_panel="History")(command)
+    for command in (replay, inspect, compare):
+        app.command("diff" if command is compare else None, rich_help_panel="History")(command)
 
 
 def replay(
     seq: Annotated[int | None, typer.Option(min=0, help="Up to this delta; else all.")] = None,
     at: Annotated[datetime | None, typer.Option(help="Up to this time (UTC unless it says), by Kafka's clock.")] = None,
     output: Annotated[Path | None, typer.Option(help="Write the codebook to this safetensors file.")] = None,
+    retrain: Annotated[bool, typer.Option("--retrain", help="Decide and train anew, and compare.")] = False,
+    to: Annotated[str | None, typer.Option(help="Copy the history to topics of this prefix, to branch it.")] = None,
+    to_codebook: Annotated[str | None, typer.Option(help="Name of the codebook there; else the same.")] = None,
+    replication: Annotated[
+        int | None, typer.Option(min=1, help="Copies of each partition there; else as many as `deltas` has here.")
+    ] = None,
     as_json: AsJson = False,
     kafka: Kafka = None,
     prefix: Prefix = None,
+    model: Model = None,
+    layer: Layer = None,
 ) -> None:
     """Fold `deltas` into a codebook, checking every digest, and say what came out.
 
-    The digest is the one that replicas report on /state.
+    The digest is the one that replicas report on /state. With --retrain every correction is decided and trained anew
+    on the model, and the first decision that comes out otherwise is reported, with exit status 1. With --to the history
+    (the retrained one, if it was) is copied, so that an editor with that prefix goes on from there.
     Example: gracestream replay --seq 41 --output codebook.safetensors
     """
-    settings = connected(kafka=kafka, prefix=prefix)
-    until = None if at is None else (at if at.tzinfo else at.replace(tzinfo=UTC))
-    codebook = replay_deltas(settings, seq, until)
+    if to_codebook is not None and to is None:
+        raise typer.BadParameter("--to-codebook names the codebook of a copy, so it needs --to")
+    settings = connected(kafka=kafka, prefix=prefix, model=model, layer=layer)
+    records: list[bytes] = []
+    needed = retrain or to is not None
+    codebook = replay_deltas(settings, seq, _time(at), lambda record, *_: records.append(record) if needed else None)
     if codebook is None:
-        notes.print("there are no deltas up to there")
-        raise typer.Exit(1)
+        raise UserError(NO_DELTAS)
+    told = codebook.facts()
+    status = 0
+    if retrain:
+        codebook, records, compared = _retrained(settings, records)
+        told = {**codebook.facts(), "recorded_digest": told["digest"], **compared}
+        status = int(compared["first_difference"] is not None)
     if output is not None:
         save(codebook, output)
-    told = codebook.facts()
-    if as_json:
-        say(told)
-        return
-    table = Table("field", Column("value", overflow="fold"))
-    for field, value in told.items():
-        table.add_row(field, Text(str(value)))
-    screen.print(table)
+    if to is not None and status == 0:
+        told["copied_to"] = to
+        told["copied_digest"] = _branched(settings, to, to_codebook or codebook.name, records, replication)
+    tell(told, as_json=as_json)
+    raise typer.Exit(status)
 
 
 def inspect(
-    entry: Annotated[str | None, typer.Argument(help="Only the steps that touched this entry.")] = None,
+    entry: Annotated[str | None, typer.Argument(help="Only what touched this entry, and who hits it.")] = None,
     as_json: AsJson = False,
     kafka: Kafka = None,
     prefix: Prefix = None,
 ) -> None:
     """Show a codebook's history: each delta, the correction behind it, and what it did to which entries.
 
+    Of one entry also the answers that it gave, as far as `predictions` still has them.
     Example: gracestream inspect
     """
     settings = connected(kafka=kafka, prefix=prefix)
     steps = [step for step in describe(settings) if entry is None or entry in step.entries]
     if entry is not None and not steps:
-        notes.print(f"no delta touched an entry {entry!r}")
-        raise typer.Exit(1)
+        raise UserError(f"no delta touched an entry {entry!r}; `gracestream inspect` names those that there were")
+    served = None if entry is None else hits(settings, entry)
     if as_json:
         for step in steps:
             say(msgspec.to_builtins(step))
+        if served is not None:
+            say({"hits": msgspec.to_builtins(served)})
         return
-    fold = [Column(name, overflow="fold") for name in ("inputs", "target", "entries")]
+    fold = [Column(name, overflow="fold") for name in ("feedback", "inputs", "target", "entries")]
     table = Table("seq", "term", "time", "op", *fold)
     for step in steps:
         table.add_row(*(Text(cell) for cell in _row(step)))  # as it is: no markup
-    screen.print(table)
+    show(table)
+    if served is not None:
+        count = counted(served.count, "answer", "answers")
+        screen.print(f"{count} came from it" + (", the newest:" if served.recent else ""))
+        if served.recent:
+            table = Table("time", Column("request", overflow="fold"), "distance", "radius", "replica")
+            for hit in served.recent:
+                near = (f"{hit.distance:.4g}", f"{hit.radius:.4g}")
+                table.add_row(*(Text(cell) for cell in (_clock(hit.timestamp), hit.request_id, *near, hit.replica)))
+            show(table)
+
+
+def compare(
+    before: Annotated[str, typer.Argument(help="A delta's number, or a time (UTC unless it says).")],
+    after: Annotated[str, typer.Argument(help="Likewise.")],
+    as_json: AsJson = False,
+    kafka: Kafka = None,
+    prefix: Prefix = None,
+) -> None:
+    """Say what changed between two points of the history: which inputs are answered otherwise, and which entries.
+
+    Example: gracestream diff 12 41
+    """
+    from pipeline.diff import diff  # noqa: PLC0415  (torch takes seconds that other commands need not wait)
+
+    points = _point(before), _point(after)
+    found = diff(connected(kafka=kafka, prefix=prefix), *points)
+    if as_json:
+        say(msgspec.to_builtins(found))
+        return
+    fold = [Column(name, overflow="fold") for name in ("inputs", "answer before", "answer after", "feedback")]
+    title = counted(len(found.inputs), "input is answered otherwise", "inputs are answered otherwise")
+    table = Table(*fold, title=title)
+    for change in found.inputs:
+        cells = (change.inputs, change.before or "(the model's own)", change.after or "(the model's own)")
+        table.add_row(*(Text(cell) for cell in (*cells, change.feedback_id)))
+    show(table)
+    title = counted(len(found.entries), "entry differs", "entries differ")
+    table = Table(Column("entry", overflow="fold"), "what", title=title)
+    for entry_id, what in found.entries.items():
+        table.add_row(Text(entry_id), Text(what))
+    show(table)
+
+
+def _retrained(settings: Settings, records: list[bytes]) -> tuple[Codebook, list[bytes], dict[str, Any]]:
+    """The codebook that training anew gives, its records, and how they compare."""
+    from pipeline.environment import environment  # noqa: PLC0415
+    from pipeline.retraining import Retraining  # noqa: PLC0415
+    from workers.boot import load_model  # noqa: PLC0415
+
+    lead = decode_delta(records[0])
+    if "layer" not in settings.model_fields_set:
+        settings = settings.model_copy(update={"layer": lead.layer})
+    model = load_model(settings)
+    history = KafkaHistory(settings)
+    retraining = Retraining(model, history.corrections(0), lambda plan: environment(model, plan))
+    shown = notes.is_terminal
+    for record in track(records, "deciding and training anew", console=notes, transient=True, disable=not shown):
+        if not retraining.fold(record):
+            break
+    assert retraining.codebook is not None
+    return retraining.codebook, retraining.records, msgspec.to_builtins(retraining.compared)
+
+
+def _branched(settings: Settings, prefix: str, codebook: str, records: list[bytes], replication: int | None) -> str:
+    from pipeline.branching import branch  # noqa: PLC0415
+
+    target = load_settings(kafka=settings.kafka, prefix=prefix, codebook=codebook)
+    return branch(settings, target, records, replication)
+
+
+def _time(given: datetime | None) -> datetime | None:
+    return given if given is None or given.tzinfo else given.replace(tzinfo=UTC)
+
+
+def _point(given: str) -> int | datetime:
+    if given.isdecimal():
+        return int(given)
+    try:
+        time = datetime.fromisoformat(given)
+    except ValueError as error:
+        raise typer.BadParameter(
+            f"{given!r} is neither a delta's number nor a time like 2026-11-20T18:00:00"
+        ) from error
+    return time if time.tzinfo else time.replace(tzinfo=UTC)
 
 
 def _row(step: Step) -> tuple[str, ...]:
-    time = datetime.fromtimestamp(step.timestamp, UTC).strftime("%Y-%m-%d %H:%M:%S")
     entries = "\n".join(f"{entry_id} {what}" for entry_id, what in step.entries.items())
-    return (str(step.seq), str(step.term), time, step.op, step.inputs or "", step.target or "", entries)
+    whose = "" if step.feedback_id is None else step.feedback_id + (f" by {step.author}" if step.author else "")
+    inputs = f"(undoes {', '.join(step.undoes)})" if step.undoes else step.inputs or ""
+    return (str(step.seq), str(step.term), _clock(step.timestamp), step.op, whose, inputs, step.target or "", entries)
+
+
+def _clock(timestamp: float) -> str:
+    return datetime.fromtimestamp(timestamp, UTC).strftime("%Y-%m-%d %H:%M:%S")

@@ -1,6 +1,7 @@
 """Codebook maintenance decides as Algorithm 1 does, keeps clear of traffic, and always reaches the edited input."""
 
 import math
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -25,8 +26,13 @@ NEAREST = Policy("nearest", radius=1.0)
 distances = st.floats(0, 20, allow_subnormal=False)
 radii = st.floats(0, 10, allow_subnormal=False)
 clearances = st.one_of(st.just(math.inf), st.floats(2 * NOISE, 40))
+caps = st.one_of(st.just(math.inf), st.floats(0.01, 10))
 policies = st.builds(
-    Policy, st.sampled_from(["nearest", "paper"]), st.floats(0.01, 5), st.sampled_from(["cover", "paper"])
+    Policy,
+    st.sampled_from(["nearest", "paper"]),
+    st.floats(0.01, 5),
+    st.sampled_from(["cover", "paper"]),
+    max_radius=caps,
 )
 neighbours = st.builds(Neighbour, distances, radii, st.booleans(), clearances)
 
@@ -92,7 +98,7 @@ def test_far_queries_are_added_near_ones_expand_or_split(
     elif not neighbour.same_label:
         same_input = policy.kind == "nearest" and neighbour.distance <= policy.noise
         assert decision.kind == ("replace" if same_input else "split")
-    elif math.isinf(neighbour.clearance):
+    elif math.isinf(policy.allowed(neighbour.clearance)):
         assert decision.kind == "expand"
 
 
@@ -125,6 +131,38 @@ def test_new_radii_heed_the_traffic_except_for_the_noise_floor(
             assert neighbour is not None
             floor = max(neighbour.radius, policy.cover(neighbour.distance) if decision.kind == "replace" else 0)
             assert decision.neighbour_radius <= max(TRAFFIC_SHARE * neighbour.clearance, floor)
+
+
+@MANY
+@given(policies, st.none() | neighbours, clearances)
+def test_no_radius_is_made_larger_than_the_limit_except_for_the_noise_floor(
+    policy: Policy, neighbour: Neighbour | None, clearance: float
+) -> None:
+    for decision in (
+        decide(policy, neighbour, clearance),
+        *([without_expanding(policy, neighbour, clearance)] if neighbour else []),
+    ):
+        if decision.radius is not None:
+            assert decision.radius <= max(policy.max_radius, policy.cover(0.0))
+        if decision.neighbour_radius is not None:
+            assert neighbour is not None
+            floor = max(neighbour.radius, policy.cover(policy.noise) if decision.kind == "replace" else 0)
+            assert decision.neighbour_radius <= max(policy.max_radius, floor)
+
+
+@pytest.mark.parametrize("kind", ["nearest", "paper"])
+def test_a_ball_that_would_grow_over_the_limit_leaves_the_query_to_a_key_of_its_own(
+    kind: Literal["nearest", "paper"],
+) -> None:
+    policy = Policy(kind, radius=1.0, max_radius=1.2)
+    assert decide(policy, Neighbour(1.1, 1.0, same_label=True)).kind == "expand"
+    assert decide(policy, Neighbour(1.5, 1.0, same_label=True)) == Decision("add", radius=1.0)
+
+
+def test_a_ball_that_was_larger_before_the_limit_keeps_its_size() -> None:
+    policy = Policy("nearest", radius=1.0, max_radius=0.5)
+    assert decide(policy, Neighbour(1.5, 3.0, same_label=True)) == Decision("expand", neighbour_radius=3.0)
+    assert decide(policy, Neighbour(1.5, 3.0, same_label=False)) == Decision("split", radius=0.5)
 
 
 @MANY

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pipeline.codebook import Codebook
+from pipeline.codebook import Codebook, DeltaFault
 from pipeline.memory import EditMemory
 from schemas.deltas import Cause, EntryChange, Tensor
 from tests.unit.engine.points import point
@@ -129,7 +129,7 @@ def test_an_edit_with_a_key_of_its_own_is_never_displaced(log: Log) -> None:
 
 
 def test_an_edit_at_its_serving_key_gets_no_second_key_in_the_same_place(log: Log) -> None:
-    """Two keys in one place would leave it to their slots which of them answers."""
+    """Two keys in one place would leave it to their names which of them answers."""
     log.expand("c", "a", 0, 0, supersedes=("a",))
     assert log.displaced(1.5 * NOISE, 0) == ["b"]
 
@@ -154,3 +154,17 @@ def test_the_memory_holds_more_edits_than_its_first_room() -> None:
         log.add(f"e{number}", number, -number)
     np.testing.assert_array_equal(log.memory.queries_ED[:, 0], np.arange(200))
     assert log.memory.distances_E.tolist() == [0.0] * 200
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [
+        Cause(feedback_id="c", offset=9, entry_id="nobody"),
+        Cause(feedback_id="c", offset=9, entry_id="a", supersedes=("nobody",)),
+        Cause(feedback_id="c", offset=9, entry_id="a", query=Tensor.of(point(1, 2, 3))),
+        Cause(feedback_id="c", offset=9, query=Tensor(dtype="float32", shape=(2,), data=b"?")),
+    ],
+)
+def test_a_delta_that_does_not_fit_the_edits_before_it_is_a_fault(log: Log, cause: Cause) -> None:
+    with pytest.raises(DeltaFault, match="delta 4 does not fit the edits before it"):
+        log.write(cause=cause)

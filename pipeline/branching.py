@@ -1,0 +1,88 @@
+"""Branch a history: copy it up to a delta into topics of another prefix, where an editor can go on from it.
+
+All or nothing: feedback, outcomes and deltas are written in one Kafka transaction, so a branch that was interrupted has
+no record that anyone reads. Offsets of feedback become those of the copy, in the deltas and the outcomes as well. A
+branch whose codebook bears the same name and whose offsets came out the same has the very digests of its source.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from kafka import KafkaProducer
+from msgspec import UNSET
+
+from pipeline.clients import producer
+from pipeline.editor_log import OFFSET_HEADER, feedback_offset
+from pipeline.errors import UserError
+from pipeline.reading import read_topic
+from pipeline.settings import Settings
+from pipeline.topics import DELTAS, EDITS, FEEDBACK, create_topics, layout
+from schemas.deltas import GENESIS, Delta, decode_delta, seal
+
+TRANSACTION_MS = 900_000
+"""How long the copy may take; no broker allows more unless it is told to."""
+
+
+class BranchError(UserError):
+    """The branch cannot be made; the text says why."""
+
+
+def branch(source: Settings, target: Settings, records: Sequence[bytes], replication: int | None = None) -> str:
+    """Write `records`, which continue each other from the first delta, with the feedback behind them; the digest (hex).
+
+    The target's topics get `replication` copies, or as many as the source's `deltas` has.
+
+    Raises:
+        BranchError: the target is the source, or has a history already.
+        TopicError: topics of the target's prefix exist and are not as they must be.
+    """
+    if target.prefix == source.prefix:
+        raise BranchError(f"the branch needs a prefix of its own; {target.prefix!r} is that of the source")
+    deltas = [decode_delta(record) for record in records]
+    last = max((delta.cause.offset for delta in deltas if delta.cause is not UNSET), default=-1)
+    feedback = [record for record in read_topic(source, FEEDBACK) if record.offset <= last]
+    outcomes = [record for record in read_topic(source, EDITS) if 0 <= feedback_offset(record) <= last]
+    present = {record.offset for record in feedback}
+    needed = {delta.cause.offset for delta in deltas if delta.cause is not UNSET} | set(map(feedback_offset, outcomes))
+    if missing := sorted(needed - present):
+        raise BranchError(f"the history rests on feedback at offset {missing[0]}, which is not there any more")
+    partitions, copies = layout(source)
+    create_topics(target, partitions, replication or copies)
+    writer = producer(target, transactional_id=target.topic("editor"), transaction_timeout_ms=TRANSACTION_MS)
+    try:
+        writer.init_transactions()  # an editor that is there already writes no more, or ends this transaction
+        for name in (DELTAS, FEEDBACK, EDITS):
+            if any(True for _ in read_topic(target, name)):
+                raise BranchError(f"topic {target.topic(name)!r} has records already; choose another prefix")
+        writer.begin_transaction()
+        sent = [_copy(writer, target, FEEDBACK, record, record.headers) for record in feedback]
+        writer.flush()
+        offsets = {record.offset: one.get(timeout=30).offset for record, one in zip(feedback, sent, strict=True)}
+        for record in outcomes:
+            moved = str(offsets[feedback_offset(record)]).encode()
+            headers = [(name, moved if name == OFFSET_HEADER else value) for name, value in record.headers]
+            _copy(writer, target, EDITS, record, headers)
+        digest = GENESIS
+        for delta in deltas:
+            sealed, made = seal(_moved(delta, target.codebook, offsets), digest)
+            digest = made.digest
+            writer.send(target.topic(DELTAS), value=sealed, partition=0)
+        writer.flush()
+        writer.commit_transaction()
+    finally:
+        writer.close(timeout=10)
+    return digest.hex()
+
+
+def _moved(delta: Delta, codebook: str, offsets: dict[int, int]) -> Delta:
+    cause = delta.cause
+    if cause is not UNSET:
+        cause = msgspec.structs.replace(cause, offset=offsets[cause.offset])
+    return msgspec.structs.replace(delta, codebook=codebook, cause=cause, digest=b"")
+
+
+def _copy(
+    writer: KafkaProducer, target: Settings, topic: str, record: Any, headers: Sequence[tuple[str, bytes]]
+) -> Any:
+    return writer.send(target.topic(topic), value=record.value, key=record.key, headers=list(headers), partition=0)

@@ -1,0 +1,97 @@
+"""What changed between two points of a history, in words: which inputs are answered otherwise, and which entries."""
+
+from collections.abc import Mapping
+from datetime import datetime
+
+from msgspec import UNSET, Struct
+
+from pipeline.codebook import Codebook, DeltaFault
+from pipeline.difference import Fold, entry_change, same_entry
+from pipeline.history import KafkaHistory
+from pipeline.memory import BARE_MODEL, EditMemory
+from pipeline.replay import replay_deltas
+from pipeline.settings import Settings
+from schemas.messages import Feedback, Inputs, in_one_text
+
+
+class InputChange(Struct, frozen=True):
+    """An input whose answer the edits fix otherwise: its target before and after; None is the bare model's answer."""
+
+    inputs: str
+    before: str | None
+    after: str | None
+    feedback_id: str
+
+
+class Diff(Struct, frozen=True):
+    """What differs: inputs in order of their feedback, and by entry id what happened to it."""
+
+    inputs: list[InputChange]
+    entries: dict[str, str]
+
+
+Point = int | datetime
+"""The state after a delta, or after the last one of a time."""
+
+
+def diff(settings: Settings, before: Point, after: Point) -> Diff:
+    """Compare two points of the history; the second may be the earlier one.
+
+    Raises:
+        DeltaFault: the log does not fold, or does not reach a point.
+    """
+    was, now = _fold(settings, before), _fold(settings, after)
+    corrections = KafkaHistory(settings).corrections(0)
+    then, later = _fixed(was.memory, corrections), _fixed(now.memory, corrections)
+    inputs = []
+    for name, (_, feedback_id) in (then | later).items():
+        old, new = then.get(name, (None, ""))[0], later.get(name, (None, ""))[0]
+        if old != new:
+            inputs.append(InputChange(in_one_text(name), old, new, feedback_id))
+    names = sorted({*was.codebook.entry_ids, *now.codebook.entry_ids})
+    return Diff(
+        inputs,
+        {
+            name: _words(name, was.codebook, now.codebook)
+            for name in names
+            if not same_entry(name, was.codebook, now.codebook)
+        },
+    )
+
+
+def _fold(settings: Settings, point: Point) -> Fold:
+    memory = EditMemory()
+    seq, until = (None, point) if isinstance(point, datetime) else (point, None)
+    codebook = replay_deltas(settings, seq, until, lambda _record, delta, codebook: memory.fold(delta, codebook))
+    if codebook is None:
+        if point != 0:
+            raise DeltaFault(f"there are no deltas up to {point}")
+        codebook = Codebook(settings.codebook, model="", layer="")  # before the first delta: without an entry
+    return Fold(codebook, memory)
+
+
+def _fixed(memory: EditMemory, corrections: Mapping[int, Feedback]) -> dict[Inputs, tuple[str, str]]:
+    """By inputs: the target that entries give, and the id of the newest edit that says so."""
+    found: dict[Inputs, tuple[str, str]] = {}
+    served = [name for name in memory.feedback_ids if memory.serving_entry(name) != BARE_MODEL]
+    for feedback_id in sorted(served, key=memory.offsets.__getitem__):
+        correction = corrections.get(memory.offsets[feedback_id])
+        if correction is not None and correction.inputs is not UNSET and correction.target is not UNSET:
+            found[correction.inputs] = correction.target, feedback_id
+    return found
+
+
+def _words(name: str, was: Codebook, now: Codebook) -> str:
+    if name not in now:
+        return "removed"
+    change = entry_change(name, was, now)
+    if name not in was:
+        return f"new, radius {change.radius:.4g}"
+    changed = []
+    if change.radius is not UNSET:
+        changed.append(f"radius {was.radii_N[was.slot(name)]:.4g} to {change.radius:.4g}")
+    if change.value is not UNSET:
+        changed.append("another value")
+    if change.label is not UNSET:
+        changed.append("another target")
+    return ", ".join(changed)

@@ -1,0 +1,35 @@
+"""What comes of one feedback record: its outcome, and the record of `deltas` that carries it out."""
+
+from dataclasses import dataclass
+
+from schemas.messages import VERSION, Feedback, Inputs, Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Edited:
+    """The outcome of one feedback record, and the record for `deltas` that carries it out (None: nothing changes).
+
+    `invalid` marks feedback that cannot be taken at all, for `reason`: it belongs in the dead letter queue. Only where
+    it does not even tell its id is there no outcome.
+    """
+
+    outcome: Outcome | None
+    record: bytes | None = None
+    invalid: bool = False
+    reason: str = ""
+
+
+def rejected(feedback: Feedback, reason: str, *, invalid: bool = False, **fields: object) -> Edited:
+    """An outcome that says why nothing was done; `invalid`: the record belongs in the dead letter queue as well."""
+    outcome = Outcome(v=VERSION, feedback_id=feedback.feedback_id, status="rejected", reason=reason, **fields)  # type: ignore[arg-type]
+    return Edited(outcome, invalid=invalid, reason=reason)
+
+
+def unchanged(feedback: Feedback, loss: float) -> Outcome:
+    """An outcome that says that the model is right already; `loss` is its loss on the target."""
+    return Outcome(v=VERSION, feedback_id=feedback.feedback_id, status="unchanged", loss=loss)
+
+
+def correction(feedback_id: str, inputs: Inputs, target: str) -> Feedback:
+    """A feedback record for a correction."""
+    return Feedback(v=VERSION, feedback_id=feedback_id, inputs=inputs, target=target)

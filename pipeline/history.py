@@ -1,0 +1,59 @@
+"""The history as it lies in Kafka: every delta from the first, and the feedback behind them."""
+
+import time
+from collections.abc import Callable, Mapping
+
+from kafka.errors import KafkaTimeoutError
+
+from pipeline.editor_log import ANSWER_SECONDS
+from pipeline.follower import read_history
+from pipeline.reading import read_topic
+from pipeline.settings import Settings
+from pipeline.topics import DELTAS, FEEDBACK
+from schemas.messages import Feedback, InvalidMessage, decode
+
+PAUSE_SECONDS = 0.02
+"""Before the log is read on; a transaction is closed within milliseconds."""
+
+
+class KafkaHistory:
+    """What `deltas` and `feedback` hold now. Raises kafka-python's KafkaError where Kafka fails."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    def each_delta(self, on_record: Callable[[bytes], bool]) -> None:
+        """Hand over the records of `deltas` in order until `on_record` returns False: it needs no more.
+
+        What was committed a moment ago may be out of sight yet, until the brokers have closed its transaction. So where
+        the log ends too early, it is read on.
+
+        Raises:
+            KafkaTimeoutError: nothing more has come for `ANSWER_SECONDS`.
+        """
+        following, heard = 0, time.monotonic()
+        enough = False
+
+        def hand_over(record: bytes, offset: int, _time: int) -> bool:
+            nonlocal following, heard, enough
+            enough = on_record(record) is False
+            following, heard = offset + 1, time.monotonic()
+            return not enough
+
+        while True:
+            read_history(self._settings, hand_over, following)
+            if enough:
+                return
+            if time.monotonic() > heard + ANSWER_SECONDS:
+                raise KafkaTimeoutError(f"{DELTAS} ends before offset {following}, and the editor has written more")
+            time.sleep(PAUSE_SECONDS)
+
+    def corrections(self, since: int) -> Mapping[int, Feedback]:
+        """The feedback from offset `since` on, by offset; without what is no feedback."""
+        found: dict[int, Feedback] = {}
+        for record in read_topic(self._settings, FEEDBACK, since):
+            try:
+                found[record.offset] = decode(record.value, Feedback)
+            except InvalidMessage:
+                continue  # the editor rejected it
+        return found

@@ -1,0 +1,38 @@
+"""How an editor edits: its policy, radii, guard and recipe, as one value."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from pipeline.codebook import DeltaFault
+from pipeline.training import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How an editor edits: the fields that `Settings` explains under the same names."""
+
+    policy: Literal["nearest", "paper"] = "nearest"
+    radius: float = 1.0
+    radius_unit: Literal["median", "absolute"] = "median"
+    max_radius: float = math.inf
+    expand: Literal["cover", "paper"] = "cover"
+    guard: bool = True
+    traffic: int = 512
+    seed: int = 0
+    init: Literal["layer", "label", "random"] = "layer"
+    recipe: Recipe = field(default_factory=Recipe)
+
+
+def plan_of(environment: Mapping[str, str]) -> Plan:
+    """The plan under which a term edited, as its `lead` delta says; what it does not say is the default."""
+    known = {name: environment[name] for name in Plan.__dataclass_fields__ if name in environment}
+    recipe = {name: environment[name] for name in Recipe.__dataclass_fields__ if name in environment}
+    try:
+        made: Plan = msgspec.convert({**known, "recipe": recipe}, Plan, strict=False)
+    except msgspec.ValidationError as error:
+        raise DeltaFault(f"the plan in a lead delta cannot be read: {error}") from error
+    return made

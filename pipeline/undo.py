@@ -1,0 +1,76 @@
+"""Undo: the codebook becomes what it would be, had some feedback never come (design, section 4).
+
+The log is folded twice, side by side: as it was, and without the feedback that is taken back (`pipeline.rewriting`).
+What differs between the two in the end is the `undo` delta.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+
+from msgspec import UNSET
+
+from pipeline.edited import Edited, rejected
+from pipeline.editing import EditEngine
+from pipeline.memory import EditMemory, still_undone
+from pipeline.rewriting import History, MissingFeedbackError, Rewritten
+from schemas.deltas import Cause
+from schemas.messages import VERSION, Feedback, Outcome
+
+LISTED = 20
+"""Names of feedback that stand in an outcome; all of them stand in the delta."""
+
+
+def undo(
+    engine: EditEngine,
+    feedback: Feedback,
+    offset: int,
+    history: History,
+    at_work: Callable[[], object] = lambda: None,
+) -> Edited:
+    """Decide on one undo; nothing changes before the engine applies the record.
+
+    `at_work` is called with each delta that is read: a long history takes its time.
+
+    Raises:
+        DeltaFault: the log does not fold to what the engine holds.
+    """
+    memory = engine.memory
+    if (earlier := memory.offsets.get(feedback.feedback_id)) is not None:
+        return rejected(feedback, f"its id was used at offset {earlier}; an undo needs an id of its own")
+    if feedback.undo_author is not UNSET:
+        ids = tuple(name for name, author in memory.authors.items() if author == feedback.undo_author)
+        unknown = f"no feedback of the author {feedback.undo_author!r} has had an effect"
+        idle = f"nothing that the author {feedback.undo_author!r} sent is in force"
+    else:
+        assert feedback.undo is not UNSET
+        ids = (feedback.undo,) if feedback.undo in memory.offsets else ()
+        unknown, idle = f"no feedback {feedback.undo!r} has had an effect", "it is undone already"
+    if not ids:
+        return rejected(feedback, f"{unknown}, so there is nothing to undo")
+    if not _in_force(memory, ids):
+        return Edited(Outcome(v=VERSION, feedback_id=feedback.feedback_id, status="unchanged", reason=idle))
+    rewritten = Rewritten(engine, still_undone(memory.undoes | {feedback.feedback_id: ids}), history, at_work)
+    try:
+        history.each_delta(rewritten.fold)
+    except MissingFeedbackError as error:
+        return rejected(feedback, str(error))
+    entries, edits = rewritten.difference()
+    cause = Cause(feedback_id=feedback.feedback_id, offset=offset, author=feedback.author, undoes=ids)
+    reason = f"it takes back {_listed(ids)}"
+    if rewritten.failed:
+        reason += f"; these corrections rested on that and cannot be made without: {_listed(rewritten.failed)}"
+    outcome = Outcome(v=VERSION, feedback_id=feedback.feedback_id, status="undone", reason=reason)
+    return engine.publish(
+        feedback, outcome, "undo", entries=entries, edits=edits, decided=rewritten.decided, cause=cause
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first of them, and how many there are."""
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(names[:LISTED]) + more
+
+
+def _in_force(memory: EditMemory, ids: Collection[str]) -> set[str]:
+    """Those of this feedback that count, but for undos of nothing else: these are idle once the others are gone."""
+    counts = set(ids) - memory.undone()
+    return {name for name in counts if name not in memory.undoes or not set(memory.undoes[name]) <= set(ids)}

@@ -1,0 +1,66 @@
+"""Points: what is near a query comes out as if each distance had been computed in full."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.points import Points
+
+MANY = settings(deadline=None, max_examples=80)
+
+
+def distances(points_ND: np.ndarray, query_D: np.ndarray) -> np.ndarray:
+    found_N: np.ndarray = np.sqrt(((points_ND - query_D).astype(np.float64) ** 2).sum(axis=1)).astype(np.float32)
+    return found_N
+
+
+@MANY
+@given(
+    st.integers(0, 2**32 - 1),
+    st.integers(0, 90),
+    st.sampled_from([1, 3, 64]),
+    st.sampled_from([0.0, 1e2, 1e6, 1e25]),
+    st.sampled_from([1e-4, 0.5, 2.0]),
+)
+def test_a_search_finds_what_brute_force_finds(seed: int, count: int, width: int, norm: float, noise: float) -> None:
+    """Also far from the origin, where a product's rounding is larger than the distances, or overflows."""
+    generator = np.random.default_rng(seed)
+    center_D = norm * generator.standard_normal(width)
+    made = Points()
+    held: dict[str, np.ndarray] = {}
+    for number in range(count):
+        name, point_D = f"p{generator.integers(60)}", (center_D + generator.integers(-2, 3, width)).astype(np.float32)
+        if name in held and number % 3 == 0:
+            made.drop(name)
+            del held[name]
+        else:
+            made.put(name, point_D, float(number))
+            held[name] = point_D
+    assert sorted(made.names) == sorted(held)
+    assert all(made.points_ND[made.row(name)].tobytes() == point_D.tobytes() for name, point_D in held.items())
+    points_ND = np.array([held[name] for name in made.names], np.float32).reshape(len(held), width)
+    query_D, other_D = (center_D.astype(np.float32) + generator.integers(-1, 2, (2, width)).astype(np.float32)) + 0
+    exact_N, others_N = distances(points_ND, query_D), distances(points_ND, other_D)
+    for reach in (0.0, 1.0, 2.0, np.full(len(held), np.float32(1.5))):
+        assert made.within(query_D, reach).tolist() == np.flatnonzero(exact_N <= reach).tolist()
+    nearest = made.nearest(query_D, 2.0)
+    assert (nearest is None) == (not (exact_N <= 2.0).any())
+    assert nearest is None or exact_N[nearest] == exact_N.min()
+    assert made.clearance(query_D, noise) == exact_N[exact_N > noise].min(initial=np.inf)
+    clear_N = (exact_N > noise) & (others_N > noise)
+    assert made.clearance(query_D, noise, other_D) == exact_N[clear_N].min(initial=np.inf)
+
+
+def test_few_points_are_looked_at_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = np.random.default_rng(0)
+    made = Points()
+    for number in range(500):
+        made.put(str(number), generator.standard_normal(64).astype(np.float32))
+    looked_at: list[int] = []
+    exact = Points._exact
+    monkeypatch.setattr(Points, "_exact", lambda self, q, rows: looked_at.append(len(rows)) or exact(self, q, rows))  # type: ignore[func-returns-value]
+    query_D = made.points_ND[7].copy()
+    assert made.within(query_D, 0.1).tolist() == [7]
+    made.clearance(query_D, 0.1)
+    assert sum(looked_at) < 10

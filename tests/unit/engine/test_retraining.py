@@ -1,0 +1,179 @@
+"""Training anew: the recorded history comes out again, and the first decision that does not is named."""
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from msgspec import UNSET
+
+from pipeline.codebook import DeltaFault
+from pipeline.edited import correction
+from pipeline.editing import EditEngine
+from pipeline.environment import environment
+from pipeline.plan import Plan, plan_of
+from pipeline.retraining import Retraining
+from pipeline.undo import undo
+from schemas.deltas import Delta, EntryChange, Tensor, decode_delta, seal
+from schemas.messages import Feedback
+from tests.unit.engine.points import PointModel, at, point
+
+PLAN = Plan(policy="nearest", radius=1.5, radius_unit="absolute", guard=True, traffic=8, init="random", seed=7)
+
+
+class Recorded:
+    """A history with its feedback, made by an engine under `PLAN`."""
+
+    def __init__(self, **environment_of_term: str) -> None:
+        self.engine = EditEngine(PointModel(2), "default", PLAN)
+        told = {**environment(self.engine.model, PLAN), "editor": "one", **environment_of_term}
+        self.deltas = [self.engine.lead(told)]
+        self.engine.apply(self.deltas[0])
+        self.feedback: list[Feedback] = []
+
+    def each_delta(self, on_record: Any) -> None:
+        all(map(on_record, self.deltas))
+
+    def corrections(self, since: int) -> dict[int, Feedback]:
+        return {offset: one for offset, one in enumerate(self.feedback) if offset >= since}
+
+    def take(self, one: Feedback) -> None:
+        offset = len(self.feedback)
+        self.feedback.append(one)
+        edited = undo(self.engine, one, offset, self) if one.undoes else self.engine.edit(one, offset)
+        if edited.record is not None:
+            self.deltas.append(edited.record)
+            self.engine.apply(edited.record)
+
+    def correct(self, name: str, place: tuple[float, float], label: int) -> None:
+        self.take(correction(name, at(*place), str(label)))
+
+    def see(self, offset: int, *place: float) -> None:
+        rank = self.engine.traffic.wants(0, offset, 0.0)
+        assert rank is not None
+        self.engine.observe(rank, point(*place))
+
+    def retrained(self) -> Retraining:
+        made = Retraining(PointModel(2), self.corrections(0), lambda plan: environment(self.engine.model, plan))
+        for record in self.deltas:
+            if not made.fold(record):
+                break
+        return made
+
+    def rewrite(self, seq: int, **fields: Any) -> None:
+        """Make the history say something else at one delta; all later digests follow."""
+        digest, changed = bytes(32), []
+        for record in self.deltas:
+            delta = decode_delta(record)
+            if delta.seq == seq:
+                delta = msgspec.structs.replace(delta, **fields)
+            sealed, made = seal(delta, digest)
+            changed.append(sealed)
+            digest = made.digest
+        self.deltas = changed
+
+
+@pytest.fixture
+def history() -> Recorded:
+    """Every kind of decision, with traffic that came and went in between."""
+    made = Recorded()
+    made.see(0, 0.0, 1.2)
+    made.correct("a", (0, 0), 1)
+    made.correct("same", (0, 0.3), 1)
+    made.see(1, 5.0, 5.6)
+    made.correct("b", (0.9, 0), 2)
+    made.correct("c", (5, 5), 3)
+    made.correct("again", (0, 0), 3)
+    made.take(Feedback(v=1, feedback_id="u", undo="a"))
+    made.correct("d", (5, 4.2), 3)
+    made.take(Feedback(v=1, feedback_id="v", undo="u"))
+    return made
+
+
+def delta_at(history: Recorded, seq: int) -> Delta:
+    return decode_delta(history.deltas[seq - 1])
+
+
+def test_every_record_comes_out_again_without_the_traffic_of_its_time(history: Recorded) -> None:
+    retrained = history.retrained()
+    compared = retrained.compared
+    assert retrained.records == history.deltas
+    assert compared.decisions == compared.same_decisions == compared.same_records == len(history.deltas) - 1
+    assert (compared.first_difference, compared.value_difference) == (None, 0.0)
+    assert compared.other_environment == {}
+    assert retrained.codebook is not None
+    assert retrained.codebook.state_digest() == history.engine.codebook.state_digest()
+
+
+def test_a_value_that_differs_is_measured_and_the_decision_is_the_same(history: Recorded) -> None:
+    change = delta_at(history, 2).entries[0]
+    assert isinstance(change.value, Tensor)
+    value = change.value.array() + 0.25
+    history.rewrite(2, entries=(msgspec.structs.replace(change, value=Tensor.of(value)),))
+    compared = history.retrained().compared
+    assert compared.first_difference is None
+    assert compared.same_records == compared.decisions - 1
+    assert compared.value_difference == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(
+    ("seq", "fields", "how"),
+    [
+        (4, {"op": "add"}, "delta 4 (feedback 'b', offset 2): it was 'add' and is 'split' now"),
+        (4, {"entries": (EntryChange(entry_id="a", radius=0.5),)}, "it changed 'a' and changes 'b' now"),
+    ],
+)
+def test_the_first_decision_that_differs_ends_it_and_is_named(
+    history: Recorded, seq: int, fields: dict[str, Any], how: str
+) -> None:
+    history.rewrite(seq, **fields)
+    retrained = history.retrained()
+    assert how in str(retrained.compared.first_difference)
+    assert retrained.compared.same_decisions == seq - 2
+    assert len(retrained.records) == seq - 1
+
+
+def test_a_correction_that_is_another_one_now_is_a_difference(history: Recorded) -> None:
+    history.feedback[2] = correction("b", at(0.9, 0), "0")
+    found = str(history.retrained().compared.first_difference)
+    assert found == "delta 4 (feedback 'b', offset 2): it changes 'b' to another target, or other fields of it"
+
+
+def test_other_versions_are_named() -> None:
+    history = Recorded(torch="1.0.0", unknown="x")
+    history.correct("a", (0, 0), 1)
+    torch_now = environment(history.engine.model, PLAN)["torch"]
+    assert history.retrained().compared.other_environment == {"torch": ("1.0.0", torch_now)}
+
+
+def test_a_term_is_decided_with_as_many_threads_as_its_editor_had() -> None:
+    history = Recorded(threads="3")
+    history.correct("a", (0, 0), 1)
+    own = torch.get_num_threads()
+    try:
+        retrained = history.retrained()
+        assert torch.get_num_threads() == 3 != own
+    finally:
+        torch.set_num_threads(own)
+    assert retrained.compared.other_environment == {}
+
+
+def test_the_plan_of_a_term_is_read_back_from_its_lead_delta(history: Recorded) -> None:
+    told = delta_at(history, 1).environment
+    assert told is not UNSET
+    assert plan_of(told) == PLAN
+    assert plan_of({}) == Plan()
+    with pytest.raises(DeltaFault, match="the plan in a lead delta cannot be read"):
+        plan_of({"radius": "wide"})
+
+
+def test_feedback_that_is_gone_is_a_fault(history: Recorded) -> None:
+    history.feedback = history.feedback[:1]
+    with pytest.raises(DeltaFault, match="the feedback behind delta 3 is not there"):
+        history.retrained()
+
+
+def test_another_model_is_a_fault(history: Recorded) -> None:
+    history.rewrite(1, model="0" * 64)
+    with pytest.raises(DeltaFault, match="the history is of model 000000000000"):
+        history.retrained()

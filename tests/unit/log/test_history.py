@@ -1,0 +1,75 @@
+"""The history for an undo: all that the editor has written, though Kafka may show the last of it a moment late."""
+
+from collections.abc import Callable
+
+import pytest
+from kafka.errors import KafkaTimeoutError
+
+from pipeline import history
+from pipeline.codebook import DeltaFault
+from pipeline.editor_log import may_pass
+from pipeline.history import KafkaHistory
+from pipeline.settings import Settings, load_settings
+
+SETTINGS = load_settings()
+RECORDS = [b"1", b"2", b"3"]
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many records each reading shows, the last number for ever after; a control record follows each one."""
+    ends: list[int] = []
+
+    def read(_: Settings, on_record: Callable[[bytes, int, int], object], since: int) -> None:
+        end = ends.pop(0) if len(ends) > 1 else ends[0]
+        for number, record in enumerate(RECORDS[:end]):
+            if 2 * number >= since and on_record(record, 2 * number, 0) is False:
+                return
+
+    monkeypatch.setattr(history, "read_history", read)
+    return ends
+
+
+def until_third(found: list[bytes]) -> Callable[[bytes], bool]:
+    def take(record: bytes) -> bool:
+        found.append(record)
+        return record != RECORDS[2]
+
+    return take
+
+
+@pytest.mark.parametrize("ends", [[3], [2, 3], [0, 1, 1, 2, 2, 3]])
+def test_a_log_that_does_not_show_everything_yet_is_read_on(shown: list[int], ends: list[int]) -> None:
+    shown.extend(ends)
+    found: list[bytes] = []
+    KafkaHistory(SETTINGS).each_delta(until_third(found))
+    assert found == RECORDS
+
+
+def test_nothing_is_read_after_what_was_needed(shown: list[int]) -> None:
+    shown.append(3)
+    found: list[bytes] = []
+    KafkaHistory(SETTINGS).each_delta(lambda record: found.append(record) or len(found) < 2)  # type: ignore[func-returns-value]
+    assert found == RECORDS[:2]
+
+
+def test_a_log_that_never_shows_it_counts_as_kafka_being_away(
+    shown: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The editor begins again then, and learns the history anew."""
+    monkeypatch.setattr(history, "ANSWER_SECONDS", 0.1)
+    shown.append(2)
+    with pytest.raises(
+        KafkaTimeoutError, match="deltas ends before offset 3, and the editor has written more"
+    ) as raised:
+        KafkaHistory(SETTINGS).each_delta(until_third([]))
+    assert may_pass(raised.value)
+
+
+def test_a_fault_is_one_at_once(shown: list[int]) -> None:
+    def refuse(_: bytes) -> bool:
+        raise DeltaFault("a gap")
+
+    shown.append(2)
+    with pytest.raises(DeltaFault):
+        KafkaHistory(SETTINGS).each_delta(refuse)
