@@ -1,18 +1,55 @@
-"""A codebook as one safetensors file: keys, values, radii and labels, and in the header all the rest."""
+"""A codebook as one safetensors file, and back again bit for bit.
 
-import json
+Everything is a tensor: keys (N, D), values (N, V), radii (N), the labels and entry ids one after the other with their
+lengths, and as bytes a JSON header that says where in the history this is. The tensor `sha256` covers all the others
+with their names and shapes. Slots keep their order, so the codebook goes on as the one that was saved would have.
+
+What is read is judged as if someone hostile had written it: shapes, dtypes and lengths must fit each other, numbers
+must be finite, ids must differ. No part of the file says how much memory to take beyond its own size.
+"""
+
+import hashlib
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from msgspec import Meta, Struct
+from safetensors import SafetensorError
+from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save_file
 
-from pipeline.codebook import Codebook, DeltaFault
+from pipeline.codebook import Codebook
 from pipeline.errors import UserError
+from schemas.deltas import DIGEST_BYTES, Count
+
+LAYOUT = {
+    "header": (np.uint8, 1),
+    "keys": (np.float32, 2),
+    "values": (np.float32, 2),
+    "radii": (np.float32, 1),
+    "label_lengths": (np.int64, 1),
+    "label_tokens": (np.int64, 1),
+    "entry_id_lengths": (np.int64, 1),
+    "entry_id_bytes": (np.uint8, 1),
+    "sha256": (np.uint8, 1),
+}
+"""The tensors of a file, each with its dtype and number of dimensions."""
+
+Tensors = dict[str, np.ndarray]
 
 
 class FileError(UserError):
-    """A file that cannot be written."""
+    """A file that cannot be written, or that holds no codebook."""
+
+
+class _Header(Struct, frozen=True, kw_only=True):
+    codebook: str
+    model: str
+    layer: str
+    seq: Count
+    term: Count
+    digest: Annotated[str, Meta(pattern=f"^[0-9a-f]{{{2 * DIGEST_BYTES}}}$")]
 
 
 def save(codebook: Codebook, path: Path) -> None:
@@ -21,30 +58,32 @@ def save(codebook: Codebook, path: Path) -> None:
     Raises:
         FileError: it cannot be written there.
     """
-    lengths = np.array([len(label) for label in codebook.labels], np.int64)
-    tokens = np.array([token for label in codebook.labels for token in label], np.int64)
-    header = {
-        "codebook": codebook.name,
-        "model": codebook.model,
-        "layer": codebook.layer,
-        "seq": codebook.seq,
-        "term": codebook.term,
-        "digest": codebook.digest.hex(),
-        "entry_ids": codebook.entry_ids,
-        "state_digest": codebook.state_digest(),
-    }
+    header = _Header(
+        codebook=codebook.name,
+        model=codebook.model,
+        layer=codebook.layer,
+        seq=codebook.seq,
+        term=codebook.term,
+        digest=codebook.digest.hex(),
+    )
+    names = [entry_id.encode() for entry_id in codebook.entry_ids]
     tensors = {
-        "keys": np.ascontiguousarray(codebook.keys_ND),
-        "values": np.ascontiguousarray(codebook.values_NV),
-        "radii": np.ascontiguousarray(codebook.radii_N),
-        "label_lengths": lengths,
-        "label_tokens": tokens,
+        "header": np.frombuffer(msgspec.json.encode(header), np.uint8),
+        "keys": np.ascontiguousarray(codebook.keys_ND, "<f4"),
+        "values": np.ascontiguousarray(codebook.values_NV, "<f4"),
+        "radii": np.ascontiguousarray(codebook.radii_N, "<f4"),
+        "label_lengths": np.array([len(label) for label in codebook.labels], "<i8"),
+        "label_tokens": np.array([token for label in codebook.labels for token in label], "<i8"),
+        "entry_id_lengths": np.array([len(name) for name in names], "<i8"),
+        "entry_id_bytes": np.frombuffer(b"".join(names), np.uint8),
     }
+    tensors["sha256"] = np.frombuffer(_digest(tensors), np.uint8)
     half = path.with_name(f"{path.name}.part")
     try:
-        save_file(tensors, half, metadata={"gracestream": json.dumps(header)})
+        save_file(tensors, half)
         half.replace(path)
     except (OSError, SafetensorError) as error:
+        half.unlink(missing_ok=True)
         raise FileError(f"the codebook cannot be written to {path}: {error}") from error
 
 
@@ -52,30 +91,75 @@ def load(path: Path) -> Codebook:
     """Read a codebook back, bit for bit.
 
     Raises:
-        DeltaFault: the file is none of a codebook, or its content is not what was written.
+        FileError: the file is none of a codebook, or its content is not what was written.
     """
     try:
-        with safe_open(path, framework="numpy") as file:
-            header = json.loads(file.metadata()["gracestream"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (no mapping)
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise DeltaFault(f"{path} is no codebook: {error}") from error
-    ends = np.cumsum(tensors["label_lengths"])
-    labels = [
-        tuple(tensors["label_tokens"][end - length : end].tolist())
-        for end, length in zip(ends.tolist(), tensors["label_lengths"].tolist(), strict=True)
-    ]
-    codebook = Codebook(header["codebook"], header["model"], header["layer"])
+        return parse(path.read_bytes())
+    except (OSError, FileError) as error:
+        raise FileError(f"{path} is no codebook: {error}") from error
+
+
+def parse(data: bytes) -> Codebook:
+    """The codebook that the bytes of a file hold.
+
+    Raises:
+        FileError: they hold none, or are not what was written.
+    """
+    try:
+        tensors = load_tensors(data)
+        return _codebook(tensors)
+    except (SafetensorError, msgspec.MsgspecError, KeyError, ValueError) as error:
+        raise FileError(str(error)) from error
+
+
+def _codebook(tensors: Tensors) -> Codebook:
+    """Raises ValueError, or msgspec's ValidationError, where something does not fit."""
+    layout = {name: (array.dtype.type, array.ndim) for name, array in tensors.items()}
+    if layout != LAYOUT:
+        raise ValueError(f"its tensors are {', '.join(sorted(tensors))}, which is not the layout of a codebook")
+    if tensors["sha256"].tobytes() != _digest(tensors):
+        raise ValueError("its content is not what was written: the SHA-256 is another")
+    header = msgspec.json.decode(tensors["header"].tobytes(), type=_Header)
+    keys_ND, values_NV, radii_N = tensors["keys"], tensors["values"], tensors["radii"]
+    tokens = tensors["label_tokens"].tolist()
+    labels = [tuple(tokens[start:end]) for start, end in _pieces(tensors["label_lengths"], len(tokens))]
+    names = tensors["entry_id_bytes"].tobytes()
+    entry_ids = [names[start:end].decode() for start, end in _pieces(tensors["entry_id_lengths"], len(names))]
+    if len({len(keys_ND), len(values_NV), len(radii_N), len(labels), len(entry_ids)}) > 1:
+        raise ValueError("it has not as many keys as values, radii, labels and entry ids")
+    if entry_ids and not (keys_ND.shape[1] and values_NV.shape[1]):
+        raise ValueError("its keys or values are of no numbers")
+    if len(set(entry_ids)) < len(entry_ids):
+        raise ValueError("it names an entry twice")
+    if not all(np.isfinite(array).all() for array in (keys_ND, values_NV, radii_N)) or (radii_N < 0).any():
+        raise ValueError("it holds a number that is not finite, or a radius below 0")
+    codebook = Codebook(header.codebook, header.model, header.layer)
     codebook.restore(
-        seq=header["seq"],
-        term=header["term"],
-        digest=bytes.fromhex(header["digest"]),
-        entry_ids=header["entry_ids"],
+        seq=header.seq,
+        term=header.term,
+        digest=bytes.fromhex(header.digest),
+        entry_ids=entry_ids,
         labels=labels,
-        keys_ND=tensors["keys"],
-        values_NV=tensors["values"],
-        radii_N=tensors["radii"],
+        keys_ND=keys_ND,
+        values_NV=values_NV,
+        radii_N=radii_N,
     )
-    if codebook.state_digest() != header["state_digest"]:
-        raise DeltaFault(f"{path} does not hold what was written to it: its state digest is another")
     return codebook
+
+
+def _pieces(lengths: np.ndarray, total: int) -> list[tuple[int, int]]:
+    """Start and end of each piece; ValueError unless they fill `total` exactly."""
+    ends = np.cumsum(lengths).tolist() if len(lengths) else []
+    if (lengths < 0).any() or (lengths > total).any() or (ends[-1] if ends else 0) != total:
+        raise ValueError("its lengths do not add up to its labels or entry ids")
+    return list(zip([0, *ends], ends, strict=False))
+
+
+def _digest(tensors: Tensors) -> bytes:
+    """SHA-256 over all but itself: name, shape and bytes of each, in the order of `LAYOUT`."""
+    digest = hashlib.sha256()
+    for name in LAYOUT:
+        if name != "sha256":
+            digest.update(f"{name} {tensors[name].shape}\n".encode())
+            digest.update(tensors[name].reshape(-1).view(np.uint8).data)
+    return digest.digest()

@@ -1,0 +1,125 @@
+"""Where snapshot files lie: a local folder, or any URL that fsspec has a driver for (s3://, gs://, memory://, …).
+
+The URL is configuration and is trusted; its credentials come from the environment, as the driver documents. What is
+read under it is not trusted: a file is asked for by its plain name, never by an address that a record gives, and no
+more of it is read than its manifest says.
+
+A file appears whole or not at all: in a folder under a temporary name that is then renamed (a writer that was killed
+leaves a folder `.writing-…` behind, which may be deleted); elsewhere it is put under its name in one piece and its size
+is compared. A name bears the delta and the beginning of the file's own SHA-256, so no content ever replaces another.
+"""
+
+import hashlib
+import re
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from pipeline.codebook import Codebook
+from pipeline.codebook_file import save
+from pipeline.errors import UserError
+
+_NAME = re.compile(r"[A-Za-z0-9._%~-]+\.safetensors")
+
+
+class SnapshotError(UserError):
+    """A snapshot that cannot be written or used; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file as it was written."""
+
+    uri: str
+    sha256: str
+    size: int
+
+
+class SnapshotStore:
+    """One folder of snapshots.
+
+    Raises:
+        SnapshotError: fsspec has no such store, or its driver is not installed.
+    """
+
+    def __init__(self, url: str) -> None:
+        try:
+            self._files, self._root = url_to_fs(url)
+        except Exception as error:  # each driver fails in its own way
+            raise SnapshotError(f"GRACESTREAM_SNAPSHOT_URL={url} cannot be used: {error}") from error
+        self._root = self._root.rstrip("/")
+        self.url: str = self._files.unstrip_protocol(self._root)
+        self._local = isinstance(self._files, LocalFileSystem)
+
+    def put(self, codebook: Codebook, stem: str) -> StoredFile:
+        """Write a codebook to a file of its own, whose name begins with `stem`.
+
+        Raises:
+            SnapshotError: it cannot be written there.
+        """
+        try:
+            if self._local:
+                Path(self._root).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=".writing-", dir=self._root if self._local else None) as folder:
+                staged = Path(folder) / "codebook"
+                save(codebook, staged)
+                with staged.open("rb") as content:
+                    sha256 = hashlib.file_digest(content, "sha256").hexdigest()
+                size = staged.stat().st_size
+                name = f"{stem}-{codebook.seq}-{sha256[:16]}.safetensors"
+                self._move(staged, name, size)
+        except SnapshotError:
+            raise
+        except Exception as error:
+            raise SnapshotError(f"no snapshot can be written to {self.url}: {error or type(error).__name__}") from error
+        return StoredFile(f"{self.url}/{name}", sha256, size)
+
+    def read(self, uri: str, size: int) -> bytes:
+        """The content of a file of this folder, which must have `size` bytes.
+
+        Raises:
+            SnapshotError: it is no file of this folder, is missing, or has another size.
+        """
+        path = self._path(uri)
+        try:
+            data: bytes = self._files.cat_file(path, start=0, end=size + 1)
+        except FileNotFoundError as error:
+            raise SnapshotError("the file is not there") from error
+        except Exception as error:
+            raise SnapshotError(f"the file cannot be read: {error or type(error).__name__}") from error
+        if len(data) != size:
+            raise SnapshotError(f"the file has {'more' if len(data) > size else len(data)} bytes; it must have {size}")
+        return data
+
+    def delete(self, uri: str) -> None:
+        """Delete a file of this folder; one that is gone already is none.
+
+        Raises:
+            SnapshotError: it is no file of this folder, or cannot be deleted.
+        """
+        path = self._path(uri)
+        try:
+            self._files.rm_file(path)
+        except FileNotFoundError:
+            return
+        except Exception as error:
+            raise SnapshotError(f"{uri} cannot be deleted: {error or type(error).__name__}") from error
+
+    def _move(self, staged: Path, name: str, size: int) -> None:
+        if self._local:
+            staged.replace(Path(self._root) / name)
+            return
+        path = f"{self._root}/{name}"
+        self._files.put_file(str(staged), path)
+        self._files.invalidate_cache()
+        if (stored := self._files.info(path)["size"]) != size:
+            raise SnapshotError(f"{self.url}/{name} has {stored} bytes after {size} were written to it")
+
+    def _path(self, uri: str) -> str:
+        folder, _, name = uri.rpartition("/")
+        if folder != self.url or _NAME.fullmatch(name) is None:
+            raise SnapshotError(f"{uri} is no file of GRACESTREAM_SNAPSHOT_URL={self.url}")
+        return f"{self._root}/{name}"

@@ -1,0 +1,51 @@
+"""Fixtures of the tests of snapshots: a history that is worth one, places to keep them, and what the log says."""
+
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import structlog
+from structlog.typing import EventDict
+
+from pipeline.settings import Settings
+from schemas.deltas import EntryChange
+from tests.integration.history import History
+from tests.unit.engine.tiny import added
+
+
+@pytest.fixture(params=["a folder", "a file:// URL", "memory://"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Where snapshots lie, in three ways; no store behind a network is among them."""
+    folder = tmp_path / "snapshots" / "of this test"
+    return {
+        "a folder": str(folder),
+        "a file:// URL": folder.as_uri().replace("%20", " "),
+        "memory://": f"memory://{secrets.token_hex(4)}/snapshots",
+    }[request.param]
+
+
+@pytest.fixture
+def settings(deploy: Callable[..., Settings], prefix: str, tmp_path: Path) -> Settings:
+    return deploy("llama", prefix, redis_grace=0.6, snapshot_url=str(tmp_path / "snapshots"))
+
+
+@pytest.fixture
+def history(settings: Settings) -> Iterator[History]:
+    """Two terms, with entries that came, moved to other slots and went."""
+    made = History(settings)
+    made.lead()
+    for number in range(6):
+        made.add(f"e{number}", [float(number), 1.0], 0.25)
+    made.step(EntryChange(entry_id="e1", removed=True), op="undo")
+    made.lead()
+    made.step(EntryChange(entry_id="e0", radius=0.5), added("e6", [9.0, 9.0], 0.5, (1, 2, 3)), op="split")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def logged() -> Iterator[list[EventDict]]:
+    """The events of this process's log."""
+    with structlog.testing.capture_logs() as events:
+        yield events

@@ -1,0 +1,122 @@
+"""Manifests: one that lies is passed over, and only the last written are kept."""
+
+import time
+from typing import Any
+
+import fsspec
+import msgspec
+import pytest
+from kafka.admin import NewTopic
+from msgspec import UNSET
+from structlog.typing import EventDict
+
+from pipeline.clients import admin
+from pipeline.settings import Settings
+from pipeline.snapshot_store import SnapshotError, SnapshotStore
+from pipeline.snapshots import manifests, newest
+from pipeline.topics import SNAPSHOTS
+from tests.integration.history import History
+from tests.integration.running import records, wait_until
+from tests.integration.snapshots.parts import publish, reasons, snapshot
+from tests.unit.engine.tiny import LAYER, MODEL
+
+LIES: dict[str, tuple[dict[str, Any], str]] = {
+    "another model": ({"model": "0" * 64}, "it is of model"),
+    "another layer": ({"layer": "layer.1"}, "it is of layer"),
+    "no offset": ({"offset": UNSET}, "does not say where in the log"),
+    "an offset of another delta": ({"offset": 3}, "the log does not hold its delta"),
+    "an offset beyond the end": ({"offset": 10**9}, "the log does not hold its delta"),
+    "another digest": ({"digest": "0" * 64}, "the log does not hold its delta"),
+    "another seq": ({"seq": 9}, "the log does not hold its delta"),
+    "another term": ({"term": 7}, "the log does not hold its delta"),
+    "another hash": ({"sha256": "0" * 64}, "its SHA-256 is another"),
+    "fewer bytes": ({"bytes": 10}, "the file has more bytes"),
+    "more bytes": ({"bytes": 2**20}, "it must have 1048576"),
+    "more bytes than any memory": ({"bytes": 2**60}, "does not hold"),
+    "a negative size": ({"bytes": -1}, "does not hold"),
+    "a file elsewhere": ({"uri": "file:///etc/hostname"}, "is no file of GRACESTREAM_SNAPSHOT_URL"),
+    "an address in the network": ({"uri": "http://localhost/a.safetensors"}, "is no file of"),
+    "a way out of the folder": ({"uri": "../a.safetensors"}, "is no file of"),
+}
+
+
+class TestManifests:
+    def test_one_that_lies_is_passed_over(self, history: History, logged: list[EventDict]) -> None:
+        snapshot(history.settings, 4)
+        latest = snapshot(history.settings, 8)
+        for lie, (fields, reason) in LIES.items():
+            publish(history, msgspec.structs.replace(latest, **fields), f"{history.settings.codebook}/8".encode())
+            found = newest(history.settings, MODEL, LAYER)
+            assert found is not None
+            assert found.codebook.seq == 4, lie
+            assert reason in reasons(logged)[-1], lie
+        assert len(reasons(logged)) == len(LIES)
+
+    def test_a_name_under_the_url_cannot_leave_it(self, settings: Settings) -> None:
+        store = SnapshotStore(settings.snapshot_url)
+        for uri in (f"{store.url}/../a.safetensors", f"{store.url}/", f"{store.url}/a", f"{store.url}/%2e%2e/a", ""):
+            with pytest.raises(SnapshotError, match="is no file of"):
+                store.read(uri, 10)
+
+    def test_a_file_that_holds_another_codebook_than_its_manifest_says(
+        self, history: History, logged: list[EventDict]
+    ) -> None:
+        older, latest = (snapshot(history.settings, seq) for seq in (4, 8))
+        lie = {name: getattr(older, name) for name in ("uri", "sha256", "bytes")}
+        publish(history, msgspec.structs.replace(latest, **lie), f"{history.settings.codebook}/8".encode())
+        found = newest(history.settings, MODEL, LAYER)
+        assert found is not None
+        assert found.codebook.seq == 4
+        assert ["than its manifest says" in said for said in reasons(logged)] == [True]
+
+    def test_garbage_and_those_of_others_are_left_alone(self, history: History, logged: list[EventDict]) -> None:
+        manifest = snapshot(history.settings, 4)
+        for garbage in (b"", b"\xff", b"[]", b'{"v":99}', b'{"v":1,"codebook":"default"}'):
+            publish(history, garbage)
+        publish(history, msgspec.structs.replace(manifest, codebook="another", seq=9))
+        found = newest(history.settings, MODEL, LAYER)
+        assert found is not None
+        assert found.codebook.seq == 4
+        assert [event["event"] for event in logged].count("manifest_unreadable") == 5
+        assert reasons(logged) == []
+
+    def test_only_the_last_written_are_kept_files_and_all(self, history: History, url: str) -> None:
+        settings = history.settings.model_copy(update={"snapshot_url": url, "snapshot_keep": 2})
+        written = [snapshot(settings, seq) for seq in (2, 4, 6, 5)]
+        assert list(manifests(settings, settings.codebook).values()) == written[2:]
+        files, root = fsspec.core.url_to_fs(url)
+        names = sorted(path.rpartition("/")[2] for path in files.ls(root, detail=False))
+        assert names == sorted(manifest.uri.rpartition("/")[2] for manifest in written[2:])
+
+    def test_a_compacted_topic_has_all_that_count(self, history: History) -> None:
+        settings = history.settings.model_copy(update={"snapshot_keep": 2})
+        client = admin(settings)
+        try:
+            client.delete_topics([settings.topic(SNAPSHOTS)])
+            wait_until(lambda: settings.topic(SNAPSHOTS) not in client.list_topics())
+        finally:
+            client.close()
+        eager = {"segment.ms": "100", "min.cleanable.dirty.ratio": "0.01", "delete.retention.ms": "100"}
+        create_compacted(settings, eager)
+        for seq in range(1, 8):
+            snapshot(settings, seq)
+            time.sleep(0.15)  # a segment of its own: the active one is never compacted
+
+        def compacted() -> bool:
+            publish(history, b"roll", b"roll")
+            return len([record for record in records(settings, SNAPSHOTS) if record.key != b"roll"]) <= 3
+
+        wait_until(compacted, 60, "the compaction")
+        assert [manifest.seq for manifest in manifests(settings, settings.codebook).values()] == [6, 7]
+        found = newest(settings, MODEL, LAYER)
+        assert found is not None
+        assert found.codebook.seq == 7
+
+
+def create_compacted(settings: Settings, config: dict[str, str]) -> None:
+    client = admin(settings)
+    try:
+        config = {"cleanup.policy": "compact", **config}
+        client.create_topics([NewTopic(settings.topic(SNAPSHOTS), 1, 1, topic_configs=config)])
+    finally:
+        client.close()

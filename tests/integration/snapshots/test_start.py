@@ -1,0 +1,183 @@
+"""A replica starts from the newest good snapshot; it and the tail equal the whole history."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from structlog.typing import EventDict
+
+from pipeline.clients import admin
+from pipeline.mirror import Mirror
+from pipeline.replay import replay_deltas
+from pipeline.settings import Settings
+from pipeline.snapshots import newest
+from pipeline.topics import DELTAS, create_topics
+from tests.integration.history import History, same
+from tests.integration.running import wait_until
+from tests.integration.snapshots.parts import file_of, loaded, reasons, snapshot
+from tests.unit.engine.tiny import LAYER, MODEL
+
+
+class TestStart:
+    def test_a_replica_starts_from_the_newest_and_reads_only_the_tail(
+        self, history: History, url: str, mirror_of: Callable[..., Mirror], logged: list[EventDict]
+    ) -> None:
+        settings = history.settings.model_copy(update={"snapshot_url": url})
+        for seq in (3, 8):
+            snapshot(settings, seq)
+        history.add("e7", [5.0, 5.0])
+        history.make_live()
+        mirror = mirror_of(settings)
+        assert mirror.codebook.seq == 8
+        assert mirror.catch_up(20)
+        assert same(mirror.codebook, history.codebook)
+        assert loaded(logged) == [8]
+        assert [event["seq"] for event in logged if event["event"] == "delta_applied"] == [9, 10, 11]
+        nearest = mirror.index.nearest(torch.tensor([[5.0, 4.9]]))
+        assert mirror.codebook.entry_ids[int(nearest.slots_B[0])] == "e7"
+
+    def test_every_cut_and_its_tail_give_the_codebook_of_the_whole_log(
+        self, history: History, mirror_of: Callable[..., Mirror]
+    ) -> None:
+        for seq in range(1, 11):
+            snapshot(history.settings, seq)
+            mirror = mirror_of(history.settings)
+            assert mirror.codebook.seq == seq
+            assert mirror.catch_up(20)
+            assert same(mirror.codebook, history.codebook), seq
+
+    def test_it_is_never_ahead_of_what_is_live(
+        self, history: History, mirror_of: Callable[..., Mirror], logged: list[EventDict]
+    ) -> None:
+        history.make_live()
+        history.add("e7", [5.0, 5.0])
+        for seq in (4, 11):
+            snapshot(history.settings, seq)
+        mirror = mirror_of(history.settings)
+        assert loaded(logged) == [4]
+        assert mirror.catch_up(20)
+        assert mirror.codebook.seq == 10
+
+    def test_what_a_fenced_editor_wrote_after_it_does_not_count(
+        self, history: History, mirror_of: Callable[..., Mirror]
+    ) -> None:
+        stale = replay_deltas(history.settings, 8)
+        assert stale is not None
+        snapshot(history.settings)
+        other = History(history.settings)
+        other.codebook = stale
+        for number in range(3):
+            other.add(f"stale-{number}", [7.0, 7.0])
+        other.close()
+        history.add("e7", [5.0, 5.0])
+        mirror = mirror_of(history.settings)
+        assert mirror.catch_up(20)
+        assert same(mirror.codebook, history.codebook)
+
+    def test_a_store_that_is_none_leaves_the_log(
+        self, history: History, mirror_of: Callable[..., Mirror], logged: list[EventDict]
+    ) -> None:
+        mirror = mirror_of(history.settings.model_copy(update={"snapshot_url": "nothing://of/the/kind"}))
+        assert mirror.catch_up(20)
+        assert same(mirror.codebook, history.codebook)
+        assert "snapshots_unreachable" in [event["event"] for event in logged]
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def shorten(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def lengthen(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"x")
+
+
+def replace_by_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a flipped bit": (flip, "its SHA-256 is another"),
+    "cut short": (shorten, "it must have"),
+    "too long": (lengthen, "the file has more bytes"),
+    "gone": (Path.unlink, "the file is not there"),
+    "a folder in its place": (replace_by_folder, "the file cannot be read"),
+}
+
+
+class TestDamage:
+    def test_the_next_older_one_stands_in_and_then_the_log(
+        self, history: History, mirror_of: Callable[..., Mirror], logged: list[EventDict]
+    ) -> None:
+        for damage, (harm, reason) in DAMAGE.items():
+            older, newer = (snapshot(history.settings, seq) for seq in (4, 8))
+            for manifest, left in ((newer, 4), (older, 0)):
+                logged.clear()
+                harm(file_of(manifest))
+                mirror = mirror_of(history.settings)
+                assert mirror.codebook.seq == left, damage
+                assert loaded(logged) == ([4] if left else []), damage
+                assert all(reason in said for said in reasons(logged)), damage
+                assert len(reasons(logged)) == (1 if left else 2), damage
+                assert mirror.catch_up(20)
+                assert same(mirror.codebook, history.codebook)
+            for manifest in (older, newer):
+                if file_of(manifest).is_dir():
+                    file_of(manifest).rmdir()
+
+    def test_writing_it_again_mends_a_file(self, history: History) -> None:
+        manifest = snapshot(history.settings, 8)
+        flip(file_of(manifest))
+        assert snapshot(history.settings, 8) == manifest
+        found = newest(history.settings, MODEL, LAYER)
+        assert found is not None
+        assert found.codebook.seq == 8
+
+
+class TestAnotherLog:
+    def recreate(self, settings: Settings) -> None:
+        """What an operator does who lost the history."""
+        client = admin(settings)
+        try:
+            client.delete_topics([settings.topic(DELTAS)])
+            wait_until(lambda: settings.topic(DELTAS) not in client.list_topics())
+        finally:
+            client.close()
+        create_topics(settings, partitions=4, replication=1)
+
+    def test_a_snapshot_ahead_of_a_log_that_was_made_anew_is_refused(
+        self, history: History, mirror_of: Callable[..., Mirror], logged: list[EventDict]
+    ) -> None:
+        snapshot(history.settings)
+        self.recreate(history.settings)
+        again = History(history.settings)
+        try:
+            again.lead()
+            again.add("other", [1.0])
+            mirror = mirror_of(history.settings)
+            assert reasons(logged) == ["the log does not hold its delta at offset 9: was the topic lost, or made anew?"]
+            assert mirror.catch_up(20)
+            assert same(mirror.codebook, again.codebook)
+        finally:
+            again.close()
+
+    def test_a_longer_log_that_was_made_anew_is_no_match_either(
+        self, history: History, logged: list[EventDict]
+    ) -> None:
+        snapshot(history.settings)
+        self.recreate(history.settings)
+        again = History(history.settings)
+        try:
+            again.lead()
+            for number in range(20):
+                again.add(f"x{number}", [float(number), 1.0])
+            assert newest(history.settings, MODEL, LAYER) is None
+            assert ["made anew" in said for said in reasons(logged)] == [True]
+        finally:
+            again.close()

@@ -1,0 +1,106 @@
+"""Snapshots are written by the editor while it edits, and by a command."""
+
+import hashlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from structlog.typing import EventDict
+
+from pipeline.mirror import Mirror
+from pipeline.settings import Settings
+from pipeline.snapshot_store import SnapshotError
+from pipeline.snapshot_writer import SnapshotWriter
+from pipeline.snapshots import manifests, offset_of
+from schemas.messages import SnapshotManifest
+from tests.integration.forked import Command, Forked, sentence, status_of
+from tests.integration.history import History, same
+from tests.integration.running import Users, flag, wait_until
+from tests.integration.snapshots.parts import file_of
+from tests.unit.engine.tiny import added, sealed, texts
+
+PROMPTS = texts(12, seed=7, shortest=6, longest=9)
+
+
+class TestEditor:
+    def test_the_writer_writes_one_every_so_many_deltas(self, history: History) -> None:
+        settings = history.settings.model_copy(update={"snapshot_every": 4})
+        writer = SnapshotWriter(settings)
+        for number in range(10, 21):
+            writer.offer(history.codebook)
+            writer.close(30)
+            history.add(f"e{number}", [float(number), 0.0])
+        assert [manifest.seq for manifest in manifests(settings, settings.codebook).values()] == [10, 14, 18]
+        later = SnapshotWriter(settings)
+        later.offer(history.codebook)
+        later.close(30)
+        assert len(manifests(settings, settings.codebook)) == 3, "one that starts knows what there is"
+
+    @pytest.mark.parametrize("chosen", [{"snapshot_url": ""}, {"snapshot_every": 0}])
+    def test_the_writer_writes_none_where_none_is_wanted(self, history: History, chosen: dict[str, Any]) -> None:
+        writer = SnapshotWriter(history.settings.model_copy(update={"snapshot_every": 1, **chosen}))
+        writer.offer(history.codebook)
+        writer.close(30)
+        assert manifests(history.settings, history.settings.codebook) == {}
+
+    @pytest.mark.parametrize("url", ["nothing://of/the/kind", "/dev/null/snapshots"])
+    def test_a_store_that_fails_is_no_fault_of_the_editor(
+        self, history: History, logged: list[EventDict], url: str
+    ) -> None:
+        writer = SnapshotWriter(history.settings.model_copy(update={"snapshot_every": 1, "snapshot_url": url}))
+        for _ in range(3):
+            writer.offer(history.codebook)
+            writer.close(30)
+        assert [event["event"] for event in logged].count("snapshot_failed") == 1, "not again for a minute"
+        assert manifests(history.settings, history.settings.codebook) == {}
+
+    def test_a_delta_that_the_log_does_not_hold_gets_no_snapshot(self, history: History) -> None:
+        ahead = history.codebook.copy()
+        ahead.apply(sealed(history.codebook, added("unwritten", [1.0, 1.0], 1.0)))
+        with pytest.raises(SnapshotError, match="the log does not hold delta 11"):
+            offset_of(history.settings, ahead)
+        assert offset_of(history.settings, history.codebook) == 9
+
+    def test_a_running_editor_writes_them_and_a_replica_starts_from_one(
+        self, deploy: Callable[..., Settings], prefix: str, users_of: Callable[[Settings], Users], folder: Path
+    ) -> None:
+        settings = deploy("llama", prefix, snapshot_url=str(folder / "snapshots"), snapshot_every=2)
+        users = users_of(settings)
+        with Forked("editor", "edit", settings, folder) as editor:
+            editor.wait_ready(90)
+            users.correct(*(flag(f"f{number}", prompt, "museum") for number, prompt in enumerate(PROMPTS[:5])))
+            wait_until(lambda: manifests(settings, settings.codebook), what="a snapshot")
+            with Forked("replica", "infer", settings, folder) as replica:
+                replica.wait_ready(90)
+                wait_until(lambda: replica.state()["seq"] == editor.state()["seq"], what="the head")
+                assert replica.state()["state_digest"] == editor.state()["state_digest"]
+                assert replica.state()["digest"] == editor.state()["digest"]
+                assert '"event": "snapshot_loaded"' in replica.said()
+
+
+class TestCommand:
+    def test_it_writes_one_on_demand_without_a_model_or_an_editor(
+        self, history: History, run: Callable[..., Command], mirror_of: Callable[..., Mirror]
+    ) -> None:
+        told = run("snapshot", "--seq", "4", "--json", settings=history.settings)
+        assert status_of(told) == 0, told.said()
+        manifest = msgspec.json.decode(told.told(), type=SnapshotManifest)
+        assert (manifest.seq, manifest.entries, manifest.offset) == (4, 3, 3)
+        assert hashlib.sha256(file_of(manifest).read_bytes()).hexdigest() == manifest.sha256
+        whole = run("snapshot", settings=history.settings)
+        assert re.search(r"seq\s+│ 10 ", whole.told()), whole.told()
+        mirror = mirror_of(history.settings)
+        assert mirror.codebook.seq == 10
+        assert mirror.catch_up(20)
+        assert same(mirror.codebook, history.codebook)
+
+    def test_what_cannot_be_written_is_one_sentence(self, history: History, run: Callable[..., Command]) -> None:
+        nowhere = run("snapshot", settings=history.settings, snapshot_url="")
+        assert sentence(nowhere).startswith("there is nowhere to write to; set GRACESTREAM_SNAPSHOT_URL")
+        unknown = run("snapshot", settings=history.settings, snapshot_url="nothing://at/all")
+        assert sentence(unknown).startswith("GRACESTREAM_SNAPSHOT_URL=nothing://at/all cannot be used: ")
+        ahead = run("snapshot", "--seq", "99", settings=history.settings)
+        assert sentence(ahead) == "the log ends at delta 10; there is no 99 yet"

@@ -1,0 +1,36 @@
+"""`snapshot`: write one on demand."""
+
+from typing import Annotated
+
+import msgspec
+import typer
+
+from pipeline.errors import UserError
+from pipeline.replay import fold_log
+from pipeline.snapshot_store import SnapshotError
+from pipeline.snapshots import write
+from workers.cli.common import NO_DELTAS, AsJson, Kafka, Prefix, connected, tell
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(rich_help_panel="History")(snapshot)
+
+
+def snapshot(
+    seq: Annotated[int | None, typer.Option(min=1, help="As of this delta; else of all.")] = None,
+    as_json: AsJson = False,
+    kafka: Kafka = None,
+    prefix: Prefix = None,
+) -> None:
+    """Fold `deltas`, checking every digest, and write a snapshot to GRACESTREAM_SNAPSHOT_URL for starting replicas.
+
+    Needs no model and no editor. Example: gracestream snapshot --seq 41
+    """
+    settings = connected(kafka=kafka, prefix=prefix)
+    if not settings.snapshot_url:
+        raise SnapshotError("there is nowhere to write to; set GRACESTREAM_SNAPSHOT_URL to a folder or a URL")
+    folded = fold_log(settings, seq)
+    if folded is None:
+        raise UserError(NO_DELTAS)
+    tell(msgspec.to_builtins(write(settings, folded)), as_json=as_json)
