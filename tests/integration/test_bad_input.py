@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from msgspec import UNSET
 
+from pipeline.admission import Admission
 from pipeline.clients import producer, redis_client
 from pipeline.codebook import Codebook
 from pipeline.follower import Follower
@@ -33,7 +34,7 @@ from tests.integration.running import (
 )
 from tests.unit.engine.tiny import editable, texts
 from workers.boot import Worker
-from workers.editor import Editor
+from workers.editor import editor_of
 
 PROMPT = "The train to the coast leaves at seven"
 LONG = " ".join(["river"] * 41)
@@ -231,18 +232,16 @@ def test_feedback_on_which_the_model_fails_is_rejected_and_the_next_is_taken(
 
     monkeypatch.setattr(model, "examine", fragile)
     stop = threading.Event()
-    editor = Editor(Worker("editor", Health(), model, stop), deployment)
+    editor = editor_of(Worker("editor", Health(), model, stop), deployment, Admission.of(deployment))
+    working = threading.Thread(target=editor.run, args=[stop])
+    working.start()
     try:
-        editor.start()
-        working = threading.Thread(target=editor.edit_until, args=[stop])
-        working.start()
         outcomes = users.correct(
             flag("breaks", "The cat slept", "right"), flag("works", "The old bridge was closed", "both")
         )
+    finally:
         stop.set()
         working.join(10)
-    finally:
-        editor.close()
     assert outcomes["breaks"].status == "rejected"
     assert outcomes["breaks"].reason == "the model failed: RuntimeError: a tensor of no shape"
     assert outcomes["works"].status in {"added", "unchanged"}

@@ -1,0 +1,210 @@
+"""Dead letters: records that no worker could take, set aside with the reason for those who run the deployment.
+
+What it guarantees:
+
+1. A dead letter has the key and the value of its record, byte for byte; headers say why it is there and where the
+   record lies.
+2. It always fits its queue. Of a record larger than `LARGEST` only the start is kept, and headers tell the size and the
+   SHA-256 of what was cut; such a one is never replayed.
+3. A replay sends equal records once: a letter that came back from a replay, or that two replicas set aside because one
+   of them died, is not multiplied.
+"""
+
+import hashlib
+from collections import deque
+from collections.abc import Collection, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kafka import TopicPartition
+
+from pipeline.clients import consumer, producer
+from pipeline.errors import UserError
+from pipeline.reading import read_topic
+from pipeline.settings import Settings
+from pipeline.topics import FEEDBACK_DLQ, REQUESTS_DLQ, TopicError
+from schemas.messages import printable
+
+Source = Literal["requests", "feedback"]
+QUEUES: dict[Source, str] = {"requests": REQUESTS_DLQ, "feedback": FEEDBACK_DLQ}
+"""The dead letter queue of each topic."""
+
+LARGEST = 16 * 2**20
+"""Bytes of key and value that are kept whole. A queue takes more, but what Kafka holds compressed may be of any size:
+one that takes longer to write than a transaction lasts would come again for ever."""
+
+KEPT_BYTES = 2**14
+"""Bytes that are kept of a key or a value that is cut: enough to see what it was."""
+
+LONGEST_REASON = 1000
+"""Characters of a reason that are kept."""
+
+SOURCE_OFFSET = "source_offset"
+"""Header of a dead letter: where in its topic the record lies."""
+
+REPLAYED_FROM = "replayed_from"
+"""Header of a record that was sent again: the queue and the offset of its dead letter."""
+
+
+class DeadLetterError(UserError):
+    """A dead letter that is not there, or that cannot be replayed; the text says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """What is to be written into a dead letter queue."""
+
+    key: bytes | None
+    value: bytes | None
+    headers: list[tuple[str, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """A dead letter as it lies in its queue; `timestamp` in seconds, `size` in bytes of the value as it was."""
+
+    queue: str
+    offset: int
+    timestamp: float
+    key: bytes | None
+    value: bytes | None
+    reason: str
+    source_partition: int
+    source_offset: int
+    size: int
+    cut: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """The offsets of the dead letters that were sent again, and of those that cannot be, because they were cut."""
+
+    sent: list[int]
+    cut: list[int]
+
+
+def rejected(reason: str, key: bytes | None, value: bytes | None, topic: str, partition: int, offset: int) -> Rejected:
+    """The dead letter of one record of `topic`."""
+    headers = [
+        ("reason", printable(reason)[:LONGEST_REASON].encode()),
+        ("source_topic", topic.encode()),
+        ("source_partition", str(partition).encode()),
+        (SOURCE_OFFSET, str(offset).encode()),
+    ]
+    if len(key or b"") + len(value or b"") > LARGEST:
+        for name, part in (("key", key or b""), ("value", value or b"")):
+            if len(part) > KEPT_BYTES:
+                headers.append((f"{name}_bytes", str(len(part)).encode()))
+                headers.append((f"{name}_sha256", hashlib.sha256(part).hexdigest().encode()))
+        key, value = key and key[:KEPT_BYTES], value and value[:KEPT_BYTES]
+    if key is None and value is None:
+        key = b""  # clients send no record without both
+    return Rejected(key, value, headers)
+
+
+def letters(settings: Settings, source: Source, last: int | None = None) -> Iterator[Letter]:
+    """The dead letters of a topic in order, one at a time; or only the `last` so many.
+
+    Raises:
+        TopicError: there is no such queue.
+    """
+    if last is None:
+        yield from (_letter(record, source) for record in read_topic(settings, QUEUES[source]))
+        return
+    # Transactions leave records of their own between letters, so how far back the last so many lie is found out.
+    end, window = _end(settings, source), 2 * last + 16
+    while True:
+        start = max(0, end - window)
+        found = deque((_letter(record, source) for record in read_topic(settings, QUEUES[source], start)), maxlen=last)
+        if len(found) == last or start == 0:
+            yield from found
+            return
+        window *= 8
+
+
+def replay(
+    settings: Settings, source: Source, offsets: Collection[int] | None = None, *, dry_run: bool = False
+) -> Replayed:
+    """Send dead letters to their topic again, key and value as they were.
+
+    Without `offsets`: all that were not cut. Of equal records the first is sent. With `dry_run` nothing is sent.
+
+    Raises:
+        DeadLetterError: there is no letter at one of the offsets, or it was cut; then none is sent.
+        TopicError: there is no such queue.
+    """
+    chosen = _chosen(settings, source, None if offsets is None else set(offsets))
+    if dry_run or not chosen.sent:
+        return chosen
+    wanted = set(chosen.sent)
+    sender = producer(settings)
+    try:
+        sent = []
+        for letter in letters(settings, source):
+            if letter.offset in wanted:
+                headers = [(REPLAYED_FROM, f"{letter.queue}/{letter.offset}".encode())]
+                sent.append(sender.send(settings.topic(source), letter.value, letter.key, headers))
+        sender.flush()
+        for future in sent:
+            future.get(timeout=30)
+    finally:
+        sender.close(timeout=10)
+    return chosen
+
+
+def _chosen(settings: Settings, source: Source, offsets: set[int] | None) -> Replayed:
+    chosen: dict[bytes, int] = {}
+    seen, cut = set(), []
+    for letter in letters(settings, source):
+        if offsets is not None and letter.offset not in offsets:
+            continue
+        seen.add(letter.offset)
+        if not letter.cut:
+            chosen.setdefault(hashlib.sha256(repr((letter.key, letter.value)).encode()).digest(), letter.offset)
+        elif offsets is None:
+            cut.append(letter.offset)
+        else:
+            raise DeadLetterError(
+                f"the dead letter at offset {letter.offset} of {letter.queue} had {letter.size} bytes and was cut to"
+                f" {len(letter.value or b'')}, so it cannot be replayed"
+            )
+    if missing := sorted((offsets or set()) - seen):
+        raise DeadLetterError(
+            f"there is no dead letter at offset {', '.join(map(str, missing))} of {settings.topic(QUEUES[source])};"
+            " `gracestream dlq list` shows those that are there"
+        )
+    return Replayed(sorted(chosen.values()), cut)
+
+
+def _end(settings: Settings, source: Source) -> int:
+    partition = TopicPartition(settings.topic(QUEUES[source]), 0)
+    with closing(consumer(settings)) as reader:
+        if not reader.partitions_for_topic(partition.topic):
+            raise TopicError(
+                f"there is no topic {partition.topic!r} that we may see; create the topics with `gracestream topics`"
+            )
+        end: int = reader.end_offsets([partition])[partition]
+    return end
+
+
+def _letter(record: Any, source: Source) -> Letter:
+    """As far as its headers tell: whoever may write to the queue may have left some out."""
+    headers = {name: (value or b"").decode(errors="backslashreplace") for name, value in record.headers}
+
+    def number(name: str, otherwise: int) -> int:
+        text = headers.get(name, "")
+        return int(text) if text.isdecimal() and len(text) < 20 else otherwise
+
+    return Letter(
+        queue=QUEUES[source],
+        offset=record.offset,
+        timestamp=record.timestamp / 1000,
+        key=record.key,
+        value=record.value,
+        reason=headers.get("reason", ""),
+        source_partition=number("source_partition", -1),
+        source_offset=number(SOURCE_OFFSET, -1),
+        size=number("value_bytes", len(record.value or b"")),
+        cut="value_bytes" in headers or "key_bytes" in headers,
+    )

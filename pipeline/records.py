@@ -1,0 +1,54 @@
+r"""Batches of records as they come from Kafka, read whatever their headers are called.
+
+Kafka takes any bytes as the name of a header. kafka-python and aiokafka take UTF-8 alone, and a consumer that meets
+another name never gets past its record: one such record on `requests` would stop every replica for good. Here such a
+name is read with its stray bytes written out (`\xff`), so that its record is judged by its value like any other.
+Neither library has a setting for that. What stands here takes the place of their own class: `MemoryRecords` is called
+so, and has the same methods, in both. So it is always kafka-python that decompresses, and it needs its codecs.
+"""
+
+from typing import Any, SupportsIndex
+
+from kafka.consumer.fetcher import Fetcher
+from kafka.record import MemoryRecords
+from kafka.record.default_records import DefaultRecordBatch
+
+
+class Records(MemoryRecords):  # type: ignore[misc]
+    """What one fetch brought of one partition, batch by batch."""
+
+    def next_batch(self) -> Any:
+        """The next batch; None after the last one."""
+        batch = super().next_batch()
+        # Older ones, of message format 0 and 1, have no headers.
+        return _Batch(batch._buffer) if isinstance(batch, DefaultRecordBatch) else batch  # noqa: SLF001  (no public name)
+
+
+class PartitionRecords(Fetcher.PartitionRecords):  # type: ignore[misc]
+    """For the attribute of this name that a consumer of kafka-python has in its fetcher."""
+
+    def _unpack_records(self, tp: Any, records: Any, *deserializers: Any) -> Any:
+        return super()._unpack_records(tp, Records(records._buffer), *deserializers)  # noqa: SLF001  (likewise)
+
+
+class _Batch(DefaultRecordBatch):  # type: ignore[misc]
+    _buffer: bytearray
+
+    def _read_msg(self) -> Any:
+        try:
+            return super()._read_msg()
+        except UnicodeDecodeError:  # of a name; it was to be read from where the last record ended
+            self._buffer = _Lenient(self._buffer)
+            return super()._read_msg()
+
+
+class _Lenient(bytearray):
+    """Bytes of which any part can be decoded."""
+
+    def __getitem__(self, index: SupportsIndex | slice) -> Any:
+        found = super().__getitem__(index)
+        return _Lenient(found) if isinstance(index, slice) else found
+
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        del errors
+        return super().decode(encoding, "backslashreplace")

@@ -1,0 +1,125 @@
+"""`dlq list` and `dlq replay`: the records that were set aside, and another try for them."""
+
+import base64
+import json
+from datetime import UTC, datetime
+from typing import Annotated
+
+import typer
+from rich.table import Column, Table
+from rich.text import Text
+
+from pipeline.dead_letters import QUEUES, DeadLetterError, Letter, Source, letters, replay
+from schemas.messages import printable
+from workers.cli.common import AsJson, Kafka, Prefix, connected, notes, screen, show
+
+SHOWN = 100
+"""Characters of a value in the table."""
+
+Of = Annotated[Source | None, typer.Argument(help="Whose; else of both.", show_default=False)]
+
+dlq = typer.Typer(
+    help="Look at the dead letters: requests and feedback that could not be taken. Send them again.",
+    no_args_is_help=True,
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    dlq.command("list")(list_letters)
+    dlq.command("replay")(send_again)
+    app.add_typer(dlq, name="dlq", rich_help_panel="Traffic")
+
+
+def list_letters(
+    of: Of = None,
+    limit: Annotated[int, typer.Option(min=1, help="The last so many of each queue.")] = 50,
+    as_json: AsJson = False,
+    kafka: Kafka = None,
+    prefix: Prefix = None,
+) -> None:
+    """List dead letters, the newest last: where they are, why, and where they came from.
+
+    With --json the whole value stands in `value`, or in `value_base64` where it is not UTF-8; likewise the key.
+    Example: gracestream dlq list feedback --limit 5
+    """
+    settings = connected(kafka=kafka, prefix=prefix)
+    found = [letter for source in _sources(of) for letter in letters(settings, source, last=limit)]
+    if as_json:
+        for letter in found:
+            print(json.dumps(_told(letter)))  # ASCII alone: a hostile value may steer a terminal
+        return
+    if not found:
+        notes.print(f"no dead letters of {' or '.join(_sources(of))}")
+        return
+    table = Table(
+        "queue", "offset", "time", Column("reason", overflow="fold"), "from", "bytes", Column("value", overflow="fold")
+    )
+    for letter in found:
+        table.add_row(*(Text(cell) for cell in _row(letter)))  # as it is: no markup
+    show(table)
+
+
+def send_again(
+    of: Of = None,
+    offset: Annotated[list[int] | None, typer.Option(min=0, help="Of the dead letter; may be repeated.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="All that are there.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be sent.")] = False,
+    kafka: Kafka = None,
+    prefix: Prefix = None,
+) -> None:
+    """Send dead letters to their topic again, as they were: once their cause is gone, such as a limit or a defect.
+
+    The letters stay where they are. Of equal ones the first is sent, so one that came back is not multiplied. A record
+    that is wrong in itself comes back: mend it (`dlq list --json`) and use `send` or `correct`.
+    Example: gracestream dlq replay requests --offset 17 --offset 18
+    """
+    if every == bool(offset):
+        raise DeadLetterError("say which dead letters: --offset, which may be repeated, or --all")
+    if offset and of is None:
+        raise DeadLetterError("say whose offset that is: `dlq replay requests` or `dlq replay feedback`")
+    settings = connected(kafka=kafka, prefix=prefix)
+    for source in _sources(of):
+        done = replay(settings, source, offset, dry_run=dry_run)
+        count = f"{'would send' if dry_run else 'sent'} {len(done.sent)} to {settings.topic(source)}"
+        screen.print(f"{count}; {len(done.cut)} were cut and cannot be sent" if done.cut else count, soft_wrap=True)
+
+
+def _sources(of: Source | None) -> list[Source]:
+    return list(QUEUES) if of is None else [of]
+
+
+def _row(letter: Letter) -> tuple[str, ...]:
+    value = "" if letter.value is None else letter.value[: 4 * SHOWN].decode(errors="backslashreplace")
+    shown = printable(value)
+    return (
+        letter.queue,
+        str(letter.offset),
+        datetime.fromtimestamp(letter.timestamp, UTC).strftime("%Y-%m-%d %H:%M:%S"),
+        printable(letter.reason),
+        f"{letter.source_partition}/{letter.source_offset}",
+        f"{letter.size}{', cut' if letter.cut else ''}",
+        f"{shown[:SHOWN]}…" if len(shown) > SHOWN or len(letter.value or b"") > 4 * SHOWN else shown,
+    )
+
+
+def _told(letter: Letter) -> dict[str, object]:
+    return {
+        "queue": letter.queue,
+        "offset": letter.offset,
+        "time": datetime.fromtimestamp(letter.timestamp, UTC).isoformat(),
+        "reason": letter.reason,
+        "source_partition": letter.source_partition,
+        "source_offset": letter.source_offset,
+        "size": letter.size,
+        "cut": letter.cut,
+        **_content("key", letter.key),
+        **_content("value", letter.value),
+    }
+
+
+def _content(name: str, content: bytes | None) -> dict[str, str | None]:
+    try:
+        return {name: None if content is None else content.decode()}
+    except UnicodeDecodeError:
+        return {f"{name}_base64": base64.b64encode(content or b"").decode()}
