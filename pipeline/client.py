@@ -4,26 +4,31 @@ For the command line, the demo and tests. A program of one's own needs no more t
 `schemas/`; the README has a complete example.
 """
 
+import json
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import msgspec
 from kafka import KafkaConsumer, TopicPartition
 
 from pipeline.clients import consumer, producer
-from pipeline.errors import UserError
 from pipeline.settings import Settings
-from pipeline.topics import EDITS, FEEDBACK, PREDICTIONS, REQUESTS
+from pipeline.topics import EDITS, FEEDBACK, PREDICTIONS, REQUESTS, TopicError
 from schemas.messages import VERSION, Feedback, InvalidMessage, Message, Outcome, Prediction, Request, decode, encode
 
 M = TypeVar("M", Prediction, Outcome)
 
 
-class MissingTopicError(UserError):
-    """The cluster has no topics of this deployment; the text says how to create them."""
+@dataclass(frozen=True, slots=True)
+class SignedFeedback:
+    """Feedback as its signature covers it: byte for byte, with what this code does not know of."""
+
+    feedback_id: str
+    record: bytes
 
 
 class Replies(Generic[M]):
@@ -67,17 +72,16 @@ class Client:
         """Send what waits, and leave."""
         self._producer.close(timeout=10)
 
-    def send(self, messages: Iterable[Request | Feedback], partition: int | None = None) -> None:
+    def send(self, messages: Iterable[Request | Feedback | SignedFeedback], partition: int | None = None) -> None:
         """Send requests or feedback, and return when Kafka has them all; to one partition, or as the ids hash."""
         sent = []
         for message in messages:
             topic, key = (
                 (REQUESTS, message.request_id) if isinstance(message, Request) else (FEEDBACK, message.feedback_id)
             )
+            value = message.record if isinstance(message, SignedFeedback) else encode(message)
             sent.append(
-                self._producer.send(
-                    self._settings.topic(topic), value=encode(message), key=key.encode(), partition=partition
-                )
+                self._producer.send(self._settings.topic(topic), value=value, key=key.encode(), partition=partition)
             )
         self._producer.flush()
         for future in sent:
@@ -106,7 +110,9 @@ class Client:
         try:
             numbers = reader.partitions_for_topic(name)
             if not numbers:
-                raise MissingTopicError(f"there is no topic {name!r}; create the topics with `gracestream topics`")
+                raise TopicError(
+                    f"there is no topic {name!r} that we may see; create the topics with `gracestream topics`"
+                )
             partitions = [TopicPartition(name, number) for number in sorted(numbers)]
             reader.assign(partitions)
             for partition, end in reader.end_offsets(partitions).items():
@@ -134,15 +140,43 @@ def feedback(fields: Mapping[str, object] | str) -> Feedback:
     return _complete(fields, Feedback, "feedback_id", "inputs")
 
 
+def feedback_text(fields: Mapping[str, object] | str, author: str) -> bytes:
+    """What an author signs (`pipeline.signing`): likewise, in JSON of ASCII alone, with all fields that are given.
+
+    Raises:
+        InvalidMessage: it is no feedback, is signed already, or names another author.
+    """
+    whole = _whole(fields, "feedback_id", "inputs")
+    if "signature" in whole:
+        raise InvalidMessage("it is signed already")
+    if whole.setdefault("author", author) != author:
+        raise InvalidMessage(f"it names another author, {whole['author']!r}")
+    text = json.dumps(whole, separators=(",", ":")).encode()
+    decode(text, Feedback)
+    return text
+
+
+def signed_feedback(record: bytes) -> SignedFeedback:
+    """Feedback that was signed: a whole record, to which nothing can be added.
+
+    Raises:
+        InvalidMessage: it is no feedback.
+    """
+    return SignedFeedback(decode(record, Feedback).feedback_id, record)
+
+
 W = TypeVar("W", bound=Message)
 
 
 def _complete(fields: Mapping[str, object] | str, kind: type[W], id_field: str, text_field: str) -> W:
-    if not isinstance(fields, str | Mapping):
-        raise InvalidMessage("neither a text nor an object")
-    given = {text_field: fields} if isinstance(fields, str) else dict(fields)
-    whole = {"v": VERSION, id_field: str(uuid.uuid4()), **given}
     try:
-        return decode(msgspec.json.encode(whole), kind)
+        return decode(msgspec.json.encode(_whole(fields, id_field, text_field)), kind)
     except UnicodeEncodeError as error:
         raise InvalidMessage(f"a text is not Unicode: {error.reason}") from error
+
+
+def _whole(fields: Mapping[str, object] | str, id_field: str, text_field: str) -> dict[str, object]:
+    if not isinstance(fields, str | Mapping):
+        raise InvalidMessage("neither a text nor an object")
+    given = {text_field: fields} if isinstance(fields, str) else fields
+    return {"v": VERSION, id_field: str(uuid.uuid4()), **given}

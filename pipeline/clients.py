@@ -1,19 +1,35 @@
-"""Clients of Kafka and Redis, made from settings, and the wait for both at start."""
+"""Clients of Kafka and Redis, made from settings, and the wait for both at start.
 
+The wait ends at once where it is hopeless: a refused password, a certificate that is not trusted. kafka-python would go
+on trying, and never learn of the first: a broker that refuses says so and hangs up, and where both come in one read,
+kafka-python sees that it hung up and drops what it said. So the first connection is aiokafka's, which hears it out.
+"""
+
+import asyncio
+import re
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
-from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer
-from kafka.errors import KafkaError
+from aiokafka.conn import collect_hosts, create_conn
+from aiokafka.errors import KafkaError as RawKafkaError
+from kafka import KafkaAdminClient, KafkaConsumer
+from kafka.errors import KafkaConnectionError, KafkaError
 from redis import Redis
 from redis.exceptions import RedisError
 
 from pipeline.errors import UserError
-from pipeline.settings import Settings
+from pipeline.patient import PatientProducer
+from pipeline.records import PartitionRecords
+from pipeline.security import kafka_refusal, kafka_security, redis_refusal, redis_security, without_password
+from pipeline.settings import Settings, SettingsError
 
-T = TypeVar("T")
+_ADDRESS = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[^\s:/@\[\]]+):([0-9]{1,5})")
+
 Report = Callable[[str], None]
+
+TOLD_EVERY = 5.0
+"""Seconds between two lines that say the same of a wait."""
 
 MAX_DELTA_BYTES = 64 * 2**20
 """A delta with its guard entries may be large; the topic, the producer and every reader allow this much."""
@@ -23,34 +39,84 @@ class UnreachableError(UserError):
     """Kafka or Redis did not answer in time; the text says where it was looked for."""
 
 
+class RefusedError(UserError):
+    """Kafka or Redis does not take us, or we do not trust it; the text says which setting to look at."""
+
+
 def consumer(settings: Settings, **options: Any) -> KafkaConsumer:
-    """A consumer that reads committed records only and commits nothing by itself."""
-    return KafkaConsumer(
-        bootstrap_servers=settings.kafka.split(","),
-        isolation_level="read_committed",
-        enable_auto_commit=False,
-        auto_offset_reset="earliest",
-        max_partition_fetch_bytes=MAX_DELTA_BYTES,
-        fetch_max_bytes=MAX_DELTA_BYTES,
-        **options,
-    )
+    """A consumer of committed records, whatever their headers are called, which commits nothing by itself."""
+    ours = {
+        "isolation_level": "read_committed",
+        "enable_auto_commit": False,
+        "auto_offset_reset": "earliest",
+        "max_partition_fetch_bytes": MAX_DELTA_BYTES,
+        "fetch_max_bytes": MAX_DELTA_BYTES,
+    }
+    made = KafkaConsumer(**_cluster(settings), **(ours | options))
+    made._fetcher.PartitionRecords = PartitionRecords  # noqa: SLF001  (it has no public name)
+    return made
 
 
-def producer(settings: Settings, **options: Any) -> KafkaProducer:
+def producer(settings: Settings, **options: Any) -> PatientProducer:
     """A producer whose records are acknowledged by all replicas of a partition."""
-    return KafkaProducer(
-        bootstrap_servers=settings.kafka.split(","), acks="all", max_request_size=MAX_DELTA_BYTES, **options
-    )
+    return PatientProducer(**_cluster(settings), acks="all", max_request_size=MAX_DELTA_BYTES, **options)
 
 
 def admin(settings: Settings, **options: Any) -> KafkaAdminClient:
     """A client for creating and describing topics."""
-    return KafkaAdminClient(bootstrap_servers=settings.kafka.split(","), **options)
+    return KafkaAdminClient(**_cluster(settings), **options)
 
 
-def redis_client(settings: Settings) -> Redis:
-    """A client whose calls take a second at most, so that a lost Redis never holds up a batch for long."""
-    return Redis.from_url(settings.redis, socket_timeout=1.0, socket_connect_timeout=1.0)
+def redis_client(settings: Settings, timeout: float = 1.0) -> Redis:
+    """A client whose calls take `timeout` seconds at most, so that a lost Redis never holds up a batch for long."""
+    return Redis.from_url(
+        settings.redis, socket_timeout=timeout, socket_connect_timeout=timeout, **redis_security(settings)
+    )
+
+
+def ask_kafka(settings: Settings, patience: float) -> None:
+    """See that the cluster answers, within `patience` seconds or so.
+
+    Raises:
+        RefusedError: it does not take us, or is not trusted.
+        SettingsError: an address is none.
+        KafkaError, OSError, ValueError: it does not answer, or its name is none.
+    """
+    milliseconds = int(1000 * patience)
+    try:
+        asyncio.run(_connect(settings, milliseconds))
+        with admin(settings, bootstrap_timeout_ms=milliseconds, request_timeout_ms=milliseconds) as client:
+            client.describe_cluster()
+    except (RawKafkaError, KafkaError, OSError) as error:
+        if refused := kafka_refusal(error, settings):
+            raise RefusedError(refused) from error
+        if isinstance(error, RawKafkaError):
+            raise KafkaConnectionError(*error.args) from error
+        raise
+
+
+def ask_redis(settings: Settings, patience: float) -> None:
+    """See that Redis answers, within `patience` seconds.
+
+    Raises:
+        RefusedError: it does not take us, or is not trusted.
+        SettingsError: the URL is none.
+        RedisError, OSError: it does not answer.
+    """
+    try:
+        client = redis_client(settings, patience)
+    except ValueError as error:  # its text may show a part of the password
+        raise SettingsError(
+            "GRACESTREAM_REDIS is no URL of a Redis such as redis://localhost:6379/0 or rediss://user:password@host:6379"
+            " (with @ : / ? # in a password as %40 %3A %2F %3F %23)"
+        ) from error
+    try:
+        with client:
+            client.ping()
+    except (RedisError, OSError) as error:
+        if refused := redis_refusal(error, settings):
+            raise RefusedError(refused) from error
+        raise
 
 
 def await_kafka(settings: Settings, report: Report) -> None:
@@ -58,67 +124,90 @@ def await_kafka(settings: Settings, report: Report) -> None:
 
     Raises:
         UnreachableError: not within `startup_timeout`.
+        SettingsError: an address is none; at once.
+        RefusedError: it does not take us, or is not trusted; at once.
     """
-    patience_ms = int(1000 * min(settings.startup_timeout, 5.0))  # of one attempt, which the client makes 30 s long
-
-    def ask() -> None:
-        client = admin(settings, bootstrap_timeout_ms=patience_ms, request_timeout_ms=patience_ms)
-        try:
-            client.describe_cluster()
-        finally:
-            client.close()
-
     _await(
         f"Kafka at {settings.kafka}",
+        f"over {settings.kafka_security_protocol}",
         "GRACESTREAM_KAFKA",
-        ask,
-        expected=(KafkaError, OSError, ValueError),
-        settings=settings,
+        lambda: ask_kafka(settings, min(settings.startup_timeout, 5.0)),
+        patience=settings.startup_timeout,
         report=report,
     )
 
 
 def await_redis(settings: Settings, report: Report) -> None:
-    """Wait until Redis answers.
+    """Wait until Redis answers, for as long as a replica does without it before it follows the log.
 
     Raises:
-        UnreachableError: not within `startup_timeout`, or the URL is none.
+        UnreachableError: not within `redis_grace`.
+        SettingsError: the URL is none.
+        RefusedError: it does not take us, or is not trusted; at once.
     """
-    try:
-        client = redis_client(settings)
-    except ValueError as error:
-        raise UnreachableError(f"GRACESTREAM_REDIS is no URL of a Redis: {error}") from error
-    with client:
-        _await(
-            f"Redis at {settings.redis}",
-            "GRACESTREAM_REDIS",
-            client.ping,
-            expected=(RedisError, OSError),
-            settings=settings,
-            report=report,
-        )
+    _await(
+        f"Redis at {without_password(settings.redis)}",
+        "",
+        "GRACESTREAM_REDIS",
+        lambda: ask_redis(settings, 1.0),
+        patience=settings.redis_grace,
+        report=report,
+    )
 
 
-def _await(
-    what: str,
-    variable: str,
-    ask: Callable[[], object],
-    *,
-    expected: tuple[type[Exception], ...],
-    settings: Settings,
-    report: Report,
-) -> None:
-    deadline = time.monotonic() + settings.startup_timeout
+def _cluster(settings: Settings) -> dict[str, Any]:
+    """Where and how to connect; a cluster that was away is found again within a second, not half a minute."""
+    return {
+        "bootstrap_servers": _bootstrap_servers(settings),
+        "reconnect_backoff_max_ms": 1000,
+        **kafka_security(settings),
+    }
+
+
+def _bootstrap_servers(settings: Settings) -> list[str]:
+    """Raises SettingsError where one is not host:port."""
+    servers = [server.strip() for server in settings.kafka.split(",")]
+    for server in servers:
+        address = _ADDRESS.fullmatch(server)
+        if address is None or not 0 < int(address[1]) < 2**16:
+            raise SettingsError(
+                f"GRACESTREAM_KAFKA: {server!r} is no host:port; set it to the addresses of one or more brokers, such"
+                " as broker-1:9092,broker-2:9092"
+            )
+    return servers
+
+
+async def _connect(settings: Settings, milliseconds: int) -> None:
+    """Connect to one of the bootstrap servers and authenticate; the last one's error where none takes us."""
+    hosts = [(host, port) for host, port, _ in collect_hosts(_bootstrap_servers(settings), randomize=False)]
+    for number, (host, port) in enumerate(hosts, 1):
+        try:
+            connection = await create_conn(host, port, request_timeout_ms=milliseconds, **kafka_security(settings))
+        except (RawKafkaError, OSError):  # a time-out is an OSError
+            if number == len(hosts):
+                raise
+        else:
+            connection.close()
+            return
+
+
+def _await(what: str, how: str, variable: str, ask: Callable[[], object], *, patience: float, report: Report) -> None:
+    deadline = time.monotonic() + patience
+    told, told_at = "", 0.0
     while True:
         try:
             ask()
-        except expected as error:
-            left = deadline - time.monotonic()
+        except (KafkaError, RedisError, OSError, ValueError) as error:
+            now, reason = time.monotonic(), str(error) or type(error).__name__
+            left = deadline - now
             if left <= 0:
+                answer = f"does not answer {how}".rstrip()
                 raise UnreachableError(
-                    f"{what} does not answer ({error or type(error).__name__}); is it running, and is {variable} right?"
+                    f"{what} {answer} ({reason}); is it running, and is {variable} right?"
                 ) from error
-            report(f"waiting for {what}, {left:.0f} s more")
+            if reason != told or now >= told_at + TOLD_EVERY:
+                report(f"waiting for {what}, {left:.0f} s more ({reason})")
+                told, told_at = reason, now
             time.sleep(min(1.0, left))
         else:
             return

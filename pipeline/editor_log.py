@@ -1,32 +1,98 @@
-"""The editor's end of the log: feedback in, and each record's delta, outcome and offset out in one transaction.
+"""The editor's end of the log: its place in the group, the history, feedback in, and each record's results out.
 
 What it guarantees (design, section 5, points 2 and 3):
 
 1. A feedback record's delta, its outcome, its copy in the dead letter queue and the offset after it commit together or
-   not at all.
-2. One writer: opening the producer fences an earlier editor at the broker, whose next write fails.
-3. Feedback is taken up after the last record that has an outcome, also where Kafka has forgotten the group's offset
-   (it forgets those of a group that was idle for a week): each outcome carries its feedback's offset as a header.
+   not at all. Records that change nothing may share a transaction.
+2. One writer. Editors share a consumer group, and only the one that is given `feedback` may take the lead. Doing so
+   fences every earlier writer at the broker; and each commit names the generation of the group in which the partition
+   was given, so that a writer which has lost its place is refused even where nobody has fenced it yet.
+3. A busy editor keeps its place: heartbeats come from a thread of the client's own, and while an edit trains the group
+   waits for it for `stuck_after` seconds, after which `/live` gives it up as well; `stay` begins that time anew. One
+   that is stuck, or silent for `session_timeout`, loses its place to a standby. A standby that joins, or leaves, never
+   moves the partition.
+4. Feedback is taken up after the last record that has an outcome or was set aside, also where Kafka has forgotten the
+   group's offset (it forgets those of a group that was idle for a week): each outcome and each dead letter carries its
+   feedback's offset as a header.
+5. After any KafkaError nobody knows what was committed. The log must then be closed, and opened anew by `deltas`, which
+   goes on after the last delta that it handed out or saw committed. Taking the lead anew settles what was left open:
+   Kafka has completed or aborted it before `fence` returns. Nothing is lost or done twice.
+6. No delta is committed behind one that this editor has not read: each must land where the log ended, or nothing of its
+   transaction is committed.
+7. `may_pass` says after which errors that is worth a try: where Kafka did not answer, where a transaction was aborted,
+   where the place or the writer was lost, and where there is something to be read first. Who may not write, or sends
+   what Kafka refuses, is told so and stops.
 """
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from kafka import TopicPartition
-from kafka.structs import OffsetAndMetadata
+from kafka import ConsumerRebalanceListener, TopicPartition, errors
+from kafka.coordinator.assignors.sticky.sticky_assignor import StickyPartitionAssignor
+from kafka.errors import KafkaError, KafkaTimeoutError
+from kafka.structs import MemberState, OffsetAndMetadata
 
 from pipeline.clients import consumer, producer
+from pipeline.codebook import DeltaFault
+from pipeline.dead_letters import SOURCE_OFFSET, rejected
 from pipeline.settings import Settings
-from pipeline.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ, rejected_headers, rejected_key
+from pipeline.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ
 from schemas.messages import Outcome, encode
 
 OFFSET_HEADER = "feedback_offset"
 
+ANSWER_SECONDS = 30.0
+"""After so long without an answer Kafka counts as away."""
+
+Place = Literal["joining", "standby", "chosen"]
+"""Of an editor in the group: not decided yet, another one has the partition, or this one has."""
+
+
+class PlaceLostError(KafkaError):  # type: ignore[misc]
+    """The group has given this editor's partition away, or was about to."""
+
+
+class ForeignRecordError(KafkaError):  # type: ignore[misc]
+    """Somebody else has written to `deltas` what this editor has not read yet."""
+
+
+_MAY_PASS = (
+    errors.RetriableError,
+    PlaceLostError,
+    ForeignRecordError,
+    errors.CommitFailedError,
+    errors.IllegalGenerationError,
+    errors.UnknownMemberIdError,
+    errors.RebalanceInProgressError,
+    errors.ProducerFencedError,
+    errors.InvalidProducerEpochError,
+    errors.InvalidProducerIdMappingError,
+    errors.InvalidTxnStateError,
+    errors.OutOfOrderSequenceNumberError,
+    errors.UnknownProducerIdError,
+    errors.TransactionAbortedError,
+    errors.TransactionAbortableError,
+    errors.BrokerNotAvailableError,
+    errors.UnknownError,
+)
+
+
+def may_pass(error: KafkaError) -> bool:
+    """Whether to close the log and begin again: Kafka may answer otherwise, or take a new writer."""
+    if type(error) is KafkaError:  # kafka-python says in the text of such a one which error it comes of
+        return "AuthorizationFailed" not in str(error)
+    return isinstance(error, _MAY_PASS)
+
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What is to be written for one feedback record. `rejected`: why it goes to the dead letter queue as well."""
+    """What is to be written for one feedback record. `rejected`: why it goes to the dead letter queue as well.
+
+    `headers` stand on the outcome, beside the feedback's offset.
+    """
 
     offset: int
     outcome: Outcome | None
@@ -34,99 +100,295 @@ class Result:
     rejected: str | None = None
     key: bytes | None = None
     feedback: bytes | None = field(default=None, repr=False)
+    headers: list[tuple[str, bytes]] = field(default_factory=list)
 
 
 class EditorLog:
-    """Opened by the one editor of a codebook. Raises kafka-python's KafkaError where Kafka fails or it was fenced."""
+    """Everything that an editor reads from Kafka and writes there, but for the traffic that it watches.
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    In this order: `deltas` to learn the history, `join`, `place` until it is chosen, `fence`, `deltas` for what the
+    predecessor wrote last, `lead`; then `poll` and `commit`. Each may raise kafka-python's KafkaError; then `close`,
+    and begin again.
+
+    Args:
+        settings: Which cluster, and the prefix of names.
+        consumer: Makes a consumer, as `pipeline.clients.consumer` does.
+        producer: Makes a producer, likewise.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        consumer: Callable[..., Any] = consumer,
+        producer: Callable[..., Any] = producer,
+    ) -> None:
+        self._settings, self._new_consumer, self._new_producer = settings, consumer, producer
         self._feedback = TopicPartition(settings.topic(FEEDBACK), 0)
-        self._consumer = consumer(settings, group_id=settings.topic("editor"), max_poll_records=64)
-        self._consumer.assign([self._feedback])
+        self._next_delta = 0
+        self._delta_end = 0
+        """Where the next record of `deltas` lands, unless somebody else writes one."""
+        self._next_feedback = 0
+        self._polled = 0.0
+        self._rested = 0.0
+        self._reader: Any = None
+        self._member: Any = None
+        self._writer: Any = None
+        self._rebalances = _Rebalances()
+        self._seen = 0
+        self._metadata: Any = None
+
+    def deltas(self) -> Iterator[tuple[int, bytes]]:
+        """Offset and bytes of the records of `deltas` after those that this has handed out and `commit` has written."""
+        end = self._end(DELTAS)
+        for record in self._read(DELTAS, self._next_delta, end):
+            self._next_delta = record.offset + 1
+            yield record.offset, record.value
+        self._next_delta, self._delta_end = max(self._next_delta, end), max(self._delta_end, end)
+
+    def join(self) -> None:
+        """Enter the group of editors. The partition may come at once, so the history must be known by now."""
+        timeout_ms = int(1000 * self._settings.session_timeout)
+        self._member = self._new_consumer(
+            self._settings,
+            group_id=self._settings.topic("editor"),
+            session_timeout_ms=timeout_ms,
+            heartbeat_interval_ms=timeout_ms // 10,
+            max_poll_interval_ms=int(1000 * self._settings.stuck_after),
+            partition_assignment_strategy=[StickyPartitionAssignor],
+            max_poll_records=1,  # each edit is followed by a poll, which is where a rebalance takes place
+        )
+        self._rebalances, self._seen = _Rebalances(), 0
+        self._member.partitions_for_topic(self._feedback.topic)  # who does not know them yet gives them to nobody
+        self._member.subscribe([self._feedback.topic], listener=self._rebalances)
+
+    def place(self, seconds: float) -> Place:
+        """This editor's place in the group, after waiting for news of it."""
+        self._poll(seconds)
+        if not self._rebalances.count or not self._stable():
+            return "joining"  # or joining again: the generation is about to change
+        self._take_place()
+        return "chosen" if self._feedback in self._member.assignment() else "standby"
+
+    def fence(self) -> None:
+        """Shut earlier writers out: when this returns, all that they ever committed can be read, and no more comes."""
         # Between two transactions the broker may still be closing the last; the default pause costs 100 ms an edit.
-        self._producer = producer(settings, transactional_id=settings.topic("editor"), retry_backoff_ms=5)
-        self._producer.init_transactions()
+        self._writer = self._new_producer(
+            self._settings,
+            transactional_id=self._settings.topic("editor"),
+            retry_backoff_ms=5,
+            max_block_ms=int(1000 * ANSWER_SECONDS),
+        )
+        self._writer.init_transactions()
 
-    def write_lead(self, delta: bytes) -> None:
-        """Write the record that takes a term."""
-        self._producer.begin_transaction()
-        sent = self._send(DELTAS, delta, None)
-        self._producer.commit_transaction()
-        sent.get(timeout=30)
-
-    def seek(self) -> int:
-        """Go to the first feedback record that has no outcome yet; its offset."""
-        committed = self._consumer.committed(self._feedback) or 0
-        position = max(committed, self._after_last_outcome())
-        self._consumer.seek(self._feedback, position)
+    def lead(self, delta: bytes) -> int:
+        """Write the record that takes a term; the offset of the first feedback record that has no outcome yet."""
+        committed = self._member.committed(self._feedback, timeout_ms=int(1000 * ANSWER_SECONDS)) or 0
+        done = max(self._after_last(EDITS, OFFSET_HEADER), self._after_last(FEEDBACK_DLQ, SOURCE_OFFSET))
+        position = max(committed, min(done, self._end(FEEDBACK)))
+        self._transact(position, [(DELTAS, delta, None, [])])
+        self._member.seek(self._feedback, position)
         return position
 
-    def poll(self, seconds: float) -> Iterator[tuple[int, bytes | None, bytes | None]]:
-        """The next feedback records, as (offset, key, value)."""
-        for records in self._consumer.poll(timeout_ms=int(1000 * seconds)).values():
-            for record in records:
-                yield record.offset, record.key, record.value
+    def poll(self, seconds: float) -> tuple[int, int, bytes | None, bytes | None] | None:
+        """The next feedback record, as (offset, timestamp in ms, key, value), if one comes within `seconds`.
+
+        Raises:
+            PlaceLostError: another editor has the partition now.
+        """
+        polled = self._poll(seconds)
+        if self._stable():
+            self._rested = time.monotonic()
+        elif time.monotonic() > self._rested + self._settings.session_timeout:
+            # kafka-python may forget a join between two polls: no heartbeat is sent any more, and nothing is fetched.
+            raise PlaceLostError("the group has not come to rest within a session")
+        if self._rebalanced():
+            return None
+        for record in polled.get(self._feedback, []):
+            self._next_feedback = record.offset + 1
+            return record.offset, record.timestamp, record.key, record.value
+        return None
+
+    def stay(self, pause: float) -> None:
+        """Keep the place while the work on one record goes on; does nothing where that was `pause` seconds ago or less.
+
+        Raises:
+            PlaceLostError: another editor has the partition now.
+        """
+        if time.monotonic() > self._polled + pause:
+            polled = self._poll(0.0)
+            if not self._rebalanced() and polled:
+                self._member.seek(self._feedback, self._next_feedback)  # what came is for later
 
     def behind(self) -> int:
         """Feedback records that wait."""
-        end: int = self._consumer.end_offsets([self._feedback])[self._feedback]
-        position: int = self._consumer.position(self._feedback)
-        return max(0, end - position)
+        end: int = self._member.end_offsets([self._feedback])[self._feedback]
+        return max(0, end - self._next_feedback)
 
-    def commit(self, result: Result) -> None:
-        """Write it all, or nothing."""
-        self._producer.begin_transaction()
-        sent = []
-        if result.delta is not None:
-            sent.append(self._send(DELTAS, result.delta, None))
-        if result.outcome is not None:
-            key = result.outcome.feedback_id.encode()
-            headers = [(OFFSET_HEADER, str(result.offset).encode())]
-            sent.append(self._send(EDITS, encode(result.outcome), key, headers))
-        if result.rejected is not None:
-            headers = rejected_headers(result.rejected, self._feedback.topic, 0, result.offset)
-            sent.append(self._send(FEEDBACK_DLQ, result.feedback, rejected_key(result.key, result.feedback), headers))
-        done = {self._feedback: OffsetAndMetadata(result.offset + 1, "", -1)}
-        self._producer.send_offsets_to_transaction(done, self._consumer.group_metadata())
-        self._producer.commit_transaction()
-        for future in sent:
-            future.get(timeout=30)
+    def commit(self, *results: Result) -> None:
+        """Write it all, or nothing; the results of records that `poll` handed out one after the other.
+
+        Raises:
+            PlaceLostError: the work on them took too long.
+            ForeignRecordError: there is something on `deltas` to be read first.
+            DeltaFault: `deltas` has lost records.
+        """
+        if (taken := time.monotonic() - self._polled) > self._settings.stuck_after:
+            raise PlaceLostError(
+                f"feedback at offset {results[-1].offset} took {taken:.0f} s, and the group does not wait for more than"
+                f" {self._settings.stuck_after:g}; set GRACESTREAM_STUCK_AFTER higher where edits take that long"
+            )
+        records: list[tuple[str, bytes | None, bytes | None, list[tuple[str, bytes]]]] = []
+        for result in results:
+            if result.delta is not None:
+                records.append((DELTAS, result.delta, None, []))
+            if result.outcome is not None:
+                headers = [(OFFSET_HEADER, str(result.offset).encode()), *result.headers]
+                records.append((EDITS, encode(result.outcome), result.outcome.feedback_id.encode(), headers))
+            if result.rejected is not None:
+                letter = rejected(result.rejected, result.key, result.feedback, self._feedback.topic, 0, result.offset)
+                records.append((FEEDBACK_DLQ, letter.value, letter.key, letter.headers))
+        self._transact(results[-1].offset + 1, records)
 
     def close(self) -> None:
-        """Leave; a transaction that is open is aborted."""
-        self._producer.close(timeout=5)
-        self._consumer.close()
+        """Leave the group, so that a standby need not wait; a transaction that is open is aborted."""
+        clients, self._writer, self._member, self._reader = (self._writer, self._member, self._reader), None, None, None
+        for client, limit in zip(clients, ({"timeout": 5}, {"timeout_ms": 5000}, {"timeout_ms": 5000}), strict=True):
+            if client is not None:
+                with suppress(KafkaError):
+                    client.close(**limit)
 
-    def _send(
-        self, topic: str, value: bytes | None, key: bytes | None, headers: list[tuple[str, bytes]] | None = None
-    ) -> Any:
-        return self._producer.send(
-            self._settings.topic(topic), value=value, key=key, headers=headers or [], partition=0
-        )
+    def _transact(
+        self, position: int, records: list[tuple[str, bytes | None, bytes | None, list[tuple[str, bytes]]]]
+    ) -> None:
+        """One transaction: the records, and `position` as the group's offset in `feedback`."""
+        self._writer.begin_transaction()
+        sent = []
+        for topic, value, key, headers in records:
+            name = self._settings.topic(topic)
+            sent.append((topic, self._writer.send(name, value=value, key=key, headers=headers, partition=0)))
+        done = {self._feedback: OffsetAndMetadata(position, "", -1)}
+        # Not what the consumer says now: one that fell out of the group says "no generation", which passes unchecked.
+        self._writer.send_offsets_to_transaction(done, self._metadata)
+        offsets = [(topic, future.get(timeout=ANSWER_SECONDS).offset) for topic, future in sent]
+        end = self._expect([offset for topic, offset in offsets if topic == DELTAS])
+        self._writer.commit_transaction()
+        if end > self._delta_end:
+            self._next_delta, self._delta_end = end, end + 1  # a control record ends the transaction
+        self._next_feedback, self._rested = position, time.monotonic()  # the group has taken it of this generation
 
-    def _after_last_outcome(self) -> int:
-        """Walks back from the end of `edits`: transactions leave control records between outcomes."""
-        partition = TopicPartition(self._settings.topic(EDITS), 0)
-        reader = consumer(self._settings)
-        try:
-            reader.assign([partition])
-            end = reader.end_offsets([partition])[partition]
-            window = 16
-            while end > 0:
-                start = max(0, end - window)
-                reader.seek(partition, start)
-                last = -1
-                while reader.position(partition) < end:
-                    for records in reader.poll(timeout_ms=500).values():
-                        last = max([last, *(_feedback_offset(record) for record in records)])
-                if last >= 0 or start == 0:
-                    return last + 1
-                window *= 8
-            return 0
-        finally:
-            reader.close()
+    def _expect(self, offsets: list[int]) -> int:
+        """See that deltas landed where the log ended; the offset after them."""
+        end, name = self._delta_end, self._settings.topic(DELTAS)
+        for offset in offsets:
+            if offset < end:
+                raise DeltaFault(f"{name} ends at offset {offset}, and was read up to {end}: it has lost records")
+            if offset > end:
+                raise ForeignRecordError(f"somebody else has written to {name} at offset {end}")
+            end += 1
+        return end
+
+    def _rebalanced(self) -> bool:
+        """Whether there was a rebalance since the place was taken; then the place is taken anew.
+
+        Raises:
+            PlaceLostError: there is none any more.
+        """
+        if self._rebalances.count == self._seen:
+            return False
+        same_member = self._member.group_metadata().member_id == self._metadata.member_id
+        if self._feedback not in self._member.assignment() or not same_member:
+            raise PlaceLostError("the group went on without this editor")
+        self._take_place()
+        self._member.seek(self._feedback, self._next_feedback)  # a rebalance goes back to the group's offset
+        return True
+
+    def _poll(self, seconds: float) -> Any:
+        """Poll, and see a rebalance that has begun to its end, if that comes within half a session.
+
+        kafka-python throws away a join that ends between two polls and joins again, which begins the next rebalance of
+        all: editors that do something else meanwhile would never come to rest.
+        """
+        polled = self._member.poll(timeout_ms=int(1000 * seconds))
+        deadline = time.monotonic() + self._settings.session_timeout / 2
+        # What was polled is handed out first: polling on would leave it behind.
+        while not polled and not self._stable() and time.monotonic() < deadline:
+            polled = self._member.poll(timeout_ms=500)
+        self._polled = time.monotonic()
+        return polled
+
+    def _stable(self) -> bool:
+        """Whether no rebalance is under way, as far as this member knows."""
+        return bool(self._member.group_metadata().state == MemberState.STABLE)
+
+    def _take_place(self) -> None:
+        """Hold on to the generation of the last rebalance."""
+        self._rested = time.monotonic()
+        self._seen, self._metadata = self._rebalances.count, self._member.group_metadata()
+        if self._metadata.generation_id < 1:
+            raise PlaceLostError("this editor fell out of the group")
+
+    def _read(self, topic: str, start: int, end: int) -> Iterator[Any]:
+        """Every committed record of a topic of one partition, from `start` to `end`, where it ended.
+
+        Control records of transactions lie between offsets, so the end is where the reader's position reaches it.
+        """
+        partition = TopicPartition(self._settings.topic(topic), 0)
+        if self._reader.assignment() != {partition}:
+            self._reader.assign([partition])
+        self._reader.seek(partition, start)
+        position, heard = start, time.monotonic()
+        while position < end:
+            for records in self._reader.poll(timeout_ms=20).values():
+                yield from records
+            if (reached := self._reader.position(partition)) > position:
+                position, heard = reached, time.monotonic()
+            elif time.monotonic() > heard + ANSWER_SECONDS:
+                raise KafkaTimeoutError(f"{partition.topic} could not be read on from offset {position}")
+
+    def _end(self, topic: str) -> int:
+        """The offset before which everything is decided: committed, or aborted and never seen."""
+        self._reader = self._reader or self._new_consumer(self._settings)
+        partition = TopicPartition(self._settings.topic(topic), 0)
+        end: int = self._reader.end_offsets([partition])[partition]
+        return end
+
+    def _after_last(self, topic: str, header: str) -> int:
+        """The offset in `feedback` after the last one that a header of this topic names; 0 where none does.
+
+        Walks back from the end, since transactions leave control records between the others.
+        """
+        end = self._end(topic)
+        start, window = end, 16
+        while start > 0:
+            start = max(0, start - window)
+            last = max((_offset_in(header, record) for record in self._read(topic, start, end)), default=-1)
+            if last >= 0:
+                return last + 1
+            window *= 8
+        return 0
 
 
-def _feedback_offset(record: Any) -> int:
-    return int(dict(record.headers).get(OFFSET_HEADER, b"-1"))
+class _Rebalances(ConsumerRebalanceListener):  # type: ignore[misc]
+    """Counts them, in the consumer's own thread."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def on_partitions_assigned(self, assigned: object) -> None:
+        """The consumer holds these now, perhaps none."""
+        del assigned
+        self.count += 1
+
+    def on_partitions_revoked(self, revoked: object) -> None:
+        """Each rebalance begins so; what it leads to is seen at its end."""
+
+
+def feedback_offset(record: Any) -> int:
+    """Which feedback record an outcome on `edits` belongs to; -1 where it does not say."""
+    return _offset_in(OFFSET_HEADER, record)
+
+
+def _offset_in(header: str, record: Any) -> int:
+    """What a header says; -1 where it says no offset."""
+    said = dict(record.headers).get(header) or b""
+    return int(said) if said.isdigit() and len(said) < 19 else -1

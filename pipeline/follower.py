@@ -1,11 +1,13 @@
-"""The delta follower: it reads `deltas` from the first record on and hands them out in order (design, section 5).
+"""The delta follower: it reads `deltas` and hands its records out in order (design, section 5).
 
 What it guarantees:
 
-1. Every committed record of the topic comes out once, in order of offset, from the start of the history; but for those
-   of a lower term than one before them, which a fenced editor may have left behind.
-2. `take(seq)` hands out exactly the records up to that delta; none of a later one.
-3. A record that cannot be read is a fault: `take` raises it at that place and hands out nothing after it.
+1. Every committed record of the topic comes out once, in order of offset, from the start of the history or from the
+   place that it was given; but for those of a lower term than one before them, which a fenced editor may have left.
+2. `take(seq)` hands out only records up to that delta; none of a later one.
+3. A record that cannot be read is a fault: `take` raises it at that place and hands out nothing after it;
+   `next_record` tells of it at once.
+4. It holds at most some 64 MiB that were not taken yet, or one record, and reads on as they are taken.
 
 It does not judge whether a record continues the history: that is the codebook's to say.
 """
@@ -13,7 +15,9 @@ It does not judge whether a record continues the history: that is the codebook's
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from typing import Any
 
 import structlog
 from kafka import TopicPartition
@@ -21,12 +25,27 @@ from kafka.errors import KafkaError
 
 from pipeline.clients import consumer
 from pipeline.codebook import DeltaFault
+from pipeline.reading import read_topic
 from pipeline.settings import Settings
-from pipeline.topics import DELTAS, TopicError
+from pipeline.topics import DELTAS
 from schemas.deltas import decode_delta
 from schemas.messages import InvalidMessage
 
 log = structlog.get_logger()
+
+HELD_BYTES = 64 * 2**20
+"""What a follower holds that was not taken yet."""
+
+READING: dict[str, Any] = {
+    "check_crcs": False,
+    "max_partition_fetch_bytes": 4 * 2**20,
+    "fetch_max_bytes": 4 * 2**20,
+    "max_poll_records": 2000,
+}
+"""Of every reader of `deltas`. Kafka's CRC takes kafka-python nine tenths of a replay, and the chain of digests covers
+every byte of a delta. Fetches are small so that one is on its way while the last is applied; a record that is larger
+comes all the same, alone (KIP-74).
+"""
 
 
 class Follower:
@@ -34,45 +53,51 @@ class Follower:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._waiting: deque[tuple[int, bytes]] = deque()
+        self._waiting: deque[tuple[int, int, bytes]] = deque()
+        self._held = 0
         self._news = threading.Condition()
         self._fault: DeltaFault | None = None
         self._term = 0
         self._stop = threading.Event()
-        self._at_end = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="follower", daemon=True)
         self.latest_seq = 0
         """The newest delta read; nothing says that it is live."""
         self.offset = 0
         """The next offset to be read."""
+        self.end = 0
+        """The end of the topic as it was when reading began."""
+        self.at_end = False
+        """Whether all that the topic held when reading began was read, or a fault was met."""
 
-    def start(self) -> None:
-        """Begin to read."""
+    def start(self, offset: int = 0, seq: int = 0, term: int = 0) -> None:
+        """Begin to read: at `offset`, after delta `seq` of `term`."""
+        self.offset, self.latest_seq, self._term = offset, seq, term
         self._thread.start()
 
     def close(self) -> None:
         """Stop reading."""
         self._stop.set()
+        with self._news:
+            self._news.notify_all()
         if self._thread.is_alive():
             self._thread.join(timeout=5)
 
-    def wait_for_end(self, timeout: float) -> bool:
-        """Whether, within `timeout` seconds, all that the topic held at the start was read, or a fault was met."""
-        return self._at_end.wait(timeout)
-
-    def take(self, seq: int, timeout: float) -> list[bytes]:
-        """The records not taken yet, up to delta `seq`; waits up to `timeout` seconds for that delta to be read.
+    def take(self, seq: int, timeout: float) -> list[tuple[int, bytes]]:
+        """Offsets and records not taken yet, up to delta `seq`; waits up to `timeout` seconds until there is one.
 
         Raises:
             DeltaFault: the next record cannot be read.
         """
         deadline = time.monotonic() + timeout
         with self._news:
-            while self.latest_seq < seq and self._fault is None and (left := deadline - time.monotonic()) > 0:
-                self._news.wait(left)
+            while not self._waiting and self.latest_seq < seq and self._fault is None:
+                if not self._news.wait(max(0.0, deadline - time.monotonic())):
+                    break
             taken = []
             while self._waiting and self._waiting[0][0] <= seq:
-                taken.append(self._waiting.popleft()[1])
+                taken.append(self._waiting.popleft()[1:])
+            self._held -= sum(len(record) for _, record in taken)
+            self._news.notify_all()
         if not taken:
             self.raise_fault()
         return taken
@@ -82,6 +107,17 @@ class Follower:
         with self._news:
             if self._fault is not None and not self._waiting:
                 raise self._fault
+
+    def next_record(self) -> tuple[int, bytes] | None:
+        """Offset and record of what `take` hands out next, whether it is live or not.
+
+        Raises:
+            DeltaFault: reading met a record that cannot be read, be it this one or a later one.
+        """
+        with self._news:
+            if self._fault is not None:
+                raise self._fault
+            return self._waiting[0][1:] if self._waiting else None
 
     def _follow(self) -> None:
         while not self._stop.is_set():
@@ -100,19 +136,18 @@ class Follower:
         with self._news:
             self._fault = fault
             self._news.notify_all()
-        self._at_end.set()
+        self.at_end = True
         self._stop.set()
 
     def _read(self) -> None:
         partition = TopicPartition(self._settings.topic(DELTAS), 0)
-        reader = consumer(self._settings, fetch_max_wait_ms=100)
+        reader = consumer(self._settings, fetch_max_wait_ms=100, **READING)
         try:
             reader.assign([partition])
             reader.seek(partition, self.offset)
-            end = reader.end_offsets([partition])[partition]
+            self.end = reader.end_offsets([partition])[partition]
             while not self._stop.is_set():
-                if not self._at_end.is_set() and reader.position(partition) >= end:
-                    self._at_end.set()
+                self.at_end = self.at_end or reader.position(partition) >= self.end
                 for records in reader.poll(timeout_ms=200).values():
                     self._keep([(record.offset, record.value) for record in records])
         finally:
@@ -121,6 +156,11 @@ class Follower:
     def _keep(self, records: list[tuple[int, bytes]]) -> None:
         with self._news:
             for offset, record in records:
+                while self._held > HELD_BYTES and not self._stop.is_set():
+                    self._news.notify_all()
+                    self._news.wait()
+                if self._stop.is_set():
+                    return
                 try:
                     delta = decode_delta(record)
                 except InvalidMessage as error:
@@ -130,32 +170,32 @@ class Follower:
                     log.warning("delta_dropped", seq=delta.seq, term=delta.term, newer=self._term)
                     continue
                 self._term = delta.term
-                self._waiting.append((delta.seq, record))
+                self._waiting.append((delta.seq, offset, record))
+                self._held += len(record)
                 self.latest_seq = max(delta.seq, self.latest_seq)
             self._news.notify_all()
 
 
-def read_history(settings: Settings, on_record: Callable[[bytes, int, int], object]) -> None:
-    """Every record of `deltas` up to its present end: `on_record(record, offset, timestamp in ms)` in order.
+@contextmanager
+def at_offset(offset: int) -> Iterator[None]:
+    """Lets a DeltaFault say which record of `deltas` it is about."""
+    try:
+        yield
+    except DeltaFault as fault:
+        raise DeltaFault(f"the record at offset {offset} of {DELTAS} cannot be applied: {fault}") from fault
 
-    Reading ends early when `on_record` returns False. Control records of transactions lie between offsets, so the end
-    is where the consumer's position reaches it, not a count of records.
+
+def read_history(settings: Settings, on_record: Callable[[bytes, int, int], object], since: int = 0) -> None:
+    """Every record of `deltas` from offset `since` to its present end: `on_record(record, offset, timestamp in ms)`.
+
+    Reading ends early when `on_record` returns False.
 
     Raises:
         TopicError: there is no such topic.
+        DeltaFault: as `on_record` raised it, with the offset.
     """
-    partition = TopicPartition(settings.topic(DELTAS), 0)
-    history = consumer(settings)
-    try:
-        if not history.partitions_for_topic(partition.topic):
-            raise TopicError(f"there is no topic {partition.topic!r}; create the topics with `gracestream topics`")
-        history.assign([partition])
-        history.seek(partition, 0)
-        end = history.end_offsets([partition])[partition]
-        while history.position(partition) < end:
-            for records in history.poll(timeout_ms=1000).values():
-                for record in records:
-                    if on_record(record.value, record.offset, record.timestamp) is False:
-                        return
-    finally:
-        history.close()
+    with closing(read_topic(settings, DELTAS, since, **READING)) as records:
+        for record in records:
+            with at_offset(record.offset):
+                if on_record(record.value, record.offset, record.timestamp) is False:
+                    return

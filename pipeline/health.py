@@ -1,19 +1,23 @@
 """The workers' HTTP end: `/live`, `/ready`, `/metrics` and `/state`.
 
-`/live` says that the process works, `/ready` that it may be given work (503 with the reason, until then), `/state` as
-JSON which codebook it holds. It answers from a thread of its own, so a long forward pass does not hold it up.
+`/live` says that the process works: no part of it has been at one thing for longer than `stuck_after` seconds. `/ready`
+says that it may be given work (503 with the reason, until then), `/state` as JSON which codebook it holds. It answers
+from a thread of its own, so a long forward pass does not hold it up.
 """
 
+import math
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import msgspec
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from pipeline.errors import UserError
-from pipeline.metrics import READY
+from pipeline.metrics import READY, exposition
 
 
 class PortError(UserError):
@@ -22,12 +26,40 @@ class PortError(UserError):
 
 @dataclass
 class Health:
-    """What the worker says of itself. `reason` is why it is not ready, or not alive."""
+    """What the worker says of itself. `reason` is why it is not ready.
 
-    live: bool = True
+    Attributes:
+        stuck_after: Seconds that one piece of work may take at most.
+        metrics: What `/metrics` answers.
+    """
+
+    stuck_after: float = math.inf
     ready: bool = False
     reason: str = "starting"
     state: Callable[[], dict[str, object]] = dict
+    metrics: Callable[[], bytes] = exposition
+    _since: dict[str, float] = field(default_factory=dict)
+
+    def at_work(self, part: str) -> None:
+        """A part of the worker begins a piece of work; the one before it is done."""
+        self._since[part] = time.monotonic()
+
+    @contextmanager
+    def working(self, part: str) -> Iterator[None]:
+        """For one piece of work, after which the part rests."""
+        self.at_work(part)
+        try:
+            yield
+        finally:
+            self._since.pop(part, None)
+
+    def stuck(self) -> str | None:
+        """Which part has been at one thing for too long, if any."""
+        now = time.monotonic()
+        for part, since in list(self._since.items()):
+            if now - since > self.stuck_after:
+                return f"the {part} is stuck: it has been at one thing for {now - since:.0f} s"
+        return None
 
     def become_ready(self) -> None:
         """`/ready` answers 200 from now on."""
@@ -52,7 +84,9 @@ class HealthServer:
         try:
             self._server = ThreadingHTTPServer((host, port), handler)
         except OSError as error:
-            raise PortError(f"cannot listen on {host}:{port}: {error.strerror}; choose GRACESTREAM_PORT") from error
+            raise PortError(
+                f"cannot listen on {host}:{port}: {error.strerror}; choose another GRACESTREAM_PORT"
+            ) from error
         self._server.daemon_threads = True
         self.url = f"http://{host}:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, name="health", daemon=True).start()
@@ -70,21 +104,22 @@ class _Handler(BaseHTTPRequestHandler):
         """Answer one of the four paths."""
         match self.path.split("?")[0]:
             case "/live":
-                self._say(200 if self.health.live else 503, self.health.live, self.health.reason)
+                self._say(self.health.stuck())
             case "/ready":
-                self._say(200 if self.health.ready else 503, self.health.ready, self.health.reason)
+                self._say(None if self.health.ready else self.health.reason)
             case "/state":
                 self._send(200, "application/json", msgspec.json.encode(self.health.state()))
             case "/metrics":
-                self._send(200, CONTENT_TYPE_LATEST, generate_latest())
+                self._send(200, CONTENT_TYPE_LATEST, self.health.metrics())
             case _:
                 self._send(404, "text/plain", b"try /live, /ready, /metrics or /state\n")
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002  (the base class names it so)
         """Nothing: probes come every few seconds."""
 
-    def _say(self, status: int, good: bool, reason: str) -> None:
-        self._send(status, "text/plain; charset=utf-8", b"ok\n" if good else f"{reason}\n".encode())
+    def _say(self, trouble: str | None) -> None:
+        status, text = (200, "ok") if trouble is None else (503, trouble)
+        self._send(status, "text/plain; charset=utf-8", f"{text}\n".encode())
 
     def _send(self, status: int, kind: str, body: bytes) -> None:
         self.send_response(status)

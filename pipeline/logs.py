@@ -6,6 +6,9 @@ from typing import Any
 
 import structlog
 
+SELDOM = 10.0
+"""Seconds within which a library's warning is not said again: a client that lost Kafka says so ten times a second."""
+
 
 def configure_logs(log_format: str, **fields: Any) -> None:
     """Set up structlog, and send the warnings of libraries the same way. `fields` stand in every event."""
@@ -30,7 +33,21 @@ def configure_logs(log_format: str, **fields: Any) -> None:
     )
     handler = logging.StreamHandler(sys.stderr)
     last = [structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer]
+    handler.addFilter(_Seldom())
     handler.setFormatter(structlog.stdlib.ProcessorFormatter(processors=last, foreign_pre_chain=shared))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
+
+
+class _Seldom(logging.Filter):
+    """Passes what was not said, word for word, in the last `SELDOM` seconds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said: dict[tuple[str, str], float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = (record.name, record.getMessage())
+        self._said = {said: at for said, at in self._said.items() if record.created < at + SELDOM}
+        return self._said.setdefault(text, record.created) == record.created

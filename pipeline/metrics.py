@@ -1,8 +1,15 @@
-"""Prometheus metrics of the workers; each worker process has one registry, prometheus-client's own."""
+"""Prometheus metrics of the workers.
 
-from prometheus_client import Counter, Gauge, Histogram
+What both kinds have is in prometheus-client's own registry, with the figures of the process. Each kind has another one
+beside it, so that no worker shows zeros of the other kind.
+"""
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from pipeline.codebook import Codebook
+
+REPLICA = CollectorRegistry()
+EDITOR = CollectorRegistry()
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
@@ -14,28 +21,44 @@ DEGRADED = Gauge("gracestream_degraded", "1 while Redis is out of reach, else 0.
 READY = Gauge("gracestream_ready", "1 while /ready answers 200, else 0.")
 
 # Inference replicas.
-HEAD_SEQ = Gauge("gracestream_head_seq", "Newest delta that is live, as Redis says.")
-REQUESTS = Counter("gracestream_requests_total", "Requests by what became of them.", ["outcome"])
-EDITED = Counter("gracestream_edited_total", "Answers that an entry of the codebook gave.")
+HEAD_SEQ = Gauge("gracestream_head_seq", "Newest delta that is live, as Redis says.", registry=REPLICA)
+REQUESTS = Counter("gracestream_requests_total", "Requests by what became of them.", ["outcome"], registry=REPLICA)
+EDITED = Counter("gracestream_edited_total", "Answers that an entry of the codebook gave.", registry=REPLICA)
 REQUEST_SECONDS = Histogram(
-    "gracestream_request_seconds", "From the record's timestamp to its answer.", buckets=SECONDS
+    "gracestream_request_seconds", "From the record's timestamp to its answer.", buckets=SECONDS, registry=REPLICA
 )
-MODEL_SECONDS = Histogram("gracestream_model_seconds", "The model's time for one batch.", buckets=SECONDS)
-BATCH_SIZE = Histogram("gracestream_batch_size", "Requests of one batch.", buckets=(1, 2, 4, 8, 16, 32, 64))
+MODEL_SECONDS = Histogram(
+    "gracestream_model_seconds", "The model's time for one batch.", buckets=SECONDS, registry=REPLICA
+)
+BATCH_SIZE = Histogram(
+    "gracestream_batch_size", "Requests of one batch.", buckets=(1, 2, 4, 8, 16, 32, 64), registry=REPLICA
+)
 RADIUS_MISMATCH = Counter(
-    "gracestream_radius_mismatch_total", "Radii in Redis that are not the log's; the log's served."
+    "gracestream_radius_mismatch_total", "Radii in Redis that are not the log's; the log's served.", registry=REPLICA
+)
+SNAPSHOTS_REFUSED = Counter(
+    "gracestream_snapshots_refused_total",
+    "Snapshots that a start passed over: missing, corrupt, or of another log.",
+    registry=REPLICA,
 )
 
 # The editor.
-FEEDBACK = Counter("gracestream_feedback_total", "Feedback records by outcome.", ["status"])
-FEEDBACK_LAG = Gauge("gracestream_feedback_lag", "Feedback records that wait.")
+FEEDBACK = Counter("gracestream_feedback_total", "Feedback records by outcome.", ["status"], registry=EDITOR)
+FEEDBACK_LAG = Gauge("gracestream_feedback_lag", "Feedback records that wait.", registry=EDITOR)
 EDIT_SECONDS = Histogram(
-    "gracestream_edit_seconds", "From taking a feedback record to its live delta.", buckets=SECONDS
+    "gracestream_edit_seconds", "From taking a feedback record to its live delta.", buckets=SECONDS, registry=EDITOR
 )
 EDIT_STEPS = Histogram(
-    "gracestream_edit_steps", "Optimisation steps of a value.", buckets=(1, 2, 5, 10, 20, 30, 50, 75, 100)
+    "gracestream_edit_steps",
+    "Optimisation steps of a value.",
+    buckets=(1, 2, 5, 10, 20, 30, 50, 75, 100),
+    registry=EDITOR,
 )
-TRAFFIC = Gauge("gracestream_traffic_queries", "Unflagged recent queries in the editor's reservoir.")
+TRAFFIC = Gauge("gracestream_traffic_queries", "Unflagged recent queries in the editor's reservoir.", registry=EDITOR)
+SNAPSHOT_SEQ = Gauge("gracestream_snapshot_seq", "Newest delta that a snapshot holds.", registry=EDITOR)
+SNAPSHOT_FAILURES = Counter(
+    "gracestream_snapshot_failures_total", "Snapshots that could not be written.", registry=EDITOR
+)
 
 
 def show(codebook: Codebook) -> None:
@@ -43,3 +66,8 @@ def show(codebook: Codebook) -> None:
     CODEBOOK_SEQ.set(codebook.seq)
     CODEBOOK_TERM.set(codebook.term)
     CODEBOOK_ENTRIES.set(len(codebook))
+
+
+def exposition(*own: CollectorRegistry) -> bytes:
+    """What `/metrics` answers: the shared metrics, and those of the worker's own kind."""
+    return b"".join(generate_latest(registry) for registry in (REGISTRY, *own))

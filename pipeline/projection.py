@@ -29,19 +29,26 @@ class Projection:
     def repair(self) -> None:
         """Project everything, unless it is there already: a Redis that was emptied is filled again.
 
+        One that was emptied just before a delta was written has a head and few radii: they are counted, too.
+
         Raises:
             StaleError: Redis knows a newer head: another editor leads.
         """
-        if not self._holds(self._codebook.seq):
+        if not self._holds(self._codebook.seq, whole=True):
             self._attempt(None)
 
-    def _holds(self, seq: int) -> bool:
-        """Whether Redis has everything up to this delta, as far as this editor knows; one round trip."""
+    def _holds(self, seq: int, *, whole: bool = False) -> bool:
+        """Whether Redis has everything up to this delta, as far as this editor knows."""
+        if not self.complete:
+            return False
         try:
-            head = self._store.head(seq) if self.complete else None
+            head = self._store.head(seq)
+            if head is None or head.seq != seq:
+                return False
+            digest, count = self._codebook.digest.hex(), len(self._codebook)
+            return not whole or (head.digest == digest and self._store.count() == count)
         except RedisError:
             return False  # the attempt that follows meets the same error
-        return head is not None and head.seq == seq
 
     def _attempt(self, applied: Applied | None) -> None:
         try:

@@ -90,6 +90,11 @@ class RadiusStore:
         """Every radius."""
         return {entry.decode(): float(radius) for entry, radius in self._client.hgetall(self._keys[1]).items()}
 
+    def count(self) -> int:
+        """How many radii there are."""
+        count: int = self._client.hlen(self._keys[1])
+        return count
+
     def publish(self, applied: Applied, codebook: Codebook) -> None:
         """Make the delta that the codebook has just applied live.
 
@@ -121,7 +126,8 @@ class RadiusStore:
             args: list[str | int] = [codebook.term, codebook.seq, codebook.digest.hex(), last, *flat]
             if not self._publish(keys=self._keys, args=args):
                 raise StaleError(
-                    f"delta {codebook.seq} of term {codebook.term} is not made live: Redis has a newer one"
+                    f"delta {codebook.seq} of term {codebook.term} is not made live: Redis has a newer one;"
+                    " another editor has led since, or the log was lost"
                 )
 
 

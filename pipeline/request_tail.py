@@ -1,12 +1,19 @@
-"""The editor's view of traffic: it reads `requests` beside its feedback and feeds the reservoir."""
+"""The editor's view of traffic: it reads `requests` beside its feedback and feeds the reservoir.
+
+However fast requests come, it keeps up with them: whether the reservoir wants a request is known from its place in the
+log, and once the reservoir is full it wants one in thousands. Only those are decoded, tokenised and run.
+"""
 
 import heapq
-from collections.abc import Sequence
+import time
+from collections.abc import Callable
+from typing import Any
 
 import structlog
 from kafka import TopicPartition
 
 from pipeline.clients import consumer
+from pipeline.device import raise_if_broken
 from pipeline.editing import EditEngine
 from pipeline.settings import Settings
 from pipeline.tasks import InputError
@@ -21,68 +28,113 @@ TAIL = 2000
 AT_ONCE = 16
 """Requests whose queries are computed in one forward pass; feedback waits for one such pass at most."""
 
-Ranked = tuple[float, list[int]]
-"""A request's rank in the reservoir, and its tokens."""
+RANKED = 1000
+"""Records that are looked at in one go."""
+
+PARTITION_SECONDS = 30.0
+"""How often it looks for partitions that were added to the topic."""
+
+FETCH_BYTES = 2**20
+"""Of one partition and fetch: requests are small, and an editor that falls behind must not fill its memory."""
+
+Ranked = tuple[float, bytes]
+"""A request's rank in the reservoir, and its record."""
 
 
 class RequestTail:
     """Reads `requests` from shortly before the end, without a group: it takes nothing from the replicas."""
 
-    def __init__(self, settings: Settings, engine: EditEngine) -> None:
+    def __init__(self, settings: Settings, engine: EditEngine, consumer: Callable[..., Any] = consumer) -> None:
         self._settings, self._engine = settings, engine
-        self._consumer = consumer(settings)
-        topic = settings.topic(REQUESTS)
-        numbers = sorted(self._consumer.partitions_for_topic(topic) or ())
-        self._partitions = [TopicPartition(topic, number) for number in numbers]
-        self._consumer.assign(self._partitions)
-        starts = self._consumer.beginning_offsets(self._partitions)
-        self._ends = self._consumer.end_offsets(self._partitions)
-        for partition, end in self._ends.items():
-            self._consumer.seek(partition, max(starts[partition], end - TAIL))
+        self._topic = settings.topic(REQUESTS)
+        self._consumer = consumer(
+            settings,
+            max_partition_fetch_bytes=FETCH_BYTES,
+            fetch_max_bytes=8 * FETCH_BYTES,
+            metadata_max_age_ms=int(1000 * PARTITION_SECONDS),
+        )
+        self._assigned: set[TopicPartition] = set()
+        self._looked_at = time.monotonic()
+        self._waiting: list[Ranked] = []
 
     def catch_up(self) -> None:
         """At start: read the tail, and compute the queries of only those requests that the reservoir will hold."""
+        self._take_partitions()
         best: list[Ranked] = []
-        while any(self._consumer.position(partition) < end for partition, end in self._ends.items()):
-            best = heapq.nlargest(self._settings.traffic, best + self._read(0.5, max_records=500))
+        ends = self._consumer.end_offsets(sorted(self._assigned))
+        while any(self._consumer.position(partition) < end for partition, end in ends.items()):
+            best = self._best(best + self._read(0.5))
         for start in range(0, len(best), AT_ONCE):
             self._hold(best[start : start + AT_ONCE])
 
     def read(self, seconds: float) -> None:
-        """Take up to 16 requests into the reservoir; waits for the first at most `seconds`."""
-        self._hold(self._read(seconds, max_records=AT_ONCE))
+        """Look at the next requests, and take up to 16 into the reservoir; waits for the first at most `seconds`.
+
+        While the reservoir fills, more are wanted than are taken at once; they are taken before others are looked at.
+        """
+        if time.monotonic() - self._looked_at > PARTITION_SECONDS:
+            self._take_partitions()
+        if not self._waiting:
+            self._waiting = self._best(self._read(seconds))
+        self._hold(self._waiting[:AT_ONCE])
+        del self._waiting[:AT_ONCE]
 
     def close(self) -> None:
         """Leave."""
         self._consumer.close()
 
-    def _read(self, seconds: float, max_records: int) -> list[Ranked]:
-        """The next requests that the reservoir wants."""
+    def _take_partitions(self) -> None:
+        """Read those that are not read yet, from shortly before their end."""
+        self._looked_at = time.monotonic()
+        numbers = self._consumer.partitions_for_topic(self._topic) or set()
+        added = {TopicPartition(self._topic, number) for number in numbers} - self._assigned
+        if not added:
+            return
+        starts, ends = self._consumer.beginning_offsets(sorted(added)), self._consumer.end_offsets(sorted(added))
+        self._assigned |= added
+        self._consumer.assign(sorted(self._assigned))  # those that were read before keep their position
+        for partition in added:
+            self._consumer.seek(partition, max(starts[partition], ends[partition] - TAIL))
+
+    def _best(self, ranked: list[Ranked]) -> list[Ranked]:
+        return heapq.nlargest(self._settings.traffic, ranked)
+
+    def _read(self, seconds: float) -> list[Ranked]:
+        """Those of the next requests that the reservoir wants."""
         wanted = []
-        for records in self._consumer.poll(timeout_ms=int(1000 * seconds), max_records=max_records).values():
+        for records in self._consumer.poll(timeout_ms=int(1000 * seconds), max_records=RANKED).values():
             for record in records:
                 rank = self._engine.traffic.wants(record.partition, record.offset, record.timestamp / 1000)
-                if rank is None:
-                    continue
-                try:
-                    request = decode(record.value, Request, self._settings.max_record_bytes)
-                    wanted.append((rank, self._engine.model.task.tokenize(request.inputs)))
-                except (InvalidMessage, InputError):
-                    continue  # the replicas reject it
+                if rank is not None and len(record.value or b"") <= self._settings.max_record_bytes:
+                    wanted.append((rank, record.value or b""))
         return wanted
 
-    def _hold(self, ranked: Sequence[Ranked]) -> None:
-        """Compute queries and hold them; a prompt on which the model fails is left out, its neighbours are not."""
-        if not ranked:
+    def _hold(self, ranked: list[Ranked]) -> None:
+        """Compute queries and hold them; what is no request is left out, for the replicas reject it."""
+        prompts = []
+        for rank, value in ranked:
+            try:
+                request = decode(value, Request, self._settings.max_record_bytes)
+                prompts.append((rank, self._engine.model.task.tokenize(request.inputs)))
+            except (InvalidMessage, InputError):
+                continue
+        self._observe(prompts)
+
+    def _observe(self, prompts: list[tuple[float, list[int]]]) -> None:
+        """A prompt on which the model fails is left out, its neighbours are not."""
+        if not prompts:
             return
+        queries_BD: Any = None
         try:
-            queries_BD = self._engine.model.queries([prompt for _, prompt in ranked]).cpu().numpy()
+            queries_BD = self._engine.model.queries([prompt for _, prompt in prompts]).cpu().numpy()
         except Exception as error:  # noqa: BLE001  (a request that breaks the model must not stop the editor)
-            if len(ranked) == 1:
-                log.warning("request_left_out", tokens=len(ranked[0][1]), error=repr(error))
-                return
-            for one in ranked:
-                self._hold([one])
-            return
-        for (rank, _), query_D in zip(ranked, queries_BD, strict=True):
-            self._engine.observe(rank, query_D)
+            raise_if_broken(error)
+            failure = repr(error)
+        if queries_BD is not None:
+            for (rank, _), query_D in zip(prompts, queries_BD, strict=True):
+                self._engine.observe(rank, query_D)
+        elif len(prompts) == 1:
+            log.warning("request_left_out", tokens=len(prompts[0][1]), error=failure)
+        else:
+            for one in prompts:
+                self._observe([one])

@@ -14,11 +14,13 @@ import structlog
 from msgspec import UNSET
 
 from pipeline import metrics
+from pipeline.dead_letters import rejected
+from pipeline.device import raise_if_broken
 from pipeline.mirror import Mirror
 from pipeline.model import EditableModel, Served
 from pipeline.settings import Settings
 from pipeline.tasks import InputError
-from pipeline.topics import PREDICTIONS, REQUESTS_DLQ, rejected_headers, rejected_key
+from pipeline.topics import PREDICTIONS, REQUESTS_DLQ
 from schemas.messages import (
     VERSION,
     AppliedEdit,
@@ -78,10 +80,11 @@ class Work:
     questions: list[Question]
     replies: list[Reply]
 
-    @property
-    def min_seq(self) -> int:
-        """The highest that any question asks for."""
-        return max((question.min_seq for question in self.questions), default=0)
+    def split(self, seq: int) -> tuple["Work", "Work"]:
+        """What a codebook at delta `seq` can answer, with the replies that are certain; and what needs a later one."""
+        now = [question for question in self.questions if question.min_seq <= seq]
+        later = [question for question in self.questions if question.min_seq > seq]
+        return Work(now, self.replies), Work(later, [])
 
 
 class Server:
@@ -105,7 +108,11 @@ class Server:
         return work
 
     def answer(self, work: Work) -> list[Reply]:
-        """Answer from the codebook as it now is; a reply for every record that was read."""
+        """Answer from the codebook as it now is; a reply for every record that was read.
+
+        Raises:
+            DeviceFault: the device is broken, so none of these is an answer.
+        """
         replies = list(work.replies)
         groups: dict[object, list[Question]] = defaultdict(list)
         for question in work.questions:
@@ -129,11 +136,15 @@ class Server:
                     self._mirror.index,
                 )
         except Exception as error:  # noqa: BLE001  (whatever one request does to the model, the others are answered)
-            if len(questions) == 1:
-                log.warning("request_failed", request_id=questions[0].request.request_id, error=repr(error))
-                return [self._failed(questions[0], f"the model failed: {type(error).__name__}: {one_line(error)}")]
-            return [reply for question in questions for reply in self._run([question])]
-        return [self._answered(question, answer) for question, answer in zip(questions, served, strict=True)]
+            raise_if_broken(error)
+            failure = f"{type(error).__name__}: {one_line(error)}"
+        else:
+            return [self._answered(question, answer) for question, answer in zip(questions, served, strict=True)]
+        # Here, and not above: as long as the error is at hand, so is all that its stack holds in the device's memory.
+        if len(questions) == 1:
+            log.warning("request_failed", request_id=questions[0].request.request_id, error=failure)
+            return [self._failed(questions[0], f"the model failed: {failure}")]
+        return [reply for question in questions for reply in self._run([question])]
 
     def _answered(self, question: Question, served: Served) -> Reply:
         metrics.REQUESTS.labels("ok").inc()
@@ -154,8 +165,8 @@ class Server:
         """To the dead letter queue; and where the sender can be told, an answer that says why."""
         metrics.REQUESTS.labels("rejected").inc()
         log.warning("request_rejected", partition=record.partition, offset=record.offset, reason=reason)
-        headers = rejected_headers(reason, record.topic, record.partition, record.offset)
-        replies = [Reply(REQUESTS_DLQ, rejected_key(record.key, record.value), record.value, headers)]
+        letter = rejected(reason, record.key, record.value, record.topic, record.partition, record.offset)
+        replies = [Reply(REQUESTS_DLQ, letter.key, letter.value, letter.headers)]
         if (request_id := peek_id(record.value, "request_id")) is not None:
             replies.append(_reply(msgspec.structs.replace(self._prediction(request_id, record), error=reason)))
         return replies

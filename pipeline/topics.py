@@ -1,6 +1,7 @@
 """The topics (design, section 1): their partitions and what Kafka may throw away of them."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from kafka.admin import ConfigResource, ConfigResourceType, NewTopic
 from kafka.errors import TopicAlreadyExistsError
@@ -24,6 +25,12 @@ class Topic:
     partitions: int | None
     config: dict[str, str]
 
+    @property
+    def required(self) -> dict[str, str]:
+        """What of it no deployment may have otherwise: how many days records are kept is its own to choose."""
+        for_ever = self.config.get("retention.ms") == FOREVER["retention.ms"]
+        return {option: value for option, value in self.config.items() if for_ever or option != "retention.ms"}
+
 
 REQUESTS = "requests"
 PREDICTIONS = "predictions"
@@ -46,21 +53,6 @@ TOPICS = (
 )
 
 
-def rejected_headers(reason: str, topic: str, partition: int, offset: int) -> list[tuple[str, bytes]]:
-    """Headers of a record in a dead letter queue: why it is there and where it came from."""
-    return [
-        ("reason", reason.encode()),
-        ("source_topic", topic.encode()),
-        ("source_partition", str(partition).encode()),
-        ("source_offset", str(offset).encode()),
-    ]
-
-
-def rejected_key(key: bytes | None, value: bytes | None) -> bytes | None:
-    """Key of a record in a dead letter queue: its own, but clients send no record without both key and value."""
-    return b"" if key is None and value is None else key
-
-
 class TopicError(UserError):
     """A topic that exists, but not as it must; the text says what to change."""
 
@@ -74,7 +66,7 @@ def create_topics(settings: Settings, partitions: int, replication: int) -> list
         replication: Copies of each partition.
 
     Raises:
-        TopicError: a topic that must have one partition has more, or one that must be kept for ever is not.
+        TopicError: a topic that was there is not as it must be.
     """
     client = admin(settings)
     try:
@@ -87,10 +79,7 @@ def create_topics(settings: Settings, partitions: int, replication: int) -> list
                 client.create_topics([new], wait_for_metadata=True)
             except TopicAlreadyExistsError:
                 continue
-        existing = [name for name in wanted if name not in missing]
-        if existing:
-            _check(client, {name: wanted[name] for name in existing})
-            _check_kept(client, [name for name in existing if wanted[name].config.items() >= FOREVER.items()])
+        _check(client, settings, {name: topic for name, topic in wanted.items() if name not in missing})
         return missing
     finally:
         client.close()
@@ -108,22 +97,49 @@ def require_topics(settings: Settings) -> None:
         missing = sorted(set(wanted) - set(client.list_topics()))
         if missing:
             raise TopicError(f"the topics {', '.join(missing)} are missing; create them with `gracestream topics`")
-        _check(client, wanted)
+        _check(client, settings, wanted)
     finally:
         client.close()
 
 
-def _check(client: object, topics: dict[str, Topic]) -> None:
-    for described in client.describe_topics(list(topics)):  # type: ignore[attr-defined]
+def layout(settings: Settings) -> tuple[int, int]:
+    """The partitions of `requests`, and how many copies there are of each partition of `deltas`."""
+    requests, deltas = settings.topic(REQUESTS), settings.topic(DELTAS)
+    client = admin(settings)
+    try:
+        partitions = {topic["name"]: topic["partitions"] for topic in client.describe_topics([requests, deltas])}
+    finally:
+        client.close()
+    return len(partitions[requests]) or 1, min(len(partition["replica_nodes"]) for partition in partitions[deltas])
+
+
+def _check(client: Any, settings: Settings, topics: dict[str, Topic]) -> None:
+    if not topics:
+        return
+    for described in client.describe_topics(list(topics)):
         name, partitions = described["name"], len(described["partitions"])
         if topics[name].partitions is not None and partitions != topics[name].partitions:
-            raise TopicError(f"topic {name!r} has {partitions} partitions and must have {topics[name].partitions}")
+            raise TopicError(
+                f"topic {name!r} has {partitions} partitions and must have {topics[name].partitions}; choose another"
+                " GRACESTREAM_PREFIX, or delete the topic, and create it with `gracestream topics`"
+            )
+    asked = [ConfigResource(ConfigResourceType.TOPIC, name) for name in topics]
+    configs = client.describe_configs(asked, config_filter="all")["topic"]
+    for name, topic in topics.items():
+        found = {option: configs[name][option]["value"] for option in topic.required}
+        wrong = [option for option, value in topic.required.items() if not _meets(option, found[option], value)]
+        if wrong:
+            must = _listed(topic.required, wrong)
+            raise TopicError(
+                f"topic {name!r} has {_listed(found, wrong)} and must have {must}; set it with `kafka-configs.sh"
+                f" --bootstrap-server {settings.kafka} --alter --entity-type topics --entity-name {name}"
+                f" --add-config {must}`"
+            )
 
 
-def _check_kept(client: object, names: list[str]) -> None:
-    asked = [ConfigResource(ConfigResourceType.TOPIC, name) for name in names]
-    described = client.describe_configs(asked, config_filter="all")["topic"] if names else {}  # type: ignore[attr-defined]
-    for name in names:
-        for option, value in FOREVER.items():
-            if (found := described[name][option]["value"]) != value:
-                raise TopicError(f"topic {name!r} has {option}={found} and must have {option}={value}: it is history")
+def _meets(option: str, found: str, wanted: str) -> bool:
+    return int(found) >= int(wanted) if option == "max.message.bytes" else found == wanted
+
+
+def _listed(config: dict[str, str], options: list[str]) -> str:
+    return ",".join(f"{option}={config[option]}" for option in options)

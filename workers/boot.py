@@ -1,28 +1,32 @@
 """What both workers do first: settings, log, HTTP end, Kafka and Redis, the model."""
 
+import functools
+import math
 import os
-import signal
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import faiss
 import structlog
 import torch
 
-from deploy.models import resolve
-from pipeline.clients import await_kafka, await_redis
-from pipeline.editing import Plan
+from deploy.models import layer_of, resolve
+from pipeline import metrics
+from pipeline.access import ACCESS, require_access
+from pipeline.clients import UnreachableError, await_kafka, await_redis
 from pipeline.health import Health, HealthServer
 from pipeline.logs import configure_logs
 from pipeline.model import EditableModel, load_checkpoint
+from pipeline.plan import Plan
 from pipeline.settings import Settings
 from pipeline.tasks import Limits
 from pipeline.topics import require_topics
 from pipeline.training import Recipe
+from workers.ending import end_on_signals
 
 log = structlog.get_logger()
 
@@ -38,24 +42,27 @@ class Worker:
 
 
 @contextmanager
-def worker(kind: str, settings: Settings) -> Iterator[Worker]:
-    """Start one; SIGTERM and SIGINT set its `stop`.
+def worker(kind: Literal["inference", "editor"], settings: Settings) -> Iterator[Worker]:
+    """Start one; SIGTERM and SIGINT set its `stop`, and the process ends soon after. Redis may come later.
 
     Raises:
-        PortError, UnreachableError, TopicError, ModelError, LayerError: one sentence each.
+        PortError, SettingsError, UnreachableError, RefusedError, TopicError, ModelError, LayerError: one sentence each.
     """
     name = settings.replica or f"{socket.gethostname()}-{os.getpid()}"
     configure_logs(settings.log_format, worker=kind, name=name)
-    stop = threading.Event()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, lambda *_: stop.set())
-    health = Health()
+    stop = end_on_signals(settings.shutdown_timeout)
+    own = metrics.REPLICA if kind == "inference" else metrics.EDITOR
+    health = Health(settings.stuck_after, metrics=functools.partial(metrics.exposition, own))
     server = HealthServer(health, settings.host, settings.port)
     try:
         log.info("starting", url=server.url)
         await_kafka(settings, report=lambda line: log.info("waiting", what=line))
+        require_access(settings, ACCESS[kind])
         require_topics(settings)
-        await_redis(settings, report=lambda line: log.info("waiting", what=line))
+        try:
+            await_redis(settings, report=lambda line: log.info("waiting", what=line))
+        except UnreachableError as error:
+            log.warning("starting_without_redis", reason=str(error))
         if settings.threads:
             torch.set_num_threads(settings.threads)
             faiss.omp_set_num_threads(settings.threads)
@@ -63,6 +70,7 @@ def worker(kind: str, settings: Settings) -> Iterator[Worker]:
         log.info("model_loaded", model=settings.model, layer=model.layer, fingerprint=model.fingerprint[:12])
         yield Worker(name, health, model, stop)
     finally:
+        stop.set()  # from now on what still waits in some thread has as long as after a signal
         server.close()
         log.info("stopped")
 
@@ -73,6 +81,7 @@ def plan_of(settings: Settings) -> Plan:
         policy=settings.policy,
         radius=settings.radius,
         radius_unit=settings.radius_unit,
+        max_radius=settings.max_radius or math.inf,
         expand=settings.expand,
         guard=settings.guard,
         traffic=settings.traffic,
@@ -96,11 +105,13 @@ def load_model(settings: Settings) -> EditableModel:
     cache = settings.cache.expanduser()
     return EditableModel.load(
         _resolved(settings),
-        settings.layer,
+        layer_of(settings),
         device=settings.device,
         dtype=settings.dtype,
         cache=cache,
-        limits=Limits(settings.max_input_tokens, settings.max_target_tokens, settings.max_new_tokens),
+        limits=Limits(
+            settings.max_input_tokens, settings.max_target_tokens, settings.max_new_tokens, settings.new_tokens_limit
+        ),
         query=None if settings.query == "auto" else settings.query,
         replace=None if settings.replace == "auto" else settings.replace,
     )

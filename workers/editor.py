@@ -1,130 +1,261 @@
 """The editor: corrections in, deltas and outcomes out (design, sections 1, 4 and 5).
 
-It learns the codebook from the log, takes a term, and then decides on one feedback record at a time: train, commit
-delta, outcome and offset in one Kafka transaction, fold the delta, make it live in Redis. While no feedback waits it
-reads requests, so that new radii keep clear of traffic that nobody flagged.
+It learns the codebook from the log, waits as standby while another editor leads, takes a term, and then decides on one
+feedback record at a time: train, commit delta, outcome and offset in one Kafka transaction, fold the delta, make it
+live in Redis. While no feedback waits it reads requests, so that new radii keep clear of traffic that nobody flagged.
+Where Kafka fails it begins again, in the same process and with what it has folded; where another editor has led
+meanwhile, it stops.
 """
 
 import threading
 import time
+from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 import structlog
 from kafka.errors import KafkaError
+from msgspec import UNSET
 
 from pipeline import metrics
+from pipeline.admission import Admission
 from pipeline.clients import redis_client
 from pipeline.codebook import DeltaFault
-from pipeline.editing import Edited, EditEngine
-from pipeline.editor_log import EditorLog, Result
+from pipeline.device import DeviceFault
+from pipeline.editing import EditEngine
+from pipeline.editor_log import EditorLog, Result, may_pass
 from pipeline.environment import environment
-from pipeline.follower import read_history
+from pipeline.follower import at_offset
+from pipeline.health import Health
+from pipeline.history import KafkaHistory
+from pipeline.intake import Intake
 from pipeline.projection import Projection
 from pipeline.radius_store import RadiusStore, StaleError
 from pipeline.request_tail import RequestTail
 from pipeline.settings import Settings
-from schemas.messages import VERSION, Feedback, InvalidMessage, Outcome, decode, one_line, peek_id
+from pipeline.snapshot_writer import SnapshotWriter
 from workers.boot import Worker, plan_of, worker
 
 log = structlog.get_logger()
 
+AT_ONCE = 64
+"""Feedback records in a row after which traffic is looked at again."""
+
+ENOUGH_BYTES = 2**20
+"""Of feedback that is decided on and changes nothing: then it is committed, though more of it may wait."""
+
+RETRY_SECONDS = 1.0
+"""Between a failure of Kafka and the next attempt."""
+
+STAY_SECONDS = 1.0
+"""How often the group is told that a long undo goes on."""
+
 
 def run(settings: Settings) -> int:
     """Run the editor until it is told to stop, or another one takes over; the exit status."""
+    admission = Admission.of(settings)  # a list of authors that cannot be read is told before a model is loaded
     with worker("editor", settings) as started:
-        editor = Editor(started, settings)
         try:
-            editor.start()
-            editor.edit_until(started.stop)
-        except (DeltaFault, StaleError, KafkaError) as error:
+            editor_of(started, settings, admission).run(started.stop)
+        except (DeltaFault, DeviceFault, StaleError, KafkaError) as error:
             started.health.not_ready(str(error))
             log.error("editor_stopped", reason=str(error) or type(error).__name__)  # noqa: TRY400  (no defect)
             return 1
-        finally:
-            editor.close()
         return 0
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What an editor works with."""
+
+    engine: EditEngine
+    log: EditorLog
+    intake: Intake
+    traffic: RequestTail
+    projection: Projection
+    snapshots: SnapshotWriter
+    environment: dict[str, str]
+
+
+def editor_of(started: Worker, settings: Settings, admission: Admission) -> "Editor":
+    """The editor of a started worker, on the Kafka and the Redis that the settings name."""
+    engine, editor_log = EditEngine(started.model, settings.codebook, plan_of(settings)), EditorLog(settings)
+
+    def at_work() -> None:
+        started.health.at_work("editor")
+        editor_log.stay(STAY_SECONDS)
+
+    parts = Parts(
+        engine=engine,
+        log=editor_log,
+        intake=Intake(
+            engine,
+            admission,
+            KafkaHistory(settings),
+            settings.max_record_bytes,
+            at_work=at_work,
+        ),
+        traffic=RequestTail(settings, engine),
+        projection=Projection(RadiusStore(redis_client(settings), settings), engine.codebook),
+        snapshots=SnapshotWriter(settings),
+        environment={"editor": started.name, **environment(started.model, engine.plan)},
+    )
+    return Editor(parts, started.health)
+
+
 class Editor:
-    """The engine, its log, its view of traffic, and the projection of radii to Redis."""
+    """Stands by, leads and edits."""
 
-    def __init__(self, started: Worker, settings: Settings) -> None:
-        self._worker, self._settings = started, settings
-        self._engine = EditEngine(started.model, settings.codebook, plan_of(settings))
-        self._log = EditorLog(settings)
-        self._traffic = RequestTail(settings, self._engine)
-        self._projection = Projection(RadiusStore(redis_client(settings), settings), self._engine.codebook)
-        started.health.state = self._state
+    def __init__(self, parts: Parts, health: Health) -> None:
+        self._parts, self._health = parts, health
+        self._role: Literal["starting", "standby", "leading"] = "starting"
+        self._lead: bytes | None = None
+        self._decided: list[Result] = []
+        """On what a commit waits; none of it changes the codebook."""
+        health.state = self._state
 
-    def start(self) -> None:
-        """Fold the history, take the next term, and finish what a predecessor left undone in Redis."""
-        read_history(self._settings, lambda record, _offset, _time: self._engine.apply(record))
-        lead = self._engine.lead(environment(self._worker.name, self._worker.model, self._engine.plan))
-        self._log.write_lead(lead)
-        self._engine.apply(lead)
-        self._projection.repair()
-        self._traffic.catch_up()
-        position = self._log.seek()
-        self._worker.health.become_ready()
-        book = self._engine.codebook
-        log.info("ready", term=book.term, seq=book.seq, entries=len(book), feedback_offset=position)
+    def run(self, stop: threading.Event) -> None:
+        """Stand by, lead and edit until told to stop; where Kafka failed, begin again.
 
-    def edit_until(self, stop: threading.Event) -> None:
-        """Work on feedback as it comes; on traffic while there is none."""
-        while not stop.is_set():
-            for offset, key, value in self._log.poll(0.05):
-                self._edit(offset, key, value)
-                if stop.is_set():
-                    return
-            self._traffic.read(0.05)
-            self._projection.repair()
-            metrics.FEEDBACK_LAG.set(self._log.behind())
-            metrics.TRAFFIC.set(len(self._engine.traffic))
-            metrics.show(self._engine.codebook)
-
-    def close(self) -> None:
-        """Leave the log."""
-        self._log.close()
-        self._traffic.close()
-
-    def _edit(self, offset: int, key: bytes | None, value: bytes | None) -> None:
-        started = time.perf_counter()
+        Raises:
+            DeltaFault: the history is not of this editor's codebook, model or layer, or it is broken; also where that
+                comes to pass while this editor leads.
+            DeviceFault: the device that runs the model failed.
+            StaleError: another editor has led since this one did, or Redis holds a newer history.
+            KafkaError: of a kind that would come again.
+        """
         try:
-            edited = self._engine.edit(decode(value, Feedback, self._settings.max_record_bytes), offset)
-        except InvalidMessage as error:
-            edited = _unreadable(value, str(error))
-        except Exception as error:  # whatever one record does to the model, the stream moves on
-            log.exception("edit_failed", offset=offset)
-            edited = _unreadable(value, f"the model failed: {type(error).__name__}: {one_line(error)}")
-        outcome = edited.outcome
+            while not stop.is_set():
+                try:
+                    if self._stand_by(stop):
+                        self._take_over()
+                        self._edit_until(stop)
+                except KafkaError as error:
+                    if not may_pass(error):
+                        raise
+                    reason = str(error) or type(error).__name__
+                    self._turn("starting", f"Kafka failed: {reason}")
+                    log.warning("log_lost", reason=reason, retry_seconds=RETRY_SECONDS)
+                    self._parts.log.close()
+                    stop.wait(RETRY_SECONDS)
+        finally:
+            for part in (self._parts.log, self._parts.traffic, self._parts.snapshots):
+                part.close()
+
+    def _stand_by(self, stop: threading.Event) -> bool:
+        """Learn the history, enter the group, and follow the one who leads; whether this editor is to lead now."""
+        parts = self._parts
+        self._decided.clear()
+        self._fold()
+        parts.traffic.catch_up()
+        parts.log.join()
+        while not stop.is_set():
+            self._health.at_work("editor")
+            place = parts.log.place(0.05)
+            self._fold()
+            if place == "chosen":
+                return True
+            if place == "standby" and self._role != "standby":
+                self._turn("standby")
+            parts.traffic.read(0.05)
+            metrics.show(parts.engine.codebook)
+        return False
+
+    def _take_over(self) -> None:
+        """Fence the predecessor, learn what it committed last, take the next term, and mend what it left in Redis."""
+        parts = self._parts
+        parts.log.fence()
+        self._fold()
+        self._lead = parts.engine.lead(parts.environment)
+        position = parts.log.lead(self._lead)
+        parts.engine.apply(self._lead)
+        parts.intake.begin()
+        parts.projection.repair()
+        self._turn("leading", feedback_offset=position)
+
+    def _fold(self) -> None:
+        """Apply what others have written to the log."""
+        for offset, record in self._parts.log.deltas():
+            with at_offset(offset):
+                applied = self._parts.engine.apply(record)
+            if applied is not None and applied.delta.op == "lead" and self._lead not in (None, record):
+                raise StaleError(f"another editor has taken the lead, in term {applied.delta.term}")
+
+    def _edit_until(self, stop: threading.Event) -> None:
+        """Work on feedback as it comes; on traffic while there is none."""
+        parts = self._parts
+        while not stop.is_set():
+            for _ in range(AT_ONCE):
+                self._health.at_work("editor")
+                record = parts.log.poll(0.0 if self._decided else 0.05)
+                if record is None or stop.is_set():
+                    break
+                self._edit(*record)
+            self._commit()
+            self._fold()  # nobody else is to write there, and who does so is met here
+            parts.traffic.read(0.05)
+            parts.projection.repair()
+            parts.snapshots.offer(parts.engine.codebook)
+            metrics.FEEDBACK_LAG.set(parts.log.behind())
+            metrics.TRAFFIC.set(len(parts.engine.traffic))
+            metrics.show(parts.engine.codebook)
+
+    def _edit(self, offset: int, timestamp: int, key: bytes | None, value: bytes | None) -> None:
+        """Decide, commit, fold, make live; what changes nothing is committed together with what comes next."""
+        parts, started = self._parts, time.perf_counter()
+        taken = parts.intake.take(offset, timestamp, value)
+        edited, outcome = taken.edited, taken.edited.outcome
         if outcome is not None:
             outcome = msgspec.structs.replace(outcome, seconds=round(time.perf_counter() - started, 4))
-        rejected = edited.reason if edited.invalid else None
-        self._log.commit(Result(offset, outcome, edited.record, rejected, key, value))
-        if edited.record is not None and (applied := self._engine.apply(edited.record)) is not None:
-            self._projection.make_live(applied)
+        set_aside = edited.reason if edited.invalid else None
+        self._decided.append(Result(offset, outcome, edited.record, set_aside, key, value, taken.headers))
+        if edited.record is not None:
+            self._commit()
+            applied = parts.engine.apply(edited.record)
+            assert applied is not None
+            parts.projection.make_live(applied)
+            parts.snapshots.offer(parts.engine.codebook)
             metrics.EDIT_SECONDS.observe(time.perf_counter() - started)
-        metrics.FEEDBACK.labels("unreadable" if outcome is None else outcome.status).inc()
-        if outcome is None:
-            log.warning("feedback_unreadable", offset=offset, reason=edited.reason)
+        elif sum(len(result.feedback or b"") for result in self._decided) > ENOUGH_BYTES:
+            self._commit()
+
+    def _commit(self) -> None:
+        """Write what is decided in one transaction, and tell of it."""
+        if self._decided:
+            self._parts.log.commit(*self._decided)
+        for result in self._decided:
+            _tell(result)
+        self._decided.clear()
+
+    def _turn(self, role: Literal["starting", "standby", "leading"], reason: str = "", **fields: object) -> None:
+        """Take a role, and say so. A standby is ready: nothing keeps it from leading but the one who leads."""
+        self._role = role
+        if role == "starting":
+            self._health.not_ready(reason)
         else:
-            if outcome.steps is not msgspec.UNSET:
-                metrics.EDIT_STEPS.observe(outcome.steps)
-            log.info("feedback", offset=offset, **msgspec.to_builtins(outcome))
+            self._health.become_ready()
+            book = self._parts.engine.codebook
+            log.info("ready", role=role, term=book.term, seq=book.seq, entries=len(book), **fields)
 
     def _state(self) -> dict[str, object]:
+        engine = self._parts.engine
         return {
-            **self._engine.codebook.facts(),
-            "edits": len(self._engine.memory),
-            "traffic": len(self._engine.traffic),
-            "degraded": not self._projection.complete,
+            **engine.codebook.facts(),
+            "role": self._role,
+            "edits": len(engine.memory),
+            "traffic": len(engine.traffic),
+            "degraded": not self._parts.projection.complete,
         }
 
 
-def _unreadable(value: bytes | None, reason: str) -> Edited:
-    """Feedback that cannot be taken: to the dead letter queue, and an outcome where it has an id to bear."""
-    feedback_id = peek_id(value, "feedback_id")
-    outcome = None
-    if feedback_id is not None:
-        outcome = Outcome(v=VERSION, feedback_id=feedback_id, status="rejected", reason=reason)
-    return Edited(outcome, invalid=True, reason=reason)
+def _tell(result: Result) -> None:
+    """Count a record, and write what became of it to the log."""
+    outcome = result.outcome
+    if outcome is None:
+        metrics.FEEDBACK.labels("unreadable").inc()
+        log.warning("feedback_unreadable", offset=result.offset, reason=result.rejected)
+        return
+    metrics.FEEDBACK.labels(outcome.status).inc()
+    if outcome.steps is not UNSET:
+        metrics.EDIT_STEPS.observe(outcome.steps)
+    log.info("feedback", offset=result.offset, **msgspec.to_builtins(outcome))

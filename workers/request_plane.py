@@ -1,87 +1,197 @@
-"""The faust app of a replica: one agent over `requests`, in the group of all replicas, and one timer."""
+"""The faust app of a replica: one agent over `requests`, in the group of all replicas.
+
+What it guarantees:
+
+1. A batch counts as done, and its offsets are committed, once all its replies are in Kafka and every batch taken
+   before it is done: what a replica leaves undone, another one does.
+2. Requests whose answer comes later than that of their batch hold up no other request, but `SET_ASIDE` batches with
+   such requests hold up the next.
+3. What waits in the process is bounded, however much waits in Kafka: the records of a few batches, and for each
+   partition about as many bytes as one record may have.
+"""
 
 import asyncio
 import logging
 import tempfile
-from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
+from collections import deque
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import faust
 import structlog
+from aiokafka.consumer import fetcher
+from mode.utils.queues import ThrowableQueue
 
 from pipeline.clients import MAX_DELTA_BYTES
+from pipeline.records import Records
+from pipeline.security import kafka_tls
 from pipeline.serving import Record, Reply
 from pipeline.settings import Settings
 from pipeline.topics import REQUESTS
 
 log = structlog.get_logger()
 
+Answer = Callable[[list[Record]], AsyncIterator[list[Reply]]]
+"""Answers a batch: first the replies that can be given at once, then those that come later, if any."""
+
 RETRY_SECONDS = 1.0
 """Pause before a batch whose answers could not be sent is tried again."""
 
-FOLLOW_SECONDS = 0.2
-"""How often a replica without requests looks for what is live."""
+BUFFERED = 4
+"""Batches that are read ahead, so that no model waits for Kafka."""
+
+SET_ASIDE = 16
+"""Batches of which some requests wait, while later ones are answered."""
 
 
-def request_plane(
-    settings: Settings,
-    answer: Callable[[list[Record]], Awaitable[list[Reply]]],
-    follow: Callable[[], Awaitable[None]],
-) -> Any:
-    """The app. A batch counts as done, and its offsets are committed, once all its replies are in Kafka.
+class _Buffer(ThrowableQueue):  # type: ignore[misc]
+    """Blocks whoever fills it once it is full, and does nothing before.
 
-    No web server, no tables, no topics of faust's own: topics are `gracestream topics`' to create.
+    faust's own stops fetching for a second at four fifths: its consumer would not be polled for that long, and a fast
+    model has emptied the rest by then.
     """
-    logging.getLogger("mode.timers").setLevel(logging.ERROR)  # a tick that waits for a batch is no news
-    app = faust.App(
-        settings.topic("inference"),
-        broker=[f"aiokafka://{address.strip()}" for address in settings.kafka.split(",")],
-        web_enabled=False,
-        topic_disable_leader=True,
-        topic_allow_declare=False,
-        autodiscover=False,
-        store="memory://",
-        stream_buffer_maxsize=4 * settings.batch,
-        datadir=str(Path(tempfile.gettempdir()) / "gracestream-faust"),  # faust makes it, and leaves it empty
-        broker_session_timeout=settings.session_timeout,
-        broker_heartbeat_interval=settings.session_timeout / 4,
-        broker_commit_interval=0.5,
-        consumer_auto_offset_reset="earliest",
-        producer_max_request_size=MAX_DELTA_BYTES,
-        loghandlers=[],
-        logging_config=None,
-    )
-    requests = app.topic(settings.topic(REQUESTS), key_serializer="raw", value_serializer="raw")
 
-    @app.agent(requests, name="answer")  # type: ignore[untyped-decorator]
-    async def agent(stream: Any) -> None:
+    pressure_high_ratio = 0.5  # twice the size, which is never reached
+
+
+class _App(faust.App):  # type: ignore[misc]
+    def FlowControlQueue(self, maxsize: int | None = None, *, clear_on_resume: bool = False) -> ThrowableQueue:
+        return _Buffer(maxsize or 0, flow_control=self.flow_control, clear_on_resume=clear_on_resume)
+
+
+class _Taken:
+    """A batch that was taken and is not done."""
+
+    def __init__(self, events: Sequence[Any]) -> None:
+        self.events = events
+        self.records = [_record(event) for event in events]
+        self.begun = asyncio.Event()
+        """What could be answered at once is in Kafka."""
+        self.done = asyncio.Event()
+        """All of it is."""
+
+
+class RequestPlane:
+    """The app, without a web server, tables, or topics of faust's own: topics are `gracestream topics`' to create."""
+
+    def __init__(self, settings: Settings, answer: Answer) -> None:
+        logging.getLogger("mode.timers").setLevel(logging.ERROR)  # a tick that came late is no news
+        fetcher.MemoryRecords = Records  # aiokafka makes its fetcher late, and lets nobody choose its parts
+        self._settings, self._answer = settings, answer
+        self._open: deque[_Taken] = deque()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stopping = False
+        self._app = _App(
+            settings.topic("inference"),
+            broker=[f"aiokafka://{address.strip()}" for address in settings.kafka.split(",")],
+            broker_credentials=_credentials(settings),
+            web_enabled=False,
+            topic_disable_leader=True,
+            topic_allow_declare=False,
+            autodiscover=False,
+            store="memory://",
+            stream_buffer_maxsize=BUFFERED * settings.batch,
+            datadir=str(Path(tempfile.gettempdir()) / "gracestream-faust"),  # faust makes it, and leaves it empty
+            broker_session_timeout=settings.session_timeout,
+            broker_heartbeat_interval=settings.session_timeout / 4,
+            broker_max_poll_interval=settings.stuck_after,
+            broker_max_poll_records=settings.batch,  # so there is a poll for every batch, however slow
+            broker_commit_interval=0.5,
+            consumer_auto_offset_reset="earliest",
+            consumer_max_fetch_size=settings.max_record_bytes,
+            producer_max_request_size=MAX_DELTA_BYTES,
+            loghandlers=[],
+            logging_config=None,
+        )
+        requests = self._app.topic(settings.topic(REQUESTS), key_serializer="raw", value_serializer="raw")
+        self._app.agent(requests, name="answer")(self._agent)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it stopped by itself: something in it failed for good."""
+        return bool(self._app.should_stop)
+
+    async def start(self) -> None:
+        """Join the group and begin to answer."""
+        await self._app.start()
+
+    async def stop(self, finish: float, leave: float) -> bool:
+        """Take nothing more, finish what was taken, commit, leave the group; whether all of that was done.
+
+        Args:
+            finish: Seconds for what was taken; what is unfinished then is left to another replica.
+            leave: Seconds for the rest, which takes longer only where Kafka does not answer.
+        """
+        self._stopping = True
+        deadline = asyncio.get_running_loop().time() + finish
+        while self._open and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.02)
+        for task in self._tasks:
+            task.cancel()
+        if unfinished := sum(len(taken.events) for taken in self._open):
+            log.warning("left_to_others", requests=unfinished, offset=self._open[0].records[0].offset)
+        self._app.conf.stream_wait_empty = False  # faust would wait for what is left, for ever
+        left = asyncio.create_task(self._app.stop())
+        await asyncio.wait({left}, timeout=leave)
+        if not left.done():
+            log.warning("group_not_left", seconds=round(leave, 1))
+        return left.done() and not unfinished
+
+    async def _agent(self, stream: Any) -> None:
         # `take_events` would count a batch as done even when it failed or a stop cancelled it.
-        batches: AsyncIterable[Sequence[Any]] = stream.noack_take(settings.batch, within=settings.batch_wait)
+        batches: AsyncIterable[Sequence[Any]] = stream.noack_take(
+            self._settings.batch, within=self._settings.batch_wait
+        )
         async for events in batches:
-            records = [_record(event) for event in events]
-            while not await _answered(records):
-                await asyncio.sleep(RETRY_SECONDS)
-            for event in events:
-                await stream.ack(event)
+            if self._stopping:
+                await asyncio.Event().wait()  # until faust cancels its agents
+            taken = _Taken(events)
+            self._open.append(taken)
+            task = asyncio.create_task(self._finish(stream, taken))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            await taken.begun.wait()
+            while len(self._open) > SET_ASIDE:
+                await self._open[0].done.wait()
 
-    async def _answered(records: list[Record]) -> bool:
+    async def _finish(self, stream: Any, taken: _Taken) -> None:
+        while not await self._answered(taken):
+            await asyncio.sleep(RETRY_SECONDS)
+        taken.done.set()
+        # In the order they were taken: faust commits past a record that is not acknowledged where one after it is.
+        while self._open and self._open[0].done.is_set():
+            for event in self._open[0].events:
+                await stream.ack(event)
+            self._open.popleft()
+        taken.begun.set()
+
+    async def _answered(self, taken: _Taken) -> bool:
         try:
-            sent = []
-            for reply in await answer(records):
-                topic, headers = settings.topic(reply.topic), reply.headers or None
-                sent.append(await app.producer.send(topic, reply.key, reply.value, None, None, headers))
-            await asyncio.gather(*sent)
+            async for replies in self._answer(taken.records):
+                await asyncio.gather(*[await self._send(reply) for reply in replies])
+                taken.begun.set()
         except Exception:  # the batch is tried again, whatever it was
-            log.exception("batch_failed", requests=len(records), offset=records[0].offset)
+            log.exception("batch_failed", requests=len(taken.records), offset=taken.records[0].offset)
             return False
         return True
 
-    @app.timer(FOLLOW_SECONDS)  # type: ignore[untyped-decorator]
-    async def timer() -> None:
-        await follow()
+    async def _send(self, reply: Reply) -> Any:
+        topic, headers = self._settings.topic(reply.topic), reply.headers or None
+        return await self._app.producer.send(topic, reply.key, reply.value, None, None, headers)
 
-    return app
+
+def _credentials(settings: Settings) -> Any:
+    """What `kafka_security` gives the other clients, in faust's words; None for a connection without either."""
+    context = kafka_tls(settings) if settings.kafka_security_protocol.endswith("SSL") else None
+    if settings.kafka_security_protocol.startswith("SASL"):
+        return faust.SASLCredentials(
+            username=settings.kafka_username,
+            password=settings.kafka_password.get_secret_value(),
+            mechanism=settings.kafka_sasl_mechanism,
+            ssl_context=context,
+        )
+    return None if context is None else faust.SSLCredentials(context)
 
 
 def _record(event: Any) -> Record:

@@ -6,11 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from pipeline.settings import Settings
-from pipeline.topics import create_topics
+from pipeline.clients import redis_client
+from pipeline.codebook import Codebook
+from pipeline.follower import Follower
+from pipeline.index import KeyIndex
+from pipeline.mirror import Mirror
+from pipeline.radius_store import RadiusStore
+from pipeline.settings import Settings, load_settings
+from pipeline.topics import TOPICS, create_topics
+from tests.doubles.kafka import MemoryKafka
+from tests.integration.cluster import Cluster
 from tests.integration.forked import Command, as_given
 from tests.integration.running import Checkpoint, Users, save_checkpoint, settings_for
+from tests.integration.secured import SecuredKafka
+from tests.unit.engine.tiny import LAYER, MODEL
 
 
 @pytest.fixture(scope="session")
@@ -33,6 +44,29 @@ def deploy(
         return settings
 
     return deployed
+
+
+@pytest.fixture(scope="session")
+def secured_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredKafka]:
+    """A Kafka that lets in only users and certificates it knows, and allows them only what a rule allows."""
+    secured = SecuredKafka(tmp_path_factory.mktemp("secured"))
+    secured.start()
+    yield secured
+    secured.server.stop()
+
+
+@pytest.fixture(params=["double", pytest.param("kafka", marks=pytest.mark.kafka)])
+def cluster(request: pytest.FixtureRequest, prefix: str) -> Iterator[Cluster]:
+    """Topics of one deployment, on the double and on the real Kafka."""
+    if request.param == "double":
+        settings = load_settings(prefix=prefix)
+        made = Cluster(settings, MemoryKafka([settings.topic(topic.name) for topic in TOPICS]))
+    else:
+        settings = settings_for(request.getfixturevalue("kafka"), "redis://unused", prefix, session_timeout=6.0)
+        create_topics(settings, partitions=1, replication=1)
+        made = Cluster(settings, None)
+    yield made
+    made.close()
 
 
 @pytest.fixture
@@ -65,6 +99,24 @@ def users_of() -> Iterator[Callable[[Settings], Users]]:
 def users(deployment: Settings, users_of: Callable[[Settings], Users]) -> Users:
     """Users of the test's deployment."""
     return users_of(deployment)
+
+
+@pytest.fixture
+def mirror_of() -> Iterator[Callable[..., Mirror]]:
+    """Mirrors that have started as a replica's does, whose followers are closed at the end of the test."""
+    followers: list[Follower] = []
+
+    def mirror(settings: Settings, model: str = MODEL, layer: str = LAYER) -> Mirror:
+        codebook = Codebook(settings.codebook, model, layer)
+        followers.append(Follower(settings))
+        store = RadiusStore(redis_client(settings), settings)
+        made = Mirror(codebook, KeyIndex(codebook, torch.device("cpu")), store, followers[-1], settings)
+        made.start()
+        return made
+
+    yield mirror
+    for follower in followers:
+        follower.close()
 
 
 @pytest.fixture

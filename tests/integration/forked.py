@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +19,7 @@ from typing import Any, Self
 import pytest
 
 from deploy.local.processes import answers_ok, free_port
-from pipeline.settings import Settings
+from pipeline.settings import Settings, as_environment
 from tests.integration.running import PATIENCE, status, wait_until
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -27,7 +27,12 @@ _CONTEXT.set_forkserver_preload(["workers.cli", "workers.editor", "workers.infer
 
 
 def _command(
-    arguments: Sequence[str], environment: Mapping[str, str], given: bytes, output: Path, errors: Path
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    given: bytes,
+    output: Path,
+    errors: Path,
+    sabotage: Callable[[], None] | None,
 ) -> None:
     """The child: what `gracestream` does, with its input from a file and its output in files."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # ends with the server it was forked from
@@ -41,6 +46,8 @@ def _command(
     sys.stdin = output.with_suffix(".in").open(encoding="utf-8")
     from workers.cli import main  # noqa: PLC0415 - after the output is in place
 
+    if sabotage is not None:
+        sabotage()
     main(list(arguments))
 
 
@@ -50,13 +57,24 @@ def as_given(settings: Settings) -> dict[str, Any]:
 
 
 class Command:
-    """A command that can be run. `folder` is its working directory and gets its output; `given` is its input."""
+    """A command that can be run. `folder` is its working directory and gets its output; `given` is its input.
 
-    def __init__(self, name: str, arguments: Sequence[str], folder: Path, given: bytes = b"", **settings: Any) -> None:
-        self.name, self.folder, self._given = name, folder, given
+    `sabotage` runs in its process before it begins, such as `tests.chaos.dying` has.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        folder: Path,
+        given: bytes = b"",
+        sabotage: Callable[[], None] | None = None,
+        **settings: Any,
+    ) -> None:
+        self.name, self.folder, self._given, self._sabotage = name, folder, given, sabotage
         self.output, self.errors = folder / f"{name}.out", folder / f"{name}.err"
         self._arguments = list(arguments)
-        self._environment = {f"GRACESTREAM_{field.upper()}": str(value) for field, value in settings.items()}
+        self._environment = as_environment(settings)
         self._process: ForkServerProcess | None = None
 
     @property
@@ -72,7 +90,7 @@ class Command:
 
     def start(self) -> None:
         """Start it, and return at once."""
-        arguments = (self._arguments, self._environment, self._given, self.output, self.errors)
+        arguments = (self._arguments, self._environment, self._given, self.output, self.errors, self._sabotage)
         self._process = _CONTEXT.Process(target=_command, args=arguments, daemon=True)
         self._process.start()
 

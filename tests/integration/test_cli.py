@@ -2,23 +2,27 @@
 
 import json
 import secrets
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kafka.admin import NewTopic
+from kafka.admin import ConfigResource, ConfigResourceType, NewTopic
 
 from pipeline.clients import admin
 from pipeline.codebook_file import load
 from pipeline.replay import replay_deltas
-from pipeline.settings import Settings
-from pipeline.topics import TOPICS
-from tests.integration.forked import Command, Forked, sentence, status_of
+from pipeline.settings import Settings, as_environment
+from pipeline.topics import TOPICS, require_topics
+from tests.integration.forked import Command, Forked, as_given, sentence, status_of
 from tests.integration.running import Checkpoint, outcomes_in_log, records, settings_for
 from tests.unit.engine.tiny import texts
+from workers.cli import main
 
 PROMPTS = texts(12, seed=21, shortest=6, longest=9)
+
+KEPT = {"retention.ms": "-1"}
 
 
 def lines(text: str) -> list[Any]:
@@ -44,9 +48,13 @@ class TestTopics:
     @pytest.mark.parametrize(
         ("name", "partitions", "config", "complaint"),
         [
-            ("deltas", 3, {}, "deltas' has 3 partitions and must have 1"),
-            ("feedback", 1, {}, "feedback' has retention.ms=604800000 and must have retention.ms=-1: it is history"),
-            ("edits", 1, {"cleanup.policy": "compact"}, "cleanup.policy=compact and must have"),
+            ("deltas", 3, {}, "deltas' has 3 partitions and must have 1; choose another GRACESTREAM_PREFIX, or delete"),
+            ("feedback", 1, {}, "feedback' has retention.ms=604800000 and must have retention.ms=-1; set it with"),
+            ("edits", 1, {**KEPT, "cleanup.policy": "compact"}, "has cleanup.policy=compact and must have"),
+            ("requests", 4, {"message.timestamp.type": "CreateTime"}, "has message.timestamp.type=CreateTime and must"),
+            ("requests.dlq", 1, {}, "has max.message.bytes=1048588 and must have max.message.bytes=67108864; set"),
+            ("deltas", 1, KEPT, "has max.message.bytes=1048588 and must have max.message.bytes=67108864; set it"),
+            ("snapshots", 1, {}, "has cleanup.policy=delete and must have cleanup.policy=compact; set it with"),
         ],
     )
     def test_one_that_is_not_as_it_must_be_is_named(
@@ -66,6 +74,26 @@ class TestTopics:
         client.create_topics([NewTopic(settings.topic(name), partitions, 1, topic_configs=config)])
         client.close()
         assert complaint in sentence(run("topics", settings=settings))
+
+    def test_a_worker_does_not_start_on_a_topic_that_is_not_as_it_must_be_and_says_what_mends_it(
+        self, run: Callable[..., Command], deployment: Settings
+    ) -> None:
+        client = admin(deployment)
+        topic = deployment.topic("requests.dlq")
+        changed = {"message.timestamp.type": "CreateTime", "max.message.bytes": "1000"}
+        client.alter_configs([ConfigResource(ConfigResourceType.TOPIC, topic, configs=changed)])
+        for command in ("infer", "edit"):
+            said = sentence(run(command, settings=deployment))
+            assert said == (
+                f"topic {topic!r} has message.timestamp.type=CreateTime,max.message.bytes=1000 and must have"
+                " message.timestamp.type=LogAppendTime,max.message.bytes=67108864; set it with `kafka-configs.sh"
+                f" --bootstrap-server {deployment.kafka} --alter --entity-type topics --entity-name {topic}"
+                " --add-config message.timestamp.type=LogAppendTime,max.message.bytes=67108864`"
+            )
+        wanted = {"message.timestamp.type": "LogAppendTime", "max.message.bytes": str(2**27), "retention.ms": "1000"}
+        client.alter_configs([ConfigResource(ConfigResourceType.TOPIC, topic, configs=wanted)])
+        client.close()
+        require_topics(deployment)
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +130,53 @@ class TestTraffic:
         assert status_of(command) == 0, command.said()
         assert [outcome["feedback_id"] for outcome in lines(command.told())] == PROMPTS[2:5]
         assert lines(command.told())[0]["status"] == "added"
+
+    def test_answers_come_in_the_order_of_the_questions(self, run: Callable[..., Command], running: Settings) -> None:
+        ids = [f"q{number}" for number in range(len(PROMPTS))]
+        asked = [json.dumps({"inputs": one, "request_id": name}) for one, name in zip(PROMPTS, ids, strict=True)]
+        command = run("send", settings=running, given="\n".join(asked))
+        assert [answer["request_id"] for answer in lines(command.told())] == ids
+
+    def test_a_person_gets_a_table_with_the_question_beside_its_answer(
+        self,
+        running: Settings,
+        folder: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        (folder / "questions").write_text("\n".join(map(json.dumps, PROMPTS[6:8])))
+        for name, value in {**as_environment(as_given(running)), "COLUMNS": "200"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+        for options, shown in ((["--json"], '{"v": 1'), ([], "inputs")):
+            with pytest.raises(SystemExit) as ended:
+                main(["send", str(folder / "questions"), *options])
+            assert ended.value.code == 0
+            told = capsys.readouterr().out
+            assert shown in told
+            assert [prompt in told for prompt in PROMPTS[6:8]] == [not options] * 2
+        assert told.index(PROMPTS[6]) < told.index(PROMPTS[7])
+
+    def test_an_error_among_the_answers_is_told_and_the_status_is_1(
+        self, run: Callable[..., Command], running: Settings
+    ) -> None:
+        asked = [PROMPTS[0], " ".join(PROMPTS), PROMPTS[1]]
+        command = run("send", settings=running, given="\n".join(map(json.dumps, asked)))
+        assert (status_of(command), command.said()) == (1, "1 of 3 got an error\n")
+        assert ["limit is 40" in answer.get("error", "") for answer in lines(command.told())] == [False, True, False]
+
+    def test_a_rejection_among_the_outcomes_is_told_and_the_status_is_1(
+        self, run: Callable[..., Command], running: Settings
+    ) -> None:
+        given = {"inputs": PROMPTS[8], "target": "museum", "feedback_id": "once"}
+        assert status_of(run("correct", settings=running, given=json.dumps(given))) == 0
+        again = [{**given, "target": "river"}, {**given, "feedback_id": "twice"}]
+        command = run("correct", settings=running, given="\n".join(map(json.dumps, again)))
+        assert (status_of(command), command.said()) == (1, "1 of 2 rejected\n")
+        assert [outcome["status"] for outcome in lines(command.told())] == ["rejected", "unchanged"]
+        undone = run("undo", "nobody", settings=running)
+        assert (status_of(undone), undone.said()) == (1, "1 of 1 rejected\n")
+        assert lines(undone.told())[0]["status"] == "rejected"
 
     def test_it_need_not_wait(self, run: Callable[..., Command], running: Settings) -> None:
         command = run("correct", "--no-wait", settings=running, given='{"inputs": "The cat", "target": "river"}')
@@ -161,7 +236,7 @@ class TestHistory:
         (told,) = lines(run("replay", "--json", "--seq", "1", settings=running).told())
         assert (told["seq"], told["entries"]) == (1, 0)
         long_ago = run("replay", "--at", "2020-01-01", settings=running)
-        assert (status_of(long_ago), long_ago.said()) == (1, "there are no deltas up to there\n")
+        assert sentence(long_ago).startswith("the history has no delta up to there; `gracestream inspect` shows")
         (later,) = lines(run("replay", "--json", "--at", "2120-01-01T00:00:00", settings=running).told())
         assert later["seq"] > 1
         assert "there is no 100000 yet" in sentence(run("replay", "--seq", "100000", settings=running))
@@ -177,11 +252,22 @@ class TestHistory:
         table = run("inspect", settings=running).told()
         assert steps[1]["target"] in table
         assert "lead" in table
-        only = lines(run("inspect", entry, "--json", settings=running).told())
+        *only, hits = lines(run("inspect", entry, "--json", settings=running).told())
         assert only
+        assert "count" in hits["hits"]
         assert all(entry in step["entries"] for step in only)
         unknown = run("inspect", "nobody", settings=running)
-        assert (status_of(unknown), unknown.said()) == (1, "no delta touched an entry 'nobody'\n")
+        assert sentence(unknown).startswith("no delta touched an entry 'nobody'; `gracestream inspect` names")
+
+    def test_inspect_breaks_no_id_where_there_is_no_terminal(
+        self, run: Callable[..., Command], running: Settings
+    ) -> None:
+        wide = "w" * 250
+        given = {"inputs": PROMPTS[9], "target": "museum", "feedback_id": wide}
+        assert status_of(run("correct", settings=running, given=json.dumps(given))) == 0
+        (row,) = [row for row in run("inspect", settings=running).told().splitlines() if wide in row]
+        assert row.count(wide) == 2, "as the feedback's id and as the entry's"
+        assert wide in run("inspect", wide, settings=running).told()
 
     @pytest.mark.parametrize("command", ["replay", "inspect"])
     def test_a_deployment_without_topics_is_told_how_to_make_them(
@@ -221,4 +307,6 @@ class TestTuning:
         model = str(checkpoints["llama"].folder)
         given = json.dumps(PROMPTS[0])
         chosen = ["--model", model, "--layer", "model.layers[0].mlp.down_proj"]
-        assert "1 different inputs are too few" in sentence(run("calibrate", "-", *chosen, given=given))
+        assert "distances need two different inputs at least, and there are 1" in sentence(
+            run("calibrate", "-", *chosen, given=given)
+        )

@@ -1,31 +1,29 @@
 """The editor's end of the log: all of a correction or nothing, one writer, and no feedback lost or taken twice."""
 
-import contextlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
-from kafka import TopicPartition
-from kafka.errors import KafkaError
 from msgspec import UNSET
 
-from pipeline.clients import admin
+from deploy.local.kafka import LocalKafka
 from pipeline.codebook import Codebook
-from pipeline.editor_log import EditorLog, Result
 from pipeline.replay import replay_deltas
 from pipeline.settings import Settings
-from pipeline.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ
-from schemas.messages import Outcome
+from pipeline.topics import EDITS, create_topics
+from schemas.messages import Feedback
+from tests.chaos.dying import train_slowly, undo_slowly
 from tests.integration.forked import Forked
 from tests.integration.history import History
 from tests.integration.running import (
     Users,
     deltas_in_log,
     flag,
-    headers_of,
     outcomes_in_log,
     question,
     records,
@@ -35,104 +33,13 @@ from tests.unit.engine.tiny import LAYER, MODEL, added, sealed, texts
 
 PROMPTS = texts(40, seed=11, shortest=6, longest=9)
 
-
-@contextlib.contextmanager
-def opened(settings: Settings) -> Iterator[EditorLog]:
-    """An editor's log, closed at the end."""
-    log = EditorLog(settings)
-    try:
-        yield log
-    finally:
-        log.close()
+ALLOWANCE = 14.0
+"""Seconds that a take-over may take on a busy machine once the place is free."""
 
 
-def outcome_of(feedback_id: str) -> Outcome:
-    return Outcome(v=1, feedback_id=feedback_id, status="rejected", reason="a test")
-
-
-def forget_group(settings: Settings) -> None:
-    """What Kafka does to a group that was idle for a week."""
-    client = admin(settings)
-    client.delete_group_offsets(settings.topic("editor"), [TopicPartition(settings.topic(FEEDBACK), 0)])
-    client.close()
-
-
-class TestTransactions:
-    def test_everything_of_one_feedback_record_commits_together(self, deployment: Settings) -> None:
-        with opened(deployment) as log:
-            log.commit(Result(4, outcome_of("f"), b"a delta", "no good", b"a key", b"\xff\x00 a record"))
-            assert log.seek() == 5
-        assert [record.value for record in records(deployment, DELTAS)] == [b"a delta"]
-        (outcome,) = records(deployment, EDITS)
-        assert (outcome.key, headers_of(outcome)) == (b"f", {"feedback_offset": "4"})
-        (letter,) = records(deployment, FEEDBACK_DLQ)
-        assert (letter.key, letter.value) == (b"a key", b"\xff\x00 a record")
-        assert headers_of(letter) == {
-            "reason": "no good",
-            "source_topic": deployment.topic(FEEDBACK),
-            "source_partition": "0",
-            "source_offset": "4",
-        }
-
-    def test_a_writer_that_is_gone_before_its_commit_leaves_nothing(self, deployment: Settings) -> None:
-        with opened(deployment) as log:
-            log._producer.begin_transaction()
-            for topic in (DELTAS, EDITS, FEEDBACK_DLQ):
-                log._send(topic, b"half", None)
-            log._producer.flush()
-        for topic in (DELTAS, EDITS, FEEDBACK_DLQ):
-            assert records(deployment, topic) == []
-        with opened(deployment) as successor:
-            assert successor.seek() == 0
-            successor.commit(Result(0, outcome_of("f"), b"whole"))
-        assert [record.value for record in records(deployment, DELTAS)] == [b"whole"]
-
-    def test_a_second_editor_fences_the_first(self, deployment: Settings) -> None:
-        with opened(deployment) as first:
-            first.commit(Result(0, outcome_of("f0")))
-            with opened(deployment) as second:
-                with pytest.raises(KafkaError):
-                    first.commit(Result(1, outcome_of("by the first"), b"by the first"))
-                assert second.seek() == 1
-                second.commit(Result(1, outcome_of("by the second"), b"by the second"))
-        assert [outcome.feedback_id for outcome in outcomes_in_log(deployment)] == ["f0", "by the second"]
-        assert [record.value for record in records(deployment, DELTAS)] == [b"by the second"]
-
-
-class TestPosition:
-    def test_it_is_the_first_record_of_a_new_topic(self, deployment: Settings) -> None:
-        with opened(deployment) as log:
-            assert log.seek() == 0
-
-    @pytest.mark.parametrize("outcomes", [1, 3, 40])
-    def test_it_is_after_the_last_outcome_when_kafka_forgot_the_group(
-        self, deployment: Settings, outcomes: int
-    ) -> None:
-        with opened(deployment) as log:
-            for offset in range(outcomes):
-                log.commit(Result(offset, outcome_of(f"f{offset}")))
-        forget_group(deployment)
-        with opened(deployment) as log:
-            assert log.seek() == outcomes
-
-    def test_a_record_without_an_outcome_counts_as_done_by_its_offset(self, deployment: Settings) -> None:
-        with opened(deployment) as log:
-            log.commit(Result(0, outcome_of("f0")))
-            for offset in range(1, 30):
-                log.commit(Result(offset, None, None, "unreadable", None, b"?"))
-        with opened(deployment) as log:
-            assert log.seek() == 30
-        forget_group(deployment)
-        with opened(deployment) as log:
-            assert log.seek() == 1, "what has no outcome is set aside again"
-
-    def test_feedback_is_handed_out_from_there_on(self, deployment: Settings, users: Users) -> None:
-        users.client.send([flag(f"f{number}", "a", "b") for number in range(5)])
-        with opened(deployment) as log:
-            log.commit(Result(2, outcome_of("f2")))
-            log.seek()
-            assert wait_until(lambda: [offset for offset, _, _ in log.poll(0.5)]) == [3, 4]
-            assert log.behind() == 0
+def leads(editor: Forked) -> bool:
+    """Whether it says so."""
+    return bool(editor.state()["role"] == "leading")
 
 
 def test_an_editor_killed_again_and_again_gives_every_feedback_record_one_outcome(
@@ -164,18 +71,195 @@ def test_an_editor_killed_again_and_again_gives_every_feedback_record_one_outcom
         assert replayed.state_digest() == editor.state()["state_digest"]
 
 
-def test_a_second_editor_takes_over_and_the_first_stops(deployment: Settings, users: Users, folder: Path) -> None:
+@pytest.fixture
+def pair(deployment: Settings, folder: Path) -> Iterator[tuple[Forked, Forked]]:
+    """One editor that leads, and one that stands by."""
     with Forked("first", "edit", deployment, folder) as first:
         first.wait_ready(90)
-        assert users.correct(flag("f0", PROMPTS[0], "museum"))["f0"].seq == 2
+        assert leads(first)
         with Forked("second", "edit", deployment, folder) as second:
-            second.wait_ready()
-            assert users.correct(flag("f1", PROMPTS[1], "river"))["f1"].seq == 4
-            assert first.wait() == 1
-            assert [delta.term for delta in deltas_in_log(deployment)] == [1, 1, 2, 2]
-            assert len(outcomes_in_log(deployment)) == 2
-    assert "Traceback" not in first.said()
-    assert "editor_stopped" in first.said()
+            second.wait_ready(90)
+            assert second.state()["role"] == "standby"
+            yield first, second
+
+
+class TestStandby:
+    """Two editors of one codebook: one leads, and the other knows all that it knows."""
+
+    def test_it_follows_and_takes_over_at_once_when_the_leader_stops(
+        self, deployment: Settings, users: Users, pair: tuple[Forked, Forked]
+    ) -> None:
+        first, second = pair
+        assert users.correct(flag("f0", PROMPTS[0], "museum"))["f0"].seq == 2
+        wait_until(lambda: second.state()["seq"] == 2)
+        assert second.state()["state_digest"] == first.state()["state_digest"]
+        assert leads(first)
+        assert first.stop() == 0
+        assert users.correct(flag("f1", PROMPTS[1], "river"))["f1"].seq == 4
+        assert leads(second)
+        assert [delta.term for delta in deltas_in_log(deployment)] == [1, 1, 2, 2]
+
+    def test_it_takes_over_when_the_leader_is_killed(
+        self, deployment: Settings, users: Users, pair: tuple[Forked, Forked]
+    ) -> None:
+        first, second = pair
+        given = [flag(f"f{number}", prompt, "museum") for number, prompt in enumerate(PROMPTS[:12])]
+        users.client.send(given)
+        wait_until(lambda: len(outcomes_in_log(deployment)) > 3)
+        first.kill()
+        wait_until(lambda: leads(second), deployment.session_timeout + ALLOWANCE, "a take-over in time")
+        wait_until(lambda: len(outcomes_in_log(deployment)) == len(given), 60)
+        assert [outcome.feedback_id for outcome in outcomes_in_log(deployment)] == [one.feedback_id for one in given]
+
+    def test_a_leader_that_hung_stops_when_it_wakes_and_changes_nothing(
+        self, deployment: Settings, users: Users, pair: tuple[Forked, Forked]
+    ) -> None:
+        first, second = pair
+        users.client.send([flag(f"f{number}", PROMPTS[number], "museum") for number in range(12)])
+        wait_until(lambda: len(outcomes_in_log(deployment)) > 1)
+        first.pause()
+        wait_until(lambda: leads(second), deployment.session_timeout + ALLOWANCE, "a take-over in time")
+        wait_until(lambda: len(outcomes_in_log(deployment)) == 12, 60)
+        first.go_on()
+        assert first.wait() == 1
+        assert leads(second)
+        assert users.correct(flag("after", PROMPTS[20], "river"))["after"].status != "rejected"
+        assert [outcome.feedback_id for outcome in outcomes_in_log(deployment)] == [
+            *(f"f{number}" for number in range(12)),
+            "after",
+        ]
+        assert [delta.term for delta in deltas_in_log(deployment) if delta.op == "lead"] == [1, 2]
+        stopped = [line for line in first.said().splitlines() if "editor_stopped" in line]
+        assert len(stopped) == 1
+        assert "Traceback" not in first.said()
+
+    def test_one_of_another_layer_stops_before_it_disturbs_anybody(
+        self, deployment: Settings, users: Users, folder: Path
+    ) -> None:
+        with Forked("first", "edit", deployment, folder) as first:
+            first.wait_ready(90)
+            users.correct(flag("f0", PROMPTS[0], "museum"))
+            other = Forked("other", "edit", deployment, folder, layer="model.layers[0].mlp.up_proj")
+            assert other.run(90) == 1
+            assert "is of layer" in other.said() or "is of model" in other.said()
+            assert users.correct(flag("f1", PROMPTS[1], "river"))["f1"].seq == 3
+            assert leads(first)
+        assert [delta.term for delta in deltas_in_log(deployment)] == [1, 1, 1]
+
+
+def test_of_three_editors_one_leads_and_another_takes_over_each_time(
+    deployment: Settings, users: Users, folder: Path
+) -> None:
+    given = [flag(f"f{number}", prompt, "museum") for number, prompt in enumerate(PROMPTS)]
+    with ExitStack() as running:
+        editors = [running.enter_context(Forked(name, "edit", deployment, folder)) for name in ("one", "two", "three")]
+        for editor in editors:
+            editor.wait_ready(90)
+        users.client.send(given)
+        for share in (0.2, 0.6):
+            wait_until(lambda share=share: len(outcomes_in_log(deployment)) > share * len(given), 60)  # type: ignore[misc]
+            (leader,) = filter(leads, editors)
+            editors.remove(leader)
+            assert {editor.state()["role"] for editor in editors} == {"standby"}
+            leader.kill()
+            bound = deployment.session_timeout + ALLOWANCE
+            wait_until(lambda: any(leads(editor) for editor in editors), bound, "a take-over in time")
+        wait_until(lambda: len(outcomes_in_log(deployment)) == len(given), 60)
+        assert leads(editors[0])
+        deltas = deltas_in_log(deployment)
+        assert [outcome.feedback_id for outcome in outcomes_in_log(deployment)] == [one.feedback_id for one in given]
+        assert [delta.seq for delta in deltas] == list(range(1, len(deltas) + 1))
+        assert [delta.term for delta in deltas if delta.op == "lead"] == [1, 2, 3]
+        assert max(Counter(delta.cause.feedback_id for delta in deltas if delta.cause is not UNSET).values()) == 1
+
+
+def test_an_edit_longer_than_two_sessions_keeps_its_editor_in_the_lead(
+    deployment: Settings, users: Users, folder: Path
+) -> None:
+    seconds = 2 * deployment.session_timeout
+    with Forked("slow", "edit", deployment, folder, sabotage=partial(train_slowly, seconds)) as slow:
+        slow.wait_ready(90)
+        with Forked("standby", "edit", deployment, folder) as standby, users.client.outcomes() as outcomes:
+            standby.wait_ready(90)
+            users.client.send([flag("f", PROMPTS[0], "museum")])
+
+            def decided() -> bool:
+                assert (leads(slow), leads(standby)) == (True, False)
+                assert slow.live() == (200, "ok\n")
+                return bool(outcomes.wait(["f"], 0.2))
+
+            wait_until(decided, 6 * seconds)
+            taken = outcomes.wait(["f"], 0)["f"].seconds
+            assert taken is not UNSET
+            assert taken >= seconds
+            assert users.correct(Feedback(v=1, feedback_id="undo", undo="f"))["undo"].status == "undone"
+            assert decided()
+    assert [outcome.feedback_id for outcome in outcomes_in_log(deployment)] == ["f", "undo"]
+    assert [(delta.term, delta.op) for delta in deltas_in_log(deployment)] == [(1, "lead"), (1, "add"), (1, "undo")]
+
+
+def test_a_leader_whose_edit_does_not_end_loses_the_lead_in_time_and_stops_when_it_does(
+    deployment: Settings, users: Users, folder: Path
+) -> None:
+    settings = deployment.model_copy(update={"stuck_after": 8.0})
+    with Forked("stuck", "edit", settings, folder, sabotage=partial(train_slowly, 35.0)) as stuck:
+        stuck.wait_ready(90)
+        with Forked("standby", "edit", settings, folder) as standby:
+            standby.wait_ready(90)
+            users.client.send([flag("f", PROMPTS[0], "museum")])
+            wait_until(lambda: "training_slowly" in stuck.said())
+            wait_until(lambda: leads(standby), settings.stuck_after + ALLOWANCE, "a take-over in time")
+            assert stuck.live()[0] == 503
+            wait_until(lambda: outcomes_in_log(settings))
+            assert stuck.wait(60) == 1
+            assert "set GRACESTREAM_STUCK_AFTER higher" in stuck.said()
+            assert "another editor has taken the lead, in term 2" in stuck.said()
+            assert users.correct(flag("g", PROMPTS[1], "river"))["g"].seq == 4
+    assert [outcome.feedback_id for outcome in outcomes_in_log(settings)] == ["f", "g"]
+    assert [(delta.term, delta.op) for delta in deltas_in_log(settings)][:3] == [(1, "lead"), (2, "lead"), (2, "add")]
+
+
+def test_an_undo_may_take_longer_than_an_edit(deployment: Settings, users: Users, folder: Path) -> None:
+    settings = deployment.model_copy(update={"stuck_after": 8.0})
+    with Forked("slow", "edit", settings, folder, sabotage=partial(undo_slowly, 3.0)) as slow:
+        slow.wait_ready(90)
+        users.correct(*(flag(f"f{number}", PROMPTS[number], "museum") for number in range(6)))
+        seconds = 3.0 * len(deltas_in_log(settings))
+        assert seconds > 2 * settings.stuck_after
+        with Forked("standby", "edit", settings, folder) as standby, users.client.outcomes() as outcomes:
+            standby.wait_ready(90)
+            users.client.send([Feedback(v=1, feedback_id="undo", undo="f0"), flag("after", PROMPTS[6], "river")])
+
+            def decided() -> bool:
+                assert (leads(slow), leads(standby)) == (True, False)
+                assert slow.live() == (200, "ok\n")
+                return len(outcomes.wait(["undo", "after"], 0.2)) == 2
+
+            wait_until(decided, 4 * seconds)
+            found = outcomes.wait(["undo", "after"], 0)
+    assert found["undo"].status == "undone"
+    assert found["after"].seq is not UNSET
+    assert {delta.term for delta in deltas_in_log(settings)} == {1}
+
+
+def test_an_editor_goes_on_after_kafka_was_restarted(
+    deployment: Settings, users_of: Callable[[Settings], Users], folder: Path
+) -> None:
+    with LocalKafka(folder / "kafka") as kafka:
+        settings = deployment.model_copy(update={"kafka": kafka.bootstrap})
+        create_topics(settings, partitions=1, replication=1)
+        users = users_of(settings)
+        with Forked("editor", "edit", settings, folder) as editor:
+            editor.wait_ready(90)
+            users.client.send([flag(f"f{number}", PROMPTS[number], "museum") for number in range(12)])
+            wait_until(lambda: len(outcomes_in_log(settings)) > 1)
+            kafka.kill()
+            kafka.start()
+            users.client.send([flag("after", PROMPTS[20], "museum")])
+            wait_until(lambda: len(outcomes_in_log(settings)) == 13, 60, "every outcome")
+            assert editor.running
+        given = [*(f"f{number}" for number in range(12)), "after"]
+        assert [outcome.feedback_id for outcome in outcomes_in_log(settings)] == given
 
 
 class TestRedis:

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +13,8 @@ from hypothesis import strategies as st
 from deploy.local.processes import free_port
 from pipeline.clients import redis_client
 from pipeline.codebook import Codebook, DeltaFault
-from pipeline.follower import Follower
-from pipeline.index import KeyIndex
 from pipeline.metrics import RADIUS_MISMATCH
-from pipeline.mirror import Mirror
+from pipeline.mirror import CATCH_UP_SECONDS, Mirror
 from pipeline.radius_store import RadiusStore, StaleError
 from pipeline.settings import Settings, load_settings
 from tests.integration.history import History, same
@@ -30,23 +27,6 @@ def history(quick: Settings) -> Iterator[History]:
     made = History(quick)
     yield made
     made.close()
-
-
-@pytest.fixture
-def mirror_of() -> Iterator[Callable[[Settings], Mirror]]:
-    """Mirrors of any settings, whose followers are closed at the end of the test."""
-    followers: list[Follower] = []
-
-    def mirror(settings: Settings, model: str = MODEL, layer: str = LAYER) -> Mirror:
-        codebook = Codebook(settings.codebook, model, layer)
-        followers.append(Follower(settings))
-        followers[-1].start()
-        store = RadiusStore(redis_client(settings), settings)
-        return Mirror(codebook, KeyIndex(codebook, torch.device("cpu")), store, followers[-1], settings)
-
-    yield mirror
-    for follower in followers:
-        follower.close()
 
 
 def step(mirror: Mirror) -> int:
@@ -122,7 +102,7 @@ class TestFollowing:
         assert RADIUS_MISMATCH._value.get() == before + 1
         assert mirror.codebook.radii_N.tolist() == [np.float32(0.1)]
 
-    def test_a_min_seq_that_is_committed_is_waited_for(
+    def test_a_min_seq_is_waited_for_longer_once_its_delta_was_read(
         self, history: History, mirror_of: Callable[..., Mirror]
     ) -> None:
         mirror = mirror_of(history.settings)
@@ -130,16 +110,35 @@ class TestFollowing:
         history.make_live()
         history.add("a", [1.0, 0.0])
         wait_until(lambda: mirror._follower.latest_seq == 2)
-        started = time.monotonic()
-        head: Any = mirror.read_head(min_seq=2)
-        assert head.seq == 1
-        assert 1.9 < time.monotonic() - started < 4
-        history.make_live()
-        head = mirror.read_head(min_seq=2)
-        assert head.seq == 2
-        started = time.monotonic()
-        mirror.read_head(min_seq=3)
-        assert time.monotonic() - started < 1.5, "what was not even read is not waited for as long"
+        assert [mirror.may_reach(2, waited) for waited in (0.0, 1.9, 2.1)] == [True, True, False]
+        assert [mirror.may_reach(3, waited) for waited in (0.0, 0.4, 0.6)] == [True, True, False]
+
+    def test_a_live_delta_that_cannot_be_read_is_told_and_waited_for_once(
+        self, history: History, mirror_of: Callable[..., Mirror], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        mirror = mirror_of(history.settings)
+        history.lead()
+        unwritten = sealed(history.codebook, added("a", [1.0, 0.0], 1.0))
+        history.codebook.apply(unwritten)
+        history.store.rebuild(history.codebook)
+        waits: list[float] = []
+        take = mirror._follower.take
+
+        def noted(seq: int, timeout: float) -> list[tuple[int, bytes]]:
+            waits.append(timeout)
+            return take(seq, min(timeout, 0.5))
+
+        monkeypatch.setattr(mirror._follower, "take", noted)
+        wait_until(lambda: mirror._follower.latest_seq == 1)
+        assert [step(mirror), step(mirror)] == [1, 1]
+        assert mirror.unread == 2
+        assert len(waits) == 3, "for what was read already, in vain for the rest, and not again"
+        assert waits[0] <= CATCH_UP_SECONDS
+        assert 0 < waits[1] <= waits[0]
+        assert waits[2] == 0
+        history.write(unwritten)
+        wait_until(lambda: step(mirror) == 2)
+        assert mirror.unread == 0
 
 
 class TestStart:

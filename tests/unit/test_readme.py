@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -26,18 +27,33 @@ def test_the_table_of_settings_is_current() -> None:
     assert settings_table() in README, f"put this table under Settings:\n{settings_table()}"
 
 
+def commands_of(group: Any, path: str = "") -> dict[str, Any]:
+    """Every command by its name, after that of its group where it has one."""
+    found: dict[str, Any] = {}
+    for name, command in group.commands.items():
+        found |= commands_of(command, f"{path}{name} ") if hasattr(command, "commands") else {f"{path}{name}": command}
+    return found
+
+
+COMMANDS = commands_of(typer.main.get_command(app))
+
+
+def uses() -> list[tuple[str, str]]:
+    """Each command that stands in the README, and the rest of its line up to the next one."""
+    groups = "|".join({name.split()[0] for name in COMMANDS if " " in name})
+    pattern = rf"(?:^ +|\.venv/bin/)gracestream ((?:(?:{groups}) )?\w+)([^#\n|]*)"
+    return re.findall(pattern, README, re.MULTILINE)
+
+
 def test_every_command_it_names_exists_and_every_command_has_help_with_an_example() -> None:
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    named = set(re.findall(r"\.venv/bin/gracestream (\w+)", README))
-    assert named <= commands.keys()
-    for name, command in commands.items():
+    assert {name for name, _ in uses()} <= COMMANDS.keys()
+    for name, command in COMMANDS.items():
         assert re.search(r"Example: .*gracestream", command.help or ""), f"{name} has no example in its help"
 
 
 def test_every_option_it_uses_exists() -> None:
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    for name, rest in re.findall(r"\.venv/bin/gracestream (\w+)([^#\n]*)", README):
-        known = {option for parameter in commands[name].params for option in parameter.opts}
+    for name, rest in uses():
+        known = {option for parameter in COMMANDS[name].params for option in parameter.opts}
         assert set(re.findall(r"--[a-z-]+", rest)) <= known, f"gracestream {name}{rest}"
 
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import schemas
-from schemas.deltas import GENESIS, Cause, Delta, EntryChange, Tensor, chain, decode_delta, seal
+from schemas.deltas import GENESIS, Cause, Delta, EditChange, EntryChange, Seen, Tensor, chain, decode_delta, seal
 from schemas.generate import SCHEMAS, documents, generate
 from schemas.messages import (
     AppliedEdit,
@@ -228,6 +228,9 @@ class TestGoldenJson:
         assert decode((V1 / "feedback-undo.json").read_bytes(), Feedback) == Feedback(
             v=1, feedback_id="fb-3", undo="fb-2", author="ada"
         )
+        assert decode((V1 / "feedback-undo-author.json").read_bytes(), Feedback) == Feedback(
+            v=1, feedback_id="fb-11", undo_author="ada", author="grace"
+        )
 
 
 class TestGoldenDeltas:
@@ -243,7 +246,7 @@ class TestGoldenDeltas:
             assert delta.seq == seq
             assert delta.digest == record[-32:] == chain(digest, record)
             digest = delta.digest
-        assert digest.hex() == "d6ea73c2b7a25434851ab409daf6cf3c7af0e9484da01544fffed7cfbeff45cd"
+        assert digest.hex() == "0b1c4c79152e0063a95fcf0a3b41e6a1d0bf47746a73be25441bb802c698449f"
 
     def test_a_changed_byte_breaks_the_chain(self) -> None:
         record = bytearray((V1 / "delta-02-add.msgpack").read_bytes())
@@ -325,9 +328,19 @@ class TestGoldenDeltas:
             entries=(
                 EntryChange(entry_id="fb-7", key=tensor(0, 0, 0, 1), value=tensor(2, 2, 2), radius=0.75, label=(5,)),
             ),
-            cause=Cause(feedback_id="fb-7", offset=6, entry_id="fb-7"),
+            cause=Cause(feedback_id="fb-7", offset=6, entry_id="fb-7", author="ada"),
             digest=delta.digest,
         )
+
+    def test_the_undo_that_made_decisions_again_is_this(self) -> None:
+        delta = decode_delta((V1 / "delta-13-undo-decides-again.msgpack").read_bytes())
+        assert delta.edits == (
+            EditChange(feedback_id="fb-7", removed=True),
+            EditChange(feedback_id="fb-9", entry_id="fb-9"),
+            EditChange(feedback_id="fb-4", query=tensor(1, 0, 0, 0)),
+        )
+        assert delta.decided == {"fb-9": Seen(radius=0.75, clearance={"fb-9": 0.625, "fb-1": None})}
+        assert delta.cause == Cause(feedback_id="fb-10", offset=9, author="ada", undoes=("fb-7",))
 
 
 REQUEST = {"v": 1, "request_id": "r", "inputs": "x"}

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 import typer
 
-from workers.cli import history, local, traffic, tuning, work
+from pipeline.security import plainly
+from workers.cli import dead_letters, history, keys, local, snapshots, traffic, tuning, work
 from workers.cli.common import EXPECTED
 
 app = typer.Typer(
@@ -17,7 +18,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for group in (local, work, traffic, history, tuning):
+for group in (local, work, traffic, keys, dead_letters, history, snapshots, tuning):
     group.register(app)
 
 
@@ -26,5 +27,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         app(args=list(arguments) if arguments is not None else None, standalone_mode=True)
     except EXPECTED as error:
-        print(f"gracestream: {str(error) or type(error).__name__}", file=sys.stderr)
+        print(f"gracestream: {plainly(error)}", file=sys.stderr)
         sys.exit(1)

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +10,8 @@ import typer
 from kafka.errors import KafkaError
 from redis.exceptions import RedisError
 from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
 
 from pipeline.clients import await_kafka
 from pipeline.errors import UserError
@@ -27,8 +29,13 @@ Layer = Annotated[str | None, typer.Option("--layer", help="Path of the module t
 AsJson = Annotated[bool, typer.Option("--json", help="JSON lines on standard output instead of a table.")]
 Lines = Annotated[Path, typer.Argument(help="A file of JSON lines; - is standard input.", allow_dash=True)]
 
+NO_DELTAS = "the history has no delta up to there; `gracestream inspect` shows those that it has"
+
+UNBROKEN = 2**20
+"""Characters of a line where no terminal says how many fit."""
+
 screen = Console()
-notes = Console(stderr=True)
+notes = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
 
 
 def connected(**options: object) -> Settings:
@@ -44,6 +51,11 @@ def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
     Raises:
         typer.BadParameter: the file cannot be read, or a line is not JSON.
     """
+    return ((number, value) for number, value, _ in read_raw_lines(path))
+
+
+def read_raw_lines(path: Path) -> Iterator[tuple[int, Any, bytes]]:
+    """Likewise, each with its own bytes."""
     try:
         source = sys.stdin.buffer if str(path) == "-" else path.open("rb")
     except OSError as error:
@@ -52,7 +64,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
         for number, line in enumerate(source, 1):
             if line.strip():
                 try:
-                    yield number, json.loads(line)
+                    yield number, json.loads(line), line.strip()
                 except ValueError as error:
                     raise typer.BadParameter(f"{path}, line {number} is not JSON: {error}") from error
 
@@ -60,3 +72,24 @@ def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
 def say(fields: object) -> None:
     """One JSON line on standard output, at once."""
     print(json.dumps(fields, ensure_ascii=False), flush=True)
+
+
+def tell(fields: Mapping[str, object], *, as_json: bool) -> None:
+    """Fields and their values, as a table or as one JSON line."""
+    if as_json:
+        say(fields)
+        return
+    table = Table("field", Column("value", overflow="fold"))
+    for field, value in fields.items():
+        table.add_row(field, Text(str(value)))  # as it is: no markup
+    show(table)
+
+
+def show(table: Table) -> None:
+    """A table on standard output; each line as long as it is, where no terminal would break it."""
+    Console(width=None if sys.stdout.isatty() else UNBROKEN).print(table)
+
+
+def counted(number: int, one: str, many: str) -> str:
+    """A number, and what is counted in the right form."""
+    return f"{number} {one if number == 1 else many}"

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from workers.cli.common import AsJson, Layer, Model, Prefix, notes, say, screen
+from workers.cli.common import AsJson, Layer, Model, Prefix, notes, say, screen, show
 
 Data = Annotated[Path, typer.Option("--data", help="Folder for logs and the data of a local Kafka and Redis.")]
 Replicas = Annotated[int, typer.Option("--replicas", min=1, max=64, help="Inference replicas.")]
@@ -50,7 +50,7 @@ def up(
             table.add_row("model", stack.settings.model)
             table.add_row("layer", stack.settings.layer)
             table.add_row("logs", str(data / "logs"))
-            screen.print(table)
+            show(table)
         stop.wait()
         notes.print("stopping")
 

@@ -1,27 +1,28 @@
-"""`send` and `correct`: requests and corrections from JSON lines."""
+"""`send`, `correct` and `undo`: requests, corrections and what takes them back."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-import msgspec
 import typer
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from pipeline.client import Client, Replies, feedback, request
-from pipeline.settings import Settings
-from schemas.messages import Feedback, InvalidMessage, Outcome, Prediction, Request
-from workers.cli.common import Kafka, Lines, Prefix, connected, notes, read_lines, say
+from pipeline.client import Client, SignedFeedback, feedback, feedback_text, request, signed_feedback
+from pipeline.signing import read_key_file, sign
+from schemas.messages import Feedback, InvalidMessage, Request
+from workers.cli.common import Codebook, Kafka, Lines, Prefix, connected, read_raw_lines
+from workers.cli.exchange import exchange
 
-M = TypeVar("M", Request, Feedback)
-R = TypeVar("R", Prediction, Outcome)
+M = TypeVar("M", Request, Feedback | SignedFeedback)
 
+AsJson = Annotated[bool, typer.Option("--json", help="JSON lines at a terminal too; elsewhere they are the rule.")]
 Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Wait for what becomes of them, and print it.")]
 Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds to wait for the next reply before giving up.")]
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    for command in (send, correct):
+    for command in (send, correct, undo):
         app.command(rich_help_panel="Traffic")(command)
 
 
@@ -29,73 +30,95 @@ def send(
     lines: Lines = Path("-"),
     wait: Wait = True,
     timeout: Timeout = 60.0,
+    as_json: AsJson = False,
     kafka: Kafka = None,
     prefix: Prefix = None,
 ) -> None:
     """Send requests: JSON lines, each a text or an object with `inputs`; a missing id is made up.
 
-    Prints one prediction a line. Example: echo '{"inputs": "The capital of Mongolia is"}' | gracestream send
+    Shows the answers in the order of the requests: in a table at a terminal, elsewhere one prediction a line in JSON.
+    Ends with status 1 where an answer is an error or does not come.
+    Example: echo '{"inputs": "The capital of Mongolia is"}' | gracestream send
     """
     settings = connected(kafka=kafka, prefix=prefix)
-    requests = _read(lines, request)
-    with_client(
-        settings, requests, wait, timeout, lambda client: client.predictions(), [r.request_id for r in requests]
-    )
+    requests = _read(lines, lambda fields, _: request(fields))
+    exchange(settings, requests, Client.predictions, wait=wait, timeout=timeout, as_json=as_json)
 
 
 def correct(
     lines: Lines = Path("-"),
     wait: Wait = True,
     timeout: Timeout = 120.0,
+    as_json: AsJson = False,
     kafka: Kafka = None,
     prefix: Prefix = None,
 ) -> None:
     """Send corrections: JSON lines, each an object with `inputs` and `target`; a missing id is made up.
 
-    Prints one outcome a line.
+    A line that `gracestream keys sign` has signed is sent as it is, byte for byte.
+    Shows the outcomes in the order of the corrections: in a table at a terminal, elsewhere one a line in JSON.
+    Ends with status 1 where one is `rejected` or does not come.
     Example: echo '{"inputs": "The capital of Mongolia is", "target": "Ulaanbaatar"}' | gracestream correct
     """
     settings = connected(kafka=kafka, prefix=prefix)
-    corrections = _read(lines, feedback)
-    ids = [correction.feedback_id for correction in corrections]
-    with_client(settings, corrections, wait, timeout, lambda client: client.outcomes(), ids)
+    corrections = _read(lines, _correction)
+    exchange(settings, corrections, Client.outcomes, wait=wait, timeout=timeout, as_json=as_json)
 
 
-def with_client(
-    settings: Settings,
-    messages: list[M],
-    wait: bool,
-    timeout: float,
-    open_replies: Callable[[Client], Any],
-    ids: list[str],
+def undo(
+    feedback_id: Annotated[list[str] | None, typer.Argument(help="What to take back: the ids of feedback.")] = None,
+    author: Annotated[
+        list[str] | None, typer.Option(help="Take back all that an author sent; may be repeated.")
+    ] = None,
+    by: Annotated[str | None, typer.Option(help="Who takes it back: the `author` of the undo.")] = None,
+    key: Annotated[Path | None, typer.Option(help="Sign the undo with the private key in this file.")] = None,
+    wait: Wait = True,
+    timeout: Timeout = 120.0,
+    as_json: AsJson = False,
+    kafka: Kafka = None,
+    prefix: Prefix = None,
+    codebook: Codebook = None,
 ) -> None:
-    """Send, and print replies as they come; exit status 1 where some do not."""
-    client = Client(settings)
+    """Take feedback back: the codebook becomes what it would be, had it never come.
+
+    An undo is feedback too, so it can be taken back by its own id. With --key it is signed by its author (--by), for
+    one codebook. Shows outcomes as `correct` does, and ends with status 1 where one is `rejected` or does not come.
+    Example: gracestream undo 2f6d7a9e-5a0a-4c7c-9a53-1f4f4b8f3c11 --by ann --key ann.pem
+    """
+    wanted = [{"undo": one} for one in feedback_id or ()] + [{"undo_author": one} for one in author or ()]
+    if not wanted:
+        raise typer.BadParameter("name the feedback to take back, or its --author")
+    if key is not None and by is None:
+        raise typer.BadParameter("--key signs in the name of an author, so it needs --by")
+    private = None if key is None else read_key_file(key)
+    settings = connected(kafka=kafka, prefix=prefix, codebook=codebook)
+    undos = [_undo(fields, by, private, settings.codebook) for fields in wanted]
+    exchange(settings, undos, Client.outcomes, wait=wait, timeout=timeout, as_json=as_json)
+
+
+def _undo(
+    fields: dict[str, str], author: str | None, key: Ed25519PrivateKey | None, codebook: str
+) -> Feedback | SignedFeedback:
     try:
-        if not wait:
-            client.send(messages)
-            notes.print(f"sent {len(messages)}")
-            return
-        with open_replies(client) as replies:
-            client.send(messages)
-            came = _print_replies(replies, ids, timeout)
-        if came < len(set(ids)):
-            notes.print(f"{len(set(ids)) - came} of {len(set(ids))} got no reply in {timeout:g} s")
-            raise typer.Exit(1)
-    finally:
-        client.close()
+        if author is None:
+            return feedback(fields)
+        if key is None:
+            return feedback({**fields, "author": author})
+        return signed_feedback(sign(feedback_text(fields, author), key, codebook))
+    except InvalidMessage as error:
+        raise typer.BadParameter(str(error)) from error
 
 
-def _print_replies(replies: Replies[R], ids: list[str], timeout: float) -> int:
-    return len(replies.wait(ids, timeout, on_reply=lambda reply: say(msgspec.to_builtins(reply))))
+def _correction(fields: Any, line: bytes) -> Feedback | SignedFeedback:
+    return signed_feedback(line) if isinstance(fields, dict) and "signature" in fields else feedback(fields)
 
 
-def _read(path: Path, make: Callable[[Any], M]) -> list[M]:
+def _read(path: Path, make: Callable[[Any, bytes], M]) -> list[M]:
     """All lines, before the first is sent: a mistake in the last one sends nothing."""
     messages = []
-    for number, fields in read_lines(path):
+    for number, fields, line in read_raw_lines(path):
         try:
-            messages.append(make(fields))
+            messages.append(make(fields, line))
         except InvalidMessage as error:
             raise typer.BadParameter(f"{path}, line {number}: {error}") from error
     return messages

@@ -7,7 +7,7 @@ import typer
 from rich.table import Column, Table
 
 from pipeline.settings import load_settings
-from workers.cli.common import AsJson, Lines, Model, read_lines, say, screen
+from workers.cli.common import AsJson, Lines, Model, counted, read_lines, say, screen, show
 
 
 def register(app: typer.Typer) -> None:
@@ -32,7 +32,7 @@ def layers(model: Model = None, as_json: AsJson = False) -> None:
     table = Table("layer", "blocks", "kind", "weight")
     for layer in found:
         table.add_row(layer.path, f"0 … {layer.count - 1}", layer.kind, "x".join(map(str, layer.shape)))
-    screen.print(table)
+    show(table)
 
 
 def calibrate(
@@ -75,9 +75,10 @@ def calibrate(
             "-" if row.reached is None else f"{row.reached:.0%}",
             "-" if row.radius is None else f"{row.radius:.1f}",
         )
-    screen.print(table)
+    show(table)
     screen.print(
-        f"{len(samples)} inputs. 'median' is the distance of an input to its nearest other one: the unit of radii."
+        f"{counted(len(samples), 'input', 'inputs')}."
+        " 'median' is the distance of an input to its nearest other one: the unit of radii."
         " 'reached' are the rephrases inside their own input's ball at the best radius (last column, in medians), with"
         " every ball kept at most 0.8 of the way to the nearest other input. 'noise' is what batches and padding do."
     )

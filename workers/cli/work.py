@@ -1,18 +1,20 @@
 """`topics`, `infer` and `edit`: what a deployment runs."""
 
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
-from pipeline.settings import load_settings
+from pipeline.settings import Settings, load_settings
 from pipeline.topics import create_topics
 from workers.cli.common import Codebook, Kafka, Layer, Model, Prefix, Redis, connected, screen
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    for command in (topics, infer, edit):
-        app.command(rich_help_panel="Deployment")(command)
+    app.command(rich_help_panel="Deployment")(topics)
+    for worker in (infer, edit):
+        app.command(worker.__name__, help=worker.__doc__, rich_help_panel="Deployment")(_command(worker))
 
 
 def topics(
@@ -27,40 +29,41 @@ def topics(
     """
     settings = connected(kafka=kafka, prefix=prefix)
     created = create_topics(settings, partitions, replication)
-    screen.print(f"created: {', '.join(created)}" if created else "all topics are there")
+    screen.print(f"created: {', '.join(created)}" if created else "all topics are there", soft_wrap=True)
 
 
-def infer(
-    kafka: Kafka = None,
-    redis: Redis = None,
-    prefix: Prefix = None,
-    codebook: Codebook = None,
-    model: Model = None,
-    layer: Layer = None,
-) -> None:
+def infer(settings: Settings) -> int:
     """Run one inference replica; start as many as there is work for.
 
     Example: gracestream infer --kafka broker:9092 --redis redis://cache:6379/0 --model ./checkpoint --layer LAYER
     """
     from workers.inference import run  # noqa: PLC0415  (faust takes a second that other commands need not wait)
 
-    settings = load_settings(kafka=kafka, redis=redis, prefix=prefix, codebook=codebook, model=model, layer=layer)
-    raise typer.Exit(run(settings))
+    return run(settings)
 
 
-def edit(
-    kafka: Kafka = None,
-    redis: Redis = None,
-    prefix: Prefix = None,
-    codebook: Codebook = None,
-    model: Model = None,
-    layer: Layer = None,
-) -> None:
-    """Run the editor: one for each codebook. A second one takes over, and the first stops.
+def edit(settings: Settings) -> int:
+    """Run the editor of a codebook. A second one waits as standby, and takes over when the first stops or dies.
 
     Example: gracestream edit --kafka broker:9092 --redis redis://cache:6379/0 --model ./checkpoint --layer LAYER
     """
     from workers.editor import run  # noqa: PLC0415
 
-    settings = load_settings(kafka=kafka, redis=redis, prefix=prefix, codebook=codebook, model=model, layer=layer)
-    raise typer.Exit(run(settings))
+    return run(settings)
+
+
+def _command(worker: Callable[[Settings], int]) -> Callable[..., None]:
+    """A worker with the options that each of them has."""
+
+    def command(
+        kafka: Kafka = None,
+        redis: Redis = None,
+        prefix: Prefix = None,
+        codebook: Codebook = None,
+        model: Model = None,
+        layer: Layer = None,
+    ) -> None:
+        settings = load_settings(kafka=kafka, redis=redis, prefix=prefix, codebook=codebook, model=model, layer=layer)
+        raise typer.Exit(worker(settings))
+
+    return command

@@ -1,0 +1,58 @@
+"""Who hits an entry: the predictions that it gave, as far as `predictions` still has them."""
+
+from msgspec import UNSET, Struct
+
+from pipeline.reading import read_topic
+from pipeline.settings import Settings
+from pipeline.topics import PREDICTIONS
+from schemas.messages import InvalidMessage, Prediction, decode
+
+RECENT = 10
+
+
+class Hit(Struct, frozen=True):
+    """One answer that an entry gave; `timestamp` is Kafka's, in seconds."""
+
+    request_id: str
+    timestamp: float
+    distance: float
+    radius: float
+    replica: str
+
+
+class Hits(Struct, frozen=True):
+    """How many answers an entry gave, and the newest of them, newest first."""
+
+    count: int
+    recent: list[Hit]
+
+
+def hits(settings: Settings, entry_id: str) -> Hits:
+    """Read all of `predictions`; one request counts as often as it was answered."""
+    count = 0
+    recent: list[Hit] = []
+    for record in read_topic(settings, PREDICTIONS):
+        hit = _hit(record.value, record.timestamp, entry_id)
+        if hit is not None:
+            count += 1
+            recent.append(hit)
+            if len(recent) > 100 * RECENT:
+                recent = _newest(recent)
+    return Hits(count, _newest(recent))
+
+
+def _newest(found: list[Hit]) -> list[Hit]:
+    return sorted(found, key=lambda hit: -hit.timestamp)[:RECENT]
+
+
+def _hit(value: bytes | None, timestamp: int, entry_id: str) -> Hit | None:
+    if value is None or b'"edit"' not in value:
+        return None
+    try:
+        prediction = decode(value, Prediction)
+    except InvalidMessage:
+        return None  # not of this pipeline's making
+    edit = prediction.edit
+    if edit is UNSET or edit.entry_id != entry_id:
+        return None
+    return Hit(prediction.request_id, timestamp / 1000, edit.distance, edit.radius, prediction.replica)

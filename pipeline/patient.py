@@ -1,0 +1,48 @@
+"""A KafkaProducer whose transactions come to an end, also where Kafka goes away in the middle of one.
+
+Two things of kafka-python 3.0.12 are put right here. Its I/O thread drops the transactional request at hand, which is
+then waited for without end, when the coordinator cannot be connected to; it keeps one whose node is merely not ready.
+And of the calls that wait for the coordinator only `init_transactions` gives up after `max_block_ms`.
+"""
+
+from typing import Any
+
+from kafka import KafkaProducer
+from kafka.errors import KafkaConnectionError, KafkaTimeoutError
+from kafka.net import KafkaNetClient
+
+
+class PatientNetClient(KafkaNetClient):  # type: ignore[misc]
+    """Its nodes are ready or not."""
+
+    def await_ready(self, node_id: Any, timeout_ms: float = 30000) -> bool:
+        """Whether a node can be sent to, after at most `timeout_ms`; False also where it cannot be connected to."""
+        try:
+            return bool(super().await_ready(node_id, timeout_ms))
+        except KafkaConnectionError:
+            return False
+
+
+class PatientProducer(KafkaProducer):  # type: ignore[misc]
+    """Its transactional calls raise KafkaTimeoutError after `max_block_ms`; the producer must then be closed."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, kafka_client=PatientNetClient)
+
+    def send_offsets_to_transaction(self, offsets: Any, group_metadata: Any) -> None:
+        """As KafkaProducer's."""
+        self._settle("take offsets", self._transaction_manager.send_offsets_to_transaction(offsets, group_metadata))
+
+    def commit_transaction(self) -> None:
+        """As KafkaProducer's. After a KafkaTimeoutError the transaction may have been committed, or may not."""
+        self._settle("commit", self._transaction_manager.begin_commit())
+
+    def abort_transaction(self) -> None:
+        """As KafkaProducer's."""
+        self._settle("abort", self._transaction_manager.begin_abort())
+
+    def _settle(self, what: str, result: Any) -> None:
+        self._sender.wakeup()
+        if not result.wait(timeout_ms=self.config["max_block_ms"]):
+            seconds = self.config["max_block_ms"] / 1000
+            raise KafkaTimeoutError(f"the transaction's coordinator did not {what} within {seconds:g} s")

@@ -1,0 +1,72 @@
+"""A device that fails ends its worker: what it was at gets neither an answer nor an outcome, and is not committed."""
+
+import asyncio
+import threading
+
+import pytest
+import torch
+
+from pipeline.admission import Admission
+from pipeline.device import DeviceFault
+from pipeline.health import Health
+from pipeline.model import EditableModel
+from pipeline.settings import Settings
+from tests.integration.running import Users, flag, members, outcomes_in_log, question, records
+from tests.unit.engine.tiny import Failing, editable, texts
+from workers.boot import Worker
+from workers.editor import editor_of
+from workers.inference import Replica
+
+PROMPTS = texts(6, seed=4)
+
+
+@pytest.fixture
+def broken() -> EditableModel:
+    """A model whose device fails in the last layer."""
+    model = editable("llama")
+    layers = model.module.model.layers
+    layers[2].mlp = Failing(layers[2].mlp, torch.AcceleratorError("CUDA error: unspecified launch failure"), room=0)
+    return model
+
+
+def test_a_replica_ends_with_the_reason_and_leaves_its_batch(
+    deployment: Settings, users: Users, broken: EditableModel
+) -> None:
+    users.client.send([question(f"q{number}", prompt) for number, prompt in enumerate(PROMPTS)])
+    worker = Worker("replica", Health(), broken, threading.Event())
+    assert asyncio.run(Replica(worker, deployment).run()) == 1
+    assert not worker.health.ready
+    assert worker.health.reason == "the device failed: CUDA error: unspecified launch failure"
+    assert records(deployment, "predictions") == []
+    assert not members(deployment)
+
+    mended = Worker("replica", Health(), editable("llama"), threading.Event())
+
+    async def serve() -> int:
+        running = asyncio.create_task(Replica(mended, deployment).run())
+        while len(await asyncio.to_thread(records, deployment, "predictions")) < len(PROMPTS):
+            await asyncio.sleep(0.1)
+        mended.stop.set()
+        return await running
+
+    assert asyncio.run(serve()) == 0
+
+
+def test_an_editor_ends_and_its_feedback_is_decided_by_the_next(
+    deployment: Settings, users: Users, broken: EditableModel
+) -> None:
+    users.client.send([flag("f", PROMPTS[0], "river")])
+    for model, expected in ((broken, []), (editable("llama"), ["f"])):
+        stop = threading.Event()
+        editor = editor_of(Worker("editor", Health(), model, stop), deployment, Admission.of(deployment))
+        if expected:
+            working = threading.Thread(target=editor.run, args=[stop])
+            working.start()
+            while not outcomes_in_log(deployment):
+                pass
+            stop.set()
+            working.join()
+        else:
+            with pytest.raises(DeviceFault, match="unspecified launch failure"):
+                editor.run(stop)
+        assert [outcome.feedback_id for outcome in outcomes_in_log(deployment)] == expected

@@ -1,0 +1,102 @@
+"""What `/live`, `/ready` and `/metrics` say of a worker."""
+
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+
+from pipeline import metrics
+from pipeline.health import Health, HealthServer
+
+STUCK_AFTER = 0.2
+
+
+@pytest.fixture
+def health() -> Health:
+    return Health(STUCK_AFTER)
+
+
+@pytest.fixture
+def get(health: Health) -> Iterator[Callable[[str], tuple[int, str]]]:
+    server = HealthServer(health, "127.0.0.1", 0)
+
+    def got(path: str) -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(server.url + path, timeout=10) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    yield got
+    server.close()
+
+
+def test_a_worker_that_starts_is_live_and_not_ready(get: Callable[[str], tuple[int, str]]) -> None:
+    assert get("/live") == (200, "ok\n")
+    assert get("/ready") == (503, "starting\n")
+
+
+def test_a_part_that_is_at_one_thing_for_too_long_is_named_until_it_is_done(
+    health: Health, get: Callable[[str], tuple[int, str]]
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def work() -> None:
+        with health.working("model"):
+            begun.set()
+            go_on.wait()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    begun.wait()
+    time.sleep(2 * STUCK_AFTER)
+    status, reason = get("/live")
+    assert status == 503
+    assert reason.startswith("the model is stuck: it has been at one thing for ")
+    go_on.set()
+    thread.join()
+    assert get("/live") == (200, "ok\n")
+
+
+def test_a_part_that_goes_from_one_thing_to_the_next_is_not_stuck(health: Health) -> None:
+    patient = Health(60.0)
+    for one in (health, patient):
+        one.at_work("event loop")
+    time.sleep(2 * STUCK_AFTER)
+    assert (health.stuck() is None, patient.stuck() is None) == (False, True)
+    health.at_work("event loop")
+    assert health.stuck() is None
+
+
+def test_work_that_fails_is_done(health: Health) -> None:
+    with pytest.raises(ValueError, match="as it may"), health.working("model"):
+        raise ValueError("as it may")
+    time.sleep(2 * STUCK_AFTER)
+    assert health.stuck() is None
+
+
+def test_a_worker_that_is_stopped_by_a_fault_is_live_and_not_ready(
+    health: Health, get: Callable[[str], tuple[int, str]]
+) -> None:
+    health.become_ready()
+    assert get("/ready") == (200, "ok\n")
+    health.not_ready("a gap in the history")
+    assert get("/ready") == (503, "a gap in the history\n")
+    assert get("/live") == (200, "ok\n")
+
+
+def test_each_kind_of_worker_shows_its_own_metrics_and_the_shared_ones(
+    health: Health, get: Callable[[str], tuple[int, str]]
+) -> None:
+    shown = {}
+    for kind, own in (("replica", metrics.REPLICA), ("editor", metrics.EDITOR)):
+        health.metrics = partial(metrics.exposition, own)
+        lines = get("/metrics")[1].splitlines()
+        shown[kind] = {line.split()[2] for line in lines if line.startswith("# TYPE gracestream_")}
+    assert {"gracestream_codebook_seq", "gracestream_ready"} <= shown["replica"] & shown["editor"]
+    assert "gracestream_head_seq" in shown["replica"] - shown["editor"]
+    assert "gracestream_feedback_lag" in shown["editor"] - shown["replica"]

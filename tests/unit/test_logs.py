@@ -1,0 +1,39 @@
+"""The workers' log."""
+
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+from pipeline.logs import SELDOM, configure_logs
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    structlog.reset_defaults()
+
+
+def warned(text: str, at: float) -> None:
+    """A library warns."""
+    record = logging.LogRecord("library", logging.WARNING, __file__, 1, text, None, None)
+    record.created = at
+    for handler in logging.getLogger().handlers:
+        handler.handle(record)
+
+
+def test_what_a_library_repeats_is_said_once_in_a_while(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logs("json", worker="editor")
+    for tenth in range(int(10 * SELDOM) + 1):
+        warned("no Kafka", 1000 + tenth / 10)
+        if tenth in (3, 4):
+            warned(f"broker {tenth} left", 1000 + tenth / 10)
+    said = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [line["event"] for line in said] == ["no Kafka", "broker 3 left", "broker 4 left", "no Kafka"]
+    assert all(line["worker"] == "editor" for line in said)

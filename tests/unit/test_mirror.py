@@ -1,0 +1,37 @@
+"""A mirror takes in several deltas at once; tests/integration/test_mirror.py has the rest, with real parts."""
+
+import pytest
+import torch
+
+from pipeline.clients import redis_client
+from pipeline.codebook import Codebook
+from pipeline.follower import Follower
+from pipeline.index import KeyIndex
+from pipeline.mirror import Mirror
+from pipeline.radius_store import Head, RadiusStore
+from pipeline.settings import load_settings
+from schemas.deltas import EntryChange
+from tests.unit.engine.tiny import LAYER, MODEL, added, sealed
+
+
+@pytest.mark.parametrize("kept", [[], ["a"], ["a", "b"]])
+def test_entries_that_came_and_went_between_two_batches_leave_no_trace(kept: list[str]) -> None:
+    settings = load_settings()
+    log, book = Codebook(settings.codebook, MODEL, LAYER), Codebook(settings.codebook, MODEL, LAYER)
+    records = [sealed(log, op="lead")]
+    log.apply(records[0])
+    names = [*kept, "gone", "gone too"]
+    changes = [[added(name, [float(len(name)), 0.0], 0.5)] for name in names]
+    changes += [[EntryChange(entry_id=name, removed=True)] for name in names[len(kept) :]]
+    for change in changes:
+        records.append(sealed(log, *change))
+        log.apply(records[-1])
+    follower = Follower(settings)
+    follower._keep(list(enumerate(records)))
+    with redis_client(settings) as client:
+        index = KeyIndex(book, torch.device("cpu"))
+        mirror = Mirror(book, index, RadiusStore(client, settings), follower, settings)
+        mirror.advance(Head(term=1, seq=log.seq, digest=log.digest.hex(), changed={}))
+    assert book.entry_ids == kept
+    found = index.covering(torch.tensor([[1.0, 0.0], [4.0, 0.0]])).slots_B.tolist()
+    assert found == [0 if kept else -1, -1]

@@ -1,0 +1,37 @@
+"""Tables and notes of the command line: as wide as a terminal, and as long as they are elsewhere."""
+
+import sys
+
+import pytest
+from rich.table import Column, Table
+
+from workers.cli.common import counted, notes, show, tell
+
+WIDE = "w" * 300
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_line_is_broken_at_a_terminal_alone(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    table = Table(Column("id", overflow="fold"), "what")
+    table.add_row(WIDE, "new")
+    show(table)
+    shown = capsys.readouterr().out
+    tell({"id": WIDE}, as_json=False)
+    told = capsys.readouterr().out
+    for printed in (shown, told):
+        assert (WIDE in printed) is not terminal
+        assert printed.count("w") >= 300, "and nothing of it is left out"
+
+
+def test_a_note_is_one_line_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    note = "waiting for Kafka at [::1]:9092 [bold]" + 40 * " and so on"
+    notes.print(note)
+    assert capsys.readouterr().err == note + "\n"
+
+
+def test_one_is_not_many() -> None:
+    assert [counted(number, "entry", "entries") for number in (0, 1, 2)] == ["0 entries", "1 entry", "2 entries"]

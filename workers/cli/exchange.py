@@ -1,0 +1,126 @@
+"""Sending requests or feedback, and showing what becomes of them in the order in which they were given.
+
+At a terminal that is a table, with what was sent beside each reply; elsewhere one JSON line for each reply, whole.
+"""
+
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TypeVar
+
+import msgspec
+import typer
+from msgspec import UNSET
+from rich.table import Column, Table
+from rich.text import Text
+
+from pipeline.client import Client, Replies, SignedFeedback
+from pipeline.settings import Settings
+from schemas.messages import Feedback, Outcome, Prediction, Request, decode, in_one_text, printable
+from workers.cli.common import notes, say, show
+
+Sent = Request | Feedback | SignedFeedback
+R = TypeVar("R", Prediction, Outcome)
+
+
+def exchange(
+    settings: Settings,
+    messages: Sequence[Sent],
+    replies_of: Callable[[Client], AbstractContextManager[Replies[R]]],
+    *,
+    wait: bool,
+    timeout: float,
+    as_json: bool,
+) -> None:
+    """Send, and show the replies; exit status 1 where one is missing, an error or a rejection.
+
+    Raises:
+        typer.Exit: with that status.
+    """
+    client = Client(settings)
+    try:
+        if not wait:
+            client.send(messages)
+            notes.print(f"sent {len(messages)}")
+            return
+        ids = list(dict.fromkeys(map(_id, messages)))
+        with replies_of(client) as replies:
+            client.send(messages)
+            if as_json or not sys.stdout.isatty():
+                came = _tell(replies, ids, timeout)
+            else:
+                with notes.status(f"waiting for {len(ids)}"):
+                    came = replies.wait(ids, timeout)
+                show(_table(messages, came))
+    finally:
+        client.close()
+    missing, failed = len(ids) - len(came), sum(map(_failed, came.values()))
+    if missing:
+        notes.print(f"{missing} of {len(ids)} got no reply in {timeout:g} s")
+    if failed:
+        notes.print(f"{failed} of {len(ids)} {'got an error' if isinstance(messages[0], Request) else 'rejected'}")
+    if missing or failed:
+        raise typer.Exit(1)
+
+
+def _tell(replies: Replies[R], ids: Sequence[str], timeout: float) -> dict[str, R]:
+    """Replies as JSON lines in the order of their ids: each once those before it have come, or nothing more comes."""
+    waiting, came = deque(ids), dict[str, R]()
+
+    def take(reply: R) -> None:
+        came[_id(reply)] = reply
+        while waiting and waiting[0] in came:
+            say(msgspec.to_builtins(came[waiting.popleft()]))
+
+    try:
+        replies.wait(ids, timeout, take)
+    finally:
+        for name in waiting:
+            if name in came:
+                say(msgspec.to_builtins(came[name]))
+    return came
+
+
+def _id(message: Sent | Prediction | Outcome) -> str:
+    return message.request_id if isinstance(message, Request | Prediction) else message.feedback_id
+
+
+def _failed(reply: Prediction | Outcome) -> bool:
+    return reply.error is not UNSET if isinstance(reply, Prediction) else reply.status == "rejected"
+
+
+def _table(messages: Sequence[Sent], came: Mapping[str, Prediction | Outcome]) -> Table:
+    """Each message, and what became of it; the columns are what there is to say of any of them."""
+    rows = []
+    for message in messages:
+        sent = decode(message.record, Feedback) if isinstance(message, SignedFeedback) else message
+        reply = came.get(_id(message))
+        rows.append({**_sent_words(sent), **({} if reply is None else _reply_words(reply))})
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    table = Table(*(Column(name, overflow="fold") for name in names))
+    for row in rows:
+        table.add_row(*(Text(printable(row.get(name, ""))) for name in names))
+    return table
+
+
+def _sent_words(sent: Request | Feedback) -> dict[str, str]:
+    if isinstance(sent, Request):
+        return {"inputs": in_one_text(sent.inputs), "answer": "no reply"}
+    if sent.undo is not UNSET:
+        told = {"takes back": sent.undo}
+    elif sent.undo_author is not UNSET:
+        told = {"takes back": f"all by {sent.undo_author}"}
+    else:
+        told = {"inputs": in_one_text(sent.inputs or ""), "target": sent.target or ""}
+    return {**told, "feedback": sent.feedback_id, "outcome": "no reply"}
+
+
+def _reply_words(reply: Prediction | Outcome) -> dict[str, str]:
+    if isinstance(reply, Outcome):
+        outcome = reply.status if reply.reason is UNSET else f"{reply.status}: {reply.reason}"
+        return {"outcome": outcome, **({} if reply.seq is UNSET else {"delta": str(reply.seq)})}
+    if reply.outputs is UNSET:
+        return {"answer": f"error: {reply.error}"}
+    answer = reply.outputs.label if reply.outputs.text is UNSET else reply.outputs.text
+    return {"answer": str(answer), **({} if reply.edit is UNSET else {"entry": reply.edit.entry_id})}
