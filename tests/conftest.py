@@ -29,6 +29,12 @@ def prefix() -> str:
     return f"t{secrets.token_hex(4)}-"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """What `make chaos` adds."""
+    text = "tell the whole story of what can fail so many times, in random orders; 0: a short one, once"
+    parser.addoption("--chaos", type=int, default=0, help=text)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what uses Kafka or Redis; skip, with the reason, what this machine cannot run."""
     for item in items:

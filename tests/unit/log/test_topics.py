@@ -1,6 +1,7 @@
-"""The topics as the code has them are those of the published document, and dead letters say where they came from."""
+"""The topics as the code has them are those of the published document."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import schemas
+from pipeline import topics
 from pipeline.clients import MAX_DELTA_BYTES
 from pipeline.settings import SettingsError, load_settings
-from pipeline.topics import TOPICS, Topic, rejected_headers, rejected_key
+from pipeline.topics import TOPICS, Topic, layout
 
 DOCUMENT = yaml.safe_load((Path(schemas.__file__).parent / "asyncapi.yaml").read_text(encoding="utf-8"))
 by_topic = pytest.mark.parametrize("topic", TOPICS, ids=lambda topic: topic.name)
@@ -60,34 +62,26 @@ def test_a_dead_letter_queue_takes_what_its_topic_took_and_headers_on_top(name: 
     assert int(topic.config["max.message.bytes"]) == MAX_DELTA_BYTES
 
 
-@given(
-    reason=st.text(),
-    name=st.from_regex(r"[A-Za-z0-9._-]{1,40}", fullmatch=True),
-    partition=st.integers(0, 2**31 - 1),
-    offset=st.integers(0, 2**63 - 1),
-)
-def test_headers_of_a_dead_letter_tell_the_reason_and_the_place(
-    reason: str, name: str, partition: int, offset: int
+@by_topic
+def test_only_how_long_records_are_kept_by_age_is_a_deployment_s_to_choose(topic: Topic) -> None:
+    chosen = topic.config.keys() - topic.required.keys()
+    assert chosen == ({"retention.ms"} if topic.config.get("retention.ms", "-1") != "-1" else set())
+
+
+@pytest.mark.parametrize(("partitions", "copies"), [(1, 1), (8, 3)])
+def test_a_branch_gets_as_many_partitions_and_copies_as_its_source(
+    monkeypatch: pytest.MonkeyPatch, partitions: int, copies: int
 ) -> None:
-    headers = dict(rejected_headers(reason, name, partition, offset))
-    assert {header: value.decode() for header, value in headers.items()} == {
-        "reason": reason,
-        "source_topic": name,
-        "source_partition": str(partition),
-        "source_offset": str(offset),
+    described = {
+        "p-requests": [{"replica_nodes": [1, 2]}] * partitions,
+        "p-deltas": [{"replica_nodes": list(range(copies))}],
     }
-
-
-def test_headers_of_a_dead_letter_are_the_published_ones() -> None:
-    published = DOCUMENT["components"]["messages"]["rejected"]["headers"]
-    assert [header for header, _ in rejected_headers("why", "requests", 0, 0)] == published["required"]
-
-
-@given(key=st.none() | st.binary(), value=st.none() | st.binary())
-def test_a_dead_letter_keeps_its_key_and_can_always_be_sent(key: bytes | None, value: bytes | None) -> None:
-    kept = rejected_key(key, value)
-    assert kept == key or (kept == b"" and key is None and value is None)
-    assert not (kept is None and value is None)
+    client = SimpleNamespace(
+        describe_topics=lambda names: [{"name": name, "partitions": described[name]} for name in names],
+        close=lambda: None,
+    )
+    monkeypatch.setattr(topics, "admin", lambda _settings: client)
+    assert layout(load_settings(prefix="p-")) == (partitions, copies)
 
 
 @given(

@@ -1,0 +1,123 @@
+"""Ways for a worker to harm itself, armed in its own process.
+
+An editor dies or hangs at a named step, or trains or undoes slowly; a replica reads the log slowly.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import structlog
+
+from pipeline import editing
+from pipeline.follower import Follower
+from pipeline.patient import PatientProducer
+from pipeline.projection import Projection
+from pipeline.radius_store import RadiusStore
+from pipeline.rewriting import Rewritten
+from pipeline.snapshot_store import SnapshotStore
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A call at which it happens: `before` it or `after` it, at the `turn`-th one whose first argument ends as told."""
+
+    owner: Any
+    call: str
+    when: Literal["before", "after"]
+    turn: int = 1
+    ending: str = ""
+
+
+STEPS = {
+    "training": Step(editing, "train_value", "before", turn=2),
+    "trained": Step(editing, "train_value", "after", turn=2),
+    "term begun": Step(PatientProducer, "begin_transaction", "after"),
+    "term sent": Step(PatientProducer, "send", "after", ending="deltas"),
+    "term committed": Step(PatientProducer, "commit_transaction", "after"),
+    "begun": Step(PatientProducer, "begin_transaction", "after", turn=3),
+    "delta sent": Step(PatientProducer, "send", "after", turn=3, ending="deltas"),
+    "outcome sent": Step(PatientProducer, "send", "after", turn=2, ending="edits"),
+    "offset sent": Step(PatientProducer, "send_offsets_to_transaction", "after", turn=3),
+    "committing": Step(PatientProducer, "commit_transaction", "before", turn=3),
+    "committed": Step(PatientProducer, "commit_transaction", "after", turn=3),
+    "folded": Step(Projection, "make_live", "before", turn=2),
+    "publishing": Step(RadiusStore, "publish", "before", turn=2),
+    "published": Step(RadiusStore, "publish", "after", turn=2),
+    "snapshot begun": Step(SnapshotStore, "put", "before"),
+    "snapshot filed": Step(SnapshotStore, "put", "after"),
+}
+"""By name; the first transaction of an editor takes its term, so those of feedback begin with the second.
+
+Snapshots are written in a thread of their own, at any step of the others.
+"""
+
+
+def arm(name: str, signum: signal.Signals = signal.SIGKILL) -> None:
+    """From now on this process dies at that step, as a crash would end it; or hangs there, with SIGSTOP."""
+    step = STEPS[name]
+    call: Callable[..., Any] = getattr(step.owner, step.call)
+    turns = 0
+
+    def deadly(*arguments: Any, **named: Any) -> Any:
+        nonlocal turns
+        told = [argument for argument in arguments if isinstance(argument, str)]
+        turns += not step.ending or (bool(told) and told[0].endswith(step.ending))
+        if turns == step.turn and step.when == "before":
+            os.kill(os.getpid(), signum)
+        done = call(*arguments, **named)
+        if turns == step.turn:
+            if hasattr(done, "get"):
+                done.get(timeout=30)  # what was sent has reached the broker
+            os.kill(os.getpid(), signum)
+        return done
+
+    setattr(step.owner, step.call, deadly)
+
+
+def train_slowly(seconds: float) -> None:
+    """From now on each value is trained over and over for so long, with all that training keeps other threads from.
+
+    The log says `training_slowly` as it begins.
+    """
+    step = STEPS["training"]
+    train: Callable[..., Any] = getattr(step.owner, step.call)
+
+    def trained(*arguments: Any) -> Any:
+        log.info("training_slowly", seconds=seconds)
+        end = time.monotonic() + seconds
+        while True:
+            done = train(*arguments)
+            if time.monotonic() > end:
+                return done
+
+    setattr(step.owner, step.call, trained)
+
+
+def undo_slowly(seconds: float) -> None:
+    """From now on an undo takes so long for each delta of the history."""
+    fold = Rewritten.fold
+
+    def folded(rewritten: Rewritten, record: bytes) -> bool:
+        time.sleep(seconds)
+        return fold(rewritten, record)
+
+    Rewritten.fold = folded  # type: ignore[assignment, method-assign]
+
+
+def read_slowly(seconds: float) -> None:
+    """From now on each delta takes a starting replica so long, until it has read what the log held at its start."""
+    keep = Follower._keep
+
+    def kept(follower: Follower, records: list[tuple[int, bytes]]) -> None:
+        for record in records:
+            if not follower.at_end:
+                time.sleep(seconds)
+            keep(follower, [record])
+
+    Follower._keep = kept  # type: ignore[method-assign, assignment]

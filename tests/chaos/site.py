@@ -1,0 +1,223 @@
+"""A whole deployment on servers of its own, under load, to which anything may happen."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from kafka import TopicPartition
+from kafka.errors import KafkaError
+from msgspec import UNSET
+
+from deploy.local.kafka import LocalKafka
+from deploy.local.redis import LocalRedis
+from pipeline.client import Client
+from pipeline.clients import consumer, redis_client
+from pipeline.follower import Follower as DeltaFollower
+from pipeline.radius_store import RadiusStore
+from pipeline.settings import Settings
+from pipeline.snapshots import manifests
+from pipeline.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ, PREDICTIONS
+from schemas.messages import Feedback, Prediction, Request, SnapshotManifest, decode
+from tests.chaos.dying import arm
+from tests.doubles.checker import Fault, Follower, Left, faults
+from tests.integration.forked import Forked
+from tests.integration.running import flag, question, records, wait_until
+from tests.unit.engine.tiny import texts
+
+PAUSE = 0.05
+"""Seconds between two requests of the load."""
+
+TARGETS = ("museum", "bridge", "train", "violin", "river", "bread")
+PROMPTS = texts(400, seed=5, shortest=6, longest=9)
+
+
+class Load(threading.Thread):
+    """Users who ask and correct, steadily, and send again what a lost Kafka did not take."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(name="load", daemon=True)
+        self.asked: list[str] = []
+        self.flagged: list[str] = []
+        self.wanted = 0
+        """Corrections to be sent; raise it to have more."""
+        self._settings = settings
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        """Until `finish`."""
+        client = Client(self._settings)
+        while not self._over.is_set():
+            number = len(self.asked)
+            self._send(client, question(f"q{number}", PROMPTS[number % len(PROMPTS)]))
+            self.asked.append(f"q{number}")
+            if len(self.flagged) < self.wanted:
+                number = len(self.flagged)
+                self._send(client, self._feedback(number))
+                self.flagged.append(f"f{number}")
+            self._over.wait(PAUSE)
+        client.close()
+
+    def finish(self) -> None:
+        """End it, once everything is sent."""
+        wait_until(lambda: len(self.flagged) == self.wanted, 60, "everything sent")
+        self._over.set()
+        self.join(60)
+
+    def _feedback(self, number: int) -> Feedback:
+        """Mostly corrections; some inputs come twice, and some corrections are taken back."""
+        if number % 7 == 6:
+            return Feedback(v=1, feedback_id=f"f{number}", undo=f"f{number - 4}")
+        inputs = PROMPTS[number - 3 if number % 5 == 4 else number]
+        return flag(f"f{number}", inputs, TARGETS[number % len(TARGETS)])
+
+    def _send(self, client: Client, message: Request | Feedback) -> None:
+        while True:
+            try:
+                client.send([message])
+            except KafkaError:
+                time.sleep(0.5)
+            else:
+                return
+
+
+class Site:
+    """Kafka, Valkey, two editors of which one leads, two replicas, their load, and one who reads all deltas."""
+
+    def __init__(self, settings: Settings, kafka: LocalKafka, valkey: LocalRedis, folder: Path) -> None:
+        self.settings, self.kafka, self.valkey = settings, kafka, valkey
+        self.load = Load(settings)
+        self.editors: list[Forked] = []
+        self.replicas: list[Forked] = []
+        self._follower = DeltaFollower(settings)
+        self._folder = folder
+        self._started = 0
+
+    def start(self) -> None:
+        """Everything, with as little as possible armed."""
+        self._follower.start()
+        for _ in range(2):
+            self.add_replica()
+            self.add_editor()
+        for worker in (*self.editors, *self.replicas):
+            worker.wait_ready(90)
+        self.load.start()
+
+    def close(self) -> None:
+        """End whatever still runs."""
+        for worker in (*self.editors, *self.replicas):
+            if worker.running:
+                worker.go_on()
+                worker.kill()
+        self._follower.close()
+
+    def add_editor(self, die_at: str = "") -> Forked:
+        """One more; it waits as standby while another one leads."""
+        return self._add(self.editors, "edit", partial(arm, die_at) if die_at else None)
+
+    def add_replica(self, sabotage: Callable[[], None] | None = None, **chosen: Any) -> Forked:
+        """One more, with settings of its own."""
+        return self._add(self.replicas, "infer", sabotage, **chosen)
+
+    def correct(self, count: int) -> None:
+        """Have users send so many more corrections."""
+        self.load.wanted += count
+
+    def leader(self) -> Forked:
+        """The editor that leads."""
+        found = wait_until(lambda: next(self._leaders(), None), 60, "an editor that leads")
+        assert found is not None
+        return found
+
+    def bury(self) -> None:
+        """Forget editors that have ended."""
+        self.editors = [editor for editor in self.editors if editor.running]
+
+    def snapshots(self) -> list[SnapshotManifest]:
+        """The snapshots, the newest last, once all feedback is done and no other snapshot is due."""
+
+        def at_rest() -> list[SnapshotManifest]:
+            if not self.all_done():
+                return []
+            deltas, state = len(records(self.settings, DELTAS)), self.leader().state()
+            found = sorted(manifests(self.settings, state["codebook"]).values(), key=lambda manifest: manifest.seq)
+            due = not found or deltas >= found[-1].seq + self.settings.snapshot_every
+            return found if state["seq"] == deltas and not state["degraded"] and not due else []
+
+        return wait_until(at_rest, 90, "a snapshot")
+
+    def settle(self) -> None:
+        """Wait until all is answered, and everyone holds the same."""
+        self.load.finish()
+        wait_until(self.all_done, 120, "every outcome")
+        wait_until(lambda: not self.unanswered(), 120, "every answer")
+        self.leader()
+        wait_until(lambda: len({state["state_digest"] for state in self._states()}) == 1, 60, "one state")
+        wait_until(lambda: self._follower.latest_seq >= self.leader().state()["seq"], 60, "a follower at the end")
+
+    def answers(self) -> Iterator[Prediction]:
+        """All predictions."""
+        return (decode(record.value, Prediction) for record in records(self.settings, PREDICTIONS))
+
+    def unanswered(self) -> set[str]:
+        """Requests without a good answer."""
+        return set(self.load.asked) - {answer.request_id for answer in self.answers() if answer.error is UNSET}
+
+    def faults(self) -> list[Fault]:
+        """What is wrong with all that was left behind."""
+        store = RadiusStore(redis_client(self.settings), self.settings)
+        return faults(
+            Left(
+                feedback=records(self.settings, FEEDBACK),
+                edits=records(self.settings, EDITS),
+                deltas=records(self.settings, DELTAS),
+                letters=records(self.settings, FEEDBACK_DLQ),
+                position=self._position(),
+                head=store.head(0),
+                radii={name: float(np.float32(radius)) for name, radius in store.radii().items()},
+                followers=[
+                    Follower(state["name"], state["seq"], state["digest"], state["state_digest"])
+                    for state in self._states()
+                ],
+                seen={"a follower": self._follower.take(self._follower.latest_seq, 0)},
+                predictions=records(self.settings, PREDICTIONS),
+            )
+        )
+
+    def all_done(self) -> bool:
+        """Whether everything was flagged that is to be, and has its outcome. What was sent twice is there twice."""
+        flagged = len(self.load.flagged) == self.load.wanted
+        return flagged and len(records(self.settings, EDITS)) == len(records(self.settings, FEEDBACK))
+
+    def _add(self, workers: list[Forked], command: str, sabotage: Callable[[], None] | None, **chosen: Any) -> Forked:
+        self._started += 1
+        name = f"{command}-{self._started}"
+        worker = Forked(name, command, self.settings, self._folder, sabotage=sabotage, **chosen)
+        worker.start()
+        workers.append(worker)
+        return worker
+
+    def _leaders(self) -> Iterator[Forked]:
+        for editor in self.editors:
+            if editor.running:
+                try:
+                    role = editor.state()["role"]
+                except (json.JSONDecodeError, KeyError):
+                    continue
+                if role == "leading":
+                    yield editor
+
+    def _states(self) -> Sequence[dict[str, Any]]:
+        return [{"name": worker.name, **worker.state()} for worker in (*self.replicas, self.leader())]
+
+    def _position(self) -> int | None:
+        reader = consumer(self.settings, group_id=self.settings.topic("editor"))
+        try:
+            found: int | None = reader.committed(TopicPartition(self.settings.topic(FEEDBACK), 0))
+            return found
+        finally:
+            reader.close()
