@@ -29,7 +29,13 @@ ROOT = Path(__file__).resolve().parents[2]
 KEPT = Path(__file__).parent / "results"
 """Where `--commit` writes; other results go to `results/` in the root, which git ignores."""
 
-BENCHES = {"quality": "tests.bench.quality"}
+BENCHES = {
+    "quality": "tests.bench.quality",
+    "backpressure": "tests.bench.backpressure",
+    "replay": "tests.bench.replay",
+    "undo": "tests.bench.undo",
+    "overhead": "tests.bench.overhead",
+}
 """The module of each benchmark, whose `run` takes `Options` and yields rows."""
 
 Machine = dict[str, str | int]

@@ -33,12 +33,12 @@ from msgspec import UNSET
 
 from deploy.models import DEMO
 from pipeline.codebook import Codebook
-from pipeline.editing import EditEngine, Plan, correction
+from pipeline.edited import correction
+from pipeline.editing import EditEngine
 from pipeline.index import NO_SLOT, KeyIndex
-from pipeline.layers import Prefix
-from pipeline.model import EditableModel
+from pipeline.model import EditableModel, Rest
+from pipeline.plan import Plan
 from pipeline.settings import Settings, load_settings
-from pipeline.tasks import Supervised
 from pipeline.training import Recipe, Trained, train_value
 from schemas.messages import Parameters
 from tests.bench.framework import Options, Row, data_rows
@@ -74,8 +74,7 @@ class Zsre:
 class Seen:
     """A text with a target, as the unedited model sees it."""
 
-    supervised: Supervised
-    prefix: Prefix
+    rest: Rest
     query_D: np.ndarray
     right: bool
 
@@ -108,9 +107,9 @@ class Asked:
         """The text as the unedited model sees it."""
         if (text, target) not in self._seen:
             supervised = self.model.supervised(text, target)[1]
-            verdict, session, prefix = self.model.examine(supervised, self.empty, self._no_index)
+            verdict, session, rest = self.model.examine(supervised, self.empty, self._no_index)
             query_D = session.queries_BD[0].cpu().numpy()
-            self._seen[text, target] = Seen(supervised, prefix, query_D, verdict.right)
+            self._seen[text, target] = Seen(rest, query_D, verdict.right)
         return self._seen[text, target]
 
     def right(self, engine: EditEngine, text: str, target: str) -> bool:
@@ -124,7 +123,7 @@ class Asked:
         asked = (text, target, value_V.tobytes())
         if asked not in self._right:
             seen = self.seen(text, target)
-            self._right[asked] = self.model.gives(seen.supervised, torch.from_numpy(value_V), seen.prefix).right
+            self._right[asked] = self.model.gives(seen.rest, torch.from_numpy(value_V)).right
         return self._right[asked]
 
     def queries(self, texts: Sequence[str]) -> np.ndarray:
@@ -148,15 +147,14 @@ class Asked:
                 said.append("" if text is UNSET else text)
         return said
 
-    def train(
-        self, model: EditableModel, supervised: Supervised, prefix: Prefix, start_V: torch.Tensor, recipe: Recipe
-    ) -> Trained:
+    def train(self, model: EditableModel, rest: Rest, start_V: torch.Tensor, recipe: Recipe) -> Trained:
         """Stands for `train_value`, and trains the same thing once."""
-        ids = tuple(supervised.batch.kwargs["input_ids"].flatten().tolist())
-        what = (ids, tuple(supervised.label_L.tolist()), start_V.cpu().numpy().tobytes(), recipe)
+        ids = tuple(rest.supervised.batch.kwargs["input_ids"].flatten().tolist())
+        before = [keys.cpu().numpy().tobytes() for keys, _ in rest.supervised.earlier[-1:]]
+        what = (ids, *before, tuple(rest.supervised.label_L.tolist()), start_V.cpu().numpy().tobytes(), recipe)
         if what not in self._trained:
             started = time.perf_counter()
-            trained = train_value(model, supervised, prefix, start_V, recipe)
+            trained = train_value(model, rest, start_V, recipe)
             self._trained[what] = trained, time.perf_counter() - started
         else:
             self.saved += self._trained[what][1]

@@ -1,0 +1,94 @@
+"""The models that speed is measured on: three architectures with random weights, and two checkpoints that people use.
+
+Random weights take as long as trained ones; they need no download.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from pipeline.model import EditableModel
+from pipeline.settings import load_settings
+from pipeline.tasks import Limits
+from workers.boot import load_model
+
+FIRST_WORD = 10
+"""Token ids below are special, or may be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model to measure on, and the layer that is edited."""
+
+    name: str
+    load: Callable[[], EditableModel]
+
+    def prompts(self, model: EditableModel, count: int, tokens: int, seed: int = 0) -> list[list[int]]:
+        """Random prompts of so many tokens."""
+        generator = np.random.default_rng(seed)
+        most = model.module.get_input_embeddings().num_embeddings
+        found: list[list[int]] = generator.integers(FIRST_WORD, most, (count, tokens)).tolist()
+        return found
+
+
+def _tokenizer(size: int) -> PreTrainedTokenizerFast:
+    """It is asked for its special tokens only; prompts are token ids already."""
+    words = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "</s>": 4}
+    words |= {f"w{number}": number for number in range(len(words), size)}
+    backend = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="[UNK]", pad_token="[PAD]", eos_token="</s>", cls_token="[CLS]"
+    )
+
+
+def _built(build: Callable[[], Any], layer: str) -> EditableModel:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = build()
+    size = model.get_input_embeddings().num_embeddings
+    return EditableModel(model, _tokenizer(size), layer, limits=Limits(max_new_tokens=1), fingerprint="0" * 64)
+
+
+def _bert() -> Any:
+    return BertForSequenceClassification(BertConfig(num_labels=2))
+
+
+def _gpt2() -> Any:
+    return GPT2LMHeadModel(GPT2Config(pad_token_id=0, eos_token_id=4, bos_token_id=2))
+
+
+def _t5() -> Any:
+    """T5 v1.1 small."""
+    return T5ForConditionalGeneration(
+        T5Config(
+            d_model=512, d_kv=64, d_ff=1024, num_layers=8, num_heads=6, feed_forward_proj="gated-gelu",
+            tie_word_embeddings=False, pad_token_id=0, eos_token_id=4, decoder_start_token_id=0,
+        )
+    )  # fmt: skip
+
+
+def _known(name: str) -> EditableModel:
+    return load_model(load_settings(model=name, device="cpu", max_new_tokens=1))
+
+
+SUBJECTS = (
+    Subject("bert-base", lambda: _built(_bert, "bert.encoder.layer[9].attention.output.dense")),
+    Subject("gpt2-small", lambda: _built(_gpt2, "transformer.h[9].attn.c_proj")),
+    Subject("t5-v1.1-small", lambda: _built(_t5, "encoder.block[4].layer[0].SelfAttention.o")),
+    Subject("smollm2", lambda: _known("smollm2")),
+    Subject("minilm", lambda: _known("intent")),
+)

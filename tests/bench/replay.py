@@ -1,0 +1,200 @@
+"""How fast a history is folded, and how fast a replica starts: `make bench NAME=replay`.
+
+A log of made-up deltas on a real Kafka, each one new entry in a record batch of its own, as an editor commits them
+(though fifty to a transaction, so 2 % of the batches are control batches where an editor's log has half). Then:
+
+- `replay/full`: what `gracestream replay` does, with every digest checked.
+- `start/log`: a replica that folds the whole log.
+- `start/snapshot`: a replica that starts from a snapshot of all but the last hundredth, with what each part takes.
+- `snapshot/write`: what the editor pays for one; `copy` alone holds up its edits.
+
+Each is the best of a few runs, since other work on a machine only ever adds. No model is loaded and Redis is not
+asked: both take their own time in a starting replica.
+"""
+
+import asyncio
+import hashlib
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+import structlog
+import torch
+from aiokafka import AIOKafkaProducer
+
+from deploy.local.backends import kafka_backend
+from pipeline import snapshots
+from pipeline.clients import MAX_DELTA_BYTES, redis_client
+from pipeline.codebook import Codebook
+from pipeline.codebook_file import parse
+from pipeline.follower import Follower
+from pipeline.index import KeyIndex
+from pipeline.mirror import Mirror
+from pipeline.radius_store import RadiusStore
+from pipeline.replay import fold_log
+from pipeline.settings import Settings, load_settings
+from pipeline.snapshot_store import SnapshotStore
+from pipeline.snapshots import Snapshot
+from pipeline.topics import DELTAS, create_topics
+from schemas.deltas import GENESIS, Cause, Delta, EntryChange, Tensor, seal
+from tests.bench.framework import BenchError, Options, Row
+
+MODEL, LAYER = "f" * 64, "layer.0"
+WIDTHS = ((576, 576), (1536, 576))
+ENTRIES, FEW = 100_000, 5_000
+AGAIN = 3
+"""Runs of which the best counts."""
+
+T = TypeVar("T")
+
+
+def run(options: Options) -> Iterator[Row]:
+    """Measure, for each pair of widths."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
+    count = FEW if options.quick else ENTRIES
+    with tempfile.TemporaryDirectory() as folder, kafka_backend(Path(folder) / "kafka", report=options.tell) as kafka:
+        for width_D, width_V in WIDTHS[: 1 if options.quick else None]:
+            settings = load_settings(
+                kafka=kafka.address,
+                redis="redis://127.0.0.1:1/0",  # nothing answers there
+                prefix=f"bench-{os.getpid()}-{width_D}-",
+                snapshot_url=f"{folder}/snapshots-{width_D}",
+            )
+            create_topics(settings, 1, 1)
+            options.tell(f"writing {count} deltas of {width_D} and {width_V} numbers")
+            asyncio.run(_fill(settings, count, width_D, width_V))
+            yield from _measured(settings, f"{width_D}+{width_V}", count, options)
+
+
+def _measured(settings: Settings, widths: str, count: int, options: Options) -> Iterator[Row]:
+    options.tell("replaying")
+    spent = time.process_time()
+    seconds, whole = _best(lambda: fold_log(settings))
+    spent = (time.process_time() - spent) / AGAIN
+    if whole is None or len(whole.codebook) != count:
+        raise BenchError(f"the log does not hold {count} entries")
+    yield Row(f"replay/full/{widths}/deltas_per_second", (count + 1) / seconds, "1/s", 20_000)
+    yield Row(f"replay/full/{widths}/cpu_microseconds_each", 1e6 * spent / (count + 1), "us")
+    seconds, digest = _best(whole.codebook.state_digest)
+    yield Row(f"replay/full/{widths}/state_digest_seconds", seconds, "s")
+    options.tell("starting from the log")
+    bare = settings.model_copy(update={"snapshot_url": ""})
+    yield Row(f"start/log/{widths}/seconds", _start(bare, digest), "s")
+    tail = fold_log(settings, count + 1 - count // 100)
+    assert tail is not None
+    options.tell("writing a snapshot")
+    seconds, _ = _best(tail.codebook.copy)
+    yield Row(f"snapshot/write/{widths}/copy_seconds", seconds, "s")
+    started = time.perf_counter()
+    manifest = snapshots.write(settings, tail)
+    yield Row(f"snapshot/write/{widths}/write_seconds", time.perf_counter() - started, "s")
+    yield Row(f"snapshot/write/{widths}/megabytes", manifest.bytes / 1e6, "MB")
+    options.tell("starting from the snapshot")
+    yield Row(f"start/snapshot/{widths}/seconds", min(_start(settings, digest) for _ in range(AGAIN)), "s", 10)
+    yield from _parts(settings, widths, manifest.uri, manifest.bytes, tail)
+
+
+def _parts(settings: Settings, widths: str, uri: str, size: int, snapshot: Snapshot) -> Iterator[Row]:
+    """What the start is made of; `check` is the manifests and the one record of the log."""
+    seconds, data = _best(lambda: SnapshotStore(settings.snapshot_url).read(uri, size))
+    yield Row(f"start/snapshot/{widths}/read_seconds", seconds, "s")
+    yield Row(f"start/snapshot/{widths}/sha256_seconds", _best(lambda: hashlib.sha256(data).digest())[0], "s")
+    yield Row(f"start/snapshot/{widths}/parse_seconds", _best(lambda: parse(data))[0], "s")
+    index = KeyIndex(snapshot.codebook, torch.device("cpu"))
+    yield Row(f"start/snapshot/{widths}/index_seconds", _best(index.refresh)[0], "s")
+    known = snapshots.manifests(settings, settings.codebook).values()
+    manifest = next(iter(known))
+
+    def check() -> None:
+        snapshots.manifests(settings, settings.codebook)
+        snapshots._check_log(settings, manifest, snapshot.offset)
+
+    yield Row(f"start/snapshot/{widths}/check_seconds", _best(check)[0], "s")
+
+
+def _start(settings: Settings, state_digest: str) -> float:
+    """Seconds until a replica's codebook and index hold the end of the log."""
+    with _mirror(settings) as mirror:
+        started = time.perf_counter()
+        mirror.start()
+        if not mirror.catch_up(60):
+            raise BenchError("the log could not be read to its end")
+        seconds = time.perf_counter() - started
+        if mirror.codebook.state_digest() != state_digest:
+            raise BenchError("the replica holds another codebook than a full replay")
+        return seconds
+
+
+@contextmanager
+def _mirror(settings: Settings) -> Iterator[Mirror]:
+    codebook, follower = Codebook(settings.codebook, MODEL, LAYER), Follower(settings)
+    store = RadiusStore(redis_client(settings), settings)
+    try:
+        yield Mirror(codebook, KeyIndex(codebook, torch.device("cpu")), store, follower, settings)
+    finally:
+        follower.close()
+
+
+def _best(call: Callable[[], T]) -> tuple[float, T]:
+    """Seconds of the fastest of a few calls, and what the last one gave."""
+    took = []
+    for _ in range(AGAIN):
+        started = time.perf_counter()
+        given = call()
+        took.append(time.perf_counter() - started)
+    return min(took), given
+
+
+async def _fill(settings: Settings, count: int, width_D: int, width_V: int) -> None:
+    """A lead, and then one new entry a delta. (aiokafka: faust brings it, and its checksums are not in Python.)"""
+    client = AIOKafkaProducer(
+        bootstrap_servers=settings.kafka,
+        transactional_id=settings.topic("bench"),
+        max_batch_size=1,  # a batch takes one record, whatever its size
+        max_request_size=MAX_DELTA_BYTES,
+    )
+    await client.start()
+    try:
+        generator = np.random.default_rng(0)
+        digest = GENESIS
+        for first in range(1, count + 2, 50):
+            async with client.transaction():
+                for seq in range(first, min(first + 50, count + 2)):
+                    record, delta = seal(_delta(seq, generator, width_D, width_V), digest)
+                    digest = delta.digest
+                    sent = await client.send(settings.topic(DELTAS), value=record, partition=0)
+            await sent
+    finally:
+        await client.stop()
+
+
+def _delta(seq: int, generator: np.random.Generator, width_D: int, width_V: int) -> Delta:
+    name = f"feedback-{seq:08d}"
+    lead = Delta(
+        v=1,
+        codebook="default",
+        model=MODEL,
+        layer=LAYER,
+        term=1,
+        seq=seq,
+        op="lead",
+        environment={"device": "none"},
+        digest=b"",
+    )
+    if seq == 1:
+        return lead
+    entry = EntryChange(
+        entry_id=name,
+        key=Tensor.of(generator.standard_normal(width_D, np.float32)),
+        value=Tensor.of(generator.standard_normal(width_V, np.float32)),
+        radius=float(generator.random()),
+        label=(seq % 1000, 17, 2),
+    )
+    cause = Cause(feedback_id=name, offset=seq, entry_id=name, traffic={"0": seq})
+    return msgspec.structs.replace(lead, op="add", entries=(entry,), cause=cause, environment=msgspec.UNSET)

@@ -1,0 +1,81 @@
+"""What an undo costs beside folding the log once, which is its floor: every delta has to be read.
+
+Where much rested on what goes, another floor is higher: each of those corrections is decided again, with a pass through
+the model. Corrections of points in clusters, so that entries expand, split and displace each other. The newest one is
+undone, one in the middle, the oldest, and every other one, as the work of one of two authors, with the undo of that.
+The log is in memory, so Kafka's share is left out.
+"""
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+from pipeline.codebook import Codebook
+from pipeline.difference import Fold
+from pipeline.editing import EditEngine
+from pipeline.memory import EditMemory
+from pipeline.plan import Plan
+from pipeline.undo import undo
+from schemas.deltas import decode_delta
+from schemas.messages import Feedback
+from tests.bench.framework import Options, Row
+from tests.unit.engine.points import PointModel
+from tests.unit.engine.test_undo import Story
+from tests.unit.engine.tiny import CODEBOOK
+
+WIDTH = 64
+AUTHORS = ("ann", "bob")
+REPEATS = 3
+
+
+def run(options: Options) -> Iterator[Row]:
+    """A log of 10,000 corrections; `--quick` with a tenth."""
+    corrections = 1_000 if options.quick else 10_000
+    plan = Plan(radius_unit="absolute", radius=2.0, traffic=0)
+    story = Story(EditEngine(PointModel(WIDTH), CODEBOOK, plan))
+    story.lead(plan)
+    generator = np.random.default_rng(0)
+    centres_ND = generator.normal(0, 3, (corrections // 3, WIDTH))
+    for number in range(corrections):
+        point_D = centres_ND[generator.integers(len(centres_ND))] + generator.normal(0, 0.1, WIDTH)
+        story.correct(f"f{number}", tuple(point_D), int(generator.integers(1, 4)), AUTHORS[number % 2])
+        if number % 1000 == 999:
+            options.tell(f"{number + 1} corrections made, {len(story.engine.codebook)} entries")
+    name = f"undo/{corrections}"
+    floor = min(_fold(story) for _ in range(REPEATS))
+    yield Row(f"{name}/fold/seconds", floor, "s")
+    wanted = {
+        "newest": Feedback(v=1, feedback_id="undo", undo=f"f{corrections - 1}"),
+        "middle": Feedback(v=1, feedback_id="undo", undo=f"f{corrections // 2}"),
+        "oldest": Feedback(v=1, feedback_id="undo", undo="f0"),
+        "author": Feedback(v=1, feedback_id="undo", undo_author=AUTHORS[0]),
+    }
+    for what, feedback in wanted.items():
+        yield from _rows(f"{name}/{what}", story, feedback, floor)
+    story.take(wanted["author"])
+    again = len(decode_delta(story.deltas[-1]).decided)
+    yield Row(f"{name}/author/decided-again", again, "corrections")
+    yield from _rows(f"{name}/author-back", story, Feedback(v=1, feedback_id="back", undo="undo"), floor)
+
+
+def _rows(name: str, story: Story, feedback: Feedback, floor: float) -> Iterator[Row]:
+    seconds = min(_undo(story, feedback) for _ in range(REPEATS))
+    yield Row(f"{name}/seconds", seconds, "s", baseline=floor)
+    yield Row(f"{name}/of-fold", seconds / floor, "x")
+
+
+def _fold(story: Story) -> float:
+    book = story.engine.codebook
+    folded = Fold(Codebook(book.name, book.model, book.layer), EditMemory())
+    started = time.perf_counter()
+    for record in story.deltas:
+        folded.apply(record)
+    return time.perf_counter() - started
+
+
+def _undo(story: Story, feedback: Feedback) -> float:
+    """The decision alone; it is not applied, so it can be made again."""
+    started = time.perf_counter()
+    undo(story.engine, feedback, len(story.feedback), story)
+    return time.perf_counter() - started
