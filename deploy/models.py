@@ -30,6 +30,7 @@ from transformers import (
 )
 
 from pipeline.errors import UserError
+from pipeline.settings import Settings
 
 Report = Callable[[str], None]
 
@@ -58,6 +59,13 @@ class KnownModel:
     """Name of the model's folder in the cache; it changes when what the model is built from changes."""
     build: Callable[[Path], None]
     """Writes the checkpoint into an empty folder."""
+
+
+def layer_of(settings: Settings) -> str:
+    """The layer that was set; else the one at which a model that is known by name is edited."""
+    if "layer" not in settings.model_fields_set and settings.model in KNOWN:
+        return KNOWN[settings.model].layer
+    return settings.layer
 
 
 def resolve(name_or_path: str, cache: Path, report: Report) -> str:

@@ -20,7 +20,7 @@ from rich.table import Table
 from deploy.demo.cases import Case, Script, answer_of, is_wrong, script_of
 from deploy.local.stack import Stack, Worker, running_stack
 from pipeline.client import Client
-from pipeline.editing import correction
+from pipeline.edited import correction
 from pipeline.replay import replay_deltas
 from schemas.messages import VERSION, Outcome, Prediction, Request
 

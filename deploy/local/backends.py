@@ -1,20 +1,21 @@
 """Which Kafka and which Redis to use: an existing one, else one in Docker, else a local one (design, section 7)."""
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
-from urllib.parse import urlsplit
 
-import redis
 from kafka.errors import KafkaError
+from redis.exceptions import RedisError
 
-from deploy.local.kafka import LocalKafka, describe_cluster
+from deploy.local.kafka import LocalKafka
 from deploy.local.processes import StackError
 from deploy.local.redis import LocalRedis
 from deploy.local.server import silent
+from pipeline.clients import ask_kafka, ask_redis
+from pipeline.security import without_password
+from pipeline.settings import SettingsError, load_settings
 
 REACH_TIMEOUT = 10.0  # seconds that an existing cluster has to answer
 
@@ -41,12 +42,19 @@ def kafka_backend(
 
     Raises:
         StackError: GRACESTREAM_KAFKA is set and does not answer, or no local one can be started.
+        RefusedError: the existing one does not take us, or is not trusted.
     """
-    if existing := os.environ.get("GRACESTREAM_KAFKA"):
-        check_kafka(existing)
-        report(f"using the existing Kafka at {existing}")
-        yield Backend(existing, "environment")
+    settings = load_settings()
+    if "kafka" in settings.model_fields_set and settings.kafka:
+        check_kafka(settings.kafka)
+        report(f"using the existing Kafka at {settings.kafka}")
+        yield Backend(settings.kafka, "environment")
         return
+    if settings.kafka_security_protocol != "PLAINTEXT":
+        raise StackError(
+            f"GRACESTREAM_KAFKA_SECURITY_PROTOCOL={settings.kafka_security_protocol} is for an existing Kafka; set"
+            " GRACESTREAM_KAFKA to its address, or unset the protocol to get a Kafka of your own"
+        )
     with _in_docker("kafka", report) as address:
         if address is not None:
             yield Backend(address, "docker")
@@ -60,11 +68,17 @@ def redis_backend(
     data_dir: Path, *, port: int | None = None, report: Callable[[str], None] = silent
 ) -> Iterator[Backend]:
     """A Redis or Valkey that answers; `address` is its URL. Arguments and errors as for `kafka_backend`."""
-    if existing := os.environ.get("GRACESTREAM_REDIS"):
-        check_redis(existing)
-        report(f"using the existing Redis at {_without_password(existing)}")
-        yield Backend(existing, "environment")
+    settings = load_settings()
+    if "redis" in settings.model_fields_set and settings.redis:
+        check_redis(settings.redis)
+        report(f"using the existing Redis at {without_password(settings.redis)}")
+        yield Backend(settings.redis, "environment")
         return
+    if settings.redis_password:
+        raise StackError(
+            "GRACESTREAM_REDIS_PASSWORD is for an existing Redis; set GRACESTREAM_REDIS to its URL, or unset the"
+            " password to get a Valkey of your own"
+        )
     with _in_docker("redis", report) as address:
         if address is not None:
             yield Backend(address, "docker")
@@ -74,13 +88,14 @@ def redis_backend(
 
 
 def check_kafka(bootstrap: str, timeout: float = REACH_TIMEOUT) -> None:
-    """See that an existing cluster answers.
+    """See that an existing cluster answers, as the settings have it secured.
 
     Raises:
         StackError: it does not, within `timeout` seconds.
+        RefusedError: it does not take us, or is not trusted.
     """
     try:
-        describe_cluster(bootstrap, timeout)
+        ask_kafka(load_settings(kafka=bootstrap), timeout)
     except (KafkaError, OSError, ValueError) as error:
         raise StackError(
             f"GRACESTREAM_KAFKA is {bootstrap!r}, and no Kafka answers there ({error}); start it, correct the variable,"
@@ -89,24 +104,19 @@ def check_kafka(bootstrap: str, timeout: float = REACH_TIMEOUT) -> None:
 
 
 def check_redis(url: str, timeout: float = REACH_TIMEOUT) -> None:
-    """See that an existing Redis answers.
+    """See that an existing Redis answers, as the settings have it secured.
 
     Raises:
         StackError: it does not, within `timeout` seconds, or the URL is none.
+        RefusedError: it does not take us, or is not trusted.
     """
     try:
-        with redis.Redis.from_url(url, socket_timeout=timeout, socket_connect_timeout=timeout) as client:
-            client.ping()
-    except (redis.RedisError, OSError, ValueError) as error:
+        ask_redis(load_settings(redis=url), timeout)
+    except (RedisError, OSError, SettingsError) as error:
         raise StackError(
-            f"GRACESTREAM_REDIS is {_without_password(url)!r}, and no Redis answers there ({error}); start it, correct"
+            f"GRACESTREAM_REDIS is {without_password(url)!r}, and no Redis answers there ({error}); start it, correct"
             " the variable, or unset it to get a Valkey of your own"
         ) from error
-
-
-def _without_password(url: str) -> str:
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
 
 
 @contextmanager

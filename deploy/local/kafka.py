@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import tempfile
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from kafka import KafkaAdminClient
@@ -54,6 +54,8 @@ class LocalKafka(LocalServer):
         port: where clients connect; a free port if not given.
         cache: folder for Kafka's jars; that of the settings if not given.
         report: as for `LocalServer`.
+        protocols: security protocols that it speaks beside PLAINTEXT, each on a port of its own (`addresses`).
+        properties: of the server, over its own: certificates, mechanisms, an authorizer.
     """
 
     name = "Kafka"
@@ -65,9 +67,17 @@ class LocalKafka(LocalServer):
         *,
         cache: Path | None = None,
         report: Callable[[str], None] = silent,
+        protocols: Sequence[str] = (),
+        properties: Mapping[str, object] | None = None,
     ) -> None:
         super().__init__(data_dir, port, report=report)
-        self._controller_port = _other_port(self.port)
+        ports = [self.port]
+        for _ in ("CONTROLLER", *protocols):
+            ports.append(_other_port(ports))
+        self._controller_port = ports[1]
+        self.addresses = {protocol: f"{HOST}:{port}" for protocol, port in zip(protocols, ports[2:], strict=True)}
+        """Where each of `protocols` is spoken."""
+        self._given = properties or {}
         self._cache = (cache or load_settings().cache).expanduser().resolve()
 
     @property
@@ -99,12 +109,14 @@ class LocalKafka(LocalServer):
             return False
 
     def _properties(self) -> str:
+        listeners = {"CLIENT": self.address, "CONTROLLER": f"{HOST}:{self._controller_port}", **self.addresses}
+        protocols = {"CLIENT": "PLAINTEXT", "CONTROLLER": "PLAINTEXT", **{name: name for name in self.addresses}}
         values = {
             "process.roles": "broker,controller",
             "node.id": 1,
             "controller.quorum.voters": f"1@{HOST}:{self._controller_port}",
-            "listeners": f"CLIENT://{self.address},CONTROLLER://{HOST}:{self._controller_port}",
-            "listener.security.protocol.map": "CLIENT:PLAINTEXT,CONTROLLER:PLAINTEXT",
+            "listeners": ",".join(f"{name}://{address}" for name, address in listeners.items()),
+            "listener.security.protocol.map": ",".join(f"{name}:{protocol}" for name, protocol in protocols.items()),
             "inter.broker.listener.name": "CLIENT",
             "controller.listener.names": "CONTROLLER",
             "log.dirs": self.data_dir / "log",
@@ -115,6 +127,7 @@ class LocalKafka(LocalServer):
             # The default buffer takes a quarter of this heap; the compacted topics here are small.
             "log.cleaner.dedupe.buffer.size": 16 * 2**20,
             **ONE_NODE,
+            **self._given,
         }
         return "".join(f"{key}={value}\n" for key, value in values.items())
 
@@ -215,7 +228,7 @@ def _format(command: Sequence[str], config: Path) -> None:
         )
 
 
-def _other_port(port: int) -> int:
-    while (other := free_port()) == port:
+def _other_port(taken: Sequence[int]) -> int:
+    while (other := free_port()) in taken:
         pass
     return other

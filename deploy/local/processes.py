@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, Self
 
 from pipeline.errors import UserError
+from pipeline.settings import as_environment
 
 HOST = "127.0.0.1"
 
@@ -197,8 +198,7 @@ def worker(name: str, module: str, *arguments: str, log: Path, settings: Mapping
 
     Give it a `port` (from `free_port`), so that `answers_ok(port, "/ready")` can tell when it is ready.
     """
-    env = {f"GRACESTREAM_{key.upper()}": str(value) for key, value in settings.items()}
-    return Child(name, [sys.executable, "-m", module, *arguments], log=log, env=env)
+    return Child(name, [sys.executable, "-m", module, *arguments], log=log, env=as_environment(settings))
 
 
 def answers_ok(port: int, path: str, timeout: float = 2.0) -> bool:

@@ -1,7 +1,6 @@
 """The whole system on this machine: Kafka, Redis, one editor and its replicas, each a process of its own."""
 
 import json
-import os
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,7 +12,8 @@ from deploy.local.backends import kafka_backend, redis_backend
 from deploy.local.processes import Child, StackError, answers_ok, free_port
 from deploy.local.processes import worker as worker_process
 from deploy.local.server import silent
-from deploy.models import KNOWN, resolve
+from deploy.models import layer_of, resolve
+from pipeline.security import without_password
 from pipeline.settings import Settings, load_settings
 from pipeline.topics import create_topics
 
@@ -66,7 +66,7 @@ class Stack:
         """What `gracestream up --json` prints."""
         return {
             "kafka": self.settings.kafka,
-            "redis": self.settings.redis,
+            "redis": without_password(self.settings.redis),
             "editor": self.editor.url,
             "replicas": [replica.url for replica in self.replicas],
         }
@@ -94,11 +94,9 @@ def running_stack(
         StackError: something did not start; the text says what, why, and where its log is.
     """
     data.mkdir(parents=True, exist_ok=True)
-    if chosen.get("layer") is None and not os.environ.get("GRACESTREAM_LAYER"):
-        name = chosen.get("model") or load_settings().model
-        chosen["layer"] = KNOWN[name].layer if name in KNOWN else None
     with ExitStack() as stack:
         first = load_settings(**chosen)
+        chosen["layer"] = layer_of(first)
         model = resolve(first.model, first.cache, report)
         kafka = stack.enter_context(kafka_backend(data / "kafka", cache=first.cache.expanduser(), report=report))
         redis = stack.enter_context(redis_backend(data / "redis", report=report))

@@ -1,0 +1,94 @@
+"""The Compose files are valid, and run what the tests run."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from tests.unit.deploy.files import (
+    COMPOSE_CPU,
+    DEPLOY,
+    DOCKERFILE,
+    PROJECT,
+    ROOT,
+    compose,
+)
+
+COMPOSE_FILES = [pytest.param((), id="gpu"), pytest.param((COMPOSE_CPU,), id="cpu")]
+
+
+class TestCompose:
+    @pytest.mark.parametrize("overrides", COMPOSE_FILES)
+    def test_is_valid_by_the_compose_specification(self, overrides: tuple[Path, ...]) -> None:
+        schema = json.loads((ROOT / "tests" / "data" / "compose-spec.json").read_text())
+        problems = [
+            f"{error.json_path}: {error.message}"
+            for error in Draft202012Validator(schema).iter_errors(compose(*overrides))
+        ]
+        assert problems == []
+
+    def test_the_schema_does_refuse_what_is_wrong(self) -> None:
+        schema = json.loads((ROOT / "tests" / "data" / "compose-spec.json").read_text())
+        document = compose()
+        document["services"]["editor"]["helthcheck"] = {}
+        assert not Draft202012Validator(schema).is_valid(document)
+
+    def test_no_editor_needs_a_gpu_under_the_cpu_override(self) -> None:
+        assert compose()["services"]["editor"]["deploy"]["resources"]["reservations"]["devices"]
+        editor = compose(COMPOSE_CPU)["services"]["editor"]
+        assert "deploy" not in editor
+        assert editor["build"]["args"]["VARIANT"] == "cpu"
+        assert editor["image"] == compose()["services"]["inference"]["image"]
+
+    @pytest.mark.parametrize("overrides", COMPOSE_FILES)
+    def test_every_service_has_a_health_check_or_runs_once(self, overrides: tuple[Path, ...]) -> None:
+        services = compose(*overrides)["services"]
+        once = {
+            name
+            for service in services.values()
+            for name, needed in service.get("depends_on", {}).items()
+            if needed["condition"] == "service_completed_successfully"
+        }
+        assert once == {"topics"}
+        for name, service in services.items():
+            if name in once:
+                assert service["restart"] == "no", name
+            else:
+                assert service["healthcheck"]["test"], name
+                assert service["restart"] == "unless-stopped", name
+
+    def test_replicas_can_be_scaled(self) -> None:
+        inference = compose()["services"]["inference"]
+        assert not {"container_name", "ports", "hostname"} & inference.keys()
+
+    def test_no_port_is_open_to_other_hosts(self) -> None:
+        ports = [port for service in compose()["services"].values() for port in service.get("ports", [])]
+        assert "127.0.0.1:9092:9092" in ports
+        assert all(port.startswith("127.0.0.1:") for port in ports)
+
+    def test_mounted_files_exist(self) -> None:
+        services = compose()["services"].values()
+        mounts = [mount.split(":") for service in services for mount in service.get("volumes", [])]
+        assert mounts
+        for source, *_ in mounts:
+            if source.startswith("."):
+                assert (ROOT / source).exists(), source
+            else:
+                assert source in compose()["volumes"], source
+
+    def test_kafka_is_the_version_that_the_tests_run(self) -> None:
+        pom = (DEPLOY / "local" / "broker" / "pom.xml").read_text()
+        found = re.search(r"<kafka\.version>(.+?)<", pom)
+        assert found
+        assert compose()["services"]["kafka"]["image"] == f"apache/kafka:{found[1]}"
+
+    @pytest.mark.parametrize("overrides", COMPOSE_FILES)
+    def test_images_are_built_from_a_variant_and_bear_the_project_s_version(self, overrides: tuple[Path, ...]) -> None:
+        built = [service for service in compose(*overrides)["services"].values() if "build" in service]
+        assert len(built) == 3
+        for service in built:
+            variant = service["build"]["args"]["VARIANT"]
+            assert service["image"] == f"gracestream-{variant}:{PROJECT['version']}"
+            assert ROOT / service["build"]["dockerfile"] == DOCKERFILE

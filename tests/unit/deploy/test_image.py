@@ -1,0 +1,60 @@
+"""The image is built from what there is."""
+
+import json
+import tomllib
+from fnmatch import fnmatch
+
+import pytest
+
+from tests.unit.deploy.files import (
+    DEPLOY,
+    PROJECT,
+    ROOT,
+    instructions,
+)
+
+
+def copied(variant: str) -> list[str]:
+    """Paths that the build takes from the repository."""
+    sources = [
+        source
+        for name, arguments in instructions()
+        if name == "COPY" and "--from=" not in arguments
+        for source in arguments.split()[:-1]
+    ]
+    return [source.replace("${VARIANT}", variant) for source in sources]
+
+
+class TestImage:
+    @pytest.mark.parametrize("variant", ["cpu", "gpu"])
+    def test_what_it_copies_exists_and_is_let_into_the_build(self, variant: str) -> None:
+        rules = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] != "#"]
+        assert rules[0] == "*"
+        allowed = [rule[1:] for rule in rules if rule[0] == "!"]
+        refused = [rule.removeprefix("**/") for rule in rules[1:] if rule[0] != "!"]
+        assert f"deploy/requirements/{variant}.txt" in copied(variant)
+        for source in copied(variant):
+            assert (ROOT / source).exists(), source
+            assert source.split("/")[0] in allowed, source
+            assert not any(fnmatch(part, rule) for part in source.split("/") for rule in refused), source
+
+    def test_it_copies_every_package_that_the_project_consists_of(self) -> None:
+        found = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]
+        assert {package.rstrip("*") for package in found["include"]} | {"pyproject.toml", PROJECT["readme"]} <= set(
+            copied("cpu")
+        )
+
+    def test_every_requirement_is_pinned_by_hash(self) -> None:
+        installs = [arguments for name, arguments in instructions() if name == "RUN" and "pip install" in arguments]
+        assert len(installs) == 3
+        for arguments in installs:
+            assert "--require-hashes" in arguments or "--no-deps --no-build-isolation --no-index ." in arguments
+
+    def test_it_runs_the_project_s_command_on_the_oldest_python_that_is_pinned(self) -> None:
+        (entry,) = [json.loads(arguments) for name, arguments in instructions() if name == "ENTRYPOINT"]
+        assert entry == list(PROJECT["scripts"])
+        oldest = PROJECT["requires-python"].removeprefix(">=")
+        bases = [arguments.split()[0] for name, arguments in instructions() if name == "FROM"]
+        assert set(bases) == {f"python:{oldest}-slim"}
+        for variant in ("cpu", "gpu"):
+            assert f"--python-version {oldest} " in (DEPLOY / "requirements" / f"{variant}.txt").read_text()[:500]

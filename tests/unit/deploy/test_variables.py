@@ -1,0 +1,68 @@
+"""Every variable in a file is a setting, and every value of it is valid."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from pipeline.settings import SECRET, Settings, load_settings
+from tests.unit.deploy.files import (
+    ACLS,
+    COMPOSE,
+    COMPOSE_CPU,
+    DEPLOY,
+    KUBERNETES,
+    PROMETHEUS,
+    in_compose,
+    in_kubernetes,
+    pods,
+)
+
+KNOWN_SETTINGS = {f"GRACESTREAM_{field.upper()}" for field in Settings.model_fields}
+
+
+def settings_files() -> list[Path]:
+    """The files that people write by hand here and that name settings."""
+    folders = [KUBERNETES, PROMETHEUS, DEPLOY / "grafana", DEPLOY / "image"]
+    return [COMPOSE, COMPOSE_CPU, ACLS, *(path for folder in folders for path in folder.rglob("*") if path.is_file())]
+
+
+def unknown_settings(text: str) -> set[str]:
+    """What looks like a setting, and is none."""
+    return set(re.findall(r"\bGRACESTREAM_[A-Z0-9_]+", text)) - KNOWN_SETTINGS
+
+
+class TestSettings:
+    @pytest.mark.parametrize("path", settings_files(), ids=lambda path: path.name)
+    def test_every_variable_is_a_setting(self, path: Path) -> None:
+        assert unknown_settings(path.read_text()) == set()
+
+    def test_a_typing_error_would_be_found(self) -> None:
+        assert unknown_settings("GRACESTREAM_KAFAK: kafka:9092\nGRACESTREAM_REDIS: x") == {"GRACESTREAM_KAFAK"}
+
+    @pytest.mark.parametrize(
+        "environment",
+        [
+            *(pytest.param(in_compose(name), id=f"compose-{name}") for name in ("topics", "editor", "inference")),
+            *(pytest.param(in_kubernetes(name), id=f"kubernetes-{name}") for name in pods()),
+        ],
+    )
+    def test_every_value_is_valid_and_others_can_reach_the_worker(
+        self, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name in KNOWN_SETTINGS:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        settings = load_settings()
+        assert (settings.host, settings.port) == ("0.0.0.0", 8080)
+        # A name such as the default `smollm2` stands for a package that no image has.
+        assert "/" in settings.model
+        assert environment["HF_HOME"].startswith(str(settings.cache))
+
+    def test_no_file_holds_a_password(self) -> None:
+        secret = {f"GRACESTREAM_{field.upper()}" for field in SECRET - {"redis"}}
+        assert secret <= KNOWN_SETTINGS
+        for environment in [*map(in_compose, ("topics", "editor", "inference")), *map(in_kubernetes, pods())]:
+            assert not secret & environment.keys()
+            assert "@" not in environment["GRACESTREAM_REDIS"]
