@@ -5,9 +5,10 @@ BIN := .venv/bin
 REQUIREMENTS := deploy/requirements
 MODEL ?= smollm2
 NAME ?= quality
+ROUNDS ?= 5
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench lock schemas clean
+.PHONY: help setup demo test check chaos bench lock schemas clean
 
 help:  ## what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -32,7 +33,10 @@ test: setup  ## lint, types and all tests, on a real Kafka and a real Valkey
 	$(BIN)/mypy
 	$(BIN)/pytest
 
-bench: setup  ## measurements; NAME=quality
+chaos: setup  ## kill, hang and cut off everything, several times; ROUNDS=5
+	$(BIN)/pytest -s tests/chaos --chaos $(ROUNDS)
+
+bench: setup  ## measurements; NAME=quality, overhead, backpressure, replay or undo
 	$(BIN)/python -m tests.bench $(NAME)
 
 schemas: setup  ## write the JSON Schemas and the AsyncAPI document anew
