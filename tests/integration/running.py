@@ -108,6 +108,20 @@ def records(settings: Settings, topic: str) -> list[Any]:
         reader.close()
 
 
+def wait_until_settled(settings: Settings, *topics: str) -> None:
+    """Until no transaction is open on any of the topics: Kafka ends one partition after partition."""
+    committed, whole = consumer(settings), consumer(settings, isolation_level="read_uncommitted")
+    try:
+        names = [settings.topic(topic) for topic in topics]
+        partitions = [TopicPartition(name, each) for name in names for each in whole.partitions_for_topic(name)]
+        wait_until(
+            lambda: committed.end_offsets(partitions) == whole.end_offsets(partitions), what="the end of transactions"
+        )
+    finally:
+        committed.close()
+        whole.close()
+
+
 def headers_of(record: Any) -> dict[str, str]:
     """A record's headers as text."""
     return {name: value.decode() for name, value in record.headers}

@@ -45,8 +45,9 @@ class TestCrashes:
                 editor.kill()
                 editor.start()
             wait_until_done(deployment, "feedback", "editor")
-            assert len(check_feedback(deployment, given)) == len(good)
-            assert len(check_letters(deployment, "feedback", given)) == len(BAD)
+            letters, outcomes = check_feedback(deployment, given)
+            assert len(letters) == len(BAD)
+            assert [outcome.feedback_id for outcome in outcomes.values()] == [one.feedback_id for one in good]
 
     def test_requests_are_all_set_aside_though_the_replica_is_killed(self, deployment: Settings, folder: Path) -> None:
         with Forked("replica", "infer", deployment, folder) as replica:

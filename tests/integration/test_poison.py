@@ -16,7 +16,7 @@ from pipeline.settings import Settings
 from schemas.messages import Feedback, Outcome, Prediction, Request, decode, encode
 from tests.hostile import Hostile, Unreadable, hostile, readable_id, verdict
 from tests.integration.forked import Forked
-from tests.integration.running import Users, flag, headers_of, question, records, wait_until
+from tests.integration.running import Users, flag, headers_of, question, records, wait_until, wait_until_settled
 from tests.unit.engine.tiny import texts
 
 HOSTILE = 10_000
@@ -64,7 +64,7 @@ def scattered(bad: Sequence[Hostile], good: Sequence[Request | Feedback], seed: 
 
 
 def wait_until_done(settings: Settings, topic: str, group: str, timeout: float = PATIENCE) -> None:
-    """Until the group has committed every record of the topic."""
+    """Until the group has committed every record of the topic, and what it wrote with them can be read."""
     reader = consumer(settings, group_id=settings.topic(group))
     try:
         name = settings.topic(topic)
@@ -77,6 +77,7 @@ def wait_until_done(settings: Settings, topic: str, group: str, timeout: float =
         wait_until(lambda: left() == 0, timeout, f"the end of {topic}, {left()} records away,")
     finally:
         reader.close()
+    wait_until_settled(settings, "deltas", "edits", f"{topic}.dlq")
 
 
 def check_letters(settings: Settings, topic: str, given: dict[Place, Hostile]) -> Counter[Place]:
