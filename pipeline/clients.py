@@ -13,13 +13,13 @@ from typing import Any
 
 from aiokafka.conn import collect_hosts, create_conn
 from aiokafka.errors import KafkaError as RawKafkaError
-from kafka import KafkaAdminClient, KafkaConsumer
+from kafka import KafkaAdminClient
 from kafka.errors import KafkaConnectionError, KafkaError
 from redis import Redis
 from redis.exceptions import RedisError
 
 from pipeline.errors import UserError
-from pipeline.patient import PatientProducer
+from pipeline.patient import PatientConsumer, PatientProducer
 from pipeline.records import PartitionRecords
 from pipeline.security import kafka_refusal, kafka_security, redis_refusal, redis_security, without_password
 from pipeline.settings import Settings, SettingsError
@@ -43,7 +43,7 @@ class RefusedError(UserError):
     """Kafka or Redis does not take us, or we do not trust it; the text says which setting to look at."""
 
 
-def consumer(settings: Settings, **options: Any) -> KafkaConsumer:
+def consumer(settings: Settings, **options: Any) -> PatientConsumer:
     """A consumer of committed records, whatever their headers are called, which commits nothing by itself."""
     ours = {
         "isolation_level": "read_committed",
@@ -52,7 +52,7 @@ def consumer(settings: Settings, **options: Any) -> KafkaConsumer:
         "max_partition_fetch_bytes": MAX_DELTA_BYTES,
         "fetch_max_bytes": MAX_DELTA_BYTES,
     }
-    made = KafkaConsumer(**_cluster(settings), **(ours | options))
+    made = PatientConsumer(**_cluster(settings), **(ours | options))
     made._fetcher.PartitionRecords = PartitionRecords  # noqa: SLF001  (it has no public name)
     return made
 

@@ -199,7 +199,7 @@ class EditorLog:
         if self._stable():
             self._rested = time.monotonic()
         elif time.monotonic() > self._rested + self._settings.session_timeout:
-            # kafka-python may forget a join between two polls: no heartbeat is sent any more, and nothing is fetched.
+            # While a member joins no heartbeat is sent: by now the group has given it up.
             raise PlaceLostError("the group has not come to rest within a session")
         if self._rebalanced():
             return None

@@ -1,13 +1,15 @@
-"""A KafkaProducer whose transactions come to an end, also where Kafka goes away in the middle of one.
+"""Clients of kafka-python that see through what they began: a transaction, or a rebalance.
 
-Two things of kafka-python 3.0.12 are put right here. Its I/O thread drops the transactional request at hand, which is
+Three things of kafka-python 3.0.12 are put right here. Its I/O thread drops the transactional request at hand, which is
 then waited for without end, when the coordinator cannot be connected to; it keeps one whose node is merely not ready.
-And of the calls that wait for the coordinator only `init_transactions` gives up after `max_block_ms`.
+Of the calls that wait for the coordinator only `init_transactions` gives up after `max_block_ms`. And a member of a
+group that joins again since the partitions of a topic have changed forgets that it does, should they look unchanged
+before it has joined: it sends no heartbeat any more, and fetches nothing. (Kafka's own client did so until KAFKA-9815.)
 """
 
 from typing import Any
 
-from kafka import KafkaProducer
+from kafka import KafkaConsumer, KafkaProducer
 from kafka.errors import KafkaConnectionError, KafkaTimeoutError
 from kafka.net import KafkaNetClient
 
@@ -21,6 +23,16 @@ class PatientNetClient(KafkaNetClient):  # type: ignore[misc]
             return bool(super().await_ready(node_id, timeout_ms))
         except KafkaConnectionError:
             return False
+
+
+class PatientConsumer(KafkaConsumer):  # type: ignore[misc]
+    """Its place in a group is decided sooner or later, whatever happens between two polls."""
+
+    def poll(self, *args: Any, **options: Any) -> Any:
+        """As KafkaConsumer's."""
+        if self._coordinator.rejoining:
+            self._coordinator.request_rejoin()
+        return super().poll(*args, **options)
 
 
 class PatientProducer(KafkaProducer):  # type: ignore[misc]
