@@ -45,7 +45,7 @@ class Apart:
 
     def has_key(self, query_D: np.ndarray, reach: float) -> bool:
         """Whether one of these entries may lie so near to a query."""
-        return bool(len(self._keys.possible(query_D, reach)))
+        return bool(len(self._keys.within(query_D, reach)))
 
     def has_label(self, label: Label) -> bool:
         """Whether one of these entries has this label now."""
@@ -53,8 +53,8 @@ class Apart:
 
     def has_edit(self, key_D: np.ndarray, reach: float, slack: float) -> bool:
         """Whether a key may take over one of these edits, or `reach` one that the bare model serves."""
-        taken_over = self._queries.possible(key_D, self._queries.reach_N + slack)
-        return bool(len(taken_over) or len(self._bare.possible(key_D, reach + slack)))
+        taken_over = self._queries.reaching(key_D, slack)
+        return bool(len(taken_over) or len(self._bare.within(key_D, reach + slack)))
 
     def _compare_entry(self, name: str, was: Fold, now: EditEngine) -> None:
         if name in self._labels:

@@ -7,6 +7,7 @@ no key outside them can win. So the answer equals brute force, whatever the norm
 """
 
 import importlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import faiss
@@ -58,7 +59,7 @@ class KeyIndex:
         self._resources = faiss.StandardGpuResources() if _gpu_search(device) else None
         self._keys = torch.empty(0)
         self._norm = 0.0
-        self._sieve = Sieve(codebook)
+        self._sieve = Sieve(lambda: (codebook.keys_ND, codebook.radii_N))
         self.refresh()
 
     def refresh(self, *changes: Applied) -> None:
@@ -81,6 +82,55 @@ class KeyIndex:
 
         Slots are no part of the answer: they depend on which entries were there before.
         """
+        if self._device.type != "cpu":
+            return self._scan(queries_BD)
+        queries_BD = queries_BD.detach().float().contiguous()
+        finite = torch.isfinite(queries_BD).all(dim=1).nonzero()[:, 0] if len(self._keys) else torch.empty(0)
+        some = ((row, self._sieve.close(queries_BD[row].numpy(), CANDIDATES)) for row in map(int, finite))
+        return self._sieved(queries_BD, {row: self._distances(queries_BD[row], slots).min() for row, slots in some})
+
+    def covering(self, queries_BD: torch.Tensor) -> Nearest:
+        """The nearest key of each query if the query lies in its ball (distance < radius), else none."""
+        if self._device.type != "cpu":
+            nearest = self._scan(queries_BD)
+            return self._inside(nearest.slots_B.cpu(), nearest.distances_B.cpu())
+        queries_BD = queries_BD.detach().float().contiguous()
+        reach: dict[int, float] = {}
+        for row, slots in enumerate(self._sieve.covering(queries_BD.numpy())):
+            if self._crowded(slots):
+                reach[row] = np.inf
+            elif len(slots):
+                distances_K = self._distances(queries_BD[row], slots)
+                if (inside_K := distances_K < self._codebook.radii_N[slots]).any():
+                    reach[row] = distances_K[inside_K].min()
+        found = self._sieved(queries_BD, reach)
+        return self._inside(found.slots_B, found.distances_B)
+
+    def _sieved(self, queries_BD: torch.Tensor, reach: Mapping[int, float]) -> Nearest:
+        """The nearest key of each query that has a `reach`, which is the distance to some key, or more."""
+        slots_B = torch.full((len(queries_BD),), NO_SLOT)
+        distances_B = torch.full((len(queries_BD),), torch.inf)
+        crowded = []
+        for row, distance in reach.items():
+            query_D = queries_BD[row]
+            slots = self._sieve.within(query_D.numpy(), float(distance)) if np.isfinite(distance) else None
+            if slots is None or self._crowded(slots):
+                crowded.append(row)
+                continue
+            distances_K = self._distances(query_D, slots)
+            least = distances_K.min()
+            slots_B[row], distances_B[row] = self._first(slots[distances_K == least].tolist()), float(least)
+        if crowded:
+            nearest = self._scan(queries_BD[crowded])
+            slots_B[crowded], distances_B[crowded] = nearest.slots_B, nearest.distances_B
+        return Nearest(slots_B, distances_B)
+
+    def _crowded(self, slots: np.ndarray) -> bool:
+        """Whether the sieve left so many keys that a look at all of them costs less."""
+        return CROWD * len(slots) > len(self._keys) > CANDIDATES
+
+    def _scan(self, queries_BD: torch.Tensor) -> Nearest:
+        """The nearest key of each query, by a look at all keys."""
         queries_BD = queries_BD.detach().to(self._device, torch.float32).contiguous()
         slots_B = torch.full((len(queries_BD),), NO_SLOT, device=self._device)
         distances_B = torch.full((len(queries_BD),), torch.inf, device=self._device)
@@ -96,36 +146,6 @@ class KeyIndex:
             least = float(distances_N.min())
             slots_B[row], distances_B[row] = self._first((distances_N == least).nonzero()[0].tolist()), least
         return Nearest(slots_B, distances_B)
-
-    def covering(self, queries_BD: torch.Tensor) -> Nearest:
-        """The nearest key of each query if the query lies in its ball (distance < radius), else none."""
-        if self._device.type != "cpu":
-            nearest = self.nearest(queries_BD)
-            return self._inside(nearest.slots_B.cpu(), nearest.distances_B.cpu())
-        queries_BD = queries_BD.detach().float()
-        slots_B = torch.full((len(queries_BD),), NO_SLOT)
-        distances_B = torch.full((len(queries_BD),), torch.inf)
-        crowded = []
-        for row, slots in enumerate(self._sieve.covering(queries_BD.numpy())):
-            if CROWD * len(slots) > len(self._keys) > CANDIDATES:
-                crowded.append(row)
-            elif len(slots):
-                slots_B[row], distances_B[row] = self._closest(queries_BD[row], slots)
-        if crowded:
-            nearest = self.nearest(queries_BD[crowded])
-            slots_B[crowded], distances_B[crowded] = nearest.slots_B, nearest.distances_B
-        return self._inside(slots_B, distances_B)
-
-    def _closest(self, query_D: torch.Tensor, slots: np.ndarray) -> tuple[int, float]:
-        """The nearest of all keys, given those that may cover the query; none where none of them does."""
-        distances_K = self._distances(query_D, slots)
-        inside_K = distances_K < self._codebook.radii_N[slots]
-        if not inside_K.any():
-            return NO_SLOT, np.inf
-        slots = self._sieve.within(query_D.numpy(), float(distances_K[inside_K].min()))
-        distances_K = self._distances(query_D, slots)
-        least = distances_K.min()
-        return self._first(slots[distances_K == least].tolist()), float(least)
 
     def _first(self, slots: list[int]) -> int:
         """Of slots at one distance the one that counts."""

@@ -192,7 +192,7 @@ class EditMemory:
 
         An edit that lies at its serving key has a key of its own in all but name.
         """
-        rows = self._edits.within(key_D, self.distances_E + 2 * noise)
+        rows = self._edits.reaching(key_D, 2 * noise)
         served_by = ((row, self.entry_ids[row]) for row in rows[self.distances_E[rows] > noise].tolist())
         return {row for row, entry_id in served_by if entry_id not in (BARE_MODEL, self.feedback_ids[row])}
 

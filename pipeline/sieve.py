@@ -1,4 +1,7 @@
-"""The sieve: which keys could cover a query, without a look at the others (design, section 4, Lookup).
+"""The sieve: which points lie near a query, nearly without a look at the others (design, section 4, Lookup).
+
+It looks through the keys of a codebook, whose radii are their reach, and through whatever else is to be found by place.
+Here a point with its reach is a key with its ball.
 
 Most queries lie in no ball, and to know that, one need not find the nearest key: it is enough that no ball reaches the
 query. Keys are projected on a few orthonormal directions; a projection never lengthens, so what is farther than a
@@ -14,13 +17,11 @@ together. A squared distance in P directions comes from squares and a product, w
 `_rounding(P)` (|y|^2 + |q|^2); it is compared with the square of a radius to which both slacks were added.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-
-from pipeline.codebook import Codebook
 
 COARSE = 16
 """Directions that every key is looked at in, at most."""
@@ -119,10 +120,14 @@ class _Level:
 
 
 class Sieve:
-    """A sieve over a codebook's keys. Call `changed` with what a delta changed; the work is done at the next query."""
+    """A sieve over keys. Call `changed` with the slots that hold something new; the work is done at the next query.
 
-    def __init__(self, codebook: Codebook) -> None:
-        self._codebook = codebook
+    Args:
+        held: Gives the keys (N, D) and their radii (N), float32, as they are now.
+    """
+
+    def __init__(self, held: Callable[[], tuple[np.ndarray, np.ndarray]]) -> None:
+        self._held = held
         self._directions = Directions(np.empty((0, 1)))
         self._fitted = 0
         self._coarse = np.empty((0, 0), np.float32)
@@ -141,7 +146,7 @@ class Sieve:
 
     def settle(self) -> None:
         """Take in what changed."""
-        count = len(self._codebook)
+        count = len(self._held()[0])
         with np.errstate(all="ignore"):
             if self._stale is None or count >= REFIT * self._fitted:
                 self._fit()
@@ -149,17 +154,33 @@ class Sieve:
                 self._write(np.array(stale))
         self._stale = set()
 
-    def covering(self, queries_BD: np.ndarray) -> list[np.ndarray]:
-        """For each query, in ascending order, slots of which every one whose ball holds it is one."""
-        return self._left(queries_BD, None)
+    def covering(self, queries_BD: np.ndarray, slack: float = 0.0) -> list[np.ndarray]:
+        """For each query, in ascending order, slots of which every one whose ball holds it is one.
+
+        `slack` is added to every radius.
+        """
+        return self._left(queries_BD, None, slack)
 
     def within(self, query_D: np.ndarray, distance: float) -> np.ndarray:
         """Slots, in ascending order, of which every one whose key lies within a distance of the query is one."""
-        return self._left(query_D[None], distance)[0]
+        return self._left(query_D[None], distance, 0.0)[0]
+
+    def close(self, query_D: np.ndarray, count: int) -> np.ndarray:
+        """So many slots, or all, whose keys look nearest in a few directions; nothing is said of the others."""
+        self.settle()
+        held = len(self._held()[0])
+        if held <= count:
+            return np.arange(held)
+        with np.errstate(all="ignore"):
+            point_P = self._directions.project(query_D[None])[0][0, :COARSE]
+            closeness_N = _product(self._coarse[:held], point_P[:, None])[:, 0]
+            closeness_N += self._beside[0, :held, 0]
+        nearest: np.ndarray = np.argpartition(-closeness_N, count - 1)[:count]
+        return nearest
 
     def _fit(self) -> None:
         """Choose directions, and project every key."""
-        keys_ND = self._codebook.keys_ND
+        keys_ND = self._held()[0]
         self._fitted = count = len(keys_ND)
         if count:
             self._directions = Directions(keys_ND[:: -(-count // SAMPLE)])
@@ -167,9 +188,10 @@ class Sieve:
                 self._write(np.arange(start, min(start + CHUNK, count)))
 
     def _write(self, slots_M: np.ndarray) -> None:
-        keys_MD = self._codebook.keys_ND[slots_M]
+        keys_ND, radii_N = self._held()
+        keys_MD = keys_ND[slots_M]
         projected_MP, slack_M = self._directions.project(keys_MD)
-        count, directions = len(self._codebook), projected_MP.shape[1]
+        count, directions = len(keys_ND), projected_MP.shape[1]
         if count > len(self._slack) or self._all.shape[1] != directions:
             room = max(64, 2 * count)
             self._coarse = _grown(self._coarse, (room, min(COARSE, directions)))
@@ -179,7 +201,7 @@ class Sieve:
         self._coarse[slots_M] = projected_MP[:, :COARSE]
         self._all[slots_M] = projected_MP
         self._slack[slots_M] = slack_M
-        radii_M = self._codebook.radii_N[slots_M] * np.float32(_MORE)
+        radii_M = radii_N[slots_M] * np.float32(_MORE)
         for beside, points_MP, slack in zip(
             self._beside, (projected_MP[:, :COARSE], projected_MP, keys_MD), (slack_M, slack_M, 0), strict=True
         ):
@@ -189,20 +211,23 @@ class Sieve:
             beside[slots_M, 1] = reach_M * reach_M * np.float32((1 + rounding) / 2)
             beside[slots_M, 2] = reach_M
 
-    def _left(self, queries_BD: np.ndarray, distance: float | None) -> list[np.ndarray]:
+    def _left(self, queries_BD: np.ndarray, distance: float | None, slack: float) -> list[np.ndarray]:
         self.settle()
-        count = len(self._codebook)
+        keys_ND = self._held()[0]
+        count = len(keys_ND)
         if not count:
             return [np.empty(0, np.int64) for _ in queries_BD]
         with np.errstate(all="ignore"):
             points_BP, slack_B = self._directions.project(queries_BD)
+            own_slack_B = np.full_like(slack_B, slack * _MORE)
+            slack_B += own_slack_B
             within = None if distance is None else distance * _MORE + float(self._slack[:count].max())
             level = _Level(self._coarse[:count], self._beside[0, :count])
             found = level.reaching(points_BP[:, :COARSE], slack_B, within)
             self._again(found, _Level(self._all[:count], self._beside[1, :count]), points_BP, slack_B, within)
-            level = _Level(self._codebook.keys_ND, self._beside[2, :count])
+            level = _Level(keys_ND, self._beside[2, :count])
             within = None if distance is None else distance * _MORE
-            self._again(found, level, queries_BD, np.zeros_like(slack_B), within)
+            self._again(found, level, queries_BD, own_slack_B, within)
             for row, slots in enumerate(found):
                 if len(slots):
                     found[row] = self._finely(slots, points_BP[row], float(slack_B[row]), distance)
@@ -212,7 +237,7 @@ class Sieve:
         self, found: list[np.ndarray], level: _Level, points_BP: np.ndarray, slack_B: np.ndarray, within: float | None
     ) -> None:
         """Ask a finer level about the queries of which too many slots are left."""
-        many = [row for row, slots in enumerate(found) if len(slots) * FEW > max(len(self._codebook), FEW * FEW)]
+        many = [row for row, slots in enumerate(found) if len(slots) * FEW > max(len(level.points_NP), FEW * FEW)]
         if many:
             for row, slots in zip(many, level.reaching(points_BP[many], slack_B[many], within), strict=True):
                 found[row] = slots

@@ -138,7 +138,8 @@ def test_a_query_in_no_ball_is_told_so_without_a_look_at_any_key(monkeypatch: py
 def test_of_the_keys_near_a_ball_few_are_looked_at() -> None:
     generator = np.random.default_rng(5)
     keys_ND = generator.standard_normal((5000, 64)).astype(np.float32)
-    sieve = Sieve(filled(keys_ND, np.full(5000, 4.0)))
+    radii_N = np.full(5000, np.float32(4.0))
+    sieve = Sieve(lambda: (keys_ND, radii_N))
     left = sieve.covering(keys_ND[:20] + np.float32(0.01))
     assert all(row in slots for row, slots in enumerate(left))
     assert max(len(slots) for slots in left) < 100

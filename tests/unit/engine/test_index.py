@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from pipeline.index import CANDIDATES, NO_SLOT, KeyIndex, exact_distances
+from pipeline.index import CANDIDATES, NO_SLOT, KeyIndex, Nearest, exact_distances
 from schemas.deltas import EntryChange
 from tests.unit.engine.tiny import added, changed, filled, index_of, new_codebook
 
@@ -28,8 +28,16 @@ def oracle(queries_BD: np.ndarray, keys_ND: np.ndarray) -> tuple[np.ndarray, np.
     return slots_B, distances_BN[np.arange(len(queries_BD)), slots_B]
 
 
+def both_ways(index: KeyIndex, queries_BD: torch.Tensor) -> Nearest:
+    """The nearest keys, by the sieve and by a look at all of them, which must say the same."""
+    found, scanned = index.nearest(queries_BD), index._scan(queries_BD)
+    assert found.slots_B.tolist() == scanned.slots_B.tolist()
+    assert found.distances_B.tolist() == scanned.distances_B.tolist()
+    return found
+
+
 def agrees(index: KeyIndex, queries_BD: np.ndarray, keys_ND: np.ndarray) -> None:
-    found = index.nearest(torch.from_numpy(queries_BD))
+    found = both_ways(index, torch.from_numpy(queries_BD))
     slots_B, distances_B = oracle(queries_BD, keys_ND)
     np.testing.assert_allclose(found.distances_B.numpy(), distances_B, rtol=ULP)
     same_B = found.slots_B.numpy() == slots_B
@@ -64,9 +72,9 @@ def test_the_nearest_key_is_brute_forces_at_any_norm(scene: tuple[np.ndarray, np
 def test_a_batch_answers_as_its_rows_do_alone(scene: tuple[np.ndarray, np.ndarray]) -> None:
     queries_BD, keys_ND = scene
     index = index_of(filled(keys_ND))
-    together = index.nearest(torch.from_numpy(queries_BD))
+    together = both_ways(index, torch.from_numpy(queries_BD))
     for row, query_D in enumerate(queries_BD):
-        alone = index.nearest(torch.from_numpy(query_D)[None])
+        alone = both_ways(index, torch.from_numpy(query_D)[None])
         assert alone.slots_B[0] == together.slots_B[row]
         assert alone.distances_B[0] == together.distances_B[row]
 
@@ -111,7 +119,7 @@ def test_clusters_that_a_float32_matrix_product_misranks_are_ranked_right(
 @MANY
 def test_a_key_is_at_distance_zero_from_itself(key_D: np.ndarray) -> None:
     keys_ND = np.stack([key_D, key_D + np.float32(1), key_D - np.float32(1)])
-    found = index_of(filled(keys_ND)).nearest(torch.from_numpy(key_D)[None])
+    found = both_ways(index_of(filled(keys_ND)), torch.from_numpy(key_D)[None])
     assert (found.slots_B.tolist(), found.distances_B.tolist()) == ([0], [0.0])
 
 
@@ -126,7 +134,7 @@ def test_of_equal_distances_the_first_id_wins(copies: int, knn: Any, monkeypatch
     codebook = filled(keys_ND)
     first = min(range(30, 30 + copies), key=lambda slot: codebook.entry_ids[slot])
     assert (first == 30) == (copies < 100)
-    assert index_of(codebook).nearest(torch.zeros(2, 8)).slots_B.tolist() == [first, first]
+    assert both_ways(index_of(codebook), torch.zeros(2, 8)).slots_B.tolist() == [first, first]
 
 
 @pytest.mark.parametrize("norm", [1e12, 1e25])
@@ -152,27 +160,27 @@ def test_keys_whose_squares_underflow_are_told_apart() -> None:
 
 
 def test_an_empty_codebook_has_no_nearest_key() -> None:
-    found = index_of(new_codebook()).nearest(torch.randn(3, 8, generator=torch.Generator().manual_seed(0)))
+    found = both_ways(index_of(new_codebook()), torch.randn(3, 8, generator=torch.Generator().manual_seed(0)))
     assert found.slots_B.tolist() == [NO_SLOT] * 3
     assert found.distances_B.tolist() == [math.inf] * 3
 
 
 def test_no_queries_have_no_answers() -> None:
-    assert len(index_of(filled(np.ones((2, 3)))).nearest(torch.empty(0, 3)).slots_B) == 0
+    assert len(both_ways(index_of(filled(np.ones((2, 3)))), torch.empty(0, 3)).slots_B) == 0
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
 def test_a_query_that_is_not_finite_has_no_nearest_key_and_leaves_the_others_theirs(odd: float) -> None:
     queries_BD = torch.zeros(3, 4)
     queries_BD[1, 2] = odd
-    found = index_of(filled(np.ones((5, 4)))).nearest(queries_BD)
+    found = both_ways(index_of(filled(np.ones((5, 4)))), queries_BD)
     assert found.slots_B.tolist() == [0, NO_SLOT, 0]
     assert found.distances_B.tolist() == [2.0, math.inf, 2.0]
 
 
 def test_queries_of_half_precision_are_compared_in_float32() -> None:
     keys_ND = np.array([[1.0, 0.0], [1.001, 0.0]], np.float32)
-    found = index_of(filled(keys_ND)).nearest(torch.tensor([[1.0, 0.0]], dtype=torch.bfloat16))
+    found = both_ways(index_of(filled(keys_ND)), torch.tensor([[1.0, 0.0]], dtype=torch.bfloat16))
     assert found.distances_B.dtype == torch.float32
     assert found.slots_B.tolist() == [0]
 
@@ -191,7 +199,7 @@ def test_fault_a_removed_entry_never_hides_a_live_neighbour(seed: int, count: in
         index.refresh(applied)
         del live[row]
         agrees(index, keys_ND, codebook.keys_ND)
-        found = index.nearest(torch.from_numpy(keys_ND[list(live)]))
+        found = both_ways(index, torch.from_numpy(keys_ND[list(live)]))
         assert {codebook.entry_ids[slot] for slot in found.slots_B.tolist()} == {f"e{row}" for row in live}
 
 
@@ -199,7 +207,7 @@ def test_after_the_last_entry_goes_nothing_is_found() -> None:
     codebook = filled(np.ones((1, 3)))
     index = index_of(codebook)
     index.refresh(changed(codebook, EntryChange(entry_id="e0", removed=True), op="undo"))
-    assert index.nearest(torch.ones(1, 3)).slots_B.tolist() == [NO_SLOT]
+    assert both_ways(index, torch.ones(1, 3)).slots_B.tolist() == [NO_SLOT]
 
 
 @settings(deadline=None, max_examples=25)
@@ -236,7 +244,7 @@ def test_one_key_of_a_huge_norm_does_not_make_every_search_a_full_scan(monkeypat
         return exact_distances(queries_BD, keys_BKD)
 
     monkeypatch.setattr("pipeline.index.exact_distances", counting)
-    found = index.nearest(torch.from_numpy(keys_ND[20:30]))
+    found = both_ways(index, torch.from_numpy(keys_ND[20:30]))
     assert found.slots_B.tolist() == list(range(20, 30))
     assert max(looked_at) <= CANDIDATES * 8
 
@@ -256,5 +264,5 @@ def test_of_keys_that_are_all_compared_few_are_copied_at_a_time(monkeypatch: pyt
         return exact_distances(queries_BD, keys_BKD)
 
     monkeypatch.setattr("pipeline.index.exact_distances", watched)
-    index.nearest(torch.full((1, 4), 1e4))
+    index._scan(torch.full((1, 4), 1e4))
     assert len(copies) == 5

@@ -1,5 +1,7 @@
 """Points: what is near a query comes out as if each distance had been computed in full."""
 
+from copy import deepcopy
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -35,15 +37,17 @@ def test_a_search_finds_what_brute_force_finds(seed: int, count: int, width: int
             made.drop(name)
             del held[name]
         else:
-            made.put(name, point_D, float(number))
+            made.put(name, point_D, float(number % 4))
             held[name] = point_D
     assert sorted(made.names) == sorted(held)
     assert all(made.points_ND[made.row(name)].tobytes() == point_D.tobytes() for name, point_D in held.items())
     points_ND = np.array([held[name] for name in made.names], np.float32).reshape(len(held), width)
     query_D, other_D = (center_D.astype(np.float32) + generator.integers(-1, 2, (2, width)).astype(np.float32)) + 0
     exact_N, others_N = distances(points_ND, query_D), distances(points_ND, other_D)
-    for reach in (0.0, 1.0, 2.0, np.full(len(held), np.float32(1.5))):
+    for reach in (0.0, 1.0, 2.0):
         assert made.within(query_D, reach).tolist() == np.flatnonzero(exact_N <= reach).tolist()
+    for slack in (0.0, 1.5):
+        assert made.reaching(query_D, slack).tolist() == np.flatnonzero(exact_N <= made.reach_N + slack).tolist()
     nearest = made.nearest(query_D, 2.0)
     assert (nearest is None) == (not (exact_N <= 2.0).any())
     assert nearest is None or exact_N[nearest] == exact_N.min()
@@ -63,4 +67,14 @@ def test_few_points_are_looked_at_in_full(monkeypatch: pytest.MonkeyPatch) -> No
     query_D = made.points_ND[7].copy()
     assert made.within(query_D, 0.1).tolist() == [7]
     made.clearance(query_D, 0.1)
-    assert sum(looked_at) < 10
+    assert sum(looked_at) < 50
+
+
+def test_a_copy_is_searched_on_its_own() -> None:
+    made = Points()
+    made.put("a", np.zeros(3, np.float32))
+    copy = deepcopy(made)
+    copy.put("b", np.ones(3, np.float32))
+    made.drop("a")
+    assert copy.within(np.ones(3, np.float32), 0.0).tolist() == [1]
+    assert made.within(np.zeros(3, np.float32), 9.0).tolist() == []
