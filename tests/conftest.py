@@ -4,9 +4,15 @@ import functools
 import secrets
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from deploy.local.backends import kafka_backend, redis_backend
+
+hypothesis.settings.register_profile(
+    "ours", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("ours")
 
 
 @pytest.fixture(scope="session")

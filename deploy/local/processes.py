@@ -234,8 +234,11 @@ def is_open(port: int) -> bool:
     return True
 
 
+_GIVEN: set[int] = set()
+
+
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on.
+    """A port of 127.0.0.1 that nobody listens on, and that this process was not given before.
 
     Below Linux's range for outgoing connections: a port of that range may be taken by one before the server binds, and
     a client that waits for the server there can end up connected to itself.
@@ -245,6 +248,7 @@ def free_port() -> int:
     """
     for _ in range(200):
         port = 20_000 + secrets.randbelow(12_000)
-        if is_free(port):
+        if port not in _GIVEN and is_free(port):
+            _GIVEN.add(port)
             return port
     raise StackError("no free port was found on 127.0.0.1 between 20000 and 31999; stop some servers")

@@ -28,6 +28,8 @@ from tests.integration.running import BUDGETS, save_checkpoint, settings_for, wa
 SILENCE = 2.0
 """Seconds for which a server or a network is away, beside those until a session ends."""
 
+SOON = {"session_timeout": 6.0, "shutdown_timeout": 9.0}
+
 CATCHING_UP = 15.0
 """Seconds that a replica takes which reads slowly: longer than another one takes to leave."""
 
@@ -54,7 +56,14 @@ def site(kafka_of_its_own: LocalKafka, tmp_path: Path) -> Iterator[Site]:
             kafka_of_its_own.bootstrap,
             valkey.url,
             f"c{secrets.token_hex(3)}-",
-            **{**checkpoint.settings(), **BUDGETS, "cache": tmp_path / "cache", "redis_grace": 0.6, "traffic": 16},
+            **{
+                **checkpoint.settings(),
+                **BUDGETS,
+                **SOON,
+                "cache": tmp_path / "cache",
+                "redis_grace": 0.6,
+                "traffic": 16,
+            },
             snapshot_url=str(tmp_path / "snapshots"),
             snapshot_every=SNAPSHOT_EVERY,
         )

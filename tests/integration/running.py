@@ -22,10 +22,17 @@ from schemas.messages import Feedback, Outcome, Prediction, Request, decode
 from tests.unit.engine.tiny import SIZE, bert, tokenizer
 
 T = TypeVar("T")
-PATIENCE = 30.0
+PATIENCE = 60.0
 """Seconds that something may take on a busy machine before a test gives up on it."""
 
-BUDGETS = {"max_input_tokens": 40, "max_target_tokens": 6, "max_new_tokens": 6, "session_timeout": 6.0}
+BUDGETS = {
+    "max_input_tokens": 40,
+    "max_target_tokens": 6,
+    "max_new_tokens": 6,
+    "session_timeout": 8.0,
+    "shutdown_timeout": 25.0,
+}
+"""Of a deployment; what it says of time is said anew where a test is about that."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,11 +90,13 @@ def save_checkpoint(kind: str, folder: Path) -> Checkpoint:
 def wait_until(found: Callable[[], T], timeout: float = PATIENCE, what: str = "") -> T:
     """The first truthy answer of `found`, which is asked every 50 ms; the test fails after `timeout` seconds."""
     deadline = time.monotonic() + timeout
-    while not (answer := found()):
-        if time.monotonic() > deadline:
+    while True:
+        late = time.monotonic() > deadline
+        if answer := found():
+            return answer
+        if late:
             pytest.fail(f"{what or 'it'} did not come about in {timeout:g} s; the last answer was {answer!r}")
         time.sleep(0.05)
-    return answer
 
 
 def records(settings: Settings, topic: str) -> list[Any]:
@@ -133,7 +142,8 @@ def outcomes_in_log(settings: Settings) -> list[Outcome]:
 
 
 def deltas_in_log(settings: Settings) -> list[Delta]:
-    """Every record of `deltas`, in order."""
+    """Every record of `deltas`, in order, once no transaction is open there."""
+    wait_until_settled(settings, "deltas")
     return [decode_delta(record.value) for record in records(settings, "deltas")]
 
 
@@ -145,7 +155,7 @@ def settings_for(kafka: str, redis_url: str, prefix: str, **chosen: Any) -> Sett
 def status(port: int, path: str) -> tuple[int, str]:
     """Status and body of `GET path`; 0 where nothing answers."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=PATIENCE) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()

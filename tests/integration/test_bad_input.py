@@ -23,6 +23,7 @@ from pipeline.settings import Settings
 from schemas.messages import Prediction, decode, encode
 from tests.integration.forked import Forked
 from tests.integration.running import (
+    PATIENCE,
     Users,
     flag,
     headers_of,
@@ -31,6 +32,7 @@ from tests.integration.running import (
     records,
     settings_for,
     wait_until,
+    wait_until_settled,
 )
 from tests.unit.engine.tiny import editable, texts
 from workers.boot import Worker
@@ -155,7 +157,7 @@ def test_bad_requests_are_set_aside_and_good_ones_beside_them_answered(running: 
     with running.client.predictions() as replies:
         bad = [case[0] for case in REQUESTS.values()]
         places = send_among_good(settings, "requests", bad, [encode(request) for request in good])
-        answers = replies.wait(ids, 15)
+        answers = replies.wait(ids, PATIENCE)
     assert sorted(set(ids) - set(answers)) == []
     for request in good:
         assert answers[request.request_id].error is UNSET
@@ -163,6 +165,7 @@ def test_bad_requests_are_set_aside_and_good_ones_beside_them_answered(running: 
         if request_id is not None:
             assert reason in str(answers[request_id].error), name
             assert answers[request_id].outputs is UNSET
+    wait_until(lambda: len(records(settings, "requests.dlq")) >= len(REQUESTS), what="every dead letter")
     check_dead_letters(settings, "requests", REQUESTS, places)
     wait_until(lambda: len(records(settings, "predictions")) == len(ids), what="one answer each")
 
@@ -174,13 +177,14 @@ def test_bad_feedback_is_set_aside_and_good_beside_it_taken(running: Users) -> N
     with running.client.outcomes() as replies:
         bad = [case[0] for case in FEEDBACK.values()]
         places = send_among_good(settings, "feedback", bad, [encode(one) for one in good])
-        outcomes = replies.wait(ids, 15)
+        outcomes = replies.wait(ids, PATIENCE)
     assert sorted(set(ids) - set(outcomes)) == []
     for name, (_, reason, feedback_id) in FEEDBACK.items():
         if feedback_id is not None:
             assert outcomes[feedback_id].status == "rejected", name
             assert reason in str(outcomes[feedback_id].reason), name
     assert sum(outcomes[one.feedback_id].status != "rejected" for one in good) > len(good) / 2
+    wait_until_settled(settings, "edits", "feedback.dlq")
     check_dead_letters(settings, "feedback", FEEDBACK, places)
     assert len(outcomes_in_log(settings)) == len(ids)
 

@@ -11,7 +11,7 @@ from pipeline.device import DeviceFault
 from pipeline.health import Health
 from pipeline.model import EditableModel
 from pipeline.settings import Settings
-from tests.integration.running import Users, flag, members, outcomes_in_log, question, records
+from tests.integration.running import Users, flag, members, outcomes_in_log, question, records, wait_until
 from tests.unit.engine.tiny import Failing, editable, texts
 from workers.boot import Worker
 from workers.editor import editor_of
@@ -38,7 +38,7 @@ def test_a_replica_ends_with_the_reason_and_leaves_its_batch(
     assert not worker.health.ready
     assert worker.health.reason == "the device failed: CUDA error: unspecified launch failure"
     assert records(deployment, "predictions") == []
-    assert not members(deployment)
+    wait_until(lambda: not members(deployment))
 
     mended = Worker("replica", Health(), editable("llama"), threading.Event())
 

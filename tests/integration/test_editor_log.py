@@ -28,10 +28,14 @@ from tests.integration.running import (
     question,
     records,
     wait_until,
+    wait_until_settled,
 )
 from tests.unit.engine.tiny import LAYER, MODEL, added, sealed, texts
 
 PROMPTS = texts(40, seed=11, shortest=6, longest=9)
+
+SESSION = 15.0
+"""Seconds, of the pair."""
 
 ALLOWANCE = 14.0
 """Seconds that a take-over may take on a busy machine once the place is free."""
@@ -53,7 +57,8 @@ def test_an_editor_killed_again_and_again_gives_every_feedback_record_one_outcom
             wait_until(lambda share=share: len(records(deployment, EDITS)) > share * len(given), 60)  # type: ignore[misc]
             editor.kill()
             editor.start()
-        wait_until(lambda: len(records(deployment, EDITS)) >= len(given), 60, what="every outcome")
+            editor.wait_ready()
+        wait_until(lambda: len(records(deployment, EDITS)) >= len(given), what="every outcome")
         editor.wait_ready()
         wait_until(lambda: editor.state()["seq"] == deltas_in_log(deployment)[-1].seq)
         outcomes, deltas = outcomes_in_log(deployment), deltas_in_log(deployment)
@@ -73,7 +78,8 @@ def test_an_editor_killed_again_and_again_gives_every_feedback_record_one_outcom
 
 @pytest.fixture
 def pair(deployment: Settings, folder: Path) -> Iterator[tuple[Forked, Forked]]:
-    """One editor that leads, and one that stands by."""
+    """One editor that leads, and one that stands by, with sessions so long that two of them would be too late."""
+    deployment = deployment.model_copy(update={"session_timeout": SESSION})
     with Forked("first", "edit", deployment, folder) as first:
         first.wait_ready(90)
         assert leads(first)
@@ -107,7 +113,7 @@ class TestStandby:
         users.client.send(given)
         wait_until(lambda: len(outcomes_in_log(deployment)) > 3)
         first.kill()
-        wait_until(lambda: leads(second), deployment.session_timeout + ALLOWANCE, "a take-over in time")
+        wait_until(lambda: leads(second), SESSION + ALLOWANCE, "a take-over in time")
         wait_until(lambda: len(outcomes_in_log(deployment)) == len(given), 60)
         assert [outcome.feedback_id for outcome in outcomes_in_log(deployment)] == [one.feedback_id for one in given]
 
@@ -118,7 +124,7 @@ class TestStandby:
         users.client.send([flag(f"f{number}", PROMPTS[number], "museum") for number in range(12)])
         wait_until(lambda: len(outcomes_in_log(deployment)) > 1)
         first.pause()
-        wait_until(lambda: leads(second), deployment.session_timeout + ALLOWANCE, "a take-over in time")
+        wait_until(lambda: leads(second), SESSION + ALLOWANCE, "a take-over in time")
         wait_until(lambda: len(outcomes_in_log(deployment)) == 12, 60)
         first.go_on()
         assert first.wait() == 1
@@ -267,6 +273,7 @@ class TestRedis:
 
     def in_redis(self, history: History) -> Codebook:
         """The codebook of the log, once Redis holds all of it."""
+        wait_until_settled(history.settings, "deltas")
         replayed = replay_deltas(history.settings)
         assert replayed is not None
         radii = {entry: float(radius) for entry, radius in zip(replayed.entry_ids, replayed.radii_N, strict=True)}

@@ -34,6 +34,9 @@ from tests.integration.running import (
 from tests.unit.engine.tiny import SIZE, texts, tokenizer
 
 PROMPTS = texts(20, seed=11)
+LATE = 15.0
+"""Seconds that a busy machine may need beside what a worker gives itself to end."""
+
 TOKENS = 2000
 """What the patient model can be asked for at once."""
 
@@ -54,8 +57,8 @@ def patient(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def slow(deploy: Callable[..., Settings], prefix: str, patient: Path) -> Settings:
-    """A deployment of that model, whose replicas Kafka gives up after six silent seconds."""
-    return deploy("llama", prefix, model=str(patient), new_tokens_limit=TOKENS, session_timeout=6.0)
+    """A deployment of that model, whose answers take long."""
+    return deploy("llama", prefix, model=str(patient), new_tokens_limit=TOKENS)
 
 
 def long_answers(count: int) -> list[Request]:
@@ -90,7 +93,7 @@ def uncommitted(settings: Settings) -> int:
 def test_a_replica_that_is_told_to_stop_answers_what_it_took_and_its_successor_the_rest_once(
     deployment: Settings, users: Users, folder: Path
 ) -> None:
-    asked = [question(f"q{number}", PROMPTS[number % 20]) for number in range(3000)]
+    asked = [question(f"q{number}", PROMPTS[number % 20]) for number in range(10_000)]
     ids = [request.request_id for request in asked]
     with (
         users.client.predictions() as replies,
@@ -105,7 +108,7 @@ def test_a_replica_that_is_told_to_stop_answers_what_it_took_and_its_successor_t
         assert 0 < left < len(asked)
         assert not members(deployment)
         with Forked("second", "infer", deployment, folder):
-            assert len(replies.wait(ids, 30)) == len(asked)
+            assert len(replies.wait(ids, 120)) == len(asked)
     assert answered(deployment) == Counter(ids)
 
 
@@ -120,7 +123,7 @@ def test_an_answer_that_takes_too_long_is_left_to_another_replica(
             users.client.send(asked, partition=0)
             wait_until(lambda: metric(hasty.port, "gracestream_batch_size_count") > 0)
             hasty.process.terminate()
-            wait_until(lambda: not members(slow), 10, "an empty group")
+            wait_until(lambda: not members(slow), what="an empty group")
             assert hasty.wait(10) == 1
             assert "left_to_others" in hasty.said()
             assert uncommitted(slow) == len(asked)
@@ -137,7 +140,7 @@ def test_a_batch_longer_than_the_session_keeps_its_replica_in_the_group_and_is_a
         replica.wait_ready(90)
         users.ask(question("short", PROMPTS[0], parameters=Parameters(max_new_tokens=200, min_new_tokens=200)))
         speed = metric(replica.port, "gracestream_model_seconds_sum") / 200
-        asked = long_answers(1 + int(1.5 * slow.session_timeout / (TOKENS * speed)))
+        asked = long_answers(1 + int(3 * slow.session_timeout / (TOKENS * speed)))
         (member,) = members(slow)
         with users.client.predictions() as replies:
             users.client.send(asked, partition=0)
@@ -165,7 +168,7 @@ def test_an_edit_that_takes_too_long_is_left_to_the_next_editor(
         users.client.send([flag("f", PROMPTS[0], "river")])
         wait_until(lambda: "training_slowly" in slow.said())
         slow.process.terminate()
-        assert slow.wait(seconds + 1.5) == 1
+        assert slow.wait(seconds + LATE) == 1
         assert "not_stopped_in_time" in slow.said()
     assert [delta.op for delta in deltas_in_log(deployment)] == ["lead"]
     assert outcomes_in_log(deployment) == []
@@ -240,12 +243,12 @@ def test_workers_end_in_time_while_kafka_is_away_and_others_do_what_they_left(
     leave: Callable[[LocalKafka], None],
     come_back: Callable[[LocalKafka], None],
 ) -> None:
-    busy = deployment.model_copy(update={"kafka": own_kafka.bootstrap})
+    busy = deployment.model_copy(update={"kafka": own_kafka.bootstrap, "shutdown_timeout": 9.0})
     idle = busy.model_copy(update={"prefix": f"idle-{busy.prefix}"})
     for settings in (busy, idle):
         create_topics(settings, partitions=2, replication=1)
     users = users_of(busy)
-    asked = [question(f"q{number}", PROMPTS[number % 20]) for number in range(3000)]
+    asked = [question(f"q{number}", PROMPTS[number % 20]) for number in range(10_000)]
     flagged = [flag(f"f{number}", prompt, "river") for number, prompt in enumerate(PROMPTS[:6])]
     committing = Forked("committing", "edit", busy, folder, sabotage=partial(arm, "committing", signal.SIGSTOP))
     replica = Forked("replica", "infer", busy, folder)
@@ -266,7 +269,7 @@ def test_workers_end_in_time_while_kafka_is_away_and_others_do_what_they_left(
         time.sleep(2.0)  # until each waits for Kafka
         for worker in workers:
             worker.process.terminate()
-        deadline = time.monotonic() + busy.shutdown_timeout + 1.5
+        deadline = time.monotonic() + busy.shutdown_timeout + LATE
         for worker in workers:
             status = worker.wait(deadline - time.monotonic())
             said = worker.said()

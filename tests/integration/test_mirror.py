@@ -192,11 +192,11 @@ class TestWithoutRedis:
         mirror._store = RadiusStore(redis_client(lost(history.settings)), history.settings)
         history.add("a", [1.0, 0.0])
         wait_until(lambda: mirror._follower.latest_seq == 2)
+        lost_at = time.monotonic()
         assert step(mirror) == 1
         assert mirror.degraded
-        started = time.monotonic()
-        wait_until(lambda: step(mirror) == 2, 5)
-        assert 0.3 < time.monotonic() - started < 3
+        wait_until(lambda: step(mirror) == 2)
+        assert time.monotonic() - lost_at > history.settings.redis_grace
         assert mirror.degraded
         mirror._store = with_redis
         assert step(mirror) == 2, "Redis is back, and a step behind"
@@ -230,7 +230,7 @@ class TestWithoutRedis:
         started = time.monotonic()
         for _ in range(3):
             assert mirror.read_head() == "lost"
-        assert time.monotonic() - started < 3
+        assert time.monotonic() - started < 15
 
 
 finite = st.floats(min_value=0, width=32, allow_nan=False, allow_infinity=False)

@@ -77,7 +77,7 @@ def system(
     request: pytest.FixtureRequest, deploy: Callable[..., Settings], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[System]:
     """A running system of each kind of model, shared by the tests that kill nothing."""
-    settings = deploy(request.param, f"t{secrets.token_hex(4)}-")
+    settings = deploy(request.param, f"t{secrets.token_hex(4)}-", min_seq_wait=60.0)
     folder = tmp_path_factory.mktemp("system")
     with ExitStack() as stack:
         editor = stack.enter_context(Forked("editor", "edit", settings, folder))
@@ -190,7 +190,7 @@ class TestServing:
         outcome = system.users.correct(flag("idle", PROMPTS[20], OTHERS[system.kind]))["idle"]
         assert outcome.status in {"added", "replaced", "split"}
         for replica in system.replicas:
-            wait_until(lambda replica=replica: replica.state()["seq"] >= outcome.seq, 5)  # type: ignore[misc]
+            wait_until(lambda replica=replica: replica.state()["seq"] >= outcome.seq)  # type: ignore[misc]
 
     def test_a_min_seq_beyond_the_log_is_answered_at_once_with_an_error(self, system: System) -> None:
         started = time.monotonic()
@@ -227,7 +227,7 @@ def test_a_replica_that_is_killed_loses_no_question_and_comes_back_with_the_same
 
         wait_until(lambda: len(members(deployment)) == 2, what="a group of two again")
         assert survivor.stop() == 0
-        wait_until(lambda: len(members(deployment)) == 1, 3, "a group of one, as one stopped in order leaves it")
+        wait_until(lambda: len(members(deployment)) == 1, what="a group of one, as one stopped in order leaves it")
         assert not list(folder.glob("*inference-data*")), "a replica keeps nothing where it runs"
 
 

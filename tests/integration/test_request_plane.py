@@ -42,7 +42,7 @@ def sending(settings: Settings) -> Iterator[Callable[[int, bytes], Any]]:
 
 async def until(found: Callable[[], object]) -> None:
     """Wait for it, with patience."""
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(2 * PATIENCE):
         while not found():
             await asyncio.sleep(0.02)
 

@@ -15,7 +15,7 @@ from deploy.local.kafka import LocalKafka
 from pipeline.clients import producer
 from pipeline.settings import Settings
 from pipeline.topics import EDITS, FEEDBACK, create_topics
-from tests.integration.running import records
+from tests.integration.running import records, wait_until_settled
 
 AWAY = 3.0
 """Seconds of silence: several attempts to connect."""
@@ -34,9 +34,9 @@ def settings(deployment: Settings, own_kafka: LocalKafka) -> Settings:
     return found
 
 
-def begun(settings: Settings, **options: Any) -> Any:
+def begun(settings: Settings) -> Any:
     """A writer within a transaction that has written one record to `edits`."""
-    writer = producer(settings, transactional_id=settings.topic("editor"), **options)
+    writer = producer(settings, transactional_id=settings.topic("editor"))
     writer.init_transactions()
     writer.begin_transaction()
     writer.send(settings.topic(EDITS), value=b"one", partition=0).get(timeout=30)
@@ -65,6 +65,7 @@ def test_a_transaction_that_kafka_died_in_is_committed_once_it_is_back(
     own_kafka.start()
     waiting.join(40)
     assert not waiting.is_alive()
+    wait_until_settled(settings, EDITS)
     assert [record.value for record in records(settings, EDITS)] == [b"one"]
     writer.close()
 
@@ -80,7 +81,8 @@ CALLS: dict[str, Callable[[Any, Settings], None]] = {
 def test_whoever_waits_for_a_kafka_that_is_silent_is_told_in_time(
     settings: Settings, own_kafka: LocalKafka, step: str
 ) -> None:
-    writer = begun(settings, max_block_ms=2000)
+    writer = begun(settings)
+    writer.config["max_block_ms"] = 2000
     own_kafka.child.send(signal.SIGSTOP)
     try:
         with pytest.raises(KafkaTimeoutError, match="within 2 s"):
@@ -90,5 +92,6 @@ def test_whoever_waits_for_a_kafka_that_is_silent_is_told_in_time(
         own_kafka.child.send(signal.SIGCONT)
     writer = begun(settings)  # ends what was open
     writer.commit_transaction()
+    wait_until_settled(settings, EDITS)
     assert records(settings, EDITS)[-1].value == b"one"
     writer.close()
