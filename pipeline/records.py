@@ -20,8 +20,9 @@ class Records(MemoryRecords):  # type: ignore[misc]
     def next_batch(self) -> Any:
         """The next batch; None after the last one."""
         batch = super().next_batch()
-        # Older ones, of message format 0 and 1, have no headers.
-        return _Batch(batch._buffer) if isinstance(batch, DefaultRecordBatch) else batch  # noqa: SLF001  (no public name)
+        if isinstance(batch, DefaultRecordBatch):  # older ones, of message format 0 and 1, have no headers
+            batch.__class__ = _Batch
+        return batch
 
 
 class PartitionRecords(Fetcher.PartitionRecords):  # type: ignore[misc]
@@ -32,13 +33,13 @@ class PartitionRecords(Fetcher.PartitionRecords):  # type: ignore[misc]
 
 
 class _Batch(DefaultRecordBatch):  # type: ignore[misc]
-    _buffer: bytearray
+    __slots__ = ()  # so that a batch can become one where it is
 
     def _read_msg(self) -> Any:
         try:
             return super()._read_msg()
         except UnicodeDecodeError:  # of a name; it was to be read from where the last record ended
-            self._buffer = _Lenient(self._buffer)
+            self._buffer = _Lenient(self._buffer)  # type: ignore[has-type,misc]
             return super()._read_msg()
 
 

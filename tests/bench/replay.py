@@ -1,7 +1,6 @@
 """How fast a history is folded, and how fast a replica starts: `make bench NAME=replay`.
 
-A log of made-up deltas on a real Kafka, each one new entry in a record batch of its own, as an editor commits them
-(though fifty to a transaction, so 2 % of the batches are control batches where an editor's log has half). Then:
+A log of made-up deltas on a real Kafka, each one new entry in a transaction of its own, as an editor commits them:
 
 - `replay/full`: what `gracestream replay` does, with every digest checked.
 - `start/log`: a replica that folds the whole log.
@@ -48,6 +47,8 @@ from tests.bench.framework import BenchError, Options, Row
 MODEL, LAYER = "f" * 64, "layer.0"
 WIDTHS = ((576, 576), (1536, 576))
 ENTRIES, FEW = 100_000, 5_000
+WRITERS = 8
+
 AGAIN = 3
 """Runs of which the best counts."""
 
@@ -152,26 +153,36 @@ def _best(call: Callable[[], T]) -> tuple[float, T]:
 
 
 async def _fill(settings: Settings, count: int, width_D: int, width_V: int) -> None:
-    """A lead, and then one new entry a delta. (aiokafka: faust brings it, and its checksums are not in Python.)"""
-    client = AIOKafkaProducer(
-        bootstrap_servers=settings.kafka,
-        transactional_id=settings.topic("bench"),
-        max_batch_size=1,  # a batch takes one record, whatever its size
-        max_request_size=MAX_DELTA_BYTES,
-    )
-    await client.start()
+    """A lead, and then one new entry a delta, each in a transaction of its own, as an editor writes them.
+
+    Several writers take turns, so that one may write while Kafka ends the transaction of another. (aiokafka's, which
+    faust brings: its checksums are not in Python.)
+    """
+    writers = [
+        AIOKafkaProducer(
+            bootstrap_servers=settings.kafka,
+            transactional_id=settings.topic(f"bench-{number}"),
+            max_request_size=MAX_DELTA_BYTES,
+        )
+        for number in range(WRITERS)
+    ]
+    await asyncio.gather(*(writer.start() for writer in writers))
     try:
         generator = np.random.default_rng(0)
         digest = GENESIS
-        for first in range(1, count + 2, 50):
-            async with client.transaction():
-                for seq in range(first, min(first + 50, count + 2)):
-                    record, delta = seal(_delta(seq, generator, width_D, width_V), digest)
-                    digest = delta.digest
-                    sent = await client.send(settings.topic(DELTAS), value=record, partition=0)
-            await sent
+        ending: dict[int, asyncio.Task[None]] = {}
+        for seq in range(1, count + 2):
+            turn = seq % WRITERS
+            if turn in ending:
+                await ending[turn]
+            record, delta = seal(_delta(seq, generator, width_D, width_V), digest)
+            digest = delta.digest
+            await writers[turn].begin_transaction()
+            await writers[turn].send_and_wait(settings.topic(DELTAS), value=record, partition=0)
+            ending[turn] = asyncio.create_task(writers[turn].commit_transaction())
+        await asyncio.gather(*ending.values())
     finally:
-        await client.stop()
+        await asyncio.gather(*(writer.stop() for writer in writers))
 
 
 def _delta(seq: int, generator: np.random.Generator, width_D: int, width_V: int) -> Delta:
