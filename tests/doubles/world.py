@@ -180,7 +180,8 @@ class Story:
         self.redis = MemoryRedis()
         self.redis_is_away = False
         self.processes: list[Process] = []
-        self.happened: list[str] = []
+        self.happened: list[tuple[str, str, str]] = []
+        """Whom what befell at which operation."""
         self._troubles = self._random.randint(0, 10)
         self._unsent = [self._feedback(number) for number in range(self._random.randint(3, 8))]
         self._reader = self.kafka.consumer(SETTINGS)
@@ -196,7 +197,7 @@ class Story:
             return
         self._troubles -= 1
         kind = self._random.choice(TROUBLES)
-        self.happened.append(f"{process.name}: {kind} at {operation}")
+        self.happened.append((process.name, kind, operation))
         match kind:
             case "kill":
                 process.killed = True
