@@ -35,6 +35,7 @@ BENCHES = {
     "replay": "tests.bench.replay",
     "undo": "tests.bench.undo",
     "overhead": "tests.bench.overhead",
+    "edit": "tests.bench.edit",
 }
 """The module of each benchmark, whose `run` takes `Options` and yields rows."""
 

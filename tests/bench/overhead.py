@@ -39,7 +39,7 @@ def run(options: Options) -> Iterator[Row]:
     counts = dict(list(COUNTS.items())[:1]) if options.quick else COUNTS
     for subject in subjects:
         model = subject.load()
-        real = _activations(subject, model, 100_000 if not options.quick else 20_000, options)
+        real = activations(subject, model, 100_000 if not options.quick else 20_000, options)
         for kind in ("real", "random"):
             for said, count in counts.items():
                 codebook = _codebook(model, kind, real, count)
@@ -102,7 +102,7 @@ def _measured(
     yield Row(f"{name}/hits", hits / (len(prompts) + batch), "share")
 
 
-def _activations(subject: Subject, model: EditableModel, count: int, options: Options) -> np.ndarray:
+def activations(subject: Subject, model: EditableModel, count: int, options: Options) -> np.ndarray:
     """What the edited layer sees at every token of random prompts: (count, D)."""
     seen: list[torch.Tensor] = []
     module = model.module.get_submodule(model.layer)

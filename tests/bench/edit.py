@@ -1,0 +1,172 @@
+"""What an edit costs, beside a textbook GRACE, and what stored entries add to it: `make bench NAME=edit`.
+
+Each takes 100 steps from the same start, on one thread; CPU seconds of the process; the two take turns, and medians are
+compared. The textbook's step runs the whole model forward, looks through all keys, and runs it backward with gradients
+of the weights; `frozen` is the same without those, a kinder one. Ours is all that the editor does for a correction but
+for what Kafka and Redis take.
+
+- `edit/MODEL/20`: a prompt of so many tokens. The floor of a step is one pass forward and one backward through the
+  blocks after the edited layer, at those positions that depend on the value.
+- `edit/MODEL/100k`: the same edit with so many entries, each an edit that the guard keeps, and with none.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TypeVar
+
+import numpy as np
+import torch
+from msgspec import UNSET
+
+from pipeline.edited import correction
+from pipeline.editing import EditEngine
+from pipeline.model import EditableModel, verdict
+from pipeline.plan import Plan
+from pipeline.training import Recipe
+from schemas.deltas import Cause, EntryChange, Tensor
+from tests.bench.framework import BenchError, Options, Row
+from tests.bench.models import SUBJECTS, Subject
+from tests.bench.overhead import activations
+from tests.bench.textbook import TextbookGrace
+
+T = TypeVar("T")
+
+STEPS = 100
+TOKENS = {"bert-base": (20, 512), "gpt2-small": (20, 200), "t5-v1.1-small": (20, 200)}
+STORED = 100_000
+AGAIN = 5
+USUAL = 17
+"""Steps of a usual edit."""
+
+GOALS = {("bert-base", 20): 12.0, ("bert-base", 512): 60.0, ("gpt2-small", 20): 2.3, ("t5-v1.1-small", 20): 1.3}
+PLAN = Plan(recipe=Recipe(max_steps=STEPS, learning_rate=1.0, margin=float("inf")), traffic=0, radius=0.1)
+
+
+def run(options: Options) -> Iterator[Row]:
+    """Every model whose edits have a goal; `--quick`: one of them, with a twentieth of the entries."""
+    for subject in SUBJECTS[: 1 if options.quick else 3]:
+        model = subject.load()
+        for tokens in TOKENS[subject.name][: 1 if options.quick else None]:
+            options.tell(f"{subject.name}: edits of {tokens} tokens")
+            yield from _beside_textbook(subject, model, tokens)
+        yield from _with_entries(subject, model, STORED // 20 if options.quick else STORED, options)
+
+
+def _beside_textbook(subject: Subject, model: EditableModel, tokens: int) -> Iterator[Row]:
+    seconds: dict[str, list[float]] = {"ours": [], "textbook": [], "frozen": []}
+    apart = 0.0
+    for number in range(AGAIN):
+        text, target = _wrong(subject, model, tokens, number)
+        engine = _engine(model, PLAN)
+        spent, edited = _timed(lambda: engine.edit(correction("f", text, target), 0))  # noqa: B023  (called at once)
+        if edited.outcome is None or edited.outcome.steps != STEPS or edited.outcome.loss is UNSET:
+            raise BenchError(f"an edit of {subject.name} came out otherwise: {edited.outcome}")
+        seconds["ours"].append(spent)
+        for way in ("textbook", "frozen"):
+            model.module.requires_grad_(way == "textbook")
+            spent, loss = _timed(lambda: _textbook(model, text, target))  # noqa: B023  (likewise)
+            model.module.requires_grad_(False)
+            seconds[way].append(spent)
+            apart = max(apart, abs(loss - edited.outcome.loss) / loss)
+    medians = {way: statistics.median(some) for way, some in seconds.items()}
+    name = f"edit/{subject.name}/{tokens}"
+    goal = GOALS.get((subject.name, tokens))
+    yield Row(f"{name}/textbook-of-ours", medians["textbook"] / medians["ours"], "x", goal)
+    yield Row(f"{name}/frozen-of-ours", medians["frozen"] / medians["ours"], "x")
+    yield Row(f"{name}/seconds", medians["ours"], "s", medians["textbook"])
+    yield Row(f"{name}/loss-apart", apart, "relative", 1e-4)
+
+
+def _with_entries(subject: Subject, model: EditableModel, count: int, options: Options) -> Iterator[Row]:
+    """An edit in a full codebook and in an empty one, in turns."""
+    plan = replace(PLAN, recipe=replace(PLAN.recipe, max_steps=USUAL))
+    engines = {"none": _engine(model, plan), "stored": _engine(model, plan)}
+    keys_ND = activations(subject, model, count, options)
+    _fill(engines["stored"], keys_ND)
+    options.tell(f"{subject.name}: {count} entries")
+    seconds: dict[str, list[float]] = {way: [] for way in engines}
+    for number in range(4 * AGAIN):
+        text, target = _wrong(subject, model, 20, 1000 + number)
+        for way, engine in engines.items():
+
+            def edit(engine: EditEngine = engine, text: str = text, target: str = target, number: int = number) -> None:
+                edited = engine.edit(correction(f"edit-{number}", text, target), number)
+                if edited.record is not None:
+                    engine.apply(edited.record)
+
+            spent, _ = _timed(edit)
+            if number:  # the first of each warms up
+                seconds[way].append(spent)
+    medians = {way: statistics.median(some) for way, some in seconds.items()}
+    name = f"edit/{subject.name}/{count // 1000}k"
+    yield Row(f"{name}/stored-of-none", medians["stored"] / medians["none"], "x", 1.05)
+    yield Row(f"{name}/added-milliseconds", 1000 * (medians["stored"] - medians["none"]), "ms")
+    yield Row(f"{name}/seconds", medians["stored"], "s", medians["none"])
+
+
+def _engine(model: EditableModel, plan: Plan) -> EditEngine:
+    engine = EditEngine(model, "default", plan)
+    engine.apply(engine.lead({}))
+    return engine
+
+
+def _fill(engine: EditEngine, keys_ND: np.ndarray) -> None:
+    """Entries by deltas, a thousand each, and the edits that made them."""
+    width = engine.model.module.get_submodule(engine.model.layer)(torch.zeros(1, 1, keys_ND.shape[1])).shape[-1]
+    value = Tensor.of(np.zeros(width, np.float32))
+    for number, key_D in enumerate(keys_ND):
+        name = f"e{number}"
+        entry = EntryChange(entry_id=name, key=Tensor.of(key_D), value=value, radius=0.1, label=(number % 1000,))
+        cause = Cause(feedback_id=name, offset=number, entry_id=name)
+        engine.apply(engine.record("add", entries=(entry,), cause=cause))
+
+
+def _wrong(subject: Subject, model: EditableModel, tokens: int, seed: int) -> tuple[str, str]:
+    """A prompt of so many tokens, and a target that the model does not give."""
+    (prompt,) = subject.prompts(model, 1, tokens, seed=100 + seed)
+    text = model.task.tokenizer.decode(prompt)
+    for target in ("1", "0") if subject.name == "bert-base" else ("w17 w23",):
+        _, supervised = model.supervised(text, target)
+        with torch.no_grad():
+            if not verdict(model.task.logits(supervised), supervised.label_L)[0].right:
+                return text, target
+    raise BenchError(f"{subject.name} is never wrong")
+
+
+def _textbook(model: EditableModel, text: str, target: str) -> float:
+    """Train a value as a textbook would; the loss at the end."""
+    _, supervised = model.supervised(text, target)
+    module = model.module.get_submodule(model.layer)
+    mask_BT = supervised.batch.mask_BT
+    assert mask_BT is not None
+    token = int(mask_BT.sum()) - 1 if model.adaptor.query == "last" else 0
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    handle = module.register_forward_hook(lambda _module, args, output: seen.append((args[0], output)))
+    with torch.no_grad():
+        model.task.logits(supervised)
+    handle.remove()
+    everywhere = model.adaptor.replace == "all"
+    ((inputs, outputs),) = seen
+    start_V = outputs[0, : int(mask_BT.sum())].mean(dim=0) if everywhere else outputs[0, token]
+    values_NV = torch.nn.Parameter(start_V.clone()[None])
+    grace = TextbookGrace(module, inputs[:, token], values_NV, torch.ones(1), token=token, everywhere=everywhere)
+    optimizer = torch.optim.Adam([values_NV], lr=PLAN.recipe.learning_rate)
+    try:
+        for _ in range(STEPS):
+            loss = torch.nn.functional.cross_entropy(model.task.logits(supervised), supervised.label_L)
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        with torch.no_grad():
+            return float(torch.nn.functional.cross_entropy(model.task.logits(supervised), supervised.label_L))
+    finally:
+        grace.remove()
+        model.module.zero_grad(set_to_none=True)
+
+
+def _timed(call: Callable[[], T]) -> tuple[float, T]:
+    started = time.process_time()
+    given = call()
+    return time.process_time() - started, given
