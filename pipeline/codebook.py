@@ -135,9 +135,10 @@ class Codebook:
             return None
         self._check_place(delta, record)
         arrays = [self._checked(change) for change in delta.entries]
-        for side in zip(*arrays, strict=True):
-            if len({array.shape for array in side if array is not None}) > 1:
-                raise DeltaFault(f"delta {delta.seq} has keys, or values, of different widths")
+        if len(arrays) > 1:
+            for side in zip(*arrays, strict=True):
+                if len({array.shape for array in side if array is not None}) > 1:
+                    raise DeltaFault(f"delta {delta.seq} has keys, or values, of different widths")
         return delta, arrays
 
     def restore(
@@ -247,9 +248,9 @@ class Codebook:
                 raise DeltaFault(f"entry {change.entry_id!r} cannot be removed: it is not there")
             return None, None
         fields = (change.key, change.value, change.radius, change.label)
-        if not known and any(field is UNSET for field in fields):
+        if not known and UNSET in fields:
             raise DeltaFault(f"the new entry {change.entry_id!r} lacks its key, value, radius or label")
-        if all(field is UNSET for field in fields):
+        if fields.count(UNSET) == len(fields):
             raise DeltaFault(f"entry {change.entry_id!r} is named, but nothing of it changes")
         if change.label is not UNSET and len(change.label) > LABEL_LENGTH:
             raise DeltaFault(

@@ -165,10 +165,14 @@ def decode_delta(record: bytes | None) -> Delta:
     if record is None:
         raise InvalidMessage("the record has no value")
     try:
-        check_version(msgspec.msgpack.decode(record, type=Message).v)  # first: a newer schema may know other ops
-        delta = msgspec.msgpack.decode(record, type=Delta)
+        try:
+            delta = msgspec.msgpack.decode(record, type=Delta)
+        except msgspec.ValidationError:
+            check_version(msgspec.msgpack.decode(record, type=Message).v)  # a newer schema may know other ops
+            raise
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidMessage(f"not a valid delta: {one_line(error)}") from error
+    check_version(delta.v)
     if len(delta.digest) != DIGEST_BYTES or record[-DIGEST_BYTES:] != delta.digest:
         raise InvalidMessage("the record does not end with its digest")
     return delta
