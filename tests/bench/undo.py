@@ -21,7 +21,7 @@ from schemas.deltas import decode_delta
 from schemas.messages import Feedback
 from tests.bench.framework import Options, Row
 from tests.unit.engine.points import PointModel
-from tests.unit.engine.test_undo import Story
+from tests.unit.engine.stories import Story
 from tests.unit.engine.tiny import CODEBOOK
 
 WIDTH = 64

@@ -1,0 +1,116 @@
+"""A history that is told step by step, with the undos in it: what an editor does, without Kafka."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec import UNSET
+
+from pipeline.edited import correction
+from pipeline.editing import Again, EditEngine
+from pipeline.environment import environment
+from pipeline.plan import Plan
+from pipeline.sight import together
+from pipeline.undo import undo
+from schemas.deltas import decode_delta
+from schemas.messages import Feedback, Outcome
+from tests.unit.engine.points import PointModel, at, point
+from tests.unit.engine.tiny import CODEBOOK
+
+
+@dataclass
+class Story:
+    """An engine, its log, and the feedback that it was given."""
+
+    engine: EditEngine
+    deltas: list[bytes] = field(default_factory=list)
+    feedback: list[Feedback] = field(default_factory=list)
+    told: list[Plan | int] = field(default_factory=list)
+    """What came: the plan of each new term, the offset of each feedback."""
+
+    def each_delta(self, on_record: Callable[[bytes], bool]) -> None:
+        all(map(on_record, self.deltas))
+
+    def corrections(self, since: int) -> Mapping[int, Feedback]:
+        return {at: one for at, one in enumerate(self.feedback) if at >= since and not one.undoes}
+
+    def take(self, feedback: Feedback) -> Outcome:
+        offset = len(self.feedback)
+        self.feedback.append(feedback)
+        self.told.append(offset)
+        edited = undo(self.engine, feedback, offset, self) if feedback.undoes else self.engine.edit(feedback, offset)
+        assert edited.outcome is not None
+        if edited.record is not None:
+            self.apply(edited.record)
+        return edited.outcome
+
+    def apply(self, record: bytes) -> None:
+        self.deltas.append(record)
+        self.engine.apply(record)
+
+    def lead(self, plan: Plan) -> None:
+        """A new term, under another plan."""
+        self.engine.plan = plan
+        self.told.append(plan)
+        self.apply(self.engine.lead(environment(self.engine.model, plan)))
+
+    def correct(self, name: str, place: tuple[float, ...], label: int, author: str | None = None) -> Outcome:
+        one = correction(name, at(*place), str(label))
+        return self.take(one if author is None else Feedback(**(fields_of(one) | {"author": author})))
+
+    def undo(self, name: str, taken_back: str) -> Outcome:
+        return self.take(Feedback(v=1, feedback_id=name, undo=taken_back))
+
+    def undo_author(self, name: str, author: str) -> Outcome:
+        return self.take(Feedback(v=1, feedback_id=name, undo_author=author))
+
+    def served(self) -> dict[str, tuple[str, bytes]]:
+        """Which entry serves each edit in force, and its query."""
+        memory = self.engine.memory
+        return {name: (memory.serving_entry(name), memory.query(name).tobytes()) for name in memory.feedback_ids}
+
+
+def fields_of(message: Feedback) -> dict[str, Any]:
+    return {name: getattr(message, name) for name in message.__struct_fields__}
+
+
+def plan_of(**fields: Any) -> Plan:
+    usual: dict[str, Any] = {"radius_unit": "absolute", "traffic": 8}
+    return Plan(**(usual | fields))
+
+
+def story(**plan: Any) -> Story:
+    made = Story(EditEngine(PointModel(2), CODEBOOK, plan_of(**plan)))
+    made.lead(made.engine.plan)
+    return made
+
+
+def without(told: Story, gone: set[str]) -> Story:
+    """The same history but for this feedback, decided and trained anew; each decision sees the traffic that it saw."""
+    made = Story(EditEngine(PointModel(2), CODEBOOK, told.engine.plan))
+    causes = [delta.cause for delta in map(decode_delta, told.deltas) if delta.cause is not UNSET]
+    seen = {cause.feedback_id: cause.seen for cause in causes if cause.seen is not UNSET}
+    for name, later in told.engine.memory.decided.items():
+        seen[name] = together(seen[name], later)
+    for one in told.told:
+        if isinstance(one, Plan):
+            made.lead(one)
+            continue
+        feedback = told.feedback[one]
+        if not feedback.undoes and feedback.feedback_id not in gone:
+            edited = made.engine.edit(feedback, one, Again(seen[feedback.feedback_id]))
+            assert edited.record is not None
+            made.apply(edited.record)
+    return made
+
+
+def assert_same(ours: Story, theirs: Story) -> None:
+    assert ours.engine.codebook.state_digest() == theirs.engine.codebook.state_digest()
+    assert ours.served() == theirs.served()
+
+
+def see(told: Story, place: tuple[float, ...], offset: int) -> None:
+    """Traffic that nobody flagged."""
+    rank = told.engine.traffic.wants(0, offset, 0.0)
+    assert rank is not None
+    told.engine.observe(rank, point(*place))
