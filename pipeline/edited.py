@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from schemas.deltas import Seen
 from schemas.messages import VERSION, Feedback, Inputs, Outcome
 
 
@@ -10,13 +11,15 @@ class Edited:
     """The outcome of one feedback record, and the record for `deltas` that carries it out (None: nothing changes).
 
     `invalid` marks feedback that cannot be taken at all, for `reason`: it belongs in the dead letter queue. Only where
-    it does not even tell its id is there no outcome.
+    it does not even tell its id is there no outcome. `seen` is what of the traffic the status of an outcome
+    without a record rested on, where it did.
     """
 
     outcome: Outcome | None
     record: bytes | None = None
     invalid: bool = False
     reason: str = ""
+    seen: Seen | None = None
 
 
 def rejected(feedback: Feedback, reason: str, *, invalid: bool = False, **fields: object) -> Edited:

@@ -166,7 +166,11 @@ class EditEngine:
             distance=float(nearest.distances_B[0]),
             known_V=None if again is None else again.value_V,
         )
-        return self._keep(case, session.hits[0], verdict.loss) if verdict.right else self._decide(case)
+        edited = self._keep(case, session.hits[0], verdict.loss) if verdict.right else self._decide(case)
+        if edited.record is not None:
+            return edited
+        nearest_id = [] if case.slot == NO_SLOT else [self.codebook.entry_ids[case.slot]]
+        return replace(edited, seen=sight.deciding(*nearest_id))
 
     def _keep(self, case: Case, hit: Hit | None, loss: float) -> Edited:
         """A correction that the model fulfils already: a delta, usually without a change, puts it under the guard.

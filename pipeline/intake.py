@@ -11,6 +11,7 @@ from pipeline.device import raise_if_broken
 from pipeline.edited import Edited, rejected
 from pipeline.editing import EditEngine
 from pipeline.errors import UserError
+from pipeline.fruitless import Fruitless
 from pipeline.rewriting import History
 from pipeline.undo import undo
 from schemas.messages import VERSION, Feedback, InvalidMessage, Outcome, decode, one_line, peek_id
@@ -62,19 +63,30 @@ class Intake:
             admitted = self._admission.admit(feedback, value or b"", timestamp)
         except Refused as refused:
             return Taken(rejected(feedback, str(refused)))
-        return Taken(self._decide(feedback, offset, value), admitted.headers())
+        edited, book = self._decide(feedback, offset), self._engine.codebook
+        headers = admitted.headers()
+        if edited.record is None:
+            assert edited.outcome is not None
+            headers += Fruitless(offset, book.term, book.seq, edited.outcome, edited.seen).headers()
+        return Taken(edited, headers)
 
-    def _decide(self, feedback: Feedback, offset: int, value: bytes | None) -> Edited:
+    def _decide(self, feedback: Feedback, offset: int) -> Edited:
         try:
             if feedback.undoes:
                 return undo(self._engine, feedback, offset, self._history, self._at_work)
             return self._engine.edit(feedback, offset)
-        except (UserError, KafkaError, OSError):
-            raise
         except Exception as error:  # whatever one record does to the model, the stream moves on
-            raise_if_broken(error)
+            edited = failed(feedback, error)
             log.exception("edit_failed", offset=offset)
-            return _unreadable(value, f"the model failed: {type(error).__name__}: {one_line(error)}")
+            return edited
+
+
+def failed(feedback: Feedback, error: Exception) -> Edited:
+    """What becomes of feedback on which the model failed. Raises an error that is no fault of the record."""
+    if isinstance(error, (UserError, KafkaError, OSError)):
+        raise error
+    raise_if_broken(error)
+    return rejected(feedback, f"the model failed: {type(error).__name__}: {one_line(error)}", invalid=True)
 
 
 def _unreadable(value: bytes | None, reason: str) -> Edited:

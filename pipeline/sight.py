@@ -43,6 +43,11 @@ class Sight:
         seen = Seen(radius=self.radius, clearance=self._clearance, start=self.start)
         return seen if nearest is None else msgspec.structs.replace(seen, nearest=nearest, distance=distance)
 
+    def deciding(self, *names: str) -> Seen:
+        """As much of it as the kind of a decision rests on: the initial radius, and the clearance of these keys."""
+        asked = {name: self._clearance[name] for name in names if name in self._clearance}
+        return Seen(radius=self.radius, clearance=asked)
+
 
 def together(first: Seen, later: Seen) -> Seen:
     """What a decision saw when it was made, and what it saw beside that when it was made again."""

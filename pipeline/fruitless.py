@@ -1,0 +1,54 @@
+"""Decisions that left no delta: what their outcomes on `edits` say, so that they can be made again.
+
+Such an outcome is `rejected`, or `unchanged` where nothing is to be kept: the correction of a used id, or an undo of
+nothing. Its headers name the codebook that it was decided on, and what it saw of the traffic as far as another status
+could have come of that. What was not decided on, because it could not be read or was not let in, has no such headers.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from pipeline.editor_log import feedback_offset
+from schemas.deltas import Seen
+from schemas.messages import Outcome, decode
+
+TERM_HEADER, SEQ_HEADER, SEEN_HEADER = "term", "codebook_seq", "seen"
+
+
+@dataclass(frozen=True, slots=True)
+class Fruitless:
+    """What became of the feedback at an offset, decided on the codebook as of delta `seq` of `term`."""
+
+    offset: int
+    term: int
+    seq: int
+    outcome: Outcome
+    seen: Seen | None
+
+    def headers(self) -> list[tuple[str, bytes]]:
+        """What the outcome carries, beside the feedback's offset."""
+        place = [(TERM_HEADER, str(self.term).encode()), (SEQ_HEADER, str(self.seq).encode())]
+        return place if self.seen is None else [*place, (SEEN_HEADER, msgspec.json.encode(self.seen))]
+
+
+def fruitless_in(record: Any) -> Fruitless | None:
+    """The decision that a record of `edits` tells of; None where it left a delta, or nothing was decided."""
+    headers = dict(record.headers)
+    if SEQ_HEADER not in headers:
+        return None
+    return Fruitless(
+        offset=feedback_offset(record),
+        term=int(headers[TERM_HEADER]),
+        seq=int(headers[SEQ_HEADER]),
+        outcome=decode(record.value, Outcome),
+        seen=_seen(headers.get(SEEN_HEADER)),
+    )
+
+
+def _seen(header: bytes | None) -> Seen | None:
+    try:
+        return None if header is None else msgspec.json.decode(header, type=Seen)
+    except msgspec.ValidationError:
+        return None  # of a radius that no delta can hold; no traffic bounds it, so it is the plan's
