@@ -1,15 +1,16 @@
-"""The history as it lies in Kafka: every delta from the first, and the feedback behind them."""
+"""The history as it lies in Kafka: every delta from the first, the feedback behind them, and what left no delta."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from kafka.errors import KafkaTimeoutError
 
 from pipeline.editor_log import ANSWER_SECONDS
 from pipeline.follower import read_history
+from pipeline.fruitless import Fruitless, fruitless_in
 from pipeline.reading import read_topic
 from pipeline.settings import Settings
-from pipeline.topics import DELTAS, FEEDBACK
+from pipeline.topics import DELTAS, EDITS, FEEDBACK
 from schemas.messages import Feedback, InvalidMessage, decode
 
 PAUSE_SECONDS = 0.02
@@ -17,7 +18,7 @@ PAUSE_SECONDS = 0.02
 
 
 class KafkaHistory:
-    """What `deltas` and `feedback` hold now. Raises kafka-python's KafkaError where Kafka fails."""
+    """What `deltas`, `feedback` and `edits` hold now. Raises kafka-python's KafkaError where Kafka fails."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -57,3 +58,9 @@ class KafkaHistory:
             except InvalidMessage:
                 continue  # the editor rejected it
         return found
+
+    def fruitless(self) -> Iterator[Fruitless]:
+        """The decisions that left no delta, in the order of feedback."""
+        for record in read_topic(self._settings, EDITS):
+            if (found := fruitless_in(record)) is not None:
+                yield found

@@ -4,9 +4,17 @@ Each decision is compared with the recorded one. Corrections come from `feedback
 stands in its delta, since requests are kept for days and deltas for ever, and so does the plan of each term. Under the
 same versions and on the same device every record comes out the same, byte for byte; elsewhere the decisions do, and
 values differ by rounding.
+
+What left no delta is decided again too, on the codebook that it was decided on, as its outcome on `edits` tells: what
+was rejected, be it that no value was found, that the model cannot take the input or failed on it, or that the id was
+used; the same correction again, which was unchanged; and undos of nothing. Its status must be the same again; the
+reason may be in other words and numbers. Not decided again is what no codebook and no model had a part in: feedback
+that could not be read, and what admission refused, by the limits and the list of authors of that minute.
 """
 
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -16,10 +24,12 @@ from msgspec import UNSET, Struct
 from pipeline.codebook import Codebook, DeltaFault
 from pipeline.edited import Edited
 from pipeline.editing import Again, EditEngine
+from pipeline.fruitless import Fruitless
+from pipeline.intake import failed
 from pipeline.model import EditableModel
 from pipeline.plan import Plan, plan_of
 from pipeline.undo import undo
-from schemas.deltas import Delta, EntryChange, Tensor, decode_delta
+from schemas.deltas import Delta, EntryChange, Seen, Tensor, decode_delta
 from schemas.messages import Feedback
 
 
@@ -27,9 +37,10 @@ class Compared(Struct):
     """How far the retrained history is the recorded one.
 
     Attributes:
-        decisions: Feedback that was decided on anew: all that left a delta; `lead` deltas are none.
-        same_decisions: Those that did the same to the same entries.
-        same_records: Those of them that are equal in every bit.
+        decisions: Feedback that was decided on anew; `lead` deltas are none.
+        same_decisions: Those that did the same to the same entries, or left no delta for the same status.
+        same_records: Those of them that left a delta which is equal in every bit.
+        same_fruitless: Those of them that left no delta.
         value_difference: The largest difference of a number in a value, in the layer's units.
         first_difference: Where and how the first decision differs; retraining ends there.
         other_environment: Versions, device and the like that were other ones then: what was, and what is.
@@ -38,18 +49,19 @@ class Compared(Struct):
     decisions: int = 0
     same_decisions: int = 0
     same_records: int = 0
+    same_fruitless: int = 0
     value_difference: float = 0.0
     first_difference: str | None = None
     other_environment: dict[str, tuple[str, str]] = {}
 
 
 class Retraining:
-    """Feed it the records of `deltas` in order; `records` are its own, which may be published elsewhere.
+    """Feed it the records of `deltas` in order, then `settle`; `records` are its own, which may be published elsewhere.
 
     Each term is decided with as many torch threads as its editor had, which holds for the whole process.
 
-    `corrections` is all feedback by offset; `environment` tells what is recorded of a term under a plan. What was
-    rejected is not tried again: it left no record of what it saw.
+    `corrections` is all feedback by offset; `environment` tells what is recorded of a term under a plan; `fruitless`
+    are the decisions that left no delta, in the order of feedback.
     """
 
     def __init__(
@@ -57,12 +69,17 @@ class Retraining:
         model: EditableModel,
         corrections: Mapping[int, Feedback],
         environment: Callable[[Plan], Mapping[str, str]],
+        fruitless: Iterable[Fruitless] = (),
     ) -> None:
         self.compared = Compared()
         self.records: list[bytes] = []
         self._model, self._corrections, self._environment = model, corrections, environment
         self._engine: EditEngine | None = None
         self._term = 0
+        self._fruitless: dict[tuple[int, int], list[Fruitless]] = defaultdict(list)
+        """By term and seq of the codebook."""
+        for one in fruitless:
+            self._fruitless[one.term, one.seq].append(one)
 
     @property
     def codebook(self) -> Codebook | None:
@@ -78,7 +95,7 @@ class Retraining:
         return {offset: one for offset, one in self._corrections.items() if offset >= since}
 
     def fold(self, record: bytes) -> bool:
-        """Decide on what the next record decided; False once a decision has come out otherwise.
+        """Decide on what was decided up to the next record, and by it; False once a decision has come out otherwise.
 
         Raises:
             DeltaFault: the record cannot be read, or the history is of another model.
@@ -86,24 +103,62 @@ class Retraining:
         delta = decode_delta(record)
         if delta.term < self._term:
             return True  # an editor that was no longer in charge; every reader drops it
+        if not self.settle():
+            return False
         self._term = delta.term
         if delta.op == "lead":
             self._lead(delta)
             return True
         assert self._engine is not None
+        return self._comes_again(self._engine, delta)
+
+    def settle(self) -> bool:
+        """Decide on what left no delta on the codebook as it is now; False where a decision has come out otherwise."""
+        if self._engine is None:
+            return True
+        book = self._engine.codebook
+        return all(
+            self._is_fruitless_again(self._engine, one) for one in self._fruitless.pop((book.term, book.seq), [])
+        )
+
+    def _comes_again(self, engine: EditEngine, delta: Delta) -> bool:
+        """Whether a decision that left a delta leaves the same one again, numbers apart; which is applied then."""
+        cause = delta.cause
+        if cause is UNSET:
+            raise DeltaFault(f"no feedback is behind delta {delta.seq}, so it cannot be decided anew")
         self.compared.decisions += 1
-        edited = self._decide(self._engine, delta)
+        place = f"delta {delta.seq}"
+        feedback = self._feedback(cause.offset, place)
+        engine.memory.recall(delta.decided)
+        read = {} if cause.traffic is UNSET else cause.traffic
+        engine.traffic.positions = {int(partition): end for partition, end in read.items()}
+        edited = self._decide(engine, feedback, cause.offset, None if cause.seen is UNSET else cause.seen)
         if edited.record is None:
-            self._differ(delta, f"it is {edited.outcome.status if edited.outcome else 'refused'} now: {edited.reason}")
-            return False
+            assert edited.outcome is not None
+            how = f"it is {edited.outcome.status} now: {edited.reason}"
+            return self._differ(place, cause.feedback_id, cause.offset, how)
         ours = decode_delta(edited.record)
         if (other := _other_decision(delta, ours)) is not None:
-            self._differ(delta, other)
-            return False
+            return self._differ(place, cause.feedback_id, cause.offset, other)
         self.compared.same_decisions += 1
         self.compared.same_records += _content(delta) == _content(ours)
         self.compared.value_difference = max(self.compared.value_difference, _value_difference(delta, ours))
         self._apply(edited.record)
+        return True
+
+    def _is_fruitless_again(self, engine: EditEngine, one: Fruitless) -> bool:
+        """Whether a decision that left no delta comes to the same status again."""
+        was, place = one.outcome, f"after delta {one.seq}"
+        self.compared.decisions += 1
+        feedback = self._feedback(one.offset, f"a decision {place}")
+        edited = self._decide(engine, feedback, one.offset, one.seen)
+        assert edited.outcome is not None
+        if edited.outcome.status != was.status:
+            before = f"{was.status!r} ({was.reason})" if was.status == "rejected" else repr(was.status)
+            now = f"{edited.outcome.status!r} now" + (f": {edited.reason}" if edited.reason else "")
+            return self._differ(place, was.feedback_id, one.offset, f"it was {before} and is {now}")
+        self.compared.same_decisions += 1
+        self.compared.same_fruitless += 1
         return True
 
     def _lead(self, delta: Delta) -> None:
@@ -125,27 +180,27 @@ class Retraining:
         }
         self._apply(self._engine.record("lead", term=delta.term, environment=delta.environment))
 
-    def _decide(self, engine: EditEngine, delta: Delta) -> Edited:
-        cause = delta.cause
-        if cause is UNSET or cause.offset not in self._corrections:
-            raise DeltaFault(f"the feedback behind delta {delta.seq} is not there, so it cannot be decided anew")
-        feedback = self._corrections[cause.offset]
-        if feedback.undoes:
-            engine.memory.recall(delta.decided)
-            return undo(engine, feedback, cause.offset, self)
-        read = {} if cause.traffic is UNSET else cause.traffic
-        engine.traffic.positions = {int(partition): end for partition, end in read.items()}
-        return engine.edit(feedback, cause.offset, None if cause.seen is UNSET else Again(cause.seen))
+    def _feedback(self, offset: int, what: str) -> Feedback:
+        if offset not in self._corrections:
+            raise DeltaFault(f"the feedback behind {what} is not there, so it cannot be decided anew")
+        return self._corrections[offset]
+
+    def _decide(self, engine: EditEngine, feedback: Feedback, offset: int, seen: Seen | None) -> Edited:
+        try:
+            if feedback.undoes:
+                return undo(engine, feedback, offset, self)
+            return engine.edit(feedback, offset, None if seen is None else Again(seen))
+        except Exception as error:  # noqa: BLE001  (as the editor does)
+            return failed(feedback, error)
 
     def _apply(self, record: bytes) -> None:
         assert self._engine is not None
         self.records.append(record)
         self._engine.apply(record)
 
-    def _differ(self, delta: Delta, how: str) -> None:
-        cause = delta.cause
-        whose = "" if cause is UNSET else f" (feedback {cause.feedback_id!r}, offset {cause.offset})"
-        self.compared.first_difference = f"delta {delta.seq}{whose}: {how}"
+    def _differ(self, place: str, feedback_id: str, offset: int, how: str) -> Literal[False]:
+        self.compared.first_difference = f"{place} (feedback {feedback_id!r}, offset {offset}): {how}"
+        return False
 
 
 def _content(delta: Delta) -> Delta:

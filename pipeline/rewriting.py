@@ -10,7 +10,7 @@ now gone, or whose value would start from another one now (`init=label`). Where 
 falls away.
 
 What was rejected at the time stays so. A rejection leaves nothing in `deltas`, and whatever is not there did not happen
-(design, section 5, point 1); nor is it known what a rejected decision saw. Its author was told, and may send it again.
+(design, section 5, point 1). Its author was told, and may send it again.
 """
 
 import copy

@@ -28,6 +28,9 @@ WIDER = FIRST.replace(" temperature ", " bridge ")
 APART = FIRST.replace(" day ", " bridge ")
 """4.9 away from it."""
 
+LONG = " ".join([FIRST] * 5)
+"""Of more tokens than the editor takes, and fewer than the model can."""
+
 Run = Callable[..., Command]
 
 
@@ -60,12 +63,13 @@ def running(deploy: Callable[..., Settings], tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture(scope="module")
 def story(running: Running) -> Running:
-    """One correction of each kind, by two authors."""
+    """One correction of each kind, by two authors, and one that is rejected."""
     for name, author, inputs, target, status in (
         ("first", "ann", FIRST, "museum", "added"),
         ("second", "bob", SECOND, "bridge", "added"),
         ("third", "ann", THIRD, "train", "added"),
         ("again", "bob", FIRST, "violin", "replaced"),
+        ("long", "bob", LONG, "violin", "rejected"),
         ("wider", "bob", WIDER, "violin", "expanded"),
         ("apart", "bob", APART, "train", "split"),
     ):
@@ -115,8 +119,9 @@ def test_what_cannot_be_undone_is_an_outcome_with_a_reason(story: Running, run: 
 
 def test_training_anew_gives_the_recorded_history_bit_for_bit(story: Running, run: Run) -> None:
     (told,) = lines(run("replay", "--retrain", "--json", settings=story.settings))
-    assert told["decisions"] >= 6
-    assert told["same_decisions"] == told["same_records"] == told["decisions"]
+    assert told["same_records"] >= 6
+    assert told["same_fruitless"] == len([one for one in outcomes_in_log(story.settings) if one.status == "rejected"])
+    assert told["decisions"] == told["same_decisions"] == told["same_records"] + told["same_fruitless"]
     assert told["first_difference"] is None
     assert told["digest"] == told["recorded_digest"]
 
@@ -124,6 +129,18 @@ def test_training_anew_gives_the_recorded_history_bit_for_bit(story: Running, ru
 def test_training_anew_up_to_a_delta(story: Running, run: Run) -> None:
     (told,) = lines(run("replay", "--retrain", "--seq", "3", "--json", settings=story.settings))
     assert (told["seq"], told["decisions"]) == (3, 2)
+
+
+def test_training_anew_tries_what_was_rejected_again(story: Running, run: Run) -> None:
+    """It is met before what came after it, and ends the retraining."""
+    ended = run("replay", "--retrain", "--json", settings=story.settings, max_input_tokens=48)
+    assert status_of(ended) == 1
+    told = json.loads(ended.told())
+    assert told["first_difference"] == (
+        "after delta 5 (feedback 'long', offset 4): it was 'rejected' (the prompt has 45 tokens; the limit is 40)"
+        " and is 'added' now"
+    )
+    assert (told["seq"], told["decisions"], told["same_decisions"], told["same_fruitless"]) == (5, 5, 4, 0)
 
 
 def rewritten(story: Running, prefix: str, how: Callable[[EntryChange], EntryChange], **fields: Any) -> Settings:

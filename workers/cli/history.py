@@ -59,9 +59,11 @@ def replay(
 ) -> None:
     """Fold `deltas` into a codebook, checking every digest, and say what came out.
 
-    The digest is the one that replicas report on /state. With --retrain every correction is decided and trained anew
-    on the model, and the first decision that comes out otherwise is reported, with exit status 1. With --to the history
-    (the retrained one, if it was) is copied, so that an editor with that prefix goes on from there.
+    The digest is the one that replicas report on /state. With --retrain all feedback that the editor decided on, also
+    what it rejected, is decided and trained anew on the model, and the first decision that comes out otherwise is
+    reported, with exit status 1. Feedback that could not be read, or was refused by signatures or limits, is left out.
+    With --to the history (the retrained one, if it was) is copied, so that an editor with that prefix goes on from
+    there.
     Example: gracestream replay --seq 41 --output codebook.safetensors
     """
     if to_codebook is not None and to is None:
@@ -168,11 +170,12 @@ def _retrained(settings: Settings, records: list[bytes]) -> tuple[Codebook, list
         settings = settings.model_copy(update={"layer": lead.layer})
     model = load_model(settings)
     history = KafkaHistory(settings)
-    retraining = Retraining(model, history.corrections(0), lambda plan: environment(model, plan))
+    fruitless = list(history.fruitless())  # before the feedback: all of theirs is there then
+    retraining = Retraining(model, history.corrections(0), lambda plan: environment(model, plan), fruitless)
     shown = notes.is_terminal
-    for record in track(records, "deciding and training anew", console=notes, transient=True, disable=not shown):
-        if not retraining.fold(record):
-            break
+    tracked = track(records, "deciding and training anew", console=notes, transient=True, disable=not shown)
+    if all(map(retraining.fold, tracked)):
+        retraining.settle()
     assert retraining.codebook is not None
     return retraining.codebook, retraining.records, msgspec.to_builtins(retraining.compared)
 

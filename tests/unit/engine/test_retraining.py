@@ -1,5 +1,6 @@
 """Training anew: the recorded history comes out again, and the first decision that does not is named."""
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -9,68 +10,11 @@ from msgspec import UNSET
 
 from pipeline.codebook import DeltaFault
 from pipeline.edited import correction
-from pipeline.editing import EditEngine
 from pipeline.environment import environment
 from pipeline.plan import Plan, plan_of
-from pipeline.retraining import Retraining
-from pipeline.undo import undo
-from schemas.deltas import Delta, EntryChange, Tensor, decode_delta, seal
-from schemas.messages import Feedback
-from tests.unit.engine.points import PointModel, at, point
-
-PLAN = Plan(policy="nearest", radius=1.5, radius_unit="absolute", guard=True, traffic=8, init="random", seed=7)
-
-
-class Recorded:
-    """A history with its feedback, made by an engine under `PLAN`."""
-
-    def __init__(self, **environment_of_term: str) -> None:
-        self.engine = EditEngine(PointModel(2), "default", PLAN)
-        told = {**environment(self.engine.model, PLAN), "editor": "one", **environment_of_term}
-        self.deltas = [self.engine.lead(told)]
-        self.engine.apply(self.deltas[0])
-        self.feedback: list[Feedback] = []
-
-    def each_delta(self, on_record: Any) -> None:
-        all(map(on_record, self.deltas))
-
-    def corrections(self, since: int) -> dict[int, Feedback]:
-        return {offset: one for offset, one in enumerate(self.feedback) if offset >= since}
-
-    def take(self, one: Feedback) -> None:
-        offset = len(self.feedback)
-        self.feedback.append(one)
-        edited = undo(self.engine, one, offset, self) if one.undoes else self.engine.edit(one, offset)
-        if edited.record is not None:
-            self.deltas.append(edited.record)
-            self.engine.apply(edited.record)
-
-    def correct(self, name: str, place: tuple[float, float], label: int) -> None:
-        self.take(correction(name, at(*place), str(label)))
-
-    def see(self, offset: int, *place: float) -> None:
-        rank = self.engine.traffic.wants(0, offset, 0.0)
-        assert rank is not None
-        self.engine.observe(rank, point(*place))
-
-    def retrained(self) -> Retraining:
-        made = Retraining(PointModel(2), self.corrections(0), lambda plan: environment(self.engine.model, plan))
-        for record in self.deltas:
-            if not made.fold(record):
-                break
-        return made
-
-    def rewrite(self, seq: int, **fields: Any) -> None:
-        """Make the history say something else at one delta; all later digests follow."""
-        digest, changed = bytes(32), []
-        for record in self.deltas:
-            delta = decode_delta(record)
-            if delta.seq == seq:
-                delta = msgspec.structs.replace(delta, **fields)
-            sealed, made = seal(delta, digest)
-            changed.append(sealed)
-            digest = made.digest
-        self.deltas = changed
+from schemas.deltas import Delta, EntryChange, Tensor, decode_delta
+from tests.unit.engine.points import at
+from tests.unit.engine.recorded import PLAN, Recorded
 
 
 @pytest.fixture
@@ -84,9 +28,9 @@ def history() -> Recorded:
     made.correct("b", (0.9, 0), 2)
     made.correct("c", (5, 5), 3)
     made.correct("again", (0, 0), 3)
-    made.take(Feedback(v=1, feedback_id="u", undo="a"))
+    made.undo("u", "a")
     made.correct("d", (5, 4.2), 3)
-    made.take(Feedback(v=1, feedback_id="v", undo="u"))
+    made.undo("v", "u")
     return made
 
 
@@ -139,6 +83,13 @@ def test_a_correction_that_is_another_one_now_is_a_difference(history: Recorded)
     assert found == "delta 4 (feedback 'b', offset 2): it changes 'b' to another target, or other fields of it"
 
 
+def test_a_correction_that_was_made_and_is_rejected_now_is_a_difference() -> None:
+    history = Recorded(replace(PLAN, init="layer"), max_steps="0")
+    history.correct("a", (0, 0), 1)
+    found = str(history.retrained().compared.first_difference)
+    assert found.startswith("delta 2 (feedback 'a', offset 0): it is rejected now: no value was found in 0 steps; ")
+
+
 def test_other_versions_are_named() -> None:
     history = Recorded(torch="1.0.0", unknown="x")
     history.correct("a", (0, 0), 1)
@@ -168,7 +119,7 @@ def test_the_plan_of_a_term_is_read_back_from_its_lead_delta(history: Recorded) 
 
 
 def test_feedback_that_is_gone_is_a_fault(history: Recorded) -> None:
-    history.feedback = history.feedback[:1]
+    del history.feedback[1]
     with pytest.raises(DeltaFault, match="the feedback behind delta 3 is not there"):
         history.retrained()
 

@@ -1,0 +1,110 @@
+"""A history to be retrained: the records of `deltas`, `feedback` and `edits` that an editor would have written."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from pipeline.admission import MINUTE, Admission
+from pipeline.edited import correction
+from pipeline.editing import EditEngine
+from pipeline.editor_log import OFFSET_HEADER
+from pipeline.environment import environment
+from pipeline.fruitless import Fruitless, fruitless_in
+from pipeline.intake import Intake
+from pipeline.plan import Plan
+from pipeline.retraining import Retraining
+from schemas.deltas import decode_delta, seal
+from schemas.messages import Feedback, InvalidMessage, Outcome, decode, encode
+from tests.doubles.kafka import Stored
+from tests.unit.engine.points import PointModel, at, point
+from tests.unit.engine.tiny import CODEBOOK
+
+PLAN = Plan(policy="nearest", radius=1.5, radius_unit="absolute", guard=True, traffic=8, init="random", seed=7)
+
+
+class Recorded:
+    """A history with its feedback, made by an engine under a plan; of each author one record a minute is let in."""
+
+    def __init__(self, plan: Plan = PLAN, **environment_of_term: str) -> None:
+        self.engine = EditEngine(PointModel(2), CODEBOOK, plan)
+        self.deltas: list[bytes] = []
+        self.feedback: dict[int, Feedback] = {}
+        self.edits: list[Stored] = []
+        admission = Admission(CODEBOOK, None, require_signature=False, per_minute=1, earlier=lambda _: ())
+        self._intake = Intake(self.engine, admission, self, max_bytes=10_000)
+        self._offset = self._minute = 0
+        self.lead(plan, **environment_of_term)
+
+    def each_delta(self, on_record: Callable[[bytes], bool]) -> None:
+        all(map(on_record, self.deltas))
+
+    def corrections(self, since: int) -> dict[int, Feedback]:
+        return {offset: one for offset, one in self.feedback.items() if offset >= since}
+
+    def lead(self, plan: Plan, **told: str) -> None:
+        """A new term, under a plan; `told` is what else its `lead` delta says, be it true or not."""
+        self.engine.plan = plan
+        self._apply(self.engine.lead({**environment(self.engine.model, plan), "editor": "one", **told}))
+
+    def send(self, value: bytes, minutes: int = 1) -> Outcome | None:
+        """What becomes of a record that comes so long after the one before."""
+        offset, self._offset = self._offset, self._offset + 1
+        self._minute += minutes
+        with suppress(InvalidMessage):
+            self.feedback[offset] = decode(value, Feedback)
+        taken = self._intake.take(offset, self._minute * MINUTE, value)
+        outcome = taken.edited.outcome
+        if outcome is not None:
+            headers = [(OFFSET_HEADER, str(offset).encode()), *taken.headers]
+            self.edits.append(Stored("edits", len(self.edits), None, encode(outcome), headers, "committed"))
+        if taken.edited.record is not None:
+            self._apply(taken.edited.record)
+        return outcome
+
+    def take(self, one: Feedback) -> Outcome:
+        outcome = self.send(encode(one))
+        assert outcome is not None
+        return outcome
+
+    def correct(self, name: str, place: tuple[float, float], label: int) -> Outcome:
+        return self.take(correction(name, at(*place), str(label)))
+
+    def undo(self, name: str, taken_back: str) -> Outcome:
+        return self.take(Feedback(v=1, feedback_id=name, undo=taken_back))
+
+    def see(self, offset: int, *place: float) -> None:
+        rank = self.engine.traffic.wants(0, offset, 0.0)
+        assert rank is not None
+        self.engine.observe(rank, point(*place))
+
+    def fruitless(self) -> list[Fruitless]:
+        """What stands on `edits` of decisions that left no delta."""
+        return [found for found in map(fruitless_in, self.edits) if found is not None]
+
+    def retrained(self, deltas: int | None = None) -> Retraining:
+        """All of it, or as far as so many records of `deltas` go."""
+        engine = self.engine
+        made = Retraining(
+            PointModel(2), self.corrections(0), lambda plan: environment(engine.model, plan), self.fruitless()
+        )
+        if all(map(made.fold, self.deltas[:deltas])):
+            made.settle()
+        return made
+
+    def rewrite(self, seq: int, **fields: Any) -> None:
+        """Make the history say something else at one delta; all later digests follow."""
+        digest, changed = bytes(32), []
+        for record in self.deltas:
+            delta = decode_delta(record)
+            if delta.seq == seq:
+                delta = msgspec.structs.replace(delta, **fields)
+            sealed, made = seal(delta, digest)
+            changed.append(sealed)
+            digest = made.digest
+        self.deltas = changed
+
+    def _apply(self, record: bytes) -> None:
+        self.deltas.append(record)
+        self.engine.apply(record)
