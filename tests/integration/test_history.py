@@ -3,6 +3,7 @@
 import json
 import secrets
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
@@ -14,10 +15,11 @@ import pytest
 from pipeline.branching import branch
 from pipeline.replay import replay_deltas
 from pipeline.settings import Settings
-from pipeline.topics import TopicError, layout
+from pipeline.topics import TopicError, create_topics, layout
 from schemas.deltas import GENESIS, EntryChange, Tensor, decode_delta, seal
 from schemas.messages import Feedback
 from tests.integration.forked import Command, Forked, sentence, status_of
+from tests.integration.history import History
 from tests.integration.running import Users, deltas_in_log, flag, outcomes_in_log, question, records, wait_until
 from tests.unit.engine.tiny import texts
 
@@ -193,6 +195,27 @@ def test_values_trained_anew_are_compared_and_can_be_branched(story: Running, ru
     assert ours is not None
     assert told["recorded_digest"] != told["digest"] == told["copied_digest"] == ours.digest.hex()
     assert (ours.digest, ours.state_digest()) == (theirs.digest, theirs.state_digest())
+
+
+@pytest.mark.parametrize("retrain", [[], ["--retrain"]])
+def test_what_a_fenced_editor_left_is_neither_trained_anew_nor_copied(
+    story: Running, run: Run, prefix: str, retrain: list[str]
+) -> None:
+    there, copy = (story.settings.model_copy(update={"prefix": prefix + name}) for name in ("fenced-", "copy-"))
+    create_topics(there, partitions=4, replication=1)
+    *before, left = [record.value for record in records(story.settings, "deltas")[:5]]
+    lead, again, digest = decode_delta(before[0]), decode_delta(left), decode_delta(before[-1]).digest
+    lead_record, lead = seal(msgspec.structs.replace(lead, term=2, seq=5), digest)
+    again_record, again = seal(msgspec.structs.replace(again, term=2, seq=6), lead.digest)
+    with closing(History(there)) as log:
+        for feedback in records(story.settings, "feedback")[:4]:
+            log.write(feedback.value, "feedback")
+        for delta in (*before, lead_record, left, again_record):
+            log.write(delta)
+    (told,) = lines(run("replay", *retrain, "--to", copy.prefix, "--json", settings=there))
+    assert told["digest"] == told["copied_digest"] == again.digest.hex()
+    assert told.get("decisions") == told.get("same_records") == (4 if retrain else None)
+    assert [record.value for record in records(copy, "deltas")] == [*before, lead_record, again_record]
 
 
 def test_a_history_is_not_trained_anew_on_another_model(story: Running, run: Run) -> None:

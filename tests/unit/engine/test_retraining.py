@@ -1,5 +1,6 @@
 """Training anew: the recorded history comes out again, and the first decision that does not is named."""
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -88,6 +89,31 @@ def test_a_correction_that_was_made_and_is_rejected_now_is_a_difference() -> Non
     history.correct("a", (0, 0), 1)
     found = str(history.retrained().compared.first_difference)
     assert found.startswith("delta 2 (feedback 'a', offset 0): it is rejected now: no value was found in 0 steps; ")
+
+
+def test_what_a_fenced_editor_left_in_the_log_changes_nothing() -> None:
+    """It has decided on the same feedback, in a term and under a plan of its own."""
+    history = Recorded()
+    history.correct("a", (0, 0), 1)
+    history.correct("b", (0, 0.5), 1)
+    fenced = copy.deepcopy(history)
+    fenced.lead(replace(PLAN, policy="paper", radius=9.0), threads="3")
+    fenced.correct("c", (0.9, 0), 3)
+    fenced.undo("d", "a")
+    assert fenced.correct("e", (9, 9), 7).status == "rejected"
+    left = fenced.deltas[-3:]
+    history.lead(PLAN)
+    history.lead(PLAN)
+    for record in left:
+        history.correct(f"f{len(history.deltas)}", (0.9, len(history.deltas)), 2)
+        assert history.engine.apply(record) is None
+        history.deltas.append(record)
+    history.undo("u", "b")
+    history.edits.append(fenced.edits[-1])
+    retrained = history.retrained()
+    assert retrained.records == [record for record in history.deltas if record not in left]
+    assert retrained.compared.first_difference is None
+    assert retrained.compared.decisions == retrained.compared.same_records == 6
 
 
 def test_other_versions_are_named() -> None:

@@ -1,5 +1,7 @@
 """Undo: afterwards the codebook is what it would be, had that feedback never come."""
 
+import copy
+
 import pytest
 from msgspec import UNSET
 
@@ -8,7 +10,7 @@ from pipeline.training import Recipe
 from schemas.deltas import decode_delta
 from schemas.messages import Feedback
 from tests.unit.engine.points import answer
-from tests.unit.engine.stories import plan_of, story
+from tests.unit.engine.stories import Story, assert_same, plan_of, story
 from tests.unit.engine.tiny import retuned
 
 
@@ -156,6 +158,37 @@ def test_a_log_that_is_not_the_engines_own_is_a_fault() -> None:
     told.deltas.pop()
     with pytest.raises(DeltaFault, match=r"the log folds to delta 1 \(.*\), but the editor holds 2"):
         told.undo("u", "a")
+
+
+@pytest.mark.parametrize("taken_back", ["a", "b", "d", "e"])
+def test_what_a_fenced_editor_left_in_the_log_changes_nothing(taken_back: str) -> None:
+    """It has decided on the same feedback, in a term of its own, otherwise than those who led after it."""
+    told = story()
+    told.correct("a", (0, 0), 1)
+    told.correct("b", (0, 0.5), 1)
+    told.correct("c", (0.6, 0), 2)
+    fenced = copy.deepcopy(told)
+    fenced.lead(plan_of(policy="paper", guard=False, radius=3.0))
+    for plan in (plan_of(), plan_of(radius=0.5)):
+        told.lead(plan)
+    plain = copy.deepcopy(told)
+    for number, left in enumerate((None, *leave(fenced))):
+        for one in (plain, told):
+            if left is not None and one is told:
+                one.apply(left)
+            one.correct("defg"[number], (0.3 * number, 0.9), 3 - number % 2)
+    assert len(told.deltas) == len(plain.deltas) + 3
+    for name, undone in (("u", taken_back), ("v", "u")):
+        assert plain.undo(name, undone) == told.undo(name, undone)
+        assert told.engine.codebook.digest == plain.engine.codebook.digest
+        assert_same(told, plain)
+
+
+def leave(fenced: Story) -> list[bytes]:
+    """A lead, a correction and an undo."""
+    fenced.correct("d", (0, 0), 3)
+    fenced.undo("e", "a")
+    return fenced.deltas[-3:]
 
 
 def test_the_delta_of_an_undo_says_what_it_takes_back_and_for_whom() -> None:
