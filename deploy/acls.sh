@@ -58,9 +58,10 @@ for principal in "$EDITOR_PRINCIPAL" "$REPLICA_PRINCIPAL"; do
     requests predictions feedback edits deltas snapshots requests.dlq feedback.dlq
 done
 
-# The editor: the only writer of deltas, edits and snapshots. It reads requests for the traffic that radii avoid.
+# The editor: the only writer of deltas, edits and snapshots. It reads requests for the traffic that radii avoid, and
+# outcomes and dead letters for the feedback record that comes after the last one that was done.
 allow "$EDITOR_PRINCIPAL" Write deltas edits snapshots feedback.dlq
-allow "$EDITOR_PRINCIPAL" Read feedback deltas edits snapshots requests
+allow "$EDITOR_PRINCIPAL" Read feedback deltas edits snapshots requests feedback.dlq
 allow_group "$EDITOR_PRINCIPAL" "$EDITOR_GROUP"
 kafka_acls --add --allow-principal "$EDITOR_PRINCIPAL" --operation Write --operation Describe \
   --transactional-id "$TRANSACTIONAL_ID"

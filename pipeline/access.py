@@ -35,7 +35,7 @@ class Access:
 
 ACCESS = {
     "editor": Access(
-        reads=(FEEDBACK, DELTAS, EDITS, SNAPSHOTS, REQUESTS),
+        reads=(FEEDBACK, DELTAS, EDITS, SNAPSHOTS, REQUESTS, FEEDBACK_DLQ),
         writes=(DELTAS, EDITS, SNAPSHOTS, FEEDBACK_DLQ),
         group="editor",
     ),

@@ -15,8 +15,8 @@ from pipeline.access import ACCESS
 from pipeline.clients import admin, consumer, producer
 from pipeline.settings import Settings, load_settings
 from pipeline.topics import TOPICS, create_topics
-from tests.integration.forked import Command, Forked, sentence
-from tests.integration.running import PATIENCE, Checkpoint
+from tests.integration.forked import Command, Forked, sentence, status_of
+from tests.integration.running import PATIENCE, Checkpoint, records, wait_until
 from tests.integration.secured import ROLES, SUPER_USER, SecuredKafka
 from tests.unit.engine.tiny import texts
 
@@ -34,7 +34,7 @@ TABLE = {
     "deltas":       ("RW",  "R",    "",    "",       "R",     ""),
     "snapshots":    ("RW",  "R",    "",    "",       "R",     ""),
     "requests.dlq": ("",    "W",    "",    "",       "R",     "R"),
-    "feedback.dlq": ("W",   "",     "",    "",       "R",     "R"),
+    "feedback.dlq": ("RW",  "",     "",    "",       "R",     "R"),
 }  # fmt: skip
 
 # What they may do to topics as such; to describe one comes with reading or writing it.
@@ -192,6 +192,23 @@ class TestCommands:
             inspected = run("inspect", "--json", settings=realm.settings("operator"))
             assert json.loads(inspected.told().splitlines()[-1])["target"] == "museum"
             assert editor.stop() == replica.stop() == 0
+
+    def test_an_editor_leads_again_after_feedback_was_set_aside(
+        self, realm: Realm, run: Callable[..., Command], folder: Path
+    ) -> None:
+        corrector, operator, resender = (realm.settings(role) for role in ("corrector", "operator", "resender"))
+        sender = producer(corrector)
+        sender.send(corrector.topic("feedback"), b"what is this", partition=0).get(timeout=PATIENCE)
+        sender.close(timeout=5)
+        with Forked("editor", "edit", realm.settings("editor"), folder) as editor:
+            wait_until(lambda: records(operator, "feedback.dlq"), what="a dead letter")
+            assert editor.stop() == 0
+            editor.start()
+            editor.wait_ready()
+            assert editor.state()["role"] == "leading"
+            assert status_of(run("dlq", "replay", "feedback", "--all", settings=resender)) == 0
+            wait_until(lambda: len(records(operator, "feedback.dlq")) == 2, what="the letter that comes back")
+            assert editor.stop() == 0
 
     @pytest.mark.parametrize(
         ("role", "command", "given", "complaint"),

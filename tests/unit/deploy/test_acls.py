@@ -67,6 +67,8 @@ class TestAcls:
             ("edits", {"user", "editor"}),
             ("deltas", {"replica", "editor"}),
             ("snapshots", {"replica", "editor"}),
+            ("requests.dlq", set()),
+            ("feedback.dlq", {"editor"}),
         ],
     )
     def test_these_and_operators_may_read(
