@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 import torch
+from structlog.typing import EventDict
 
 from pipeline.clients import redis_client
 from pipeline.codebook import Codebook
@@ -117,6 +119,13 @@ def mirror_of() -> Iterator[Callable[..., Mirror]]:
     yield mirror
     for follower in followers:
         follower.close()
+
+
+@pytest.fixture
+def logged() -> Iterator[list[EventDict]]:
+    """The events of this process's log."""
+    with structlog.testing.capture_logs() as events:
+        yield events
 
 
 @pytest.fixture

@@ -143,14 +143,22 @@ class SecuredRedis:
 
     def add_workers(self, prefix: str) -> None:
         """The users of deploy/redis.acl, as `{prefix}editor` and `{prefix}replica`; everyone else loses every right."""
-        with redis.Redis(
-            host=HOST, port=self.server.port, username=SUPER_USER, password=password_of(SUPER_USER)
-        ) as root:
+        with self._root() as root:
             for line in REDIS_ACL.read_text(encoding="utf-8").splitlines():
                 _, user, *rules = line.split()
                 name = prefix + user.removeprefix("gracestream-")
                 given = {">PASSWORD": ">" + password_of(name), "~PREFIXgracestream:*": f"~{prefix}gracestream:*"}
                 root.execute_command("ACL", "SETUSER", name, "reset", *(given.get(rule, rule) for rule in rules))
+
+    def allow(self, user: str, rule: str) -> None:
+        """Change what a user may do."""
+        with self._root() as root:
+            root.execute_command("ACL", "SETUSER", user, rule)
+
+    def refused(self, prefix: str) -> list[str]:
+        """The commands that users of a deployment were not allowed."""
+        with self._root() as root:
+            return [entry["object"] for entry in root.acl_log() if entry["username"].startswith(prefix)]
 
     def as_worker(self, role: str, prefix: str) -> dict[str, Any]:
         """Settings of the editor or a replica."""
@@ -178,6 +186,9 @@ class SecuredRedis:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
         self.server.stop()
+
+    def _root(self) -> redis.Redis:
+        return redis.Redis(host=HOST, port=self.server.port, username=SUPER_USER, password=password_of(SUPER_USER))
 
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         behind_reader, behind_writer = await asyncio.open_connection(HOST, self.server.port)

@@ -8,16 +8,18 @@ from typing import Any
 import psutil
 import pytest
 from redis.exceptions import NoPermissionError
+from structlog.typing import EventDict
 
 from pipeline.clients import await_kafka, await_redis, redis_client
 from pipeline.codebook import Codebook
+from pipeline.projection import Projection
 from pipeline.radius_store import Head, RadiusStore
 from pipeline.settings import Settings, load_settings
 from tests.certificates import Certificates
 from tests.integration.forked import Command, Forked, sentence, status_of
 from tests.integration.running import PATIENCE, Checkpoint, wait_until
 from tests.integration.secured import PLAIN_USER, SUPER_USER, SecuredKafka, SecuredRedis, password_of
-from tests.unit.engine.tiny import LAYER, MODEL, sealed, texts
+from tests.unit.engine.tiny import LAYER, MODEL, added, sealed, texts
 
 pytestmark = pytest.mark.kafka
 
@@ -84,6 +86,7 @@ def test_a_correction_is_made_and_served(
         assert not editor.state()["degraded"]
         assert not replica.state()["degraded"]
         states = json.dumps([editor.state(), replica.state()])
+    assert redis_server.refused(prefix) == []
     shown = "".join(text for one in (editor, replica, corrected, asked) for text in (one.told(), one.said())) + states
     assert "secret" not in shown  # a part of every password here
     assert "open sesame" not in shown
@@ -208,6 +211,18 @@ def said_without_redis(settings: Settings, folder: Path, **chosen: Any) -> str:
         return worker.said()
 
 
+@pytest.fixture
+def projected(redis_server: SecuredRedis, prefix: str) -> Iterator[tuple[Projection, Settings]]:
+    """An editor's hold on Redis, with one entry to write there."""
+    redis_server.add_workers(prefix)
+    settings = in_time(**redis_server.as_worker("editor", prefix), prefix=prefix)
+    book = Codebook("default", MODEL, LAYER)
+    book.apply(sealed(book, op="lead"))
+    book.apply(sealed(book, added("e", [1.0], 0.5)))
+    with redis_client(settings) as client:
+        yield Projection(RadiusStore(client, settings), book), settings
+
+
 class TestRedis:
     def test_workers_may_do_what_they_do_and_no_more(self, redis_server: SecuredRedis, prefix: str) -> None:
         redis_server.add_workers(prefix)
@@ -223,9 +238,23 @@ class TestRedis:
             stores["replica"].rebuild(book)
         stores["editor"].rebuild(book)
         assert stores["replica"].head(0) == stores["editor"].head(0) == Head(1, 1, book.digest.hex(), {})
+        assert stores["editor"].count() == 0
         strangers = in_time(**redis_server.as_worker("editor", prefix), prefix="another-")
         with pytest.raises(NoPermissionError):
             RadiusStore(redis_client(strangers), strangers).head(0)
+
+    def test_an_editor_writes_nothing_that_is_there_already(
+        self, projected: tuple[Projection, Settings], logged: list[EventDict]
+    ) -> None:
+        projection, settings = projected
+        projection.repair()
+        radii = f"{settings.prefix}gracestream:{{default}}:radii"
+        with redis_client(settings) as client:
+            client.hset(radii, "e", "0.25")  # what writing it again would undo
+            projection.repair()
+            assert client.hget(radii, "e") == b"0.25"
+        assert projection.complete
+        assert logged == []
 
     def test_a_password_may_stand_beside_the_url(self, redis_server: SecuredRedis, prefix: str) -> None:
         redis_server.add_workers(prefix)

@@ -5,8 +5,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import structlog
-from structlog.typing import EventDict
 
 from pipeline.settings import Settings
 from schemas.deltas import EntryChange
@@ -42,10 +40,3 @@ def history(settings: Settings) -> Iterator[History]:
     made.step(EntryChange(entry_id="e0", radius=0.5), added("e6", [9.0, 9.0], 0.5, (1, 2, 3)), op="split")
     yield made
     made.close()
-
-
-@pytest.fixture
-def logged() -> Iterator[list[EventDict]]:
-    """The events of this process's log."""
-    with structlog.testing.capture_logs() as events:
-        yield events
