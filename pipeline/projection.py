@@ -1,7 +1,7 @@
 """The editor's projection of the codebook to Redis: what makes a committed delta live (design, section 5, point 4)."""
 
 import structlog
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from pipeline.codebook import Applied, Codebook
 from pipeline.metrics import DEGRADED
@@ -17,6 +17,8 @@ class Projection:
         self._store, self._codebook = store, codebook
         self.complete = False
         """Whether Redis has all that the codebook has."""
+        self._told = ""
+        """What was last said to be wrong with Redis; empty: it was seen to be whole since."""
 
     def make_live(self, applied: Applied) -> None:
         """Project the delta that the codebook has just applied; without Redis it stays undone until `repair`.
@@ -34,7 +36,9 @@ class Projection:
         Raises:
             StaleError: Redis knows a newer head: another editor leads.
         """
-        if not self._holds(self._codebook.seq, whole=True):
+        if self._holds(self._codebook.seq, whole=True):
+            self._told = ""
+        else:
             self._attempt(None)
 
     def _holds(self, seq: int, *, whole: bool = False) -> bool:
@@ -47,8 +51,9 @@ class Projection:
                 return False
             digest, count = self._codebook.digest.hex(), len(self._codebook)
             return not whole or (head.digest == digest and self._store.count() == count)
-        except RedisError:
-            return False  # the attempt that follows meets the same error
+        except RedisError as error:
+            self._failed(error)
+            return False
 
     def _attempt(self, applied: Applied | None) -> None:
         try:
@@ -57,9 +62,16 @@ class Projection:
             else:
                 self._store.publish(applied, self._codebook)
         except RedisError as error:
-            if self.complete:
-                log.warning("redis_lost", error=str(error), seq=self._codebook.seq)
-            self.complete = False
+            self._failed(error)
         else:
             self.complete = True
-        DEGRADED.set(int(not self.complete))
+            DEGRADED.set(0)
+
+    def _failed(self, error: RedisError) -> None:
+        """Say what is wrong, once; a command that Redis refuses is told apart from a Redis that is away."""
+        if str(error) != self._told:
+            self._told = str(error)
+            event = "redis_refused" if isinstance(error, ResponseError) else "redis_lost"
+            log.warning(event, error=self._told, seq=self._codebook.seq)
+        self.complete = False
+        DEGRADED.set(1)

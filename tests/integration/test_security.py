@@ -256,6 +256,21 @@ class TestRedis:
         assert projection.complete
         assert logged == []
 
+    @pytest.mark.parametrize("command", ["hlen", "evalsha"])
+    def test_a_command_that_is_not_allowed_is_named_once(
+        self, command: str, projected: tuple[Projection, Settings], redis_server: SecuredRedis, logged: list[EventDict]
+    ) -> None:
+        projection, settings = projected
+        user = f"{settings.prefix}editor"
+        for _ in range(2):  # from the start, and again after all was well
+            for sign in "-+":
+                redis_server.allow(user, sign + command)
+                for _ in range(3):
+                    projection.repair()
+            assert projection.complete
+        assert [event["event"] for event in logged] == ["redis_refused", "redis_refused"]
+        assert f"no permissions to run the '{command}' command" in logged[0]["error"]
+
     def test_a_password_may_stand_beside_the_url(self, redis_server: SecuredRedis, prefix: str) -> None:
         redis_server.add_workers(prefix)
         chosen = redis_server.as_worker("editor", prefix)
