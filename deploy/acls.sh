@@ -22,7 +22,7 @@ EDITOR_PRINCIPAL=${EDITOR_PRINCIPAL:-User:gracestream-editor}
 REPLICA_PRINCIPAL=${REPLICA_PRINCIPAL:-User:gracestream-replica}
 USER_PRINCIPAL=${USER_PRINCIPAL:-User:gracestream-user}                   # asks
 CORRECTOR_PRINCIPAL=${CORRECTOR_PRINCIPAL:-$USER_PRINCIPAL}               # flags a wrong answer
-OPERATOR_PRINCIPAL=${OPERATOR_PRINCIPAL:-User:gracestream-operator}       # creates topics, replays, reads DLQs
+OPERATOR_PRINCIPAL=${OPERATOR_PRINCIPAL:-User:gracestream-operator}       # reads all; creates topics, takes snapshots
 RESENDER_PRINCIPAL=${RESENDER_PRINCIPAL:-}                                # sends dead letters again; empty: nobody
 
 EDITOR_GROUP=${EDITOR_GROUP:-${PREFIX}editor}
@@ -58,8 +58,8 @@ for principal in "$EDITOR_PRINCIPAL" "$REPLICA_PRINCIPAL"; do
     requests predictions feedback edits deltas snapshots requests.dlq feedback.dlq
 done
 
-# The editor: the only writer of deltas, edits and snapshots. It reads requests for the traffic that radii avoid, and
-# outcomes and dead letters for the feedback record that comes after the last one that was done.
+# The editor: the only writer of deltas and edits. It reads requests for the traffic that radii avoid, and outcomes and
+# dead letters for the feedback record that comes after the last one that was done.
 allow "$EDITOR_PRINCIPAL" Write deltas edits snapshots feedback.dlq
 allow "$EDITOR_PRINCIPAL" Read feedback deltas edits snapshots requests feedback.dlq
 allow_group "$EDITOR_PRINCIPAL" "$EDITOR_GROUP"
@@ -78,9 +78,11 @@ allow_group "$USER_PRINCIPAL" "${PREFIX}user-" prefixed
 allow "$CORRECTOR_PRINCIPAL" Write feedback
 allow "$CORRECTOR_PRINCIPAL" Read edits
 
-# Those who run it: `gracestream topics`, `replay`, `inspect`, and a look into the dead letters. They write no record.
+# Those who run it: `gracestream topics`, `replay`, `inspect`, `snapshot`, and a look into the dead letters. They write
+# where a snapshot lies, and no other record.
 allow "$OPERATOR_PRINCIPAL" "Read Create DescribeConfigs AlterConfigs" \
   requests predictions feedback edits deltas snapshots requests.dlq feedback.dlq
+allow "$OPERATOR_PRINCIPAL" Write snapshots
 
 # Whoever sends a dead letter again asks or corrects in the name of its first sender.
 if [[ -n $RESENDER_PRINCIPAL ]]; then

@@ -32,7 +32,7 @@ TABLE = {
     "feedback":     ("R",   "",     "",    "W",      "R",     "W"),
     "edits":        ("RW",  "",     "R",   "R",      "R",     ""),
     "deltas":       ("RW",  "R",    "",    "",       "R",     ""),
-    "snapshots":    ("RW",  "R",    "",    "",       "R",     ""),
+    "snapshots":    ("RW",  "R",    "",    "",       "RW",    ""),
     "requests.dlq": ("",    "W",    "",    "",       "R",     "R"),
     "feedback.dlq": ("RW",  "",     "",    "",       "R",     "R"),
 }  # fmt: skip
@@ -117,9 +117,14 @@ class TestRights:
         assert set(ACCESS[kind].reads) == {topic for topic, may in letters.items() if "R" in may}
         assert set(ACCESS[kind].writes) == {topic for topic, may in letters.items() if "W" in may}
 
-    @pytest.mark.parametrize("topic", ["deltas", "edits", "snapshots"])
-    @pytest.mark.parametrize("role", [role for role in ROLES if role != "editor"])
-    def test_nobody_but_the_editor_writes_what_makes_an_edit_live(self, realm: Realm, role: str, topic: str) -> None:
+    @pytest.mark.parametrize(
+        ("role", "topic"),
+        [
+            *((role, topic) for role in ROLES if role != "editor" for topic in ("deltas", "edits")),
+            *((role, "snapshots") for role in ROLES if role not in {"editor", "operator"}),
+        ],
+    )
+    def test_nobody_else_writes_what_makes_an_edit_live(self, realm: Realm, role: str, topic: str) -> None:
         settings = realm.settings(role)
         end = ends(realm.settings("operator"), topic)
         writer = producer(settings)
@@ -191,6 +196,10 @@ class TestCommands:
             assert json.loads(replayed.told())["digest"] == replica.state()["digest"]
             inspected = run("inspect", "--json", settings=realm.settings("operator"))
             assert json.loads(inspected.told().splitlines()[-1])["target"] == "museum"
+            kept = run(
+                "snapshot", "--json", settings=realm.settings("operator"), snapshot_url=str(folder / "snapshots")
+            )
+            assert json.loads(kept.told())["digest"] == replica.state()["digest"]
             assert editor.stop() == replica.stop() == 0
 
     def test_an_editor_leads_again_after_feedback_was_set_aside(

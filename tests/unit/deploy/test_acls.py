@@ -47,7 +47,7 @@ class TestAcls:
         [
             ("deltas", {"editor"}),
             ("edits", {"editor"}),
-            ("snapshots", {"editor"}),
+            ("snapshots", {"editor", "operator"}),
             ("feedback.dlq", {"editor"}),
             ("predictions", {"replica"}),
             ("requests.dlq", {"replica"}),
