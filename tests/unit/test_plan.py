@@ -1,0 +1,45 @@
+"""Each setting of how to edit reaches the editor's plan."""
+
+import math
+from dataclasses import fields
+
+import pytest
+
+from pipeline.plan import Plan
+from pipeline.settings import as_environment, load_settings
+from pipeline.training import Recipe
+from workers.boot import plan_of
+
+CHOSEN = Plan(
+    policy="paper",
+    radius=0.5,
+    radius_unit="absolute",
+    max_radius=0.25,
+    expand="paper",
+    guard=False,
+    traffic=7,
+    seed=3,
+    init="random",
+    recipe=Recipe(max_steps=11, learning_rate=0.125, margin=1.5),
+)
+
+
+def test_no_setting_is_dropped_on_its_way_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = {field.name: getattr(CHOSEN, field.name) for field in fields(Plan) if field.name != "recipe"}
+    recipe = {field.name: getattr(CHOSEN.recipe, field.name) for field in fields(Recipe)}
+    for variable, value in as_environment(plan | recipe).items():
+        monkeypatch.setenv(variable, value)
+    assert plan_of(load_settings()) == CHOSEN
+
+
+@pytest.mark.parametrize(("ours", "default"), [(CHOSEN, Plan()), (CHOSEN.recipe, Recipe())])
+def test_the_plan_above_is_nowhere_the_default(ours: Plan | Recipe, default: Plan | Recipe) -> None:
+    assert all(getattr(ours, field.name) != getattr(default, field.name) for field in fields(default))
+
+
+def test_the_settings_of_who_chooses_nothing_are_those_of_a_plan_without_a_choice() -> None:
+    assert plan_of(load_settings()) == Plan()
+
+
+def test_a_largest_radius_of_0_is_none() -> None:
+    assert plan_of(load_settings(max_radius=0)).max_radius == math.inf
