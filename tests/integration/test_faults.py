@@ -13,6 +13,7 @@ from tests.hostile import Unreadable
 from tests.integration.forked import Forked
 from tests.integration.history import History
 from tests.integration.running import (
+    PATIENCE,
     Users,
     flag,
     members,
@@ -234,3 +235,28 @@ def test_an_editor_that_starts_on_such_a_history_never_leads(
         wait_until(lambda: not editor.running, 90)
         assert reason in reason_of(editor)
     assert len(records(log_of.settings, "deltas")) == before
+
+
+@pytest.mark.parametrize(
+    ("hostile", "reason"),
+    [
+        (garbage, "the record at offset 3 of deltas cannot be applied: not a valid delta"),
+        (a_gap, "the record at offset 3 of deltas cannot be applied: delta 4 of term 4 follows 2 of term 2: a gap"),
+    ],
+)
+def test_a_standby_stops_at_a_hostile_record_before_it_is_its_turn(
+    log_of: History, folder: Path, hostile: Callable[[History], None], reason: str
+) -> None:
+    patient = {"session_timeout": 2 * PATIENCE}  # the one who leads keeps its place all the while
+    with Forked("editor", "edit", log_of.settings, folder, **patient) as editor:
+        editor.wait_ready(90)
+        with Forked("standby", "edit", log_of.settings, folder, **patient) as standby:
+            standby.wait_ready(90)
+            assert (editor.state()["role"], standby.state()["role"]) == ("leading", "standby")
+            (lead,) = records(log_of.settings, "deltas")[1:]
+            log_of.codebook.apply(lead.value)
+            editor.pause()
+            hostile(log_of)
+            assert reason in reason_of(standby)
+            editor.go_on()
+            assert reason in reason_of(editor)
