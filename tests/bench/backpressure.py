@@ -1,8 +1,9 @@
-"""The memory of a replica under three times the load that it sustains, with a backlog that would fill it many times.
+"""The memory of each worker under three times the load that it sustains, with a backlog that would fill it many times.
 
-One replica of a tiny model, as a process of its own, on a local Kafka and Valkey. Its own rate on a backlog is
-measured first; then requests come at three times that rate, on top of a backlog. Prompts are long texts in records of
-some kilobytes. Resident memory is read once a second.
+A replica of a tiny model, and then an editor of it, as a process of its own, on a local Kafka and Valkey. Its own rate
+on a backlog is measured first; then records come at three times that rate, on top of a backlog. They have some
+kilobytes: requests with long texts, and feedback that leaves no delta, since edits are to fill a codebook; the editor
+watches the requests too. Resident memory is read once a second.
 """
 
 import os
@@ -10,8 +11,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -22,18 +24,30 @@ from deploy.local.backends import kafka_backend, redis_backend
 from deploy.local.processes import Child, answers_ok, free_port
 from pipeline.clients import producer
 from pipeline.settings import Settings, load_settings
-from pipeline.topics import create_topics
+from pipeline.topics import TOPICS, create_topics
 from tests.bench.framework import ROOT, BenchError, Options, Row
 from tests.integration.running import metric
 from tests.unit.engine.tiny import SIZE, WORDS, tokenizer
 
 PARTITIONS = 8
 MIB = 2**20
+TEXT = (" ".join(WORDS) + " ") * 50
+NOTE = "x" * 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """A worker, the topic that it is flooded by, and which of its counters says how many records it has done."""
+
+    name: str
+    command: str
+    topic: str
+    record: Callable[[int], bytes]
+    counter: str
 
 
 def run(options: Options) -> Iterator[Row]:
-    """One replica; `--quick` with a tenth of the backlog."""
-    backlog, seconds = (20_000, 20) if options.quick else (200_000, 120)
+    """One worker of each kind; `--quick` with a tenth of the backlog."""
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         _save_model(folder / "model")
@@ -45,42 +59,49 @@ def run(options: Options) -> Iterator[Row]:
             device=options.device,
         )  # fmt: skip
         create_topics(settings, PARTITIONS, 1)
+        for role in ROLES:
+            yield from _flooded(role, settings, folder, options)
+
+
+def _flooded(role: Role, settings: Settings, folder: Path, options: Options) -> Iterator[Row]:
+    backlog, seconds = (20_000, 20) if options.quick else (200_000, 120)
+    with ExitStack() as stack:
         sender = producer(settings, linger_ms=20)
         stack.callback(sender.close, timeout=5)
-        options.tell(f"writing a backlog of {backlog} requests")
-        sent = _send(sender, settings, backlog)
-        replica = _replica(settings, folder)
-        replica.start()
-        stack.callback(replica.stop)
-        replica.wait_for(lambda: answers_ok(settings.port, "/ready"), 120)
-        replica.wait_for(lambda: _answered(settings) > 500, 60)
-        process = psutil.Process(replica.pid)
-        before, started = _answered(settings), time.monotonic()
+        options.tell(f"{role.name}: writing a backlog of {backlog} records of {role.topic}")
+        sent = _send(sender, settings, role, backlog)
+        worker = _worker(role, settings, folder)
+        worker.start()
+        stack.callback(worker.stop)
+        worker.wait_for(lambda: answers_ok(settings.port, "/ready"), 120)
+        worker.wait_for(lambda: _done(role, settings) > 500, 60)
+        process = psutil.Process(worker.pid)
+        before, started = _done(role, settings), time.monotonic()
         time.sleep(10)
-        rate = (_answered(settings) - before) / (time.monotonic() - started)
-        options.tell(f"the replica answers {rate:.0f} requests a second; now three times that, for {seconds} s")
+        rate = (_done(role, settings) - before) / (time.monotonic() - started)
+        options.tell(f"it does {rate:.0f} a second; now three times that, for {seconds} s")
         stop = threading.Event()
-        flood = threading.Thread(target=_flood, args=[sender, settings, 3 * rate, stop, sent], daemon=True)
+        flood = threading.Thread(target=_flood, args=[sender, settings, role, 3 * rate, stop, sent], daemon=True)
         flood.start()
         resident: list[int] = []
         for second in range(seconds):
             time.sleep(1)
             resident.append(process.memory_info().rss)
             if second % 10 == 9:
-                waiting = sent[0] - _answered(settings)
-                options.tell(f"{second + 1} s: {resident[-1] / MIB:.0f} MiB, {waiting:.0f} requests wait")
+                waiting = sent[0] - _done(role, settings)
+                options.tell(f"{second + 1} s: {resident[-1] / MIB:.0f} MiB, {waiting:.0f} wait")
         stop.set()
         flood.join()
-        if not replica.running:
-            raise BenchError(f"the replica ended with status {replica.returncode}")
+        if not worker.running:
+            raise BenchError(f"the {role.name} ended with status {worker.returncode}")
         tenth = max(1, seconds // 10)
         first, last = sum(resident[:tenth]) / tenth, sum(resident[-tenth:]) / tenth
-        yield Row("replica/rate", rate, "requests/s")
-        yield Row("replica/offered", 3 * rate, "requests/s")
-        yield Row("replica/waiting", sent[0] - _answered(settings), "count")
-        yield Row("replica/rss_first", first / MIB, "MiB")
-        yield Row("replica/rss_last", last / MIB, "MiB", first / MIB)
-        yield Row("replica/rss_peak", max(resident) / MIB, "MiB", first / MIB)
+        yield Row(f"{role.name}/rate", rate, "records/s")
+        yield Row(f"{role.name}/offered", 3 * rate, "records/s")
+        yield Row(f"{role.name}/waiting", sent[0] - _done(role, settings), "count")
+        yield Row(f"{role.name}/rss_first", first / MIB, "MiB")
+        yield Row(f"{role.name}/rss_last", last / MIB, "MiB", first / MIB)
+        yield Row(f"{role.name}/rss_peak", max(resident) / MIB, "MiB", first / MIB)
 
 
 def _save_model(folder: Path) -> None:
@@ -93,29 +114,46 @@ def _save_model(folder: Path) -> None:
     tokenizer().save_pretrained(folder)
 
 
-def _replica(settings: Settings, folder: Path) -> Child:
+def _worker(role: Role, settings: Settings, folder: Path) -> Child:
     given = {f"GRACESTREAM_{name.upper()}": str(getattr(settings, name)) for name in settings.model_fields_set}
-    argv = [sys.executable, "-m", "workers.cli", "infer"]
-    return Child("replica", argv, log=folder / "replica.log", env=given, cwd=ROOT)
+    argv = [sys.executable, "-m", "workers.cli", role.command]
+    return Child(role.name, argv, log=folder / f"{role.name}.log", env=given, cwd=ROOT)
 
 
-def _answered(settings: Settings) -> float:
-    return metric(settings.port, "gracestream_batch_size_sum")
+def _request(number: int) -> bytes:
+    length = 200 + 53 * (number % 37)  # up to some 2,000 characters: padding differs from batch to batch
+    return f'{{"v":1,"request_id":"{number}","inputs":"{TEXT[:length]}","note":"{NOTE}"}}'.encode()
 
 
-def _send(sender: KafkaProducer, settings: Settings, count: int, first: int = 0) -> list[int]:
-    words = (" ".join(WORDS) + " ") * 50
+def _feedback(number: int) -> bytes:
+    return f'{{"v":1,"feedback_id":"f{number}","undo":"nothing","note":"{NOTE}"}}'.encode()
+
+
+ROLES = (
+    Role("replica", "infer", "requests", _request, "gracestream_batch_size_sum"),
+    Role("editor", "edit", "feedback", _feedback, 'gracestream_feedback_total{status="rejected"}'),
+)
+
+
+def _done(role: Role, settings: Settings) -> float:
+    try:
+        return metric(settings.port, role.counter)
+    except StopIteration:  # none yet
+        return 0.0
+
+
+def _send(sender: KafkaProducer, settings: Settings, role: Role, count: int, first: int = 0) -> list[int]:
+    partitions = next(topic.partitions or PARTITIONS for topic in TOPICS if topic.name == role.topic)
     for number in range(first, first + count):
-        length = 200 + 53 * (number % 37)  # up to some 2,000 characters: padding differs from batch to batch
-        note = "x" * 2000
-        value = f'{{"v":1,"request_id":"{number}","inputs":"{words[:length]}","note":"{note}"}}'
-        sender.send(settings.topic("requests"), value=value.encode(), partition=number % PARTITIONS)
+        sender.send(settings.topic(role.topic), value=role.record(number), partition=number % partitions)
     sender.flush()
     return [first + count]
 
 
-def _flood(sender: KafkaProducer, settings: Settings, rate: float, stop: threading.Event, sent: list[int]) -> None:
+def _flood(
+    sender: KafkaProducer, settings: Settings, role: Role, rate: float, stop: threading.Event, sent: list[int]
+) -> None:
     while not stop.is_set():
         started = time.monotonic()
-        sent[0] = _send(sender, settings, int(rate / 4), sent[0])[0]
+        sent[0] = _send(sender, settings, role, int(rate / 4), sent[0])[0]
         stop.wait(max(0.0, 0.25 - (time.monotonic() - started)))
