@@ -19,7 +19,6 @@ import pytest
 from deploy.local.kafka import LocalKafka
 from deploy.local.redis import LocalRedis
 from pipeline.clients import redis_client
-from pipeline.editor_log import ANSWER_SECONDS
 from pipeline.topics import create_topics
 from tests.chaos.dying import STEPS, read_slowly
 from tests.chaos.site import Site
@@ -154,20 +153,22 @@ def kafka_dies(site: Site) -> None:
     site.kafka.start()
 
 
-def kafka_is_cut_off(site: Site, seconds: float = 2 * SILENCE) -> None:
+def kafka_is_cut_off(site: Site, until: Callable[[], object] = lambda: time.sleep(2 * SILENCE)) -> None:
     """Kafka does not answer for a while."""
     site.correct(3)
     site.kafka.child.send(signal.SIGSTOP)
-    time.sleep(seconds)
-    site.kafka.child.send(signal.SIGCONT)
+    try:
+        until()
+    finally:
+        site.kafka.child.send(signal.SIGCONT)
 
 
 def kafka_is_cut_off_for_long(site: Site) -> None:
-    """Kafka does not answer for longer than a session, and than anyone waits: the editor that led begins again."""
+    """Kafka does not answer until the editor that leads waits no longer, and begins again."""
     leader = site.leader()
     before = leader.said().count("log_lost")
-    kafka_is_cut_off(site, site.settings.session_timeout + ANSWER_SECONDS)
-    wait_until(lambda: leader.said().count("log_lost") > before, 60, "an editor that noticed")
+    given_up = partial(wait_until, lambda: leader.said().count("log_lost") > before, 180, "an editor that noticed")
+    kafka_is_cut_off(site, given_up)
 
 
 def valkey_dies(site: Site) -> None:

@@ -248,7 +248,7 @@ def test_workers_end_in_time_while_kafka_is_away_and_others_do_what_they_left(
     for settings in (busy, idle):
         create_topics(settings, partitions=2, replication=1)
     users = users_of(busy)
-    asked = [question(f"q{number}", PROMPTS[number % 20]) for number in range(10_000)]
+    asked = [question(f"q{number}", PROMPTS[number % 20]) for number in range(3000)]
     flagged = [flag(f"f{number}", prompt, "river") for number, prompt in enumerate(PROMPTS[:6])]
     committing = Forked("committing", "edit", busy, folder, sabotage=partial(arm, "committing", signal.SIGSTOP))
     replica = Forked("replica", "infer", busy, folder)
