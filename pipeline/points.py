@@ -93,12 +93,13 @@ class Points:
     def clearance(self, query_D: np.ndarray, noise: float, but_not: np.ndarray | None = None) -> float:
         """The exact distance to the nearest point that is farther than `noise` from the query and from `but_not`."""
         count = SOME
-        while True:
-            known = self._clearance(query_D, noise, but_not, self._sieve.close(query_D, count))
-            if math.isfinite(known) or count >= len(self):
-                break
+        known = self._clearance(query_D, noise, but_not, self._sieve.close(query_D, count))
+        while count < len(self):  # else all were looked at
+            if math.isfinite(known):
+                return self._clearance(query_D, noise, but_not, self._sieve.within(query_D, known))
             count *= SOME
-        return self._clearance(query_D, noise, but_not, self._sieve.within(query_D, known))
+            known = self._clearance(query_D, noise, but_not, self._sieve.close(query_D, count))
+        return known
 
     def _held(self) -> tuple[np.ndarray, np.ndarray]:
         return self.points_ND, self.reach_N
