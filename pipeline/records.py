@@ -4,11 +4,12 @@ Kafka takes any bytes as the name of a header. kafka-python and aiokafka take UT
 another name never gets past its record: one such record on `requests` would stop every replica for good. Here such a
 name is read with its stray bytes written out (`\xff`), so that its record is judged by its value like any other.
 Neither library has a setting for that. What stands here takes the place of their own class: `MemoryRecords` is called
-so, and has the same methods, in both. So it is always kafka-python that decompresses, and it needs its codecs.
+so, and has the same methods, in both. aiokafka's is in C, ten times as fast, and reads all that it can.
 """
 
 from typing import Any, SupportsIndex
 
+from aiokafka.record.memory_records import MemoryRecords as RawRecords
 from kafka.consumer.fetcher import Fetcher
 from kafka.record import MemoryRecords
 from kafka.record.default_records import DefaultRecordBatch
@@ -23,6 +24,21 @@ class Records(MemoryRecords):  # type: ignore[misc]
         if isinstance(batch, DefaultRecordBatch):  # older ones, of message format 0 and 1, have no headers
             batch.__class__ = _Batch
         return batch
+
+
+def read_by_aiokafka(fetched: bytes) -> Any:
+    """For the name `MemoryRecords` in aiokafka's fetcher: its own class, or `Records` where that cannot read them all.
+
+    One read tells: it costs about a microsecond a record, and twice the decompression.
+    """
+    tried = RawRecords(fetched)
+    try:
+        while tried.has_next():
+            for _ in tried.next_batch():
+                pass
+    except Exception:  # noqa: BLE001  (a stray name, or damage, of which `Records` says what it is)
+        return Records(fetched)
+    return RawRecords(fetched)
 
 
 class PartitionRecords(Fetcher.PartitionRecords):  # type: ignore[misc]
