@@ -222,20 +222,22 @@ class Codebook:
         return digest.hexdigest()
 
     def _check_place(self, delta: Delta, record: bytes) -> None:
-        for field in ("codebook", "model", "layer"):
-            ours = self.name if field == "codebook" else getattr(self, field)
-            if getattr(delta, field) != ours:
-                raise DeltaFault(
-                    f"delta {delta.seq} is of {field} {getattr(delta, field)!r}; this one is {ours!r}:"
-                    f" set GRACESTREAM_{field.upper()} as it was, or another GRACESTREAM_PREFIX"
-                )
+        ours, its = (self.name, self.model, self.layer), (delta.codebook, delta.model, delta.layer)
+        if its != ours:
+            field, held, named = next(
+                found for found in zip(("codebook", "model", "layer"), ours, its, strict=True) if found[1] != found[2]
+            )
+            raise DeltaFault(
+                f"delta {delta.seq} is of {field} {named!r}; this one is {held!r}:"
+                f" set GRACESTREAM_{field.upper()} as it was, or another GRACESTREAM_PREFIX"
+            )
         if delta.seq != self.seq + 1:
             raise DeltaFault(f"delta {delta.seq} of term {delta.term} follows {self.seq} of term {self.term}: a gap")
         if (delta.op == "lead") != (delta.term > self.term):
             raise DeltaFault(f"delta {delta.seq} ({delta.op}) is of term {delta.term} after term {self.term}")
         if chain(self.digest, record) != delta.digest:
             raise DeltaFault(f"delta {delta.seq} does not continue the chain of digests")
-        if len({change.entry_id for change in delta.entries}) < len(delta.entries):
+        if len(delta.entries) > 1 and len({change.entry_id for change in delta.entries}) < len(delta.entries):
             raise DeltaFault(f"delta {delta.seq} names an entry twice")
 
     def _checked(self, change: EntryChange) -> tuple[np.ndarray | None, np.ndarray | None]:
@@ -268,9 +270,7 @@ class Codebook:
         except ValueError as error:
             raise DeltaFault(f"entry {change.entry_id!r}: {error}") from error
         for what, array, held in (("key", key, self._keys), ("value", value, self._values)):
-            if array is not None and (
-                array.ndim != 1 or len(array) == 0 or (held.shape[1] and array.shape != held.shape[1:])
-            ):
+            if array is not None and not _fits(array, held):
                 raise DeltaFault(f"entry {change.entry_id!r} has a {what} of shape {array.shape}, not {held.shape[1:]}")
         return key, value
 
@@ -297,10 +297,12 @@ class Codebook:
             if change.label is not UNSET:
                 self.labels[slot] = change.label
             touched.add(slot)
-        return Applied(delta=delta, slots=tuple(sorted(slot for slot in touched if slot < len(self))), moved=moved)
+        if moved:  # a slot may have been touched that is no more
+            touched = {slot for slot in touched if slot < len(self)}
+        return Applied(delta, tuple(sorted(touched)), moved)
 
     def _append(self, entry_id: str, width_D: int, width_V: int) -> int:
-        slot = len(self)
+        slot = len(self.entry_ids)
         if slot == len(self._radii):
             room = max(64, 2 * slot)
             self._keys = _grown(self._keys, (room, width_D))
@@ -321,6 +323,11 @@ class Codebook:
         self.entry_ids.pop()
         self.labels.pop()
         return slot
+
+
+def _fits(array: np.ndarray | None, held: np.ndarray) -> bool:
+    """Whether an array, if there is one, is a row of those held; any row is, where none are."""
+    return array is None or (array.ndim == 1 and array.size > 0 and held.shape[1] in (0, array.size))
 
 
 def _grown(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
