@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from aiokafka import AIOKafkaConsumer
 from aiokafka.conn import collect_hosts, create_conn
 from aiokafka.errors import KafkaError as RawKafkaError
 from kafka import KafkaAdminClient
@@ -55,6 +56,18 @@ def consumer(settings: Settings, **options: Any) -> PatientConsumer:
     made = PatientConsumer(**_cluster(settings), **(ours | options))
     made._fetcher.PartitionRecords = PartitionRecords  # noqa: SLF001  (it has no public name)
     return made
+
+
+def bulk_consumer(settings: Settings, **options: Any) -> AIOKafkaConsumer:
+    """A consumer of committed records, in no group, that raises where its offset is not there. Not for odd headers."""
+    return AIOKafkaConsumer(
+        bootstrap_servers=_bootstrap_servers(settings),
+        isolation_level="read_committed",
+        enable_auto_commit=False,
+        auto_offset_reset="none",
+        **kafka_security(settings),
+        **options,
+    )
 
 
 def producer(settings: Settings, **options: Any) -> PatientProducer:

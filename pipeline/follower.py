@@ -25,7 +25,7 @@ from kafka.errors import KafkaError
 
 from pipeline.clients import consumer
 from pipeline.codebook import DeltaFault
-from pipeline.reading import read_topic
+from pipeline.reading import read_bulk, read_topic
 from pipeline.settings import Settings
 from pipeline.topics import DELTAS
 from schemas.deltas import decode_delta
@@ -144,8 +144,13 @@ class Follower:
         reader = consumer(self._settings, fetch_max_wait_ms=100, **READING)
         try:
             reader.assign([partition])
-            reader.seek(partition, self.offset)
             self.end = reader.end_offsets([partition])[partition]
+            with closing(read_bulk(self._settings, partition, self.offset, self.end, **READING)) as bulk:
+                for records in bulk:
+                    self._keep([(record.offset, record.value) for record in records])
+                    if self._stop.is_set():
+                        return
+            reader.seek(partition, self.offset)
             while not self._stop.is_set():
                 self.at_end = self.at_end or reader.position(partition) >= self.end
                 for records in reader.poll(timeout_ms=200).values():

@@ -10,6 +10,7 @@ import structlog
 import torch
 from structlog.typing import EventDict
 
+from deploy.local.kafka import LocalKafka
 from pipeline.clients import redis_client
 from pipeline.codebook import Codebook
 from pipeline.follower import Follower
@@ -21,7 +22,7 @@ from pipeline.topics import TOPICS, create_topics
 from tests.doubles.kafka import MemoryKafka
 from tests.integration.cluster import Cluster
 from tests.integration.forked import Command, as_given
-from tests.integration.running import Checkpoint, Users, save_checkpoint, settings_for
+from tests.integration.running import Checkpoint, Users, go_on, save_checkpoint, settings_for
 from tests.integration.secured import SecuredKafka
 from tests.unit.engine.tiny import LAYER, MODEL
 
@@ -55,6 +56,14 @@ def secured_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredK
     secured.start()
     yield secured
     secured.server.stop()
+
+
+@pytest.fixture
+def own_kafka(tmp_path: Path) -> Iterator[LocalKafka]:
+    """A Kafka of the test's own, which may hang."""
+    with LocalKafka(tmp_path / "kafka") as local:
+        yield local
+        go_on(local)
 
 
 @pytest.fixture(params=["double", pytest.param("kafka", marks=pytest.mark.kafka)])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import signal
 import time
 import urllib.error
 import urllib.request
@@ -14,6 +15,7 @@ import torch
 from kafka import TopicPartition
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
+from deploy.local.kafka import LocalKafka
 from pipeline.client import Client
 from pipeline.clients import admin, consumer
 from pipeline.settings import Settings, load_settings
@@ -183,6 +185,22 @@ def members(settings: Settings) -> list[str]:
         return [member["member_id"] if isinstance(member, dict) else member.member_id for member in found]
     finally:
         client.close()
+
+
+def hang(kafka: LocalKafka) -> None:
+    """Stop its process where it is."""
+    kafka.child.send(signal.SIGSTOP)
+
+
+def go_on(kafka: LocalKafka) -> None:
+    """Let it go on, if it hangs."""
+    kafka.child.send(signal.SIGCONT)
+
+
+ways_to_leave = pytest.mark.parametrize(
+    ("leave", "come_back"), [(hang, go_on), (LocalKafka.kill, LocalKafka.start)], ids=["hangs", "is dead"]
+)
+"""How a Kafka of the test's own is away for a while."""
 
 
 class Users:

@@ -3,7 +3,7 @@
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from tests.integration.running import (
     question,
     records,
     wait_until,
+    ways_to_leave,
 )
 from tests.unit.engine.tiny import SIZE, texts, tokenizer
 
@@ -216,25 +217,7 @@ def test_a_second_signal_ends_a_worker_at_once(
         assert replica.wait(5) == 128 + signal.SIGTERM
 
 
-@pytest.fixture
-def own_kafka(tmp_path: Path) -> Iterator[LocalKafka]:
-    """A Kafka of the test's own, which may hang."""
-    with LocalKafka(tmp_path / "kafka") as local:
-        yield local
-        local.child.send(signal.SIGCONT)
-
-
-def hang(kafka: LocalKafka) -> None:
-    kafka.child.send(signal.SIGSTOP)
-
-
-def go_on(kafka: LocalKafka) -> None:
-    kafka.child.send(signal.SIGCONT)
-
-
-@pytest.mark.parametrize(
-    ("leave", "come_back"), [(hang, go_on), (LocalKafka.kill, LocalKafka.start)], ids=["hangs", "is dead"]
-)
+@ways_to_leave
 def test_workers_end_in_time_while_kafka_is_away_and_others_do_what_they_left(
     own_kafka: LocalKafka,
     deployment: Settings,
