@@ -18,7 +18,7 @@ import struct
 from dataclasses import dataclass
 
 import numpy as np
-from msgspec import UNSET
+from msgspec import UNSET, Struct
 
 from pipeline.errors import UserError
 from schemas.deltas import GENESIS, Delta, EntryChange, chain, decode_delta
@@ -35,8 +35,7 @@ class DeltaFault(UserError):
     """A delta that cannot be applied; skipping it would let replicas diverge, so whoever meets one stops."""
 
 
-@dataclass(frozen=True, slots=True)
-class Applied:
+class Applied(Struct, frozen=True):
     """What one delta did: the slots that now hold something new, and whether entries moved or went."""
 
     delta: Delta

@@ -15,8 +15,8 @@ It does not judge whether a record continues the history: that is the codebook's
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import structlog
@@ -146,10 +146,11 @@ class Follower:
             reader.assign([partition])
             self.end = reader.end_offsets([partition])[partition]
             with closing(read_bulk(self._settings, partition, self.offset, self.end, **READING)) as bulk:
-                for records in bulk:
+                for records, following in bulk:
                     self._keep([(record.offset, record.value) for record in records])
                     if self._stop.is_set():
                         return
+                    self.offset = following
             reader.seek(partition, self.offset)
             while not self._stop.is_set():
                 self.at_end = self.at_end or reader.position(partition) >= self.end
@@ -181,13 +182,9 @@ class Follower:
             self._news.notify_all()
 
 
-@contextmanager
-def at_offset(offset: int) -> Iterator[None]:
-    """Lets a DeltaFault say which record of `deltas` it is about."""
-    try:
-        yield
-    except DeltaFault as fault:
-        raise DeltaFault(f"the record at offset {offset} of {DELTAS} cannot be applied: {fault}") from fault
+def fault_at(offset: int, fault: DeltaFault) -> DeltaFault:
+    """The fault, with which record of `deltas` it is about."""
+    return DeltaFault(f"the record at offset {offset} of {DELTAS} cannot be applied: {fault}")
 
 
 def read_history(settings: Settings, on_record: Callable[[bytes, int, int], object], since: int = 0) -> None:
@@ -201,6 +198,8 @@ def read_history(settings: Settings, on_record: Callable[[bytes, int, int], obje
     """
     with closing(read_topic(settings, DELTAS, since, **READING)) as records:
         for record in records:
-            with at_offset(record.offset):
+            try:
                 if on_record(record.value, record.offset, record.timestamp) is False:
                     return
+            except DeltaFault as fault:
+                raise fault_at(record.offset, fault) from fault

@@ -21,7 +21,7 @@ from redis.exceptions import RedisError
 
 from pipeline import metrics
 from pipeline.codebook import Applied, Codebook, DeltaFault
-from pipeline.follower import Follower, at_offset
+from pipeline.follower import Follower, fault_at
 from pipeline.index import KeyIndex
 from pipeline.radius_store import Head, RadiusStore
 from pipeline.settings import Settings
@@ -171,8 +171,10 @@ class Mirror:
         started = time.perf_counter()
         try:
             for offset, record in records:
-                with at_offset(offset):
+                try:
                     applied = self.codebook.apply(record)
+                except DeltaFault as fault:
+                    raise fault_at(offset, fault) from fault
                 if applied is None:
                     log.warning("delta_dropped", seq=self.codebook.seq, term=self.codebook.term)
                 else:
@@ -192,8 +194,10 @@ class Mirror:
         waiting = self._follower.next_record()
         if waiting is not None:
             offset, record = waiting
-            with at_offset(offset):
+            try:
                 self.codebook.check(record)
+            except DeltaFault as fault:
+                raise fault_at(offset, fault) from fault
 
     def _compare(self, head: Head) -> None:
         if head.seq != self.codebook.seq:

@@ -28,6 +28,9 @@ BULK_BYTES = 16 * 2**20
 PATIENCE = 5.0
 """Seconds in which aiokafka must bring something."""
 
+Batch = tuple[list[Any], int]
+"""Records, and the offset that follows them and what is between them and the next ones."""
+
 
 def read_topic(
     settings: Settings, name: str, since: int = 0, time: int | None = None, **options: Any
@@ -55,10 +58,9 @@ def read_topic(
             starts = {part: ends[part] if first is None else first.offset for part, first in found.items()}
         for partition in partitions:
             position = max(since, starts[partition])
-            for records in read_bulk(settings, partition, position, ends[partition], **options):
-                for record in records:
-                    position = record.offset + 1
-                    yield record
+            for records, following in read_bulk(settings, partition, position, ends[partition], **options):
+                yield from records
+                position = following
             reader.seek(partition, position)
         while any(reader.position(partition) < end for partition, end in ends.items()):
             for partition, records in reader.poll(timeout_ms=500).items():
@@ -69,27 +71,27 @@ def read_topic(
 
 def read_bulk(
     settings: Settings, partition: TopicPartition, start: int, end: int, **options: Any
-) -> Generator[list[Any], None, None]:
+) -> Generator[Batch, None, None]:
     """The committed records between two offsets of a partition, or the first of them; none where they are few.
 
-    Every list goes on where the last one ended. There is one, be it empty, every half second. What is left, from the
-    offset after the last record on, is for kafka-python to read, whose `options` these are.
+    There is a batch, be it empty, every half second. What is left, from the offset that follows the last batch on, is
+    for kafka-python to read, whose `options` these are.
     """
     if end - start < BULK or _in_a_loop():
         return
     batches = _batches(settings, aiokafka.TopicPartition(*partition), start, end, options)
 
-    async def following() -> list[Any] | None:
+    async def next_batch() -> Batch | None:
         return await anext(batches, None)
 
     with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:  # which closes what is still open
-        while (records := runner.run(following())) is not None:
-            yield records
+        while (batch := runner.run(next_batch())) is not None:
+            yield batch
 
 
 async def _batches(
     settings: Settings, partition: aiokafka.TopicPartition, start: int, end: int, options: dict[str, Any]
-) -> AsyncGenerator[list[Any], None]:
+) -> AsyncGenerator[Batch, None]:
     reader = bulk_consumer(
         settings,
         check_crcs=options.get("check_crcs", True),
@@ -105,8 +107,8 @@ async def _batches(
         position, deadline = start, clock() + PATIENCE
         while position < end and clock() < deadline:
             found = await reader.getmany(partition, timeout_ms=500, max_records=count)
-            yield [record for record in found.get(partition, ()) if record.offset < end]
             before, position = position, await asyncio.wait_for(reader.position(partition), PATIENCE)
+            yield [record for record in found.get(partition, ()) if record.offset < end], min(position, end)
             if position > before:
                 deadline = clock() + PATIENCE
     except (RawKafkaError, OSError, UnicodeDecodeError):  # a time-out is an OSError

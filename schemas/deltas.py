@@ -55,7 +55,7 @@ class Tensor(Struct, frozen=True, kw_only=True):
         if len(self.data) != 4 * math.prod(self.shape):
             raise ValueError(f"{len(self.data)} bytes do not fill a float32 tensor of shape {self.shape}")
         array = np.frombuffer(self.data, "<f4")
-        if np.count_nonzero(np.isfinite(array)) < array.size:  # half the time of all()
+        if 0 in np.isfinite(array).tobytes():  # in two fifths of the time of all()
             raise ValueError("a tensor holds a number that is not finite")
         return array if len(self.shape) == 1 else array.reshape(self.shape)
 

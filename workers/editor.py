@@ -25,7 +25,7 @@ from pipeline.device import DeviceFault
 from pipeline.editing import EditEngine
 from pipeline.editor_log import EditorLog, Result, may_pass
 from pipeline.environment import environment
-from pipeline.follower import at_offset
+from pipeline.follower import fault_at
 from pipeline.health import Health
 from pipeline.history import KafkaHistory
 from pipeline.intake import Intake
@@ -176,8 +176,10 @@ class Editor:
     def _fold(self) -> None:
         """Apply what others have written to the log."""
         for offset, record in self._parts.log.deltas():
-            with at_offset(offset):
+            try:
                 applied = self._parts.engine.apply(record)
+            except DeltaFault as fault:
+                raise fault_at(offset, fault) from fault
             if applied is not None and applied.delta.op == "lead" and self._lead not in (None, record):
                 raise StaleError(f"another editor has taken the lead, in term {applied.delta.term}")
 

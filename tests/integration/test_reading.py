@@ -10,7 +10,7 @@ from deploy.local.kafka import LocalKafka
 from pipeline import reading
 from pipeline.clients import producer
 from pipeline.mirror import Mirror
-from pipeline.reading import read_topic
+from pipeline.reading import Batch, read_topic
 from pipeline.replay import replay_deltas
 from pipeline.settings import Settings, load_settings
 from pipeline.topics import DELTAS, PREDICTIONS, TopicError, create_topics
@@ -28,10 +28,10 @@ def by_aiokafka(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     offsets: list[int] = []
     read_bulk = reading.read_bulk
 
-    def noted(*args: Any, **options: Any) -> Iterator[list[Any]]:
-        for some in read_bulk(*args, **options):
-            offsets.extend(record.offset for record in some)
-            yield some
+    def noted(*args: Any, **options: Any) -> Iterator[Batch]:
+        for batch in read_bulk(*args, **options):
+            offsets.extend(record.offset for record in batch[0])
+            yield batch
 
     monkeypatch.setattr(reading, "BULK", 1)
     monkeypatch.setattr(reading, "read_bulk", noted)
