@@ -4,14 +4,18 @@ The URL is configuration and is trusted; its credentials come from the environme
 read under it is not trusted: a file is asked for by its plain name, never by an address that a record gives, and no
 more of it is read than its manifest says.
 
-A file appears whole or not at all: in a folder under a temporary name that is then renamed (a writer that was killed
-leaves a folder `.writing-…` behind, which may be deleted); elsewhere it is put under its name in one piece and its size
-is compared. A name bears the delta and the beginning of the file's own SHA-256, so no content ever replaces another.
+A file appears whole or not at all: in a folder under a temporary name that is then renamed (what a writer that was
+killed leaves in its folder `.writing-…`, another one deletes an hour later); elsewhere it is put under its name in one
+piece and its size is compared. A name bears the delta and the beginning of the file's own SHA-256, so no content ever
+replaces another.
 """
 
 import hashlib
 import re
+import shutil
 import tempfile
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +27,10 @@ from pipeline.codebook_file import save
 from pipeline.errors import UserError
 
 _NAME = re.compile(r"[A-Za-z0-9._%~-]+\.safetensors")
+_STAGING = ".writing-"
+
+ABANDONED_SECONDS = 3600.0
+"""No writer is at one file for so long, unless it was killed."""
 
 
 class SnapshotError(UserError):
@@ -63,7 +71,8 @@ class SnapshotStore:
         try:
             if self._local:
                 Path(self._root).mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(prefix=".writing-", dir=self._root if self._local else None) as folder:
+                self._clear()
+            with tempfile.TemporaryDirectory(prefix=_STAGING, dir=self._root if self._local else None) as folder:
                 staged = Path(folder) / "codebook"
                 save(codebook, staged)
                 with staged.open("rb") as content:
@@ -107,6 +116,13 @@ class SnapshotStore:
             return
         except Exception as error:
             raise SnapshotError(f"{uri} cannot be deleted: {error or type(error).__name__}") from error
+
+    def _clear(self) -> None:
+        """Delete what writers that were killed have left; another one may be at it as well."""
+        for folder in Path(self._root).glob(f"{_STAGING}*"):
+            with suppress(OSError):
+                if time.time() > folder.stat().st_mtime + ABANDONED_SECONDS:
+                    shutil.rmtree(folder)
 
     def _move(self, staged: Path, name: str, size: int) -> None:
         if self._local:
