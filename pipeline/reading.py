@@ -19,7 +19,7 @@ from pipeline.clients import bulk_consumer, consumer
 from pipeline.settings import Settings
 from pipeline.topics import TopicError
 
-BULK = 1000
+BULK = 5000
 """Offsets in a partition from which on aiokafka is worth a connection of its own."""
 
 BULK_BYTES = 16 * 2**20
