@@ -13,6 +13,7 @@ from typing import Any
 
 from aiokafka import AIOKafkaConsumer
 from aiokafka.conn import collect_hosts, create_conn
+from aiokafka.consumer import fetcher
 from aiokafka.errors import KafkaError as RawKafkaError
 from kafka import KafkaAdminClient
 from kafka.errors import KafkaConnectionError, KafkaError
@@ -21,7 +22,7 @@ from redis.exceptions import RedisError
 
 from pipeline.errors import UserError
 from pipeline.patient import PatientConsumer, PatientProducer
-from pipeline.records import PartitionRecords
+from pipeline.records import PartitionRecords, read_by_aiokafka
 from pipeline.security import kafka_refusal, kafka_security, redis_refusal, redis_security, without_password
 from pipeline.settings import Settings, SettingsError
 
@@ -59,7 +60,8 @@ def consumer(settings: Settings, **options: Any) -> PatientConsumer:
 
 
 def bulk_consumer(settings: Settings, **options: Any) -> AIOKafkaConsumer:
-    """A consumer of committed records, in no group, that raises where its offset is not there. Not for odd headers."""
+    """A consumer of committed records, in no group, that raises where its offset is not there."""
+    read_all_records()
     return AIOKafkaConsumer(
         bootstrap_servers=_bootstrap_servers(settings),
         isolation_level="read_committed",
@@ -85,6 +87,11 @@ def redis_client(settings: Settings, timeout: float = 1.0) -> Redis:
     return Redis.from_url(
         settings.redis, socket_timeout=timeout, socket_connect_timeout=timeout, **redis_security(settings)
     )
+
+
+def read_all_records() -> None:
+    """Let aiokafka's consumers read whatever Kafka takes, faust's among them; it lets nobody choose their parts."""
+    fetcher.MemoryRecords = read_by_aiokafka
 
 
 def ask_kafka(settings: Settings, patience: float) -> None:

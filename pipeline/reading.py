@@ -2,8 +2,8 @@
 
 kafka-python finds out what there is to be read, and reads it, all but the bulk of a long partition: that comes by
 aiokafka, whose parser is in C, several times as fast. Whatever keeps aiokafka from going on only ends the bulk early,
-and kafka-python reads on from there: a header's name that is no UTF-8, a codec that is not installed, a broker that
-went away. So there is one reader that says what is wrong, in its own errors.
+and kafka-python reads on from there: a codec that is not installed, a broker that went away. So there is one reader
+that says what is wrong, in its own errors.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ from typing import Any
 import aiokafka
 from aiokafka.errors import KafkaError as RawKafkaError
 from kafka import TopicPartition
+from kafka.errors import KafkaError
 
 from pipeline.clients import bulk_consumer, consumer
 from pipeline.settings import Settings
@@ -84,8 +85,9 @@ def read_bulk(
     async def next_batch() -> Batch | None:
         return await anext(batches, None)
 
-    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:  # which closes what is still open
-        while (batch := runner.run(next_batch())) is not None:
+    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:  # which ends what is still open
+        loop = runner.get_loop()  # not by `run`, which turns Ctrl-C into a cancellation, and that may be lost
+        while (batch := loop.run_until_complete(next_batch())) is not None:
             yield batch
 
 
@@ -111,7 +113,7 @@ async def _batches(
             yield [record for record in found.get(partition, ()) if record.offset < end], min(position, end)
             if position > before:
                 deadline = clock() + PATIENCE
-    except (RawKafkaError, OSError, UnicodeDecodeError):  # a time-out is an OSError
+    except (RawKafkaError, KafkaError, OSError):  # a time-out is an OSError; our records are kafka-python's
         return
     finally:
         with suppress(RawKafkaError, OSError, asyncio.CancelledError):  # of a fetch that it cancels while that waits

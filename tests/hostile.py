@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jsonschema
+import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+from kafka.record.default_records import DefaultRecordBatchBuilder
 
 import schemas
 
@@ -31,6 +33,23 @@ class Unreadable(str):
 
     def encode(self, encoding: str = "utf-8", errors: str = "strict") -> bytes:
         return b"\xff\xc0" + super().encode(encoding, errors) + b"\xed\xa0\x80"
+
+
+def odd_batches(monkeypatch: pytest.MonkeyPatch, attributes: int, delta: int) -> None:
+    """From now on kafka-python writes so each record whose value has `odd` in it: Kafka takes that, if uncompressed.
+
+    `attributes` is its byte of attributes, `delta` its offset in its batch.
+    """
+    append = DefaultRecordBatchBuilder.append
+
+    def odd(self: Any, offset: int, timestamp: int, key: Key, value: Key, headers: Any) -> Any:
+        if value is None or b"odd" not in value:
+            return append(self, offset, timestamp, key, value, headers)
+        written = append(self, delta, timestamp, key, value, headers, bytearray_type=lambda _: bytearray([attributes]))
+        self._last_offset = offset
+        return written
+
+    monkeypatch.setattr(DefaultRecordBatchBuilder, "append", odd)
 
 
 HEADERS: tuple[list[tuple[str, bytes]], ...] = (

@@ -20,11 +20,9 @@ from typing import Any
 
 import faust
 import structlog
-from aiokafka.consumer import fetcher
 from mode.utils.queues import ThrowableQueue
 
-from pipeline.clients import MAX_DELTA_BYTES
-from pipeline.records import read_by_aiokafka
+from pipeline.clients import MAX_DELTA_BYTES, read_all_records
 from pipeline.security import kafka_tls
 from pipeline.serving import Record, Reply
 from pipeline.settings import Settings
@@ -77,7 +75,7 @@ class RequestPlane:
 
     def __init__(self, settings: Settings, answer: Answer) -> None:
         logging.getLogger("mode.timers").setLevel(logging.ERROR)  # a tick that came late is no news
-        fetcher.MemoryRecords = read_by_aiokafka  # aiokafka makes its fetcher late, and lets nobody choose its parts
+        read_all_records()
         self._settings, self._answer = settings, answer
         self._open: deque[_Taken] = deque()
         self._tasks: set[asyncio.Task[None]] = set()

@@ -14,7 +14,7 @@ from pipeline.reading import Batch, read_topic
 from pipeline.replay import replay_deltas
 from pipeline.settings import Settings, load_settings
 from pipeline.topics import DELTAS, PREDICTIONS, TopicError, create_topics
-from tests.hostile import Unreadable
+from tests.hostile import Unreadable, odd_batches
 from tests.integration.history import History, same
 from tests.integration.running import records, settings_for, wait_until_settled, ways_to_leave
 from tests.integration.secured import SUPER_USER, SecuredKafka
@@ -103,15 +103,20 @@ def test_what_aiokafka_reads_is_what_kafka_python_reads(
     assert seen(read_topic(settings, DELTAS, time=middle.timestamp)) == seen(later)
 
 
-def test_a_name_that_is_no_utf8_is_left_to_kafka_python(
-    settings: Settings, writer: Writer, by_aiokafka: list[int]
+def test_odd_records_come_out_in_their_places(
+    settings: Settings, writer: Writer, by_aiokafka: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer.plain(b"1", b"2")
     writer.plain(b"3", b"4", name=Unreadable("odd"))
-    writer.plain(b"5")
-    assert [record.value for record in read_topic(settings, DELTAS)] == [b"1", b"2", b"3", b"4", b"5"]
-    assert set(by_aiokafka) <= {0, 1}
-    assert seen(read_topic(settings, DELTAS)) == seen(records(settings, DELTAS))
+    for attributes, delta in ((0x80, 1), (0, 7), (0, -5)):
+        with monkeypatch.context() as odd:
+            odd_batches(odd, attributes, delta)
+            writer.plain(b"5", b"odd", b"6")
+    values = [b"1", b"2", b"3", b"4", *[b"5", b"odd", b"6"] * 3]
+    found = list(read_topic(settings, DELTAS))
+    assert [(record.offset, record.value) for record in found] == list(enumerate(values))
+    assert seen(found) == seen(records(settings, DELTAS))
+    assert by_aiokafka == list(range(len(values)))
 
 
 def test_reading_ends_before_a_transaction_that_is_open(
