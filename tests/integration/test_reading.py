@@ -1,5 +1,6 @@
 """A topic comes out the same, whichever library reads it; and nothing is lost where one of them gives up."""
 
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 
 from deploy.local.kafka import LocalKafka
 from pipeline import reading
-from pipeline.clients import producer
+from pipeline.clients import bulk_consumer, producer
 from pipeline.mirror import Mirror
 from pipeline.reading import Batch, read_topic
 from pipeline.replay import replay_deltas
@@ -180,6 +181,29 @@ def test_a_kafka_that_leaves_while_the_bulk_comes_is_waited_for(
     again.join()
     assert values == list(range(1000))
     assert 200 <= len(by_aiokafka) < 1000
+
+
+def test_ctrl_c_is_not_lost_in_the_bulk(
+    settings: Settings, writer: Writer, by_aiokafka: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(settings: Settings, **options: Any) -> Any:
+        reader = bulk_consumer(settings, **options)
+        stop = reader.stop
+
+        async def interrupt() -> None:
+            try:
+                signal.raise_signal(signal.SIGINT)
+            finally:
+                await stop()
+
+        reader.stop = interrupt
+        return reader
+
+    writer.plain(b"1", b"2")
+    monkeypatch.setattr(reading, "bulk_consumer", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(read_topic(settings, DELTAS))
+    assert by_aiokafka == [0, 1]
 
 
 def test_replay_and_a_starting_replica_read_in_bulk(
