@@ -23,7 +23,7 @@ from pipeline.settings import Settings, as_environment
 from tests.integration.running import PATIENCE, status, wait_until
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["workers.cli", "workers.editor", "workers.inference", "pipeline.calibration"])
+_CONTEXT.set_forkserver_preload(["workers.cli.app", "workers.editor", "workers.inference", "pipeline.calibration"])
 
 
 def _command(

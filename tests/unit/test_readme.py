@@ -9,7 +9,7 @@ import typer
 
 from pipeline.settings import Settings
 from pipeline.topics import TOPICS
-from workers.cli import app
+from workers.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -22,7 +22,7 @@ for group in (local, work, traffic, keys, dead_letters, history, snapshots, tuni
     group.register(app)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def run(arguments: Sequence[str] | None = None) -> None:
     """Run a command; what goes wrong in an expected way is one sentence on standard error and exit status 1."""
     try:
         app(args=list(arguments) if arguments is not None else None, standalone_mode=True)
