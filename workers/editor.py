@@ -246,7 +246,7 @@ class Editor:
             "role": self._role,
             "edits": len(engine.memory),
             "traffic": len(engine.traffic),
-            "degraded": not self._parts.projection.complete,
+            "degraded": self._role == "leading" and not self._parts.projection.complete,
         }
 
 

@@ -44,6 +44,11 @@ class TestTopics:
         }
         again = run("topics", "--partitions", "3", settings=settings)
         assert (status_of(again), again.told()) == (0, "all topics are there\n")
+        more = sentence(run("topics", "--partitions", "4", settings=settings))
+        assert more == f"{prefix}requests has 3 partitions, not 4; kafka-topics.sh adds some"
+        safer = sentence(run("topics", "--replication", "3", settings=settings))
+        assert safer.startswith(f"{prefix}deltas has 1 copy of its partition, not 3; kafka-reassign-partitions.sh")
+        assert status_of(run("topics", settings=settings)) == 0
 
     @pytest.mark.parametrize(
         ("name", "partitions", "config", "complaint"),
@@ -189,7 +194,8 @@ class TestTraffic:
     @pytest.mark.parametrize(
         ("command", "line", "complaint"),
         [
-            ("send", "{not json", "line 2 is not JSON"),
+            ("send", "{not json", "line 2 is not JSON: Expecting property name enclosed in double quotes at column 2"),
+            ("send", '{"inputs": "a"', "line 2 is not JSON: Expecting ',' delimiter at column 15"),
             ("send", "[1]", "line 2: neither a text nor an object"),
             ("send", '{"inputs": 3}', "line 2: not a valid request"),
             ("send", '{"inputs": "\\ud800"}', "line 2: a text is not Unicode"),

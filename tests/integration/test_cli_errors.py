@@ -1,13 +1,18 @@
 """The errors that users bring about: each is one sentence on standard error, and exit status 1."""
 
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from deploy.local.processes import free_port
 from pipeline.settings import Settings
 from tests.integration.forked import Command, sentence, status_of
+from tests.integration.running import PATIENCE, wait_until
 
 
 @pytest.mark.parametrize("command", ["replay", "infer"])
@@ -44,6 +49,24 @@ def test_a_layer_that_does_not_exist(run: Callable[..., Command], deployment: Se
     said = sentence(run("infer", settings=deployment, layer="model.layers.99.mlp.down_proj"))
     assert "layer 'model.layers.99.mlp.down_proj' not found in LlamaForCausalLM; it has " in said
     assert "model.layers.0" in said
+
+
+@pytest.mark.parametrize("given", [("replay", "--at", "yesterday"), ("diff", "1", "yesterday")])
+def test_a_time_that_is_none_is_told_before_anything_is_asked(run: Callable[..., Command], given: list[str]) -> None:
+    ran = run(*given, kafka=f"127.0.0.1:{free_port()}", startup_timeout=600)
+    assert status_of(ran) == 2
+    assert "like 2026-11-20T18:00:00" in " ".join(ran.said().split())
+
+
+def test_ctrl_c_while_a_command_is_still_being_loaded(tmp_path: Path) -> None:
+    errors = tmp_path / "errors"
+    argv = [sys.executable, "-m", "workers.cli", "inspect", "--kafka", f"127.0.0.1:{free_port()}"]
+    with errors.open("wb") as written, subprocess.Popen(argv, stderr=written) as child:
+        loaded = Path(f"/proc/{child.pid}/maps")
+        wait_until(lambda: "msgspec" in loaded.read_text(encoding="utf-8"))  # which is loaded among the first
+        child.send_signal(signal.SIGINT)
+        assert child.wait(PATIENCE) == 130
+    assert "Traceback" not in errors.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("command", ["infer", "edit"])

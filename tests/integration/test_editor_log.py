@@ -99,6 +99,7 @@ class TestStandby:
         assert users.correct(flag("f0", PROMPTS[0], "museum"))["f0"].seq == 2
         wait_until(lambda: second.state()["seq"] == 2)
         assert second.state()["state_digest"] == first.state()["state_digest"]
+        assert not second.state()["degraded"], "it writes no radii, so it leaves none out"
         assert leads(first)
         assert first.stop() == 0
         assert users.correct(flag("f1", PROMPTS[1], "river"))["f1"].seq == 4

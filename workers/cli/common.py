@@ -64,9 +64,10 @@ def read_raw_lines(path: Path) -> Iterator[tuple[int, Any, bytes]]:
         for number, line in enumerate(source, 1):
             if line.strip():
                 try:
-                    yield number, json.loads(line), line.strip()
+                    yield number, json.loads(line.strip().decode()), line.strip()
                 except ValueError as error:
-                    raise typer.BadParameter(f"{path}, line {number} is not JSON: {error}") from error
+                    why = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+                    raise typer.BadParameter(f"{path}, line {number} is not JSON: {why}") from error
 
 
 def say(fields: object) -> None:

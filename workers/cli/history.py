@@ -43,7 +43,7 @@ def register(app: typer.Typer) -> None:
 
 def replay(
     seq: Annotated[int | None, typer.Option(min=0, help="Up to this delta; else all.")] = None,
-    at: Annotated[datetime | None, typer.Option(help="Up to this time (UTC unless it says), by Kafka's clock.")] = None,
+    at: Annotated[str | None, typer.Option(help="Up to this time (UTC unless it says), by Kafka's clock.")] = None,
     output: Annotated[Path | None, typer.Option(help="Write the codebook to this safetensors file.")] = None,
     retrain: Annotated[bool, typer.Option("--retrain", help="Decide and train anew, and compare.")] = False,
     to: Annotated[str | None, typer.Option(help="Copy the history to topics of this prefix, to branch it.")] = None,
@@ -68,10 +68,11 @@ def replay(
     """
     if to_codebook is not None and to is None:
         raise typer.BadParameter("--to-codebook names the codebook of a copy, so it needs --to")
+    until = None if at is None else _time(at, "is no time")
     settings = connected(kafka=kafka, prefix=prefix, model=model, layer=layer)
     records: list[bytes] = []
     needed = retrain or to is not None
-    codebook = replay_deltas(settings, seq, _time(at), lambda record, *_: records.append(record) if needed else None)
+    codebook = replay_deltas(settings, seq, until, lambda record, *_: records.append(record) if needed else None)
     if codebook is None:
         raise UserError(NO_DELTAS)
     told = codebook.facts()
@@ -138,9 +139,9 @@ def compare(
 
     Example: gracestream diff 12 41
     """
+    points = _point(before), _point(after)
     from pipeline.diff import diff  # noqa: PLC0415  (torch takes seconds that other commands need not wait)
 
-    points = _point(before), _point(after)
     found = diff(connected(kafka=kafka, prefix=prefix), *points)
     if as_json:
         say(msgspec.to_builtins(found))
@@ -187,19 +188,16 @@ def _branched(settings: Settings, prefix: str, codebook: str, records: list[byte
     return branch(settings, target, records, replication)
 
 
-def _time(given: datetime | None) -> datetime | None:
-    return given if given is None or given.tzinfo else given.replace(tzinfo=UTC)
-
-
 def _point(given: str) -> int | datetime:
-    if given.isdecimal():
-        return int(given)
+    return int(given) if given.isdecimal() else _time(given, "is neither a delta's number nor a time")
+
+
+def _time(given: str, wrong: str) -> datetime:
+    """Raises typer.BadParameter where it is none: what is given `wrong`."""
     try:
         time = datetime.fromisoformat(given)
     except ValueError as error:
-        raise typer.BadParameter(
-            f"{given!r} is neither a delta's number nor a time like 2026-11-20T18:00:00"
-        ) from error
+        raise typer.BadParameter(f"{given!r} {wrong} like 2026-11-20T18:00:00") from error
     return time if time.tzinfo else time.replace(tzinfo=UTC)
 
 

@@ -6,8 +6,10 @@ from typing import Annotated
 import typer
 
 from pipeline.settings import Settings, load_settings
-from pipeline.topics import create_topics
-from workers.cli.common import Codebook, Kafka, Layer, Model, Prefix, Redis, connected, screen
+from pipeline.topics import DELTAS, REQUESTS, TopicError, create_topics, layout
+from workers.cli.common import Codebook, Kafka, Layer, Model, Prefix, Redis, connected, counted, screen
+
+PARTITIONS = 8
 
 
 def register(app: typer.Typer) -> None:
@@ -20,16 +22,30 @@ def register(app: typer.Typer) -> None:
 def topics(
     kafka: Kafka = None,
     prefix: Prefix = None,
-    partitions: Annotated[int, typer.Option(min=1, help="Of requests and predictions: the most replicas.")] = 8,
-    replication: Annotated[int, typer.Option(min=1, help="Copies of each partition.")] = 1,
+    partitions: Annotated[
+        int | None, typer.Option(min=1, help="Of requests and predictions: the most replicas; 8 where it is not said.")
+    ] = None,
+    replication: Annotated[
+        int | None, typer.Option(min=1, help="Copies of each partition; 1 where it is not said.")
+    ] = None,
 ) -> None:
     """Create the topics that are missing, and check those that are there.
 
     Example: gracestream topics --kafka broker:9092 --partitions 32 --replication 3
     """
     settings = connected(kafka=kafka, prefix=prefix)
-    created = create_topics(settings, partitions, replication)
+    created = create_topics(settings, partitions or PARTITIONS, replication or 1)
     screen.print(f"created: {', '.join(created)}" if created else "all topics are there", soft_wrap=True)
+    has_partitions, has_replication = layout(settings)
+    if partitions not in (None, has_partitions):
+        raise TopicError(
+            f"{settings.topic(REQUESTS)} has {has_partitions} partitions, not {partitions}; kafka-topics.sh adds some"
+        )
+    if replication not in (None, has_replication):
+        raise TopicError(
+            f"{settings.topic(DELTAS)} has {counted(has_replication, 'copy', 'copies')} of its partition, not"
+            f" {replication}; kafka-reassign-partitions.sh changes that, topic by topic"
+        )
 
 
 def infer(settings: Settings) -> int:
