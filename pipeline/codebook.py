@@ -324,9 +324,9 @@ class Codebook:
         return slot
 
 
-def _fits(array: np.ndarray | None, held: np.ndarray) -> bool:
-    """Whether an array, if there is one, is a row of those held; any row is, where none are."""
-    return array is None or (array.ndim == 1 and array.size > 0 and held.shape[1] in (0, array.size))
+def _fits(array: np.ndarray, held: np.ndarray) -> bool:
+    """Whether an array may be a row of those held; any row may, where none are."""
+    return array.ndim == 1 and array.size > 0 and held.shape[1] in (0, array.size)
 
 
 def _grown(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
