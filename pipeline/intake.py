@@ -30,7 +30,8 @@ class Taken:
 class Intake:
     """Takes records in the order of their offsets.
 
-    `history` is the log, for undos; `max_bytes` the largest record; `at_work` is called while a long undo goes on.
+    `history` is the log, for undos; `max_bytes` the largest record; `before_edit` is called before a correction is
+    decided on, and `at_work` while a long undo goes on.
     """
 
     def __init__(
@@ -39,10 +40,11 @@ class Intake:
         admission: Admission,
         history: History,
         max_bytes: int,
+        before_edit: Callable[[], object] = lambda: None,
         at_work: Callable[[], object] = lambda: None,
     ) -> None:
         self._engine, self._admission, self._history = engine, admission, history
-        self._max_bytes, self._at_work = max_bytes, at_work
+        self._max_bytes, self._before_edit, self._at_work = max_bytes, before_edit, at_work
 
     def begin(self) -> None:
         """Forget what another editor may have changed: called by one who takes the lead."""
@@ -74,6 +76,7 @@ class Intake:
         try:
             if feedback.undoes:
                 return undo(self._engine, feedback, offset, self._history, self._at_work)
+            self._before_edit()
             return self._engine.edit(feedback, offset)
         except Exception as error:  # whatever one record does to the model, the stream moves on
             edited = failed(feedback, error)

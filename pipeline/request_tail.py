@@ -1,5 +1,6 @@
 """The editor's view of traffic: it reads `requests` beside its feedback and feeds the reservoir.
 
+Before it decides on a correction it reads what was asked before, so that no edit takes over what the log already held.
 However fast requests come, it keeps up with them: whether the reservoir wants a request is known from its place in the
 log, and once the reservoir is full it wants one in thousands. Only those are decoded, tokenised and run.
 """
@@ -11,6 +12,7 @@ from typing import Any
 
 import structlog
 from kafka import TopicPartition
+from kafka.errors import KafkaTimeoutError
 
 from pipeline.clients import consumer
 from pipeline.device import raise_if_broken
@@ -28,11 +30,20 @@ TAIL = 2000
 AT_ONCE = 16
 """Requests whose queries are computed in one forward pass; feedback waits for one such pass at most."""
 
+POLL_SECONDS = 0.05
+"""How long it waits for records that are known to be there, before it looks at the clock."""
+
 RANKED = 1000
 """Records that are looked at in one go."""
 
 PARTITION_SECONDS = 30.0
 """How often it looks for partitions that were added to the topic."""
+
+SIGHT_SECONDS = 2.0
+"""How long a correction waits at most for the requests before it to be seen."""
+
+RETRY_SECONDS = 30.0
+"""Where Kafka does not say how far `requests` reaches, corrections go on without; this long until it is asked again."""
 
 FETCH_BYTES = 2**20
 """Of one partition and fetch: requests are small, and an editor that falls behind must not fill its memory."""
@@ -55,6 +66,7 @@ class RequestTail:
         )
         self._assigned: set[TopicPartition] = set()
         self._looked_at = time.monotonic()
+        self._ask_after = 0.0
         self._waiting: list[Ranked] = []
 
     def catch_up(self) -> None:
@@ -62,7 +74,7 @@ class RequestTail:
         self._take_partitions()
         best: list[Ranked] = []
         ends = self._consumer.end_offsets(sorted(self._assigned))
-        while any(self._consumer.position(partition) < end for partition, end in ends.items()):
+        while self._is_before(ends):
             best = self._best(best + self._read(0.5))
         for start in range(0, len(best), AT_ONCE):
             self._hold(best[start : start + AT_ONCE])
@@ -79,9 +91,32 @@ class RequestTail:
         self._hold(self._waiting[:AT_ONCE])
         del self._waiting[:AT_ONCE]
 
+    def see(self, seconds: float = SIGHT_SECONDS) -> None:
+        """Read up to what is in the log now, for at most `seconds`: called before a correction is decided on.
+
+        What was asked before the correction is then kept clear of, however fast one followed the other.
+        """
+        started = time.monotonic()
+        if started < self._ask_after:
+            return
+        try:
+            ends = self._consumer.end_offsets(sorted(self._assigned), timeout_ms=1000 * seconds)
+        except KafkaTimeoutError as error:
+            log.warning("traffic_unseen", reason=str(error), retry_seconds=RETRY_SECONDS)
+            self._ask_after = time.monotonic() + RETRY_SECONDS
+            return
+        while self._waiting or self._is_before(ends):
+            if time.monotonic() - started > seconds:
+                log.info("traffic_unseen", reason=f"more came than could be read in {seconds:g} s")
+                return
+            self.read(POLL_SECONDS)
+
     def close(self) -> None:
         """Leave."""
         self._consumer.close()
+
+    def _is_before(self, ends: dict[TopicPartition, int]) -> bool:
+        return any(self._consumer.position(partition) < end for partition, end in ends.items())
 
     def _take_partitions(self) -> None:
         """Read those that are not read yet, from shortly before their end."""

@@ -2,7 +2,8 @@
 
 It learns the codebook from the log, waits as standby while another editor leads, takes a term, and then decides on one
 feedback record at a time: train, commit delta, outcome and offset in one Kafka transaction, fold the delta, make it
-live in Redis. While no feedback waits it reads requests, so that new radii keep clear of traffic that nobody flagged.
+live in Redis. It reads requests too, before each correction and while none waits, so that new radii keep clear of
+traffic that nobody flagged.
 Where Kafka fails it begins again, in the same process and with what it has folded; where another editor has led
 meanwhile, it stops.
 """
@@ -85,17 +86,12 @@ def editor_of(started: Worker, settings: Settings, admission: Admission) -> "Edi
         started.health.at_work("editor")
         editor_log.stay(STAY_SECONDS)
 
+    traffic, history = RequestTail(settings, engine), KafkaHistory(settings)
     parts = Parts(
         engine=engine,
         log=editor_log,
-        intake=Intake(
-            engine,
-            admission,
-            KafkaHistory(settings),
-            settings.max_record_bytes,
-            at_work=at_work,
-        ),
-        traffic=RequestTail(settings, engine),
+        intake=Intake(engine, admission, history, settings.max_record_bytes, traffic.see, at_work),
+        traffic=traffic,
         projection=Projection(RadiusStore(redis_client(settings), settings), engine.codebook),
         snapshots=SnapshotWriter(settings),
         environment={"editor": started.name, **environment(started.model, engine.plan)},

@@ -271,7 +271,10 @@ class MemoryConsumer:
     def beginning_offsets(self, partitions: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
         return dict.fromkeys(partitions, 0)
 
-    def end_offsets(self, partitions: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
+    def end_offsets(
+        self, partitions: Sequence[TopicPartition], timeout_ms: float | None = None
+    ) -> dict[TopicPartition, int]:
+        del timeout_ms
         self._step("end offsets")
         return {partition: self._kafka.end(partition.topic) for partition in partitions}
 

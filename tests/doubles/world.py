@@ -141,11 +141,12 @@ class Process:
         admission = Admission(CODEBOOK, None, require_signature=False, per_minute=0, earlier=lambda _: ())
         log = EditorLog(SETTINGS, new_consumer, new_producer)
         history, at_work = History(story.kafka), partial(log.stay, 0.0)
+        traffic = RequestTail(SETTINGS, self.engine, new_consumer)
         parts = Parts(
             engine=self.engine,
             log=log,
-            intake=Intake(self.engine, admission, history, SETTINGS.max_record_bytes, at_work),
-            traffic=RequestTail(SETTINGS, self.engine, new_consumer),
+            intake=Intake(self.engine, admission, history, SETTINGS.max_record_bytes, traffic.see, at_work),
+            traffic=traffic,
             projection=Projection(store, self.engine.codebook),
             snapshots=SnapshotWriter(SETTINGS),
             environment={"editor": self.name},

@@ -15,7 +15,7 @@ from deploy.local.kafka import LocalKafka
 from pipeline.codebook import Codebook
 from pipeline.replay import replay_deltas
 from pipeline.settings import Settings
-from pipeline.topics import EDITS, create_topics
+from pipeline.topics import EDITS, REQUESTS, create_topics
 from schemas.messages import Feedback
 from tests.chaos.dying import train_slowly, undo_slowly
 from tests.integration.forked import Forked
@@ -332,6 +332,21 @@ class TestRedis:
         assert "delta 1 of term 1 is not made live: Redis has a newer one" in editor.said()
         assert "Traceback" not in editor.said()
         history.close()
+
+
+def test_what_was_asked_before_a_correction_is_seen_when_it_is_decided(
+    deployment: Settings, users: Users, folder: Path
+) -> None:
+    with Forked("editor", "edit", deployment, folder) as editor:
+        editor.wait_ready()
+        editor.pause()
+        users.client.send([question(f"q{number}", text) for number, text in enumerate(PROMPTS)])
+        users.client.send([flag("f0", PROMPTS[0], "museum")])
+        editor.go_on()
+        wait_until(lambda: outcomes_in_log(deployment))
+        cause = deltas_in_log(deployment)[-1].cause
+        assert cause is not UNSET
+        assert cause.traffic == dict(Counter(str(record.partition) for record in records(deployment, REQUESTS)))
 
 
 def test_an_editor_becomes_ready_while_traffic_flows(deployment: Settings, users: Users, folder: Path) -> None:

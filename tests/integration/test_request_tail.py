@@ -4,17 +4,20 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from kafka.admin import NewPartitions
+from structlog.testing import capture_logs
 from torch import Tensor
 
+from deploy.local.kafka import LocalKafka
 from pipeline import request_tail
 from pipeline.clients import admin, producer
 from pipeline.editing import EditEngine
 from pipeline.plan import Plan
 from pipeline.request_tail import AT_ONCE, RANKED, TAIL, RequestTail
 from pipeline.settings import Settings
+from pipeline.topics import create_topics
 from pipeline.traffic import Traffic, score
 from schemas.messages import encode
-from tests.integration.running import question, records, wait_until
+from tests.integration.running import PATIENCE, go_on, hang, question, records, wait_until
 from tests.unit.engine.tiny import editable, texts
 
 CAPACITY = 24
@@ -112,3 +115,53 @@ def test_partitions_that_are_added_are_seen(
 
     send(small, 7, partition=5)
     wait_until(seen)
+
+
+class TestSee:
+    """What was asked before a correction."""
+
+    def test_all_of_it_is_held(self, small: Settings, tail_of: Callable[[Settings], RequestTail]) -> None:
+        tail = tail_of(small)
+        tail.catch_up()
+        for partition, count in enumerate((3 * AT_ONCE, 5, 0, 70)):
+            send(small, count, partition)
+        tail.see(PATIENCE)
+        assert traffic(tail).positions == {0: 3 * AT_ONCE, 1: 5, 3: 70}
+        assert not tail._waiting
+
+    def test_a_flood_does_not_hold_a_correction_up(
+        self, small: Settings, tail_of: Callable[[Settings], RequestTail], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(request_tail, "RANKED", 1)
+        tail = tail_of(small)
+        tail.catch_up()
+        send(small, 3000, partition=0)
+        with capture_logs() as events:
+            tail.see(0.2)
+        assert [event["event"] for event in events] == ["traffic_unseen"]
+        assert traffic(tail).positions.get(0, 0) < 3000
+
+    def test_a_kafka_that_does_not_answer_is_not_asked_each_time(
+        self,
+        deploy: Callable[..., Settings],
+        own_kafka: LocalKafka,
+        prefix: str,
+        tail_of: Callable[[Settings], RequestTail],
+    ) -> None:
+        settings = deploy("llama", prefix, traffic=CAPACITY).model_copy(update={"kafka": own_kafka.bootstrap})
+        create_topics(settings, partitions=4, replication=1)
+        tail = tail_of(settings)
+        tail.catch_up()
+        send(settings, 5, partition=0)
+        hang(own_kafka)
+        with capture_logs() as events:
+            tail.see(0.5)
+            tail.see(0.5)
+        assert [event["event"] for event in events] == ["traffic_unseen"]
+        go_on(own_kafka)
+
+        def read_on() -> bool:
+            tail.read(0.1)
+            return traffic(tail).positions == {0: 5}
+
+        wait_until(read_on)
