@@ -65,7 +65,8 @@ def test_ctrl_c_while_a_command_is_still_being_loaded(tmp_path: Path) -> None:
         loaded = Path(f"/proc/{child.pid}/maps")
         wait_until(lambda: "msgspec" in loaded.read_text(encoding="utf-8"))  # which is loaded among the first
         child.send_signal(signal.SIGINT)
-        assert child.wait(PATIENCE) == 130
+        # Python ends itself by the signal where it came inside an `exec`; a shell calls that 130 too.
+        assert child.wait(PATIENCE) in (130, -signal.SIGINT)
     assert "Traceback" not in errors.read_text(encoding="utf-8")
 
 
