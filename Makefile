@@ -31,7 +31,7 @@ test: setup  ## lint, types and all tests, on a real Kafka and a real Valkey
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 chaos: setup  ## kill, hang and cut off everything, several times; ROUNDS=5
 	$(BIN)/pytest -s tests/chaos --chaos $(ROUNDS)
