@@ -4,9 +4,9 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
-from torch import nn
+from torch import Tensor, nn
 
 from pipeline.errors import UserError
 
@@ -67,59 +67,103 @@ def in_decoder(path: str) -> bool:
     return "decoder" in normal_path(path).split(".")
 
 
-def blocks_before(model: nn.Module, path: str) -> list[nn.Module]:
-    """The blocks that run before the one that holds `path`, in order; their outputs never depend on a value there."""
-    parts = normal_path(path).split(".")
+def block_list(model: nn.Module, path: str) -> tuple[list[nn.Module], int]:
+    """The blocks of the stack that holds `path`, in order, and the number of the one that does; none outside of one."""
     module: nn.Module = model
-    for part in parts:
+    for part in normal_path(path).split("."):
         if isinstance(module, nn.ModuleList):
-            return list(module)[: int(part)]
+            return list(module), int(part)
         module = module.get_submodule(part)
-    return []
+    return [], 0
 
 
 class Prefix:
-    """The outputs of the blocks before the edited one, taken from one forward pass and given back in later ones."""
+    """The outputs of what runs before the edited layer, taken from one forward pass and given back in later ones.
 
-    def __init__(self, blocks: Sequence[nn.Module]) -> None:
-        self._blocks = blocks
-        self._output: Any = None
+    That are the blocks before the one that holds it, what that block runs before it, and the layer's own output: they
+    depend on no value there. (A value overwrites the same tokens of that output each time.)
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module] = (), block: nn.Module | None = None, layer: Any = None) -> None:
+        self._blocks, self._block, self._layer = blocks, block, layer
+        self._outputs: dict[nn.Module, Any] = {}
+
+    @classmethod
+    def of(cls, model: nn.Module, path: str) -> Self:
+        """What runs before the layer at `path`; nothing, where that is in no stack of blocks."""
+        blocks, number = block_list(model, path)
+        return cls(blocks[:number], blocks[number], model.get_submodule(path)) if blocks else cls()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Keep what the last of the blocks puts out in the forward pass inside."""
-        if not self._blocks:
-            yield
-            return
+        """Keep what they put out in the forward pass inside."""
+        found: dict[nn.Module, list[Any]] = {}
+        reached: list[nn.Module] = []
 
-        def keep(_module: nn.Module, _args: Any, output: Any) -> None:
-            self._output = output
+        def keep(module: nn.Module, _args: Any, output: Any) -> None:
+            if not reached or module in (self._layer, *self._blocks):
+                found.setdefault(module, []).append(output)
 
-        handle = self._blocks[-1].register_forward_hook(keep)
+        inner = [] if self._block is None else self._before()
+        handles = [module.register_forward_hook(keep) for module in (*self._blocks[-1:], *inner)]
+        if self._layer is not None:
+            handles.append(self._layer.register_forward_pre_hook(lambda module, _args: reached.append(module)))
         try:
             yield
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
+        self._take({module: outputs[0] for module, outputs in found.items() if len(outputs) == 1})
 
-    def cut(self, tokens: int) -> None:
-        """Keep the last tokens only: later passes are over these."""
-        if isinstance(self._output, tuple):
-            self._output = (self._output[0][:, -tokens:], *self._output[1:])
-        elif self._output is not None:
-            self._output = self._output[:, -tokens:]
+    def holds(self, module: nn.Module) -> bool:
+        """Whether this module's output was recorded, so that it does not run again."""
+        return module in self._outputs
+
+    def cut(self, tokens: slice) -> None:
+        """Keep these tokens only: later passes are over them."""
+        self._outputs = {module: _cut(output, tokens) for module, output in self._outputs.items()}
 
     @contextmanager
     def skipping(self) -> Iterator[None]:
-        """Forward passes inside, on the same input or what was not cut of it, leave the blocks out."""
-        if self._blocks and self._output is None:
+        """Forward passes inside, on the same input or what was not cut of it, leave all that out."""
+        if self._blocks and self._blocks[-1] not in self._outputs:
             raise RuntimeError("nothing was recorded")
-        for block in self._blocks:
-            block.forward = lambda *_args, **_kwargs: self._output
+        skipped = dict.fromkeys(self._blocks, self._outputs[self._blocks[-1]]) if self._blocks else {}
+        skipped |= self._outputs
+        for module, output in skipped.items():
+            module.forward = lambda *_args, _output=output, **_kwargs: _output
         try:
             yield
         finally:
-            for block in self._blocks:
-                del block.forward
+            for module in skipped:
+                del module.forward
+
+    def _before(self) -> list[nn.Module]:
+        """The modules of the block that may run before the layer: all but those that it is a part of; and itself."""
+        assert self._block is not None
+        return [
+            m for m in self._block.modules() if m is self._layer or all(part is not self._layer for part in m.modules())
+        ]
+
+    def _take(self, found: dict[nn.Module, Any]) -> None:
+        """Keep the outputs of tokens (B, T, X); of a module that is kept, what it is made of never runs."""
+        self._outputs = {}
+        covered: set[nn.Module] = set()
+        for module in (*self._blocks[-1:], *([] if self._block is None else self._block.modules())):
+            if module in found and module not in covered and _is_of_tokens(found[module]):
+                self._outputs[module] = found[module]
+                covered.update(module.modules())
+
+
+def _is_of_tokens(output: Any) -> bool:
+    first = output[0] if isinstance(output, tuple) and output else output
+    return isinstance(first, Tensor) and first.dim() == 3
+
+
+def _cut(output: Any, tokens: slice) -> Any:
+    if isinstance(output, tuple):
+        return (output[0][:, tokens], *output[1:])
+    return output[:, tokens]
 
 
 def _alternatives(model: nn.Module, path: str) -> str:

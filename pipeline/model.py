@@ -7,7 +7,9 @@ global random state as it was.
 import hashlib
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from dataclasses import replace as replace_in
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,8 +30,9 @@ from pipeline.codebook import Codebook, Label
 from pipeline.errors import UserError
 from pipeline.generation import CausalGeneration, Seq2SeqGeneration
 from pipeline.index import KeyIndex
-from pipeline.layers import Prefix, blocks_before, find_layer, in_decoder, normal_path
-from pipeline.tasks import Answer, Limits, Supervised, Task
+from pipeline.layers import Prefix, find_layer, in_decoder, normal_path
+from pipeline.narrowing import FirstToken
+from pipeline.tasks import Answer, Batch, Limits, Supervised, Task
 from schemas.messages import Inputs, Parameters
 
 
@@ -60,10 +63,15 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """What of a correction's forward pass depends on the value: neither the blocks before nor earlier positions do."""
+    """What of a correction's forward pass depends on the value and counts.
+
+    What runs before the layer does not depend on it, nor do earlier positions; `last` leaves out what a classifier's
+    head never reads.
+    """
 
     supervised: Supervised
     prefix: Prefix
+    last: FirstToken | None = None
 
 
 class EditableModel:
@@ -97,6 +105,9 @@ class EditableModel:
         self.fingerprint = hashlib.sha256(served.encode()).hexdigest()
         self.dtype = str(model.dtype).removeprefix("torch.")
         self.device: torch.device = model.device
+        self._last = None
+        if self.task.query == "first":
+            self._last = FirstToken.of(model, self.layer, self.adaptor.replace)
 
     @classmethod
     def load(
@@ -153,20 +164,27 @@ class EditableModel:
 
     def examine(self, supervised: Supervised, codebook: Codebook, index: KeyIndex) -> tuple[Verdict, Session, Rest]:
         """Whether the edited model gives the label, what the wrapped module saw, and the rest for other values."""
-        prefix = Prefix(blocks_before(self.module, self.layer))
+        prefix = Prefix.of(self.module, self.layer)
         with (
             torch.no_grad(),
             prefix.recording(),
             self.adaptor.serving(supervised.batch.mask_BT, codebook, index) as session,
         ):
             logits_LC, left = self.task.keeping(supervised, self.adaptor.replace)
+        last = self._last
         if left.earlier:
-            prefix.cut(left.batch.kwargs["input_ids"].shape[1])
-        return verdict(logits_LC, supervised.label_L)[0], session, Rest(left, prefix)
+            prefix.cut(slice(-left.batch.kwargs["input_ids"].shape[1], None))
+        elif last is not None and last.inside:
+            if prefix.holds(last.attention) and left.batch.mask_BT is not None:
+                prefix.cut(slice(1))  # then the block is over the first token from the start
+                left = replace_in(left, batch=Batch(left.batch.kwargs, left.batch.mask_BT[:, :1]))
+            last = None
+        return verdict(logits_LC, supervised.label_L)[0], session, Rest(left, prefix, last)
 
     def judge(self, rest: Rest, value_V: Tensor) -> tuple[Verdict, Tensor]:
         """The verdict with a value in place, and the loss, which can be differentiated by the value."""
-        with rest.prefix.skipping(), self.adaptor.substituting(rest.supervised.batch.mask_BT, value_V[None]):
+        narrowed = nullcontext() if rest.last is None else rest.last.narrowed()
+        with rest.prefix.skipping(), narrowed, self.adaptor.substituting(rest.supervised.batch.mask_BT, value_V[None]):
             return verdict(self.task.logits(rest.supervised), rest.supervised.label_L)
 
     def gives(self, rest: Rest, value_V: Tensor) -> Verdict:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.layers import Prefix, blocks_before, find_layer, in_decoder, linear_layers, normal_path
+from pipeline.layers import Prefix, block_list, find_layer, in_decoder, linear_layers, normal_path
 from pipeline.model import EditableModel
 from tests.unit.engine.tiny import KINDS, editable, texts
 
@@ -52,35 +52,61 @@ def test_a_layer_of_a_decoder_is_told_by_its_name(path: str, decoder: bool) -> N
     assert in_decoder(path) is decoder
 
 
-def test_the_blocks_before_are_those_of_the_same_stack_in_order() -> None:
+def before(model: EditableModel) -> list[nn.Module]:
+    blocks, number = block_list(model.module, model.layer)
+    return blocks[:number]
+
+
+def test_the_blocks_are_those_of_the_same_stack_in_order() -> None:
     model = editable("t5-decoder").module
-    assert blocks_before(model, "decoder.block[2].layer[2].DenseReluDense.wo") == list(model.decoder.block)[:2]
-    assert blocks_before(model, "encoder.block[1].layer[1].DenseReluDense.wo") == list(model.encoder.block)[:1]
-    assert blocks_before(model, "encoder.block[0].layer[1].DenseReluDense.wo") == []
-    assert blocks_before(model, "lm_head") == []
+    assert block_list(model, "decoder.block[2].layer[2].DenseReluDense.wo") == (list(model.decoder.block), 2)
+    assert block_list(model, "encoder.block[1].layer[1].DenseReluDense.wo") == (list(model.encoder.block), 1)
+    assert block_list(model, "encoder.block[0].layer[1].DenseReluDense.wo") == (list(model.encoder.block), 0)
+    assert block_list(model, "lm_head") == ([], 0)
+
+
+def every_layer(kind: str, block: int) -> list[str]:
+    """The linear maps of one block of each stack, in the order in which they run or nearly so."""
+    return [each.path.replace("*", str(block)) for each in linear_layers(KINDS[kind].build()) if "*" in each.path]
 
 
 @pytest.mark.parametrize("block", [0, 1, 2])
-def test_a_pass_without_the_blocks_before_equals_the_whole_to_the_bit(kind: str, block: int) -> None:
-    model = editable(kind, normal_path(KINDS[kind].layer).replace(".1.", f".{block}.", 1))
-    blocks = blocks_before(model.module, model.layer)
-    assert len(blocks) == block
-    prefix, ran = Prefix(blocks), []
+def test_a_pass_without_what_runs_before_equals_the_whole_to_the_bit(kind: str, block: int) -> None:
+    for path in every_layer(kind, block):
+        model = editable(kind, path)
+        prefix, ran = Prefix.of(model.module, model.layer), list[int]()
+        with prefix.recording():
+            whole = logits(model)
+        with prefix.skipping():
+            for module in before(model):
+                first = next(child for child in module.modules() if isinstance(child, nn.Linear | nn.LayerNorm))
+                first.register_forward_hook(lambda *_, ran=ran: ran.append(1))
+            assert torch.equal(logits(model), whole), path
+        assert not ran
+        assert torch.equal(logits(model), whole), path
+        assert bool(ran) is (block > 0)
+
+
+def test_of_its_block_only_what_follows_the_layer_runs() -> None:
+    model = editable("bert", "bert.encoder.layer.1.output.dense")
+    ran: list[str] = []
+    for name, module in model.module.named_modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(lambda *_, name=name: ran.append(name))
+    prefix = Prefix.of(model.module, model.layer)
     with prefix.recording():
-        whole = logits(model)
+        logits(model)
+    del ran[:]
+    dense = model.module.get_submodule(model.layer)
     with prefix.skipping():
-        for module in blocks:
-            first = next(child for child in module.modules() if isinstance(child, nn.Linear | nn.LayerNorm))
-            first.register_forward_hook(lambda *_: ran.append(1))
-        assert torch.equal(logits(model), whole)
-    assert not ran
-    assert torch.equal(logits(model), whole)
-    assert bool(ran) is (block > 0)
+        assert dense.forward() is not None
+        logits(model)
+    assert {name for name in ran if ".layer.1." in name} == {model.layer}, "whose hooks run, and nothing of it else"
 
 
 def test_after_skipping_the_blocks_run_again_even_after_an_error(kind: str) -> None:
     model = editable(kind)
-    prefix = Prefix(blocks_before(model.module, model.layer))
+    prefix = Prefix.of(model.module, model.layer)
     with prefix.recording():
         first = logits(model)
     with pytest.raises(ZeroDivisionError), prefix.skipping():
@@ -93,6 +119,6 @@ def test_skipping_without_a_recording_is_refused() -> None:
     model = editable("gpt2")
     with (
         pytest.raises(RuntimeError, match="nothing was recorded"),
-        Prefix(blocks_before(model.module, model.layer)).skipping(),
+        Prefix.of(model.module, model.layer).skipping(),
     ):
         pass

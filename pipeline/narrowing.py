@@ -1,0 +1,94 @@
+"""The last block of an encoder, run for the one token that a classifier's head reads.
+
+A classifier of the BERT family reads its first token and nothing else. So the last block has one query, and none of its
+D x D maps needs to run over all T tokens: T D H multiplications are left of 12 T D D, with H heads. A value is trained
+over many passes of the blocks after the edited layer, so this counts most where that layer is a late one.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.adaptor import Replaced
+from pipeline.layers import block_list
+
+PROBE_TOKENS = 12
+MAPS = ("query", "key", "value")
+
+TOLERANCE, HALF_TOLERANCE = 1e-4, 0.03
+"""Of the largest logit, in float32 and in half precision: by so much may the narrow pass differ, by rounding. Where the
+head reads other tokens, it differs by far more."""
+
+
+class FirstToken:
+    """Narrows the last block. `inside`: the edited layer is in it, and comes after its `attention`."""
+
+    def __init__(self, attention: Any, inside: bool) -> None:
+        self.attention, self.inside = attention, inside
+
+    @classmethod
+    def of(cls, model: Any, layer: str, replace: Replaced) -> Self | None:
+        """For an encoder whose blocks are built as BERT's, and whose head is seen to read nothing but the first token.
+
+        None for any other, and where the narrow pass would not see what a value replaces.
+        """
+        blocks, _ = block_list(model, layer)
+        attention: Any = getattr(blocks[-1], "attention", None) if blocks else None
+        inner: Any = getattr(attention, "self", None)
+        if not all(isinstance(getattr(inner, name, None), nn.Linear) for name in MAPS):
+            return None
+        wrapped = model.get_submodule(layer)
+        inside = any(module is wrapped for module in blocks[-1].modules())
+        if inside and (replace != "all" or any(wrapped is part for part in (blocks[-1], *attention.modules()))):
+            return None
+        narrow = cls(attention, inside)
+        return narrow if narrow._changes_nothing(model) else None
+
+    @contextmanager
+    def narrowed(self) -> Iterator[None]:
+        """Forward passes inside compute the first token alone, from the last block's attention on."""
+        inner = self.attention.self
+
+        def attend(hidden_BTD: Tensor, attention_mask: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
+            # One query asks all tokens: its product with the keys' map, and the values' map of what it takes, need no
+            # key and no value of each token. What the bias of the keys adds is the same for all, so softmax drops it.
+            heads = (inner.num_attention_heads, inner.attention_head_size)
+            query_BHA = inner.query(hidden_BTD[:, 0]).unflatten(-1, heads) * inner.scaling
+            asked_BHD = torch.einsum("bha,had->bhd", query_BHA, inner.key.weight.unflatten(0, heads))
+            scores_BHT = asked_BHD @ hidden_BTD.transpose(1, 2)
+            if attention_mask is not None:
+                mask_BHT = attention_mask[:, :, 0]
+                allowed = mask_BHT if mask_BHT.dtype == torch.bool else None
+                scores_BHT = scores_BHT + mask_BHT if allowed is None else scores_BHT.masked_fill(~allowed, -torch.inf)
+            shares_BHT = scores_BHT.softmax(dim=-1, dtype=torch.float32).to(hidden_BTD.dtype)
+            taken_BHD = shares_BHT @ hidden_BTD
+            found_BHA = torch.einsum("bhd,had->bha", taken_BHD, inner.value.weight.unflatten(0, heads))
+            return found_BHA.flatten(1)[:, None] + inner.value.bias, None
+
+        def first(_module: nn.Module, args: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            return args[0], args[1][:, :1]
+
+        inner.forward = attend
+        handle = self.attention.output.register_forward_pre_hook(first)
+        try:
+            yield
+        finally:
+            handle.remove()
+            del inner.forward
+
+    def _changes_nothing(self, model: Any) -> bool:
+        """Whether the model's answer to some tokens is the same, whole and narrow."""
+        ids_1T = torch.arange(PROBE_TOKENS, device=model.device)[None] * 7 % model.get_input_embeddings().num_embeddings
+        probe = {"input_ids": ids_1T, "attention_mask": torch.ones_like(ids_1T)}
+        with torch.no_grad():
+            whole_C = model(**probe).logits[0].float()
+            try:
+                with self.narrowed():
+                    narrow_C = model(**probe).logits[0].float()
+            except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # it is built in another way
+                return False
+        allowed = TOLERANCE if model.dtype == torch.float32 else HALF_TOLERANCE
+        return bool(torch.allclose(narrow_C, whole_C, rtol=0, atol=allowed * float(whole_C.abs().max())))

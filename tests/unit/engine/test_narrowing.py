@@ -1,0 +1,130 @@
+"""A classifier's last block is run for the token that its head reads, and for no other kind of head."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    ElectraConfig,
+    ElectraForSequenceClassification,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
+
+from pipeline.layers import Prefix
+from pipeline.model import EditableModel, Rest
+from pipeline.narrowing import FirstToken
+from pipeline.training import Recipe, train_value
+from tests.unit.engine.tiny import KINDS, LIMITS, SIZE, editable, index_of, new_codebook, texts, tokenizer
+
+TEXT = texts(1, seed=3)[0]
+SIZES = {"vocab_size": SIZE, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3, "num_labels": 4}
+SMALL: dict[str, Any] = {**SIZES, "num_attention_heads": 4, "max_position_embeddings": 64, "initializer_range": 0.3}
+
+
+class MeanPooler(nn.Module):
+    """What a sentence encoder ends with."""
+
+    def forward(self, hidden_BTD: Tensor) -> Tensor:
+        return hidden_BTD.mean(dim=1)
+
+
+def roberta() -> Any:
+    return RobertaForSequenceClassification(RobertaConfig(**SMALL))
+
+
+def electra() -> Any:
+    return ElectraForSequenceClassification(ElectraConfig(**SMALL, embedding_size=48))
+
+
+def of(module: Any, layer: str, **adaptor: Any) -> EditableModel:
+    return EditableModel(module, tokenizer("bert"), layer, limits=LIMITS, fingerprint="f" * 64, **adaptor)
+
+
+def rest_of(model: EditableModel, target: str = "3") -> tuple[Rest, Tensor]:
+    _, supervised = model.supervised(TEXT, target)
+    nothing = new_codebook(model.fingerprint, model.layer)
+    _, session, rest = model.examine(supervised, nothing, index_of(nothing))
+    return rest, session.outputs_BV[0]
+
+
+EDITED = ["bert.encoder.layer.1.output.dense", "bert.encoder.layer.2.intermediate.dense"]
+
+
+def gradient(model: EditableModel, rest: Rest, value_V: Tensor) -> tuple[float, Tensor]:
+    """The loss, and how it changes with the value."""
+    value_V = value_V.clone().requires_grad_()
+    _, loss = model.judge(rest, value_V)
+    (found,) = torch.autograd.grad(loss, value_V)
+    return float(loss.detach()), found
+
+
+@pytest.mark.parametrize(
+    "layer", [*EDITED, "bert.encoder.layer.2.output.dense", "bert.encoder.layer.0.attention.self.value"]
+)
+def test_loss_and_gradient_are_those_of_the_whole_model(layer: str) -> None:
+    model = editable("bert", layer)
+    rest, start_V = rest_of(model)
+    mask_BT = rest.supervised.batch.mask_BT
+    assert mask_BT is not None
+    assert (rest.last is None) == (mask_BT.shape[1] == 1) == ("layer.2" in layer)
+    whole = Rest(model.supervised(TEXT, "3")[1], Prefix())
+    loss, ours_V = gradient(model, rest, start_V)
+    expected, theirs_V = gradient(model, whole, start_V)
+    assert loss == pytest.approx(expected, rel=1e-5)
+    torch.testing.assert_close(ours_V, theirs_V, rtol=1e-4, atol=1e-5 * float(theirs_V.abs().max()))
+    assert train_value(model, rest, start_V, Recipe()).converged
+
+
+@pytest.mark.parametrize("build", [roberta, electra])
+def test_other_families_that_are_built_alike(build: Any) -> None:
+    torch.manual_seed(0)
+    module = build()
+    layer = f"{module.base_model_prefix}.encoder.layer.1.output.dense"
+    assert rest_of(of(module, layer))[0].last is not None
+
+
+def test_the_last_block_works_on_one_token() -> None:
+    model = editable("bert", EDITED[0])
+    rest, start_V = rest_of(model)
+    seen: list[int] = []
+    blocks = model.module.bert.encoder.layer
+    blocks[2].intermediate.register_forward_hook(lambda _module, args, _output: seen.append(args[0].shape[1]))
+    model.gives(rest, start_V)
+    assert seen == [1]
+    with torch.no_grad():
+        model.module(**model.task.batch([model.task.tokenize(TEXT)]).kwargs)
+    assert seen[-1] > 1, "and is as it was afterwards"
+
+
+def test_a_head_that_reads_all_tokens_gets_all() -> None:
+    module = KINDS["bert"].build()
+    module.bert.pooler = MeanPooler()
+    model = of(module, EDITED[0])
+    assert model.task.query == "first"
+    assert rest_of(model)[0].last is None
+
+
+@pytest.mark.parametrize(
+    ("layer", "adaptor"),
+    [
+        ("bert.encoder.layer.2.attention.self.value", {}),
+        ("bert.encoder.layer.2.attention.output", {}),
+        ("bert.encoder.layer.2.output.dense", {"replace": "last"}),
+        ("bert.pooler.dense", {}),
+    ],
+)
+def test_a_value_that_the_narrow_pass_would_not_see_is_trained_by_the_whole(layer: str, adaptor: Any) -> None:
+    model = editable("bert")
+    assert FirstToken.of(model.module, layer, adaptor.get("replace", "all")) is None
+
+
+def test_after_an_error_the_block_is_as_it_was() -> None:
+    model = editable("bert", EDITED[0])
+    rest, _ = rest_of(model)
+    assert rest.last is not None
+    before = model.module(**model.task.batch([model.task.tokenize(TEXT)]).kwargs).logits
+    with pytest.raises(ZeroDivisionError), rest.last.narrowed():
+        raise ZeroDivisionError
+    assert torch.equal(model.module(**model.task.batch([model.task.tokenize(TEXT)]).kwargs).logits, before)
