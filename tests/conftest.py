@@ -2,6 +2,7 @@
 
 import functools
 import secrets
+import signal
 from collections.abc import Iterator
 
 import hypothesis
@@ -33,6 +34,12 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def prefix() -> str:
     """What tells this test's topics, groups and keys from everyone else's, such as `t3f2a91c0-`."""
     return f"t{secrets.token_hex(4)}-"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let Ctrl-C be Ctrl-C in the processes of `pytest -n`, which ignore it, and in those that tests start there."""
+    if hasattr(config, "workerinput"):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

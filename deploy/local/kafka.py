@@ -99,7 +99,8 @@ class LocalKafka(LocalServer):
             _format(command, config)
         return [*command, "kafka.Kafka", str(config)]
 
-    def _answers(self, timeout: float) -> bool:
+    def answers(self, timeout: float) -> bool:
+        """Whether it says that a broker is there; False where nobody listens, and where that takes 5 s."""
         # The client's own attempts would go on where the broker has died, and leave a thread behind each time.
         if not is_open(self.port):
             return False

@@ -30,7 +30,8 @@ class LocalRedis(LocalServer):
         options = {"bind": HOST, "port": self.port, "dir": self.data_dir, "appendonly": "yes", "save": ""}
         return [_binary(), *(word for key, value in options.items() for word in (f"--{key}", str(value)))]
 
-    def _answers(self, timeout: float) -> bool:
+    def answers(self, timeout: float) -> bool:
+        """Whether it answers a ping."""
         with redis.Redis(host=HOST, port=self.port, socket_timeout=timeout) as client:
             try:
                 return bool(client.ping())

@@ -37,7 +37,7 @@ class LocalServer(abc.ABC):
         """Make everything ready for a start; the command line."""
 
     @abc.abstractmethod
-    def _answers(self, timeout: float) -> bool:
+    def answers(self, timeout: float) -> bool:
         """Whether the server answers a request of its own protocol."""
 
     @property
@@ -79,7 +79,7 @@ class LocalServer(abc.ABC):
             started = time.monotonic()
             self._child.start(keep_open=[lock.fileno()])
         try:
-            self.child.wait_for(lambda: self._answers(timeout), timeout)
+            self.child.wait_for(lambda: self.answers(timeout), timeout)
         except BaseException:
             self.child.kill()
             raise

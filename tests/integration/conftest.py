@@ -73,7 +73,7 @@ def cluster(request: pytest.FixtureRequest, prefix: str) -> Iterator[Cluster]:
         settings = load_settings(prefix=prefix)
         made = Cluster(settings, MemoryKafka([settings.topic(topic.name) for topic in TOPICS]))
     else:
-        settings = settings_for(request.getfixturevalue("kafka"), "redis://unused", prefix, session_timeout=6.0)
+        settings = settings_for(request.getfixturevalue("kafka"), "redis://unused", prefix, session_timeout=10.0)
         create_topics(settings, partitions=1, replication=1)
         made = Cluster(settings, None)
     yield made

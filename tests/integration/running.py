@@ -193,8 +193,10 @@ def hang(kafka: LocalKafka) -> None:
 
 
 def go_on(kafka: LocalKafka) -> None:
-    """Let it go on, if it hangs."""
+    """Let it go on, if it hangs, until it answers: its controller may have given its broker up meanwhile."""
     kafka.child.send(signal.SIGCONT)
+    if kafka.child.running:
+        wait_until(lambda: kafka.answers(PATIENCE))
 
 
 ways_to_leave = pytest.mark.parametrize(
