@@ -97,7 +97,7 @@ class RequestTail:
         What was asked before the correction is then kept clear of, however fast one followed the other.
         """
         started = time.monotonic()
-        if started < self._ask_after:
+        if started < self._ask_after or self._settings.traffic == 0:
             return
         try:
             ends = self._consumer.end_offsets(sorted(self._assigned), timeout_ms=1000 * seconds)
