@@ -84,6 +84,33 @@ def test_ctrl_c_stops_every_process_that_up_started(up: tuple[subprocess.Popen[s
     assert process.stdout.read() == ""
 
 
+@pytest.mark.parametrize(("command", "signum"), [("demo", signal.SIGINT), ("up", signal.SIGTERM)])
+def test_what_is_told_to_end_while_it_starts_leaves_no_process(
+    command: str, signum: signal.Signals, tmp_path: Path
+) -> None:
+    with subprocess.Popen(
+        [*COMMAND, command, "--model", "intent", "--data", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        env=own_environment(),
+    ) as process:
+        assert process.stdout is not None
+        told = []
+        for line in process.stdout:
+            told.append(line)
+            if "starting the editor" in line:
+                break
+        else:
+            pytest.fail("".join(told))
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert len(children) >= 5
+        process.send_signal(signum)
+        assert process.wait(timeout=60) == 130
+    assert psutil.wait_procs(children, timeout=10)[1] == []
+
+
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("model", ["intent", "smollm2"])
 def test_the_demo_keeps_all_its_claims(model: str, tmp_path: Path) -> None:

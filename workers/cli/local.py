@@ -2,6 +2,7 @@
 
 import signal
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -35,7 +36,7 @@ def up(
     """
     from deploy.local.stack import running_stack  # noqa: PLC0415
 
-    stop = _until_signalled()
+    _end_by_sigterm()
     with running_stack(data, replicas=replicas, model=model, layer=layer, prefix=prefix, report=notes.print) as stack:
         endpoints = stack.endpoints()
         if as_json:
@@ -51,7 +52,8 @@ def up(
             table.add_row("layer", stack.settings.layer)
             table.add_row("logs", str(data / "logs"))
             show(table)
-        stop.wait()
+        with suppress(KeyboardInterrupt):
+            threading.Event().wait()
         notes.print("stopping")
 
 
@@ -63,15 +65,15 @@ def demo(
 
     Example: gracestream demo --model intent
     """
+    from deploy.demo.cases import script_of  # noqa: PLC0415
+
+    script_of(model)  # a model that has no story is told before the rest is loaded, which takes a while
     from deploy.demo.story import tell  # noqa: PLC0415
 
-    _until_signalled()
+    _end_by_sigterm()
     raise typer.Exit(tell(model, data, screen))
 
 
-def _until_signalled() -> threading.Event:
-    """An event that SIGTERM sets, as Ctrl-C does, so that everything started is stopped either way."""
-    stop = threading.Event()
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, lambda *_: stop.set())
-    return stop
+def _end_by_sigterm() -> None:
+    """Let SIGTERM do at any moment what Ctrl-C does: stop everything that was started."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
