@@ -85,8 +85,11 @@ def story(**plan: Any) -> Story:
     return made
 
 
-def without(told: Story, gone: set[str]) -> Story:
-    """The same history but for this feedback, decided and trained anew; each decision sees the traffic that it saw."""
+def without(told: Story, gone: set[str], *, sees_again: bool = True) -> Story:
+    """The same history but for this feedback, decided and trained anew; each decision sees the traffic that it saw.
+
+    Without `sees_again` it sees none, and what it saw of the rest is of its own finding.
+    """
     made = Story(EditEngine(PointModel(2), CODEBOOK, told.engine.plan))
     causes = [delta.cause for delta in map(decode_delta, told.deltas) if delta.cause is not UNSET]
     seen = {cause.feedback_id: cause.seen for cause in causes if cause.seen is not UNSET}
@@ -98,7 +101,7 @@ def without(told: Story, gone: set[str]) -> Story:
             continue
         feedback = told.feedback[one]
         if not feedback.undoes and feedback.feedback_id not in gone:
-            edited = made.engine.edit(feedback, one, Again(seen[feedback.feedback_id]))
+            edited = made.engine.edit(feedback, one, Again(seen[feedback.feedback_id]) if sees_again else None)
             assert edited.record is not None
             made.apply(edited.record)
     return made

@@ -1,6 +1,7 @@
 """Undo, whatever came before and after it: the codebook is what it would be, had that feedback never come."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +12,13 @@ from msgspec import UNSET
 
 from pipeline.editing import EditEngine
 from pipeline.plan import Plan
+from schemas.deltas import decode_delta
 from schemas.messages import Feedback
 from tests.unit.engine.points import CLASSES, PointModel
 from tests.unit.engine.stories import Story, assert_same, plan_of, see, story, without
 from tests.unit.engine.tiny import CODEBOOK
 
-MANY = settings(deadline=None, max_examples=150)
+MANY = settings(deadline=None, max_examples=300)
 
 
 def taken_back(feedback: Sequence[Feedback]) -> tuple[set[str], set[str]]:
@@ -48,15 +50,24 @@ def taken_back(feedback: Sequence[Feedback]) -> tuple[set[str], set[str]]:
 
 @dataclass(frozen=True)
 class Undo:
-    """A step that takes back the feedback of an earlier step, by its number, or all of an author."""
+    """A step that takes back some feedback of those before it, by its number, or all of an author."""
 
     of: int | str
     author: str | None
 
-    def feedback(self, number: int) -> Feedback:
+    def feedback(self, name: str, sent: Sequence[Feedback]) -> Feedback:
         whose: dict[str, Any] = {} if self.author is None else {"author": self.author}
-        what = {"undo_author": self.of} if isinstance(self.of, str) else {"undo": f"f{self.of % (number + 1)}"}
-        return Feedback(v=1, feedback_id=f"f{number}", **what, **whose)
+        earlier = sent[self.of % len(sent)].feedback_id if isinstance(self.of, int) and sent else "nothing"
+        what = {"undo_author": self.of} if isinstance(self.of, str) else {"undo": earlier}
+        return Feedback(v=1, feedback_id=name, **what, **whose)
+
+
+@dataclass(frozen=True)
+class Same:
+    """A step that corrects an input of those before it once more, to this class."""
+
+    of: int
+    label: int
 
 
 places = st.tuples(st.integers(0, 3), st.integers(0, 2))
@@ -76,29 +87,65 @@ plans = st.builds(
     max_radius=st.sampled_from([math.inf, 0.2, 0.9]),
 )
 own_undos = st.builds(Undo, undos, st.sampled_from([None, "ann", "bob"]))
-step = st.one_of(corrections, corrections, corrections, corrections, own_undos, own_undos, traffic, plans)
+same = st.builds(Same, st.integers(0, 30), st.integers(0, CLASSES - 1))
+changes = st.one_of(corrections, corrections, corrections, same, traffic, plans)
+blocks = st.tuples(st.lists(changes, min_size=2, max_size=9), st.lists(own_undos, min_size=1, max_size=2))
+histories = st.lists(blocks, min_size=1, max_size=4).map(
+    lambda some: [step for block in some for part in block for step in part]
+)
+
+KINDS = {(policy, op) for policy in ("nearest", "paper") for op in ("add", "expand", "split", "replace", "undo")}
+KINDS -= {("paper", "replace")}  # it splits, as the paper has it
 
 
-@MANY
-@given(plans, st.lists(step, min_size=3, max_size=20))
-def test_after_an_undo_the_codebook_equals_a_replay_without_that_feedback(first: Plan, stream: list[Any]) -> None:
-    """Also after undos of undos, undos by author, under changing plans and traffic, and with edits that come after."""
+def played(first: Plan, stream: Sequence[Any]) -> tuple[Story, set[str], dict[str, tuple[str, str]]]:
+    """The story of a stream, the undos that had an effect, and under which policy which feedback did what."""
     told = Story(EditEngine(PointModel(2), CODEBOOK, first))
     told.lead(first)
-    undone = set()
+    undone: set[str] = set()
+    did: dict[str, tuple[str, str]] = {}
+    places: list[tuple[float, ...]] = []
     for number, step in enumerate(stream):
+        name, before = f"f{number}", len(told.deltas)
         if isinstance(step, Plan):
             told.lead(step)
         elif isinstance(step, Undo):
-            outcome = told.take(step.feedback(number))
-            undone |= {outcome.feedback_id} if outcome.status == "undone" else set()
+            outcome = told.take(step.feedback(name, told.feedback))
+            undone |= {name} if outcome.status == "undone" else set()
+        elif isinstance(step, Same):
+            told.correct(name, places[step.of % len(places)] if places else (0.0, 0.0), step.label)
         elif len(step) == 2:
             see(told, step, number)
         else:
-            told.correct(f"f{number}", *step)
-    gone, effective = taken_back(told.feedback)
-    assert undone == effective
-    assert_same(told, without(told, gone))
+            places.append(step[0])
+            told.correct(name, *step)
+        if len(told.deltas) > before:
+            did[name] = told.engine.plan.policy, decode_delta(told.deltas[-1]).op
+    return told, undone, did
+
+
+def test_after_an_undo_the_codebook_equals_a_replay_without_that_feedback() -> None:
+    """Also after undos of undos, undos by author, under changing plans and traffic, and with edits that come after."""
+    gone_by_kind: Counter[tuple[str, str]] = Counter()
+    decided_again = 0
+
+    @MANY
+    @given(plans, histories)
+    def check(first: Plan, stream: list[Any]) -> None:
+        nonlocal decided_again
+        told, undone, did = played(first, stream)
+        gone, effective = taken_back(told.feedback)
+        assert undone == effective
+        assert_same(told, without(told, gone))
+        if not any(isinstance(step, tuple) and len(step) == 2 for step in stream):
+            assert_same(told, without(told, gone, sees_again=False))  # there was no traffic to be seen
+        gone_by_kind.update(did[name] for name in gone if name in did)
+        decided_again += len(told.engine.memory.decided)
+
+    check()
+    assert gone_by_kind.keys() >= KINDS, "what is taken back is of every kind, under both policies"
+    assert min(gone_by_kind[kind] for kind in KINDS) >= 10, gone_by_kind
+    assert decided_again >= 100
 
 
 @settings(deadline=None, max_examples=25)
