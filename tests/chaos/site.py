@@ -185,6 +185,7 @@ class Site:
                 ],
                 seen={"a follower": self._follower.take(self._follower.latest_seq, 0)},
                 predictions=records(self.settings, PREDICTIONS),
+                taken=self.load.flagged,
             )
         )
 

@@ -85,7 +85,7 @@ def editor_dies(step: str, corrections: int) -> Callable[[Site], None]:
             if editor is not mortal:
                 editor.stop()
         site.correct(corrections)
-        wait_until(lambda: not mortal.running, 90, f"the editor that dies at {step!r}")
+        assert mortal.wait(90) == -signal.SIGKILL, mortal.said()
         site.add_editor().wait_ready(90)
         site.bury()
         site.correct(1)

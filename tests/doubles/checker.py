@@ -49,6 +49,7 @@ class Left:
 
     `position`: the group's offset in `feedback`. `head` and `radii`: what Redis says. `seen`: the records of `deltas`
     that somebody read while the run went on, by offset. `predictions`: each must come from the codebook that it names.
+    `taken`: the ids of all feedback that Kafka has acknowledged, which may stand in `feedback` more than once.
     """
 
     feedback: Sequence[Any]
@@ -61,6 +62,7 @@ class Left:
     followers: Sequence[Follower] = ()
     seen: Mapping[str, Sequence[tuple[int, bytes]]] = field(default_factory=dict)
     predictions: Sequence[Any] = ()
+    taken: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ class State:
 
 def faults(left: Left) -> list[Fault]:
     """All that is wrong; empty where all is well."""
-    found = [*_of_outcomes(left), *_of_letters(left), *_of_readers(left)]
+    found = [*_of_outcomes(left), *_of_taken(left), *_of_letters(left), *_of_readers(left)]
     deltas = [decode_delta(record.value) for record in left.deltas]
     found += _of_causes(left, deltas)
     states = {0: State(0, {})}
@@ -105,6 +107,13 @@ def _of_outcomes(left: Left) -> Iterator[Fault]:
         yield Fault("offset", f"the group is at {left.position}, and feedback ends at {end}")
 
 
+def _of_taken(left: Left) -> Iterator[Fault]:
+    told = {decode(record.value, Outcome).feedback_id for record in left.edits}
+    for feedback_id in left.taken:
+        if feedback_id not in told:
+            yield Fault("lost", f"Kafka has taken {feedback_id!r}, and there is no outcome of it")
+
+
 def _of_letters(left: Left) -> Iterator[Fault]:
     for offset, times in Counter(_header(letter, "source_offset") for letter in left.letters).items():
         if times > 1:
@@ -131,6 +140,9 @@ def _of_causes(left: Left, deltas: Sequence[Delta]) -> Iterator[Fault]:
     for offset, times in Counter(cause.offset for cause in causes).items():
         if times > 1:
             yield Fault("doubled", f"feedback {offset} has made {times} deltas")
+    for feedback_id, offsets in _together((cause.feedback_id, cause.offset) for cause in causes).items():
+        if len(offsets) > 1:
+            yield Fault("doubled", f"{feedback_id!r} came more than once, and has made a delta at each of {offsets}")
     for cause in causes:
         if given.get(cause.offset) != cause.feedback_id:
             yield Fault("offset", f"a delta names {cause.feedback_id!r} at {cause.offset}, where it is not")
@@ -186,6 +198,13 @@ def _of_predictions(left: Left, states: Mapping[int, State]) -> Iterator[Fault]:
             yield Fault("served", f"{said}: {edit}, and the log has {state.radii.get(edit.entry_id)} as its radius")
         elif edit is not UNSET and not 0 <= edit.distance < edit.radius:
             yield Fault("served", f"{said}: {edit} lies outside of its ball")
+
+
+def _together(pairs: Iterator[tuple[str, int]]) -> dict[str, set[int]]:
+    found: dict[str, set[int]] = {}
+    for name, offset in pairs:
+        found.setdefault(name, set()).add(offset)
+    return found
 
 
 def _feedback_id(value: bytes | None) -> str | None:

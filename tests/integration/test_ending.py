@@ -38,6 +38,9 @@ PROMPTS = texts(20, seed=11)
 LATE = 15.0
 """Seconds that a busy machine may need beside what a worker gives itself to end."""
 
+USUAL = Settings.model_fields["shutdown_timeout"].default
+"""Seconds in which a worker ends by itself, with status 0 where all that it took is done and committed by then."""
+
 TOKENS = 2000
 """What the patient model can be asked for at once."""
 
@@ -98,7 +101,7 @@ def test_a_replica_that_is_told_to_stop_answers_what_it_took_and_its_successor_t
     ids = [request.request_id for request in asked]
     with (
         users.client.predictions() as replies,
-        Forked("first", "infer", deployment, folder) as first,
+        Forked("first", "infer", deployment, folder, shutdown_timeout=USUAL) as first,
     ):
         first.wait_ready(90)
         users.client.send(asked)
@@ -190,7 +193,7 @@ def test_an_editor_that_is_told_to_stop_while_feedback_waits_does_none_of_it_twi
         given += [Feedback(v=1, feedback_id=f"u{number}-{more}", undo="nothing") for more in range(100)]
     ids = [one.feedback_id for one in given]
     users.client.send(given)
-    with Forked("first", "edit", deployment, folder) as first:
+    with Forked("first", "edit", deployment, folder, shutdown_timeout=USUAL) as first:
         first.wait_ready(90)
         wait_until(lambda: len(outcomes_in_log(deployment)) > 150)
         assert first.stop() == 0

@@ -69,6 +69,7 @@ def test_nor_has_a_deployment_in_which_nothing_happened() -> None:
 
 PLANTED: dict[str, tuple[str, Callable[[Left], dict[str, Any]]]] = {
     "an outcome is missing": ("lost", lambda left: {"edits": left.edits[:1]}),
+    "what Kafka took is not in the topic": ("lost", lambda _: {"taken": ["f0", "f2", "f9"]}),
     "an unreadable record was not set aside": ("lost", lambda _: {"letters": []}),
     "an outcome stands twice": ("doubled", lambda left: {"edits": [*left.edits, outcome(2, "f2", 4)]}),
     "a record was set aside twice": ("doubled", lambda left: {"letters": [*left.letters, *left.letters]}),
@@ -132,6 +133,23 @@ PLANTED: dict[str, tuple[str, Callable[[Left], dict[str, Any]]]] = {
 def test_it_finds(left: Left, name: str) -> None:
     kind, plant = PLANTED[name]
     assert kind in {fault.kind for fault in faults(replace(left, **plant(left)))}
+
+
+def test_it_finds_a_correction_that_came_twice_and_was_made_twice(left: Left) -> None:
+    book = Codebook("default", MODEL, LAYER)
+    for delta in left.deltas:
+        book.apply(delta.value)
+    add = sealed(book, added("f0-again", [2.0], 0.5), cause=Cause(feedback_id="f0", offset=3, entry_id="f0-again"))
+    twice = replace(
+        left,
+        feedback=[*left.feedback, record("feedback", 3, left.feedback[0].value)],
+        edits=[*left.edits, outcome(3, "f0", 4, seq=3)],
+        deltas=[*left.deltas, record("deltas", 4, add)],
+        position=4,
+    )
+    assert [fault.text for fault in faults(twice) if fault.kind == "doubled"] == [
+        "'f0' came more than once, and has made a delta at each of {0, 3}"
+    ]
 
 
 def test_it_finds_a_delta_of_a_fenced_editor(left: Left) -> None:
