@@ -82,6 +82,12 @@ class Adaptor:
             yield session
 
     @contextmanager
+    def watching(self, mask_BT: Tensor | None) -> Iterator[Session]:
+        """See what the module sees and puts out, and change nothing."""
+        with self._open(Session(mask_BT)) as session:
+            yield session
+
+    @contextmanager
     def observing(self, mask_BT: Tensor | None) -> Iterator[Session]:
         """Take the queries and end the forward pass at the wrapped module; nothing after it runs."""
         with self._open(Session(mask_BT, stop=True)) as session:

@@ -73,10 +73,11 @@ class Intake:
         return Taken(edited, headers)
 
     def _decide(self, feedback: Feedback, offset: int) -> Edited:
+        if not feedback.undoes:
+            self._before_edit()  # what fails here is no fault of the record
         try:
             if feedback.undoes:
                 return undo(self._engine, feedback, offset, self._history, self._at_work)
-            self._before_edit()
             return self._engine.edit(feedback, offset)
         except Exception as error:  # whatever one record does to the model, the stream moves on
             edited = failed(feedback, error)

@@ -80,8 +80,9 @@ def block_list(model: nn.Module, path: str) -> tuple[list[nn.Module], int]:
 class Prefix:
     """The outputs of what runs before the edited layer, taken from one forward pass and given back in later ones.
 
-    That are the blocks before the one that holds it, what that block runs before it, and the layer's own output: they
-    depend on no value there. (A value overwrites the same tokens of that output each time.)
+    That are the blocks before the one that holds it, what that block runs once and before it, and the layer's own
+    output: they depend on no value there. (A value overwrites the same tokens of that output each time.) Copies are
+    kept and given, since some models add to what a module put out.
     """
 
     def __init__(self, blocks: Sequence[nn.Module] = (), block: nn.Module | None = None, layer: Any = None) -> None:
@@ -101,8 +102,8 @@ class Prefix:
         reached: list[nn.Module] = []
 
         def keep(module: nn.Module, _args: Any, output: Any) -> None:
-            if not reached or module in (self._layer, *self._blocks):
-                found.setdefault(module, []).append(output)
+            early = not reached or module in (self._layer, *self._blocks)
+            found.setdefault(module, []).append(_copied(output) if early else None)
 
         inner = [] if self._block is None else self._before()
         handles = [module.register_forward_hook(keep) for module in (*self._blocks[-1:], *inner)]
@@ -113,7 +114,8 @@ class Prefix:
         finally:
             for handle in handles:
                 handle.remove()
-        self._take({module: outputs[0] for module, outputs in found.items() if len(outputs) == 1})
+        once = {module: outputs[0] for module, outputs in found.items() if len(outputs) == 1}
+        self._take({module: output for module, output in once.items() if output is not None})
 
     def holds(self, module: nn.Module) -> bool:
         """Whether this module's output was recorded, so that it does not run again."""
@@ -126,12 +128,11 @@ class Prefix:
     @contextmanager
     def skipping(self) -> Iterator[None]:
         """Forward passes inside, on the same input or what was not cut of it, leave all that out."""
-        if self._blocks and self._blocks[-1] not in self._outputs:
-            raise RuntimeError("nothing was recorded")
-        skipped = dict.fromkeys(self._blocks, self._outputs[self._blocks[-1]]) if self._blocks else {}
+        last = self._outputs.get(self._blocks[-1]) if self._blocks else None
+        skipped = {} if last is None else dict.fromkeys(self._blocks, last)
         skipped |= self._outputs
         for module, output in skipped.items():
-            module.forward = lambda *_args, _output=output, **_kwargs: _output
+            module.forward = lambda *_args, _output=output, **_kwargs: _copied(_output)
         try:
             yield
         finally:
@@ -158,6 +159,14 @@ class Prefix:
 def _is_of_tokens(output: Any) -> bool:
     first = output[0] if isinstance(output, tuple) and output else output
     return isinstance(first, Tensor) and first.dim() == 3
+
+
+def _copied(output: Any) -> Any:
+    if isinstance(output, Tensor):
+        return output.clone()
+    if type(output) in (tuple, list):
+        return type(output)(_copied(part) for part in output)
+    return output
 
 
 def _cut(output: Any, tokens: slice) -> Any:

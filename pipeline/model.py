@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from dataclasses import replace as replace_in
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -27,12 +27,14 @@ from transformers.utils import logging as transformers_logging
 from pipeline.adaptor import Adaptor, Hit, QueryToken, Replaced, Session
 from pipeline.classification import Classification
 from pipeline.codebook import Codebook, Label
+from pipeline.device import raise_if_broken
 from pipeline.errors import UserError
 from pipeline.generation import CausalGeneration, Seq2SeqGeneration
 from pipeline.index import KeyIndex
 from pipeline.layers import Prefix, find_layer, in_decoder, normal_path
 from pipeline.narrowing import FirstToken
-from pipeline.tasks import Answer, Batch, Limits, Supervised, Task
+from pipeline.probe import TEXTS
+from pipeline.tasks import Answer, Batch, InputError, Limits, Supervised, Task
 from schemas.messages import Inputs, Parameters
 
 
@@ -59,6 +61,11 @@ class Verdict:
     def right(self) -> bool:
         """Every token of the label is the model's choice."""
         return self.margin > 0
+
+
+Shortcuts = Literal["all", "no narrowing", "none"]
+"""What is left out of a pass that differs from an earlier one in the value alone: all that can be, all but what a
+classifier's head does not read, or nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +115,7 @@ class EditableModel:
         self._last = None
         if self.task.query == "first":
             self._last = FirstToken.of(model, self.layer, self.adaptor.replace)
+        self._shortcuts: Shortcuts | None = None
 
     @classmethod
     def load(
@@ -164,14 +172,20 @@ class EditableModel:
 
     def examine(self, supervised: Supervised, codebook: Codebook, index: KeyIndex) -> tuple[Verdict, Session, Rest]:
         """Whether the edited model gives the label, what the wrapped module saw, and the rest for other values."""
+        if self._shortcuts is None:
+            self._shortcuts = self._sound_shortcuts()
+        with torch.no_grad(), self.adaptor.serving(supervised.batch.mask_BT, codebook, index) as session:
+            logits_LC, rest = self._passed(supervised, self._shortcuts)
+        return verdict(logits_LC, supervised.label_L)[0], session, rest
+
+    def _passed(self, supervised: Supervised, shortcuts: Shortcuts) -> tuple[Tensor, Rest]:
+        """Logits of the whole pass, and what is left of it for other values."""
+        if shortcuts == "none":
+            return self.task.logits(supervised), Rest(supervised, Prefix())
         prefix = Prefix.of(self.module, self.layer)
-        with (
-            torch.no_grad(),
-            prefix.recording(),
-            self.adaptor.serving(supervised.batch.mask_BT, codebook, index) as session,
-        ):
+        with prefix.recording():
             logits_LC, left = self.task.keeping(supervised, self.adaptor.replace)
-        last = self._last
+        last = self._last if shortcuts == "all" else None
         if left.earlier:
             prefix.cut(slice(-left.batch.kwargs["input_ids"].shape[1], None))
         elif last is not None and last.inside:
@@ -179,7 +193,47 @@ class EditableModel:
                 prefix.cut(slice(1))  # then the block is over the first token from the start
                 left = replace_in(left, batch=Batch(left.batch.kwargs, left.batch.mask_BT[:, :1]))
             last = None
-        return verdict(logits_LC, supervised.label_L)[0], session, Rest(left, prefix, last)
+        return logits_LC, Rest(left, prefix, last)
+
+    def _sound_shortcuts(self) -> Shortcuts:
+        """The most of them under which loss and gradient are those of the whole model, rounding apart, on a probe."""
+        try:
+            supervised = self.task.supervised(
+                " ".join(TEXTS[:3]), (0,) * (1 if isinstance(self.task, Classification) else 3)
+            )
+        except InputError:
+            return "none"
+        mask_BT = supervised.batch.mask_BT
+        with torch.no_grad(), self.adaptor.watching(mask_BT) as session:
+            self.task.logits(supervised)
+        start_V = session.outputs_BV[0]
+        wave_V = torch.cos(torch.arange(len(start_V), device=self.device)) * start_V.abs().mean()
+        expected = [self._slope(Rest(supervised, Prefix()), value_V) for value_V in (start_V, wave_V)]
+        choices: tuple[Shortcuts, ...] = ("all", "no narrowing")
+        for shortcuts in choices:
+            try:
+                with torch.no_grad(), self.adaptor.watching(mask_BT):
+                    _, rest = self._passed(supervised, shortcuts)
+                found = [self._slope(rest, value_V) for value_V in (start_V, wave_V)]
+            except Exception as error:  # noqa: BLE001  (a model that is built in another way fails anyhow)
+                raise_if_broken(error)
+                continue
+            if all(self._agree(ours, theirs) for ours, theirs in zip(found, expected, strict=True)):
+                return shortcuts
+        return "none"
+
+    def _slope(self, rest: Rest, value_V: Tensor) -> Tensor:
+        """The loss with a value in place, and its derivative by each of the value's numbers: (1 + V)."""
+        value_V = value_V.clone().requires_grad_()
+        with torch.enable_grad():
+            _, loss = self.judge(rest, value_V)
+        (slope_V,) = torch.autograd.grad(loss, value_V)
+        return torch.cat([loss.detach()[None], slope_V])
+
+    def _agree(self, ours: Tensor, theirs: Tensor) -> bool:
+        allowed = 1e-3 if self.module.dtype in (torch.float32, torch.float64) else 0.05
+        pairs = (ours[:1], theirs[:1]), (ours[1:], theirs[1:])
+        return all(float((a - b).abs().max()) <= allowed * float(b.abs().max()) for a, b in pairs)
 
     def judge(self, rest: Rest, value_V: Tensor) -> tuple[Verdict, Tensor]:
         """The verdict with a value in place, and the loss, which can be differentiated by the value."""

@@ -101,22 +101,23 @@ class RequestTail:
             return
         try:
             ends = self._consumer.end_offsets(sorted(self._assigned), timeout_ms=1000 * seconds)
+            while self._waiting or self._is_before(ends):
+                if time.monotonic() - started > seconds:
+                    log.info("traffic_unseen", reason=f"more came than could be read in {seconds:g} s")
+                    return
+                self.read(POLL_SECONDS)
         except KafkaTimeoutError as error:
             log.warning("traffic_unseen", reason=str(error), retry_seconds=RETRY_SECONDS)
             self._ask_after = time.monotonic() + RETRY_SECONDS
-            return
-        while self._waiting or self._is_before(ends):
-            if time.monotonic() - started > seconds:
-                log.info("traffic_unseen", reason=f"more came than could be read in {seconds:g} s")
-                return
-            self.read(POLL_SECONDS)
 
     def close(self) -> None:
         """Leave."""
         self._consumer.close()
 
     def _is_before(self, ends: dict[TopicPartition, int]) -> bool:
-        return any(self._consumer.position(partition) < end for partition, end in ends.items())
+        """Whether something of that is not read yet; a position that is being looked up again is before all."""
+        asked = 1000 * POLL_SECONDS
+        return any((self._consumer.position(part, timeout_ms=asked) or 0) < end for part, end in ends.items())
 
     def _take_partitions(self) -> None:
         """Read those that are not read yet, from shortly before their end."""

@@ -260,7 +260,8 @@ class MemoryConsumer:
             raise IllegalStateError("Partition is not assigned")
         self._positions[partition] = offset
 
-    def position(self, partition: TopicPartition) -> int:
+    def position(self, partition: TopicPartition, timeout_ms: float | None = None) -> int:
+        del timeout_ms
         return self._positions[partition]
 
     def committed(self, partition: TopicPartition, timeout_ms: float | None = None) -> int | None:

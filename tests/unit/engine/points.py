@@ -73,7 +73,7 @@ class PointModel(EditableModel):
         self.module.requires_grad_(requires_grad=False)
         self.layer, self.dtype, self.fingerprint = "", "float32", MODEL
         self.device = torch.device("cpu")
-        self.task, self._last = PointTask(self.module), None
+        self.task, self._shortcuts = PointTask(self.module), "none"
         self.adaptor = Adaptor(self.module, "last", "last")
 
 

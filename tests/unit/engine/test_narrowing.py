@@ -6,8 +6,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
+    AlbertConfig,
+    AlbertForSequenceClassification,
     ElectraConfig,
     ElectraForSequenceClassification,
+    FalconConfig,
+    FalconForCausalLM,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
+    PhiConfig,
+    PhiForCausalLM,
     RobertaConfig,
     RobertaForSequenceClassification,
 )
@@ -16,7 +24,7 @@ from pipeline.layers import Prefix
 from pipeline.model import EditableModel, Rest
 from pipeline.narrowing import FirstToken
 from pipeline.training import Recipe, train_value
-from tests.unit.engine.tiny import KINDS, LIMITS, SIZE, editable, index_of, new_codebook, texts, tokenizer
+from tests.unit.engine.tiny import END, KINDS, LIMITS, SIZE, WORDS, editable, index_of, new_codebook, texts, tokenizer
 
 TEXT = texts(1, seed=3)[0]
 SIZES = {"vocab_size": SIZE, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3, "num_labels": 4}
@@ -49,6 +57,7 @@ def rest_of(model: EditableModel, target: str = "3") -> tuple[Rest, Tensor]:
     return rest, session.outputs_BV[0]
 
 
+LINEAR = ("Linear", "Conv1D", "FalconLinear")
 EDITED = ["bert.encoder.layer.1.output.dense", "bert.encoder.layer.2.intermediate.dense"]
 
 
@@ -103,7 +112,62 @@ def test_a_head_that_reads_all_tokens_gets_all() -> None:
     module.bert.pooler = MeanPooler()
     model = of(module, EDITED[0])
     assert model.task.query == "first"
-    assert rest_of(model)[0].last is None
+    rest, _ = rest_of(model)
+    assert rest.last is None
+    assert rest.prefix.holds(module.bert.encoder.layer[0]), "which is left out all the same"
+
+
+def falcon() -> Any:
+    """It adds the attention's output to what the feed-forward map put out, in place."""
+    return FalconForCausalLM(
+        FalconConfig(
+            vocab_size=SIZE, hidden_size=48, num_hidden_layers=3, num_attention_heads=4, initializer_range=0.3,
+            pad_token_id=0, bos_token_id=2, eos_token_id=END,
+        )
+    )  # fmt: skip
+
+
+def phi() -> Any:
+    """One dropout of a block runs twice: before its feed-forward map, and after it."""
+    return PhiForCausalLM(
+        PhiConfig(
+            vocab_size=SIZE, hidden_size=48, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+            initializer_range=0.3, pad_token_id=0, bos_token_id=2, eos_token_id=END,
+        )
+    )  # fmt: skip
+
+
+def albert() -> Any:
+    """All its blocks are one."""
+    return AlbertForSequenceClassification(AlbertConfig(**SMALL, embedding_size=24))
+
+
+def gpt() -> Any:
+    """Its blocks give lists, and share one activation."""
+    return OpenAIGPTLMHeadModel(
+        OpenAIGPTConfig(vocab_size=SIZE, n_embd=48, n_layer=3, n_head=4, n_positions=64, initializer_range=0.3)
+    )
+
+
+ODD = [(falcon, "transformer.h.1."), (phi, "model.layers.1."), (albert, "albert.encoder."), (gpt, "transformer.h.1.")]
+
+
+@pytest.mark.parametrize(("build", "where"), ODD)
+def test_models_that_are_built_in_another_way_are_trained_as_a_whole_would_be(build: Any, where: str) -> None:
+    torch.manual_seed(0)
+    module = build()
+    target = "3" if build is albert else WORDS[5]
+    layers = [name for name, part in module.named_modules() if where in name and type(part).__name__ in LINEAR]
+    assert layers
+    for layer in layers:
+        torch.manual_seed(0)
+        model = of(build(), layer)
+        rest, start_V = rest_of(model, target)
+        whole = Rest(model.supervised(TEXT, target)[1], Prefix())
+        loss, ours_V = gradient(model, rest, start_V)
+        expected, theirs_V = gradient(model, whole, start_V)
+        assert loss == pytest.approx(expected, rel=1e-4), layer
+        torch.testing.assert_close(ours_V, theirs_V, rtol=1e-3, atol=1e-4 * float(theirs_V.abs().max()) + 1e-7)
 
 
 @pytest.mark.parametrize(

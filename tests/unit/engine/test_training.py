@@ -204,3 +204,8 @@ def test_a_layer_of_a_decoder_is_trained_without_its_encoder() -> None:
     model.module.encoder.register_forward_hook(lambda *_: ran.append(1))
     train_value(model, rest, start_V, SHORT)
     assert not ran
+
+
+def test_every_usual_model_is_trained_with_all_shortcuts(model: EditableModel) -> None:
+    prepared(model, TEXT, "both" if model.task.query == "first" else WORDS[5])
+    assert model._shortcuts == "all"
