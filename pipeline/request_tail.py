@@ -7,9 +7,11 @@ log, and once the reservoir is full it wants one in thousands. Only those are de
 
 import heapq
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import structlog
 from kafka import TopicPartition
 from kafka.errors import KafkaTimeoutError
@@ -68,6 +70,8 @@ class RequestTail:
         self._looked_at = time.monotonic()
         self._ask_after = 0.0
         self._waiting: list[Ranked] = []
+        self._known: OrderedDict[tuple[int, ...], np.ndarray] = OrderedDict()
+        """Queries of the last prompts: where few different ones are asked, none is run again and again."""
 
     def catch_up(self) -> None:
         """At start: read the tail, and compute the queries of only those requests that the reservoir will hold."""
@@ -147,30 +151,37 @@ class RequestTail:
 
     def _hold(self, ranked: list[Ranked]) -> None:
         """Compute queries and hold them; what is no request is left out, for the replicas reject it."""
-        prompts = []
+        prompts: dict[tuple[int, ...], float] = {}
         for rank, value in ranked:
             try:
                 request = decode(value, Request, self._settings.max_record_bytes)
-                prompts.append((rank, self._engine.model.task.tokenize(request.inputs)))
+                prompt = tuple(self._engine.model.task.tokenize(request.inputs))
             except (InvalidMessage, InputError):
                 continue
-        self._observe(prompts)
+            if (query_D := self._known.get(prompt)) is not None:
+                self._engine.observe(rank, query_D)
+            else:
+                prompts[prompt] = max(rank, prompts.get(prompt, rank))
+        self._observe(list(prompts.items()))
 
-    def _observe(self, prompts: list[tuple[float, list[int]]]) -> None:
+    def _observe(self, prompts: list[tuple[tuple[int, ...], float]]) -> None:
         """A prompt on which the model fails is left out, its neighbours are not."""
         if not prompts:
             return
         queries_BD: Any = None
         try:
-            queries_BD = self._engine.model.queries([prompt for _, prompt in prompts]).cpu().numpy()
+            queries_BD = self._engine.model.queries([prompt for prompt, _ in prompts]).cpu().numpy()
         except Exception as error:  # noqa: BLE001  (a request that breaks the model must not stop the editor)
             raise_if_broken(error)
             failure = repr(error)
         if queries_BD is not None:
-            for (rank, _), query_D in zip(prompts, queries_BD, strict=True):
+            for (prompt, rank), query_D in zip(prompts, queries_BD, strict=True):
                 self._engine.observe(rank, query_D)
+                self._known[prompt] = query_D
+            while len(self._known) > self._settings.traffic:
+                self._known.popitem(last=False)
         elif len(prompts) == 1:
-            log.warning("request_left_out", tokens=len(prompts[0][1]), error=failure)
+            log.warning("request_left_out", tokens=len(prompts[0][0]), error=failure)
         else:
             for one in prompts:
                 self._observe([one])

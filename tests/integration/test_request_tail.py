@@ -24,11 +24,11 @@ CAPACITY = 24
 PROMPTS = texts(3000, seed=9, shortest=6)
 
 
-def send(settings: Settings, count: int, partition: int) -> None:
-    """Requests, all in one partition."""
+def send(settings: Settings, count: int, partition: int, different: int = len(PROMPTS)) -> None:
+    """Requests, all in one partition, of so many different prompts."""
     sender = producer(settings)
     for number in range(count):
-        value = encode(question(f"q{number}", PROMPTS[number % len(PROMPTS)]))
+        value = encode(question(f"q{number}", PROMPTS[number % different]))
         sender.send(settings.topic("requests"), value=value, partition=partition)
     sender.flush()
     sender.close()
@@ -59,20 +59,26 @@ def traffic(tail: RequestTail) -> Traffic:
     return tail._engine.traffic
 
 
+def counted(tail: RequestTail, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many prompts are run at once, each time."""
+    ran: list[int] = []
+    queries = tail._engine.model.queries
+
+    def counting(prompts: list[list[int]]) -> Tensor:
+        ran.append(len(prompts))
+        return queries(prompts)
+
+    monkeypatch.setattr(tail._engine.model, "queries", counting)
+    return ran
+
+
 def test_it_looks_at_many_requests_for_each_that_it_runs(
     small: Settings, tail_of: Callable[[Settings], RequestTail], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tail = tail_of(small)
     tail.catch_up()
     send(small, 3000, partition=0)
-    ran: list[int] = []
-    queries = tail._engine.model.queries
-
-    def counted(prompts: list[list[int]]) -> Tensor:
-        ran.append(len(prompts))
-        return queries(prompts)
-
-    monkeypatch.setattr(tail._engine.model, "queries", counted)
+    ran = counted(tail, monkeypatch)
     looks = 0
     while traffic(tail).positions.get(0, 0) < 3000 or tail._waiting:
         looks += 1
@@ -85,6 +91,19 @@ def test_it_looks_at_many_requests_for_each_that_it_runs(
         for record in records(small, "requests")
     )[-CAPACITY:]
     assert sorted(traffic(tail)._scores) == wanted
+
+
+def test_a_few_prompts_that_come_again_and_again_are_run_once(
+    small: Settings, tail_of: Callable[[Settings], RequestTail], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tail = tail_of(small)
+    tail.catch_up()
+    send(small, 3000, partition=0, different=CAPACITY // 2)
+    ran = counted(tail, monkeypatch)
+    tail.see(PATIENCE)
+    assert traffic(tail).positions == {0: 3000}
+    assert len(traffic(tail)) == CAPACITY // 2, "so that every one is wanted"
+    assert sum(ran) == CAPACITY // 2
 
 
 def test_a_starting_editor_fills_its_reservoir_from_the_tail(
