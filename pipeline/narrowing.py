@@ -26,7 +26,7 @@ class FirstToken:
 
     @classmethod
     def of(cls, model: Any, layer: str, replace: Replaced) -> Self | None:
-        """For an encoder whose blocks are built as BERT's; that its head reads the first token alone is yet to be seen.
+        """For an encoder whose blocks are built as BERT's; the model's probe tells what its head reads.
 
         None for any other, and where the narrow pass would not see what a value replaces.
         """
@@ -57,8 +57,10 @@ class FirstToken:
             scores_BHT = asked_BHD @ hidden_BTD.transpose(1, 2)
             if attention_mask is not None:
                 mask_BHT = attention_mask[:, :, 0]
-                allowed = mask_BHT if mask_BHT.dtype == torch.bool else None
-                scores_BHT = scores_BHT + mask_BHT if allowed is None else scores_BHT.masked_fill(~allowed, -torch.inf)
+                if mask_BHT.dtype == torch.bool:
+                    scores_BHT = scores_BHT.masked_fill(~mask_BHT, -torch.inf)
+                else:
+                    scores_BHT = scores_BHT + mask_BHT
             shares_BHT = scores_BHT.softmax(dim=-1, dtype=torch.float32).to(hidden_BTD.dtype)
             taken_BHD = shares_BHT @ hidden_BTD
             found_BHA = torch.einsum("bhd,had->bha", taken_BHD, inner.value.weight.unflatten(0, heads))

@@ -3,9 +3,8 @@
 It learns the codebook from the log, waits as standby while another editor leads, takes a term, and then decides on one
 feedback record at a time: train, commit delta, outcome and offset in one Kafka transaction, fold the delta, make it
 live in Redis. It reads requests too, before each correction and while none waits, so that new radii keep clear of
-traffic that nobody flagged.
-Where Kafka fails it begins again, in the same process and with what it has folded; where another editor has led
-meanwhile, it stops.
+traffic that nobody flagged. Where Kafka fails it begins again, in the same process and with what it has folded; where
+another editor has led meanwhile, it stops.
 """
 
 import threading
