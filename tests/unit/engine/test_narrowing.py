@@ -192,3 +192,17 @@ def test_after_an_error_the_block_is_as_it_was() -> None:
     with pytest.raises(ZeroDivisionError), rest.last.narrowed():
         raise ZeroDivisionError
     assert torch.equal(model.module(**model.task.batch([model.task.tokenize(TEXT)]).kwargs).logits, before)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_padded_tokens_are_not_asked(attention: str) -> None:
+    module = editable("bert", EDITED[0]).module
+    module.set_attn_implementation(attention)
+    model = of(module, EDITED[0])
+    batch = model.task.batch([model.task.tokenize(text) for text in (TEXT, " ".join(TEXT.split()[:2]))])
+    narrow = FirstToken.of(module, EDITED[0], "all")
+    assert narrow is not None
+    with torch.no_grad():
+        whole = module(**batch.kwargs).logits
+        with narrow.narrowed():
+            torch.testing.assert_close(module(**batch.kwargs).logits, whole, rtol=1e-4, atol=1e-4)
