@@ -97,7 +97,7 @@ class TestStandby:
     ) -> None:
         first, second = pair
         assert users.correct(flag("f0", PROMPTS[0], "museum"))["f0"].seq == 2
-        wait_until(lambda: second.state()["seq"] == 2)
+        wait_until(lambda: second.state()["seq"] == first.state()["seq"] == 2)
         assert second.state()["state_digest"] == first.state()["state_digest"]
         assert not second.state()["degraded"], "it writes no radii, so it leaves none out"
         assert leads(first)

@@ -243,7 +243,8 @@ def test_a_branch_has_the_same_codebook_and_an_editor_of_another_policy_goes_on_
         assert users.correct(flag("fourth", WIDER, "train"))["fourth"].status == "split"
         undone = users.correct(Feedback(v=1, feedback_id="u", undo="second"))["u"]
         assert undone.status == "undone"
-        assert editor.state()["seq"] == undone.seq == seq + 3
+        assert undone.seq == seq + 3
+        wait_until(lambda: editor.state()["seq"] == undone.seq)
     made, split = lines(run("inspect", "first", "--json", settings=there))[:-1]
     assert (made["op"], made["entries"]) == ("add", {"first": "new, radius 2.5"})
     assert (split["op"], split["feedback_id"], split["entries"].keys()) == ("split", "fourth", {"first", "fourth"})

@@ -106,10 +106,10 @@ class TestStaying:
 
         def settled() -> bool:
             log.stay(0.0)
-            return standby.place(0.05) == "standby"
+            in_place = standby.place(0.05) == "standby"
+            return in_place and log._metadata.generation_id == standby._metadata.generation_id
 
         wait_until(settled)
-        log.stay(0.0)
         log.commit(Result(0, outcome_of("f0"), b"took long"))
         assert next_offset(log) == 1
 
