@@ -2,8 +2,9 @@
 
 The two are one until the first feedback that goes (`_parting`). From there on a decision keeps what it did where
 nothing that it saw has changed; else it is made again by the engine, with the query, the value and the sight of traffic
-that it had. So the cost is that of folding the log twice, and of one decision of the editor, with its pass through the
-model, for each that rested on what went.
+that it had. So the cost is that of folding the log, of folding what came after the parting again and searching what has
+changed for each decision there, and of one decision of the editor, with its pass through the model, for each that
+rested on what went.
 
 A value is trained anew only for a correction that never had one of its own, as one that was served by an entry which is
 now gone, or whose value would start from another one now (`init=label`). Where that does not converge, the correction
