@@ -47,6 +47,9 @@ OFFSET_HEADER = "feedback_offset"
 ANSWER_SECONDS = 30.0
 """After so long without an answer Kafka counts as away."""
 
+FETCH_WAIT_MS = 5
+"""What a fetch waits for where there is nothing to read, when what there is to read is known."""
+
 Place = Literal["joining", "standby", "chosen"]
 """Of an editor in the group: not decided yet, another one has the partition, or this one has."""
 
@@ -221,8 +224,7 @@ class EditorLog:
 
     def behind(self) -> int:
         """Feedback records that wait."""
-        end: int = self._member.end_offsets([self._feedback])[self._feedback]
-        return max(0, end - self._next_feedback)
+        return max(0, self._end(FEEDBACK) - self._next_feedback)
 
     def commit(self, *results: Result) -> None:
         """Write it all, or nothing; the results of records that `poll` handed out one after the other.
@@ -346,8 +348,12 @@ class EditorLog:
                 raise KafkaTimeoutError(f"{partition.topic} could not be read on from offset {position}")
 
     def _end(self, topic: str) -> int:
-        """The offset before which everything is decided: committed, or aborted and never seen."""
-        self._reader = self._reader or self._new_consumer(self._settings)
+        """The offset before which everything is decided: committed, or aborted and never seen.
+
+        Kafka answers one request of a connection after the other, so a fetch that waits holds up this question: the
+        member's does so for half a second, the reader's only for a moment.
+        """
+        self._reader = self._reader or self._new_consumer(self._settings, fetch_max_wait_ms=FETCH_WAIT_MS)
         partition = TopicPartition(self._settings.topic(topic), 0)
         end: int = self._reader.end_offsets([partition])[partition]
         return end

@@ -66,6 +66,8 @@ class RequestTail:
             fetch_max_bytes=8 * FETCH_BYTES,
             metadata_max_age_ms=int(1000 * PARTITION_SECONDS),
         )
+        self._asker = consumer(settings)
+        """It fetches nothing: Kafka answers one request of a connection after the other, and a fetch waits long."""
         self._assigned: set[TopicPartition] = set()
         self._looked_at = time.monotonic()
         self._ask_after = 0.0
@@ -77,7 +79,7 @@ class RequestTail:
         """At start: read the tail, and compute the queries of only those requests that the reservoir will hold."""
         self._take_partitions()
         best: list[Ranked] = []
-        ends = self._consumer.end_offsets(sorted(self._assigned))
+        ends = self._asker.end_offsets(sorted(self._assigned))
         while self._is_before(ends):
             best = self._best(best + self._read(0.5))
         for start in range(0, len(best), AT_ONCE):
@@ -104,7 +106,7 @@ class RequestTail:
         if started < self._ask_after or self._settings.traffic == 0:
             return
         try:
-            ends = self._consumer.end_offsets(sorted(self._assigned), timeout_ms=1000 * seconds)
+            ends = self._asker.end_offsets(sorted(self._assigned), timeout_ms=1000 * seconds)
             while self._waiting or self._is_before(ends):
                 if time.monotonic() - started > seconds:
                     log.info("traffic_unseen", reason=f"more came than could be read in {seconds:g} s")
@@ -117,6 +119,7 @@ class RequestTail:
     def close(self) -> None:
         """Leave."""
         self._consumer.close()
+        self._asker.close()
 
     def _is_before(self, ends: dict[TopicPartition, int]) -> bool:
         """Whether something of that is not read yet; a position that is being looked up again is before all."""
@@ -130,7 +133,7 @@ class RequestTail:
         added = {TopicPartition(self._topic, number) for number in numbers} - self._assigned
         if not added:
             return
-        starts, ends = self._consumer.beginning_offsets(sorted(added)), self._consumer.end_offsets(sorted(added))
+        starts, ends = self._asker.beginning_offsets(sorted(added)), self._asker.end_offsets(sorted(added))
         self._assigned |= added
         self._consumer.assign(sorted(self._assigned))  # those that were read before keep their position
         for partition in added:

@@ -182,15 +182,17 @@ class Editor:
         """Work on feedback as it comes; on traffic while there is none."""
         parts = self._parts
         while not stop.is_set():
+            busy = False
             for _ in range(AT_ONCE):
                 self._health.at_work("editor")
                 record = parts.log.poll(0.0 if self._decided else 0.05)
                 if record is None or stop.is_set():
                     break
                 self._edit(*record)
+                busy = True
             self._commit()
             self._fold()  # nobody else is to write there, and who does so is met here
-            parts.traffic.read(0.05)
+            parts.traffic.read(0.0 if busy else 0.05)
             parts.projection.repair()
             parts.snapshots.offer(parts.engine.codebook)
             metrics.FEEDBACK_LAG.set(parts.log.behind())
