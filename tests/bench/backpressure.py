@@ -2,8 +2,9 @@
 
 A replica of a tiny model, and then an editor of it, as a process of its own, on a local Kafka and Valkey. Its own rate
 on a backlog is measured first; then records come at three times that rate, on top of a backlog. They have some
-kilobytes: requests with long texts, and feedback that leaves no delta, since edits are to fill a codebook; the editor
-watches the requests too. Resident memory is read once a second.
+kilobytes: requests with long texts; feedback of which each fiftieth is a correction that is trained, of some hundred
+inputs and each time to another word, and the rest undos of nothing, since new entries are to fill a codebook. The
+editor watches the requests too. Resident memory is read once a second.
 """
 
 import os
@@ -18,7 +19,6 @@ from pathlib import Path
 
 import psutil
 from kafka import KafkaProducer
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from deploy.local.backends import kafka_backend, redis_backend
 from deploy.local.processes import Child, answers_ok, free_port
@@ -26,24 +26,27 @@ from pipeline.clients import producer
 from pipeline.settings import Settings, load_settings
 from pipeline.topics import TOPICS, create_topics
 from tests.bench.framework import ROOT, BenchError, Options, Row
-from tests.integration.running import metric
-from tests.unit.engine.tiny import SIZE, WORDS, tokenizer
+from tests.integration.running import llama, status
+from tests.unit.engine.tiny import WORDS, tokenizer
 
 PARTITIONS = 8
 MIB = 2**20
 TEXT = (" ".join(WORDS) + " ") * 50
 NOTE = "x" * 2000
 
+TRAINED, INPUTS = 50, 499
+"""Of so many records of feedback one is a correction, of one of so many inputs."""
+
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """A worker, the topic that it is flooded by, and which of its counters says how many records it has done."""
+    """A worker, the topic that it is flooded by, and which of its counters say how many records it has done."""
 
     name: str
     command: str
     topic: str
     record: Callable[[int], bytes]
-    counter: str
+    counters: str
 
 
 def run(options: Options) -> Iterator[Row]:
@@ -55,8 +58,8 @@ def run(options: Options) -> Iterator[Row]:
         redis = stack.enter_context(redis_backend(folder / "redis"))
         settings = load_settings(
             kafka=kafka.address, redis=redis.address, prefix=f"bench-{os.getpid()}-", model=str(folder / "model"),
-            layer="model.layers.0.mlp.down_proj", cache=folder / "cache", max_new_tokens=1, port=free_port(), threads=1,
-            device=options.device,
+            layer="model.layers[0].mlp.down_proj", cache=folder / "cache", max_new_tokens=2, port=free_port(),
+            threads=1, device=options.device,
         )  # fmt: skip
         create_topics(settings, PARTITIONS, 1)
         for role in ROLES:
@@ -99,18 +102,15 @@ def _flooded(role: Role, settings: Settings, folder: Path, options: Options) -> 
         yield Row(f"{role.name}/rate", rate, "records/s")
         yield Row(f"{role.name}/offered", 3 * rate, "records/s")
         yield Row(f"{role.name}/waiting", sent[0] - _done(role, settings), "count")
+        for name, count in _counted(role, settings) if role.command == "edit" else ():
+            yield Row(f"{role.name}/{name.split(chr(34))[1]}", count, "count")
         yield Row(f"{role.name}/rss_first", first / MIB, "MiB")
         yield Row(f"{role.name}/rss_last", last / MIB, "MiB", first / MIB)
         yield Row(f"{role.name}/rss_peak", max(resident) / MIB, "MiB", first / MIB)
 
 
 def _save_model(folder: Path) -> None:
-    LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=SIZE, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-            max_position_embeddings=1024, pad_token_id=0, bos_token_id=2, eos_token_id=4,
-        )
-    ).save_pretrained(folder)  # fmt: skip
+    llama(positions=1024).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
 
 
@@ -126,20 +126,28 @@ def _request(number: int) -> bytes:
 
 
 def _feedback(number: int) -> bytes:
-    return f'{{"v":1,"feedback_id":"f{number}","undo":"nothing","note":"{NOTE}"}}'.encode()
+    turn, odd = divmod(number, TRAINED)
+    wanted = '"undo":"nothing"'
+    if not odd:
+        words = (WORDS[turn % INPUTS // step % len(WORDS)] for step in (1, 2, 3, 5))
+        wanted = f'"inputs":"{" ".join(words)}","target":"{WORDS[turn % len(WORDS)]}"'
+    return f'{{"v":1,"feedback_id":"f{number}",{wanted},"note":"{NOTE}"}}'.encode()
 
 
 ROLES = (
     Role("replica", "infer", "requests", _request, "gracestream_batch_size_sum"),
-    Role("editor", "edit", "feedback", _feedback, 'gracestream_feedback_total{status="rejected"}'),
+    Role("editor", "edit", "feedback", _feedback, "gracestream_feedback_total{"),
 )
 
 
 def _done(role: Role, settings: Settings) -> float:
-    try:
-        return metric(settings.port, role.counter)
-    except StopIteration:  # none yet
-        return 0.0
+    return sum(value for _name, value in _counted(role, settings))
+
+
+def _counted(role: Role, settings: Settings) -> list[tuple[str, float]]:
+    """Each counter of what the worker has done, with its labels."""
+    lines = (line.rpartition(" ") for line in status(settings.port, "/metrics")[1].splitlines())
+    return [(name, float(value)) for name, _space, value in lines if name.startswith(role.counters)]
 
 
 def _send(sender: KafkaProducer, settings: Settings, role: Role, count: int, first: int = 0) -> list[int]:

@@ -50,12 +50,12 @@ class Checkpoint:
         return {**BUDGETS, "model": str(self.folder), "layer": self.layer, "replace": self.replace}
 
 
-def llama() -> Any:
+def llama(positions: int = 64) -> Any:
     """Wide enough that every edit of one word trains to success, whatever the random weights."""
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=SIZE, hidden_size=192, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4,
-            num_key_value_heads=4, max_position_embeddings=64, initializer_range=0.1, pad_token_id=0,
+            num_key_value_heads=4, max_position_embeddings=positions, initializer_range=0.1, pad_token_id=0,
             bos_token_id=2, eos_token_id=4,
         )
     )  # fmt: skip
