@@ -13,12 +13,21 @@ from functools import partial
 from typing import Any
 
 from kafka import TopicPartition
-from kafka.errors import KafkaTimeoutError
+from kafka.errors import (
+    CoordinatorLoadInProgressError,
+    InvalidTxnStateError,
+    KafkaConnectionError,
+    KafkaTimeoutError,
+    NotCoordinatorError,
+    NotLeaderForPartitionError,
+    OutOfOrderSequenceNumberError,
+    TransactionAbortedError,
+    UnknownError,
+)
 from msgspec import UNSET
 from redis.exceptions import TimeoutError as RedisTimeout
 
 from pipeline.admission import Admission
-from pipeline.edited import correction
 from pipeline.editing import EditEngine
 from pipeline.editor_log import EditorLog
 from pipeline.health import Health
@@ -29,9 +38,9 @@ from pipeline.radius_store import RadiusStore, StaleError
 from pipeline.request_tail import RequestTail
 from pipeline.settings import Settings, load_settings
 from pipeline.snapshot_writer import SnapshotWriter
-from pipeline.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ, TOPICS
+from pipeline.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ, REQUESTS, TOPICS
 from schemas.deltas import decode_delta
-from schemas.messages import VERSION, Feedback, InvalidMessage, decode, encode
+from schemas.messages import VERSION, Feedback, InvalidMessage, Request, decode, encode
 from tests.doubles.checker import Follower, Left
 from tests.doubles.kafka import MemoryKafka
 from tests.doubles.redis import MemoryRedis
@@ -40,7 +49,12 @@ from tests.unit.engine.tiny import CODEBOOK
 from workers.editor import Editor, Parts
 
 SETTINGS = load_settings(codebook=CODEBOOK, traffic=4)
-PLAN = Plan(radius=0.5, radius_unit="absolute", traffic=4)
+PLANS = [Plan(policy, radius=0.5, radius_unit="absolute", traffic=4) for policy in ("nearest", "paper")]
+AUTHORS = ("ann", "bob")
+FAILURES = [
+    *(KafkaTimeoutError, KafkaConnectionError, NotCoordinatorError, NotLeaderForPartitionError, UnknownError),
+    *(CoordinatorLoadInProgressError, TransactionAbortedError, OutOfOrderSequenceNumberError, InvalidTxnStateError),
+]
 TROUBLES = ["kill", "kill", "fail", "fail", "pause", "redis away", "redis emptied", "expire", "group forgotten"]
 MOST_TURNS = 20_000
 """A story that has not come to rest by then never does."""
@@ -89,7 +103,7 @@ class Process:
         self.error: BaseException | None = None
         self.member: Any = None
         self.stop = Stop(self.step)
-        self.engine = EditEngine(PointModel(2), CODEBOOK, PLAN)
+        self.engine = EditEngine(PointModel(2), CODEBOOK, story.plan)
         self._turn, self._back = threading.Lock(), threading.Lock()  # each is held until the other side lets go
         self._turn.acquire()
         self._back.acquire()
@@ -177,6 +191,7 @@ class Story:
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
+        self.plan = self._random.choice(PLANS)
         self.kafka = MemoryKafka([SETTINGS.topic(topic.name) for topic in TOPICS])
         self.redis = MemoryRedis()
         self.redis_is_away = False
@@ -215,7 +230,7 @@ class Story:
             case "fail" if operation.startswith("redis"):
                 raise RedisTimeout("Redis did not answer")
             case "fail" if operation not in ("wait", "close", "leave"):
-                raise KafkaTimeoutError("Kafka did not answer")
+                raise self._random.choice(FAILURES)("Kafka failed")
 
     def tell(self) -> None:
         """From the first feedback to the end of all trouble and all work."""
@@ -275,19 +290,27 @@ class Story:
     def _feedback(self, number: int) -> bytes:
         if self._random.random() < 0.1:
             return b"what is this"
-        point = at(self._random.randint(0, 3) * 0.4, self._random.randint(0, 1) * 0.4)
         target = self._random.randint(1, CLASSES)  # the last one is no class: it is rejected
-        if number and self._random.random() < 0.15:
-            taken_back = f"f{self._random.randrange(number)}"
-            return encode(Feedback(v=VERSION, feedback_id=f"f{number}", undo=taken_back))
-        used = self._random.random() < 0.05
-        return encode(correction("f0" if used else f"f{number}", point, str(target)))
+        author = self._random.choice(AUTHORS)
+        if number and self._random.random() < 0.2:
+            all_of = self._random.random() < 0.25
+            taken_back = {"undo_author": author} if all_of else {"undo": f"f{self._random.randrange(number)}"}
+            return encode(Feedback(v=VERSION, feedback_id=f"f{number}", **taken_back))
+        name = "f0" if self._random.random() < 0.05 else f"f{number}"
+        given = Feedback(v=VERSION, feedback_id=name, inputs=self._point(), target=str(target), author=author)
+        return encode(given)
+
+    def _point(self) -> str:
+        return at(self._random.randint(0, 3) * 0.4, self._random.randint(0, 1) * 0.4)
 
     def _events(self) -> None:
         """What the users, the brokers and the supervisor of processes do."""
         chance = self._random.random
         if self._unsent and chance() < 0.1:
             self.kafka.append(SETTINGS.topic(FEEDBACK), self._unsent.pop(0))
+        if chance() < 0.05:
+            request = Request(v=VERSION, request_id="r", inputs=self._point())
+            self.kafka.append(SETTINGS.topic(REQUESTS), encode(request))
         if chance() < 0.1:
             self._read_on()
         for process in self.processes:

@@ -33,6 +33,13 @@ class PointTask(Task):
         logits_B1C: Tensor = self.model(points_B1D)
         return logits_B1C + 0.3 * torch.cos(points_B1D.sum(dim=-1, keepdim=True) * torch.arange(1, CLASSES + 1))
 
+    def tokenize(self, inputs: Inputs) -> list[int]:
+        """Tenths."""
+        return [round(10 * float(number)) for number in str(inputs).split()]
+
+    def batch(self, prompts: Sequence[Sequence[int]]) -> Batch:
+        return Batch({"points_B1D": torch.tensor(prompts)[:, None] / 10}, None)
+
     def observe(self, batch: Batch) -> None:
         self.model(batch.kwargs["points_B1D"])
 
