@@ -8,7 +8,6 @@ editor watches the requests too. Resident memory is read once a second.
 """
 
 import os
-import sys
 import tempfile
 import threading
 import time
@@ -16,16 +15,18 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import psutil
 from kafka import KafkaProducer
 
 from deploy.local.backends import kafka_backend, redis_backend
-from deploy.local.processes import Child, answers_ok, free_port
+from deploy.local.processes import answers_ok, free_port
 from pipeline.clients import producer
 from pipeline.settings import Settings, load_settings
 from pipeline.topics import TOPICS, create_topics
-from tests.bench.framework import ROOT, BenchError, Options, Row
+from tests.bench.framework import BenchError, Options, Row
+from tests.bench.workers import worker
 from tests.integration.running import llama, status
 from tests.unit.engine.tiny import WORDS, tokenizer
 
@@ -43,7 +44,7 @@ class Role:
     """A worker, the topic that it is flooded by, and which of its counters say how many records it has done."""
 
     name: str
-    command: str
+    command: Literal["infer", "edit"]
     topic: str
     record: Callable[[int], bytes]
     counters: str
@@ -73,12 +74,12 @@ def _flooded(role: Role, settings: Settings, folder: Path, options: Options) -> 
         stack.callback(sender.close, timeout=5)
         options.tell(f"{role.name}: writing a backlog of {backlog} records of {role.topic}")
         sent = _send(sender, settings, role, backlog)
-        worker = _worker(role, settings, folder)
-        worker.start()
-        stack.callback(worker.stop)
-        worker.wait_for(lambda: answers_ok(settings.port, "/ready"), 120)
-        worker.wait_for(lambda: _done(role, settings) > 500, 60)
-        process = psutil.Process(worker.pid)
+        process = worker(role.command, settings, folder)
+        process.start()
+        stack.callback(process.stop)
+        process.wait_for(lambda: answers_ok(settings.port, "/ready"), 120)
+        process.wait_for(lambda: _done(role, settings) > 500, 60)
+        memory = psutil.Process(process.pid).memory_info
         before, started = _done(role, settings), time.monotonic()
         time.sleep(10)
         rate = (_done(role, settings) - before) / (time.monotonic() - started)
@@ -89,14 +90,14 @@ def _flooded(role: Role, settings: Settings, folder: Path, options: Options) -> 
         resident: list[int] = []
         for second in range(seconds):
             time.sleep(1)
-            resident.append(process.memory_info().rss)
+            resident.append(memory().rss)
             if second % 10 == 9:
                 waiting = sent[0] - _done(role, settings)
                 options.tell(f"{second + 1} s: {resident[-1] / MIB:.0f} MiB, {waiting:.0f} wait")
         stop.set()
         flood.join()
-        if not worker.running:
-            raise BenchError(f"the {role.name} ended with status {worker.returncode}")
+        if not process.running:
+            raise BenchError(f"the {role.name} ended with status {process.returncode}")
         tenth = max(1, seconds // 10)
         first, last = sum(resident[:tenth]) / tenth, sum(resident[-tenth:]) / tenth
         yield Row(f"{role.name}/rate", rate, "records/s")
@@ -112,12 +113,6 @@ def _flooded(role: Role, settings: Settings, folder: Path, options: Options) -> 
 def _save_model(folder: Path) -> None:
     llama(positions=1024).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
-
-
-def _worker(role: Role, settings: Settings, folder: Path) -> Child:
-    given = {f"GRACESTREAM_{name.upper()}": str(getattr(settings, name)) for name in settings.model_fields_set}
-    argv = [sys.executable, "-m", "workers.cli", role.command]
-    return Child(role.name, argv, log=folder / f"{role.name}.log", env=given, cwd=ROOT)
 
 
 def _request(number: int) -> bytes:

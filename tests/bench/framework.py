@@ -33,6 +33,7 @@ BENCHES = {
     "quality": "tests.bench.quality",
     "backpressure": "tests.bench.backpressure",
     "replay": "tests.bench.replay",
+    "start": "tests.bench.start",
     "undo": "tests.bench.undo",
     "overhead": "tests.bench.overhead",
     "edit": "tests.bench.edit",

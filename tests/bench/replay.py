@@ -8,7 +8,7 @@ A log of made-up deltas on a real Kafka, each one new entry in a transaction of 
 - `snapshot/write`: what the editor pays for one; `copy` alone holds up its edits.
 
 Each is the best of a few runs, since other work on a machine only ever adds. No model is loaded and Redis is not
-asked: both take their own time in a starting replica.
+asked: `start` measures whole workers.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -44,8 +45,6 @@ from pipeline.topics import DELTAS, create_topics
 from schemas.deltas import GENESIS, Cause, Delta, EntryChange, Tensor, seal
 from tests.bench.framework import BenchError, Options, Row
 
-MODEL, LAYER = "f" * 64, "layer.0"
-WIDTHS = ((576, 576), (1536, 576))
 ENTRIES, FEW = 100_000, 5_000
 WRITERS = 8
 
@@ -55,22 +54,32 @@ AGAIN = 3
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What a made-up history is of: model, layer, and the widths of keys and values."""
+
+    model: str = "f" * 64
+    layer: str = "layer.0"
+    width_D: int = 576
+    width_V: int = 576
+
+
 def run(options: Options) -> Iterator[Row]:
     """Measure, for each pair of widths."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
     count = FEW if options.quick else ENTRIES
     with tempfile.TemporaryDirectory() as folder, kafka_backend(Path(folder) / "kafka", report=options.tell) as kafka:
-        for width_D, width_V in WIDTHS[: 1 if options.quick else None]:
+        for made in (Made(), Made(width_D=1536))[: 1 if options.quick else None]:
             settings = load_settings(
                 kafka=kafka.address,
                 redis="redis://127.0.0.1:1/0",  # nothing answers there
-                prefix=f"bench-{os.getpid()}-{width_D}-",
-                snapshot_url=f"{folder}/snapshots-{width_D}",
+                prefix=f"bench-{os.getpid()}-{made.width_D}-",
+                snapshot_url=f"{folder}/snapshots-{made.width_D}",
             )
             create_topics(settings, 1, 1)
-            options.tell(f"writing {count} deltas of {width_D} and {width_V} numbers")
-            asyncio.run(_fill(settings, count, width_D, width_V))
-            yield from _measured(settings, f"{width_D}+{width_V}", count, options)
+            options.tell(f"writing {count} deltas of {made.width_D} and {made.width_V} numbers")
+            asyncio.run(fill(settings, count, made))
+            yield from _measured(settings, f"{made.width_D}+{made.width_V}", count, options)
 
 
 def _measured(settings: Settings, widths: str, count: int, options: Options) -> Iterator[Row]:
@@ -134,7 +143,8 @@ def _start(settings: Settings, state_digest: str) -> float:
 
 @contextmanager
 def _mirror(settings: Settings) -> Iterator[Mirror]:
-    codebook, follower = Codebook(settings.codebook, MODEL, LAYER), Follower(settings)
+    made, follower = Made(), Follower(settings)
+    codebook = Codebook(settings.codebook, made.model, made.layer)
     store = RadiusStore(redis_client(settings), settings)
     try:
         yield Mirror(codebook, KeyIndex(codebook, torch.device("cpu")), store, follower, settings)
@@ -152,8 +162,8 @@ def _best(call: Callable[[], T]) -> tuple[float, T]:
     return min(took), given
 
 
-async def _fill(settings: Settings, count: int, width_D: int, width_V: int) -> None:
-    """A lead, and then one new entry a delta, each in a transaction of its own, as an editor writes them.
+async def fill(settings: Settings, count: int, made: Made) -> None:
+    """Write a log: a lead, and then one new entry a delta, each in a transaction of its own, as an editor writes them.
 
     Several writers take turns, so that one may write while Kafka ends the transaction of another. (aiokafka's, which
     faust brings: its checksums are not in Python.)
@@ -175,7 +185,7 @@ async def _fill(settings: Settings, count: int, width_D: int, width_V: int) -> N
             turn = seq % WRITERS
             if turn in ending:
                 await ending[turn]
-            record, delta = seal(_delta(seq, generator, width_D, width_V), digest)
+            record, delta = seal(_delta(seq, generator, made), digest)
             digest = delta.digest
             await writers[turn].begin_transaction()
             await writers[turn].send_and_wait(settings.topic(DELTAS), value=record, partition=0)
@@ -185,13 +195,13 @@ async def _fill(settings: Settings, count: int, width_D: int, width_V: int) -> N
         await asyncio.gather(*(writer.stop() for writer in writers))
 
 
-def _delta(seq: int, generator: np.random.Generator, width_D: int, width_V: int) -> Delta:
+def _delta(seq: int, generator: np.random.Generator, made: Made) -> Delta:
     name = f"feedback-{seq:08d}"
     lead = Delta(
         v=1,
         codebook="default",
-        model=MODEL,
-        layer=LAYER,
+        model=made.model,
+        layer=made.layer,
         term=1,
         seq=seq,
         op="lead",
@@ -202,8 +212,8 @@ def _delta(seq: int, generator: np.random.Generator, width_D: int, width_V: int)
         return lead
     entry = EntryChange(
         entry_id=name,
-        key=Tensor.of(generator.standard_normal(width_D, np.float32)),
-        value=Tensor.of(generator.standard_normal(width_V, np.float32)),
+        key=Tensor.of(generator.standard_normal(made.width_D, np.float32)),
+        value=Tensor.of(generator.standard_normal(made.width_V, np.float32)),
         radius=float(generator.random()),
         label=(seq % 1000, 17, 2),
     )

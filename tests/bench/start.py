@@ -1,0 +1,114 @@
+"""How soon a whole worker is ready on a long history: `make bench NAME=start`.
+
+The demo's model and 100,000 made-up entries of its widths, on a real Kafka and Valkey, written as an editor writes
+them. Seconds from the start of the process, imports and model and all, until `/ready` says so and, for an editor, until
+it leads. The baseline of each is the same worker without a history.
+
+- `editor/first`: from the log, with every radius to be written to an empty Valkey.
+- `editor/again`: from the log; Valkey has them.
+- `replica/log`: without snapshots.
+- `replica/snapshot`: a snapshot of all but the last hundredth, and the rest from the log.
+"""
+
+import asyncio
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Literal
+
+import structlog
+import torch
+
+from deploy.local.backends import kafka_backend, redis_backend
+from deploy.local.processes import answers_ok, free_port
+from deploy.models import layer_of
+from pipeline import snapshots
+from pipeline.replay import fold_log
+from pipeline.settings import Settings, load_settings
+from pipeline.topics import create_topics
+from tests.bench.framework import BenchError, Options, Row
+from tests.bench.replay import Made, fill
+from tests.bench.workers import worker
+from tests.integration.running import status
+from workers.boot import load_model
+
+MODEL = "smollm2"
+ENTRIES, FEW = 100_000, 5_000
+
+AGAIN = 3
+"""Starts of which the median counts."""
+
+
+def run(options: Options) -> Iterator[Row]:
+    """One editor and one replica, without a history and with one; `--quick` with a short one."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
+    count, again = (FEW, 1) if options.quick else (ENTRIES, AGAIN)
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        folder = Path(name)
+        kafka = stack.enter_context(kafka_backend(folder / "kafka", report=options.tell))
+        redis = stack.enter_context(redis_backend(folder / "redis"))
+        common: dict[str, object] = {
+            "kafka": kafka.address, "redis": redis.address, "model": MODEL, "threads": 1, "device": options.device,
+        }  # fmt: skip
+        none = load_settings(**common, prefix=f"bench-{os.getpid()}-none-", layer=layer_of(load_settings(model=MODEL)))
+        full = none.model_copy(update={"prefix": f"bench-{os.getpid()}-"})
+        made = _history_of(none)
+        for settings in (none, full):
+            create_topics(settings, 1, 1)
+        options.tell("starting workers without a history")
+        editor = _seconds("edit", none, folder, again)
+        replica = _seconds("infer", none, folder, again)
+        yield Row("start/editor/none/seconds", editor, "s")
+        yield Row("start/replica/none/seconds", replica, "s")
+        options.tell(f"writing {count} deltas of {made.width_D} and {made.width_V} numbers")
+        asyncio.run(fill(full, count, made))
+        options.tell("starting an editor from the log")
+        yield Row(f"start/editor/first/{count}/seconds", _seconds("edit", full, folder, 1), "s", editor)
+        yield Row(f"start/editor/again/{count}/seconds", _seconds("edit", full, folder, again), "s", editor)
+        options.tell("starting a replica from the log, and from a snapshot")
+        yield Row(f"start/replica/log/{count}/seconds", _seconds("infer", full, folder, again), "s", replica)
+        kept = full.model_copy(update={"snapshot_url": str(folder / "snapshots")})
+        most = fold_log(full, count - count // 100)
+        assert most is not None
+        snapshots.write(kept, most)
+        yield Row(f"start/replica/snapshot/{count}/seconds", _seconds("infer", kept, folder, again), "s", replica)
+
+
+def _history_of(settings: Settings) -> Made:
+    model = load_model(settings)
+    batch = model.task.batch([model.task.tokenize("How soon?")])
+    with torch.inference_mode(), model.adaptor.watching(batch.mask_BT) as session:
+        model.task.observe(batch)
+    return Made(model.fingerprint, model.layer, session.queries_BD.shape[1], session.outputs_BV.shape[1])
+
+
+def _seconds(command: Literal["infer", "edit"], settings: Settings, folder: Path, again: int) -> float:
+    """The median of so many starts."""
+    return statistics.median(_start(command, settings, folder) for _ in range(again))
+
+
+def _start(command: Literal["infer", "edit"], settings: Settings, folder: Path) -> float:
+    here = settings.model_copy(update={"port": free_port()})
+    process = worker(command, here, folder)
+
+    def works() -> bool:
+        ready = answers_ok(here.port, "/ready")
+        return ready and (command == "infer" or json.loads(status(here.port, "/state")[1])["role"] == "leading")
+
+    started = time.monotonic()
+    process.start()
+    try:
+        process.wait_for(works, 300, 0.02)
+        seconds = time.monotonic() - started
+        state = json.loads(status(here.port, "/state")[1])
+    finally:
+        process.stop()
+    whole = fold_log(here)
+    if whole is not None and state["state_digest"] != whole.codebook.state_digest():
+        raise BenchError(f"the {command}or holds another codebook than a full replay")
+    return seconds
