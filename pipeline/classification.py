@@ -78,12 +78,12 @@ class Classification(Task):
 
     def supervised(self, inputs: Inputs, label: Label) -> Supervised:
         """One row; one decision."""
-        return Supervised(self.batch([self.tokenize(inputs)]), torch.tensor(label, device=self.model.device))
+        return Supervised(self.batch([self.tokenize(inputs)]), (torch.tensor(label, device=self.model.device),))
 
-    def logits(self, supervised: Supervised) -> Tensor:
-        """The classifier's logits, (1, C)."""
-        logits: Tensor = self.model(**supervised.batch.kwargs).logits.float()
-        return logits
+    def logits(self, supervised: Supervised) -> list[Tensor]:
+        """The classifier's logits, (1, C) a row."""
+        logits_BC: Tensor = self.model(**supervised.batch.kwargs).logits.float()
+        return list(logits_BC[:, None])
 
     def _name(self, index: int) -> str:
         return str(self.model.config.id2label.get(index, index))

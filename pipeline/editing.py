@@ -6,6 +6,7 @@ the record it returned is given to `apply`, which is also how a starting editor 
 """
 
 import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -19,18 +20,26 @@ from pipeline.edited import Edited, rejected, unchanged
 from pipeline.index import NO_SLOT, KeyIndex
 from pipeline.maintenance import Decision, Neighbour, Policy, batch_noise, decide, without_expanding
 from pipeline.memory import BARE_MODEL, EditMemory
-from pipeline.model import EditableModel, Rest
+from pipeline.model import EditableModel, Rest, Verdict
 from pipeline.plan import Plan
 from pipeline.probe import TEXTS
 from pipeline.sight import Sight
-from pipeline.tasks import InputError
+from pipeline.tasks import InputError, Supervised
 from pipeline.traffic import Traffic, median_nearest_distance
-from pipeline.training import train_value
+from pipeline.training import Trained, train_value, train_values
 from schemas.deltas import Cause, Delta, EntryChange, Op, Seen, Tensor, seal
 from schemas.messages import VERSION, Feedback, Outcome, Status, one_line
 
 MAX_RECORD_BYTES = 60 * 2**20
 """A larger delta would not fit the topic; only one that gives thousands of edits entries of their own gets there."""
+
+PADDING = 1.25
+"""Inputs are trained together where the longest has at most so many times the tokens of the shortest, or few more."""
+
+FEW_TOKENS = 8
+
+MOST_TOKENS = 16_384
+"""Of all inputs that are trained together, with their padding."""
 
 STATUS: dict[str, Status] = {"add": "added", "expand": "expanded", "split": "split", "replace": "replaced"}
 
@@ -45,13 +54,27 @@ class Again:
 
 
 @dataclass(frozen=True, slots=True)
+class Ahead:
+    """A value that was trained before its correction is decided on, with those of the feedback at these offsets."""
+
+    trained: Trained
+    together: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Case:
-    """One correction under decision; `slot` holds the key nearest to its query, at `distance`."""
+    """One correction under decision; `slot` holds the key nearest to its query, at `distance`.
+
+    `again` is what the decision saw before, where it is made again; `ahead` its value, where that was trained ahead.
+    """
 
     feedback: Feedback
     offset: int
     label: Label
+    supervised: Supervised
     rest: Rest
+    verdict: Verdict
+    hit: Hit | None
     query_D: np.ndarray
     start_V: torch.Tensor
     policy: Policy
@@ -59,6 +82,7 @@ class Case:
     slot: int
     distance: float
     known_V: np.ndarray | None
+    ahead: Ahead | None
 
 
 class EditEngine:
@@ -128,11 +152,75 @@ class EditEngine:
         distances = np.linalg.norm(self.codebook.keys_ND[rows] - query_D, axis=1).tolist()
         return min(zip(distances, (self.codebook.entry_ids[row] for row in rows), strict=True))[1]
 
-    def edit(self, feedback: Feedback, offset: int, again: Again | None = None) -> Edited:
+    def edit(self, feedback: Feedback, offset: int, again: Again | None = None, ahead: Ahead | None = None) -> Edited:
         """Decide on one correction and train what it takes; nothing changes before `apply`.
 
-        `again` says what a decision that is made another time saw and had the first time.
+        `again` says what a decision that is made another time saw and had the first time; `ahead` is what
+        `train_ahead` found for it.
         """
+        case = self._case(feedback, offset, again, ahead)
+        if isinstance(case, Edited):
+            return case
+        edited = self._keep(case) if case.verdict.right else self._decide(case)
+        if edited.record is not None:
+            return edited
+        nearest_id = [] if case.slot == NO_SLOT else [self.codebook.entry_ids[case.slot]]
+        return replace(edited, seen=case.sight.deciding(*nearest_id))
+
+    def train_ahead(
+        self, corrections: Sequence[tuple[Feedback, int]], at_work: Callable[[], object] = lambda: None
+    ) -> dict[int, Ahead]:
+        """Train the values that corrections would take if each were decided on now, those of similar length together.
+
+        By offset, of those that need one. A value depends on nothing that another correction changes, unless it starts
+        from an entry's (`init=label`): then there are none. The decisions are made by `edit`, one after the other.
+        `at_work` is called at each step of training.
+
+        Raises:
+            Whatever the model does on one of them.
+        """
+        if self.plan.init == "label":
+            return {}
+        cases = (self._case(feedback, offset) for feedback, offset in corrections)
+        wanting = [case for case in cases if isinstance(case, Case) and self._wants_value(case)]
+        found: dict[int, Ahead] = {}
+        for group in _of_similar_length(wanting):
+            if len(group) > 1:
+                rows = [(case.offset, case.supervised, self._usual_start(case.offset, case.start_V)) for case in group]
+                found |= self._trained(rows, at_work)
+        return found
+
+    def train_together(self, corrections: Sequence[tuple[Feedback, int]]) -> dict[int, Ahead]:
+        """Train the values of just these corrections together, as an editor did, in the same order.
+
+        Raises:
+            Whatever the model does on one of them.
+        """
+        rows = []
+        for feedback, offset in corrections:
+            assert feedback.inputs is not UNSET
+            assert feedback.target is not UNSET
+            supervised = self.model.supervised(feedback.inputs, feedback.target)[1]
+            output_V = self.model.examine(supervised, self.codebook, self.index)[1].outputs_BV[0]
+            rows.append((offset, supervised, self._usual_start(offset, output_V)))
+        return self._trained(rows)
+
+    def _trained(
+        self, rows: Sequence[tuple[int, Supervised, torch.Tensor]], at_work: Callable[[], object] = lambda: None
+    ) -> dict[int, Ahead]:
+        """By offset, of rows that are (offset, pass, start)."""
+        offsets, passes, starts = zip(*rows, strict=True)
+        trained = train_values(self.model, self.model.rest_of(passes), starts, self.plan.recipe, at_work)
+        return {offset: Ahead(one, offsets) for offset, one in zip(offsets, trained, strict=True)}
+
+    def _wants_value(self, case: Case) -> bool:
+        """Whether a value would have to be trained, were this decided on now."""
+        return not case.verdict.right and self._decision(case)[1] is None
+
+    def _case(
+        self, feedback: Feedback, offset: int, again: Again | None = None, ahead: Ahead | None = None
+    ) -> Case | Edited:
+        """What there is to be decided on; or what comes of feedback on which there is nothing to be decided."""
         assert feedback.inputs is not UNSET
         assert feedback.target is not UNSET
         try:
@@ -153,11 +241,14 @@ class EditEngine:
             return rejected(feedback, f"its id was used at offset {earlier}{undone}; a new correction needs a new id")
         sight = Sight(self.traffic, self.initial_radius, None if again is None else again.seen)
         nearest = self.index.nearest(torch.from_numpy(query_D)[None])
-        case = Case(
+        return Case(
             feedback=feedback,
             offset=offset,
             label=label,
+            supervised=supervised,
             rest=rest,
+            verdict=verdict,
+            hit=session.hits[0],
             query_D=query_D,
             start_V=session.outputs_BV[0],
             policy=Policy(self.plan.policy, sight.radius, self.plan.expand, self.noise(query_D), self.plan.max_radius),
@@ -165,19 +256,16 @@ class EditEngine:
             slot=int(nearest.slots_B[0]),
             distance=float(nearest.distances_B[0]),
             known_V=None if again is None else again.value_V,
+            ahead=ahead,
         )
-        edited = self._keep(case, session.hits[0], verdict.loss) if verdict.right else self._decide(case)
-        if edited.record is not None:
-            return edited
-        nearest_id = [] if case.slot == NO_SLOT else [self.codebook.entry_ids[case.slot]]
-        return replace(edited, seen=sight.deciding(*nearest_id))
 
-    def _keep(self, case: Case, hit: Hit | None, loss: float) -> Edited:
+    def _keep(self, case: Case) -> Edited:
         """A correction that the model fulfils already: a delta, usually without a change, puts it under the guard.
 
         Else a later edit could take its query over, and what a reviewer was told to be right would turn wrong.
         """
-        outcome, changes = unchanged(case.feedback, loss), []
+        hit, changes = case.hit, []
+        outcome = unchanged(case.feedback, case.verdict.loss)
         if hit is not None:
             outcome = msgspec.structs.replace(outcome, entry_id=hit.entry_id)
             reach = _float32(case.policy.cover(hit.distance))
@@ -191,7 +279,8 @@ class EditEngine:
         ]
         return self._sealed(case, outcome, "expand", changes, UNSET if hit is None else hit.entry_id, said_otherwise)
 
-    def _decide(self, case: Case) -> Edited:
+    def _decision(self, case: Case) -> tuple[Decision, Verdict | None]:
+        """What to do; where an entry is to serve this too, with the verdict on its value, which is right."""
         neighbour = None
         if case.slot != NO_SLOT:
             key_D = self.codebook.keys_ND[case.slot]
@@ -208,12 +297,22 @@ class EditEngine:
             value_V = torch.from_numpy(self.codebook.values_NV[case.slot].copy())
             found = self.model.gives(case.rest, value_V)
             if found.right:
-                return self._publish(case, decision, None, loss=found.loss)
+                return decision, found
             decision = without_expanding(case.policy, neighbour, clearance)
+        return decision, None
+
+    def _decide(self, case: Case) -> Edited:
+        decision, found = self._decision(case)
+        if found is not None:
+            return self._publish(case, decision, None, loss=found.loss)
         start_V = self._start(case)
         if case.known_V is not None:
             return self._publish(case, decision, case.known_V)
-        trained = train_value(self.model, case.rest, start_V, self.plan.recipe)
+        if case.ahead is not None and case.ahead.trained.converged:
+            trained = case.ahead.trained
+        else:  # what was found with others in vain is looked for alone
+            case = replace(case, ahead=None)
+            trained = train_value(self.model, case.rest, start_V, self.plan.recipe)
         loss = trained.verdict.loss if math.isfinite(trained.verdict.loss) else UNSET
         if not trained.converged:
             reason = f"no value was found in {trained.steps} steps; the loss is still {trained.verdict.loss:.3g}"
@@ -275,6 +374,7 @@ class EditEngine:
             entry_id=entry_id,
             query=UNSET if own_key else Tensor.of(case.query_D),
             supersedes=tuple(supersedes),
+            together=() if case.ahead is None or op == "expand" else case.ahead.together,
             seen=case.sight.seen(nearest, case.distance),
             traffic={str(partition): end for partition, end in sorted(self.traffic.positions.items())} or UNSET,
         )
@@ -327,17 +427,35 @@ class EditEngine:
         return None if entry_id == BARE_MODEL else self.codebook.labels[self.codebook.slot(entry_id)]
 
     def _start(self, case: Case) -> torch.Tensor:
-        if self.plan.init == "random":
-            generator = torch.Generator().manual_seed(self.plan.seed * 1_000_003 + case.offset)
-            return torch.rand(case.start_V.shape, generator=generator)
         case.sight.start = self.warm_start(case.label, case.query_D)
         if case.sight.start is UNSET:
-            return case.start_V
+            return self._usual_start(case.offset, case.start_V)
         return torch.from_numpy(self.codebook.values_NV[self.codebook.slot(case.sight.start)].copy())
+
+    def _usual_start(self, offset: int, output_V: torch.Tensor) -> torch.Tensor:
+        """Where a value starts that starts from no entry's: the module's own output, or at random."""
+        if self.plan.init != "random":
+            return output_V
+        generator = torch.Generator().manual_seed(self.plan.seed * 1_000_003 + offset)
+        return torch.rand(output_V.shape, generator=generator)
 
     def noise(self, query_D: np.ndarray) -> float:
         """Distances from this query up to this are the same input, seen in another batch."""
         return batch_noise(float(np.linalg.norm(query_D)), self.model.dtype)
+
+
+def _of_similar_length(cases: Sequence[Case]) -> Iterator[list[Case]]:
+    """Groups to be trained together, each in the order of feedback."""
+    group: list[Case] = []
+    for case in sorted(cases, key=lambda case: (case.supervised.tokens, case.offset)):
+        tokens = case.supervised.tokens
+        longest = max(PADDING * group[0].supervised.tokens, group[0].supervised.tokens + FEW_TOKENS) if group else 0
+        if group and (tokens > longest or tokens * (len(group) + 1) > MOST_TOKENS):
+            yield sorted(group, key=lambda case: case.offset)
+            group = []
+        group.append(case)
+    if group:
+        yield sorted(group, key=lambda case: case.offset)
 
 
 def _float32(radius: float) -> float:

@@ -38,6 +38,7 @@ from kafka.structs import MemberState, OffsetAndMetadata
 from pipeline.clients import consumer, producer
 from pipeline.codebook import DeltaFault
 from pipeline.dead_letters import SOURCE_OFFSET, rejected
+from pipeline.reading import read_bulk
 from pipeline.settings import Settings
 from pipeline.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ
 from schemas.messages import Outcome, encode
@@ -127,6 +128,7 @@ class EditorLog:
     ) -> None:
         self._settings, self._new_consumer, self._new_producer = settings, consumer, producer
         self._feedback = TopicPartition(settings.topic(FEEDBACK), 0)
+        self._deltas = TopicPartition(settings.topic(DELTAS), 0)
         self._next_delta = 0
         self._delta_end = 0
         """Where the next record of `deltas` lands, unless somebody else writes one."""
@@ -143,6 +145,11 @@ class EditorLog:
     def deltas(self) -> Iterator[tuple[int, bytes]]:
         """Offset and bytes of the records of `deltas` after those that this has handed out and `commit` has written."""
         end = self._end(DELTAS)
+        for records, following in read_bulk(self._settings, self._deltas, self._next_delta, end):
+            for record in records:
+                self._next_delta = record.offset + 1
+                yield record.offset, record.value
+            self._next_delta = following
         for record in self._read(DELTAS, self._next_delta, end):
             self._next_delta = record.offset + 1
             yield record.offset, record.value
@@ -189,6 +196,7 @@ class EditorLog:
         done = max(self._after_last(EDITS, OFFSET_HEADER), self._after_last(FEEDBACK_DLQ, SOURCE_OFFSET))
         position = max(committed, min(done, self._end(FEEDBACK)))
         self._transact(position, [(DELTAS, delta, None, [])])
+        self._next_feedback = position
         self._member.seek(self._feedback, position)
         return position
 
@@ -227,7 +235,9 @@ class EditorLog:
         return max(0, self._end(FEEDBACK) - self._next_feedback)
 
     def commit(self, *results: Result) -> None:
-        """Write it all, or nothing; the results of records that `poll` handed out one after the other.
+        """Write it all, or nothing; the results of records that `poll` handed out, in order and none left out.
+
+        Records that it has handed out after them may wait for a later commit.
 
         Raises:
             PlaceLostError: the work on them took too long.
@@ -276,7 +286,7 @@ class EditorLog:
         self._writer.commit_transaction()
         if end > self._delta_end:
             self._next_delta, self._delta_end = end, end + 1  # a control record ends the transaction
-        self._next_feedback, self._rested = position, time.monotonic()  # the group has taken it of this generation
+        self._rested = time.monotonic()  # the group has taken it of this generation
 
     def _expect(self, offsets: list[int]) -> int:
         """See that deltas landed where the log ended; the offset after them."""

@@ -16,11 +16,18 @@ from msgspec import UNSET
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import DynamicLayer
+from transformers.modeling_outputs import BaseModelOutput
 
-from pipeline.adaptor import Replaced
+from pipeline.adaptor import Replaced, last_token
 from pipeline.codebook import Label
 from pipeline.tasks import Answer, Batch, InputError, Limits, Supervised, Task
 from schemas.messages import Inputs, Outputs, Parameters
+
+LATER = ("input_ids", "position_ids")
+"""Of a causal model's arguments those that tell nothing of the positions before."""
+
+ENCODED = "encoded"
+"""In place of the tokens of an encoder: what it made of them, (B, T, X)."""
 
 
 class Generation(Task):
@@ -134,36 +141,45 @@ class CausalGeneration(Generation):
         prompt_1T = mask_1T.clone()
         prompt_1T[:, len(prompt) :] = 0
         batch = Batch({"input_ids": ids_1T, "attention_mask": mask_1T}, prompt_1T)
-        return Supervised(batch, torch.tensor(label, device=device))
+        return Supervised(batch, (torch.tensor(label, device=device),))
 
-    def logits(self, supervised: Supervised) -> Tensor:
-        """Only the label's positions go through the head, where the model allows it."""
+    def together(self, rows: Sequence[Supervised]) -> Supervised:
+        """The last tokens of all prompts stand in one column; positions are counted from each row's first token."""
+        prompts = [int(row.batch.mask_BT.sum()) for row in rows if row.batch.mask_BT is not None]
+        padded = self._padded(rows, [max(prompts) - tokens for tokens in prompts])
+        if len(rows) > 1 and self._takes("position_ids"):
+            positions_BT = (padded.batch.kwargs["attention_mask"].cumsum(dim=1) - 1).clamp(min=0)
+            padded.batch.kwargs["position_ids"] = positions_BT
+        return padded
+
+    def logits(self, supervised: Supervised) -> list[Tensor]:
+        """Only the labels' positions go through the head, where the model allows it."""
         return self._passed(supervised, DynamicCache(supervised.earlier) if supervised.earlier else None)
 
-    def keeping(self, supervised: Supervised, replace: Replaced) -> tuple[Tensor, Supervised]:
+    def keeping(self, supervised: Supervised, replace: Replaced) -> tuple[list[Tensor], Supervised]:
         """A value at the last prompt token changes nothing before it, so keys and values there are kept."""
-        kwargs, mask_1T = supervised.batch.kwargs, supervised.batch.mask_BT
-        assert mask_1T is not None
-        before = int(mask_1T.sum()) - 1
+        kwargs, mask_BT = supervised.batch.kwargs, supervised.batch.mask_BT
+        assert mask_BT is not None
+        before = int(last_token(mask_BT)[0])
         if replace != "last" or before == 0 or not self._takes("past_key_values"):
             return self.logits(supervised), supervised
         cache = DynamicCache(config=self.model.config)
-        logits_LC = self._passed(supervised, cache)
+        logits = self._passed(supervised, cache)
         # A block that keeps no more than a window, or a state in place of keys, or nothing, cannot be cut.
         tokens = kwargs["input_ids"].shape[1]
         if any(type(layer) is not DynamicLayer or layer.get_seq_length() != tokens for layer in cache.layers):
-            return logits_LC, supervised
+            return logits, supervised
         earlier = tuple((keys[..., :before, :], values[..., :before, :]) for keys, values, _ in cache)
-        left = Batch({**kwargs, "input_ids": kwargs["input_ids"][:, before:]}, mask_1T[:, before:])
-        return logits_LC, replace_in(supervised, batch=left, earlier=earlier)
+        # The mask goes on to tell of the positions before as well.
+        later: dict[str, Any] = {name: kwargs[name][:, before:] for name in LATER if name in kwargs}
+        return logits, replace_in(supervised, batch=Batch({**kwargs, **later}, mask_BT[:, before:]), earlier=earlier)
 
-    def _passed(self, supervised: Supervised, cache: DynamicCache | None) -> Tensor:
-        count = len(supervised.label_L)
+    def _passed(self, supervised: Supervised, cache: DynamicCache | None) -> list[Tensor]:
+        count = max(map(len, supervised.labels))
         extra = {"logits_to_keep": count} if self._takes("logits_to_keep") else {}
         kept = {} if cache is None else {"past_key_values": cache}
         found = self.model(**supervised.batch.kwargs, **extra, **kept, use_cache=cache is not None)
-        logits_LC: Tensor = found.logits[0, -count:].float()
-        return logits_LC
+        return _of_labels(found.logits, supervised)
 
     def _target_ids(self, inputs: Inputs, target: str) -> list[int]:
         """A target is a word of its own: a space stands before it unless the prompt ends with white space."""
@@ -191,20 +207,23 @@ class Seq2SeqGeneration(Generation):
         batch = self.batch([self.tokenize(inputs)])
         decoder_1T = torch.tensor([[*self._first, *label[:-1]]], device=self.model.device)
         kwargs = {**batch.kwargs, "decoder_input_ids": decoder_1T}
-        return Supervised(Batch(kwargs, batch.mask_BT), torch.tensor(label, device=self.model.device))
+        return Supervised(Batch(kwargs, batch.mask_BT), (torch.tensor(label, device=self.model.device),))
 
-    def logits(self, supervised: Supervised) -> Tensor:
+    def logits(self, supervised: Supervised) -> list[Tensor]:
         """The decoder's last positions are the label's."""
-        logits_TC: Tensor = self.model(**supervised.batch.kwargs, use_cache=False).logits[0]
-        return logits_TC[-len(supervised.label_L) :].float()
+        kwargs = dict(supervised.batch.kwargs)
+        if (encoded_BTX := kwargs.pop(ENCODED, None)) is not None:
+            kwargs["encoder_outputs"] = BaseModelOutput(last_hidden_state=encoded_BTX)
+        return _of_labels(self.model(**kwargs, use_cache=False).logits, supervised)
 
-    def keeping(self, supervised: Supervised, replace: Replaced) -> tuple[Tensor, Supervised]:
+    def keeping(self, supervised: Supervised, replace: Replaced) -> tuple[list[Tensor], Supervised]:
         """A value in the decoder changes nothing in the encoder, whose output is kept."""
         if not self._decoder_layer:
             return super().keeping(supervised, replace)
         kwargs = dict(supervised.batch.kwargs)
         found = self.model.get_encoder()(kwargs.pop("input_ids"), attention_mask=kwargs["attention_mask"])
-        left = replace_in(supervised, batch=Batch({**kwargs, "encoder_outputs": found}, supervised.batch.mask_BT))
+        kwargs[ENCODED] = found.last_hidden_state
+        left = replace_in(supervised, batch=Batch(kwargs, supervised.batch.mask_BT))
         return self.logits(left), left
 
     @property
@@ -216,3 +235,12 @@ class Seq2SeqGeneration(Generation):
     def _skipped(self, batch: Batch) -> int:
         del batch
         return len(self._first)
+
+
+def _of_labels(logits_BTC: Tensor, supervised: Supervised) -> list[Tensor]:
+    """The logits of each row's label: all labels begin in one column, and the longest ends in the last."""
+    first = logits_BTC.shape[1] - max(map(len, supervised.labels))
+    return [
+        row_TC[first : first + len(label_L)].float()
+        for row_TC, label_L in zip(logits_BTC, supervised.labels, strict=True)
+    ]

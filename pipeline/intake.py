@@ -1,6 +1,6 @@
 """What becomes of one feedback record: who may edit, what it asks for, and what the engine makes of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -9,7 +9,7 @@ from kafka.errors import KafkaError
 from pipeline.admission import Admission, Refused
 from pipeline.device import raise_if_broken
 from pipeline.edited import Edited, rejected
-from pipeline.editing import EditEngine
+from pipeline.editing import Ahead, EditEngine
 from pipeline.errors import UserError
 from pipeline.fruitless import Fruitless
 from pipeline.rewriting import History
@@ -17,6 +17,16 @@ from pipeline.undo import undo
 from schemas.messages import VERSION, Feedback, InvalidMessage, Outcome, decode, one_line, peek_id
 
 log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A record that was taken in: the feedback that may edit, with the headers of its outcome, or why it may not."""
+
+    offset: int
+    feedback: Feedback | None = None
+    headers: tuple[tuple[str, bytes], ...] = ()
+    refused: Edited | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +38,10 @@ class Taken:
 
 
 class Intake:
-    """Takes records in the order of their offsets.
+    """Takes records in the order of their offsets: reads them, may train for several at once, decides on each.
 
     `history` is the log, for undos; `max_bytes` the largest record; `before_edit` is called before a correction is
-    decided on, and `at_work` while a long undo goes on.
+    decided on, and `at_work` while a long undo, or the training of several values, goes on.
     """
 
     def __init__(
@@ -50,35 +60,58 @@ class Intake:
         """Forget what another editor may have changed: called by one who takes the lead."""
         self._admission.forget()
 
-    def take(self, offset: int, timestamp: int, value: bytes | None) -> Taken:
-        """Decide on one record; `timestamp` is Kafka's, in ms. Nothing changes before the engine applies it.
+    def read(self, offset: int, timestamp: int, value: bytes | None) -> Read:
+        """Take in one record, which tells whether it may edit at all; `timestamp` is Kafka's, in ms."""
+        try:
+            feedback = decode(value, Feedback, self._max_bytes)
+        except InvalidMessage as error:
+            return Read(offset, refused=_unreadable(value, str(error)))
+        try:
+            admitted = self._admission.admit(feedback, value or b"", timestamp)
+        except Refused as refused:
+            return Read(offset, refused=rejected(feedback, str(refused)))
+        return Read(offset, feedback, tuple(admitted.headers()))
+
+    def train_ahead(self, read: Sequence[Read]) -> dict[int, Ahead]:
+        """The values of corrections that wait, by offset, as far as they are trained together; never fails on one.
+
+        Raises:
+            UserError, KafkaError, OSError, DeviceFault: what is no fault of a record.
+        """
+        corrections = [(one.feedback, one.offset) for one in read if one.feedback and not one.feedback.undoes]
+        if len(corrections) < 2:
+            return {}
+        try:
+            return self._engine.train_ahead(corrections, self._at_work)
+        except Exception as error:  # on whichever it is: each is decided on by itself, which tells
+            _raise_if_no_fault_of_a_record(error)
+            log.exception("not_trained_ahead", offset=corrections[0][1])
+            return {}
+
+    def decide(self, read: Read, ahead: Ahead | None = None) -> Taken:
+        """Decide on one record; nothing changes before the engine applies it.
 
         Raises:
             UserError, KafkaError, OSError: the log could not be read, which is no fault of the record.
             DeviceFault: the device failed, likewise.
         """
-        try:
-            feedback = decode(value, Feedback, self._max_bytes)
-        except InvalidMessage as error:
-            return Taken(_unreadable(value, str(error)))
-        try:
-            admitted = self._admission.admit(feedback, value or b"", timestamp)
-        except Refused as refused:
-            return Taken(rejected(feedback, str(refused)))
-        edited, book = self._decide(feedback, offset), self._engine.codebook
-        headers = admitted.headers()
+        if read.feedback is None:
+            assert read.refused is not None
+            return Taken(read.refused)
+        edited, book = self._decide(read.feedback, read.offset, ahead), self._engine.codebook
+        headers = list(read.headers)
         if edited.record is None:
             assert edited.outcome is not None
-            headers += Fruitless(offset, book.term, book.seq, edited.outcome, edited.seen).headers()
+            headers += Fruitless(read.offset, book.term, book.seq, edited.outcome, edited.seen).headers()
         return Taken(edited, headers)
 
-    def _decide(self, feedback: Feedback, offset: int) -> Edited:
+    def _decide(self, feedback: Feedback, offset: int, ahead: Ahead | None) -> Edited:
         if not feedback.undoes:
             self._before_edit()  # what fails here is no fault of the record
         try:
             if feedback.undoes:
                 return undo(self._engine, feedback, offset, self._history, self._at_work)
-            return self._engine.edit(feedback, offset)
+            return self._engine.edit(feedback, offset, ahead=ahead)
         except Exception as error:  # whatever one record does to the model, the stream moves on
             edited = failed(feedback, error)
             log.exception("edit_failed", offset=offset)
@@ -87,10 +120,14 @@ class Intake:
 
 def failed(feedback: Feedback, error: Exception) -> Edited:
     """What becomes of feedback on which the model failed. Raises an error that is no fault of the record."""
+    _raise_if_no_fault_of_a_record(error)
+    return rejected(feedback, f"the model failed: {type(error).__name__}: {one_line(error)}", invalid=True)
+
+
+def _raise_if_no_fault_of_a_record(error: Exception) -> None:
     if isinstance(error, (UserError, KafkaError, OSError)):
         raise error
     raise_if_broken(error)
-    return rejected(feedback, f"the model failed: {type(error).__name__}: {one_line(error)}", invalid=True)
 
 
 def _unreadable(value: bytes | None, reason: str) -> Edited:

@@ -1,7 +1,7 @@
 """Names of a model's modules, as the paper writes them: `encoder.block[4].layer[1].DenseReluDense.wo`."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -85,9 +85,15 @@ class Prefix:
     kept and given, since some models add to what a module put out.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module] = (), block: nn.Module | None = None, layer: Any = None) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module] = (),
+        block: nn.Module | None = None,
+        layer: Any = None,
+        outputs: Mapping[nn.Module, Any] | None = None,
+    ) -> None:
         self._blocks, self._block, self._layer = blocks, block, layer
-        self._outputs: dict[nn.Module, Any] = {}
+        self._outputs = dict(outputs or {})
 
     @classmethod
     def of(cls, model: nn.Module, path: str) -> Self:
@@ -124,6 +130,11 @@ class Prefix:
     def cut(self, tokens: slice) -> None:
         """Keep these tokens only: later passes are over them."""
         self._outputs = {module: _cut(output, tokens) for module, output in self._outputs.items()}
+
+    def rows(self, kept: Sequence[int]) -> Self:
+        """Some of the rows: later passes are over them."""
+        outputs = {module: _rows(output, list(kept)) for module, output in self._outputs.items()}
+        return type(self)(self._blocks, self._block, self._layer, outputs)
 
     @contextmanager
     def skipping(self) -> Iterator[None]:
@@ -173,6 +184,16 @@ def _cut(output: Any, tokens: slice) -> Any:
     if isinstance(output, tuple):
         return (output[0][:, tokens], *output[1:])
     return output[:, tokens]
+
+
+def _rows(output: Any, kept: list[int]) -> Any:
+    """Of what a module put out for some rows; what it put out once for all of them stays."""
+    if type(output) in (tuple, list):
+        count = len(output[0])
+        return type(output)(
+            part[kept] if isinstance(part, Tensor) and len(part) == count > 1 else part for part in output
+        )
+    return output[kept]
 
 
 def _alternatives(model: nn.Module, path: str) -> str:

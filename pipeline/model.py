@@ -70,7 +70,7 @@ classifier's head does not read, or nothing."""
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """What of a correction's forward pass depends on the value and counts.
+    """What of a forward pass over corrections, a row each, depends on the value and counts.
 
     What runs before the layer does not depend on it, nor do earlier positions; `last` leaves out what a classifier's
     head never reads.
@@ -79,6 +79,10 @@ class Rest:
     supervised: Supervised
     prefix: Prefix
     last: FirstToken | None = None
+
+    def rows(self, kept: Sequence[int]) -> Self:
+        """What is left of it for some of its rows."""
+        return replace_in(self, supervised=self.supervised.rows(kept), prefix=self.prefix.rows(kept))
 
 
 class EditableModel:
@@ -175,16 +179,24 @@ class EditableModel:
         if self._shortcuts is None:
             self._shortcuts = self._sound_shortcuts()
         with torch.no_grad(), self.adaptor.serving(supervised.batch.mask_BT, codebook, index) as session:
-            logits_LC, rest = self._passed(supervised, self._shortcuts)
-        return verdict(logits_LC, supervised.label_L)[0], session, rest
+            logits, rest = self._passed(supervised, self._shortcuts)
+        return verdict(logits[0], supervised.labels[0])[0], session, rest
 
-    def _passed(self, supervised: Supervised, shortcuts: Shortcuts) -> tuple[Tensor, Rest]:
+    def rest_of(self, rows: Sequence[Supervised]) -> Rest:
+        """What is left for other values of one pass over several corrections."""
+        supervised = self.task.together(rows)
+        if self._shortcuts is None:
+            self._shortcuts = self._sound_shortcuts()
+        with torch.no_grad(), self.adaptor.watching(supervised.batch.mask_BT):
+            return self._passed(supervised, self._shortcuts)[1]
+
+    def _passed(self, supervised: Supervised, shortcuts: Shortcuts) -> tuple[list[Tensor], Rest]:
         """Logits of the whole pass, and what is left of it for other values."""
         if shortcuts == "none":
             return self.task.logits(supervised), Rest(supervised, Prefix())
         prefix = Prefix.of(self.module, self.layer)
         with prefix.recording():
-            logits_LC, left = self.task.keeping(supervised, self.adaptor.replace)
+            logits, left = self.task.keeping(supervised, self.adaptor.replace)
         last = self._last if shortcuts == "all" else None
         if left.earlier:
             prefix.cut(slice(-left.batch.kwargs["input_ids"].shape[1], None))
@@ -193,7 +205,7 @@ class EditableModel:
                 prefix.cut(slice(1))  # then the block is over the first token from the start
                 left = replace_in(left, batch=Batch(left.batch.kwargs, left.batch.mask_BT[:, :1]))
             last = None
-        return logits_LC, Rest(left, prefix, last)
+        return logits, Rest(left, prefix, last)
 
     def _sound_shortcuts(self) -> Shortcuts:
         """The most of them under which loss and gradient are those of the whole model, rounding apart, on a probe."""
@@ -226,7 +238,7 @@ class EditableModel:
         """The loss with a value in place, and its derivative by each of the value's numbers: (1 + V)."""
         value_V = value_V.clone().requires_grad_()
         with torch.enable_grad():
-            _, loss = self.judge(rest, value_V)
+            ((_, loss),) = self.judge(rest, value_V[None])
         (slope_V,) = torch.autograd.grad(loss, value_V)
         return torch.cat([loss.detach()[None], slope_V])
 
@@ -235,16 +247,17 @@ class EditableModel:
         pairs = (ours[:1], theirs[:1]), (ours[1:], theirs[1:])
         return all(float((a - b).abs().max()) <= allowed * float(b.abs().max()) for a, b in pairs)
 
-    def judge(self, rest: Rest, value_V: Tensor) -> tuple[Verdict, Tensor]:
-        """The verdict with a value in place, and the loss, which can be differentiated by the value."""
+    def judge(self, rest: Rest, values_BV: Tensor) -> list[tuple[Verdict, Tensor]]:
+        """Of each row the verdict with its value in place, and the loss, which can be differentiated by the value."""
         narrowed = nullcontext() if rest.last is None else rest.last.narrowed()
-        with rest.prefix.skipping(), narrowed, self.adaptor.substituting(rest.supervised.batch.mask_BT, value_V[None]):
-            return verdict(self.task.logits(rest.supervised), rest.supervised.label_L)
+        with rest.prefix.skipping(), narrowed, self.adaptor.substituting(rest.supervised.batch.mask_BT, values_BV):
+            logits = self.task.logits(rest.supervised)
+        return [verdict(*row) for row in zip(logits, rest.supervised.labels, strict=True)]
 
     def gives(self, rest: Rest, value_V: Tensor) -> Verdict:
         """Whether a value in place makes the model give the label."""
         with torch.no_grad():
-            return self.judge(rest, value_V.to(self.device))[0]
+            return self.judge(rest, value_V.to(self.device)[None])[0][0]
 
     def supervised(self, inputs: Inputs, target: str) -> tuple[Label, Supervised]:
         """A correction as a label and the forward pass that checks it.

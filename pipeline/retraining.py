@@ -23,7 +23,7 @@ from msgspec import UNSET, Struct
 
 from pipeline.codebook import Codebook, DeltaFault
 from pipeline.edited import Edited
-from pipeline.editing import Again, EditEngine
+from pipeline.editing import Again, Ahead, EditEngine
 from pipeline.fruitless import Fruitless
 from pipeline.intake import failed
 from pipeline.model import EditableModel
@@ -76,6 +76,8 @@ class Retraining:
         self._model, self._corrections, self._environment = model, corrections, environment
         self._engine: EditEngine | None = None
         self._term = 0
+        self._ahead: dict[tuple[int, ...], dict[int, Ahead]] = {}
+        """What was trained together last, by offsets: the next decisions may want the rest of it."""
         self._fruitless: dict[tuple[int, int], list[Fruitless]] = defaultdict(list)
         """By term and seq of the codebook."""
         for one in fruitless:
@@ -132,7 +134,8 @@ class Retraining:
         engine.memory.recall(delta.decided)
         read = {} if cause.traffic is UNSET else cause.traffic
         engine.traffic.positions = {int(partition): end for partition, end in read.items()}
-        edited = self._decide(engine, feedback, cause.offset, None if cause.seen is UNSET else cause.seen)
+        seen = None if cause.seen is UNSET else cause.seen
+        edited = self._decide(engine, feedback, cause.offset, seen, cause.together)
         if edited.record is None:
             assert edited.outcome is not None
             how = f"it is {edited.outcome.status} now: {edited.reason}"
@@ -185,13 +188,23 @@ class Retraining:
             raise DeltaFault(f"the feedback behind {what} is not there, so it cannot be decided anew")
         return self._corrections[offset]
 
-    def _decide(self, engine: EditEngine, feedback: Feedback, offset: int, seen: Seen | None) -> Edited:
+    def _decide(
+        self, engine: EditEngine, feedback: Feedback, offset: int, seen: Seen | None, together: tuple[int, ...] = ()
+    ) -> Edited:
         try:
             if feedback.undoes:
                 return undo(engine, feedback, offset, self)
-            return engine.edit(feedback, offset, None if seen is None else Again(seen))
+            ahead = self._trained(engine, together).get(offset) if together else None
+            return engine.edit(feedback, offset, None if seen is None else Again(seen), ahead)
         except Exception as error:  # noqa: BLE001  (as the editor does)
             return failed(feedback, error)
+
+    def _trained(self, engine: EditEngine, together: tuple[int, ...]) -> dict[int, Ahead]:
+        """What comes of training the values of the feedback at these offsets in one batch."""
+        if together not in self._ahead:
+            corrections = [(self._feedback(offset, f"a batch with offset {offset}"), offset) for offset in together]
+            self._ahead = {together: engine.train_together(corrections)}
+        return self._ahead[together]
 
     def _apply(self, record: bytes) -> None:
         assert self._engine is not None

@@ -7,7 +7,8 @@ or a class index), and which forward pass tells whether the model gives that lab
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace as replace_in
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -37,17 +38,32 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Supervised:
-    """One input with its label, for one forward pass whose last logits should choose `label_L`.
+    """Inputs with their labels, for one forward pass whose last logits should choose the labels.
 
     Attributes:
-        batch: What goes through the model.
-        label_L: Token ids, or a class index.
+        batch: What goes through the model; each of its arguments is a tensor whose first dimension is that of the rows.
+        labels: Of each row token ids, or a class index, (L).
         earlier: Of a causal model, the keys and values of each block at positions before the batch's first.
     """
 
     batch: Batch
-    label_L: Tensor
+    labels: tuple[Tensor, ...]
     earlier: tuple[tuple[Tensor, Tensor], ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Of a row: each argument of the model is (B, T, ...)."""
+        return int(next(iter(self.batch.kwargs.values())).shape[1])
+
+    def rows(self, kept: Sequence[int]) -> Self:
+        """Some of the rows."""
+        rows = list(kept)
+        kwargs = {name: argument[rows] for name, argument in self.batch.kwargs.items()}
+        mask_BT = None if self.batch.mask_BT is None else self.batch.mask_BT[rows]
+        earlier = tuple((keys[rows], values[rows]) for keys, values in self.earlier)
+        return replace_in(
+            self, batch=Batch(kwargs, mask_BT), labels=tuple(self.labels[row] for row in rows), earlier=earlier
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,13 +164,39 @@ class Task(ABC):
 
     @abstractmethod
     def supervised(self, inputs: Inputs, label: Label) -> Supervised:
-        """The forward pass that tells whether the model gives `label`."""
+        """The forward pass that tells whether the model gives `label`; one row."""
+
+    def together(self, rows: Sequence[Supervised]) -> Supervised:
+        """Several passes of one row each as one, padded on the right."""
+        return self._padded(rows, [0] * len(rows))
+
+    def _padded(self, rows: Sequence[Supervised], leads: Sequence[int]) -> Supervised:
+        """One pass over the rows, each after so many columns of padding."""
+        names = rows[0].batch.kwargs
+        kwargs = {
+            name: _stacked([row.batch.kwargs[name] for row in rows], leads, self._padding(name)) for name in names
+        }
+        masks = [row.batch.mask_BT for row in rows if row.batch.mask_BT is not None]
+        mask_BT = _stacked(masks, leads, 0) if masks else None
+        return Supervised(Batch(kwargs, mask_BT), tuple(label_L for row in rows for label_L in row.labels))
+
+    def _padding(self, name: str) -> int:
+        return int(self.tokenizer.pad_token_id) if name.endswith("input_ids") else 0
 
     @abstractmethod
-    def logits(self, supervised: Supervised) -> Tensor:
-        """Run it: float32 logits (L, C) at the label's positions."""
+    def logits(self, supervised: Supervised) -> list[Tensor]:
+        """Run it: of each row the float32 logits (L, C) at its label's positions."""
 
-    def keeping(self, supervised: Supervised, replace: Replaced) -> tuple[Tensor, Supervised]:
+    def keeping(self, supervised: Supervised, replace: Replaced) -> tuple[list[Tensor], Supervised]:
         """Its logits, and the pass that is left of it for other values: what no value can change is kept."""
         del replace
         return self.logits(supervised), supervised
+
+
+def _stacked(rows: Sequence[Tensor], leads: Sequence[int], padding: int) -> Tensor:
+    """Tensors (1, T, ...) of several widths as one (B, T, ...), each after so many columns of padding."""
+    width = max(lead + row.shape[1] for row, lead in zip(rows, leads, strict=True))
+    stacked = rows[0].new_full((len(rows), width, *rows[0].shape[2:]), padding)
+    for place, (row, lead) in enumerate(zip(rows, leads, strict=True)):
+        stacked[place, lead : lead + row.shape[1]] = row[0]
+    return stacked

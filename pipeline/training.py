@@ -1,5 +1,6 @@
 """Training a value: Adam on the model's own loss, with the value as the only parameter (paper, 2.2; appendix A)."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,23 +30,45 @@ class Trained:
 
 
 def train_value(model: EditableModel, rest: Rest, start_V: Tensor, recipe: Recipe) -> Trained:
-    """Train one value from `start_V`.
+    """Train one value from `start_V`."""
+    return train_values(model, rest, [start_V], recipe)[0]
 
-    Each step runs only what depends on the value, which itself depends on nothing but this input, this label and the
-    start. `converged` says whether the margin was reached; a value that merely makes the prediction right after the
-    last step counts as converged too.
+
+def train_values(
+    model: EditableModel,
+    rest: Rest,
+    starts: Sequence[Tensor],
+    recipe: Recipe,
+    at_work: Callable[[], object] = lambda: None,
+) -> list[Trained]:
+    """Train a value for each row of `rest`, from its start (V); each stops by itself, and its row is left out then.
+
+    Each step runs only what depends on the values, of which each depends on nothing but its input, its label and its
+    start; the others change what it comes out as by rounding alone. `converged` says whether the margin was reached; a
+    value that merely makes the prediction right after the last step counts as converged too. `at_work` is called at
+    each step.
     """
-    value_V = start_V.detach().float().clone().to(model.device).requires_grad_()
-    optimizer = torch.optim.Adam([value_V], lr=recipe.learning_rate)
-    steps = 0
+    values = [start_V.detach().float().clone().to(model.device).requires_grad_() for start_V in starts]
+    optimizer = torch.optim.Adam(values, lr=recipe.learning_rate)
+    trained: dict[int, Trained] = {}
+    left, steps = list(range(len(values))), 0
     while True:
+        at_work()
         with torch.enable_grad():
-            found, loss = model.judge(rest, value_V)
-        if (found.right and found.margin >= recipe.margin) or steps == recipe.max_steps or not torch.isfinite(loss):
-            break
+            judged = model.judge(rest, torch.stack([values[row] for row in left]))
+        going = []
+        for place, (row, (found, loss)) in enumerate(zip(left, judged, strict=True)):
+            if (found.right and found.margin >= recipe.margin) or steps == recipe.max_steps or not loss.isfinite():
+                finite = bool(values[row].isfinite().all())
+                value_V = values[row].detach().cpu().numpy().copy()
+                trained[row] = Trained(value_V, steps, found, converged=found.right and finite)
+            else:
+                going.append(place)
+        if not going:
+            return [trained[row] for row in range(len(values))]
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+        torch.stack([judged[place][1] for place in going]).sum().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()  # not of those without a gradient, which have stopped
         steps += 1
-    finite = bool(torch.isfinite(value_V).all())
-    return Trained(value_V.detach().cpu().numpy(), steps, found, converged=found.right and finite)
+        if len(going) < len(left):
+            rest, left = rest.rows(going), [left[place] for place in going]

@@ -95,7 +95,8 @@ class Cause(Struct, frozen=True, kw_only=True, omit_defaults=True):
     stands where that entry's key is another one, so that a starting editor can remember the query of every edit.
     `supersedes` names earlier edits of the same input that said something else; they are no longer kept. `traffic` is
     how far into each partition of `requests` the reservoir had read. `undoes` names the feedback that an undo takes
-    back.
+    back. `together` are the offsets of the feedback whose values were trained in one batch with this one's, in its
+    order, this one's own among them; without it the value was trained alone.
     """
 
     feedback_id: str
@@ -107,6 +108,7 @@ class Cause(Struct, frozen=True, kw_only=True, omit_defaults=True):
     seen: Seen | UnsetType = UNSET
     traffic: dict[str, int] | UnsetType = UNSET
     undoes: tuple[str, ...] = ()
+    together: tuple[int, ...] = ()
 
 
 class EditChange(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -2,13 +2,15 @@
 
 It learns the codebook from the log, waits as standby while another editor leads, takes a term, and then decides on one
 feedback record at a time: train, commit delta, outcome and offset in one Kafka transaction, fold the delta, make it
-live in Redis. It reads requests too, before each correction and while none waits, so that new radii keep clear of
-traffic that nobody flagged. Where Kafka fails it begins again, in the same process and with what it has folded; where
-another editor has led meanwhile, it stops.
+live in Redis. Values of corrections that wait are trained together before they are decided on, since that is most of
+the work. It reads requests too, before each correction and while none waits, so that new radii keep clear of traffic
+that nobody flagged. Where Kafka fails it begins again, in the same process and with what it has folded; where another
+editor has led meanwhile, it stops.
 """
 
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,13 +24,13 @@ from pipeline.admission import Admission
 from pipeline.clients import redis_client
 from pipeline.codebook import DeltaFault
 from pipeline.device import DeviceFault
-from pipeline.editing import EditEngine
+from pipeline.editing import Ahead, EditEngine
 from pipeline.editor_log import EditorLog, Result, may_pass
 from pipeline.environment import environment
 from pipeline.follower import fault_at
 from pipeline.health import Health
 from pipeline.history import KafkaHistory
-from pipeline.intake import Intake
+from pipeline.intake import Intake, Read
 from pipeline.projection import Projection
 from pipeline.radius_store import RadiusStore, StaleError
 from pipeline.request_tail import RequestTail
@@ -39,7 +41,7 @@ from workers.boot import Worker, plan_of, worker
 log = structlog.get_logger()
 
 AT_ONCE = 64
-"""Feedback records in a row after which traffic is looked at again."""
+"""Feedback records in a row, or a few more, after which traffic is looked at again."""
 
 ENOUGH_BYTES = 2**20
 """Of feedback that is decided on and changes nothing: then it is committed, though more of it may wait."""
@@ -62,6 +64,10 @@ def run(settings: Settings) -> int:
             log.error("editor_stopped", reason=str(error) or type(error).__name__)  # noqa: TRY400  (no defect)
             return 1
         return 0
+
+
+Record = tuple[int, int, bytes | None, bytes | None]
+"""Of `feedback`: offset, timestamp in ms, key, value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +101,14 @@ def editor_of(started: Worker, settings: Settings, admission: Admission) -> "Edi
         snapshots=SnapshotWriter(settings),
         environment={"editor": started.name, **environment(started.model, engine.plan)},
     )
-    return Editor(parts, started.health)
+    return Editor(parts, started.health, settings.edit_batch)
 
 
 class Editor:
-    """Stands by, leads and edits."""
+    """Stands by, leads and edits; values of up to `together` feedback records are trained together."""
 
-    def __init__(self, parts: Parts, health: Health) -> None:
-        self._parts, self._health = parts, health
+    def __init__(self, parts: Parts, health: Health, together: int) -> None:
+        self._parts, self._health, self._together = parts, health, together
         self._role: Literal["starting", "standby", "leading"] = "starting"
         self._lead: bytes | None = None
         self._decided: list[Result] = []
@@ -182,31 +188,52 @@ class Editor:
         """Work on feedback as it comes; on traffic while there is none."""
         parts = self._parts
         while not stop.is_set():
-            busy = False
-            for _ in range(AT_ONCE):
-                self._health.at_work("editor")
-                record = parts.log.poll(0.0 if self._decided else 0.05)
-                if record is None or stop.is_set():
-                    break
-                self._edit(*record)
-                busy = True
+            done = 0
+            while done < AT_ONCE and (records := self._waiting()) and not stop.is_set():
+                self._edit_all(records, stop)
+                done += len(records)
             self._commit()
             self._fold()  # nobody else is to write there, and who does so is met here
-            parts.traffic.read(0.0 if busy else 0.05)
+            parts.traffic.read(0.0 if done else 0.05)
             parts.projection.repair()
             parts.snapshots.offer(parts.engine.codebook)
             metrics.FEEDBACK_LAG.set(parts.log.behind())
             metrics.TRAFFIC.set(len(parts.engine.traffic))
             metrics.show(parts.engine.codebook)
 
-    def _edit(self, offset: int, timestamp: int, key: bytes | None, value: bytes | None) -> None:
-        """Decide, commit, fold, make live; what changes nothing is committed together with what comes next."""
-        parts, started = self._parts, time.perf_counter()
-        taken = parts.intake.take(offset, timestamp, value)
+    def _waiting(self) -> list[Record]:
+        """The feedback records that wait, up to as many as are trained together; waits for a first one."""
+        log, found = self._parts.log, list[Record]()
+        self._health.at_work("editor")
+        while len(found) < self._together and (record := log.poll(0.0 if found or self._decided else 0.05)) is not None:
+            found.append(record)
+        return found
+
+    def _edit_all(self, records: Sequence[Record], stop: threading.Event) -> None:
+        """Train for what can be trained together, and then decide on one after the other."""
+        intake, started = self._parts.intake, time.perf_counter()
+        read = [intake.read(offset, timestamp, value) for offset, timestamp, _, value in records]
+        ahead = intake.train_ahead(read)
+        share = (time.perf_counter() - started) / max(1, len(ahead))
+        for record, one in zip(records, read, strict=True):
+            self._health.at_work("editor")
+            self._parts.log.stay(STAY_SECONDS)
+            if stop.is_set():
+                return
+            self._edit(record, one, ahead.get(one.offset), share if one.offset in ahead else 0.0)
+
+    def _edit(self, record: Record, read: Read, ahead: Ahead | None, earlier: float) -> None:
+        """Decide, commit, fold, make live; what changes nothing is committed together with what comes next.
+
+        `earlier`: the seconds that were spent on it before.
+        """
+        parts, started = self._parts, time.perf_counter() - earlier
+        taken = parts.intake.decide(read, ahead)
         edited, outcome = taken.edited, taken.edited.outcome
         if outcome is not None:
             outcome = msgspec.structs.replace(outcome, seconds=round(time.perf_counter() - started, 4))
         set_aside = edited.reason if edited.invalid else None
+        offset, _, key, value = record
         self._decided.append(Result(offset, outcome, edited.record, set_aside, key, value, taken.headers))
         if edited.record is not None:
             self._commit()

@@ -134,7 +134,7 @@ def _wrong(subject: Subject, model: EditableModel, tokens: int, seed: int) -> tu
     for target in ("1", "0") if subject.name == "bert-base" else ("w17 w23",):
         _, supervised = model.supervised(text, target)
         with torch.no_grad():
-            if not verdict(model.task.logits(supervised), supervised.label_L)[0].right:
+            if not verdict(model.task.logits(supervised)[0], supervised.labels[0])[0].right:
                 return text, target
     raise BenchError(f"{subject.name} is never wrong")
 
@@ -159,12 +159,12 @@ def _textbook(model: EditableModel, text: str, target: str, steps: int) -> float
     optimizer = torch.optim.Adam([values_NV], lr=PLAN.recipe.learning_rate)
     try:
         for _ in range(steps):
-            loss = torch.nn.functional.cross_entropy(model.task.logits(supervised), supervised.label_L)
+            loss = torch.nn.functional.cross_entropy(model.task.logits(supervised)[0], supervised.labels[0])
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
         with torch.no_grad():
-            return float(torch.nn.functional.cross_entropy(model.task.logits(supervised), supervised.label_L))
+            return float(torch.nn.functional.cross_entropy(model.task.logits(supervised)[0], supervised.labels[0]))
     finally:
         grace.remove()
         model.module.zero_grad(set_to_none=True)

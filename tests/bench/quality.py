@@ -151,7 +151,7 @@ class Asked:
         """Stands for `train_value`, and trains the same thing once."""
         ids = tuple(rest.supervised.batch.kwargs["input_ids"].flatten().tolist())
         before = [keys.cpu().numpy().tobytes() for keys, _ in rest.supervised.earlier[-1:]]
-        what = (ids, *before, tuple(rest.supervised.label_L.tolist()), start_V.cpu().numpy().tobytes(), recipe)
+        what = (ids, *before, tuple(rest.supervised.labels[0].tolist()), start_V.cpu().numpy().tobytes(), recipe)
         if what not in self._trained:
             started = time.perf_counter()
             trained = train_value(model, rest, start_V, recipe)

@@ -166,7 +166,7 @@ class Process:
             environment={"editor": self.name},
         )
         self.started = True
-        Editor(parts, Health()).run(self.stop)
+        Editor(parts, Health(), story.together).run(self.stop)
 
     def _consumer(self, story: "Story", settings: Settings, **options: Any) -> Any:
         made = story.kafka.consumer(settings, self.step, **options)
@@ -192,6 +192,7 @@ class Story:
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
         self.plan = self._random.choice(PLANS)
+        self.together = self._random.choice((1, 3))
         self.kafka = MemoryKafka([SETTINGS.topic(topic.name) for topic in TOPICS])
         self.redis = MemoryRedis()
         self.redis_is_away = False

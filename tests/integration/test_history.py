@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import UNSET
 
 from pipeline.branching import branch
 from pipeline.replay import replay_deltas
@@ -318,3 +319,23 @@ def test_an_entry_tells_who_made_it_changed_it_and_hits_it(story: Running, run: 
     shown = run("inspect", "first", settings=story.settings).told()
     assert f"{len(served)} answers came from it" in shown
     assert "undoes" in run("inspect", settings=story.settings).told()
+
+
+def test_what_waited_is_trained_together_and_retrained_to_the_bit(
+    deploy: Callable[..., Settings], run: Run, folder: Path, users_of: Callable[[Settings], Users]
+) -> None:
+    settings = deploy("llama", f"t{secrets.token_hex(4)}-", edit_batch=4)
+    given = [flag(f"f{number}", text, "museum") for number, text in enumerate(texts(10, seed=21, shortest=5))]
+    users = users_of(settings)
+    users.client.send([*given[:6], Feedback(v=1, feedback_id="u", undo="f1"), *given[6:]])
+    with Forked("editor", "edit", settings, folder) as editor:
+        editor.wait_ready(90)
+        wait_until(lambda: len(outcomes_in_log(settings)) == len(given) + 1, what="an outcome of each")
+    deltas = deltas_in_log(settings)
+    batches = {delta.cause.together for delta in deltas if delta.cause is not UNSET} - {()}
+    assert batches
+    assert max(map(len, batches)) <= 4
+    (told,) = lines(run("replay", "--retrain", "--json", settings=settings))
+    assert told["first_difference"] is None
+    assert told["decisions"] == told["same_decisions"] == len(given) + 1
+    assert told["same_records"] + told["same_fruitless"] == told["decisions"]

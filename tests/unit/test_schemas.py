@@ -246,7 +246,7 @@ class TestGoldenDeltas:
             assert delta.seq == seq
             assert delta.digest == record[-32:] == chain(digest, record)
             digest = delta.digest
-        assert digest.hex() == "0b1c4c79152e0063a95fcf0a3b41e6a1d0bf47746a73be25441bb802c698449f"
+        assert digest.hex() == "b37ee8173de846c8411ee9a3ddc1c4cb69664c3048e2681cd7350f722e70cf08"
 
     def test_a_changed_byte_breaks_the_chain(self) -> None:
         record = bytearray((V1 / "delta-02-add.msgpack").read_bytes())
@@ -314,6 +314,10 @@ class TestGoldenDeltas:
             cause=Cause(feedback_id="fb-3", offset=2, entry_id="fb-3"),
             digest=split.digest,
         )
+
+    def test_the_one_that_was_trained_with_others_is_this(self) -> None:
+        delta = decode_delta((V1 / "delta-14-trained-together.msgpack").read_bytes())
+        assert delta.cause == Cause(feedback_id="fb-14", offset=15, entry_id="fb-14", together=(13, 15, 16))
 
     def test_the_newer_writers_unknown_fields_are_ignored_but_digested(self) -> None:
         delta = decode_delta((V1 / "delta-10-unknown-fields.msgpack").read_bytes())

@@ -63,10 +63,14 @@ class PointTask(Task):
 
     def supervised(self, inputs: Inputs, label: Label) -> Supervised:
         points_11D = torch.tensor([[[float(number) for number in str(inputs).split()]]])
-        return Supervised(Batch({"points_B1D": points_11D}, None), torch.tensor(label))
+        return Supervised(Batch({"points_B1D": points_11D}, None), (torch.tensor(label),))
 
-    def logits(self, supervised: Supervised) -> Tensor:
-        return self._logits(supervised.batch.kwargs["points_B1D"])[0]
+    def logits(self, supervised: Supervised) -> list[Tensor]:
+        return list(self._logits(supervised.batch.kwargs["points_B1D"]))
+
+    def _padding(self, name: str) -> int:
+        del name
+        return 0
 
 
 class PointModel(EditableModel):

@@ -8,11 +8,11 @@ import msgspec
 
 from pipeline.admission import MINUTE, Admission
 from pipeline.edited import correction
-from pipeline.editing import EditEngine
+from pipeline.editing import Ahead, EditEngine
 from pipeline.editor_log import OFFSET_HEADER
 from pipeline.environment import environment
 from pipeline.fruitless import Fruitless, fruitless_in
-from pipeline.intake import Intake
+from pipeline.intake import Intake, Read
 from pipeline.plan import Plan
 from pipeline.retraining import Retraining
 from schemas.deltas import decode_delta, seal
@@ -48,23 +48,30 @@ class Recorded:
         self.engine.plan = plan
         self._apply(self.engine.lead({**environment(self.engine.model, plan), "editor": "one", **told}))
 
-    def send(self, value: bytes, minutes: int = 1) -> Outcome | None:
-        """What becomes of a record that comes so long after the one before."""
-        offset, self._offset = self._offset, self._offset + 1
-        self._minute += minutes
-        with suppress(InvalidMessage):
-            self.feedback[offset] = decode(value, Feedback)
-        taken = self._intake.take(offset, self._minute * MINUTE, value)
+    def send(self, *values: bytes, minutes: int = 1) -> list[Outcome | None]:
+        """What becomes of records that come so long after each other; of several, which are waiting, together."""
+        read: list[Read] = []
+        for value in values:
+            offset, self._offset = self._offset, self._offset + 1
+            self._minute += minutes
+            with suppress(InvalidMessage):
+                self.feedback[offset] = decode(value, Feedback)
+            read.append(self._intake.read(offset, self._minute * MINUTE, value))
+        ahead = self._intake.train_ahead(read)
+        return [self._decide(one, ahead.get(one.offset)) for one in read]
+
+    def _decide(self, one: Read, ahead: Ahead | None) -> Outcome | None:
+        taken = self._intake.decide(one, ahead)
         outcome = taken.edited.outcome
         if outcome is not None:
-            headers = [(OFFSET_HEADER, str(offset).encode()), *taken.headers]
+            headers = [(OFFSET_HEADER, str(one.offset).encode()), *taken.headers]
             self.edits.append(Stored("edits", len(self.edits), None, encode(outcome), headers, "committed"))
         if taken.edited.record is not None:
             self._apply(taken.edited.record)
         return outcome
 
     def take(self, one: Feedback) -> Outcome:
-        outcome = self.send(encode(one))
+        (outcome,) = self.send(encode(one))
         assert outcome is not None
         return outcome
 

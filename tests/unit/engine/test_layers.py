@@ -14,7 +14,7 @@ TEXT = texts(1, seed=3)[0]
 def logits(model: EditableModel, text: str = TEXT) -> torch.Tensor:
     target = "right" if "Bert" in type(model.module).__name__ else text.split(maxsplit=1)[0]
     with torch.no_grad():
-        return model.task.logits(model.supervised(text, target)[1])
+        return model.task.logits(model.supervised(text, target)[1])[0]
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ EDITED = ["bert.encoder.layer.1.output.dense", "bert.encoder.layer.2.intermediat
 def gradient(model: EditableModel, rest: Rest, value_V: Tensor) -> tuple[float, Tensor]:
     """The loss, and how it changes with the value."""
     value_V = value_V.clone().requires_grad_()
-    _, loss = model.judge(rest, value_V)
+    ((_, loss),) = model.judge(rest, value_V[None])
     (found,) = torch.autograd.grad(loss, value_V)
     return float(loss.detach()), found
 

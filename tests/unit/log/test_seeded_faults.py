@@ -2,10 +2,13 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import structlog
+from msgspec import UNSET
 
+from schemas.deltas import decode_delta
 from tests.doubles.checker import faults
 from tests.doubles.world import TROUBLES, Story
 
@@ -44,7 +47,8 @@ def test_whatever_happens_each_feedback_record_is_done_once_and_all_agree(
         story = Story(seed)
         try:
             story.tell()
-            found, outlived = faults(story.left()), story.outlived()
+            left = story.left()
+            found, outlived = faults(left), story.outlived()
         finally:
             story.finish()
         assert not found, (seed, story.happened)
@@ -53,6 +57,12 @@ def test_whatever_happens_each_feedback_record_is_done_once_and_all_agree(
         assert not story.kafka.unplaced, (seed, story.happened)
         struck.update((kind, operation) for _, kind, operation in story.happened)
         struck["", "told"] += 1
+        struck["", "trained together"] += any(map(trained_together, left.deltas))
+
+
+def trained_together(record: Any) -> bool:
+    cause = decode_delta(record.value).cause
+    return cause is not UNSET and len(cause.together) > 1
 
 
 def test_the_stories_spare_no_step(struck: Counter[tuple[str, str]]) -> None:
@@ -61,3 +71,4 @@ def test_the_stories_spare_no_step(struck: Counter[tuple[str, str]]) -> None:
     wanted = {(kind, operation) for kind in ("kill", "fail") for operation in OPERATIONS}
     assert wanted - {what for what, times in struck.items() if times > 2} == set()
     assert {kind for kind, _ in struck} - {""} == set(TROUBLES)
+    assert struck["", "trained together"] > SEEDS / 10

@@ -1,0 +1,205 @@
+"""Values that are trained together are those that each would be alone, rounding apart; decisions stay one by one."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from msgspec import UNSET
+
+from pipeline.edited import correction
+from pipeline.editing import EditEngine
+from pipeline.model import EditableModel
+from pipeline.plan import Plan
+from pipeline.tasks import Supervised
+from pipeline.training import Recipe, Trained, train_value, train_values
+from schemas.deltas import Cause, Delta, decode_delta
+from schemas.messages import Feedback, encode
+from tests.unit.engine.points import PointModel, at, engine
+from tests.unit.engine.recorded import PLAN, Recorded
+from tests.unit.engine.tiny import CODEBOOK, WORDS, editable, index_of, new_codebook, texts
+
+TEXTS = texts(5, seed=4)
+SHORT = Recipe(max_steps=10, margin=1e9)
+
+
+def wanted(kind: str) -> list[str]:
+    """Of each text a target; those of generators have one word to three."""
+    if kind == "bert":
+        return ["both", "1", "both", "1", "both"]
+    return [" ".join(WORDS[3 * number : 3 * number + 1 + number % 3]) for number in range(len(TEXTS))]
+
+
+def passes(model: EditableModel, kind: str) -> list[Supervised]:
+    return [model.supervised(text, target)[1] for text, target in zip(TEXTS, wanted(kind), strict=True)]
+
+
+def start(model: EditableModel, supervised: Supervised) -> torch.Tensor:
+    nothing = new_codebook(model.fingerprint, model.layer)
+    return model.examine(supervised, nothing, index_of(nothing))[1].outputs_BV[0]
+
+
+def alone(model: EditableModel, one: Supervised, recipe: Recipe) -> Trained:
+    return train_value(model, model.rest_of([one]), start(model, one), recipe)
+
+
+def assert_alike(ours: np.ndarray, theirs: np.ndarray, share: float = 0.01) -> None:
+    """Values are the same but for rounding, which Adam magnifies."""
+    assert float(np.linalg.norm(ours - theirs)) <= share * float(np.linalg.norm(theirs))
+
+
+def test_values_that_are_trained_together_are_those_of_each_alone(model: EditableModel, kind: str) -> None:
+    rows = passes(model, kind)
+    assert len({row.tokens for row in rows}) > 1
+    starts = [start(model, row) for row in rows]
+    found = train_values(model, model.rest_of(rows), starts, SHORT)
+    for row, trained in zip(rows, found, strict=True):
+        by_itself = alone(model, row, SHORT)
+        assert trained.steps == by_itself.steps == SHORT.max_steps
+        assert trained.verdict.loss == pytest.approx(by_itself.verdict.loss, rel=1e-3, abs=1e-4)
+        assert_alike(trained.value_V, by_itself.value_V, 1e-3)
+
+
+def test_each_stops_by_itself(model: EditableModel, kind: str) -> None:
+    rows = passes(model, kind)
+    recipe = Recipe(max_steps=60, margin=1.0, learning_rate=0.05 if kind == "bert" else 2.0)
+    found = train_values(model, model.rest_of(rows), [start(model, row) for row in rows], recipe)
+    assert len({trained.steps for trained in found}) > 1
+    for row, trained in zip(rows, found, strict=True):
+        by_itself = alone(model, row, recipe)
+        assert abs(trained.steps - by_itself.steps) <= 1
+        assert trained.converged == by_itself.converged
+        value_V = torch.from_numpy(trained.value_V)
+        assert model.gives(model.rest_of([row]), value_V).margin == pytest.approx(trained.verdict.margin, abs=0.05)
+
+
+def test_the_same_rows_give_the_same_bits(model: EditableModel, kind: str) -> None:
+    rows = passes(model, kind)
+    starts = [start(model, row) for row in rows]
+    one, two = (train_values(model, model.rest_of(rows), starts, Recipe()) for _ in range(2))
+    assert [trained.value_V.tobytes() for trained in one] == [trained.value_V.tobytes() for trained in two]
+
+
+def test_they_are_so_where_every_pass_is_a_whole_one() -> None:
+    model = editable("gpt2")
+    model._shortcuts = "none"
+    rows = passes(model, "gpt2")
+    found = train_values(model, model.rest_of(rows), [start(model, row) for row in rows], SHORT)
+    for row, trained in zip(rows, found, strict=True):
+        assert_alike(trained.value_V, alone(model, row, SHORT).value_V, 1e-3)
+
+
+def feedback(kind: str) -> list[Feedback]:
+    return [correction(f"f{n}", text, target) for n, (text, target) in enumerate(zip(TEXTS, wanted(kind), strict=True))]
+
+
+def decided(made: EditEngine, given: Sequence[Feedback], together: bool) -> list[Delta]:
+    """The deltas of an engine's decisions on feedback that waits, after its lead."""
+    made.apply(made.lead({}))
+    corrections = [(one, offset) for offset, one in enumerate(given)]
+    ahead = made.train_ahead(corrections) if together else {}
+    deltas = []
+    for one, offset in corrections:
+        edited = made.edit(one, offset, ahead=ahead.get(offset))
+        if edited.record is not None:
+            made.apply(edited.record)
+            deltas.append(decode_delta(edited.record))
+    return deltas
+
+
+def test_decisions_are_those_of_one_at_a_time(model: EditableModel, kind: str) -> None:
+    plan = Plan(traffic=0)
+    given = [*feedback(kind), correction("again", TEXTS[0], wanted(kind)[0]), correction("f1", TEXTS[1], "x")]
+    one_by_one, at_once = (decided(EditEngine(model, CODEBOOK, plan), given, way) for way in (False, True))
+    for was, now in zip(one_by_one, at_once, strict=True):
+        assert (was.op, cause(was).entry_id, cause(was).supersedes) == (
+            now.op,
+            cause(now).entry_id,
+            cause(now).supersedes,
+        )
+        for before, after in zip(was.entries, now.entries, strict=True):
+            assert (before.entry_id, before.key, before.label) == (after.entry_id, after.key, after.label)
+            assert (before.radius, before.removed) == (after.radius, after.removed)
+            if before.value is UNSET or after.value is UNSET:
+                assert before.value is after.value
+            else:
+                assert_alike(after.value.array(), before.value.array())
+    trained = {cause(delta).together for delta in at_once if delta.entries}
+    assert all(cause(delta).offset in cause(delta).together for delta in at_once if cause(delta).together)
+    assert max(map(len, trained)) > 1
+
+
+def cause(delta: Delta) -> Cause:
+    assert delta.cause is not UNSET
+    return delta.cause
+
+
+def test_what_needs_no_value_is_not_trained() -> None:
+    made = engine(PLAN)
+    given = [
+        *(correction("right", at(0, 0), "0"), correction("no class", at(1, 1), "7")),
+        *(correction("a", at(2, 2), "1"), correction("b", at(4, 4), "2")),
+    ]
+    ahead = made.train_ahead([(one, offset) for offset, one in enumerate(given)])
+    assert {offset: found.together for offset, found in ahead.items()} == {2: (2, 3), 3: (2, 3)}
+
+
+def test_values_that_start_from_an_entry_wait_for_it() -> None:
+    made = engine(replace(PLAN, init="label"))
+    given = [correction("a", at(2, 2), "1"), correction("b", at(4, 4), "1")]
+    assert made.train_ahead([(one, offset) for offset, one in enumerate(given)]) == {}
+
+
+def test_inputs_of_other_lengths_are_trained_apart() -> None:
+    made = EditEngine(editable("gpt2"), CODEBOOK, Plan(traffic=0))
+    lengths = (4, 40, 5, 41)
+    given = [correction(f"f{n}", " ".join(WORDS[:length]), WORDS[50 + n]) for n, length in enumerate(lengths)]
+    ahead = made.train_ahead([(one, offset) for offset, one in enumerate(given)])
+    assert {found.together for found in ahead.values()} == {(0, 2), (1, 3)}
+
+
+def test_what_is_not_found_with_others_is_looked_for_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = engine(PLAN)
+    given = [correction("a", at(2, 2), "1"), correction("b", at(4, 4), "2")]
+    ahead = made.train_ahead([(one, offset) for offset, one in enumerate(given)])
+    vain = replace(ahead[0], trained=replace(ahead[0].trained, converged=False))
+    edited = made.edit(given[0], 0, ahead=vain)
+    assert edited.record is not None
+    assert cause(decode_delta(edited.record)).together == ()
+
+
+def history() -> Recorded:
+    """Corrections that waited together, of which some came to need no value of their own, and one that none suits."""
+    made = Recorded()
+    places = [((0.0, 0.0), 1), ((0.0, 0.2), 1), ((3.0, 3.0), 2), ((9.0, 1.0), 3), ((6.0, 6.0), 7)]
+    made.send(*(encode(correction(f"f{n}", at(*place), str(label))) for n, (place, label) in enumerate(places)))
+    made.undo("u", "f0")
+    made.send(*(encode(correction(f"g{n}", at(n, 7), "2")) for n in range(3)))
+    return made
+
+
+def test_a_history_of_batches_is_retrained_to_the_bit() -> None:
+    made = history()
+    compositions = [cause(decode_delta(record)).together for record in made.deltas[1:]]
+    assert (0, 1, 2, 3) in compositions
+    again = made.retrained()
+    assert again.compared.first_difference is None
+    assert again.records == made.deltas
+    assert again.compared.decisions == again.compared.same_decisions
+
+
+def test_a_record_on_which_the_model_fails_is_decided_on_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Recorded()
+    supervised = PointModel.supervised
+
+    def failing(self: PointModel, inputs: str, target: str) -> object:
+        if target == "3":
+            raise RuntimeError("it broke")
+        return supervised(self, inputs, target)
+
+    monkeypatch.setattr(PointModel, "supervised", failing)
+    given = [correction("a", at(0, 0), "1"), correction("b", at(5, 5), "3"), correction("c", at(9, 9), "2")]
+    outcomes = made.send(*map(encode, given))
+    assert [outcome and outcome.status for outcome in outcomes] == ["added", "rejected", "added"]
+    assert all(cause(decode_delta(record)).together == () for record in made.deltas[1:])
