@@ -34,6 +34,7 @@ BENCHES = {
     "backpressure": "tests.bench.backpressure",
     "replay": "tests.bench.replay",
     "start": "tests.bench.start",
+    "lag": "tests.bench.lag",
     "undo": "tests.bench.undo",
     "overhead": "tests.bench.overhead",
     "edit": "tests.bench.edit",

@@ -1,0 +1,123 @@
+"""How long a correction takes to be in force, and a lost editor to be replaced: `make bench NAME=lag`.
+
+An editor, a standby and two replicas of a tiny model, each a process, on a local Kafka and Valkey. Corrections are sent
+one at a time, while nothing else is asked:
+
+- `lag/outcome`: from sending one until its outcome is read; the baseline is what the editor spent on deciding it.
+- `lag/live`: until every replica serves it, asked of each every few milliseconds.
+- `lag/answer`: until a request that is sent after the outcome, and wants that delta (`min_seq`), is answered.
+
+Two transactions' ends and three hops through Kafka are the floor of the last, some milliseconds each. The model is so
+small that training hardly counts; with yours add what an edit takes.
+
+- `lag/take-over/killed`: from SIGKILL of the leader until the standby leads; Kafka notices after the session time-out,
+  which is the baseline.
+- `lag/take-over/stopped`: likewise after SIGTERM.
+"""
+
+import json
+import os
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from msgspec import UNSET
+
+from deploy.local.backends import kafka_backend, redis_backend
+from deploy.local.processes import Child, answers_ok, free_port
+from pipeline.settings import Settings, load_settings
+from pipeline.topics import create_topics
+from tests.bench.framework import BenchError, Options, Row
+from tests.bench.workers import worker
+from tests.integration.running import Users, flag, llama, question, status, wait_until
+from tests.unit.engine.tiny import WORDS, tokenizer
+
+CORRECTIONS, FEW = 60, 10
+TAKE_OVERS = 3
+
+
+def run(options: Options) -> Iterator[Row]:
+    """Corrections, and then editors that end; `--quick` with few of either."""
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        folder = Path(name)
+        llama().save_pretrained(folder / "model")
+        tokenizer().save_pretrained(folder / "model")
+        kafka = stack.enter_context(kafka_backend(folder / "kafka", report=options.tell))
+        redis = stack.enter_context(redis_backend(folder / "redis"))
+        settings = load_settings(
+            kafka=kafka.address, redis=redis.address, prefix=f"bench-{os.getpid()}-", model=str(folder / "model"),
+            layer="model.layers[0].mlp.down_proj", cache=folder / "cache", max_input_tokens=32, max_target_tokens=4,
+            max_new_tokens=4, threads=1, device=options.device,
+        )  # fmt: skip
+        create_topics(settings, 2, 1)
+        options.tell("starting two replicas and two editors")
+        replicas = [_started(stack, "infer", settings, folder / f"replica-{number}") for number in (1, 2)]
+        editors = [_started(stack, "edit", settings, folder / f"editor-{number}") for number in (1, 2)]
+        users = Users(settings)
+        stack.callback(users.close)
+        yield from _corrections(users, [port for _, port in replicas], FEW if options.quick else CORRECTIONS)
+        options.tell("ending editors")
+        for how, signum in (("killed", signal.SIGKILL), ("stopped", signal.SIGTERM)):
+            took = [_take_over(editors, signum) for _ in range(1 if options.quick else TAKE_OVERS)]
+            yield Row(f"lag/take-over/{how}/seconds", statistics.median(took), "s", settings.session_timeout)
+            yield Row(f"lag/take-over/{how}/longest", max(took), "s", settings.session_timeout)
+
+
+def _corrections(users: Users, ports: list[int], count: int) -> Iterator[Row]:
+    took: dict[str, list[float]] = {"outcome": [], "live": [], "answer": []}
+    decided = []
+    for number in range(count + 1):
+        text = " ".join(WORDS[number // step % len(WORDS)] for step in (1, 2, 3, 5))
+        started = time.monotonic()
+        outcome = users.correct(flag(f"f{number}", text, WORDS[number % 7]))[f"f{number}"]
+        passed = {"outcome": time.monotonic() - started}
+        seq, seconds_spent = outcome.seq, outcome.seconds
+        if seq is UNSET or seconds_spent is UNSET:
+            raise BenchError(f"an edit came out otherwise: {outcome}")
+        asked = time.monotonic()
+        while any(_state(port)["seq"] < seq for port in ports):
+            time.sleep(0.002)
+        passed["live"] = time.monotonic() - started
+        users.ask(question(f"q{number}", text, min_seq=seq))
+        passed["answer"] = passed["outcome"] + time.monotonic() - asked
+        if number:  # the first of each warms up
+            decided.append(seconds_spent)
+            for name, seconds in passed.items():
+                took[name].append(seconds)
+    for name, some in took.items():
+        baseline = 1000 * statistics.median(decided) if name == "outcome" else None
+        yield Row(f"lag/{name}/median", 1000 * statistics.median(some), "ms", baseline)
+        yield Row(f"lag/{name}/p90", 1000 * statistics.quantiles(some, n=10)[-1], "ms")
+
+
+def _take_over(editors: list[tuple[Child, int]], signum: signal.Signals) -> float:
+    """Seconds until the standby leads; then the other one is its standby."""
+    leads = [_state(port)["role"] == "leading" for _, port in editors]
+    (leader, port), (_, standby) = editors if leads[0] else editors[::-1]
+    started = time.monotonic()
+    leader.send(signum)
+    wait_until(lambda: _state(standby)["role"] == "leading", 120)
+    seconds = time.monotonic() - started
+    leader.stop()
+    leader.start()
+    leader.wait_for(lambda: answers_ok(port, "/ready"), 120)
+    return seconds
+
+
+def _started(stack: ExitStack, command: str, settings: Settings, folder: Path) -> tuple[Child, int]:
+    here = settings.model_copy(update={"port": free_port()})
+    process = worker("infer" if command == "infer" else "edit", here, folder)
+    process.start()
+    stack.callback(process.stop)
+    process.wait_for(lambda: answers_ok(here.port, "/ready"), 120)
+    return process, here.port
+
+
+def _state(port: int) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(status(port, "/state")[1])
+    return found
