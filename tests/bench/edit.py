@@ -7,6 +7,8 @@ once, for its loss. Ours is all that the editor does for a correction but for wh
 
 - `edit/MODEL/20`: a prompt of so many tokens. The floor of a step is one pass forward and one backward through the
   blocks after the edited layer, at those positions that depend on the value.
+- `edit/MODEL/20/waiting`: 16 such corrections that wait, whose values are trained together, against 16 of the
+  textbook's, which takes one after the other. The floor is that of one step over 16 rows.
 - `edit/MODEL/100k`: the same edit with so many entries, each an edit that the guard keeps, and with none.
 """
 
@@ -18,7 +20,7 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from pipeline.edited import correction
 from pipeline.editing import EditEngine
@@ -37,6 +39,9 @@ STEPS = 100
 TOKENS = {"bert-base": (20, 512), "gpt2-small": (20, 200), "t5-v1.1-small": (20, 200)}
 STORED = 100_000
 AGAIN = 5
+FEW_TURNS = 3
+"""Of corrections that wait."""
+
 FEW_STEPS = 4
 """Of the textbook, by which its time for all is told: some of its edits take a quarter of an hour."""
 
@@ -44,6 +49,13 @@ USUAL = 17
 """Steps of a usual edit."""
 
 GOALS = {("bert-base", 20): 12.0, ("bert-base", 512): 60.0, ("gpt2-small", 20): 2.3, ("t5-v1.1-small", 20): 1.3}
+WAITING = 16
+GOALS_WAITING = {
+    ("bert-base", 20): 25.0,
+    ("bert-base", 512): 100.0,
+    ("gpt2-small", 20): 10.0,
+    ("t5-v1.1-small", 20): 4.0,
+}
 PLAN = Plan(recipe=Recipe(max_steps=STEPS, learning_rate=1.0, margin=float("inf")), traffic=0, radius=0.1)
 
 
@@ -81,6 +93,33 @@ def _beside_textbook(subject: Subject, model: EditableModel, tokens: int) -> Ite
     yield Row(f"{name}/frozen-of-ours", whole["frozen"] / seconds, "x")
     yield Row(f"{name}/seconds", seconds, "s", whole["textbook"])
     yield Row(f"{name}/loss-apart", abs(loss - expected) / expected, "relative", 1e-4)
+    together = statistics.median(_all_at_once(subject, model, tokens, 50 * turn) for turn in range(FEW_TURNS))
+    goal = GOALS_WAITING.get((subject.name, tokens))
+    yield Row(f"{name}/waiting/textbook-of-ours", WAITING * whole["textbook"] / together, "x", goal)
+    yield Row(f"{name}/waiting/alone-of-together", WAITING * seconds / together, "x")
+    yield Row(f"{name}/waiting/seconds", together, "s", WAITING * whole["textbook"])
+
+
+def _all_at_once(subject: Subject, model: EditableModel, tokens: int, seed: int) -> float:
+    """CPU seconds of what the editor does for corrections that wait."""
+    engine = _engine(model, PLAN)
+    given = [correction(f"f{n}", *_wrong(subject, model, tokens, seed + n)) for n in range(WAITING)]
+
+    def edit() -> list[int | UnsetType]:
+        ahead = engine.train_ahead([(one, offset) for offset, one in enumerate(given)])
+        steps = []
+        for offset, one in enumerate(given):
+            edited = engine.edit(one, offset, ahead=ahead.get(offset))
+            if edited.record is None or edited.outcome is None:
+                raise BenchError(f"an edit of {subject.name} came out otherwise: {edited.outcome}")
+            engine.apply(edited.record)
+            steps.append(edited.outcome.steps)
+        return steps
+
+    seconds, steps = _timed(edit)
+    if set(steps) != {STEPS}:
+        raise BenchError(f"edits of {subject.name} took other numbers of steps: {steps}")
+    return seconds
 
 
 def _with_entries(subject: Subject, model: EditableModel, count: int, options: Options) -> Iterator[Row]:

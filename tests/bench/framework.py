@@ -35,6 +35,7 @@ BENCHES = {
     "replay": "tests.bench.replay",
     "start": "tests.bench.start",
     "lag": "tests.bench.lag",
+    "memory": "tests.bench.memory",
     "undo": "tests.bench.undo",
     "overhead": "tests.bench.overhead",
     "edit": "tests.bench.edit",

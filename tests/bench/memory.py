@@ -1,0 +1,88 @@
+"""What stored entries take in memory: `make bench NAME=memory`.
+
+A codebook and its index, as a replica holds them, with random keys and values; resident memory of the process before
+and after. The floor is the numbers themselves: key, value and radius as float32, four bytes each; the baseline of each
+row. Names, labels and what the index keeps to rule out keys come on top.
+
+- `memory/replica`: codebook and index.
+- `memory/editor`: these, and the memory of the edits, as when every entry is an edit of its own.
+"""
+
+import ctypes
+import gc
+from collections.abc import Iterator
+
+import numpy as np
+import psutil
+import torch
+from msgspec import UNSET
+from msgspec.structs import replace
+
+from pipeline.codebook import Codebook
+from pipeline.index import KeyIndex
+from pipeline.memory import EditMemory
+from schemas.deltas import GENESIS, Cause, Delta, EntryChange, Tensor, seal
+from tests.bench.framework import Options, Row
+from tests.bench.replay import Made
+
+ENTRIES, FEW = 1_000_000, 50_000
+AT_ONCE = 1000
+GOAL = 1.2
+
+
+def run(options: Options) -> Iterator[Row]:
+    """A replica's memory, and an editor's; `--quick` with a twentieth of the entries."""
+    count = FEW if options.quick else ENTRIES
+    made = Made()
+    floor = count * 4 * (made.width_D + made.width_V + 1)
+    for who in ("replica", "editor"):
+        options.tell(f"{who}: {count} entries of {made.width_D} and {made.width_V} numbers")
+        before = _resident()
+        held = _filled(made, count, with_edits=who == "editor")
+        taken = _resident() - before
+        name = f"memory/{who}/{count}"
+        yield Row(f"{name}/of-floor", taken / floor, "x", GOAL)
+        yield Row(f"{name}/bytes_an_entry", taken / count, "B", floor / count)
+        yield Row(f"{name}/gigabytes", taken / 1e9, "GB", floor / 1e9)
+        del held
+
+
+def _filled(made: Made, count: int, *, with_edits: bool) -> tuple[Codebook, KeyIndex, EditMemory]:
+    codebook, memory = Codebook("default", made.model, made.layer), EditMemory()
+    index = KeyIndex(codebook, torch.device("cpu"))
+    lead = Delta(
+        v=1, codebook="default", model=made.model, layer=made.layer, term=1, seq=1, op="lead",
+        environment={"device": "none"}, digest=b"",
+    )  # fmt: skip
+    record, sealed = seal(lead, GENESIS)
+    codebook.apply(record)
+    generator = np.random.default_rng(0)
+    for seq in range(2, count // AT_ONCE + 2):
+        entries = tuple(_entry(made, f"feedback-{seq:06d}-{number:04d}", generator) for number in range(AT_ONCE))
+        add = replace(lead, seq=seq, op="add", environment=UNSET, entries=entries)
+        record, sealed = seal(add, sealed.digest)
+        applied = codebook.apply(record)
+        assert applied is not None
+        index.refresh(applied)
+        for change in entries if with_edits else ():
+            cause = Cause(feedback_id=change.entry_id, offset=seq, entry_id=change.entry_id)
+            memory.fold(replace(add, entries=(change,), cause=cause), codebook)
+    index.covering(torch.from_numpy(codebook.keys_ND[:1].copy()))
+    return codebook, index, memory
+
+
+def _entry(made: Made, name: str, generator: np.random.Generator) -> EntryChange:
+    return EntryChange(
+        entry_id=name,
+        key=Tensor.of(generator.standard_normal(made.width_D, np.float32)),
+        value=Tensor.of(generator.standard_normal(made.width_V, np.float32)),
+        radius=float(generator.random()),
+        label=(int(generator.integers(1000)), 17, 2),
+    )
+
+
+def _resident() -> int:
+    """Bytes, after what is free was given back."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return int(psutil.Process().memory_info().rss)
