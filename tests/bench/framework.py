@@ -36,6 +36,7 @@ BENCHES = {
     "start": "tests.bench.start",
     "lag": "tests.bench.lag",
     "memory": "tests.bench.memory",
+    "throughput": "tests.bench.throughput",
     "undo": "tests.bench.undo",
     "overhead": "tests.bench.overhead",
     "edit": "tests.bench.edit",

@@ -13,7 +13,9 @@ from typing import Any, Literal
 import structlog
 
 from pipeline import editing
+from pipeline.editing import EditEngine
 from pipeline.follower import Follower
+from pipeline.model import EditableModel
 from pipeline.patient import PatientProducer
 from pipeline.projection import Projection
 from pipeline.radius_store import RadiusStore
@@ -35,8 +37,8 @@ class Step:
 
 
 STEPS = {
-    "training": Step(editing, "train_value", "before", turn=2),
-    "trained": Step(editing, "train_value", "after", turn=2),
+    "training": Step(EditableModel, "judge", "before", turn=15),
+    "decided": Step(EditEngine, "edit", "after", turn=2),
     "term begun": Step(PatientProducer, "begin_transaction", "after"),
     "term sent": Step(PatientProducer, "send", "after", ending="deltas"),
     "term committed": Step(PatientProducer, "commit_transaction", "after"),
@@ -81,12 +83,11 @@ def arm(name: str, signum: signal.Signals = signal.SIGKILL) -> None:
 
 
 def train_slowly(seconds: float) -> None:
-    """From now on each value is trained over and over for so long, with all that training keeps other threads from.
+    """From now on each value that is trained alone is so over and over for so long, which keeps other threads waiting.
 
     The log says `training_slowly` as it begins.
     """
-    step = STEPS["training"]
-    train: Callable[..., Any] = getattr(step.owner, step.call)
+    train: Callable[..., Any] = getattr(editing, "train_value")  # noqa: B009  (it is imported there)
 
     def trained(*arguments: Any) -> Any:
         log.info("training_slowly", seconds=seconds)
@@ -96,7 +97,7 @@ def train_slowly(seconds: float) -> None:
             if time.monotonic() > end:
                 return done
 
-    setattr(step.owner, step.call, trained)
+    setattr(editing, "train_value", trained)  # noqa: B010
 
 
 def undo_slowly(seconds: float) -> None:

@@ -37,7 +37,7 @@ SNAPSHOT_EVERY = 5
 SNAPSHOT_STEPS = ("snapshot begun", "snapshot filed")
 """These come only once a snapshot is due."""
 
-SHORT_STEPS = {"trained", "term sent", "delta sent", "committed", "publishing", "snapshot filed"}
+SHORT_STEPS = {"decided", "term sent", "delta sent", "committed", "publishing", "snapshot filed"}
 """At which the editor dies in the short story."""
 
 
