@@ -78,7 +78,7 @@ class Classification(Task):
 
     def supervised(self, inputs: Inputs, label: Label) -> Supervised:
         """One row; one decision."""
-        return Supervised(self.batch([self.tokenize(inputs)]), (torch.tensor(label, device=self.model.device),))
+        return Supervised(self.batch([self.tokenize(inputs)]), (torch.tensor(label, device=self.model.device),), 1)
 
     def logits(self, supervised: Supervised) -> list[Tensor]:
         """The classifier's logits, (1, C) a row."""

@@ -173,16 +173,20 @@ class EditEngine:
         """Train the values that corrections would take if each were decided on now, those of similar length together.
 
         By offset, of those that need one. A value depends on nothing that another correction changes, unless it starts
-        from an entry's (`init=label`): then there are none. The decisions are made by `edit`, one after the other.
-        `at_work` is called at each step of training.
+        from an entry's (`init=label`): then there are none, nor of a model that cannot be trained with padding. The
+        decisions are made by `edit`, one after the other. `at_work` is called at each step of training.
 
         Raises:
             Whatever the model does on one of them.
         """
-        if self.plan.init == "label":
+        if self.plan.init == "label" or not self.model.pads():
             return {}
-        cases = (self._case(feedback, offset) for feedback, offset in corrections)
-        wanting = [case for case in cases if isinstance(case, Case) and self._wants_value(case)]
+        wanting = []
+        for feedback, offset in corrections:
+            at_work()
+            case = self._case(feedback, offset)
+            if isinstance(case, Case) and self._wants_value(case):
+                wanting.append(case)
         found: dict[int, Ahead] = {}
         for group in _of_similar_length(wanting):
             if len(group) > 1:
@@ -308,9 +312,8 @@ class EditEngine:
         start_V = self._start(case)
         if case.known_V is not None:
             return self._publish(case, decision, case.known_V)
-        if case.ahead is not None and case.ahead.trained.converged:
-            trained = case.ahead.trained
-        else:  # what was found with others in vain is looked for alone
+        trained = None if case.ahead is None else self._proved(case, case.ahead.trained)
+        if trained is None:
             case = replace(case, ahead=None)
             trained = train_value(self.model, case.rest, start_V, self.plan.recipe)
         loss = trained.verdict.loss if math.isfinite(trained.verdict.loss) else UNSET
@@ -318,6 +321,13 @@ class EditEngine:
             reason = f"no value was found in {trained.steps} steps; the loss is still {trained.verdict.loss:.3g}"
             return rejected(case.feedback, reason, steps=trained.steps, loss=loss)
         return self._publish(case, decision, trained.value_V, steps=trained.steps, loss=loss)
+
+    def _proved(self, case: Case, trained: Trained) -> Trained | None:
+        """A value that was trained with others, if it is right on its own as well; else it is to be trained alone."""
+        if not trained.converged:
+            return None
+        found = self.model.gives(case.rest, torch.from_numpy(trained.value_V))
+        return replace(trained, verdict=found) if found.right else None
 
     def _publish(self, case: Case, decision: Decision, value_V: np.ndarray | None, **told: object) -> Edited:
         """Decision, value and guard as one delta."""

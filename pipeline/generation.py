@@ -141,7 +141,7 @@ class CausalGeneration(Generation):
         prompt_1T = mask_1T.clone()
         prompt_1T[:, len(prompt) :] = 0
         batch = Batch({"input_ids": ids_1T, "attention_mask": mask_1T}, prompt_1T)
-        return Supervised(batch, (torch.tensor(label, device=device),))
+        return Supervised(batch, (torch.tensor(label, device=device),), len(label))
 
     def together(self, rows: Sequence[Supervised]) -> Supervised:
         """The last tokens of all prompts stand in one column; positions are counted from each row's first token."""
@@ -175,8 +175,7 @@ class CausalGeneration(Generation):
         return logits, replace_in(supervised, batch=Batch({**kwargs, **later}, mask_BT[:, before:]), earlier=earlier)
 
     def _passed(self, supervised: Supervised, cache: DynamicCache | None) -> list[Tensor]:
-        count = max(map(len, supervised.labels))
-        extra = {"logits_to_keep": count} if self._takes("logits_to_keep") else {}
+        extra = {"logits_to_keep": supervised.columns} if self._takes("logits_to_keep") else {}
         kept = {} if cache is None else {"past_key_values": cache}
         found = self.model(**supervised.batch.kwargs, **extra, **kept, use_cache=cache is not None)
         return _of_labels(found.logits, supervised)
@@ -207,7 +206,8 @@ class Seq2SeqGeneration(Generation):
         batch = self.batch([self.tokenize(inputs)])
         decoder_1T = torch.tensor([[*self._first, *label[:-1]]], device=self.model.device)
         kwargs = {**batch.kwargs, "decoder_input_ids": decoder_1T}
-        return Supervised(Batch(kwargs, batch.mask_BT), (torch.tensor(label, device=self.model.device),))
+        labels = (torch.tensor(label, device=self.model.device),)
+        return Supervised(Batch(kwargs, batch.mask_BT), labels, len(label))
 
     def logits(self, supervised: Supervised) -> list[Tensor]:
         """The decoder's last positions are the label's."""
@@ -238,8 +238,8 @@ class Seq2SeqGeneration(Generation):
 
 
 def _of_labels(logits_BTC: Tensor, supervised: Supervised) -> list[Tensor]:
-    """The logits of each row's label: all labels begin in one column, and the longest ends in the last."""
-    first = logits_BTC.shape[1] - max(map(len, supervised.labels))
+    """The logits of each row's label: all labels begin in one column."""
+    first = logits_BTC.shape[1] - supervised.columns
     return [
         row_TC[first : first + len(label_L)].float()
         for row_TC, label_L in zip(logits_BTC, supervised.labels, strict=True)

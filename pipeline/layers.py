@@ -1,7 +1,7 @@
 """Names of a model's modules, as the paper writes them: `encoder.block[4].layer[1].DenseReluDense.wo`."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -90,16 +90,17 @@ class Prefix:
         blocks: Sequence[nn.Module] = (),
         block: nn.Module | None = None,
         layer: Any = None,
+        only: Collection[nn.Module] | None = None,
         outputs: Mapping[nn.Module, Any] | None = None,
     ) -> None:
-        self._blocks, self._block, self._layer = blocks, block, layer
+        self._blocks, self._block, self._layer, self._only = blocks, block, layer, only
         self._outputs = dict(outputs or {})
 
     @classmethod
-    def of(cls, model: nn.Module, path: str) -> Self:
-        """What runs before the layer at `path`; nothing, where that is in no stack of blocks."""
+    def of(cls, model: nn.Module, path: str, only: Collection[nn.Module] | None = None) -> Self:
+        """What runs before the layer at `path`, of these modules only; nothing, where that is in no stack of blocks."""
         blocks, number = block_list(model, path)
-        return cls(blocks[:number], blocks[number], model.get_submodule(path)) if blocks else cls()
+        return cls(blocks[:number], blocks[number], model.get_submodule(path), only) if blocks else cls()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -134,7 +135,12 @@ class Prefix:
     def rows(self, kept: Sequence[int]) -> Self:
         """Some of the rows: later passes are over them."""
         outputs = {module: _rows(output, list(kept)) for module, output in self._outputs.items()}
-        return type(self)(self._blocks, self._block, self._layer, outputs)
+        return type(self)(self._blocks, self._block, self._layer, self._only, outputs)
+
+    def of_rows(self) -> set[nn.Module]:
+        """Of a pass over one row of several tokens: the modules that put out something for each row."""
+        firsts = {module: _first(output) for module, output in self._outputs.items()}
+        return {module for module, first in firsts.items() if len(first) == 1}
 
     @contextmanager
     def skipping(self) -> Iterator[None]:
@@ -162,13 +168,18 @@ class Prefix:
         self._outputs = {}
         covered: set[nn.Module] = set()
         for module in (*self._blocks[-1:], *([] if self._block is None else self._block.modules())):
-            if module in found and module not in covered and _is_of_tokens(found[module]):
+            allowed = self._only is None or module in self._only
+            if allowed and module in found and module not in covered and _is_of_tokens(found[module]):
                 self._outputs[module] = found[module]
                 covered.update(module.modules())
 
 
+def _first(output: Any) -> Any:
+    return output[0] if isinstance(output, tuple) and output else output
+
+
 def _is_of_tokens(output: Any) -> bool:
-    first = output[0] if isinstance(output, tuple) and output else output
+    first = _first(output)
     return isinstance(first, Tensor) and first.dim() == 3
 
 

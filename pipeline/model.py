@@ -120,6 +120,9 @@ class EditableModel:
         if self.task.query == "first":
             self._last = FirstToken.of(model, self.layer, self.adaptor.replace)
         self._shortcuts: Shortcuts | None = None
+        self._of_rows: set[torch.nn.Module] | None = None
+        """What may be kept of a pass, once a probe has told."""
+        self._pads: bool | None = None
 
     @classmethod
     def load(
@@ -182,6 +185,38 @@ class EditableModel:
             logits, rest = self._passed(supervised, self._shortcuts)
         return verdict(logits[0], supervised.labels[0])[0], session, rest
 
+    def pads(self) -> bool:
+        """Whether rows of different lengths are trained in one pass as each is alone, rounding apart, on a probe.
+
+        They are not where padding reaches what is not padding, as in a convolution, or counts as a position.
+        """
+        if self._pads is None:
+            self._pads = self._pads_on_probe()
+        return self._pads
+
+    def _pads_on_probe(self) -> bool:
+        label = (0,) * (1 if isinstance(self.task, Classification) else 3)
+        try:
+            rows = [self.task.supervised(TEXTS[0], label), self.task.supervised(" ".join(TEXTS[1:3]), label[:1])]
+        except InputError:
+            return False
+        starts = [self._output(row) for row in rows]
+        expected = [self._slope(self.rest_of([row]), start_V) for row, start_V in zip(rows, starts, strict=True)]
+        try:
+            both = self.rest_of(rows)
+            found = self._slopes(both, torch.stack(starts))
+            found += [self._slope(both.rows([place]), starts[place]) for place in range(len(rows))]
+        except Exception as error:  # noqa: BLE001  (a model that takes no padding fails anyhow)
+            raise_if_broken(error)
+            return False
+        return all(self._agree(ours, theirs) for ours, theirs in zip(found, expected * 2, strict=True))
+
+    def _output(self, supervised: Supervised) -> Tensor:
+        """The module's own output (V) where a value of the first row would go."""
+        with torch.no_grad(), self.adaptor.watching(supervised.batch.mask_BT) as session:
+            self.task.logits(supervised)
+        return session.outputs_BV[0]
+
     def rest_of(self, rows: Sequence[Supervised]) -> Rest:
         """What is left for other values of one pass over several corrections."""
         supervised = self.task.together(rows)
@@ -194,7 +229,7 @@ class EditableModel:
         """Logits of the whole pass, and what is left of it for other values."""
         if shortcuts == "none":
             return self.task.logits(supervised), Rest(supervised, Prefix())
-        prefix = Prefix.of(self.module, self.layer)
+        prefix = Prefix.of(self.module, self.layer, self._of_rows)
         with prefix.recording():
             logits, left = self.task.keeping(supervised, self.adaptor.replace)
         last = self._last if shortcuts == "all" else None
@@ -216,9 +251,7 @@ class EditableModel:
         except InputError:
             return "none"
         mask_BT = supervised.batch.mask_BT
-        with torch.no_grad(), self.adaptor.watching(mask_BT) as session:
-            self.task.logits(supervised)
-        start_V = session.outputs_BV[0]
+        start_V = self._output(supervised)
         wave_V = torch.cos(torch.arange(len(start_V), device=self.device)) * start_V.abs().mean()
         expected = [self._slope(Rest(supervised, Prefix()), value_V) for value_V in (start_V, wave_V)]
         choices: tuple[Shortcuts, ...] = ("all", "no narrowing")
@@ -226,6 +259,10 @@ class EditableModel:
             try:
                 with torch.no_grad(), self.adaptor.watching(mask_BT):
                     _, rest = self._passed(supervised, shortcuts)
+                if self._of_rows is None:
+                    self._of_rows = rest.prefix.of_rows()
+                    with torch.no_grad(), self.adaptor.watching(mask_BT):
+                        _, rest = self._passed(supervised, shortcuts)
                 found = [self._slope(rest, value_V) for value_V in (start_V, wave_V)]
             except Exception as error:  # noqa: BLE001  (a model that is built in another way fails anyhow)
                 raise_if_broken(error)
@@ -236,11 +273,15 @@ class EditableModel:
 
     def _slope(self, rest: Rest, value_V: Tensor) -> Tensor:
         """The loss with a value in place, and its derivative by each of the value's numbers: (1 + V)."""
-        value_V = value_V.clone().requires_grad_()
+        return self._slopes(rest, value_V[None])[0]
+
+    def _slopes(self, rest: Rest, values_BV: Tensor) -> list[Tensor]:
+        """Likewise, of each row."""
+        values_BV = values_BV.clone().requires_grad_()
         with torch.enable_grad():
-            ((_, loss),) = self.judge(rest, value_V[None])
-        (slope_V,) = torch.autograd.grad(loss, value_V)
-        return torch.cat([loss.detach()[None], slope_V])
+            losses_B = torch.stack([loss for _, loss in self.judge(rest, values_BV)])
+        (slopes_BV,) = torch.autograd.grad(losses_B.sum(), values_BV)
+        return list(torch.cat([losses_B.detach()[:, None], slopes_BV], dim=1))
 
     def _agree(self, ours: Tensor, theirs: Tensor) -> bool:
         allowed = 1e-3 if self.module.dtype in (torch.float32, torch.float64) else 0.05

@@ -32,6 +32,9 @@ from pipeline.undo import undo
 from schemas.deltas import Delta, EntryChange, Seen, Tensor, decode_delta
 from schemas.messages import Feedback
 
+GROUPS = 64
+"""Of values that were trained together; as many as an editor can have made at once."""
+
 
 class Compared(Struct):
     """How far the retrained history is the recorded one.
@@ -77,7 +80,7 @@ class Retraining:
         self._engine: EditEngine | None = None
         self._term = 0
         self._ahead: dict[tuple[int, ...], dict[int, Ahead]] = {}
-        """What was trained together last, by offsets: the next decisions may want the rest of it."""
+        """What was trained together of late, by offsets: the next decisions may want the rest of it."""
         self._fruitless: dict[tuple[int, int], list[Fruitless]] = defaultdict(list)
         """By term and seq of the codebook."""
         for one in fruitless:
@@ -203,7 +206,9 @@ class Retraining:
         """What comes of training the values of the feedback at these offsets in one batch."""
         if together not in self._ahead:
             corrections = [(self._feedback(offset, f"a batch with offset {offset}"), offset) for offset in together]
-            self._ahead = {together: engine.train_together(corrections)}
+            while len(self._ahead) >= GROUPS:
+                del self._ahead[next(iter(self._ahead))]
+            self._ahead[together] = engine.train_together(corrections)
         return self._ahead[together]
 
     def _apply(self, record: bytes) -> None:

@@ -86,7 +86,9 @@ class Settings(BaseSettings):
     max_steps: int = Field(100, ge=1, description="Optimisation steps after which an edit is given up.")
     learning_rate: FiniteFloat = Field(2.0, gt=0, description="Adam's learning rate for values.")
     margin: FiniteFloat = Field(3.0, ge=0, description="Logit margin at which a value counts as trained.")
-    edit_batch: int = Field(16, ge=1, description="Waiting corrections whose values are trained together, at most.")
+    edit_batch: int = Field(
+        16, ge=1, le=64, description="Waiting corrections whose values are trained together, at most."
+    )
     init: Literal["layer", "label", "random"] = Field(
         "layer", description="A value starts as the layer's own output, as that of an entry of its label, or at random."
     )

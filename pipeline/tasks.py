@@ -43,11 +43,13 @@ class Supervised:
     Attributes:
         batch: What goes through the model; each of its arguments is a tensor whose first dimension is that of the rows.
         labels: Of each row token ids, or a class index, (L).
+        columns: At the end of a row's pass, for its label; as many as the longest label of all rows took.
         earlier: Of a causal model, the keys and values of each block at positions before the batch's first.
     """
 
     batch: Batch
     labels: tuple[Tensor, ...]
+    columns: int
     earlier: tuple[tuple[Tensor, Tensor], ...] = ()
 
     @property
@@ -178,7 +180,8 @@ class Task(ABC):
         }
         masks = [row.batch.mask_BT for row in rows if row.batch.mask_BT is not None]
         mask_BT = _stacked(masks, leads, 0) if masks else None
-        return Supervised(Batch(kwargs, mask_BT), tuple(label_L for row in rows for label_L in row.labels))
+        labels = tuple(label_L for row in rows for label_L in row.labels)
+        return Supervised(Batch(kwargs, mask_BT), labels, max(row.columns for row in rows))
 
     def _padding(self, name: str) -> int:
         return int(self.tokenizer.pad_token_id) if name.endswith("input_ids") else 0

@@ -63,7 +63,7 @@ class PointTask(Task):
 
     def supervised(self, inputs: Inputs, label: Label) -> Supervised:
         points_11D = torch.tensor([[[float(number) for number in str(inputs).split()]]])
-        return Supervised(Batch({"points_B1D": points_11D}, None), (torch.tensor(label),))
+        return Supervised(Batch({"points_B1D": points_11D}, None), (torch.tensor(label),), 1)
 
     def logits(self, supervised: Supervised) -> list[Tensor]:
         return list(self._logits(supervised.batch.kwargs["points_B1D"]))
@@ -84,7 +84,7 @@ class PointModel(EditableModel):
         self.module.requires_grad_(requires_grad=False)
         self.layer, self.dtype, self.fingerprint = "", "float32", MODEL
         self.device = torch.device("cpu")
-        self.task, self._shortcuts = PointTask(self.module), "none"
+        self.task, self._shortcuts, self._pads = PointTask(self.module), "none", True
         self.adaptor = Adaptor(self.module, "last", "last")
 
 

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 from msgspec import UNSET
+from transformers import ConvBertConfig, ConvBertForSequenceClassification
 
 from pipeline.edited import correction
 from pipeline.editing import EditEngine
-from pipeline.model import EditableModel
+from pipeline.model import EditableModel, Rest
 from pipeline.plan import Plan
 from pipeline.tasks import Supervised
 from pipeline.training import Recipe, Trained, train_value, train_values
@@ -18,7 +19,7 @@ from schemas.deltas import Cause, Delta, decode_delta
 from schemas.messages import Feedback, encode
 from tests.unit.engine.points import PointModel, at, engine
 from tests.unit.engine.recorded import PLAN, Recorded
-from tests.unit.engine.tiny import CODEBOOK, WORDS, editable, index_of, new_codebook, texts
+from tests.unit.engine.tiny import CODEBOOK, LIMITS, SIZE, WORDS, editable, index_of, new_codebook, texts, tokenizer
 
 TEXTS = texts(5, seed=4)
 SHORT = Recipe(max_steps=10, margin=1e9)
@@ -72,6 +73,50 @@ def test_each_stops_by_itself(model: EditableModel, kind: str) -> None:
         assert trained.converged == by_itself.converged
         value_V = torch.from_numpy(trained.value_V)
         assert model.gives(model.rest_of([row]), value_V).margin == pytest.approx(trained.verdict.margin, abs=0.05)
+
+
+def test_rows_that_are_left_are_as_before(model: EditableModel, kind: str) -> None:
+    """Also once the one with the longest label has gone."""
+    rows = passes(model, kind)
+    starts_BV = torch.stack([start(model, row) for row in rows])
+    rest = model.rest_of(rows)
+    whole = [float(loss) for _, loss in model.judge(rest, starts_BV)]
+    longest = max(range(len(rows)), key=lambda row: len(rows[row].labels[0]))
+    for kept in ([row for row in range(len(rows)) if row != longest], [0], [len(rows) - 1]):
+        found = [float(loss) for _, loss in model.judge(rest.rows(kept), starts_BV[kept])]
+        assert found == pytest.approx([whole[row] for row in kept], rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "layer", ["encoder.block[0].layer[0].SelfAttention.o", "decoder.block[0].layer[0].SelfAttention.o"]
+)
+def test_what_a_module_puts_out_for_all_rows_is_no_row(layer: str) -> None:
+    """The first block of a T5 makes a table of positions, (T, T, heads), before the layer."""
+    model = editable("t5-encoder", layer=layer)
+    rows = passes(model, "t5-encoder")
+    rows = [next(row for row in rows if row.tokens == tokens) for tokens in {row.tokens for row in rows}]
+    starts = [start(model, row) for row in rows]
+    found = train_values(model, model.rest_of(rows), starts, SHORT)
+    for row, trained in zip(rows, found, strict=True):
+        assert_alike(trained.value_V, alone(model, row, SHORT).value_V, 1e-3)
+    assert model.pads()
+
+
+def test_padding_counts_in_none_of_the_usual_models(model: EditableModel) -> None:
+    assert model.pads()
+
+
+def test_a_model_in_which_padding_counts_is_not_trained_so() -> None:
+    """Its convolutions reach over what is masked."""
+    config = ConvBertConfig(
+        vocab_size=SIZE, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        embedding_size=32, head_ratio=2, conv_kernel_size=5, num_labels=3, pad_token_id=0, initializer_range=0.5,
+    )  # fmt: skip
+    module = ConvBertForSequenceClassification(config)
+    made = EditableModel(module, tokenizer("bert"), "convbert.encoder.layer[1].output.dense", limits=LIMITS)
+    assert not made.pads()
+    given = [(correction(f"f{number}", text, "1"), number) for number, text in enumerate(TEXTS)]
+    assert EditEngine(made, CODEBOOK, Plan(traffic=0)).train_ahead(given) == {}
 
 
 def test_the_same_rows_give_the_same_bits(model: EditableModel, kind: str) -> None:
@@ -159,14 +204,29 @@ def test_inputs_of_other_lengths_are_trained_apart() -> None:
     assert {found.together for found in ahead.values()} == {(0, 2), (1, 3)}
 
 
-def test_what_is_not_found_with_others_is_looked_for_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def proof(made: EditEngine, one: Feedback, delta: Delta) -> tuple[Rest, torch.Tensor]:
+    """The pass of a correction, and the value of its delta."""
+    assert one.inputs is not UNSET
+    assert one.target is not UNSET
+    value = delta.entries[0].value
+    assert value is not UNSET
+    return made.model.rest_of([made.model.supervised(one.inputs, one.target)[1]]), torch.from_numpy(
+        value.array().copy()
+    )
+
+
+def test_what_is_not_right_by_itself_is_looked_for_alone() -> None:
     made = engine(PLAN)
     given = [correction("a", at(2, 2), "1"), correction("b", at(4, 4), "2")]
     ahead = made.train_ahead([(one, offset) for offset, one in enumerate(given)])
     vain = replace(ahead[0], trained=replace(ahead[0].trained, converged=False))
-    edited = made.edit(given[0], 0, ahead=vain)
-    assert edited.record is not None
-    assert cause(decode_delta(edited.record)).together == ()
+    wrong = replace(ahead[0], trained=replace(ahead[0].trained, value_V=np.zeros_like(ahead[0].trained.value_V)))
+    for found in (vain, wrong):
+        edited = made.edit(given[0], 0, ahead=found)
+        assert edited.record is not None
+        delta = decode_delta(edited.record)
+        assert cause(delta).together == ()
+        assert made.model.gives(*proof(made, given[0], delta)).right
 
 
 def history() -> Recorded:

@@ -1,0 +1,121 @@
+"""What a replica answers in a second beside a bare loop: `make bench NAME=throughput`.
+
+The demo's two models: a classifier of some milliseconds a text, where everything around the model counts most, and a
+language model. A replica works through a backlog on a local Kafka and Valkey; the loop, in this process and with
+nothing but the unwrapped model, runs the same texts in the same micro-batches, tokenised before. Both have one thread
+for the model. They take turns, and medians of requests a second are compared.
+
+- `throughput/MODEL/of-bare`: the replica's rate of the loop's; 1 is the floor of everything around the model.
+- `throughput/MODEL/model-share`: the share of the replica's seconds in which its model was at work.
+"""
+
+import itertools
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from deploy.local.backends import kafka_backend, redis_backend
+from deploy.local.processes import Child, answers_ok, free_port
+from deploy.models import DEMO, layer_of
+from pipeline.clients import producer
+from pipeline.model import EditableModel
+from pipeline.settings import Settings, load_settings
+from pipeline.topics import create_topics
+from schemas.messages import Parameters
+from tests.bench.framework import BenchError, Options, Row
+from tests.bench.workers import worker
+from tests.integration.running import metric
+from workers.boot import load_model
+
+REQUESTS = {"intent": 4000, "smollm2": 160}
+TURNS = 3
+NEW_TOKENS = 16
+GOAL = 0.95
+
+
+def run(options: Options) -> Iterator[Row]:
+    """Both models; `--quick` with a tenth of the requests, once."""
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        folder = Path(name)
+        kafka = stack.enter_context(kafka_backend(folder / "kafka", report=options.tell))
+        redis = stack.enter_context(redis_backend(folder / "redis"))
+        for kind, count in REQUESTS.items():
+            settings = load_settings(
+                kafka=kafka.address, redis=redis.address, prefix=f"bench-{os.getpid()}-{kind}-", model=kind,
+                layer=layer_of(load_settings(model=kind)), max_new_tokens=NEW_TOKENS, threads=1,
+                device=options.device, port=free_port(),
+            )  # fmt: skip
+            create_topics(settings, 1, 1)
+            yield from _beside_bare(settings, count // 10 if options.quick else count, folder, options)
+
+
+def _beside_bare(settings: Settings, count: int, folder: Path, options: Options) -> Iterator[Row]:
+    texts = list(itertools.islice(itertools.cycle(_texts(settings.model)), count))
+    model = load_model(settings)
+    rates: dict[str, list[float]] = {"bare": [], "replica": []}
+    busy: list[float] = []
+    with ExitStack() as stack:
+        replica = worker("infer", settings, folder)
+        replica.start()
+        stack.callback(replica.stop)
+        replica.wait_for(lambda: answers_ok(settings.port, "/ready"), 120)
+        sender = producer(settings, linger_ms=20)
+        stack.callback(sender.close, timeout=5)
+        for turn in range(1 if options.quick else TURNS):
+            options.tell(f"{settings.model}: the bare loop, and then a replica")
+            rates["bare"].append(_bare(model, texts, settings.batch))
+            for number, text in enumerate(texts):
+                value = json.dumps({"v": 1, "request_id": f"{turn}-{number}", "inputs": text}).encode()
+                sender.send(settings.topic("requests"), value=value, partition=0)
+            sender.flush()
+            rate, share = _answered(replica, settings, count * turn, count)
+            rates["replica"].append(rate)
+            busy.append(share)
+    medians = {who: statistics.median(some) for who, some in rates.items()}
+    name = f"throughput/{settings.model}"
+    yield Row(f"{name}/of-bare", medians["replica"] / medians["bare"], "x", GOAL)
+    yield Row(f"{name}/model-share", statistics.median(busy), "share")
+    yield Row(f"{name}/requests_per_second", medians["replica"], "1/s", medians["bare"])
+
+
+def _bare(model: EditableModel, texts: Sequence[str], size: int) -> float:
+    """Requests a second."""
+    prompts = [model.task.tokenize(text) for text in texts]
+    started = time.perf_counter()
+    with torch.inference_mode():
+        for first in range(0, len(prompts), size):
+            some = prompts[first : first + size]
+            model.task.run(model.task.batch(some), [Parameters()] * len(some))
+    return len(prompts) / (time.perf_counter() - started)
+
+
+def _answered(replica: Child, settings: Settings, before: int, count: int) -> tuple[float, float]:
+    """Requests a second over the middle of a backlog, and the share of that time in which the model was at work."""
+    marks = []
+    for share in (0.1, 0.9):
+        replica.wait_for(lambda: _done(settings) >= before + share * count, 600, 0.01)  # noqa: B023  (called at once)
+        marks.append((time.perf_counter(), _done(settings), metric(settings.port, "gracestream_model_seconds_sum")))
+    (began, first, idle), (ended, last, busy) = marks
+    if last <= first:
+        raise BenchError("the backlog was too short to be measured")
+    replica.wait_for(lambda: _done(settings) >= before + count, 600, 0.01)
+    return (last - first) / (ended - began), (busy - idle) / (ended - began)
+
+
+def _done(settings: Settings) -> float:
+    try:
+        return metric(settings.port, "gracestream_batch_size_sum")
+    except StopIteration:  # none yet
+        return 0.0
+
+
+def _texts(kind: str) -> list[str]:
+    file, field = ("intents.jsonl", "text") if kind == "intent" else ("facts.jsonl", "prompt")
+    return [json.loads(line)[field] for line in (DEMO / file).read_text(encoding="utf-8").splitlines()]
