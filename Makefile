@@ -36,7 +36,7 @@ test: setup  ## lint, types and all tests, on a real Kafka and a real Valkey
 chaos: setup  ## kill, hang and cut off everything, several times; ROUNDS=5
 	$(BIN)/pytest -s tests/chaos --chaos $(ROUNDS)
 
-bench: setup  ## measurements; NAME=quality, overhead, edit, backpressure, replay or undo
+bench: setup  ## measurements; NAME=quality, edit, overhead, memory, throughput, lag, ...
 	$(BIN)/python -m tests.bench $(NAME)
 
 schemas: setup  ## write the JSON Schemas and the AsyncAPI document anew

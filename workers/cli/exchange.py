@@ -38,6 +38,9 @@ def exchange(
     Raises:
         typer.Exit: with that status.
     """
+    if not messages:
+        notes.print("there were no lines, so nothing was sent")
+        return
     client = Client(settings)
     try:
         if not wait:

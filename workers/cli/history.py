@@ -163,13 +163,19 @@ def compare(
 def _retrained(settings: Settings, records: list[bytes]) -> tuple[Codebook, list[bytes], dict[str, Any]]:
     """The codebook that training anew gives, its records, and how they compare."""
     from pipeline.environment import environment  # noqa: PLC0415
+    from pipeline.layers import LayerError  # noqa: PLC0415
     from pipeline.retraining import Retraining  # noqa: PLC0415
     from workers.boot import load_model  # noqa: PLC0415
 
     lead = decode_delta(records[0])
     if "layer" not in settings.model_fields_set:
         settings = settings.model_copy(update={"layer": lead.layer})
-    model = load_model(settings)
+    try:
+        model = load_model(settings)
+    except LayerError as error:
+        raise LayerError(
+            f"the history is of a model with a layer {lead.layer!r}; set --model as it was: {error}"
+        ) from error
     history = KafkaHistory(settings)
     fruitless = list(history.fruitless())  # before the feedback: all of theirs is there then
     retraining = Retraining(model, history.corrections(0), lambda plan: environment(model, plan), fruitless)

@@ -46,6 +46,7 @@ def calibrate(
     Each line is a text or an object with `inputs` and, where there is one, `rephrase`: other words for the same.
     Example: gracestream calibrate requests.jsonl --layer 'model.layers[20].mlp.up_proj'
     """
+    from deploy.models import layer_of  # noqa: PLC0415
     from pipeline.calibration import Sample, calibrate_layer  # noqa: PLC0415
     from workers.boot import load_model  # noqa: PLC0415
 
@@ -55,9 +56,8 @@ def calibrate(
             samples.append(msgspec.convert({"inputs": fields} if isinstance(fields, str) else fields, Sample))
         except msgspec.ValidationError as error:
             raise typer.BadParameter(f"{lines}, line {number}: {error}") from error
-    settings = load_settings(model=model)
     measured = []
-    for path in layer or [settings.layer]:
+    for path in layer or [layer_of(load_settings(model=model))]:
         loaded = load_model(load_settings(model=model, layer=path))
         measured.append(calibrate_layer(loaded, samples))
     if as_json:
