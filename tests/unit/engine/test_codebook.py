@@ -1,6 +1,7 @@
 """The codebook is the fold of its records: equal records, equal bits; a faulty record changes nothing at all."""
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -67,7 +68,10 @@ FAULTS: dict[str, Callable[[Codebook], bytes]] = {
         c, altered(NEW, value=Tensor(dtype="float32", shape=(2**31, 0, 2**31), data=b""))
     ),
     "a key of no dimension": lambda c: sealed(c, altered(NEW, key=Tensor(dtype="float32", shape=(), data=bytes(4)))),
-    "numbers of another type": lambda c: sealed(c, NEW).replace(b"float32", b"float64"),
+    "numbers of another type": lambda c: sealed(
+        c,
+        altered(NEW, key=Tensor(dtype="float64", shape=(3,), data=bytes(24))),  # type: ignore[arg-type]
+    ),
     "a key that is not a number": lambda c: sealed(c, altered(NEW, key=raw([1, np.nan, 3]))),
     "an infinite value": lambda c: sealed(c, altered(NEW, value=raw([1, np.inf, 3]))),
     "a negative radius": lambda c: sealed(c, altered(NEW, radius=-1.0)),
@@ -90,15 +94,58 @@ FAULTS: dict[str, Callable[[Codebook], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_faulty_record_raises_and_leaves_the_codebook_as_it_was(fault: str) -> None:
+REASONS = {
+    "delta 4 of term 1 follows 2": ["a gap"],
+    "delta 2 of term 1 follows 2": ["the same seq again"],
+    "is of term 2 after term 1": ["a higher term without a lead"],
+    "(lead) is of term 1 after term 1": ["a lead of the present term"],
+    "is of model": ["another model"],
+    "set GRACESTREAM_LAYER": ["another layer"],
+    "set GRACESTREAM_CODEBOOK": ["another codebook"],
+    "does not continue the chain": ["a digest of another chain", "a flipped byte", "a wrong digest"],
+    "truncated": ["a record cut short", "no record"],
+    "has a key of shape": [
+        *("a key of another width", "a key of two dimensions", "a key of no numbers", "a key of no dimension"),
+    ],
+    "has a value of shape (4,), not (3,)": ["a value of another width"],
+    "do not fill a float32 tensor": [
+        *("fewer bytes than the shape says", "a key of more bytes than the shape says"),
+        "a value whose shape is larger than any memory",
+    ],
+    "array is too big": ["a value whose shape is larger than any memory and empty"],
+    "'float64'": ["numbers of another type"],
+    "a number that is not finite": ["a key that is not a number", "an infinite value"],
+    ">= 0.0 - at `$.entries[0].radius`": [
+        *("a negative radius", "a radius that is not a number", "a radius of a known entry that is not a number"),
+    ],
+    "e+38 - at `$.entries[0].radius`": ["an infinite radius", "a radius beyond float32"],
+    "has the radius -0.0": ["a radius of minus zero"],
+    "a label of 65537 numbers": ["a label without end"],
+    "not 1 to 256": ["an id without end", "an id of nothing", "an id without end removed"],
+    "cannot be removed: it is not there": ["an unknown entry removed"],
+    "lacks its key, value, radius or label": [
+        f"a new entry without a {name}" for name in ("key", "value", "radius", "label")
+    ],
+    "names an entry twice": ["one entry removed twice", "an entry removed and then changed"],
+}
+"""Why each is refused."""
+
+
+@pytest.mark.parametrize(
+    ("reason", "fault"), [(reason, fault) for reason, faults in REASONS.items() for fault in faults]
+)
+def test_a_faulty_record_raises_and_leaves_the_codebook_as_it_was(reason: str, fault: str) -> None:
     codebook = filled(KEYS)
     before = state(codebook)
-    with pytest.raises(DeltaFault, match=r".") as caught:
+    with pytest.raises(DeltaFault, match=re.escape(reason)) as caught:
         codebook.apply(FAULTS[fault](codebook))
     assert len(str(caught.value)) < 400, "the reason is short, whatever the record holds"
     assert state(codebook) == before
     assert codebook.apply(sealed(codebook, NEW)) is not None
+
+
+def test_every_fault_has_a_reason() -> None:
+    assert sorted(FAULTS) == sorted(fault for faults in REASONS.values() for fault in faults)
 
 
 @pytest.mark.parametrize("bad", [altered(NEW, entry_id="two", key=raw([1.0])), altered(NEW, radius=np.nan)])
