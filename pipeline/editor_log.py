@@ -133,6 +133,9 @@ class EditorLog:
         self._delta_end = 0
         """Where the next record of `deltas` lands, unless somebody else writes one."""
         self._next_feedback = 0
+        """After the last record that was handed out."""
+        self._done = 0
+        """After the last one whose outcome is committed."""
         self._polled = 0.0
         self._rested = 0.0
         self._reader: Any = None
@@ -231,8 +234,8 @@ class EditorLog:
                 self._member.seek(self._feedback, self._next_feedback)  # what came is for later
 
     def behind(self) -> int:
-        """Feedback records that wait."""
-        return max(0, self._end(FEEDBACK) - self._next_feedback)
+        """Feedback records that have no outcome yet."""
+        return max(0, self._end(FEEDBACK) - self._done)
 
     def commit(self, *results: Result) -> None:
         """Write it all, or nothing; the results of records that `poll` handed out, in order and none left out.
@@ -286,7 +289,7 @@ class EditorLog:
         self._writer.commit_transaction()
         if end > self._delta_end:
             self._next_delta, self._delta_end = end, end + 1  # a control record ends the transaction
-        self._rested = time.monotonic()  # the group has taken it of this generation
+        self._done, self._rested = position, time.monotonic()  # the group has taken it of this generation
 
     def _expect(self, offsets: list[int]) -> int:
         """See that deltas landed where the log ended; the offset after them."""

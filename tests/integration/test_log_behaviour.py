@@ -233,6 +233,18 @@ class TestPosition:
         log.commit(Result(0, outcome_of("f0")))
         assert log.behind() == 2
 
+    def test_what_is_handed_out_ahead_is_so_once(self, cluster: Cluster) -> None:
+        log = cluster.leader()
+        cluster.send(FEEDBACK, b"f0", b"f1", b"f2", b"f3")
+        assert [next_offset(log) for _ in range(3)] == [0, 1, 2]
+        log.commit(Result(0, outcome_of("f0")))
+        for _ in range(3):
+            log.stay(0.0)
+        assert next_offset(log) == 3
+        assert log.behind() == 3
+        log.commit(*(Result(offset, outcome_of(f"f{offset}")) for offset in (1, 2, 3)))
+        assert log.behind() == 0
+
 
 def test_an_error_that_would_come_again_does_not_pass() -> None:
     from kafka import errors  # noqa: PLC0415 - a module of two hundred classes, of which four matter here
