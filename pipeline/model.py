@@ -195,7 +195,7 @@ class EditableModel:
         return self._pads
 
     def _pads_on_probe(self) -> bool:
-        label = (0,) * (1 if isinstance(self.task, Classification) else 3)
+        label = self._probe_label()
         try:
             rows = [self.task.supervised(TEXTS[0], label), self.task.supervised(" ".join(TEXTS[1:3]), label[:1])]
         except InputError:
@@ -210,6 +210,10 @@ class EditableModel:
             raise_if_broken(error)
             return False
         return all(self._agree(ours, theirs) for ours, theirs in zip(found, expected * 2, strict=True))
+
+    def _probe_label(self) -> Label:
+        """A class, or a few tokens."""
+        return (0,) * (1 if isinstance(self.task, Classification) else 3)
 
     def _output(self, supervised: Supervised) -> Tensor:
         """The module's own output (V) where a value of the first row would go."""
@@ -245,9 +249,7 @@ class EditableModel:
     def _sound_shortcuts(self) -> Shortcuts:
         """The most of them under which loss and gradient are those of the whole model, rounding apart, on a probe."""
         try:
-            supervised = self.task.supervised(
-                " ".join(TEXTS[:3]), (0,) * (1 if isinstance(self.task, Classification) else 3)
-            )
+            supervised = self.task.supervised(" ".join(TEXTS[:3]), self._probe_label())
         except InputError:
             return "none"
         mask_BT = supervised.batch.mask_BT
