@@ -70,9 +70,16 @@ class Adaptor:
         self._handle.remove()
 
     @contextmanager
-    def serving(self, mask_BT: Tensor | None, codebook: Codebook, index: KeyIndex) -> Iterator[Session]:
-        """Answer from the codebook where a query lies in a ball."""
-        with self._open(Session(mask_BT, lookup=lambda queries_BD: _look_up(queries_BD, codebook, index))) as session:
+    def serving(
+        self, mask_BT: Tensor | None, codebook: Codebook, index: KeyIndex, settle: Callable[[], None] = lambda: None
+    ) -> Iterator[Session]:
+        """Answer from the codebook, as `settle` leaves it just before the look-up, where a query lies in a ball."""
+
+        def lookup(queries_BD: Tensor) -> tuple[Tensor, Tensor, list[Hit | None]]:
+            settle()
+            return _look_up(queries_BD, codebook, index)
+
+        with self._open(Session(mask_BT, lookup=lookup)) as session:
             yield session
 
     @contextmanager

@@ -2,8 +2,8 @@
 
 The contract:
 
-1. It changes in `advance` alone, between batches, in the thread that runs the model; at start, before there are any, it
-   may begin as a snapshot that is no further than the head.
+1. It changes in `advance` alone, in the thread that runs the model, never between the look-up of a micro-batch and its
+   answers; at start, before there are any, it may begin as a snapshot that is no further than the head.
 2. It holds what the head names, and never less than it held before: a Redis that went backwards is not followed.
 3. While Redis is away it stays as it is, and after a grace period follows the log's end; `degraded` says so.
 4. A record of `deltas` that cannot be read or applied is a fault as soon as it was read, whether it is live or not.

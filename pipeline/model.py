@@ -1,12 +1,13 @@
 """The editable model: a frozen Hugging Face checkpoint with one module wrapped by the adaptor.
 
-It is used by one thread at a time. Weights are never written, no gradient is kept on them, and answering leaves the
-global random state as it was.
+It is used by one thread at a time, but for its tokenizer (`Task.tokenize` and `admit`), which another thread may use
+meanwhile. Weights are never written, no gradient is kept on them, and answering leaves the global random state as it
+was.
 """
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from dataclasses import replace as replace_in
@@ -170,10 +171,19 @@ class EditableModel:
         parameters: Sequence[Parameters],
         codebook: Codebook,
         index: KeyIndex,
+        settle: Callable[[], None] = lambda: None,
     ) -> list[Served]:
-        """Answer a batch of tokenised prompts of one group from the edited model."""
+        """Answer a batch of tokenised prompts of one group from the edited model.
+
+        `settle` is called once the layers before the edited one have run, and may bring codebook and index up to date.
+        """
         batch = self.task.batch(prompts)
-        with torch.inference_mode(), self.adaptor.serving(batch.mask_BT, codebook, index) as session:
+
+        def settle_first() -> None:
+            with torch.inference_mode(mode=False):  # what it puts into the index may be changed outside
+                settle()
+
+        with torch.inference_mode(), self.adaptor.serving(batch.mask_BT, codebook, index, settle_first) as session:
             answers = self.task.run(batch, parameters)
         return [Served(answer, hit) for answer, hit in zip(answers, session.hits, strict=True)]
 

@@ -1,12 +1,12 @@
-"""Answering a micro-batch of request records from one state of the codebook.
+"""Answering request records, a micro-batch at a time, each from one state of the codebook.
 
-Reading (`read`) and answering (`answer`) are apart, so that Redis can be asked for the head meanwhile. What cannot be
-read goes to the dead letter queue; what fails on its own is answered with `error`; neither touches its neighbours.
+Reading (`read`) and answering (`answer`) are apart, so that some requests are read while the model runs others. What
+cannot be read goes to the dead letter queue; what fails on its own is answered with `error`; neither touches its
+neighbours.
 """
 
 import time
-from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -14,6 +14,7 @@ import structlog
 from msgspec import UNSET
 
 from pipeline import metrics
+from pipeline.codebook import DeltaFault
 from pipeline.dead_letters import rejected
 from pipeline.device import raise_if_broken
 from pipeline.mirror import Mirror
@@ -59,8 +60,22 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """Some of the replies to the records that were taken.
+
+    Attributes:
+        replies: To be sent.
+        settled: So many more of the records are done with by these replies, or wait for something that may take long;
+            they hold up no others.
+    """
+
+    replies: list[Reply]
+    settled: int
+
+
+@dataclass(frozen=True, slots=True)
 class Question:
-    """A request that can be answered: its tokens, and the group of requests it can share a batch with."""
+    """A request that can be answered: its tokens, and the group of requests it can share a micro-batch with."""
 
     record: Record
     request: Request
@@ -75,7 +90,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A micro-batch as read: what to answer, and the replies that are certain already."""
+    """Records as read: what to answer, and the replies that are certain already."""
 
     questions: list[Question]
     replies: list[Reply]
@@ -88,7 +103,7 @@ class Work:
 
 
 class Server:
-    """Answers with one model and one mirror of the codebook; in the thread that runs the model."""
+    """Answers with one model and one mirror of the codebook. `answer` is the model's thread's; the rest is any's."""
 
     def __init__(self, model: EditableModel, mirror: Mirror, settings: Settings, replica: str) -> None:
         self._model, self._mirror, self._settings, self._replica = model, mirror, settings, replica
@@ -107,25 +122,26 @@ class Server:
                 work.replies.extend(self._rejected(record, one_line(error)))
         return work
 
-    def answer(self, work: Work) -> list[Reply]:
-        """Answer from the codebook as it now is; a reply for every record that was read.
+    def unreached(self, questions: Iterable[Question]) -> list[Reply]:
+        """Answers to requests for whose delta it is of no use to wait."""
+        seq = self._mirror.codebook.seq
+        return [
+            self._failed(question, f"min_seq {question.min_seq} is not reached: the codebook is at {seq}")
+            for question in questions
+        ]
+
+    def answer(self, questions: Sequence[Question], settle: Callable[[], None] = lambda: None) -> list[Reply]:
+        """Answer requests of one group, one reply each, from the codebook as `settle` leaves it.
+
+        Args:
+            questions: The micro-batch.
+            settle: Brings the codebook up to date; called when the layers before the edited one have run, and again
+                where the requests are then run one by one.
 
         Raises:
-            DeviceFault: the device is broken, so none of these is an answer.
+            DeltaFault: `settle` found a history that cannot be followed, so none of these is an answer.
+            DeviceFault: the device is broken: likewise.
         """
-        replies = list(work.replies)
-        groups: dict[object, list[Question]] = defaultdict(list)
-        for question in work.questions:
-            if question.min_seq > self._mirror.codebook.seq:
-                reason = f"min_seq {question.min_seq} is not reached: the codebook is at {self._mirror.codebook.seq}"
-                replies.append(self._failed(question, reason))
-            else:
-                groups[question.group].append(question)
-        for questions in groups.values():
-            replies += self._run(questions)
-        return replies
-
-    def _run(self, questions: list[Question]) -> list[Reply]:
         metrics.BATCH_SIZE.observe(len(questions))
         try:
             with metrics.MODEL_SECONDS.time():
@@ -134,7 +150,10 @@ class Server:
                     [question.request.parameters for question in questions],
                     self._mirror.codebook,
                     self._mirror.index,
+                    settle,
                 )
+        except DeltaFault:
+            raise
         except Exception as error:  # noqa: BLE001  (whatever one request does to the model, the others are answered)
             raise_if_broken(error)
             failure = f"{type(error).__name__}: {one_line(error)}"
@@ -144,7 +163,7 @@ class Server:
         if len(questions) == 1:
             log.warning("request_failed", request_id=questions[0].request.request_id, error=failure)
             return [self._failed(questions[0], f"the model failed: {failure}")]
-        return [reply for question in questions for reply in self._run([question])]
+        return [reply for question in questions for reply in self.answer([question], settle)]
 
     def _answered(self, question: Question, served: Served) -> Reply:
         metrics.REQUESTS.labels("ok").inc()

@@ -1,15 +1,16 @@
 """An inference replica: requests in, predictions out, from the codebook that is live (design, sections 1 and 5).
 
-A micro-batch is tokenised in the model's thread while Redis is asked for the head, the codebook moves to that head, the
-model answers, and only when every answer is in Kafka does the batch count as done: a replica killed at any point
-leaves its batch to another. Requests that wait for a delta (`min_seq`) are answered when it has come, the others of
-their batch at once.
+While the model is at one micro-batch, the next requests are taken, decoded and tokenised in another thread, and the
+answers before are sent, so that the model never waits for Kafka. Redis is asked for the head while the layers before
+the edited one run; there the codebook moves to that head, and the whole micro-batch is answered from it. Only when
+every answer is in Kafka does a batch that was taken count as done: a replica killed at any point leaves it to another.
+Requests that wait for a delta (`min_seq`) are answered when it has come, the others of their batch at once.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from contextlib import aclosing
 
 import structlog
 
@@ -20,13 +21,13 @@ from pipeline.follower import Follower
 from pipeline.index import KeyIndex
 from pipeline.mirror import Mirror
 from pipeline.radius_store import RadiusStore
-from pipeline.serving import Record, Reply, Server, Work
+from pipeline.serving import Part, Question, Record, Reply, Server, Work
 from pipeline.settings import Settings
 from workers.boot import Worker, worker
+from workers.micro_batches import MicroBatches
 from workers.request_plane import RequestPlane
 
 log = structlog.get_logger()
-T = TypeVar("T")
 
 FOLLOW_SECONDS = 0.2
 """How often a replica looks for what is live, also without requests."""
@@ -59,6 +60,9 @@ class Replica:
         self._mirror = Mirror(codebook, KeyIndex(codebook, model.device), store, self._follower, settings)
         self._server = Server(model, self._mirror, settings, started.name)
         self._model_thread = ThreadPoolExecutor(1, thread_name_prefix="model")
+        self._reading_thread = ThreadPoolExecutor(1, thread_name_prefix="reading")
+        self._head_thread = ThreadPoolExecutor(2, thread_name_prefix="head")
+        self._micro_batches = MicroBatches(self._run, settings.batch, self._model_thread)
         self._waiting = 0
         self._fault: DeltaFault | DeviceFault | None = None
         started.health.state = self._mirror.state
@@ -81,7 +85,8 @@ class Replica:
             pass
         self._worker.stop.set()
         self._follower.close()
-        self._model_thread.shutdown(wait=in_order)
+        for thread in (self._reading_thread, self._model_thread, self._head_thread):
+            thread.shutdown(wait=in_order)
         return 0 if in_order else 1
 
     async def _serve(self) -> bool:
@@ -101,59 +106,77 @@ class Replica:
         following.cancel()
         return told and finished
 
-    async def _answer(self, records: list[Record]) -> AsyncIterator[list[Reply]]:
-        head = asyncio.create_task(asyncio.to_thread(self._mirror.read_head))
-        work = await self._in_model_thread(lambda: self._server.read(records))
-        live = await head
-
-        def serve() -> tuple[list[Reply], Work]:
-            self._mirror.advance(live)
-            now, later = work.split(self._mirror.codebook.seq)
-            return self._server.answer(now), later
-
-        replies, later = await self._in_model_thread(serve)
-        yield replies
-        started = asyncio.get_running_loop().time()
+    async def _answer(self, records: list[Record]) -> AsyncGenerator[Part, None]:
+        loop = asyncio.get_running_loop()
+        work = await loop.run_in_executor(self._reading_thread, self._server.read, records)
+        if any(question.min_seq > self._mirror.codebook.seq for question in work.questions):
+            await self._catch_up()
+        now, later = work.split(self._mirror.codebook.seq)
+        yield Part(work.replies, len(records) - len(now.questions))
+        async with aclosing(self._answers(now.questions)) as answers:
+            async for replies in answers:
+                yield Part(replies, len(replies))
+        started = loop.time()
         while later.questions:
-            replies, later = await self._answer_later(later, started)
-            yield replies
+            hope = await self._wait_for_first(later, started)
+            now, later = later.split(self._mirror.codebook.seq)
+            async with aclosing(self._answers(now.questions)) as answers:
+                async for replies in answers:
+                    yield Part(replies, 0)
+            if not hope:
+                yield Part(self._server.unreached(later.questions), 0)
+                return
 
-    async def _answer_later(self, work: Work, started: float) -> tuple[list[Reply], Work]:
-        """Answer those whose delta comes first, once it is live; or all, when waiting is of no more use."""
+    async def _answers(self, questions: Sequence[Question]) -> AsyncGenerator[list[Reply], None]:
+        try:
+            async with aclosing(self._micro_batches.answer(questions)) as answers:
+                async for replies in answers:
+                    yield replies
+        except (DeltaFault, DeviceFault) as fault:
+            await self._give_up(fault)
+
+    def _run(self, questions: list[Question]) -> list[Reply]:
+        """In the model's thread."""
+        with self._worker.health.working("model"):
+            head = self._head_thread.submit(self._mirror.read_head)
+            return self._server.answer(questions, lambda: self._mirror.advance(head.result()))
+
+    async def _wait_for_first(self, work: Work, started: float) -> bool:
+        """Wait until the first of the deltas that these need is live; whether it is of use to wait for the others."""
         min_seq = min(question.min_seq for question in work.questions)
         self._waiting += 1
         try:
-            while (hope := self._mirror.may_reach(min_seq, asyncio.get_running_loop().time() - started)) and (
-                self._mirror.codebook.seq < min_seq
-            ):
+            while hope := self._mirror.may_reach(min_seq, asyncio.get_running_loop().time() - started):
+                if self._mirror.codebook.seq >= min_seq:
+                    break
                 await asyncio.sleep(HURRY_SECONDS)
         finally:
             self._waiting -= 1
-
-        def serve() -> tuple[list[Reply], Work]:
-            now, later = work.split(self._mirror.codebook.seq) if hope else (work, Work([], []))
-            return self._server.answer(now), later
-
-        return await self._in_model_thread(serve)
+        return hope
 
     async def _follow(self) -> None:
-        """What each batch does first, for a replica that has none: it stays at the head all the same."""
+        """What each micro-batch does too, for a replica that has none: it stays at the head all the same."""
         while True:
-            live = await asyncio.to_thread(self._mirror.read_head)
-            await self._in_model_thread(lambda live=live: self._mirror.advance(live))  # type: ignore[misc]
+            await self._catch_up()
             await asyncio.sleep(HURRY_SECONDS if self._waiting else FOLLOW_SECONDS)
 
-    async def _in_model_thread(self, call: Callable[[], T]) -> T:
-        def watched() -> T:
+    async def _catch_up(self) -> None:
+        loop = asyncio.get_running_loop()
+        head = await loop.run_in_executor(self._head_thread, self._mirror.read_head)
+
+        def advance() -> None:
             with self._worker.health.working("model"):
-                return call()
+                self._mirror.advance(head)
 
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._model_thread, watched)
+            await loop.run_in_executor(self._model_thread, advance)
         except (DeltaFault, DeviceFault) as fault:
-            self._note(fault)
-            await asyncio.Event().wait()  # what it was at is not done: another replica does it, or this one mended
-            raise
+            await self._give_up(fault)
+
+    async def _give_up(self, fault: DeltaFault | DeviceFault) -> None:
+        """Never returns: what it was at is not done. Another replica does it, or this one mended."""
+        self._note(fault)
+        await asyncio.Event().wait()
 
     async def _to_stop(self) -> bool:
         self._worker.health.at_work("event loop")

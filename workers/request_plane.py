@@ -4,9 +4,10 @@ What it guarantees:
 
 1. A batch counts as done, and its offsets are committed, once all its replies are in Kafka and every batch taken
    before it is done: what a replica leaves undone, another one does.
-2. Requests whose answer comes later than that of their batch hold up no other request, but `SET_ASIDE` batches with
-   such requests hold up the next.
-3. What waits in the process is bounded, however much waits in Kafka: the records of a few batches, and for each
+2. While some requests are answered, those of `AHEAD` batches are taken, so that they can be read meanwhile and the
+   model can choose among them.
+3. Requests that wait for something hold up no other request, but `OPEN` batches that are not done hold up the next.
+4. What waits in the process is bounded, however much waits in Kafka: the records of a few batches, and for each
    partition about as many bytes as one record may have.
 """
 
@@ -14,7 +15,8 @@ import asyncio
 import logging
 import tempfile
 from collections import deque
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +26,26 @@ from mode.utils.queues import ThrowableQueue
 
 from pipeline.clients import MAX_DELTA_BYTES, read_all_records
 from pipeline.security import kafka_tls
-from pipeline.serving import Record, Reply
+from pipeline.serving import Part, Record, Reply
 from pipeline.settings import Settings
 from pipeline.topics import REQUESTS
 
 log = structlog.get_logger()
 
-Answer = Callable[[list[Record]], AsyncIterator[list[Reply]]]
-"""Answers a batch: first the replies that can be given at once, then those that come later, if any."""
+Answer = Callable[[list[Record]], AsyncGenerator[Part, None]]
+"""Answers a batch, some of its records at a time."""
 
 RETRY_SECONDS = 1.0
 """Pause before a batch whose answers could not be sent is tried again."""
 
 BUFFERED = 4
-"""Batches that are read ahead, so that no model waits for Kafka."""
+"""Batches that are fetched ahead, so that no model waits for Kafka."""
 
-SET_ASIDE = 16
-"""Batches of which some requests wait, while later ones are answered."""
+AHEAD = 4
+"""Batches' worth of requests that are taken and not answered, besides the one that is taken last."""
+
+OPEN = 20
+"""Batches at most that are taken and not done."""
 
 
 class _Buffer(ThrowableQueue):  # type: ignore[misc]
@@ -64,10 +69,10 @@ class _Taken:
     def __init__(self, events: Sequence[Any]) -> None:
         self.events = events
         self.records = [_record(event) for event in events]
-        self.begun = asyncio.Event()
-        """What could be answered at once is in Kafka."""
-        self.done = asyncio.Event()
-        """All of it is."""
+        self.unsettled = len(events)
+        """Records that hold up others."""
+        self.done = False
+        """All its replies are in Kafka."""
 
 
 class RequestPlane:
@@ -79,6 +84,8 @@ class RequestPlane:
         self._settings, self._answer = settings, answer
         self._open: deque[_Taken] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._settled = asyncio.Event()
+        """Since it was cleared, something that was taken came further."""
         self._stopping = False
         self._app = _App(
             settings.topic("inference"),
@@ -149,26 +156,33 @@ class RequestPlane:
             task = asyncio.create_task(self._finish(stream, taken))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-            await taken.begun.wait()
-            while len(self._open) > SET_ASIDE:
-                await self._open[0].done.wait()
+            while not self._room():
+                self._settled.clear()
+                await self._settled.wait()
+
+    def _room(self) -> bool:
+        unsettled = sum(taken.unsettled for taken in self._open)
+        return unsettled <= AHEAD * self._settings.batch and len(self._open) < OPEN
 
     async def _finish(self, stream: Any, taken: _Taken) -> None:
         while not await self._answered(taken):
             await asyncio.sleep(RETRY_SECONDS)
-        taken.done.set()
+        taken.done = True
         # In the order they were taken: faust commits past a record that is not acknowledged where one after it is.
-        while self._open and self._open[0].done.is_set():
+        while self._open and self._open[0].done:
             for event in self._open[0].events:
                 await stream.ack(event)
             self._open.popleft()
-        taken.begun.set()
+        self._settled.set()
 
     async def _answered(self, taken: _Taken) -> bool:
+        taken.unsettled = len(taken.records)
         try:
-            async for replies in self._answer(taken.records):
-                await asyncio.gather(*[await self._send(reply) for reply in replies])
-                taken.begun.set()
+            async with aclosing(self._answer(taken.records)) as parts:
+                async for part in parts:
+                    await asyncio.gather(*[await self._send(reply) for reply in part.replies])
+                    taken.unsettled -= part.settled
+                    self._settled.set()
         except Exception:  # the batch is tried again, whatever it was
             log.exception("batch_failed", requests=len(taken.records), offset=taken.records[0].offset)
             return False

@@ -3,9 +3,12 @@
 The demo's two models: a classifier of some milliseconds a text, where everything around the model counts most, and a
 language model. A replica works through a backlog on a local Kafka and Valkey; the loop, in this process and with
 nothing but the unwrapped model, runs the same texts in the same micro-batches, tokenised before. Both have one thread
-for the model. They take turns, and medians of requests a second are compared.
+for the model; the other threads of the replica, Kafka and Valkey share the other core. They take turns, and medians of
+requests a second are compared. While the replica works nobody asks it anything: its rate is told by the times that
+Kafka keeps of its answers.
 
 - `throughput/MODEL/of-bare`: the replica's rate of the loop's; 1 is the floor of everything around the model.
+- `throughput/MODEL/of-unsorted`: of such a loop over micro-batches that came together, whatever their length.
 - `throughput/MODEL/model-share`: the share of the replica's seconds in which its model was at work.
 """
 
@@ -15,24 +18,28 @@ import os
 import statistics
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import torch
+from kafka import TopicPartition
 
 from deploy.local.backends import kafka_backend, redis_backend
 from deploy.local.processes import Child, answers_ok, free_port
 from deploy.models import DEMO, layer_of
-from pipeline.clients import producer
+from pipeline.clients import consumer, producer
 from pipeline.model import EditableModel
 from pipeline.settings import Settings, load_settings
 from pipeline.topics import create_topics
 from schemas.messages import Parameters
-from tests.bench.framework import BenchError, Options, Row
+from tests.bench.framework import Options, Row
 from tests.bench.workers import worker
 from tests.integration.running import metric
 from workers.boot import load_model
+from workers.micro_batches import next_batch
+from workers.request_plane import AHEAD
 
 REQUESTS = {"intent": 4000, "smollm2": 160}
 TURNS = 3
@@ -59,7 +66,9 @@ def run(options: Options) -> Iterator[Row]:
 def _beside_bare(settings: Settings, count: int, folder: Path, options: Options) -> Iterator[Row]:
     texts = list(itertools.islice(itertools.cycle(_texts(settings.model)), count))
     model = load_model(settings)
-    rates: dict[str, list[float]] = {"bare": [], "replica": []}
+    prompts = [model.task.tokenize(text) for text in texts]
+    batches = {"bare": _as_a_replica(prompts, settings.batch), "unsorted": _as_they_come(prompts, settings.batch)}
+    rates: dict[str, list[float]] = {"bare": [], "unsorted": [], "replica": []}
     busy: list[float] = []
     with ExitStack() as stack:
         replica = worker("infer", settings, folder)
@@ -69,49 +78,68 @@ def _beside_bare(settings: Settings, count: int, folder: Path, options: Options)
         sender = producer(settings, linger_ms=20)
         stack.callback(sender.close, timeout=5)
         for turn in range(1 if options.quick else TURNS):
-            options.tell(f"{settings.model}: the bare loop, and then a replica")
-            rates["bare"].append(_bare(model, texts, settings.batch))
+            options.tell(f"{settings.model}: the bare loops, and then a replica")
+            for way, some in batches.items():
+                rates[way].append(_bare(model, some))
+            spent = _model_seconds(settings)
             for number, text in enumerate(texts):
                 value = json.dumps({"v": 1, "request_id": f"{turn}-{number}", "inputs": text}).encode()
                 sender.send(settings.topic("requests"), value=value, partition=0)
             sender.flush()
-            rate, share = _answered(replica, settings, count * turn, count)
-            rates["replica"].append(rate)
-            busy.append(share)
+            rates["replica"].append(_answered(replica, settings, count * turn, count))
+            busy.append(rates["replica"][-1] * (_model_seconds(settings) - spent) / count)
     medians = {who: statistics.median(some) for who, some in rates.items()}
     name = f"throughput/{settings.model}"
     yield Row(f"{name}/of-bare", medians["replica"] / medians["bare"], "x", GOAL)
+    yield Row(f"{name}/of-unsorted", medians["replica"] / medians["unsorted"], "x")
     yield Row(f"{name}/model-share", statistics.median(busy), "share")
     yield Row(f"{name}/requests_per_second", medians["replica"], "1/s", medians["bare"])
 
 
-def _bare(model: EditableModel, texts: Sequence[str], size: int) -> float:
+def _bare(model: EditableModel, batches: Sequence[Sequence[Sequence[int]]]) -> float:
     """Requests a second."""
-    prompts = [model.task.tokenize(text) for text in texts]
     started = time.perf_counter()
     with torch.inference_mode():
-        for first in range(0, len(prompts), size):
-            some = prompts[first : first + size]
+        for some in batches:
             model.task.run(model.task.batch(some), [Parameters()] * len(some))
-    return len(prompts) / (time.perf_counter() - started)
+    return sum(map(len, batches)) / (time.perf_counter() - started)
 
 
-def _answered(replica: Child, settings: Settings, before: int, count: int) -> tuple[float, float]:
-    """Requests a second over the middle of a backlog, and the share of that time in which the model was at work."""
-    marks = []
-    for share in (0.1, 0.9):
-        replica.wait_for(lambda: _done(settings) >= before + share * count, 600, 0.01)  # noqa: B023  (called at once)
-        marks.append((time.perf_counter(), _done(settings), metric(settings.port, "gracestream_model_seconds_sum")))
-    (began, first, idle), (ended, last, busy) = marks
-    if last <= first:
-        raise BenchError("the backlog was too short to be measured")
-    replica.wait_for(lambda: _done(settings) >= before + count, 600, 0.01)
-    return (last - first) / (ended - began), (busy - idle) / (ended - began)
+def _as_they_come(prompts: Sequence[Sequence[int]], size: int) -> list[list[Sequence[int]]]:
+    return [list(prompts[first : first + size]) for first in range(0, len(prompts), size)]
 
 
-def _done(settings: Settings) -> float:
+def _as_a_replica(prompts: Sequence[Sequence[int]], size: int) -> list[list[Sequence[int]]]:
+    """The micro-batches that a replica makes of a backlog."""
+    coming = deque(prompts)
+    waiting: list[Sequence[int]] = []
+    batches = []
+    while coming or waiting:
+        while coming and len(waiting) < (1 + AHEAD) * size:
+            waiting.append(coming.popleft())
+        places = next_batch([(None, len(prompt)) for prompt in waiting], size)
+        batches.append([waiting[place] for place in places])
+        waiting = [prompt for place, prompt in enumerate(waiting) if place not in places]
+    return batches
+
+
+def _answered(replica: Child, settings: Settings, before: int, count: int) -> float:
+    """Requests a second over the middle of a backlog."""
+    with closing(consumer(settings)) as reader:
+        partition = TopicPartition(settings.topic("predictions"), 0)
+        replica.wait_for(lambda: reader.end_offsets([partition])[partition] >= before + count, 600, 0.25)
+        reader.assign([partition])
+        reader.seek(partition, before)
+        times: list[float] = []
+        while len(times) < count:
+            times += [record.timestamp / 1000 for some in reader.poll(1000).values() for record in some]
+    tenth = count // 10
+    return (count - 2 * tenth) / (times[-tenth] - times[tenth])
+
+
+def _model_seconds(settings: Settings) -> float:
     try:
-        return metric(settings.port, "gracestream_batch_size_sum")
+        return metric(settings.port, "gracestream_model_seconds_sum")
     except StopIteration:  # none yet
         return 0.0
 

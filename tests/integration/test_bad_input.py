@@ -216,7 +216,7 @@ def test_a_request_on_which_the_model_fails_fails_alone(kafka: str, redis_url: s
         Record(encode(question(f"q{number}", prompt)), "requests", 0, number, 0.0)
         for number, prompt in enumerate(prompts)
     ]
-    replies = server.answer(server.read(given))
+    replies = server.answer(server.read(given).questions)
     answers = {answer.request_id: answer for answer in (decode(reply.value, Prediction) for reply in replies)}
     assert len(replies) == len(prompts)
     assert answers["q2"].error == "the model failed: RuntimeError: a tensor of no shape"

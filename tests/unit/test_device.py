@@ -9,7 +9,7 @@ import torch
 from msgspec import UNSET
 
 from pipeline.clients import redis_client
-from pipeline.codebook import Codebook
+from pipeline.codebook import Codebook, DeltaFault
 from pipeline.device import DeviceFault, raise_if_broken
 from pipeline.follower import Follower
 from pipeline.index import KeyIndex
@@ -69,7 +69,8 @@ def failing(error: Exception, room: int) -> Any:
 def batch(server: Server) -> Any:
     prompts = texts(4, seed=2)
     requests = [Request(v=1, request_id=f"q{number}", inputs=prompt) for number, prompt in enumerate(prompts)]
-    return server.read(Record(encode(one), "requests", 0, place, 0.0) for place, one in enumerate(requests))
+    work = server.read(Record(encode(one), "requests", 0, place, 0.0) for place, one in enumerate(requests))
+    return work.questions
 
 
 def answers(replies: Sequence[Any]) -> dict[str, Prediction]:
@@ -80,6 +81,15 @@ def test_a_dead_context_answers_nothing() -> None:
     error = torch.AcceleratorError("CUDA error: unspecified launch failure")
     with failing(error, room=0) as (server, _), pytest.raises(DeviceFault, match="unspecified launch failure"):
         server.answer(batch(server))
+
+
+def test_a_history_that_cannot_be_followed_answers_nothing() -> None:
+    def settle() -> None:
+        raise DeltaFault("delta 3 does not follow delta 1")
+
+    with failing(RuntimeError("none"), room=4) as (server, layer), pytest.raises(DeltaFault, match="delta 3"):
+        server.answer(batch(server), settle)
+    assert not layer.batches, "nothing after the edited layer was run"
 
 
 def test_a_batch_that_does_not_fit_is_answered_one_by_one() -> None:

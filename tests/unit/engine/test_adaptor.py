@@ -17,7 +17,7 @@ from pipeline.maintenance import batch_noise
 from pipeline.model import EditableModel, Served
 from schemas.deltas import EntryChange
 from schemas.messages import Parameters
-from tests.unit.engine.tiny import KINDS, added, editable, index_of, new_codebook, sealed, texts
+from tests.unit.engine.tiny import KINDS, added, changed, editable, index_of, new_codebook, sealed, texts
 
 GENERATORS = [kind for kind in KINDS if kind != "bert"]
 INPUTS = texts(33, seed=5)
@@ -36,6 +36,32 @@ def edited(model: EditableModel, inputs: list[str], radius: float = 0.01) -> tup
 def ask(model: EditableModel, inputs: list[str], codebook: Codebook, index: KeyIndex, **fields: int) -> list[Served]:
     prompts = [model.task.tokenize(text) for text in inputs]
     return model.answer(prompts, [Parameters(**fields)] * len(prompts), codebook, index)
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_what_becomes_live_while_the_first_layers_run_is_in_force(kind: str) -> None:
+    model = editable(kind)
+    codebook = new_codebook(model.fingerprint, model.layer)
+    index = index_of(codebook)
+    prompts = [model.task.tokenize(text) for text in INPUTS[:3]]
+    (query_D,) = model.queries(prompts[1:2]).cpu().numpy()
+    seen: list[str] = []
+    hooks = [
+        module.register_forward_hook(lambda *_: seen.append("embedded"))
+        for module in model.module.modules()
+        if isinstance(module, nn.Embedding)
+    ]
+
+    def settle() -> None:
+        seen.append("settled")
+        index.refresh(changed(codebook, added("e0", query_D, 0.01, value=np.ones(model.module.config.hidden_size))))
+
+    served = model.answer(prompts, [Parameters()] * 3, codebook, index, settle)
+    for hook in hooks:
+        hook.remove()
+    assert [one.hit and one.hit.entry_id for one in served] == [None, "e0", None]
+    assert seen[0] == "embedded"
+    assert seen.count("settled") == 1
 
 
 def said(row: Served) -> str:
