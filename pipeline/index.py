@@ -110,14 +110,14 @@ class KeyIndex:
         """The nearest key of each query that has a `reach`, which is the distance to some key, or more."""
         slots_B = torch.full((len(queries_BD),), NO_SLOT)
         distances_B = torch.full((len(queries_BD),), torch.inf)
-        crowded = []
-        for row, distance in reach.items():
-            query_D = queries_BD[row]
-            slots = self._sieve.within(query_D.numpy(), float(distance)) if np.isfinite(distance) else None
-            if slots is None or self._crowded(slots):
+        crowded = [row for row, distance in reach.items() if not np.isfinite(distance)]
+        near = [row for row in reach if row not in crowded]
+        distances = np.array([reach[row] for row in near])
+        for row, slots in zip(near, self._sieve.within(queries_BD[near].numpy(), distances), strict=True):
+            if self._crowded(slots):
                 crowded.append(row)
                 continue
-            distances_K = self._distances(query_D, slots)
+            distances_K = self._distances(queries_BD[row], slots)
             least = distances_K.min()
             slots_B[row], distances_B[row] = self._first(slots[distances_K == least].tolist()), float(least)
         if crowded:

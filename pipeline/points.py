@@ -76,7 +76,7 @@ class Points:
 
     def within(self, query_D: np.ndarray, reach: float) -> np.ndarray:
         """Rows of the points whose exact distance is at most `reach`."""
-        rows = self._sieve.within(query_D, reach)
+        rows = self._within(query_D, reach)
         return rows[self._exact(query_D, rows) <= reach]
 
     def reaching(self, query_D: np.ndarray, slack: float) -> np.ndarray:
@@ -96,10 +96,14 @@ class Points:
         known = self._clearance(query_D, noise, but_not, self._sieve.close(query_D, count))
         while count < len(self):  # else all were looked at
             if math.isfinite(known):
-                return self._clearance(query_D, noise, but_not, self._sieve.within(query_D, known))
+                return self._clearance(query_D, noise, but_not, self._within(query_D, known))
             count *= SOME
             known = self._clearance(query_D, noise, but_not, self._sieve.close(query_D, count))
         return known
+
+    def _within(self, query_D: np.ndarray, reach: float) -> np.ndarray:
+        """Of these every row of a point at most `reach` away is one."""
+        return self._sieve.within(query_D[None], np.array([reach]))[0]
 
     def _held(self) -> tuple[np.ndarray, np.ndarray]:
         return self.points_ND, self.reach_N

@@ -4,32 +4,37 @@ It looks through the keys of a codebook, whose radii are their reach, and throug
 Here a point with its reach is a key with its ball.
 
 Most queries lie in no ball, and to know that, one need not find the nearest key: it is enough that no ball reaches the
-query. Keys are projected on a few orthonormal directions; a projection never lengthens, so what is farther than a
-ball's radius there is farther in truth. A query reads `COARSE` projections of each key, by a matrix product, and of the
-few keys that are left all projections. Where they are not few, it takes the product with all projections, and where
-those too rule little out, with the keys.
+query. Each key is mapped to a point of few numbers: its projections on some orthonormal directions, and the length of
+what is left of it beside them. Such a map never lengthens, so what is farther than a ball's radius there is farther in
+truth. A query reads `COARSE` projections of each key and that length, by a matrix product, and of the few keys that are
+left all projections. Where they are not few, it takes the product with all projections, and where those too rule little
+out, with the keys.
 
 What it guarantees: no key that covers a query is ever left out. The bounds allow for every rounding on the way, and a
 number that is not finite rules nothing out. Which directions were chosen cannot be seen in any answer.
 
-Rounding. The projection of a key, or of a query, is off by at most its slack (`Directions.project`) in all directions
-together. A squared distance in P directions comes from squares and a product, which together are off by at most
+Rounding. The point of a key, or of a query, is off by at most its slack (`Directions.project`) in all its numbers
+together. A squared distance in P numbers comes from squares and a product, which together are off by at most
 `_rounding(P)` (|y|^2 + |q|^2); it is compared with the square of a radius to which both slacks were added.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-COARSE = 16
+COARSE = 28
 """Directions that every key is looked at in, at most."""
 
 ALL = 64
 """Directions, at most."""
 
-FEW = 64
+BESIDE = 3
+"""Numbers that a comparison needs beside a point: with the key's radius and slack together as r, -|y|^2 / 2, r^2 / 2
+and r."""
+
+FEW = 16
 """Keys are few where there are so many times as many in all."""
 
 SAMPLE = 2048
@@ -39,7 +44,13 @@ REFIT = 4
 """Directions are fitted anew where there are so many times as many keys as when they were."""
 
 CHUNK = 8192
-"""Keys that are looked at together: their numbers stay in the cache."""
+"""Keys that are mapped together."""
+
+PRODUCT = 2**17
+"""Numbers of a product that are looked at together: they stay in the cache."""
+
+SHORTEST = 1024
+"""Keys of one product at least."""
 
 _EPS = float(np.finfo(np.float32).eps)
 _TINY = float(np.finfo(np.float32).tiny)
@@ -72,51 +83,86 @@ class Directions:
         self._basis_DP = np.linalg.qr(basis_DP)[0].astype(np.float32)
 
     def project(self, points_MD: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Projections (M, P), float32, and how far each (M) may lie from the true one."""
+        """Projections and the length beside them (M, P + 1), float32, and how far each (M) may lie from the truth."""
         width, count = self._basis_DP.shape
-        projected_MP = np.empty((len(points_MD), count), np.float32)
+        mapped_MP = np.empty((len(points_MD), count + 1), np.float32)
         slack_M = np.empty(len(points_MD), np.float32)
         for start in range(0, len(points_MD), CHUNK):
             rows = slice(start, start + CHUNK)
             centred_MD = points_MD[rows] - self._center_D
-            projected_MP[rows] = _product(centred_MD, self._basis_DP)
-            np.sqrt(np.einsum("md,md->m", centred_MD, centred_MD), out=slack_M[rows])
-        slack_M *= 2 * _EPS * (width + 8) * count**0.5
-        return projected_MP, slack_M
+            mapped_MP[rows, :-1] = _product(centred_MD, self._basis_DP)
+            slack_M[rows] = _lengths(centred_MD)
+            # By difference, and not from the squares of both, which may be nearly equal.
+            centred_MD -= _product(mapped_MP[rows, :-1], self._basis_DP.T)
+            mapped_MP[rows, -1] = _lengths(centred_MD)
+        slack_M *= 4 * _EPS * (width + 8) * count**0.5
+        return mapped_MP, slack_M
+
+    @staticmethod
+    def coarse(mapped_MP: np.ndarray) -> np.ndarray:
+        """The points in fewer directions, (M, C + 1): what lies in the others is added to the length beside."""
+        few = min(COARSE, mapped_MP.shape[1] - 1)
+        return np.column_stack([mapped_MP[:, :few], _lengths(mapped_MP[:, few:])])
 
 
-@dataclass(slots=True)
-class _Level:
-    """Points of all slots, P numbers each, with what a comparison with their radii needs.
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is asked of every level about B queries: the slots whose ball may hold them, or those within a distance.
 
     Attributes:
-        points_NP: The points.
-        beside_N3: For each, with its radius and slack together as r: -|y|^2 / 2, r^2 / 2 and r.
+        slack_B: How far the query's point may lie from the truth, and whatever is added to all radii.
+        within_B: The distances, with what the slack of keys may add to them; None: the balls.
     """
 
-    points_NP: np.ndarray
-    beside_N3: np.ndarray
+    slack_B: np.ndarray
+    within_B: np.ndarray | None
 
-    def reaching(self, points_BP: np.ndarray, slack_B: np.ndarray, within: float | None) -> list[np.ndarray]:
-        """For each of B points the slots that may reach it, or may lie within a distance of it."""
-        rounding = _rounding(points_BP.shape[1])
-        factors_3B = np.zeros((3, len(points_BP)), np.float32)
-        factors_3B[0] = 1
-        reach_B = slack_B if within is None else slack_B + np.float32(within)
-        if within is None:
-            factors_3B[1], factors_3B[2] = 1, slack_B
+    def rows(self, kept: list[int]) -> "_Asked":
+        """What is asked about some of them."""
+        return _Asked(self.slack_B[kept], None if self.within_B is None else self.within_B[kept])
+
+
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """Points of all slots.
+
+    Attributes:
+        numbers: Of each slot a column of numbers: its point's, and `BESIDE` more. One array (P + 3, N), for one
+            product, or two, where the points lie elsewhere.
+    """
+
+    numbers: Sequence[torch.Tensor]
+
+    def reaching(self, points_BP: np.ndarray, asked: _Asked) -> list[np.ndarray]:
+        """For each query, in ascending order, the slots that cannot be ruled out by these points."""
+        rounding = _rounding(points_BP.shape[1] + BESIDE)
+        factors_B3 = np.zeros((len(points_BP), BESIDE), np.float32)
+        factors_B3[:, 0] = 1
+        reach_B = asked.slack_B
+        if asked.within_B is None:
+            factors_B3[:, 1], factors_B3[:, 2] = 1, asked.slack_B
+        else:
+            reach_B = reach_B + asked.within_B
         squares_B = np.einsum("bp,bp->b", points_BP, points_BP)
-        least_B = _finite((1 - rounding) / 2 * squares_B - (1 + rounding) / 2 * reach_B * reach_B - _TINY)
-        found: list[list[np.ndarray]] = [[] for _ in points_BP]
-        for start in range(0, len(self.beside_N3), CHUNK):
-            rows = slice(start, start + CHUNK)
-            closeness_MB = _product(self.points_NP[rows], points_BP.T)
-            closeness_MB += _product(self.beside_N3[rows], factors_3B)
-            slots_M, rows_M = (~(closeness_MB < least_B)).nonzero()
-            if len(slots_M):
-                for row in np.unique(rows_M).tolist():
-                    found[row].append(slots_M[rows_M == row] + start)
-        return [np.concatenate(parts) if parts else np.empty(0, np.int64) for parts in found]
+        least_B1 = torch.from_numpy(
+            _finite((1 - rounding) / 2 * squares_B - (1 + rounding) / 2 * reach_B * reach_B - _TINY)
+        )[:, None]
+        asking = torch.from_numpy(np.column_stack([points_BP, factors_B3]))
+        parts = torch.split(asking, [len(numbers) for numbers in self.numbers], dim=1)
+        found: list[tuple[np.ndarray, np.ndarray]] = [(np.empty(0, np.int64), np.empty(0, np.int64))]
+        count = self.numbers[0].shape[1]
+        step = max(SHORTEST, PRODUCT // max(1, len(points_BP)))
+        for start in range(0, count, step):
+            chunk = slice(start, min(start + step, count))
+            closeness_BM = parts[0] @ self.numbers[0][:, chunk]
+            for part, numbers in zip(parts[1:], self.numbers[1:], strict=True):
+                closeness_BM += part @ numbers[:, chunk]
+            left_BM = (~(closeness_BM < least_B1)).numpy()
+            rows, slots = np.divmod(_places(left_BM.ravel()), left_BM.shape[1])
+            found.append((rows, slots + start))
+        rows, slots = (np.concatenate(some) for some in zip(*found, strict=True))
+        order = np.argsort(rows, kind="stable")
+        return np.split(slots[order], np.searchsorted(rows[order], np.arange(1, len(points_BP))))
 
 
 class Sieve:
@@ -130,9 +176,12 @@ class Sieve:
         self._held = held
         self._directions = Directions(np.empty((0, 1)))
         self._fitted = 0
-        self._coarse = np.empty((0, 0), np.float32)
+        self._coarse = np.empty((BESIDE, 0), np.float32)
+        """Of each slot, in a column: its coarse point, and what goes beside."""
         self._all = np.empty((0, 0), np.float32)
-        self._beside = np.empty((3, 0, 3), np.float32)
+        """Its point, in a row, to be looked at alone."""
+        self._beside = np.empty((2, BESIDE, 0), np.float32)
+        """What goes beside that point, and beside the key."""
         self._slack = np.empty(0, np.float32)
         self._stale: set[int] | None = None
         """Slots that hold something new; None: all of them."""
@@ -161,9 +210,9 @@ class Sieve:
         """
         return self._left(queries_BD, None, slack)
 
-    def within(self, query_D: np.ndarray, distance: float) -> np.ndarray:
-        """Slots, in ascending order, of which every one whose key lies within a distance of the query is one."""
-        return self._left(query_D[None], distance, 0.0)[0]
+    def within(self, queries_BD: np.ndarray, distances_B: np.ndarray) -> list[np.ndarray]:
+        """For each query, in ascending order, slots of which every one whose key lies within its distance is one."""
+        return self._left(queries_BD, distances_B.astype(np.float32), 0.0)
 
     def close(self, query_D: np.ndarray, count: int) -> np.ndarray:
         """So many slots, or all, whose keys look nearest in a few directions; nothing is said of the others."""
@@ -172,14 +221,14 @@ class Sieve:
         if held <= count:
             return np.arange(held)
         with np.errstate(all="ignore"):
-            point_P = self._directions.project(query_D[None])[0][0, :COARSE]
-            closeness_N = _product(self._coarse[:held], point_P[:, None])[:, 0]
-            closeness_N += self._beside[0, :held, 0]
+            point_1P = Directions.coarse(self._directions.project(query_D[None])[0])
+            numbers_PN = self._coarse[: point_1P.shape[1] + 1, :held]  # the first beside is -|y|^2 / 2
+            closeness_N = _product(np.column_stack([point_1P, np.ones(1, np.float32)]), numbers_PN)[0]
         nearest: np.ndarray = np.argpartition(-closeness_N, count - 1)[:count]
         return nearest
 
     def _fit(self) -> None:
-        """Choose directions, and project every key."""
+        """Choose directions, and map every key."""
         keys_ND = self._held()[0]
         self._fitted = count = len(keys_ND)
         if count:
@@ -190,66 +239,71 @@ class Sieve:
     def _write(self, slots_M: np.ndarray) -> None:
         keys_ND, radii_N = self._held()
         keys_MD = keys_ND[slots_M]
-        projected_MP, slack_M = self._directions.project(keys_MD)
-        count, directions = len(keys_ND), projected_MP.shape[1]
-        if count > len(self._slack) or self._all.shape[1] != directions:
+        mapped_MP, slack_M = self._directions.project(keys_MD)
+        coarse_MC = Directions.coarse(mapped_MP)
+        count, few = len(keys_ND), coarse_MC.shape[1]
+        if count > len(self._slack) or self._all.shape[1] != mapped_MP.shape[1]:
             room = max(64, 2 * count)
-            self._coarse = _grown(self._coarse, (room, min(COARSE, directions)))
-            self._all = _grown(self._all, (room, directions))
-            self._beside = np.stack([_grown(beside, (room, 3)) for beside in self._beside])
+            self._coarse = _grown(self._coarse, (few + BESIDE, room))
+            self._all = _grown(self._all, (room, mapped_MP.shape[1]))
+            self._beside = _grown(self._beside, (2, BESIDE, room))
             self._slack = _grown(self._slack, (room,))
-        self._coarse[slots_M] = projected_MP[:, :COARSE]
-        self._all[slots_M] = projected_MP
+        self._coarse[:few, slots_M] = coarse_MC.T
+        self._all[slots_M] = mapped_MP
         self._slack[slots_M] = slack_M
         radii_M = radii_N[slots_M] * np.float32(_MORE)
-        for beside, points_MP, slack in zip(
-            self._beside, (projected_MP[:, :COARSE], projected_MP, keys_MD), (slack_M, slack_M, 0), strict=True
+        for beside_3N, points_MP, slack in (
+            (self._coarse[few:], coarse_MC, slack_M),
+            (self._beside[0], mapped_MP, slack_M),
+            (self._beside[1], keys_MD, 0),
         ):
-            rounding, reach_M = _rounding(points_MP.shape[1]), radii_M + slack
+            rounding, reach_M = _rounding(points_MP.shape[1] + BESIDE), radii_M + slack
             squares_M = np.einsum("mp,mp->m", points_MP, points_MP)
-            beside[slots_M, 0] = _finite(squares_M * np.float32(-(1 - rounding) / 2))
-            beside[slots_M, 1] = reach_M * reach_M * np.float32((1 + rounding) / 2)
-            beside[slots_M, 2] = reach_M
+            beside_3N[0, slots_M] = _finite(squares_M * np.float32(-(1 - rounding) / 2))
+            beside_3N[1, slots_M] = reach_M * reach_M * np.float32((1 + rounding) / 2)
+            beside_3N[2, slots_M] = reach_M
 
-    def _left(self, queries_BD: np.ndarray, distance: float | None, slack: float) -> list[np.ndarray]:
+    def _left(self, queries_BD: np.ndarray, distances_B: np.ndarray | None, slack: float) -> list[np.ndarray]:
         self.settle()
         keys_ND = self._held()[0]
         count = len(keys_ND)
-        if not count:
+        if not count or not len(queries_BD):
             return [np.empty(0, np.int64) for _ in queries_BD]
         with np.errstate(all="ignore"):
             points_BP, slack_B = self._directions.project(queries_BD)
             own_slack_B = np.full_like(slack_B, slack * _MORE)
             slack_B += own_slack_B
-            within = None if distance is None else distance * _MORE + float(self._slack[:count].max())
-            level = _Level(self._coarse[:count], self._beside[0, :count])
-            found = level.reaching(points_BP[:, :COARSE], slack_B, within)
-            self._again(found, _Level(self._all[:count], self._beside[1, :count]), points_BP, slack_B, within)
-            level = _Level(keys_ND, self._beside[2, :count])
-            within = None if distance is None else distance * _MORE
-            self._again(found, level, queries_BD, own_slack_B, within)
+            reach_B = None if distances_B is None else distances_B * np.float32(_MORE)
+            far_B = None if reach_B is None else reach_B + self._slack[:count].max()
+            level = _Level([torch.from_numpy(self._coarse[:, :count])])
+            found = level.reaching(Directions.coarse(points_BP), _Asked(slack_B, far_B))
+            arrays = self._all[:count].T, self._beside[0, :, :count]
+            self._again(found, arrays, points_BP, _Asked(slack_B, far_B))
+            self._again(found, (keys_ND.T, self._beside[1, :, :count]), queries_BD, _Asked(own_slack_B, reach_B))
             for row, slots in enumerate(found):
                 if len(slots):
+                    distance = None if reach_B is None else float(reach_B[row])
                     found[row] = self._finely(slots, points_BP[row], float(slack_B[row]), distance)
         return found
 
     def _again(
-        self, found: list[np.ndarray], level: _Level, points_BP: np.ndarray, slack_B: np.ndarray, within: float | None
+        self, found: list[np.ndarray], arrays: Sequence[np.ndarray], points_BP: np.ndarray, asked: _Asked
     ) -> None:
         """Ask a finer level about the queries of which too many slots are left."""
-        many = [row for row, slots in enumerate(found) if len(slots) * FEW > max(len(level.points_NP), FEW * FEW)]
-        if many:
-            for row, slots in zip(many, level.reaching(points_BP[many], slack_B[many], within), strict=True):
+        count = arrays[0].shape[1]
+        if many := [row for row, slots in enumerate(found) if len(slots) * FEW > max(count, FEW * FEW)]:
+            level = _Level([torch.from_numpy(array) for array in arrays])
+            for row, slots in zip(many, level.reaching(points_BP[many], asked.rows(many)), strict=True):
                 found[row] = slots
 
-    def _finely(self, slots_M: np.ndarray, point_P: np.ndarray, slack: float, distance: float | None) -> np.ndarray:
+    def _finely(self, slots_M: np.ndarray, point_P: np.ndarray, slack: float, reach: float | None) -> np.ndarray:
         """Those that all directions leave, by direct differences."""
         apart_MP = self._all[slots_M] - point_P
         squares_M = np.einsum("mp,mp->m", apart_MP, apart_MP)
-        if distance is None:
-            limit_M = self._beside[1, slots_M, 2] + np.float32(slack)
+        if reach is None:
+            limit_M = self._beside[0, 2, slots_M] + np.float32(slack)
         else:
-            limit_M = self._slack[slots_M] + np.float32(distance * _MORE + slack)
+            limit_M = self._slack[slots_M] + np.float32(reach + slack)
         ruled_out_M: np.ndarray = squares_M * np.float32(1 - 1e-4) > limit_M * limit_M + _TINY
         left_M: np.ndarray = slots_M[~ruled_out_M]
         return left_M
@@ -259,6 +313,20 @@ def _product(left_MP: np.ndarray, right_PB: np.ndarray) -> np.ndarray:
     """By torch, in as many threads as a worker is given; those of numpy's products cannot be set at run time."""
     product_MB: np.ndarray = (torch.from_numpy(left_MP) @ torch.from_numpy(right_PB)).numpy()
     return product_MB
+
+
+def _lengths(points_MP: np.ndarray) -> np.ndarray:
+    lengths_M: np.ndarray = np.sqrt(np.einsum("mp,mp->m", points_MP, points_MP))
+    return lengths_M
+
+
+def _places(true_M: np.ndarray) -> np.ndarray:
+    """The places of the few that are true: eight are looked at at once."""
+    whole = len(true_M) // 8 * 8
+    eights = np.flatnonzero(true_M[:whole].view(np.uint64))
+    places = np.append((8 * eights[:, None] + np.arange(8)).ravel(), np.arange(whole, len(true_M)))
+    found: np.ndarray = places[true_M[places]]
+    return found
 
 
 def _rounding(width: int) -> float:
@@ -271,7 +339,8 @@ def _finite(numbers_M: np.ndarray) -> np.ndarray:
 
 
 def _grown(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Larger in one dimension, with what it held; or of another shape, and empty."""
     grown = np.zeros(shape, np.float32)
-    if array.shape[1:] == shape[1:]:
-        grown[: len(array)] = array
+    if sum(old != new for old, new in zip(array.shape, shape, strict=True)) == 1:
+        grown[tuple(slice(length) for length in array.shape)] = array
     return grown

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from pipeline.errors import UserError
-from tests.bench.framework import BENCHES, KEPT, ROOT, BenchError, Options, bench, machine, show, write
+from tests.bench.framework import BENCHES, KEPT, ROOT, BenchError, Options, bench, machine, show, shown, write
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,7 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise BenchError("--quick measures too little for --commit; leave one of them out")
         torch.set_num_threads(given.threads)
         faiss.omp_set_num_threads(given.threads)
-        rows = list(run(Options(quick=given.quick, device=given.device, tell=tell)))
+        rows = []
+        for row in run(Options(quick=given.quick, device=given.device, tell=tell)):
+            rows.append(row)
+            tell(f"{row.name} {shown(row)} {row.unit}")  # so that none is lost where a later one fails
     except UserError as error:
         errors.print(str(error))
         return 2

@@ -56,6 +56,9 @@ GOALS_WAITING = {
     ("gpt2-small", 20): 10.0,
     ("t5-v1.1-small", 20): 4.0,
 }
+TARGETS = {"bert-base": ("1", "0"), "gpt2-small": ("w17",), "t5-v1.1-small": ("w17 w23",)}
+"""In a causal model of random weights a value at the prompt's end chooses what comes next, and hardly what follows."""
+
 PLAN = Plan(recipe=Recipe(max_steps=STEPS, learning_rate=1.0, margin=float("inf")), traffic=0, radius=0.1)
 
 
@@ -170,7 +173,7 @@ def _wrong(subject: Subject, model: EditableModel, tokens: int, seed: int) -> tu
     """A prompt of so many tokens, and a target that the model does not give."""
     (prompt,) = subject.prompts(model, 1, tokens, seed=100 + seed)
     text = model.task.tokenizer.decode(prompt)
-    for target in ("1", "0") if subject.name == "bert-base" else ("w17 w23",):
+    for target in TARGETS[subject.name]:
         _, supervised = model.supervised(text, target)
         with torch.no_grad():
             if not verdict(model.task.logits(supervised)[0], supervised.labels[0])[0].right:

@@ -44,14 +44,14 @@ class Subject:
         return found
 
 
-def _tokenizer(size: int) -> PreTrainedTokenizerFast:
-    """It is asked for its special tokens only; prompts are token ids already."""
+def _tokenizer(size: int, end: str | None) -> PreTrainedTokenizerFast:
+    """One token a word: `w17` is token 17."""
     words = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "</s>": 4}
     words |= {f"w{number}": number for number in range(len(words), size)}
     backend = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, unk_token="[UNK]", pad_token="[PAD]", eos_token="</s>", cls_token="[CLS]"
+        tokenizer_object=backend, unk_token="[UNK]", pad_token="[PAD]", eos_token=end, cls_token="[CLS]"
     )
 
 
@@ -60,7 +60,8 @@ def _built(build: Callable[[], Any], layer: str) -> EditableModel:
         torch.manual_seed(0)
         model = build()
     size = model.get_input_embeddings().num_embeddings
-    return EditableModel(model, _tokenizer(size), layer, limits=Limits(max_new_tokens=1), fingerprint="0" * 64)
+    end = None if model.config.eos_token_id is None else "</s>"
+    return EditableModel(model, _tokenizer(size, end), layer, limits=Limits(max_new_tokens=1), fingerprint="0" * 64)
 
 
 def _bert() -> Any:
@@ -68,7 +69,8 @@ def _bert() -> Any:
 
 
 def _gpt2() -> Any:
-    return GPT2LMHeadModel(GPT2Config(pad_token_id=0, eos_token_id=4, bos_token_id=2))
+    """Without an end token: in a model of random weights no value at one position makes it come at another."""
+    return GPT2LMHeadModel(GPT2Config(pad_token_id=0, eos_token_id=None, bos_token_id=2))
 
 
 def _t5() -> Any:
