@@ -185,12 +185,17 @@ def _hidden(candidate: Any, module: nn.Module) -> Tensor:
     return candidate
 
 
-def _look_up(queries_BD: Tensor, codebook: Codebook, index: KeyIndex) -> tuple[Tensor, Tensor, list[Hit | None]]:
+def served_by(queries_BD: Tensor, codebook: Codebook, index: KeyIndex) -> list[Hit | None]:
+    """For each query the entry that serves it, if any."""
     found = index.covering(queries_BD)
-    hits = [
+    return [
         None if slot == NO_SLOT else Hit(slot, codebook.entry_ids[slot], distance, float(codebook.radii_N[slot]))
         for slot, distance in zip(found.slots_B.tolist(), found.distances_B.tolist(), strict=True)
     ]
+
+
+def _look_up(queries_BD: Tensor, codebook: Codebook, index: KeyIndex) -> tuple[Tensor, Tensor, list[Hit | None]]:
+    hits = served_by(queries_BD, codebook, index)
     values_BV = torch.zeros(len(hits), codebook.values_NV.shape[1] if len(codebook) else 1)
     for row, hit in enumerate(hits):
         if hit is not None:

@@ -6,83 +6,35 @@ the record it returned is given to `apply`, which is also how a starting editor 
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import msgspec
 import numpy as np
 import torch
 from msgspec import UNSET, UnsetType
 
-from pipeline.adaptor import Hit
+from pipeline.adaptor import served_by
+from pipeline.case import Again, Ahead, Case, Examined, of_similar_length
 from pipeline.codebook import Applied, Codebook, DeltaFault, Label
 from pipeline.edited import Edited, rejected, unchanged
 from pipeline.index import NO_SLOT, KeyIndex
 from pipeline.maintenance import Decision, Neighbour, Policy, batch_noise, decide, without_expanding
 from pipeline.memory import BARE_MODEL, EditMemory
-from pipeline.model import EditableModel, Rest, Verdict
+from pipeline.model import EditableModel, Verdict
 from pipeline.plan import Plan
 from pipeline.probe import TEXTS
 from pipeline.sight import Sight
 from pipeline.tasks import InputError, Supervised
 from pipeline.traffic import Traffic, median_nearest_distance
 from pipeline.training import Trained, train_value, train_values
-from schemas.deltas import Cause, Delta, EntryChange, Op, Seen, Tensor, seal
-from schemas.messages import VERSION, Feedback, Outcome, Status, one_line
+from schemas.deltas import Cause, Delta, EntryChange, Op, Tensor, seal
+from schemas.messages import VERSION, Feedback, Inputs, Outcome, Status, one_line
 
 MAX_RECORD_BYTES = 60 * 2**20
 """A larger delta would not fit the topic; only one that gives thousands of edits entries of their own gets there."""
 
-PADDING = 1.25
-"""Inputs are trained together where the longest has at most so many times the tokens of the shortest, or few more."""
-
-FEW_TOKENS = 8
-
-MOST_TOKENS = 16_384
-"""Of all inputs that are trained together, with their padding."""
-
 STATUS: dict[str, Status] = {"add": "added", "expand": "expanded", "split": "split", "replace": "replaced"}
-
-
-@dataclass(frozen=True, slots=True)
-class Again:
-    """A decision that is made again: what it saw, and of its query and its value those that are to be kept."""
-
-    seen: Seen
-    query_D: np.ndarray | None = None
-    value_V: np.ndarray | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Ahead:
-    """A value that was trained before its correction is decided on, with those of the feedback at these offsets."""
-
-    trained: Trained
-    together: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One correction under decision; `slot` holds the key nearest to its query, at `distance`.
-
-    `again` is what the decision saw before, where it is made again; `ahead` its value, where that was trained ahead.
-    """
-
-    feedback: Feedback
-    offset: int
-    label: Label
-    supervised: Supervised
-    rest: Rest
-    verdict: Verdict
-    hit: Hit | None
-    query_D: np.ndarray
-    start_V: torch.Tensor
-    policy: Policy
-    sight: Sight
-    slot: int
-    distance: float
-    known_V: np.ndarray | None
-    ahead: Ahead | None
 
 
 class EditEngine:
@@ -161,7 +113,7 @@ class EditEngine:
         case = self._case(feedback, offset, again, ahead)
         if isinstance(case, Edited):
             return case
-        edited = self._keep(case) if case.verdict.right else self._decide(case)
+        edited = self._keep(case) if case.examined.verdict.right else self._decide(case)
         if edited.record is not None:
             return edited
         nearest_id = [] if case.slot == NO_SLOT else [self.codebook.entry_ids[case.slot]]
@@ -188,10 +140,14 @@ class EditEngine:
             if isinstance(case, Case) and self._wants_value(case):
                 wanting.append(case)
         found: dict[int, Ahead] = {}
-        for group in _of_similar_length(wanting):
+        for group in of_similar_length(wanting):
             if len(group) > 1:
-                rows = [(case.offset, case.supervised, self._usual_start(case.offset, case.start_V)) for case in group]
-                found |= self._trained(rows, at_work)
+                rows = [
+                    (case.offset, case.examined.supervised, self._usual_start(case.offset, case.examined.start_V))
+                    for case in group
+                ]
+                together = self._trained(rows, at_work)
+                found |= {case.offset: replace(together[case.offset], examined=case.examined) for case in group}
         return found
 
     def train_together(self, corrections: Sequence[tuple[Feedback, int]]) -> dict[int, Ahead]:
@@ -219,7 +175,7 @@ class EditEngine:
 
     def _wants_value(self, case: Case) -> bool:
         """Whether a value would have to be trained, were this decided on now."""
-        return not case.verdict.right and self._decision(case)[1] is None
+        return not case.examined.verdict.right and self._decision(case)[1] is None
 
     def _case(
         self, feedback: Feedback, offset: int, again: Again | None = None, ahead: Ahead | None = None
@@ -227,12 +183,13 @@ class EditEngine:
         """What there is to be decided on; or what comes of feedback on which there is nothing to be decided."""
         assert feedback.inputs is not UNSET
         assert feedback.target is not UNSET
-        try:
-            label, supervised = self.model.supervised(feedback.inputs, feedback.target)
-        except InputError as error:
-            return rejected(feedback, one_line(error), invalid=True)
-        verdict, session, rest = self.model.examine(supervised, self.codebook, self.index)
-        query_D = session.queries_BD[0].cpu().numpy()
+        examined = None if ahead is None else ahead.examined
+        if examined is None or not self._stands(examined):
+            try:
+                examined = self._examine(feedback.inputs, feedback.target)
+            except InputError as error:
+                return rejected(feedback, one_line(error), invalid=True)
+        verdict, query_D = examined.verdict, examined.query_D
         if again is not None and again.query_D is not None:
             query_D = again.query_D.copy()
         if not np.isfinite(query_D).all():
@@ -248,13 +205,8 @@ class EditEngine:
         return Case(
             feedback=feedback,
             offset=offset,
-            label=label,
-            supervised=supervised,
-            rest=rest,
-            verdict=verdict,
-            hit=session.hits[0],
+            examined=examined,
             query_D=query_D,
-            start_V=session.outputs_BV[0],
             policy=Policy(self.plan.policy, sight.radius, self.plan.expand, self.noise(query_D), self.plan.max_radius),
             sight=sight,
             slot=int(nearest.slots_B[0]),
@@ -263,13 +215,36 @@ class EditEngine:
             ahead=ahead,
         )
 
+    def _examine(self, inputs: Inputs, target: str) -> Examined:
+        label, supervised = self.model.supervised(inputs, target)
+        verdict, session, rest = self.model.examine(supervised, self.codebook, self.index)
+        hit = session.hits[0]
+        return Examined(
+            label=label,
+            supervised=supervised,
+            rest=rest,
+            verdict=verdict,
+            hit=hit,
+            value_V=self.codebook.values_NV[[] if hit is None else hit.slot].copy(),
+            query_D=session.queries_BD[0].cpu().numpy(),
+            start_V=session.outputs_BV[0],
+        )
+
+    def _stands(self, examined: Examined) -> bool:
+        """Whether the codebook as it now is would tell the same."""
+        (hit,) = served_by(torch.from_numpy(examined.query_D)[None], self.codebook, self.index)
+        if hit is None or examined.hit is None:
+            return hit is None and examined.hit is None
+        same_hit = replace(hit, slot=examined.hit.slot) == examined.hit  # its place is no matter
+        return same_hit and np.array_equal(self.codebook.values_NV[hit.slot], examined.value_V)
+
     def _keep(self, case: Case) -> Edited:
         """A correction that the model fulfils already: a delta, usually without a change, puts it under the guard.
 
         Else a later edit could take its query over, and what a reviewer was told to be right would turn wrong.
         """
-        hit, changes = case.hit, []
-        outcome = unchanged(case.feedback, case.verdict.loss)
+        hit, changes = case.examined.hit, []
+        outcome = unchanged(case.feedback, case.examined.verdict.loss)
         if hit is not None:
             outcome = msgspec.structs.replace(outcome, entry_id=hit.entry_id)
             reach = _float32(case.policy.cover(hit.distance))
@@ -279,7 +254,7 @@ class EditEngine:
             other
             for other in self.memory.same_input(case.query_D, case.policy.noise)
             if (entry_id := self.memory.serving_entry(other)) not in (BARE_MODEL, outcome.entry_id)
-            and self.codebook.labels[self.codebook.slot(entry_id)] != case.label
+            and self.codebook.labels[self.codebook.slot(entry_id)] != case.examined.label
         ]
         return self._sealed(case, outcome, "expand", changes, UNSET if hit is None else hit.entry_id, said_otherwise)
 
@@ -291,7 +266,7 @@ class EditEngine:
             neighbour = Neighbour(
                 distance=case.distance,
                 radius=float(self.codebook.radii_N[case.slot]),
-                same_label=self.codebook.labels[case.slot] == case.label,
+                same_label=self.codebook.labels[case.slot] == case.examined.label,
                 clearance=self._clearance(self.codebook.entry_ids[case.slot], key_D, case),
             )
         clearance = self._clearance(case.feedback.feedback_id, case.query_D, case)
@@ -299,7 +274,7 @@ class EditEngine:
         if decision.kind == "expand":
             assert neighbour is not None
             value_V = torch.from_numpy(self.codebook.values_NV[case.slot].copy())
-            found = self.model.gives(case.rest, value_V)
+            found = self.model.gives(case.examined.rest, value_V)
             if found.right:
                 return decision, found
             decision = without_expanding(case.policy, neighbour, clearance)
@@ -315,7 +290,7 @@ class EditEngine:
         trained = None if case.ahead is None else self._proved(case, case.ahead.trained)
         if trained is None:
             case = replace(case, ahead=None)
-            trained = train_value(self.model, case.rest, start_V, self.plan.recipe)
+            trained = train_value(self.model, case.examined.rest, start_V, self.plan.recipe)
         loss = trained.verdict.loss if math.isfinite(trained.verdict.loss) else UNSET
         if not trained.converged:
             reason = f"no value was found in {trained.steps} steps; the loss is still {trained.verdict.loss:.3g}"
@@ -326,12 +301,12 @@ class EditEngine:
         """A value that was trained with others, if it is right on its own as well; else it is to be trained alone."""
         if not trained.converged:
             return None
-        found = self.model.gives(case.rest, torch.from_numpy(trained.value_V))
+        found = self.model.gives(case.examined.rest, torch.from_numpy(trained.value_V))
         return replace(trained, verdict=found) if found.right else None
 
     def _publish(self, case: Case, decision: Decision, value_V: np.ndarray | None, **told: object) -> Edited:
         """Decision, value and guard as one delta."""
-        feedback_id = case.feedback.feedback_id
+        feedback_id, label = case.feedback.feedback_id, case.examined.label
         own_key = decision.kind in ("add", "split")
         neighbour_id = self.codebook.entry_ids[case.slot] if case.slot != NO_SLOT else ""
         entry_id = feedback_id if own_key else neighbour_id
@@ -346,12 +321,14 @@ class EditEngine:
         if value_V is not None:
             value = Tensor.of(value_V)
             if decision.kind == "replace":
-                changes.append(EntryChange(entry_id=entry_id, value=value, radius=radius, label=case.label))
+                changes.append(EntryChange(entry_id=entry_id, value=value, radius=radius, label=label))
             else:
                 assert decision.radius is not None
                 radius = _float32(decision.radius)
                 key = Tensor.of(case.query_D)
-                changes.append(EntryChange(entry_id=entry_id, key=key, value=value, radius=radius, label=case.label))
+                changes.append(
+                    EntryChange(entry_id=entry_id, key=key, value=value, radius=radius, label=case.examined.label)
+                )
         same_input = self.memory.same_input(case.query_D, case.policy.noise)
         if self.plan.guard and decision.kind != "expand":
             changes += self._guarded(case, changes, same_input)
@@ -362,7 +339,7 @@ class EditEngine:
             entry_id=entry_id,
             **told,  # type: ignore[arg-type]
         )
-        said_otherwise = [other for other in same_input if self._label_of_edit(other) != case.label]
+        said_otherwise = [other for other in same_input if self._label_of_edit(other) != label]
         return self._sealed(case, outcome, decision.kind, changes, entry_id, said_otherwise)
 
     def _sealed(
@@ -437,9 +414,9 @@ class EditEngine:
         return None if entry_id == BARE_MODEL else self.codebook.labels[self.codebook.slot(entry_id)]
 
     def _start(self, case: Case) -> torch.Tensor:
-        case.sight.start = self.warm_start(case.label, case.query_D)
+        case.sight.start = self.warm_start(case.examined.label, case.query_D)
         if case.sight.start is UNSET:
-            return self._usual_start(case.offset, case.start_V)
+            return self._usual_start(case.offset, case.examined.start_V)
         return torch.from_numpy(self.codebook.values_NV[self.codebook.slot(case.sight.start)].copy())
 
     def _usual_start(self, offset: int, output_V: torch.Tensor) -> torch.Tensor:
@@ -452,20 +429,6 @@ class EditEngine:
     def noise(self, query_D: np.ndarray) -> float:
         """Distances from this query up to this are the same input, seen in another batch."""
         return batch_noise(float(np.linalg.norm(query_D)), self.model.dtype)
-
-
-def _of_similar_length(cases: Sequence[Case]) -> Iterator[list[Case]]:
-    """Groups to be trained together, each in the order of feedback."""
-    group: list[Case] = []
-    for case in sorted(cases, key=lambda case: (case.supervised.tokens, case.offset)):
-        tokens = case.supervised.tokens
-        longest = max(PADDING * group[0].supervised.tokens, group[0].supervised.tokens + FEW_TOKENS) if group else 0
-        if group and (tokens > longest or tokens * (len(group) + 1) > MOST_TOKENS):
-            yield sorted(group, key=lambda case: case.offset)
-            group = []
-        group.append(case)
-    if group:
-        yield sorted(group, key=lambda case: case.offset)
 
 
 def _float32(radius: float) -> float:

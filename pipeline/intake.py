@@ -7,9 +7,10 @@ import structlog
 from kafka.errors import KafkaError
 
 from pipeline.admission import Admission, Refused
+from pipeline.case import Ahead
 from pipeline.device import raise_if_broken
 from pipeline.edited import Edited, rejected
-from pipeline.editing import Ahead, EditEngine
+from pipeline.editing import EditEngine
 from pipeline.errors import UserError
 from pipeline.fruitless import Fruitless
 from pipeline.rewriting import History

@@ -21,9 +21,10 @@ import numpy as np
 import torch
 from msgspec import UNSET, Struct
 
+from pipeline.case import Again, Ahead
 from pipeline.codebook import Codebook, DeltaFault
 from pipeline.edited import Edited
-from pipeline.editing import Again, Ahead, EditEngine
+from pipeline.editing import EditEngine
 from pipeline.fruitless import Fruitless
 from pipeline.intake import failed
 from pipeline.model import EditableModel

@@ -23,9 +23,10 @@ import numpy as np
 from msgspec import UNSET, Struct
 
 from pipeline.apart import Apart
+from pipeline.case import Again
 from pipeline.codebook import Codebook, DeltaFault
 from pipeline.difference import Fold, entry_change
-from pipeline.editing import Again, EditEngine
+from pipeline.editing import EditEngine
 from pipeline.errors import UserError
 from pipeline.index import KeyIndex
 from pipeline.maintenance import TRAFFIC_SHARE

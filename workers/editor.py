@@ -21,10 +21,11 @@ from msgspec import UNSET
 
 from pipeline import metrics
 from pipeline.admission import Admission
+from pipeline.case import Ahead
 from pipeline.clients import redis_client
 from pipeline.codebook import DeltaFault
 from pipeline.device import DeviceFault
-from pipeline.editing import Ahead, EditEngine
+from pipeline.editing import EditEngine
 from pipeline.editor_log import EditorLog, Result, may_pass
 from pipeline.environment import environment
 from pipeline.follower import fault_at

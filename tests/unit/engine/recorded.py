@@ -7,8 +7,9 @@ from typing import Any
 import msgspec
 
 from pipeline.admission import MINUTE, Admission
+from pipeline.case import Ahead
 from pipeline.edited import correction
-from pipeline.editing import Ahead, EditEngine
+from pipeline.editing import EditEngine
 from pipeline.editor_log import OFFSET_HEADER
 from pipeline.environment import environment
 from pipeline.fruitless import Fruitless, fruitless_in

@@ -6,8 +6,9 @@ from typing import Any
 
 from msgspec import UNSET
 
+from pipeline.case import Again
 from pipeline.edited import correction
-from pipeline.editing import Again, EditEngine
+from pipeline.editing import EditEngine
 from pipeline.environment import environment
 from pipeline.plan import Plan
 from pipeline.sight import together

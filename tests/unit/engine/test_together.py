@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -112,7 +113,9 @@ def test_a_model_in_which_padding_counts_is_not_trained_so() -> None:
         vocab_size=SIZE, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         embedding_size=32, head_ratio=2, conv_kernel_size=5, num_labels=3, pad_token_id=0, initializer_range=0.5,
     )  # fmt: skip
-    module = ConvBertForSequenceClassification(config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = ConvBertForSequenceClassification(config)
     made = EditableModel(module, tokenizer("bert"), "convbert.encoder.layer[1].output.dense", limits=LIMITS)
     assert not made.pads()
     given = [(correction(f"f{number}", text, "1"), number) for number, text in enumerate(TEXTS)]
@@ -263,3 +266,32 @@ def test_a_record_on_which_the_model_fails_is_decided_on_by_itself(monkeypatch: 
     outcomes = made.send(*map(encode, given))
     assert [outcome and outcome.status for outcome in outcomes] == ["added", "rejected", "added"]
     assert all(cause(decode_delta(record)).together == () for record in made.deltas[1:])
+
+
+def test_a_pass_is_not_run_again_for_a_decision_unless_what_it_told_has_changed(
+    model: EditableModel, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = EditEngine(model, CODEBOOK, replace(PLAN, traffic=0))
+    made.apply(made.lead({}))
+    targets = wanted(kind)
+    given = [correction(f"f{number}", text, targets[number]) for number, text in enumerate(TEXTS)]
+    ahead = made.train_ahead([(one, offset) for offset, one in enumerate(given)])
+    offset = next(iter(ahead))
+    examined: list[Supervised] = []
+    examine = model.examine
+
+    def counted(one: Supervised, *rest: Any) -> Any:
+        examined.append(one)
+        return examine(one, *rest)
+
+    monkeypatch.setattr(model, "examine", counted)
+    first = made.edit(given[offset], offset, ahead=ahead[offset])
+    assert not examined
+    assert first.record is not None
+    again = made.edit(given[offset], offset, ahead=replace(ahead[offset], examined=None))
+    assert len(examined) == 1
+    assert again.record == first.record
+    made.apply(first.record)
+    late = correction("late", TEXTS[offset], targets[offset])
+    assert made.edit(late, 99, ahead=ahead[offset]).outcome is not None
+    assert len(examined) == 2, "an entry serves it by now"
