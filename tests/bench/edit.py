@@ -30,7 +30,7 @@ from pipeline.training import Recipe
 from schemas.deltas import Cause, EntryChange, Tensor
 from tests.bench.framework import BenchError, Options, Row
 from tests.bench.models import SUBJECTS, Subject
-from tests.bench.overhead import activations
+from tests.bench.overhead import KEYS, queries, stored
 from tests.bench.textbook import TextbookGrace
 
 T = TypeVar("T")
@@ -129,7 +129,7 @@ def _with_entries(subject: Subject, model: EditableModel, count: int, options: O
     """An edit in a full codebook and in an empty one, in turns."""
     plan = replace(PLAN, recipe=replace(PLAN.recipe, max_steps=USUAL))
     engines = {"none": _engine(model, plan), "stored": _engine(model, plan)}
-    keys_ND = activations(subject, model, count, options)
+    keys_ND = stored(queries(model, subject.asked(model, KEYS)), count)
     _fill(engines["stored"], keys_ND)
     options.tell(f"{subject.name}: {count} entries")
     seconds: dict[str, list[float]] = {way: [] for way in engines}

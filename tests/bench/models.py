@@ -3,6 +3,7 @@
 Random weights take as long as trained ones; they need no download.
 """
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,18 +24,36 @@ from transformers import (
 from pipeline.model import EditableModel
 from pipeline.settings import load_settings
 from pipeline.tasks import Limits
+from tests.bench.framework import BenchError, data_rows
 from workers.boot import load_model
 
 FIRST_WORD = 10
 """Token ids below are special, or may be."""
 
+TOKENS = 20
+"""Of a prompt for a model of random weights."""
+
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model to measure on, and the layer that is edited."""
+    """A model to measure on, its layer that is edited, and whether it is trained: texts mean something to it then."""
 
     name: str
     load: Callable[[], EditableModel]
+    trained: bool = False
+
+    def asked(self, model: EditableModel, count: int) -> list[list[int]]:
+        """Prompts as it is asked them: of a trained model questions of people's, else `TOKENS` random tokens.
+
+        Raises:
+            BenchError: there are no questions at hand, or not so many.
+        """
+        if not self.trained:
+            return self.prompts(model, count, TOKENS, seed=1)
+        texts = questions()
+        if len(texts) < count:
+            raise BenchError(f"{count} questions are wanted, and there are {len(texts)}")
+        return [model.task.tokenize(text) for text in texts[:count]]
 
     def prompts(self, model: EditableModel, count: int, tokens: int, seed: int = 0) -> list[list[int]]:
         """Random prompts of so many tokens."""
@@ -42,6 +61,20 @@ class Subject:
         most = model.module.get_input_embeddings().num_embeddings
         found: list[list[int]] = generator.integers(FIRST_WORD, most, (count, tokens)).tolist()
         return found
+
+
+def questions() -> list[str]:
+    """Questions and beginnings of sentences as people write them, each once, in an order of no meaning.
+
+    Raises:
+        BenchError: the data are not there.
+    """
+    texts = {row["question"] for row in data_rows("nq_open_dev_3610.jsonl.gz")}
+    texts |= {row[part] for row in data_rows("zsre_700.jsonl.gz") for part in ("src", "rephrase")}
+    texts |= {row["prompt"] for row in data_rows("counterfact_val_1919.jsonl.gz")}
+    ordered = sorted(texts)
+    random.Random(0).shuffle(ordered)
+    return ordered
 
 
 def _tokenizer(size: int, end: str | None) -> PreTrainedTokenizerFast:
@@ -92,6 +125,6 @@ SUBJECTS = (
     Subject("bert-base", lambda: _built(_bert, "bert.encoder.layer[10].output.dense")),
     Subject("gpt2-small", lambda: _built(_gpt2, "transformer.h[8].mlp.c_fc")),
     Subject("t5-v1.1-small", lambda: _built(_t5, "encoder.block[4].layer[1].DenseReluDense.wo")),
-    Subject("smollm2", lambda: _known("smollm2")),
-    Subject("minilm", lambda: _known("intent")),
+    Subject("smollm2", lambda: _known("smollm2"), trained=True),
+    Subject("minilm", lambda: _known("intent"), trained=True),
 )

@@ -1,11 +1,14 @@
 """What the codebook costs an inference, beside the unedited model and beside a textbook GRACE.
 
-One forward pass over prompts of 20 tokens (and for generators the first token), one thread, CPU seconds of the
-process; the three take turns, and medians are compared. Keys are real activations at the edited layer, or drawn at
-random with their mean and spread, which leaves nothing to project on. A radius is 0.8 of the distance to the nearest of
-512 others, and the median of those at most, as the editor's defaults have it.
+One forward pass over prompts (and for generators the first token), one thread, CPU seconds of the process; the three
+take turns, and medians are compared. Prompts are questions of people's for the models that are trained, and random
+tokens for those of random weights. Keys are queries of other such prompts, and beyond `KEYS` of them points between two
+of these, so that they lie where queries do (`real`); or drawn at random with their mean and spread, which leaves
+nothing to project on (`random`). A radius is 0.8 of the distance to the nearest of 512 other queries, and the median of
+those at most, as the editor's defaults have it. `recall` is the share of prompts for which the answer is that of brute
+force in float64: the same entry, or none.
 
-The floor: 16 projections of each key are read once, and three numbers beside them, 76 bytes for each key.
+The floor: 28 projections of each key are read once, and four numbers beside them, 128 bytes for each key.
 """
 
 import gc
@@ -17,15 +20,16 @@ import numpy as np
 import torch
 
 from pipeline.codebook import Codebook
-from pipeline.index import KeyIndex
+from pipeline.index import NO_SLOT, KeyIndex
 from pipeline.model import EditableModel
 from schemas.deltas import GENESIS
 from schemas.messages import Parameters
 from tests.bench.framework import Options, Row
-from tests.bench.models import SUBJECTS, Subject
+from tests.bench.models import SUBJECTS
 from tests.bench.textbook import TextbookGrace
 
-TOKENS = 20
+KEYS, OTHERS = 2048, 512
+CHECKED = 64
 COUNTS = {"10k": 10_000, "100k": 100_000, "1M": 1_000_000}
 BATCHES = (1, 32)
 REPEATS = {1: 60, 32: 8}
@@ -39,24 +43,34 @@ def run(options: Options) -> Iterator[Row]:
     counts = dict(list(COUNTS.items())[:1]) if options.quick else COUNTS
     for subject in subjects:
         model = subject.load()
-        real = activations(subject, model, 100_000 if not options.quick else 20_000, options)
+        prompts = subject.asked(model, KEYS + OTHERS + max(size * REPEATS[size] for size in BATCHES))
+        others_RD = queries(model, prompts[KEYS : KEYS + OTHERS])
+        real_ND = queries(model, prompts[:KEYS])
+        options.tell(f"{subject.name}: {len(real_ND)} queries")
+        asked = prompts[KEYS + OTHERS :]
         for kind in ("real", "random"):
             for said, count in counts.items():
-                codebook = _codebook(model, kind, real, count)
+                keys_ND = stored(real_ND, count) if kind == "real" else _drawn(real_ND, count)
+                codebook = _codebook(model, keys_ND, others_RD)
+                del keys_ND
                 index = KeyIndex(codebook, model.device)
                 index.covering(torch.zeros(1, codebook.keys_ND.shape[1]))
                 for batch in BATCHES:
                     name = f"overhead/{subject.name}/{kind}/{said}/batch{batch}"
-                    yield from _measured(name, subject, model, codebook, index, batch)
-                    options.tell(name)
+                    yield from _measured(name, asked, model, codebook, index, batch)
                 del codebook, index
                 gc.collect()
 
 
 def _measured(
-    name: str, subject: Subject, model: EditableModel, codebook: Codebook, index: KeyIndex, batch: int
+    name: str,
+    asked: Sequence[list[int]],
+    model: EditableModel,
+    codebook: Codebook,
+    index: KeyIndex,
+    batch: int,
 ) -> Iterator[Row]:
-    prompts = subject.prompts(model, batch * REPEATS[batch], TOKENS, seed=9)
+    prompts = asked[: batch * REPEATS[batch]]
     batches = [prompts[start : start + batch] for start in range(0, len(prompts), batch)]
     parameters = [Parameters()] * batch
     everywhere = model.adaptor.replace == "all"
@@ -100,40 +114,56 @@ def _measured(
     yield Row(f"{name}/unedited", 1000 * medians["unedited"], "ms")
     yield Row(f"{name}/lookup", 1000 * (medians["edited"] - medians["unedited"]), "ms")
     yield Row(f"{name}/hits", hits / (len(prompts) + batch), "share")
+    yield Row(f"{name}/recall", _recall(model, prompts[:CHECKED], codebook, index), "share", 1)
 
 
-def activations(subject: Subject, model: EditableModel, count: int, options: Options) -> np.ndarray:
-    """What the edited layer sees at every token of random prompts: (count, D)."""
-    seen: list[torch.Tensor] = []
-    module = model.module.get_submodule(model.layer)
-    handle = module.register_forward_pre_hook(lambda _module, args: seen.append(args[0].flatten(0, 1).float()))
-    prompts = subject.prompts(model, -(-count // TOKENS), TOKENS, seed=1)
-    with torch.inference_mode():
-        for start in range(0, len(prompts), 100):
-            batch = model.task.batch(prompts[start : start + 100])
-            model.task.observe(batch)
-    handle.remove()
-    options.tell(f"{subject.name}: {count} activations")
-    return torch.cat(seen)[:count].numpy()
+def _recall(model: EditableModel, prompts: Sequence[list[int]], codebook: Codebook, index: KeyIndex) -> float:
+    queries_BD = queries(model, prompts)
+    squares_BN = np.empty((len(queries_BD), len(codebook)))
+    wide_BD = queries_BD.astype(np.float64)
+    for start in range(0, len(codebook), 8192):
+        keys_MD = codebook.keys_ND[start : start + 8192].astype(np.float64)
+        lengths_M = np.einsum("md,md->m", keys_MD, keys_MD)
+        squares_BN[:, start : start + 8192] = lengths_M - 2 * wide_BD @ keys_MD.T
+    nearest_B = squares_BN.argmin(axis=1)
+    distances_B = np.linalg.norm(wide_BD - codebook.keys_ND[nearest_B], axis=1)
+    expected_B = np.where(distances_B < codebook.radii_N[nearest_B], nearest_B, NO_SLOT)
+    found_B = index.covering(torch.from_numpy(queries_BD)).slots_B.numpy()
+    return float((found_B == expected_B).mean())
 
 
-def _codebook(model: EditableModel, kind: str, real_ND: np.ndarray, count: int) -> Codebook:
-    """So many keys: real ones (beyond those that there are, each again with a tenth of its neighbour's distance)."""
+def queries(model: EditableModel, prompts: Sequence[list[int]]) -> np.ndarray:
+    """What the edited layer sees at the query's token of each prompt: (N, D), in an order of no meaning."""
+    ordered = sorted(prompts, key=len)
+    parts = [model.queries(ordered[start : start + 64]).cpu().numpy() for start in range(0, len(ordered), 64)]
+    found = np.concatenate(parts)
+    np.random.default_rng(5).shuffle(found)
+    return found
+
+
+def stored(real_ND: np.ndarray, count: int) -> np.ndarray:
+    """So many keys: real ones, and beyond those that there are points between two of them."""
     generator = np.random.default_rng(2)
-    width = real_ND.shape[1]
-    if kind == "random":
-        keys_ND = generator.standard_normal((count, width), np.float32)
-        keys_ND *= real_ND.std(axis=0)
-        keys_ND += real_ND.mean(axis=0)
-    else:
-        keys_ND = np.resize(real_ND, (count, width))
-        copies = keys_ND[len(real_ND) :]
-        copies += generator.standard_normal(copies.shape, np.float32) * (0.1 * real_ND.std(axis=0))
-    others_RD = keys_ND[generator.choice(count, 512, replace=False)]
+    keys_ND = np.resize(real_ND, (count, real_ND.shape[1]))
+    for start in range(len(real_ND), count, 8192):
+        more = keys_ND[start : start + 8192]
+        shares = generator.uniform(0.1, 0.5, (len(more), 1)).astype(np.float32)
+        more += shares * (real_ND[generator.integers(0, len(real_ND), len(more))] - more)
+    return keys_ND
+
+
+def _drawn(real_ND: np.ndarray, count: int) -> np.ndarray:
+    keys_ND = np.random.default_rng(2).standard_normal((count, real_ND.shape[1]), np.float32)
+    keys_ND *= real_ND.std(axis=0)
+    keys_ND += real_ND.mean(axis=0)
+    return keys_ND
+
+
+def _codebook(model: EditableModel, keys_ND: np.ndarray, others_RD: np.ndarray) -> Codebook:
+    count, width = keys_ND.shape
     nearest_N = np.empty(count, np.float32)
     for start in range(0, count, 8192):
         distances = torch.cdist(torch.from_numpy(keys_ND[start : start + 8192]), torch.from_numpy(others_RD))
-        distances[distances < 1e-2] = torch.inf  # a key among the others
         nearest_N[start : start + 8192] = distances.amin(dim=1).numpy()
     radii_N = np.minimum(0.8 * nearest_N, np.median(nearest_N)).astype(np.float32)
     values_NV = np.zeros(
