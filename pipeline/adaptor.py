@@ -6,7 +6,7 @@ so no decode step ever queries. Where the whole sequence runs again (generation 
 applied again at the same tokens. The codebook is never written here, and no random number is drawn.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -42,17 +42,22 @@ class Session:
     Attributes:
         mask_BT: Real prompt tokens, as the wrapped module sees them; None: the module sees one token, the first.
         queries_BD: Float32 queries, after the first call.
-        outputs_BV: The module's own output where the value would go (mean over replaced tokens).
+        outputs_BV: The module's own output where a value would go, float32: the mean over the tokens that it would
+            replace. Only of a session that is `measured`.
         hits: For each row the entry that serves it, or None.
+        replaced_BT: The prompt's tokens that a value replaces, in a row that has one.
+        replaced_B: The rows that have one.
     """
 
     mask_BT: Tensor | None
-    lookup: Callable[[Tensor], tuple[Tensor, Tensor, list[Hit | None]]] | None = None
+    lookup: Callable[[Tensor], tuple[list[Hit | None], Tensor | None]] | None = None
     values_BV: Tensor | None = None
     stop: bool = False
     queries_BD: Tensor = field(default_factory=lambda: torch.empty(0))
+    measured: bool = False
     outputs_BV: Tensor = field(default_factory=lambda: torch.empty(0))
     hits: list[Hit | None] = field(default_factory=list)
+    replaced_BT: Tensor = field(default_factory=lambda: torch.empty(0))
     replaced_B: Tensor | None = None
     tokens_T: int = 0
 
@@ -71,15 +76,22 @@ class Adaptor:
 
     @contextmanager
     def serving(
-        self, mask_BT: Tensor | None, codebook: Codebook, index: KeyIndex, settle: Callable[[], None] = lambda: None
+        self,
+        mask_BT: Tensor | None,
+        codebook: Codebook,
+        index: KeyIndex,
+        settle: Callable[[], None] = lambda: None,
+        *,
+        measured: bool = False,
     ) -> Iterator[Session]:
         """Answer from the codebook, as `settle` leaves it just before the look-up, where a query lies in a ball."""
 
-        def lookup(queries_BD: Tensor) -> tuple[Tensor, Tensor, list[Hit | None]]:
+        def lookup(queries_BD: Tensor) -> tuple[list[Hit | None], Tensor | None]:
             settle()
-            return _look_up(queries_BD, codebook, index)
+            hits = served_by(queries_BD, codebook, index)
+            return hits, _values(hits, codebook)
 
-        with self._open(Session(mask_BT, lookup=lookup)) as session:
+        with self._open(Session(mask_BT, lookup=lookup, measured=measured)) as session:
             yield session
 
     @contextmanager
@@ -91,7 +103,7 @@ class Adaptor:
     @contextmanager
     def watching(self, mask_BT: Tensor | None) -> Iterator[Session]:
         """See what the module sees and puts out, and change nothing."""
-        with self._open(Session(mask_BT)) as session:
+        with self._open(Session(mask_BT, measured=True)) as session:
             yield session
 
     @contextmanager
@@ -126,22 +138,27 @@ class Adaptor:
             return None
         if session.values_BV is None or session.replaced_B is None:
             return None
+        prompt_BT = session.replaced_BT
         where_BT = torch.zeros(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
-        prompt_BT = self._replaced_tokens(session, hidden)
         where_BT[:, : prompt_BT.shape[1]] = prompt_BT & session.replaced_B[:, None]
         edited = torch.where(where_BT[..., None], session.values_BV[:, None, :].to(hidden.dtype), hidden)
         return (edited, *output[1:]) if isinstance(output, tuple) else edited
 
     def _decide(self, session: Session, tokens: Tensor, hidden: Tensor) -> None:
         session.tokens_T = tokens.shape[1]
-        session.queries_BD = _pick(tokens, self._mask(session, tokens), self.query).float()
+        mask_BT = self._mask(session, tokens)
+        session.queries_BD = _pick(tokens, mask_BT, self.query).float()
         if session.stop:
             raise Observed
-        session.outputs_BV = _pick(hidden, self._replaced_tokens(session, hidden), "mean").float()
+        session.replaced_BT = self._replaced_tokens(mask_BT)
+        if session.measured:
+            session.outputs_BV = _pick(hidden, session.replaced_BT, "mean").float()
         if session.lookup is not None:
-            session.values_BV, session.replaced_B, session.hits = session.lookup(session.queries_BD.detach())
-            if not session.replaced_B.any():
-                session.values_BV = None
+            session.hits, values_BV = session.lookup(session.queries_BD.detach())
+            if values_BV is not None:
+                session.values_BV = values_BV.to(hidden.device)
+                replaced = [hit is not None for hit in session.hits]
+                session.replaced_B = torch.tensor(replaced, device=hidden.device)
         elif session.values_BV is not None:
             session.replaced_B = torch.ones(len(hidden), dtype=torch.bool, device=hidden.device)
 
@@ -150,8 +167,7 @@ class Adaptor:
             return torch.ones(tokens.shape[0], 1, dtype=torch.bool, device=tokens.device)
         return session.mask_BT.bool()
 
-    def _replaced_tokens(self, session: Session, hidden: Tensor) -> Tensor:
-        mask_BT = self._mask(session, hidden)
+    def _replaced_tokens(self, mask_BT: Tensor) -> Tensor:
         if self.replace == "all":
             return mask_BT
         last_BT = torch.zeros_like(mask_BT)
@@ -194,11 +210,11 @@ def served_by(queries_BD: Tensor, codebook: Codebook, index: KeyIndex) -> list[H
     ]
 
 
-def _look_up(queries_BD: Tensor, codebook: Codebook, index: KeyIndex) -> tuple[Tensor, Tensor, list[Hit | None]]:
-    hits = served_by(queries_BD, codebook, index)
-    values_BV = torch.zeros(len(hits), codebook.values_NV.shape[1] if len(codebook) else 1)
-    for row, hit in enumerate(hits):
-        if hit is not None:
-            values_BV[row] = torch.from_numpy(codebook.values_NV[hit.slot])
-    replaced_B = torch.tensor([hit is not None for hit in hits])
-    return values_BV.to(queries_BD.device), replaced_B.to(queries_BD.device), hits
+def _values(hits: Sequence[Hit | None], codebook: Codebook) -> Tensor | None:
+    """The values (B, V) of the entries that serve these rows, and zeros in the others; None where none is served."""
+    rows = [row for row, hit in enumerate(hits) if hit is not None]
+    if not rows:
+        return None
+    values_BV = torch.zeros(len(hits), codebook.values_NV.shape[1])
+    values_BV[rows] = torch.from_numpy(codebook.values_NV[[hit.slot for hit in hits if hit is not None]])
+    return values_BV

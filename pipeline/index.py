@@ -41,10 +41,29 @@ def exact_distances(queries_BD: torch.Tensor, keys_BKD: torch.Tensor) -> torch.T
 
 @dataclass(frozen=True, slots=True)
 class Nearest:
-    """For each query the slot of its nearest key (-1: none, or the query is not finite) and the distance to it."""
+    """For each query the slot of its nearest key (-1: none, or the query is not finite) and the distance to it.
+
+    On the host, whatever the index's device.
+    """
 
     slots_B: torch.Tensor
     distances_B: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidates:
+    """What a search found for B queries.
+
+    Attributes:
+        told_B4: On the host, for each: whether it is finite, whether the winner is proven, its slot (-1: there are
+            several at that distance), and the distance.
+        slots_BK: The candidates.
+        distances_BK: How far they are.
+    """
+
+    told_B4: torch.Tensor
+    slots_BK: torch.Tensor
+    distances_BK: torch.Tensor
 
 
 class KeyIndex:
@@ -93,7 +112,7 @@ class KeyIndex:
         """The nearest key of each query if the query lies in its ball (distance < radius), else none."""
         if self._device.type != "cpu":
             nearest = self._scan(queries_BD)
-            return self._inside(nearest.slots_B.cpu(), nearest.distances_B.cpu())
+            return self._inside(nearest.slots_B, nearest.distances_B)
         queries_BD = queries_BD.detach().float().contiguous()
         reach: dict[int, float] = {}
         for row, slots in enumerate(self._sieve.covering(queries_BD.numpy())):
@@ -104,12 +123,14 @@ class KeyIndex:
                 if (inside_K := distances_K < self._codebook.radii_N[slots]).any():
                     reach[row] = distances_K[inside_K].min()
         found = self._sieved(queries_BD, reach)
-        return self._inside(found.slots_B, found.distances_B)
+        return self._inside(found.slots_B, found.distances_B) if reach else found
 
     def _sieved(self, queries_BD: torch.Tensor, reach: Mapping[int, float]) -> Nearest:
         """The nearest key of each query that has a `reach`, which is the distance to some key, or more."""
         slots_B = torch.full((len(queries_BD),), NO_SLOT)
         distances_B = torch.full((len(queries_BD),), torch.inf)
+        if not reach:
+            return Nearest(slots_B, distances_B)
         crowded = [row for row, distance in reach.items() if not np.isfinite(distance)]
         near = [row for row in reach if row not in crowded]
         distances = np.array([reach[row] for row in near])
@@ -130,18 +151,26 @@ class KeyIndex:
         return CROWD * len(slots) > len(self._keys) > CANDIDATES
 
     def _scan(self, queries_BD: torch.Tensor) -> Nearest:
-        """The nearest key of each query, by a look at all keys."""
+        """The nearest key of each query, by a look at all keys; a GPU is waited for once, unless some are not sure."""
         queries_BD = queries_BD.detach().to(self._device, torch.float32).contiguous()
-        slots_B = torch.full((len(queries_BD),), NO_SLOT, device=self._device)
-        distances_B = torch.full((len(queries_BD),), torch.inf, device=self._device)
-        open_rows = torch.isfinite(queries_BD).all(dim=1).nonzero()[:, 0] if len(self._keys) else slots_B[:0]
+        slots_B = torch.full((len(queries_BD),), NO_SLOT)
+        distances_B = torch.full((len(queries_BD),), torch.inf)
+        left = list(range(len(queries_BD))) if len(self._keys) else []
         candidates = CANDIDATES
-        while len(open_rows) and candidates <= MOST_CANDIDATES:
-            slots, distances, proven = self._search(queries_BD[open_rows], min(candidates, len(self._keys)))
-            slots_B[open_rows], distances_B[open_rows] = slots, distances
-            open_rows = open_rows[~proven]
+        while left and candidates <= MOST_CANDIDATES:
+            found = self._search(queries_BD[left], min(candidates, len(self._keys)))
+            unsure = []
+            for place, (row, told) in enumerate(zip(left, found.told_B4.tolist(), strict=True)):
+                finite, proven, slot, distance = told
+                if finite and not proven:
+                    unsure.append(row)
+                elif finite:
+                    tied = found.slots_BK[place][found.distances_BK[place] == distance] if slot == NO_SLOT else None
+                    slots_B[row] = int(slot) if tied is None else self._first(tied.tolist())
+                    distances_B[row] = distance
+            left = unsure
             candidates *= 8
-        for row in open_rows.tolist():
+        for row in left:
             distances_N = self._distances(queries_BD[row], np.arange(len(self._keys)))
             least = float(distances_N.min())
             slots_B[row], distances_B[row] = self._first((distances_N == least).nonzero()[0].tolist()), least
@@ -163,7 +192,9 @@ class KeyIndex:
         inside_B = found_B & (distances_B < radii_B)
         return Nearest(torch.where(inside_B, slots_B, NO_SLOT), torch.where(inside_B, distances_B, torch.inf))
 
-    def _search(self, queries_BD: torch.Tensor, candidates: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _search(self, queries_BD: torch.Tensor, candidates: int) -> _Candidates:
+        finite_B = torch.isfinite(queries_BD).all(dim=1)
+        queries_BD = queries_BD.masked_fill(~finite_B[:, None], 0)
         if self._resources is not None:
             squares_BK, slots_BK = faiss.knn_gpu(self._resources, queries_BD, self._keys, candidates)
         else:
@@ -171,11 +202,9 @@ class KeyIndex:
             squares_BK = torch.from_numpy(squares).to(self._device)
             slots_BK = torch.from_numpy(slots).to(self._device)
         distances_BK = exact_distances(queries_BD, self._keys[slots_BK]).masked_fill(slots_BK == NO_SLOT, torch.inf)
-        winner_B1 = distances_BK.argmin(dim=1, keepdim=True)
-        slots_B, distances_B = slots_BK.gather(1, winner_B1)[:, 0], distances_BK.gather(1, winner_B1)[:, 0]
-        tied_BK = (distances_BK == distances_B[:, None]) & (slots_BK != NO_SLOT)
-        for row in (tied_BK.sum(dim=1) > 1).nonzero()[:, 0].tolist():
-            slots_B[row] = self._first(slots_BK[row][tied_BK[row]].tolist())
+        distances_B, winner_B = distances_BK.min(dim=1)
+        slots_B = slots_BK.gather(1, winner_B[:, None])[:, 0]
+        tied_B = (distances_BK == distances_B[:, None]).sum(dim=1) > 1
         # A product of D terms in float32 is off by at most D roundings of the largest possible sum. A key can only win
         # where its norm is within the winner's distance of the query's: one of a huge norm makes no other unsure.
         width, norm_B = queries_BD.shape[1], queries_BD.norm(dim=1)
@@ -186,7 +215,8 @@ class KeyIndex:
         proven_B = farthest_B - error_B > distances_B.square() * (1 + 1e-6)
         if candidates == len(self._keys):
             proven_B = (slots_BK != NO_SLOT).all(dim=1)  # FAISS leaves out what overflows
-        return slots_B, distances_B, proven_B
+        told = (finite_B, proven_B, slots_B.masked_fill(tied_B, NO_SLOT), distances_B)
+        return _Candidates(torch.stack([one.double() for one in told], dim=1).cpu(), slots_BK, distances_BK)
 
 
 def _largest_norm(keys_ND: np.ndarray) -> float:

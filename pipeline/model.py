@@ -191,7 +191,8 @@ class EditableModel:
         """Whether the edited model gives the label, what the wrapped module saw, and the rest for other values."""
         if self._shortcuts is None:
             self._shortcuts = self._sound_shortcuts()
-        with torch.no_grad(), self.adaptor.serving(supervised.batch.mask_BT, codebook, index) as session:
+        mask_BT = supervised.batch.mask_BT
+        with torch.no_grad(), self.adaptor.serving(mask_BT, codebook, index, measured=True) as session:
             logits, rest = self._passed(supervised, self._shortcuts)
         return verdict(logits[0], supervised.labels[0])[0], session, rest
 
