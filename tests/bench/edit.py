@@ -56,7 +56,7 @@ GOALS_WAITING = {
     ("gpt2-small", 20): 10.0,
     ("t5-v1.1-small", 20): 4.0,
 }
-TARGETS = {"bert-base": ("1", "0"), "gpt2-small": ("w17",), "t5-v1.1-small": ("w17 w23",)}
+TARGETS = {"bert-base": ("1", "0"), "gpt2-small": ("w17",), "t5-v1.1-small": ("w17 w17",)}
 """In a causal model of random weights a value at the prompt's end chooses what comes next, and hardly what follows."""
 
 PLAN = Plan(recipe=Recipe(max_steps=STEPS, learning_rate=1.0, margin=float("inf")), traffic=0, radius=0.1)
