@@ -158,7 +158,8 @@ class KeyIndex:
         left = list(range(len(queries_BD))) if len(self._keys) else []
         candidates = CANDIDATES
         while left and candidates <= MOST_CANDIDATES:
-            found = self._search(queries_BD[left], min(candidates, len(self._keys)))
+            some = queries_BD if len(left) == len(queries_BD) else queries_BD[left]
+            found = self._search(some, min(candidates, len(self._keys)))
             unsure = []
             for place, (row, told) in enumerate(zip(left, found.told_B4.tolist(), strict=True)):
                 finite, proven, slot, distance = told
