@@ -56,12 +56,12 @@ class Examined:
 class Ahead:
     """A value that was trained before its correction is decided on, with those of the feedback at these offsets.
 
-    `examined` is what was seen of the correction then, where it is at hand.
+    `examined` is what was seen of the correction then.
     """
 
     trained: Trained
     together: tuple[int, ...]
-    examined: Examined | None = None
+    examined: Examined
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from pipeline.model import EditableModel, Verdict
 from pipeline.plan import Plan
 from pipeline.probe import TEXTS
 from pipeline.sight import Sight
-from pipeline.tasks import InputError, Supervised
+from pipeline.tasks import InputError
 from pipeline.traffic import Traffic, median_nearest_distance
 from pipeline.training import Trained, train_value, train_values
 from schemas.deltas import Cause, Delta, EntryChange, Op, Tensor, seal
@@ -142,12 +142,7 @@ class EditEngine:
         found: dict[int, Ahead] = {}
         for group in of_similar_length(wanting):
             if len(group) > 1:
-                rows = [
-                    (case.offset, case.examined.supervised, self._usual_start(case.offset, case.examined.start_V))
-                    for case in group
-                ]
-                together = self._trained(rows, at_work)
-                found |= {case.offset: replace(together[case.offset], examined=case.examined) for case in group}
+                found |= self._trained([(case.offset, case.examined) for case in group], at_work)
         return found
 
     def train_together(self, corrections: Sequence[tuple[Feedback, int]]) -> dict[int, Ahead]:
@@ -160,18 +155,18 @@ class EditEngine:
         for feedback, offset in corrections:
             assert feedback.inputs is not UNSET
             assert feedback.target is not UNSET
-            supervised = self.model.supervised(feedback.inputs, feedback.target)[1]
-            output_V = self.model.examine(supervised, self.codebook, self.index)[1].outputs_BV[0]
-            rows.append((offset, supervised, self._usual_start(offset, output_V)))
+            rows.append((offset, self._examine(feedback.inputs, feedback.target)))
         return self._trained(rows)
 
     def _trained(
-        self, rows: Sequence[tuple[int, Supervised, torch.Tensor]], at_work: Callable[[], object] = lambda: None
+        self, rows: Sequence[tuple[int, Examined]], at_work: Callable[[], object] = lambda: None
     ) -> dict[int, Ahead]:
-        """By offset, of rows that are (offset, pass, start)."""
-        offsets, passes, starts = zip(*rows, strict=True)
-        trained = train_values(self.model, self.model.rest_of(passes), starts, self.plan.recipe, at_work)
-        return {offset: Ahead(one, offsets) for offset, one in zip(offsets, trained, strict=True)}
+        """By offset, of corrections that were examined."""
+        offsets = tuple(offset for offset, _ in rows)
+        rest = self.model.rest_of([examined.supervised for _, examined in rows])
+        starts = [self._usual_start(offset, examined.start_V) for offset, examined in rows]
+        trained = train_values(self.model, rest, starts, self.plan.recipe, at_work)
+        return {offset: Ahead(one, offsets, examined) for (offset, examined), one in zip(rows, trained, strict=True)}
 
     def _wants_value(self, case: Case) -> bool:
         """Whether a value would have to be trained, were this decided on now."""
@@ -183,8 +178,9 @@ class EditEngine:
         """What there is to be decided on; or what comes of feedback on which there is nothing to be decided."""
         assert feedback.inputs is not UNSET
         assert feedback.target is not UNSET
-        examined = None if ahead is None else ahead.examined
-        if examined is None or not self._stands(examined):
+        if ahead is not None and self._stands(ahead.examined):
+            examined = ahead.examined
+        else:
             try:
                 examined = self._examine(feedback.inputs, feedback.target)
             except InputError as error:

@@ -10,6 +10,7 @@ import torch
 from msgspec import UNSET
 from transformers import ConvBertConfig, ConvBertForSequenceClassification
 
+from pipeline.adaptor import Hit
 from pipeline.edited import correction
 from pipeline.editing import EditEngine
 from pipeline.model import EditableModel, Rest
@@ -288,7 +289,8 @@ def test_a_pass_is_not_run_again_for_a_decision_unless_what_it_told_has_changed(
     first = made.edit(given[offset], offset, ahead=ahead[offset])
     assert not examined
     assert first.record is not None
-    again = made.edit(given[offset], offset, ahead=replace(ahead[offset], examined=None))
+    served = replace(ahead[offset].examined, hit=Hit(0, "another", 0.0, 1.0))
+    again = made.edit(given[offset], offset, ahead=replace(ahead[offset], examined=served))
     assert len(examined) == 1
     assert again.record == first.record
     made.apply(first.record)
