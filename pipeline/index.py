@@ -7,7 +7,7 @@ no key outside them can win. So the answer equals brute force, whatever the norm
 """
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import faiss
@@ -106,45 +106,79 @@ class KeyIndex:
         queries_BD = queries_BD.detach().float().contiguous()
         finite = torch.isfinite(queries_BD).all(dim=1).nonzero()[:, 0] if len(self._keys) else torch.empty(0)
         some = ((row, self._sieve.close(queries_BD[row].numpy(), CANDIDATES)) for row in map(int, finite))
-        return self._sieved(queries_BD, {row: self._distances(queries_BD[row], slots).min() for row, slots in some})
+        found = _none(len(queries_BD))
+        self._sieved(queries_BD, {row: self._distances(queries_BD[row], slots).min() for row, slots in some}, found)
+        return found
 
     def covering(self, queries_BD: torch.Tensor) -> Nearest:
         """The nearest key of each query if the query lies in its ball (distance < radius), else none."""
         if self._device.type != "cpu":
-            nearest = self._scan(queries_BD)
-            return self._inside(nearest.slots_B, nearest.distances_B)
+            return self._inside(self._scan(queries_BD))
         queries_BD = queries_BD.detach().float().contiguous()
+        found = _none(len(queries_BD))
         reach: dict[int, float] = {}
-        for row, slots in enumerate(self._sieve.covering(queries_BD.numpy())):
-            if self._crowded(slots):
-                reach[row] = np.inf
-            elif len(slots):
-                distances_K = self._distances(queries_BD[row], slots)
-                if (inside_K := distances_K < self._codebook.radii_N[slots]).any():
-                    reach[row] = distances_K[inside_K].min()
-        found = self._sieved(queries_BD, reach)
-        return self._inside(found.slots_B, found.distances_B) if reach else found
+        left = self._sieve.serving(queries_BD.numpy(), lambda row, slots: self._distances(queries_BD[row], slots))
+        nearest = {row: slots for row, slots in enumerate(left) if len(slots) and not self._crowded(slots)}
+        reach = {row: np.inf for row, slots in enumerate(left) if self._crowded(slots)}
+        for row, (slots, distance) in self._nearest_of(queries_BD, nearest).items():
+            if distance <= self._sieve.near:
+                self._settle(found, row, slots, distance)
+            elif (distance < self._codebook.radii_N[slots]).any():
+                reach[row] = distance
+        self._sieved(queries_BD, reach, found)
+        return self._inside(found)
 
-    def _sieved(self, queries_BD: torch.Tensor, reach: Mapping[int, float]) -> Nearest:
-        """The nearest key of each query that has a `reach`, which is the distance to some key, or more."""
-        slots_B = torch.full((len(queries_BD),), NO_SLOT)
-        distances_B = torch.full((len(queries_BD),), torch.inf)
-        if not reach:
-            return Nearest(slots_B, distances_B)
+    def _sieved(self, queries_BD: torch.Tensor, reach: Mapping[int, float], found: Nearest) -> None:
+        """Find the nearest key of each query that has a `reach`, which is the distance to some key, or more."""
         crowded = [row for row, distance in reach.items() if not np.isfinite(distance)]
         near = [row for row in reach if row not in crowded]
-        distances = np.array([reach[row] for row in near])
-        for row, slots in zip(near, self._sieve.within(queries_BD[near].numpy(), distances), strict=True):
-            if self._crowded(slots):
-                crowded.append(row)
-                continue
-            distances_K = self._distances(queries_BD[row], slots)
-            least = distances_K.min()
-            slots_B[row], distances_B[row] = self._first(slots[distances_K == least].tolist()), float(least)
+        if near:
+            distances = np.array([reach[row] for row in near])
+            left = dict(zip(near, self._sieve.within(queries_BD[near].numpy(), distances), strict=True))
+            crowded += [row for row, slots in left.items() if self._crowded(slots)]
+            some = {row: slots for row, slots in left.items() if row not in crowded}
+            for row, nearest in self._nearest_of(queries_BD, some).items():
+                self._settle(found, row, *nearest)
         if crowded:
-            nearest = self._scan(queries_BD[crowded])
-            slots_B[crowded], distances_B[crowded] = nearest.slots_B, nearest.distances_B
-        return Nearest(slots_B, distances_B)
+            scanned = self._scan(queries_BD[crowded])
+            found.slots_B[crowded], found.distances_B[crowded] = scanned.slots_B, scanned.distances_B
+
+    def _settle(self, found: Nearest, row: int, slots: np.ndarray, distance: float) -> None:
+        """These are the keys nearest to a query, all at one distance."""
+        found.slots_B[row], found.distances_B[row] = self._first(slots.tolist()), distance
+
+    def _nearest_of(
+        self, queries_BD: torch.Tensor, slots: Mapping[int, np.ndarray]
+    ) -> dict[int, tuple[np.ndarray, float]]:
+        """For some queries, of the slots given for each those whose keys are nearest, and how far: exact."""
+        some = {row: self._nearly(queries_BD[row], given) for row, given in slots.items()}
+        if not some:
+            return {}
+        counts = [len(given) for given in some.values()]
+        rows, every = torch.from_numpy(np.repeat(list(some), counts)), np.concatenate(list(some.values()))
+        pairs = range(0, len(every), ROWS)
+        parts = [
+            exact_distances(queries_BD[rows[start : start + ROWS]], self._keys[every[start : start + ROWS], None])
+            for start in pairs
+        ]
+        distances = np.split(torch.cat(parts)[:, 0].cpu().numpy(), np.cumsum(counts)[:-1])
+        return {
+            row: (given[far == (least := far.min())], float(least))
+            for (row, given), far in zip(some.items(), distances, strict=True)
+        }
+
+    def _nearly(self, query_D: torch.Tensor, slots: np.ndarray) -> np.ndarray:
+        """Of many slots those whose keys may be nearest to a query by squares in float32.
+
+        Such a sum of squares is off by a few roundings a term of itself, and not of the norms.
+        """
+        if len(slots) <= CANDIDATES:
+            return slots
+        squares_K = self._each(slots, lambda keys_KD: (keys_KD - query_D).square_().sum(dim=1))
+        rounding = np.finfo(np.float32)
+        bound = squares_K.min() * (1 + 4 * len(query_D) * rounding.eps) + len(query_D) * rounding.tiny
+        left: np.ndarray = slots[~(squares_K > bound)]
+        return left
 
     def _crowded(self, slots: np.ndarray) -> bool:
         """Whether the sieve left so many keys that a look at all of them costs less."""
@@ -153,8 +187,7 @@ class KeyIndex:
     def _scan(self, queries_BD: torch.Tensor) -> Nearest:
         """The nearest key of each query, by a look at all keys; a GPU is waited for once, unless some are not sure."""
         queries_BD = queries_BD.detach().to(self._device, torch.float32).contiguous()
-        slots_B = torch.full((len(queries_BD),), NO_SLOT)
-        distances_B = torch.full((len(queries_BD),), torch.inf)
+        nearest = _none(len(queries_BD))
         left = list(range(len(queries_BD))) if len(self._keys) else []
         candidates = CANDIDATES
         while left and candidates <= MOST_CANDIDATES:
@@ -167,31 +200,35 @@ class KeyIndex:
                     unsure.append(row)
                 elif finite:
                     tied = found.slots_BK[place][found.distances_BK[place] == distance] if slot == NO_SLOT else None
-                    slots_B[row] = int(slot) if tied is None else self._first(tied.tolist())
-                    distances_B[row] = distance
+                    nearest.slots_B[row] = int(slot) if tied is None else self._first(tied.tolist())
+                    nearest.distances_B[row] = distance
             left = unsure
             candidates *= 8
-        for row in left:
-            distances_N = self._distances(queries_BD[row], np.arange(len(self._keys)))
-            least = float(distances_N.min())
-            slots_B[row], distances_B[row] = self._first((distances_N == least).nonzero()[0].tolist()), least
-        return Nearest(slots_B, distances_B)
+        every_N = np.arange(len(self._keys))
+        for row, (slots, distance) in self._nearest_of(queries_BD, dict.fromkeys(left, every_N)).items():
+            self._settle(nearest, row, slots, distance)
+        return nearest
 
     def _first(self, slots: list[int]) -> int:
         """Of slots at one distance the one that counts."""
         return min(slots, key=self._codebook.entry_ids.__getitem__)
 
     def _distances(self, query_D: torch.Tensor, slots: np.ndarray) -> np.ndarray:
-        parts = (self._keys[slots[start : start + ROWS]] for start in range(0, len(slots), ROWS))
-        return torch.cat([exact_distances(query_D[None], keys_KD[None])[0] for keys_KD in parts]).cpu().numpy()
+        return self._each(slots, lambda keys_KD: exact_distances(query_D[None], keys_KD[None])[0])
 
-    def _inside(self, slots_B: torch.Tensor, distances_B: torch.Tensor) -> Nearest:
-        """Those whose ball holds the query."""
-        radii_B = torch.zeros(len(slots_B))
-        found_B = slots_B != NO_SLOT
-        radii_B[found_B] = torch.from_numpy(self._codebook.radii_N[slots_B[found_B].numpy()])
-        inside_B = found_B & (distances_B < radii_B)
-        return Nearest(torch.where(inside_B, slots_B, NO_SLOT), torch.where(inside_B, distances_B, torch.inf))
+    def _each(self, slots: np.ndarray, tell: Callable[[torch.Tensor], torch.Tensor]) -> np.ndarray:
+        """What is to be told of the keys of these slots, few of which are copied at a time."""
+        parts = [tell(self._keys[slots[start : start + ROWS]]).cpu().numpy() for start in range(0, len(slots), ROWS)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _inside(self, found: Nearest) -> Nearest:
+        """Those whose ball holds the query; the others are taken out."""
+        rows = np.flatnonzero(found.slots_B.numpy() != NO_SLOT)
+        if len(rows):
+            radii = self._codebook.radii_N[found.slots_B.numpy()[rows]]
+            outside = rows[~(found.distances_B.numpy()[rows] < radii)]
+            found.slots_B[outside], found.distances_B[outside] = NO_SLOT, torch.inf
+        return found
 
     def _search(self, queries_BD: torch.Tensor, candidates: int) -> _Candidates:
         finite_B = torch.isfinite(queries_BD).all(dim=1)
@@ -218,6 +255,10 @@ class KeyIndex:
             proven_B = (slots_BK != NO_SLOT).all(dim=1)  # FAISS leaves out what overflows
         told = (finite_B, proven_B, slots_B.masked_fill(tied_B, NO_SLOT), distances_B)
         return _Candidates(torch.stack([one.double() for one in told], dim=1).cpu(), slots_BK, distances_BK)
+
+
+def _none(count: int) -> Nearest:
+    return Nearest(torch.full((count,), NO_SLOT), torch.full((count,), torch.inf))
 
 
 def _largest_norm(keys_ND: np.ndarray) -> float:

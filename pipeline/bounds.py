@@ -1,0 +1,303 @@
+"""Lower bounds on distances, by which points are ruled out without a look at them in full (design, section 4, Lookup).
+
+A bound is asked for the slots that are left, as it cannot rule them out: those whose key may lie within its own radius
+of a query, or within a distance that is the query's. It allows for every rounding on the way, and a number that is not
+finite rules nothing out.
+
+Rounding. Where a point y stands for a key and is off it by at most e, and a query's q likewise by s, a key within r of
+the query has |q - y| <= r + e + s. In P numbers |q|^2 + |y|^2 - 2 q.y is off by at most `_rounding(P)` (|q|^2 + |y|^2),
+and the same holds of the square of the sum of w = r + e and s; where r is the query's, it goes with s.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from pipeline.directions import lengths
+
+PRODUCT = 2**17
+"""Numbers of a product that are looked at together: they stay in the cache."""
+
+SHORTEST = 1024
+"""Points of one product, at least."""
+
+WHOLE = 127
+"""The largest of the numbers that a code is made of."""
+
+CLIPPED = 1e-4
+"""The share of a sample's numbers that are beyond the scale. Their points are off by much, and looked at in full."""
+
+MANY = 32
+"""Points left are many where one in so many is: they are counted then before they are told one by one."""
+
+ROUGH = 2.0**-7
+"""What a product in bfloat16 may be off by: each factor and the result by half a place, 2^-9, and sums in float32."""
+
+ROUGHLY = 4
+"""Queries, at least, whose product with the keys is one in bfloat16: to convert keys for fewer takes as long."""
+
+_EPS = float(np.finfo(np.float32).eps)
+_TINY = float(np.finfo(np.float32).tiny)
+"""What squares may lose where they are too small for float32."""
+
+_MORE = 1 + 1e-5
+"""What the rounding of a length may take from it."""
+
+_CAPABLE = torch.cpu.get_capabilities()
+_INTEGERS = any(_CAPABLE.get(name, False) for name in ("avx512_vnni", "avx_vnni"))
+"""Whether products of int8 are exact and fast. Where they are not, codes are converted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is asked about B queries.
+
+    Attributes:
+        slack_B: How far the query's point may lie from the truth, and whatever is added to all radii or distances.
+        within_B: The distances; None: each key's own radius.
+    """
+
+    slack_B: np.ndarray
+    within_B: np.ndarray | None = None
+
+    def rows(self, kept: list[int]) -> "Asked":
+        """What is asked about some of them."""
+        return Asked(self.slack_B[kept], None if self.within_B is None else self.within_B[kept])
+
+    def looser(self, slack_B: np.ndarray) -> "Asked":
+        """The same of points that may lie so much farther from the truth."""
+        return Asked(self.slack_B + slack_B, self.within_B)
+
+    @property
+    def mode(self) -> int:
+        """0: radii are asked about, 1: distances."""
+        return 0 if self.within_B is None else 1
+
+    def added_B(self) -> np.ndarray:
+        """What the query adds to w."""
+        return self.slack_B if self.within_B is None else self.slack_B + self.within_B * np.float32(_MORE)
+
+
+class Codes:
+    """Points as codes: P whole numbers of a byte, times one scale, from an origin. A product of codes is exact."""
+
+    def __init__(self) -> None:
+        self._origin_P = np.zeros(1, np.float32)
+        self._scale = np.float32(1)
+        self._codes = np.empty((0, 0), np.int8)
+        self._beside = np.empty((2, 0, 2), np.float32)
+        """Of each slot (w^2 - |y|^2) / 2 and w: with its radius, and with a distance of the query's."""
+
+    def fit(self, sample_MP: np.ndarray) -> None:
+        """Take an origin and a scale for points like these."""
+        sample_MP = sample_MP[np.isfinite(sample_MP).all(axis=1)]
+        if not len(sample_MP):
+            return
+        self._origin_P = np.median(sample_MP, axis=0)
+        scale = np.float32(np.quantile(np.abs(sample_MP - self._origin_P), 1 - CLIPPED) / WHOLE)
+        if np.isfinite(scale) and scale > _TINY:
+            self._scale = scale
+
+    def write(self, slots_M: np.ndarray, points_MP: np.ndarray, slack_M: np.ndarray, radii_M: np.ndarray) -> None:
+        """Take these points, of keys that have these radii and from whose truth they may be so far."""
+        size = points_MP.shape[1]
+        if (needed := int(slots_M.max()) + 1) > len(self._codes) or self._codes.shape[1] != size:
+            room = max(64, 2 * needed)
+            self._codes = grown(self._codes, (room, size))
+            self._beside = grown(self._beside, (2, room, 2))
+        points_MP, slack_M = self._from_origin(points_MP, slack_M)
+        codes_MP = np.clip(np.nan_to_num(np.rint(points_MP / self._scale)), -WHOLE, WHOLE).astype(np.int8)
+        self._codes[slots_M] = codes_MP
+        coded_MP = codes_MP * self._scale
+        off_M = slack_M + lengths(points_MP - coded_MP) * np.float32(_MORE)
+        rounding = np.float32(_rounding(size))
+        squares_M = np.einsum("mp,mp->m", coded_MP, coded_MP) * (1 - rounding)
+        reaches: tuple[np.ndarray, ...] = off_M + radii_M * np.float32(_MORE), off_M
+        for mode, reach_M in enumerate(reaches):
+            self._beside[mode, slots_M, 0] = _finite((reach_M * reach_M * (1 + rounding) - squares_M) / 2)
+            self._beside[mode, slots_M, 1] = reach_M
+
+    def reaching(self, points_BP: np.ndarray, asked: Asked, count: int, most: int) -> list[np.ndarray | None]:
+        """For each query, in ascending order, the slots of the first `count` that are left; None: more than `most`."""
+        asking = _Asking(*self._asked(points_BP, asked), self._scale)
+        codes, beside = torch.from_numpy(self._codes), torch.from_numpy(self._beside[asked.mode])
+        step = max(SHORTEST, PRODUCT // max(1, len(points_BP)))
+
+        def closeness(chunk: slice) -> torch.Tensor:
+            return asking.closeness(codes[chunk], beside[chunk])
+
+        return _close_enough(closeness, asking.least_B, count, step, most)
+
+    def left(self, slots_M: np.ndarray, point_P: np.ndarray, asked: Asked) -> np.ndarray:
+        """Those of these slots that are left for one query: by its point itself and not its code, so fewer."""
+        points_1P, asked = self._asked(point_P[None], asked)
+        limit_M = self._beside[asked.mode, slots_M, 1] + asked.added_B()[0]
+        squares_M = self._squares(slots_M, points_1P) * np.float32(1 - _rounding(len(point_P)))
+        left_M: np.ndarray = slots_M[~(squares_M > limit_M * limit_M + _TINY)]
+        return left_M
+
+    def closest(self, slots_M: np.ndarray, point_P: np.ndarray, count: int) -> np.ndarray:
+        """So many of these slots, or all, whose points are closest to a query's."""
+        if count >= len(slots_M):
+            return slots_M
+        nearest_first = np.argpartition(self._squares(slots_M, point_P - self._origin_P), count - 1)
+        found: np.ndarray = slots_M[nearest_first[:count]]
+        return found
+
+    def _squares(self, slots_M: np.ndarray, point_P: np.ndarray) -> np.ndarray:
+        """Of the distances from a point, itself from the origin."""
+        apart_MP = self._codes[slots_M] * self._scale
+        apart_MP -= point_P
+        squares_M: np.ndarray = np.einsum("mp,mp->m", apart_MP, apart_MP)
+        return squares_M
+
+    def _asked(self, points_BP: np.ndarray, asked: Asked) -> tuple[np.ndarray, Asked]:
+        points_BP, slack_B = self._from_origin(points_BP, asked.slack_B)
+        return points_BP, Asked(slack_B, asked.within_B)
+
+    def _from_origin(self, points_MP: np.ndarray, slack_M: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Points from the origin, and how far they may lie from the truth then."""
+        points_MP = points_MP - self._origin_P
+        return points_MP, slack_M + np.float32(2 * _EPS) * lengths(points_MP)
+
+
+class _Asking:
+    """B queries in codes of their own scale. Closeness is q.y + w s + (w^2 - |y|^2) / 2, over both scales."""
+
+    def __init__(self, points_BP: np.ndarray, asked: Asked, scale: np.float32) -> None:
+        largest_B = np.abs(points_BP).max(axis=1)
+        scale_B = np.where(largest_B > 0, largest_B, np.float32(1)) / np.float32(WHOLE)
+        codes_BP = np.rint(points_BP / scale_B[:, None]).astype(np.int8)
+        coded_BP = codes_BP * scale_B[:, None]
+        added_B = asked.added_B() + lengths(points_BP - coded_BP) * np.float32(_MORE)
+        rounding = np.float32(_rounding(points_BP.shape[1]))
+        both_B = scale * scale_B
+        squares_B = np.einsum("bp,bp->b", coded_BP, coded_BP)
+        self.least_B = _finite(
+            ((1 - rounding) * squares_B - (1 + rounding) * added_B * added_B - 2 * _TINY) / (2 * both_B)
+        )
+        self._factors_2B = torch.from_numpy(np.stack([1 / both_B, added_B / both_B]))
+        self._codes_PB = torch.from_numpy(np.ascontiguousarray(codes_BP.T))
+
+    def closeness(self, codes_MP: torch.Tensor, beside_M2: torch.Tensor) -> torch.Tensor:
+        """Of M slots to each query, (M, B)."""
+        return (beside_M2 @ self._factors_2B).add_(_exact_product(codes_MP, self._codes_PB))
+
+
+class Keys:
+    """The keys themselves: what is beside them is their length, and the square of that of their difference to a centre.
+
+    A product is q.k with q from the centre and k as it is, so it is q.c more than one with both from the centre. It is
+    off by at most `_rounding(D)`, and `ROUGH` in bfloat16, of |q| |k|.
+    """
+
+    def __init__(self) -> None:
+        self._beside = np.empty((0, 2), np.float32)
+
+    def write(self, slots_M: np.ndarray, keys_MD: np.ndarray, center_D: np.ndarray) -> None:
+        """Take what is beside these keys."""
+        if (needed := int(slots_M.max()) + 1) > len(self._beside):
+            self._beside = grown(self._beside, (max(64, 2 * needed), 2))
+        self._beside[slots_M, 0] = lengths(keys_MD) * np.float32(_MORE)
+        centred_MD = keys_MD - center_D
+        self._beside[slots_M, 1] = np.einsum("md,md->m", centred_MD, centred_MD)
+
+    def reaching(
+        self,
+        keys_ND: np.ndarray,
+        radii_N: np.ndarray,
+        center_D: np.ndarray,
+        queries_BD: np.ndarray,
+        asked: Asked,
+        most: int,
+    ) -> list[np.ndarray | None]:
+        """For each query, in ascending order, the slots that are left; None: more than `most`."""
+        count, width = keys_ND.shape
+        rounding = np.float32(_rounding(width))
+        centred_BD = queries_BD - center_D
+        length_B = lengths(centred_BD)
+        added_B = asked.added_B() + 2 * _EPS * length_B
+        to_center_B = centred_BD.astype(np.float64) @ center_D.astype(np.float64)
+        squares_B = (1 - rounding) * length_B * length_B - (1 + rounding) * added_B * added_B
+        unsure_B = 4 * _EPS * length_B * np.linalg.norm(center_D)
+        least_B = _finite((squares_B / 2 - _TINY + to_center_B - unsure_B).astype(np.float32))
+        rough = len(queries_BD) >= ROUGHLY and _CAPABLE.get("avx512_bf16", False)
+        error = rounding + (np.float32(ROUGH) if rough else 0)
+        factors_3B = torch.from_numpy(np.stack([np.ones_like(length_B), added_B, error * length_B]))
+        asking_BD = torch.from_numpy(centred_BD)
+        keys = torch.from_numpy(keys_ND)
+        if rough:
+            asking_BD, converted = asking_BD.bfloat16(), torch.empty(SHORTEST, width, dtype=torch.bfloat16)
+
+        def closeness(chunk: slice) -> torch.Tensor:
+            keys_MD = keys[chunk]
+            if rough:
+                keys_MD = converted[: len(keys_MD)].copy_(keys_MD)
+            length_M, squares_M = self._beside[: len(keys_ND)][chunk].T
+            reach_M = np.zeros_like(length_M) if asked.within_B is not None else radii_N[chunk] * np.float32(_MORE)
+            closer_M = _finite((reach_M * reach_M * (1 + rounding) - squares_M * (1 - rounding)) / 2)
+            beside_M3 = torch.from_numpy(np.column_stack([closer_M, reach_M, length_M]))
+            return (beside_M3 @ factors_3B).add_((asking_BD @ keys_MD.T).T)
+
+        return _close_enough(closeness, least_B, count, SHORTEST, most)
+
+
+def grown(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Larger in one dimension, with what it held; or of another shape, and empty."""
+    larger = np.zeros(shape, array.dtype)
+    if sum(old != new for old, new in zip(array.shape, shape, strict=True)) == 1:
+        larger[tuple(slice(length) for length in array.shape)] = array
+    return larger
+
+
+def _exact_product(codes_MP: torch.Tensor, codes_PB: torch.Tensor) -> torch.Tensor:
+    """Of whole numbers of a byte each."""
+    if _INTEGERS:
+        return torch._int_mm(codes_MP, codes_PB)  # noqa: SLF001  (torch has no other product of these)
+    return codes_MP.float() @ codes_PB.float()
+
+
+def _close_enough(
+    closeness: Callable[[slice], torch.Tensor], least_B: np.ndarray, count: int, step: int, most: int
+) -> list[np.ndarray | None]:
+    """For each query, in ascending order, the slots of `count` that are not less close; `step` of them at a time.
+
+    None where more than `most` are left; where that is so of all queries, the others are not looked at.
+    """
+    least = torch.from_numpy(least_B)
+    left_B, hopeless_B = np.zeros(len(least_B), np.int64), np.zeros(len(least_B), bool)
+    found: list[tuple[np.ndarray, np.ndarray]] = [(np.empty(0, np.int64), np.empty(0, np.int64))]
+    for start in range(0, count, step):
+        left_MB = (~(closeness(slice(start, min(start + step, count))) < least)).numpy()
+        if np.count_nonzero(left_MB) * MANY > left_MB.size:
+            left_B += left_MB.sum(axis=0)
+            hopeless_B |= left_B > most
+            if hopeless_B.all():
+                return [None] * len(least_B)
+            left_MB[:, hopeless_B] = False
+        slots, rows = np.divmod(_places(left_MB.ravel()), len(least_B))
+        found.append((rows, slots + start))
+    rows, slots = (np.concatenate(some) for some in zip(*found, strict=True))
+    order = np.argsort(rows, kind="stable")
+    parts = np.split(slots[order], np.searchsorted(rows[order], np.arange(1, len(least_B))))
+    return [None if hopeless or len(part) > most else part for part, hopeless in zip(parts, hopeless_B, strict=True)]
+
+
+def _places(true_M: np.ndarray) -> np.ndarray:
+    """The places of the few that are true: eight are looked at at once."""
+    whole = len(true_M) // 8 * 8
+    eights = np.flatnonzero(true_M[:whole].view(np.uint64))
+    places = np.append((8 * eights[:, None] + np.arange(8)).ravel(), np.arange(whole, len(true_M)))
+    found: np.ndarray = places[true_M[places]]
+    return found
+
+
+def _rounding(width: int) -> float:
+    return 8 * (width + 8) * _EPS
+
+
+def _finite(numbers_M: np.ndarray) -> np.ndarray:
+    """Where a number overflowed, what rules nothing out."""
+    return np.where(np.isfinite(numbers_M), numbers_M, np.float32(np.nan))
