@@ -6,6 +6,7 @@ REQUIREMENTS := deploy/requirements
 MODEL ?= smollm2
 NAME ?= quality
 ROUNDS ?= 5
+ARGS ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check chaos bench lock schemas clean
@@ -36,8 +37,8 @@ test: setup  ## lint, types and all tests, on a real Kafka and a real Valkey
 chaos: setup  ## kill, hang and cut off everything, several times; ROUNDS=5
 	$(BIN)/pytest -s tests/chaos --chaos $(ROUNDS)
 
-bench: setup  ## measurements; NAME=quality, edit, overhead, memory, throughput, lag, ...
-	$(BIN)/python -m tests.bench $(NAME)
+bench: setup  ## measurements; NAME=quality, edit, overhead, memory, throughput, lag, ...; ARGS=--quick
+	$(BIN)/python -m tests.bench $(NAME) $(ARGS)
 
 schemas: setup  ## write the JSON Schemas and the AsyncAPI document anew
 	$(BIN)/python -m schemas.generate

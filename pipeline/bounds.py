@@ -32,15 +32,15 @@ CLIPPED = 1e-4
 MANY = 32
 """Points left are many where one in so many is: they are counted then before they are told one by one."""
 
-ROUGH = 2.0**-7
-"""What a product in bfloat16 may be off by: each factor and the result by half a place, 2^-9, and sums in float32."""
+ROUGH = 3.1 * 2.0**-8
+"""What a product in bfloat16 may be off by: each factor and the result by half a place, 2^-8; sums are in float32."""
 
 ROUGHLY = 4
 """Queries, at least, whose product with the keys is one in bfloat16: to convert keys for fewer takes as long."""
 
 _EPS = float(np.finfo(np.float32).eps)
 _TINY = float(np.finfo(np.float32).tiny)
-"""What squares may lose where they are too small for float32."""
+"""The least number of full precision."""
 
 _MORE = 1 + 1e-5
 """What the rounding of a length may take from it."""
@@ -125,10 +125,12 @@ class Codes:
         codes, beside = torch.from_numpy(self._codes), torch.from_numpy(self._beside[asked.mode])
         step = max(SHORTEST, PRODUCT // max(1, len(points_BP)))
 
-        def closeness(chunk: slice) -> torch.Tensor:
-            return asking.closeness(codes[chunk], beside[chunk])
+        least = torch.from_numpy(asking.least_B)
 
-        return _close_enough(closeness, asking.least_B, count, step, most)
+        def left(chunk: slice) -> torch.Tensor:
+            return ~(asking.closeness(codes[chunk], beside[chunk]) < least)
+
+        return _told(left, len(points_BP), count, step, most)
 
     def left(self, slots_M: np.ndarray, point_P: np.ndarray, asked: Asked) -> np.ndarray:
         """Those of these slots that are left for one query: by its point itself and not its code, so fewer."""
@@ -189,8 +191,9 @@ class _Asking:
 class Keys:
     """The keys themselves: what is beside them is their length, and the square of that of their difference to a centre.
 
-    A product is q.k with q from the centre and k as it is, so it is q.c more than one with both from the centre. It is
-    off by at most `_rounding(D)`, and `ROUGH` in bfloat16, of |q| |k|.
+    A query q is taken from the centre c. Its product with a key k as it is is q.c more than one with k - c, and off by
+    at most `_rounding(D)` of |q| |k|; for one in bfloat16 the key is taken from the centre as it is converted, and the
+    product is off by `ROUGH` of |q| |k - c| besides. Closeness is q.k - |k|^2 / 2.
     """
 
     def __init__(self) -> None:
@@ -204,44 +207,88 @@ class Keys:
         centred_MD = keys_MD - center_D
         self._beside[slots_M, 1] = np.einsum("md,md->m", centred_MD, centred_MD)
 
-    def reaching(
-        self,
-        keys_ND: np.ndarray,
-        radii_N: np.ndarray,
-        center_D: np.ndarray,
-        queries_BD: np.ndarray,
-        asked: Asked,
-        most: int,
-    ) -> list[np.ndarray | None]:
+    def reaching(self, products: "Products", radii_N: np.ndarray, asked: Asked, most: int) -> list[np.ndarray | None]:
         """For each query, in ascending order, the slots that are left; None: more than `most`."""
-        count, width = keys_ND.shape
-        rounding = np.float32(_rounding(width))
-        centred_BD = queries_BD - center_D
-        length_B = lengths(centred_BD)
-        added_B = asked.added_B() + 2 * _EPS * length_B
-        to_center_B = centred_BD.astype(np.float64) @ center_D.astype(np.float64)
-        squares_B = (1 - rounding) * length_B * length_B - (1 + rounding) * added_B * added_B
-        unsure_B = 4 * _EPS * length_B * np.linalg.norm(center_D)
-        least_B = _finite((squares_B / 2 - _TINY + to_center_B - unsure_B).astype(np.float32))
-        rough = len(queries_BD) >= ROUGHLY and _CAPABLE.get("avx512_bf16", False)
-        error = rounding + (np.float32(ROUGH) if rough else 0)
-        factors_3B = torch.from_numpy(np.stack([np.ones_like(length_B), added_B, error * length_B]))
-        asking_BD = torch.from_numpy(centred_BD)
-        keys = torch.from_numpy(keys_ND)
-        if rough:
-            asking_BD, converted = asking_BD.bfloat16(), torch.empty(SHORTEST, width, dtype=torch.bfloat16)
+        rounding, length_B = products.rounding, products.length_B
+        added_B = asked.added_B() + np.float32(2 * _EPS) * length_B
+        least_B = ((1 - rounding) * length_B * length_B - (1 + rounding) * added_B * added_B) / 2 - products.tiny
+        least = torch.from_numpy(_finite((least_B + products.offset_B).astype(np.float32)))
+        factors_3B = torch.from_numpy(np.stack([np.ones_like(length_B), added_B, products.error * length_B]))
 
-        def closeness(chunk: slice) -> torch.Tensor:
-            keys_MD = keys[chunk]
-            if rough:
-                keys_MD = converted[: len(keys_MD)].copy_(keys_MD)
-            length_M, squares_M = self._beside[: len(keys_ND)][chunk].T
-            reach_M = np.zeros_like(length_M) if asked.within_B is not None else radii_N[chunk] * np.float32(_MORE)
+        def left(chunk: slice) -> torch.Tensor:
+            size_M, squares_M = self._sizes(products, chunk)
+            reach_M = np.zeros_like(size_M) if asked.within_B is not None else radii_N[chunk] * np.float32(_MORE)
             closer_M = _finite((reach_M * reach_M * (1 + rounding) - squares_M * (1 - rounding)) / 2)
-            beside_M3 = torch.from_numpy(np.column_stack([closer_M, reach_M, length_M]))
-            return (beside_M3 @ factors_3B).add_((asking_BD @ keys_MD.T).T)
+            beside_M3 = torch.from_numpy(np.column_stack([closer_M, reach_M, size_M]))
+            return ~((beside_M3 @ factors_3B).add_(products.of(chunk)) < least)
 
-        return _close_enough(closeness, least_B, count, SHORTEST, most)
+        return _told(left, len(length_B), products.count, SHORTEST, most)
+
+    def nearest(self, products: "Products", most: int) -> list[np.ndarray | None]:
+        """For each query, in ascending order, slots of which that of its nearest key is one; None: more than `most`.
+
+        How close a key is at least, and at most, is known from its product. The closest of the first bounds the second.
+        """
+        off_B = products.error * products.length_B
+        factors_2B = torch.from_numpy(np.stack([np.ones_like(off_B), off_B]))
+        best_B = torch.full((len(off_B),), -torch.inf)
+
+        def left(chunk: slice) -> torch.Tensor:
+            nonlocal best_B
+            size_M, squares_M = self._sizes(products, chunk)
+            rounded_M = squares_M * products.rounding / 2 + products.tiny
+            most_M2 = torch.from_numpy(np.column_stack([rounded_M - squares_M / 2, size_M]))
+            less_M2 = torch.from_numpy(np.column_stack([2 * rounded_M, 2 * size_M]))
+            closest_MB = (most_M2 @ factors_2B).add_(products.of(chunk))
+            surely_MB = (closest_MB - less_M2 @ factors_2B).nan_to_num_(nan=-torch.inf, posinf=-torch.inf)
+            best_B = torch.maximum(best_B, surely_MB.amax(dim=0))
+            return ~(closest_MB < best_B)
+
+        return _told(left, len(off_B), products.count, SHORTEST, most)
+
+    def _sizes(self, products: "Products", chunk: slice) -> tuple[np.ndarray, np.ndarray]:
+        """Lengths of the keys as they are multiplied, and squares of those from the centre."""
+        size_M, squares_M = self._beside[: products.count][chunk].T
+        return np.sqrt(squares_M) * np.float32(_MORE) if products.rough else size_M, squares_M
+
+
+class Products:
+    """Of queries from a centre with keys.
+
+    Attributes:
+        count: Keys.
+        rough: Whether they are in bfloat16.
+        rounding: What float32 may make of squares, and of products with keys, in parts of themselves.
+        error: What a product may be off by, in parts of both lengths.
+        tiny: What squares and products may lose besides, where they are too small for float32.
+        length_B: Lengths of the queries from the centre.
+        offset_B: So much more is a product than one of which both are from the centre.
+    """
+
+    def __init__(self, keys_ND: np.ndarray, center_D: np.ndarray, queries_BD: np.ndarray) -> None:
+        self.count, width = keys_ND.shape
+        centred_BD = queries_BD - center_D
+        self._keys, self._center, self._asking = map(torch.from_numpy, (keys_ND, center_D, centred_BD))
+        self.rough = len(queries_BD) >= ROUGHLY and bool(_CAPABLE.get("avx512_bf16", False))
+        self.rounding = np.float32(_rounding(width))
+        self.error = self.rounding + np.float32(ROUGH if self.rough else 0)
+        self.tiny = np.float32(2 * width * _TINY)
+        self.length_B = lengths(centred_BD)
+        if self.rough:
+            self._asking = self._asking.bfloat16()
+            self._converted = torch.empty(SHORTEST, width, dtype=torch.bfloat16)
+            self.offset_B = np.zeros(len(queries_BD))
+        else:
+            # Less what adding it may be off by.
+            unsure_B = 4 * _EPS * self.length_B * np.linalg.norm(center_D)
+            self.offset_B = centred_BD.astype(np.float64) @ center_D.astype(np.float64) - unsure_B
+
+    def of(self, chunk: slice) -> torch.Tensor:
+        """With the keys of at most `SHORTEST` slots, (M, B)."""
+        keys_MD = self._keys[chunk]
+        if self.rough:
+            keys_MD = torch.sub(keys_MD, self._center, out=self._converted[: len(keys_MD)])
+        return (self._asking @ keys_MD.T).T
 
 
 def grown(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -259,29 +306,28 @@ def _exact_product(codes_MP: torch.Tensor, codes_PB: torch.Tensor) -> torch.Tens
     return codes_MP.float() @ codes_PB.float()
 
 
-def _close_enough(
-    closeness: Callable[[slice], torch.Tensor], least_B: np.ndarray, count: int, step: int, most: int
+def _told(
+    left: Callable[[slice], torch.Tensor], queries: int, count: int, step: int, most: int
 ) -> list[np.ndarray | None]:
-    """For each query, in ascending order, the slots of `count` that are not less close; `step` of them at a time.
+    """For each query, in ascending order, the slots of `count` that are left (M, B); `step` of them at a time.
 
-    None where more than `most` are left; where that is so of all queries, the others are not looked at.
+    None where there are more than `most`; where that is so of all queries, the others are not looked at.
     """
-    least = torch.from_numpy(least_B)
-    left_B, hopeless_B = np.zeros(len(least_B), np.int64), np.zeros(len(least_B), bool)
+    left_B, hopeless_B = np.zeros(queries, np.int64), np.zeros(queries, bool)
     found: list[tuple[np.ndarray, np.ndarray]] = [(np.empty(0, np.int64), np.empty(0, np.int64))]
     for start in range(0, count, step):
-        left_MB = (~(closeness(slice(start, min(start + step, count))) < least)).numpy()
+        left_MB = left(slice(start, min(start + step, count))).numpy()
         if np.count_nonzero(left_MB) * MANY > left_MB.size:
             left_B += left_MB.sum(axis=0)
             hopeless_B |= left_B > most
             if hopeless_B.all():
-                return [None] * len(least_B)
+                return [None] * queries
             left_MB[:, hopeless_B] = False
-        slots, rows = np.divmod(_places(left_MB.ravel()), len(least_B))
+        slots, rows = np.divmod(_places(left_MB.ravel()), queries)
         found.append((rows, slots + start))
     rows, slots = (np.concatenate(some) for some in zip(*found, strict=True))
     order = np.argsort(rows, kind="stable")
-    parts = np.split(slots[order], np.searchsorted(rows[order], np.arange(1, len(least_B))))
+    parts = np.split(slots[order], np.searchsorted(rows[order], np.arange(1, queries)))
     return [None if hopeless or len(part) > most else part for part, hopeless in zip(parts, hopeless_B, strict=True)]
 
 

@@ -22,7 +22,7 @@ CANDIDATES = 8
 MOST_CANDIDATES = 512
 """Of one search. Where so many lie within rounding of each other, all keys are compared; FAISS on a GPU takes 2048."""
 
-ROWS = 4096
+ROWS = 256
 """Keys that are compared at a time."""
 
 CROWD = 4
@@ -117,11 +117,11 @@ class KeyIndex:
         queries_BD = queries_BD.detach().float().contiguous()
         found = _none(len(queries_BD))
         reach: dict[int, float] = {}
-        left = self._sieve.serving(queries_BD.numpy(), lambda row, slots: self._distances(queries_BD[row], slots))
+        left, sure = self._sieve.serving(queries_BD.numpy(), lambda row, slots: self._distances(queries_BD[row], slots))
         nearest = {row: slots for row, slots in enumerate(left) if len(slots) and not self._crowded(slots)}
         reach = {row: np.inf for row, slots in enumerate(left) if self._crowded(slots)}
         for row, (slots, distance) in self._nearest_of(queries_BD, nearest).items():
-            if distance <= self._sieve.near:
+            if distance <= self._sieve.near or row in sure:
                 self._settle(found, row, slots, distance)
             elif (distance < self._codebook.radii_N[slots]).any():
                 reach[row] = distance
@@ -134,7 +134,7 @@ class KeyIndex:
         near = [row for row in reach if row not in crowded]
         if near:
             distances = np.array([reach[row] for row in near])
-            left = dict(zip(near, self._sieve.within(queries_BD[near].numpy(), distances), strict=True))
+            left = dict(zip(near, self._sieve.nearest(queries_BD[near].numpy(), distances), strict=True))
             crowded += [row for row, slots in left.items() if self._crowded(slots)]
             some = {row: slots for row, slots in left.items() if row not in crowded}
             for row, nearest in self._nearest_of(queries_BD, some).items():

@@ -19,7 +19,7 @@ from functools import partial
 
 import numpy as np
 
-from pipeline.bounds import Asked, Codes, Keys
+from pipeline.bounds import Asked, Codes, Keys, Products
 from pipeline.directions import CHUNK, Directions
 
 FIRST = 63
@@ -85,17 +85,28 @@ class Sieve:
         """
         return self._left(queries_BD, Asked(np.full(len(queries_BD), slack, np.float32)))
 
-    def serving(self, queries_BD: np.ndarray, distances: Distances) -> list[np.ndarray]:
+    def serving(self, queries_BD: np.ndarray, distances: Distances) -> tuple[list[np.ndarray], set[int]]:
         """For each query, in ascending order, slots of which the nearest key's is one if its ball holds the query.
 
-        And likewise if it lies no farther than `near`. Where many balls hold a query, `distances` is asked how far some
-        of their keys are.
+        And likewise if it lies no farther than `near`; and, of the queries named besides, in any case. Where many balls
+        hold a query, `distances` is asked how far some of their keys are.
         """
-        return self._left(queries_BD, Asked(np.zeros(len(queries_BD), np.float32)), distances)
+        asked = Asked(np.zeros(len(queries_BD), np.float32))
+        found = self._by_codes(queries_BD, asked)
+        with np.errstate(all="ignore"):
+            for row, slots in enumerate(found):
+                if slots is not None and len(slots) > FEW:
+                    found[row] = self._nearer(queries_BD[[row]], slots, partial(distances, row))
+        return self._nearest(queries_BD, found)
 
     def within(self, queries_BD: np.ndarray, distances_B: np.ndarray) -> list[np.ndarray]:
         """For each query, in ascending order, slots of which every one whose key lies within its distance is one."""
         return self._left(queries_BD, Asked(np.zeros(len(queries_BD), np.float32), distances_B.astype(np.float32)))
+
+    def nearest(self, queries_BD: np.ndarray, distances_B: np.ndarray) -> list[np.ndarray]:
+        """For each query, in ascending order, slots of which the nearest key's is one if it lies within a distance."""
+        asked = Asked(np.zeros(len(queries_BD), np.float32), distances_B.astype(np.float32))
+        return self._nearest(queries_BD, self._by_codes(queries_BD, asked))[0]
 
     def close(self, query_D: np.ndarray, count: int) -> np.ndarray:
         """So many slots, or all, whose keys look nearest in a few directions; nothing is said of the others."""
@@ -130,27 +141,36 @@ class Sieve:
             codes.write(slots_M, Directions.fewer(mapped_MP, few), slack_M, radii_M)
         self._keys.write(slots_M, keys_MD, self._directions.center_D)
 
-    def _left(self, queries_BD: np.ndarray, asked: Asked, distances: Distances | None = None) -> list[np.ndarray]:
-        self.settle()
+    def _left(self, queries_BD: np.ndarray, asked: Asked) -> list[np.ndarray]:
+        """Every slot that cannot be ruled out."""
+        found = self._by_codes(queries_BD, asked)
         keys_ND, radii_N = self._held()
-        count = len(keys_ND)
+        if some := _unknown(found, len(keys_ND)):
+            with np.errstate(all="ignore"):
+                products = Products(keys_ND, self._directions.center_D, queries_BD[some])
+                _put(found, some, self._keys.reaching(products, radii_N, asked.rows(some), len(keys_ND) // MOST))
+        return [np.arange(len(keys_ND)) if slots is None else slots for slots in found]
+
+    def _nearest(self, queries_BD: np.ndarray, found: list[np.ndarray | None]) -> tuple[list[np.ndarray], set[int]]:
+        """Where the codes tell too little, the slots that may be those of the nearest keys; and where that was."""
+        keys_ND = self._held()[0]
+        if some := _unknown(found, len(keys_ND)):
+            with np.errstate(all="ignore"):
+                products = Products(keys_ND, self._directions.center_D, queries_BD[some])
+                _put(found, some, self._keys.nearest(products, len(keys_ND) // MOST))
+        return [np.arange(len(keys_ND)) if slots is None else slots for slots in found], set(some)
+
+    def _by_codes(self, queries_BD: np.ndarray, asked: Asked) -> list[np.ndarray | None]:
+        """The slots that the codes leave; None: too many."""
+        self.settle()
+        count = len(self._held()[0])
         found: list[np.ndarray | None] = [None] * len(queries_BD)
         with np.errstate(all="ignore"):
             for few, codes in self._levels.items() if count > FEW else ():
                 if some := [row for row, slots in enumerate(found) if slots is None or len(slots) > FEW]:
                     points_BP, slack_B = self._directions.project(queries_BD[some], few)
                     self._ask(codes, points_BP, asked.rows(some).looser(slack_B), found, some)
-            if distances is not None:
-                for row, slots in enumerate(found):
-                    if slots is not None and len(slots) > FEW:
-                        found[row] = self._nearer(queries_BD[[row]], slots, partial(distances, row))
-            if count > FEW and (some := [row for row, slots in enumerate(found) if slots is None]):
-                reach_N = np.maximum(radii_N, np.float32(self.near))
-                left = self._keys.reaching(
-                    keys_ND, reach_N, self._directions.center_D, queries_BD[some], asked.rows(some), count // MOST
-                )
-                _put(found, some, left)
-        return [np.arange(count) if slots is None else slots for slots in found]
+        return found
 
     def _nearer(
         self, query_1D: np.ndarray, slots: np.ndarray, distances: Callable[[np.ndarray], np.ndarray]
@@ -176,6 +196,11 @@ class Sieve:
         if every:
             left = codes.reaching(points_BP[every], asked.rows(every), count, max(FEW, count // MOST))
             _put(found, [rows[place] for place in every], left)
+
+
+def _unknown(found: Sequence[np.ndarray | None], count: int) -> list[int]:
+    """The rows of which the codes tell too little; of so few keys that nobody asked them, none."""
+    return [row for row, slots in enumerate(found) if slots is None] if count > FEW else []
 
 
 def _put(found: list[np.ndarray | None], rows: list[int], left: Sequence[np.ndarray | None]) -> None:

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from pipeline.errors import UserError
 from tests.bench.framework import BENCHES, KEPT, ROOT, BenchError, Options, bench, machine, show, shown, write
+from tests.bench.page import PAGE, page
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,7 +19,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m tests.bench", description="Measure one thing, on this machine.")
     parser.add_argument("name", help=f"one of {', '.join(BENCHES)}")
     parser.add_argument("--quick", action="store_true", help="fewer cases, for a first look")
-    parser.add_argument("--commit", action="store_true", help=f"write the numbers to {KEPT.relative_to(ROOT)}")
+    parser.add_argument(
+        "--commit", action="store_true", help=f"write them, and their page, to {KEPT.relative_to(ROOT)}"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the model runs")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch and FAISS")
     given = parser.parse_args(arguments)
@@ -44,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console()
     show(rows, Console(width=max(120, console.width)))
     path = write(given.name, rows, machine(given.device), KEPT if given.commit else ROOT / "results")
+    if given.commit:
+        (KEPT / PAGE).write_text(page(KEPT), encoding="utf-8")
     tell(f"done; the numbers are in {path.relative_to(ROOT)}")
     return 0
 

@@ -121,10 +121,17 @@ def write(name: str, rows: Sequence[Row], measured_on: Machine, folder: Path) ->
     return path
 
 
+def groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows by the first part of their names."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row.name.partition("/")[0], []).append(row)
+    return found
+
+
 def show(rows: Sequence[Row], console: Console) -> None:
     """Print one table for each group of settings (the first part of a name), with one line per setting."""
-    for group in dict.fromkeys(row.name.partition("/")[0] for row in rows):
-        of_group = [row for row in rows if row.name.partition("/")[0] == group]
+    for group, of_group in groups(rows).items():
         metrics = list(dict.fromkeys(row.metric for row in of_group))
         table = Table(title=group, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
         table.add_column("setting", overflow="fold")

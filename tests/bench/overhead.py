@@ -6,15 +6,17 @@ tokens for those of random weights. Keys are queries of other such prompts, and 
 of these, so that they lie where queries do (`real`); or drawn at random with their mean and spread, which leaves
 nothing to project on (`random`). A radius is 0.8 of the distance to the nearest of 512 other queries, and the median of
 those at most, as the editor's defaults have it. `recall` is the share of prompts for which the answer is that of brute
-force in float64: the same entry, or none.
+force in float64: the same entry, or none. The goals are 1.03 times the unedited model at 10,000 keys, 1.05 at 100,000
+and 1.15 at a million.
 
-The floor: 28 projections of each key are read once, and four numbers beside them, 128 bytes for each key.
+The floor: a code of 64 bytes is read of each key, and two numbers beside it: 72 bytes for each key and batch, at what
+the machine's memory gives. Keys that no code rules out are read themselves: 4 bytes for each number of each key.
 """
 
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -32,7 +34,9 @@ KEYS, OTHERS = 2048, 512
 CHECKED = 64
 COUNTS = {"10k": 10_000, "100k": 100_000, "1M": 1_000_000}
 BATCHES = (1, 32)
-REPEATS = {1: 60, 32: 8}
+REPEATS = {1: 40, 32: 6}
+TEXTBOOK_EACH = 4
+"""Of so many batches the textbook method runs one: at 100,000 keys it takes seconds."""
 TEXTBOOK_MOST = 100_000
 """Keys, at most, that the textbook method is measured with."""
 
@@ -98,14 +102,7 @@ def _measured(
                 grace.remove()
 
         ways["textbook"] = textbook
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
-    hits = 0
-    for number, some in enumerate([batches[0], *batches]):
-        for way, call in ways.items():
-            started = time.process_time()
-            hits += call(some)
-            if number:  # the first of each warms up
-                seconds[way].append(time.process_time() - started)
+    seconds, hits = _turns(ways, batches)
     medians = {way: statistics.median(some) for way, some in seconds.items()}
     against = medians["textbook"] / medians["unedited"] if "textbook" in ways else None
     yield Row(f"{name}/edited-of-unedited", medians["edited"] / medians["unedited"], "x", baseline=against)
@@ -113,8 +110,27 @@ def _measured(
         yield Row(f"{name}/textbook-of-unedited", against, "x")
     yield Row(f"{name}/unedited", 1000 * medians["unedited"], "ms")
     yield Row(f"{name}/lookup", 1000 * (medians["edited"] - medians["unedited"]), "ms")
-    yield Row(f"{name}/hits", hits / (len(prompts) + batch), "share")
-    yield Row(f"{name}/recall", _recall(model, prompts[:CHECKED], codebook, index), "share", 1)
+    yield Row(f"{name}/hits", hits / len(prompts), "share")
+    if batch == BATCHES[-1]:
+        yield Row(f"{name}/recall", _recall(model, prompts[:CHECKED], codebook, index), "share", 1)
+
+
+def _turns(
+    ways: Mapping[str, Callable[[Sequence[Sequence[int]]], int]], batches: Sequence[Sequence[Sequence[int]]]
+) -> tuple[dict[str, list[float]], int]:
+    """CPU seconds of each way for the batches that it ran, and the hits of all."""
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    hits = 0
+    for number in range(-TEXTBOOK_EACH, len(batches)):
+        for way, call in ways.items():
+            if way == "textbook" and number % TEXTBOOK_EACH:
+                continue
+            started = time.process_time()
+            found = call(batches[number % len(batches)])
+            if number >= 0:  # those before warm up
+                seconds[way].append(time.process_time() - started)
+                hits += found
+    return seconds, hits
 
 
 def _recall(model: EditableModel, prompts: Sequence[list[int]], codebook: Codebook, index: KeyIndex) -> float:

@@ -13,6 +13,7 @@ from rich.console import Console
 from tests.bench import __main__ as command
 from tests.bench import framework
 from tests.bench.framework import BENCHES, BenchError, Options, Row, bench, data_rows, machine, records, show, write
+from tests.bench.page import PAGE, page
 
 ROWS = [
     Row("zsre/paper/exact", 0.5, "share", 0.5),
@@ -65,6 +66,21 @@ def test_the_table_has_one_line_for_each_setting() -> None:
 def test_only_committed_numbers_go_to_the_repository(small: Path, arguments: list[str], folder: str) -> None:
     assert command.main(arguments) == 0
     assert json.loads((small / folder / "small-cpu.json").read_text()) == records(ROWS, machine("cpu"))
+
+
+def test_the_page_of_results_is_current() -> None:
+    assert (framework.KEPT / PAGE).read_text(encoding="utf-8") == page(framework.KEPT), (
+        "write it: see tests/bench/page.py"
+    )
+
+
+def test_the_page_tells_each_number_beside_what_it_is_held_against(tmp_path: Path) -> None:
+    write("edit", ROWS, machine("cpu"), tmp_path)
+    told = page(tmp_path)
+    assert "| paper | 0.500 (0.500) | 7 |" in told
+    assert "| nearest | 1.000 (0.500) |  |" in told
+    assert "textbook GRACE" in told  # what the benchmark says of itself
+    assert f"torch {torch.__version__}" in told
 
 
 def test_an_unknown_name_gets_one_sentence_and_status_2(capfd: pytest.CaptureFixture[str]) -> None:

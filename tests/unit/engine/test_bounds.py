@@ -1,0 +1,163 @@
+"""What lies just within a radius, or a distance, is never ruled out; most of what does not is."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline import bounds
+from pipeline.bounds import ROUGHLY, Asked, Codes, Keys, Products
+
+Scene = tuple[np.ndarray, np.ndarray]
+Left = Callable[[np.ndarray, np.ndarray, np.ndarray, Asked], list[np.ndarray | None]]
+"""What a bound leaves of keys (N, D) with radii (N) for queries (B, D)."""
+
+EDGE = np.float32(1 + 1e-5)
+QUERIES = 9
+
+
+def by_codes(keys_ND: np.ndarray, radii_N: np.ndarray, queries_BD: np.ndarray, asked: Asked) -> list[np.ndarray | None]:
+    return codes_of(keys_ND, radii_N).reaching(queries_BD, asked, len(keys_ND), len(keys_ND))
+
+
+def by_each_code(
+    keys_ND: np.ndarray, radii_N: np.ndarray, queries_BD: np.ndarray, asked: Asked
+) -> list[np.ndarray | None]:
+    codes, every_N = codes_of(keys_ND, radii_N), np.arange(len(keys_ND))
+    return [codes.left(every_N, query_D, asked.rows([row])) for row, query_D in enumerate(queries_BD)]
+
+
+def by_keys(keys_ND: np.ndarray, radii_N: np.ndarray, queries_BD: np.ndarray, asked: Asked) -> list[np.ndarray | None]:
+    center_D = np.median(keys_ND, axis=0)
+    keys = Keys()
+    keys.write(np.arange(len(keys_ND)), keys_ND, center_D)
+    return keys.reaching(Products(keys_ND, center_D, queries_BD), radii_N, asked, len(keys_ND))
+
+
+def by_keys_alone(
+    keys_ND: np.ndarray, radii_N: np.ndarray, queries_BD: np.ndarray, asked: Asked
+) -> list[np.ndarray | None]:
+    """So few at once that their product is one in float32."""
+    return [by_keys(keys_ND, radii_N, queries_BD[[row]], asked.rows([row]))[0] for row in range(len(queries_BD))]
+
+
+WAYS: list[Left] = [by_codes, by_each_code, by_keys, by_keys_alone]
+
+
+def codes_of(keys_ND: np.ndarray, radii_N: np.ndarray) -> Codes:
+    codes = Codes()
+    codes.fit(keys_ND)
+    codes.write(np.arange(len(keys_ND)), keys_ND, np.zeros(len(keys_ND), np.float32), radii_N)
+    return codes
+
+
+def distances(queries_BD: np.ndarray, keys_ND: np.ndarray) -> np.ndarray:
+    apart_BND = queries_BD.astype(np.float64)[:, None] - keys_ND
+    return np.asarray(np.linalg.norm(apart_BND, axis=2))
+
+
+def asked(within_B: np.ndarray | None) -> Asked:
+    return Asked(np.zeros(QUERIES, np.float32), within_B)
+
+
+@st.composite
+def scenes(draw: Callable[..., int]) -> Scene:
+    """Queries among keys, in few numbers or many, around the origin or away from it, some of them far from all."""
+    generator = np.random.default_rng(draw(st.integers(0, 2**32)))
+    width, count = draw(st.sampled_from([1, 2, 3, 16, 64])), draw(st.integers(1, 80))
+    place_D = draw(st.sampled_from([0, 1, 100])) * generator.standard_normal(width)
+    spread_D = generator.random(width) ** draw(st.sampled_from([0, 1, 4]))
+    points = place_D + spread_D * generator.standard_normal((count + QUERIES, width))
+    points[:: draw(st.integers(2, 40))] *= draw(st.sampled_from([1, 3, 1000]))
+    points = points.astype(np.float32)
+    return points[QUERIES:], points[:QUERIES]
+
+
+@pytest.mark.parametrize("way", WAYS)
+class TestWays:
+    @settings(deadline=None, max_examples=150)
+    @given(scene=scenes(), row=st.integers(0, QUERIES - 1))
+    def test_no_ball_that_just_holds_a_query_is_ruled_out(self, way: Left, scene: Scene, row: int) -> None:
+        keys_ND, queries_BD = scene
+        radii_N = distances(queries_BD, keys_ND)[row].astype(np.float32) * EDGE
+        left = way(keys_ND, radii_N, queries_BD, asked(None))[row]
+        assert left is not None
+        assert left.tolist() == list(range(len(keys_ND)))
+
+    @settings(deadline=None, max_examples=150)
+    @given(scene=scenes(), rank=st.floats(0, 1))
+    def test_no_key_just_within_a_distance_is_ruled_out(self, way: Left, scene: Scene, rank: float) -> None:
+        keys_ND, queries_BD = scene
+        apart_BN = distances(queries_BD, keys_ND)
+        within_B = np.quantile(apart_BN, rank, axis=1, method="nearest").astype(np.float32) * EDGE
+        found = way(keys_ND, np.zeros(len(keys_ND), np.float32), queries_BD, asked(within_B))
+        for left, apart_N, within in zip(found, apart_BN, within_B, strict=True):
+            assert left is not None
+            assert set((apart_N <= within / EDGE).nonzero()[0]) <= set(left.tolist())
+
+    def test_of_balls_that_fall_short_few_are_left(self, way: Left) -> None:
+        points = np.random.default_rng(0).standard_normal((2000 + QUERIES, 64), np.float32)
+        keys_ND, queries_BD = points[QUERIES:], points[:QUERIES]
+        radii_N = np.full(len(keys_ND), 0.9 * distances(queries_BD, keys_ND).min(), np.float32)
+        for left in way(keys_ND, radii_N, queries_BD, asked(None)):
+            assert left is not None
+            assert len(left) < 20
+
+
+@pytest.mark.parametrize("together", [1, ROUGHLY])
+@settings(deadline=None, max_examples=150)
+@given(scene=scenes())
+def test_the_nearest_key_is_never_ruled_out(together: int, scene: Scene) -> None:
+    keys_ND, queries_BD = scene
+    keys, center_D = Keys(), np.median(keys_ND, axis=0)
+    keys.write(np.arange(len(keys_ND)), keys_ND, center_D)
+    nearest_B = distances(queries_BD, keys_ND).argmin(axis=1)
+    for start in range(QUERIES - together + 1):
+        rows = slice(start, start + together)
+        found = keys.nearest(Products(keys_ND, center_D, queries_BD[rows]), len(keys_ND))
+        for left, nearest in zip(found, nearest_B[rows], strict=True):
+            assert left is not None
+            assert nearest in left
+
+
+@pytest.mark.parametrize("together", [1, ROUGHLY])
+def test_of_the_keys_that_may_be_nearest_there_are_few(together: int) -> None:
+    points = np.random.default_rng(0).standard_normal((20_000 + together, 64), np.float32)
+    keys_ND, queries_BD = points[together:], points[:together]
+    keys, center_D = Keys(), np.median(keys_ND, axis=0)
+    keys.write(np.arange(len(keys_ND)), keys_ND, center_D)
+    for left in keys.nearest(Products(keys_ND, center_D, queries_BD), len(keys_ND)):
+        assert left is not None
+        assert len(left) < 100
+
+
+def test_where_more_are_left_than_are_wanted_they_are_not_told() -> None:
+    keys_ND = np.random.default_rng(0).standard_normal((5000, 8), np.float32)
+    radii_N = np.full(len(keys_ND), 100, np.float32)
+    queries_BD = np.stack([keys_ND[0], keys_ND[0] + 1000])
+    far = Asked(np.zeros(2, np.float32))
+    told = codes_of(keys_ND, radii_N).reaching(queries_BD, far, len(keys_ND), 4999)
+    assert told[0] is None
+    assert told[1] is not None
+    assert told[1].tolist() == []
+
+
+def test_a_processor_without_products_of_bytes_or_in_bfloat16_leaves_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = np.random.default_rng(1).standard_normal((500 + QUERIES, 64), np.float32)
+    keys_ND, queries_BD = points[QUERIES:], points[:QUERIES]
+    radii_N = np.full(len(keys_ND), np.median(distances(queries_BD, keys_ND)), np.float32)
+    here = by_codes(keys_ND, radii_N, queries_BD, asked(None))
+    alone = by_keys_alone(keys_ND, radii_N, queries_BD, asked(None))
+    monkeypatch.setattr(bounds, "_INTEGERS", False)
+    monkeypatch.setattr(bounds, "_CAPABLE", {})
+    assert_same(by_codes(keys_ND, radii_N, queries_BD, asked(None)), here)
+    assert_same(by_keys(keys_ND, radii_N, queries_BD, asked(None)), alone)
+
+
+def assert_same(found: list[np.ndarray | None], expected: list[np.ndarray | None]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours is not None
+        assert theirs is not None
+        assert ours.tolist() == theirs.tolist()
