@@ -123,9 +123,8 @@ class Codes:
         """For each query, in ascending order, the slots of the first `count` that are left; None: more than `most`."""
         asking = _Asking(*self._asked(points_BP, asked), self._scale)
         codes, beside = torch.from_numpy(self._codes), torch.from_numpy(self._beside[asked.mode])
-        step = max(SHORTEST, PRODUCT // max(1, len(points_BP)))
-
         least = torch.from_numpy(asking.least_B)
+        step = max(SHORTEST, PRODUCT // max(1, len(points_BP)))
 
         def left(chunk: slice) -> torch.Tensor:
             return ~(asking.closeness(codes[chunk], beside[chunk]) < least)

@@ -36,11 +36,10 @@ class DeltaFault(UserError):
 
 
 class Applied(Struct, frozen=True):
-    """What one delta did: the slots that now hold something new, and whether entries moved or went."""
+    """What one delta did: the slots that now hold something new, if only an entry that had another slot before."""
 
     delta: Delta
     slots: tuple[int, ...]
-    moved: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,12 +274,10 @@ class Codebook:
 
     def _change(self, delta: Delta, arrays: list[tuple[np.ndarray | None, np.ndarray | None]]) -> Applied:
         touched: set[int] = set()
-        moved = False
         for change, (key, value) in zip(delta.entries, arrays, strict=True):
             if change.removed:
                 touched.discard(len(self) - 1)
                 touched.add(self._remove(change.entry_id))
-                moved = True
                 continue
             slot = self._slots.get(change.entry_id)
             if slot is None:
@@ -296,9 +293,7 @@ class Codebook:
             if change.label is not UNSET:
                 self.labels[slot] = change.label
             touched.add(slot)
-        if moved:  # a slot may have been touched that is no more
-            touched = {slot for slot in touched if slot < len(self)}
-        return Applied(delta, tuple(sorted(touched)), moved)
+        return Applied(delta, tuple(sorted(slot for slot in touched if slot < len(self))))  # others are no more
 
     def _append(self, entry_id: str, width_D: int, width_V: int) -> int:
         slot = len(self.entry_ids)

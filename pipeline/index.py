@@ -7,7 +7,7 @@ no key outside them can win. So the answer equals brute force, whatever the norm
 """
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import faiss
@@ -24,6 +24,9 @@ MOST_CANDIDATES = 512
 
 ROWS = 256
 """Keys that are compared at a time."""
+
+SPARE = 4
+"""On a device there is room for one key more in so many."""
 
 CROWD = 4
 """Where the sieve leaves more than one key in so many, all are searched."""
@@ -66,6 +69,27 @@ class _Candidates:
     distances_BK: torch.Tensor
 
 
+class Copy:
+    """The keys on a device of their own memory, with room for more: a change moves the keys that it touches alone."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._room = torch.empty(0, 0, device=device)
+
+    def keys(self, keys_ND: np.ndarray, slots: Sequence[int] | None) -> torch.Tensor:
+        """The keys (N, D) as they are now, where those of these slots have changed since the last call; None: all."""
+        count, width = keys_ND.shape
+        if slots is None or count > len(self._room):
+            device, self._room = self._room.device, torch.empty(0)  # given back before there is another
+            self._room = torch.empty(count + count // SPARE, width, device=device)
+            self._room[:count] = torch.from_numpy(keys_ND)
+        elif slots:
+            places_M = np.array(slots)
+            self._room[torch.from_numpy(places_M).to(self._room.device)] = torch.from_numpy(keys_ND[places_M]).to(
+                self._room
+            )
+        return self._room[:count]
+
+
 class KeyIndex:
     """Exact nearest keys of a codebook, on one device. Call `refresh` after each delta the codebook applied.
 
@@ -76,6 +100,7 @@ class KeyIndex:
         self._codebook = codebook
         self._device = device
         self._resources = faiss.StandardGpuResources() if _gpu_search(device) else None
+        self._copy = None if device.type == "cpu" else Copy(device)
         self._keys = torch.empty(0)
         self._norm = 0.0
         self._sieve = Sieve(lambda: (codebook.keys_ND, codebook.radii_N))
@@ -89,12 +114,7 @@ class KeyIndex:
         largest = max((_largest_norm(rows[start : start + ROWS]) for start in range(0, len(rows), ROWS)), default=0.0)
         self._norm = max(self._norm, largest) if changes else largest
         self._sieve.changed(slots if changes else None)
-        if self._device.type == "cpu":
-            self._keys = torch.from_numpy(keys_ND)
-        elif not changes or any(applied.moved for applied in changes) or len(self._keys) != len(keys_ND):
-            self._keys = torch.from_numpy(keys_ND).to(self._device)
-        elif slots:
-            self._keys[torch.tensor(slots, device=self._device)] = torch.from_numpy(rows).to(self._device)
+        self._keys = self._copy.keys(keys_ND, slots if changes else None) if self._copy else torch.from_numpy(keys_ND)
 
     def nearest(self, queries_BD: torch.Tensor) -> Nearest:
         """The nearest key of each query; of keys at the same distance the one whose entry's id comes first.

@@ -182,7 +182,7 @@ def test_a_lead_takes_the_term_and_changes_no_entry() -> None:
     entries = codebook.state_digest()
     applied = codebook.apply(sealed(codebook, op="lead"))
     assert applied is not None
-    assert (codebook.term, codebook.seq, applied.slots, applied.moved) == (2, 3, (), False)
+    assert (codebook.term, codebook.seq, applied.slots) == (2, 3, ())
     assert codebook.state_digest() == entries
 
 
@@ -207,7 +207,6 @@ def test_a_delta_that_removes_several_and_adds_does_all_of_it() -> None:
     gone = [EntryChange(entry_id=name, removed=True) for name in ("e3", "e0")]
     applied = codebook.apply(sealed(codebook, *gone, NEW, EntryChange(entry_id="e1", radius=5.0), op="undo"))
     assert applied is not None
-    assert applied.moved
     assert set(codebook.entry_ids) == {"e1", "e2", "new"}
     assert codebook.entry(codebook.slot("e1")).radius == 5.0
     assert codebook.entry(codebook.slot("e2")).key_D.tolist() == KEYS[2].tolist()

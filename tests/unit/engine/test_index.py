@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from pipeline.index import CANDIDATES, NO_SLOT, KeyIndex, Nearest, exact_distances
+from pipeline.index import CANDIDATES, NO_SLOT, Copy, KeyIndex, Nearest, exact_distances
 from schemas.deltas import EntryChange
 from tests.unit.engine.tiny import added, changed, filled, index_of, new_codebook
 
@@ -264,3 +264,23 @@ def test_of_keys_that_are_all_compared_few_are_copied_at_a_time(monkeypatch: pyt
     monkeypatch.setattr("pipeline.index.exact_distances", watched)
     index._nearest_of(torch.full((1, 4), 1e4), {0: np.arange(50)})
     assert len(copies) == 5
+
+
+def test_a_copy_on_a_device_follows_by_the_slots_that_a_delta_changed() -> None:
+    """Here the device is the host, and the copy a copy all the same."""
+    generator = np.random.default_rng(6)
+    codebook, copy = new_codebook(), Copy(torch.device("cpu"))
+    assert len(copy.keys(codebook.keys_ND, None)) == 0
+    moved = 0
+    for step in range(300):
+        names = codebook.entry_ids[:: max(1, len(codebook) // 3)]
+        gone = [EntryChange(entry_id=name, removed=True) for name in names if generator.random() < 0.2]
+        new = [added(f"e{step}-{number}", generator.standard_normal(3), 1.0) for number in range(step % 3)]
+        if not gone and not new:
+            continue
+        applied = changed(codebook, *gone, *new, op="undo")
+        held = copy.keys(codebook.keys_ND, applied.slots)
+        assert torch.equal(held, torch.from_numpy(codebook.keys_ND))
+        moved += bool(gone)
+    assert moved > 50
+    assert len(codebook) > 50
