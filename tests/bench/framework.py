@@ -5,7 +5,6 @@ part is the metric, as in `zsre/nearest/exact`; rows that share all but that par
 table on the terminal.
 """
 
-import gzip
 import importlib
 import json
 import os
@@ -148,20 +147,6 @@ def shown(row: Row) -> str:
     if row.unit == "share":
         return f"{row.value:.3f}"
     return f"{row.value:.0f}" if row.unit == "count" else f"{row.value:.3g}"
-
-
-def data_rows(name: str) -> list[dict[str, Any]]:
-    """The rows of a `.jsonl.gz` file in `GRACESTREAM_DATA`, or in `shared/data` beside the repository.
-
-    Raises:
-        BenchError: the file is not there.
-    """
-    folder = Path(os.environ.get("GRACESTREAM_DATA") or ROOT.parent / "shared" / "data")
-    path = folder / name
-    if not path.is_file():
-        raise BenchError(f"this benchmark needs {name}, which is not in {folder}; set GRACESTREAM_DATA to its folder")
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines]
 
 
 def _cpu_model() -> str:

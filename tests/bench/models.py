@@ -21,10 +21,11 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from pipeline.experiments.data import rows_of
 from pipeline.model import EditableModel
 from pipeline.settings import load_settings
 from pipeline.tasks import Limits
-from tests.bench.framework import BenchError, data_rows
+from tests.bench.framework import BenchError
 from workers.boot import load_model
 
 FIRST_WORD = 10
@@ -46,7 +47,8 @@ class Subject:
         """Prompts as it is asked them: of a trained model questions of people's, else `TOKENS` random tokens.
 
         Raises:
-            BenchError: there are no questions at hand, or not so many.
+            DataError: there are no questions at hand.
+            BenchError: there are not so many.
         """
         if not self.trained:
             return self.prompts(model, count, TOKENS, seed=1)
@@ -67,11 +69,11 @@ def questions() -> list[str]:
     """Questions and beginnings of sentences as people write them, each once, in an order of no meaning.
 
     Raises:
-        BenchError: the data are not there.
+        DataError: the data are not there.
     """
-    texts = {row["question"] for row in data_rows("nq_open_dev_3610.jsonl.gz")}
-    texts |= {row[part] for row in data_rows("zsre_700.jsonl.gz") for part in ("src", "rephrase")}
-    texts |= {row["prompt"] for row in data_rows("counterfact_val_1919.jsonl.gz")}
+    texts = {row["question"] for row in rows_of("nq_open_dev_3610.jsonl.gz")}
+    texts |= {row[part] for row in rows_of("zsre_700.jsonl.gz") for part in ("src", "rephrase")}
+    texts |= {row["prompt"] for row in rows_of("counterfact_val_1919.jsonl.gz")}
     ordered = sorted(texts)
     random.Random(0).shuffle(ordered)
     return ordered

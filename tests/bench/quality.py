@@ -35,16 +35,17 @@ from deploy.models import DEMO
 from pipeline.codebook import Codebook
 from pipeline.edited import correction
 from pipeline.editing import EditEngine
+from pipeline.experiments.tasks import zsre
 from pipeline.index import NO_SLOT, KeyIndex
 from pipeline.model import EditableModel, Rest
 from pipeline.plan import Plan
 from pipeline.settings import Settings, load_settings
 from pipeline.training import Recipe, Trained, train_value
 from schemas.messages import Parameters
-from tests.bench.framework import Options, Row, data_rows
+from tests.bench.framework import Options, Row
 from workers.boot import load_model, plan_of
 
-EDITS, QUICK, RESERVOIR, HELD_OUT, SAMPLE = 200, 50, 512, 300, 48
+EDITS, QUICK, HELD_OUT, SAMPLE = 200, 50, 300, 48
 ANSWER = 16
 """Tokens of an answer that is generated; the longest target has fewer."""
 
@@ -164,15 +165,15 @@ class Asked:
 def run(options: Options) -> Iterator[Row]:
     """The rows of `quality`."""
     settings = load_settings(device=options.device)
-    zsre = zsre_data(QUICK if options.quick else EDITS)
-    few = replace(zsre, facts=zsre.facts[:QUICK])
+    whole = zsre_data(QUICK if options.quick else EDITS)
+    few = replace(whole, facts=whole.facts[:QUICK])
     plan = plan_of(settings)
     margins = [margin for margin in (1.0, 2.0) if margin != plan.recipe.margin]
     paper: dict[str, float] = {}
     with asked_at(settings) as asked:
         for name, chosen in variants(plan).items():
             options.tell(f"zsRE: {name}")
-            for row in zsre_rows(f"zsre/{name}", asked, chosen, zsre, aloud=chosen == plan or not paper):
+            for row in zsre_rows(f"zsre/{name}", asked, chosen, whole, aloud=chosen == plan or not paper):
                 paper.setdefault(row.metric, row.value)
                 yield replace(row, baseline=paper[row.metric])
         options.tell("demo")
@@ -209,44 +210,36 @@ def asked_at(settings: Settings) -> Iterator[Asked]:
 
 
 def zsre_data(edits: int) -> Zsre:
-    """Corrections, and NQ questions in a fixed random order: first the traffic, then those that are held out."""
-    rows = data_rows("zsre_700.jsonl.gz")[:edits]
-    facts = [Fact(question(row["src"]), question(row["rephrase"]), row["answers"][0]) for row in rows]
-    others = [question(row["question"]) for row in data_rows("nq_open_dev_3610.jsonl.gz")]
-    order = np.random.default_rng(0).permutation(len(others)).tolist()
-    shuffled = [others[place] for place in order]
-    loc = [question(row["loc"].removeprefix("nq question: ")) for row in rows]
-    return Zsre(facts, shuffled[:RESERVOIR], [*shuffled[RESERVOIR:][:HELD_OUT], *loc])
+    """So many corrections, the traffic, and of other questions those that are held out and those beside the edits."""
+    task = zsre()
+    facts = [Fact(edit.example.inputs, edit.rephrases[0], edit.example.target) for edit in task.edits[:edits]]
+    held_out = [example.inputs for example in task.retention[:HELD_OUT]]
+    return Zsre(facts, task.traffic, held_out + task.unrelated[:edits])
 
 
-def question(text: str) -> str:
-    """A question in the form that the model is asked in."""
-    return f"Question: {text.strip().removesuffix('?')}? Answer:"
-
-
-def zsre_rows(setting: str, asked: Asked, plan: Plan, zsre: Zsre, *, aloud: bool = False) -> Iterator[Row]:
+def zsre_rows(setting: str, asked: Asked, plan: Plan, data: Zsre, *, aloud: bool = False) -> Iterator[Row]:
     """One setting: the whole stream, then every question; `aloud` generates answers, too."""
-    engine = started(asked, plan, zsre.traffic)
-    cost = correct(engine, asked, zsre.facts)
+    engine = started(asked, plan, data.traffic)
+    cost = correct(engine, asked, data.facts)
     right = partial(asked.right, engine)
-    queries_RD = np.stack([asked.seen(fact.rephrase, fact.target).query_D for fact in zsre.facts])
+    queries_RD = np.stack([asked.seen(fact.rephrase, fact.target).query_D for fact in data.facts])
     reached = [
         slot != NO_SLOT and engine.memory.serving_entry(str(number)) == engine.codebook.entry_ids[slot]
         for number, slot in enumerate(serving(engine, queries_RD))
         if str(number) in engine.memory
     ]
-    rephrased = [right(fact.rephrase, fact.target) for fact in zsre.facts]
+    rephrased = [right(fact.rephrase, fact.target) for fact in data.facts]
     in_force = [rephrased[number] for number in range(len(rephrased)) if str(number) in engine.memory]
     works = [success for success, own in zip(in_force, reached, strict=True) if own]
-    captured = [slot != NO_SLOT for slot in serving(engine, asked.queries(zsre.unrelated))]
-    yield Row(f"{setting}/exact", share(right(fact.text, fact.target) for fact in zsre.facts), "share")
+    captured = [slot != NO_SLOT for slot in serving(engine, asked.queries(data.unrelated))]
+    yield Row(f"{setting}/exact", share(right(fact.text, fact.target) for fact in data.facts), "share")
     yield Row(f"{setting}/after", share(cost.after), "share")
     yield Row(f"{setting}/rephrase", share(rephrased), "share")
-    yield Row(f"{setting}/reached", sum(reached) / len(zsre.facts), "share")
+    yield Row(f"{setting}/reached", sum(reached) / len(data.facts), "share")
     yield Row(f"{setting}/works", share(works), "share")
     yield Row(f"{setting}/locality", 1 - share(captured), "share")
     if aloud:
-        sample, spoken = zsre.unrelated[:SAMPLE], zsre.facts[:SAMPLE]
+        sample, spoken = data.unrelated[:SAMPLE], data.facts[:SAMPLE]
         same = zip(asked.answers(sample, engine), asked.answers(sample), strict=True)
         told = zip(asked.answers([fact.text for fact in spoken], engine), spoken, strict=True)
         yield Row(f"{setting}/same", share(now == before for now, before in same), "share")

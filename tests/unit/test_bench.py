@@ -12,7 +12,7 @@ from rich.console import Console
 
 from tests.bench import __main__ as command
 from tests.bench import framework
-from tests.bench.framework import BENCHES, BenchError, Options, Row, bench, data_rows, machine, records, show, write
+from tests.bench.framework import BENCHES, Options, Row, bench, machine, records, show, write
 from tests.bench.page import PAGE, page
 
 ROWS = [
@@ -96,17 +96,3 @@ def test_quick_numbers_are_not_committed(small: Path) -> None:
 
 def test_every_benchmark_that_is_named_can_be_run() -> None:
     assert all(callable(bench(name)) for name in BENCHES)
-
-
-def test_data_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("GRACESTREAM_DATA", str(tmp_path))
-    with pytest.raises(
-        BenchError, match=r"^this benchmark needs nothing\.jsonl\.gz, which is not in .*GRACESTREAM_DATA"
-    ):
-        data_rows("nothing.jsonl.gz")
-
-
-def test_data_lies_beside_the_repository_unless_a_folder_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GRACESTREAM_DATA", raising=False)
-    with pytest.raises(BenchError, match=str(framework.ROOT.parent / "shared" / "data")):
-        data_rows("nothing.jsonl.gz")

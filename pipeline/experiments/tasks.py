@@ -1,0 +1,196 @@
+"""The tasks of the paper's experiments (section 4, and the appendix on data): what is edited, and what must stay.
+
+Each is one stream of edits in a fixed order. Beside it lie the examples that the model was good at before (`retention`,
+the paper's D_test, of which TRR tells), texts that no edit should reach (`unrelated`), and requests that nobody flagged
+(`traffic`), which overlap with neither. No row is drawn at random from one run to the next.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from pipeline.experiments.data import rows_of
+
+Measure = Literal["f1", "accuracy", "perplexity"]
+"""How well a model does, as the paper measures it: of answers, of classes, and of sentences."""
+
+Form = Callable[[str], str]
+"""Puts a question into the words that a model is asked it in."""
+
+TRAFFIC = 512
+"""Requests that the editor has seen, which nobody flagged."""
+
+RETENTION = 1000
+"""Examples of which TRR tells, at most."""
+
+NQ = "nq_open_dev_3610.jsonl.gz"
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A text, and what the model should say to it."""
+
+    inputs: str
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """A correction. `rephrases` ask the same in other words; `subject` is what it is about, where the data tell."""
+
+    example: Example
+    rephrases: tuple[str, ...] = ()
+    subject: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One experiment's data.
+
+    Attributes:
+        name: Of the experiment.
+        measure: What is measured of answers.
+        edits: In the order in which they come.
+        retention: What the model knew before.
+        accurate: What it said right before and is asked about in the same way as edits (the paper's ARR).
+        unrelated: Texts that no edit should reach.
+        traffic: Requests that nobody flagged.
+    """
+
+    name: str
+    measure: Measure
+    edits: list[Edit]
+    retention: list[Example]
+    accurate: list[Example] = field(default_factory=list)
+    unrelated: list[str] = field(default_factory=list)
+    traffic: list[str] = field(default_factory=list)
+
+
+AREAS = (
+    "Criminal Procedure", "Civil Rights", "First Amendment", "Due Process", "Privacy", "Attorneys", "Unions",
+    "Economic Activity", "Judicial Power", "Federalism", "Interstate Relations", "Federal Taxation", "Miscellaneous",
+    "Private Action",
+)  # fmt: skip
+"""The topics of SCOTUS, in the order of their codes, from 1."""
+
+RELABELLED = {
+    "First Amendment": "Civil Rights",
+    "Due Process": "Civil Rights",
+    "Unions": "Economic Activity",
+}
+"""What the paper changes in the training set alone, so that the classifier has something to be corrected on."""
+
+TRAINED, RETAINED, EDITED = (0, 1982), (1983, 1990), (1991, 2009)
+"""The first and last terms of SCOTUS's cases that are trained on, retained and edited."""
+
+
+def as_question(text: str) -> str:
+    """For a language model that was not trained to answer questions."""
+    return f"Question: {text.strip().removesuffix('?')}? Answer:"
+
+
+def zsre(form: Form = as_question) -> Task:
+    """Questions and answers; retention and traffic are of Natural Questions.
+
+    Raises:
+        DataError: the data are not there.
+    """
+    found = rows_of("zsre_700.jsonl.gz")
+    edits = _each_once(
+        Edit(Example(form(row["src"]), row["answers"][0]), (form(row["rephrase"]),), row["subject"]) for row in found
+    )
+    unrelated = _others((form(row["loc"].removeprefix("nq question: ")) for row in found), edits)
+    traffic, retention = _natural_questions(form)
+    return Task("zsre", "f1", edits, retention, unrelated=unrelated, traffic=traffic)
+
+
+def counterfact() -> Task:
+    """Statements with another end; retention and traffic are of Natural Questions, the unrelated are its neighbours.
+
+    Raises:
+        DataError: the data are not there.
+    """
+    found = rows_of("counterfact_val_1919.jsonl.gz")
+    edits = _each_once(
+        Edit(Example(row["prompt"], row["target_new"]), (row["rephrase_prompt"],), row["subject"]) for row in found
+    )
+    unrelated = _others((row["locality_prompt"] for row in found), edits)
+    traffic, retention = _natural_questions(as_question)
+    return Task("counterfact", "f1", edits, retention, unrelated=unrelated, traffic=traffic)
+
+
+def hallucination() -> Task:
+    """Biographies and their true next sentence; retention is of web text, as the model was trained on.
+
+    Raises:
+        DataError: the data are not there.
+    """
+    found = rows_of("hallucination_edit_450.jsonl.gz")
+    edits = _each_once(Edit(Example(row["prompt"], row["target_new"]), subject=row["subject"]) for row in found)
+    others = rows_of("hallucination_other_306.jsonl.gz")
+    web = (Example(row["locality_prompt"], row["locality_ground_truth"]) for row in found)
+    retention = [example for example in web if example.target.strip()]
+    traffic = [row["locality_prompt"] for row in others]
+    unrelated = [example.inputs for example in retention]
+    return Task("hallucination", "perplexity", edits, retention, unrelated=unrelated, traffic=traffic)
+
+
+def scotus() -> Task:
+    """Cases of the Supreme Court and their topics, as they came; retention is of the terms before, traffic older.
+
+    Raises:
+        DataError: the data are not there.
+    """
+    edits = _each_once(Edit(example) for example in _cases(EDITED))
+    traffic = [case.inputs for case in _cases(TRAINED)[-TRAFFIC:]]
+    return Task("scotus", "accuracy", edits, _cases(RETAINED), traffic=traffic)
+
+
+def scotus_training() -> list[Example]:
+    """What the classifier is trained on: earlier cases, under the labels of their time.
+
+    Raises:
+        DataError: the data are not there.
+    """
+    cases = _cases(TRAINED)
+    return [Example(case.inputs, RELABELLED.get(case.target, case.target)) for case in cases]
+
+
+def _cases(terms: tuple[int, int]) -> list[Example]:
+    first, last = terms
+    found = [row for row in rows_of("scotus_facts_to_2009.jsonl.gz") if first <= int(row["term"]) <= last]
+    found.sort(key=lambda row: int(row["term"]))  # stable: within a term as the file has them
+    return [Example(f"{row['facts']} {row['question']}", AREAS[int(row["issue_area"]) - 1]) for row in found]
+
+
+def _natural_questions(form: Form) -> tuple[list[str], list[Example]]:
+    """Questions as traffic, and others with their answers, in an order of no meaning."""
+    found = rows_of(NQ)
+    order = np.random.default_rng(0).permutation(len(found)).tolist()
+    examples = [Example(form(found[place]["question"]), found[place]["answer"][0]) for place in order]
+    return [example.inputs for example in examples[:TRAFFIC]], examples[TRAFFIC:][:RETENTION]
+
+
+def _each_once(edits: Iterable[Edit]) -> list[Edit]:
+    """The first of those with the same text; without those whose target is nothing."""
+    found: dict[str, Edit] = {}
+    for edit in edits:
+        if edit.example.target.strip():
+            found.setdefault(edit.example.inputs, edit)
+    return list(found.values())
+
+
+def _others(texts: Iterable[str], edits: Iterable[Edit]) -> list[str]:
+    """Each text once that is not edited itself."""
+    edited = {edit.example.inputs for edit in edits}
+    return [text for text in dict.fromkeys(texts) if text not in edited]
+
+
+TASKS: dict[str, Callable[[], Task]] = {
+    "scotus": scotus,
+    "zsre": zsre,
+    "counterfact": counterfact,
+    "hallucination": hallucination,
+}

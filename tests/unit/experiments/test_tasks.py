@@ -1,0 +1,127 @@
+"""The experiments' data: the right rows in the right order and place, and one sentence for what is wrong."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.experiments import data
+from pipeline.experiments.data import DataError, rows_of
+from pipeline.experiments.tasks import AREAS, RETENTION, TASKS, TRAFFIC, Task, as_question, scotus_training
+
+NOTHING = "nothing.jsonl.gz"
+
+
+def write(folder: Path, name: str, rows: list[Any]) -> None:
+    with gzip.open(folder / name, "wt", encoding="utf-8") as lines:
+        lines.write("\n".join(map(json.dumps, rows)))
+
+
+def case(term: int, area: int, facts: str = "facts") -> dict[str, str]:
+    return {"term": str(term), "issue_area": str(area), "facts": facts, "question": "question?"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of data, with questions in it."""
+    monkeypatch.setenv(data.FOLDER, str(tmp_path))
+    questions = [{"question": f"what is {number}", "answer": [str(number), "other"]} for number in range(2000)]
+    write(tmp_path, "nq_open_dev_3610.jsonl.gz", questions)
+    return tmp_path
+
+
+def test_data_that_is_not_there_is_named(folder: Path) -> None:
+    with pytest.raises(
+        DataError, match=rf"^this needs nothing\.jsonl\.gz, which is not in {folder}; set {data.FOLDER}"
+    ):
+        rows_of(NOTHING)
+
+
+def test_data_lies_beside_the_repository_unless_a_folder_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(data.FOLDER, raising=False)
+    with pytest.raises(DataError, match=str(Path(__file__).parents[4] / "shared" / "data")):
+        rows_of(NOTHING)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [b"not gzip", gzip.compress(b'{"a": 1}\n{"a": '), gzip.compress(b'{"a": 1}')[:-9], gzip.compress(b"\xff")],
+)
+def test_a_broken_file_is_named(folder: Path, written: bytes) -> None:
+    (folder / NOTHING).write_bytes(written)
+    with pytest.raises(DataError, match=rf"^{folder / NOTHING} cannot be read: "):
+        rows_of(NOTHING)
+
+
+def test_a_question_is_asked_in_one_form() -> None:
+    assert as_question(" who wrote Emma?") == "Question: who wrote Emma? Answer:"
+
+
+def test_zsre_has_rephrases_and_asks_of_other_questions_what_was_retained(folder: Path) -> None:
+    asked = [
+        {"src": f"Who is {name}?", "rephrase": f"{name} is who?", "answers": [name, "x"], "subject": name,
+         "loc": "nq question: where is it", "loc_ans": "there"}
+        for name in ("a", "b", "a")
+    ]  # fmt: skip
+    write(folder, "zsre_700.jsonl.gz", asked)
+    task = TASKS["zsre"]()
+    assert [edit.example.target for edit in task.edits] == ["a", "b"]
+    assert task.edits[0].example.inputs == "Question: Who is a? Answer:"
+    assert task.edits[0].rephrases == ("Question: a is who? Answer:",)
+    assert task.unrelated == ["Question: where is it? Answer:"]
+    assert (len(task.traffic), len(task.retention)) == (TRAFFIC, RETENTION)
+    assert not {example.inputs for example in task.retention} & set(task.traffic)
+    assert all(example.inputs == as_question(f"what is {example.target}") for example in task.retention)
+
+
+def test_what_has_no_target_is_not_edited_and_what_is_edited_is_not_unrelated(folder: Path) -> None:
+    told = [
+        {"prompt": prompt, "target_new": target, "rephrase_prompt": "r", "subject": "s", "locality_prompt": other}
+        for prompt, target, other in (("A is", "b", "C is"), ("C is", "d", "E is"), ("F is", " ", "E is"))
+    ]
+    write(folder, "counterfact_val_1919.jsonl.gz", told)
+    task = TASKS["counterfact"]()
+    assert [edit.example.inputs for edit in task.edits] == ["A is", "C is"]
+    assert task.unrelated == ["E is"]
+
+
+def test_scotus_is_edited_in_the_order_of_its_terms_and_relabels_what_it_trains_on_alone(folder: Path) -> None:
+    first_amendment = AREAS.index("First Amendment") + 1
+    terms = [2009, 1946, 1982, 1983, 1990, 1991, 1991]
+    write(
+        folder,
+        "scotus_facts_to_2009.jsonl.gz",
+        [case(term, first_amendment, str(row)) for row, term in enumerate(terms)],
+    )
+    task = TASKS["scotus"]()
+    assert [edit.example.inputs for edit in task.edits] == ["5 question?", "6 question?", "0 question?"]
+    assert {edit.example.target for edit in task.edits} == {"First Amendment"}
+    assert [example.inputs for example in task.retention] == ["3 question?", "4 question?"]
+    assert task.traffic == ["1 question?", "2 question?"]
+    assert [(example.inputs, example.target) for example in scotus_training()] == [
+        ("1 question?", "Civil Rights"), ("2 question?", "Civil Rights"),
+    ]  # fmt: skip
+
+
+@pytest.mark.skipif(not data.BESIDE.is_dir(), reason="the experiments' data are not beside the repository")
+@pytest.mark.parametrize("name", TASKS)
+class TestRealData:
+    @pytest.fixture
+    def task(self, name: str, monkeypatch: pytest.MonkeyPatch) -> Task:
+        monkeypatch.delenv(data.FOLDER, raising=False)
+        return TASKS[name]()
+
+    def test_no_edit_is_among_what_must_stay(self, task: Task) -> None:
+        edited = {edit.example.inputs for edit in task.edits}
+        assert len(edited) == len(task.edits) >= 450
+        for others in (task.traffic, task.unrelated, [example.inputs for example in task.retention]):
+            assert not edited & set(others)
+        assert not set(task.traffic) & {example.inputs for example in task.retention}
+
+    def test_nothing_is_empty_and_what_must_stay_is_enough_to_tell(self, task: Task) -> None:
+        examples = [*task.retention, *(edit.example for edit in task.edits)]
+        assert all(example.inputs.strip() and example.target.strip() for example in examples)
+        assert len(task.retention) >= 300
+        assert len(task.traffic) >= 300
