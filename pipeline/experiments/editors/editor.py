@@ -1,0 +1,36 @@
+"""What every editor is to an experiment."""
+
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from pipeline.experiments.tasks import Example
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What became of one correction: its status (as of an outcome), optimisation steps and seconds."""
+
+    status: str
+    steps: int
+    seconds: float
+
+
+class Editor(Protocol):
+    """Corrects one model, which answers as corrected inside `serving`."""
+
+    def edit(self, number: int, example: Example) -> Made:
+        """Make the model give the example's target; corrections are numbered from 0 as they come."""
+
+    def states(self, texts: Sequence[str]) -> list[Hashable]:
+        """Of each text that of the editor's state on which an answer to it depends: equal states, equal answers."""
+
+    def serving(self, mask_BT: Tensor | None) -> AbstractContextManager[object]:
+        """Forward passes inside, over a batch with these prompt tokens, are the corrected model's."""
+
+    @property
+    def entries(self) -> int:
+        """What the editor has stored: keys of a codebook, 0 where it stores none."""

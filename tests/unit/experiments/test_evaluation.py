@@ -1,0 +1,105 @@
+"""Scores are those of the edited model as it is, whatever is asked together, and F1 is SQuAD's."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.experiments.editors.grace import Grace
+from pipeline.experiments.evaluation import Evaluation, Score, f1
+from pipeline.experiments.tasks import Example, Measure
+from pipeline.plan import Plan
+from tests.unit.engine.tiny import KINDS, editable, texts
+
+TEXTS = texts(12, seed=3)
+WORDS = st.lists(st.sampled_from(["river", "train", "The", "a", "bridge!", "Water"]), max_size=6).map(" ".join)
+PLAN = Plan(radius=1e-3, radius_unit="absolute", traffic=4)
+
+
+def examples_of(kind: str) -> list[Example]:
+    targets = ["right", "wrong", "both"] if kind == "bert" else ["train", "bridge", "river"]
+    return [Example(text, targets[place % 3]) for place, text in enumerate(TEXTS)]
+
+
+@pytest.mark.parametrize(
+    ("said", "target", "expected"),
+    [
+        ("the River.", "river", 1.0),
+        ("a river train", "river", 2 / 3),
+        ("bridge", "river", 0.0),
+        ("", "river", 0.0),
+        ("the", "a", 1.0),
+        ("river river", "river", 2 / 3),
+        ("Łódź", "łódź", 1.0),
+    ],
+)
+def test_f1_counts_words_without_case_articles_and_punctuation(said: str, target: str, expected: float) -> None:
+    assert f1(said, target) == pytest.approx(expected)
+
+
+@given(WORDS, WORDS)
+def test_f1_lies_between_0_and_1_and_takes_no_side(said: str, target: str) -> None:
+    assert 0 <= f1(said, target) == f1(target, said) <= 1
+    assert f1(said, said) == 1
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+class TestGrace:
+    def test_an_edit_is_exact_and_leaves_what_no_ball_holds_as_it_was(self, kind: str) -> None:
+        model, examples = editable(kind), examples_of(kind)
+        grace, evaluation = Grace(model, PLAN, TEXTS[8:]), Evaluation(model, "accuracy" if kind == "bert" else "f1")
+        before = evaluation.scores(grace, examples)
+        wrong = [place for place in range(6) if not before[place].exact]
+        made = {place: grace.edit(place, examples[place]) for place in wrong}
+        edited = [place for place, one in made.items() if one.status == "added"]  # not all can be said by these models
+        assert len(edited) >= 2
+        assert all(made[place].steps > 0 for place in edited)
+        after = evaluation.scores(grace, examples)
+        assert all(after[place].exact and after[place].value == 1 for place in edited)
+        assert grace.entries == len(edited)
+        untouched = [place for place in range(len(examples)) if place not in edited]
+        assert [after[place] for place in untouched] == [before[place] for place in untouched]
+
+    def test_what_is_asked_together_is_scored_as_alone(self, kind: str) -> None:
+        model, examples = editable(kind), examples_of(kind)
+        grace = Grace(model, PLAN, TEXTS[8:])
+        grace.edit(0, examples[0])
+        together = Evaluation(model, "perplexity").scores(grace, examples)
+        for example, score in zip(examples, together, strict=True):
+            (alone,) = Evaluation(model, "perplexity").scores(grace, [example])
+            assert score.exact == alone.exact
+            assert score.loss == pytest.approx(alone.loss, rel=1e-3, abs=1e-5)
+            assert score.value == pytest.approx(math.exp(score.loss))
+
+
+def test_what_did_not_change_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, examples = editable("llama"), examples_of("llama")
+    grace, evaluation = Grace(model, PLAN, []), Evaluation(model, "perplexity")
+    before = evaluation.scores(grace, examples)
+    grace.edit(0, examples[0])
+    ran: list[int] = []
+    logits = model.task.logits
+
+    def counted(supervised: Any) -> list[torch.Tensor]:
+        ran.append(len(supervised.labels))
+        return logits(supervised)
+
+    monkeypatch.setattr(model.task, "logits", counted)
+    after = evaluation.scores(grace, [*examples, examples[0]])
+    assert ran == [1]
+    assert after[1:-1] == before[1:]
+    assert after[0] == after[-1] != before[0]
+
+
+@pytest.mark.parametrize("measure", ["f1", "perplexity"])
+def test_the_same_is_scored_of_an_answer_that_is_exact(measure: Measure) -> None:
+    model, (example, *_) = editable("llama"), examples_of("llama")
+    grace = Grace(model, PLAN, [])
+    grace.edit(0, example)
+    (score,) = Evaluation(model, measure).scores(grace, [example])
+    assert isinstance(score, Score)
+    assert score.exact
+    assert score.value == (1.0 if measure == "f1" else math.exp(score.loss))
