@@ -32,11 +32,13 @@ class Score:
         exact: It gives the target and nothing else.
         loss: Mean cross entropy of the target's tokens.
         value: The task's measure: F1 of the words said, accuracy (1 or 0), or perplexity.
+        chosen: At each place of the target, what the model chooses there.
     """
 
     exact: bool
     loss: float
     value: float
+    chosen: tuple[int, ...]
 
 
 def f1(said: str, target: str) -> float:
@@ -86,7 +88,9 @@ class Evaluation:
             said = self._said(editor, [examples[place] for place in wrong])
             for place, text in zip(wrong, said, strict=True):
                 values[place] = f1(text, examples[place].target)
-        return [Score(one.right, one.loss, value) for one, value in zip(told, values, strict=True)]
+        chosen = [tuple(row_LC.argmax(dim=1).tolist()) for row_LC in logits]
+        parts = zip(told, values, chosen, strict=True)
+        return [Score(one.right, one.loss, value, tokens) for one, value, tokens in parts]
 
     def _value(self, right: bool, loss: float) -> float:
         return math.exp(loss) if self._measure == "perplexity" else float(right)

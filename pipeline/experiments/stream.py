@@ -1,0 +1,154 @@
+"""One experiment: edits one after the other, and how the model does at points on the way (paper, section 3)."""
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+
+from pipeline.experiments.editors.editor import Editor, Made
+from pipeline.experiments.evaluation import Evaluation, Score
+from pipeline.experiments.tasks import Edit, Example, Task
+from pipeline.model import EditableModel
+from pipeline.tasks import InputError
+
+UNEDITED: tuple[str, ...] = ("unchanged", "rejected")
+"""Statuses of corrections that changed nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """Means over some examples: the task's measure, and the share that is exactly right. NaN of no examples."""
+
+    value: float
+    exact: float
+
+    @classmethod
+    def of(cls, scores: Sequence[Score]) -> "Quality":
+        """Of these scores."""
+        if not scores:
+            return cls(float("nan"), float("nan"))
+        return cls(fmean(score.value for score in scores), fmean(score.exact for score in scores))
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """How things stand after some corrections.
+
+    Attributes:
+        corrections: That have come.
+        edits: Those of them that changed something.
+        entries: Stored by the editor.
+        seconds: Spent on an edit, mean.
+        success: Of each correction when it was made, on its own example (the paper's ES).
+        retained: Of all corrections that have come, now (ERR).
+        kept: Of what the model was good at before (TRR).
+        accurate: Of what it said right in texts like the edited (ARR).
+        rephrased: Of the corrections that have come, in other words.
+        coming: Of the corrections that have not come yet.
+        agreement: The share of what is `kept` to which the model says what it said before any edit.
+        captured: The share of unrelated texts that the editor reaches.
+    """
+
+    corrections: int
+    edits: int
+    entries: int
+    seconds: float
+    success: Quality
+    retained: Quality
+    kept: Quality
+    accurate: Quality
+    rephrased: Quality
+    coming: Quality
+    agreement: float
+    captured: float
+
+
+@dataclass(slots=True)
+class Stream:
+    """Runs a task's edits through an editor. `run` is told after how many corrections to measure.
+
+    Attributes:
+        made: What became of each correction so far.
+        success: How the model did on each right after it.
+    """
+
+    task: Task
+    editor: Editor
+    evaluation: Evaluation
+    made: list[Made] = field(default_factory=list)
+    success: list[Score] = field(default_factory=list)
+
+    def run(self, points: Sequence[int]) -> Iterator[Point]:
+        """One point for each number, in ascending order, and one before the first edit."""
+        before = self.evaluation.scores(self.editor, self.task.retention)
+        bare = self.editor.states(self.task.unrelated)
+        for point in sorted({0, *points}):
+            for edit in self.task.edits[len(self.made) : point]:
+                self.made.append(self.editor.edit(len(self.made), edit.example))
+                self.success += self.evaluation.scores(self.editor, [edit.example])
+            yield self._point(before, bare)
+
+    def _point(self, before: Sequence[Score], bare: Sequence[Hashable]) -> Point:
+        count = len(self.made)
+        come, coming = self.task.edits[:count], self.task.edits[count:]
+        kept = self._scores(self.task.retention)
+        edits = [one for one in self.made if one.status not in UNEDITED]
+        reached = [now != was for now, was in zip(self.editor.states(self.task.unrelated), bare, strict=True)]
+        return Point(
+            corrections=count,
+            edits=len(edits),
+            entries=self.editor.entries,
+            seconds=_mean([one.seconds for one in edits]),
+            success=Quality.of(self.success),
+            retained=Quality.of(self._scores([edit.example for edit in come])),
+            kept=Quality.of(kept),
+            accurate=Quality.of(self._scores(self.task.accurate)),
+            rephrased=Quality.of(self._scores([example for edit in come for example in _rephrased(edit)])),
+            coming=Quality.of(self._scores([edit.example for edit in coming])),
+            agreement=_mean([now.chosen == was.chosen for now, was in zip(kept, before, strict=True)]),
+            captured=_mean(reached),
+        )
+
+    def _scores(self, examples: Sequence[Example]) -> list[Score]:
+        return self.evaluation.scores(self.editor, examples)
+
+
+def fitting(task: Task, model: EditableModel) -> tuple[Task, int]:
+    """The task without what the model cannot take, such as longer texts than it has room for; and how much that is."""
+
+    def fits(example: Example) -> bool:
+        try:
+            model.supervised(example.inputs, example.target)
+        except InputError:
+            return False
+        return True
+
+    def asks(text: str) -> bool:
+        try:
+            model.task.tokenize(text)
+        except InputError:
+            return False
+        return True
+
+    edits = [edit for edit in task.edits if all(map(fits, (edit.example, *_rephrased(edit))))]
+    left = replace(
+        task,
+        edits=edits,
+        retention=list(filter(fits, task.retention)),
+        accurate=list(filter(fits, task.accurate)),
+        unrelated=list(filter(asks, task.unrelated)),
+        traffic=list(filter(asks, task.traffic)),
+    )
+    return left, _size(task) - _size(left)
+
+
+def _size(task: Task) -> int:
+    parts: tuple[Sequence[object], ...] = (task.edits, task.retention, task.accurate, task.unrelated, task.traffic)
+    return sum(len(part) for part in parts)
+
+
+def _rephrased(edit: Edit) -> list[Example]:
+    return [Example(text, edit.example.target) for text in edit.rephrases]
+
+
+def _mean(numbers: Sequence[float]) -> float:
+    return fmean(numbers) if numbers else float("nan")
