@@ -1,9 +1,10 @@
 """One experiment: edits one after the other, and how the model does at points on the way (paper, section 3)."""
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
+from pipeline.errors import UserError
 from pipeline.experiments.editors.editor import Editor, Made
 from pipeline.experiments.evaluation import Evaluation, Score
 from pipeline.experiments.tasks import Edit, Example, Task
@@ -67,6 +68,7 @@ class Stream:
     """Runs a task's edits through an editor. `run` is told after how many corrections to measure.
 
     Attributes:
+        at_work: Called after each correction.
         made: What became of each correction so far.
         success: How the model did on each right after it.
     """
@@ -74,6 +76,7 @@ class Stream:
     task: Task
     editor: Editor
     evaluation: Evaluation
+    at_work: Callable[[], object] = lambda: None
     made: list[Made] = field(default_factory=list)
     success: list[Score] = field(default_factory=list)
 
@@ -85,6 +88,7 @@ class Stream:
             for edit in self.task.edits[len(self.made) : point]:
                 self.made.append(self.editor.edit(len(self.made), edit.example))
                 self.success += self.evaluation.scores(self.editor, [edit.example])
+                self.at_work()
             yield self._point(before, bare)
 
     def _point(self, before: Sequence[Score], bare: Sequence[Hashable]) -> Point:
@@ -112,8 +116,21 @@ class Stream:
         return self.evaluation.scores(self.editor, examples)
 
 
+class StreamError(UserError):
+    """An experiment that cannot be run; the text says why."""
+
+
+def first(task: Task, edits: int | None, retention: int | None) -> Task:
+    """The task with so many of its edits, and of what must stay, at most; None: all."""
+    return replace(task, edits=task.edits[:edits], retention=task.retention[:retention])
+
+
 def fitting(task: Task, model: EditableModel) -> tuple[Task, int]:
-    """The task without what the model cannot take, such as longer texts than it has room for; and how much that is."""
+    """The task without what the model cannot take, such as longer texts than it has room for; and how much that is.
+
+    Raises:
+        StreamError: no edit is left.
+    """
 
     def fits(example: Example) -> bool:
         try:
@@ -138,6 +155,10 @@ def fitting(task: Task, model: EditableModel) -> tuple[Task, int]:
         unrelated=list(filter(asks, task.unrelated)),
         traffic=list(filter(asks, task.traffic)),
     )
+    if not edits:
+        raise StreamError(
+            f"the model can take none of the edits of {task.name}: is it one of the kind that they are for?"
+        )
     return left, _size(task) - _size(left)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import typer
 
 from pipeline.security import plainly
-from workers.cli import dead_letters, history, keys, local, snapshots, traffic, tuning, work
+from workers.cli import dead_letters, experiments, history, keys, local, snapshots, traffic, tuning, work
 from workers.cli.common import EXPECTED
 
 app = typer.Typer(
@@ -18,7 +18,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for group in (local, work, traffic, keys, dead_letters, history, snapshots, tuning):
+for group in (local, work, traffic, keys, dead_letters, history, snapshots, tuning, experiments):
     group.register(app)
 
 
