@@ -60,8 +60,8 @@ def made(folder: Path) -> Path:
     return folder
 
 
-def write(report: Report, codebook: Codebook, folder: Path) -> None:
-    """Write `metrics.json`, `table.md` and `codebook.safetensors` into a folder that is there.
+def write(report: Report, codebook: Codebook | None, folder: Path) -> None:
+    """Write `metrics.json`, `table.md` and, of GRACE, `codebook.safetensors` into a folder that is there.
 
     Raises:
         ReportError, FileError: the folder cannot be written to.
@@ -71,7 +71,8 @@ def write(report: Report, codebook: Codebook, folder: Path) -> None:
         (folder / "table.md").write_text(_markdown(report), encoding="utf-8")
     except OSError as error:
         raise ReportError(f"the results cannot be written to {folder}: {error.strerror}") from error
-    save(codebook, folder / "codebook.safetensors")
+    if codebook is not None:
+        save(codebook, folder / "codebook.safetensors")
 
 
 def cells(point: Point) -> list[str]:

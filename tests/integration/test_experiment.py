@@ -72,6 +72,21 @@ def test_fewer_edits_and_less_to_retain_can_be_asked_for(
     assert len(json.loads((tmp_path / "r" / "metrics.json").read_text())["made"]) == 2
 
 
+@pytest.mark.parametrize("editor", ["ft", "ewc", "retrain"])
+def test_other_editors_run_the_same_stream(
+    run: Callable[..., Command], chosen: list[str], tmp_path: Path, editor: str
+) -> None:
+    out = tmp_path / "results"
+    command = run("experiment", "hallucination", *chosen, "--editor", editor, "--out", str(out), "--json")
+    assert status_of(command) == 0, command.said()
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert metrics["editor"] == editor
+    after = metrics["points"][-1]
+    assert (after["corrections"], after["entries"], after["captured"]) == (6, 0, 1)
+    assert after["agreement"] < 1, "all weights are everybody's"
+    assert not (out / "codebook.safetensors").exists()
+
+
 def test_what_is_missing_or_does_not_fit_is_one_sentence(
     run: Callable[..., Command], chosen: list[str], checkpoints: dict[str, Checkpoint], data: Path, tmp_path: Path
 ) -> None:

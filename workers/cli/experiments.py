@@ -21,6 +21,15 @@ class Name(StrEnum):
     hallucination = "hallucination"
 
 
+class Method(StrEnum):
+    """The editors."""
+
+    grace = "grace"
+    ft = "ft"
+    ewc = "ewc"
+    retrain = "retrain"
+
+
 def register(app: typer.Typer) -> None:
     """Add the command."""
     app.command(rich_help_panel="Tuning")(experiment)
@@ -28,11 +37,12 @@ def register(app: typer.Typer) -> None:
 
 def experiment(
     name: Annotated[Name, typer.Argument(help="Which one.")],
+    editor: Annotated[Method, typer.Option(help="GRACE, or one that the paper measures it beside.")] = Method.grace,
     edits: Annotated[int | None, typer.Option(help="Corrections, at most.", min=1)] = None,
     retention: Annotated[int | None, typer.Option(help="Examples that TRR is measured on, at most.", min=1)] = None,
     every: Annotated[int, typer.Option(help="Measure after so many corrections, and at the end.", min=1)] = 100,
     data: Annotated[Path | None, typer.Option(help="Folder of the data; else GRACESTREAM_DATA.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the results; else results/NAME.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the results; else results/NAME-EDITOR.")] = None,
     model: Model = None,
     layer: Layer = None,
     as_json: AsJson = False,
@@ -44,13 +54,14 @@ def experiment(
     """
     from pipeline.environment import environment  # noqa: PLC0415  (torch takes seconds)
     from pipeline.experiments.editors.grace import Grace  # noqa: PLC0415
+    from pipeline.experiments.editors.known import EDITORS  # noqa: PLC0415
     from pipeline.experiments.evaluation import Evaluation  # noqa: PLC0415
     from pipeline.experiments.report import COLUMNS, Report, cells, made, write  # noqa: PLC0415
     from pipeline.experiments.stream import Stream, first, fitting  # noqa: PLC0415
     from pipeline.experiments.tasks import TASKS  # noqa: PLC0415
     from workers.boot import load_model, plan_of  # noqa: PLC0415
 
-    folder = made(out or Path("results") / name)
+    folder = made(out or Path("results") / f"{name}-{editor}")
     task = first(TASKS[name](data), edits, retention)
     settings = load_settings(model=model, layer=layer)
     plan, loaded = plan_of(settings), load_model(settings)
@@ -59,14 +70,14 @@ def experiment(
         notes.print(f"{left_out} examples and texts are left out: the model cannot take them, or not at this length")
     with Progress(console=notes, transient=True, disable=not notes.is_terminal) as progress:
         bar = progress.add_task(name, total=len(task.edits))
-        editor = Grace(loaded, plan, task.traffic)
-        stream = Stream(task, editor, Evaluation(loaded, task.measure), at_work=lambda: progress.advance(bar))
+        method = EDITORS[editor](loaded, plan, task.traffic)
+        stream = Stream(task, method, Evaluation(loaded, task.measure), at_work=lambda: progress.advance(bar))
         points = list(stream.run([*range(every, len(task.edits), every), len(task.edits)]))
     report = Report(
-        experiment=name, measure=task.measure, editor="grace", model=loaded.fingerprint, layer=loaded.layer,
+        experiment=name, measure=task.measure, editor=editor, model=loaded.fingerprint, layer=loaded.layer,
         environment=environment(loaded, plan), left_out=left_out, points=points, made=stream.made,
     )  # fmt: skip
-    write(report, editor.engine.codebook, folder)
+    write(report, method.engine.codebook if isinstance(method, Grace) else None, folder)
     if as_json:
         for point in points:
             say(msgspec.json.decode(msgspec.json.encode(point)))  # which makes null of NaN

@@ -6,11 +6,13 @@ from dataclasses import replace
 import pytest
 
 from pipeline.experiments.editors.grace import Grace
+from pipeline.experiments.editors.known import EDITORS
 from pipeline.experiments.evaluation import Evaluation
 from pipeline.experiments.stream import Point, Stream, fitting
-from pipeline.experiments.tasks import Edit, Example, Task
+from pipeline.experiments.tasks import TASKS, Edit, Example, Task
 from pipeline.plan import Plan
 from tests.unit.engine.tiny import editable, texts
+from workers.cli.experiments import Method, Name
 
 TEXTS = texts(30, seed=11)
 NAMES = ["right", "wrong", "both"]
@@ -85,3 +87,9 @@ def test_a_stream_of_next_to_nothing_is_measured_all_the_same(edits: int) -> Non
     found = list(stream(PLAN, task(edits)).run([edits]))
     assert found[-1].corrections == edits
     assert len(found) == edits + 1
+
+
+def test_the_command_names_every_editor_and_no_task_that_there_is_not() -> None:
+    """It spells them out: to import them takes seconds."""
+    assert {*Method} == {*EDITORS}
+    assert {*Name} <= {*TASKS}

@@ -1,0 +1,87 @@
+"""Finetuning makes the model right where it is corrected; what else becomes of it differs between the three."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from pipeline.experiments.editors.finetuning import ElasticWeights, FineTuning, Retraining
+from pipeline.experiments.evaluation import Evaluation
+from pipeline.experiments.tasks import Example
+from pipeline.model import EditableModel
+from tests.unit.engine.tiny import KINDS, editable, texts
+
+TEXTS = texts(40, seed=17)
+MAKE: dict[str, Callable[[EditableModel], FineTuning]] = {
+    "ft": FineTuning,
+    "ewc": lambda model: ElasticWeights(model, TEXTS[30:], strength=1.0),
+    "retrain": lambda model: Retraining(model, every=3),
+}
+
+
+def examples_of(kind: str, count: int = 6) -> list[Example]:
+    targets = ["right", "wrong", "both"] if kind == "bert" else ["train", "bridge", "river"]
+    return [Example(text, targets[place % 3]) for place, text in enumerate(TEXTS[:count])]
+
+
+@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_each_correction_holds_once_it_is_made_and_the_weights_come_back(kind: str, name: str) -> None:
+    model = editable(kind)
+    before = {key: value.clone() for key, value in model.module.state_dict().items()}
+    evaluation = Evaluation(model, "accuracy")
+    with MAKE[name](model) as editor:
+        held = []
+        for number, example in enumerate(examples_of(kind)):
+            (was,) = evaluation.scores(editor, [example])
+            made = editor.edit(number, example)
+            assert (made.status == "unchanged") == was.exact
+            assert (made.steps > 0) == (not was.exact)
+            (score,) = evaluation.scores(editor, [example])
+            assert score.exact == (made.status != "failed")
+            held.append(score.exact)
+        assert sum(held) >= 4
+        layer = model.module.get_submodule(model.layer)
+        assert not any(weight.requires_grad for weight in layer.parameters())
+        changed = [key for key, value in model.module.state_dict().items() if not torch.equal(value, before[key])]
+        assert changed
+        assert {key.rpartition(".")[0] for key in changed} == {model.layer}
+    assert all(torch.equal(value, before[key]) for key, value in model.module.state_dict().items())
+
+
+def test_elastic_weights_move_less_where_they_count() -> None:
+    """By the Fisher information of before, as the penalty weighs it."""
+    moved = {}
+    for strength in (0.0, 1e3):
+        model = editable("bert")
+        with ElasticWeights(model, TEXTS[30:], strength=strength, learning_rate=1e-3) as editor:
+            before, fisher = [weight.clone() for weight in editor.weights], editor.fisher
+            targets = ("right", "wrong", "both")
+            made = [editor.edit(0, Example(TEXTS[0], target)).status for target in targets]
+            assert made.count("added") >= 2
+            parts = zip(editor.weights, before, fisher, strict=True)
+            moved[strength] = sum(float((count * (now - was).square()).sum()) for now, was, count in parts)
+    assert 0 < moved[1e3] < moved[0.0]
+
+
+def test_without_resistance_elastic_weights_are_finetuning() -> None:
+    weights = []
+    for make in (FineTuning, lambda model: ElasticWeights(model, TEXTS[30:], strength=0.0)):
+        model = editable("bert")
+        with make(model) as editor:
+            for number, example in enumerate(examples_of("bert")):
+                editor.edit(number, example)
+            weights.append([weight.clone() for weight in editor.weights])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*weights, strict=True))
+
+
+def test_retraining_brings_back_what_finetuning_forgets() -> None:
+    exact = {}
+    for name in ("ft", "retrain"):
+        model = editable("bert")
+        examples = examples_of("bert", 30)
+        with MAKE[name](model) as editor:
+            for number, example in enumerate(examples):
+                editor.edit(number, example)
+            exact[name] = sum(score.exact for score in Evaluation(model, "accuracy").scores(editor, examples))
+    assert exact["ft"] < exact["retrain"]
