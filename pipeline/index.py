@@ -103,6 +103,8 @@ class KeyIndex:
         self._copy = None if device.type == "cpu" else Copy(device)
         self._keys = torch.empty(0)
         self._norm = 0.0
+        self._known: dict[bytes, tuple[np.ndarray, float]] = {}
+        """By query, what its nearest keys are and how far: of the last batch, where a look at all keys told."""
         self._sieve = Sieve(lambda: (codebook.keys_ND, codebook.radii_N))
         self.refresh()
 
@@ -114,6 +116,7 @@ class KeyIndex:
         largest = max((_largest_norm(rows[start : start + ROWS]) for start in range(0, len(rows), ROWS)), default=0.0)
         self._norm = max(self._norm, largest) if changes else largest
         self._sieve.changed(slots if changes else None)
+        self._known = {}
         self._keys = self._copy.keys(keys_ND, slots if changes else None) if self._copy else torch.from_numpy(keys_ND)
 
     def nearest(self, queries_BD: torch.Tensor) -> Nearest:
@@ -125,9 +128,15 @@ class KeyIndex:
             return self._scan(queries_BD)
         queries_BD = queries_BD.detach().float().contiguous()
         finite = torch.isfinite(queries_BD).all(dim=1).nonzero()[:, 0] if len(self._keys) else torch.empty(0)
-        some = ((row, self._sieve.close(queries_BD[row].numpy(), CANDIDATES)) for row in map(int, finite))
         found = _none(len(queries_BD))
-        self._sieved(queries_BD, {row: self._distances(queries_BD[row], slots).min() for row, slots in some}, found)
+        reach: dict[int, float] = {}
+        for row in map(int, finite):
+            query_D = queries_BD[row]
+            if known := self._known.get(query_D.numpy().tobytes()):
+                self._settle(found, row, *known)
+            else:
+                reach[row] = self._distances(query_D, self._sieve.close(query_D.numpy(), CANDIDATES)).min()
+        self._sieved(queries_BD, reach, found)
         return found
 
     def covering(self, queries_BD: torch.Tensor) -> Nearest:
@@ -136,11 +145,12 @@ class KeyIndex:
             return self._inside(self._scan(queries_BD))
         queries_BD = queries_BD.detach().float().contiguous()
         found = _none(len(queries_BD))
-        reach: dict[int, float] = {}
         left, sure = self._sieve.serving(queries_BD.numpy(), lambda row, slots: self._distances(queries_BD[row], slots))
         nearest = {row: slots for row, slots in enumerate(left) if len(slots) and not self._crowded(slots)}
         reach = {row: np.inf for row, slots in enumerate(left) if self._crowded(slots)}
-        for row, (slots, distance) in self._nearest_of(queries_BD, nearest).items():
+        told = self._nearest_of(queries_BD, nearest)
+        self._known = {queries_BD[row].numpy().tobytes(): told[row] for row in sure if row in told}
+        for row, (slots, distance) in told.items():
             if distance <= self._sieve.near or row in sure:
                 self._settle(found, row, slots, distance)
             elif (distance < self._codebook.radii_N[slots]).any():

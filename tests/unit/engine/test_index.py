@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
+from pipeline.bounds import Products
 from pipeline.index import CANDIDATES, NO_SLOT, Copy, KeyIndex, Nearest, exact_distances
 from schemas.deltas import EntryChange
 from tests.unit.engine.tiny import added, changed, filled, index_of, new_codebook
@@ -284,3 +285,29 @@ def test_a_copy_on_a_device_follows_by_the_slots_that_a_delta_changed() -> None:
         moved += bool(gone)
     assert moved > 50
     assert len(codebook) > 50
+
+
+def test_keys_that_no_codes_tell_apart_are_looked_at_once_for_one_query(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The editor asks what covers a correction, and then what is nearest to it."""
+    keys_ND = np.random.default_rng(7).standard_normal((4000, 400), np.float32)
+    codebook = filled(keys_ND, 26.0)
+    index = index_of(codebook)
+    looks: list[int] = []
+
+    class Counted(Products):
+        def __init__(self, keys_ND: np.ndarray, center_D: np.ndarray, queries_BD: np.ndarray) -> None:
+            looks.append(len(queries_BD))
+            super().__init__(keys_ND, center_D, queries_BD)
+
+    monkeypatch.setattr("pipeline.sieve.Products", Counted)
+    query_1D = torch.from_numpy(np.random.default_rng(8).standard_normal((1, 400), np.float32))
+    for _ in range(2):
+        index.covering(query_1D)
+        assert looks == [1]
+        slots_B, distances_B = oracle(query_1D.numpy(), codebook.keys_ND)
+        found = index.nearest(query_1D)
+        assert (found.slots_B.tolist(), found.distances_B.tolist()) == (slots_B.tolist(), distances_B.tolist())
+        assert looks == [1]
+        closer_D = query_1D[0].numpy() + np.float32(1)
+        index.refresh(changed(codebook, added("new", closer_D, 26.0)))  # and what was known counts no more
+        looks.clear()
