@@ -96,8 +96,9 @@ def _beside_textbook(subject: Subject, model: EditableModel, tokens: int) -> Ite
     yield Row(f"{name}/frozen-of-ours", whole["frozen"] / seconds, "x")
     yield Row(f"{name}/seconds", seconds, "s", whole["textbook"])
     yield Row(f"{name}/loss-apart", abs(loss - expected) / expected, "relative", 1e-4)
+    if (goal := GOALS_WAITING.get((subject.name, tokens))) is None:
+        return
     together = statistics.median(_all_at_once(subject, model, tokens, 50 * turn) for turn in range(FEW_TURNS))
-    goal = GOALS_WAITING.get((subject.name, tokens))
     yield Row(f"{name}/waiting/textbook-of-ours", WAITING * whole["textbook"] / together, "x", goal)
     yield Row(f"{name}/waiting/alone-of-together", WAITING * seconds / together, "x")
     yield Row(f"{name}/waiting/seconds", together, "s", WAITING * whole["textbook"])
