@@ -102,9 +102,8 @@ def zsre(folder: Path | None = None, form: Form = as_question) -> Task:
     edits = _each_once(
         Edit(Example(form(row["src"]), row["answers"][0]), (form(row["rephrase"]),), row["subject"]) for row in found
     )
-    unrelated = _others((form(row["loc"].removeprefix("nq question: ")) for row in found), edits)
-    traffic, retention = _natural_questions(form, folder)
-    return Task("zsre", "f1", edits, retention, unrelated=unrelated, traffic=traffic)
+    unrelated = (form(row["loc"].removeprefix("nq question: ")) for row in found)
+    return _of_facts("zsre", edits, unrelated, form, folder)
 
 
 def counterfact(folder: Path | None = None) -> Task:
@@ -117,9 +116,7 @@ def counterfact(folder: Path | None = None) -> Task:
     edits = _each_once(
         Edit(Example(row["prompt"], row["target_new"]), (row["rephrase_prompt"],), row["subject"]) for row in found
     )
-    unrelated = _others((row["locality_prompt"] for row in found), edits)
-    traffic, retention = _natural_questions(as_question, folder)
-    return Task("counterfact", "f1", edits, retention, unrelated=unrelated, traffic=traffic)
+    return _of_facts("counterfact", edits, (row["locality_prompt"] for row in found), as_question, folder)
 
 
 def hallucination(folder: Path | None = None) -> Task:
@@ -164,6 +161,12 @@ def _cases(terms: tuple[int, int], folder: Path | None) -> list[Example]:
     found = [row for row in rows_of("scotus_facts_to_2009.jsonl.gz", folder) if first <= int(row["term"]) <= last]
     found.sort(key=lambda row: int(row["term"]))  # stable: within a term as the file has them
     return [Example(f"{row['facts']} {row['question']}", AREAS[int(row["issue_area"]) - 1]) for row in found]
+
+
+def _of_facts(name: str, edits: list[Edit], unrelated: Iterable[str], form: Form, folder: Path | None) -> Task:
+    """Edits of facts, whose retention and traffic are of Natural Questions."""
+    traffic, retention = _natural_questions(form, folder)
+    return Task(name, "f1", edits, retention, unrelated=_others(unrelated, edits), traffic=traffic)
 
 
 def _natural_questions(form: Form, folder: Path | None) -> tuple[list[str], list[Example]]:

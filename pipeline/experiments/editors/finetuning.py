@@ -63,12 +63,13 @@ class FineTuning:
 
     def edit(self, number: int, example: Example) -> Made:
         """Train until the model gives the target."""
+        del number
         begun = time.perf_counter()
         _, supervised = self._model.supervised(example.inputs, example.target)
         if self._judged(supervised).right:
             return Made("unchanged", 0, time.perf_counter() - begun)
         steps = self._train([supervised], self._steps)
-        steps += self._after(number, supervised)
+        steps += self._after(supervised)
         right = self._judged(supervised).right
         return Made("added" if right else "failed", steps, time.perf_counter() - begun)
 
@@ -85,9 +86,9 @@ class FineTuning:
         with torch.no_grad():
             return verdict(self._model.task.logits(supervised)[0], supervised.labels[0])[0]
 
-    def _after(self, number: int, supervised: Supervised) -> int:
+    def _after(self, supervised: Supervised) -> int:
         """What a correction brings with it once it is made; the steps that this takes."""
-        del number, supervised
+        del supervised
         return 0
 
     def _train(self, corrections: Sequence[Supervised], most: int) -> int:
@@ -154,8 +155,7 @@ class ElasticWeights(FineTuning):
         """One token after the text, or its class."""
         return self._model.task.supervised(text, (token,))
 
-    def _after(self, number: int, supervised: Supervised) -> int:
-        del number
+    def _after(self, supervised: Supervised) -> int:
         self._observe(supervised, 1.0)
         self._anchors = [weight.detach().clone() for weight in self.weights]
         return 0
@@ -174,7 +174,7 @@ class ElasticWeights(FineTuning):
 
 
 class Retraining(FineTuning):
-    """Every `every` corrections, those so far are trained together, from the original weights."""
+    """After every `every` corrections that were needed, those so far are trained together from the original weights."""
 
     def __init__(
         self, model: EditableModel, every: int = 10, learning_rate: float = LEARNING_RATE, steps: int = STEPS
@@ -183,9 +183,9 @@ class Retraining(FineTuning):
         self._every = every
         self._corrections: list[Supervised] = []
 
-    def _after(self, number: int, supervised: Supervised) -> int:
+    def _after(self, supervised: Supervised) -> int:
         self._corrections.append(supervised)
-        if (number + 1) % self._every:
+        if len(self._corrections) % self._every:
             return 0
         self.restore()
         return self._train(self._corrections, self._steps * len(self._corrections))

@@ -48,6 +48,7 @@ def test_data_lies_beside_the_repository_unless_a_folder_is_named(monkeypatch: p
 @pytest.mark.parametrize(
     "written",
     [b"not gzip", gzip.compress(b'{"a": 1}\n{"a": '), gzip.compress(b'{"a": 1}')[:-9], gzip.compress(b"\xff")],
+    ids=["not gzip", "not JSON", "cut off", "not UTF-8"],  # gzip writes the time into the bytes
 )
 def test_a_broken_file_is_named(folder: Path, written: bytes) -> None:
     (folder / NOTHING).write_bytes(written)
