@@ -11,7 +11,10 @@ SELDOM = 10.0
 
 
 def configure_logs(log_format: str, **fields: Any) -> None:
-    """Set up structlog, and send the warnings of libraries the same way. `fields` stand in every event."""
+    """Set up structlog, and send the warnings of libraries the same way. `fields` stand in every event.
+
+    What a library says has its logger's name beside it, as `logger`.
+    """
 
     def name(_logger: Any, _method: str, event: dict[str, Any]) -> dict[str, Any]:
         return {**event, **fields}
@@ -34,7 +37,11 @@ def configure_logs(log_format: str, **fields: Any) -> None:
     handler = logging.StreamHandler(sys.stderr)
     last = [structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer]
     handler.addFilter(_Seldom())
-    handler.setFormatter(structlog.stdlib.ProcessorFormatter(processors=last, foreign_pre_chain=shared))
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            processors=last, foreign_pre_chain=[structlog.stdlib.add_logger_name, *shared]
+        )
+    )
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)

@@ -132,6 +132,11 @@ class Command:
         """What stands on its standard error."""
         return self.errors.read_text(encoding="utf-8") if self.errors.exists() else ""
 
+    def events(self) -> list[dict[str, Any]]:
+        """A worker's own log: nothing stands on its standard error beside it but what a library said."""
+        events = [json.loads(line) for line in self.said().splitlines()]
+        return [event for event in events if "logger" not in event]
+
     def _signal(self, signum: signal.Signals) -> None:
         assert self.process.pid is not None
         os.kill(self.process.pid, signum)

@@ -136,9 +136,8 @@ class TestStandby:
             "after",
         ]
         assert [delta.term for delta in deltas_in_log(deployment) if delta.op == "lead"] == [1, 2]
-        stopped = [line for line in first.said().splitlines() if "editor_stopped" in line]
-        assert len(stopped) == 1
-        assert "Traceback" not in first.said()
+        assert [event["event"] for event in first.events()].count("editor_stopped") == 1
+        assert not [event for event in first.events() if "exception" in event]
 
     def test_one_of_another_layer_stops_before_it_disturbs_anybody(
         self, deployment: Settings, users: Users, folder: Path
@@ -330,7 +329,7 @@ class TestRedis:
         editor = Forked("editor", "edit", deployment, folder)
         assert editor.run(90) == 1
         assert "delta 1 of term 1 is not made live: Redis has a newer one" in editor.said()
-        assert "Traceback" not in editor.said()
+        assert not [event for event in editor.events() if "exception" in event]
         history.close()
 
 

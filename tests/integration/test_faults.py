@@ -1,6 +1,5 @@
 """A history that cannot be followed stops everyone: a replica stays to be looked at, an editor ends."""
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -176,8 +175,8 @@ def test_questions_taken_before_the_fault_are_answered_once_it_is_mended(
 def reason_of(editor: Forked) -> str:
     """The one sentence with which an editor that met a fault has ended."""
     assert editor.wait() == 1
-    assert "Traceback" not in editor.said()
-    (stopped,) = (json.loads(line) for line in editor.said().splitlines() if '"editor_stopped"' in line)
+    assert not [event for event in editor.events() if "exception" in event]
+    (stopped,) = (event for event in editor.events() if event["event"] == "editor_stopped")
     reason: str = stopped["reason"]
     return reason
 

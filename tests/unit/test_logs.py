@@ -36,4 +36,4 @@ def test_what_a_library_repeats_is_said_once_in_a_while(capsys: pytest.CaptureFi
             warned(f"broker {tenth} left", 1000 + tenth / 10)
     said = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     assert [line["event"] for line in said] == ["no Kafka", "broker 3 left", "broker 4 left", "no Kafka"]
-    assert all(line["worker"] == "editor" for line in said)
+    assert all(line["worker"] == "editor" and line["logger"] == "library" for line in said)
