@@ -20,6 +20,9 @@ from pipeline.index import NO_SLOT, KeyIndex
 QueryToken = Literal["last", "first", "mean"]
 Replaced = Literal["last", "all"]
 
+Lookup = Callable[[Tensor], tuple[Tensor, Tensor] | None]
+"""Of queries (B, D): which rows take a value (B), and values (B, V) that count in those; None where no row does."""
+
 
 class Observed(Exception):
     """Ends a forward pass at the wrapped module."""
@@ -44,13 +47,13 @@ class Session:
         queries_BD: Float32 queries, after the first call.
         outputs_BV: The module's own output where a value would go, float32: the mean over the tokens that it would
             replace. Only of a session that is `measured`.
-        hits: For each row the entry that serves it, or None.
+        hits: For each row the entry that serves it, or None; of a session that serves from a codebook.
         replaced_BT: The prompt's tokens that a value replaces, in a row that has one.
         replaced_B: The rows that have one.
     """
 
     mask_BT: Tensor | None
-    lookup: Callable[[Tensor], tuple[list[Hit | None], Tensor | None]] | None = None
+    lookup: Lookup | None = None
     values_BV: Tensor | None = None
     stop: bool = False
     queries_BD: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -85,13 +88,21 @@ class Adaptor:
         measured: bool = False,
     ) -> Iterator[Session]:
         """Answer from the codebook, as `settle` leaves it just before the look-up, where a query lies in a ball."""
+        session = Session(mask_BT, measured=measured)
 
-        def lookup(queries_BD: Tensor) -> tuple[list[Hit | None], Tensor | None]:
+        def lookup(queries_BD: Tensor) -> tuple[Tensor, Tensor] | None:
             settle()
-            hits = served_by(queries_BD, codebook, index)
-            return hits, _values(hits, codebook)
+            session.hits = served_by(queries_BD, codebook, index)
+            return _values(session.hits, codebook)
 
-        with self._open(Session(mask_BT, lookup=lookup, measured=measured)) as session:
+        session.lookup = lookup
+        with self._open(session):
+            yield session
+
+    @contextmanager
+    def predicting(self, mask_BT: Tensor | None, lookup: Lookup) -> Iterator[Session]:
+        """Put in place what `lookup` makes of the queries, where it says so."""
+        with self._open(Session(mask_BT, lookup=lookup)) as session:
             yield session
 
     @contextmanager
@@ -154,11 +165,9 @@ class Adaptor:
         if session.measured:
             session.outputs_BV = _pick(hidden, session.replaced_BT, "mean").float()
         if session.lookup is not None:
-            session.hits, values_BV = session.lookup(session.queries_BD.detach())
-            if values_BV is not None:
-                session.values_BV = values_BV.to(hidden.device)
-                replaced = [hit is not None for hit in session.hits]
-                session.replaced_B = torch.tensor(replaced, device=hidden.device)
+            found = session.lookup(session.queries_BD.detach())
+            if found is not None:
+                session.replaced_B, session.values_BV = (part.to(hidden.device) for part in found)
         elif session.values_BV is not None:
             session.replaced_B = torch.ones(len(hidden), dtype=torch.bool, device=hidden.device)
 
@@ -210,11 +219,11 @@ def served_by(queries_BD: Tensor, codebook: Codebook, index: KeyIndex) -> list[H
     ]
 
 
-def _values(hits: Sequence[Hit | None], codebook: Codebook) -> Tensor | None:
-    """The values (B, V) of the entries that serve these rows, and zeros in the others; None where none is served."""
+def _values(hits: Sequence[Hit | None], codebook: Codebook) -> tuple[Tensor, Tensor] | None:
+    """The rows that are served (B), and their entries' values (B, V), zeros in the others; None where none is."""
     rows = [row for row, hit in enumerate(hits) if hit is not None]
     if not rows:
         return None
     values_BV = torch.zeros(len(hits), codebook.values_NV.shape[1])
     values_BV[rows] = torch.from_numpy(codebook.values_NV[[hit.slot for hit in hits if hit is not None]])
-    return values_BV
+    return torch.tensor([hit is not None for hit in hits]), values_BV

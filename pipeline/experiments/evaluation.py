@@ -21,6 +21,9 @@ AT_ONCE = 16
 ANSWER = 24
 """Tokens of an answer, at most: one for all, so that none depends on the others that are asked with it."""
 
+MOST_LOSS = 700.0
+"""A loss from here on, which weights that were spoilt can bring about, is an infinite perplexity."""
+
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
@@ -93,7 +96,9 @@ class Evaluation:
         return [Score(one.right, one.loss, value, tokens) for one, value, tokens in parts]
 
     def _value(self, right: bool, loss: float) -> float:
-        return math.exp(loss) if self._measure == "perplexity" else float(right)
+        if self._measure != "perplexity":
+            return float(right)
+        return math.exp(loss) if loss < MOST_LOSS else math.inf
 
     def _said(self, editor: Editor, examples: Sequence[Example]) -> list[str]:
         """Answers as they are generated."""

@@ -31,19 +31,19 @@ NQ = "nq_open_dev_3610.jsonl.gz"
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A text, and what the model should say to it."""
+    """A text, and what the model should say to it; `subject` is what it is about, where the data tell."""
 
     inputs: str
     target: str
+    subject: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """A correction. `rephrases` ask the same in other words; `subject` is what it is about, where the data tell."""
+    """A correction. `rephrases` ask the same in other words."""
 
     example: Example
     rephrases: tuple[str, ...] = ()
-    subject: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def zsre(folder: Path | None = None, form: Form = as_question) -> Task:
     """
     found = rows_of("zsre_700.jsonl.gz", folder)
     edits = _each_once(
-        Edit(Example(form(row["src"]), row["answers"][0]), (form(row["rephrase"]),), row["subject"]) for row in found
+        Edit(Example(form(row["src"]), row["answers"][0], row["subject"]), (form(row["rephrase"]),)) for row in found
     )
     unrelated = (form(row["loc"].removeprefix("nq question: ")) for row in found)
     return _of_facts("zsre", edits, unrelated, form, folder)
@@ -114,7 +114,7 @@ def counterfact(folder: Path | None = None) -> Task:
     """
     found = rows_of("counterfact_val_1919.jsonl.gz", folder)
     edits = _each_once(
-        Edit(Example(row["prompt"], row["target_new"]), (row["rephrase_prompt"],), row["subject"]) for row in found
+        Edit(Example(row["prompt"], row["target_new"], row["subject"]), (row["rephrase_prompt"],)) for row in found
     )
     return _of_facts("counterfact", edits, (row["locality_prompt"] for row in found), as_question, folder)
 
@@ -126,7 +126,7 @@ def hallucination(folder: Path | None = None) -> Task:
         DataError: the data are not there.
     """
     found = rows_of("hallucination_edit_450.jsonl.gz", folder)
-    edits = _each_once(Edit(Example(row["prompt"], row["target_new"]), subject=row["subject"]) for row in found)
+    edits = _each_once(Edit(Example(row["prompt"], row["target_new"], row["subject"])) for row in found)
     others = rows_of("hallucination_other_306.jsonl.gz", folder)
     web = (Example(row["locality_prompt"], row["locality_ground_truth"]) for row in found)
     retention = [example for example in web if example.target.strip()]

@@ -72,7 +72,7 @@ def test_fewer_edits_and_less_to_retain_can_be_asked_for(
     assert len(json.loads((tmp_path / "r" / "metrics.json").read_text())["made"]) == 2
 
 
-@pytest.mark.parametrize("editor", ["ft", "ewc", "retrain"])
+@pytest.mark.parametrize("editor", ["ft", "ewc", "retrain", "mend", "rome"])
 def test_other_editors_run_the_same_stream(
     run: Callable[..., Command], chosen: list[str], tmp_path: Path, editor: str
 ) -> None:

@@ -28,6 +28,10 @@ class Method(StrEnum):
     ft = "ft"
     ewc = "ewc"
     retrain = "retrain"
+    memory = "memory"
+    defer = "defer"
+    mend = "mend"
+    rome = "rome"
 
 
 def register(app: typer.Typer) -> None:

@@ -7,7 +7,15 @@ from typing import Protocol
 
 from torch import Tensor
 
+from pipeline.errors import UserError
 from pipeline.experiments.tasks import Example
+
+STEPS = 100
+"""Optimisation steps for one correction, at most (paper, appendix A)."""
+
+
+class EditorError(UserError):
+    """A model or a layer that an editor cannot edit; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Finetuning the layer that GRACE would wrap, in three ways (paper, appendix on compared editors).
 
 All train the layer's weights by Adam on the model's loss for one correction, and stop once the model is right, or after
-`STEPS` steps. The weights are the editor's until it is closed: then they are what they were.
+`STEPS` steps.
 
 - `FineTuning`: nothing else.
 - `ElasticWeights`: elastic weight consolidation (Kirkpatrick et al. 2017, in its online form): the more the model's
@@ -10,21 +10,18 @@ All train the layer's weights by Adam on the model's loss for one correction, an
 - `Retraining`: after so many corrections the original weights are trained on all of them.
 """
 
-import time
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import TracebackType
-from typing import Self
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from pipeline.experiments.editors.editor import Made
+from pipeline.experiments.editors.editor import STEPS
+from pipeline.experiments.editors.weights import WeightEditor
 from pipeline.experiments.tasks import Example
-from pipeline.model import EditableModel, Verdict, verdict
+from pipeline.model import EditableModel, verdict
 from pipeline.tasks import Supervised
 
-STEPS = 100
 LEARNING_RATE = 1e-2
 """The paper's, of those that it tried the best for finetuning."""
 
@@ -35,56 +32,18 @@ SAMPLE = 128
 """Texts of the traffic that tell which weights count, at most."""
 
 
-class FineTuning:
-    """Trains the weights of the wrapped layer; used as a context, at whose end they are the original ones again."""
-
-    entries = 0
+class FineTuning(WeightEditor):
+    """Trains the weights of the wrapped layer."""
 
     def __init__(self, model: EditableModel, learning_rate: float = LEARNING_RATE, steps: int = STEPS) -> None:
-        self._model, self._rate, self._steps = model, learning_rate, steps
-        self.weights: list[Tensor] = list(model.module.get_submodule(model.layer).parameters())
-        self._original = [weight.detach().clone() for weight in self.weights]
-        self._changes = 0
+        super().__init__(model)
+        self._rate, self._steps = learning_rate, steps
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.restore()
-
-    def restore(self) -> None:
-        """Put the original weights back."""
-        self._changes += 1
-        with torch.no_grad():
-            for weight, original in zip(self.weights, self._original, strict=True):
-                weight.copy_(original)
-
-    def edit(self, number: int, example: Example) -> Made:
+    def _change(self, example: Example, supervised: Supervised) -> int:
         """Train until the model gives the target."""
-        del number
-        begun = time.perf_counter()
-        _, supervised = self._model.supervised(example.inputs, example.target)
-        if self._judged(supervised).right:
-            return Made("unchanged", 0, time.perf_counter() - begun)
+        del example
         steps = self._train([supervised], self._steps)
-        steps += self._after(supervised)
-        right = self._judged(supervised).right
-        return Made("added" if right else "failed", steps, time.perf_counter() - begun)
-
-    def states(self, texts: Sequence[str]) -> list[Hashable]:
-        """Every answer depends on the weights."""
-        return [self._changes] * len(texts)
-
-    def serving(self, mask_BT: Tensor | None) -> AbstractContextManager[object]:
-        """The weights are in the model."""
-        del mask_BT
-        return nullcontext()
-
-    def _judged(self, supervised: Supervised) -> Verdict:
-        with torch.no_grad():
-            return verdict(self._model.task.logits(supervised)[0], supervised.labels[0])[0]
+        return steps + self._after(supervised)
 
     def _after(self, supervised: Supervised) -> int:
         """What a correction brings with it once it is made; the steps that this takes."""
@@ -93,7 +52,6 @@ class FineTuning:
 
     def _train(self, corrections: Sequence[Supervised], most: int) -> int:
         """A step on each that is wrong, in turns, until none is, or so many are made; the number of steps."""
-        self._changes += 1
         optimizer = torch.optim.Adam(self.weights, lr=self._rate)
         steps = 0
         with self._trainable():

@@ -4,7 +4,6 @@ import time
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 
-import numpy as np
 import torch
 from msgspec import UNSET
 from torch import Tensor
@@ -12,13 +11,11 @@ from torch import Tensor
 from pipeline.edited import correction
 from pipeline.editing import EditEngine
 from pipeline.experiments.editors.editor import Made
+from pipeline.experiments.editors.queries import Queries
 from pipeline.experiments.tasks import Example
 from pipeline.index import NO_SLOT
 from pipeline.model import EditableModel
 from pipeline.plan import Plan
-
-AT_ONCE = 16
-"""Texts whose queries are taken in one pass."""
 
 
 class Grace:
@@ -28,9 +25,9 @@ class Grace:
         self.model = model
         self.engine = EditEngine(model, "experiment", plan)
         self.engine.apply(self.engine.lead({}))
-        self._queries: dict[str, np.ndarray] = {}
+        self._queries = Queries(model)
         if plan.traffic and traffic:
-            for offset, query_D in enumerate(self.queries(traffic)):
+            for offset, query_D in enumerate(self._queries.of(traffic)):
                 rank = self.engine.traffic.wants(0, offset, 0.0)
                 if rank is not None:
                     self.engine.observe(rank, query_D)
@@ -66,14 +63,5 @@ class Grace:
         """The slot of the entry that serves each text; -1: none."""
         if not texts:
             return []
-        slots: list[int] = self.engine.index.covering(torch.from_numpy(self.queries(texts))).slots_B.tolist()
+        slots: list[int] = self.engine.index.covering(torch.from_numpy(self._queries.of(texts))).slots_B.tolist()
         return slots
-
-    def queries(self, texts: Sequence[str]) -> np.ndarray:
-        """What the layer sees of each text (N, D). It depends on no edit, so it is taken once."""
-        new = [text for text in dict.fromkeys(texts) if text not in self._queries]
-        for start in range(0, len(new), AT_ONCE):
-            batch = new[start : start + AT_ONCE]
-            queries_BD = self.model.queries([self.model.task.tokenize(text) for text in batch])
-            self._queries.update(zip(batch, queries_BD.cpu().numpy(), strict=True))
-        return np.stack([self._queries[text] for text in texts])

@@ -8,20 +8,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.experiments.editors.finetuning import FineTuning
 from pipeline.experiments.editors.grace import Grace
 from pipeline.experiments.evaluation import Evaluation, Score, f1
-from pipeline.experiments.tasks import Example, Measure
+from pipeline.experiments.tasks import Measure
 from pipeline.plan import Plan
 from tests.unit.engine.tiny import KINDS, editable, texts
+from tests.unit.experiments.toy import examples_of
 
 TEXTS = texts(12, seed=3)
 WORDS = st.lists(st.sampled_from(["river", "train", "The", "a", "bridge!", "Water"]), max_size=6).map(" ".join)
 PLAN = Plan(radius=1e-3, radius_unit="absolute", traffic=4)
-
-
-def examples_of(kind: str) -> list[Example]:
-    targets = ["right", "wrong", "both"] if kind == "bert" else ["train", "bridge", "river"]
-    return [Example(text, targets[place % 3]) for place, text in enumerate(TEXTS)]
 
 
 @pytest.mark.parametrize(
@@ -49,7 +46,7 @@ def test_f1_lies_between_0_and_1_and_takes_no_side(said: str, target: str) -> No
 @pytest.mark.parametrize("kind", list(KINDS))
 class TestGrace:
     def test_an_edit_is_exact_and_leaves_what_no_ball_holds_as_it_was(self, kind: str) -> None:
-        model, examples = editable(kind), examples_of(kind)
+        model, examples = editable(kind), examples_of(kind, TEXTS)
         grace, evaluation = Grace(model, PLAN, TEXTS[8:]), Evaluation(model, "accuracy" if kind == "bert" else "f1")
         before = evaluation.scores(grace, examples)
         wrong = [place for place in range(6) if not before[place].exact]
@@ -64,7 +61,7 @@ class TestGrace:
         assert [after[place] for place in untouched] == [before[place] for place in untouched]
 
     def test_what_is_asked_together_is_scored_as_alone(self, kind: str) -> None:
-        model, examples = editable(kind), examples_of(kind)
+        model, examples = editable(kind), examples_of(kind, TEXTS)
         grace = Grace(model, PLAN, TEXTS[8:])
         grace.edit(0, examples[0])
         together = Evaluation(model, "perplexity").scores(grace, examples)
@@ -76,7 +73,7 @@ class TestGrace:
 
 
 def test_what_did_not_change_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, examples = editable("llama"), examples_of("llama")
+    model, examples = editable("llama"), examples_of("llama", TEXTS)
     grace, evaluation = Grace(model, PLAN, []), Evaluation(model, "perplexity")
     before = evaluation.scores(grace, examples)
     grace.edit(0, examples[0])
@@ -96,10 +93,22 @@ def test_what_did_not_change_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("measure", ["f1", "perplexity"])
 def test_the_same_is_scored_of_an_answer_that_is_exact(measure: Measure) -> None:
-    model, (example, *_) = editable("llama"), examples_of("llama")
+    model, (example, *_) = editable("llama"), examples_of("llama", TEXTS)
     grace = Grace(model, PLAN, [])
     grace.edit(0, example)
     (score,) = Evaluation(model, measure).scores(grace, [example])
     assert isinstance(score, Score)
     assert score.exact
     assert score.value == (1.0 if measure == "f1" else math.exp(score.loss))
+
+
+@pytest.mark.parametrize("spoilt", [1e6, math.nan])
+def test_of_a_model_that_an_editor_spoilt_the_perplexity_is_infinite(spoilt: float) -> None:
+    model, examples = editable("llama"), examples_of("llama", TEXTS)
+    evaluation = Evaluation(model, "perplexity")
+    with FineTuning(model) as editor:
+        evaluation.scores(editor, examples)
+        editor.restore()
+        model.module.get_output_embeddings().weight.detach().mul_(spoilt)
+        scores = evaluation.scores(editor, examples)
+    assert {score.value for score in scores if not score.exact} == {math.inf}

@@ -10,6 +10,7 @@ from pipeline.experiments.evaluation import Evaluation
 from pipeline.experiments.tasks import Example
 from pipeline.model import EditableModel
 from tests.unit.engine.tiny import KINDS, editable, texts
+from tests.unit.experiments.toy import examples_of
 
 TEXTS = texts(40, seed=17)
 MAKE: dict[str, Callable[[EditableModel], FineTuning]] = {
@@ -17,11 +18,6 @@ MAKE: dict[str, Callable[[EditableModel], FineTuning]] = {
     "ewc": lambda model: ElasticWeights(model, TEXTS[30:], strength=1.0),
     "retrain": lambda model: Retraining(model, every=3),
 }
-
-
-def examples_of(kind: str, count: int = 6) -> list[Example]:
-    targets = ["right", "wrong", "both"] if kind == "bert" else ["train", "bridge", "river"]
-    return [Example(text, targets[place % 3]) for place, text in enumerate(TEXTS[:count])]
 
 
 @pytest.mark.parametrize("name", MAKE)
@@ -32,7 +28,7 @@ def test_each_correction_holds_once_it_is_made_and_the_weights_come_back(kind: s
     evaluation = Evaluation(model, "accuracy")
     with MAKE[name](model) as editor:
         held = []
-        for number, example in enumerate(examples_of(kind)):
+        for number, example in enumerate(examples_of(kind, TEXTS[:6])):
             (was,) = evaluation.scores(editor, [example])
             made = editor.edit(number, example)
             assert (made.status == "unchanged") == was.exact
@@ -69,7 +65,7 @@ def test_without_resistance_elastic_weights_are_finetuning() -> None:
     for make in (FineTuning, lambda model: ElasticWeights(model, TEXTS[30:], strength=0.0)):
         model = editable("bert")
         with make(model) as editor:
-            for number, example in enumerate(examples_of("bert")):
+            for number, example in enumerate(examples_of("bert", TEXTS[:6])):
                 editor.edit(number, example)
             weights.append([weight.clone() for weight in editor.weights])
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*weights, strict=True))
@@ -79,7 +75,7 @@ def test_retraining_brings_back_what_finetuning_forgets() -> None:
     exact = {}
     for name in ("ft", "retrain"):
         model = editable("bert")
-        examples = examples_of("bert", 30)
+        examples = examples_of("bert", TEXTS[:30])
         with MAKE[name](model) as editor:
             for number, example in enumerate(examples):
                 editor.edit(number, example)

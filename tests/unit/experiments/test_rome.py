@@ -1,0 +1,89 @@
+"""ROME writes one association into a linear layer, at the least cost to what it makes of other inputs."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.experiments.editors.editor import EditorError
+from pipeline.experiments.editors.rome import Rome
+from pipeline.experiments.evaluation import Evaluation
+from pipeline.experiments.tasks import Example
+from pipeline.model import EditableModel
+from tests.unit.engine.tiny import editable, texts
+from tests.unit.experiments.toy import examples_of
+
+TEXTS = texts(60, seed=17)
+TRAFFIC = TEXTS[20:]
+
+
+def seen_by_layer(model: EditableModel, text: str) -> Tensor:
+    """Its inputs at all tokens, (T, D)."""
+    seen: list[Tensor] = []
+    layer = model.module.get_submodule(model.layer)
+    handle = layer.register_forward_hook(lambda _layer, args, _output: seen.append(args[0][0]))
+    with torch.no_grad():
+        model.task.observe(model.task.batch([model.task.tokenize(text)]))
+    handle.remove()
+    return seen[0]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+class TestRome:
+    def test_corrections_hold_and_the_weights_come_back(self, kind: str) -> None:
+        model = editable(kind)
+        before = {key: value.clone() for key, value in model.module.state_dict().items()}
+        evaluation = Evaluation(model, "accuracy")
+        with Rome(model, TRAFFIC, steps=200, prefixes=0) as editor:
+            held = 0
+            for number, example in enumerate(examples_of(kind, TEXTS[:6])):
+                made = editor.edit(number, example)
+                (score,) = evaluation.scores(editor, [example])
+                assert score.exact == (made.status != "failed")
+                held += score.exact
+            assert held >= 2
+            changed = [key for key, value in model.module.state_dict().items() if not torch.equal(value, before[key])]
+            assert changed == [f"{model.layer}.weight"]
+        assert all(torch.equal(value, before[key]) for key, value in model.module.state_dict().items())
+
+    def test_a_change_has_rank_one_and_spares_what_the_traffic_shows(self, kind: str) -> None:
+        model = editable(kind)
+        editor = Rome(model, TRAFFIC, steps=10, prefixes=0)
+        was_VD = editor.weight_VD.clone()
+        example = next(one for one in examples_of(kind, TEXTS) if editor.edit(0, one).status != "unchanged")
+        change_VD = editor.weight_VD - was_VD
+        lengths = torch.linalg.svdvals(change_VD)
+        assert float(lengths[1]) < 1e-4 * float(lengths[0])
+        key_D = seen_by_layer(model, example.inputs)[-1]
+        moved_V = change_VD @ key_D
+        others_TD = torch.cat([seen_by_layer(model, text) for text in TRAFFIC])
+        plain_VD = torch.outer(moved_V, key_D / key_D.square().sum())  # puts the same value at the key
+        spared = (others_TD @ change_VD.T).square().sum()
+        assert 0 < float(spared) < 0.5 * float((others_TD @ plain_VD.T).square().sum())
+
+    def test_the_subject_is_where_it_is_written(self, kind: str) -> None:
+        """Before it nothing changes, for a causal model; it is at the last token where no subject is known."""
+        model = editable(kind)
+        words = TEXTS[0].split()
+        changed = {}
+        for subject in (" ".join(words[1:3]), "", "nowhere"):
+            with Rome(model, TRAFFIC, steps=3, prefixes=0) as editor:
+                was_VD = editor.weight_VD.clone()
+                assert editor.edit(0, Example(TEXTS[0], "river", subject)).steps > 0
+                change_VD = editor.weight_VD - was_VD
+            shares_T = seen_by_layer(model, TEXTS[0]) @ torch.linalg.svd(change_VD).Vh[0]
+            changed[subject] = int(shares_T.abs().argmax())
+        assert changed[" ".join(words[1:3])] == 2
+        assert changed[""] == changed["nowhere"] == len(words) - 1
+
+
+@pytest.mark.parametrize("kind", ["bert", "t5-encoder"])
+def test_other_models_are_refused(kind: str) -> None:
+    with pytest.raises(EditorError, match="causal"):
+        Rome(editable(kind), TRAFFIC)
+
+
+def test_it_needs_texts_and_a_linear_layer() -> None:
+    with pytest.raises(EditorError, match="needs texts"):
+        Rome(editable("llama"), [])
+    with pytest.raises(EditorError, match="is no linear layer"):
+        Rome(editable("llama", layer="model.layers[1].mlp"), TRAFFIC)

@@ -1,0 +1,11 @@
+"""Corrections that tiny models can take."""
+
+from collections.abc import Sequence
+
+from pipeline.experiments.tasks import Example
+
+
+def examples_of(kind: str, inputs: Sequence[str]) -> list[Example]:
+    """Each text with one of three targets, in turns; it is about its last word."""
+    targets = ["right", "wrong", "both"] if kind == "bert" else ["train", "bridge", "river"]
+    return [Example(text, targets[place % 3], text.split()[-1]) for place, text in enumerate(inputs)]
