@@ -17,13 +17,13 @@ class DataError(UserError):
     """Data that are not there, or not what they should be; the text says which, and what to do."""
 
 
-def rows_of(name: str, folder: Path | None = None) -> list[dict[str, Any]]:
-    """The rows of a `.jsonl.gz` file; without a folder, in the one that `GRACESTREAM_DATA` names.
+def rows_of(name: str) -> list[dict[str, Any]]:
+    """The rows of a `.jsonl.gz` file in the folder that `GRACESTREAM_DATA` names.
 
     Raises:
         DataError: the file is not there, or cannot be read.
     """
-    folder = folder or Path(os.environ.get(FOLDER) or BESIDE)
+    folder = Path(os.environ.get(FOLDER) or BESIDE)
     path = folder / name
     if not path.is_file():
         raise DataError(f"this needs {name}, which is not in {folder}; set {FOLDER} to its folder")

@@ -7,7 +7,6 @@ the paper's D_test, of which TRR tells), texts that no edit should reach (`unrel
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -92,42 +91,42 @@ def as_question(text: str) -> str:
     return f"Question: {text.strip().removesuffix('?')}? Answer:"
 
 
-def zsre(folder: Path | None = None, form: Form = as_question) -> Task:
+def zsre(form: Form = as_question) -> Task:
     """Questions and answers; retention and traffic are of Natural Questions.
 
     Raises:
         DataError: the data are not there.
     """
-    found = rows_of("zsre_700.jsonl.gz", folder)
+    found = rows_of("zsre_700.jsonl.gz")
     edits = _each_once(
         Edit(Example(form(row["src"]), row["answers"][0], row["subject"]), (form(row["rephrase"]),)) for row in found
     )
     unrelated = (form(row["loc"].removeprefix("nq question: ")) for row in found)
-    return _of_facts("zsre", edits, unrelated, form, folder)
+    return _of_facts("zsre", edits, unrelated, form)
 
 
-def counterfact(folder: Path | None = None) -> Task:
+def counterfact() -> Task:
     """Statements with another end; retention and traffic are of Natural Questions, the unrelated are its neighbours.
 
     Raises:
         DataError: the data are not there.
     """
-    found = rows_of("counterfact_val_1919.jsonl.gz", folder)
+    found = rows_of("counterfact_val_1919.jsonl.gz")
     edits = _each_once(
         Edit(Example(row["prompt"], row["target_new"], row["subject"]), (row["rephrase_prompt"],)) for row in found
     )
-    return _of_facts("counterfact", edits, (row["locality_prompt"] for row in found), as_question, folder)
+    return _of_facts("counterfact", edits, (row["locality_prompt"] for row in found), as_question)
 
 
-def hallucination(folder: Path | None = None) -> Task:
+def hallucination() -> Task:
     """Biographies and their true next sentence; retention is of web text, as the model was trained on.
 
     Raises:
         DataError: the data are not there.
     """
-    found = rows_of("hallucination_edit_450.jsonl.gz", folder)
+    found = rows_of("hallucination_edit_450.jsonl.gz")
     edits = _each_once(Edit(Example(row["prompt"], row["target_new"], row["subject"])) for row in found)
-    others = rows_of("hallucination_other_306.jsonl.gz", folder)
+    others = rows_of("hallucination_other_306.jsonl.gz")
     web = (Example(row["locality_prompt"], row["locality_ground_truth"]) for row in found)
     retention = [example for example in web if example.target.strip()]
     traffic = [row["locality_prompt"] for row in others]
@@ -135,43 +134,43 @@ def hallucination(folder: Path | None = None) -> Task:
     return Task("hallucination", "perplexity", edits, retention, unrelated=unrelated, traffic=traffic)
 
 
-def scotus(folder: Path | None = None) -> Task:
+def scotus() -> Task:
     """Cases of the Supreme Court and their topics, as they came; retention is of the terms before, traffic older.
 
     Raises:
         DataError: the data are not there.
     """
-    edits = _each_once(Edit(example) for example in _cases(EDITED, folder))
-    traffic = [case.inputs for case in _cases(TRAINED, folder)[-TRAFFIC:]]
-    return Task("scotus", "accuracy", edits, _cases(RETAINED, folder), traffic=traffic)
+    edits = _each_once(Edit(example) for example in _cases(EDITED))
+    traffic = [case.inputs for case in _cases(TRAINED)[-TRAFFIC:]]
+    return Task("scotus", "accuracy", edits, _cases(RETAINED), traffic=traffic)
 
 
-def scotus_training(folder: Path | None = None) -> list[Example]:
+def scotus_training() -> list[Example]:
     """What the classifier is trained on: earlier cases, under the labels of their time.
 
     Raises:
         DataError: the data are not there.
     """
-    cases = _cases(TRAINED, folder)
+    cases = _cases(TRAINED)
     return [Example(case.inputs, RELABELLED.get(case.target, case.target)) for case in cases]
 
 
-def _cases(terms: tuple[int, int], folder: Path | None) -> list[Example]:
+def _cases(terms: tuple[int, int]) -> list[Example]:
     first, last = terms
-    found = [row for row in rows_of("scotus_facts_to_2009.jsonl.gz", folder) if first <= int(row["term"]) <= last]
+    found = [row for row in rows_of("scotus_facts_to_2009.jsonl.gz") if first <= int(row["term"]) <= last]
     found.sort(key=lambda row: int(row["term"]))  # stable: within a term as the file has them
     return [Example(f"{row['facts']} {row['question']}", AREAS[int(row["issue_area"]) - 1]) for row in found]
 
 
-def _of_facts(name: str, edits: list[Edit], unrelated: Iterable[str], form: Form, folder: Path | None) -> Task:
+def _of_facts(name: str, edits: list[Edit], unrelated: Iterable[str], form: Form) -> Task:
     """Edits of facts, whose retention and traffic are of Natural Questions."""
-    traffic, retention = _natural_questions(form, folder)
+    traffic, retention = _natural_questions(form)
     return Task(name, "f1", edits, retention, unrelated=_others(unrelated, edits), traffic=traffic)
 
 
-def _natural_questions(form: Form, folder: Path | None) -> tuple[list[str], list[Example]]:
+def _natural_questions(form: Form) -> tuple[list[str], list[Example]]:
     """Questions as traffic, and others with their answers, in an order of no meaning."""
-    found = rows_of(NQ, folder)
+    found = rows_of(NQ)
     order = np.random.default_rng(0).permutation(len(found)).tolist()
     examples = [Example(form(found[place]["question"]), found[place]["answer"][0]) for place in order]
     return [example.inputs for example in examples[:TRAFFIC]], examples[TRAFFIC:][:RETENTION]
@@ -192,7 +191,7 @@ def _others(texts: Iterable[str], edits: Iterable[Edit]) -> list[str]:
     return [text for text in dict.fromkeys(texts) if text not in edited]
 
 
-TASKS: dict[str, Callable[[Path | None], Task]] = {
+TASKS: dict[str, Callable[[], Task]] = {
     "scotus": scotus,
     "zsre": zsre,
     "counterfact": counterfact,

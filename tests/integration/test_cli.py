@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from kafka.admin import ConfigResource, ConfigResourceType, NewTopic
 
+from deploy.models import KNOWN
 from pipeline.clients import admin
 from pipeline.codebook_file import load
 from pipeline.replay import replay_deltas
@@ -289,6 +290,20 @@ class TestTuning:
         found = lines(run("layers", "--model", model, "--json").told())
         assert {"path": "model.layers.*.mlp.down_proj", "count": 3, "kind": "Linear", "shape": [192, 384]} in found
         assert "model.layers.*.mlp.down_proj" in run("layers", "--model", model).told()
+
+    @pytest.mark.model
+    def test_a_known_model_is_built_and_its_folder_printed(self, run: Callable[..., Command], tmp_path: Path) -> None:
+        folder = tmp_path / "models" / KNOWN["intent"].folder()
+        said = []
+        for _ in range(2):
+            command = run("prepare", "intent", cache=str(tmp_path))
+            assert status_of(command) == 0, command.said()
+            assert command.told() == f"{folder}\n"
+            said.append(command.said())
+        assert said[0].startswith("building the demo's intent classifier")
+        assert said[1] == ""
+        assert (folder / "model.safetensors").exists()
+        assert "'gpt' is not known by name; known are smollm2, intent, scotus" in sentence(run("prepare", "gpt"))
 
     def test_calibrate_measures_each_layer(
         self, run: Callable[..., Command], checkpoints: dict[str, Checkpoint], tmp_path: Path

@@ -1,8 +1,10 @@
 """Models known by name: built from their packages, fit for use, and built only once."""
 
+import gzip
 import json
 import multiprocessing
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from deploy import models
-from deploy.models import DEMO, INTENTS, KNOWN, ModelError, prepare, resolve
+from deploy.checkpoints import classifiers
+from deploy.checkpoints.classifiers import INTENTS
+from deploy.checkpoints.packages import ModelError
+from deploy.models import DEMO, KNOWN, prepare, resolve
+from pipeline.experiments.data import FOLDER, DataError
+from pipeline.experiments.tasks import AREAS, TASKS
+from pipeline.model import EditableModel
 
 pytestmark = pytest.mark.model
 
@@ -30,6 +38,27 @@ def smollm2(cache: Path) -> Path:
 @pytest.fixture(scope="module")
 def intent(cache: Path) -> Path:
     return prepare("intent", cache, lambda _: None)
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Made-up cases of the Supreme Court: of two topics before 1983, and of two after."""
+    folder = tmp_path_factory.mktemp("data")
+    rows = [
+        {"term": 1950 + number, "issue_area": 12 if number % 2 else 1, "question": "Was that lawful?",
+         "facts": f"The {'company paid no taxes' if number % 2 else 'man stole a car'} in {1950 + number}."}
+        for number in range(48)
+    ]  # fmt: skip
+    with gzip.open(folder / "scotus_facts_to_2009.jsonl.gz", "wt", encoding="utf-8") as file:
+        file.write("\n".join(map(json.dumps, rows)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(FOLDER, str(folder))
+        yield
+
+
+@pytest.fixture(scope="module")
+def scotus(cache: Path, cases: None) -> Path:
+    return prepare("scotus", cache, lambda _: None)
 
 
 @pytest.fixture(scope="module")
@@ -139,11 +168,27 @@ def test_the_intent_model_is_the_same_when_it_is_trained_again(intent: Path, tmp
     AutoModelForSequenceClassification.from_pretrained(again).get_submodule(KNOWN["intent"].layer)
 
 
+def test_the_classifier_of_cases_knows_those_of_its_time_under_all_topics(scotus: Path) -> None:
+    model = EditableModel.load(str(scotus), KNOWN["scotus"].layer)
+    task = TASKS["scotus"]()
+    assert list(model.module.config.id2label.values()) == list(AREAS)
+    assert len(task.retention) == 8
+    for example in task.retention:
+        _, supervised = model.supervised(example.inputs, example.target)
+        assert int(model.task.logits(supervised)[0].argmax()) == AREAS.index(example.target)
+
+
+def test_without_its_cases_it_is_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    with pytest.raises(DataError, match=r"^this needs scotus_facts_to_2009\.jsonl\.gz, which is not in "):
+        prepare("scotus", tmp_path, lambda _: None)
+
+
 def test_other_utterances_give_another_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     before = KNOWN["intent"].folder()
     changed = tmp_path / "intents.jsonl"
     changed.write_bytes(INTENTS.read_bytes() + b"\n")
-    monkeypatch.setattr(models, "INTENTS", changed)
+    monkeypatch.setattr(classifiers, "INTENTS", changed)
     assert KNOWN["intent"].folder() != before
 
 
@@ -206,5 +251,5 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
 
 def test_other_names_stay_as_they_are(tmp_path: Path) -> None:
     assert resolve("gpt2", tmp_path, lambda _: None) == "gpt2"
-    with pytest.raises(ModelError, match="'gpt2' is not known by name; known are smollm2, intent"):
+    with pytest.raises(ModelError, match="'gpt2' is not known by name; known are smollm2, intent, scotus"):
         prepare("gpt2", tmp_path, lambda _: None)

@@ -3,7 +3,8 @@
 import json
 from collections import Counter
 
-from deploy.models import DEMO, INTENTS
+from deploy.checkpoints.classifiers import INTENTS
+from deploy.models import DEMO
 
 Row = dict[str, str]
 

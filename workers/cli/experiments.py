@@ -1,5 +1,6 @@
 """`experiment`: the paper's experiments, through the engine that the editor worker runs."""
 
+import os
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +10,7 @@ import typer
 from rich.progress import Progress
 from rich.table import Table
 
+from pipeline.experiments.data import FOLDER
 from pipeline.settings import load_settings
 from workers.cli.common import AsJson, Layer, Model, notes, say, show
 
@@ -16,9 +18,14 @@ from workers.cli.common import AsJson, Layer, Model, notes, say, show
 class Name(StrEnum):
     """The experiments."""
 
+    scotus = "scotus"
     zsre = "zsre"
     counterfact = "counterfact"
     hallucination = "hallucination"
+
+
+MODELS = {Name.scotus: "scotus"}
+"""The models of those that are about another one than an editor's, unless a model is set."""
 
 
 class Method(StrEnum):
@@ -45,7 +52,7 @@ def experiment(
     edits: Annotated[int | None, typer.Option(help="Corrections, at most.", min=1)] = None,
     retention: Annotated[int | None, typer.Option(help="Examples that TRR is measured on, at most.", min=1)] = None,
     every: Annotated[int, typer.Option(help="Measure after so many corrections, and at the end.", min=1)] = 100,
-    data: Annotated[Path | None, typer.Option(help="Folder of the data; else GRACESTREAM_DATA.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Folder of the data.", envvar=FOLDER)] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the results; else results/NAME-EDITOR.")] = None,
     model: Model = None,
     layer: Layer = None,
@@ -65,9 +72,13 @@ def experiment(
     from pipeline.experiments.tasks import TASKS  # noqa: PLC0415
     from workers.boot import load_model, plan_of  # noqa: PLC0415
 
+    if data is not None:
+        os.environ[FOLDER] = str(data)
     folder = made(out or Path("results") / f"{name}-{editor}")
-    task = first(TASKS[name](data), edits, retention)
+    task = first(TASKS[name](), edits, retention)
     settings = load_settings(model=model, layer=layer)
+    if "model" not in settings.model_fields_set and name in MODELS:
+        settings = load_settings(model=MODELS[name], layer=layer)
     plan, loaded = plan_of(settings), load_model(settings)
     task, left_out = fitting(task, loaded)
     if left_out:

@@ -7,13 +7,23 @@ import typer
 from rich.table import Column, Table
 
 from pipeline.settings import load_settings
-from workers.cli.common import AsJson, Lines, Model, counted, read_lines, say, screen, show
+from workers.cli.common import AsJson, Lines, Model, counted, notes, read_lines, say, screen, show
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    for command in (layers, calibrate):
+    for command in (prepare, layers, calibrate):
         app.command(rich_help_panel="Tuning")(command)
+
+
+def prepare(name: Annotated[str, typer.Argument(help="smollm2, intent or scotus.")]) -> None:
+    """Build a model that is known by name, and print its folder. Whatever needs the model does this too.
+
+    Example: gracestream prepare scotus
+    """
+    from deploy import models  # noqa: PLC0415
+
+    print(models.prepare(name, load_settings().cache, notes.print))
 
 
 def layers(model: Model = None, as_json: AsJson = False) -> None:

