@@ -46,7 +46,7 @@ schemas: setup  ## write the JSON Schemas and the AsyncAPI document anew
 COMPILE := $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes --only-binary :all:
 
 lock: setup  ## pin the requirements anew
-	$(COMPILE) --extra cpu --extra local --extra dev pyproject.toml -o $(REQUIREMENTS)/dev.txt
+	$(COMPILE) --extra cpu --extra local --extra experiments --extra dev pyproject.toml -o $(REQUIREMENTS)/dev.txt
 	$(COMPILE) --extra cpu --constraint $(REQUIREMENTS)/dev.txt pyproject.toml -o $(REQUIREMENTS)/cpu.txt
 	$(COMPILE) --extra gpu --constraint $(REQUIREMENTS)/dev.txt pyproject.toml -o $(REQUIREMENTS)/gpu.txt
 	$(COMPILE) --no-deps $(REQUIREMENTS)/models.in -o $(REQUIREMENTS)/models.txt

@@ -1,7 +1,10 @@
 """The folder of an experiment's results: everything as JSON, a table, and the codebook."""
 
 import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -9,42 +12,68 @@ from pipeline.codebook import Codebook
 from pipeline.codebook_file import save
 from pipeline.errors import UserError
 from pipeline.experiments.editors.editor import Made
-from pipeline.experiments.stream import Point, Quality
+from pipeline.experiments.plots import draw_run
+from pipeline.experiments.stream import Point, Quality, Use
 
 COLUMNS = (
-    "corrections", "edits", "entries", "ES", "ERR", "TRR", "ARR", "rephrases", "coming", "agreement", "captured",
-    "seconds an edit",
+    "corrections", "edits", "entries", "ES", "ERR", "TRR", "ARR", "rephrases", "coming", "edits an entry", "agreement",
+    "covered", "captured", "seconds an edit",
 )  # fmt: skip
+
+
+METRICS = "metrics.json"
 
 
 class ReportError(UserError):
     """Results that cannot be written."""
 
 
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run was asked for. Where that is equal, so is what comes of it, times and rounding apart.
+
+    Attributes:
+        experiment: Its name.
+        editor: Its name.
+        edits: Corrections, at most; None: all.
+        retention: Examples of which TRR tells, at most; None: all.
+        every: Corrections between points.
+        seed: Of the order in which corrections come, and of which examples are retained; 0: as the data have them.
+        settings: Those of an editor that were set, as texts.
+    """
+
+    experiment: str
+    editor: str
+    edits: int | None
+    retention: int | None
+    every: int
+    seed: int
+    settings: dict[str, str]
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """What was run, under which settings and versions, and what came of it.
 
     Attributes:
-        experiment: Its name.
+        asked: What was asked for.
         measure: Of answers.
-        editor: Its name.
         model: The model's fingerprint.
         layer: The layer that is edited.
         environment: Versions, device and settings.
         left_out: Examples and texts that the model cannot take.
         points: How things stood on the way.
         made: What became of each correction.
+        uses: Of what the editor has stored, at the end.
     """
 
-    experiment: str
+    asked: Asked
     measure: str
-    editor: str
     model: str
     layer: str
     environment: dict[str, str]
     left_out: int
     points: list[Point]
     made: list[Made]
+    uses: list[Use]
 
 
 def made(folder: Path) -> Path:
@@ -53,46 +82,99 @@ def made(folder: Path) -> Path:
     Raises:
         ReportError: it cannot be made.
     """
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ReportError(f"the results cannot be written to {folder}: {error.strerror}") from error
     return folder
 
 
-def write(report: Report, codebook: Codebook | None, folder: Path) -> None:
-    """Write `metrics.json`, `table.md` and, of GRACE, `codebook.safetensors` into a folder that is there.
+def write(report: Report, codebook: Codebook | None, folder: Path, *, plots: bool = True) -> None:
+    """Write `table.md`, `plots.png`, of GRACE `codebook.safetensors`, and at last `metrics.json`.
 
     Raises:
         ReportError, FileError: the folder cannot be written to.
     """
-    try:
-        (folder / "metrics.json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
-        (folder / "table.md").write_text(_markdown(report), encoding="utf-8")
-    except OSError as error:
-        raise ReportError(f"the results cannot be written to {folder}: {error.strerror}") from error
     if codebook is not None:
         save(codebook, folder / "codebook.safetensors")
+    with writing(folder):
+        (folder / "table.md").write_text(markdown(COLUMNS, map(cells, report.points)), encoding="utf-8")
+        if plots:
+            draw_run(report.points, report.uses, report.measure, folder / "plots.png")
+        half = folder / f".{METRICS}"
+        half.write_bytes(msgspec.json.format(msgspec.json.encode(plain(report)), indent=1) + b"\n")
+        half.replace(folder / METRICS)
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Whatever is written inside to the folder, where it cannot be, is a `ReportError`."""
+    try:
+        yield
+    except OSError as error:
+        raise ReportError(f"the results cannot be written to {folder}: {error.strerror}") from error
+
+
+def read(folder: Path) -> Report | None:
+    """The report of a run that came to its end; None, where there is none such.
+
+    Raises:
+        ReportError: there is a file, but it cannot be read as one.
+    """
+    try:
+        told = msgspec.json.decode((folder / METRICS).read_bytes())
+        told["points"] = _numbers(told["points"])
+        return msgspec.convert(told, Report)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError, KeyError, TypeError) as error:
+        raise ReportError(f"{folder / METRICS} is no report: {error}; remove it to run this anew") from error
+
+
+def plain(told: object) -> Any:
+    """In what JSON has words for: null for NaN, and "inf" for what is infinite, as a spoilt perplexity is."""
+
+    def known(value: Any) -> Any:
+        if isinstance(value, float) and not math.isfinite(value):
+            return None if math.isnan(value) else str(value)
+        return value
+
+    return _each(msgspec.to_builtins(told), known)
+
+
+def _numbers(told: object) -> Any:
+    """The numbers that `plain` had no words for."""
+    words = {None: math.nan, "inf": math.inf}
+    return _each(told, lambda value: words.get(value, value))
+
+
+def _each(told: Any, change: Callable[[Any], Any]) -> Any:
+    """JSON with each of its values changed."""
+    if isinstance(told, dict):
+        return {name: _each(value, change) for name, value in told.items()}
+    if isinstance(told, list):
+        return [_each(value, change) for value in told]
+    return change(told)
+
+
+def markdown(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A table."""
+    told = [list(columns), ["---:"] * len(columns), *map(list, lines)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in told) + "\n"
 
 
 def cells(point: Point) -> list[str]:
     """One line of the table, in the order of `COLUMNS`."""
     qualities = (point.success, point.retained, point.kept, point.accurate, point.rephrased, point.coming)
     counts = (point.corrections, point.edits, point.entries)
-    shares = (point.agreement, point.captured, point.seconds)
-    return [*map(str, counts), *map(_quality, qualities), *map(_number, shares)]
-
-
-def _markdown(report: Report) -> str:
-    lines = [list(COLUMNS), ["---:"] * len(COLUMNS), *map(cells, report.points)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+    shares = (point.edits_an_entry, point.agreement, point.covered, point.captured, point.seconds)
+    return [*map(str, counts), *map(_quality, qualities), *map(number, shares)]
 
 
 def _quality(quality: Quality) -> str:
     """The measure; and in parentheses the share that is exact, where that says something else."""
     exact = "" if quality.value == quality.exact else f" ({quality.exact:.3f})"
-    return "" if math.isnan(quality.value) else f"{_number(quality.value)}{exact}"
+    return "" if math.isnan(quality.value) else f"{number(quality.value)}{exact}"
 
 
-def _number(number: float) -> str:
-    return "" if math.isnan(number) else f"{number:.3f}"
+def number(told: float) -> str:
+    """With three decimals; nothing for what is none."""
+    return "" if math.isnan(told) else f"{told:.3f}"

@@ -1,8 +1,11 @@
 """One experiment: edits one after the other, and how the model does at points on the way (paper, section 3)."""
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
+
+import numpy as np
 
 from pipeline.errors import UserError
 from pipeline.experiments.editors.editor import Editor, Made
@@ -46,6 +49,7 @@ class Point:
         rephrased: Of the corrections that have come, in other words.
         coming: Of the corrections that have not come yet.
         agreement: The share of what is `kept` to which the model says what it said before any edit.
+        covered: The share of the rephrases of corrections that have come which the editor reaches.
         captured: The share of unrelated texts that the editor reaches.
     """
 
@@ -60,7 +64,21 @@ class Point:
     rephrased: Quality
     coming: Quality
     agreement: float
+    covered: float
     captured: float
+
+    @property
+    def edits_an_entry(self) -> float:
+        """NaN where nothing is stored."""
+        return self.edits / self.entries if self.entries else float("nan")
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """Of one thing that an editor stored: how many corrections it serves, and how many of their rephrases."""
+
+    edits: int
+    rephrases: int
 
 
 @dataclass(slots=True)
@@ -83,7 +101,7 @@ class Stream:
     def run(self, points: Sequence[int]) -> Iterator[Point]:
         """One point for each number, in ascending order, and one before the first edit."""
         before = self.evaluation.scores(self.editor, self.task.retention)
-        bare = self.editor.states(self.task.unrelated)
+        bare = self.editor.states([*self.task.unrelated, *self._rephrases()])
         for point in sorted({0, *points}):
             for edit in self.task.edits[len(self.made) : point]:
                 self.made.append(self.editor.edit(len(self.made), edit.example))
@@ -96,7 +114,10 @@ class Stream:
         come, coming = self.task.edits[:count], self.task.edits[count:]
         kept = self._scores(self.task.retention)
         edits = [one for one in self.made if one.status not in UNEDITED]
-        reached = [now != was for now, was in zip(self.editor.states(self.task.unrelated), bare, strict=True)]
+        states = self.editor.states([*self.task.unrelated, *self._rephrases()])
+        reached = [now != was for now, was in zip(states, bare, strict=True)]
+        unrelated = len(self.task.unrelated)
+        rephrases = sum(len(edit.rephrases) for edit in come)
         return Point(
             corrections=count,
             edits=len(edits),
@@ -109,8 +130,21 @@ class Stream:
             rephrased=Quality.of(self._scores([example for edit in come for example in _rephrased(edit)])),
             coming=Quality.of(self._scores([edit.example for edit in coming])),
             agreement=_mean([now.chosen == was.chosen for now, was in zip(kept, before, strict=True)]),
-            captured=_mean(reached),
+            covered=_mean(reached[unrelated : unrelated + rephrases]),
+            captured=_mean(reached[:unrelated]),
         )
+
+    def uses(self) -> list[Use]:
+        """How often each state of the editor that serves a correction does, and their rephrases; the most first."""
+        come = self.task.edits[: len(self.made)]
+        edits = self.editor.states([edit.example.inputs for edit in come])
+        rephrases = Counter(self.editor.states([text for edit in come for text in edit.rephrases]))
+        found = [Use(count, rephrases[state]) for state, count in Counter(edits).items() if state is not None]
+        return sorted(found, key=lambda use: (-use.rephrases, -use.edits))
+
+    def _rephrases(self) -> list[str]:
+        """Of all corrections."""
+        return [text for edit in self.task.edits for text in edit.rephrases]
 
     def _scores(self, examples: Sequence[Example]) -> list[Score]:
         return self.evaluation.scores(self.editor, examples)
@@ -120,8 +154,15 @@ class StreamError(UserError):
     """An experiment that cannot be run; the text says why."""
 
 
-def first(task: Task, edits: int | None, retention: int | None) -> Task:
-    """The task with so many of its edits, and of what must stay, at most; None: all."""
+def first(task: Task, edits: int | None, retention: int | None, seed: int = 0) -> Task:
+    """The task with so many of its edits, and of what must stay, at most; None: all. A seed but 0 draws which."""
+    if seed:
+        generator = np.random.default_rng(seed)
+        task = replace(
+            task,
+            edits=[task.edits[place] for place in generator.permutation(len(task.edits))],
+            retention=[task.retention[place] for place in generator.permutation(len(task.retention))],
+        )
     return replace(task, edits=task.edits[:edits], retention=task.retention[:retention])
 
 

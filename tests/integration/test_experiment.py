@@ -49,7 +49,8 @@ def test_it_writes_metrics_a_table_and_the_codebook(
     points = [json.loads(line) for line in command.told().splitlines()]
     assert points == metrics["points"]
     assert [point["corrections"] for point in points] == [0, 4, 6]
-    assert (metrics["experiment"], metrics["measure"], metrics["left_out"]) == ("hallucination", "perplexity", 0)
+    assert metrics["asked"]["experiment"] == "hallucination"
+    assert (metrics["measure"], metrics["left_out"]) == ("perplexity", 0)
     assert metrics["environment"]["policy"] == "nearest"
     before, _, after = points
     assert before["success"]["value"] is None
@@ -59,6 +60,8 @@ def test_it_writes_metrics_a_table_and_the_codebook(
     assert len(codebook) == after["entries"] > 0
     assert np.isfinite(codebook.keys_ND).all()
     assert len((out / "table.md").read_text().splitlines()) == 2 + len(points)
+    assert (out / "plots.png").read_bytes().startswith(b"\x89PNG")
+    assert sum(use["edits"] for use in metrics["uses"]) == 6
 
 
 def test_fewer_edits_and_less_to_retain_can_be_asked_for(
@@ -80,11 +83,59 @@ def test_other_editors_run_the_same_stream(
     command = run("experiment", "hallucination", *chosen, "--editor", editor, "--out", str(out), "--json")
     assert status_of(command) == 0, command.said()
     metrics = json.loads((out / "metrics.json").read_text())
-    assert metrics["editor"] == editor
+    assert metrics["asked"]["editor"] == editor
     after = metrics["points"][-1]
     assert (after["corrections"], after["entries"], after["captured"]) == (6, 0, 1)
     assert after["agreement"] < 1, "all weights are everybody's"
     assert not (out / "codebook.safetensors").exists()
+
+
+def test_a_grid_runs_each_combination_once_and_goes_on_where_it_was_killed(
+    run: Callable[..., Command], chosen: list[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "results"
+    swept = ["--sweep", "policy=paper,nearest", "--sweep", "seed=1,2", "--edits", "3", "--out", str(out)]
+    command = run("experiment", "hallucination", *chosen, *swept)
+    assert status_of(command) == 0, command.said()
+    folders = [out / f"policy={policy}, seed={seed}" for policy in ("paper", "nearest") for seed in (1, 2)]
+    metrics = {folder: json.loads((folder / "metrics.json").read_text()) for folder in folders}
+    assert [one["environment"]["policy"] for one in metrics.values()] == ["paper", "paper", "nearest", "nearest"]
+    assert [one["environment"]["seed"] for one in metrics.values()] == ["1", "2", "1", "2"]
+    told = (out / "table.md").read_text().splitlines()
+    assert [line.split("|")[1].strip() for line in told[2:]] == ["policy=paper", "policy=nearest"]
+    assert all(" ± " in line for line in told[2:])
+    assert (out / "plots.png").exists()
+    (folders[1] / "metrics.json").unlink()  # a run that was killed leaves none
+    again = run("experiment", "hallucination", *chosen, *swept, "--no-plots")
+    assert status_of(again) == 0, again.said()
+    for place, (folder, before) in enumerate(metrics.items()):
+        after = json.loads((folder / "metrics.json").read_text())
+        assert (after == before) == (place != 1), "times differ in what ran again"
+        assert [point["retained"] for point in after["points"]] == [point["retained"] for point in before["points"]]
+    other = run("experiment", "hallucination", *chosen, *swept[:-4], "--edits", "2", "--out", str(out))
+    assert status_of(other) == 0, other.said()
+    assert {len(json.loads((folder / "metrics.json").read_text())["made"]) for folder in folders} == {2}
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ("kafka=a", "'kafka' cannot be swept, only "),
+        ("policy", "it takes one or more values of policy, each once"),
+        ("policy=paper,paper", "it takes one or more values of policy, each once"),
+        ("editor=grace,gracie", "--sweep editor: 'gracie' is none of grace, ft"),
+        ("seed=-1", "'-1' is no number from 0 on"),
+        ("policy=no", "GRACESTREAM_POLICY"),
+    ],
+)
+def test_a_grid_that_makes_no_sense_is_told_of_before_anything_runs(
+    run: Callable[..., Command], chosen: list[str], tmp_path: Path, given: str, complaint: str
+) -> None:
+    command = run("experiment", "hallucination", *chosen, "--sweep", given, "--out", str(tmp_path / "out"))
+    assert status_of(command) not in {0, None}
+    assert complaint in " ".join(command.said().replace("│", " ").split()), command.said()
+    assert "Traceback" not in command.said()
+    assert not list((tmp_path / "out").rglob("*.json"))
 
 
 def test_what_is_missing_or_does_not_fit_is_one_sentence(
@@ -97,3 +148,6 @@ def test_what_is_missing_or_does_not_fit_is_one_sentence(
     (tmp_path / "file").write_text("")
     out = str(tmp_path / "file" / "folder")
     assert "cannot be written to" in sentence(run("experiment", "hallucination", *chosen, "--edits", "1", "--out", out))
+    (tmp_path / "metrics.json").write_text("{}")
+    out = str(tmp_path)
+    assert "is no report: " in sentence(run("experiment", "hallucination", *chosen, "--edits", "1", "--out", out))

@@ -1,17 +1,16 @@
 """`experiment`: the paper's experiments, through the engine that the editor worker runs."""
 
 import os
+from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.progress import Progress
 from rich.table import Table
 
 from pipeline.experiments.data import FOLDER
-from pipeline.settings import load_settings
 from workers.cli.common import AsJson, Layer, Model, notes, say, show
 
 
@@ -22,10 +21,6 @@ class Name(StrEnum):
     zsre = "zsre"
     counterfact = "counterfact"
     hallucination = "hallucination"
-
-
-MODELS = {Name.scotus: "scotus"}
-"""The models of those that are about another one than an editor's, unless a model is set."""
 
 
 class Method(StrEnum):
@@ -49,56 +44,80 @@ def register(app: typer.Typer) -> None:
 def experiment(
     name: Annotated[Name, typer.Argument(help="Which one.")],
     editor: Annotated[Method, typer.Option(help="GRACE, or one that the paper measures it beside.")] = Method.grace,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=VALUE,VALUE: a run for each. Several make a grid. NAME: editor, seed, or a setting."),
+    ] = None,
     edits: Annotated[int | None, typer.Option(help="Corrections, at most.", min=1)] = None,
     retention: Annotated[int | None, typer.Option(help="Examples that TRR is measured on, at most.", min=1)] = None,
     every: Annotated[int, typer.Option(help="Measure after so many corrections, and at the end.", min=1)] = 100,
+    seed: Annotated[int, typer.Option(help="Draws which edits, in which order; 0: as the data have them.", min=0)] = 0,
     data: Annotated[Path | None, typer.Option(help="Folder of the data.", envvar=FOLDER)] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the results; else results/NAME-EDITOR.")] = None,
+    plots: Annotated[bool, typer.Option(help="Draw what comes of it, by matplotlib.")] = True,
     model: Model = None,
     layer: Layer = None,
     as_json: AsJson = False,
 ) -> None:
     """Run one of the paper's streams of edits on this machine, without Kafka, and write what comes of it.
 
-    The settings of an editor apply.
-    Example: gracestream experiment zsre --edits 200 --retention 200
+    The settings of an editor apply. A run whose results are there already is not run again.
+    Example: gracestream experiment zsre --edits 200 --retention 200 --sweep policy=paper,nearest --sweep seed=0,1,2
     """
-    from pipeline.environment import environment  # noqa: PLC0415  (torch takes seconds)
-    from pipeline.experiments.editors.grace import Grace  # noqa: PLC0415
-    from pipeline.experiments.editors.known import EDITORS  # noqa: PLC0415
-    from pipeline.experiments.evaluation import Evaluation  # noqa: PLC0415
-    from pipeline.experiments.report import COLUMNS, Report, cells, made, write  # noqa: PLC0415
-    from pipeline.experiments.stream import Stream, first, fitting  # noqa: PLC0415
-    from pipeline.experiments.tasks import TASKS  # noqa: PLC0415
-    from workers.boot import load_model, plan_of  # noqa: PLC0415
+    from pipeline.experiments.plots import require_plots  # noqa: PLC0415  (torch takes seconds)
+    from pipeline.experiments.report import COLUMNS, Asked, cells, made, plain  # noqa: PLC0415
+    from pipeline.experiments.sweep import Sweep, grid, title  # noqa: PLC0415
+    from workers.experiments import SWEPT, Runner, settings_of  # noqa: PLC0415
 
     if data is not None:
         os.environ[FOLDER] = str(data)
-    folder = made(out or Path("results") / f"{name}-{editor}")
-    task = first(TASKS[name](), edits, retention)
-    settings = load_settings(model=model, layer=layer)
-    if "model" not in settings.model_fields_set and name in MODELS:
-        settings = load_settings(model=MODELS[name], layer=layer)
-    plan, loaded = plan_of(settings), load_model(settings)
-    task, left_out = fitting(task, loaded)
-    if left_out:
-        notes.print(f"{left_out} examples and texts are left out: the model cannot take them, or not at this length")
+    if plots:
+        require_plots()
+    whole = made(out or Path("results") / (f"{name}-sweep" if sweep else f"{name}-{editor}"))
+    runs = []
+    for cell in grid(sweep or [], (*SWEPT, "editor", "seed")):
+        chosen = dict(cell)
+        method, drawn = _method(chosen.pop("editor", editor)), _number(chosen.pop("seed", str(seed)))
+        settings = settings_of(name, {"model": model, "layer": layer, **chosen})
+        asked = Asked(
+            experiment=name, editor=method, edits=edits, retention=retention, every=every, seed=drawn, settings=settings
+        )
+        runs.append((cell, asked))
+    done = Sweep()
     with Progress(console=notes, transient=True, disable=not notes.is_terminal) as progress:
-        bar = progress.add_task(name, total=len(task.edits))
-        method = EDITORS[editor](loaded, plan, task.traffic)
-        stream = Stream(task, method, Evaluation(loaded, task.measure), at_work=lambda: progress.advance(bar))
-        points = list(stream.run([*range(every, len(task.edits), every), len(task.edits)]))
-    report = Report(
-        experiment=name, measure=task.measure, editor=editor, model=loaded.fingerprint, layer=loaded.layer,
-        environment=environment(loaded, plan), left_out=left_out, points=points, made=stream.made,
-    )  # fmt: skip
-    write(report, method.engine.codebook if isinstance(method, Grace) else None, folder)
-    if as_json:
-        for point in points:
-            say(msgspec.json.decode(msgspec.json.encode(point)))  # which makes null of NaN
-        return
-    table = Table(*COLUMNS)
-    for point in points:
-        table.add_row(*cells(point))
+        runner = Runner(notes.print, plots=plots)
+        bar = progress.add_task(name)
+        for number, (cell, asked) in enumerate(runs, 1):
+            if cell:
+                notes.print(f"{number} of {len(runs)}: {title(cell)}")
+            progress.reset(bar)
+            folder = made(whole / title(cell))
+            report = runner.run(asked, folder, lambda count, of: progress.update(bar, completed=count, total=of))
+            done.add(cell, report)
+            for point in report.points if as_json else ():
+                say({**cell, **plain(point)})
+    if sweep:
+        done.write(whole, plots=plots)
+    if not as_json:
+        _show(*((done.columns, done.rows) if sweep else (COLUMNS, map(cells, report.points))))
+    notes.print(f"the results are in {whole}")
+
+
+def _show(columns: Iterable[str], rows: Iterable[list[str]]) -> None:
+    table = Table(*columns)
+    for row in rows:
+        table.add_row(*row)
     show(table)
-    notes.print(f"the results are in {folder}")
+
+
+def _method(name: str) -> Method:
+    try:
+        return Method(name)
+    except ValueError:
+        raise typer.BadParameter(f"--sweep editor: {name!r} is none of {', '.join(Method)}") from None
+
+
+def _number(seed: str) -> int:
+    if not (seed.isascii() and seed.isdigit()):
+        raise typer.BadParameter(f"--sweep seed: {seed!r} is no number from 0 on")
+    return int(seed)

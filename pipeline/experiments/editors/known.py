@@ -1,6 +1,7 @@
 """The editors by the names under which an experiment runs them."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from pipeline.experiments.editors.editor import Editor
 from pipeline.experiments.editors.finetuning import ElasticWeights, FineTuning, Retraining
@@ -11,14 +12,17 @@ from pipeline.experiments.editors.rome import Rome
 from pipeline.model import EditableModel
 from pipeline.plan import Plan
 
-EDITORS: dict[str, Callable[[EditableModel, Plan, Sequence[str]], Editor]] = {
-    "grace": Grace,
-    "ft": lambda model, _plan, _traffic: FineTuning(model),
-    "ewc": lambda model, _plan, traffic: ElasticWeights(model, traffic),
-    "retrain": lambda model, _plan, _traffic: Retraining(model),
-    "memory": lambda model, plan, _traffic: Memory(model, seed=plan.seed),
-    "defer": lambda model, plan, _traffic: Defer(model, seed=plan.seed),
-    "mend": lambda model, plan, _traffic: Mend(model, seed=plan.seed),
-    "rome": lambda model, _plan, traffic: Rome(model, traffic),
+Make = Callable[[EditableModel, Plan, Sequence[str], dict[str, Any]], Editor]
+"""Of the model that it edits, the plan of an editor worker, requests that nobody flagged, and what was chosen of its
+`learning_rate` and the like. GRACE has those in its plan."""
+
+EDITORS: dict[str, Make] = {
+    "grace": lambda model, plan, traffic, _chosen: Grace(model, plan, traffic),
+    "ft": lambda model, _plan, _traffic, chosen: FineTuning(model, **chosen),
+    "ewc": lambda model, _plan, traffic, chosen: ElasticWeights(model, traffic, **chosen),
+    "retrain": lambda model, _plan, _traffic, chosen: Retraining(model, **chosen),
+    "memory": lambda model, plan, _traffic, chosen: Memory(model, seed=plan.seed, **chosen),
+    "defer": lambda model, plan, _traffic, chosen: Defer(model, seed=plan.seed, **chosen),
+    "mend": lambda model, plan, _traffic, chosen: Mend(model, seed=plan.seed, **chosen),
+    "rome": lambda model, _plan, traffic, chosen: Rome(model, traffic, **chosen),
 }
-"""Each is made of the model that it edits, the plan of an editor worker, and requests that nobody flagged."""

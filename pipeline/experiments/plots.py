@@ -1,0 +1,94 @@
+"""The figures of an experiment, as in the paper: measures, entries and reach over edits, and rephrases by entry."""
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.errors import UserError
+from pipeline.experiments.stream import Point, Use
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+QUALITIES: dict[str, Callable[[Point], float]] = {
+    "ES": lambda point: point.success.value,
+    "ERR": lambda point: point.retained.value,
+    "TRR": lambda point: point.kept.value,
+    "rephrases": lambda point: point.rephrased.value,
+    "to come": lambda point: point.coming.value,
+}
+"""What is measured as answers are."""
+
+REACH: dict[str, Callable[[Point], float]] = {
+    "rephrases covered": lambda point: point.covered,
+    "agreement": lambda point: point.agreement,
+    "unrelated captured": lambda point: point.captured,
+}
+"""Shares of texts."""
+
+Estimate = tuple[float, float]
+"""A mean, and how far its interval reaches to each side."""
+
+
+class PlotError(UserError):
+    """Nothing can be drawn here; the text says what to install."""
+
+
+def require_plots() -> None:
+    """Whether anything can be drawn: before hours of work and not after them.
+
+    Raises:
+        PlotError: matplotlib is not installed.
+    """
+    if find_spec("matplotlib") is None:
+        raise PlotError("plots need matplotlib: `pip install 'gracestream[experiments]'`, or --no-plots")
+
+
+def draw_run(points: Sequence[Point], uses: Sequence[Use], measure: str, path: Path) -> None:
+    """One run: what is measured, what is stored, what is reached, and how many rephrases each entry serves."""
+    from matplotlib.figure import Figure  # noqa: PLC0415  (only who draws needs it)
+
+    figure = Figure(figsize=(11, 8), layout="constrained")
+    ((top, stored), (reach, served)) = figure.subplots(2, 2)
+    corrections = [point.corrections for point in points]
+    for name, value in QUALITIES.items():
+        top.plot(corrections, [value(point) for point in points], label=name, marker=".")
+    top.axhline(points[0].kept.value, color="gray", linestyle=":", label="TRR, unedited")
+    _named(top, measure, logarithmic=measure == "perplexity")
+    stored.plot(corrections, [point.edits for point in points], label="edits", marker=".")
+    stored.plot(corrections, [point.entries for point in points], label="entries", marker=".")
+    _named(stored, "count")
+    for name, value in REACH.items():
+        reach.plot(corrections, [value(point) for point in points], label=name, marker=".")
+    _named(reach, "share")
+    served.bar(range(len(uses)), [use.rephrases for use in uses], width=1)
+    served.set(xlabel="entry", ylabel="rephrases served")
+    figure.savefig(path, dpi=120)
+
+
+def draw_sweep(lines: Mapping[str, Mapping[int, Mapping[str, Estimate]]], measure: str, path: Path) -> None:
+    """Several runs beside each other: of each, by its name and corrections, estimates by the names of what is drawn."""
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    names = list(dict.fromkeys(name for line in lines.values() for told in line.values() for name in told))
+    figure = Figure(figsize=(5 * len(names), 5), layout="constrained")
+    (panels,) = figure.subplots(1, len(names), squeeze=False)
+    for panel, name in zip(panels, names, strict=True):
+        for label, line in lines.items():
+            corrections = [count for count, told in line.items() if name in told]
+            estimates = [line[count][name] for count in corrections]
+            panel.plot(corrections, [mean for mean, _ in estimates], label=label, marker=".")
+            low, high = [mean - half for mean, half in estimates], [mean + half for mean, half in estimates]
+            panel.fill_between(corrections, low, high, alpha=0.2)
+        shares = name == "entries" or name in REACH
+        _named(panel, name if shares else f"{name} ({measure})", logarithmic=measure == "perplexity" and not shares)
+    figure.savefig(path, dpi=120)
+
+
+def _named(panel: "Axes", ylabel: str, *, logarithmic: bool = False) -> None:
+    panel.set(xlabel="corrections", ylabel=ylabel)
+    if logarithmic:
+        panel.set_yscale("log")
+    panel.legend(fontsize="small")
+    panel.grid(alpha=0.3)

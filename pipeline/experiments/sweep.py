@@ -1,0 +1,116 @@
+"""Grids of settings: which runs they make, and what came of these, with intervals where only the seed differs."""
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+
+from pipeline.errors import UserError
+from pipeline.experiments.plots import QUALITIES, REACH, Estimate, draw_sweep
+from pipeline.experiments.report import Report, markdown, number, writing
+from pipeline.experiments.stream import Point
+
+QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""Of Student's t at 97.5 %, by degrees of freedom from 1; the last serves for more, and gives wider intervals then."""
+
+SEED = "seed"
+"""Of a grid's names the one over which intervals are told."""
+
+
+class SweepError(UserError):
+    """A grid that makes no sense; the text says where."""
+
+
+def grid(options: Sequence[str], known: Iterable[str]) -> list[dict[str, str]]:
+    """Each combination of `NAME=VALUE,VALUE`; the first name changes slowest.
+
+    Raises:
+        SweepError: such a text has no `=` or no values, names what is not known, or the same twice.
+    """
+    known = sorted(known)
+    axes: dict[str, list[str]] = {}
+    for option in options:
+        name, _, values = (part.strip() for part in option.partition("="))
+        if name not in known:
+            raise SweepError(f"--sweep {option!r}: {name!r} cannot be swept, only {', '.join(known)}")
+        axes[name] = [*axes.get(name, []), *(value.strip() for value in values.split(",") if value.strip())]
+        if len(set(axes[name])) < len(axes[name]) or not axes[name]:
+            raise SweepError(f"--sweep {option!r}: it takes one or more values of {name}, each once")
+    return [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
+
+
+def title(cell: dict[str, str]) -> str:
+    """One combination in a few words, which a folder can be called."""
+    return ", ".join(f"{name}={value}" for name, value in cell.items()).replace("/", "_")
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """The mean of some seeds, and how far its 95 % interval reaches to each side: NaN of a single one."""
+    if len(values) == 1:
+        return values[0], math.nan
+    quantile = QUANTILES[min(len(values) - 2, len(QUANTILES) - 1)]
+    half = quantile * np.std(values, ddof=1) / math.sqrt(len(values)) if np.isfinite(values).all() else math.nan
+    return float(np.mean(values)), float(half)
+
+
+class Sweep:
+    """The runs of a grid that are done."""
+
+    def __init__(self) -> None:
+        self._reports: dict[str, list[Report]] = {}
+
+    def add(self, cell: dict[str, str], report: Report) -> None:
+        """One run. Those whose combinations differ in the seed alone are told of together."""
+        name = title({name: value for name, value in cell.items() if name != SEED})
+        self._reports.setdefault(name, []).append(report)
+
+    def curves(self) -> dict[str, dict[int, dict[str, Estimate]]]:
+        """Of each combination, by corrections, what plots and table show; without what is NaN."""
+        return {
+            name: {
+                points[0].corrections: _estimates(points) for points in zip(*(run.points for run in runs), strict=False)
+            }
+            for name, runs in self._reports.items()
+        }
+
+    @property
+    def columns(self) -> list[str]:
+        """Of `rows`."""
+        return ["settings", *dict.fromkeys(name for end in self._ends().values() for name in end)]
+
+    @property
+    def rows(self) -> list[list[str]]:
+        """How each combination ended."""
+        nothing = (math.nan, math.nan)
+        return [
+            [name, *(_told(end.get(column, nothing)) for column in self.columns[1:])]
+            for name, end in self._ends().items()
+        ]
+
+    def write(self, folder: Path, *, plots: bool) -> None:
+        """Write `table.md` and `plots.png` over all runs into a folder that is there.
+
+        Raises:
+            ReportError: it cannot be written to.
+        """
+        measure = next(iter(self._reports.values()))[0].measure
+        with writing(folder):
+            (folder / "table.md").write_text(markdown(self.columns, self.rows), encoding="utf-8")
+            if plots:
+                draw_sweep(self.curves(), measure, folder / "plots.png")
+
+    def _ends(self) -> dict[str, dict[str, Estimate]]:
+        return {name: line[max(line)] for name, line in self.curves().items()}
+
+
+def _estimates(points: Sequence[Point]) -> dict[str, Estimate]:
+    found = {name: estimate([value(point) for point in points]) for name, value in {**QUALITIES, **REACH}.items()}
+    found["entries"] = estimate([point.entries for point in points])
+    return {name: told for name, told in found.items() if not math.isnan(told[0])}
+
+
+def _told(told: Estimate) -> str:
+    mean, half = told
+    return number(mean) if math.isnan(half) else f"{number(mean)} ± {number(half)}"

@@ -1,0 +1,115 @@
+"""Grids, and what is told of the runs that they make."""
+
+import math
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.experiments import plots
+from pipeline.experiments.plots import PlotError, draw_run, require_plots
+from pipeline.experiments.report import Asked, Report, read, write
+from pipeline.experiments.stream import Point, Quality, Use
+from pipeline.experiments.sweep import Sweep, SweepError, estimate, grid, title
+
+ASKED = Asked(experiment="zsre", editor="grace", edits=1, retention=1, every=1, seed=0, settings={})
+
+
+def point(corrections: int, value: float) -> Point:
+    quality, none = Quality(value, value), Quality(math.nan, math.nan)
+    return Point(
+        corrections=corrections, edits=corrections, entries=2 * corrections, seconds=1.0, success=quality,
+        retained=quality if corrections else none, kept=quality, accurate=none, rephrased=none, coming=none,
+        agreement=1.0, covered=math.nan, captured=0.0,
+    )  # fmt: skip
+
+
+def report(*values: float) -> Report:
+    return Report(
+        asked=ASKED, measure="f1", model="m", layer="l", environment={}, left_out=0,
+        points=[point(corrections, value) for corrections, value in enumerate(values)], made=[], uses=[],
+    )  # fmt: skip
+
+
+def test_a_grid_has_every_combination_and_the_first_name_changes_slowest() -> None:
+    assert grid([], ["radius"]) == [{}]
+    found = grid([" policy = paper, nearest", "seed=0,1", "seed=2"], ["policy", "seed"])
+    assert [tuple(cell.values()) for cell in found] == [
+        ("paper", "0"), ("paper", "1"), ("paper", "2"), ("nearest", "0"), ("nearest", "1"), ("nearest", "2"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("option", ["", "=", "radius", "radius=", "radius=,", "radius=1,1", "other=1"])
+def test_what_makes_no_grid_is_told(option: str) -> None:
+    with pytest.raises(SweepError, match=r"^--sweep '"):
+        grid([option], ["radius"])
+
+
+def test_a_title_names_one_folder() -> None:
+    assert title({"model": "a/b", "seed": "1"}) == "model=a_b, seed=1"
+
+
+@given(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=12))
+def test_an_interval_lies_around_the_mean_and_narrows_with_more_of_the_same(values: list[float]) -> None:
+    mean, half = estimate(values)
+    assert mean == pytest.approx(statistics.fmean(values), abs=1e-9)
+    assert half >= 0
+    assert estimate(values * 2)[1] <= half + 1e-9
+
+
+def test_intervals_hold_the_mean_as_often_as_they_say() -> None:
+    generator = np.random.default_rng(0)
+    for seeds in (2, 3, 5, 10):
+        drawn = generator.normal(size=(4000, seeds))
+        held = [abs(mean) <= half for mean, half in map(estimate, drawn.tolist())]
+        assert np.mean(held) == pytest.approx(0.95, abs=0.015)
+    assert math.isnan(estimate([1.0])[1])
+
+
+def test_runs_that_differ_in_the_seed_alone_are_told_of_together() -> None:
+    sweep = Sweep()
+    for seed, value in (("0", 0.4), ("1", 0.6)):
+        sweep.add({"policy": "paper", "seed": seed}, report(0.0, value))
+    sweep.add({"policy": "nearest", "seed": "0"}, report(0.0, 0.9))
+    curves = sweep.curves()
+    assert curves["policy=paper"][1]["ERR"] == pytest.approx((0.5, 12.706 * 0.1), rel=1e-3)
+    assert "ERR" not in curves["policy=paper"][0], "nothing has come yet"
+    assert "rephrases" not in sweep.columns
+    assert sweep.columns[:3] == ["settings", "ES", "ERR"]
+    assert [row[:3] for row in sweep.rows] == [
+        ["policy=paper", "0.500 ± 1.271", "0.500 ± 1.271"], ["policy=nearest", "0.900", "0.900"],
+    ]  # fmt: skip
+
+
+def test_what_is_drawn_is_a_picture(tmp_path: Path) -> None:
+    sweep = Sweep()
+    sweep.add({"policy": "paper"}, report(0.0, 0.5, 0.7))
+    sweep.write(tmp_path, plots=True)
+    points = [point(0, 0.1), point(3, 0.2), replace(point(5, math.inf), coming=Quality(math.inf, 0.0))]
+    draw_run(points, [Use(2, 3), Use(1, 0)], "perplexity", tmp_path / "run.png")
+    draw_run(points[:1], [], "f1", tmp_path / "empty.png")
+    for name in ("plots", "run", "empty"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_report_is_read_as_it_was_written(tmp_path: Path) -> None:
+    assert read(tmp_path) is None
+    written = report(0.5, math.inf)
+    write(written, None, tmp_path, plots=False)
+    found = read(tmp_path)
+    assert found is not None
+    assert found.points[1].retained == written.points[1].retained == Quality(math.inf, math.inf)
+    assert math.isnan(found.points[0].covered)
+    assert found.asked == written.asked
+    assert '"value":"inf"' in (tmp_path / "metrics.json").read_text().replace(" ", "")
+
+
+def test_where_nothing_can_be_drawn_that_is_told_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_plots()
+    monkeypatch.setattr(plots, "find_spec", lambda _name: None)
+    with pytest.raises(PlotError, match=r"gracestream\[experiments\].*--no-plots"):
+        require_plots()
