@@ -1,16 +1,24 @@
 """Runs experiments: each as it was asked for, with the editor's settings, into a folder."""
 
+import secrets
+import shutil
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from deploy.local.stack import running_stack
 from pipeline.environment import environment
-from pipeline.experiments.editors.grace import Grace
+from pipeline.experiments.editors.editor import Editor
 from pipeline.experiments.editors.known import EDITORS
+from pipeline.experiments.editors.piped import Piped
+from pipeline.experiments.editors.serving import Served
 from pipeline.experiments.evaluation import Evaluation
 from pipeline.experiments.report import Asked, Report, read, write
 from pipeline.experiments.stream import Stream, first, fitting
-from pipeline.experiments.tasks import TASKS
+from pipeline.experiments.tasks import TASKS, Task
 from pipeline.model import EditableModel
 from pipeline.settings import Settings, load_settings
 from workers.boot import load_model, plan_of
@@ -31,10 +39,17 @@ MODELS = {"scotus": "scotus"}
 """The models of experiments that are about another one than an editor's, unless a model is set."""
 
 
+REPLICAS = 2
+"""Of a run through Kafka."""
+
+PIPELINE = "pipeline"
+"""The folder of such a run's own logs and data, within that of its results."""
+
+
 class Runner:
     """Runs one experiment after the other. A model that the next one is about too stays loaded."""
 
-    def __init__(self, tell: Callable[[str], object], *, plots: bool) -> None:
+    def __init__(self, tell: Callable[[str], None], *, plots: bool) -> None:
         self._tell, self._plots = tell, plots
         self._loaded: tuple[list[object], EditableModel] | None = None
 
@@ -51,24 +66,47 @@ class Runner:
             return found
         task = first(TASKS[asked.experiment](), asked.edits, asked.retention, asked.seed)
         settings = load_settings(**{**asked.settings, "seed": str(asked.seed)})
-        plan, model = plan_of(settings), self._model(settings)
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
+        model = self._model(settings)
         task, left_out = fitting(task, model)
         if left_out:
             self._tell(f"{left_out} examples and texts are left out: the model cannot take them, or not at this length")
-        chosen = {"learning_rate": settings.learning_rate} if "learning_rate" in settings.model_fields_set else {}
-        editor = EDITORS[asked.editor](model, plan, task.traffic, chosen)
-        used = editor if isinstance(editor, AbstractContextManager) else nullcontext()
-        with used:  # at its end the weights are what they were
-            stream = Stream(task, editor, Evaluation(model, task.measure))
+        with ExitStack() as used:  # at its end weights are what they were
+            editor = self._editor(asked, settings, task, model, folder, used)
+            evaluation = Evaluation(model, task.measure)
+            stream = Stream(task, editor, evaluation)
             stream.at_work = lambda: at_work(len(stream.made), len(task.edits))
             points = list(stream.run([*range(asked.every, len(task.edits), asked.every), len(task.edits)]))
             uses = stream.uses() if editor.entries else []
+            corrected = [edit.example for edit in task.edits]
+            agreeing = None
+            if isinstance(editor, Piped):
+                agreeing = editor.agreeing(corrected, evaluation.scores(editor, corrected))
+        shutil.rmtree(folder / PIPELINE, ignore_errors=True)  # after a failure its logs stay
         report = Report(
             asked=asked, measure=task.measure, model=model.fingerprint, layer=model.layer,
-            environment=environment(model, plan), left_out=left_out, points=points, made=stream.made, uses=uses,
+            environment=environment(model, plan_of(settings)), left_out=left_out, points=points, made=stream.made,
+            uses=uses, agreeing=agreeing,
         )  # fmt: skip
-        write(report, editor.engine.codebook if isinstance(editor, Grace) else None, folder, plots=self._plots)
+        write(report, editor.codebook if isinstance(editor, Served) else None, folder, plots=self._plots)
         return report
+
+    def _editor(
+        self, asked: Asked, settings: Settings, task: Task, model: EditableModel, folder: Path, used: ExitStack
+    ) -> Editor:
+        if asked.through == "kafka":
+            own: dict[str, Any] = {**asked.settings, "seed": str(asked.seed)}
+            name = f"experiment-{secrets.token_hex(3)}"
+            stack = running_stack(
+                folder / PIPELINE, replicas=REPLICAS, report=self._tell, prefix=f"{name}.", codebook=name, **own
+            )
+            return used.enter_context(Piped(model, used.enter_context(stack).settings, task.traffic))
+        chosen = {"learning_rate": settings.learning_rate} if "learning_rate" in settings.model_fields_set else {}
+        editor = EDITORS[asked.editor](model, plan_of(settings), task.traffic, chosen)
+        if isinstance(editor, AbstractContextManager):
+            used.enter_context(editor)
+        return editor
 
     def _model(self, settings: Settings) -> EditableModel:
         chosen = [getattr(settings, name) for name in OF_THE_MODEL]

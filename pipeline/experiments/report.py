@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -39,6 +39,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
         every: Corrections between points.
         seed: Of the order in which corrections come, and of which examples are retained; 0: as the data have them.
         settings: Those of an editor that were set, as texts.
+        through: `engine`: corrections are decided in this process; `kafka`: by an editor worker.
     """
 
     experiment: str
@@ -48,6 +49,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     every: int
     seed: int
     settings: dict[str, str]
+    through: Literal["engine", "kafka"] = "engine"
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +65,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         points: How things stood on the way.
         made: What became of each correction.
         uses: Of what the editor has stored, at the end.
+        agreeing: Of a run through Kafka the share of corrections that replicas answer as was measured here.
     """
 
     asked: Asked
@@ -74,6 +77,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     points: list[Point]
     made: list[Made]
     uses: list[Use]
+    agreeing: float | None = None
 
 
 def made(folder: Path) -> Path:

@@ -147,12 +147,14 @@ def folder(tmp_path: Path) -> Path:
 def run(folder: Path) -> Callable[..., Command]:
     """Runs a command of `gracestream` to its end, in a folder of its own."""
 
-    def ran(*arguments: str, settings: Settings | None = None, given: str = "", **chosen: Any) -> Command:
+    def ran(
+        *arguments: str, settings: Settings | None = None, given: str = "", within: float = 90, **chosen: Any
+    ) -> Command:
         own = folder / secrets.token_hex(4)
         own.mkdir()
         known = {} if settings is None else as_given(settings)
         command = Command(arguments[0], arguments, own, given.encode(), **(known | chosen))
-        command.run(90)
+        command.run(within)
         return command
 
     return ran

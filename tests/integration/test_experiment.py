@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pipeline.codebook_file import load
+from pipeline.settings import Settings
 from tests.integration.forked import Command, sentence, status_of
 from tests.integration.running import Checkpoint
 from tests.unit.engine.tiny import texts
@@ -90,6 +91,30 @@ def test_other_editors_run_the_same_stream(
     assert not (out / "codebook.safetensors").exists()
 
 
+@pytest.mark.kafka
+def test_through_the_whole_pipeline_it_comes_to_the_same(
+    run: Callable[..., Command], deployment: Settings, chosen: list[str], tmp_path: Path
+) -> None:
+    metrics = {}
+    for through in ("engine", "kafka"):
+        out = tmp_path / through
+        given = ["experiment", "hallucination", *chosen, "--through", through, "--every", "3", "--out", str(out)]
+        command = run(*given, settings=deployment, within=240, threads=1)
+        assert status_of(command) == 0, command.said()
+        metrics[through] = json.loads((out / "metrics.json").read_text())
+    decisions = [[(one["status"], one["steps"]) for one in told["made"]] for told in metrics.values()]
+    assert decisions[0] == decisions[1]
+    assert "added" in dict(decisions[0])
+    points = [[{**point, "seconds": None} for point in told["points"]] for told in metrics.values()]
+    assert points[0] == points[1]
+    codebooks = [load(tmp_path / through / "codebook.safetensors") for through in metrics]
+    for array in ("keys_ND", "values_NV", "radii_N"):
+        np.testing.assert_array_equal(*(getattr(codebook, array) for codebook in codebooks))
+    assert metrics["kafka"]["agreeing"] == 1
+    assert metrics["engine"]["agreeing"] is None
+    assert not (tmp_path / "kafka" / "pipeline").exists()
+
+
 def test_a_grid_runs_each_combination_once_and_goes_on_where_it_was_killed(
     run: Callable[..., Command], chosen: list[str], tmp_path: Path
 ) -> None:
@@ -126,6 +151,7 @@ def test_a_grid_runs_each_combination_once_and_goes_on_where_it_was_killed(
         ("editor=grace,gracie", "--sweep editor: 'gracie' is none of grace, ft"),
         ("seed=-1", "'-1' is no number from 0 on"),
         ("policy=no", "GRACESTREAM_POLICY"),
+        ("through=kafka", "'through' cannot be swept"),
     ],
 )
 def test_a_grid_that_makes_no_sense_is_told_of_before_anything_runs(
@@ -136,6 +162,11 @@ def test_a_grid_that_makes_no_sense_is_told_of_before_anything_runs(
     assert complaint in " ".join(command.said().replace("│", " ").split()), command.said()
     assert "Traceback" not in command.said()
     assert not list((tmp_path / "out").rglob("*.json"))
+
+
+def test_only_grace_runs_in_an_editor_worker(run: Callable[..., Command], chosen: list[str]) -> None:
+    command = run("experiment", "hallucination", *chosen, "--through", "kafka", "--editor", "ft")
+    assert "an editor worker runs GRACE, not ft" in " ".join(command.said().replace("│", " ").split())
 
 
 def test_what_is_missing_or_does_not_fit_is_one_sentence(

@@ -23,6 +23,13 @@ class Name(StrEnum):
     hallucination = "hallucination"
 
 
+class Through(StrEnum):
+    """Where corrections are decided."""
+
+    engine = "engine"
+    kafka = "kafka"
+
+
 class Method(StrEnum):
     """The editors."""
 
@@ -52,6 +59,9 @@ def experiment(
     retention: Annotated[int | None, typer.Option(help="Examples that TRR is measured on, at most.", min=1)] = None,
     every: Annotated[int, typer.Option(help="Measure after so many corrections, and at the end.", min=1)] = 100,
     seed: Annotated[int, typer.Option(help="Draws which edits, in which order; 0: as the data have them.", min=0)] = 0,
+    through: Annotated[
+        Through, typer.Option(help="kafka: start a pipeline of one's own, and correct by its topics.")
+    ] = Through.engine,
     data: Annotated[Path | None, typer.Option(help="Folder of the data.", envvar=FOLDER)] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the results; else results/NAME-EDITOR.")] = None,
     plots: Annotated[bool, typer.Option(help="Draw what comes of it, by matplotlib.")] = True,
@@ -59,7 +69,7 @@ def experiment(
     layer: Layer = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run one of the paper's streams of edits on this machine, without Kafka, and write what comes of it.
+    """Run one of the paper's streams of edits on this machine, and write what comes of it.
 
     The settings of an editor apply. A run whose results are there already is not run again.
     Example: gracestream experiment zsre --edits 200 --retention 200 --sweep policy=paper,nearest --sweep seed=0,1,2
@@ -78,10 +88,13 @@ def experiment(
     for cell in grid(sweep or [], (*SWEPT, "editor", "seed")):
         chosen = dict(cell)
         method, drawn = _method(chosen.pop("editor", editor)), _number(chosen.pop("seed", str(seed)))
+        if through is Through.kafka and method is not Method.grace:
+            raise typer.BadParameter(f"--through kafka: an editor worker runs GRACE, not {method}")
         settings = settings_of(name, {"model": model, "layer": layer, **chosen})
         asked = Asked(
-            experiment=name, editor=method, edits=edits, retention=retention, every=every, seed=drawn, settings=settings
-        )
+            experiment=name, editor=method, edits=edits, retention=retention, every=every, seed=drawn,
+            settings=settings, through=through.value,
+        )  # fmt: skip
         runs.append((cell, asked))
     done = Sweep()
     with Progress(console=notes, transient=True, disable=not notes.is_terminal) as progress:
