@@ -31,6 +31,10 @@ FEW = 16
 MOST = 4
 """Codes that leave more than one key in so many tell too little."""
 
+NEAR = 0.1
+"""Share of keys whose radius is raised to that of the next. With more, queries amid many small balls find too many keys
+that might be nearest though no ball holds them; with less, each hit needs a second look."""
+
 SAMPLE = 2048
 """Keys that the directions are fitted to, at most."""
 
@@ -126,7 +130,7 @@ class Sieve:
             return
         sample_MD = keys_ND[:: -(-count // SAMPLE)]
         self._directions = Directions(sample_MD)
-        self.near = float(np.median(radii_N)) if np.isfinite(radii_N).all() else 0.0
+        self.near = float(np.quantile(radii_N, NEAR)) if np.isfinite(radii_N).all() else 0.0
         self._levels = {few: Codes() for few in sorted({min(FIRST, len(self._directions)), len(self._directions)})}
         for few, codes in self._levels.items():
             codes.fit(self._directions.project(sample_MD, few)[0])

@@ -5,7 +5,7 @@ the paper's D_test, of which TRR tells), texts that no edit should reach (`unrel
 (`traffic`), which overlap with neither. No row is drawn at random from one run to the next.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -80,7 +80,7 @@ RELABELLED = {
     "Due Process": "Civil Rights",
     "Unions": "Economic Activity",
 }
-"""What the paper changes in the training set alone, so that the classifier has something to be corrected on."""
+"""What the paper changes in what the classifier is taught, so that it has something to be corrected on."""
 
 TRAINED, RETAINED, EDITED = (0, 1982), (1983, 1990), (1991, 2009)
 """The first and last terms of SCOTUS's cases that are trained on, retained and edited."""
@@ -137,12 +137,14 @@ def hallucination() -> Task:
 def scotus() -> Task:
     """Cases of the Supreme Court and their topics, as they came; retention is of the terms before, traffic older.
 
+    What is retained has the topics that the classifier was taught, since that is what it should still do.
+
     Raises:
         DataError: the data are not there.
     """
     edits = _each_once(Edit(example) for example in _cases(EDITED))
     traffic = [case.inputs for case in _cases(TRAINED)[-TRAFFIC:]]
-    return Task("scotus", "accuracy", edits, _cases(RETAINED), traffic=traffic)
+    return Task("scotus", "accuracy", edits, _as_taught(_cases(RETAINED)), traffic=traffic)
 
 
 def scotus_training() -> list[Example]:
@@ -151,7 +153,10 @@ def scotus_training() -> list[Example]:
     Raises:
         DataError: the data are not there.
     """
-    cases = _cases(TRAINED)
+    return _as_taught(_cases(TRAINED))
+
+
+def _as_taught(cases: Sequence[Example]) -> list[Example]:
     return [Example(case.inputs, RELABELLED.get(case.target, case.target)) for case in cases]
 
 

@@ -99,7 +99,9 @@ def test_scotus_is_edited_in_the_order_of_its_terms_and_relabels_what_it_trains_
     task = TASKS["scotus"]()
     assert [edit.example.inputs for edit in task.edits] == ["5 question?", "6 question?", "0 question?"]
     assert {edit.example.target for edit in task.edits} == {"First Amendment"}
-    assert [example.inputs for example in task.retention] == ["3 question?", "4 question?"]
+    assert [(example.inputs, example.target) for example in task.retention] == [
+        ("3 question?", "Civil Rights"), ("4 question?", "Civil Rights"),
+    ]  # fmt: skip
     assert task.traffic == ["1 question?", "2 question?"]
     assert [(example.inputs, example.target) for example in scotus_training()] == [
         ("1 question?", "Civil Rights"), ("2 question?", "Civil Rights"),
