@@ -46,7 +46,7 @@ class Recipe:
 
 
 INTENT = Recipe(layers=1, epochs=12, learning_rate=5e-4)
-SCOTUS = Recipe(layers=2, epochs=12, learning_rate=2e-4)
+SCOTUS = Recipe(layers=2, epochs=8, learning_rate=2e-4)
 
 
 def intent_folder() -> str:

@@ -39,6 +39,7 @@ BENCHES = {
     "undo": "tests.bench.undo",
     "overhead": "tests.bench.overhead",
     "edit": "tests.bench.edit",
+    "keyspaces": "tests.bench.keyspaces",
 }
 """The module of each benchmark, whose `run` takes `Options` and yields rows."""
 

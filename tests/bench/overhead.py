@@ -9,8 +9,9 @@ those at most, as the editor's defaults have it. `recall` is the share of prompt
 force in float64: the same entry, or none. The goals are 1.03 times the unedited model at 10,000 keys, 1.05 at 100,000
 and 1.15 at a million.
 
-The floor: a code of 64 bytes is read of each key, and two numbers beside it: 72 bytes for each key and batch, at what
-the machine's memory gives. Keys that no code rules out are read themselves: 4 bytes for each number of each key.
+`lookup` is held against its floor, the time in which this machine reads what has to be read for each batch: of `real`
+keys a code of 64 bytes and two numbers beside it, of `random` ones, which no code rules out, 4 bytes for each number of
+each key. `empty` is a codebook with no keys: what the hook and its Python cost.
 """
 
 import gc
@@ -37,6 +38,9 @@ BATCHES = (1, 32)
 REPEATS = {1: 40, 32: 6}
 TEXTBOOK_EACH = 4
 """Of so many batches the textbook method runs one: at 100,000 keys it takes seconds."""
+CODE = 64 + 2 * 4
+"""Bytes that are read of each key."""
+
 TEXTBOOK_MOST = 100_000
 """Keys, at most, that the textbook method is measured with."""
 
@@ -52,16 +56,21 @@ def run(options: Options) -> Iterator[Row]:
         real_ND = queries(model, prompts[:KEYS])
         options.tell(f"{subject.name}: {len(real_ND)} queries")
         asked = prompts[KEYS + OTHERS :]
+        empty = Codebook("default", model.fingerprint, model.layer)
+        for batch in BATCHES:
+            path = f"overhead/{subject.name}/empty/batch{batch}"
+            yield from _measured(path, asked, model, empty, KeyIndex(empty, model.device), batch, None)
         for kind in ("real", "random"):
             for said, count in counts.items():
                 keys_ND = stored(real_ND, count) if kind == "real" else _drawn(real_ND, count)
                 codebook = _codebook(model, keys_ND, others_RD)
+                floor = _reading(CODE if kind == "real" else keys_ND.itemsize * keys_ND.shape[1], count)
                 del keys_ND
                 index = KeyIndex(codebook, model.device)
                 index.covering(torch.zeros(1, codebook.keys_ND.shape[1]))
                 for batch in BATCHES:
                     name = f"overhead/{subject.name}/{kind}/{said}/batch{batch}"
-                    yield from _measured(name, asked, model, codebook, index, batch)
+                    yield from _measured(name, asked, model, codebook, index, batch, floor)
                 del codebook, index
                 gc.collect()
 
@@ -73,6 +82,7 @@ def _measured(
     codebook: Codebook,
     index: KeyIndex,
     batch: int,
+    floor: float | None,
 ) -> Iterator[Row]:
     prompts = asked[: batch * REPEATS[batch]]
     batches = [prompts[start : start + batch] for start in range(0, len(prompts), batch)]
@@ -89,7 +99,7 @@ def _measured(
         return sum(served.hit is not None for served in model.answer(some, parameters, codebook, index))
 
     ways: dict[str, Callable[[Sequence[Sequence[int]]], int]] = {"unedited": bare, "edited": ours}
-    if len(codebook) <= TEXTBOOK_MOST:
+    if 0 < len(codebook) <= TEXTBOOK_MOST:
         arrays = (torch.from_numpy(array) for array in (codebook.keys_ND, codebook.values_NV, codebook.radii_N))
         module = model.module.get_submodule(model.layer)
         keys_ND, values_NV, radii_N = arrays
@@ -109,7 +119,9 @@ def _measured(
     if against is not None:
         yield Row(f"{name}/textbook-of-unedited", against, "x")
     yield Row(f"{name}/unedited", 1000 * medians["unedited"], "ms")
-    yield Row(f"{name}/lookup", 1000 * (medians["edited"] - medians["unedited"]), "ms")
+    yield Row(f"{name}/lookup", 1000 * (medians["edited"] - medians["unedited"]), "ms", floor)
+    if not len(codebook):
+        return
     yield Row(f"{name}/hits", hits / len(prompts), "share")
     if batch == BATCHES[-1]:
         yield Row(f"{name}/recall", _recall(model, prompts[:CHECKED], codebook, index), "share", 1)
@@ -131,6 +143,17 @@ def _turns(
                 seconds[way].append(time.process_time() - started)
                 hits += found
     return seconds, hits
+
+
+def _reading(size: int, count: int) -> float:
+    """Milliseconds in which so many bytes of each key are read once."""
+    numbers = torch.ones(size * count // 4)
+    spent = []
+    for _ in range(7):
+        begun = time.process_time()
+        numbers.sum()
+        spent.append(time.process_time() - begun)
+    return 1000 * statistics.median(spent)
 
 
 def _recall(model: EditableModel, prompts: Sequence[list[int]], codebook: Codebook, index: KeyIndex) -> float:

