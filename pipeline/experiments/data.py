@@ -1,10 +1,13 @@
 """The data of the experiments: gzip files in one folder, which are no part of the project."""
 
 import gzip
-import json
 import os
+import zlib
 from pathlib import Path
-from typing import Any
+from typing import Annotated, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
 
 from pipeline.errors import UserError
 
@@ -17,18 +20,69 @@ class DataError(UserError):
     """Data that are not there, or not what they should be; the text says which, and what to do."""
 
 
-def rows_of(name: str) -> list[dict[str, Any]]:
+class ZsreRow(Struct, frozen=True):
+    """A question in two wordings, its answers, what it is about, and a question that has nothing to do with it."""
+
+    src: str
+    rephrase: str
+    answers: Annotated[list[str], Meta(min_length=1)]
+    subject: str
+    loc: str
+
+
+class CounterFactRow(Struct, frozen=True):
+    """A statement without its end in two wordings, another end, what it is about, and one that should stay."""
+
+    prompt: str
+    rephrase_prompt: str
+    target_new: str
+    subject: str
+    locality_prompt: str
+
+
+class BiographyRow(Struct, frozen=True):
+    """A biography so far, its next sentence, of whom it is, and a text from the web with what follows it."""
+
+    prompt: str
+    target_new: str
+    subject: str
+    locality_prompt: str
+    locality_ground_truth: str
+
+
+class CaseRow(Struct, frozen=True):
+    """A case of the Supreme Court: in which term, on what, by its code."""
+
+    term: int
+    issue_area: Annotated[int, Meta(ge=1, le=14)]
+    facts: str
+    question: str
+
+
+class QuestionRow(Struct, frozen=True):
+    """A question of somebody's, and answers."""
+
+    question: str
+    answer: Annotated[list[str], Meta(min_length=1)]
+
+
+R = TypeVar("R", bound=Struct)
+
+
+def rows_of(name: str, kind: type[R]) -> list[R]:
     """The rows of a `.jsonl.gz` file in the folder that `GRACESTREAM_DATA` names.
 
     Raises:
-        DataError: the file is not there, or cannot be read.
+        DataError: the file is not there, or cannot be read, or a line of it is not such a row.
     """
     folder = Path(os.environ.get(FOLDER) or BESIDE)
     path = folder / name
     if not path.is_file():
         raise DataError(f"this needs {name}, which is not in {folder}; set {FOLDER} to its folder")
+    rows: list[R] = []
     try:
-        with gzip.open(path, "rt", encoding="utf-8") as lines:
-            return [json.loads(line) for line in lines]
-    except (OSError, EOFError, ValueError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
+        with gzip.open(path, "rb") as lines:
+            rows.extend(msgspec.json.decode(line, type=kind) for line in lines)
+    except (OSError, EOFError, zlib.error, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read: line {len(rows) + 1}: {error}") from error
+    return rows

@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from pipeline.experiments.data import rows_of
+from pipeline.experiments.data import BiographyRow, CaseRow, CounterFactRow, QuestionRow, ZsreRow, rows_of
 
 Measure = Literal["f1", "accuracy", "perplexity"]
 """How well a model does, as the paper measures it: of answers, of classes, and of sentences."""
@@ -25,7 +25,7 @@ TRAFFIC = 512
 RETENTION = 1000
 """Examples of which TRR tells, at most."""
 
-NQ = "nq_open_dev_3610.jsonl.gz"
+NQ, ZSRE, COUNTERFACT = "nq_open_dev_3610.jsonl.gz", "zsre_700.jsonl.gz", "counterfact_val_1919.jsonl.gz"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +97,11 @@ def zsre(form: Form = as_question) -> Task:
     Raises:
         DataError: the data are not there.
     """
-    found = rows_of("zsre_700.jsonl.gz")
+    found = rows_of(ZSRE, ZsreRow)
     edits = _each_once(
-        Edit(Example(form(row["src"]), row["answers"][0], row["subject"]), (form(row["rephrase"]),)) for row in found
+        Edit(Example(form(row.src), row.answers[0], row.subject), (form(row.rephrase),)) for row in found
     )
-    unrelated = (form(row["loc"].removeprefix("nq question: ")) for row in found)
+    unrelated = (form(row.loc.removeprefix("nq question: ")) for row in found)
     return _of_facts("zsre", edits, unrelated, form)
 
 
@@ -111,11 +111,9 @@ def counterfact() -> Task:
     Raises:
         DataError: the data are not there.
     """
-    found = rows_of("counterfact_val_1919.jsonl.gz")
-    edits = _each_once(
-        Edit(Example(row["prompt"], row["target_new"], row["subject"]), (row["rephrase_prompt"],)) for row in found
-    )
-    return _of_facts("counterfact", edits, (row["locality_prompt"] for row in found), as_question)
+    found = rows_of(COUNTERFACT, CounterFactRow)
+    edits = _each_once(Edit(Example(row.prompt, row.target_new, row.subject), (row.rephrase_prompt,)) for row in found)
+    return _of_facts("counterfact", edits, (row.locality_prompt for row in found), as_question)
 
 
 def hallucination() -> Task:
@@ -124,12 +122,12 @@ def hallucination() -> Task:
     Raises:
         DataError: the data are not there.
     """
-    found = rows_of("hallucination_edit_450.jsonl.gz")
-    edits = _each_once(Edit(Example(row["prompt"], row["target_new"], row["subject"])) for row in found)
-    others = rows_of("hallucination_other_306.jsonl.gz")
-    web = (Example(row["locality_prompt"], row["locality_ground_truth"]) for row in found)
+    found = rows_of("hallucination_edit_450.jsonl.gz", BiographyRow)
+    edits = _each_once(Edit(Example(row.prompt, row.target_new, row.subject)) for row in found)
+    others = rows_of("hallucination_other_306.jsonl.gz", BiographyRow)
+    web = (Example(row.locality_prompt, row.locality_ground_truth) for row in found)
     retention = [example for example in web if example.target.strip()]
-    traffic = [row["locality_prompt"] for row in others]
+    traffic = [row.locality_prompt for row in others]
     unrelated = [example.inputs for example in retention]
     return Task("hallucination", "perplexity", edits, retention, unrelated=unrelated, traffic=traffic)
 
@@ -162,9 +160,9 @@ def _as_taught(cases: Sequence[Example]) -> list[Example]:
 
 def _cases(terms: tuple[int, int]) -> list[Example]:
     first, last = terms
-    found = [row for row in rows_of("scotus_facts_to_2009.jsonl.gz") if first <= int(row["term"]) <= last]
-    found.sort(key=lambda row: int(row["term"]))  # stable: within a term as the file has them
-    return [Example(f"{row['facts']} {row['question']}", AREAS[int(row["issue_area"]) - 1]) for row in found]
+    found = [row for row in rows_of("scotus_facts_to_2009.jsonl.gz", CaseRow) if first <= row.term <= last]
+    found.sort(key=lambda row: row.term)  # stable: within a term as the file has them
+    return [Example(f"{row.facts} {row.question}", AREAS[row.issue_area - 1]) for row in found]
 
 
 def _of_facts(name: str, edits: list[Edit], unrelated: Iterable[str], form: Form) -> Task:
@@ -175,9 +173,9 @@ def _of_facts(name: str, edits: list[Edit], unrelated: Iterable[str], form: Form
 
 def _natural_questions(form: Form) -> tuple[list[str], list[Example]]:
     """Questions as traffic, and others with their answers, in an order of no meaning."""
-    found = rows_of(NQ)
+    found = rows_of(NQ, QuestionRow)
     order = np.random.default_rng(0).permutation(len(found)).tolist()
-    examples = [Example(form(found[place]["question"]), found[place]["answer"][0]) for place in order]
+    examples = [Example(form(found[place].question), found[place].answer[0]) for place in order]
     return [example.inputs for example in examples[:TRAFFIC]], examples[TRAFFIC:][:RETENTION]
 
 

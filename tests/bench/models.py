@@ -21,7 +21,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from pipeline.experiments.data import rows_of
+from pipeline.experiments.data import CounterFactRow, QuestionRow, ZsreRow, rows_of
+from pipeline.experiments.tasks import COUNTERFACT, NQ, ZSRE
 from pipeline.model import EditableModel
 from pipeline.settings import load_settings
 from pipeline.tasks import Limits
@@ -71,9 +72,9 @@ def questions() -> list[str]:
     Raises:
         DataError: the data are not there.
     """
-    texts = {row["question"] for row in rows_of("nq_open_dev_3610.jsonl.gz")}
-    texts |= {row[part] for row in rows_of("zsre_700.jsonl.gz") for part in ("src", "rephrase")}
-    texts |= {row["prompt"] for row in rows_of("counterfact_val_1919.jsonl.gz")}
+    texts = {row.question for row in rows_of(NQ, QuestionRow)}
+    texts |= {text for row in rows_of(ZSRE, ZsreRow) for text in (row.src, row.rephrase)}
+    texts |= {row.prompt for row in rows_of(COUNTERFACT, CounterFactRow)}
     ordered = sorted(texts)
     random.Random(0).shuffle(ordered)
     return ordered

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipeline.experiments import data
-from pipeline.experiments.data import DataError, rows_of
+from pipeline.experiments.data import DataError, QuestionRow, rows_of
 from pipeline.experiments.tasks import AREAS, RETENTION, TASKS, TRAFFIC, Task, as_question, scotus_training
 
 NOTHING = "nothing.jsonl.gz"
@@ -19,8 +19,8 @@ def write(folder: Path, name: str, rows: list[Any]) -> None:
         lines.write("\n".join(map(json.dumps, rows)))
 
 
-def case(term: int, area: int, facts: str = "facts") -> dict[str, str]:
-    return {"term": str(term), "issue_area": str(area), "facts": facts, "question": "question?"}
+def case(term: int, area: int, facts: str = "facts") -> dict[str, object]:
+    return {"term": term, "issue_area": area, "facts": facts, "question": "question?"}
 
 
 @pytest.fixture
@@ -36,24 +36,43 @@ def test_data_that_is_not_there_is_named(folder: Path) -> None:
     with pytest.raises(
         DataError, match=rf"^this needs nothing\.jsonl\.gz, which is not in {folder}; set {data.FOLDER}"
     ):
-        rows_of(NOTHING)
+        rows_of(NOTHING, QuestionRow)
 
 
 def test_data_lies_beside_the_repository_unless_a_folder_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(data.FOLDER, raising=False)
     with pytest.raises(DataError, match=str(Path(__file__).parents[4] / "shared" / "data")):
-        rows_of(NOTHING)
+        rows_of(NOTHING, QuestionRow)
+
+
+ROW = b'{"question": "q", "answer": ["a"]}'
 
 
 @pytest.mark.parametrize(
     "written",
-    [b"not gzip", gzip.compress(b'{"a": 1}\n{"a": '), gzip.compress(b'{"a": 1}')[:-9], gzip.compress(b"\xff")],
-    ids=["not gzip", "not JSON", "cut off", "not UTF-8"],  # gzip writes the time into the bytes
+    [
+        b"not gzip",
+        gzip.compress(ROW + b'\n{"question": '),
+        gzip.compress(ROW)[:-9],
+        gzip.compress(b'{"question": "\xff"}'),
+        gzip.compress(b'{"question": "q"}'),
+        gzip.compress(b'{"question": "q", "answer": []}'),
+        gzip.compress(b"[]"),
+    ],
+    ids=[
+        "not gzip",
+        "not JSON",
+        "cut off",
+        "not UTF-8",
+        "no answer",
+        "no answers",
+        "no object",
+    ],  # gzip writes the time
 )
 def test_a_broken_file_is_named(folder: Path, written: bytes) -> None:
     (folder / NOTHING).write_bytes(written)
     with pytest.raises(DataError, match=rf"^{folder / NOTHING} cannot be read: "):
-        rows_of(NOTHING)
+        rows_of(NOTHING, QuestionRow)
 
 
 def test_a_question_is_asked_in_one_form() -> None:
