@@ -25,7 +25,7 @@ class Classification(Task):
     def tokenize(self, inputs: Inputs) -> list[int]:
         """As for any task, and a pair is joined the way the tokenizer does."""
         texts = (inputs,) if isinstance(inputs, str) else inputs
-        return self._checked(self.tokenizer(*texts, add_special_tokens=True)["input_ids"])
+        return self._checked(self.tokenizer(*texts, add_special_tokens=True, verbose=False)["input_ids"])
 
     def batch(self, prompts: Sequence[Sequence[int]]) -> Batch:
         """Segment ids of pairs follow the first separator."""

@@ -94,7 +94,7 @@ class Generation(Task):
 
     def _target_ids(self, inputs: Inputs, target: str) -> list[int]:
         del inputs
-        token_ids: list[int] = self.tokenizer(target, add_special_tokens=False)["input_ids"]
+        token_ids: list[int] = self.tokenizer(target, add_special_tokens=False, verbose=False)["input_ids"]
         return token_ids
 
     def _answer(self, token_ids: list[int]) -> Answer:

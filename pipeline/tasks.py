@@ -112,7 +112,7 @@ class Task(ABC):
         """
         if not isinstance(inputs, str):
             raise InputError("this model takes one text, not a pair")
-        return self._checked(self.tokenizer(inputs, add_special_tokens=True)["input_ids"])
+        return self._checked(self.tokenizer(inputs, add_special_tokens=True, verbose=False)["input_ids"])
 
     def _checked(self, token_ids: list[int]) -> list[int]:
         if not token_ids:

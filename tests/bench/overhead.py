@@ -41,6 +41,8 @@ TEXTBOOK_EACH = 4
 CODE = 64 + 2 * 4
 """Bytes that are read of each key."""
 
+MOST_READ = 2**30
+
 TEXTBOOK_MOST = 100_000
 """Keys, at most, that the textbook method is measured with."""
 
@@ -146,14 +148,14 @@ def _turns(
 
 
 def _reading(size: int, count: int) -> float:
-    """Milliseconds in which so many bytes of each key are read once."""
-    numbers = torch.ones(size * count // 4)
+    """Milliseconds in which so many bytes of each key are read once; of very many, as a part of them tells."""
+    numbers = torch.ones(min(size * count, MOST_READ) // 4)
     spent = []
     for _ in range(7):
         begun = time.process_time()
         numbers.sum()
         spent.append(time.process_time() - begun)
-    return 1000 * statistics.median(spent)
+    return 1000 * statistics.median(spent) * size * count / (4 * len(numbers))
 
 
 def _recall(model: EditableModel, prompts: Sequence[list[int]], codebook: Codebook, index: KeyIndex) -> float:
