@@ -18,7 +18,7 @@ from pipeline.experiments.editors.serving import Served
 from pipeline.experiments.evaluation import Evaluation
 from pipeline.experiments.report import Asked, Report, read, write
 from pipeline.experiments.stream import Stream, first, fitting
-from pipeline.experiments.tasks import TASKS, Task
+from pipeline.experiments.tasks import Task
 from pipeline.model import EditableModel
 from pipeline.settings import Settings, load_settings
 from workers.boot import load_model, plan_of
@@ -53,18 +53,19 @@ class Runner:
         self._tell, self._plots = tell, plots
         self._loaded: tuple[list[object], EditableModel] | None = None
 
-    def run(self, asked: Asked, folder: Path, at_work: Callable[[int, int], object]) -> Report:
+    def run(self, asked: Asked, task: Task, folder: Path, at_work: Callable[[int, int], object]) -> Report:
         """The report that is in the folder already, if it is of just this; else run it, and write that.
 
         Args:
             asked: What to run.
+            task: Its data, all of them.
             folder: Of the results; it is there.
             at_work: Called with the number of corrections that have come, and of all.
         """
         found = read(folder)
         if found is not None and found.asked == asked:
             return found
-        task = first(TASKS[asked.experiment](), asked.edits, asked.retention, asked.seed)
+        task = first(task, asked.edits, asked.retention, asked.seed)
         settings = load_settings(**{**asked.settings, "seed": str(asked.seed)})
         if settings.threads:
             torch.set_num_threads(settings.threads)

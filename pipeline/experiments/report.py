@@ -33,6 +33,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         experiment: Its name.
+        data: SHA-256 of its data.
         editor: Its name.
         edits: Corrections, at most; None: all.
         retention: Examples of which TRR tells, at most; None: all.
@@ -43,6 +44,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     experiment: str
+    data: str
     editor: str
     edits: int | None
     retention: int | None

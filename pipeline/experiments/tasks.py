@@ -5,10 +5,12 @@ the paper's D_test, of which TRR tells), texts that no edit should reach (`unrel
 (`traffic`), which overlap with neither. No row is drawn at random from one run to the next.
 """
 
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
 import numpy as np
 
 from pipeline.experiments.data import BiographyRow, CaseRow, CounterFactRow, QuestionRow, ZsreRow, rows_of
@@ -66,6 +68,10 @@ class Task:
     accurate: list[Example] = field(default_factory=list)
     unrelated: list[str] = field(default_factory=list)
     traffic: list[str] = field(default_factory=list)
+
+    def digest(self) -> str:
+        """SHA-256 of all of it, in hexadecimal."""
+        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()
 
 
 AREAS = (

@@ -1,4 +1,4 @@
-"""Run one benchmark: `python -m tests.bench NAME [--quick] [--commit] [--device cuda]`."""
+"""Run one benchmark: `python -m tests.bench NAME [--quick] [--only MODEL] [--commit] [--device cuda]`."""
 
 import argparse
 import sys
@@ -22,6 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--commit", action="store_true", help=f"write them, and their page, to {KEPT.relative_to(ROOT)}"
     )
+    parser.add_argument("--only", default="", help="one model, where several are measured; what was committed stays")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the model runs")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch and FAISS")
     given = parser.parse_args(arguments)
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.set_num_threads(given.threads)
         faiss.omp_set_num_threads(given.threads)
         rows = []
-        for row in run(Options(quick=given.quick, device=given.device, tell=tell)):
+        for row in run(Options(quick=given.quick, only=given.only, device=given.device, tell=tell)):
             rows.append(row)
             tell(f"{row.name} {shown(row)} {row.unit}")  # so that none is lost where a later one fails
     except UserError as error:
@@ -46,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     console = Console()
     show(rows, Console(width=max(120, console.width)))
-    path = write(given.name, rows, machine(given.device), KEPT if given.commit else ROOT / "results")
+    folder = KEPT if given.commit else ROOT / "results"
+    path = write(given.name, rows, machine(given.device), folder, keep=bool(given.only))
     if given.commit:
         (KEPT / PAGE).write_text(page(KEPT), encoding="utf-8")
     tell(f"done; the numbers are in {path.relative_to(ROOT)}")

@@ -52,9 +52,10 @@ class BenchError(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a benchmark is told: whether to be quick, the device, and where to say how far it is."""
+    """What a benchmark is told: to be quick, one model to measure alone, the device, and where to say how far it is."""
 
     quick: bool = False
+    only: str = ""
     device: str = "cpu"
     tell: Callable[[str], None] = field(default=lambda _line: None)
 
@@ -111,12 +112,16 @@ def records(rows: Iterable[Row], measured_on: Machine) -> list[dict[str, Any]]:
     return [{**asdict(row), "machine": measured_on} for row in rows]
 
 
-def write(name: str, rows: Sequence[Row], measured_on: Machine, folder: Path) -> Path:
-    """Write rows to `<name>-<device>.json` in `folder`, one row a line, and say where."""
+def write(name: str, rows: Sequence[Row], measured_on: Machine, folder: Path, *, keep: bool = False) -> Path:
+    """Write rows to `<name>-<device>.json` in `folder`, one row a line, and say where; `keep` what else is there."""
     folder.mkdir(parents=True, exist_ok=True)
     device = re.sub(r"[^a-z0-9]+", "-", str(measured_on["device"]).lower()).strip("-")
-    lines = ",\n".join(json.dumps(record) for record in records(rows, measured_on))
     path = folder / f"{name}-{device}.json"
+    found = {
+        record["name"]: record for record in (json.loads(path.read_text("utf-8")) if keep and path.exists() else [])
+    }
+    found |= {record["name"]: record for record in records(rows, measured_on)}
+    lines = ",\n".join(map(json.dumps, found.values()))
     path.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
     return path
 

@@ -4,7 +4,7 @@ Random weights take as long as trained ones; they need no download.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from pipeline.experiments.tasks import COUNTERFACT, NQ, ZSRE
 from pipeline.model import EditableModel
 from pipeline.settings import load_settings
 from pipeline.tasks import Limits
-from tests.bench.framework import BenchError
+from tests.bench.framework import BenchError, Options
 from workers.boot import load_model
 
 FIRST_WORD = 10
@@ -131,3 +131,15 @@ SUBJECTS = (
     Subject("smollm2", lambda: _known("smollm2"), trained=True),
     Subject("minilm", lambda: _known("intent"), trained=True),
 )
+
+
+def subjects(options: Options, some: Sequence[Subject]) -> Sequence[Subject]:
+    """Those of some models that are to be measured.
+
+    Raises:
+        BenchError: none of them has the name that is asked for.
+    """
+    found = [subject for subject in some if options.only in ("", subject.name)]
+    if not found:
+        raise BenchError(f"{options.only!r} is not measured here; {', '.join(subject.name for subject in some)} are")
+    return found

@@ -15,8 +15,8 @@ HEAD = """\
 # Results
 
 Made by `make bench NAME=... ARGS=--commit` from the files beside it: each number was measured by the benchmark that it
-stands under, in one run, and `make bench NAME=...` measures it again. In parentheses stands what a number is to be held
-against: a goal, or the same of another way, as the benchmark's own words say.
+stands under, all numbers of a model in one run, and `make bench NAME=...` measures it again. In parentheses stands what
+a number is to be held against: a goal, or the same of another way, as the benchmark's own words say.
 
 ## What they do not show
 

@@ -116,7 +116,7 @@ def test_through_the_whole_pipeline_it_comes_to_the_same(
 
 
 def test_a_grid_runs_each_combination_once_and_goes_on_where_it_was_killed(
-    run: Callable[..., Command], chosen: list[str], tmp_path: Path
+    run: Callable[..., Command], chosen: list[str], data: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "results"
     swept = ["--sweep", "policy=paper,nearest", "--sweep", "seed=1,2", "--edits", "3", "--out", str(out)]
@@ -137,6 +137,10 @@ def test_a_grid_runs_each_combination_once_and_goes_on_where_it_was_killed(
         after = json.loads((folder / "metrics.json").read_text())
         assert (after == before) == (place != 1), "times differ in what ran again"
         assert [point["retained"] for point in after["points"]] == [point["retained"] for point in before["points"]]
+    (data / "hallucination_edit_450.jsonl.gz").write_bytes((data / "hallucination_other_306.jsonl.gz").read_bytes())
+    changed = run("experiment", "hallucination", *chosen, *swept, "--no-plots")
+    assert status_of(changed) == 0, changed.said()
+    assert all(json.loads((folder / "metrics.json").read_text()) != metrics[folder] for folder in folders)
     other = run("experiment", "hallucination", *chosen, *swept[:-4], "--edits", "2", "--out", str(out))
     assert status_of(other) == 0, other.said()
     assert {len(json.loads((folder / "metrics.json").read_text())["made"]) for folder in folders} == {2}

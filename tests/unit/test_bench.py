@@ -12,7 +12,8 @@ from rich.console import Console
 
 from tests.bench import __main__ as command
 from tests.bench import framework
-from tests.bench.framework import BENCHES, Options, Row, bench, machine, records, show, write
+from tests.bench.framework import BENCHES, BenchError, Options, Row, bench, machine, records, show, write
+from tests.bench.models import SUBJECTS, subjects
 from tests.bench.page import PAGE, page
 
 ROWS = [
@@ -51,6 +52,22 @@ def test_rows_are_written_as_json_named_for_benchmark_and_device(tmp_path: Path)
     path = write("small", ROWS, {**machine("cpu"), "device": "NVIDIA H200"}, tmp_path / "new")
     assert path == tmp_path / "new" / "small-nvidia-h200.json"
     assert [record["value"] for record in json.loads(path.read_text())] == [0.5, 7, 1.0]
+
+
+def test_one_model_can_be_measured_again_and_the_others_stay(tmp_path: Path) -> None:
+    write("small", ROWS, machine("cpu"), tmp_path)
+    path = write(
+        "small",
+        [Row("zsre/paper/exact", 0.7, "share"), Row("zsre/new/exact", 0.1, "share")],
+        machine("cpu"),
+        tmp_path,
+        keep=True,
+    )
+    found = {record["name"]: record["value"] for record in json.loads(path.read_text())}
+    assert found == {"zsre/paper/exact": 0.7, "zsre/paper/entries": 7, "zsre/nearest/exact": 1.0, "zsre/new/exact": 0.1}
+    assert [one.name for one in subjects(Options(only="minilm"), SUBJECTS)] == ["minilm"]
+    with pytest.raises(BenchError, match=r"^'other' is not measured here; bert-base, .*minilm are$"):
+        subjects(Options(only="other"), SUBJECTS)
 
 
 def test_the_table_has_one_line_for_each_setting() -> None:

@@ -77,12 +77,15 @@ def experiment(
     from pipeline.experiments.plots import require_plots  # noqa: PLC0415  (torch takes seconds)
     from pipeline.experiments.report import COLUMNS, Asked, cells, made, plain  # noqa: PLC0415
     from pipeline.experiments.sweep import Sweep, grid, title  # noqa: PLC0415
+    from pipeline.experiments.tasks import TASKS  # noqa: PLC0415
     from workers.experiments import SWEPT, Runner, settings_of  # noqa: PLC0415
 
     if data is not None:
         os.environ[FOLDER] = str(data)
     if plots:
         require_plots()
+    task = TASKS[name]()
+    digest = task.digest()
     whole = made(out or Path("results") / (f"{name}-sweep" if sweep else f"{name}-{editor}"))
     runs = []
     for cell in grid(sweep or [], (*SWEPT, "editor", "seed")):
@@ -92,7 +95,7 @@ def experiment(
             raise typer.BadParameter(f"--through kafka: an editor worker runs GRACE, not {method}")
         settings = settings_of(name, {"model": model, "layer": layer, **chosen})
         asked = Asked(
-            experiment=name, editor=method, edits=edits, retention=retention, every=every, seed=drawn,
+            experiment=name, data=digest, editor=method, edits=edits, retention=retention, every=every, seed=drawn,
             settings=settings, through=through.value,
         )  # fmt: skip
         runs.append((cell, asked))
@@ -105,7 +108,7 @@ def experiment(
                 notes.print(f"{number} of {len(runs)}: {title(cell)}")
             progress.reset(bar)
             folder = made(whole / title(cell))
-            report = runner.run(asked, folder, lambda count, of: progress.update(bar, completed=count, total=of))
+            report = runner.run(asked, task, folder, lambda count, of: progress.update(bar, completed=count, total=of))
             done.add(cell, report)
             for point in report.points if as_json else ():
                 say({**cell, **plain(point)})

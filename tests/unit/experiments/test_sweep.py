@@ -16,7 +16,7 @@ from pipeline.experiments.report import Asked, Report, read, write
 from pipeline.experiments.stream import Point, Quality, Use
 from pipeline.experiments.sweep import Sweep, SweepError, estimate, grid, title
 
-ASKED = Asked(experiment="zsre", editor="grace", edits=1, retention=1, every=1, seed=0, settings={})
+ASKED = Asked(experiment="zsre", data="d", editor="grace", edits=1, retention=1, every=1, seed=0, settings={})
 
 
 def point(corrections: int, value: float) -> Point:
