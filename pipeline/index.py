@@ -276,7 +276,7 @@ class KeyIndex:
         # A product of D terms in float32 is off by at most D roundings of the largest possible sum. A key can only win
         # where its norm is within the winner's distance of the query's: one of a huge norm makes no other unsure.
         width, norm_B = queries_BD.shape[1], queries_BD.norm(dim=1)
-        largest_B = ((norm_B + distances_B) * (1 + 1e-5)).clamp(max=self._norm)
+        largest_B = ((norm_B + distances_B) * (1 + 1e-5)).clamp(max=min(self._norm, torch.finfo(torch.float32).max))
         rounding = torch.finfo(torch.float32)
         error_B = width * (rounding.eps * (norm_B + largest_B).square() + rounding.tiny)  # squares may underflow
         farthest_B = squares_BK.amax(dim=1)

@@ -16,11 +16,11 @@ from pipeline.experiments.editors.known import EDITORS
 from pipeline.experiments.editors.piped import Piped
 from pipeline.experiments.editors.serving import Served
 from pipeline.experiments.evaluation import Evaluation
-from pipeline.experiments.report import Asked, Report, read, write
+from pipeline.experiments.report import Asked, Report, cleared, read, write
 from pipeline.experiments.stream import Stream, first, fitting
 from pipeline.experiments.tasks import Task
 from pipeline.model import EditableModel
-from pipeline.settings import Settings, load_settings
+from pipeline.settings import Settings, SettingsError, load_settings
 from workers.boot import load_model, plan_of
 
 OF_THE_MODEL = ("model", "layer", "query", "replace", "device", "dtype", "max_input_tokens", "max_target_tokens")
@@ -46,6 +46,10 @@ PIPELINE = "pipeline"
 """The folder of such a run's own logs and data, within that of its results."""
 
 
+PINNED: dict[str, Any] = {"snapshot_url": "", "authors": "", "require_signature": False, "edits_per_minute": 0}
+"""Settings of its workers that would make another run of it, or reach beyond it."""
+
+
 class Runner:
     """Runs one experiment after the other. A model that the next one is about too stays loaded."""
 
@@ -62,15 +66,16 @@ class Runner:
             folder: Of the results; it is there.
             at_work: Called with the number of corrections that have come, and of all.
         """
-        found = read(folder)
-        if found is not None and found.asked == asked:
-            return found
-        task = first(task, asked.edits, asked.retention, asked.seed)
         settings = load_settings(**{**asked.settings, "seed": str(asked.seed)})
         if settings.threads:
             torch.set_num_threads(settings.threads)
         model = self._model(settings)
+        found = read(folder)
+        if found is not None and (found.asked, found.model) == (asked, model.fingerprint):
+            return found
+        cleared(folder)
         task, left_out = fitting(task, model)
+        task = first(task, asked.edits, asked.retention, asked.seed)
         if left_out:
             self._tell(f"{left_out} examples and texts are left out: the model cannot take them, or not at this length")
         with ExitStack() as used:  # at its end weights are what they were
@@ -79,7 +84,11 @@ class Runner:
             stream = Stream(task, editor, evaluation)
             stream.at_work = lambda: at_work(len(stream.made), len(task.edits))
             points = list(stream.run([*range(asked.every, len(task.edits), asked.every), len(task.edits)]))
-            uses = stream.uses() if editor.entries else []
+            uses = editor.uses(task.edits) if isinstance(editor, Served) else []
+            told = environment(model, plan_of(settings))
+            if not isinstance(editor, Served):
+                told = {name: told[name] for name in told.keys() - set(OF_THE_PLAN)}
+                told["learning_rate"] = str(getattr(editor, "learning_rate", ""))
             corrected = [edit.example for edit in task.edits]
             agreeing = None
             if isinstance(editor, Piped):
@@ -87,7 +96,7 @@ class Runner:
         shutil.rmtree(folder / PIPELINE, ignore_errors=True)  # after a failure its logs stay
         report = Report(
             asked=asked, measure=task.measure, model=model.fingerprint, layer=model.layer,
-            environment=environment(model, plan_of(settings)), left_out=left_out, points=points, made=stream.made,
+            environment=told, left_out=left_out, points=points, made=stream.made,
             uses=uses, agreeing=agreeing,
         )  # fmt: skip
         write(report, editor.codebook if isinstance(editor, Served) else None, folder, plots=self._plots)
@@ -100,7 +109,12 @@ class Runner:
             own: dict[str, Any] = {**asked.settings, "seed": str(asked.seed)}
             name = f"experiment-{secrets.token_hex(3)}"
             stack = running_stack(
-                folder / PIPELINE, replicas=REPLICAS, report=self._tell, prefix=f"{name}.", codebook=name, **own
+                folder / PIPELINE,
+                replicas=REPLICAS,
+                report=self._tell,
+                prefix=f"{name}.",
+                codebook=name,
+                **(PINNED | own),
             )
             return used.enter_context(Piped(model, used.enter_context(stack).settings, task.traffic))
         chosen = {"learning_rate": settings.learning_rate} if "learning_rate" in settings.model_fields_set else {}
@@ -117,12 +131,15 @@ class Runner:
         return self._loaded[1]
 
 
-def settings_of(experiment: str, given: dict[str, str | None]) -> dict[str, str]:
+def settings_of(experiment: str, editor: str, given: dict[str, str | None]) -> dict[str, str]:
     """The editor's settings that are set, by the environment or as given, as texts.
 
     Raises:
-        SettingsError: one is wrong.
+        SettingsError: one is wrong, or the editor has no such.
     """
     settings = load_settings(**given)
-    found = {name: str(getattr(settings, name)) for name in SWEPT if name in settings.model_fields_set}
+    read_by = SWEPT if editor == "grace" else (*OF_THE_MODEL, "learning_rate")
+    if unread := sorted(name for name, value in given.items() if value is not None and name not in read_by):
+        raise SettingsError(f"{editor} has no {', '.join(unread)}: only grace has")
+    found = {name: str(getattr(settings, name)) for name in read_by if name in settings.model_fields_set}
     return {"model": MODELS[experiment], **found} if experiment in MODELS else found

@@ -82,7 +82,7 @@ def rows_of(name: str, kind: type[R]) -> list[R]:
     rows: list[R] = []
     try:
         with gzip.open(path, "rb") as lines:
-            rows.extend(msgspec.json.decode(line, type=kind) for line in lines)
-    except (OSError, EOFError, zlib.error, msgspec.DecodeError, UnicodeDecodeError) as error:
+            rows.extend(msgspec.json.decode(line, type=kind) for line in lines if line.strip())
+    except (OSError, EOFError, zlib.error, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(f"{path} cannot be read: line {len(rows) + 1}: {error}") from error
     return rows

@@ -1,12 +1,14 @@
 """The figures of an experiment, as in the paper: measures, entries and reach over edits, and rephrases by entry."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.errors import UserError
-from pipeline.experiments.stream import Point, Use
+from pipeline.experiments.editors.serving import Use
+from pipeline.experiments.stream import Point
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,7 +18,7 @@ QUALITIES: dict[str, Callable[[Point], float]] = {
     "ERR": lambda point: point.retained.value,
     "TRR": lambda point: point.kept.value,
     "rephrases": lambda point: point.rephrased.value,
-    "to come": lambda point: point.coming.value,
+    "coming": lambda point: point.coming.value,
 }
 """What is measured as answers are."""
 
@@ -45,26 +47,36 @@ def require_plots() -> None:
         raise PlotError("plots need matplotlib: `pip install 'gracestream[experiments]'`, or --no-plots")
 
 
-def draw_run(points: Sequence[Point], uses: Sequence[Use], measure: str, path: Path) -> None:
+def draw_run(points: Sequence[Point], uses: Sequence[Use], measure: str, title: str, path: Path) -> None:
     """One run: what is measured, what is stored, what is reached, and how many rephrases each entry serves."""
     from matplotlib.figure import Figure  # noqa: PLC0415  (only who draws needs it)
 
     figure = Figure(figsize=(11, 8), layout="constrained")
+    figure.suptitle(title)
     ((top, stored), (reach, served)) = figure.subplots(2, 2)
-    corrections = [point.corrections for point in points]
-    for name, value in QUALITIES.items():
-        top.plot(corrections, [value(point) for point in points], label=name, marker=".")
-    top.axhline(points[0].kept.value, color="gray", linestyle=":", label="TRR, unedited")
-    _named(top, measure, logarithmic=measure == "perplexity")
-    stored.plot(corrections, [point.edits for point in points], label="edits", marker=".")
-    stored.plot(corrections, [point.entries for point in points], label="entries", marker=".")
+    _curves(top, points, QUALITIES)
+    if not math.isnan(points[0].kept.value):
+        top.axhline(points[0].kept.value, color="gray", linestyle=":", label="TRR, unedited")
+    _named(top, measure, measure=measure)
+    _curves(stored, points, {"edits": lambda point: point.edits, "entries": lambda point: point.entries})
     _named(stored, "count")
-    for name, value in REACH.items():
-        reach.plot(corrections, [value(point) for point in points], label=name, marker=".")
-    _named(reach, "share")
-    served.bar(range(len(uses)), [use.rephrases for use in uses], width=1)
-    served.set(xlabel="entry", ylabel="rephrases served")
+    _curves(reach, points, REACH)
+    _named(reach, "share", measure="share")
+    if any(use.rephrases for use in uses):
+        served.bar(range(len(uses)), [use.rephrases for use in uses], width=1)
+        served.set(xlabel="entry", ylabel="rephrases served")
+    else:
+        served.axis("off")
     figure.savefig(path, dpi=120)
+
+
+def _curves(panel: "Axes", points: Sequence[Point], told: Mapping[str, Callable[[Point], float]]) -> None:
+    """Each of what is told, thinner one after the other, so that none hides another; but for what is nothing."""
+    corrections = [point.corrections for point in points]
+    for place, (name, value) in enumerate(told.items()):
+        values = [value(point) for point in points]
+        if not all(map(math.isnan, values)):
+            panel.plot(corrections, values, label=name, marker="o", linewidth=5 - place, markersize=9 - 1.5 * place)
 
 
 def draw_sweep(lines: Mapping[str, Mapping[int, Mapping[str, Estimate]]], measure: str, path: Path) -> None:
@@ -81,14 +93,22 @@ def draw_sweep(lines: Mapping[str, Mapping[int, Mapping[str, Estimate]]], measur
             panel.plot(corrections, [mean for mean, _ in estimates], label=label, marker=".")
             low, high = [mean - half for mean, half in estimates], [mean + half for mean, half in estimates]
             panel.fill_between(corrections, low, high, alpha=0.2)
-        shares = name == "entries" or name in REACH
-        _named(panel, name if shares else f"{name} ({measure})", logarithmic=measure == "perplexity" and not shares)
+        of_answers = name in QUALITIES
+        kind = measure if of_answers else "share" if name in REACH else "count"
+        _named(panel, f"{name} ({measure})" if of_answers else name, measure=kind)
     figure.savefig(path, dpi=120)
 
 
-def _named(panel: "Axes", ylabel: str, *, logarithmic: bool = False) -> None:
+def _named(panel: "Axes", ylabel: str, *, measure: str = "count") -> None:
+    """Shares from 0 to 1, perplexities on a logarithmic scale, and what is counted in whole numbers."""
     panel.set(xlabel="corrections", ylabel=ylabel)
-    if logarithmic:
+    panel.locator_params(axis="x", integer=True)
+    if measure == "perplexity":
         panel.set_yscale("log")
-    panel.legend(fontsize="small")
+    elif measure == "count":
+        panel.locator_params(axis="y", integer=True)
+    else:
+        panel.set_ylim(-0.03, 1.03)
+    if panel.get_legend_handles_labels()[0]:
+        panel.legend(fontsize="small")
     panel.grid(alpha=0.3)

@@ -12,8 +12,9 @@ from pipeline.codebook import Codebook
 from pipeline.codebook_file import save
 from pipeline.errors import UserError
 from pipeline.experiments.editors.editor import Made
+from pipeline.experiments.editors.serving import Use
 from pipeline.experiments.plots import draw_run
-from pipeline.experiments.stream import Point, Quality, Use
+from pipeline.experiments.stream import Point, Quality
 
 COLUMNS = (
     "corrections", "edits", "entries", "ES", "ERR", "TRR", "ARR", "rephrases", "coming", "edits an entry", "agreement",
@@ -21,7 +22,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-METRICS = "metrics.json"
+METRICS, TABLE, PLOTS, CODEBOOK = "metrics.json", "table.md", "plots.png", "codebook.safetensors"
 
 
 class ReportError(UserError):
@@ -82,6 +83,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     agreeing: float | None = None
 
 
+def cleared(folder: Path) -> None:
+    """Without the results of a run before: what is there after one that broke off is its own."""
+    with writing(folder):
+        for name in (METRICS, TABLE, PLOTS, CODEBOOK):
+            (folder / name).unlink(missing_ok=True)
+
+
 def made(folder: Path) -> Path:
     """The folder, made if need be: before hours of work and not after them.
 
@@ -100,11 +108,13 @@ def write(report: Report, codebook: Codebook | None, folder: Path, *, plots: boo
         ReportError, FileError: the folder cannot be written to.
     """
     if codebook is not None:
-        save(codebook, folder / "codebook.safetensors")
+        save(codebook, folder / CODEBOOK)
     with writing(folder):
-        (folder / "table.md").write_text(markdown(COLUMNS, map(cells, report.points)), encoding="utf-8")
+        (folder / TABLE).write_text(markdown(*columns_of(report.points)), encoding="utf-8")
         if plots:
-            draw_run(report.points, report.uses, report.measure, folder / "plots.png")
+            asked = report.asked
+            title = f"{asked.experiment}, {asked.editor}, {report.layer}, seed {asked.seed}"
+            draw_run(report.points, report.uses, report.measure, title, folder / PLOTS)
         half = folder / f".{METRICS}"
         half.write_bytes(msgspec.json.format(msgspec.json.encode(plain(report)), indent=1) + b"\n")
         half.replace(folder / METRICS)
@@ -131,7 +141,7 @@ def read(folder: Path) -> Report | None:
         return msgspec.convert(told, Report)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.DecodeError, KeyError, TypeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError) as error:
         raise ReportError(f"{folder / METRICS} is no report: {error}; remove it to run this anew") from error
 
 
@@ -167,7 +177,14 @@ def markdown(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in told) + "\n"
 
 
-def cells(point: Point) -> list[str]:
+def columns_of(points: Sequence[Point]) -> tuple[list[str], list[list[str]]]:
+    """The table's head and lines, without columns that hold nothing."""
+    lines = [_cells(point) for point in points]
+    filled = [place for place, _ in enumerate(COLUMNS) if any(line[place] for line in lines)]
+    return [COLUMNS[place] for place in filled], [[line[place] for place in filled] for line in lines]
+
+
+def _cells(point: Point) -> list[str]:
     """One line of the table, in the order of `COLUMNS`."""
     qualities = (point.success, point.retained, point.kept, point.accurate, point.rephrased, point.coming)
     counts = (point.corrections, point.edits, point.entries)

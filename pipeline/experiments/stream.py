@@ -1,6 +1,5 @@
 """One experiment: edits one after the other, and how the model does at points on the way (paper, section 3)."""
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
@@ -9,10 +8,11 @@ import numpy as np
 
 from pipeline.errors import UserError
 from pipeline.experiments.editors.editor import Editor, Made
-from pipeline.experiments.evaluation import Evaluation, Score
+from pipeline.experiments.evaluation import ANSWER, Evaluation, Score
 from pipeline.experiments.tasks import Edit, Example, Task
 from pipeline.model import EditableModel
 from pipeline.tasks import InputError
+from schemas.messages import Parameters
 
 UNEDITED: tuple[str, ...] = ("unchanged", "rejected")
 """Statuses of corrections that changed nothing."""
@@ -73,14 +73,6 @@ class Point:
         return self.edits / self.entries if self.entries else float("nan")
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
-    """Of one thing that an editor stored: how many corrections it serves, and how many of their rephrases."""
-
-    edits: int
-    rephrases: int
-
-
 @dataclass(slots=True)
 class Stream:
     """Runs a task's edits through an editor. `run` is told after how many corrections to measure.
@@ -134,14 +126,6 @@ class Stream:
             captured=_mean(reached[:unrelated]),
         )
 
-    def uses(self) -> list[Use]:
-        """How often each state of the editor that serves a correction does, and their rephrases; the most first."""
-        come = self.task.edits[: len(self.made)]
-        edits = self.editor.states([edit.example.inputs for edit in come])
-        rephrases = Counter(self.editor.states([text for edit in come for text in edit.rephrases]))
-        found = [Use(count, rephrases[state]) for state, count in Counter(edits).items() if state is not None]
-        return sorted(found, key=lambda use: (-use.rephrases, -use.edits))
-
     def _rephrases(self) -> list[str]:
         """Of all corrections."""
         return [text for edit in self.task.edits for text in edit.rephrases]
@@ -176,6 +160,8 @@ def fitting(task: Task, model: EditableModel) -> tuple[Task, int]:
     def fits(example: Example) -> bool:
         try:
             model.supervised(example.inputs, example.target)
+            if task.measure == "f1":
+                model.task.admit(model.task.tokenize(example.inputs), Parameters(max_new_tokens=ANSWER))
         except InputError:
             return False
         return True

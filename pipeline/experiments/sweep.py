@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import product
 from pathlib import Path
+from urllib.parse import quote
 
 import numpy as np
 
@@ -14,6 +15,9 @@ from pipeline.experiments.stream import Point
 
 QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """Of Student's t at 97.5 %, by degrees of freedom from 1; the last serves for more, and gives wider intervals then."""
+
+SAFE = " []+:@"
+"""Beside letters, digits and `_.-~`, what stands in a folder's name as it is."""
 
 SEED = "seed"
 """Of a grid's names the one over which intervals are told."""
@@ -43,7 +47,7 @@ def grid(options: Sequence[str], known: Iterable[str]) -> list[dict[str, str]]:
 
 def title(cell: dict[str, str]) -> str:
     """One combination in a few words, which a folder can be called."""
-    return ", ".join(f"{name}={value}" for name, value in cell.items()).replace("/", "_")
+    return ", ".join(f"{name}={quote(value, safe=SAFE)}" for name, value in cell.items())
 
 
 def estimate(values: Sequence[float]) -> Estimate:

@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from pipeline.experiments.data import BiographyRow, CaseRow, CounterFactRow, QuestionRow, ZsreRow, rows_of
+from pipeline.experiments.data import BiographyRow, CaseRow, CounterFactRow, DataError, QuestionRow, ZsreRow, rows_of
 
 Measure = Literal["f1", "accuracy", "perplexity"]
 """How well a model does, as the paper measures it: of answers, of classes, and of sentences."""
@@ -155,9 +155,12 @@ def scotus_training() -> list[Example]:
     """What the classifier is trained on: earlier cases, under the labels of their time.
 
     Raises:
-        DataError: the data are not there.
+        DataError: the data are not there, or have no such case.
     """
-    return _as_taught(_cases(TRAINED))
+    cases = _as_taught(_cases(TRAINED))
+    if not cases:
+        raise DataError(f"of the terms up to {TRAINED[1]} there is no case to train on")
+    return cases
 
 
 def _as_taught(cases: Sequence[Example]) -> list[Example]:

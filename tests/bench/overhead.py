@@ -10,10 +10,11 @@ force in float64: the same entry, or none. The goals are 1.03 times the unedited
 and 1.15 at a million.
 
 `lookup` is held against its floor, the time in which this machine reads what has to be read for each batch: of `real`
-keys a code of 64 bytes and two numbers beside it, of `random` ones, which codes hardly rule out, 4 bytes for each number
-of each key. `empty` is a codebook with no keys: what the hook and its Python cost. Goals that are missed: of a model that
-answers in 8 ms 3 % are 0.24 ms, which `empty` alone takes; of random weights most keys have to be read, for a model of
-30 to 80 ms the more, and the floor itself is more than the goal from 100,000 keys on. Tried without gain: blocks of a
+keys a code of 64 bytes and two numbers beside it, of `random` ones, which codes hardly rule out, 4 bytes for each
+number of each key. `empty` is a codebook with no keys: what the hook and its Python cost.
+
+Goals that are missed: of a model that answers in 8 ms 3 % are 0.24 ms, which `empty` alone takes. Of random weights
+most keys have to be read, and from 100,000 keys on that floor is more than the goal. Tried without gain: blocks of a
 k-d tree, of which 60 to 80 % have to be looked at.
 """
 

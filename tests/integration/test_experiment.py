@@ -2,11 +2,13 @@
 
 import gzip
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from pipeline.codebook_file import load
 from pipeline.settings import Settings
@@ -72,7 +74,8 @@ def test_fewer_edits_and_less_to_retain_can_be_asked_for(
         "experiment", "hallucination", *chosen, "--edits", "2", "--retention", "1", "--out", str(tmp_path / "r")
     )
     assert status_of(command) == 0, command.said()
-    assert "rephrases" in command.told()
+    assert "TRR" in command.told()
+    assert "rephrases" not in command.told(), "which these data do not have"
     assert len(json.loads((tmp_path / "r" / "metrics.json").read_text())["made"]) == 2
 
 
@@ -156,6 +159,8 @@ def test_a_grid_runs_each_combination_once_and_goes_on_where_it_was_killed(
         ("seed=-1", "'-1' is no number from 0 on"),
         ("policy=no", "GRACESTREAM_POLICY"),
         ("through=kafka", "'through' cannot be swept"),
+        ("seed=0,00", "seed=00 is there twice"),
+        ("radius=1,1.0", "radius=1.0 is there twice"),
     ],
 )
 def test_a_grid_that_makes_no_sense_is_told_of_before_anything_runs(
@@ -166,6 +171,28 @@ def test_a_grid_that_makes_no_sense_is_told_of_before_anything_runs(
     assert complaint in " ".join(command.said().replace("│", " ").split()), command.said()
     assert "Traceback" not in command.said()
     assert not list((tmp_path / "out").rglob("*.json"))
+
+
+def test_what_is_grace_s_alone_is_not_swept_for_others(run: Callable[..., Command], chosen: list[str]) -> None:
+    given = ["--sweep", "editor=ft", "--sweep", "policy=paper,nearest"]
+    assert "ft has no policy: only grace has" in sentence(run("experiment", "hallucination", *chosen, *given))
+
+
+def test_a_run_is_its_model_s_and_leaves_nothing_of_the_one_before(
+    run: Callable[..., Command], chosen: list[str], checkpoints: dict[str, Checkpoint], data: Path, tmp_path: Path
+) -> None:
+    moved = tmp_path / "model"
+    shutil.copytree(checkpoints["llama"].folder, moved)
+    given = ["experiment", "hallucination", "--data", str(data), "--model", str(moved), *chosen[2:4], "--edits", "1"]
+    out = tmp_path / "results"
+    assert status_of(run(*given, "--out", str(out))) == 0
+    first = json.loads((out / "metrics.json").read_text())
+    weights = load_file(moved / "model.safetensors")
+    save_file({name: tensor * 1.01 for name, tensor in weights.items()}, moved / "model.safetensors", {"format": "pt"})
+    assert status_of(run(*given, "--out", str(out))) == 0
+    assert json.loads((out / "metrics.json").read_text())["model"] != first["model"]
+    assert status_of(run(*given, "--editor", "ft", "--no-plots", "--out", str(out))) == 0
+    assert sorted(path.name for path in out.iterdir()) == ["metrics.json", "table.md"]
 
 
 def test_only_grace_runs_in_an_editor_worker(run: Callable[..., Command], chosen: list[str]) -> None:

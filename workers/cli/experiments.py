@@ -1,17 +1,21 @@
 """`experiment`: the paper's experiments, through the engine that the editor worker runs."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 from rich.progress import Progress
 from rich.table import Table
 
 from pipeline.experiments.data import FOLDER
 from workers.cli.common import AsJson, Layer, Model, notes, say, show
+
+if TYPE_CHECKING:
+    from pipeline.experiments.report import Asked
 
 
 class Name(StrEnum):
@@ -63,7 +67,7 @@ def experiment(
         Through, typer.Option(help="kafka: start a pipeline of one's own, and correct by its topics.")
     ] = Through.engine,
     data: Annotated[Path | None, typer.Option(help="Folder of the data.", envvar=FOLDER)] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the results; else results/NAME-EDITOR.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the results; else one in results.")] = None,
     plots: Annotated[bool, typer.Option(help="Draw what comes of it, by matplotlib.")] = True,
     model: Model = None,
     layer: Layer = None,
@@ -75,30 +79,23 @@ def experiment(
     Example: gracestream experiment zsre --edits 200 --retention 200 --sweep policy=paper,nearest --sweep seed=0,1,2
     """
     from pipeline.experiments.plots import require_plots  # noqa: PLC0415  (torch takes seconds)
-    from pipeline.experiments.report import COLUMNS, Asked, cells, made, plain  # noqa: PLC0415
-    from pipeline.experiments.sweep import Sweep, grid, title  # noqa: PLC0415
+    from pipeline.experiments.report import Asked, columns_of, made, plain  # noqa: PLC0415
+    from pipeline.experiments.sweep import Sweep, title  # noqa: PLC0415
     from pipeline.experiments.tasks import TASKS  # noqa: PLC0415
-    from workers.experiments import SWEPT, Runner, settings_of  # noqa: PLC0415
+    from workers.experiments import Runner  # noqa: PLC0415
 
     if data is not None:
         os.environ[FOLDER] = str(data)
     if plots:
         require_plots()
     task = TASKS[name]()
-    digest = task.digest()
-    whole = made(out or Path("results") / (f"{name}-sweep" if sweep else f"{name}-{editor}"))
-    runs = []
-    for cell in grid(sweep or [], (*SWEPT, "editor", "seed")):
-        chosen = dict(cell)
-        method, drawn = _method(chosen.pop("editor", editor)), _number(chosen.pop("seed", str(seed)))
-        if through is Through.kafka and method is not Method.grace:
-            raise typer.BadParameter(f"--through kafka: an editor worker runs GRACE, not {method}")
-        settings = settings_of(name, {"model": model, "layer": layer, **chosen})
-        asked = Asked(
-            experiment=name, data=digest, editor=method, edits=edits, retention=retention, every=every, seed=drawn,
-            settings=settings, through=through.value,
-        )  # fmt: skip
-        runs.append((cell, asked))
+    base = Asked(
+        experiment=name, data=task.digest(), editor=editor, edits=edits, retention=retention, every=every, seed=seed,
+        settings={}, through=through.value,
+    )  # fmt: skip
+    runs = _runs(base, sweep or [], {"model": model, "layer": layer})
+    ending = "" if through is Through.engine else f"-{through}"
+    whole = made(out or Path("results") / f"{name}-{'sweep' if sweep else editor}{ending}")
     done = Sweep()
     with Progress(console=notes, transient=True, disable=not notes.is_terminal) as progress:
         runner = Runner(notes.print, plots=plots)
@@ -112,11 +109,32 @@ def experiment(
             done.add(cell, report)
             for point in report.points if as_json else ():
                 say({**cell, **plain(point)})
-    if sweep:
-        done.write(whole, plots=plots)
+            if report.agreeing is not None:
+                notes.print(f"replicas answered {report.agreeing:.1%} of the corrections as was measured")
+            if sweep:  # after each, for those who stop here
+                done.write(whole, plots=plots)
     if not as_json:
-        _show(*((done.columns, done.rows) if sweep else (COLUMNS, map(cells, report.points))))
+        _show(*((done.columns, done.rows) if sweep else columns_of(report.points)))
     notes.print(f"the results are in {whole}")
+
+
+def _runs(base: "Asked", sweep: Sequence[str], given: Mapping[str, str | None]) -> list[tuple[dict[str, str], "Asked"]]:
+    """What a grid asks for, by its combinations."""
+    from pipeline.experiments.sweep import grid, title  # noqa: PLC0415
+    from workers.experiments import SWEPT, settings_of  # noqa: PLC0415
+
+    runs: list[tuple[dict[str, str], Asked]] = []
+    for cell in grid(sweep, (*SWEPT, "editor", "seed")):
+        chosen = dict(cell)
+        method, seed = _method(chosen.pop("editor", base.editor)), _number(chosen.pop("seed", str(base.seed)))
+        if base.through == Through.kafka and method is not Method.grace:
+            raise typer.BadParameter(f"--through kafka: an editor worker runs GRACE, not {method}")
+        settings = settings_of(base.experiment, method, {**given, **chosen})
+        asked = msgspec.structs.replace(base, editor=method.value, seed=seed, settings=settings)
+        if any(asked == other for _, other in runs):
+            raise typer.BadParameter(f"--sweep: {title(cell)} is there twice")
+        runs.append((cell, asked))
+    return runs
 
 
 def _show(columns: Iterable[str], rows: Iterable[list[str]]) -> None:

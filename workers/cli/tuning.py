@@ -16,7 +16,9 @@ def register(app: typer.Typer) -> None:
         app.command(rich_help_panel="Tuning")(command)
 
 
-def prepare(name: Annotated[str, typer.Argument(help="smollm2, intent or scotus.")]) -> None:
+def prepare(
+    name: Annotated[str, typer.Argument(help="smollm2, intent, or scotus, which needs GRACESTREAM_DATA.")],
+) -> None:
     """Build a model that is known by name, and print its folder. Whatever needs the model does this too.
 
     Example: gracestream prepare scotus

@@ -6,7 +6,7 @@ All train the layer's weights by Adam on the model's loss for one correction, an
 - `FineTuning`: nothing else.
 - `ElasticWeights`: elastic weight consolidation (Kirkpatrick et al. 2017, in its online form): the more the model's
   answers so far depend on a weight, the more it resists. Their Fisher information is that of the traffic, under what
-  the model itself says next, and of each correction once it is made.
+  the model itself says next, and of each correction once it is made: all traffic counts as much as one correction.
 - `Retraining`: after so many corrections the original weights are trained on all of them.
 """
 
@@ -20,7 +20,7 @@ from pipeline.experiments.editors.editor import STEPS
 from pipeline.experiments.editors.weights import WeightEditor
 from pipeline.experiments.tasks import Example
 from pipeline.model import EditableModel, verdict
-from pipeline.tasks import Supervised
+from pipeline.tasks import InputError, Supervised
 
 LEARNING_RATE = 1e-2
 """The paper's, of those that it tried the best for finetuning."""
@@ -37,7 +37,7 @@ class FineTuning(WeightEditor):
 
     def __init__(self, model: EditableModel, learning_rate: float = LEARNING_RATE, steps: int = STEPS) -> None:
         super().__init__(model)
-        self._rate, self._steps = learning_rate, steps
+        self.learning_rate, self._steps = learning_rate, steps
 
     def _change(self, example: Example, supervised: Supervised) -> int:
         """Train until the model gives the target."""
@@ -52,7 +52,7 @@ class FineTuning(WeightEditor):
 
     def _train(self, corrections: Sequence[Supervised], most: int) -> int:
         """A step on each that is wrong, in turns, until none is, or so many are made; the number of steps."""
-        optimizer = torch.optim.Adam(self.weights, lr=self._rate)
+        optimizer = torch.optim.Adam(self.weights, lr=self.learning_rate)
         steps = 0
         with self._trainable():
             while steps < most:
@@ -106,7 +106,11 @@ class ElasticWeights(FineTuning):
         self._anchors = [weight.detach().clone() for weight in self.weights]
         self.fisher = [torch.zeros_like(weight) for weight in self.weights]
         for text in traffic[:SAMPLE]:
-            (logits_1C,) = self._model.task.logits(self._next(text))
+            try:
+                asked = self._next(text)
+            except InputError:  # no room for a token after it
+                continue
+            (logits_1C,) = self._model.task.logits(asked)
             self._observe(self._next(text, int(logits_1C.argmax())), 1 / min(SAMPLE, len(traffic)))
 
     def _next(self, text: str, token: int = 0) -> Supervised:

@@ -5,8 +5,8 @@ by what it puts out. The network maps each such pair to another, whose outer pro
 subtracted from the weights. It is trained as corrections come, by Adam on the loss of the model that it has changed,
 and goes on from what it was: as in the paper's comparison there are no corrections to train it on before.
 
-A pair is given to the network at a length of one, the slopes of all tokens beside the longest of them, and what the
-network adds to it is nothing at first. So the first change is a step of gradient descent.
+A pair is given to the network with its input at a length of one and its slope in parts of the longest of all tokens',
+and what the network adds to it is nothing at first. So the first change goes, token by token, down the gradient.
 """
 
 import torch
@@ -35,7 +35,7 @@ class Mend(LinearEditor):
         self, model: EditableModel, learning_rate: float = LEARNING_RATE, steps: int = STEPS, seed: int = 0
     ) -> None:
         super().__init__(model)
-        self._steps = steps
+        self.learning_rate, self._steps = learning_rate, steps
         values, queries = self.weight_VD.shape
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)

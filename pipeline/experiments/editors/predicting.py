@@ -29,12 +29,12 @@ MEMORY_RATE, DEFER_RATE = 1e-2, 1.0
 
 
 class Predicting(ABC):
-    """Networks beside the model, whose first weights `seed` draws."""
+    """Networks beside the model, whose first weights `seed` draws. They replace nothing before the first correction."""
 
     entries = 0
 
     def __init__(self, model: EditableModel, learning_rate: float, steps: int, seed: int) -> None:
-        self._model, self._steps = model, steps
+        self._model, self.learning_rate, self._steps = model, learning_rate, steps
         self._queries = Queries(model)
         self._changes = 0
         batch = model.task.batch([model.task.tokenize(TEXTS[0])])
@@ -60,12 +60,15 @@ class Predicting(ABC):
         """The networks', of a text for which they replace the output."""
         if not texts:
             return []
-        found = self._replacing(torch.from_numpy(self._queries.of(texts)))
-        return [self._changes if replaced else None for replaced in found[0].tolist()]
+        found = self._lookup(torch.from_numpy(self._queries.of(texts)))
+        return [None] * len(texts) if found is None else [self._changes if one else None for one in found[0].tolist()]
 
     def serving(self, mask_BT: Tensor | None) -> AbstractContextManager[object]:
         """The adaptor's session, with a prediction for each row."""
-        return self._model.adaptor.predicting(mask_BT, self._replacing)
+        return self._model.adaptor.predicting(mask_BT, self._lookup)
+
+    def _lookup(self, queries_BD: Tensor) -> tuple[Tensor, Tensor] | None:
+        return self._replacing(queries_BD) if self._changes else None
 
     def _train(self, supervised: Supervised) -> int:
         """The steps that it took."""

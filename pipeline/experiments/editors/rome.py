@@ -78,7 +78,7 @@ class Rome(LinearEditor):
         if not traffic:
             raise EditorError("this editor needs texts that tell how the layer's inputs vary")
         super().__init__(model)
-        self._rate, self._steps = learning_rate, steps
+        self.learning_rate, self._steps = learning_rate, steps
         self._prefixes = [" ".join(text.split()[:WORDS]) for text in traffic[:prefixes]]
         moment_DD = self._second_moment(traffic)
         ridge = RIDGE * moment_DD.diagonal().mean() * torch.eye(len(moment_DD), device=moment_DD.device)
@@ -121,7 +121,7 @@ class Rome(LinearEditor):
         """How the value has to change, from what it was, and the steps that it took to find out."""
         essence, usual_C = self._essence(example)
         change_V = torch.zeros_like(was_V).requires_grad_()
-        optimizer = torch.optim.Adam([change_V], lr=self._rate)
+        optimizer = torch.optim.Adam([change_V], lr=self.learning_rate)
         for step in range(self._steps):
             with torch.enable_grad():
                 logits = [
@@ -133,7 +133,7 @@ class Rome(LinearEditor):
                 loss = told
                 if essence is not None:
                     now_C = torch.log_softmax(self._logits(essence, change_V)[0][0], dim=0)
-                    kept = torch.nn.functional.kl_div(now_C, usual_C, log_target=True, reduction="sum")
+                    kept = torch.nn.functional.kl_div(usual_C, now_C, log_target=True, reduction="sum")
                     loss = loss + SUBJECT_SHARE * kept
             if told.item() < ENOUGH:
                 return change_V.detach(), step
@@ -149,7 +149,10 @@ class Rome(LinearEditor):
         if not example.subject:
             return None, torch.empty(0)
         text = f"{example.subject} is a"
-        asked = self._asked(text, example.subject, self._model.task.supervised(text, (0,)))
+        try:
+            asked = self._asked(text, example.subject, self._model.task.supervised(text, (0,)))
+        except InputError:  # no room for it
+            return None, torch.empty(0)
         with torch.no_grad():
             (logits_1C,) = self._model.task.logits(asked.supervised)
         return asked, torch.log_softmax(logits_1C[0], dim=0)

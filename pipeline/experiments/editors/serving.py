@@ -1,8 +1,10 @@
 """A model that a codebook corrects, as a replica serves it."""
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,9 +12,17 @@ from torch import Tensor
 from pipeline.codebook import Codebook
 from pipeline.experiments.editors.editor import Made
 from pipeline.experiments.editors.queries import Queries
-from pipeline.experiments.tasks import Example
+from pipeline.experiments.tasks import Edit, Example
 from pipeline.index import NO_SLOT, KeyIndex
 from pipeline.model import EditableModel
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """Of one entry: how many corrections it serves, and how many of their rephrases."""
+
+    edits: int
+    rephrases: int
 
 
 class Served(ABC):
@@ -47,3 +57,10 @@ class Served(ABC):
             return []
         slots: list[int] = self.index.covering(torch.from_numpy(self._queries.of(texts))).slots_B.tolist()
         return slots
+
+    def uses(self, edits: Sequence[Edit]) -> list[Use]:
+        """Of each entry that serves one of these corrections; those of the most rephrases first."""
+        corrections = Counter(self.serving_slots([edit.example.inputs for edit in edits]))
+        rephrases = Counter(self.serving_slots([text for edit in edits for text in edit.rephrases]))
+        found = [Use(count, rephrases[slot]) for slot, count in corrections.items() if slot != NO_SLOT]
+        return sorted(found, key=lambda use: (-use.rephrases, -use.edits))

@@ -21,7 +21,11 @@ from pipeline.tasks import Supervised
 
 
 class WeightEditor(ABC):
-    """Used as a context, at whose end the weights are the original ones again."""
+    """Used as a context, at whose end the weights are the original ones again.
+
+    Raises:
+        EditorError: the layer has none.
+    """
 
     entries = 0
 
@@ -29,6 +33,8 @@ class WeightEditor(ABC):
         self._model = model
         self.layer = model.module.get_submodule(model.layer)
         self.weights: list[Tensor] = list(self.layer.parameters())
+        if not self.weights:
+            raise EditorError(f"{model.layer} has no weights, which this editor changes")
         self._original = [weight.detach().clone() for weight in self.weights]
         self._changes = 0
 

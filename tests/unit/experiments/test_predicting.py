@@ -53,6 +53,8 @@ def test_a_correction_that_is_told_to_hold_holds(kind: str, make: Callable[[Edit
 def test_memory_answers_all_inputs_with_a_mean_of_its_vectors(kind: str) -> None:
     model = editable(kind)
     editor, evaluation = Memory(model), Evaluation(model, "accuracy")
+    assert not any(editor.states(OTHERS)), "before the first correction"
+    editor.edit(0, examples_of(kind, TEXTS)[1])
     assert None not in editor.states(OTHERS)
     examples = examples_of(kind, OTHERS)
     assert isinstance(editor.networks, nn.Sequential)
@@ -70,6 +72,9 @@ def test_defer_leaves_alone_what_its_gate_does_not_take(kind: str) -> None:
     model = editable(kind)
     examples = examples_of(kind, OTHERS)
     editor = reluctant(model)
+    wrong = next(one for one in examples_of(kind, TEXTS) if editor.edit(0, one).status != "unchanged")
+    assert wrong.inputs not in OTHERS
+    set_gate(editor, -1)
     bare = Evaluation(model, "accuracy").scores(editor, examples)
     assert editor.states(OTHERS) == [None] * len(OTHERS)
     set_gate(editor, 1)

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.experiments import plots
+from pipeline.experiments.editors.serving import Use
 from pipeline.experiments.plots import PlotError, draw_run, require_plots
 from pipeline.experiments.report import Asked, Report, read, write
-from pipeline.experiments.stream import Point, Quality, Use
+from pipeline.experiments.stream import Point, Quality
 from pipeline.experiments.sweep import Sweep, SweepError, estimate, grid, title
 
 ASKED = Asked(experiment="zsre", data="d", editor="grace", edits=1, retention=1, every=1, seed=0, settings={})
@@ -50,7 +51,8 @@ def test_what_makes_no_grid_is_told(option: str) -> None:
 
 
 def test_a_title_names_one_folder() -> None:
-    assert title({"model": "a/b", "seed": "1"}) == "model=a_b, seed=1"
+    assert title({"model": "a/b", "seed": "1"}) == "model=a%2Fb, seed=1"
+    assert title({"model": "a_b"}) != title({"model": "a/b"})
 
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=12))
@@ -90,8 +92,8 @@ def test_what_is_drawn_is_a_picture(tmp_path: Path) -> None:
     sweep.add({"policy": "paper"}, report(0.0, 0.5, 0.7))
     sweep.write(tmp_path, plots=True)
     points = [point(0, 0.1), point(3, 0.2), replace(point(5, math.inf), coming=Quality(math.inf, 0.0))]
-    draw_run(points, [Use(2, 3), Use(1, 0)], "perplexity", tmp_path / "run.png")
-    draw_run(points[:1], [], "f1", tmp_path / "empty.png")
+    draw_run(points, [Use(2, 3), Use(1, 0)], "perplexity", "run", tmp_path / "run.png")
+    draw_run(points[:1], [], "f1", "empty", tmp_path / "empty.png")
     for name in ("plots", "run", "empty"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
