@@ -184,7 +184,7 @@ class _Asking:
 
     def closeness(self, codes_MP: torch.Tensor, beside_M2: torch.Tensor) -> torch.Tensor:
         """Of M slots to each query, (M, B)."""
-        return (beside_M2 @ self._factors_2B).add_(_exact_product(codes_MP, self._codes_PB))
+        return (beside_M2 @ self._factors_2B).add_(exact_product(codes_MP, self._codes_PB))
 
 
 class Keys:
@@ -298,7 +298,7 @@ def grown(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     return larger
 
 
-def _exact_product(codes_MP: torch.Tensor, codes_PB: torch.Tensor) -> torch.Tensor:
+def exact_product(codes_MP: torch.Tensor, codes_PB: torch.Tensor) -> torch.Tensor:
     """Of whole numbers of a byte each."""
     if _INTEGERS:
         return torch._int_mm(codes_MP, codes_PB)  # noqa: SLF001  (torch has no other product of these)

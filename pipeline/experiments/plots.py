@@ -63,8 +63,9 @@ def draw_run(points: Sequence[Point], uses: Sequence[Use], measure: str, title: 
     _curves(reach, points, REACH)
     _named(reach, "share", measure="share")
     if any(use.rephrases for use in uses):
-        served.bar(range(len(uses)), [use.rephrases for use in uses], width=1)
+        served.bar(range(1, len(uses) + 1), [use.rephrases for use in uses], width=0.9)
         served.set(xlabel="entry", ylabel="rephrases served")
+        served.locator_params(integer=True)
     else:
         served.axis("off")
     figure.savefig(path, dpi=120)

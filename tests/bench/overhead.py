@@ -9,9 +9,9 @@ those at most, as the editor's defaults have it. `recall` is the share of prompt
 force in float64: the same entry, or none. The goals are 1.03 times the unedited model at 10,000 keys, 1.05 at 100,000
 and 1.15 at a million.
 
-`lookup` is held against its floor, the time in which this machine reads what has to be read for each batch: of `real`
-keys a code of 64 bytes and two numbers beside it, of `random` ones, which codes hardly rule out, 4 bytes for each
-number of each key. `empty` is a codebook with no keys: what the hook and its Python cost.
+`lookup` is held against its floor: the time in which this machine multiplies a batch with what has to be read, and
+looks at each product once. Of `real` keys that is a code of 64 bytes each, of `random` ones, which codes hardly rule
+out, the key itself, in float32 or bfloat16. `empty` is a codebook with no keys: what the hook and its Python cost.
 
 Goals that are missed: of a model that answers in 8 ms 3 % are 0.24 ms, which `empty` alone takes. Of random weights
 most keys have to be read, and from 100,000 keys on that floor is more than the goal. Tried without gain: blocks of a
@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
+from pipeline.bounds import exact_product
 from pipeline.codebook import Codebook
 from pipeline.index import NO_SLOT, KeyIndex
 from pipeline.model import EditableModel
@@ -42,10 +43,11 @@ BATCHES = (1, 32)
 REPEATS = {1: 40, 32: 6}
 TEXTBOOK_EACH = 4
 """Of so many batches the textbook method runs one: at 100,000 keys it takes seconds."""
-CODE = 64 + 2 * 4
-"""Bytes that are read of each key."""
+CODE = 64
+"""Bytes of a code, of which one is read of each key."""
 
-MOST_READ = 2**30
+MOST_FLOOR = 100_000
+"""Keys that a floor is measured on, at most."""
 
 TEXTBOOK_MOST = 100_000
 """Keys, at most, that the textbook method is measured with."""
@@ -69,12 +71,12 @@ def run(options: Options) -> Iterator[Row]:
             for said, count in counts.items():
                 keys_ND = stored(real_ND, count) if kind == "real" else _drawn(real_ND, count)
                 codebook = _codebook(model, keys_ND, others_RD)
-                floor = _reading(CODE if kind == "real" else keys_ND.itemsize * keys_ND.shape[1], count)
                 del keys_ND
                 index = KeyIndex(codebook, model.device)
                 index.covering(torch.zeros(1, codebook.keys_ND.shape[1]))
                 for batch in BATCHES:
                     name = f"overhead/{subject.name}/{kind}/{said}/batch{batch}"
+                    floor = _floor(kind, count, codebook.keys_ND.shape[1], batch)
                     yield from _measured(name, asked, model, codebook, index, batch, floor)
                 del codebook, index
                 gc.collect()
@@ -150,15 +152,28 @@ def _turns(
     return seconds, hits
 
 
-def _reading(size: int, count: int) -> float:
-    """Milliseconds in which so many bytes of each key are read once; of very many, as a part of them tells."""
-    numbers = torch.ones(min(size * count, MOST_READ) // 4)
-    spent = []
-    for _ in range(7):
+def _floor(kind: str, count: int, width: int, batch: int) -> float:
+    """Milliseconds of the products of all codes (`real`) or keys (`random`) with a batch, and a look at each of them.
+
+    Of very many keys a part is multiplied, since the time is theirs in proportion.
+    """
+    some, step = min(count, MOST_FLOOR), max(1024, 2**17 // batch)
+    if kind == "real":
+        keys = torch.randint(-127, 127, (some, CODE), dtype=torch.int8)
+        asked = torch.randint(-127, 127, (CODE, batch), dtype=torch.int8)
+        ways = [lambda chunk: exact_product(chunk, asked)]
+    else:
+        keys, asked = torch.rand(some, width), torch.rand(width, batch)
+        rough = asked.bfloat16()
+        ways = [lambda chunk: chunk @ asked, lambda chunk: chunk.bfloat16() @ rough]
+
+    def spent(way: Callable[[torch.Tensor], torch.Tensor]) -> float:
         begun = time.process_time()
-        numbers.sum()
-        spent.append(time.process_time() - begun)
-    return 1000 * statistics.median(spent) * size * count / (4 * len(numbers))
+        for start in range(0, some, step):
+            (way(keys[start : start + step]) > 0).any()
+        return time.process_time() - begun
+
+    return 1000 * min(statistics.median(spent(way) for _ in range(7)) for way in ways) * count / some
 
 
 def _recall(model: EditableModel, prompts: Sequence[list[int]], codebook: Codebook, index: KeyIndex) -> float:
