@@ -87,7 +87,7 @@ class Runner:
             uses = editor.uses(task.edits) if isinstance(editor, Served) else []
             told = environment(model, plan_of(settings))
             if not isinstance(editor, Served):
-                told = {name: told[name] for name in told.keys() - set(OF_THE_PLAN)}
+                told = {name: value for name, value in told.items() if name not in OF_THE_PLAN}
                 told["learning_rate"] = str(getattr(editor, "learning_rate", ""))
             corrected = [edit.example for edit in task.edits]
             agreeing = None
