@@ -1,6 +1,8 @@
 """Editors' logs on one cluster, the real Kafka or its double: what the behaviour of both is tested with."""
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from kafka.admin import MemberToRemove
@@ -58,6 +60,15 @@ class Cluster:
 
     def settle(self, log: EditorLog, *places: str) -> None:
         """Wait until an editor has one of these places; the others poll meanwhile, each in its own time."""
+        with self.others_polling(log):
+            wait_until(lambda: log.place(0.05) in places, what=f"a place among {places}")
+
+    @contextmanager
+    def others_polling(self, log: EditorLog) -> Iterator[None]:
+        """All editors of the group but this one poll in threads of their own.
+
+        Members that take turns in one thread need not come to rest: a join that ends between two polls begins anew.
+        """
         done = threading.Event()
 
         def take_part(other: EditorLog) -> None:
@@ -69,7 +80,7 @@ class Cluster:
         for thread in threads:
             thread.start()
         try:
-            wait_until(lambda: log.place(0.05) in places, what=f"a place among {places}")
+            yield
         finally:
             done.set()
             for thread in threads:

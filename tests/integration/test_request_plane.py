@@ -84,7 +84,7 @@ def test_what_a_replica_holds_does_not_grow_with_what_waits(flooded: Settings) -
                 assert len(app.consumer.unacked) <= (AHEAD + 2) * BATCH
                 read = sum(offset or 0 for offset in app.consumer._read_offset.values())
                 assert read <= (BUFFERED + AHEAD + 4) * BATCH
-            assert sum(taken) == (AHEAD + 1) * BATCH
+            assert AHEAD * BATCH < sum(taken) <= (AHEAD + 1) * BATCH, "a first batch may be short"
             go_on.set()
             await until(lambda: sum(taken) == 4000)
         finally:

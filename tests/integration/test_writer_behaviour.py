@@ -106,10 +106,11 @@ class TestStaying:
 
         def settled() -> bool:
             log.stay(0.0)
-            in_place = standby.place(0.05) == "standby"
-            return in_place and log._metadata.generation_id == standby._metadata.generation_id
+            return standby._stable() and log._metadata.generation_id == standby._member.group_metadata().generation_id
 
-        wait_until(settled)
+        with cluster.others_polling(log):
+            wait_until(settled)
+        assert standby.place(0.05) == "standby"
         log.commit(Result(0, outcome_of("f0"), b"took long"))
         assert next_offset(log) == 1
 
