@@ -9,7 +9,7 @@ the query has |q - y| <= r + e + s. In P numbers |q|^2 + |y|^2 - 2 q.y is off by
 and the same holds of the square of the sum of w = r + e and s; where r is the query's, it goes with s.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 
 from pipeline.directions import lengths
 
-PRODUCT = 2**17
+PRODUCT = 2**18
 """Numbers of a product that are looked at together: they stay in the cache."""
 
 SHORTEST = 1024
@@ -26,8 +26,14 @@ SHORTEST = 1024
 WHOLE = 127
 """The largest of the numbers that a code is made of."""
 
+FINER = 2 * WHOLE
+"""What is left over of a number when it is rounded to a whole one, at most a half, is coded in such parts."""
+
 CLIPPED = 1e-4
 """The share of a sample's numbers that are beyond the scale. Their points are off by much, and looked at in full."""
+
+TOGETHER = 256
+"""Slots of one query that are few enough to be looked at together with those of others."""
 
 MANY = 32
 """Points left are many where one in so many is: they are counted then before they are told one by one."""
@@ -37,6 +43,10 @@ ROUGH = 3.1 * 2.0**-8
 
 ROUGHLY = 4
 """Queries, at least, whose product with the keys is one in bfloat16: to convert keys for fewer takes as long."""
+
+SAME = 16 * 2.0**-23
+"""Squares of distances that are the same in float32, of differences in float32, differ by less, in parts of the squares
+of the two lengths: those of keys are given as much room besides."""
 
 _EPS = float(np.finfo(np.float32).eps)
 _TINY = float(np.finfo(np.float32).tiny)
@@ -123,36 +133,38 @@ class Codes:
         """For each query, in ascending order, the slots of the first `count` that are left; None: more than `most`."""
         asking = _Asking(*self._asked(points_BP, asked), self._scale)
         codes, beside = torch.from_numpy(self._codes), torch.from_numpy(self._beside[asked.mode])
-        least = torch.from_numpy(asking.least_B)
         step = max(SHORTEST, PRODUCT // max(1, len(points_BP)))
+        return _told(lambda chunk: asking.surplus(codes[chunk], beside[chunk]), len(points_BP), count, step, most)
 
-        def left(chunk: slice) -> torch.Tensor:
-            return ~(asking.closeness(codes[chunk], beside[chunk]) < least)
+    def left(self, slots: Sequence[np.ndarray], points_BP: np.ndarray, asked: Asked) -> list[np.ndarray]:
+        """Those of some slots for each query that are left."""
+        surpluses = self._surpluses(slots, points_BP, asked)
+        return [some[~(surplus < 0)] for some, surplus in zip(slots, surpluses, strict=True)]
 
-        return _told(left, len(points_BP), count, step, most)
+    def closest(self, slots: Sequence[np.ndarray], points_BP: np.ndarray, count: int) -> list[np.ndarray]:
+        """So many of some slots for each query, or all, whose points are closest to its own."""
+        nothing_B = np.zeros(len(points_BP), np.float32)
+        surpluses = self._surpluses(slots, points_BP, Asked(nothing_B, nothing_B))
+        return [
+            some if len(some) <= count else some[np.argpartition(-surplus, count - 1)[:count]]
+            for some, surplus in zip(slots, surpluses, strict=True)
+        ]
 
-    def left(self, slots_M: np.ndarray, point_P: np.ndarray, asked: Asked) -> np.ndarray:
-        """Those of these slots that are left for one query: by its point itself and not its code, so fewer."""
-        points_1P, asked = self._asked(point_P[None], asked)
-        limit_M = self._beside[asked.mode, slots_M, 1] + asked.added_B()[0]
-        squares_M = self._squares(slots_M, points_1P) * np.float32(1 - _rounding(len(point_P)))
-        left_M: np.ndarray = slots_M[~(squares_M > limit_M * limit_M + _TINY)]
-        return left_M
-
-    def closest(self, slots_M: np.ndarray, point_P: np.ndarray, count: int) -> np.ndarray:
-        """So many of these slots, or all, whose points are closest to a query's."""
-        if count >= len(slots_M):
-            return slots_M
-        nearest_first = np.argpartition(self._squares(slots_M, point_P - self._origin_P), count - 1)
-        found: np.ndarray = slots_M[nearest_first[:count]]
+    def _surpluses(self, slots: Sequence[np.ndarray], points_BP: np.ndarray, asked: Asked) -> list[np.ndarray]:
+        """Of some slots for each query. Few of several queries are multiplied with all of these at once."""
+        together = [row for row, some in enumerate(slots) if len(some) <= TOGETHER]
+        found = [np.empty(0, np.float32)] * len(slots)
+        for rows in (together, *([row] for row, some in enumerate(slots) if len(some) > TOGETHER)):
+            some_M = np.concatenate([np.empty(0, np.int64), *(slots[row] for row in rows)])
+            if len(some_M):
+                asking = _Asking(*self._asked(points_BP[rows], asked.rows(rows)), self._scale, fine=True)
+                codes, beside = self._codes.take(some_M, axis=0), self._beside[asked.mode].take(some_M, axis=0)
+                surplus_MB = asking.surplus(torch.from_numpy(codes), torch.from_numpy(beside)).numpy()
+                counts = [len(slots[row]) for row in rows]
+                own_M = surplus_MB[np.arange(len(some_M)), np.repeat(np.arange(len(rows)), counts)]
+                for row, surplus in zip(rows, np.split(own_M, np.cumsum(counts)[:-1]), strict=True):
+                    found[row] = surplus
         return found
-
-    def _squares(self, slots_M: np.ndarray, point_P: np.ndarray) -> np.ndarray:
-        """Of the distances from a point, itself from the origin."""
-        apart_MP = self._codes[slots_M] * self._scale
-        apart_MP -= point_P
-        squares_M: np.ndarray = np.einsum("mp,mp->m", apart_MP, apart_MP)
-        return squares_M
 
     def _asked(self, points_BP: np.ndarray, asked: Asked) -> tuple[np.ndarray, Asked]:
         points_BP, slack_B = self._from_origin(points_BP, asked.slack_B)
@@ -165,26 +177,39 @@ class Codes:
 
 
 class _Asking:
-    """B queries in codes of their own scale. Closeness is q.y + w s + (w^2 - |y|^2) / 2, over both scales."""
+    """B queries in codes of their own scale, or in two each, the second of what the first leaves over (`fine`).
 
-    def __init__(self, points_BP: np.ndarray, asked: Asked, scale: np.float32) -> None:
+    Closeness is q.y + w s + (w^2 - |y|^2) / 2, over both scales; the surplus is what of it is above the least.
+    """
+
+    def __init__(self, points_BP: np.ndarray, asked: Asked, scale: np.float32, *, fine: bool = False) -> None:
         largest_B = np.abs(points_BP).max(axis=1)
         scale_B = np.where(largest_B > 0, largest_B, np.float32(1)) / np.float32(WHOLE)
-        codes_BP = np.rint(points_BP / scale_B[:, None]).astype(np.int8)
-        coded_BP = codes_BP * scale_B[:, None]
+        scaled_BP = points_BP / scale_B[:, None]
+        codes_BP = np.rint(scaled_BP)
+        self._rest_PB = _codes(((scaled_BP - codes_BP) * FINER).T) if fine else None
+        self._codes_PB = _codes(codes_BP.T)
+        coded_BP = codes_BP + self._rest_PB.numpy().T / np.float32(FINER) if self._rest_PB is not None else codes_BP
+        coded_BP = coded_BP * scale_B[:, None]
         added_B = asked.added_B() + lengths(points_BP - coded_BP) * np.float32(_MORE)
         rounding = np.float32(_rounding(points_BP.shape[1]))
         both_B = scale * scale_B
         squares_B = np.einsum("bp,bp->b", coded_BP, coded_BP)
-        self.least_B = _finite(
-            ((1 - rounding) * squares_B - (1 + rounding) * added_B * added_B - 2 * _TINY) / (2 * both_B)
-        )
+        least_B = _finite(((1 - rounding) * squares_B - (1 + rounding) * added_B * added_B - 2 * _TINY) / (2 * both_B))
+        self._least_1B = torch.from_numpy(-least_B[None])
         self._factors_2B = torch.from_numpy(np.stack([1 / both_B, added_B / both_B]))
-        self._codes_PB = torch.from_numpy(np.ascontiguousarray(codes_BP.T))
 
-    def closeness(self, codes_MP: torch.Tensor, beside_M2: torch.Tensor) -> torch.Tensor:
-        """Of M slots to each query, (M, B)."""
-        return (beside_M2 @ self._factors_2B).add_(exact_product(codes_MP, self._codes_PB))
+    def surplus(self, codes_MP: torch.Tensor, beside_M2: torch.Tensor) -> torch.Tensor:
+        """Of M slots for each query, (M, B): those below 0 are ruled out."""
+        surplus_MB = torch.addmm(self._least_1B, beside_M2, self._factors_2B)
+        if self._rest_PB is not None:
+            surplus_MB.add_(exact_product(codes_MP, self._rest_PB), alpha=1 / FINER)
+        return surplus_MB.add_(exact_product(codes_MP, self._codes_PB))
+
+
+def _codes(numbers_PB: np.ndarray) -> torch.Tensor:
+    """Rounded to whole numbers of a byte each; what is not finite becomes anything."""
+    return torch.from_numpy(np.ascontiguousarray(np.rint(numbers_PB).astype(np.int8)))
 
 
 class Keys:
@@ -211,28 +236,30 @@ class Keys:
         rounding, length_B = products.rounding, products.length_B
         added_B = asked.added_B() + np.float32(2 * _EPS) * length_B
         least_B = ((1 - rounding) * length_B * length_B - (1 + rounding) * added_B * added_B) / 2 - products.tiny
-        least = torch.from_numpy(_finite((least_B + products.offset_B).astype(np.float32)))
+        least_1B = torch.from_numpy(-_finite((least_B + products.offset_B).astype(np.float32))[None])
         factors_3B = torch.from_numpy(np.stack([np.ones_like(length_B), added_B, products.error * length_B]))
 
-        def left(chunk: slice) -> torch.Tensor:
+        def surplus(chunk: slice) -> torch.Tensor:
             size_M, squares_M = self._sizes(products, chunk)
             reach_M = np.zeros_like(size_M) if asked.within_B is not None else radii_N[chunk] * np.float32(_MORE)
             closer_M = _finite((reach_M * reach_M * (1 + rounding) - squares_M * (1 - rounding)) / 2)
             beside_M3 = torch.from_numpy(np.column_stack([closer_M, reach_M, size_M]))
-            return ~((beside_M3 @ factors_3B).add_(products.of(chunk)) < least)
+            return torch.addmm(least_1B, beside_M3, factors_3B).add_(products.of(chunk))
 
-        return _told(left, len(length_B), products.count, SHORTEST, most)
+        return _told(surplus, len(length_B), products.count, SHORTEST, most)
 
     def nearest(self, products: "Products", most: int) -> list[np.ndarray | None]:
         """For each query, in ascending order, slots of which that of its nearest key is one; None: more than `most`.
 
-        How close a key is at least, and at most, is known from its product. The closest of the first bounds the second.
+        And those of all keys whose distances are the same in float32. How close a key is at least, and at most, is
+        known from its product. The closest of the first bounds the second.
         """
         off_B = products.error * products.length_B
+        same_B = torch.from_numpy(np.float32(SAME) * products.length_B * products.length_B)
         factors_2B = torch.from_numpy(np.stack([np.ones_like(off_B), off_B]))
         best_B = torch.full((len(off_B),), -torch.inf)
 
-        def left(chunk: slice) -> torch.Tensor:
+        def surplus(chunk: slice) -> torch.Tensor:
             nonlocal best_B
             size_M, squares_M = self._sizes(products, chunk)
             rounded_M = squares_M * products.rounding / 2 + products.tiny
@@ -241,9 +268,9 @@ class Keys:
             closest_MB = (most_M2 @ factors_2B).add_(products.of(chunk))
             surely_MB = (closest_MB - less_M2 @ factors_2B).nan_to_num_(nan=-torch.inf, posinf=-torch.inf)
             best_B = torch.maximum(best_B, surely_MB.amax(dim=0))
-            return ~(closest_MB < best_B)
+            return closest_MB.sub_(best_B - same_B)
 
-        return _told(left, len(off_B), products.count, SHORTEST, most)
+        return _told(surplus, len(off_B), products.count, SHORTEST, most)
 
     def _sizes(self, products: "Products", chunk: slice) -> tuple[np.ndarray, np.ndarray]:
         """Lengths of the keys as they are multiplied, and squares of those from the centre."""
@@ -306,37 +333,30 @@ def exact_product(codes_MP: torch.Tensor, codes_PB: torch.Tensor) -> torch.Tenso
 
 
 def _told(
-    left: Callable[[slice], torch.Tensor], queries: int, count: int, step: int, most: int
+    surplus: Callable[[slice], torch.Tensor], queries: int, count: int, step: int, most: int
 ) -> list[np.ndarray | None]:
-    """For each query, in ascending order, the slots of `count` that are left (M, B); `step` of them at a time.
+    """For each query, in ascending order, the slots of `count` whose surplus (M, B) is not below 0; `step` at a time.
 
     None where there are more than `most`; where that is so of all queries, the others are not looked at.
     """
     left_B, hopeless_B = np.zeros(queries, np.int64), np.zeros(queries, bool)
-    found: list[tuple[np.ndarray, np.ndarray]] = [(np.empty(0, np.int64), np.empty(0, np.int64))]
+    found = [np.empty(0, np.int64)]
     for start in range(0, count, step):
-        left_MB = left(slice(start, min(start + step, count))).numpy()
+        less_MB = np.less(surplus(slice(start, min(start + step, count))).numpy(), 0)
+        left_MB = np.logical_not(less_MB, out=less_MB)  # what is no number is left as well
         if np.count_nonzero(left_MB) * MANY > left_MB.size:
             left_B += left_MB.sum(axis=0)
             hopeless_B |= left_B > most
             if hopeless_B.all():
                 return [None] * queries
             left_MB[:, hopeless_B] = False
-        slots, rows = np.divmod(_places(left_MB.ravel()), queries)
-        found.append((rows, slots + start))
-    rows, slots = (np.concatenate(some) for some in zip(*found, strict=True))
+        found.append(np.flatnonzero(left_MB) + start * queries)
+    places = np.concatenate(found)
+    slots = places // queries
+    rows = (places - slots * queries).astype(np.min_scalar_type(queries))  # so small that they are sorted by digits
     order = np.argsort(rows, kind="stable")
-    parts = np.split(slots[order], np.searchsorted(rows[order], np.arange(1, queries)))
+    parts = np.split(slots[order], np.cumsum(np.bincount(rows, minlength=queries))[:-1])
     return [None if hopeless or len(part) > most else part for part, hopeless in zip(parts, hopeless_B, strict=True)]
-
-
-def _places(true_M: np.ndarray) -> np.ndarray:
-    """The places of the few that are true: eight are looked at at once."""
-    whole = len(true_M) // 8 * 8
-    eights = np.flatnonzero(true_M[:whole].view(np.uint64))
-    places = np.append((8 * eights[:, None] + np.arange(8)).ravel(), np.arange(whole, len(true_M)))
-    found: np.ndarray = places[true_M[places]]
-    return found
 
 
 def _rounding(width: int) -> float:

@@ -129,13 +129,14 @@ class KeyIndex:
         queries_BD = queries_BD.detach().float().contiguous()
         finite = torch.isfinite(queries_BD).all(dim=1).nonzero()[:, 0] if len(self._keys) else torch.empty(0)
         found = _none(len(queries_BD))
-        reach: dict[int, float] = {}
+        close: dict[int, np.ndarray] = {}
         for row in map(int, finite):
-            query_D = queries_BD[row]
-            if known := self._known.get(query_D.numpy().tobytes()):
+            query_D = queries_BD[row].numpy()
+            if known := self._known.get(query_D.tobytes()):
                 self._settle(found, row, *known)
             else:
-                reach[row] = self._distances(query_D, self._sieve.close(query_D.numpy(), CANDIDATES)).min()
+                close[row] = self._sieve.close(query_D, CANDIDATES)
+        reach = {row: far.min() for row, far in self._pairs(queries_BD, close, _exactly).items()}
         self._sieved(queries_BD, reach, found)
         return found
 
@@ -145,7 +146,7 @@ class KeyIndex:
             return self._inside(self._scan(queries_BD))
         queries_BD = queries_BD.detach().float().contiguous()
         found = _none(len(queries_BD))
-        left, sure = self._sieve.serving(queries_BD.numpy(), lambda row, slots: self._distances(queries_BD[row], slots))
+        left, sure = self._sieve.serving(queries_BD.numpy(), lambda slots: self._pairs(queries_BD, slots, _exactly))
         nearest = {row: slots for row, slots in enumerate(left) if len(slots) and not self._crowded(slots)}
         reach = {row: np.inf for row, slots in enumerate(left) if self._crowded(slots)}
         told = self._nearest_of(queries_BD, nearest)
@@ -181,34 +182,43 @@ class KeyIndex:
         self, queries_BD: torch.Tensor, slots: Mapping[int, np.ndarray]
     ) -> dict[int, tuple[np.ndarray, float]]:
         """For some queries, of the slots given for each those whose keys are nearest, and how far: exact."""
-        some = {row: self._nearly(queries_BD[row], given) for row, given in slots.items()}
-        if not some:
-            return {}
-        counts = [len(given) for given in some.values()]
-        rows, every = torch.from_numpy(np.repeat(list(some), counts)), np.concatenate(list(some.values()))
-        pairs = range(0, len(every), ROWS)
-        parts = [
-            exact_distances(queries_BD[rows[start : start + ROWS]], self._keys[every[start : start + ROWS], None])
-            for start in pairs
-        ]
-        distances = np.split(torch.cat(parts)[:, 0].cpu().numpy(), np.cumsum(counts)[:-1])
-        return {
-            row: (given[far == (least := far.min())], float(least))
-            for (row, given), far in zip(some.items(), distances, strict=True)
-        }
+        slots = self._nearly(queries_BD, slots)
+        nearest: dict[int, tuple[np.ndarray, float]] = {}
+        for row, far in self._pairs(queries_BD, slots, _exactly).items():
+            least = far.min()
+            nearest[row] = slots[row][far == least], float(least)
+        return nearest
 
-    def _nearly(self, query_D: torch.Tensor, slots: np.ndarray) -> np.ndarray:
+    def _nearly(self, queries_BD: torch.Tensor, slots: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
         """Of many slots those whose keys may be nearest to a query by squares in float32.
 
         Such a sum of squares is off by a few roundings a term of itself, and not of the norms.
         """
-        if len(slots) <= CANDIDATES:
-            return slots
-        squares_K = self._each(slots, lambda keys_KD: (keys_KD - query_D).square_().sum(dim=1))
-        rounding = np.finfo(np.float32)
-        bound = squares_K.min() * (1 + 4 * len(query_D) * rounding.eps) + len(query_D) * rounding.tiny
-        left: np.ndarray = slots[~(squares_K > bound)]
+        left, width, rounding = dict(slots), queries_BD.shape[1], np.finfo(np.float32)
+        many = {row: some for row, some in slots.items() if len(some) > CANDIDATES}
+        for row, squares in self._pairs(queries_BD, many, _roughly).items():
+            bound = squares.min() * (1 + 4 * width * rounding.eps) + width * rounding.tiny
+            left[row] = slots[row][~(squares > bound)]
         return left
+
+    def _pairs(
+        self,
+        queries_BD: torch.Tensor,
+        slots: Mapping[int, np.ndarray],
+        tell: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> dict[int, np.ndarray]:
+        """What is to be told of some queries and the keys of the slots given for each; few are copied at once."""
+        if not slots:
+            return {}
+        counts = [len(some) for some in slots.values()]
+        rows = torch.from_numpy(np.repeat(np.array(list(slots)), counts)).to(self._device)
+        every = torch.from_numpy(np.concatenate(list(slots.values()))).to(self._device)
+        told = [
+            tell(queries_BD.index_select(0, rows[chunk]), self._keys.index_select(0, every[chunk])).cpu()
+            for chunk in (slice(start, start + ROWS) for start in range(0, max(1, len(every)), ROWS))
+        ]
+        parts = np.split(torch.cat(told).numpy(), np.cumsum(counts)[:-1])
+        return dict(zip(slots, parts, strict=True))
 
     def _crowded(self, slots: np.ndarray) -> bool:
         """Whether the sieve left so many keys that a look at all of them costs less."""
@@ -242,14 +252,6 @@ class KeyIndex:
     def _first(self, slots: list[int]) -> int:
         """Of slots at one distance the one that counts."""
         return min(slots, key=self._codebook.entry_ids.__getitem__)
-
-    def _distances(self, query_D: torch.Tensor, slots: np.ndarray) -> np.ndarray:
-        return self._each(slots, lambda keys_KD: exact_distances(query_D[None], keys_KD[None])[0])
-
-    def _each(self, slots: np.ndarray, tell: Callable[[torch.Tensor], torch.Tensor]) -> np.ndarray:
-        """What is to be told of the keys of these slots, few of which are copied at a time."""
-        parts = [tell(self._keys[slots[start : start + ROWS]]).cpu().numpy() for start in range(0, len(slots), ROWS)]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _inside(self, found: Nearest) -> Nearest:
         """Those whose ball holds the query; the others are taken out."""
@@ -285,6 +287,16 @@ class KeyIndex:
             proven_B = (slots_BK != NO_SLOT).all(dim=1)  # FAISS leaves out what overflows
         told = (finite_B, proven_B, slots_B.masked_fill(tied_B, NO_SLOT), distances_B)
         return _Candidates(torch.stack([one.double() for one in told], dim=1).cpu(), slots_BK, distances_BK)
+
+
+def _exactly(queries_MD: torch.Tensor, keys_MD: torch.Tensor) -> torch.Tensor:
+    """The distance of each pair."""
+    return exact_distances(queries_MD, keys_MD[:, None])[:, 0]
+
+
+def _roughly(queries_MD: torch.Tensor, keys_MD: torch.Tensor) -> torch.Tensor:
+    """The square of the distance of each pair, in float32; of keys that may be written over."""
+    return keys_MD.sub_(queries_MD).square_().sum(dim=1)
 
 
 def _none(count: int) -> Nearest:

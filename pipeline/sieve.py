@@ -15,7 +15,7 @@ answer.
 """
 
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -42,8 +42,8 @@ REFIT = 4
 """Directions are fitted anew where there are so many times as many keys as when they were."""
 
 
-Distances = Callable[[int, np.ndarray], np.ndarray]
-"""The exact distances from a query, by its place among those asked about, to the keys of some slots."""
+Distances = Callable[[dict[int, np.ndarray]], dict[int, np.ndarray]]
+"""The exact distances from queries, by their places among those asked about, to the keys of some slots."""
 
 
 class Sieve:
@@ -95,12 +95,10 @@ class Sieve:
         And likewise if it lies no farther than `near`; and, of the queries named besides, in any case. Where many balls
         hold a query, `distances` is asked how far some of their keys are.
         """
-        asked = Asked(np.zeros(len(queries_BD), np.float32))
-        found = self._by_codes(queries_BD, asked)
-        with np.errstate(all="ignore"):
-            for row, slots in enumerate(found):
-                if slots is not None and len(slots) > FEW:
-                    found[row] = self._nearer(queries_BD[[row]], slots, partial(distances, row))
+        points = self._mapped(queries_BD)
+        found = self._by_codes(points, Asked(np.zeros(len(queries_BD), np.float32)))
+        if many := {row: slots for row, slots in enumerate(found) if slots is not None and len(slots) > FEW}:
+            _put(found, list(many), self._nearer(points.rows(list(many)), many, distances))
         return self._nearest(queries_BD, found)
 
     def within(self, queries_BD: np.ndarray, distances_B: np.ndarray) -> list[np.ndarray]:
@@ -110,17 +108,17 @@ class Sieve:
     def nearest(self, queries_BD: np.ndarray, distances_B: np.ndarray) -> list[np.ndarray]:
         """For each query, in ascending order, slots of which the nearest key's is one if it lies within a distance."""
         asked = Asked(np.zeros(len(queries_BD), np.float32), distances_B.astype(np.float32))
-        return self._nearest(queries_BD, self._by_codes(queries_BD, asked))[0]
+        return self._nearest(queries_BD, self._by_codes(self._mapped(queries_BD), asked))[0]
 
     def close(self, query_D: np.ndarray, count: int) -> np.ndarray:
-        """So many slots, or all, whose keys look nearest in a few directions; nothing is said of the others."""
+        """So many slots whose keys look nearest in a few directions, or all of few; nothing is said of the others."""
         self.settle()
         slots = np.arange(len(self._held()[0]))
-        if len(slots) <= count:
+        if len(slots) <= max(count, FEW):
             return slots
+        few, codes = next(iter(self._levels.items()))
         with np.errstate(all="ignore"):
-            few, codes = next(iter(self._levels.items()))
-            return codes.closest(slots, self._directions.project(query_D[None], few)[0][0], count)
+            return codes.closest([slots], self._mapped(query_D[None]).in_few(few), count)[0]
 
     def _fit(self) -> None:
         """Choose directions, and map every key."""
@@ -147,7 +145,7 @@ class Sieve:
 
     def _left(self, queries_BD: np.ndarray, asked: Asked) -> list[np.ndarray]:
         """Every slot that cannot be ruled out."""
-        found = self._by_codes(queries_BD, asked)
+        found = self._by_codes(self._mapped(queries_BD), asked)
         keys_ND, radii_N = self._held()
         if some := _unknown(found, len(keys_ND)):
             with np.errstate(all="ignore"):
@@ -164,42 +162,63 @@ class Sieve:
                 _put(found, some, self._keys.nearest(products, len(keys_ND) // MOST))
         return [np.arange(len(keys_ND)) if slots is None else slots for slots in found], set(some)
 
-    def _by_codes(self, queries_BD: np.ndarray, asked: Asked) -> list[np.ndarray | None]:
-        """The slots that the codes leave; None: too many."""
+    def _mapped(self, queries_BD: np.ndarray) -> "_Points":
+        """The queries as points, in all directions; in none where keys are so few that no codes are asked."""
         self.settle()
+        if len(self._held()[0]) <= FEW:
+            return _Points(np.empty((len(queries_BD), 0), np.float32), np.zeros(len(queries_BD), np.float32))
+        with np.errstate(all="ignore"):
+            return _Points(*self._directions.project(queries_BD, len(self._directions)))
+
+    def _by_codes(self, points: "_Points", asked: Asked) -> list[np.ndarray | None]:
+        """The slots that the codes leave; None: too many."""
         count = len(self._held()[0])
-        found: list[np.ndarray | None] = [None] * len(queries_BD)
+        found: list[np.ndarray | None] = [None] * len(points.slack_B)
         with np.errstate(all="ignore"):
             for few, codes in self._levels.items() if count > FEW else ():
                 if some := [row for row, slots in enumerate(found) if slots is None or len(slots) > FEW]:
-                    points_BP, slack_B = self._directions.project(queries_BD[some], few)
-                    self._ask(codes, points_BP, asked.rows(some).looser(slack_B), found, some)
+                    left = points.rows(some)
+                    self._ask(codes, left.in_few(few), asked.rows(some).looser(left.slack_B), found, some)
         return found
 
-    def _nearer(
-        self, query_1D: np.ndarray, slots: np.ndarray, distances: Callable[[np.ndarray], np.ndarray]
-    ) -> np.ndarray:
-        """Those of these slots whose key may be no farther than the nearest of some of them."""
+    def _nearer(self, points: "_Points", slots: dict[int, np.ndarray], distances: Distances) -> list[np.ndarray]:
+        """For each query those of its slots whose key may be no farther than the nearest of some of them."""
         few, codes = next(reversed(self._levels.items()))
-        point_1P, slack_1 = self._directions.project(query_1D, few)
-        least = distances(codes.closest(slots, point_1P[0], FEW)).min(keepdims=True)
-        return codes.left(slots, point_1P[0], Asked(slack_1, least))
+        points_BP = points.in_few(few)
+        with np.errstate(all="ignore"):
+            closest = codes.closest(list(slots.values()), points_BP, FEW)
+            far = distances(dict(zip(slots, closest, strict=True)))
+            least_B = np.array([far[row].min() for row in slots])
+            return codes.left(list(slots.values()), points_BP, Asked(points.slack_B, least_B))
 
     def _ask(
         self, codes: Codes, points_BP: np.ndarray, asked: Asked, found: list[np.ndarray | None], rows: list[int]
     ) -> None:
         """Keep of what was found in these rows what codes leave: of a few slots these alone are looked at."""
         count = len(self._held()[0])
-        every = []
-        for place, row in enumerate(rows):
-            slots = found[row]
-            if slots is None or len(slots) * FEW > count:
-                every.append(place)
-            else:
-                found[row] = codes.left(slots, points_BP[place], asked.rows([place]))
-        if every:
+        few = {place: slots for place, row in enumerate(rows) if (slots := found[row]) is not None}
+        few = {place: slots for place, slots in few.items() if len(slots) * FEW <= count}
+        if every := [place for place in range(len(rows)) if place not in few]:
             left = codes.reaching(points_BP[every], asked.rows(every), count, max(FEW, count // MOST))
             _put(found, [rows[place] for place in every], left)
+        if some := list(few):
+            kept = codes.left(list(few.values()), points_BP[some], asked.rows(some))
+            _put(found, [rows[place] for place in some], kept)
+
+
+@dataclass(frozen=True, slots=True)
+class _Points:
+    """B queries as points in all directions, and how far each may lie from the truth."""
+
+    mapped_BP: np.ndarray
+    slack_B: np.ndarray
+
+    def rows(self, kept: list[int]) -> "_Points":
+        return _Points(self.mapped_BP[kept], self.slack_B[kept])
+
+    def in_few(self, few: int) -> np.ndarray:
+        """The points in so many directions."""
+        return Directions.fewer(self.mapped_BP, few)
 
 
 def _unknown(found: Sequence[np.ndarray | None], count: int) -> list[int]:

@@ -4,11 +4,13 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline import bounds
 from pipeline.bounds import ROUGHLY, Asked, Codes, Keys, Products
+from pipeline.index import exact_distances
 
 Scene = tuple[np.ndarray, np.ndarray]
 Left = Callable[[np.ndarray, np.ndarray, np.ndarray, Asked], list[np.ndarray | None]]
@@ -25,8 +27,8 @@ def by_codes(keys_ND: np.ndarray, radii_N: np.ndarray, queries_BD: np.ndarray, a
 def by_each_code(
     keys_ND: np.ndarray, radii_N: np.ndarray, queries_BD: np.ndarray, asked: Asked
 ) -> list[np.ndarray | None]:
-    codes, every_N = codes_of(keys_ND, radii_N), np.arange(len(keys_ND))
-    return [codes.left(every_N, query_D, asked.rows([row])) for row, query_D in enumerate(queries_BD)]
+    every_N = np.arange(len(keys_ND))
+    return [*codes_of(keys_ND, radii_N).left([every_N] * len(queries_BD), queries_BD, asked)]
 
 
 def by_keys(keys_ND: np.ndarray, radii_N: np.ndarray, queries_BD: np.ndarray, asked: Asked) -> list[np.ndarray | None]:
@@ -120,6 +122,21 @@ def test_the_nearest_key_is_never_ruled_out(together: int, scene: Scene) -> None
         for left, nearest in zip(found, nearest_B[rows], strict=True):
             assert left is not None
             assert nearest in left
+
+
+@pytest.mark.parametrize("together", [1, ROUGHLY])
+@pytest.mark.parametrize("apart", [1e-6, 1e-4, 1e-2])
+def test_of_keys_whose_distances_are_the_same_in_float32_none_is_ruled_out(apart: float, together: int) -> None:
+    generator = np.random.default_rng(0)
+    keys_ND = (100 + apart * generator.standard_normal((500, 64))).astype(np.float32)
+    queries_BD = (100 + 60 * generator.standard_normal((together, 64))).astype(np.float32)
+    keys, center_D = Keys(), np.median(keys_ND, axis=0)
+    keys.write(np.arange(len(keys_ND)), keys_ND, center_D)
+    found = keys.nearest(Products(keys_ND, center_D, queries_BD), len(keys_ND))
+    for left, query_D in zip(found, torch.from_numpy(queries_BD), strict=True):
+        far_N = exact_distances(query_D[None], torch.from_numpy(keys_ND)[None])[0].numpy()
+        assert left is not None
+        assert set((far_N == far_N.min()).nonzero()[0]) <= set(left.tolist())
 
 
 @pytest.mark.parametrize("together", [1, ROUGHLY])
