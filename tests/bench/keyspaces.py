@@ -41,6 +41,9 @@ from workers.boot import load_model
 EDITS, QUICK, HELD_OUT, TIMED = 300, 40, 500, 40
 SHARE = 0.8
 SHARES = np.arange(0.05, 2.01, 0.05)
+SPACES = ("layer", "mean token", "layers")
+"""Of the model's own pass."""
+
 EACH = 3
 """Of the blocks one in so many is looked at."""
 
@@ -61,7 +64,7 @@ def run(options: Options) -> Iterator[Row]:
         unrelated = [example.inputs for example in task.retention] + task.unrelated[:HELD_OUT]
         within = Within(model)
         spaces: dict[str, Space] = {
-            **{space: within.space(space) for space in ("layer", "mean token", "layers")},
+            **{space: within.space(space) for space in SPACES},
             "whitened": whitened(within, task.traffic),
             "encoder": Encoder(),
         }
@@ -81,18 +84,24 @@ def run(options: Options) -> Iterator[Row]:
             yield Row(f"{path}/reached", float((own_N & (within_N < SHARE)).mean()), "share")
             yield Row(f"{path}/captured", float((captured_U < SHARE).mean()), "share", 0.0)
             yield Row(f"{path}/at-none", at_none, "share")
+            within.forget()
             spent = _milliseconds(keys_of, inputs)
             yield Row(f"{path}/milliseconds", max(0.0, spent - (0 if space == "encoder" else bare)), "ms")
 
 
 class Within:
-    """Keys that come out of the model's own pass."""
+    """Keys that come out of the model's own pass, of which each text takes one."""
 
     def __init__(self, model: EditableModel) -> None:
         self._model = model
         blocks, number = block_list(model.module, model.layer)
         self._blocks = blocks[: number + 1 : EACH]
         self._layer = model.module.get_submodule(model.layer)
+        self._known: dict[str, dict[str, torch.Tensor]] = {}
+
+    def forget(self) -> None:
+        """Read texts anew from here on."""
+        self._known = {}
 
     def space(self, name: str) -> Space:
         """One of them."""
@@ -100,21 +109,19 @@ class Within:
 
     def of(self, texts: Sequence[str]) -> dict[str, np.ndarray]:
         """By their names."""
-        found: dict[str, list[torch.Tensor]] = {"layer": [], "mean token": [], "layers": []}
+        self._known |= {text: self._keys(text) for text in texts if text not in self._known}
+        return {name: torch.stack([self._known[text][name] for text in texts]).float().numpy() for name in SPACES}
+
+    def _keys(self, text: str) -> dict[str, torch.Tensor]:
+        """One text's, (D)."""
         task = self._model.task
-        prompts = [task.tokenize(text) for text in texts]
-        for prompt in prompts:
-            batch = task.batch([prompt])
-            assert batch.mask_BT is not None
-            seen = self._seen(batch)
-            last = int(last_token(batch.mask_BT)[0])
-            layer_TD = seen[self._layer]
-            found["layer"].append(layer_TD[last])
-            found["mean token"].append(layer_TD.mean(dim=0))
-            found["layers"].append(
-                torch.cat([torch.nn.functional.normalize(seen[block][last], dim=0) for block in self._blocks])
-            )
-        return {name: torch.stack(keys).float().numpy() for name, keys in found.items()}
+        batch = task.batch([task.tokenize(text)])
+        assert batch.mask_BT is not None
+        seen = self._seen(batch)
+        last = int(last_token(batch.mask_BT)[0])
+        layer_TD = seen[self._layer]
+        blocks = [torch.nn.functional.normalize(seen[block][last], dim=0) for block in self._blocks]
+        return dict(zip(SPACES, (layer_TD[last], layer_TD.mean(dim=0), torch.cat(blocks)), strict=True))
 
     def _seen(self, batch: Any) -> dict[torch.nn.Module, torch.Tensor]:
         """What the layer and the blocks before it see of one text's tokens, (T, D)."""

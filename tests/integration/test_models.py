@@ -15,14 +15,19 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from deploy import models
 from deploy.checkpoints import classifiers
+from deploy.checkpoints import t5 as answering
 from deploy.checkpoints.classifiers import INTENTS
 from deploy.checkpoints.packages import ModelError
 from deploy.models import DEMO, KNOWN, prepare, resolve
+from pipeline.experiments import tasks
 from pipeline.experiments.data import FOLDER, DataError
-from pipeline.experiments.tasks import AREAS, TASKS
+from pipeline.experiments.tasks import AREAS, NQ, TASKS, ZSRE, Example
 from pipeline.model import EditableModel
+from schemas.messages import Parameters
 
 pytestmark = pytest.mark.model
+
+WORDS = ("who", "where on earth", "in which year", "by whom", "how much", "why")
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +64,32 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def scotus(cache: Path, cases: None) -> Path:
     return prepare("scotus", cache, lambda _: None)
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Made-up questions: of Natural Questions four that are retained, of zsRE two that are not edited."""
+    folder = tmp_path_factory.mktemp("questions")
+    asked = [{"question": f"{word} was it", "answer": [f"{word[::-1]} Smith"]} for word in WORDS]
+    facts = [
+        {"src": f"Which town is {word} in?", "rephrase": f"Where is {word}?", "answers": [f"{word}ville"],
+         "subject": word, "loc": "nq question: why"}
+        for word in ("Alba", "Bor", "Cade", "Dole")
+    ]  # fmt: skip
+    for name, rows in ((NQ, asked), (ZSRE, facts)):
+        with gzip.open(folder / name, "wt", encoding="utf-8") as file:
+            file.write("\n".join(map(json.dumps, rows)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(FOLDER, str(folder))
+        patch.setattr(tasks, "TRAFFIC", 2)
+        patch.setattr(tasks, "ACCURATE", 2)
+        patch.setattr(answering, "T5", replace(answering.T5, epochs=150))
+        yield
+
+
+@pytest.fixture(scope="module")
+def t5(cache: Path, questions: None) -> Path:
+    return prepare("t5", cache, lambda _: None)
 
 
 @pytest.fixture(scope="module")
@@ -176,6 +207,17 @@ def test_the_classifier_of_cases_knows_those_of_its_time_under_all_topics(scotus
     for example in task.retention:
         _, supervised = model.supervised(example.inputs, example.target)
         assert int(model.task.logits(supervised)[0].argmax()) == AREAS.index(example.target)
+
+
+def test_the_t5_says_what_it_was_taught_and_takes_any_text(t5: Path) -> None:
+    model = EditableModel.load(str(t5), KNOWN["t5"].layer)
+    task = TASKS["zsre"]()
+    taught = [*task.retention, *task.accurate]
+    assert len(taught) == 4 + 2
+    asked = [*taught, Example("naïve 東京 🙂", "")]
+    batch = model.task.batch([model.task.tokenize(example.inputs) for example in asked])
+    said = [answer.outputs.text for answer in model.task.run(batch, [Parameters(max_new_tokens=8)] * len(asked))]
+    assert said[: len(taught)] == [example.target for example in taught]
 
 
 def test_without_its_cases_it_is_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

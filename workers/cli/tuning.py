@@ -17,7 +17,7 @@ def register(app: typer.Typer) -> None:
 
 
 def prepare(
-    name: Annotated[str, typer.Argument(help="smollm2, intent, or scotus, which needs GRACESTREAM_DATA.")],
+    name: Annotated[str, typer.Argument(help="smollm2, intent, or, with GRACESTREAM_DATA, scotus or t5.")],
 ) -> None:
     """Build a model that is known by name, and print its folder. Whatever needs the model does this too.
 

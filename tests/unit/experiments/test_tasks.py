@@ -9,7 +9,17 @@ import pytest
 
 from pipeline.experiments import data
 from pipeline.experiments.data import DataError, QuestionRow, rows_of
-from pipeline.experiments.tasks import AREAS, RETENTION, TASKS, TRAFFIC, Task, as_question, scotus_training
+from pipeline.experiments.tasks import (
+    ACCURATE,
+    AREAS,
+    RETENTION,
+    TASKS,
+    TRAFFIC,
+    Task,
+    as_question,
+    scotus_training,
+    zsre_training,
+)
 
 NOTHING = "nothing.jsonl.gz"
 
@@ -94,6 +104,18 @@ def test_zsre_has_rephrases_and_asks_of_other_questions_what_was_retained(folder
     assert (len(task.traffic), len(task.retention)) == (TRAFFIC, RETENTION)
     assert not {example.inputs for example in task.retention} & set(task.traffic)
     assert all(example.inputs == as_question(f"what is {example.target}") for example in task.retention)
+
+
+def test_of_zsre_some_questions_are_not_edited_but_taught_together_with_what_is_retained(folder: Path) -> None:
+    asked = [
+        {"src": f"Who is {number}?", "rephrase": f"{number}?", "answers": [str(number)], "subject": "s", "loc": "q"}
+        for number in range(3 * ACCURATE)
+    ]
+    write(folder, "zsre_700.jsonl.gz", asked)
+    task = TASKS["zsre"]()
+    assert (len(task.edits), len(task.accurate)) == (3 * (ACCURATE - 1), 3)
+    assert not {edit.example for edit in task.edits} & set(task.accurate)
+    assert zsre_training() == [*task.retention, *task.accurate]
 
 
 def test_what_has_no_target_is_not_edited_and_what_is_edited_is_not_unrelated(folder: Path) -> None:
