@@ -16,7 +16,7 @@ from pipeline.experiments.editors.known import EDITORS
 from pipeline.experiments.editors.piped import Piped
 from pipeline.experiments.editors.serving import Served
 from pipeline.experiments.evaluation import Evaluation
-from pipeline.experiments.report import Asked, Report, cleared, read, write
+from pipeline.experiments.report import Asked, Report, cleared, drawn, read, write
 from pipeline.experiments.stream import Stream, first, fitting
 from pipeline.experiments.tasks import Task
 from pipeline.model import EditableModel
@@ -56,6 +56,8 @@ class Runner:
     def __init__(self, tell: Callable[[str], None], *, plots: bool) -> None:
         self._tell, self._plots = tell, plots
         self._loaded: tuple[list[object], EditableModel] | None = None
+        self._fits: dict[str, tuple[Task, int]] = {}
+        """By the data's digest, what of them that model can take."""
 
     def run(self, asked: Asked, task: Task, folder: Path, at_work: Callable[[int, int], object]) -> Report:
         """The report that is in the folder already, if it is of just this; else run it, and write that.
@@ -72,9 +74,11 @@ class Runner:
         model = self._model(settings)
         found = read(folder)
         if found is not None and (found.asked, found.model) == (asked, model.fingerprint):
+            if self._plots:
+                drawn(found, folder)
             return found
         cleared(folder)
-        task, left_out = fitting(task, model)
+        task, left_out = self._fitting(task, asked.data, model)
         task = first(task, asked.edits, asked.retention, asked.seed)
         if left_out:
             self._tell(f"{left_out} examples and texts are left out: the model cannot take them, or not at this length")
@@ -123,10 +127,15 @@ class Runner:
             used.enter_context(editor)
         return editor
 
+    def _fitting(self, task: Task, data: str, model: EditableModel) -> tuple[Task, int]:
+        if data not in self._fits:
+            self._fits[data] = fitting(task, model)
+        return self._fits[data]
+
     def _model(self, settings: Settings) -> EditableModel:
         chosen = [getattr(settings, name) for name in OF_THE_MODEL]
         if self._loaded is None or self._loaded[0] != chosen:
-            self._loaded = None  # which frees it first
+            self._loaded, self._fits = None, {}  # which frees it first
             self._loaded = chosen, load_model(settings)
         return self._loaded[1]
 

@@ -1,6 +1,8 @@
 """The folder of an experiment's results: everything as JSON, a table, and the codebook."""
 
+import fcntl
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +25,8 @@ COLUMNS = (
 
 
 METRICS, TABLE, PLOTS, CODEBOOK = "metrics.json", "table.md", "plots.png", "codebook.safetensors"
+LOCK = ".lock"
+"""Stays where it is: who deleted it might delete another's."""
 
 
 class ReportError(UserError):
@@ -101,6 +105,26 @@ def made(folder: Path) -> Path:
     return folder
 
 
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Keep other processes out of a folder of results; the system frees that of a process which died.
+
+    Raises:
+        ReportError: another one is at work in it, or it cannot be written to.
+    """
+    with writing(folder):
+        lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise ReportError(f"another process is at work in {folder}: name another folder with --out") from None
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
 def write(report: Report, codebook: Codebook | None, folder: Path, *, plots: bool = True) -> None:
     """Write `table.md`, `plots.png`, of GRACE `codebook.safetensors`, and at last `metrics.json`.
 
@@ -112,12 +136,27 @@ def write(report: Report, codebook: Codebook | None, folder: Path, *, plots: boo
     with writing(folder):
         (folder / TABLE).write_text(markdown(*columns_of(report.points)), encoding="utf-8")
         if plots:
-            asked = report.asked
-            title = f"{asked.experiment}, {asked.editor}, {report.layer}, seed {asked.seed}"
-            draw_run(report.points, report.uses, report.measure, title, folder / PLOTS)
+            _draw(report, folder)
         half = folder / f".{METRICS}"
         half.write_bytes(msgspec.json.format(msgspec.json.encode(plain(report)), indent=1) + b"\n")
         half.replace(folder / METRICS)
+
+
+def drawn(report: Report, folder: Path) -> None:
+    """With `plots.png`, where a run was written without.
+
+    Raises:
+        ReportError: the folder cannot be written to.
+    """
+    if not (folder / PLOTS).exists():
+        with writing(folder):
+            _draw(report, folder)
+
+
+def _draw(report: Report, folder: Path) -> None:
+    asked = report.asked
+    title = f"{asked.experiment}, {asked.editor}, {report.layer}, seed {asked.seed}"
+    draw_run(report.points, report.uses, report.measure, title, folder / PLOTS)
 
 
 @contextmanager

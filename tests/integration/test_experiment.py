@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from pipeline.codebook_file import load
+from pipeline.experiments.report import alone
 from pipeline.settings import Settings
 from tests.integration.forked import Command, sentence, status_of
 from tests.integration.running import Checkpoint
@@ -192,7 +193,7 @@ def test_a_run_is_its_model_s_and_leaves_nothing_of_the_one_before(
     assert status_of(run(*given, "--out", str(out))) == 0
     assert json.loads((out / "metrics.json").read_text())["model"] != first["model"]
     assert status_of(run(*given, "--editor", "ft", "--no-plots", "--out", str(out))) == 0
-    assert sorted(path.name for path in out.iterdir()) == ["metrics.json", "table.md"]
+    assert sorted(path.name for path in out.iterdir()) == [".lock", "metrics.json", "table.md"]
 
 
 def test_only_grace_runs_in_an_editor_worker(run: Callable[..., Command], chosen: list[str]) -> None:
@@ -213,3 +214,27 @@ def test_what_is_missing_or_does_not_fit_is_one_sentence(
     (tmp_path / "metrics.json").write_text("{}")
     out = str(tmp_path)
     assert "is no report: " in sentence(run("experiment", "hallucination", *chosen, "--edits", "1", "--out", out))
+
+
+def test_plots_of_a_run_without_any_are_drawn_when_it_is_asked_for_again(
+    run: Callable[..., Command], chosen: list[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "results"
+    asked = ["experiment", "hallucination", *chosen, "--edits", "1", "--out", str(out)]
+    assert status_of(run(*asked, "--no-plots")) == 0
+    assert not (out / "plots.png").exists()
+    written = (out / "metrics.json").stat().st_mtime_ns
+    assert status_of(run(*asked)) == 0
+    assert (out / "plots.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "metrics.json").stat().st_mtime_ns == written, "it was not run again"
+
+
+def test_of_two_processes_one_writes_to_a_folder(
+    run: Callable[..., Command], chosen: list[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "results"
+    out.mkdir()
+    with alone(out):
+        command = run("experiment", "hallucination", *chosen, "--edits", "1", "--out", str(out))
+        assert sentence(command) == f"another process is at work in {out}: name another folder with --out"
+    assert [path.name for path in out.iterdir()] == [".lock"]

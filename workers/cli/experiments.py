@@ -79,7 +79,7 @@ def experiment(
     Example: gracestream experiment zsre --edits 200 --retention 200 --sweep policy=paper,nearest --sweep seed=0,1,2
     """
     from pipeline.experiments.plots import require_plots  # noqa: PLC0415  (torch takes seconds)
-    from pipeline.experiments.report import Asked, columns_of, made, plain  # noqa: PLC0415
+    from pipeline.experiments.report import Asked, alone, columns_of, made, plain  # noqa: PLC0415
     from pipeline.experiments.sweep import Sweep, title  # noqa: PLC0415
     from pipeline.experiments.tasks import TASKS  # noqa: PLC0415
     from workers.experiments import Runner  # noqa: PLC0415
@@ -97,7 +97,7 @@ def experiment(
     ending = "" if through is Through.engine else f"-{through}"
     whole = made(out or Path("results") / f"{name}-{'sweep' if sweep else editor}{ending}")
     done = Sweep()
-    with Progress(console=notes, transient=True, disable=not notes.is_terminal) as progress:
+    with alone(whole), Progress(console=notes, transient=True, disable=not notes.is_terminal) as progress:
         runner = Runner(notes.print, plots=plots)
         bar = progress.add_task(name)
         for number, (cell, asked) in enumerate(runs, 1):
