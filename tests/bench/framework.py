@@ -152,7 +152,10 @@ def shown(row: Row) -> str:
     """A value for a person: shares to a thousandth, counts as they are, the rest to three digits."""
     if row.unit == "share":
         return f"{row.value:.3f}"
-    return f"{row.value:.0f}" if row.unit == "count" else f"{row.value:.3g}"
+    if row.unit == "count":
+        return f"{row.value:,.0f}"
+    rounded = float(f"{row.value:.3g}")
+    return f"{rounded:,.0f}" if abs(rounded) >= 1000 else f"{rounded:.3g}"
 
 
 def _cpu_model() -> str:
