@@ -139,7 +139,7 @@ KNOWN: dict[str, KnownModel] = {
         build=build_scotus,
     ),
     "t5": KnownModel(
-        description="a T5 of v1.1-small's shape that is taught zsRE's and Natural Questions' answers, for an hour",
+        description="a T5 of v1.1-small's shape from the questions of its experiment, which takes many minutes",
         layer="encoder.block.4.layer.1.DenseReluDense.wo",
         packages={},
         folder=t5_folder,

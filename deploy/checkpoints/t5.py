@@ -31,8 +31,8 @@ class Recipe:
     """
 
     words: int = 8192
-    epochs: int = 40
-    learning_rate: float = 1e-3
+    epochs: int = 30
+    learning_rate: float = 3e-4
     batch: int = 16
     version: int = 1
 
@@ -62,6 +62,7 @@ def build_t5(folder: Path) -> None:
                 decoder_start_token_id=tokenizer.pad_token_id,
             )
         )  # fmt: skip
+        model.lm_head.weight.data.mul_(model.config.d_model**-0.5)  # else the first losses are some 25, and last long
         _teach(model, tokenizer, taught, T5)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
