@@ -26,12 +26,14 @@ class Recipe:
 
     Attributes:
         words: Of the vocabulary.
-        epochs: Passes over all questions, at most: it ends with the first in which every token is right.
+        epochs: Passes over all questions, at most.
+        enough: Mean loss of a token; where that of no batch is higher, it ends.
         learning_rate: Of AdamW, which falls to nothing.
     """
 
     words: int = 8192
     epochs: int = 30
+    enough: float = 0.01
     learning_rate: float = 3e-4
     batch: int = 16
     version: int = 1
@@ -95,19 +97,19 @@ def _teach(model: Any, tokenizer: Any, taught: Sequence[Example], recipe: Recipe
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
     model.train()
     for _ in range(recipe.epochs):
-        wrong = 0
+        worst = 0.0
         for batch in _batches(taught, recipe.batch):
             encoded = tokenizer([one.inputs for one in batch], padding=True, return_tensors="pt")
             answers = tokenizer([one.target for one in batch], padding=True, return_tensors="pt")
             labels = answers.input_ids.masked_fill(answers.attention_mask == 0, -100)
             said = model(input_ids=encoded.input_ids, attention_mask=encoded.attention_mask, labels=labels)
-            wrong += int(((said.logits.argmax(dim=-1) != labels) & (labels != -100)).sum())
+            worst = max(worst, said.loss.item())
             optimizer.zero_grad()
             said.loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
-        if not wrong:
+        if worst < recipe.enough:
             break
     model.eval()
 

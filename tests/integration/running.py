@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import os
 import signal
 import time
 import urllib.error
@@ -188,8 +189,9 @@ def members(settings: Settings) -> list[str]:
 
 
 def hang(kafka: LocalKafka) -> None:
-    """Stop its process where it is."""
+    """Stop its process where it is; on return all of its threads have stopped."""
     kafka.child.send(signal.SIGSTOP)
+    os.waitid(os.P_PID, kafka.child.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
 
 def go_on(kafka: LocalKafka) -> None:

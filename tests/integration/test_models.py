@@ -46,37 +46,24 @@ def intent(cache: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Made-up cases of the Supreme Court: of two topics before 1983, and of two after."""
+def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Made-up cases of the Supreme Court, of two topics before 1983 and of two after; and made-up questions.
+
+    Of Natural Questions four are retained, of zsRE's two are not edited.
+    """
     folder = tmp_path_factory.mktemp("data")
-    rows = [
+    cases = [
         {"term": 1950 + number, "issue_area": 12 if number % 2 else 1, "question": "Was that lawful?",
          "facts": f"The {'company paid no taxes' if number % 2 else 'man stole a car'} in {1950 + number}."}
         for number in range(48)
     ]  # fmt: skip
-    with gzip.open(folder / "scotus_facts_to_2009.jsonl.gz", "wt", encoding="utf-8") as file:
-        file.write("\n".join(map(json.dumps, rows)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(FOLDER, str(folder))
-        yield
-
-
-@pytest.fixture(scope="module")
-def scotus(cache: Path, cases: None) -> Path:
-    return prepare("scotus", cache, lambda _: None)
-
-
-@pytest.fixture(scope="module")
-def questions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Made-up questions: of Natural Questions four that are retained, of zsRE two that are not edited."""
-    folder = tmp_path_factory.mktemp("questions")
     asked = [{"question": f"{word} was it", "answer": [f"{word[::-1]} Smith"]} for word in WORDS]
     facts = [
         {"src": f"Which town is {word} in?", "rephrase": f"Where is {word}?", "answers": [f"{word}ville"],
          "subject": word, "loc": "nq question: why"}
         for word in ("Alba", "Bor", "Cade", "Dole")
     ]  # fmt: skip
-    for name, rows in ((NQ, asked), (ZSRE, facts)):
+    for name, rows in (("scotus_facts_to_2009.jsonl.gz", cases), (NQ, asked), (ZSRE, facts)):
         with gzip.open(folder / name, "wt", encoding="utf-8") as file:
             file.write("\n".join(map(json.dumps, rows)))
     with pytest.MonkeyPatch.context() as patch:
@@ -88,7 +75,12 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def t5(cache: Path, questions: None) -> Path:
+def scotus(cache: Path, data: None) -> Path:
+    return prepare("scotus", cache, lambda _: None)
+
+
+@pytest.fixture(scope="module")
+def t5(cache: Path, data: None) -> Path:
     return prepare("t5", cache, lambda _: None)
 
 

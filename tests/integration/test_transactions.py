@@ -15,7 +15,7 @@ from deploy.local.kafka import LocalKafka
 from pipeline.clients import producer
 from pipeline.settings import Settings
 from pipeline.topics import EDITS, FEEDBACK, create_topics
-from tests.integration.running import records, wait_until_settled
+from tests.integration.running import hang, records, wait_until_settled
 
 AWAY = 3.0
 """Seconds of silence: several attempts to connect."""
@@ -83,7 +83,7 @@ def test_whoever_waits_for_a_kafka_that_is_silent_is_told_in_time(
 ) -> None:
     writer = begun(settings)
     writer.config["max_block_ms"] = 2000
-    own_kafka.child.send(signal.SIGSTOP)
+    hang(own_kafka)
     try:
         with pytest.raises(KafkaTimeoutError, match="within 2 s"):
             CALLS[step](writer, settings)
