@@ -1,4 +1,4 @@
-"""A T5 of v1.1-small's shape that knows the answers it was taught, for those who can reach no hub.
+"""A T5 of v1.1-small's shape that is taught answers, for those who can reach no hub.
 
 It is trained from random weights, and its tokenizer on the same questions: beyond what it was taught it knows nothing.
 """
@@ -91,7 +91,7 @@ def _tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
 
 
 def _teach(model: Any, tokenizer: Any, taught: Sequence[Example], recipe: Recipe) -> None:
-    """Train until the model gives every answer, each token after the right ones before it."""
+    """Train until no batch of a pass has a higher loss than is enough, or for so many passes."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=0.01)
     steps = recipe.epochs * -(-len(taught) // recipe.batch)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)

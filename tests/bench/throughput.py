@@ -13,7 +13,7 @@ Kafka keeps of its answers.
 
 The classifier misses the goal of 0.95, with its model at work nearly all the time, in passes that take longer than the
 loop's. The loop has the machine's caches and memory to itself: beside another process that writes through an array all
-the time it gives 0.84 to 0.91 of its rate, beside one that only counts 0.97 to 0.99. How often threads of the replica
+the time it gives 0.83 to 0.91 of its rate, beside one that only counts 0.97 to 0.99. How often threads of the replica
 take the interpreter's lock from each other has no part in it (`sys.setswitchinterval` at a twenty-fifth: no change).
 """
 
