@@ -1,13 +1,13 @@
 """What the codebook costs an inference, beside the unedited model and beside a textbook GRACE.
 
 One forward pass over prompts (and for generators the first token), one thread, CPU seconds of the process. The three
-take turns on each batch: a ratio is the median of those of single batches, and so is `lookup`, a difference. Prompts are questions of people's for the models that are trained, and random
-tokens for those of random weights. Keys are queries of other such prompts, and beyond `KEYS` of them points between two
-of these, so that they lie where queries do (`real`); or drawn at random with their mean and spread, which leaves
-nothing to project on (`random`). A radius is 0.8 of the distance to the nearest of 512 other queries, and the median of
-those at most, as the editor's defaults have it. `recall` is the share of prompts for which the answer is that of brute
-force in float64: the same entry, or none. The goals are 1.03 times the unedited model at 10,000 keys, 1.05 at 100,000
-and 1.15 at a million.
+take turns on each batch: a ratio is the median of those of single batches, and so is `lookup`, a difference. Prompts
+are questions of people's for the models that are trained, and random tokens for those of random weights. Keys are
+queries of other such prompts, and beyond `KEYS` of them points between two of these, so that they lie where queries do
+(`real`); or drawn at random with their mean and spread, which leaves nothing to project on (`random`). A radius is 0.8
+of the distance to the nearest of 512 other queries, and the median of those at most, as the editor's defaults have it.
+`recall` is the share of prompts for which the answer is that of brute force in float64: the same entry, or none. The
+goals are 1.03 times the unedited model at 10,000 keys, 1.05 at 100,000 and 1.15 at a million.
 
 `lookup` is held against its floor: the time in which this machine multiplies a batch with what has to be read, and
 looks at each product once. Of `real` keys that is a code of 64 bytes each, of `random` ones, which codes hardly rule
