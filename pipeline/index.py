@@ -213,11 +213,11 @@ class KeyIndex:
         counts = [len(some) for some in slots.values()]
         rows = torch.from_numpy(np.repeat(np.array(list(slots)), counts)).to(self._device)
         every = torch.from_numpy(np.concatenate(list(slots.values()))).to(self._device)
-        told = [
-            tell(queries_BD.index_select(0, rows[chunk]), self._keys.index_select(0, every[chunk])).cpu()
-            for chunk in (slice(start, start + ROWS) for start in range(0, max(1, len(every)), ROWS))
-        ]
-        parts = np.split(torch.cat(told).numpy(), np.cumsum(counts)[:-1])
+        told = torch.empty(len(every))  # one for all: small ones between what is freed would keep that from being used
+        for start in range(0, len(every), ROWS):
+            chunk = slice(start, start + ROWS)
+            told[chunk] = tell(queries_BD.index_select(0, rows[chunk]), self._keys.index_select(0, every[chunk]))
+        parts = np.split(told.numpy(), np.cumsum(counts)[:-1])
         return dict(zip(slots, parts, strict=True))
 
     def _crowded(self, slots: np.ndarray) -> bool:
