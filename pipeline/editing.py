@@ -424,7 +424,7 @@ class EditEngine:
 
     def noise(self, query_D: np.ndarray) -> float:
         """Distances from this query up to this are the same input, seen in another batch."""
-        return batch_noise(float(np.linalg.norm(query_D)), self.model.dtype)
+        return batch_noise(float(np.linalg.norm(query_D)), self.model.query_dtype)
 
 
 def _float32(radius: float) -> float:

@@ -19,8 +19,9 @@ from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import BaseModelOutput
 
 from pipeline.adaptor import Replaced, last_token
+from pipeline.batch import Batch
 from pipeline.codebook import Label
-from pipeline.tasks import Answer, Batch, InputError, Limits, Supervised, Task
+from pipeline.tasks import Answer, InputError, Limits, Supervised, Task
 from schemas.messages import Inputs, Outputs, Parameters
 
 LATER = ("input_ids", "position_ids")

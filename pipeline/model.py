@@ -6,7 +6,6 @@ was.
 """
 
 import hashlib
-import json
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -16,31 +15,21 @@ from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-)
-from transformers.utils import logging as transformers_logging
 
 from pipeline.adaptor import Adaptor, Hit, QueryToken, Replaced, Session
+from pipeline.batch import Batch
+from pipeline.checkpoint import ModelError, cached_fingerprint, fingerprint_of, load_checkpoint
 from pipeline.classification import Classification
 from pipeline.codebook import Codebook, Label
 from pipeline.device import raise_if_broken
-from pipeline.errors import UserError
+from pipeline.encoder import Encoder
 from pipeline.generation import CausalGeneration, Seq2SeqGeneration
 from pipeline.index import KeyIndex
 from pipeline.layers import Prefix, find_layer, in_decoder, normal_path
 from pipeline.narrowing import FirstToken
 from pipeline.probe import TEXTS
-from pipeline.tasks import Answer, Batch, InputError, Limits, Supervised, Task
+from pipeline.tasks import Answer, InputError, Limits, Supervised, Task
 from schemas.messages import Inputs, Parameters
-
-
-class ModelError(UserError):
-    """A model that cannot be loaded or edited; the text says which and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +87,10 @@ class EditableModel:
         limits: Limits | None = None,
         query: QueryToken | None = None,
         replace: Replaced | None = None,
+        encoder: Encoder | None = None,
         fingerprint: str | None = None,
     ) -> None:
-        """Wrap a loaded model.
+        """Wrap a loaded model; with an encoder, that makes the queries, and not a token of the layer's input.
 
         Raises:
             LayerError: the model has no such layer.
@@ -111,11 +101,17 @@ class EditableModel:
         self.layer = normal_path(layer)
         decoder_layer = model.config.is_encoder_decoder and in_decoder(layer)
         self.task: Task = _task_class(model)(model, tokenizer, limits or Limits(), decoder_layer)
-        self.adaptor = Adaptor(find_layer(model, layer), query or self.task.query, replace or self.task.replace)
+        self._encoder = encoder
+        self.adaptor = Adaptor(
+            find_layer(model, layer), query or self.task.query, replace or self.task.replace,
+            None if encoder is None else self._encoded,
+        )  # fmt: skip
         # Where another token is queried, keys are other ones: replicas set up in another way must not share a codebook.
-        served = f"{checkpoint} query={self.adaptor.query} replace={self.adaptor.replace}"
+        queried = self.adaptor.query if encoder is None else encoder.fingerprint
+        served = f"{checkpoint} query={queried} replace={self.adaptor.replace}"
         self.fingerprint = hashlib.sha256(served.encode()).hexdigest()
         self.dtype = str(model.dtype).removeprefix("torch.")
+        self.query_dtype = self.dtype if encoder is None else "float32"
         self.device: torch.device = model.device
         self._last = None
         if self.task.query == "first":
@@ -137,6 +133,7 @@ class EditableModel:
         limits: Limits | None = None,
         query: QueryToken | None = None,
         replace: Replaced | None = None,
+        encoder: str | None = None,
     ) -> Self:
         """Load a local folder or a hub id.
 
@@ -149,21 +146,31 @@ class EditableModel:
             limits: Of prompts, targets and answers.
             query: The query's token; None: the task's own.
             replace: The tokens that take the value; None: the task's own.
+            encoder: Folder or hub id of a sentence encoder that makes the queries; None: the layer's input does.
 
         Raises:
-            ModelError: no such checkpoint, not of one of the three kinds, or no such device.
+            ModelError: no such checkpoint, not of one of the three kinds, no such encoder, or no such device.
             LayerError: the model has no such layer.
         """
         module, tokenizer = load_checkpoint(name, device=device, dtype=dtype)
         fingerprint = cached_fingerprint(module, tokenizer, Path(name), cache)
-        return cls(module, tokenizer, layer, limits=limits, query=query, replace=replace, fingerprint=fingerprint)
+        return cls(
+            module, tokenizer, layer, limits=limits, query=query, replace=replace, fingerprint=fingerprint,
+            encoder=None if encoder is None else Encoder.load(encoder, device=device, cache=cache),
+        )  # fmt: skip
 
     def queries(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """The queries (B, D), float32, of tokenised prompts; nothing after the wrapped module runs."""
         batch = self.task.batch(prompts)
-        with torch.inference_mode(), self.adaptor.observing(batch.mask_BT) as session:
+        if self._encoder is not None:
+            return self._encoded(batch)
+        with torch.inference_mode(), self.adaptor.observing(batch) as session:
             self.task.observe(batch)
         return session.queries_BD
+
+    def _encoded(self, batch: Batch) -> Tensor:
+        assert self._encoder is not None
+        return self._encoder(self.task.tokenizer.batch_decode(batch.prompts(), skip_special_tokens=True))
 
     def answer(
         self,
@@ -183,7 +190,7 @@ class EditableModel:
             with torch.inference_mode(mode=False):  # what it puts into the index may be changed outside
                 settle()
 
-        with torch.inference_mode(), self.adaptor.serving(batch.mask_BT, codebook, index, settle_first) as session:
+        with torch.inference_mode(), self.adaptor.serving(batch, codebook, index, settle_first) as session:
             answers = self.task.run(batch, parameters)
         return [Served(answer, hit) for answer, hit in zip(answers, session.hits, strict=True)]
 
@@ -191,8 +198,7 @@ class EditableModel:
         """Whether the edited model gives the label, what the wrapped module saw, and the rest for other values."""
         if self._shortcuts is None:
             self._shortcuts = self._sound_shortcuts()
-        mask_BT = supervised.batch.mask_BT
-        with torch.no_grad(), self.adaptor.serving(mask_BT, codebook, index, measured=True) as session:
+        with torch.no_grad(), self.adaptor.serving(supervised.batch, codebook, index, measured=True) as session:
             logits, rest = self._passed(supervised, self._shortcuts)
         return verdict(logits[0], supervised.labels[0])[0], session, rest
 
@@ -228,7 +234,7 @@ class EditableModel:
 
     def _output(self, supervised: Supervised) -> Tensor:
         """The module's own output (V) where a value of the first row would go."""
-        with torch.no_grad(), self.adaptor.watching(supervised.batch.mask_BT) as session:
+        with torch.no_grad(), self.adaptor.watching(supervised.batch) as session:
             self.task.logits(supervised)
         return session.outputs_BV[0]
 
@@ -237,7 +243,7 @@ class EditableModel:
         supervised = self.task.together(rows)
         if self._shortcuts is None:
             self._shortcuts = self._sound_shortcuts()
-        with torch.no_grad(), self.adaptor.watching(supervised.batch.mask_BT):
+        with torch.no_grad(), self.adaptor.watching(supervised.batch):
             return self._passed(supervised, self._shortcuts)[1]
 
     def _passed(self, supervised: Supervised, shortcuts: Shortcuts) -> tuple[list[Tensor], Rest]:
@@ -263,18 +269,17 @@ class EditableModel:
             supervised = self.task.supervised(" ".join(TEXTS[:3]), self._probe_label())
         except InputError:
             return "none"
-        mask_BT = supervised.batch.mask_BT
         start_V = self._output(supervised)
         wave_V = torch.cos(torch.arange(len(start_V), device=self.device)) * start_V.abs().mean()
         expected = [self._slope(Rest(supervised, Prefix()), value_V) for value_V in (start_V, wave_V)]
         choices: tuple[Shortcuts, ...] = ("all", "no narrowing")
         for shortcuts in choices:
             try:
-                with torch.no_grad(), self.adaptor.watching(mask_BT):
+                with torch.no_grad(), self.adaptor.watching(supervised.batch):
                     _, rest = self._passed(supervised, shortcuts)
                 if self._of_rows is None:
                     self._of_rows = rest.prefix.of_rows()
-                    with torch.no_grad(), self.adaptor.watching(mask_BT):
+                    with torch.no_grad(), self.adaptor.watching(supervised.batch):
                         _, rest = self._passed(supervised, shortcuts)
                 found = [self._slope(rest, value_V) for value_V in (start_V, wave_V)]
             except Exception as error:  # noqa: BLE001  (a model that is built in another way fails anyhow)
@@ -304,7 +309,7 @@ class EditableModel:
     def judge(self, rest: Rest, values_BV: Tensor) -> list[tuple[Verdict, Tensor]]:
         """Of each row the verdict with its value in place, and the loss, which can be differentiated by the value."""
         narrowed = nullcontext() if rest.last is None else rest.last.narrowed()
-        with rest.prefix.skipping(), narrowed, self.adaptor.substituting(rest.supervised.batch.mask_BT, values_BV):
+        with rest.prefix.skipping(), narrowed, self.adaptor.substituting(rest.supervised.batch, values_BV):
             logits = self.task.logits(rest.supervised)
         return [verdict(*row) for row in zip(logits, rest.supervised.labels, strict=True)]
 
@@ -323,84 +328,12 @@ class EditableModel:
         return label, self.task.supervised(inputs, label)
 
 
-def load_checkpoint(name: str, *, device: str = "auto", dtype: str = "float32") -> tuple[Any, Any]:
-    """A model of one of the three kinds and its tokenizer, from a local folder or a hub id.
-
-    Raises:
-        ModelError: no such checkpoint, not of one of the three kinds, or no such device.
-    """
-    target = "cuda" if device == "auto" and torch.cuda.is_available() else "cpu" if device == "auto" else device
-    if target == "cuda" and not torch.cuda.is_available():
-        raise ModelError(
-            "device 'cuda' was asked for, and torch finds no CUDA device; set GRACESTREAM_DEVICE to auto or cpu"
-        )
-    if name.startswith(("/", ".", "~")) and not Path(name).is_dir():
-        raise ModelError(f"the model {name!r} cannot be loaded: there is no such folder; set GRACESTREAM_MODEL")
-    transformers_logging.disable_progress_bar()
-    try:
-        auto = _auto_class(AutoConfig.from_pretrained(name), name)
-        model = auto.from_pretrained(name, dtype=getattr(torch, dtype)).to(target)
-        return model, AutoTokenizer.from_pretrained(name)
-    except ModelError:
-        raise
-    except (OSError, ValueError, KeyError) as error:
-        first_line = str(error).strip().split("\n")[0].rstrip(".")
-        raise ModelError(f"the model {name!r} cannot be loaded: {first_line}") from error
-
-
 def verdict(logits_LC: Tensor, label_L: Tensor) -> tuple[Verdict, Tensor]:
     """The verdict on logits, and the loss (mean cross entropy) as a tensor that can be differentiated."""
     loss = torch.nn.functional.cross_entropy(logits_LC, label_L)
     chosen_L = logits_LC.detach().gather(1, label_L[:, None])[:, 0]
     others_LC = logits_LC.detach().scatter(1, label_L[:, None], -torch.inf)
     return Verdict(margin=float((chosen_L - others_LC.amax(dim=1)).min()), loss=float(loss.detach())), loss
-
-
-def fingerprint_of(model: Any, tokenizer: Any) -> str:
-    """SHA-256 over weights (as loaded, in order of name), config and tokenizer: equal models give equal keys."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    config = model.config.to_dict()
-    for volatile in ("_name_or_path", "transformers_version"):
-        config.pop(volatile, None)
-    digest.update(json.dumps(config, sort_keys=True, default=str).encode())
-    vocabulary = getattr(tokenizer, "backend_tokenizer", None)
-    content = vocabulary.to_str() if vocabulary is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    digest.update(content.encode())
-    return digest.hexdigest()
-
-
-def cached_fingerprint(model: Any, tokenizer: Any, folder: Path, cache: Path | None) -> str:
-    """The fingerprint, computed once for a local folder whose files and dtype stay as they are."""
-    if cache is None or not folder.is_dir():
-        return fingerprint_of(model, tokenizer)
-    files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(folder.iterdir())]
-    state = json.dumps([str(folder.resolve()), str(model.dtype), files])
-    kept = cache.expanduser() / "fingerprints" / hashlib.sha256(state.encode()).hexdigest()
-    if kept.exists() and len(known := kept.read_text()) == hashlib.sha256().digest_size * 2:
-        return known
-    fingerprint = fingerprint_of(model, tokenizer)
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    half = kept.with_suffix(f".{id(fingerprint)}")
-    half.write_text(fingerprint)
-    half.replace(kept)
-    return fingerprint
-
-
-def _auto_class(config: Any, name: str) -> Any:
-    architecture = (config.architectures or [""])[0]
-    if architecture.endswith("ForSequenceClassification"):
-        return AutoModelForSequenceClassification
-    if config.is_encoder_decoder:
-        return AutoModelForSeq2SeqLM
-    if architecture.endswith(("ForCausalLM", "LMHeadModel")):
-        return AutoModelForCausalLM
-    raise ModelError(
-        f"the model {name!r} is a {architecture or config.model_type}; gracestream edits sequence classifiers, "
-        "encoder-decoders and causal language models"
-    )
 
 
 def _task_class(model: Any) -> type[Task]:

@@ -61,8 +61,13 @@ class Settings(BaseSettings):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the model runs.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="The model's weights.")
     threads: int = Field(0, ge=0, description="Torch threads of a worker; 0 leaves torch's own choice.")
-    query: Literal["auto", "last", "first", "mean"] = Field(
-        "auto", description="Which prompt token is the query; auto: the last, or a classifier's [CLS]."
+    query: Literal["auto", "last", "first", "mean", "encoder"] = Field(
+        "auto",
+        description="Which prompt token is the query, or encoder: the prompt's text; auto: the last token, or a"
+        " classifier's [CLS].",
+    )
+    encoder: str = Field(
+        "minilm", description="For `query` encoder: the sentence encoder, a local folder, a hub id, or `minilm`."
     )
     replace: Literal["auto", "last", "all"] = Field(
         "auto", description="Which prompt tokens take the value; auto: last for generators, all for classifiers."
@@ -168,7 +173,12 @@ def load_settings(**overrides: object) -> Settings:
         raise SettingsError("\n".join(_complaint(problem) for problem in error.errors())) from error
     except OSError as error:
         raise SettingsError(f"GRACESTREAM_SECRETS: {error.filename!r} cannot be read: {error.strerror}") from error
-    if problems := [*_kafka_contradictions(settings), *_redis_contradictions(settings), *_unreadable_files(settings)]:
+    contradictions = (
+        *_model_contradictions(settings),
+        *_kafka_contradictions(settings),
+        *_redis_contradictions(settings),
+    )
+    if problems := [*contradictions, *_unreadable_files(settings)]:
         raise SettingsError("\n".join(problems))
     return settings
 
@@ -192,6 +202,14 @@ def _complaint(problem: ErrorDetails) -> str:
     value = "its value" if field in SECRET else repr(problem["input"])
     rule = re.sub(r"^(Value error,|\w+ should) ", "should ", problem["msg"])
     return f"GRACESTREAM_{field.upper()}: {value} {rule}"
+
+
+def _model_contradictions(settings: Settings) -> Iterator[str]:
+    if "encoder" in settings.model_fields_set and settings.query != "encoder":
+        yield (
+            f"GRACESTREAM_ENCODER is set, and GRACESTREAM_QUERY={settings.query} has no use for it: choose encoder, or"
+            " unset one of them"
+        )
 
 
 def _kafka_contradictions(settings: Settings) -> Iterator[str]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeline.adaptor import QueryToken, Replaced
+from pipeline.batch import Batch
 from pipeline.codebook import Label
 from pipeline.errors import UserError
 from schemas.messages import Inputs, Outputs, Parameters
@@ -21,19 +22,6 @@ from schemas.messages import Inputs, Outputs, Parameters
 
 class InputError(UserError):
     """Inputs, parameters or a target that this model cannot take; the text says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Tokenised prompts.
-
-    Attributes:
-        kwargs: What the model is called with.
-        mask_BT: Real prompt tokens, as the wrapped module sees them; None where it lies in a decoder.
-    """
-
-    kwargs: dict[str, Any]
-    mask_BT: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,19 +8,21 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import faiss
 import structlog
 import torch
 
-from deploy.models import layer_of, resolve
+from deploy.models import layer_of, resolve, resolve_encoder
 from pipeline import metrics
 from pipeline.access import ACCESS, require_access
+from pipeline.adaptor import QueryToken
+from pipeline.checkpoint import load_checkpoint
 from pipeline.clients import UnreachableError, await_kafka, await_redis
 from pipeline.health import Health, HealthServer
 from pipeline.logs import configure_logs
-from pipeline.model import EditableModel, load_checkpoint
+from pipeline.model import EditableModel
 from pipeline.plan import Plan
 from pipeline.settings import Settings
 from pipeline.tasks import Limits
@@ -112,8 +114,9 @@ def load_model(settings: Settings) -> EditableModel:
         limits=Limits(
             settings.max_input_tokens, settings.max_target_tokens, settings.max_new_tokens, settings.new_tokens_limit
         ),
-        query=None if settings.query == "auto" else settings.query,
+        query=next((token for token in get_args(QueryToken) if token == settings.query), None),
         replace=None if settings.replace == "auto" else settings.replace,
+        encoder=resolve_encoder(settings.encoder) if settings.query == "encoder" else None,
     )
 
 

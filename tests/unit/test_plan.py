@@ -6,7 +6,7 @@ from dataclasses import fields
 import pytest
 
 from pipeline.plan import Plan
-from pipeline.settings import as_environment, load_settings
+from pipeline.settings import SettingsError, as_environment, load_settings
 from pipeline.training import Recipe
 from workers.boot import plan_of
 
@@ -43,3 +43,10 @@ def test_the_settings_of_who_chooses_nothing_are_those_of_a_plan_without_a_choic
 
 def test_a_largest_radius_of_0_is_none() -> None:
     assert plan_of(load_settings(max_radius=0)).max_radius == math.inf
+
+
+@pytest.mark.parametrize("query", ["auto", "last"])
+def test_an_encoder_that_would_not_be_asked_is_a_mistake(query: str) -> None:
+    with pytest.raises(SettingsError, match=f"GRACESTREAM_ENCODER is set, and GRACESTREAM_QUERY={query} has no use"):
+        load_settings(query=query, encoder="minilm")
+    assert load_settings(query="encoder", encoder="mine").encoder == "mine"

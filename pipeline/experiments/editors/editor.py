@@ -5,8 +5,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
-
+from pipeline.batch import Batch
 from pipeline.errors import UserError
 from pipeline.experiments.tasks import Example
 
@@ -36,8 +35,8 @@ class Editor(Protocol):
     def states(self, texts: Sequence[str]) -> list[Hashable]:
         """Of each text that of the editor's state on which an answer to it depends: equal states, equal answers."""
 
-    def serving(self, mask_BT: Tensor | None) -> AbstractContextManager[object]:
-        """Forward passes inside, over a batch with these prompt tokens, are the corrected model's."""
+    def serving(self, batch: Batch) -> AbstractContextManager[object]:
+        """Forward passes inside, over this batch, are the corrected model's."""
 
     @property
     def entries(self) -> int:

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
+from pipeline.batch import Batch
 from pipeline.experiments.editors.editor import STEPS, Made
 from pipeline.experiments.editors.queries import Queries
 from pipeline.experiments.tasks import Example
@@ -38,7 +39,7 @@ class Predicting(ABC):
         self._queries = Queries(model)
         self._changes = 0
         batch = model.task.batch([model.task.tokenize(TEXTS[0])])
-        with torch.no_grad(), model.adaptor.watching(batch.mask_BT) as seen:
+        with torch.no_grad(), model.adaptor.watching(batch) as seen:
             model.task.observe(batch)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -63,9 +64,9 @@ class Predicting(ABC):
         found = self._lookup(torch.from_numpy(self._queries.of(texts)))
         return [None] * len(texts) if found is None else [self._changes if one else None for one in found[0].tolist()]
 
-    def serving(self, mask_BT: Tensor | None) -> AbstractContextManager[object]:
+    def serving(self, batch: Batch) -> AbstractContextManager[object]:
         """The adaptor's session, with a prediction for each row."""
-        return self._model.adaptor.predicting(mask_BT, self._lookup)
+        return self._model.adaptor.predicting(batch, self._lookup)
 
     def _lookup(self, queries_BD: Tensor) -> tuple[Tensor, Tensor] | None:
         return self._replacing(queries_BD) if self._changes else None
@@ -73,7 +74,7 @@ class Predicting(ABC):
     def _train(self, supervised: Supervised) -> int:
         """The steps that it took."""
         self._changes += 1
-        with torch.no_grad(), self._model.adaptor.watching(supervised.batch.mask_BT) as seen:
+        with torch.no_grad(), self._model.adaptor.watching(supervised.batch) as seen:
             self._model.task.logits(supervised)
         rest = self._model.rest_of([supervised])
         for step in range(self._steps):
@@ -89,7 +90,7 @@ class Predicting(ABC):
 
     def _right(self, supervised: Supervised) -> bool:
         """Whether the model gives the target, served as it would be."""
-        with torch.no_grad(), self.serving(supervised.batch.mask_BT):
+        with torch.no_grad(), self.serving(supervised.batch):
             return verdict(self._model.task.logits(supervised)[0], supervised.labels[0])[0].right
 
     @abstractmethod

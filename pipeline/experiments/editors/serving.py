@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
+from pipeline.batch import Batch
 from pipeline.codebook import Codebook
 from pipeline.experiments.editors.editor import Made
 from pipeline.experiments.editors.queries import Queries
@@ -47,9 +47,9 @@ class Served(ABC):
         values_NV = self.codebook.values_NV
         return [None if slot == NO_SLOT else values_NV[slot].tobytes() for slot in slots]
 
-    def serving(self, mask_BT: Tensor | None) -> AbstractContextManager[object]:
+    def serving(self, batch: Batch) -> AbstractContextManager[object]:
         """The adaptor's session, with a lookup for each row."""
-        return self.model.adaptor.serving(mask_BT, self.codebook, self.index)
+        return self.model.adaptor.serving(batch, self.codebook, self.index)
 
     def serving_slots(self, texts: Sequence[str]) -> list[int]:
         """The slot of the entry that serves each text; -1: none."""

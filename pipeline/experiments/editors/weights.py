@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from pipeline.batch import Batch
 from pipeline.experiments.editors.editor import EditorError, Made
 from pipeline.experiments.tasks import Example
 from pipeline.model import EditableModel, Verdict, verdict
@@ -73,9 +74,9 @@ class WeightEditor(ABC):
         """Every answer depends on the weights."""
         return [self._changes] * len(texts)
 
-    def serving(self, mask_BT: Tensor | None) -> AbstractContextManager[object]:
+    def serving(self, batch: Batch) -> AbstractContextManager[object]:
         """The weights are in the model."""
-        del mask_BT
+        del batch
         return nullcontext()
 
     def _judged(self, supervised: Supervised) -> Verdict:

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.adaptor import Adaptor
+from pipeline.batch import Batch
 from pipeline.codebook import Label
 from pipeline.editing import EditEngine
 from pipeline.model import EditableModel
 from pipeline.plan import Plan
-from pipeline.tasks import Answer, Batch, InputError, Supervised, Task
+from pipeline.tasks import Answer, InputError, Supervised, Task
 from schemas.messages import Inputs, Outputs, Parameters
 from tests.unit.engine.tiny import CODEBOOK, MODEL
 
@@ -102,7 +103,7 @@ def at(*coordinates: float) -> str:
 def answer(made: EditEngine, *point: float) -> int:
     """The class that the edited model gives a point."""
     supervised = made.model.task.supervised(at(*point), (0,))
-    with made.model.adaptor.serving(None, made.codebook, made.index):
+    with made.model.adaptor.serving(supervised.batch, made.codebook, made.index):
         return int(made.model.task.run(supervised.batch, [])[0].outputs.label)  # type: ignore[arg-type]
 
 

@@ -10,6 +10,7 @@ from msgspec import UNSET
 from torch import nn
 
 from pipeline.adaptor import Adaptor, last_token
+from pipeline.batch import Batch
 from pipeline.codebook import Codebook
 from pipeline.index import KeyIndex, Nearest
 from pipeline.layers import LayerError
@@ -116,8 +117,9 @@ def test_fault_one_pad_token_moves_the_query_off_its_key(kind: str, side: str, p
         ids, mask = prompt + [0] * pads, [1] * len(prompt) + [0] * pads
     mask_1T = torch.tensor([mask])
     positions_1T = (mask_1T.cumsum(dim=1) - 1).clamp(min=0)
-    with torch.no_grad(), model.adaptor.observing(mask_1T) as session:
-        model.module(input_ids=torch.tensor([ids]), attention_mask=mask_1T, position_ids=positions_1T)
+    kwargs = {"input_ids": torch.tensor([ids]), "attention_mask": mask_1T, "position_ids": positions_1T}
+    with torch.no_grad(), model.adaptor.observing(Batch(kwargs, mask_1T)) as session:
+        model.module(**kwargs)
     assert float((session.queries_BD[0] - key_D).norm()) <= batch_noise(float(key_D.norm()), "float32")
 
 
@@ -221,7 +223,7 @@ def test_a_removed_adaptor_leaves_the_model_as_it_was() -> None:
     codebook, index = edited(model, INPUTS[:1])
     model.adaptor.remove()
     batch = model.task.batch([model.task.tokenize(INPUTS[0])])
-    with torch.no_grad(), model.adaptor.serving(batch.mask_BT, codebook, index) as session:
+    with torch.no_grad(), model.adaptor.serving(batch, codebook, index) as session:
         model.module(**batch.kwargs)
     assert session.hits == []
 
@@ -251,7 +253,8 @@ def test_outside_a_session_the_model_runs_as_it_always_did(kind: str) -> None:
 
 def test_two_batches_at_once_are_refused() -> None:
     adaptor = Adaptor(nn.Linear(2, 2), "last", "last")
-    with adaptor.observing(None), pytest.raises(RuntimeError, match="one batch at a time"), adaptor.observing(None):
+    one = Batch({}, None)
+    with adaptor.observing(one), pytest.raises(RuntimeError, match="one batch at a time"), adaptor.observing(one):
         pass
 
 
@@ -278,8 +281,10 @@ def test_query_and_replaced_tokens_are_the_settings_and_never_padding(
     module = nn.Identity()
     adaptor = Adaptor(module, query, replace)
     tokens_1TD = torch.tensor([[[9.0], [2.0], [3.0], [4.0], [9.0]]])
-    mask_1T = torch.tensor([[0, 1, 1, 1, 0]])
-    with adaptor.substituting(mask_1T, torch.tensor([[7.0]])) as session:
-        out = module(tokens_1TD)[0, :, 0].tolist()
+    batch = Batch({}, torch.tensor([[0, 1, 1, 1, 0]]))
+    with adaptor.watching(batch) as session:
+        module(tokens_1TD)
     assert session.queries_BD.tolist() == [[expected]]
+    with adaptor.substituting(batch, torch.tensor([[7.0]])):
+        out = module(tokens_1TD)[0, :, 0].tolist()
     assert out == ([9, 7, 7, 7, 9] if replace == "all" else [9, 2, 3, 7, 9])

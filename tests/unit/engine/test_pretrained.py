@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 from msgspec import UNSET
 
-from deploy.models import KNOWN, resolve
+from deploy.models import KNOWN, resolve, resolve_encoder
 from pipeline.editing import EditEngine
+from pipeline.encoder import Encoder
 from pipeline.maintenance import batch_noise
 from pipeline.model import EditableModel
 from pipeline.plan import Plan
@@ -65,6 +66,33 @@ def test_batch_noise_bounds_what_padding_does_to_a_query(smollm2: EditableModel)
     for row, text in enumerate(inputs):
         alone_D = smollm2.queries([smollm2.task.tokenize(text)])[0]
         assert float((alone_D - together_BD[row]).norm()) <= batch_noise(float(alone_D.norm()), "float32")
+
+
+def test_with_an_encoder_a_statement_is_corrected_in_other_words_too_and_its_neighbours_are_not(
+    smollm2: EditableModel,
+) -> None:
+    """At the layer another statement about the country lies nearer than other words for the same."""
+    text, rephrase, target = "The capital of Bhutan is", "Bhutan's capital city is called", "Paro Heights"
+    others = ["The capital of Slovenia is", "The language of Bhutan is", *OTHERS]
+    encoder = Encoder.load(resolve_encoder("minilm"), device="cpu", cache=Path("~/.cache/gracestream"))
+    by_text = EditableModel(
+        smollm2.module, smollm2.task.tokenizer, smollm2.layer, limits=smollm2.task.limits, encoder=encoder,
+        fingerprint=smollm2.fingerprint,
+    )  # fmt: skip
+    apart = {model: distances(model, text, [rephrase, others[1]]) for model in (smollm2, by_text)}
+    assert apart[smollm2][0] > apart[smollm2][1]
+    assert apart[by_text][0] < apart[by_text][1]
+    made = EditEngine(by_text, CODEBOOK, Plan(radius=0.5))
+    made.apply(made.lead({}))
+    before = say(made, others)
+    assert correct(made, "f0", text, target)[1] is not None
+    assert say(made, [text, rephrase, *others]) == [target, target, *before]
+
+
+def distances(model: EditableModel, text: str, others: list[str]) -> list[float]:
+    """How far the queries of others lie from that of a text."""
+    query_D, *others_BD = model.queries([model.task.tokenize(one) for one in (text, *others)])
+    return [float((query_D - other_D).norm()) for other_D in others_BD]
 
 
 def test_the_same_prompt_corrected_again_says_the_second(engine: EditEngine) -> None:

@@ -173,7 +173,7 @@ def test_only_the_label_alone_decides_what_is_right(model: EditableModel, kind: 
     """The verdict of a value agrees with what the model then says."""
     supervised = model.supervised(TEXT, target(kind))[1]
     trained = train_value(model, *prepared(model, TEXT, target(kind)), Recipe())
-    with torch.no_grad(), model.adaptor.substituting(supervised.batch.mask_BT, torch.from_numpy(trained.value_V)[None]):
+    with torch.no_grad(), model.adaptor.substituting(supervised.batch, torch.from_numpy(trained.value_V)[None]):
         (logits_LC,) = model.task.logits(supervised)
     assert logits_LC.argmax(dim=1).tolist() == supervised.labels[0].tolist()
 

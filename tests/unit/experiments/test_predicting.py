@@ -63,7 +63,7 @@ def test_memory_answers_all_inputs_with_a_mean_of_its_vectors(kind: str) -> None
         vectors_VN.copy_(vectors_VN[:, :1])  # all one, so that attention cannot tell
     supervised = [model.supervised(example.inputs, example.target)[1] for example in examples]
     for one, score in zip(supervised, evaluation.scores(editor, examples), strict=True):
-        with torch.no_grad(), model.adaptor.substituting(one.batch.mask_BT, vectors_VN[:, :1].T):
+        with torch.no_grad(), model.adaptor.substituting(one.batch, vectors_VN[:, :1].T):
             assert tuple(model.task.logits(one)[0].argmax(dim=1).tolist()) == score.chosen
 
 

@@ -1,0 +1,24 @@
+"""Tokenised prompts, as a model is called with them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One batch.
+
+    Attributes:
+        kwargs: What the model is called with.
+        mask_BT: Real prompt tokens, as the wrapped module sees them; None where it lies in a decoder.
+    """
+
+    kwargs: dict[str, Any]
+    mask_BT: Tensor | None
+
+    def prompts(self) -> list[list[int]]:
+        """Each row's token ids, without padding and what comes after the prompt."""
+        mask_BT = self.kwargs["attention_mask"] if self.mask_BT is None else self.mask_BT
+        return [row_T[mask_T.bool()].tolist() for row_T, mask_T in zip(self.kwargs["input_ids"], mask_BT, strict=True)]
