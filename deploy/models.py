@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-import transformers
-
 from deploy.checkpoints.classifiers import build_intent, build_scotus, intent_folder, scotus_folder
 from deploy.checkpoints.packages import ModelError, minilm_folder
 from deploy.checkpoints.smollm2 import build_smollm2
 from deploy.checkpoints.t5 import build_t5, t5_folder
+from pipeline.checkpoint import unreported
 from pipeline.settings import Settings
 
 Report = Callable[[str], None]
@@ -81,7 +80,7 @@ def prepare(name: str, cache: Path, report: Report) -> Path:
             partial = folder.with_name(f".{folder.name}.partial")
             shutil.rmtree(partial, ignore_errors=True)  # what a killed build left behind
             partial.mkdir()
-            with _quiet():
+            with unreported(), redirect_stderr(io.StringIO()):  # and without progress bars
                 model.build(partial)
             partial.rename(folder)
             report(f"{name} is ready")
@@ -116,19 +115,6 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(lock)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence progress bars, and warnings about what a build does on purpose (a fresh head, a GGUF's tokenizer)."""
-    logging = transformers.utils.logging
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        with redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        logging.set_verbosity(verbosity)
 
 
 KNOWN: dict[str, KnownModel] = {

@@ -45,8 +45,19 @@ def load_encoder(name: str, *, device: str = "auto") -> tuple[Any, Any]:
         ModelError: no such checkpoint, or no such device.
     """
     target = _device(device)
-    with _loading("encoder", name):
+    with _loading("encoder", name), unreported():
         return AutoModel.from_pretrained(name, dtype=torch.float32).to(target), AutoTokenizer.from_pretrained(name)
+
+
+@contextmanager
+def unreported() -> Iterator[None]:
+    """Without warnings of what is on purpose: a checkpoint's head that is left out, or one that is new."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
 
 
 @contextmanager

@@ -12,6 +12,8 @@ again at the END of the stream. The defaults were chosen on rows that lie after 
 - `told`: of a sample of the edits, answers that equal the target to the letter, as a replica generates them.
 - `steps`, `seconds`: means over the edits that trained a value; `entries`, `rejected`: counts.
 
+- `encoder`: MiniLM beside the model makes the queries (`GRACESTREAM_QUERY=encoder`).
+
 The baseline of a number is the same number under `paper`: Algorithm 1 to the letter, which knows neither guard nor
 traffic. A value depends on its input, label and recipe alone, so settings that share a recipe train it once, and its
 time is counted wherever it is used. What an edited model says to a text depends only on the entry that serves it,
@@ -53,6 +55,9 @@ ANSWER = 16
 LAYERS = ("model.layers.25.mlp.gate_proj", "model.layers.23.self_attn.o_proj")
 """Layers that are compared."""
 
+ENCODED = (0.75, 1.0)
+"""Shares of the default radius that are tried with a sentence encoder's queries."""
+
 
 @dataclass(frozen=True, slots=True)
 class Fact:
@@ -91,17 +96,21 @@ class Cost:
     statuses: list[str]
 
 
+Known = dict[tuple[object, ...], tuple[Trained, float]]
+"""Values by what they were trained on, whose queries do not count, and the seconds that took."""
+
+
 class Asked:
     """One edited layer, and what the model says there: a text's query, and whether a value makes it say a target."""
 
-    def __init__(self, model: EditableModel) -> None:
+    def __init__(self, model: EditableModel, trained: Known) -> None:
         self.model = model
         self.empty = Codebook("none", model.fingerprint, model.layer)
         self._no_index = KeyIndex(self.empty, model.device)
         self._seen: dict[tuple[str, str], Seen] = {}
         self.queries = Queries(model).of
         self._right: dict[tuple[str, str, bytes], bool] = {}
-        self._trained: dict[tuple[object, ...], tuple[Trained, float]] = {}
+        self._trained = trained
         self.saved = 0.0
         """Seconds of training that were not spent again."""
 
@@ -162,7 +171,8 @@ def run(options: Options) -> Iterator[Row]:
     plan = plan_of(settings)
     margins = [margin for margin in (1.0, 2.0) if margin != plan.recipe.margin]
     paper: dict[str, float] = {}
-    with asked_at(settings) as asked:
+    trained: Known = {}
+    with asked_at(settings, trained) as asked:
         for name, chosen in variants(plan).items():
             options.tell(f"zsRE: {name}")
             for row in zsre_rows(f"zsre/{name}", asked, chosen, whole, aloud=chosen == plan or not paper):
@@ -175,10 +185,16 @@ def run(options: Options) -> Iterator[Row]:
             options.tell(f"zsRE: margin {margin:g}")
             other = replace(plan, recipe=replace(plan.recipe, margin=margin))
             yield from zsre_rows(f"zsre-{QUICK}/margin {margin:g}", asked, other, few)
+    with asked_at(settings.model_copy(update={"query": "encoder"}), trained) as asked:
+        for part in ENCODED:
+            options.tell(f"zsRE: encoder, radius {part * plan.radius:g}")
+            chosen = replace(plan, radius=part * plan.radius)
+            for row in zsre_rows(f"zsre/encoder, radius {chosen.radius:g}", asked, chosen, whole):
+                yield replace(row, baseline=paper[row.metric])
     for layer in LAYERS:
         if layer != settings.layer:
             options.tell(f"zsRE: {layer}")
-            with asked_at(settings.model_copy(update={"layer": layer})) as asked:
+            with asked_at(settings.model_copy(update={"layer": layer}), trained) as asked:
                 yield from zsre_rows(f"zsre-{QUICK}/{short(layer)}", asked, plan, few)
 
 
@@ -194,9 +210,9 @@ def variants(plan: Plan) -> dict[str, Plan]:
 
 
 @contextmanager
-def asked_at(settings: Settings) -> Iterator[Asked]:
+def asked_at(settings: Settings, trained: Known) -> Iterator[Asked]:
     """The model, wrapped at the layer of the settings, whose engines train each value once."""
-    asked = Asked(load_model(settings))
+    asked = Asked(load_model(settings), trained)
     with mock.patch("pipeline.editing.train_value", asked.train):
         yield asked
 
