@@ -39,14 +39,20 @@ def load_checkpoint(name: str, *, device: str = "auto", dtype: str = "float32") 
 
 
 def load_encoder(name: str, *, device: str = "auto") -> tuple[Any, Any]:
-    """A model that gives each token a vector, in float32, and its tokenizer.
+    """A model that gives each token a vector, in float32 and without heads and a pooler, and its tokenizer.
 
     Raises:
-        ModelError: no such checkpoint, or no such device.
+        ModelError: no such checkpoint, weights that it lacks, or no such device.
     """
     target = _device(device)
     with _loading("encoder", name), unreported():
-        return AutoModel.from_pretrained(name, dtype=torch.float32).to(target), AutoTokenizer.from_pretrained(name)
+        model, info = AutoModel.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    if lacking := sorted(key for key in info["missing_keys"] if not key.startswith("pooler.")):
+        raise ModelError(f"the encoder {name!r} cannot be used: its checkpoint has no {lacking[0]}")
+    if getattr(model, "pooler", None) is not None:
+        model.pooler = None  # nothing reads it, and where a checkpoint has none it is drawn at random
+    return model.to(target), tokenizer
 
 
 @contextmanager

@@ -46,8 +46,6 @@ class Encoder:
             ModelError: no such checkpoint or device, or no such encoder.
         """
         module, tokenizer = load_encoder(name, device=device)
-        if getattr(module, "pooler", None) is not None:
-            module.pooler = None  # nothing reads it, and where a checkpoint has none it is drawn at random
         return cls(module, tokenizer, cached_fingerprint(module, tokenizer, Path(name), cache))
 
     def __call__(self, texts: Sequence[str]) -> Tensor:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel, GPT2Config, GPT2Model
 
 from pipeline.checkpoint import ModelError
@@ -124,6 +125,16 @@ def test_a_loaded_encoder_is_told_by_what_is_read_of_it(tmp_path: Path) -> None:
     first, second = (Encoder.load(str(tmp_path / "one"), device="cpu") for _ in range(2))
     assert first.fingerprint == second.fingerprint
     assert torch.equal(first(INPUTS), second(INPUTS))
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path: Path) -> None:
+    module().save_pretrained(tmp_path)
+    tokenizer("bert").save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights.pop("encoder.layer.0.output.dense.weight")
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"has no encoder\.layer\.0\.output\.dense\.weight"):
+        Encoder.load(str(tmp_path), device="cpu")
 
 
 def test_what_is_no_sentence_encoder_is_refused(tmp_path: Path) -> None:
