@@ -6,7 +6,8 @@ a log or an error by accident.
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
@@ -153,6 +154,10 @@ class Settings(BaseSettings):
         return self.prefix + name
 
 
+ALIKE = 0.75
+"""How like a setting's name is (of 1) that may be a slip."""
+
+
 class SettingsError(UserError):
     """A setting that is not what it must be; the text names the environment variable."""
 
@@ -181,6 +186,15 @@ def load_settings(**overrides: object) -> Settings:
     if problems := [*contradictions, *_unreadable_files(settings)]:
         raise SettingsError("\n".join(problems))
     return settings
+
+
+def misspelt(environment: Iterable[str]) -> dict[str, str]:
+    """Of these variables those that are none of gracestream's and look like one, which is given."""
+    ours = "GRACESTREAM_"
+    known = [name.upper() for name in Settings.model_fields]
+    unknown = [name for name in environment if name.startswith(ours) and name.removeprefix(ours) not in known]
+    found = {name: get_close_matches(name.removeprefix(ours), known, n=1, cutoff=ALIKE) for name in unknown}
+    return {name: ours + close[0] for name, close in found.items() if close}
 
 
 def as_environment(values: Mapping[str, object]) -> dict[str, str]:

@@ -24,7 +24,7 @@ from pipeline.health import Health, HealthServer
 from pipeline.logs import configure_logs
 from pipeline.model import EditableModel
 from pipeline.plan import Plan
-from pipeline.settings import Settings
+from pipeline.settings import Settings, misspelt
 from pipeline.tasks import Limits
 from pipeline.topics import require_topics
 from pipeline.training import Recipe
@@ -52,6 +52,8 @@ def worker(kind: Literal["inference", "editor"], settings: Settings) -> Iterator
     """
     name = settings.replica or f"{socket.gethostname()}-{os.getpid()}"
     configure_logs(settings.log_format, worker=kind, name=name)
+    for variable, meant in misspelt(os.environ).items():
+        log.warning("unknown_setting", variable=variable, meant=meant)
     stop = end_on_signals(settings.shutdown_timeout)
     own = metrics.REPLICA if kind == "inference" else metrics.EDITOR
     health = Health(settings.stuck_after, metrics=functools.partial(metrics.exposition, own))

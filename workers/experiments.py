@@ -16,7 +16,7 @@ from pipeline.experiments.editors.known import EDITORS
 from pipeline.experiments.editors.piped import Piped
 from pipeline.experiments.editors.serving import Served
 from pipeline.experiments.evaluation import Evaluation
-from pipeline.experiments.report import Asked, Report, cleared, drawn, read, write
+from pipeline.experiments.report import Asked, Report, cleared, drawn, in_words, read, write
 from pipeline.experiments.stream import Stream, first, fitting
 from pipeline.experiments.tasks import Task
 from pipeline.model import EditableModel
@@ -89,7 +89,10 @@ class Runner:
             evaluation = Evaluation(model, task.measure)
             stream = Stream(task, editor, evaluation)
             stream.at_work = lambda: at_work(len(stream.made), len(task.edits))
-            points = list(stream.run([*range(asked.every, len(task.edits), asked.every), len(task.edits)]))
+            points = []
+            for point in stream.run([*range(asked.every, len(task.edits), asked.every), len(task.edits)]):
+                points.append(point)
+                self._tell(in_words(point))
             uses = editor.uses(task.edits) if isinstance(editor, Served) else []
             told = environment(model, plan_of(settings))
             if not isinstance(editor, Served):

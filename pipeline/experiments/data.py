@@ -75,10 +75,10 @@ def rows_of(name: str, kind: type[R]) -> list[R]:
     Raises:
         DataError: the file is not there, or cannot be read, or a line of it is not such a row.
     """
-    folder = Path(os.environ.get(FOLDER) or BESIDE)
-    path = folder / name
+    named = os.environ.get(FOLDER)
+    path = Path(named or BESIDE) / name
     if not path.is_file():
-        raise DataError(f"this needs {name}, which is not in {folder}; set {FOLDER} to its folder")
+        raise DataError(f"this needs {name}: " + (f"it is not in {named}" if named else f"set {FOLDER} to its folder"))
     rows: list[R] = []
     try:
         with gzip.open(path, "rb") as lines:

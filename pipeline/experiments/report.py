@@ -223,6 +223,11 @@ def columns_of(points: Sequence[Point]) -> tuple[list[str], list[list[str]]]:
     return [COLUMNS[place] for place in filled], [[line[place] for place in filled] for line in lines]
 
 
+def in_words(point: Point) -> str:
+    """One point on one line, without what it has no number for."""
+    return ", ".join(f"{name} {told}" for name, told in zip(COLUMNS, _cells(point), strict=True) if told)
+
+
 def _cells(point: Point) -> list[str]:
     """One line of the table, in the order of `COLUMNS`."""
     qualities = (point.success, point.retained, point.kept, point.accurate, point.rephrased, point.coming)

@@ -212,7 +212,7 @@ def test_only_grace_runs_in_an_editor_worker(run: Callable[..., Command], chosen
 def test_what_is_missing_or_does_not_fit_is_one_sentence(
     run: Callable[..., Command], chosen: list[str], checkpoints: dict[str, Checkpoint], data: Path, tmp_path: Path
 ) -> None:
-    assert "which is not in" in sentence(run("experiment", "zsre", *chosen))
+    assert "zsre_700.jsonl.gz: it is not in" in sentence(run("experiment", "zsre", *chosen))
     model = checkpoints["bert"]
     other = ["--model", str(model.folder), "--layer", model.layer, "--data", str(data)]
     assert sentence(run("experiment", "hallucination", *other)).startswith("the model can take none of the edits of")

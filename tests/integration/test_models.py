@@ -215,7 +215,7 @@ def test_the_t5_says_what_it_was_taught_and_takes_any_text(t5: Path) -> None:
 
 def test_without_its_cases_it_is_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(FOLDER, str(tmp_path))
-    with pytest.raises(DataError, match=r"^this needs scotus_facts_to_2009\.jsonl\.gz, which is not in "):
+    with pytest.raises(DataError, match=r"^this needs scotus_facts_to_2009\.jsonl\.gz: it is not in "):
         prepare("scotus", tmp_path, lambda _: None)
 
 

@@ -6,7 +6,7 @@ from dataclasses import fields
 import pytest
 
 from pipeline.plan import Plan
-from pipeline.settings import SettingsError, as_environment, load_settings
+from pipeline.settings import Settings, SettingsError, as_environment, load_settings, misspelt
 from pipeline.training import Recipe
 from workers.boot import plan_of
 
@@ -50,3 +50,13 @@ def test_an_encoder_that_would_not_be_asked_is_a_mistake(query: str) -> None:
     with pytest.raises(SettingsError, match=f"GRACESTREAM_ENCODER is set, and GRACESTREAM_QUERY={query} has no use"):
         load_settings(query=query, encoder="minilm")
     assert load_settings(query="encoder", encoder="mine").encoder == "mine"
+
+
+def test_a_variable_that_looks_like_a_setting_and_is_none_is_told() -> None:
+    known = [f"GRACESTREAM_{name.upper()}" for name in Settings.model_fields]
+    others = ["PATH", "GRACESTREAM_DATA", "GRACESTREAM_EDITOR_SERVICE_HOST"]
+    assert misspelt([*known, *others]) == {}
+    assert misspelt(["GRACESTREAM_KAFAK", "GRACESTREAM_RADIUS_UNITS"]) == {
+        "GRACESTREAM_KAFAK": "GRACESTREAM_KAFKA",
+        "GRACESTREAM_RADIUS_UNITS": "GRACESTREAM_RADIUS_UNIT",
+    }
