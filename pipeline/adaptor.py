@@ -50,7 +50,7 @@ class Session:
 
     Attributes:
         batch: What goes through the model.
-        queries_BD: Float32 queries, after the first call; none of a session that puts given values in place.
+        queries_BD: Float32 queries, after the first call, of a session that looks up or takes them.
         outputs_BV: The module's own output where a value would go, float32: the mean over the tokens that it would
             replace. Only of a session that is `measured`.
         hits: For each row the entry that serves it, or None; of a session that serves from a codebook.
@@ -167,7 +167,7 @@ class Adaptor:
     def _decide(self, session: Session, tokens: Tensor, hidden: Tensor) -> None:
         session.tokens_T = tokens.shape[1]
         mask_BT = self._mask(session, tokens)
-        if session.lookup is not None or session.values_BV is None:
+        if session.lookup is not None or session.stop:
             session.queries_BD = self._queries(session.batch, tokens, mask_BT)
         if session.stop:
             raise Observed

@@ -20,5 +20,5 @@ class Batch:
 
     def prompts(self) -> list[list[int]]:
         """Each row's token ids, without padding and what comes after the prompt."""
-        mask_BT = self.kwargs["attention_mask"] if self.mask_BT is None else self.mask_BT
-        return [row_T[mask_T.bool()].tolist() for row_T, mask_T in zip(self.kwargs["input_ids"], mask_BT, strict=True)]
+        mask_BT = (self.kwargs["attention_mask"] if self.mask_BT is None else self.mask_BT).cpu().bool()
+        return [row_T[mask_T].tolist() for row_T, mask_T in zip(self.kwargs["input_ids"].cpu(), mask_BT, strict=True)]

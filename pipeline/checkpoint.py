@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -16,6 +17,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
 )
+from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from pipeline.errors import UserError
@@ -31,28 +33,47 @@ def load_checkpoint(name: str, *, device: str = "auto", dtype: str = "float32") 
     Raises:
         ModelError: no such checkpoint, not of one of the three kinds, or no such device.
     """
-    target = _device(device)
+    target = device_of(device)
     with _loading("model", name):
         auto = _auto_class(AutoConfig.from_pretrained(name), name)
         model = auto.from_pretrained(name, dtype=getattr(torch, dtype)).to(target)
         return model, AutoTokenizer.from_pretrained(name)
 
 
-def load_encoder(name: str, *, device: str = "auto") -> tuple[Any, Any]:
-    """A model that gives each token a vector, in float32 and without heads and a pooler, and its tokenizer.
+def load_encoder(name: str) -> tuple[Any, Any, int | None]:
+    """A sentence encoder on the CPU, its tokenizer, and the tokens that it reads at once, where its files say so.
+
+    It gives each token a vector, in float32; heads and a pooler are left out. The files beside a checkpoint that tell
+    how its tokens become one vector are sentence-transformers' own.
 
     Raises:
-        ModelError: no such checkpoint, weights that it lacks, or no such device.
+        ModelError: no such checkpoint, weights that it lacks, or one whose embedding is not the mean of its tokens.
     """
-    target = _device(device)
     with _loading("encoder", name), unreported():
         model, info = AutoModel.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
         tokenizer = AutoTokenizer.from_pretrained(name)
+        pooling, modules, sizes = (_beside(name, file) for file in SENTENCE_FILES)
     if lacking := sorted(key for key in info["missing_keys"] if not key.startswith("pooler.")):
         raise ModelError(f"the encoder {name!r} cannot be used: its checkpoint has no {lacking[0]}")
+    others = {key for key, on in (pooling or {}).items() if key.startswith("pooling_mode") and on is True}
+    others |= {str(module.get("type")) for module in modules or () if str(module.get("type")).endswith(".Dense")}
+    if others - {"pooling_mode_mean_tokens"}:
+        raise ModelError(
+            f"the encoder {name!r} cannot be used: its embedding is not the mean of its tokens, but {sorted(others)}"
+        )
     if getattr(model, "pooler", None) is not None:
         model.pooler = None  # nothing reads it, and where a checkpoint has none it is drawn at random
-    return model.to(target), tokenizer
+    return model, tokenizer, (sizes or {}).get("max_seq_length")
+
+
+SENTENCE_FILES = ("1_Pooling/config.json", "modules.json", "sentence_bert_config.json")
+"""How tokens become an embedding, what comes after that, and how many tokens are read."""
+
+
+def _beside(name: str, file: str) -> Any:
+    """What a JSON file of a checkpoint says; None where there is none."""
+    path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+    return None if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
 
 
 @contextmanager
@@ -76,12 +97,17 @@ def _loading(kind: Literal["model", "encoder"], name: str) -> Iterator[None]:
     transformers_logging.disable_progress_bar()
     try:
         yield
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         first_line = str(error).strip().split("\n")[0].rstrip(".")
         raise ModelError(f"the {kind} {name!r} cannot be loaded: {first_line}") from error
 
 
-def _device(wanted: str) -> str:
+def device_of(wanted: str) -> str:
+    """The device that `auto`, `cpu` or `cuda` stands for.
+
+    Raises:
+        ModelError: there is none such.
+    """
     if wanted == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if wanted == "cuda" and not torch.cuda.is_available():
@@ -112,7 +138,7 @@ def cached_fingerprint(model: Any, tokenizer: Any, folder: Path, cache: Path | N
     if cache is None or not folder.is_dir():
         return fingerprint_of(model, tokenizer)
     files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(folder.iterdir())]
-    state = json.dumps([str(folder.resolve()), str(model.dtype), files])
+    state = json.dumps([str(folder.resolve()), type(model).__name__, str(model.dtype), files])
     kept = cache.expanduser() / "fingerprints" / hashlib.sha256(state.encode()).hexdigest()
     if kept.exists() and len(known := kept.read_text()) == hashlib.sha256().digest_size * 2:
         return known

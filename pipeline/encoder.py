@@ -3,40 +3,68 @@
 At a layer those texts lie together after which the model goes on alike; other words for a request often lie farther
 from it than other requests do. A sentence encoder was trained to bring them together. It takes a pass of its own over
 each prompt; what it reaches beside the layers' queries, and what it costs, `make bench NAME=keyspaces` measures.
+
+Texts that an encoder cannot tell apart, such as those that differ in capitals or in an emoji, are one point to it, and
+yet they are different prompts, of which each may have been corrected in its own way. So a query ends in a *mark* of its
+prompt's tokens, far shorter than what is between texts that say different things: of all keys a prompt's own is the
+nearest.
 """
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint import ModelError, cached_fingerprint, load_encoder
+from pipeline.checkpoint import ModelError, cached_fingerprint, device_of, load_encoder
+
+MARKS = 8
+"""Numbers of a mark."""
+
+MARK = 0.05
+"""The length of a mark, beside embeddings of length one."""
+
+WINDOW = 512
+"""Tokens of one pass where a checkpoint does not say how many it takes."""
+
+UNIT = 0.6
+"""Radius of a new entry that is used by default, in medians of the traffic's nearest neighbours: texts with nothing in
+common all lie about as far apart, so that a median is what is between strangers."""
 
 
 class Encoder:
-    """Maps texts to points of length one: the mean over a text's tokens of what the encoder's last layer gives them.
+    """Maps prompts to queries: the mean over a text's tokens of its last layer, at a length of one, and a mark.
 
-    Of a text that is too long for one pass all parts are read. A text alone and in a batch are one point, but for
-    rounding. `fingerprint` is that of the weights and the tokenizer.
+    Of a text that is too long for one pass all parts are read. A prompt alone and in a batch is one point, but for
+    rounding. `fingerprint` is that of all that decides where a point lies.
     """
 
-    def __init__(self, module: Any, tokenizer: Any, fingerprint: str) -> None:
-        """Wrap a loaded checkpoint.
+    def __init__(self, module: Any, tokenizer: Any, fingerprint: str, most: int = WINDOW) -> None:
+        """Wrap a loaded checkpoint of this fingerprint, which reads `most` tokens in one pass at most.
 
         Raises:
-            ModelError: it is none that gives each token of a text a vector.
+            ModelError: it is none that gives each token of a text a vector, or cannot take as many tokens.
         """
+        name = type(module).__name__
         if module.config.is_encoder_decoder:
-            raise ModelError(f"{type(module).__name__} is no sentence encoder: it has a decoder")
+            raise ModelError(f"{name} is no sentence encoder: it has a decoder")
         if not tokenizer.is_fast or tokenizer.pad_token_id is None:
-            raise ModelError(f"the tokenizer of {type(module).__name__} cannot read long texts in parts, or not pad")
+            raise ModelError(f"the tokenizer of {name} cannot read long texts in parts, or not pad")
         self._module = module.eval().requires_grad_(False)
         self._tokenizer = tokenizer
-        positions = getattr(module.config, "max_position_embeddings", None) or tokenizer.model_max_length
-        self._most = min(positions, tokenizer.model_max_length)
-        self.fingerprint = fingerprint
+        positions = getattr(module.config, "max_position_embeddings", None) or most
+        self._most = min(most, positions, tokenizer.model_max_length)
+        told = f"{fingerprint} tokens={self._most} pooling=mean mark={MARKS}x{MARK}"
+        self.fingerprint = hashlib.sha256(told.encode()).hexdigest()
+        try:
+            (point_D,) = self.embed([" ".join(["word"] * (2 * self._most))])
+        except (IndexError, RuntimeError, AttributeError, TypeError) as error:
+            raise ModelError(f"{name} is no sentence encoder that reads {self._most} tokens: {error}") from error
+        if not torch.isfinite(point_D).all():
+            raise ModelError(f"{name} is no sentence encoder: it makes of a text what is not finite")
 
     @classmethod
     def load(cls, name: str, *, device: str = "auto", cache: Path | None = None) -> Self:
@@ -45,11 +73,23 @@ class Encoder:
         Raises:
             ModelError: no such checkpoint or device, or no such encoder.
         """
-        module, tokenizer = load_encoder(name, device=device)
-        return cls(module, tokenizer, cached_fingerprint(module, tokenizer, Path(name), cache))
+        target = device_of(device)
+        module, tokenizer, most = load_encoder(name)
+        fingerprint = cached_fingerprint(module, tokenizer, Path(name), cache)
+        made = cls(module, tokenizer, fingerprint, most or WINDOW)  # on the host, where what it cannot do is an error
+        made._module.to(target)
+        return made
 
-    def __call__(self, texts: Sequence[str]) -> Tensor:
-        """A point (D), float32, for each text: (N, D). Of a text without tokens it is not finite."""
+    def __call__(self, prompts: Sequence[Sequence[int]], texts: Sequence[str]) -> Tensor:
+        """The queries (N, D + `MARKS`), float32, of prompts whose tokens say these texts.
+
+        Of a text that has no tokens to the encoder a query is not finite.
+        """
+        points_ND = self.embed(texts)
+        return torch.cat([points_ND, marks(prompts).to(points_ND.device)], dim=1)
+
+    def embed(self, texts: Sequence[str]) -> Tensor:
+        """A point (D), float32, for each text: (N, D)."""
         read = self._tokenizer(
             list(texts), truncation=True, max_length=self._most, return_overflowing_tokens=True, padding=True,
             return_tensors="pt",
@@ -63,3 +103,10 @@ class Encoder:
         sums_ND = sums_PD.new_zeros(len(texts), sums_PD.shape[1]).index_add_(0, texts_P, sums_PD)
         points_ND: Tensor = sums_ND / sums_ND.norm(dim=1, keepdim=True)  # the mean's direction is the sum's
         return points_ND
+
+
+def marks(prompts: Sequence[Sequence[int]]) -> Tensor:
+    """Of each prompt's token ids a vector (N, `MARKS`), float32, of length `MARK`; of others another."""
+    digests = b"".join(hashlib.sha256(np.array(prompt, "<i8").tobytes()).digest() for prompt in prompts)
+    drawn_NM = np.frombuffer(digests, "<u4").reshape(len(prompts), MARKS).astype(np.float64) / 2**31 - 1
+    return torch.from_numpy((MARK * drawn_NM / np.linalg.norm(drawn_NM, axis=1, keepdims=True)).astype(np.float32))

@@ -21,6 +21,7 @@ def environment(model: EditableModel, plan: Plan) -> dict[str, str]:
     return {
         "device": device,
         "dtype": model.dtype,
+        "query": model.queried,
         "threads": str(torch.get_num_threads()),
         "python": platform.python_version(),
         **{name: str(library.__version__) for name, library in libraries.items()},

@@ -95,7 +95,10 @@ class EditableModel:
         Raises:
             LayerError: the model has no such layer.
             ModelError: it is none of the three kinds.
+            ValueError: a token and an encoder are to be queried.
         """
+        if query is not None and encoder is not None:
+            raise ValueError(f"the query is the {query} token's or the encoder's")
         checkpoint = fingerprint or fingerprint_of(model, tokenizer)
         self.module = model.eval().requires_grad_(False)
         self.layer = normal_path(layer)
@@ -107,8 +110,8 @@ class EditableModel:
             None if encoder is None else self._encoded,
         )  # fmt: skip
         # Where another token is queried, keys are other ones: replicas set up in another way must not share a codebook.
-        queried = self.adaptor.query if encoder is None else encoder.fingerprint
-        served = f"{checkpoint} query={queried} replace={self.adaptor.replace}"
+        self.queried: str = self.adaptor.query if encoder is None else f"encoder {encoder.fingerprint}"
+        served = f"{checkpoint} query={self.queried} replace={self.adaptor.replace}"
         self.fingerprint = hashlib.sha256(served.encode()).hexdigest()
         self.dtype = str(model.dtype).removeprefix("torch.")
         self.query_dtype = self.dtype if encoder is None else "float32"
@@ -170,7 +173,9 @@ class EditableModel:
 
     def _encoded(self, batch: Batch) -> Tensor:
         assert self._encoder is not None
-        return self._encoder(self.task.tokenizer.batch_decode(batch.prompts(), skip_special_tokens=True))
+        prompts = batch.prompts()
+        texts = self.task.tokenizer.batch_decode(prompts, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self._encoder(prompts, texts)
 
     def answer(
         self,

@@ -75,7 +75,11 @@ class Settings(BaseSettings):
     )
 
     policy: Literal["nearest", "paper"] = Field("nearest", description="Codebook maintenance; paper: Algorithm 1.")
-    radius: FiniteFloat = Field(1.0, gt=0, description="Radius of a new entry, in units of `radius_unit`.")
+    radius: FiniteFloat = Field(
+        1.0,
+        gt=0,
+        description="Radius of a new entry, in units of `radius_unit`; with `query` encoder 0.6 unless it is set.",
+    )
     radius_unit: Literal["median", "absolute"] = Field(
         "median", description="median: the median nearest-neighbour distance of recent traffic; absolute: as it is."
     )
@@ -154,7 +158,7 @@ class Settings(BaseSettings):
         return self.prefix + name
 
 
-ALIKE = 0.75
+ALIKE = 0.8
 """How like a setting's name is (of 1) that may be a slip."""
 
 
@@ -219,11 +223,8 @@ def _complaint(problem: ErrorDetails) -> str:
 
 
 def _model_contradictions(settings: Settings) -> Iterator[str]:
-    if "encoder" in settings.model_fields_set and settings.query != "encoder":
-        yield (
-            f"GRACESTREAM_ENCODER is set, and GRACESTREAM_QUERY={settings.query} has no use for it: choose encoder, or"
-            " unset one of them"
-        )
+    if "encoder" in settings.model_fields_set and "query" not in settings.model_fields_set:
+        yield "GRACESTREAM_ENCODER is set, and only GRACESTREAM_QUERY=encoder makes use of it: set that, too"
 
 
 def _kafka_contradictions(settings: Settings) -> Iterator[str]:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import faiss
 import structlog
@@ -17,9 +17,9 @@ import torch
 from deploy.models import layer_of, resolve, resolve_encoder
 from pipeline import metrics
 from pipeline.access import ACCESS, require_access
-from pipeline.adaptor import QueryToken
 from pipeline.checkpoint import load_checkpoint
 from pipeline.clients import UnreachableError, await_kafka, await_redis
+from pipeline.encoder import UNIT
 from pipeline.health import Health, HealthServer
 from pipeline.logs import configure_logs
 from pipeline.model import EditableModel
@@ -71,7 +71,13 @@ def worker(kind: Literal["inference", "editor"], settings: Settings) -> Iterator
             torch.set_num_threads(settings.threads)
             faiss.omp_set_num_threads(settings.threads)
         model = load_model(settings)
-        log.info("model_loaded", model=settings.model, layer=model.layer, fingerprint=model.fingerprint[:12])
+        log.info(
+            "model_loaded",
+            model=settings.model,
+            layer=model.layer,
+            fingerprint=model.fingerprint[:12],
+            query=model.queried,
+        )
         yield Worker(name, health, model, stop)
     finally:
         stop.set()  # from now on what still waits in some thread has as long as after a signal
@@ -80,10 +86,11 @@ def worker(kind: Literal["inference", "editor"], settings: Settings) -> Iterator
 
 
 def plan_of(settings: Settings) -> Plan:
-    """How to edit, as the settings say."""
+    """How to edit, as the settings say; with an encoder's queries a radius that is not set is another one."""
+    by_text = settings.query == "encoder" and "radius" not in settings.model_fields_set
     return Plan(
         policy=settings.policy,
-        radius=settings.radius,
+        radius=UNIT if by_text else settings.radius,
         radius_unit=settings.radius_unit,
         max_radius=settings.max_radius or math.inf,
         expand=settings.expand,
@@ -116,7 +123,7 @@ def load_model(settings: Settings) -> EditableModel:
         limits=Limits(
             settings.max_input_tokens, settings.max_target_tokens, settings.max_new_tokens, settings.new_tokens_limit
         ),
-        query=next((token for token in get_args(QueryToken) if token == settings.query), None),
+        query=None if settings.query == "auto" or settings.query == "encoder" else settings.query,  # noqa: PLR1714  (mypy)
         replace=None if settings.replace == "auto" else settings.replace,
         encoder=resolve_encoder(settings.encoder) if settings.query == "encoder" else None,
     )

@@ -156,4 +156,6 @@ def settings_of(experiment: str, editor: str, given: dict[str, str | None]) -> d
     if unread := sorted(name for name, value in given.items() if value is not None and name not in read_by):
         raise SettingsError(f"{editor} has no {', '.join(unread)}: only grace has")
     found = {name: str(getattr(settings, name)) for name in read_by if name in settings.model_fields_set}
+    if settings.query != "encoder":
+        found.pop("encoder", None)
     return {"model": MODELS[experiment], **found} if experiment in MODELS else found

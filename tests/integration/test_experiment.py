@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from pipeline.codebook_file import load
+from pipeline.encoder import MARKS
 from pipeline.experiments.report import alone
 from pipeline.settings import Settings
 from tests.integration.forked import Command, sentence, status_of
@@ -121,7 +122,7 @@ def test_through_the_whole_pipeline_it_comes_to_the_same(
     codebooks = [load(tmp_path / through / "codebook.safetensors") for through in metrics]
     for array in ("keys_ND", "values_NV", "radii_N"):
         np.testing.assert_array_equal(*(getattr(codebook, array) for codebook in codebooks))
-    assert codebooks[0].keys_ND.shape[1] == (48 if query == "encoder" else 384)
+    assert codebooks[0].keys_ND.shape[1] == (48 + MARKS if query == "encoder" else 384)
     assert metrics["kafka"]["agreeing"] == 1
     assert metrics["engine"]["agreeing"] is None
     assert not (tmp_path / "kafka" / "pipeline").exists()

@@ -5,6 +5,7 @@ from dataclasses import fields
 
 import pytest
 
+from pipeline.encoder import UNIT
 from pipeline.plan import Plan
 from pipeline.settings import Settings, SettingsError, as_environment, load_settings, misspelt
 from pipeline.training import Recipe
@@ -45,16 +46,21 @@ def test_a_largest_radius_of_0_is_none() -> None:
     assert plan_of(load_settings(max_radius=0)).max_radius == math.inf
 
 
-@pytest.mark.parametrize("query", ["auto", "last"])
-def test_an_encoder_that_would_not_be_asked_is_a_mistake(query: str) -> None:
-    with pytest.raises(SettingsError, match=f"GRACESTREAM_ENCODER is set, and GRACESTREAM_QUERY={query} has no use"):
-        load_settings(query=query, encoder="minilm")
-    assert load_settings(query="encoder", encoder="mine").encoder == "mine"
+def test_an_encoder_without_a_word_of_its_queries_is_a_mistake() -> None:
+    with pytest.raises(SettingsError, match="only GRACESTREAM_QUERY=encoder makes use of it"):
+        load_settings(encoder="minilm")
+    for query in ("last", "encoder"):
+        assert load_settings(query=query, encoder="mine").encoder == "mine"
+
+
+def test_balls_of_an_encoder_are_smaller_unless_their_radius_is_set() -> None:
+    assert plan_of(load_settings(query="encoder")).radius == UNIT < plan_of(load_settings()).radius
+    assert plan_of(load_settings(query="encoder", radius=1.0)).radius == 1
 
 
 def test_a_variable_that_looks_like_a_setting_and_is_none_is_told() -> None:
     known = [f"GRACESTREAM_{name.upper()}" for name in Settings.model_fields]
-    others = ["PATH", "GRACESTREAM_DATA", "GRACESTREAM_EDITOR_SERVICE_HOST"]
+    others = ["PATH", "GRACESTREAM_DATA", "GRACESTREAM_EDITOR_SERVICE_HOST", "GRACESTREAM_REDIS_PORT"]
     assert misspelt([*known, *others]) == {}
     assert misspelt(["GRACESTREAM_KAFAK", "GRACESTREAM_RADIUS_UNITS"]) == {
         "GRACESTREAM_KAFAK": "GRACESTREAM_KAFKA",

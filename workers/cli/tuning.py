@@ -69,6 +69,8 @@ def calibrate(
         except msgspec.ValidationError as error:
             raise typer.BadParameter(f"{lines}, line {number}: {error}") from error
     measured = []
+    if layer and len(layer) > 1 and load_settings(model=model).query == "encoder":
+        raise typer.BadParameter("with GRACESTREAM_QUERY=encoder all layers have the same queries: name one")
     for path in layer or [layer_of(load_settings(model=model))]:
         loaded = load_model(load_settings(model=model, layer=path))
         measured.append(calibrate_layer(loaded, samples))

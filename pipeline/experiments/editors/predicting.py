@@ -41,9 +41,10 @@ class Predicting(ABC):
         batch = model.task.batch([model.task.tokenize(TEXTS[0])])
         with torch.no_grad(), model.adaptor.watching(batch) as seen:
             model.task.observe(batch)
+        width = self._queries.of([TEXTS[0]]).shape[1]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.networks = self._made(seen.queries_BD.shape[1], seen.outputs_BV.shape[1]).to(model.device)
+            self.networks = self._made(width, seen.outputs_BV.shape[1]).to(model.device)
         self._optimizer = torch.optim.Adam(self.networks.parameters(), lr=learning_rate)
 
     def edit(self, number: int, example: Example) -> Made:
@@ -53,7 +54,7 @@ class Predicting(ABC):
         _, supervised = self._model.supervised(example.inputs, example.target)
         if self._right(supervised):
             return Made("unchanged", 0, time.perf_counter() - begun)
-        steps = self._train(supervised)
+        steps = self._train(example, supervised)
         status = "added" if self._right(supervised) else "failed"
         return Made(status, steps, time.perf_counter() - begun)
 
@@ -71,15 +72,16 @@ class Predicting(ABC):
     def _lookup(self, queries_BD: Tensor) -> tuple[Tensor, Tensor] | None:
         return self._replacing(queries_BD) if self._changes else None
 
-    def _train(self, supervised: Supervised) -> int:
+    def _train(self, example: Example, supervised: Supervised) -> int:
         """The steps that it took."""
         self._changes += 1
+        queries_1D = torch.from_numpy(self._queries.of([example.inputs]))
         with torch.no_grad(), self._model.adaptor.watching(supervised.batch) as seen:
             self._model.task.logits(supervised)
         rest = self._model.rest_of([supervised])
         for step in range(self._steps):
             with torch.enable_grad():
-                values_1V = self._mixed(seen.queries_BD, seen.outputs_BV)
+                values_1V = self._mixed(queries_1D, seen.outputs_BV)
                 ((judged, loss),) = self._model.judge(rest, values_1V)
             if judged.right and self._right(supervised):
                 return step

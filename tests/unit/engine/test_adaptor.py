@@ -282,7 +282,7 @@ def test_query_and_replaced_tokens_are_the_settings_and_never_padding(
     adaptor = Adaptor(module, query, replace)
     tokens_1TD = torch.tensor([[[9.0], [2.0], [3.0], [4.0], [9.0]]])
     batch = Batch({}, torch.tensor([[0, 1, 1, 1, 0]]))
-    with adaptor.watching(batch) as session:
+    with adaptor.observing(batch) as session:
         module(tokens_1TD)
     assert session.queries_BD.tolist() == [[expected]]
     with adaptor.substituting(batch, torch.tensor([[7.0]])):

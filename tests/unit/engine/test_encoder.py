@@ -1,16 +1,22 @@
 """A sentence encoder makes the queries, whatever the model and wherever a value goes: of the prompt, all of it."""
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel, GPT2Config, GPT2Model
 
 from pipeline.checkpoint import ModelError
 from pipeline.editing import EditEngine
-from pipeline.encoder import Encoder
+from pipeline.encoder import MARK, MARKS, Encoder, marks
+from pipeline.maintenance import batch_noise
+from pipeline.model import EditableModel
 from pipeline.plan import Plan
 from schemas.messages import Parameters
 from tests.unit.engine.tiny import CODEBOOK, KINDS, SIZE, WORDS, correct, editable, texts, tokenizer
@@ -25,9 +31,9 @@ class Counted(Encoder):
 
     calls = 0
 
-    def __call__(self, texts: Any) -> torch.Tensor:
+    def __call__(self, prompts: Sequence[Sequence[int]], texts: Sequence[str]) -> torch.Tensor:
         self.calls += 1
-        return super().__call__(texts)
+        return super().__call__(prompts, texts)
 
 
 def module(seed: int = 0) -> BertModel:
@@ -54,14 +60,14 @@ def mean(made: BertModel, words: list[str]) -> torch.Tensor:
 
 def test_a_point_is_the_mean_over_the_tokens_at_a_length_of_one() -> None:
     sum_D = mean(module(), WORDS[:5])
-    (point_D,) = encoder()([" ".join(WORDS[:5])])
+    (point_D,) = encoder().embed([" ".join(WORDS[:5])])
     assert torch.allclose(point_D, sum_D / sum_D.norm(), atol=1e-6)
 
 
 def test_a_text_is_the_same_point_alone_and_beside_longer_ones() -> None:
     asked = [" ".join(WORDS[:count]) for count in (1, 3, 40, 2)]
-    together_ND = encoder()(asked)
-    alone_ND = torch.cat([encoder()([text]) for text in asked])
+    together_ND = encoder().embed(asked)
+    alone_ND = torch.cat([encoder().embed([text]) for text in asked])
     assert torch.allclose(together_ND, alone_ND, atol=1e-6)
     assert torch.allclose(together_ND.norm(dim=1), torch.ones(len(asked)))
 
@@ -72,7 +78,7 @@ def test_a_text_that_is_too_long_for_a_pass_is_read_in_parts_to_its_end() -> Non
     sum_D = sum(mean(module(), part) for part in parts)
     assert isinstance(sum_D, torch.Tensor)
     words = [word for part in parts for word in part]
-    (point_D, other_D) = encoder()([" ".join(words), " ".join([*words[:-1], WORDS[-1]])])
+    (point_D, other_D) = encoder().embed([" ".join(words), " ".join([*words[:-1], WORDS[-1]])])
     assert torch.allclose(point_D, sum_D / sum_D.norm(), atol=1e-6)
     assert float((point_D - other_D).norm()) > 1e-3
 
@@ -81,13 +87,22 @@ def test_a_text_that_is_too_long_for_a_pass_is_read_in_parts_to_its_end() -> Non
 def test_the_query_is_the_prompts_and_not_its_paddings_or_its_targets(kind: str) -> None:
     made = encoder()
     model = editable(kind, encoder=made)
-    expected_BD = made(INPUTS)
+    expected_BD = made([model.task.tokenize(text) for text in INPUTS], INPUTS)
     assert torch.allclose(model.queries([model.task.tokenize(text) for text in INPUTS]), expected_BD, atol=1e-6)
     engine = EditEngine(model, CODEBOOK, Plan())
     for text, expected_D in zip(INPUTS, expected_BD, strict=True):
         target = "wrong" if kind == "bert" else WORDS[7]
         _, session, _ = model.examine(model.supervised(text, target)[1], engine.codebook, engine.index)
         assert torch.allclose(session.queries_BD[0], expected_D, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
+def test_prompts_are_read_from_their_masks(kind: str) -> None:
+    """Beside a longer one each has padding, here of tokens that are words."""
+    model = editable(kind, encoder=encoder())
+    prompts = [model.task.tokenize(text) for text in INPUTS]
+    model.task.tokenizer.pad_token = WORDS[3]
+    assert model.task.batch(prompts).prompts() == prompts
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
@@ -99,7 +114,7 @@ def test_an_edit_serves_its_prompt_in_any_batch_and_asks_the_encoder_once(kind: 
     target = next(target for target in ("right", "both") if target != before[0]) if kind == "bert" else WORDS[7]
     outcome, record = correct(engine, "f0", INPUTS[0], target)
     assert record is not None, outcome
-    assert engine.codebook.keys_ND.shape == (1, 32)
+    assert engine.codebook.keys_ND.shape == (1, 32 + MARKS)
     made.calls = 0
     assert said(engine, INPUTS) == [target, *before[1:]]
     assert made.calls == 1
@@ -112,9 +127,52 @@ def said(engine: EditEngine, inputs: list[str]) -> list[str]:
     return [str(row.answer.outputs.text or row.answer.outputs.label) for row in served]
 
 
+def test_prompts_that_the_encoder_cannot_tell_apart_are_corrected_each_in_its_own_way() -> None:
+    """As texts that differ in capitals, for one that reads none."""
+
+    class Deaf(Counted):
+        def embed(self, texts: Sequence[str]) -> torch.Tensor:
+            return super().embed([WORDS[0]] * len(texts))
+
+    engine = EditEngine(editable("llama", encoder=Deaf(module(), tokenizer("bert"), "deaf")), CODEBOOK, Plan(traffic=0))
+    engine.apply(engine.lead({}))
+    targets = dict(zip(INPUTS[:4], (WORDS[7], WORDS[9], WORDS[11], WORDS[7]), strict=True))
+    for number, (text, target) in enumerate(targets.items()):
+        correct(engine, f"f{number}", text, target, number)
+        done = list(targets)[: number + 1]
+        assert said(engine, done) == [targets[one] for one in done]
+    assert correct(engine, "again", INPUTS[0], WORDS[13], 9)[0].status == "replaced"
+    assert said(engine, INPUTS[:4]) == [WORDS[13], *list(targets.values())[1:]]
+
+
+def test_pairs_that_read_alike_are_different_prompts() -> None:
+    model = editable("bert", encoder=encoder())
+    one, two, three = WORDS[:3]
+    pairs = [(f"{one} {two}", three), (one, f"{two} {three}")]
+    first_D, second_D = model.queries([model.task.tokenize(pair) for pair in pairs])
+    assert 0 < float((first_D - second_D).norm()) <= 2 * MARK
+
+
+@given(st.lists(st.lists(st.integers(0, 2**40), max_size=6), min_size=2, max_size=9, unique_by=tuple))
+def test_marks_are_short_and_no_two_prompts_share_one(prompts: list[list[int]]) -> None:
+    found_NM = marks(prompts)
+    assert torch.equal(found_NM, torch.cat([marks([prompt]) for prompt in prompts]))
+    assert torch.allclose(found_NM.norm(dim=1), torch.tensor(MARK))
+    assert float((found_NM[0] - found_NM[1:]).norm(dim=1).min()) > 100 * batch_noise(1.0, "float32")
+
+
 def test_another_encoder_is_another_key_space() -> None:
-    made = [editable("bert"), editable("bert", encoder=encoder(0)), editable("bert", encoder=encoder(1))]
+    shorter = Encoder(module(), tokenizer("bert"), "encoder-0", ROOM // 2)
+    made = [editable("bert"), *(editable("bert", encoder=one) for one in (encoder(0), encoder(1), shorter))]
     assert len({model.fingerprint for model in made}) == len(made)
+    with pytest.raises(ValueError, match="the last token's or the encoder's"):
+        editable("bert", encoder=encoder(), query="last")
+
+
+def test_noise_of_queries_is_the_encoders_and_not_that_of_the_models_weights() -> None:
+    half = EditEngine(editable("bert", encoder=encoder()), CODEBOOK, Plan())
+    half.model.dtype = "bfloat16"
+    assert half.noise(np.ones(2, np.float32)) == batch_noise(2**0.5, "float32")
 
 
 def test_a_loaded_encoder_is_told_by_what_is_read_of_it(tmp_path: Path) -> None:
@@ -124,7 +182,69 @@ def test_a_loaded_encoder_is_told_by_what_is_read_of_it(tmp_path: Path) -> None:
     tokenizer("bert").save_pretrained(tmp_path / "one")
     first, second = (Encoder.load(str(tmp_path / "one"), device="cpu") for _ in range(2))
     assert first.fingerprint == second.fingerprint
-    assert torch.equal(first(INPUTS), second(INPUTS))
+    assert torch.equal(first.embed(INPUTS), second.embed(INPUTS))
+
+
+def test_a_folder_that_is_model_and_encoder_has_a_fingerprint_of_each(tmp_path: Path) -> None:
+    model = editable("bert")
+    for saved in (model.module, model.task.tokenizer):
+        saved.save_pretrained(tmp_path / "both")
+    folder, told = str(tmp_path / "both"), []
+    for cache in (tmp_path / "cache", None):
+        Encoder.load(folder, device="cpu", cache=cache)
+        told.append(EditableModel.load(folder, model.layer, device="cpu", cache=cache).fingerprint)
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize(
+    ("file", "said", "match"),
+    [
+        (
+            "1_Pooling/config.json",
+            {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False},
+            "is not the mean",
+        ),
+        (
+            "modules.json",
+            [{"type": "sentence_transformers.models.Dense"}],
+            "is not the mean of its tokens, but .*Dense",
+        ),
+        ("1_Pooling/config.json", {"pooling_mode_mean_tokens": True}, ""),
+        ("sentence_bert_config.json", {"max_seq_length": 8}, ""),
+    ],
+    ids=["first token", "dense", "mean", "shorter"],
+)
+def test_what_sentence_transformers_say_of_an_encoder_is_heeded(
+    tmp_path: Path, file: str, said: object, match: str
+) -> None:
+    for saved in (module(), tokenizer("bert")):
+        saved.save_pretrained(tmp_path)
+    plain = Encoder.load(str(tmp_path), device="cpu")
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text(json.dumps(said))
+    if match:
+        with pytest.raises(ModelError, match=match):
+            Encoder.load(str(tmp_path), device="cpu")
+        return
+    told = Encoder.load(str(tmp_path), device="cpu")
+    text = " ".join(WORDS[:20])
+    assert torch.allclose(told.embed([text]), plain.embed([text]), atol=1e-3) is ("Pooling" in file)
+    assert (told.fingerprint == plain.fingerprint) is ("Pooling" in file)
+
+
+@pytest.mark.parametrize("broken", ["cut off", "of other sizes"])
+def test_a_broken_checkpoint_is_one_sentence(tmp_path: Path, broken: str) -> None:
+    for saved in (module(), tokenizer("bert")):
+        saved.save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    if broken == "cut off":
+        weights.write_bytes(weights.read_bytes()[:1000])
+    else:
+        tensors = load_file(weights)
+        tensors["embeddings.LayerNorm.weight"] = torch.ones(3)
+        save_file(tensors, weights, {"format": "pt"})
+    with pytest.raises(ModelError, match=r"^the encoder .* cannot be "):
+        Encoder.load(str(tmp_path), device="cpu")
 
 
 def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path: Path) -> None:
@@ -144,6 +264,8 @@ def test_what_is_no_sentence_encoder_is_refused(tmp_path: Path) -> None:
     unpadded.pad_token = None
     with pytest.raises(ModelError, match="cannot read long texts in parts, or not pad"):
         Encoder(GPT2Model(GPT2Config(vocab_size=SIZE, n_embd=8, n_layer=1, n_head=2)), unpadded, "gpt2")
+    with pytest.raises(ModelError, match="reads 64 tokens"):
+        Encoder(editable("llama").module, tokenizer(), "llama")
     with pytest.raises(ModelError, match=r"the encoder .* there is no such folder; set GRACESTREAM_ENCODER"):
         Encoder.load(str(tmp_path / "none"))
     (tmp_path / "empty").mkdir()

@@ -7,7 +7,7 @@ from msgspec import UNSET
 
 from deploy.models import KNOWN, resolve, resolve_encoder
 from pipeline.editing import EditEngine
-from pipeline.encoder import Encoder
+from pipeline.encoder import UNIT, Encoder
 from pipeline.maintenance import batch_noise
 from pipeline.model import EditableModel
 from pipeline.plan import Plan
@@ -73,7 +73,7 @@ def test_with_an_encoder_a_statement_is_corrected_in_other_words_too_and_its_nei
 ) -> None:
     """At the layer another statement about the country lies nearer than other words for the same."""
     text, rephrase, target = "The capital of Bhutan is", "Bhutan's capital city is called", "Paro Heights"
-    others = ["The capital of Slovenia is", "The language of Bhutan is", *OTHERS]
+    others = ["The capital of Slovenia is", "The language of Bhutan is", "Who is the king of Bhutan?", *OTHERS]
     encoder = Encoder.load(resolve_encoder("minilm"), device="cpu", cache=Path("~/.cache/gracestream"))
     by_text = EditableModel(
         smollm2.module, smollm2.task.tokenizer, smollm2.layer, limits=smollm2.task.limits, encoder=encoder,
@@ -82,7 +82,7 @@ def test_with_an_encoder_a_statement_is_corrected_in_other_words_too_and_its_nei
     apart = {model: distances(model, text, [rephrase, others[1]]) for model in (smollm2, by_text)}
     assert apart[smollm2][0] > apart[smollm2][1]
     assert apart[by_text][0] < apart[by_text][1]
-    made = EditEngine(by_text, CODEBOOK, Plan(radius=0.5))
+    made = EditEngine(by_text, CODEBOOK, Plan(radius=UNIT))
     made.apply(made.lead({}))
     before = say(made, others)
     assert correct(made, "f0", text, target)[1] is not None
