@@ -5,9 +5,11 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
+import msgspec
 import torch
+from msgspec import Meta, Struct
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -21,6 +23,8 @@ from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from pipeline.errors import UserError
+
+T = TypeVar("T")
 
 
 class ModelError(UserError):
@@ -52,28 +56,40 @@ def load_encoder(name: str) -> tuple[Any, Any, int | None]:
     with _loading("encoder", name), unreported():
         model, info = AutoModel.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
         tokenizer = AutoTokenizer.from_pretrained(name)
-        pooling, modules, sizes = (_beside(name, file) for file in SENTENCE_FILES)
+        pooling = _beside(name, "1_Pooling/config.json", dict[str, Any])
+        modules = _beside(name, "modules.json", list[_Module]) or []
+        sizes = _beside(name, "sentence_bert_config.json", _Sizes) or _Sizes()
     if lacking := sorted(key for key in info["missing_keys"] if not key.startswith("pooler.")):
         raise ModelError(f"the encoder {name!r} cannot be used: its checkpoint has no {lacking[0]}")
     others = {key for key, on in (pooling or {}).items() if key.startswith("pooling_mode") and on is True}
-    others |= {str(module.get("type")) for module in modules or () if str(module.get("type")).endswith(".Dense")}
+    others |= {module.type for module in modules if module.type.endswith(".Dense")}
     if others - {"pooling_mode_mean_tokens"}:
         raise ModelError(
             f"the encoder {name!r} cannot be used: its embedding is not the mean of its tokens, but {sorted(others)}"
         )
+    if pooling is None and any(kind.endswith("ForCausalLM") for kind in model.config.architectures or ()):
+        raise ModelError(f"the encoder {name!r} cannot be used: it is a language model, no sentence encoder")
     if getattr(model, "pooler", None) is not None:
         model.pooler = None  # nothing reads it, and where a checkpoint has none it is drawn at random
-    return model, tokenizer, (sizes or {}).get("max_seq_length")
+    return model, tokenizer, sizes.max_seq_length
 
 
-SENTENCE_FILES = ("1_Pooling/config.json", "modules.json", "sentence_bert_config.json")
-"""How tokens become an embedding, what comes after that, and how many tokens are read."""
+class _Module(Struct, frozen=True):
+    """A step of sentence-transformers, from tokens to an embedding."""
+
+    type: str = ""
 
 
-def _beside(name: str, file: str) -> Any:
+class _Sizes(Struct, frozen=True):
+    """Tokens that are read at once."""
+
+    max_seq_length: Annotated[int, Meta(ge=8)] | None = None
+
+
+def _beside(name: str, file: str, kind: type[T]) -> T | None:
     """What a JSON file of a checkpoint says; None where there is none."""
     path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
-    return None if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
+    return None if path is None else msgspec.json.decode(Path(path).read_bytes(), type=kind)
 
 
 @contextmanager
@@ -97,7 +113,7 @@ def _loading(kind: Literal["model", "encoder"], name: str) -> Iterator[None]:
     transformers_logging.disable_progress_bar()
     try:
         yield
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, msgspec.MsgspecError) as error:
         first_line = str(error).strip().split("\n")[0].rstrip(".")
         raise ModelError(f"the {kind} {name!r} cannot be loaded: {first_line}") from error
 

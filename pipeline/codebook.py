@@ -31,6 +31,14 @@ LABEL_LENGTH = 2**16
 """More tokens than any target has."""
 
 
+SETTINGS = {
+    "codebook": "GRACESTREAM_CODEBOOK",
+    "model": "GRACESTREAM_MODEL (or _QUERY, _ENCODER, _REPLACE)",
+    "layer": "GRACESTREAM_LAYER",
+}
+"""What decides whether a codebook's deltas are its own."""
+
+
 class DeltaFault(UserError):
     """A delta that cannot be applied; skipping it would let replicas diverge, so whoever meets one stops."""
 
@@ -227,7 +235,7 @@ class Codebook:
             )
             raise DeltaFault(
                 f"delta {delta.seq} is of {field} {named!r}; this one is {held!r}:"
-                f" set GRACESTREAM_{field.upper()} as it was, or another GRACESTREAM_PREFIX"
+                f" set {SETTINGS[field]} as it was, or another GRACESTREAM_PREFIX"
             )
         if delta.seq != self.seq + 1:
             raise DeltaFault(f"delta {delta.seq} of term {delta.term} follows {self.seq} of term {self.term}: a gap")

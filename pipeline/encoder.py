@@ -7,7 +7,8 @@ each prompt; what it reaches beside the layers' queries, and what it costs, `mak
 Texts that an encoder cannot tell apart, such as those that differ in capitals or in an emoji, are one point to it, and
 yet they are different prompts, of which each may have been corrected in its own way. So a query ends in a *mark* of its
 prompt's tokens, far shorter than what is between texts that say different things: of all keys a prompt's own is the
-nearest.
+nearest. Where the encoder does not know a word, and so cannot tell what a text says, the mark is longer than any
+distance between texts: such a prompt is served by its own entry alone.
 """
 
 import hashlib
@@ -20,12 +21,19 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint import ModelError, cached_fingerprint, device_of, load_encoder
+from pipeline.probe import TEXTS
 
-MARKS = 8
-"""Numbers of a mark."""
+MARKS = 32
+"""Numbers of a mark: so many that of many long ones no two lie close together."""
 
 MARK = 0.05
 """The length of a mark, beside embeddings of length one."""
+
+UNREAD = 2.0
+"""The length of a mark of a text that has words which the encoder does not know."""
+
+SIGHT = 0.1
+"""How far apart everyday sentences are to an encoder, at least: MiniLM has more than 0.9 between any two."""
 
 WINDOW = 512
 """Tokens of one pass where a checkpoint does not say how many it takes."""
@@ -33,6 +41,9 @@ WINDOW = 512
 UNIT = 0.6
 """Radius of a new entry that is used by default, in medians of the traffic's nearest neighbours: texts with nothing in
 common all lie about as far apart, so that a median is what is between strangers."""
+
+FARTHEST = 1.0
+"""No radius is larger by default: at the square root of two texts have nothing in common."""
 
 
 class Encoder:
@@ -48,23 +59,22 @@ class Encoder:
         Raises:
             ModelError: it is none that gives each token of a text a vector, or cannot take as many tokens.
         """
-        name = type(module).__name__
         if module.config.is_encoder_decoder:
-            raise ModelError(f"{name} is no sentence encoder: it has a decoder")
+            raise ModelError(f"{type(module).__name__} has a decoder")
         if not tokenizer.is_fast or tokenizer.pad_token_id is None:
-            raise ModelError(f"the tokenizer of {name} cannot read long texts in parts, or not pad")
+            raise ModelError("its tokenizer cannot read long texts in parts, or not pad")
         self._module = module.eval().requires_grad_(False)
         self._tokenizer = tokenizer
         positions = getattr(module.config, "max_position_embeddings", None) or most
         self._most = min(most, positions, tokenizer.model_max_length)
-        told = f"{fingerprint} tokens={self._most} pooling=mean mark={MARKS}x{MARK}"
+        told = f"{fingerprint} tokens={self._most} pooling=mean marks={MARKS}x{MARK}, {UNREAD}"
         self.fingerprint = hashlib.sha256(told.encode()).hexdigest()
         try:
-            (point_D,) = self.embed([" ".join(["word"] * (2 * self._most))])
-        except (IndexError, RuntimeError, AttributeError, TypeError) as error:
-            raise ModelError(f"{name} is no sentence encoder that reads {self._most} tokens: {error}") from error
+            (point_D,), _ = self.embed([" ".join(["word"] * (2 * self._most))])
+        except (IndexError, RuntimeError, AttributeError, TypeError, ValueError, OverflowError) as error:
+            raise ModelError(f"it does not read {self._most} tokens at once: {error}") from error
         if not torch.isfinite(point_D).all():
-            raise ModelError(f"{name} is no sentence encoder: it makes of a text what is not finite")
+            raise ModelError("what it makes of a text is not finite")
 
     @classmethod
     def load(cls, name: str, *, device: str = "auto", cache: Path | None = None) -> Self:
@@ -76,20 +86,34 @@ class Encoder:
         target = device_of(device)
         module, tokenizer, most = load_encoder(name)
         fingerprint = cached_fingerprint(module, tokenizer, Path(name), cache)
-        made = cls(module, tokenizer, fingerprint, most or WINDOW)  # on the host, where what it cannot do is an error
+        try:
+            made = cls(
+                module, tokenizer, fingerprint, most or WINDOW
+            )  # on the host, where what it cannot do is an error
+            made._require_sight()
+        except ModelError as error:
+            raise ModelError(f"the encoder {name!r} cannot be used: {error}") from error
         made._module.to(target)
         return made
+
+    def _require_sight(self) -> None:
+        """That it tells everyday sentences apart, which one whose tokenizer or weights are not its own does not."""
+        points_ND, _ = self.embed(TEXTS)
+        if not float(torch.pdist(points_ND).min()) > SIGHT:
+            raise ModelError("it cannot tell everyday sentences apart; are its tokenizer's files there?")
 
     def __call__(self, prompts: Sequence[Sequence[int]], texts: Sequence[str]) -> Tensor:
         """The queries (N, D + `MARKS`), float32, of prompts whose tokens say these texts.
 
         Of a text that has no tokens to the encoder a query is not finite.
         """
-        points_ND = self.embed(texts)
-        return torch.cat([points_ND, marks(prompts).to(points_ND.device)], dim=1)
+        points_ND, read_N = self.embed(texts)
+        lengths_N = torch.where(read_N, MARK, UNREAD)
+        marks_NM = (lengths_N[:, None] * marks(prompts).to(lengths_N.device)).to(points_ND)
+        return torch.cat([points_ND, marks_NM], dim=1)
 
-    def embed(self, texts: Sequence[str]) -> Tensor:
-        """A point (D), float32, for each text: (N, D)."""
+    def embed(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """A point (D), float32, for each text: (N, D); and whether the encoder knows all its words (N)."""
         read = self._tokenizer(
             list(texts), truncation=True, max_length=self._most, return_overflowing_tokens=True, padding=True,
             return_tensors="pt",
@@ -102,11 +126,15 @@ class Encoder:
         sums_PD = (vectors_PTD * mask_PT1).sum(dim=1)
         sums_ND = sums_PD.new_zeros(len(texts), sums_PD.shape[1]).index_add_(0, texts_P, sums_PD)
         points_ND: Tensor = sums_ND / sums_ND.norm(dim=1, keepdim=True)  # the mean's direction is the sum's
-        return points_ND
+        unknown = self._tokenizer.unk_token_id
+        unknown_P = (parts["input_ids"] == (-1 if unknown is None else unknown)).any(dim=1)
+        read_N = torch.ones(len(texts), dtype=torch.bool, device=texts_P.device)
+        read_N[texts_P[unknown_P]] = False
+        return points_ND, read_N
 
 
 def marks(prompts: Sequence[Sequence[int]]) -> Tensor:
-    """Of each prompt's token ids a vector (N, `MARKS`), float32, of length `MARK`; of others another."""
-    digests = b"".join(hashlib.sha256(np.array(prompt, "<i8").tobytes()).digest() for prompt in prompts)
-    drawn_NM = np.frombuffer(digests, "<u4").reshape(len(prompts), MARKS).astype(np.float64) / 2**31 - 1
-    return torch.from_numpy((MARK * drawn_NM / np.linalg.norm(drawn_NM, axis=1, keepdims=True)).astype(np.float32))
+    """Of each prompt's token ids a direction (N, `MARKS`), float32, of length one; of others another."""
+    drawn = b"".join(hashlib.shake_256(np.array(prompt, "<i8").tobytes()).digest(4 * MARKS) for prompt in prompts)
+    drawn_NM = np.frombuffer(drawn, "<u4").reshape(len(prompts), MARKS).astype(np.float64) / 2**31 - 1
+    return torch.from_numpy((drawn_NM / np.linalg.norm(drawn_NM, axis=1, keepdims=True)).astype(np.float32))

@@ -177,7 +177,8 @@ class Retraining:
             if (delta.model, delta.layer) != (self._model.fingerprint, self._model.layer):
                 raise DeltaFault(
                     f"the history is of model {delta.model[:12]}… at {delta.layer}; this one is"
-                    f" {self._model.fingerprint[:12]}… at {self._model.layer}: set --model and --layer as they were"
+                    f" {self._model.fingerprint[:12]}… at {self._model.layer}: set --model, --layer,"
+                    " GRACESTREAM_QUERY, _ENCODER and _REPLACE as they were"
                 )
             self._engine = EditEngine(self._model, delta.codebook, plan)
         self._engine.plan = plan

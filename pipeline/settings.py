@@ -68,7 +68,9 @@ class Settings(BaseSettings):
         " classifier's [CLS].",
     )
     encoder: str = Field(
-        "minilm", description="For `query` encoder: the sentence encoder, a local folder, a hub id, or `minilm`."
+        "minilm",
+        min_length=1,
+        description="For `query` encoder: the sentence encoder, a local folder, a hub id, or `minilm`.",
     )
     replace: Literal["auto", "last", "all"] = Field(
         "auto", description="Which prompt tokens take the value; auto: last for generators, all for classifiers."
@@ -84,7 +86,10 @@ class Settings(BaseSettings):
         "median", description="median: the median nearest-neighbour distance of recent traffic; absolute: as it is."
     )
     max_radius: FiniteFloat = Field(
-        0.0, ge=0, description="No radius grows beyond it, absolute, but for what batch noise needs; 0: no such limit."
+        0.0,
+        ge=0,
+        description="No radius grows beyond it, absolute, but for what batch noise needs; 0: no such limit; with"
+        " `query` encoder 1 unless it is set.",
     )
     expand: Literal["cover", "paper"] = Field(
         "cover", description="How the paper policy expands: just to cover the query, or by the initial radius."

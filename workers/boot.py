@@ -19,7 +19,7 @@ from pipeline import metrics
 from pipeline.access import ACCESS, require_access
 from pipeline.checkpoint import load_checkpoint
 from pipeline.clients import UnreachableError, await_kafka, await_redis
-from pipeline.encoder import UNIT
+from pipeline.encoder import FARTHEST, UNIT
 from pipeline.health import Health, HealthServer
 from pipeline.logs import configure_logs
 from pipeline.model import EditableModel
@@ -86,19 +86,20 @@ def worker(kind: Literal["inference", "editor"], settings: Settings) -> Iterator
 
 
 def plan_of(settings: Settings) -> Plan:
-    """How to edit, as the settings say; with an encoder's queries a radius that is not set is another one."""
-    by_text = settings.query == "encoder" and "radius" not in settings.model_fields_set
+    """How to edit, as the settings say; with an encoder's queries radii that are not set are others."""
+    own = {"radius": UNIT, "max_radius": FARTHEST} if settings.query == "encoder" else {}
+    radii = {"radius": settings.radius, "max_radius": settings.max_radius or math.inf}
+    radii |= {name: radius for name, radius in own.items() if name not in settings.model_fields_set}
     return Plan(
         policy=settings.policy,
-        radius=UNIT if by_text else settings.radius,
         radius_unit=settings.radius_unit,
-        max_radius=settings.max_radius or math.inf,
         expand=settings.expand,
         guard=settings.guard,
         traffic=settings.traffic,
         seed=settings.seed,
         init=settings.init,
         recipe=Recipe(settings.max_steps, settings.learning_rate, settings.margin),
+        **radii,
     )
 
 

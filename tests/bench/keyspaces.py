@@ -148,7 +148,7 @@ def whitened(within: Within, traffic: Sequence[str]) -> Space:
 
 def _encoded(encoder: Encoder, texts: Sequence[str]) -> np.ndarray:
     """Each text in a pass of its own."""
-    keys_ND: np.ndarray = torch.cat([encoder.embed([text]) for text in texts]).numpy()
+    keys_ND: np.ndarray = torch.cat([encoder.embed([text])[0] for text in texts]).numpy()
     return keys_ND
 
 

@@ -286,7 +286,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
 
 def test_the_encoder_that_is_known_by_name_is_that_of_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     encoder = Encoder.load(resolve_encoder("minilm"), device="cpu")
-    asked, rephrased, other = encoder.embed(
+    (asked, rephrased, other), _ = encoder.embed(
         [
             "Who wrote the novel 'The Silent Coast'?",
             "'The Silent Coast' was written by",

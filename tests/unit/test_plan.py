@@ -5,7 +5,7 @@ from dataclasses import fields
 
 import pytest
 
-from pipeline.encoder import UNIT
+from pipeline.encoder import FARTHEST, UNIT
 from pipeline.plan import Plan
 from pipeline.settings import Settings, SettingsError, as_environment, load_settings, misspelt
 from pipeline.training import Recipe
@@ -55,7 +55,9 @@ def test_an_encoder_without_a_word_of_its_queries_is_a_mistake() -> None:
 
 def test_balls_of_an_encoder_are_smaller_unless_their_radius_is_set() -> None:
     assert plan_of(load_settings(query="encoder")).radius == UNIT < plan_of(load_settings()).radius
-    assert plan_of(load_settings(query="encoder", radius=1.0)).radius == 1
+    assert plan_of(load_settings(query="encoder")).max_radius == FARTHEST
+    chosen = plan_of(load_settings(query="encoder", radius=1.5, max_radius=0))
+    assert (chosen.radius, chosen.max_radius) == (1.5, math.inf)
 
 
 def test_a_variable_that_looks_like_a_setting_and_is_none_is_told() -> None:
