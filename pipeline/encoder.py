@@ -35,6 +35,9 @@ UNREAD = 2.0
 SIGHT = 0.1
 """How far apart everyday sentences are to an encoder, at least: MiniLM has more than 0.9 between any two."""
 
+NONE = -1
+"""No token: that of an unknown word, where a tokenizer has none of its own."""
+
 WINDOW = 512
 """Tokens of one pass where a checkpoint does not say how many it takes."""
 
@@ -65,6 +68,8 @@ class Encoder:
             raise ModelError("its tokenizer cannot read long texts in parts, or not pad")
         self._module = module.eval().requires_grad_(False)
         self._tokenizer = tokenizer
+        others = (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id, None)
+        self._unknown = NONE if tokenizer.unk_token_id in others else tokenizer.unk_token_id
         positions = getattr(module.config, "max_position_embeddings", None) or most
         self._most = min(most, positions, tokenizer.model_max_length)
         told = f"{fingerprint} tokens={self._most} pooling=mean marks={MARKS}x{MARK}, {UNREAD}"
@@ -87,10 +92,8 @@ class Encoder:
         module, tokenizer, most = load_encoder(name)
         fingerprint = cached_fingerprint(module, tokenizer, Path(name), cache)
         try:
-            made = cls(
-                module, tokenizer, fingerprint, most or WINDOW
-            )  # on the host, where what it cannot do is an error
-            made._require_sight()
+            made = cls(module, tokenizer, fingerprint, most or WINDOW)
+            made._require_sight()  # on the host, where what it cannot do is an error
         except ModelError as error:
             raise ModelError(f"the encoder {name!r} cannot be used: {error}") from error
         made._module.to(target)
@@ -126,8 +129,7 @@ class Encoder:
         sums_PD = (vectors_PTD * mask_PT1).sum(dim=1)
         sums_ND = sums_PD.new_zeros(len(texts), sums_PD.shape[1]).index_add_(0, texts_P, sums_PD)
         points_ND: Tensor = sums_ND / sums_ND.norm(dim=1, keepdim=True)  # the mean's direction is the sum's
-        unknown = self._tokenizer.unk_token_id
-        unknown_P = (parts["input_ids"] == (-1 if unknown is None else unknown)).any(dim=1)
+        unknown_P = (parts["input_ids"] == self._unknown).any(dim=1)
         read_N = torch.ones(len(texts), dtype=torch.bool, device=texts_P.device)
         read_N[texts_P[unknown_P]] = False
         return points_ND, read_N

@@ -174,6 +174,13 @@ def test_what_the_encoder_cannot_read_serves_nothing_but_itself() -> None:
         assert said(engine, inputs) == before
 
 
+def test_a_tokenizer_without_a_token_for_unknown_words_reads_all() -> None:
+    """As that of GPT-2, which names its end for it, with which shorter texts are padded as well."""
+    names = tokenizer("bert")
+    names.unk_token = names.pad_token = names.eos_token
+    assert Encoder(module(), names, "reads").embed([WORDS[0], " ".join(WORDS[:4])])[1].all()
+
+
 @given(st.lists(st.lists(st.integers(0, 2**40), max_size=6), min_size=2, max_size=9, unique_by=tuple))
 def test_marks_are_short_and_no_two_prompts_share_one(prompts: list[list[int]]) -> None:
     found_NM = marks(prompts)
