@@ -84,6 +84,7 @@ class PointModel(EditableModel):
         self.module.bias.data = torch.eye(CLASSES)[0]
         self.module.requires_grad_(requires_grad=False)
         self.layer, self.dtype, self.fingerprint = "", "float32", MODEL
+        self.queried, self.query_dtype = "last", "float32"
         self.device = torch.device("cpu")
         self.task, self._shortcuts, self._pads = PointTask(self.module), "none", True
         self.adaptor = Adaptor(self.module, "last", "last")

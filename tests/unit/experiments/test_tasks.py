@@ -43,15 +43,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_data_that_is_not_there_is_named(folder: Path) -> None:
-    with pytest.raises(
-        DataError, match=rf"^this needs nothing\.jsonl\.gz, which is not in {folder}; set {data.FOLDER}"
-    ):
+    with pytest.raises(DataError, match=rf"^this needs nothing\.jsonl\.gz: it is not in {folder}$"):
         rows_of(NOTHING, QuestionRow)
 
 
-def test_data_lies_beside_the_repository_unless_a_folder_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(data.FOLDER, raising=False)
-    with pytest.raises(DataError, match=str(Path(__file__).parents[4] / "shared" / "data")):
+def test_data_lies_beside_the_repository_unless_a_folder_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert Path(__file__).parents[4] / "shared" / "data" == data.BESIDE
+    monkeypatch.delenv(data.FOLDER)
+    monkeypatch.setattr(data, "BESIDE", folder)
+    assert rows_of("nq_open_dev_3610.jsonl.gz", QuestionRow)
+    with pytest.raises(DataError, match=rf"^this needs nothing\.jsonl\.gz: set {data.FOLDER} to its folder$"):
         rows_of(NOTHING, QuestionRow)
 
 
