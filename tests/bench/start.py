@@ -84,7 +84,7 @@ def _history_of(settings: Settings) -> Made:
     batch = model.task.batch([model.task.tokenize("How soon?")])
     with torch.inference_mode(), model.adaptor.watching(batch) as session:
         model.task.observe(batch)
-    return Made(model.fingerprint, model.layer, session.queries_BD.shape[1], session.outputs_BV.shape[1])
+    return Made(model.fingerprint, model.layer, model.queries(batch.prompts()).shape[1], session.outputs_BV.shape[1])
 
 
 def _seconds(command: Literal["infer", "edit"], settings: Settings, folder: Path, again: int) -> float:
