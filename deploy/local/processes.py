@@ -124,9 +124,7 @@ class Child:
         deadline = time.monotonic() + timeout
         while not predicate():
             if not self.running:
-                raise StackError(
-                    f"{self.name} ended with status {self.returncode} while starting; {self._last_words()}"
-                )
+                raise StackError(self.ending("while starting"))
             if time.monotonic() > deadline:
                 raise StackError(f"{self.name} was not ready after {timeout:g} s; {self._last_words()}")
             time.sleep(poll)
@@ -154,6 +152,10 @@ class Child:
         """Stop it if it runs, and start it with the same arguments."""
         self.stop(timeout)
         self.start()
+
+    def ending(self, when: str = "") -> str:
+        """Of one that ended by itself: with which status, and the last lines of its log."""
+        return f"{self.name} ended with status {self.returncode}{when and f' {when}'}; {self._last_words()}"
 
     def tail(self, lines: int = 20) -> str:
         """The last lines that this run has logged."""

@@ -1,6 +1,7 @@
 """The whole system on this machine: Kafka, Redis, one editor and its replicas, each a process of its own."""
 
 import json
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,6 +20,9 @@ from pipeline.topics import create_topics
 
 WORKER_TIMEOUT = 180.0
 """Seconds that a worker has to load its model and catch up."""
+
+WATCH = 0.5
+"""Seconds between looks at whether all workers are still there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,21 @@ class Stack:
             "editor": self.editor.url,
             "replicas": [replica.url for replica in self.replicas],
         }
+
+    def watch(self, report: Callable[[str], None]) -> None:
+        """Stay, and report each worker that ends by itself; the others go on.
+
+        Raises:
+            StackError: none is left.
+        """
+        at_work = [self.editor, *self.replicas]
+        while at_work:
+            time.sleep(WATCH)
+            ended = [worker for worker in at_work if not worker.child.running]
+            at_work = [worker for worker in at_work if worker not in ended]
+            for worker in ended:
+                report(worker.child.ending())
+        raise StackError("no worker is left")
 
 
 @contextmanager

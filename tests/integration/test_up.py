@@ -6,12 +6,16 @@ import re
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+
+from tests.integration.running import wait_until
 
 pytestmark = [pytest.mark.kafka, pytest.mark.model]
 
@@ -25,11 +29,16 @@ def own_environment() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
-    folder = tmp_path_factory.mktemp("up")
-    with (folder / "stderr").open("w") as stderr:
+def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where `up` writes what it has to say beside its one line."""
+    return tmp_path_factory.mktemp("up") / "stderr"
+
+
+@pytest.fixture(scope="module")
+def up(told: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    with told.open("w") as stderr:
         process = subprocess.Popen(
-            [*COMMAND, "up", "--json", "--replicas", "2", "--data", str(folder / "data")],
+            [*COMMAND, "up", "--json", "--replicas", "2", "--data", str(told.parent / "data")],
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
@@ -38,7 +47,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Po
         )
         assert process.stdout is not None
         line = process.stdout.readline()
-        assert line, (folder / "stderr").read_text()
+        assert line, told.read_text()
         yield process, json.loads(line)
         process.send_signal(signal.SIGINT)
         process.wait(timeout=60)
@@ -72,10 +81,27 @@ def test_the_example_of_the_readme_corrects_an_answer(up: tuple[subprocess.Popen
     assert "'text': 'Ulaanbaatar'" in after
 
 
+def test_a_worker_that_ends_is_told_of_while_the_others_go_on(
+    up: tuple[subprocess.Popen[str], dict[str, Any]], told: Path
+) -> None:
+    process, endpoints = up
+    (replica,) = [
+        child
+        for child in psutil.Process(process.pid).children(recursive=True)
+        if child.environ().get("GRACESTREAM_REPLICA") == "replica-2"
+    ]
+    replica.kill()
+    wait_until(lambda: "replica-2 ended with status -9; its log " in told.read_text(), 30, "word of it")
+    assert "replica-1 ended" not in told.read_text()
+    for url in (endpoints["editor"], endpoints["replicas"][0]):
+        with urllib.request.urlopen(f"{url}/ready", timeout=10) as answer:
+            assert answer.status == HTTPStatus.OK
+
+
 def test_ctrl_c_stops_every_process_that_up_started(up: tuple[subprocess.Popen[str], dict[str, Any]]) -> None:
     process, _ = up
     children = psutil.Process(process.pid).children(recursive=True)
-    assert len(children) >= 5  # a broker, a Valkey, an editor, two replicas
+    assert len(children) >= 4  # a broker, a Valkey, an editor, the replica that is left
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == 0
     _, alive = psutil.wait_procs(children, timeout=10)

@@ -1,7 +1,6 @@
 """`up` and `demo`: the whole system on this machine."""
 
 import signal
-import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -29,7 +28,7 @@ def up(
     prefix: Prefix = None,
     as_json: AsJson = False,
 ) -> None:
-    """Start Kafka, Redis, an editor and replicas, and keep them running until Ctrl-C.
+    """Start Kafka, Redis, an editor and replicas, keep them running until Ctrl-C, and tell of each that ends before.
 
     Kafka and Redis come from GRACESTREAM_KAFKA and GRACESTREAM_REDIS, else from Docker, else they run locally.
     Example: gracestream up --replicas 3 --model smollm2
@@ -53,7 +52,7 @@ def up(
             table.add_row("logs", str(data / "logs"))
             show(table)
         with suppress(KeyboardInterrupt):
-            threading.Event().wait()
+            stack.watch(notes.print)
         notes.print("stopping")
 
 
