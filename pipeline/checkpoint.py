@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from msgspec import Meta, Struct
 from safetensors import SafetensorError
 from transformers import (
@@ -114,8 +115,22 @@ def _loading(kind: Literal["model", "encoder"], name: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, msgspec.MsgspecError) as error:
-        first_line = str(error).strip().split("\n")[0].rstrip(".")
-        raise ModelError(f"the {kind} {name!r} cannot be loaded: {first_line}") from error
+        why = str(error).strip().split("\n")[0].rstrip(".")
+        if not Path(name).is_dir() and _unreachable(error):
+            why = "there is no such folder, it was not loaded from a hub before, and the hub cannot be reached"
+        raise ModelError(f"the {kind} {name!r} cannot be loaded: {why}") from error
+
+
+def _unreachable(error: BaseException | None) -> bool:
+    """Whether a loading failed for want of a network: the hub's client names that only in what lies behind the error.
+
+    Its second try after a failed connection ends in a closed client, for which it has a bare `RuntimeError`.
+    """
+    while error is not None:
+        if isinstance(error, LocalEntryNotFoundError) or "client has been closed" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def device_of(wanted: str) -> str:

@@ -1,5 +1,6 @@
 """The errors that users bring about: each is one sentence on standard error, and exit status 1."""
 
+import os
 import signal
 import socket
 import subprocess
@@ -43,6 +44,24 @@ def test_no_topics(run: Callable[..., Command], deployment: Settings) -> None:
 def test_a_model_that_does_not_exist(run: Callable[..., Command], deployment: Settings, command: str) -> None:
     said = sentence(run(command, settings=deployment, model="/no/such/model"))
     assert "'/no/such/model' cannot be loaded" in said
+
+
+@pytest.mark.parametrize("offline", ["0", "1"])
+def test_a_model_of_a_hub_that_cannot_be_reached(tmp_path: Path, offline: str) -> None:
+    own = {"HF_ENDPOINT": f"http://127.0.0.1:{free_port()}", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": offline}
+    done = subprocess.run(
+        [sys.executable, "-m", "workers.cli", "layers", "--model", "bert-base-cased"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **own},
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        "gracestream: the model 'bert-base-cased' cannot be loaded: there is no such folder, it was not loaded from a "
+        "hub before, and the hub cannot be reached"
+    )
 
 
 def test_a_layer_that_does_not_exist(run: Callable[..., Command], deployment: Settings) -> None:
