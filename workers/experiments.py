@@ -2,7 +2,7 @@
 
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,15 @@ class Runner:
         self._fits: dict[str, tuple[Task, int]] = {}
         """By the data's digest, what of them that model can take."""
 
+    def require(self, runs: Iterable[Asked]) -> None:
+        """Load the model of each run, as it is to be edited: before hours of work and not after them.
+
+        Raises:
+            ModelError, LayerError: one cannot be loaded, or has no such layer.
+        """
+        for settings in {str(self._chosen(settings)): settings for settings in map(_settings, runs)}.values():
+            self._model(settings)
+
     def run(self, asked: Asked, task: Task, folder: Path, at_work: Callable[[int, int], object]) -> Report:
         """The report that is in the folder already, if it is of just this; else run it, and write that.
 
@@ -70,7 +79,7 @@ class Runner:
             folder: Of the results; it is there.
             at_work: Called with the number of corrections that have come, and of all.
         """
-        settings = load_settings(**{**asked.settings, "seed": str(asked.seed)})
+        settings = _settings(asked)
         if settings.threads:
             torch.set_num_threads(settings.threads)
         model = self._model(settings)
@@ -137,12 +146,19 @@ class Runner:
             self._fits[data] = fitting(task, model)
         return self._fits[data]
 
+    def _chosen(self, settings: Settings) -> list[object]:
+        return [getattr(settings, name) for name in OF_THE_MODEL]
+
     def _model(self, settings: Settings) -> EditableModel:
-        chosen = [getattr(settings, name) for name in OF_THE_MODEL]
+        chosen = self._chosen(settings)
         if self._loaded is None or self._loaded[0] != chosen:
             self._loaded, self._fits = None, {}  # which frees it first
             self._loaded = chosen, load_model(settings)
         return self._loaded[1]
+
+
+def _settings(asked: Asked) -> Settings:
+    return load_settings(**{**asked.settings, "seed": str(asked.seed)})
 
 
 def settings_of(experiment: str, editor: str, given: dict[str, str | None]) -> dict[str, str]:

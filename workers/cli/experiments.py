@@ -94,11 +94,12 @@ def experiment(
         settings={}, through=through.value,
     )  # fmt: skip
     runs = _runs(base, sweep or [], {"model": model, "layer": layer})
+    runner = Runner(notes.print, plots=plots)
+    runner.require(asked for _, asked in runs)
     ending = "" if through is Through.engine else f"-{through}"
     whole = made(out or Path("results") / f"{name}-{'sweep' if sweep else editor}{ending}")
     done = Sweep()
     with alone(whole), Progress(console=notes, transient=True, disable=not notes.is_terminal) as progress:
-        runner = Runner(notes.print, plots=plots)
         bar = progress.add_task(name)
         for number, (cell, asked) in enumerate(runs, 1):
             if cell:
