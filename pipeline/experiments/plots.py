@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 QUALITIES: dict[str, Callable[[Point], float]] = {
-    "ES": lambda point: point.success.value,
-    "ERR": lambda point: point.retained.value,
-    "TRR": lambda point: point.kept.value,
-    "rephrases": lambda point: point.rephrased.value,
+    "ES": lambda point: point.es.value,
+    "ERR": lambda point: point.err.value,
+    "TRR": lambda point: point.trr.value,
+    "rephrases": lambda point: point.rephrases.value,
     "coming": lambda point: point.coming.value,
 }
 """What is measured as answers are."""
@@ -55,8 +55,8 @@ def draw_run(points: Sequence[Point], uses: Sequence[Use], measure: str, title: 
     figure.suptitle(title)
     ((top, stored), (reach, served)) = figure.subplots(2, 2)
     _curves(top, points, QUALITIES)
-    if not math.isnan(points[0].kept.value):
-        top.axhline(points[0].kept.value, color="gray", linestyle=":", label="TRR, unedited")
+    if not math.isnan(points[0].trr.value):
+        top.axhline(points[0].trr.value, color="gray", linestyle=":", label="TRR, unedited")
     _named(top, measure, measure=measure)
     _curves(stored, points, {"edits": lambda point: point.edits, "entries": lambda point: point.entries})
     _named(stored, "count")

@@ -230,7 +230,7 @@ def in_words(point: Point) -> str:
 
 def _cells(point: Point) -> list[str]:
     """One line of the table, in the order of `COLUMNS`."""
-    qualities = (point.success, point.retained, point.kept, point.accurate, point.rephrased, point.coming)
+    qualities = (point.es, point.err, point.trr, point.arr, point.rephrases, point.coming)
     counts = (point.corrections, point.edits, point.entries)
     shares = (point.edits_an_entry, point.agreement, point.covered, point.captured, point.seconds)
     return [*map(str, counts), *map(_quality, qualities), *map(number, shares)]

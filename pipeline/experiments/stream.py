@@ -42,13 +42,13 @@ class Point:
         edits: Those of them that changed something.
         entries: Stored by the editor.
         seconds: Spent on an edit, mean.
-        success: Of each correction when it was made, on its own example (the paper's ES).
-        retained: Of all corrections that have come, now (ERR).
-        kept: Of what the model was good at before (TRR).
-        accurate: Of what it said right in texts like the edited (ARR).
-        rephrased: Of the corrections that have come, in other words.
+        es: Edit success: of each correction when it was made, on its own example.
+        err: Edit retention rate: of all corrections that have come, now.
+        trr: Test retention rate: of what the model was good at before.
+        arr: Accuracy retention rate: of what it said right in texts like the edited.
+        rephrases: Of the corrections that have come, in other words.
         coming: Of the corrections that have not come yet.
-        agreement: The share of what is `kept` to which the model says what it said before any edit.
+        agreement: Of the examples of TRR the share to which the model says what it said before any edit.
         covered: The share of the rephrases of corrections that have come which the editor reaches.
         captured: The share of unrelated texts that the editor reaches.
     """
@@ -57,11 +57,11 @@ class Point:
     edits: int
     entries: int
     seconds: float
-    success: Quality
-    retained: Quality
-    kept: Quality
-    accurate: Quality
-    rephrased: Quality
+    es: Quality
+    err: Quality
+    trr: Quality
+    arr: Quality
+    rephrases: Quality
     coming: Quality
     agreement: float
     covered: float
@@ -115,11 +115,11 @@ class Stream:
             edits=len(edits),
             entries=self.editor.entries,
             seconds=_mean([one.seconds for one in edits]),
-            success=Quality.of(self.success),
-            retained=Quality.of(self._scores([edit.example for edit in come])),
-            kept=Quality.of(kept),
-            accurate=Quality.of(self._scores(self.task.accurate)),
-            rephrased=Quality.of(self._scores([example for edit in come for example in _rephrased(edit)])),
+            es=Quality.of(self.success),
+            err=Quality.of(self._scores([edit.example for edit in come])),
+            trr=Quality.of(kept),
+            arr=Quality.of(self._scores(self.task.accurate)),
+            rephrases=Quality.of(self._scores([example for edit in come for example in _rephrased(edit)])),
             coming=Quality.of(self._scores([edit.example for edit in coming])),
             agreement=_mean([now.chosen == was.chosen for now, was in zip(kept, before, strict=True)]),
             covered=_mean(reached[unrelated : unrelated + rephrases]),

@@ -58,8 +58,8 @@ def test_it_writes_metrics_a_table_and_the_codebook(
     assert (metrics["measure"], metrics["left_out"]) == ("perplexity", 0)
     assert metrics["environment"]["policy"] == "nearest"
     before, _, after = points
-    assert before["success"]["value"] is None
-    assert after["success"]["value"] < before["coming"]["value"], "the targets are likelier than they were"
+    assert before["es"]["value"] is None
+    assert after["es"]["value"] < before["coming"]["value"], "the targets are likelier than they were"
     assert len(metrics["made"]) == 6
     codebook = load(out / "codebook.safetensors")
     assert len(codebook) == after["entries"] > 0
@@ -149,7 +149,7 @@ def test_a_grid_runs_each_combination_once_and_goes_on_where_it_was_killed(
     for place, (folder, before) in enumerate(metrics.items()):
         after = json.loads((folder / "metrics.json").read_text())
         assert (after == before) == (place != 1), "times differ in what ran again"
-        assert [point["retained"] for point in after["points"]] == [point["retained"] for point in before["points"]]
+        assert [point["err"] for point in after["points"]] == [point["err"] for point in before["points"]]
     (data / "hallucination_edit_450.jsonl.gz").write_bytes((data / "hallucination_other_306.jsonl.gz").read_bytes())
     changed = run("experiment", "hallucination", *chosen, *swept, "--no-plots")
     assert status_of(changed) == 0, changed.said()

@@ -40,9 +40,9 @@ def test_points_tell_how_it_was_before_on_the_way_and_after() -> None:
     found = list(stream(PLAN, task()).run([3, 6]))
     assert [point.corrections for point in found] == [0, 3, 6]
     before, half, after = found
-    assert (before.edits, before.entries, math.isnan(before.success.value)) == (0, 0, True)
+    assert (before.edits, before.entries, math.isnan(before.es.value)) == (0, 0, True)
     assert after.edits == after.entries > half.edits > 0
-    assert (after.success.exact, after.retained.exact, after.rephrased.exact) == (1, 1, 1)
+    assert (after.es.exact, after.err.exact, after.rephrases.exact) == (1, 1, 1)
     assert before.coming.exact < 1
     assert math.isnan(after.coming.exact)
     assert half.seconds > 0
@@ -57,9 +57,9 @@ def test_large_balls_reach_what_they_should_not_and_it_shows() -> None:
     wrong = next(edit for edit in task().edits if edit.example.target == "both")
     given = replace(task(), edits=[wrong])
     before, after = stream(replace(PLAN, radius=100.0), given).run([1])
-    assert (after.edits, after.success.exact, after.captured) == (1, 1, 1)
+    assert (after.edits, after.es.exact, after.captured) == (1, 1, 1)
     assert after.agreement < 1
-    assert after.kept != before.kept
+    assert after.trr != before.trr
 
 
 def test_the_same_stream_comes_out_the_same() -> None:

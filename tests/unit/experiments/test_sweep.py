@@ -23,8 +23,8 @@ ASKED = Asked(experiment="zsre", data="d", editor="grace", edits=1, retention=1,
 def point(corrections: int, value: float) -> Point:
     quality, none = Quality(value, value), Quality(math.nan, math.nan)
     return Point(
-        corrections=corrections, edits=corrections, entries=2 * corrections, seconds=1.0, success=quality,
-        retained=quality if corrections else none, kept=quality, accurate=none, rephrased=none, coming=none,
+        corrections=corrections, edits=corrections, entries=2 * corrections, seconds=1.0, es=quality,
+        err=quality if corrections else none, trr=quality, arr=none, rephrases=none, coming=none,
         agreement=1.0, covered=math.nan, captured=0.0,
     )  # fmt: skip
 
@@ -104,7 +104,7 @@ def test_a_report_is_read_as_it_was_written(tmp_path: Path) -> None:
     write(written, None, tmp_path, plots=False)
     found = read(tmp_path)
     assert found is not None
-    assert found.points[1].retained == written.points[1].retained == Quality(math.inf, math.inf)
+    assert found.points[1].err == written.points[1].err == Quality(math.inf, math.inf)
     assert math.isnan(found.points[0].covered)
     assert found.asked == written.asked
     assert '"value":"inf"' in (tmp_path / "metrics.json").read_text().replace(" ", "")
