@@ -59,7 +59,7 @@ class Task:
         measure: What is measured of answers.
         edits: In the order in which they come.
         retention: What the model knew before.
-        accurate: What it said right before and is asked about in the same way as edits (the paper's ARR).
+        accurate: What it may say right before and is asked about in the same way as edits (the paper's ARR).
         unrelated: Texts that no edit should reach.
         traffic: Requests that nobody flagged.
     """
@@ -126,6 +126,17 @@ def zsre_training() -> list[Example]:
     return [*task.retention, *task.accurate]
 
 
+def names() -> list[str]:
+    """What answers are, each once, of zsRE's and of Natural Questions; not which question it answers.
+
+    Raises:
+        DataError: the data are not there.
+    """
+    of_zsre = (row.answers[0] for row in rows_of(ZSRE, ZsreRow))
+    of_nq = (row.answer[0] for row in rows_of(NQ, QuestionRow))
+    return [name for name in dict.fromkeys((*of_zsre, *of_nq)) if name.strip()]
+
+
 def counterfact() -> Task:
     """Statements with another end; retention and traffic are of Natural Questions, the unrelated are its neighbours.
 
@@ -146,11 +157,18 @@ def hallucination() -> Task:
     found = rows_of("hallucination_edit_450.jsonl.gz", BiographyRow)
     edits = _each_once(Edit(Example(row.prompt, row.target_new, row.subject)) for row in found)
     others = rows_of("hallucination_other_306.jsonl.gz", BiographyRow)
-    web = (Example(row.locality_prompt, row.locality_ground_truth) for row in found)
-    retention = [example for example in web if example.target.strip()]
+    web = (_cut_between_words(row.locality_prompt, row.locality_ground_truth) for row in found)
+    retention = [example for example in web if example.inputs and example.target]
     traffic = [row.locality_prompt for row in others]
     unrelated = [example.inputs for example in retention]
     return Task("hallucination", "perplexity", edits, retention, unrelated=unrelated, traffic=traffic)
+
+
+def _cut_between_words(begun: str, rest: str) -> Example:
+    """A text that was cut in two anywhere, even within a word, and ends anywhere: cut anew, without the last word."""
+    text = begun + rest
+    start = text.rfind(" ", 0, len(begun) + 1)
+    return Example(text[: max(start, 0)].rstrip(), text[start : text.rfind(" ")].strip())
 
 
 def scotus() -> Task:

@@ -17,6 +17,7 @@ from pipeline.experiments.tasks import (
     TRAFFIC,
     Task,
     as_question,
+    names,
     scotus_training,
     zsre_training,
 )
@@ -119,6 +120,37 @@ def test_of_zsre_some_questions_are_not_edited_but_taught_together_with_what_is_
     assert (len(task.edits), len(task.accurate)) == (3 * (ACCURATE - 1), 3)
     assert not {edit.example for edit in task.edits} & set(task.accurate)
     assert zsre_training() == [*task.retention, *task.accurate]
+
+
+def test_names_are_all_answers_that_are_given_first(folder: Path) -> None:
+    rows = [
+        {"src": "q", "rephrase": "r", "answers": given, "subject": "s", "loc": "l"} for given in (["b", "c"], ["a"])
+    ]
+    write(folder, "zsre_700.jsonl.gz", rows)
+    write(folder, "nq_open_dev_3610.jsonl.gz", [{"question": "q", "answer": [name]} for name in ("a", "d", " ")])
+    assert names() == ["b", "a", "d"]
+
+
+def test_text_from_the_web_is_cut_between_words(folder: Path) -> None:
+    cut = [
+        ("the old map, historica", "l print or pl"),
+        ("the old map", " or plan of i"),
+        ("the old map ", "or plan of it"),
+    ]
+    rows = [
+        {
+            "prompt": f"{number}",
+            "target_new": "t",
+            "subject": "s",
+            "locality_prompt": begun,
+            "locality_ground_truth": rest,
+        }
+        for number, (begun, rest) in enumerate([*cut, ("histo", "rical"), ("map", "s x")])
+    ]
+    write(folder, "hallucination_edit_450.jsonl.gz", rows)
+    write(folder, "hallucination_other_306.jsonl.gz", rows[:1])
+    retained = [(one.inputs, one.target) for one in TASKS["hallucination"]().retention]
+    assert retained == [("the old map,", "historical print or"), *[("the old map", "or plan of")] * 2]
 
 
 def test_what_has_no_target_is_not_edited_and_what_is_edited_is_not_unrelated(folder: Path) -> None:
