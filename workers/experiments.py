@@ -12,12 +12,12 @@ import torch
 from deploy.local.stack import running_stack
 from pipeline.environment import environment
 from pipeline.experiments.editors.editor import Editor
-from pipeline.experiments.editors.known import EDITORS
+from pipeline.experiments.editors.known import EDITORS, REQUIRE
 from pipeline.experiments.editors.piped import Piped
 from pipeline.experiments.editors.serving import Served
 from pipeline.experiments.evaluation import Evaluation
 from pipeline.experiments.report import Asked, Report, cleared, drawn, in_words, read, write
-from pipeline.experiments.stream import Stream, first, fitting
+from pipeline.experiments.stream import Stream, StreamError, first, fitting
 from pipeline.experiments.tasks import Task
 from pipeline.model import EditableModel
 from pipeline.settings import Settings, SettingsError, load_settings
@@ -66,9 +66,16 @@ class Runner:
 
         Raises:
             ModelError, LayerError: one cannot be loaded, or has no such layer.
+            EditorError: the editor of a run cannot edit its model there.
         """
-        for settings in {str(self._chosen(settings)): settings for settings in map(_settings, runs)}.values():
-            self._model(settings)
+        editors: dict[str, tuple[Settings, set[str]]] = {}
+        for asked in runs:
+            settings = _settings(asked)
+            editors.setdefault(str(self._chosen(settings)), (settings, set()))[1].add(asked.editor)
+        for settings, names in editors.values():
+            model = self._model(settings)
+            for name in sorted(names & REQUIRE.keys()):
+                REQUIRE[name](model)
 
     def run(self, asked: Asked, task: Task, folder: Path, at_work: Callable[[int, int], object]) -> Report:
         """The report that is in the folder already, if it is of just this; else run it, and write that.
@@ -88,13 +95,13 @@ class Runner:
             if self._plots:
                 drawn(found, folder)
             return found
-        cleared(folder)
         task, left_out = self._fitting(task, asked.data, model)
         task = first(task, asked.edits, asked.retention, asked.seed)
         if left_out:
             self._tell(f"{left_out} examples and texts are left out: the model cannot take them, or not at this length")
         with ExitStack() as used:  # at its end weights are what they were
             editor = self._editor(asked, settings, task, model, folder, used)
+            cleared(folder)
             evaluation = Evaluation(model, task.measure)
             stream = Stream(task, editor, evaluation)
             stream.at_work = lambda: at_work(len(stream.made), len(task.edits))
@@ -124,6 +131,11 @@ class Runner:
         self, asked: Asked, settings: Settings, task: Task, model: EditableModel, folder: Path, used: ExitStack
     ) -> Editor:
         if asked.through == "kafka":
+            if 0 < settings.traffic < len(task.traffic):
+                raise StreamError(
+                    f"--through kafka: of {len(task.traffic)} requests an editor worker would draw other "
+                    f"{settings.traffic} than are drawn here; set GRACESTREAM_TRAFFIC to 0, or to as many"
+                )
             own: dict[str, Any] = {**asked.settings, "seed": str(asked.seed)}
             name = f"experiment-{secrets.token_hex(3)}"
             stack = running_stack(

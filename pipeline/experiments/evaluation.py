@@ -33,7 +33,7 @@ class Score:
 
     Attributes:
         exact: It gives the target and nothing else.
-        loss: Mean cross entropy of the target's tokens.
+        loss: Mean cross entropy of the target's tokens, without the one that ends it.
         value: The task's measure: F1 of the words said, accuracy (1 or 0), or perplexity.
         chosen: At each place of the target, what the model chooses there.
     """
@@ -84,16 +84,22 @@ class Evaluation:
         supervised = task.together([self._model.supervised(one.inputs, one.target)[1] for one in examples])
         with torch.no_grad(), editor.serving(supervised.batch):
             logits = task.logits(supervised)
-        told = [verdict(*row)[0] for row in zip(logits, supervised.labels, strict=True)]
-        values = [self._value(one.right, one.loss) for one in told]
+        rows = list(zip(logits, supervised.labels, strict=True))
+        right = [verdict(*row)[0].right for row in rows]
+        losses = [self._loss(*row) for row in rows]
+        values = list(map(self._value, right, losses))
         if self._measure == "f1":
-            wrong = [place for place, one in enumerate(told) if not one.right]
+            wrong = [place for place, one in enumerate(right) if not one]
             said = self._said(editor, [examples[place] for place in wrong])
             for place, text in zip(wrong, said, strict=True):
                 values[place] = f1(text, examples[place].target)
         chosen = [tuple(row_LC.argmax(dim=1).tolist()) for row_LC in logits]
-        parts = zip(told, values, chosen, strict=True)
-        return [Score(one.right, one.loss, value, tokens) for one, value, tokens in parts]
+        return list(map(Score, right, losses, values, chosen))
+
+    def _loss(self, logits_LC: torch.Tensor, label_L: torch.Tensor) -> float:
+        end = self._model.task.tokenizer.eos_token_id
+        said = len(label_L) - (len(label_L) > 1 and int(label_L[-1]) == end)
+        return float(torch.nn.functional.cross_entropy(logits_LC[:said], label_L[:said]))
 
     def _value(self, right: bool, loss: float) -> float:
         if self._measure != "perplexity":

@@ -17,6 +17,7 @@ QUALITIES: dict[str, Callable[[Point], float]] = {
     "ES": lambda point: point.es.value,
     "ERR": lambda point: point.err.value,
     "TRR": lambda point: point.trr.value,
+    "ARR": lambda point: point.arr.value,
     "rephrases": lambda point: point.rephrases.value,
     "coming": lambda point: point.coming.value,
 }
@@ -77,14 +78,15 @@ def _curves(panel: "Axes", points: Sequence[Point], told: Mapping[str, Callable[
     for place, (name, value) in enumerate(told.items()):
         values = [value(point) for point in points]
         if not all(map(math.isnan, values)):
-            panel.plot(corrections, values, label=name, marker="o", linewidth=5 - place, markersize=9 - 1.5 * place)
+            panel.plot(corrections, values, label=name, marker="o", linewidth=6 - place, markersize=10 - 1.5 * place)
 
 
 def draw_sweep(lines: Mapping[str, Mapping[int, Mapping[str, Estimate]]], measure: str, path: Path) -> None:
     """Several runs beside each other: of each, by its name and corrections, estimates by the names of what is drawn."""
     from matplotlib.figure import Figure  # noqa: PLC0415
 
-    names = list(dict.fromkeys(name for line in lines.values() for told in line.values() for name in told))
+    told = {name for line in lines.values() for told in line.values() for name in told}
+    names = [name for name in (*QUALITIES, *REACH, "entries") if name in told]
     figure = Figure(figsize=(5 * len(names), 5), layout="constrained")
     (panels,) = figure.subplots(1, len(names), squeeze=False)
     for panel, name in zip(panels, names, strict=True):

@@ -19,8 +19,8 @@ from pipeline.experiments.plots import draw_run
 from pipeline.experiments.stream import Point, Quality
 
 COLUMNS = (
-    "corrections", "edits", "entries", "ES", "ERR", "TRR", "ARR", "rephrases", "coming", "edits an entry", "agreement",
-    "covered", "captured", "seconds an edit",
+    "corrections", "edits", "failed", "entries", "ES", "ERR", "TRR", "ARR", "rephrases", "coming", "edits an entry",
+    "agreement", "covered", "captured", "seconds an edit",
 )  # fmt: skip
 
 
@@ -46,6 +46,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
         seed: Of the order in which corrections come, and of which examples are retained; 0: as the data have them.
         settings: Those of an editor that were set, as texts.
         through: `engine`: corrections are decided in this process; `kafka`: by an editor worker.
+        version: Of the editors and measures; raised when one changes what comes of a run.
     """
 
     experiment: str
@@ -57,6 +58,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     settings: dict[str, str]
     through: Literal["engine", "kafka"] = "engine"
+    version: int = 2
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -231,7 +233,7 @@ def in_words(point: Point) -> str:
 def _cells(point: Point) -> list[str]:
     """One line of the table, in the order of `COLUMNS`."""
     qualities = (point.es, point.err, point.trr, point.arr, point.rephrases, point.coming)
-    counts = (point.corrections, point.edits, point.entries)
+    counts = (point.corrections, point.edits, point.failed, point.entries)
     shares = (point.edits_an_entry, point.agreement, point.covered, point.captured, point.seconds)
     return [*map(str, counts), *map(_quality, qualities), *map(number, shares)]
 

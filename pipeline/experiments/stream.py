@@ -14,8 +14,11 @@ from pipeline.model import EditableModel
 from pipeline.tasks import InputError
 from schemas.messages import Parameters
 
-UNEDITED: tuple[str, ...] = ("unchanged", "rejected")
-"""Statuses of corrections that changed nothing."""
+UNNEEDED = "unchanged"
+"""The status of a correction that the model was right on already: it is no edit."""
+
+FAILED = ("rejected", "failed")
+"""Statuses of edits after which the model was not right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,22 +42,25 @@ class Point:
 
     Attributes:
         corrections: That have come.
-        edits: Those of them that changed something.
+        edits: Those of them that were needed: the model was wrong.
+        failed: Those edits after which it was still wrong.
         entries: Stored by the editor.
         seconds: Spent on an edit, mean.
-        es: Edit success: of each correction when it was made, on its own example.
+        es: Edit success: of each edit when it was made, on its own example.
         err: Edit retention rate: of all corrections that have come, now.
         trr: Test retention rate: of what the model was good at before.
-        arr: Accuracy retention rate: of what it said right in texts like the edited.
+        arr: Accuracy retention rate: of what it said right before any edit, in texts like the edited.
         rephrases: Of the corrections that have come, in other words.
         coming: Of the corrections that have not come yet.
-        agreement: Of the examples of TRR the share to which the model says what it said before any edit.
+        agreement: The share of TRR's examples at each token of which, after those before it, the model's choice is
+            what it was before any edit.
         covered: The share of the rephrases of corrections that have come which the editor reaches.
         captured: The share of unrelated texts that the editor reaches.
     """
 
     corrections: int
     edits: int
+    failed: int
     entries: int
     seconds: float
     es: Quality
@@ -69,8 +75,8 @@ class Point:
 
     @property
     def edits_an_entry(self) -> float:
-        """NaN where nothing is stored."""
-        return self.edits / self.entries if self.entries else float("nan")
+        """Of those that did not fail; NaN where nothing is stored."""
+        return (self.edits - self.failed) / self.entries if self.entries else float("nan")
 
 
 @dataclass(slots=True)
@@ -92,20 +98,22 @@ class Stream:
 
     def run(self, points: Sequence[int]) -> Iterator[Point]:
         """One point for each number, in ascending order, and one before the first edit."""
-        before = self.evaluation.scores(self.editor, self.task.retention)
+        before = self._scores(self.task.retention)
+        known = zip(self.task.accurate, self._scores(self.task.accurate), strict=True)
+        accurate = [example for example, score in known if score.exact]
         bare = self.editor.states([*self.task.unrelated, *self._rephrases()])
         for point in sorted({0, *points}):
             for edit in self.task.edits[len(self.made) : point]:
                 self.made.append(self.editor.edit(len(self.made), edit.example))
                 self.success += self.evaluation.scores(self.editor, [edit.example])
                 self.at_work()
-            yield self._point(before, bare)
+            yield self._point(before, accurate, bare)
 
-    def _point(self, before: Sequence[Score], bare: Sequence[Hashable]) -> Point:
+    def _point(self, before: Sequence[Score], accurate: Sequence[Example], bare: Sequence[Hashable]) -> Point:
         count = len(self.made)
         come, coming = self.task.edits[:count], self.task.edits[count:]
         kept = self._scores(self.task.retention)
-        edits = [one for one in self.made if one.status not in UNEDITED]
+        edits = [place for place, one in enumerate(self.made) if one.status != UNNEEDED]
         states = self.editor.states([*self.task.unrelated, *self._rephrases()])
         reached = [now != was for now, was in zip(states, bare, strict=True)]
         unrelated = len(self.task.unrelated)
@@ -113,12 +121,13 @@ class Stream:
         return Point(
             corrections=count,
             edits=len(edits),
+            failed=sum(self.made[place].status in FAILED for place in edits),
             entries=self.editor.entries,
-            seconds=_mean([one.seconds for one in edits]),
-            es=Quality.of(self.success),
+            seconds=_mean([self.made[place].seconds for place in edits]),
+            es=Quality.of([self.success[place] for place in edits]),
             err=Quality.of(self._scores([edit.example for edit in come])),
             trr=Quality.of(kept),
-            arr=Quality.of(self._scores(self.task.accurate)),
+            arr=Quality.of(self._scores(accurate)),
             rephrases=Quality.of(self._scores([example for edit in come for example in _rephrased(edit)])),
             coming=Quality.of(self._scores([edit.example for edit in coming])),
             agreement=_mean([now.chosen == was.chosen for now, was in zip(kept, before, strict=True)]),

@@ -1,7 +1,7 @@
 """Grids of settings: which runs they make, and what came of these, with intervals where only the seed differs."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from pathlib import Path
 from urllib.parse import quote
@@ -21,6 +21,16 @@ SAFE = " []+:@"
 
 SEED = "seed"
 """Of a grid's names the one over which intervals are told."""
+
+
+COSTS: dict[str, Callable[[Point], float]] = {
+    "edits": lambda point: point.edits,
+    "failed": lambda point: point.failed,
+    "entries": lambda point: point.entries,
+    "edits an entry": lambda point: point.edits_an_entry,
+    "seconds an edit": lambda point: point.seconds,
+}
+"""What edits take."""
 
 
 class SweepError(UserError):
@@ -110,8 +120,8 @@ class Sweep:
 
 
 def _estimates(points: Sequence[Point]) -> dict[str, Estimate]:
-    found = {name: estimate([value(point) for point in points]) for name, value in {**QUALITIES, **REACH}.items()}
-    found["entries"] = estimate([point.entries for point in points])
+    told = {**QUALITIES, **REACH, **COSTS}
+    found = {name: estimate([value(point) for point in points]) for name, value in told.items()}
     return {name: told for name, told in found.items() if not math.isnan(told[0])}
 
 

@@ -27,7 +27,7 @@ def data(tmp_path: Path) -> Path:
     """Files as those of the experiment are, in the words of the tiny models."""
     rows = [
         {"prompt": TEXTS[row], "target_new": TARGETS[row % 3], "subject": "s", "locality_prompt": TEXTS[12 + row],
-         "locality_ground_truth": "museum"}
+         "locality_ground_truth": " museum and so"}
         for row in range(6)
     ]  # fmt: skip
     others = [{**row, "locality_prompt": TEXTS[18 + place]} for place, row in enumerate(rows)]
@@ -81,7 +81,7 @@ def test_fewer_edits_and_less_to_retain_can_be_asked_for(
     assert len(json.loads((tmp_path / "r" / "metrics.json").read_text())["made"]) == 2
 
 
-@pytest.mark.parametrize("editor", ["ft", "ewc", "retrain", "mend", "rome"])
+@pytest.mark.parametrize("editor", ["ft", "ewc", "retrain", "memory", "defer", "mend", "rome"])
 def test_other_editors_run_the_same_stream(
     run: Callable[..., Command], chosen: list[str], tmp_path: Path, editor: str
 ) -> None:
@@ -91,8 +91,10 @@ def test_other_editors_run_the_same_stream(
     metrics = json.loads((out / "metrics.json").read_text())
     assert metrics["asked"]["editor"] == editor
     after = metrics["points"][-1]
-    assert (after["corrections"], after["entries"], after["captured"]) == (6, 0, 1)
-    assert after["agreement"] < 1, "all weights are everybody's"
+    assert (after["corrections"], after["entries"]) == (6, 0)
+    if editor != "defer":  # whose gate opens to whom it learns to
+        assert after["captured"] == 1
+        assert after["agreement"] < 1, "what all are served is everybody's"
     assert not (out / "codebook.safetensors").exists()
 
 
@@ -166,7 +168,8 @@ def test_a_grid_runs_each_combination_once_and_goes_on_where_it_was_killed(
         ("policy", "it takes one or more values of policy, each once"),
         ("policy=paper,paper", "it takes one or more values of policy, each once"),
         ("editor=grace,gracie", "--sweep editor: 'gracie' is none of grace, ft"),
-        ("seed=-1", "'-1' is no number from 0 on"),
+        ("seed=-1", "'-1' is no number from 0 to 9223372036854775807"),
+        ("seed=9223372036854775808", "is no number from 0 to 9223372036854775807"),
         ("policy=no", "GRACESTREAM_POLICY"),
         ("through=kafka", "'through' cannot be swept"),
         ("seed=0,00", "seed=00 is there twice"),
@@ -205,6 +208,24 @@ def test_a_run_is_its_model_s_and_leaves_nothing_of_the_one_before(
     assert json.loads((out / "metrics.json").read_text())["model"] != first["model"]
     assert status_of(run(*given, "--editor", "ft", "--no-plots", "--out", str(out))) == 0
     assert sorted(path.name for path in out.iterdir()) == [".lock", "metrics.json", "table.md"]
+
+
+def test_what_an_editor_cannot_edit_is_told_before_the_grid_runs_and_costs_no_results(
+    run: Callable[..., Command], chosen: list[str], tmp_path: Path
+) -> None:
+    out = ["--out", str(tmp_path / "out")]
+    grid = ["--sweep", "layer=model.layers.1.mlp.down_proj,model.layers.1.mlp", "--sweep", "editor=grace,mend"]
+    assert "is no linear layer" in sentence(run("experiment", "hallucination", *chosen, *grid, *out))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_sample_of_traffic_that_an_editor_worker_would_draw_otherwise_is_refused(
+    run: Callable[..., Command], chosen: list[str], tmp_path: Path
+) -> None:
+    given = ["--through", "kafka", "--sweep", "traffic=1", "--edits", "1", "--out", str(tmp_path / "out")]
+    command = run("experiment", "hallucination", *chosen, *given)
+    assert status_of(command) == 1
+    assert "requests an editor worker would draw other 1 than are drawn here" in command.said().splitlines()[-1]
 
 
 def test_only_grace_runs_in_an_editor_worker(run: Callable[..., Command], chosen: list[str]) -> None:

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from pipeline.experiments.report import Asked
 
 
+MOST_SEED = 2**63 - 1
+"""Torch's generators take no larger one."""
+
+
 class Name(StrEnum):
     """The experiments."""
 
@@ -62,7 +66,9 @@ def experiment(
     edits: Annotated[int | None, typer.Option(help="Corrections, at most.", min=1)] = None,
     retention: Annotated[int | None, typer.Option(help="Examples that TRR is measured on, at most.", min=1)] = None,
     every: Annotated[int, typer.Option(help="Measure after so many corrections, and at the end.", min=1)] = 100,
-    seed: Annotated[int, typer.Option(help="Draws which edits, in which order; 0: as the data have them.", min=0)] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Draws which edits, in which order; 0: as the data have them.", min=0, max=MOST_SEED)
+    ] = 0,
     through: Annotated[
         Through, typer.Option(help="kafka: start a pipeline of one's own, and correct by its topics.")
     ] = Through.engine,
@@ -76,7 +82,7 @@ def experiment(
     """Run one of the paper's streams of edits on this machine, and write what comes of it.
 
     The settings of an editor apply. A run whose results are there already is not run again.
-    Example: gracestream experiment zsre --edits 200 --retention 200 --sweep policy=paper,nearest --sweep seed=0,1,2
+    Example: gracestream experiment zsre --edits 200 --retention 200 --sweep policy=paper,nearest --sweep seed=1,2,3
     """
     from pipeline.experiments.plots import require_plots  # noqa: PLC0415  (torch takes seconds)
     from pipeline.experiments.report import Asked, alone, columns_of, made, plain  # noqa: PLC0415
@@ -153,6 +159,6 @@ def _method(name: str) -> Method:
 
 
 def _number(seed: str) -> int:
-    if not (seed.isascii() and seed.isdigit()):
-        raise typer.BadParameter(f"--sweep seed: {seed!r} is no number from 0 on")
+    if not (seed.isascii() and seed.isdigit() and len(seed) <= len(str(MOST_SEED)) and int(seed) <= MOST_SEED):
+        raise typer.BadParameter(f"--sweep seed: {seed!r} is no number from 0 to {MOST_SEED}")
     return int(seed)

@@ -5,8 +5,8 @@ All train the layer's weights by Adam on the model's loss for one correction, an
 
 - `FineTuning`: nothing else.
 - `ElasticWeights`: elastic weight consolidation (Kirkpatrick et al. 2017, in its online form): the more the model's
-  answers so far depend on a weight, the more it resists. Their Fisher information is that of the traffic, under what
-  the model itself says next, and of each correction once it is made: all traffic counts as much as one correction.
+  answers so far depend on a weight, the more it resists. Their Fisher information is that of the traffic, under answers
+  drawn from the model itself, and of each correction that was made: all traffic counts as much as one.
 - `Retraining`: after so many corrections the original weights are trained on all of them.
 """
 
@@ -105,20 +105,24 @@ class ElasticWeights(FineTuning):
         self._strength = strength
         self._anchors = [weight.detach().clone() for weight in self.weights]
         self.fisher = [torch.zeros_like(weight) for weight in self.weights]
+        generator = torch.Generator().manual_seed(0)
         for text in traffic[:SAMPLE]:
             try:
                 asked = self._next(text)
             except InputError:  # no room for a token after it
                 continue
-            (logits_1C,) = self._model.task.logits(asked)
-            self._observe(self._next(text, int(logits_1C.argmax())), 1 / min(SAMPLE, len(traffic)))
+            with torch.no_grad():
+                (logits_1C,) = self._model.task.logits(asked)
+            drawn = torch.multinomial(logits_1C[0].float().softmax(dim=0).cpu(), 1, generator=generator)
+            self._observe(self._next(text, int(drawn)), 1 / min(SAMPLE, len(traffic)))
 
     def _next(self, text: str, token: int = 0) -> Supervised:
         """One token after the text, or its class."""
         return self._model.task.supervised(text, (token,))
 
     def _after(self, supervised: Supervised) -> int:
-        self._observe(supervised, 1.0)
+        if self._judged(supervised).right:  # what failed is nothing to hold on to
+            self._observe(supervised, 1.0)
         self._anchors = [weight.detach().clone() for weight in self.weights]
         return 0
 

@@ -16,6 +16,15 @@ Make = Callable[[EditableModel, Plan, Sequence[str], dict[str, Any]], Editor]
 """Of the model that it edits, the plan of an editor worker, requests that nobody flagged, and what was chosen of its
 `learning_rate` and the like. GRACE has those in its plan."""
 
+REQUIRE: dict[str, Callable[[EditableModel], None]] = {
+    "ft": FineTuning.require,
+    "ewc": ElasticWeights.require,
+    "retrain": Retraining.require,
+    "mend": Mend.require,
+    "rome": Rome.require,
+}
+"""Of those that cannot edit every model at every layer: raises `EditorError` for such a one."""
+
 EDITORS: dict[str, Make] = {
     "grace": lambda model, plan, traffic, _chosen: Grace(model, plan, traffic),
     "ft": lambda model, _plan, _traffic, chosen: FineTuning(model, **chosen),

@@ -73,8 +73,6 @@ class Rome(LinearEditor):
         steps: int = STEPS,
         prefixes: int = PREFIXES,
     ) -> None:
-        if not isinstance(model.task, CausalGeneration):
-            raise EditorError("this editor is for causal language models, which this model is not")
         if not traffic:
             raise EditorError("this editor needs texts that tell how the layer's inputs vary")
         super().__init__(model)
@@ -83,6 +81,13 @@ class Rome(LinearEditor):
         moment_DD = self._second_moment(traffic)
         ridge = RIDGE * moment_DD.diagonal().mean() * torch.eye(len(moment_DD), device=moment_DD.device)
         self._factor_DD = torch.linalg.cholesky(moment_DD + ridge)
+
+    @classmethod
+    def require(cls, model: EditableModel) -> None:
+        """Whether it can edit this model."""
+        if not isinstance(model.task, CausalGeneration):
+            raise EditorError("this editor is for causal language models, which this model is not")
+        super().require(model)
 
     def _second_moment(self, texts: Sequence[str]) -> Tensor:
         """The mean over all tokens of the outer product of what the layer sees with itself."""
@@ -161,7 +166,7 @@ class Rome(LinearEditor):
         task, found = self._model.task, text.rfind(subject) if subject else -1
         prompt = len(task.tokenize(text))
         end = prompt if found < 0 else len(task.tokenize(text[: found + len(subject)]))
-        return _Asked(supervised, torch.tensor([prompt - end], device=self._model.device))
+        return _Asked(supervised, torch.tensor([max(prompt - end, 0)], device=self._model.device))
 
     def _together(self, rows: Sequence[_Asked]) -> _Asked:
         supervised = self._model.task.together([row.supervised for row in rows])

@@ -31,13 +31,22 @@ class WeightEditor(ABC):
     entries = 0
 
     def __init__(self, model: EditableModel) -> None:
+        self.require(model)
         self._model = model
         self.layer = model.module.get_submodule(model.layer)
         self.weights: list[Tensor] = list(self.layer.parameters())
-        if not self.weights:
-            raise EditorError(f"{model.layer} has no weights, which this editor changes")
         self._original = [weight.detach().clone() for weight in self.weights]
         self._changes = 0
+
+    @classmethod
+    def require(cls, model: EditableModel) -> None:
+        """Whether it can edit this model at its layer, told before any work.
+
+        Raises:
+            EditorError: it cannot.
+        """
+        if not any(True for _ in model.module.get_submodule(model.layer).parameters()):
+            raise EditorError(f"{model.layer} has no weights, which this editor changes")
 
     def __enter__(self) -> Self:
         return self
@@ -91,10 +100,13 @@ class LinearEditor(WeightEditor):
         EditorError: the layer is none.
     """
 
-    def __init__(self, model: EditableModel) -> None:
-        super().__init__(model)
-        if not isinstance(self.layer, nn.Linear | Conv1D):
-            kind = type(self.layer).__name__
+    @classmethod
+    def require(cls, model: EditableModel) -> None:
+        """Whether it can edit this model at its layer."""
+        super().require(model)
+        layer = model.module.get_submodule(model.layer)
+        if not isinstance(layer, nn.Linear | Conv1D):
+            kind = type(layer).__name__
             raise EditorError(f"{model.layer} is no linear layer, but {kind}: this editor changes linear layers only")
 
     @property

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from pipeline.experiments.editors.finetuning import ElasticWeights, FineTuning, Retraining
+from pipeline.experiments.editors.finetuning import SAMPLE, ElasticWeights, FineTuning, Retraining
 from pipeline.experiments.evaluation import Evaluation
 from pipeline.experiments.tasks import Example
 from pipeline.model import EditableModel
@@ -58,6 +58,35 @@ def test_elastic_weights_move_less_where_they_count() -> None:
             parts = zip(editor.weights, before, fisher, strict=True)
             moved[strength] = sum(float((count * (now - was).square()).sum()) for now, was, count in parts)
     assert 0 < moved[1e3] < moved[0.0]
+
+
+def test_fisher_information_is_of_answers_as_the_model_gives_them() -> None:
+    """The mean of squared slopes under its own answers, and not that under the likeliest alone."""
+    model = editable("bert")
+    with ElasticWeights(model, TEXTS[:1] * SAMPLE) as editor:
+        shares_C = model.task.logits(model.task.supervised(TEXTS[0], (0,)))[0][0].softmax(dim=0)
+        told = [model.task.supervised(TEXTS[0], (label,)) for label in range(len(shares_C))]
+        squares = []
+        for weight in editor.weights:
+            weight.requires_grad_(True)
+        for supervised in told:
+            with torch.enable_grad():
+                loss = torch.nn.functional.cross_entropy(model.task.logits(supervised)[0], supervised.labels[0])
+                slopes = torch.autograd.grad(loss, editor.weights)
+            squares.append(sum(float(slope.square().sum()) for slope in slopes))
+        found = sum(float(part.sum()) for part in editor.fisher)
+    expected = sum(share * square for share, square in zip(shares_C.tolist(), squares, strict=True))
+    assert found == pytest.approx(expected, rel=0.2)
+    assert squares[int(shares_C.argmax())] != pytest.approx(expected, rel=0.4)
+
+
+def test_a_correction_that_failed_is_not_held_on_to() -> None:
+    model = editable("bert")
+    with ElasticWeights(model, TEXTS[30:], steps=0) as editor:
+        before = [fisher.clone() for fisher in editor.fisher]
+        statuses = {editor.edit(0, example).status for example in examples_of("bert", TEXTS[:6])}
+        assert "failed" in statuses
+        assert all(torch.equal(was, now) for was, now in zip(before, editor.fisher, strict=True))
 
 
 def test_without_resistance_elastic_weights_are_finetuning() -> None:

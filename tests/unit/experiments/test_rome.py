@@ -1,5 +1,7 @@
 """ROME writes one association into a linear layer, at the least cost to what it makes of other inputs."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -59,6 +61,34 @@ class TestRome:
         plain_VD = torch.outer(moved_V, key_D / key_D.square().sum())  # puts the same value at the key
         spared = (others_TD @ change_VD.T).square().sum()
         assert 0 < float(spared) < 0.5 * float((others_TD @ plain_VD.T).square().sum())
+
+    def test_a_prompt_gets_its_value_exactly_though_its_key_is_a_mean_over_prefixes(
+        self, kind: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = editable(kind)
+        values: list[Tensor] = []
+        found = Rome._value
+
+        def kept(editor: Rome, *given: Any) -> tuple[Tensor, int]:
+            value_V, steps = found(editor, *given)
+            values.append(value_V)
+            return value_V, steps
+
+        monkeypatch.setattr(Rome, "_value", kept)
+        with Rome(model, TRAFFIC, steps=3, prefixes=2) as editor:
+            was_VD = editor.weight_VD.clone()
+            example = next(one for one in examples_of(kind, TEXTS) if editor.edit(0, one).status != "unchanged")
+            change_VD = editor.weight_VD - was_VD
+        at = example.inputs.split().index(example.subject)
+        torch.testing.assert_close(
+            change_VD @ seen_by_layer(model, example.inputs)[at], values[-1], rtol=1e-3, atol=1e-5
+        )
+        with Rome(model, TRAFFIC, steps=3, prefixes=0) as plain:
+            was_VD = plain.weight_VD.clone()
+            plain.edit(0, example)
+            alone_VD = plain.weight_VD - was_VD
+        ours, theirs = (torch.linalg.svd(change).Vh[0] for change in (change_VD, alone_VD))
+        assert float((ours @ theirs).abs()) < 1 - 1e-4, "other texts before it have a say in the direction"
 
     def test_the_subject_is_where_it_is_written(self, kind: str) -> None:
         """Before it nothing changes, for a causal model; it is at the last token where no subject is known."""

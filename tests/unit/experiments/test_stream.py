@@ -1,10 +1,14 @@
 """What a stream of edits reports is what becomes of the model."""
 
 import math
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import pytest
 
+from pipeline.batch import Batch
+from pipeline.experiments.editors.editor import Made
 from pipeline.experiments.editors.grace import Grace
 from pipeline.experiments.editors.known import EDITORS
 from pipeline.experiments.evaluation import Evaluation
@@ -46,6 +50,53 @@ def test_points_tell_how_it_was_before_on_the_way_and_after() -> None:
     assert before.coming.exact < 1
     assert math.isnan(after.coming.exact)
     assert half.seconds > 0
+
+
+class Told:
+    """An editor that does nothing, and says what it is told to say."""
+
+    entries = 2
+
+    def __init__(self, *statuses: str) -> None:
+        self._statuses = statuses
+
+    def edit(self, number: int, example: Example) -> Made:
+        del example
+        return Made(self._statuses[number], 1, 10.0**number)
+
+    def states(self, texts: Sequence[str]) -> list[Hashable]:
+        return [None] * len(texts)
+
+    def serving(self, batch: Batch) -> AbstractContextManager[object]:
+        del batch
+        return nullcontext()
+
+
+@pytest.mark.parametrize("failed", ["rejected", "failed"])
+def test_edits_are_what_was_needed_whether_it_succeeded_or_not(failed: str) -> None:
+    model = editable("bert")
+    examples = [edit.example for edit in task(9).edits]
+    scores = [one.exact for one in Evaluation(model, "accuracy").scores(Told(), examples)]
+    right, wrong = (examples[scores.index(which)] for which in (True, False))
+    given = replace(task(), edits=[Edit(right), Edit(wrong), Edit(wrong)])
+    *_, after = Stream(given, Told("unchanged", failed, "added"), Evaluation(model, "accuracy")).run([3])
+    assert (after.corrections, after.edits, after.failed, after.edits_an_entry) == (3, 2, 1, 0.5)
+    assert after.seconds == (10 + 100) / 2
+    assert after.es.value == 0, "what the model said right was no edit"
+    assert after.err.value == pytest.approx(1 / 3), "it is to be retained all the same"
+
+
+def test_accuracy_is_retained_of_what_was_right_before() -> None:
+    model = editable("bert")
+    names = [Example(text, name) for text in TEXTS[10:14] for name in NAMES]
+    first, *_, last = stream(PLAN, replace(task(), accurate=names)).run([6])
+    assert sum(score.exact for score in Evaluation(model, "accuracy").scores(Told(), names)) in range(1, 5)
+    assert (first.arr.value, last.arr.value) == (1, 1)
+    wrong = next(edit for edit in task().edits if edit.example.target == "both")
+    *_, spoilt = stream(replace(PLAN, radius=100.0), replace(task(), edits=[wrong], accurate=names)).run([1])
+    assert spoilt.arr.value < 1
+    *_, none = stream(PLAN, replace(task(), accurate=[])).run([1])
+    assert math.isnan(none.arr.value)
 
 
 def test_an_edit_of_a_small_ball_touches_nothing_else() -> None:

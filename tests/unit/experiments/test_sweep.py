@@ -23,7 +23,7 @@ ASKED = Asked(experiment="zsre", data="d", editor="grace", edits=1, retention=1,
 def point(corrections: int, value: float) -> Point:
     quality, none = Quality(value, value), Quality(math.nan, math.nan)
     return Point(
-        corrections=corrections, edits=corrections, entries=2 * corrections, seconds=1.0, es=quality,
+        corrections=corrections, edits=corrections, failed=0, entries=2 * corrections, seconds=1.0, es=quality,
         err=quality if corrections else none, trr=quality, arr=none, rephrases=none, coming=none,
         agreement=1.0, covered=math.nan, captured=0.0,
     )  # fmt: skip
