@@ -108,8 +108,13 @@ def _require(what: str, packages: Mapping[str, str]) -> None:
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Let one process at a time build `folder`; the system frees the lock of a process that died."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    lock = os.open(folder.with_name(f".{folder.name}.lock"), os.O_CREAT | os.O_RDWR, 0o644)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder.with_name(f".{folder.name}.lock"), os.O_CREAT | os.O_RDWR, 0o644)
+    except OSError as error:
+        raise ModelError(
+            f"models cannot be kept in {folder.parent}: {error.strerror}; set GRACESTREAM_CACHE"
+        ) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from pipeline.batch import Batch
 from pipeline.codebook import Codebook
 from pipeline.index import NO_SLOT, KeyIndex
+from pipeline.layers import LayerError
 
 QueryToken = Literal["last", "first", "mean"]
 Replaced = Literal["last", "all"]
@@ -217,7 +218,7 @@ def _pick(hidden_BTX: Tensor, mask_BT: Tensor, token: QueryToken) -> Tensor:
 def _hidden(candidate: Any, module: nn.Module) -> Tensor:
     if not isinstance(candidate, Tensor) or candidate.dim() != 3:
         shape = tuple(candidate.shape) if isinstance(candidate, Tensor) else type(candidate).__name__
-        raise ValueError(
+        raise LayerError(
             f"{type(module).__name__} cannot be edited: it does not map (batch, tokens, width), but {shape}"
         )
     return candidate

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -107,7 +107,7 @@ def unreported() -> Iterator[None]:
 @contextmanager
 def _loading(kind: Literal["model", "encoder"], name: str) -> Iterator[None]:
     """What fails inside is a `ModelError` of one line."""
-    if name.startswith(("/", ".", "~")) and not Path(name).is_dir():
+    if name.startswith(("/", ".", "~")) and not _is_folder(name):
         raise ModelError(
             f"the {kind} {name!r} cannot be loaded: there is no such folder; set GRACESTREAM_{kind.upper()}"
         )
@@ -116,9 +116,15 @@ def _loading(kind: Literal["model", "encoder"], name: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, msgspec.MsgspecError) as error:
         why = str(error).strip().split("\n")[0].rstrip(".")
-        if not Path(name).is_dir() and _unreachable(error):
+        if not _is_folder(name) and _unreachable(error):
             why = "there is no such folder, it was not loaded from a hub before, and the hub cannot be reached"
         raise ModelError(f"the {kind} {name!r} cannot be loaded: {why}") from error
+
+
+def _is_folder(name: str) -> bool:
+    with suppress(OSError):  # such as for a name that is too long
+        return Path(name).is_dir()
+    return False
 
 
 def _unreachable(error: BaseException | None) -> bool:

@@ -99,7 +99,7 @@ class Settings(BaseSettings):
     seed: int = Field(0, description="Seed of everything random in the editor.")
 
     max_steps: int = Field(100, ge=1, description="Optimisation steps after which an edit is given up.")
-    learning_rate: FiniteFloat = Field(2.0, gt=0, description="Adam's learning rate for values.")
+    learning_rate: FiniteFloat = Field(2.0, gt=0, le=1e6, description="Adam's learning rate for values.")
     margin: FiniteFloat = Field(3.0, ge=0, description="Logit margin at which a value counts as trained.")
     edit_batch: int = Field(
         16, ge=1, le=64, description="Waiting corrections whose values are trained together, at most."

@@ -16,10 +16,11 @@ from pipeline.experiments.editors.known import EDITORS, REQUIRE
 from pipeline.experiments.editors.piped import Piped
 from pipeline.experiments.editors.serving import Served
 from pipeline.experiments.evaluation import Evaluation
-from pipeline.experiments.report import Asked, Report, cleared, drawn, in_words, read, write
+from pipeline.experiments.report import CODEBOOK, METRICS, Asked, Report, complete, in_words, read, write
 from pipeline.experiments.stream import Stream, StreamError, first, fitting
 from pipeline.experiments.tasks import Task
 from pipeline.model import EditableModel
+from pipeline.probe import TEXTS
 from pipeline.settings import Settings, SettingsError, load_settings
 from workers.boot import load_model, plan_of
 
@@ -44,7 +45,7 @@ MODELS = {"scotus": "scotus"}
 REPLICAS = 2
 """Of a run through Kafka."""
 
-PIPELINE = "pipeline"
+PIPELINE = ".pipeline"
 """The folder of such a run's own logs and data, within that of its results."""
 
 
@@ -74,6 +75,7 @@ class Runner:
             editors.setdefault(str(self._chosen(settings)), (settings, set()))[1].add(asked.editor)
         for settings, names in editors.values():
             model = self._model(settings)
+            model.queries([model.task.tokenize(TEXTS[0])])  # which tells whether its outputs can be replaced
             for name in sorted(names & REQUIRE.keys()):
                 REQUIRE[name](model)
 
@@ -91,17 +93,20 @@ class Runner:
             torch.set_num_threads(settings.threads)
         model = self._model(settings)
         found = read(folder)
-        if found is not None and (found.asked, found.model) == (asked, model.fingerprint):
-            if self._plots:
-                drawn(found, folder)
+        whole = asked.editor != "grace" or (folder / CODEBOOK).exists()
+        if found is not None and whole and (found.asked, found.model) == (asked, model.fingerprint):
+            complete(found, folder, plots=self._plots)
             return found
+        if (folder / METRICS).exists():
+            self._tell(f"the results in {folder} are of another run; those of this one will replace them")
         task, left_out = self._fitting(task, asked.data, model)
         task = first(task, asked.edits, asked.retention, asked.seed)
         if left_out:
             self._tell(f"{left_out} examples and texts are left out: the model cannot take them, or not at this length")
+        if not task.retention:
+            self._tell("no example is left of which TRR and agreement could tell")
         with ExitStack() as used:  # at its end weights are what they were
             editor = self._editor(asked, settings, task, model, folder, used)
-            cleared(folder)
             evaluation = Evaluation(model, task.measure)
             stream = Stream(task, editor, evaluation)
             stream.at_work = lambda: at_work(len(stream.made), len(task.edits))
@@ -118,7 +123,8 @@ class Runner:
             agreeing = None
             if isinstance(editor, Piped):
                 agreeing = editor.agreeing(corrected, evaluation.scores(editor, corrected))
-        shutil.rmtree(folder / PIPELINE, ignore_errors=True)  # after a failure its logs stay
+        if asked.through == "kafka":
+            shutil.rmtree(folder / PIPELINE, ignore_errors=True)  # after a failure its logs stay
         report = Report(
             asked=asked, measure=task.measure, model=model.fingerprint, layer=model.layer,
             environment=told, left_out=left_out, points=points, made=stream.made,

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -25,6 +25,9 @@ COLUMNS = (
 
 
 METRICS, TABLE, PLOTS, CODEBOOK = "metrics.json", "table.md", "plots.png", "codebook.safetensors"
+VERSION = 2
+"""Of the editors and measures; raised when one changes what comes of a run."""
+
 LOCK = ".lock"
 """Stays where it is: who deleted it might delete another's."""
 
@@ -46,7 +49,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
         seed: Of the order in which corrections come, and of which examples are retained; 0: as the data have them.
         settings: Those of an editor that were set, as texts.
         through: `engine`: corrections are decided in this process; `kafka`: by an editor worker.
-        version: Of the editors and measures; raised when one changes what comes of a run.
+        version: `VERSION` of those that ran it.
     """
 
     experiment: str
@@ -58,7 +61,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     settings: dict[str, str]
     through: Literal["engine", "kafka"] = "engine"
-    version: int = 2
+    version: int = 0
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,17 +86,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     layer: str
     environment: dict[str, str]
     left_out: int
-    points: list[Point]
+    points: Annotated[list[Point], msgspec.Meta(min_length=1)]
     made: list[Made]
     uses: list[Use]
     agreeing: float | None = None
-
-
-def cleared(folder: Path) -> None:
-    """Without the results of a run before: what is there after one that broke off is its own."""
-    with writing(folder):
-        for name in (METRICS, TABLE, PLOTS, CODEBOOK):
-            (folder / name).unlink(missing_ok=True)
 
 
 def made(folder: Path) -> Path:
@@ -130,13 +126,18 @@ def alone(folder: Path) -> Iterator[None]:
 def write(report: Report, codebook: Codebook | None, folder: Path, *, plots: bool = True) -> None:
     """Write `table.md`, `plots.png`, of GRACE `codebook.safetensors`, and at last `metrics.json`.
 
+    Those of a run before are taken away first, so that without `metrics.json` nothing is there that can be relied on.
+
     Raises:
         ReportError, FileError: the folder cannot be written to.
     """
+    with writing(folder):
+        for name in (METRICS, TABLE, PLOTS, CODEBOOK):
+            (folder / name).unlink(missing_ok=True)
     if codebook is not None:
         save(codebook, folder / CODEBOOK)
     with writing(folder):
-        (folder / TABLE).write_text(markdown(*columns_of(report.points)), encoding="utf-8")
+        _tell(report, folder)
         if plots:
             _draw(report, folder)
         half = folder / f".{METRICS}"
@@ -144,15 +145,20 @@ def write(report: Report, codebook: Codebook | None, folder: Path, *, plots: boo
         half.replace(folder / METRICS)
 
 
-def drawn(report: Report, folder: Path) -> None:
-    """With `plots.png`, where a run was written without.
+def complete(report: Report, folder: Path, *, plots: bool) -> None:
+    """Write `table.md` anew from a report that was read, and `plots.png` where there is none.
 
     Raises:
         ReportError: the folder cannot be written to.
     """
-    if not (folder / PLOTS).exists():
-        with writing(folder):
+    with writing(folder):
+        _tell(report, folder)
+        if plots and not (folder / PLOTS).exists():
             _draw(report, folder)
+
+
+def _tell(report: Report, folder: Path) -> None:
+    (folder / TABLE).write_text(markdown(*columns_of(report.points)), encoding="utf-8")
 
 
 def _draw(report: Report, folder: Path) -> None:
@@ -171,19 +177,27 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def read(folder: Path) -> Report | None:
-    """The report of a run that came to its end; None, where there is none such.
+    """The report of a run that came to its end; None, where there is none such, or one of another `VERSION`.
 
     Raises:
         ReportError: there is a file, but it cannot be read as one.
     """
     try:
-        told = msgspec.json.decode((folder / METRICS).read_bytes())
-        told["points"] = _numbers(told["points"])
+        told = msgspec.json.decode((folder / METRICS).read_bytes(), type=dict[str, Any])
+        if msgspec.convert(told.get("asked"), _Version).version != VERSION:
+            return None
+        told["points"] = _numbers(told.get("points"))
         return msgspec.convert(told, Report)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ReportError(f"{folder / METRICS} is no report: {error}; remove it to run this anew") from error
+
+
+class _Version(msgspec.Struct, frozen=True):
+    """What can be read of a report of any version."""
+
+    version: int = 0
 
 
 def plain(told: object) -> Any:

@@ -191,9 +191,12 @@ def fitting(task: Task, model: EditableModel) -> tuple[Task, int]:
         unrelated=list(filter(asks, task.unrelated)),
         traffic=list(filter(asks, task.traffic)),
     )
+    if not task.edits:
+        raise StreamError(f"the data of {task.name} hold no edits")
     if not edits:
         raise StreamError(
-            f"the model can take none of the edits of {task.name}: is it one of the kind that they are for?"
+            f"the model can take none of the {len(task.edits)} edits of {task.name}: is it one of the kind that they"
+            " are for, and are GRACESTREAM_MAX_INPUT_TOKENS and GRACESTREAM_MAX_TARGET_TOKENS large enough?"
         )
     return left, _size(task) - _size(left)
 

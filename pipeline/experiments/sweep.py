@@ -61,9 +61,10 @@ def title(cell: dict[str, str]) -> str:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """The mean of some seeds, and how far its 95 % interval reaches to each side: NaN of a single one."""
-    if len(values) == 1:
-        return values[0], math.nan
+    """The mean of the seeds that have a value, and how far its 95 % interval reaches to each side: NaN of one."""
+    values = [value for value in values if not math.isnan(value)]
+    if len(values) < 2:
+        return (values[0] if values else math.nan), math.nan
     quantile = QUANTILES[min(len(values) - 2, len(QUANTILES) - 1)]
     half = quantile * np.std(values, ddof=1) / math.sqrt(len(values)) if np.isfinite(values).all() else math.nan
     return float(np.mean(values)), float(half)
@@ -77,7 +78,7 @@ class Sweep:
 
     def add(self, cell: dict[str, str], report: Report) -> None:
         """One run. Those whose combinations differ in the seed alone are told of together."""
-        name = title({name: value for name, value in cell.items() if name != SEED})
+        name = title({name: value for name, value in cell.items() if name != SEED}) or "all"
         self._reports.setdefault(name, []).append(report)
 
     def curves(self) -> dict[str, dict[int, dict[str, Estimate]]]:
@@ -104,16 +105,16 @@ class Sweep:
         ]
 
     def write(self, folder: Path, *, plots: bool) -> None:
-        """Write `table.md` and `plots.png` over all runs into a folder that is there.
+        """Write `sweep.md` and `sweep.png` over all runs into a folder that is there.
 
         Raises:
             ReportError: it cannot be written to.
         """
         measure = next(iter(self._reports.values()))[0].measure
         with writing(folder):
-            (folder / "table.md").write_text(markdown(self.columns, self.rows), encoding="utf-8")
+            (folder / "sweep.md").write_text(markdown(self.columns, self.rows), encoding="utf-8")
             if plots:
-                draw_sweep(self.curves(), measure, folder / "plots.png")
+                draw_sweep(self.curves(), measure, folder / "sweep.png")
 
     def _ends(self) -> dict[str, dict[str, Estimate]]:
         return {name: line[max(line)] for name, line in self.curves().items()}

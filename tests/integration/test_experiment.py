@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.codebook_file import load
 from pipeline.encoder import MARKS
-from pipeline.experiments.report import alone
+from pipeline.experiments.report import alone, made
 from pipeline.settings import Settings
 from tests.integration.forked import Command, sentence, status_of
 from tests.integration.running import Checkpoint
@@ -127,7 +127,7 @@ def test_through_the_whole_pipeline_it_comes_to_the_same(
     assert codebooks[0].keys_ND.shape[1] == (48 + MARKS if query == "encoder" else 384)
     assert metrics["kafka"]["agreeing"] == 1
     assert metrics["engine"]["agreeing"] is None
-    assert not (tmp_path / "kafka" / "pipeline").exists()
+    assert not (tmp_path / "kafka" / ".pipeline").exists()
 
 
 def test_a_grid_runs_each_combination_once_and_goes_on_where_it_was_killed(
@@ -141,10 +141,10 @@ def test_a_grid_runs_each_combination_once_and_goes_on_where_it_was_killed(
     metrics = {folder: json.loads((folder / "metrics.json").read_text()) for folder in folders}
     assert [one["environment"]["policy"] for one in metrics.values()] == ["paper", "paper", "nearest", "nearest"]
     assert [one["environment"]["seed"] for one in metrics.values()] == ["1", "2", "1", "2"]
-    told = (out / "table.md").read_text().splitlines()
+    told = (out / "sweep.md").read_text().splitlines()
     assert [line.split("|")[1].strip() for line in told[2:]] == ["policy=paper", "policy=nearest"]
     assert all(" ± " in line for line in told[2:])
-    assert (out / "plots.png").exists()
+    assert (out / "sweep.png").exists()
     (folders[1] / "metrics.json").unlink()  # a run that was killed leaves none
     again = run("experiment", "hallucination", *chosen, *swept, "--no-plots")
     assert status_of(again) == 0, again.said()
@@ -167,6 +167,7 @@ def test_a_grid_runs_each_combination_once_and_goes_on_where_it_was_killed(
         ("kafka=a", "'kafka' cannot be swept, only "),
         ("policy", "it takes one or more values of policy, each once"),
         ("policy=paper,paper", "it takes one or more values of policy, each once"),
+        ("learning_rate=1e7", "GRACESTREAM_LEARNING_RATE"),
         ("editor=grace,gracie", "--sweep editor: 'gracie' is none of grace, ft"),
         ("seed=-1", "'-1' is no number from 0 to 9223372036854775807"),
         ("seed=9223372036854775808", "is no number from 0 to 9223372036854775807"),
@@ -180,7 +181,8 @@ def test_a_grid_runs_each_combination_once_and_goes_on_where_it_was_killed(
 def test_a_grid_that_makes_no_sense_is_told_of_before_anything_runs(
     run: Callable[..., Command], chosen: list[str], tmp_path: Path, given: str, complaint: str
 ) -> None:
-    asked = ["experiment", "hallucination", *chosen, "--sweep", given, "--out", str(tmp_path / "out")]
+    own = [*chosen[:2], *chosen[4:]] if given.startswith("layer") else chosen
+    asked = ["experiment", "hallucination", *own, "--sweep", given, "--out", str(tmp_path / "out")]
     command = run(*asked)
     assert status_of(command) not in {0, None}
     assert complaint in " ".join(command.said().replace("│", " ").split()), command.said()
@@ -215,8 +217,68 @@ def test_what_an_editor_cannot_edit_is_told_before_the_grid_runs_and_costs_no_re
 ) -> None:
     out = ["--out", str(tmp_path / "out")]
     grid = ["--sweep", "layer=model.layers.1.mlp.down_proj,model.layers.1.mlp", "--sweep", "editor=grace,mend"]
-    assert "is no linear layer" in sentence(run("experiment", "hallucination", *chosen, *grid, *out))
+    own = [*chosen[:2], *chosen[4:]]
+    assert "is no linear layer" in sentence(run("experiment", "hallucination", *own, *grid, *out))
     assert not (tmp_path / "out").exists()
+    given = run("experiment", "hallucination", *chosen, *grid, *out)
+    assert "--layer and --sweep layer contradict each other" in " ".join(given.said().replace("│", " ").split())
+
+
+def test_results_stay_until_those_of_another_run_replace_them_and_what_was_spoilt_is_mended(
+    run: Callable[..., Command], chosen: list[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "results"
+    asked = ["experiment", "hallucination", *chosen, "--no-plots", "--out", str(out)]
+    assert status_of(run(*asked, "--edits", "1")) == 0
+    (out / "pipeline").mkdir()
+    (out / "pipeline" / "mine.py").write_text("")
+    before = {name: (out / name).read_bytes() for name in ("metrics.json", "table.md", "codebook.safetensors")}
+    (out / "table.md").write_text("| corr")
+    assert status_of(run(*asked, "--edits", "1")) == 0
+    assert (out / "table.md").read_bytes() == before["table.md"]
+    assert (out / "metrics.json").read_bytes() == before["metrics.json"], "it was not run again"
+    (out / "codebook.safetensors").unlink()
+    assert status_of(run(*asked, "--edits", "1")) == 0
+    assert (out / "codebook.safetensors").read_bytes() == before["codebook.safetensors"]
+    failed = run(*asked, "--edits", "2", "--editor", "ft", "--sweep", "learning_rate=1e7")
+    assert status_of(failed) == 1
+    assert (out / "metrics.json").exists()
+    other = run(*asked, "--edits", "2")
+    assert status_of(other) == 0
+    assert "are of another run; those of this one will replace them" in other.said()
+    assert len(json.loads((out / "metrics.json").read_text())["made"]) == 2
+    assert (out / "pipeline" / "mine.py").exists()
+
+
+@pytest.mark.parametrize(
+    ("kept", "complaint"),
+    [
+        ("null", "Expected `object`, got `null`"),
+        ("[]", "Expected `object`, got `array`"),
+        ("{}", "Expected `object`, got `null`"),
+        ('{"asked": {"version": 2}, "points": []}', "missing required field"),
+        ("{", "Input data was truncated"),
+    ],
+    ids=["null", "array", "empty", "pointless", "cut"],
+)
+def test_what_is_no_report_is_told_before_the_grid_runs(
+    run: Callable[..., Command], chosen: list[str], tmp_path: Path, kept: str, complaint: str
+) -> None:
+    out = tmp_path / "out"
+    (out / "seed=2").mkdir(parents=True)
+    (out / "seed=2" / "metrics.json").write_text(kept)
+    said = sentence(run("experiment", "hallucination", *chosen, "--sweep", "seed=1,2", "--out", str(out)))
+    assert complaint in said
+    assert said.endswith("; remove it to run this anew")
+    assert not (out / "seed=1" / "metrics.json").exists()
+
+
+def test_a_run_of_a_grid_is_kept_from_others(run: Callable[..., Command], chosen: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with alone(made(out / "seed=1")):
+        ran = run("experiment", "hallucination", *chosen, "--sweep", "seed=1", "--out", str(out))
+        assert status_of(ran) == 1
+        assert "another process is at work" in ran.said().splitlines()[-1]
 
 
 def test_a_sample_of_traffic_that_an_editor_worker_would_draw_otherwise_is_refused(

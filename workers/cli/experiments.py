@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -85,7 +86,7 @@ def experiment(
     Example: gracestream experiment zsre --edits 200 --retention 200 --sweep policy=paper,nearest --sweep seed=1,2,3
     """
     from pipeline.experiments.plots import require_plots  # noqa: PLC0415  (torch takes seconds)
-    from pipeline.experiments.report import Asked, alone, columns_of, made, plain  # noqa: PLC0415
+    from pipeline.experiments.report import VERSION, Asked, alone, columns_of, made, plain, read  # noqa: PLC0415
     from pipeline.experiments.sweep import Sweep, title  # noqa: PLC0415
     from pipeline.experiments.tasks import TASKS  # noqa: PLC0415
     from workers.experiments import Runner  # noqa: PLC0415
@@ -97,13 +98,15 @@ def experiment(
     task = TASKS[name]()
     base = Asked(
         experiment=name, data=task.digest(), editor=editor, edits=edits, retention=retention, every=every, seed=seed,
-        settings={}, through=through.value,
+        settings={}, through=through.value, version=VERSION,
     )  # fmt: skip
     runs = _runs(base, sweep or [], {"model": model, "layer": layer})
     runner = Runner(notes.print, plots=plots)
     runner.require(asked for _, asked in runs)
     ending = "" if through is Through.engine else f"-{through}"
     whole = made(out or Path("results") / f"{name}-{'sweep' if sweep else editor}{ending}")
+    for cell, _ in runs:
+        read(whole / title(cell))  # what is no report is told before hours of work
     done = Sweep()
     with alone(whole), Progress(console=notes, transient=True, disable=not notes.is_terminal) as progress:
         bar = progress.add_task(name)
@@ -112,7 +115,10 @@ def experiment(
                 notes.print(f"{number} of {len(runs)}: {title(cell)}")
             progress.reset(bar)
             folder = made(whole / title(cell))
-            report = runner.run(asked, task, folder, lambda count, of: progress.update(bar, completed=count, total=of))
+            with alone(folder) if cell else nullcontext():
+                report = runner.run(
+                    asked, task, folder, lambda count, of: progress.update(bar, completed=count, total=of)
+                )
             done.add(cell, report)
             for point in report.points if as_json else ():
                 say({**cell, **plain(point)})
@@ -132,6 +138,8 @@ def _runs(base: "Asked", sweep: Sequence[str], given: Mapping[str, str | None]) 
 
     runs: list[tuple[dict[str, str], Asked]] = []
     for cell in grid(sweep, (*SWEPT, "editor", "seed")):
+        if twice := [name for name, value in given.items() if value is not None and name in cell]:
+            raise typer.BadParameter(f"--{twice[0]} and --sweep {twice[0]} contradict each other")
         chosen = dict(cell)
         method, seed = _method(chosen.pop("editor", base.editor)), _number(chosen.pop("seed", str(base.seed)))
         if base.through == Through.kafka and method is not Method.grace:
