@@ -1,10 +1,12 @@
 """Grids, and what is told of the runs that they make."""
 
+import json
 import math
 import statistics
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,11 +15,13 @@ from hypothesis import strategies as st
 from pipeline.experiments import plots
 from pipeline.experiments.editors.serving import Use
 from pipeline.experiments.plots import PlotError, draw_run, require_plots
-from pipeline.experiments.report import Asked, Report, read, write
+from pipeline.experiments.report import METRICS, VERSION, Asked, Report, read, write
 from pipeline.experiments.stream import Point, Quality
 from pipeline.experiments.sweep import Sweep, SweepError, estimate, grid, title
 
-ASKED = Asked(experiment="zsre", data="d", editor="grace", edits=1, retention=1, every=1, seed=0, settings={})
+ASKED = Asked(
+    experiment="zsre", data="d", editor="grace", edits=1, retention=1, every=1, seed=0, settings={}, version=VERSION
+)
 
 
 def point(corrections: int, value: float) -> Point:
@@ -94,7 +98,7 @@ def test_what_is_drawn_is_a_picture(tmp_path: Path) -> None:
     points = [point(0, 0.1), point(3, 0.2), replace(point(5, math.inf), coming=Quality(math.inf, 0.0))]
     draw_run(points, [Use(2, 3), Use(1, 0)], "perplexity", "run", tmp_path / "run.png")
     draw_run(points[:1], [], "f1", "empty", tmp_path / "empty.png")
-    for name in ("plots", "run", "empty"):
+    for name in ("sweep", "run", "empty"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -107,7 +111,24 @@ def test_a_report_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert found.points[1].err == written.points[1].err == Quality(math.inf, math.inf)
     assert math.isnan(found.points[0].covered)
     assert found.asked == written.asked
-    assert '"value":"inf"' in (tmp_path / "metrics.json").read_text().replace(" ", "")
+    assert '"value":"inf"' in (tmp_path / METRICS).read_text().replace(" ", "")
+
+
+@pytest.mark.parametrize("version", [0, 1, VERSION + 1])
+def test_a_report_of_other_editors_or_measures_is_none(tmp_path: Path, version: int) -> None:
+    asked = msgspec.structs.replace(ASKED, version=version)
+    write(msgspec.structs.replace(report(0.5), asked=asked), None, tmp_path, plots=False)
+    assert read(tmp_path) is None
+    kept = json.loads((tmp_path / METRICS).read_text())
+    del kept["asked"]["version"], kept["points"]
+    (tmp_path / METRICS).write_text(json.dumps(kept))
+    assert read(tmp_path) is None, "one from before there were versions"
+
+
+def test_a_seed_without_a_value_takes_none_from_the_others() -> None:
+    assert estimate([math.nan, 0.5, 0.7]) == estimate([0.5, 0.7])
+    assert estimate([math.nan, 0.5])[0] == 0.5
+    assert math.isnan(estimate([math.nan])[0])
 
 
 def test_where_nothing_can_be_drawn_that_is_told_first(monkeypatch: pytest.MonkeyPatch) -> None:
