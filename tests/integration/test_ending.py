@@ -121,7 +121,7 @@ def test_an_answer_that_takes_too_long_is_left_to_another_replica(
 ) -> None:
     users = users_of(slow)
     asked = long_answers(2)
-    with Forked("hasty", "infer", slow, folder, shutdown_timeout=3) as hasty:
+    with Forked("hasty", "infer", slow, folder, shutdown_timeout=1.5) as hasty:
         hasty.wait_ready(90)
         with users.client.predictions() as replies:
             users.client.send(asked, partition=0)

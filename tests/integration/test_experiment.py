@@ -220,8 +220,11 @@ def test_what_an_editor_cannot_edit_is_told_before_the_grid_runs_and_costs_no_re
     own = [*chosen[:2], *chosen[4:]]
     assert "is no linear layer" in sentence(run("experiment", "hallucination", *own, *grid, *out))
     assert not (tmp_path / "out").exists()
-    given = run("experiment", "hallucination", *chosen, *grid, *out)
-    assert "--layer and --sweep layer contradict each other" in " ".join(given.said().replace("│", " ").split())
+    for option, own in (("layer", []), ("editor", ["--editor", "ft"]), ("seed", ["--seed", "0", "--sweep", "seed=1"])):
+        grid = ["--sweep", "layer=a"] if option == "layer" else ["--sweep", "editor=grace,mend"]
+        given = run("experiment", "hallucination", *chosen, *own, *grid, *out)
+        complaint = f"--{option} and --sweep {option} contradict each other"
+        assert complaint in " ".join(given.said().replace("│", " ").split())
 
 
 def test_results_stay_until_those_of_another_run_replace_them_and_what_was_spoilt_is_mended(
@@ -301,7 +304,7 @@ def test_what_is_missing_or_does_not_fit_is_one_sentence(
     assert "zsre_700.jsonl.gz: it is not in" in sentence(run("experiment", "zsre", *chosen))
     model = checkpoints["bert"]
     other = ["--model", str(model.folder), "--layer", model.layer, "--data", str(data)]
-    assert sentence(run("experiment", "hallucination", *other)).startswith("the model can take none of the edits of")
+    assert sentence(run("experiment", "hallucination", *other)).startswith("the model can take none of the 6 edits of")
     (tmp_path / "file").write_text("")
     out = str(tmp_path / "file" / "folder")
     assert "cannot be written to" in sentence(run("experiment", "hallucination", *chosen, "--edits", "1", "--out", out))

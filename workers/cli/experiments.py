@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import nullcontext
 from enum import StrEnum
 from pathlib import Path
@@ -58,6 +59,7 @@ def register(app: typer.Typer) -> None:
 
 
 def experiment(
+    context: typer.Context,
     name: Annotated[Name, typer.Argument(help="Which one.")],
     editor: Annotated[Method, typer.Option(help="GRACE, or one that the paper measures it beside.")] = Method.grace,
     sweep: Annotated[
@@ -68,7 +70,13 @@ def experiment(
     retention: Annotated[int | None, typer.Option(help="Examples that TRR is measured on, at most.", min=1)] = None,
     every: Annotated[int, typer.Option(help="Measure after so many corrections, and at the end.", min=1)] = 100,
     seed: Annotated[
-        int, typer.Option(help="Draws which edits, in which order; 0: as the data have them.", min=0, max=MOST_SEED)
+        int,
+        typer.Option(
+            help="Draws which edits, in which order; 0: as the data have them.",
+            min=0,
+            max=MOST_SEED,
+            envvar="GRACESTREAM_SEED",
+        ),
     ] = 0,
     through: Annotated[
         Through, typer.Option(help="kafka: start a pipeline of one's own, and correct by its topics.")
@@ -100,7 +108,9 @@ def experiment(
         experiment=name, data=task.digest(), editor=editor, edits=edits, retention=retention, every=every, seed=seed,
         settings={}, through=through.value, version=VERSION,
     )  # fmt: skip
-    runs = _runs(base, sweep or [], {"model": model, "layer": layer})
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    chosen = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+    runs = _runs(base, sweep or [], {"model": model, "layer": layer}, chosen)
     runner = Runner(notes.print, plots=plots)
     runner.require(asked for _, asked in runs)
     ending = "" if through is Through.engine else f"-{through}"
@@ -131,20 +141,22 @@ def experiment(
     notes.print(f"the results are in {whole}")
 
 
-def _runs(base: "Asked", sweep: Sequence[str], given: Mapping[str, str | None]) -> list[tuple[dict[str, str], "Asked"]]:
-    """What a grid asks for, by its combinations."""
+def _runs(
+    base: "Asked", sweep: Sequence[str], given: Mapping[str, str | None], chosen: AbstractSet[str]
+) -> list[tuple[dict[str, str], "Asked"]]:
+    """What a grid asks for, by its combinations; `chosen` names the options on the command line."""
     from pipeline.experiments.sweep import grid, title  # noqa: PLC0415
     from workers.experiments import SWEPT, settings_of  # noqa: PLC0415
 
     runs: list[tuple[dict[str, str], Asked]] = []
     for cell in grid(sweep, (*SWEPT, "editor", "seed")):
-        if twice := [name for name, value in given.items() if value is not None and name in cell]:
+        if twice := sorted(chosen & cell.keys()):
             raise typer.BadParameter(f"--{twice[0]} and --sweep {twice[0]} contradict each other")
-        chosen = dict(cell)
-        method, seed = _method(chosen.pop("editor", base.editor)), _number(chosen.pop("seed", str(base.seed)))
+        swept = dict(cell)
+        method, seed = _method(swept.pop("editor", base.editor)), _number(swept.pop("seed", str(base.seed)))
         if base.through == Through.kafka and method is not Method.grace:
             raise typer.BadParameter(f"--through kafka: an editor worker runs GRACE, not {method}")
-        settings = settings_of(base.experiment, method, {**given, **chosen})
+        settings = settings_of(base.experiment, method, {**given, **swept})
         asked = msgspec.structs.replace(base, editor=method.value, seed=seed, settings=settings)
         if any(asked == other for _, other in runs):
             raise typer.BadParameter(f"--sweep: {title(cell)} is there twice")
