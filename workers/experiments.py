@@ -72,7 +72,7 @@ class Runner:
         editors: dict[str, tuple[Settings, set[str]]] = {}
         for asked in runs:
             settings = _settings(asked)
-            editors.setdefault(str(self._chosen(settings)), (settings, set()))[1].add(asked.editor)
+            editors.setdefault(str(_chosen(settings)), (settings, set()))[1].add(asked.editor)
         for settings, names in editors.values():
             model = self._model(settings)
             model.queries([model.task.tokenize(TEXTS[0])])  # which tells whether its outputs can be replaced
@@ -164,11 +164,8 @@ class Runner:
             self._fits[data] = fitting(task, model)
         return self._fits[data]
 
-    def _chosen(self, settings: Settings) -> list[object]:
-        return [getattr(settings, name) for name in OF_THE_MODEL]
-
     def _model(self, settings: Settings) -> EditableModel:
-        chosen = self._chosen(settings)
+        chosen = _chosen(settings)
         if self._loaded is None or self._loaded[0] != chosen:
             self._loaded, self._fits = None, {}  # which frees it first
             self._loaded = chosen, load_model(settings)
@@ -177,6 +174,10 @@ class Runner:
 
 def _settings(asked: Asked) -> Settings:
     return load_settings(**{**asked.settings, "seed": str(asked.seed)})
+
+
+def _chosen(settings: Settings) -> list[object]:
+    return [getattr(settings, name) for name in OF_THE_MODEL]
 
 
 def settings_of(experiment: str, editor: str, given: dict[str, str | None]) -> dict[str, str]:
