@@ -17,7 +17,7 @@ from pipeline.experiments.editors.piped import Piped
 from pipeline.experiments.editors.serving import Served
 from pipeline.experiments.evaluation import Evaluation
 from pipeline.experiments.report import CODEBOOK, METRICS, Asked, Report, complete, in_words, read, write
-from pipeline.experiments.stream import Stream, StreamError, first, fitting
+from pipeline.experiments.stream import Stream, first, fitting
 from pipeline.experiments.tasks import Task
 from pipeline.model import EditableModel
 from pipeline.probe import TEXTS
@@ -136,12 +136,8 @@ class Runner:
     def _editor(
         self, asked: Asked, settings: Settings, task: Task, model: EditableModel, folder: Path, used: ExitStack
     ) -> Editor:
+        seen = task.traffic[-settings.traffic :] if settings.traffic else []
         if asked.through == "kafka":
-            if 0 < settings.traffic < len(task.traffic):
-                raise StreamError(
-                    f"--through kafka: of {len(task.traffic)} requests an editor worker would draw other "
-                    f"{settings.traffic} than are drawn here; set GRACESTREAM_TRAFFIC to 0, or to as many"
-                )
             own: dict[str, Any] = {**asked.settings, "seed": str(asked.seed)}
             name = f"experiment-{secrets.token_hex(3)}"
             stack = running_stack(
@@ -152,9 +148,10 @@ class Runner:
                 codebook=name,
                 **(PINNED | own),
             )
-            return used.enter_context(Piped(model, used.enter_context(stack).settings, task.traffic))
+            return used.enter_context(Piped(model, used.enter_context(stack).settings, seen))
         chosen = {"learning_rate": settings.learning_rate} if "learning_rate" in settings.model_fields_set else {}
-        editor = EDITORS[asked.editor](model, plan_of(settings), task.traffic, chosen)
+        traffic = seen if asked.editor == "grace" else task.traffic
+        editor = EDITORS[asked.editor](model, plan_of(settings), traffic, chosen)
         if isinstance(editor, AbstractContextManager):
             used.enter_context(editor)
         return editor

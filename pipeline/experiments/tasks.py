@@ -22,7 +22,7 @@ Form = Callable[[str], str]
 """Puts a question into the words that a model is asked it in."""
 
 TRAFFIC = 512
-"""Requests that the editor has seen, which nobody flagged."""
+"""Questions of Natural Questions that are requests which nobody flagged."""
 
 RETENTION = 500
 """Examples of which TRR tells, at most."""
@@ -61,7 +61,7 @@ class Task:
         retention: What the model knew before.
         accurate: What it may say right before and is asked about in the same way as edits (the paper's ARR).
         unrelated: Texts that no edit should reach.
-        traffic: Requests that nobody flagged.
+        traffic: Requests that nobody flagged; GRACE sees the last of them, as many as its settings say.
     """
 
     name: str
@@ -180,7 +180,7 @@ def scotus() -> Task:
         DataError: the data are not there.
     """
     edits = _each_once(Edit(example) for example in _cases(EDITED))
-    traffic = [case.inputs for case in _cases(TRAINED)[-TRAFFIC:]]
+    traffic = [case.inputs for case in _cases(TRAINED)]
     return Task("scotus", "accuracy", edits, _as_taught(_cases(RETAINED)), traffic=traffic)
 
 

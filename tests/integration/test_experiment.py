@@ -99,7 +99,7 @@ def test_other_editors_run_the_same_stream(
 
 
 @pytest.mark.kafka
-@pytest.mark.parametrize("query", ["last", "encoder"])
+@pytest.mark.parametrize(("query", "traffic"), [("last", 512), ("encoder", 2)])
 def test_through_the_whole_pipeline_it_comes_to_the_same(
     run: Callable[..., Command],
     deployment: Settings,
@@ -107,8 +107,13 @@ def test_through_the_whole_pipeline_it_comes_to_the_same(
     checkpoints: dict[str, Checkpoint],
     tmp_path: Path,
     query: str,
+    traffic: int,
 ) -> None:
-    own = {"query": query, **({"encoder": str(checkpoints["bert"].folder)} if query == "encoder" else {})}
+    own = {
+        "query": query,
+        "traffic": traffic,
+        **({"encoder": str(checkpoints["bert"].folder)} if query == "encoder" else {}),
+    }
     metrics = {}
     for through in ("engine", "kafka"):
         out = tmp_path / through
@@ -282,15 +287,6 @@ def test_a_run_of_a_grid_is_kept_from_others(run: Callable[..., Command], chosen
         ran = run("experiment", "hallucination", *chosen, "--sweep", "seed=1", "--out", str(out))
         assert status_of(ran) == 1
         assert "another process is at work" in ran.said().splitlines()[-1]
-
-
-def test_a_sample_of_traffic_that_an_editor_worker_would_draw_otherwise_is_refused(
-    run: Callable[..., Command], chosen: list[str], tmp_path: Path
-) -> None:
-    given = ["--through", "kafka", "--sweep", "traffic=1", "--edits", "1", "--out", str(tmp_path / "out")]
-    command = run("experiment", "hallucination", *chosen, *given)
-    assert status_of(command) == 1
-    assert "requests an editor worker would draw other 1 than are drawn here" in command.said().splitlines()[-1]
 
 
 def test_only_grace_runs_in_an_editor_worker(run: Callable[..., Command], chosen: list[str]) -> None:
