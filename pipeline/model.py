@@ -25,7 +25,7 @@ from pipeline.device import raise_if_broken
 from pipeline.encoder import Encoder
 from pipeline.generation import CausalGeneration, Seq2SeqGeneration
 from pipeline.index import KeyIndex
-from pipeline.layers import Prefix, find_layer, in_decoder, normal_path
+from pipeline.layers import LayerError, Prefix, find_layer, in_decoder, normal_path
 from pipeline.narrowing import FirstToken
 from pipeline.probe import TEXTS
 from pipeline.tasks import Answer, InputError, Limits, Supervised, Task
@@ -153,14 +153,34 @@ class EditableModel:
 
         Raises:
             ModelError: no such checkpoint, not of one of the three kinds, no such encoder, or no such device.
-            LayerError: the model has no such layer.
+            LayerError: the model has no such layer, or the query tells nothing of a prompt there but one token.
         """
         module, tokenizer = load_checkpoint(name, device=device, dtype=dtype)
         fingerprint = cached_fingerprint(module, tokenizer, Path(name), cache)
-        return cls(
+        model = cls(
             module, tokenizer, layer, limits=limits, query=query, replace=replace, fingerprint=fingerprint,
             encoder=None if encoder is None else Encoder.load(encoder, device=device, cache=cache),
         )  # fmt: skip
+        if model._is_blind():
+            raise LayerError(
+                f"layer {model.layer!r}: the {model.queried} token has seen no other token of a prompt there, so that"
+                " an edit would reach every prompt which has that token: choose a later layer or another query"
+            )
+        return model
+
+    def _is_blind(self) -> bool:
+        """Whether two prompts that differ in the middle alone have the very same query."""
+        try:
+            prompt, words = (self.task.tokenize(text) for text in TEXTS[:2])
+        except InputError:
+            return False
+        middle = len(prompt) // 2
+        not_these = {prompt[middle], *self.task.tokenizer.all_special_ids}
+        other = next((one for one in (*words, *range(self.task.vocabulary)) if one not in not_these), None)
+        if len(prompt) < 3 or other is None:
+            return False
+        changed = [*prompt[:middle], other, *prompt[middle + 1 :]]
+        return torch.equal(*(self.queries([tokens]) for tokens in (prompt, changed)))
 
     def queries(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """The queries (B, D), float32, of tokenised prompts; nothing after the wrapped module runs."""

@@ -88,7 +88,7 @@ class Task(ABC):
             tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
         if model.config.pad_token_id is None:
             model.config.pad_token_id = tokenizer.pad_token_id
-        self._vocabulary: int = model.get_input_embeddings().num_embeddings
+        self.vocabulary: int = model.get_input_embeddings().num_embeddings
         self.context: int | None = getattr(model.config, "max_position_embeddings", None)
         self.max_prompt = min(limits.max_input_tokens, self.context or limits.max_input_tokens)
 
@@ -107,8 +107,8 @@ class Task(ABC):
             raise InputError("the prompt has no tokens")
         if len(token_ids) > self.max_prompt:
             raise InputError(f"the prompt has {len(token_ids)} tokens; the limit is {self.max_prompt}")
-        if max(token_ids) >= self._vocabulary:
-            raise InputError(f"token {max(token_ids)} is unknown to the model, which knows {self._vocabulary}")
+        if max(token_ids) >= self.vocabulary:
+            raise InputError(f"token {max(token_ids)} is unknown to the model, which knows {self.vocabulary}")
         return token_ids
 
     def batch(self, prompts: Sequence[Sequence[int]]) -> Batch:

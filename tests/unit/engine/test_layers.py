@@ -1,10 +1,14 @@
 """Layers have the paper's names, and the blocks before the edited one can be left out of later passes."""
 
+from contextlib import nullcontext
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
-from pipeline.layers import Prefix, block_list, find_layer, in_decoder, linear_layers, normal_path
+from pipeline.adaptor import QueryToken
+from pipeline.layers import LayerError, Prefix, block_list, find_layer, in_decoder, linear_layers, normal_path
 from pipeline.model import EditableModel
 from tests.unit.engine.tiny import KINDS, editable, texts
 
@@ -120,3 +124,29 @@ def test_where_nothing_was_recorded_all_runs() -> None:
     whole = logits(model)
     with Prefix.of(model.module, model.layer).skipping():
         assert torch.equal(logits(model), whole)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layer", "query", "blind"),
+    [
+        ("llama", "model.layers.0.self_attn.q_proj", "last", True),
+        ("llama", "model.layers.0.self_attn.q_proj", "mean", False),
+        ("llama", "model.layers.0.self_attn.o_proj", "last", False),
+        ("llama", "model.layers.2.mlp.down_proj", "first", True),
+        ("gpt2", "transformer.h.0.attn.c_attn", "last", True),
+        ("gpt2", "transformer.h.2.mlp.c_proj", "last", False),
+        ("bert", "bert.encoder.layer.0.attention.self.query", "first", True),
+        ("bert", "bert.encoder.layer.0.output.dense", "first", False),
+        ("t5-decoder", "decoder.block.0.layer.0.SelfAttention.q", "last", True),
+        ("t5-decoder", "decoder.block.0.layer.1.EncDecAttention.o", "last", False),
+    ],
+)
+def test_a_query_that_sees_one_token_alone_is_refused(
+    tmp_path: Path, kind: str, layer: str, query: QueryToken, blind: bool
+) -> None:
+    model = editable(kind)
+    for saved in (model.module, model.task.tokenizer):
+        saved.save_pretrained(tmp_path)
+    match = rf"^layer '{layer}': the {query} token has seen no other token of a prompt there, so that an edit would"
+    with pytest.raises(LayerError, match=match) if blind else nullcontext():
+        EditableModel.load(str(tmp_path), layer, device="cpu", query=query)
