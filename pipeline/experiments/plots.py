@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 
 from pipeline.errors import UserError
 from pipeline.experiments.editors.serving import Use
-from pipeline.experiments.stream import Point
+from pipeline.experiments.stream import Point, Quality
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-QUALITIES: dict[str, Callable[[Point], float]] = {
-    "ES": lambda point: point.es.value,
-    "ERR": lambda point: point.err.value,
-    "TRR": lambda point: point.trr.value,
-    "ARR": lambda point: point.arr.value,
-    "rephrases": lambda point: point.rephrases.value,
-    "coming": lambda point: point.coming.value,
+QUALITIES: dict[str, Callable[[Point], Quality]] = {
+    "ES": lambda point: point.es,
+    "ERR": lambda point: point.err,
+    "TRR": lambda point: point.trr,
+    "ARR": lambda point: point.arr,
+    "rephrases": lambda point: point.rephrases,
+    "coming": lambda point: point.coming,
 }
 """What is measured as answers are."""
 
@@ -55,7 +55,7 @@ def draw_run(points: Sequence[Point], uses: Sequence[Use], measure: str, title: 
     figure = Figure(figsize=(11, 8), layout="constrained")
     figure.suptitle(title)
     ((top, stored), (reach, served)) = figure.subplots(2, 2)
-    _curves(top, points, QUALITIES)
+    _curves(top, points, {name: _value(of) for name, of in QUALITIES.items()})
     if not math.isnan(points[0].trr.value):
         top.axhline(points[0].trr.value, color="gray", linestyle=":", label="TRR, unedited")
     _named(top, measure, measure=measure)
@@ -70,6 +70,10 @@ def draw_run(points: Sequence[Point], uses: Sequence[Use], measure: str, title: 
     else:
         served.axis("off")
     figure.savefig(path, dpi=120)
+
+
+def _value(of: Callable[[Point], Quality]) -> Callable[[Point], float]:
+    return lambda point: of(point).value
 
 
 def _curves(panel: "Axes", points: Sequence[Point], told: Mapping[str, Callable[[Point], float]]) -> None:

@@ -1,7 +1,7 @@
 """Grids of settings: which runs they make, and what came of these, with intervals where only the seed differs."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from urllib.parse import quote
@@ -31,6 +31,9 @@ COSTS: dict[str, Callable[[Point], float]] = {
     "seconds an edit": lambda point: point.seconds,
 }
 """What edits take."""
+
+EXACT = ", exact"
+"""Ends the name of the exact share beside a measure's, where it says something else."""
 
 
 class SweepError(UserError):
@@ -93,16 +96,14 @@ class Sweep:
     @property
     def columns(self) -> list[str]:
         """Of `rows`."""
-        return ["settings", *dict.fromkeys(name for end in self._ends().values() for name in end)]
+        told = dict.fromkeys(name for end in self._ends().values() for name in end)
+        return ["settings", *(name for name in told if not name.endswith(EXACT))]
 
     @property
     def rows(self) -> list[list[str]]:
-        """How each combination ended."""
-        nothing = (math.nan, math.nan)
-        return [
-            [name, *(_told(end.get(column, nothing)) for column in self.columns[1:])]
-            for name, end in self._ends().items()
-        ]
+        """How each combination ended; in parentheses the share that is exact, where that says something else."""
+        columns = self.columns[1:]
+        return [[name, *(_cell(end, column) for column in columns)] for name, end in self._ends().items()]
 
     def write(self, folder: Path, *, plots: bool) -> None:
         """Write `sweep.md` and `sweep.png` over all runs into a folder that is there.
@@ -121,9 +122,23 @@ class Sweep:
 
 
 def _estimates(points: Sequence[Point]) -> dict[str, Estimate]:
-    told = {**QUALITIES, **REACH, **COSTS}
-    found = {name: estimate([value(point) for point in points]) for name, value in told.items()}
+    found: dict[str, Estimate] = {}
+    for name, of in QUALITIES.items():
+        qualities = [of(point) for point in points]
+        found[name] = estimate([quality.value for quality in qualities])
+        if any(quality.exact != quality.value for quality in qualities):
+            found[name + EXACT] = estimate([quality.exact for quality in qualities])
+    for name, value in (REACH | COSTS).items():
+        found[name] = estimate([value(point) for point in points])
     return {name: told for name, told in found.items() if not math.isnan(told[0])}
+
+
+def _cell(end: Mapping[str, Estimate], column: str) -> str:
+    """One of a row; empty where there is nothing to tell."""
+    if column not in end:
+        return ""
+    exact = f" ({_told(end[column + EXACT])})" if column + EXACT in end else ""
+    return _told(end[column]) + exact
 
 
 def _told(told: Estimate) -> str:

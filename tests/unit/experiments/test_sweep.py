@@ -91,6 +91,19 @@ def test_runs_that_differ_in_the_seed_alone_are_told_of_together() -> None:
     ]  # fmt: skip
 
 
+def test_exact_shares_stand_beside_measures_that_say_something_else() -> None:
+    sweep = Sweep()
+    for seed, exact in (("1", 0.4), ("2", 0.5)):
+        run = report(0.0, 0.9)
+        points = [run.points[0], replace(run.points[1], err=Quality(0.9, exact))]
+        sweep.add({"radius": "1", "seed": seed}, msgspec.structs.replace(run, points=points))
+    sweep.add({"radius": "2", "seed": "1"}, report(0.0, 0.9))
+    assert sweep.columns[:4] == ["settings", "ES", "ERR", "TRR"]
+    assert [row[:3] for row in sweep.rows] == [
+        ["radius=1", "0.900 ± 0.000", "0.900 ± 0.000 (0.450 ± 0.635)"], ["radius=2", "0.900", "0.900"],
+    ]  # fmt: skip
+
+
 def test_what_is_drawn_is_a_picture(tmp_path: Path) -> None:
     sweep = Sweep()
     sweep.add({"policy": "paper"}, report(0.0, 0.5, 0.7))
