@@ -289,9 +289,17 @@ class EditEngine:
             trained = train_value(self.model, case.examined.rest, start_V, self.plan.recipe)
         loss = trained.verdict.loss if math.isfinite(trained.verdict.loss) else UNSET
         if not trained.converged:
-            reason = f"no value was found in {trained.steps} steps; the loss is still {trained.verdict.loss:.3g}"
-            return rejected(case.feedback, reason, steps=trained.steps, loss=loss)
+            return rejected(case.feedback, self._why_not(case, trained), steps=trained.steps, loss=loss)
         return self._publish(case, decision, trained.value_V, steps=trained.steps, loss=loss)
+
+    def _why_not(self, case: Case, trained: Trained) -> str:
+        """Why nothing came of training, as far as can be told."""
+        reason = f"no value was found in {trained.steps} steps; the loss is still {trained.verdict.loss:.3g}"
+        tokens = len(case.examined.label)
+        reached = self.model.reach(case.examined.rest, torch.from_numpy(trained.value_V))
+        if reached == tokens:
+            return reason
+        return f"{reason}; at this layer a value reaches {reached} of the target's {tokens} tokens: edit an earlier one"
 
     def _proved(self, case: Case, trained: Trained) -> Trained | None:
         """A value that was trained with others, if it is right on its own as well; else it is to be trained alone."""

@@ -333,15 +333,26 @@ class EditableModel:
 
     def judge(self, rest: Rest, values_BV: Tensor) -> list[tuple[Verdict, Tensor]]:
         """Of each row the verdict with its value in place, and the loss, which can be differentiated by the value."""
+        return [verdict(*row) for row in zip(self._edited(rest, values_BV), rest.supervised.labels, strict=True)]
+
+    def _edited(self, rest: Rest, values_BV: Tensor) -> list[Tensor]:
+        """Of each row the logits (L, C) at its label's places with its value in place."""
         narrowed = nullcontext() if rest.last is None else rest.last.narrowed()
         with rest.prefix.skipping(), narrowed, self.adaptor.substituting(rest.supervised.batch, values_BV):
-            logits = self.task.logits(rest.supervised)
-        return [verdict(*row) for row in zip(logits, rest.supervised.labels, strict=True)]
+            return self.task.logits(rest.supervised)
 
     def gives(self, rest: Rest, value_V: Tensor) -> Verdict:
         """Whether a value in place makes the model give the label."""
         with torch.no_grad():
             return self.judge(rest, value_V.to(self.device)[None])[0][0]
+
+    def reach(self, rest: Rest, value_V: Tensor) -> int:
+        """How many tokens of the label, from its first, a value has a say in: in a last block no more than one."""
+        value_V = value_V.to(self.device)
+        with torch.no_grad():
+            ours_LC, others_LC = (self._edited(rest, one_V[None])[0] for one_V in (value_V, torch.zeros_like(value_V)))
+        told = (ours_LC != others_LC).any(dim=1).nonzero()
+        return int(told.max()) + 1 if len(told) else 0
 
     def supervised(self, inputs: Inputs, target: str) -> tuple[Label, Supervised]:
         """A correction as a label and the forward pass that checks it.

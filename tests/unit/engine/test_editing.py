@@ -172,6 +172,16 @@ def test_a_value_that_does_not_converge_is_rejected_with_its_loss_and_nothing_is
     pytest.fail("every value converged")
 
 
+@pytest.mark.parametrize(("block", "told"), [(1, False), (2, True)])
+def test_a_layer_whose_values_do_not_reach_the_whole_target_is_told_of(block: int, told: bool) -> None:
+    model = editable("llama", f"model.layers.{block}.mlp.down_proj")
+    engine = engine_of(model, recipe=Recipe(max_steps=2))
+    outcome, record = correct(engine, "a", TEXTS[0], "train bridge river")
+    assert record is None
+    found = "at this layer a value reaches 1 of the target's 4 tokens: edit an earlier one" in str(outcome.reason)
+    assert found == told, outcome.reason
+
+
 def near(engine: EditEngine, text: str) -> np.ndarray:
     query_D: np.ndarray = engine.model.queries([engine.model.task.tokenize(text)])[0].cpu().numpy()
     return query_D
