@@ -11,8 +11,7 @@ again at the END of the stream. The defaults were chosen on rows that lie after 
   answers that equal the unedited model's to the letter.
 - `told`: of a sample of the edits, answers that equal the target to the letter, as a replica generates them.
 - `steps`, `seconds`: means over the edits that trained a value; `entries`, `rejected`: counts.
-
-- `encoder`: MiniLM beside the model makes the queries (`GRACESTREAM_QUERY=encoder`).
+- `encoder`: MiniLM beside the model makes the queries (`GRACESTREAM_QUERY=encoder`), with the radii of these.
 
 The baseline of a number is the same number under `paper`: Algorithm 1 to the letter, which knows neither guard nor
 traffic. A value depends on its input, label and recipe alone, so settings that share a recipe train it once, and its
@@ -55,8 +54,8 @@ ANSWER = 16
 LAYERS = ("model.layers.25.mlp.gate_proj", "model.layers.23.self_attn.o_proj")
 """Layers that are compared."""
 
-ENCODED = (0.75, 1.0)
-"""Shares of the default radius that are tried with a sentence encoder's queries."""
+ENCODED = (1.0, 4 / 3)
+"""Shares of their own default radius that are tried with a sentence encoder's queries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,10 +184,12 @@ def run(options: Options) -> Iterator[Row]:
             options.tell(f"zsRE: margin {margin:g}")
             other = replace(plan, recipe=replace(plan.recipe, margin=margin))
             yield from zsre_rows(f"zsre-{QUICK}/margin {margin:g}", asked, other, few)
-    with asked_at(settings.model_copy(update={"query": "encoder"}), trained) as asked:
+    by_text = settings.model_copy(update={"query": "encoder"})
+    with asked_at(by_text, trained) as asked:
         for part in ENCODED:
-            options.tell(f"zsRE: encoder, radius {part * plan.radius:g}")
-            chosen = replace(plan, radius=part * plan.radius)
+            chosen = plan_of(by_text)
+            chosen = replace(chosen, radius=part * chosen.radius)
+            options.tell(f"zsRE: encoder, radius {chosen.radius:g}")
             for row in zsre_rows(f"zsre/encoder, radius {chosen.radius:g}", asked, chosen, whole):
                 yield replace(row, baseline=paper[row.metric])
     for layer in LAYERS:
