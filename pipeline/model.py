@@ -164,7 +164,8 @@ class EditableModel:
         if model._is_blind():
             raise LayerError(
                 f"layer {model.layer!r}: the {model.queried} token has seen no other token of a prompt there, so that"
-                " an edit would reach every prompt which has that token: choose a later layer or another query"
+                " an edit would reach every prompt which has that token: choose another query or, unless it is a causal"
+                " model's first token, a later layer"
             )
         return model
 

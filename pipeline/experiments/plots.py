@@ -83,6 +83,13 @@ def _curves(panel: "Axes", points: Sequence[Point], told: Mapping[str, Callable[
         values = [value(point) for point in points]
         if not all(map(math.isnan, values)):
             panel.plot(corrections, values, label=name, marker="o", linewidth=6 - place, markersize=10 - 1.5 * place)
+    _from_none(panel, corrections[-1])
+
+
+def _from_none(panel: "Axes", corrections: int) -> None:
+    """All panels tell of the same corrections, whatever they hold of them."""
+    margin = 0.04 * max(corrections, 1)
+    panel.set_xlim(-margin, corrections + margin)
 
 
 def draw_sweep(lines: Mapping[str, Mapping[int, Mapping[str, Estimate]]], measure: str, path: Path) -> None:
@@ -100,6 +107,7 @@ def draw_sweep(lines: Mapping[str, Mapping[int, Mapping[str, Estimate]]], measur
             panel.plot(corrections, [mean for mean, _ in estimates], label=label, marker=".")
             low, high = [mean - half for mean, half in estimates], [mean + half for mean, half in estimates]
             panel.fill_between(corrections, low, high, alpha=0.2)
+        _from_none(panel, max(max(line) for line in lines.values()))
         of_answers = name in QUALITIES
         kind = measure if of_answers else "share" if name in REACH else "count"
         _named(panel, f"{name} ({measure})" if of_answers else name, measure=kind)

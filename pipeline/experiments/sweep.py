@@ -32,6 +32,9 @@ COSTS: dict[str, Callable[[Point], float]] = {
 }
 """What edits take."""
 
+COUNTS = ("edits", "failed", "entries")
+"""Of what edits take, what is told in whole numbers where there are such."""
+
 EXACT = ", exact"
 """Ends the name of the exact share beside a measure's, where it says something else."""
 
@@ -137,6 +140,8 @@ def _cell(end: Mapping[str, Estimate], column: str) -> str:
     """One of a row; empty where there is nothing to tell."""
     if column not in end:
         return ""
+    if column in COUNTS and math.isnan(end[column][1]):
+        return f"{end[column][0]:g}"
     exact = f" ({_told(end[column + EXACT])})" if column + EXACT in end else ""
     return _told(end[column]) + exact
 

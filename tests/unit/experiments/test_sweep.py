@@ -85,6 +85,8 @@ def test_runs_that_differ_in_the_seed_alone_are_told_of_together() -> None:
     assert curves["policy=paper"][1]["ERR"] == pytest.approx((0.5, 12.706 * 0.1), rel=1e-3)
     assert "ERR" not in curves["policy=paper"][0], "nothing has come yet"
     assert "rephrases" not in sweep.columns
+    counted = [row[sweep.columns.index("entries")] for row in sweep.rows]
+    assert counted == ["2.000 ± 0.000", "2"]
     assert sweep.columns[:3] == ["settings", "ES", "ERR"]
     assert [row[:3] for row in sweep.rows] == [
         ["policy=paper", "0.500 ± 1.271", "0.500 ± 1.271"], ["policy=nearest", "0.900", "0.900"],
