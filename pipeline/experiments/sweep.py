@@ -77,9 +77,10 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 class Sweep:
-    """The runs of a grid that are done."""
+    """The runs of a grid that are done, of `runs` in all."""
 
-    def __init__(self) -> None:
+    def __init__(self, runs: int) -> None:
+        self._runs = runs
         self._reports: dict[str, list[Report]] = {}
 
     def add(self, cell: dict[str, str], report: Report) -> None:
@@ -109,14 +110,16 @@ class Sweep:
         return [[name, *(_cell(end, column) for column in columns)] for name, end in self._ends().items()]
 
     def write(self, folder: Path, *, plots: bool) -> None:
-        """Write `sweep.md` and `sweep.png` over all runs into a folder that is there.
+        """Write `sweep.md` and `sweep.png` over the runs so far into a folder that is there.
 
         Raises:
             ReportError: it cannot be written to.
         """
         measure = next(iter(self._reports.values()))[0].measure
+        done = sum(map(len, self._reports.values()))
+        missing = "" if done == self._runs else f"\n{done} of {self._runs} runs are done.\n"
         with writing(folder):
-            (folder / "sweep.md").write_text(markdown(self.columns, self.rows), encoding="utf-8")
+            (folder / "sweep.md").write_text(markdown(self.columns, self.rows) + missing, encoding="utf-8")
             if plots:
                 draw_sweep(self.curves(), measure, folder / "sweep.png")
 

@@ -117,7 +117,7 @@ def experiment(
     whole = made(out or Path("results") / f"{name}-{'sweep' if sweep else editor}{ending}")
     for cell, _ in runs:
         read(whole / title(cell))  # what is no report is told before hours of work
-    done = Sweep()
+    done = Sweep(len(runs))
     with alone(whole), Progress(console=notes, transient=True, disable=not notes.is_terminal) as progress:
         bar = progress.add_task(name)
         for number, (cell, asked) in enumerate(runs, 1):

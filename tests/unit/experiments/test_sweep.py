@@ -77,7 +77,7 @@ def test_intervals_hold_the_mean_as_often_as_they_say() -> None:
 
 
 def test_runs_that_differ_in_the_seed_alone_are_told_of_together() -> None:
-    sweep = Sweep()
+    sweep = Sweep(3)
     for seed, value in (("0", 0.4), ("1", 0.6)):
         sweep.add({"policy": "paper", "seed": seed}, report(0.0, value))
     sweep.add({"policy": "nearest", "seed": "0"}, report(0.0, 0.9))
@@ -94,7 +94,7 @@ def test_runs_that_differ_in_the_seed_alone_are_told_of_together() -> None:
 
 
 def test_exact_shares_stand_beside_measures_that_say_something_else() -> None:
-    sweep = Sweep()
+    sweep = Sweep(3)
     for seed, exact in (("1", 0.4), ("2", 0.5)):
         run = report(0.0, 0.9)
         points = [run.points[0], replace(run.points[1], err=Quality(0.9, exact))]
@@ -107,7 +107,7 @@ def test_exact_shares_stand_beside_measures_that_say_something_else() -> None:
 
 
 def test_what_is_drawn_is_a_picture(tmp_path: Path) -> None:
-    sweep = Sweep()
+    sweep = Sweep(1)
     sweep.add({"policy": "paper"}, report(0.0, 0.5, 0.7))
     sweep.write(tmp_path, plots=True)
     points = [point(0, 0.1), point(3, 0.2), replace(point(5, math.inf), coming=Quality(math.inf, 0.0))]
@@ -115,6 +115,16 @@ def test_what_is_drawn_is_a_picture(tmp_path: Path) -> None:
     draw_run(points[:1], [], "f1", "empty", tmp_path / "empty.png")
     for name in ("sweep", "run", "empty"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_table_says_what_of_a_grid_is_missing(tmp_path: Path) -> None:
+    sweep = Sweep(2)
+    sweep.add({"policy": "paper"}, report(0.0, 0.5))
+    sweep.write(tmp_path, plots=False)
+    assert (tmp_path / "sweep.md").read_text().endswith(" |\n\n1 of 2 runs are done.\n")
+    sweep.add({"policy": "nearest"}, report(0.0, 0.5))
+    sweep.write(tmp_path, plots=False)
+    assert (tmp_path / "sweep.md").read_text().endswith(" |\n")
 
 
 def test_a_report_is_read_as_it_was_written(tmp_path: Path) -> None:
