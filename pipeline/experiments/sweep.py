@@ -144,7 +144,7 @@ def _cell(end: Mapping[str, Estimate], column: str) -> str:
     if column not in end:
         return ""
     if column in COUNTS and math.isnan(end[column][1]):
-        return f"{end[column][0]:g}"
+        return f"{end[column][0]:.0f}"
     exact = f" ({_told(end[column + EXACT])})" if column + EXACT in end else ""
     return _told(end[column]) + exact
 
