@@ -20,7 +20,6 @@ from pipeline.experiments.report import CODEBOOK, METRICS, Asked, Report, comple
 from pipeline.experiments.stream import Stream, first, fitting
 from pipeline.experiments.tasks import Task
 from pipeline.model import EditableModel
-from pipeline.probe import TEXTS
 from pipeline.settings import Settings, SettingsError, load_settings
 from workers.boot import load_model, plan_of
 
@@ -75,7 +74,6 @@ class Runner:
             editors.setdefault(str(_chosen(settings)), (settings, set()))[1].add(asked.editor)
         for settings, names in editors.values():
             model = self._model(settings)
-            model.queries([model.task.tokenize(TEXTS[0])])  # which tells whether its outputs can be replaced
             for name in sorted(names & REQUIRE.keys()):
                 REQUIRE[name](model)
 
