@@ -97,12 +97,7 @@ class Runner:
             return found
         if (folder / METRICS).exists():
             self._tell(f"the results in {folder} are of another run; those of this one will replace them")
-        task, left_out = self._fitting(task, asked.data, model)
-        task = first(task, asked.edits, asked.retention, asked.seed)
-        if left_out:
-            self._tell(f"{left_out} examples and texts are left out: the model cannot take them, or not at this length")
-        if not task.retention:
-            self._tell("no example is left of which TRR and agreement could tell")
+        task, left_out = self._cut(task, asked, model)
         with ExitStack() as used:  # at its end weights are what they were
             editor = self._editor(asked, settings, task, model, folder, used)
             evaluation = Evaluation(model, task.measure)
@@ -154,10 +149,21 @@ class Runner:
             used.enter_context(editor)
         return editor
 
-    def _fitting(self, task: Task, data: str, model: EditableModel) -> tuple[Task, int]:
-        if data not in self._fits:
-            self._fits[data] = fitting(task, model)
-        return self._fits[data]
+    def _cut(self, task: Task, asked: Asked, model: EditableModel) -> tuple[Task, int]:
+        """What a run is about, and how much of the data its model cannot take; where that is less, it is told."""
+        if asked.data not in self._fits:
+            self._fits[asked.data] = fitting(task, model)
+        task, left_out = self._fits[asked.data]
+        task = first(task, asked.edits, asked.retention, asked.seed)
+        if left_out:
+            self._tell(f"{left_out} examples and texts are left out: the model cannot take them, or not at this length")
+        if len(task.edits) < (asked.edits or 0):
+            self._tell(f"there are no more than {len(task.edits)} corrections")
+        if not task.retention:
+            self._tell("no example is left of which TRR and agreement could tell")
+        elif len(task.retention) < (asked.retention or 0):
+            self._tell(f"there are no more than {len(task.retention)} examples that TRR is measured on")
+        return task, left_out
 
     def _model(self, settings: Settings) -> EditableModel:
         chosen = _chosen(settings)

@@ -172,6 +172,8 @@ def writing(folder: Path) -> Iterator[None]:
     """Whatever is written inside to the folder, where it cannot be, is a `ReportError`."""
     try:
         yield
+    except FileExistsError as error:
+        raise ReportError(f"the results cannot be written to {folder}: it is no folder") from error
     except OSError as error:
         raise ReportError(f"the results cannot be written to {folder}: {error.strerror}") from error
 

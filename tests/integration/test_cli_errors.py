@@ -46,6 +46,15 @@ def test_a_model_that_does_not_exist(run: Callable[..., Command], deployment: Se
     assert "'/no/such/model' cannot be loaded" in said
 
 
+def test_output_that_there_is_no_room_for() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "workers.cli", "--help"],
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (1, "gracestream: cannot write: No space left on device\n")
+
+
 @pytest.mark.parametrize("offline", ["0", "1"])
 def test_a_model_of_a_hub_that_cannot_be_reached(tmp_path: Path, offline: str) -> None:
     own = {"HF_ENDPOINT": f"http://127.0.0.1:{free_port()}", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": offline}

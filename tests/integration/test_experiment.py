@@ -304,6 +304,8 @@ def test_what_is_missing_or_does_not_fit_is_one_sentence(
     (tmp_path / "file").write_text("")
     out = str(tmp_path / "file" / "folder")
     assert "cannot be written to" in sentence(run("experiment", "hallucination", *chosen, "--edits", "1", "--out", out))
+    out = str(tmp_path / "file")
+    assert sentence(run("experiment", "hallucination", *chosen, "--out", out)).endswith("file: it is no folder")
     (tmp_path / "metrics.json").write_text("{}")
     out = str(tmp_path)
     assert "is no report: " in sentence(run("experiment", "hallucination", *chosen, "--edits", "1", "--out", out))
@@ -320,6 +322,17 @@ def test_plots_of_a_run_without_any_are_drawn_when_it_is_asked_for_again(
     assert status_of(run(*asked)) == 0
     assert (out / "plots.png").read_bytes().startswith(b"\x89PNG")
     assert (out / "metrics.json").stat().st_mtime_ns == written, "it was not run again"
+
+
+def test_more_than_there_is_is_told(run: Callable[..., Command], chosen: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "results"
+    ran = run(
+        "experiment", "hallucination", *chosen, "--edits", "9", "--retention", "99", "--no-plots", "--out", str(out)
+    )
+    assert status_of(ran) == 0
+    there = len(json.loads((out / "metrics.json").read_bytes())["made"])
+    assert f"there are no more than {there} corrections" in ran.said()
+    assert " examples that TRR is measured on" in ran.said()
 
 
 def test_of_two_processes_one_writes_to_a_folder(

@@ -1,13 +1,19 @@
 """The command line. Commands are thin: each reads its options and calls a module whose name says what it does."""
 
+import errno
+import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import typer
 
 from pipeline.security import plainly
 from workers.cli import dead_letters, experiments, history, keys, local, snapshots, traffic, tuning, work
 from workers.cli.common import EXPECTED
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""There is no room for what is written, on standard output or elsewhere."""
 
 app = typer.Typer(
     name="gracestream",
@@ -27,5 +33,17 @@ def run(arguments: Sequence[str] | None = None) -> None:
     try:
         app(args=list(arguments) if arguments is not None else None, standalone_mode=True)
     except EXPECTED as error:
-        print(f"gracestream: {plainly(error)}", file=sys.stderr)
-        sys.exit(1)
+        _fail(plainly(error))
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        try:
+            sys.stdout.flush()
+        except OSError:  # what is left of it must not be tried again at the interpreter's end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _fail(f"cannot write{f' to {error.filename}' if error.filename else ''}: {error.strerror}")
+
+
+def _fail(why: str) -> NoReturn:
+    print(f"gracestream: {why}", file=sys.stderr)
+    sys.exit(1)
