@@ -9,7 +9,7 @@ import torch
 from pipeline.adaptor import Hit
 from pipeline.codebook import Label
 from pipeline.maintenance import Policy
-from pipeline.model import Rest, Verdict
+from pipeline.passes import Rest, Verdict
 from pipeline.sight import Sight
 from pipeline.tasks import Supervised
 from pipeline.training import Trained

@@ -21,7 +21,8 @@ from pipeline.edited import Edited, rejected, unchanged
 from pipeline.index import NO_SLOT, KeyIndex
 from pipeline.maintenance import Decision, Neighbour, Policy, batch_noise, decide, without_expanding
 from pipeline.memory import BARE_MODEL, EditMemory
-from pipeline.model import EditableModel, Verdict
+from pipeline.model import EditableModel
+from pipeline.passes import Verdict
 from pipeline.plan import Plan
 from pipeline.probe import TEXTS
 from pipeline.sight import Sight
@@ -131,7 +132,7 @@ class EditEngine:
         Raises:
             Whatever the model does on one of them.
         """
-        if self.plan.init == "label" or not self.model.pads():
+        if self.plan.init == "label" or not self.model.passes.pads():
             return {}
         wanting = []
         for feedback, offset in corrections:
@@ -163,9 +164,9 @@ class EditEngine:
     ) -> dict[int, Ahead]:
         """By offset, of corrections that were examined."""
         offsets = tuple(offset for offset, _ in rows)
-        rest = self.model.rest_of([examined.supervised for _, examined in rows])
+        rest = self.model.passes.rest_of([examined.supervised for _, examined in rows])
         starts = [self._usual_start(offset, examined.start_V) for offset, examined in rows]
-        trained = train_values(self.model, rest, starts, self.plan.recipe, at_work)
+        trained = train_values(self.model.passes, rest, starts, self.plan.recipe, at_work)
         return {offset: Ahead(one, offsets, examined) for (offset, examined), one in zip(rows, trained, strict=True)}
 
     def _wants_value(self, case: Case) -> bool:
@@ -213,7 +214,7 @@ class EditEngine:
 
     def _examine(self, inputs: Inputs, target: str) -> Examined:
         label, supervised = self.model.supervised(inputs, target)
-        verdict, session, rest = self.model.examine(supervised, self.codebook, self.index)
+        verdict, session, rest = self.model.passes.examine(supervised, self.codebook, self.index)
         hit = session.hits[0]
         return Examined(
             label=label,
@@ -270,7 +271,7 @@ class EditEngine:
         if decision.kind == "expand":
             assert neighbour is not None
             value_V = torch.from_numpy(self.codebook.values_NV[case.slot].copy())
-            found = self.model.gives(case.examined.rest, value_V)
+            found = self.model.passes.gives(case.examined.rest, value_V)
             if found.right:
                 return decision, found
             decision = without_expanding(case.policy, neighbour, clearance)
@@ -286,7 +287,7 @@ class EditEngine:
         trained = None if case.ahead is None else self._proved(case, case.ahead.trained)
         if trained is None:
             case = replace(case, ahead=None)
-            trained = train_value(self.model, case.examined.rest, start_V, self.plan.recipe)
+            trained = train_value(self.model.passes, case.examined.rest, start_V, self.plan.recipe)
         loss = trained.verdict.loss if math.isfinite(trained.verdict.loss) else UNSET
         if not trained.converged:
             return rejected(case.feedback, self._why_not(case, trained), steps=trained.steps, loss=loss)
@@ -296,7 +297,7 @@ class EditEngine:
         """Why nothing came of training, as far as can be told."""
         reason = f"no value was found in {trained.steps} steps; the loss is still {trained.verdict.loss:.3g}"
         tokens = len(case.examined.label)
-        reached = self.model.reach(case.examined.rest, torch.from_numpy(trained.value_V))
+        reached = self.model.passes.reach(case.examined.rest, torch.from_numpy(trained.value_V))
         if reached == tokens:
             return reason
         return f"{reason}; at this layer a value reaches {reached} of the target's {tokens} tokens: edit an earlier one"
@@ -305,7 +306,7 @@ class EditEngine:
         """A value that was trained with others, if it is right on its own as well; else it is to be trained alone."""
         if not trained.converged:
             return None
-        found = self.model.gives(case.examined.rest, torch.from_numpy(trained.value_V))
+        found = self.model.passes.gives(case.examined.rest, torch.from_numpy(trained.value_V))
         return replace(trained, verdict=found) if found.right else None
 
     def _publish(self, case: Case, decision: Decision, value_V: np.ndarray | None, **told: object) -> Edited:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.model import EditableModel, Rest, Verdict
+from pipeline.passes import Passes, Rest, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +29,13 @@ class Trained:
     converged: bool
 
 
-def train_value(model: EditableModel, rest: Rest, start_V: Tensor, recipe: Recipe) -> Trained:
+def train_value(passes: Passes, rest: Rest, start_V: Tensor, recipe: Recipe) -> Trained:
     """Train one value from `start_V`."""
-    return train_values(model, rest, [start_V], recipe)[0]
+    return train_values(passes, rest, [start_V], recipe)[0]
 
 
 def train_values(
-    model: EditableModel,
+    passes: Passes,
     rest: Rest,
     starts: Sequence[Tensor],
     recipe: Recipe,
@@ -48,14 +48,14 @@ def train_values(
     value that merely makes the prediction right after the last step counts as converged too. `at_work` is called at
     each step.
     """
-    values = [start_V.detach().float().clone().to(model.device).requires_grad_() for start_V in starts]
+    values = [start_V.detach().float().clone().to(passes.device).requires_grad_() for start_V in starts]
     optimizer = torch.optim.Adam(values, lr=recipe.learning_rate)
     trained: dict[int, Trained] = {}
     left, steps = list(range(len(values))), 0
     while True:
         at_work()
         with torch.enable_grad():
-            judged = model.judge(rest, torch.stack([values[row] for row in left]))
+            judged = passes.judge(rest, torch.stack([values[row] for row in left]))
         going = []
         for place, (row, (found, loss)) in enumerate(zip(left, judged, strict=True)):
             if (found.right and found.margin >= recipe.margin) or steps == recipe.max_steps or not loss.isfinite():

@@ -12,7 +12,8 @@ from msgspec import UNSET
 
 from pipeline.experiments.editors.editor import Editor
 from pipeline.experiments.tasks import Example, Measure
-from pipeline.model import EditableModel, verdict
+from pipeline.model import EditableModel
+from pipeline.passes import verdict
 from schemas.messages import Parameters
 
 AT_ONCE = 16
@@ -72,7 +73,7 @@ class Evaluation:
         asked = list(zip(examples, states, strict=True))
         new = [one for one in dict.fromkeys(asked) if one not in self._known]
         new.sort(key=lambda one: len(one[0].inputs))
-        together = AT_ONCE if self._model.pads() else 1
+        together = AT_ONCE if self._model.passes.pads() else 1
         for start in range(0, len(new), together):
             some = new[start : start + together]
             found = self._scored(editor, [example for example, _ in some])

@@ -25,7 +25,8 @@ from msgspec import UNSET, UnsetType
 
 from pipeline.edited import correction
 from pipeline.editing import EditEngine
-from pipeline.model import EditableModel, verdict
+from pipeline.model import EditableModel
+from pipeline.passes import verdict
 from pipeline.plan import Plan
 from pipeline.training import Recipe
 from schemas.deltas import Cause, EntryChange, Tensor

@@ -39,7 +39,8 @@ from pipeline.editing import EditEngine
 from pipeline.experiments.editors.queries import Queries
 from pipeline.experiments.tasks import zsre
 from pipeline.index import NO_SLOT, KeyIndex
-from pipeline.model import EditableModel, Rest
+from pipeline.model import EditableModel
+from pipeline.passes import Rest
 from pipeline.plan import Plan
 from pipeline.settings import Settings, load_settings
 from pipeline.training import Recipe, Trained, train_value
@@ -117,7 +118,7 @@ class Asked:
         """The text as the unedited model sees it."""
         if (text, target) not in self._seen:
             supervised = self.model.supervised(text, target)[1]
-            verdict, session, rest = self.model.examine(supervised, self.empty, self._no_index)
+            verdict, session, rest = self.model.passes.examine(supervised, self.empty, self._no_index)
             query_D = session.queries_BD[0].cpu().numpy()
             self._seen[text, target] = Seen(rest, query_D, verdict.right)
         return self._seen[text, target]
@@ -133,7 +134,7 @@ class Asked:
         asked = (text, target, value_V.tobytes())
         if asked not in self._right:
             seen = self.seen(text, target)
-            self._right[asked] = self.model.gives(seen.rest, torch.from_numpy(value_V)).right
+            self._right[asked] = self.model.passes.gives(seen.rest, torch.from_numpy(value_V)).right
         return self._right[asked]
 
     def answers(self, texts: Sequence[str], engine: EditEngine | None = None) -> list[str]:
@@ -155,7 +156,7 @@ class Asked:
         what = (ids, *before, tuple(rest.supervised.labels[0].tolist()), start_V.cpu().numpy().tobytes(), recipe)
         if what not in self._trained:
             started = time.perf_counter()
-            trained = train_value(model, rest, start_V, recipe)
+            trained = train_value(model.passes, rest, start_V, recipe)
             self._trained[what] = trained, time.perf_counter() - started
         else:
             self.saved += self._trained[what][1]

@@ -15,7 +15,7 @@ import structlog
 from pipeline import editing
 from pipeline.editing import EditEngine
 from pipeline.follower import Follower
-from pipeline.model import EditableModel
+from pipeline.passes import Passes
 from pipeline.patient import PatientProducer
 from pipeline.projection import Projection
 from pipeline.radius_store import RadiusStore
@@ -37,7 +37,7 @@ class Step:
 
 
 STEPS = {
-    "training": Step(EditableModel, "judge", "before", turn=15),
+    "training": Step(Passes, "judge", "before", turn=15),
     "decided": Step(EditEngine, "edit", "after", turn=2),
     "term begun": Step(PatientProducer, "begin_transaction", "after"),
     "term sent": Step(PatientProducer, "send", "after", ending="deltas"),

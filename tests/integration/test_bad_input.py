@@ -227,14 +227,14 @@ def test_feedback_on_which_the_model_fails_is_rejected_and_the_next_is_taken(
     deployment: Settings, users: Users, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = editable("bert")
-    examine = model.examine
+    examine = model.passes.examine
 
     def fragile(supervised: Any, *rest: Any) -> Any:
         if len(supervised.batch.kwargs["input_ids"][0]) == 5:
             raise RuntimeError("a tensor of no shape")
         return examine(supervised, *rest)
 
-    monkeypatch.setattr(model, "examine", fragile)
+    monkeypatch.setattr(model.passes, "examine", fragile)
     stop = threading.Event()
     editor = editor_of(Worker("editor", Health(), model, stop), deployment, Admission.of(deployment))
     working = threading.Thread(target=editor.run, args=[stop])

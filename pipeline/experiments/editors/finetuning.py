@@ -19,7 +19,8 @@ from torch import Tensor
 from pipeline.experiments.editors.editor import STEPS
 from pipeline.experiments.editors.weights import WeightEditor
 from pipeline.experiments.tasks import Example
-from pipeline.model import EditableModel, verdict
+from pipeline.model import EditableModel
+from pipeline.passes import verdict
 from pipeline.tasks import InputError, Supervised
 
 LEARNING_RATE = 1e-2

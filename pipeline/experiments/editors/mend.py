@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from pipeline.experiments.editors.editor import STEPS
 from pipeline.experiments.editors.weights import LinearEditor
 from pipeline.experiments.tasks import Example
-from pipeline.model import EditableModel, verdict
+from pipeline.model import EditableModel
+from pipeline.passes import verdict
 from pipeline.tasks import Supervised
 
 LEARNING_RATE = 1e-2

@@ -20,7 +20,8 @@ from pipeline.batch import Batch
 from pipeline.experiments.editors.editor import STEPS, Made
 from pipeline.experiments.editors.queries import Queries
 from pipeline.experiments.tasks import Example
-from pipeline.model import EditableModel, verdict
+from pipeline.model import EditableModel
+from pipeline.passes import verdict
 from pipeline.probe import TEXTS
 from pipeline.tasks import Supervised
 
@@ -78,11 +79,11 @@ class Predicting(ABC):
         queries_1D = torch.from_numpy(self._queries.of([example.inputs]))
         with torch.no_grad(), self._model.adaptor.watching(supervised.batch) as seen:
             self._model.task.logits(supervised)
-        rest = self._model.rest_of([supervised])
+        rest = self._model.passes.rest_of([supervised])
         for step in range(self._steps):
             with torch.enable_grad():
                 values_1V = self._mixed(queries_1D, seen.outputs_BV)
-                ((judged, loss),) = self._model.judge(rest, values_1V)
+                ((judged, loss),) = self._model.passes.judge(rest, values_1V)
             if judged.right and self._right(supervised):
                 return step
             self._optimizer.zero_grad()

@@ -18,7 +18,8 @@ from pipeline.experiments.editors.editor import EditorError
 from pipeline.experiments.editors.weights import LinearEditor
 from pipeline.experiments.tasks import Example
 from pipeline.generation import CausalGeneration
-from pipeline.model import EditableModel, verdict
+from pipeline.model import EditableModel
+from pipeline.passes import verdict
 from pipeline.tasks import InputError, Supervised
 
 STEPS = 20
@@ -114,7 +115,7 @@ class Rome(LinearEditor):
                 rows.append(self._asked(text, example.subject, self._model.supervised(text, example.target)[1]))
             except InputError:  # with the prefix it is too long
                 continue
-        parts = [self._together(rows)] if self._model.pads() else rows
+        parts = [self._together(rows)] if self._model.passes.pads() else rows
         keys_BD = torch.cat([self._seen(part)[0] for part in parts])
         change_V, steps = self._value(example, parts, self._seen(rows[0])[1][0])
         direction_D = torch.cholesky_solve(keys_BD.mean(dim=0)[:, None], self._factor_DD)[:, 0]

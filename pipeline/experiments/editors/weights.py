@@ -17,7 +17,8 @@ from transformers.pytorch_utils import Conv1D
 from pipeline.batch import Batch
 from pipeline.experiments.editors.editor import EditorError, Made
 from pipeline.experiments.tasks import Example
-from pipeline.model import EditableModel, Verdict, verdict
+from pipeline.model import EditableModel
+from pipeline.passes import Verdict, verdict
 from pipeline.tasks import Supervised
 
 

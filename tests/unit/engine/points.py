@@ -15,6 +15,7 @@ from pipeline.batch import Batch
 from pipeline.codebook import Label
 from pipeline.editing import EditEngine
 from pipeline.model import EditableModel
+from pipeline.passes import Passes
 from pipeline.plan import Plan
 from pipeline.tasks import Answer, InputError, Supervised, Task
 from schemas.messages import Inputs, Outputs, Parameters
@@ -86,8 +87,10 @@ class PointModel(EditableModel):
         self.layer, self.dtype, self.fingerprint = "", "float32", MODEL
         self.queried, self.query_dtype = "last", "float32"
         self.device = torch.device("cpu")
-        self.task, self._shortcuts, self._pads = PointTask(self.module), "none", True
+        self.task = PointTask(self.module)
         self.adaptor = Adaptor(self.module, "last", "last")
+        self.passes = Passes(self.module, self.layer, self.task, self.adaptor)
+        self.passes._shortcuts, self.passes._pads = "none", True
 
 
 def engine(plan: Plan, width: int = 2) -> EditEngine:

@@ -93,7 +93,7 @@ def test_the_query_is_the_prompts_and_not_its_paddings_or_its_targets(kind: str)
     engine = EditEngine(model, CODEBOOK, Plan())
     for text, expected_D in zip(INPUTS, expected_BD, strict=True):
         target = "wrong" if kind == "bert" else WORDS[7]
-        _, session, _ = model.examine(model.supervised(text, target)[1], engine.codebook, engine.index)
+        _, session, _ = model.passes.examine(model.supervised(text, target)[1], engine.codebook, engine.index)
         assert torch.allclose(session.queries_BD[0], expected_D, atol=1e-6)
 
 

@@ -21,8 +21,9 @@ from transformers import (
 )
 
 from pipeline.layers import Prefix
-from pipeline.model import EditableModel, Rest
+from pipeline.model import EditableModel
 from pipeline.narrowing import FirstToken
+from pipeline.passes import Rest
 from pipeline.training import Recipe, train_value
 from tests.unit.engine.tiny import END, KINDS, LIMITS, SIZE, WORDS, editable, index_of, new_codebook, texts, tokenizer
 
@@ -53,7 +54,7 @@ def of(module: Any, layer: str, **adaptor: Any) -> EditableModel:
 def rest_of(model: EditableModel, target: str = "3") -> tuple[Rest, Tensor]:
     _, supervised = model.supervised(TEXT, target)
     nothing = new_codebook(model.fingerprint, model.layer)
-    _, session, rest = model.examine(supervised, nothing, index_of(nothing))
+    _, session, rest = model.passes.examine(supervised, nothing, index_of(nothing))
     return rest, session.outputs_BV[0]
 
 
@@ -64,7 +65,7 @@ EDITED = ["bert.encoder.layer.1.output.dense", "bert.encoder.layer.2.intermediat
 def gradient(model: EditableModel, rest: Rest, value_V: Tensor) -> tuple[float, Tensor]:
     """The loss, and how it changes with the value."""
     value_V = value_V.clone().requires_grad_()
-    ((_, loss),) = model.judge(rest, value_V[None])
+    ((_, loss),) = model.passes.judge(rest, value_V[None])
     (found,) = torch.autograd.grad(loss, value_V)
     return float(loss.detach()), found
 
@@ -83,7 +84,7 @@ def test_loss_and_gradient_are_those_of_the_whole_model(layer: str) -> None:
     expected, theirs_V = gradient(model, whole, start_V)
     assert loss == pytest.approx(expected, rel=1e-5)
     torch.testing.assert_close(ours_V, theirs_V, rtol=1e-4, atol=1e-5 * float(theirs_V.abs().max()))
-    assert train_value(model, rest, start_V, Recipe()).converged
+    assert train_value(model.passes, rest, start_V, Recipe()).converged
 
 
 @pytest.mark.parametrize("build", [roberta, electra])
@@ -100,7 +101,7 @@ def test_the_last_block_works_on_one_token() -> None:
     seen: list[int] = []
     blocks = model.module.bert.encoder.layer
     blocks[2].intermediate.register_forward_hook(lambda _module, args, _output: seen.append(args[0].shape[1]))
-    model.gives(rest, start_V)
+    model.passes.gives(rest, start_V)
     assert seen == [1]
     with torch.no_grad():
         model.module(**model.task.batch([model.task.tokenize(TEXT)]).kwargs)

@@ -13,7 +13,8 @@ from transformers import ConvBertConfig, ConvBertForSequenceClassification
 from pipeline.adaptor import Hit
 from pipeline.edited import correction
 from pipeline.editing import EditEngine
-from pipeline.model import EditableModel, Rest
+from pipeline.model import EditableModel
+from pipeline.passes import Rest
 from pipeline.plan import Plan
 from pipeline.tasks import Supervised
 from pipeline.training import Recipe, Trained, train_value, train_values
@@ -40,11 +41,11 @@ def passes(model: EditableModel, kind: str) -> list[Supervised]:
 
 def start(model: EditableModel, supervised: Supervised) -> torch.Tensor:
     nothing = new_codebook(model.fingerprint, model.layer)
-    return model.examine(supervised, nothing, index_of(nothing))[1].outputs_BV[0]
+    return model.passes.examine(supervised, nothing, index_of(nothing))[1].outputs_BV[0]
 
 
 def alone(model: EditableModel, one: Supervised, recipe: Recipe) -> Trained:
-    return train_value(model, model.rest_of([one]), start(model, one), recipe)
+    return train_value(model.passes, model.passes.rest_of([one]), start(model, one), recipe)
 
 
 def assert_alike(ours: np.ndarray, theirs: np.ndarray, share: float = 0.01) -> None:
@@ -56,7 +57,7 @@ def test_values_that_are_trained_together_are_those_of_each_alone(model: Editabl
     rows = passes(model, kind)
     assert len({row.tokens for row in rows}) > 1
     starts = [start(model, row) for row in rows]
-    found = train_values(model, model.rest_of(rows), starts, SHORT)
+    found = train_values(model.passes, model.passes.rest_of(rows), starts, SHORT)
     for row, trained in zip(rows, found, strict=True):
         by_itself = alone(model, row, SHORT)
         assert trained.steps == by_itself.steps == SHORT.max_steps
@@ -67,25 +68,26 @@ def test_values_that_are_trained_together_are_those_of_each_alone(model: Editabl
 def test_each_stops_by_itself(model: EditableModel, kind: str) -> None:
     rows = passes(model, kind)
     recipe = Recipe(max_steps=60, margin=1.0, learning_rate=0.05 if kind == "bert" else 2.0)
-    found = train_values(model, model.rest_of(rows), [start(model, row) for row in rows], recipe)
+    found = train_values(model.passes, model.passes.rest_of(rows), [start(model, row) for row in rows], recipe)
     assert len({trained.steps for trained in found}) > 1
     for row, trained in zip(rows, found, strict=True):
         by_itself = alone(model, row, recipe)
         assert abs(trained.steps - by_itself.steps) <= 1
         assert trained.converged == by_itself.converged
         value_V = torch.from_numpy(trained.value_V)
-        assert model.gives(model.rest_of([row]), value_V).margin == pytest.approx(trained.verdict.margin, abs=0.05)
+        margin = model.passes.gives(model.passes.rest_of([row]), value_V).margin
+        assert margin == pytest.approx(trained.verdict.margin, abs=0.05)
 
 
 def test_rows_that_are_left_are_as_before(model: EditableModel, kind: str) -> None:
     """Also once the one with the longest label has gone."""
     rows = passes(model, kind)
     starts_BV = torch.stack([start(model, row) for row in rows])
-    rest = model.rest_of(rows)
-    whole = [float(loss) for _, loss in model.judge(rest, starts_BV)]
+    rest = model.passes.rest_of(rows)
+    whole = [float(loss) for _, loss in model.passes.judge(rest, starts_BV)]
     longest = max(range(len(rows)), key=lambda row: len(rows[row].labels[0]))
     for kept in ([row for row in range(len(rows)) if row != longest], [0], [len(rows) - 1]):
-        found = [float(loss) for _, loss in model.judge(rest.rows(kept), starts_BV[kept])]
+        found = [float(loss) for _, loss in model.passes.judge(rest.rows(kept), starts_BV[kept])]
         assert found == pytest.approx([whole[row] for row in kept], rel=1e-4, abs=1e-5)
 
 
@@ -98,14 +100,14 @@ def test_what_a_module_puts_out_for_all_rows_is_no_row(layer: str) -> None:
     rows = passes(model, "t5-encoder")
     rows = [next(row for row in rows if row.tokens == tokens) for tokens in {row.tokens for row in rows}]
     starts = [start(model, row) for row in rows]
-    found = train_values(model, model.rest_of(rows), starts, SHORT)
+    found = train_values(model.passes, model.passes.rest_of(rows), starts, SHORT)
     for row, trained in zip(rows, found, strict=True):
         assert_alike(trained.value_V, alone(model, row, SHORT).value_V, 1e-3)
-    assert model.pads()
+    assert model.passes.pads()
 
 
 def test_padding_counts_in_none_of_the_usual_models(model: EditableModel) -> None:
-    assert model.pads()
+    assert model.passes.pads()
 
 
 def test_a_model_in_which_padding_counts_is_not_trained_so() -> None:
@@ -118,7 +120,7 @@ def test_a_model_in_which_padding_counts_is_not_trained_so() -> None:
         torch.manual_seed(0)
         module = ConvBertForSequenceClassification(config)
     made = EditableModel(module, tokenizer("bert"), "convbert.encoder.layer[1].output.dense", limits=LIMITS)
-    assert not made.pads()
+    assert not made.passes.pads()
     given = [(correction(f"f{number}", text, "1"), number) for number, text in enumerate(TEXTS)]
     assert EditEngine(made, CODEBOOK, Plan(traffic=0)).train_ahead(given) == {}
 
@@ -126,15 +128,15 @@ def test_a_model_in_which_padding_counts_is_not_trained_so() -> None:
 def test_the_same_rows_give_the_same_bits(model: EditableModel, kind: str) -> None:
     rows = passes(model, kind)
     starts = [start(model, row) for row in rows]
-    one, two = (train_values(model, model.rest_of(rows), starts, Recipe()) for _ in range(2))
+    one, two = (train_values(model.passes, model.passes.rest_of(rows), starts, Recipe()) for _ in range(2))
     assert [trained.value_V.tobytes() for trained in one] == [trained.value_V.tobytes() for trained in two]
 
 
 def test_they_are_so_where_every_pass_is_a_whole_one() -> None:
     model = editable("gpt2")
-    model._shortcuts = "none"
+    model.passes._shortcuts = "none"
     rows = passes(model, "gpt2")
-    found = train_values(model, model.rest_of(rows), [start(model, row) for row in rows], SHORT)
+    found = train_values(model.passes, model.passes.rest_of(rows), [start(model, row) for row in rows], SHORT)
     for row, trained in zip(rows, found, strict=True):
         assert_alike(trained.value_V, alone(model, row, SHORT).value_V, 1e-3)
 
@@ -214,7 +216,7 @@ def proof(made: EditEngine, one: Feedback, delta: Delta) -> tuple[Rest, torch.Te
     assert one.target is not UNSET
     value = delta.entries[0].value
     assert value is not UNSET
-    return made.model.rest_of([made.model.supervised(one.inputs, one.target)[1]]), torch.from_numpy(
+    return made.model.passes.rest_of([made.model.supervised(one.inputs, one.target)[1]]), torch.from_numpy(
         value.array().copy()
     )
 
@@ -230,7 +232,7 @@ def test_what_is_not_right_by_itself_is_looked_for_alone() -> None:
         assert edited.record is not None
         delta = decode_delta(edited.record)
         assert cause(delta).together == ()
-        assert made.model.gives(*proof(made, given[0], delta)).right
+        assert made.model.passes.gives(*proof(made, given[0], delta)).right
 
 
 def history() -> Recorded:
@@ -279,13 +281,13 @@ def test_a_pass_is_not_run_again_for_a_decision_unless_what_it_told_has_changed(
     ahead = made.train_ahead([(one, offset) for offset, one in enumerate(given)])
     offset = next(iter(ahead))
     examined: list[Supervised] = []
-    examine = model.examine
+    examine = model.passes.examine
 
     def counted(one: Supervised, *rest: Any) -> Any:
         examined.append(one)
         return examine(one, *rest)
 
-    monkeypatch.setattr(model, "examine", counted)
+    monkeypatch.setattr(model.passes, "examine", counted)
     first = made.edit(given[offset], offset, ahead=ahead[offset])
     assert not examined
     assert first.record is not None

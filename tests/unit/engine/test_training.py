@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from pipeline.layers import Prefix
-from pipeline.model import EditableModel, Rest, verdict
+from pipeline.model import EditableModel
+from pipeline.passes import Rest, verdict
 from pipeline.tasks import InputError
 from pipeline.training import Recipe, Trained, train_value
 from tests.unit.engine.tiny import WORDS, editable, index_of, new_codebook, texts
@@ -25,7 +26,7 @@ def target(kind: str) -> str:
 def prepared(model: EditableModel, text: str, wanted: str) -> tuple[Rest, torch.Tensor]:
     _, supervised = model.supervised(text, wanted)
     nothing = new_codebook(model.fingerprint, model.layer)
-    _, session, rest = model.examine(supervised, nothing, index_of(nothing))
+    _, session, rest = model.passes.examine(supervised, nothing, index_of(nothing))
     return rest, session.outputs_BV[0]
 
 
@@ -42,8 +43,8 @@ def losses(model: EditableModel, kind: str, skip: bool) -> tuple[list[float], Tr
         return found, loss
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipeline.model.verdict", listening)
-        return seen, train_value(model, rest, start_V, SHORT)
+        patch.setattr("pipeline.passes.verdict", listening)
+        return seen, train_value(model.passes, rest, start_V, SHORT)
 
 
 def test_running_only_what_depends_on_the_value_changes_no_number(model: EditableModel, kind: str) -> None:
@@ -56,13 +57,13 @@ def test_running_only_what_depends_on_the_value_changes_no_number(model: Editabl
 
 def test_a_trained_value_makes_the_model_right_by_the_margin(model: EditableModel, kind: str) -> None:
     rest, start_V = prepared(model, TEXT, target(kind))
-    before = model.gives(rest, start_V)
-    trained = train_value(model, rest, start_V, Recipe())
+    before = model.passes.gives(rest, start_V)
+    trained = train_value(model.passes, rest, start_V, Recipe())
     assert trained.converged
     assert 0 < trained.steps <= 100
     assert trained.verdict.margin >= 1.0
     assert trained.verdict.loss < before.loss
-    found = model.gives(rest, torch.from_numpy(trained.value_V))
+    found = model.passes.gives(rest, torch.from_numpy(trained.value_V))
     assert found.margin == pytest.approx(trained.verdict.margin, abs=1e-4)
 
 
@@ -70,7 +71,7 @@ def test_the_weights_take_no_gradient_and_do_not_change(model: EditableModel, ki
     weights = {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
     rest, start_V = prepared(model, TEXT, target(kind))
     started = start_V.clone()
-    train_value(model, rest, start_V, SHORT)
+    train_value(model.passes, rest, start_V, SHORT)
     assert all(parameter.grad is None and not parameter.requires_grad for parameter in model.module.parameters())
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.module.state_dict().items())
     assert torch.equal(start_V, started)
@@ -89,7 +90,7 @@ def test_fault_step_time_grows_with_the_codebook_since_the_optimiser_holds_all_v
 
     monkeypatch.setattr(torch.optim, "Adam", listening)
     rest, start_V = prepared(model, TEXT, target(kind))
-    train_value(model, rest, start_V, SHORT)
+    train_value(model.passes, rest, start_V, SHORT)
     assert given == [tuple(start_V.shape)]
 
 
@@ -98,7 +99,7 @@ def test_training_twice_gives_the_same_bits_and_draws_no_random_number(model: Ed
     state = torch.get_rng_state()
     values = []
     for _ in range(2):
-        trained = train_value(model, rest, start_V, SHORT)
+        trained = train_value(model.passes, rest, start_V, SHORT)
         values.append((trained.value_V.tobytes(), trained.steps, trained.verdict))
         torch.get_rng_state()
     assert values[0] == values[1]
@@ -109,21 +110,21 @@ def test_training_in_a_fresh_model_gives_the_same_bits(kind: str) -> None:
     values = []
     for _ in range(2):
         model = editable(kind)
-        values.append(train_value(model, *prepared(model, TEXT, target(kind)), SHORT).value_V.tobytes())
+        values.append(train_value(model.passes, *prepared(model, TEXT, target(kind)), SHORT).value_V.tobytes())
     assert values[0] == values[1]
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "t5-decoder", "bert"])
 def test_a_value_that_does_not_reach_the_label_has_not_converged(model: EditableModel, kind: str) -> None:
     rest, start_V = prepared(model, TEXT, target(kind))
-    trained = train_value(model, rest, start_V, Recipe(max_steps=1, learning_rate=1e-6))
+    trained = train_value(model.passes, rest, start_V, Recipe(max_steps=1, learning_rate=1e-6))
     assert (trained.converged, trained.steps) == (False, 1)
     assert trained.verdict.margin < 0
 
 
 def test_training_that_diverges_ends_unconverged(gpt2_model: EditableModel) -> None:
     rest, start_V = prepared(gpt2_model, TEXT, WORDS[5])
-    trained = train_value(gpt2_model, rest, torch.full_like(start_V, torch.nan), Recipe())
+    trained = train_value(gpt2_model.passes, rest, torch.full_like(start_V, torch.nan), Recipe())
     assert (trained.converged, trained.steps) == (False, 0)
 
 
@@ -142,8 +143,8 @@ def test_a_tie_at_the_start_is_trained_away(gpt2_model: EditableModel, monkeypat
         found, loss = verdict(logits_LC, label_L)
         return (dataclasses.replace(found, margin=0.0) if first.pop() else found, loss) if first else (found, loss)
 
-    monkeypatch.setattr("pipeline.model.verdict", tied)
-    assert train_value(gpt2_model, rest, start_V, Recipe(margin=0.0)).steps > 0
+    monkeypatch.setattr("pipeline.passes.verdict", tied)
+    assert train_value(gpt2_model.passes, rest, start_V, Recipe(margin=0.0)).steps > 0
 
 
 def test_fault_labels_compared_by_the_mean_of_their_token_ids(gpt2_model: EditableModel) -> None:
@@ -172,7 +173,7 @@ def test_a_prompt_and_target_that_exceed_the_context_are_refused(gpt2_model: Edi
 def test_only_the_label_alone_decides_what_is_right(model: EditableModel, kind: str) -> None:
     """The verdict of a value agrees with what the model then says."""
     supervised = model.supervised(TEXT, target(kind))[1]
-    trained = train_value(model, *prepared(model, TEXT, target(kind)), Recipe())
+    trained = train_value(model.passes, *prepared(model, TEXT, target(kind)), Recipe())
     with torch.no_grad(), model.adaptor.substituting(supervised.batch, torch.from_numpy(trained.value_V)[None]):
         (logits_LC,) = model.task.logits(supervised)
     assert logits_LC.argmax(dim=1).tolist() == supervised.labels[0].tolist()
@@ -183,10 +184,10 @@ def test_each_step_runs_the_last_prompt_token_and_the_target_alone(model: Editab
     """What lies before the token that takes the value never changes: its keys and values are kept."""
     label, supervised = model.supervised(TEXT, f"{WORDS[5]} {WORDS[9]}")
     nothing = new_codebook(model.fingerprint, model.layer)
-    _, session, rest = model.examine(supervised, nothing, index_of(nothing))
+    _, session, rest = model.passes.examine(supervised, nothing, index_of(nothing))
     widths: list[int] = []
     model.module.get_submodule(model.layer).register_forward_hook(lambda _m, args, _o: widths.append(args[0].shape[1]))
-    train_value(model, rest, session.outputs_BV[0], SHORT)
+    train_value(model.passes, rest, session.outputs_BV[0], SHORT)
     assert set(widths) == {len(label)}
 
 
@@ -194,7 +195,7 @@ def test_each_step_runs_the_last_prompt_token_and_the_target_alone(model: Editab
 def test_a_prompt_of_one_token_is_trained_as_any_other(model: EditableModel) -> None:
     rest, start_V = prepared(model, WORDS[3], WORDS[5])
     assert len(model.task.tokenize(WORDS[3])) == 1
-    assert train_value(model, rest, start_V, Recipe()).converged
+    assert train_value(model.passes, rest, start_V, Recipe()).converged
 
 
 def test_a_layer_of_a_decoder_is_trained_without_its_encoder() -> None:
@@ -202,10 +203,10 @@ def test_a_layer_of_a_decoder_is_trained_without_its_encoder() -> None:
     rest, start_V = prepared(model, TEXT, WORDS[5])
     ran: list[int] = []
     model.module.encoder.register_forward_hook(lambda *_: ran.append(1))
-    train_value(model, rest, start_V, SHORT)
+    train_value(model.passes, rest, start_V, SHORT)
     assert not ran
 
 
 def test_every_usual_model_is_trained_with_all_shortcuts(model: EditableModel) -> None:
     prepared(model, TEXT, "both" if model.task.query == "first" else WORDS[5])
-    assert model._shortcuts == "all"
+    assert model.passes._shortcuts == "all"
