@@ -17,7 +17,7 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from pipeline.errors import UserError
-from pipeline.metrics import READY, exposition
+from pipeline.metrics import READY, STUCK, exposition
 
 
 class PortError(UserError):
@@ -110,6 +110,7 @@ class _Handler(BaseHTTPRequestHandler):
             case "/state":
                 self._send(200, "application/json", msgspec.json.encode(self.health.state()))
             case "/metrics":
+                STUCK.set(self.health.stuck() is not None)
                 self._send(200, CONTENT_TYPE_LATEST, self.health.metrics())
             case _:
                 self._send(404, "text/plain", b"try /live, /ready, /metrics or /state\n")

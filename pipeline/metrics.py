@@ -4,9 +4,12 @@ What both kinds have is in prometheus-client's own registry, with the figures of
 beside it, so that no worker shows zeros of the other kind.
 """
 
+from typing import get_args
+
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from pipeline.codebook import Codebook
+from schemas.messages import Status
 
 REPLICA = CollectorRegistry()
 EDITOR = CollectorRegistry()
@@ -19,6 +22,7 @@ CODEBOOK_TERM = Gauge("gracestream_codebook_term", "Term of that delta.")
 CODEBOOK_ENTRIES = Gauge("gracestream_codebook_entries", "Entries of the codebook in use.")
 DEGRADED = Gauge("gracestream_degraded", "1 while Redis is out of reach, else 0.")
 READY = Gauge("gracestream_ready", "1 while /ready answers 200, else 0.")
+STUCK = Gauge("gracestream_stuck", "1 while /live answers 503, else 0.")
 
 # Inference replicas.
 HEAD_SEQ = Gauge("gracestream_head_seq", "Newest delta that is live, as Redis says.", registry=REPLICA)
@@ -51,7 +55,7 @@ EDIT_SECONDS = Histogram(
 EDIT_STEPS = Histogram(
     "gracestream_edit_steps",
     "Optimisation steps of a value.",
-    buckets=(1, 2, 5, 10, 20, 30, 50, 75, 100),
+    buckets=(1, 2, 5, 10, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000),
     registry=EDITOR,
 )
 TRAFFIC = Gauge("gracestream_traffic_queries", "Unflagged recent queries in the editor's reservoir.", registry=EDITOR)
@@ -59,6 +63,12 @@ SNAPSHOT_SEQ = Gauge("gracestream_snapshot_seq", "Newest delta that a snapshot h
 SNAPSHOT_FAILURES = Counter(
     "gracestream_snapshot_failures_total", "Snapshots that could not be written.", registry=EDITOR
 )
+
+# From the first scrape on each series is there: the increase of one that begins at 1 would be none.
+for _outcome in ("ok", "error", "rejected"):
+    REQUESTS.labels(_outcome)
+for _status in (*get_args(Status), "unreadable"):
+    FEEDBACK.labels(_status)
 
 
 def show(codebook: Codebook) -> None:

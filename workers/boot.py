@@ -28,7 +28,7 @@ from pipeline.settings import Settings, misspelt
 from pipeline.tasks import Limits
 from pipeline.topics import require_topics
 from pipeline.training import Recipe
-from workers.ending import end_on_signals
+from workers.ending import end_on_signals, end_when_stuck
 
 log = structlog.get_logger()
 
@@ -57,6 +57,7 @@ def worker(kind: Literal["inference", "editor"], settings: Settings) -> Iterator
     stop = end_on_signals(settings.shutdown_timeout)
     own = metrics.REPLICA if kind == "inference" else metrics.EDITOR
     health = Health(settings.stuck_after, metrics=functools.partial(metrics.exposition, own))
+    end_when_stuck(health.stuck, stop)
     server = HealthServer(health, settings.host, settings.port)
     try:
         log.info("starting", url=server.url)

@@ -50,6 +50,9 @@ ENOUGH_BYTES = 2**20
 RETRY_SECONDS = 1.0
 """Between a failure of Kafka and the next attempt."""
 
+COUNT_SECONDS = 1.0
+"""Between two questions to Kafka how much feedback waits."""
+
 STAY_SECONDS = 1.0
 """How often the group is told that a long undo goes on."""
 
@@ -112,6 +115,8 @@ class Editor:
         self._parts, self._health, self._together = parts, health, together
         self._role: Literal["starting", "standby", "leading"] = "starting"
         self._lead: bytes | None = None
+        self._behind, self._counted = 0, -COUNT_SECONDS
+        """The feedback that waited, and when that was asked."""
         self._decided: list[Result] = []
         """On what a commit waits; none of it changes the codebook."""
         health.state = self._state
@@ -148,6 +153,7 @@ class Editor:
         """Learn the history, enter the group, and follow the one who leads; whether this editor is to lead now."""
         parts = self._parts
         self._decided.clear()
+        metrics.FEEDBACK_LAG.set(0)  # what waits is another's
         self._fold()
         parts.traffic.catch_up()
         parts.log.join()
@@ -198,7 +204,7 @@ class Editor:
             parts.traffic.read(0.0 if done else 0.05)
             parts.projection.repair()
             parts.snapshots.offer(parts.engine.codebook)
-            metrics.FEEDBACK_LAG.set(parts.log.behind())
+            self._count()
             metrics.TRAFFIC.set(len(parts.engine.traffic))
             metrics.show(parts.engine.codebook)
 
@@ -212,16 +218,24 @@ class Editor:
 
     def _edit_all(self, records: Sequence[Record], stop: threading.Event) -> None:
         """Train for what can be trained together, and then decide on one after the other."""
+        self._count(len(records))
         intake, started = self._parts.intake, time.perf_counter()
         read = [intake.read(offset, timestamp, value) for offset, timestamp, _, value in records]
         ahead = intake.train_ahead(read)
         share = (time.perf_counter() - started) / max(1, len(ahead))
-        for record, one in zip(records, read, strict=True):
+        for done, (record, one) in enumerate(zip(records, read, strict=True)):
+            self._count(len(records) - done)
             self._health.at_work("editor")
             self._parts.log.stay(STAY_SECONDS)
             if stop.is_set():
                 return
             self._edit(record, one, ahead.get(one.offset), share if one.offset in ahead else 0.0)
+
+    def _count(self, taken: int = 0) -> None:
+        """Tell how much feedback waits: what Kafka said a moment ago, and no less than what was taken of it."""
+        if (now := time.monotonic()) > self._counted + COUNT_SECONDS:
+            self._behind, self._counted = self._parts.log.behind(), now
+        metrics.FEEDBACK_LAG.set(max(self._behind, taken))
 
     def _edit(self, record: Record, read: Read, ahead: Ahead | None, earlier: float) -> None:
         """Decide, commit, fold, make live; what changes nothing is committed together with what comes next.

@@ -1,4 +1,4 @@
-"""How a worker ends: in order and soon after SIGTERM or SIGINT, and at once after a second one.
+"""How a worker ends: in order and soon after SIGTERM or SIGINT, at once after a second one, by itself where it hangs.
 
 What `end_on_signals` guarantees:
 
@@ -6,6 +6,9 @@ What `end_on_signals` guarantees:
 2. Whoever sets `stop`: a process that is still there `seconds` later is ended then, with status 1. What it had not
    committed is left to another.
 3. A second signal ends it at once.
+
+`end_when_stuck` ends one that has been stuck for `STUCK_SECONDS`, with status 1. Where nothing probes `/live`, as in
+Compose, it would be there for ever otherwise, and hold up those who wait for it to be started again.
 
 Python runs a signal's handler in the main thread and between two of its own instructions, which a call into a hung
 driver never reaches. So a thread reads the signals from the descriptor to which Python's C code writes their numbers.
@@ -16,10 +19,17 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 import structlog
 
 log = structlog.get_logger()
+
+STUCK_SECONDS = 60.0
+"""For which a worker may be stuck: as long as the probes of `deploy/kubernetes` allow for."""
+
+LOOK_SECONDS = 1.0
+"""Between two looks at whether it is."""
 
 
 def end_on_signals(seconds: float) -> threading.Event:
@@ -33,6 +43,23 @@ def end_on_signals(seconds: float) -> threading.Event:
     threading.Thread(target=_take, args=[signals, stop, seconds], name="signals", daemon=True).start()
     threading.Thread(target=_end_in_time, args=[stop, seconds], name="ending", daemon=True).start()
     return stop
+
+
+def end_when_stuck(stuck: Callable[[], str | None], stop: threading.Event) -> None:
+    """From now on, until `stop`: end the process where `stuck` has told of something for too long."""
+    threading.Thread(target=_end_when_stuck, args=[stuck, stop], name="stuck", daemon=True).start()
+
+
+def _end_when_stuck(stuck: Callable[[], str | None], stop: threading.Event) -> None:
+    since: float | None = None
+    while not stop.wait(LOOK_SECONDS):
+        reason, now = stuck(), time.monotonic()
+        since = None if reason is None else since or now
+        if since is not None and now - since > STUCK_SECONDS:
+            log.error(
+                "ended_as_stuck", reason=reason, remedy="set GRACESTREAM_STUCK_AFTER higher where work takes that long"
+            )
+            os._exit(1)
 
 
 def _take(signals: socket.socket, stop: threading.Event, seconds: float) -> None:

@@ -21,6 +21,7 @@ from pipeline.projection import Projection
 from pipeline.radius_store import RadiusStore
 from pipeline.rewriting import Rewritten
 from pipeline.snapshot_store import SnapshotStore
+from workers import ending
 
 log = structlog.get_logger()
 
@@ -98,6 +99,12 @@ def train_slowly(seconds: float) -> None:
                 return done
 
     setattr(editing, "train_value", trained)  # noqa: B010
+
+
+def hang(patience: float) -> None:
+    """From now on the first value that is trained alone is so for ever, and a process may be stuck for so long."""
+    ending.STUCK_SECONDS = patience
+    train_slowly(float("inf"))
 
 
 def undo_slowly(seconds: float) -> None:

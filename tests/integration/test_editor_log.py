@@ -17,13 +17,14 @@ from pipeline.replay import replay_deltas
 from pipeline.settings import Settings
 from pipeline.topics import EDITS, REQUESTS, create_topics
 from schemas.messages import Feedback
-from tests.chaos.dying import train_slowly, undo_slowly
+from tests.chaos.dying import hang, train_slowly, undo_slowly
 from tests.integration.forked import Forked
 from tests.integration.history import History
 from tests.integration.running import (
     Users,
     deltas_in_log,
     flag,
+    metric,
     outcomes_in_log,
     question,
     records,
@@ -216,6 +217,8 @@ def test_a_leader_whose_edit_does_not_end_loses_the_lead_in_time_and_stops_when_
             wait_until(lambda: "training_slowly" in stuck.said())
             wait_until(lambda: leads(standby), settings.stuck_after + ALLOWANCE, "a take-over in time")
             assert stuck.live()[0] == 503
+            assert metric(stuck.port, "gracestream_stuck") == 1
+            assert metric(stuck.port, "gracestream_feedback_lag") == 1
             wait_until(lambda: outcomes_in_log(settings))
             assert stuck.wait(60) == 1
             assert "set GRACESTREAM_STUCK_AFTER higher" in stuck.said()
@@ -223,6 +226,19 @@ def test_a_leader_whose_edit_does_not_end_loses_the_lead_in_time_and_stops_when_
             assert users.correct(flag("g", PROMPTS[1], "river"))["g"].seq == 4
     assert [outcome.feedback_id for outcome in outcomes_in_log(settings)] == ["f", "g"]
     assert [(delta.term, delta.op) for delta in deltas_in_log(settings)][:3] == [(1, "lead"), (2, "lead"), (2, "add")]
+
+
+def test_an_editor_whose_edit_does_not_end_ends_itself(deployment: Settings, users: Users, folder: Path) -> None:
+    settings = deployment.model_copy(update={"stuck_after": 3.0})
+    with Forked("stuck", "edit", settings, folder, sabotage=partial(hang, 2.0)) as stuck:
+        stuck.wait_ready(90)
+        assert metric(stuck.port, "gracestream_stuck") == 0
+        users.client.send([flag("f", PROMPTS[0], "museum")])
+        assert stuck.wait(60) == 1
+        assert "ended_as_stuck" in stuck.said()
+        assert "the editor is stuck: it has been at one thing for" in stuck.said()
+    with Forked("next", "edit", settings, folder), users.client.outcomes() as outcomes:
+        assert outcomes.wait(["f"], 60)["f"].status == "added"
 
 
 def test_an_undo_may_take_longer_than_an_edit(deployment: Settings, users: Users, folder: Path) -> None:

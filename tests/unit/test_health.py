@@ -56,10 +56,12 @@ def test_a_part_that_is_at_one_thing_for_too_long_is_named_until_it_is_done(
     time.sleep(2 * STUCK_AFTER)
     status, reason = get("/live")
     assert status == 503
+    assert "gracestream_stuck 1.0" in get("/metrics")[1].splitlines()
     assert reason.startswith("the model is stuck: it has been at one thing for ")
     go_on.set()
     thread.join()
     assert get("/live") == (200, "ok\n")
+    assert "gracestream_stuck 0.0" in get("/metrics")[1].splitlines()
 
 
 def test_a_part_that_goes_from_one_thing_to_the_next_is_not_stuck(health: Health) -> None:
@@ -100,3 +102,10 @@ def test_each_kind_of_worker_shows_its_own_metrics_and_the_shared_ones(
     assert {"gracestream_codebook_seq", "gracestream_ready"} <= shown["replica"] & shown["editor"]
     assert "gracestream_head_seq" in shown["replica"] - shown["editor"]
     assert "gracestream_feedback_lag" in shown["editor"] - shown["replica"]
+
+
+@pytest.mark.parametrize("series", ['feedback_total{status="rejected"}', 'requests_total{outcome="ok"}'])
+def test_a_count_is_there_before_the_first_that_it_counts(series: str) -> None:
+    """What Prometheus calls an increase begins with the second value that it sees."""
+    told = metrics.exposition(metrics.REPLICA, metrics.EDITOR).decode().splitlines()
+    assert any(line.startswith(f"gracestream_{series} ") for line in told)
