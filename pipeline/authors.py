@@ -20,6 +20,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from pipeline.errors import UserError
 from pipeline.signing import public_key
+from schemas.messages import Id
 
 log = structlog.get_logger()
 
@@ -88,6 +89,7 @@ def parse(raw: bytes, path: Path) -> Authors:
     authors = {}
     for name, fields in entries.items():
         try:
+            msgspec.convert(name, Id)
             entry = msgspec.convert(fields, _Entry)
             keys = tuple(public_key(key) for key in entry.keys)
         except ValueError as error:

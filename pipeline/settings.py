@@ -96,7 +96,7 @@ class Settings(BaseSettings):
     )
     guard: bool = Field(True, description="Give an earlier edit an entry of its own when a new one takes its query.")
     traffic: int = Field(512, ge=0, description="Unflagged recent queries that new radii keep clear of; 0: none.")
-    seed: int = Field(0, description="Seed of everything random in the editor.")
+    seed: int = Field(0, ge=0, lt=2**32, description="Seed of everything random in the editor.")
 
     max_steps: int = Field(100, ge=1, description="Optimisation steps after which an edit is given up.")
     learning_rate: FiniteFloat = Field(2.0, gt=0, le=1e6, description="Adam's learning rate for values.")

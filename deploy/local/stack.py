@@ -112,7 +112,12 @@ def running_stack(
     Raises:
         StackError: something did not start; the text says what, why, and where its log is.
     """
-    data.mkdir(parents=True, exist_ok=True)
+    try:
+        data.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise StackError(f"{data} is no folder") from error
+    except OSError as error:
+        raise StackError(f"the folder {data} cannot be made: {error.strerror}") from error
     with ExitStack() as stack:
         first = load_settings(**chosen)
         chosen["layer"] = layer_of(first)

@@ -276,6 +276,16 @@ class TestHistory:
         assert row.count(wide) == 2, "as the feedback's id and as the entry's"
         assert wide in run("inspect", wide, settings=running).told()
 
+    def test_inspect_steers_no_terminal(self, run: Callable[..., Command], running: Settings) -> None:
+        hostile = "\x1b[2J\x9b8m\u202e\U000e0001 ü"
+        given = {"inputs": PROMPTS[10], "target": "museum", "feedback_id": hostile}
+        assert status_of(run("correct", settings=running, given=json.dumps(given))) == 0
+        table = run("inspect", settings=running).told()
+        assert "\\x1b[2J\\x9b8m\\u202e\\U000e0001 ü" in table
+        told = run("inspect", "--json", settings=running).told()
+        assert hostile in [step["feedback_id"] for step in lines(told)]
+        assert not {one for one in table + told if not one.isprintable()} - {"\n"}
+
     @pytest.mark.parametrize("command", ["replay", "inspect"])
     def test_a_deployment_without_topics_is_told_how_to_make_them(
         self, run: Callable[..., Command], kafka: str, redis_url: str, prefix: str, command: str

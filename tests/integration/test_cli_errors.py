@@ -79,11 +79,39 @@ def test_a_layer_that_does_not_exist(run: Callable[..., Command], deployment: Se
     assert "model.layers.0" in said
 
 
-@pytest.mark.parametrize("given", [("replay", "--at", "yesterday"), ("diff", "1", "yesterday")])
+@pytest.mark.parametrize(
+    "given", [("replay", "--at", "yesterday"), ("diff", "1", "yesterday"), ("diff", "1", "9" * 5000)]
+)
 def test_a_time_that_is_none_is_told_before_anything_is_asked(run: Callable[..., Command], given: list[str]) -> None:
     ran = run(*given, kafka=f"127.0.0.1:{free_port()}", startup_timeout=600)
     assert status_of(ran) == 2
     assert "like 2026-11-20T18:00:00" in " ".join(ran.said().split())
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        (("send", "none.jsonl"), "none.jsonl: No such file or directory"),
+        (("correct", "deep.jsonl"), "deep.jsonl, line 1 is nested too deeply"),
+        (("undo", ""), "Expected `str` of length >= 1"),
+        (("keys", "new", "--author", ""), "--author '': Expected `str` of length >= 1"),
+    ],
+)
+def test_what_is_wrong_with_what_is_given_is_told_before_anything_is_asked(
+    run: Callable[..., Command], tmp_path: Path, given: list[str], complaint: str
+) -> None:
+    (tmp_path / "deep.jsonl").write_text("[" * 100_000)
+    there = [str(tmp_path / one) if one.endswith(".jsonl") else one for one in given]
+    ran = run(*there, kafka=f"127.0.0.1:{free_port()}", startup_timeout=600)
+    assert status_of(ran) == 2
+    assert complaint in " ".join(ran.said().replace("│", " ").split())
+
+
+def test_a_file_where_data_are_to_go(run: Callable[..., Command], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert sentence(run("up", "--data", str(tmp_path / "file"))) == f"{tmp_path / 'file'} is no folder"
+    inside = tmp_path / "file" / "folder"
+    assert sentence(run("up", "--data", str(inside))) == f"the folder {inside} cannot be made: Not a directory"
 
 
 def test_ctrl_c_while_a_command_is_still_being_loaded(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ class TestList:
         long = json.dumps({"inputs": "ü" * 500}, ensure_ascii=False).encode()
         set_aside(deployment, "feedback", long, b"\xff\x1b", key=b"\xfe")
         command = run("dlq", "list", "feedback", "--json", settings=deployment)
-        assert command.told().isascii()
+        assert not {one for one in command.told() if not one.isprintable()} - {"\n"}
         first, second = (json.loads(line) for line in command.told().splitlines())
         assert first["value"].encode() == long
         assert (first["queue"], first["offset"], first["source_offset"]) == ("feedback.dlq", 0, 0)

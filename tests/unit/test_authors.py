@@ -45,6 +45,8 @@ def test_a_list_may_be_empty(path: Path) -> None:
         ('ann = { keys = ["x"] }', r"author 'ann': "),
         ('ann = { keys = ["AAAA"] }', r"author 'ann': it has 3 bytes, and an Ed25519 key has 32"),
         (ANN.replace("}", ", per_minute = -1 }"), r"author 'ann': .*at `\$.per_minute`"),
+        (ANN.replace("ann", '""'), r"author '': .*length >= 1"),
+        (ANN.replace("ann", "a" * 257), r"author 'a+': .*length <= 256"),
         (ANN.replace("}", ", per_minut = 5 }"), r"author 'ann': .*unknown field `per_minut`"),
     ],
 )

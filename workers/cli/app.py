@@ -1,6 +1,7 @@
 """The command line. Commands are thin: each reads its options and calls a module whose name says what it does."""
 
 import errno
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -30,6 +31,8 @@ for group in (local, work, traffic, keys, dead_letters, history, snapshots, tuni
 
 def run(arguments: Sequence[str] | None = None) -> None:
     """Run a command; what goes wrong in an expected way is one sentence on standard error and exit status 1."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8 shows what it can
     try:
         app(args=list(arguments) if arguments is not None else None, standalone_mode=True)
     except EXPECTED as error:

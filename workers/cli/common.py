@@ -1,5 +1,6 @@
 """What the commands share: options, the errors that are one sentence, JSON lines, tables."""
 
+import codecs
 import json
 import sys
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,7 @@ from rich.text import Text
 from pipeline.clients import await_kafka
 from pipeline.errors import UserError
 from pipeline.settings import Settings, load_settings
+from schemas.messages import printable
 
 EXPECTED = (UserError, KafkaError, RedisError)
 """What can go wrong without a defect in the program: one sentence, and exit status 1."""
@@ -65,14 +67,22 @@ def read_raw_lines(path: Path) -> Iterator[tuple[int, Any, bytes]]:
             if line.strip():
                 try:
                     yield number, json.loads(line.strip().decode()), line.strip()
+                except RecursionError:
+                    raise typer.BadParameter(f"{path}, line {number} is nested too deeply") from None
                 except ValueError as error:
                     why = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
                     raise typer.BadParameter(f"{path}, line {number} is not JSON: {why}") from error
 
 
 def say(fields: object) -> None:
-    """One JSON line on standard output, at once."""
-    print(json.dumps(fields, ensure_ascii=False), flush=True)
+    """One JSON line on standard output, at once.
+
+    What does not print is escaped, since a hostile value may steer a terminal; where standard output is not UTF-8, so
+    is all that is not ASCII.
+    """
+    utf8 = codecs.lookup(sys.stdout.encoding or "ascii").name == "utf-8"
+    text = json.dumps(fields, ensure_ascii=not utf8)
+    print("".join(one if one.isprintable() else json.dumps(one)[1:-1] for one in text), flush=True)
 
 
 def tell(fields: Mapping[str, object], *, as_json: bool) -> None:
@@ -82,8 +92,13 @@ def tell(fields: Mapping[str, object], *, as_json: bool) -> None:
         return
     table = Table("field", Column("value", overflow="fold"))
     for field, value in fields.items():
-        table.add_row(field, Text(str(value)))  # as it is: no markup
+        table.add_row(field, cell(str(value)))
     show(table)
+
+
+def cell(*lines: str) -> Text:
+    """A cell of a table that shows texts as they are, each on a line: no markup, and nothing that steers a terminal."""
+    return Text("\n".join(map(printable, lines)))
 
 
 def show(table: Table) -> None:

@@ -1,17 +1,15 @@
 """`dlq list` and `dlq replay`: the records that were set aside, and another try for them."""
 
 import base64
-import json
 from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
 from rich.table import Column, Table
-from rich.text import Text
 
 from pipeline.dead_letters import QUEUES, DeadLetterError, Letter, Source, letters, replay
 from schemas.messages import printable
-from workers.cli.common import AsJson, Kafka, Prefix, connected, notes, screen, show
+from workers.cli.common import AsJson, Kafka, Prefix, cell, connected, notes, say, screen, show
 
 SHOWN = 100
 """Characters of a value in the table."""
@@ -47,7 +45,7 @@ def list_letters(
     found = [letter for source in _sources(of) for letter in letters(settings, source, last=limit)]
     if as_json:
         for letter in found:
-            print(json.dumps(_told(letter)))  # ASCII alone: a hostile value may steer a terminal
+            say(_told(letter))
         return
     if not found:
         notes.print(f"no dead letters of {' or '.join(_sources(of))}")
@@ -56,7 +54,7 @@ def list_letters(
         "queue", "offset", "time", Column("reason", overflow="fold"), "from", "bytes", Column("value", overflow="fold")
     )
     for letter in found:
-        table.add_row(*(Text(cell) for cell in _row(letter)))  # as it is: no markup
+        table.add_row(*map(cell, _row(letter)))
     show(table)
 
 
@@ -96,7 +94,7 @@ def _row(letter: Letter) -> tuple[str, ...]:
         letter.queue,
         str(letter.offset),
         datetime.fromtimestamp(letter.timestamp, UTC).strftime("%Y-%m-%d %H:%M:%S"),
-        printable(letter.reason),
+        letter.reason,
         f"{letter.source_partition}/{letter.source_offset}",
         f"{letter.size}{', cut' if letter.cut else ''}",
         f"{shown[:SHOWN]}…" if len(shown) > SHOWN or len(letter.value or b"") > 4 * SHOWN else shown,

@@ -13,12 +13,11 @@ import msgspec
 import typer
 from msgspec import UNSET
 from rich.table import Column, Table
-from rich.text import Text
 
 from pipeline.client import Client, Replies, SignedFeedback
 from pipeline.settings import Settings
-from schemas.messages import Feedback, Outcome, Prediction, Request, decode, in_one_text, printable
-from workers.cli.common import notes, say, show
+from schemas.messages import Feedback, Outcome, Prediction, Request, decode, in_one_text
+from workers.cli.common import cell, notes, say, show
 
 Sent = Request | Feedback | SignedFeedback
 R = TypeVar("R", Prediction, Outcome)
@@ -103,7 +102,7 @@ def _table(messages: Sequence[Sent], came: Mapping[str, Prediction | Outcome]) -
     names = list(dict.fromkeys(name for row in rows for name in row))
     table = Table(*(Column(name, overflow="fold") for name in names))
     for row in rows:
-        table.add_row(*(Text(printable(row.get(name, ""))) for name in names))
+        table.add_row(*(cell(row.get(name, "")) for name in names))
     return table
 
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from pipeline.experiments.report import Asked
 
 
-MOST_SEED = 2**63 - 1
-"""Torch's generators take no larger one."""
+MOST_SEED = 2**32 - 1
+"""As an editor's."""
 
 
 class Name(StrEnum):

@@ -25,6 +25,7 @@ from workers.cli.common import (
     Layer,
     Model,
     Prefix,
+    cell,
     connected,
     counted,
     notes,
@@ -33,6 +34,9 @@ from workers.cli.common import (
     show,
     tell,
 )
+
+MOST_DIGITS = 18
+"""Of a delta's number."""
 
 
 def register(app: typer.Typer) -> None:
@@ -115,7 +119,7 @@ def inspect(
     fold = [Column(name, overflow="fold") for name in ("feedback", "inputs", "target", "entries")]
     table = Table("seq", "term", "time", "op", *fold)
     for step in steps:
-        table.add_row(*(Text(cell) for cell in _row(step)))  # as it is: no markup
+        table.add_row(*_row(step))
     show(table)
     if served is not None:
         count = counted(served.count, "answer", "answers")
@@ -124,7 +128,7 @@ def inspect(
             table = Table("time", Column("request", overflow="fold"), "distance", "radius", "replica")
             for hit in served.recent:
                 near = (f"{hit.distance:.4g}", f"{hit.radius:.4g}")
-                table.add_row(*(Text(cell) for cell in (_clock(hit.timestamp), hit.request_id, *near, hit.replica)))
+                table.add_row(*map(cell, (_clock(hit.timestamp), hit.request_id, *near, hit.replica)))
             show(table)
 
 
@@ -150,13 +154,13 @@ def compare(
     title = counted(len(found.inputs), "input is answered otherwise", "inputs are answered otherwise")
     table = Table(*fold, title=title)
     for change in found.inputs:
-        cells = (change.inputs, change.before or "(the model's own)", change.after or "(the model's own)")
-        table.add_row(*(Text(cell) for cell in (*cells, change.feedback_id)))
+        answers = (change.before or "(the model's own)", change.after or "(the model's own)")
+        table.add_row(*map(cell, (change.inputs, *answers, change.feedback_id)))
     show(table)
     title = counted(len(found.entries), "entry differs", "entries differ")
     table = Table(Column("entry", overflow="fold"), "what", title=title)
     for entry_id, what in found.entries.items():
-        table.add_row(Text(entry_id), Text(what))
+        table.add_row(cell(entry_id), cell(what))
     show(table)
 
 
@@ -195,7 +199,9 @@ def _branched(settings: Settings, prefix: str, codebook: str, records: list[byte
 
 
 def _point(given: str) -> int | datetime:
-    return int(given) if given.isdecimal() else _time(given, "is neither a delta's number nor a time")
+    if given.isdecimal() and len(given) <= MOST_DIGITS:
+        return int(given)
+    return _time(given, "is neither a delta's number nor a time")
 
 
 def _time(given: str, wrong: str) -> datetime:
@@ -207,11 +213,12 @@ def _time(given: str, wrong: str) -> datetime:
     return time if time.tzinfo else time.replace(tzinfo=UTC)
 
 
-def _row(step: Step) -> tuple[str, ...]:
-    entries = "\n".join(f"{entry_id} {what}" for entry_id, what in step.entries.items())
+def _row(step: Step) -> list[Text]:
+    entries = (f"{entry_id} {what}" for entry_id, what in step.entries.items())
     whose = "" if step.feedback_id is None else step.feedback_id + (f" by {step.author}" if step.author else "")
     inputs = f"(undoes {', '.join(step.undoes)})" if step.undoes else step.inputs or ""
-    return (str(step.seq), str(step.term), _clock(step.timestamp), step.op, whose, inputs, step.target or "", entries)
+    texts = (str(step.seq), str(step.term), _clock(step.timestamp), step.op, whose, inputs, step.target or "")
+    return [*map(cell, texts), cell(*entries)]
 
 
 def _clock(timestamp: float) -> str:

@@ -4,12 +4,13 @@ import json
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from pipeline.client import feedback_text
 from pipeline.settings import load_settings
 from pipeline.signing import new_key_file, read_key_file, sign, spelled
-from schemas.messages import InvalidMessage
+from schemas.messages import Id, InvalidMessage
 from workers.cli.common import Codebook, Lines, notes, read_lines
 
 Author = Annotated[str, typer.Option("--author", help="The author's name, as in the list of authors.")]
@@ -35,6 +36,10 @@ def new(
 
     Example: gracestream keys new --author ann --output ann.pem >> authors.toml
     """
+    try:
+        msgspec.convert(author, Id)
+    except msgspec.ValidationError as error:
+        raise typer.BadParameter(f"--author {author!r}: {error}") from error
     key = new_key_file(output)
     notes.print(f"the private key is in {output}; keep it to yourself")
     print(f'{json.dumps(author, ensure_ascii=False)} = {{ keys = ["{spelled(key.public_key())}"] }}')

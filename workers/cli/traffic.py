@@ -8,6 +8,7 @@ import typer
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from pipeline.client import Client, SignedFeedback, feedback, feedback_text, request, signed_feedback
+from pipeline.settings import load_settings
 from pipeline.signing import read_key_file, sign
 from schemas.messages import Feedback, InvalidMessage, Request
 from workers.cli.common import Codebook, Kafka, Lines, Prefix, connected, read_raw_lines
@@ -40,8 +41,8 @@ def send(
     Ends with status 1 where an answer is an error or does not come.
     Example: echo '{"inputs": "The capital of Mongolia is"}' | gracestream send
     """
-    settings = connected(kafka=kafka, prefix=prefix)
     requests = _read(lines, lambda fields, _: request(fields))
+    settings = connected(kafka=kafka, prefix=prefix)
     exchange(settings, requests, Client.predictions, wait=wait, timeout=timeout, as_json=as_json)
 
 
@@ -60,8 +61,8 @@ def correct(
     Ends with status 1 where one is `rejected` or does not come.
     Example: echo '{"inputs": "The capital of Mongolia is", "target": "Ulaanbaatar"}' | gracestream correct
     """
-    settings = connected(kafka=kafka, prefix=prefix)
     corrections = _read(lines, _correction)
+    settings = connected(kafka=kafka, prefix=prefix)
     exchange(settings, corrections, Client.outcomes, wait=wait, timeout=timeout, as_json=as_json)
 
 
@@ -91,8 +92,9 @@ def undo(
     if key is not None and by is None:
         raise typer.BadParameter("--key signs in the name of an author, so it needs --by")
     private = None if key is None else read_key_file(key)
+    signed_for = load_settings(codebook=codebook).codebook
+    undos = [_undo(fields, by, private, signed_for) for fields in wanted]
     settings = connected(kafka=kafka, prefix=prefix, codebook=codebook)
-    undos = [_undo(fields, by, private, settings.codebook) for fields in wanted]
     exchange(settings, undos, Client.outcomes, wait=wait, timeout=timeout, as_json=as_json)
 
 
