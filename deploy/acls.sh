@@ -77,6 +77,7 @@ allow "$USER_PRINCIPAL" Read predictions edits
 allow_group "$USER_PRINCIPAL" "${PREFIX}user-" prefixed
 allow "$CORRECTOR_PRINCIPAL" Write feedback
 allow "$CORRECTOR_PRINCIPAL" Read edits
+allow_group "$CORRECTOR_PRINCIPAL" "${PREFIX}user-" prefixed
 
 # Those who run it: `gracestream topics`, `replay`, `inspect`, `snapshot`, and a look into the dead letters. They write
 # where a snapshot lies, and no other record.

@@ -16,6 +16,12 @@ BY_AGE = {**KAFKAS_CLOCK, "cleanup.policy": "delete", "retention.ms": str(7 * 24
 REJECTED = {**BY_AGE, "max.message.bytes": str(MAX_DELTA_BYTES)}
 """A record as large as its own topic takes goes here with headers on top."""
 
+BROKERS_CHOICE = -1
+"""In place of a number of copies."""
+
+SAFE_COPIES, SAFE_IN_SYNC = 3, {"min.insync.replicas": "2"}
+"""From so many copies on a record counts as written once two brokers have it: one may be lost, and one away."""
+
 
 @dataclass(frozen=True, slots=True)
 class Topic:
@@ -57,13 +63,13 @@ class TopicError(UserError):
     """A topic that exists, but not as it must; the text says what to change."""
 
 
-def create_topics(settings: Settings, partitions: int, replication: int) -> list[str]:
+def create_topics(settings: Settings, partitions: int, replication: int = BROKERS_CHOICE) -> list[str]:
     """Create what is missing and check what is there; the names of those created.
 
     Args:
         settings: Which cluster, and the prefix of names.
         partitions: Of `requests` and `predictions`.
-        replication: Copies of each partition.
+        replication: Copies of each partition; else the broker's `default.replication.factor`.
 
     Raises:
         TopicError: a topic that was there is not as it must be.
@@ -74,7 +80,8 @@ def create_topics(settings: Settings, partitions: int, replication: int) -> list
         missing = sorted(set(wanted) - set(client.list_topics()))
         for name in missing:
             topic = wanted[name]
-            new = NewTopic(name, topic.partitions or partitions, replication, topic_configs=topic.config)
+            config = topic.config | (SAFE_IN_SYNC if replication >= SAFE_COPIES else {})
+            new = NewTopic(name, topic.partitions or partitions, replication, topic_configs=config)
             try:
                 client.create_topics([new], wait_for_metadata=True)
             except TopicAlreadyExistsError:

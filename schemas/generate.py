@@ -99,7 +99,9 @@ def json_schema(kind: type[Struct]) -> Json:
 
 def _channel(topic: str, message: str, description: str, *, partitions: int | None = 1, **configuration: Any) -> Json:
     """One topic. Without `partitions` there are as many as the deployment gives it; by age is Kafka's own cleanup."""
-    cleanup = {"cleanup.policy": configuration.pop("cleanup", ["delete"])}
+    cleanup: Json = {"cleanup.policy": configuration.pop("cleanup", ["delete"])}
+    if cleanup["cleanup.policy"] == ["delete"]:
+        cleanup["message.timestamp.type"] = "LogAppendTime"
     kafka: Json = {} if partitions is None else {"partitions": partitions}
     return {
         "address": "{prefix}" + topic,
@@ -114,7 +116,7 @@ def _channel(topic: str, message: str, description: str, *, partitions: int | No
 
 
 def _channels() -> Json:
-    forever = {"retention.ms": -1, "retention.bytes": -1}
+    forever, large = {"retention.ms": -1, "retention.bytes": -1}, {"max.message.bytes": 64 * 2**20}
     dead = "Records of `{}` that are no valid message, byte for byte, under their own key. Kept by age."
     return {
         "requests": _channel(
@@ -147,6 +149,7 @@ def _channels() -> Json:
             "The history of the codebook, totally ordered; the codebook is a fold over it. Written by the one editor, "
             "in transactions; read committed, by every replica without a group. Never deleted, never compacted.",
             **forever,
+            **large,
         ),
         "snapshots": _channel(
             "snapshots",
@@ -154,16 +157,17 @@ def _channels() -> Json:
             "Manifests of codebook snapshots, for starting replicas. Compacted: the newest manifest of each key stays.",
             cleanup=["compact"],
         ),
-        "requests.dlq": _channel("requests.dlq", "rejected", dead.format("requests")),
-        "feedback.dlq": _channel("feedback.dlq", "rejected", dead.format("feedback")),
+        "requests.dlq": _channel("requests.dlq", "rejected", dead.format("requests"), **large),
+        "feedback.dlq": _channel("feedback.dlq", "rejected", dead.format("feedback"), **large),
     }
 
 
-def _message(name: str, title: str, key: str, content: str = "application/json") -> Json:
+def _message(name: str, title: str, key: str, content: str = "application/json", **headers: Any) -> Json:
     return {
         "name": name,
         "title": title,
         "contentType": content,
+        **headers,
         "payload": {
             "schemaFormat": "application/schema+json;version=draft-07",
             "schema": {"$ref": f"json/{name}.schema.json"},
@@ -200,6 +204,27 @@ def _rejected() -> Json:
     }
 
 
+def _of_an_edit() -> Json:
+    """Headers of an outcome, as UTF-8 text."""
+    number = {"type": "string", "pattern": r"^[0-9]+$"}
+    decided = "Only of feedback that was decided on and changed nothing: "
+    properties = {
+        "feedback_offset": number | {"description": "Offset of the feedback record, in decimal."},
+        "author": {"type": "string", "description": "Whose rate it counts towards, where it was let in."},
+        "admitted": number | {"description": "Milliseconds since 1970 at which it was let in."},
+        "term": number | {"description": f"{decided}the term of the codebook that it was decided on."},
+        "codebook_seq": number | {"description": f"{decided}the newest delta of that codebook."},
+        "seen": {"description": f"{decided}what it saw of the traffic, in JSON."},
+    }
+    return {"type": "object", "required": ["feedback_offset"], "properties": properties}
+
+
+def _replayed() -> Json:
+    """Headers of a record that may be a dead letter which was sent again."""
+    told = "Only of a dead letter that was sent again: its queue and its offset there, as `feedback.dlq/17`."
+    return {"type": "object", "properties": {"replayed_from": {"type": "string", "description": told}}}
+
+
 def _operation(action: str, channel: str, summary: str) -> Json:
     return {"action": action, "channel": {"$ref": f"#/channels/{channel}"}, "summary": summary}
 
@@ -214,7 +239,6 @@ def asyncapi() -> Json:
             "description": "Corrects deployed transformer models while they serve. Fields that a reader does not know "
             "are ignored; `v` is the version of a message's schema. Record timestamps are Kafka's. "
             "Operations are those of gracestream; users do the counterpart.",
-            "license": {"name": "Apache-2.0"},
         },
         "defaultContentType": "application/json",
         "servers": {
@@ -244,10 +268,10 @@ def asyncapi() -> Json:
                 "prefix": {"default": "", "description": "GRACESTREAM_PREFIX, so that deployments can share a cluster."}
             },
             "messages": {
-                "request": _message("request", "A question to the model", "Any."),
+                "request": _message("request", "A question to the model", "Any.", headers=_replayed()),
                 "prediction": _message("prediction", "The answer to one request", "`request_id`."),
-                "feedback": _message("feedback", "A correction, or the undo of one", "Any."),
-                "edit": _message("edit", "What became of one feedback record", "`feedback_id`."),
+                "feedback": _message("feedback", "A correction, or the undo of one", "Any.", headers=_replayed()),
+                "edit": _message("edit", "What became of one feedback record", "`feedback_id`.", headers=_of_an_edit()),
                 "delta": _message("delta", "One step of a codebook's history", "Any.", "application/msgpack"),
                 "snapshot": _message(
                     "snapshot", "Where a snapshot of a codebook lies", "What compaction keeps one of."

@@ -134,7 +134,7 @@ def _in_docker(which: Literal["kafka", "redis"], report: Callable[[str], None]) 
         containers.kafka_container() if which == "kafka" else containers.redis_container()
     )
     image = containers.kafka_image() if which == "kafka" else containers.REDIS_IMAGE
-    report(f"starting {image} in Docker")
+    report(f"starting {image} in Docker; what it holds goes when it stops")
     with ExitStack() as running:
         address = None
         try:

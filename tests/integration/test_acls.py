@@ -147,7 +147,7 @@ class TestRights:
             ("editor", {"editor"}),
             ("replica", {"inference"}),
             ("user", {"user-analytics"}),
-            ("corrector", set()),
+            ("corrector", {"user-analytics"}),
             ("operator", set()),
             ("resender", set()),
         ],

@@ -43,8 +43,9 @@ class TestTopics:
         assert {topic["name"].removeprefix(prefix): len(topic["partitions"]) for topic in described} == {
             topic.name: topic.partitions or 3 for topic in TOPICS
         }
+        assert first.said().startswith("there is one copy of each topic: ")
         again = run("topics", "--partitions", "3", settings=settings)
-        assert (status_of(again), again.told()) == (0, "all topics are there\n")
+        assert (status_of(again), again.told(), again.said()) == (0, "all topics are there\n", "")
         more = sentence(run("topics", "--partitions", "4", settings=settings))
         assert more == f"{prefix}requests has 3 partitions, not 4; kafka-topics.sh adds some"
         safer = sentence(run("topics", "--replication", "3", settings=settings))

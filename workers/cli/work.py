@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from pipeline.settings import Settings, load_settings
-from pipeline.topics import DELTAS, REQUESTS, TopicError, create_topics, layout
-from workers.cli.common import Codebook, Kafka, Layer, Model, Prefix, Redis, connected, counted, screen
+from pipeline.topics import BROKERS_CHOICE, DELTAS, REQUESTS, TopicError, create_topics, layout
+from workers.cli.common import Codebook, Kafka, Layer, Model, Prefix, Redis, connected, counted, notes, screen
 
 PARTITIONS = 8
 
@@ -26,7 +26,7 @@ def topics(
         int | None, typer.Option(min=1, help="Of requests and predictions: the most replicas; 8 where it is not said.")
     ] = None,
     replication: Annotated[
-        int | None, typer.Option(min=1, help="Copies of each partition; 1 where it is not said.")
+        int | None, typer.Option(min=1, help="Copies of each partition; else the broker's default.")
     ] = None,
 ) -> None:
     """Create the topics that are missing, and check those that are there.
@@ -34,9 +34,11 @@ def topics(
     Example: gracestream topics --kafka broker:9092 --partitions 32 --replication 3
     """
     settings = connected(kafka=kafka, prefix=prefix)
-    created = create_topics(settings, partitions or PARTITIONS, replication or 1)
+    created = create_topics(settings, partitions or PARTITIONS, replication or BROKERS_CHOICE)
     screen.print(f"created: {', '.join(created)}" if created else "all topics are there", soft_wrap=True)
     has_partitions, has_replication = layout(settings)
+    if created and has_replication == 1:
+        notes.print("there is one copy of each topic: the history is lost with its broker; --replication 3 keeps three")
     if partitions not in (None, has_partitions):
         raise TopicError(
             f"{settings.topic(REQUESTS)} has {has_partitions} partitions, not {partitions}; kafka-topics.sh adds some"

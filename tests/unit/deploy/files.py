@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy"
 COMPOSE = ROOT / "docker-compose.yml"
 COMPOSE_CPU = DEPLOY / "compose.cpu.yml"
+COMPOSE_EXTERNAL = DEPLOY / "compose.external.yml"
 KUBERNETES = DEPLOY / "kubernetes"
 DOCKERFILE = DEPLOY / "image" / "Dockerfile"
 PROMETHEUS = DEPLOY / "prometheus"
@@ -29,9 +30,9 @@ ComposeLoader.add_constructor("!reset", lambda _loader, _node: RESET)
 
 
 def merged(base: Any, over: Any) -> Any:
-    """`over` laid over `base`, as Compose does with mappings; lists stay out of our override."""
+    """`over` laid over `base`, as Compose does with mappings; no override of ours has a list where there is one."""
     if not isinstance(base, dict) or not isinstance(over, dict):
-        assert not isinstance(over, list), "Compose would append to the list below"
+        assert not isinstance(over, list) or base is None, "Compose would append to the list below"
         return over
     both = base | {key: merged(base.get(key), value) for key, value in over.items()}
     return {key: value for key, value in both.items() if value is not RESET}

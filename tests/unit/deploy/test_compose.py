@@ -9,6 +9,7 @@ from jsonschema import Draft202012Validator
 
 from tests.unit.deploy.files import (
     COMPOSE_CPU,
+    COMPOSE_EXTERNAL,
     DEPLOY,
     DOCKERFILE,
     PROJECT,
@@ -16,7 +17,11 @@ from tests.unit.deploy.files import (
     compose,
 )
 
-COMPOSE_FILES = [pytest.param((), id="gpu"), pytest.param((COMPOSE_CPU,), id="cpu")]
+COMPOSE_FILES = [
+    pytest.param((), id="gpu"),
+    pytest.param((COMPOSE_CPU,), id="cpu"),
+    pytest.param((COMPOSE_CPU, COMPOSE_EXTERNAL), id="external"),
+]
 
 
 class TestCompose:
@@ -41,6 +46,17 @@ class TestCompose:
         assert "deploy" not in editor
         assert editor["build"]["args"]["VARIANT"] == "cpu"
         assert editor["image"] == compose()["services"]["inference"]["image"]
+
+    def test_what_is_there_already_is_not_started_and_nobody_waits_for_it(self) -> None:
+        services = compose(COMPOSE_EXTERNAL)["services"]
+        left = {name: service for name, service in services.items() if not service.get("profiles")}
+        assert left.keys() == {"topics", "editor", "inference"}
+        for service in left.values():
+            needed = {name for name, how in service["depends_on"].items() if how.get("required", True)}
+            assert needed <= {"topics"}
+            for name in ("GRACESTREAM_KAFKA", "GRACESTREAM_REDIS"):
+                assert service["environment"][name].startswith(f"${{{name}:?")
+            assert service["environment"]["GRACESTREAM_PORT"] == "8080"
 
     @pytest.mark.parametrize("overrides", COMPOSE_FILES)
     def test_every_service_has_a_health_check_or_runs_once(self, overrides: tuple[Path, ...]) -> None:

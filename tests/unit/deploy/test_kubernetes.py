@@ -119,4 +119,6 @@ class TestKubernetes:
         assert {container(pod)["image"] for pod in pods().values()} == {image["name"] for image in images}
         for pod in pods().values():
             component = pod["metadata"]["labels"]["app.kubernetes.io/component"]
-            assert container(pod)["args"] == compose()["services"][component]["command"]
+            command, *options = container(pod)["args"]
+            assert [command] == compose()["services"][component]["command"]
+            assert options == (["--replication", "3"] if component == "topics" else [])

@@ -10,6 +10,7 @@ from tests.unit.deploy.files import (
     ACLS,
     COMPOSE,
     COMPOSE_CPU,
+    COMPOSE_EXTERNAL,
     DEPLOY,
     KUBERNETES,
     PROMETHEUS,
@@ -24,7 +25,13 @@ KNOWN_SETTINGS = {f"GRACESTREAM_{field.upper()}" for field in Settings.model_fie
 def settings_files() -> list[Path]:
     """The files that people write by hand here and that name settings."""
     folders = [KUBERNETES, PROMETHEUS, DEPLOY / "grafana", DEPLOY / "image"]
-    return [COMPOSE, COMPOSE_CPU, ACLS, *(path for folder in folders for path in folder.rglob("*") if path.is_file())]
+    return [
+        COMPOSE,
+        COMPOSE_CPU,
+        COMPOSE_EXTERNAL,
+        ACLS,
+        *(path for folder in folders for path in folder.rglob("*") if path.is_file()),
+    ]
 
 
 def unknown_settings(text: str) -> set[str]:

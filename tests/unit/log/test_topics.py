@@ -34,12 +34,10 @@ def test_its_partitions_are_the_published_ones(topic: Topic) -> None:
 
 
 @by_topic
-def test_what_kafka_may_throw_away_is_what_is_published(topic: Topic) -> None:
+def test_its_configuration_is_the_published_one(topic: Topic) -> None:
     published = channel(topic)["bindings"]["kafka"]["topicConfiguration"]
-    assert topic.config["cleanup.policy"] == ",".join(published["cleanup.policy"])
-    for option in ("retention.ms", "retention.bytes"):
-        if option in published:
-            assert topic.config[option] == str(published[option])
+    told = {option: ",".join(value) if isinstance(value, list) else str(value) for option, value in published.items()}
+    assert told == topic.required
 
 
 @pytest.mark.parametrize("name", ["feedback", "edits", "deltas"])
@@ -82,6 +80,19 @@ def test_a_branch_gets_as_many_partitions_and_copies_as_its_source(
     )
     monkeypatch.setattr(topics, "admin", lambda _settings: client)
     assert layout(load_settings(prefix="p-")) == (partitions, copies)
+
+
+@pytest.mark.parametrize(("copies", "in_sync"), [(-1, None), (1, None), (2, None), (3, "2"), (4, "2")])
+def test_of_three_copies_two_must_have_a_record(
+    monkeypatch: pytest.MonkeyPatch, copies: int, in_sync: str | None
+) -> None:
+    made: list[Any] = []
+    client = SimpleNamespace(list_topics=list, create_topics=lambda new, **_: made.extend(new), close=lambda: None)
+    monkeypatch.setattr(topics, "admin", lambda _settings: client)
+    created = topics.create_topics(load_settings(prefix="p-"), 4, copies)
+    assert {topic.name for topic in made} == set(created)
+    assert {topic.replication_factor for topic in made} == {copies}
+    assert {topic.topic_configs.get("min.insync.replicas") for topic in made} == {in_sync}
 
 
 @given(
