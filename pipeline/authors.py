@@ -5,8 +5,9 @@ A TOML file with one entry for each author; several keys let an author change fr
     ann = { keys = ["qMZ9…="] }
     "review-bot@example.org" = { keys = ["1rT0…=", "Zk3v…="], per_minute = 120 }
 
-The file is read again for each feedback record, so that an author who is taken off it is refused from the next record
-on. One that has become unreadable changes nothing: the last good list stays in force, and the log says so as an error.
+The file is read again for each feedback record as it is taken in, so that an author who is taken off it is refused from
+then on; records that are in hand already, since their values are trained together, are still decided on. One that has
+become unreadable changes nothing: the last good list stays in force, and the log says so as an error.
 """
 
 from dataclasses import dataclass

@@ -40,11 +40,12 @@ def branch(source: Settings, target: Settings, records: Sequence[bytes], replica
     if target.prefix == source.prefix:
         raise BranchError(f"the branch needs a prefix of its own; {target.prefix!r} is that of the source")
     deltas = [decode_delta(record) for record in records]
-    last = max((delta.cause.offset for delta in deltas if delta.cause is not UNSET), default=-1)
+    named = {offset for delta in deltas for offset in _named(delta)}
+    last = max(named, default=-1)
     feedback = [record for record in read_topic(source, FEEDBACK) if record.offset <= last]
     outcomes = [record for record in read_topic(source, EDITS) if 0 <= feedback_offset(record) <= last]
     present = {record.offset for record in feedback}
-    needed = {delta.cause.offset for delta in deltas if delta.cause is not UNSET} | set(map(feedback_offset, outcomes))
+    needed = named | set(map(feedback_offset, outcomes))
     if missing := sorted(needed - present):
         raise BranchError(f"the history rests on feedback at offset {missing[0]}, which is not there any more")
     partitions, copies = layout(source)
@@ -75,10 +76,16 @@ def branch(source: Settings, target: Settings, records: Sequence[bytes], replica
     return digest.hex()
 
 
+def _named(delta: Delta) -> tuple[int, ...]:
+    """The offsets of feedback that a delta names: its own, and those whose values were trained with its own."""
+    return () if delta.cause is UNSET else (delta.cause.offset, *delta.cause.together)
+
+
 def _moved(delta: Delta, codebook: str, offsets: dict[int, int]) -> Delta:
     cause = delta.cause
     if cause is not UNSET:
-        cause = msgspec.structs.replace(cause, offset=offsets[cause.offset])
+        together = tuple(offsets[one] for one in cause.together)
+        cause = msgspec.structs.replace(cause, offset=offsets[cause.offset], together=together)
     return msgspec.structs.replace(delta, codebook=codebook, cause=cause, digest=b"")
 
 

@@ -174,7 +174,9 @@ def cached_fingerprint(model: Any, tokenizer: Any, folder: Path, cache: Path | N
     """The fingerprint, computed once for a local folder whose files and dtype stay as they are."""
     if cache is None or not folder.is_dir():
         return fingerprint_of(model, tokenizer)
-    files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(folder.iterdir())]
+    # Not the time of its content alone, which a copy or an image may keep: other weights of a model have its very size.
+    marks = ("st_size", "st_mtime_ns", "st_ctime_ns", "st_ino")
+    files = [(file.name, *(getattr(file.stat(), mark) for mark in marks)) for file in sorted(folder.iterdir())]
     state = json.dumps([str(folder.resolve()), type(model).__name__, str(model.dtype), files])
     kept = cache.expanduser() / "fingerprints" / hashlib.sha256(state.encode()).hexdigest()
     if kept.exists() and len(known := kept.read_text()) == hashlib.sha256().digest_size * 2:

@@ -69,7 +69,7 @@ class Classification(Task):
         wanted = target.strip()
         if wanted in names:
             return (names[wanted],)
-        if wanted.isdecimal() and int(wanted) < len(names):
+        if wanted.isdecimal() and len(wanted) <= len(str(len(names))) and int(wanted) < len(names):
             return (int(wanted),)
         raise InputError(f"the model has no label {wanted!r}; it has {', '.join(names)}")
 

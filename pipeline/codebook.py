@@ -27,6 +27,9 @@ from schemas.messages import ID_LENGTH, InvalidMessage
 Label = tuple[int, ...]
 """Token ids of a target, or a class index. Labels are equal when every number is."""
 
+TRIES = 3
+"""To compute the digest of a state before the next delta changes it."""
+
 LABEL_LENGTH = 2**16
 """More tokens than any target has."""
 
@@ -190,9 +193,10 @@ class Codebook:
     def facts(self) -> dict[str, object]:
         """Which codebook this is and how far it has come: what `/state` and `gracestream replay` tell.
 
-        Safe in any thread: what was read while a delta was being applied is read again.
+        Safe in any thread: what was read while a delta was being applied is read again. The state's digest is None
+        where deltas come faster than it can be computed.
         """
-        while True:
+        for _ in range(TRIES):
             version, told = self._version, self._told
             try:
                 state_digest = told[1] if told is not None and told[0] == version else self.state_digest()
@@ -202,8 +206,13 @@ class Codebook:
             if version == self._version and version % 2 == 0:
                 self._told = version, state_digest
                 return facts
+        while True:
+            version = self._version
+            facts = self._facts(None)
+            if version == self._version and version % 2 == 0:
+                return facts
 
-    def _facts(self, state_digest: str) -> dict[str, object]:
+    def _facts(self, state_digest: str | None) -> dict[str, object]:
         return {
             "codebook": self.name,
             "model": self.model,

@@ -14,10 +14,11 @@ import hashlib
 from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kafka import TopicPartition
+from kafka.errors import MessageSizeTooLargeError
 
 from pipeline.clients import consumer, producer
 from pipeline.errors import UserError
@@ -78,10 +79,14 @@ class Letter:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """The offsets of the dead letters that were sent again, and of those that cannot be, because they were cut."""
+    """The offsets of dead letters: sent again; not sent, because they were cut; refused by Kafka as too large.
+
+    A record that was compressed may be larger on its way than its topic takes.
+    """
 
     sent: list[int]
     cut: list[int]
+    refused: list[int] = field(default_factory=list)
 
 
 def rejected(reason: str, key: bytes | None, value: bytes | None, topic: str, partition: int, offset: int) -> Rejected:
@@ -138,19 +143,18 @@ def replay(
     if dry_run or not chosen.sent:
         return chosen
     wanted = set(chosen.sent)
-    sender = producer(settings)
+    sender, refused = producer(settings, compression_type="gzip"), []
     try:
-        sent = []
         for letter in letters(settings, source):
             if letter.offset in wanted:
                 headers = [(REPLAYED_FROM, f"{letter.queue}/{letter.offset}".encode())]
-                sent.append(sender.send(settings.topic(source), letter.value, letter.key, headers))
-        sender.flush()
-        for future in sent:
-            future.get(timeout=30)
+                try:  # one after the other: a record that is too large takes those with it that are sent at once
+                    sender.send(settings.topic(source), letter.value, letter.key, headers).get(timeout=30)
+                except MessageSizeTooLargeError:
+                    refused.append(letter.offset)
     finally:
         sender.close(timeout=10)
-    return chosen
+    return Replayed([offset for offset in chosen.sent if offset not in refused], chosen.cut, refused)
 
 
 def _chosen(settings: Settings, source: Source, offsets: set[int] | None) -> Replayed:

@@ -7,6 +7,7 @@ the record it returned is given to `apply`, which is also how a starting editor 
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import msgspec
@@ -92,10 +93,26 @@ class EditEngine:
         unit = self.traffic.unit()
         if unit is None:
             if self._probe_unit is None:
-                queries_BD = self.model.queries([self.model.task.tokenize(text) for text in TEXTS])
-                self._probe_unit = median_nearest_distance(queries_BD.cpu().numpy())
+                self._probe_unit = self._measure_unit()
             unit = self._probe_unit
         return self.plan.radius * unit
+
+    def _measure_unit(self) -> float:
+        """The median distance of probe sentences, as many as the model takes.
+
+        Raises:
+            InputError: it takes less than two of them.
+        """
+        prompts = []
+        for text in TEXTS:
+            with suppress(InputError):
+                prompts.append(self.model.task.tokenize(text))
+        if len(prompts) < 2:
+            raise InputError(
+                "the model takes none of the sentences that radii are measured on before there is traffic: choose"
+                " GRACESTREAM_RADIUS_UNIT=absolute, or let it take longer inputs"
+            )
+        return median_nearest_distance(self.model.queries(prompts).cpu().numpy())
 
     def warm_start(self, label: Label, query_D: np.ndarray) -> str | UnsetType:
         """The entry whose value a new one starts from: the nearest of its label, where the plan says so."""
@@ -192,7 +209,7 @@ class EditEngine:
         if not np.isfinite(query_D).all():
             return rejected(feedback, "the model's activations on this input are not finite")
         earlier = self.memory.offsets.get(feedback.feedback_id)
-        if earlier is not None and verdict.right:
+        if earlier is not None and verdict.right and self._is_same(feedback.feedback_id, query_D):
             return Edited(unchanged(feedback, verdict.loss))
         if earlier is not None:
             undone = " and undone" if feedback.feedback_id in self.memory.undone() else ""
@@ -211,6 +228,12 @@ class EditEngine:
             known_V=None if again is None else again.value_V,
             ahead=ahead,
         )
+
+    def _is_same(self, feedback_id: str, query_D: np.ndarray) -> bool:
+        """Whether that feedback is in force, and about this very input."""
+        if feedback_id not in self.memory:
+            return False
+        return float(np.linalg.norm(self.memory.query(feedback_id) - query_D)) <= self.noise(query_D)
 
     def _examine(self, inputs: Inputs, target: str) -> Examined:
         label, supervised = self.model.supervised(inputs, target)
@@ -245,7 +268,8 @@ class EditEngine:
         if hit is not None:
             outcome = msgspec.structs.replace(outcome, entry_id=hit.entry_id)
             reach = _float32(case.policy.cover(hit.distance))
-            if reach > hit.radius:
+            clearance = self._clearance(hit.entry_id, self.codebook.keys_ND[hit.slot], case)
+            if hit.radius < reach <= case.policy.allowed(clearance):
                 changes = [EntryChange(entry_id=hit.entry_id, radius=reach)]
         said_otherwise = [
             other
@@ -281,6 +305,14 @@ class EditEngine:
         decision, found = self._decision(case)
         if found is not None:
             return self._publish(case, decision, None, loss=found.loss)
+        if self.plan.guard and decision.radius is not None:
+            kept = self.memory.clearance(case.query_D, case.policy.noise, case.query_D)
+            if decision.radius > case.policy.allowed(kept):  # which only a floor under radii brings about
+                return rejected(
+                    case.feedback,
+                    f"an input that is to stay right lies {kept:.3g} away, and in {self.model.query_dtype} inputs that"
+                    " near are not told apart",
+                )
         start_V = self._start(case)
         if case.known_V is not None:
             return self._publish(case, decision, case.known_V)

@@ -99,6 +99,8 @@ class HealthServer:
 
 class _Handler(BaseHTTPRequestHandler):
     health: Health
+    timeout = 10.0
+    """Seconds for a request to come; who connects and says nothing keeps no thread for longer."""
 
     def do_GET(self) -> None:
         """Answer one of the four paths."""

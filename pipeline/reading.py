@@ -9,12 +9,13 @@ that says what is wrong, in its own errors.
 import asyncio
 from collections.abc import AsyncGenerator, Generator
 from contextlib import suppress
+from time import monotonic
 from typing import Any
 
 import aiokafka
 from aiokafka.errors import KafkaError as RawKafkaError
 from kafka import TopicPartition
-from kafka.errors import KafkaError
+from kafka.errors import KafkaError, KafkaTimeoutError
 
 from pipeline.clients import bulk_consumer, consumer
 from pipeline.settings import Settings
@@ -28,6 +29,9 @@ BULK_BYTES = 16 * 2**20
 
 PATIENCE = 5.0
 """Seconds in which aiokafka must bring something."""
+
+ANSWER_SECONDS = 30.0
+"""In which kafka-python must."""
 
 Batch = tuple[list[Any], int]
 """Records, and the offset that follows them and what is between them and the next ones."""
@@ -43,6 +47,7 @@ def read_topic(
 
     Raises:
         TopicError: there is no such topic.
+        KafkaTimeoutError: for so long nothing of it could be read.
     """
     topic = settings.topic(name)
     reader = consumer(settings, **options)
@@ -63,7 +68,12 @@ def read_topic(
                 yield from records
                 position = following
             reader.seek(partition, position)
-        while any(reader.position(partition) < end for partition, end in ends.items()):
+        reached, heard = None, monotonic()
+        while (found := {part: reader.position(part) for part in partitions}) and _are_before(found, ends):
+            if found != reached:
+                reached, heard = found, monotonic()
+            elif monotonic() > heard + ANSWER_SECONDS:
+                raise KafkaTimeoutError(f"{topic} could not be read to its end: for {ANSWER_SECONDS:g} s nothing came")
             for partition, records in reader.poll(timeout_ms=500).items():
                 yield from (record for record in records if record.offset < ends[partition])
     finally:
@@ -89,6 +99,11 @@ def read_bulk(
         loop = runner.get_loop()  # not by `run`, which turns Ctrl-C into a cancellation, and that may be lost
         while (batch := loop.run_until_complete(next_batch())) is not None:
             yield batch
+
+
+def _are_before(positions: dict[TopicPartition, int], ends: dict[TopicPartition, int]) -> bool:
+    """Whether one of these is."""
+    return any(positions[partition] < end for partition, end in ends.items())
 
 
 async def _batches(

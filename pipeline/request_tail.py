@@ -70,7 +70,7 @@ class RequestTail:
         """It fetches nothing: Kafka answers one request of a connection after the other, and a fetch waits long."""
         self._assigned: set[TopicPartition] = set()
         self._looked_at = time.monotonic()
-        self._ask_after = 0.0
+        self._ask_after = self._heard = 0.0
         self._waiting: list[Ranked] = []
         self._known: OrderedDict[tuple[int, ...], np.ndarray] = OrderedDict()
         """Queries of the last prompts: where few different ones are asked, none is run again and again."""
@@ -80,7 +80,11 @@ class RequestTail:
         self._take_partitions()
         best: list[Ranked] = []
         ends = self._asker.end_offsets(sorted(self._assigned))
+        self._heard = time.monotonic()
         while self._is_before(ends):
+            if time.monotonic() > self._heard + RETRY_SECONDS:
+                log.warning("traffic_unseen", reason=f"of {self._topic} nothing came in {RETRY_SECONDS:g} s")
+                break
             best = self._best(best + self._read(0.5))
         for start in range(0, len(best), AT_ONCE):
             self._hold(best[start : start + AT_ONCE])
@@ -146,6 +150,7 @@ class RequestTail:
         """Those of the next requests that the reservoir wants."""
         wanted = []
         for records in self._consumer.poll(timeout_ms=int(1000 * seconds), max_records=RANKED).values():
+            self._heard = time.monotonic()
             for record in records:
                 rank = self._engine.traffic.wants(record.partition, record.offset, record.timestamp / 1000)
                 if rank is not None and len(record.value or b"") <= self._settings.max_record_bytes:

@@ -227,11 +227,20 @@ def decode(raw: bytes | None, kind: type[M], max_bytes: int | None = None) -> M:
         raise InvalidMessage(f"not a valid {kind.__name__.lower()}: {one_line(error)}") from error
 
 
+class _Ids(Struct):
+    """Of a record."""
+
+    request_id: object = None
+    feedback_id: object = None
+
+
 def peek_id(raw: bytes | None, field: Literal["request_id", "feedback_id"]) -> str | None:
-    """The id of a record that is otherwise no valid message, if it can be read; so that its sender gets an answer."""
+    """The id of a record that is otherwise no valid message, if it can be read; so that its sender gets an answer.
+
+    Nothing else of it is kept on the way: a record that is too large for `decode` may be larger still as objects.
+    """
     try:
-        fields = msgspec.json.decode(raw or b"")
+        found = getattr(msgspec.json.decode(raw or b"", type=_Ids), field)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-    found = fields.get(field) if isinstance(fields, dict) else None
     return found if isinstance(found, str) and 0 < len(found) <= ID_LENGTH else None

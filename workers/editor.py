@@ -152,6 +152,7 @@ class Editor:
     def _stand_by(self, stop: threading.Event) -> bool:
         """Learn the history, enter the group, and follow the one who leads; whether this editor is to lead now."""
         parts = self._parts
+        self._health.at_work("editor")  # also where Kafka has been away for long
         self._decided.clear()
         metrics.FEEDBACK_LAG.set(0)  # what waits is another's
         self._fold()

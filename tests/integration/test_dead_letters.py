@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import random
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -188,6 +189,16 @@ class TestReplay:
         assert records(deployment, "requests") == [], "all or nothing"
         command = run("dlq", "replay", "requests", "--all", settings=deployment)
         assert command.told() == f"sent 1 to {deployment.topic('requests')}; 1 were cut and cannot be sent\n"
+
+    def test_one_that_its_topic_does_not_take_is_named_and_the_others_are_sent(
+        self, run: Callable[..., Command], deployment: Settings
+    ) -> None:
+        large = random.Random(0).randbytes(2 * 2**20)  # as such it had come compressed by somebody who knew how
+        set_aside(deployment, "requests", b"one", large, b"x" * len(large))
+        command = run("dlq", "replay", "requests", "--all", settings=deployment)
+        told = f"sent 2 to {deployment.topic('requests')}; larger than that topic takes: those at offset 1\n"
+        assert (status_of(command), command.told()) == (1, told)
+        assert [len(record.value) for record in records(deployment, "requests")] == [3, len(large)]
 
     def test_after_the_cause_is_gone_it_is_answered(
         self, run: Callable[..., Command], deployment: Settings, users: Users, folder: Path

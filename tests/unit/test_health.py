@@ -1,11 +1,13 @@
 """What `/live`, `/ready` and `/metrics` say of a worker."""
 
+import socket
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from functools import partial
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -109,3 +111,11 @@ def test_a_count_is_there_before_the_first_that_it_counts(series: str) -> None:
     """What Prometheus calls an increase begins with the second value that it sees."""
     told = metrics.exposition(metrics.REPLICA, metrics.EDITOR).decode().splitlines()
     assert any(line.startswith(f"gracestream_{series} ") for line in told)
+
+
+def test_who_connects_and_says_nothing_is_let_go(health: Health, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.health._Handler.timeout", 0.2)
+    server = HealthServer(health, "127.0.0.1", 0)
+    with socket.create_connection(("127.0.0.1", urlsplit(server.url).port or 0), timeout=10) as silent:
+        assert silent.recv(1) == b""
+    server.close()

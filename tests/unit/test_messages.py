@@ -2,6 +2,7 @@
 
 import json
 import math
+import tracemalloc
 from typing import Any, Literal
 
 import msgspec
@@ -157,6 +158,7 @@ class TestPeekedId:
     @pytest.mark.parametrize("field", ["request_id", "feedback_id"])
     def test_is_found_in_a_record_that_is_otherwise_invalid(self, field: Literal["request_id", "feedback_id"]) -> None:
         assert peek_id(json.dumps({"v": 99, field: "id-1", "inputs": 7}).encode(), field) == "id-1"
+        assert peek_id(b'{"' + field.encode() + b'":"id-1","x":' + b"9" * 5000 + b"e999}", field) == "id-1"
 
     @pytest.mark.parametrize(
         "raw",
@@ -174,7 +176,6 @@ class TestPeekedId:
             b'{"request_id":"' + b"r" * 257 + b'"}',
             b'{"request_id":"\xff"}',
             b'{"request_id":"\\ud800"}',
-            b'{"request_id":"r","x":' + b"9" * 5000 + b"e999}",
             b'{"request_id":"r","x":' + b"[" * DEEP,
             b'{"request_id":"r","x":' + b"[" * DEEP + b"]" * DEEP + b"}",
         ],
@@ -182,6 +183,15 @@ class TestPeekedId:
     )
     def test_is_none_where_there_is_none_to_read(self, raw: bytes | None) -> None:
         assert peek_id(raw, "request_id") is None
+
+    def test_of_a_huge_record_nothing_but_its_id_is_kept(self) -> None:
+        raw = b'{"x": [' + b"[]," * 1_000_000 + b'[]], "request_id": "r"}'
+        tracemalloc.start()
+        try:
+            assert peek_id(raw, "request_id") == "r"
+            assert tracemalloc.get_traced_memory()[1] < len(raw)
+        finally:
+            tracemalloc.stop()
 
 
 class TestBadDeltas:

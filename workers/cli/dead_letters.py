@@ -77,10 +77,17 @@ def send_again(
     if offset and of is None:
         raise DeadLetterError("say whose offset that is: `dlq replay requests` or `dlq replay feedback`")
     settings = connected(kafka=kafka, prefix=prefix)
+    refused = False
     for source in _sources(of):
         done = replay(settings, source, offset, dry_run=dry_run)
-        count = f"{'would send' if dry_run else 'sent'} {len(done.sent)} to {settings.topic(source)}"
-        screen.print(f"{count}; {len(done.cut)} were cut and cannot be sent" if done.cut else count, soft_wrap=True)
+        told = f"{'would send' if dry_run else 'sent'} {len(done.sent)} to {settings.topic(source)}"
+        if done.cut:
+            told += f"; {len(done.cut)} were cut and cannot be sent"
+        if done.refused:
+            told += f"; larger than that topic takes: those at offset {', '.join(map(str, done.refused))}"
+        screen.print(told, soft_wrap=True)
+        refused |= bool(done.refused)
+    raise typer.Exit(int(refused))
 
 
 def _sources(of: Source | None) -> list[Source]:

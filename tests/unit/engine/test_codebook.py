@@ -347,3 +347,18 @@ def test_a_copy_is_equal_and_goes_its_own_way() -> None:
     codebook.apply(sealed(codebook, altered(GOOD, entry_id="e1"), op="retune"))
     assert state(copied) == before
     assert copied.apply(sealed(copied, NEW)) is not None
+
+
+def test_facts_come_without_a_state_that_changes_too_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    codebook = filled(KEYS)
+    digest = codebook.state_digest
+
+    def slowly() -> str:
+        codebook.apply(sealed(codebook, altered(GOOD, entry_id="e1"), op="retune"))
+        return digest()
+
+    monkeypatch.setattr(codebook, "state_digest", slowly)
+    told = codebook.facts()
+    assert (told["state_digest"], told["seq"], told["digest"]) == (None, codebook.seq, codebook.digest.hex())
+    monkeypatch.undo()
+    assert codebook.facts()["state_digest"] == codebook.state_digest()

@@ -12,6 +12,7 @@ from pipeline.codebook import DeltaFault
 from pipeline.editing import EditEngine
 from pipeline.model import EditableModel
 from pipeline.plan import Plan
+from pipeline.tasks import InputError, Limits
 from pipeline.training import Recipe
 from schemas.deltas import decode_delta
 from schemas.messages import VERSION, Feedback, Outcome, Parameters
@@ -294,3 +295,24 @@ def test_key_and_value_have_the_widths_of_the_layers_input_and_output(model: Edi
     correct(engine, "a", TEXTS[2], wrong_target(engine, TEXTS[2], kind))
     widths = (engine.codebook.keys_ND.shape[1], engine.codebook.values_NV.shape[1])
     assert sorted(widths) == sorted(model.module.get_parameter(f"{model.layer}.weight").shape)
+
+
+def test_another_correction_under_a_used_id_is_refused_though_the_model_is_right_on_it(bert: EditableModel) -> None:
+    engine = engine_of(bert, traffic=0)
+    assert correct(engine, "a", TEXTS[0], wrong_target(engine, TEXTS[0]), 0)[0].status == "added"
+    outcome, record = correct(engine, "a", TEXTS[1], said(engine, TEXTS[1]), 1)
+    assert (outcome.status, record) == ("rejected", None)
+    assert str(outcome.reason).startswith("its id was used at offset 0")
+
+
+def test_radii_are_measured_on_sentences_that_the_model_takes() -> None:
+    engine = engine_of(editable("bert", limits=Limits(max_input_tokens=8)), traffic=0)
+    assert correct(engine, "a", WORDS[5], wrong_target(engine, WORDS[5]), 0)[0].status == "added"
+    engine = engine_of(editable("bert", limits=Limits(max_input_tokens=3)), traffic=0)
+    with pytest.raises(InputError, match="choose GRACESTREAM_RADIUS_UNIT=absolute"):
+        correct(engine, "a", WORDS[5], wrong_target(engine, WORDS[5]), 0)
+
+
+def test_a_target_of_many_digits_is_no_label(bert: EditableModel) -> None:
+    outcome, _ = correct(engine_of(bert), "a", TEXTS[0], "9" * 5000, 0)
+    assert str(outcome.reason).startswith("the model has no label '999")

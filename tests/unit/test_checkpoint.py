@@ -1,0 +1,27 @@
+"""A fingerprint that is kept is that of the very files."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from pipeline.checkpoint import cached_fingerprint, load_checkpoint
+from tests.unit.engine.tiny import KINDS
+from tests.unit.engine.tiny import tokenizer as tokenizer_of
+
+
+def test_other_weights_of_the_same_size_and_time_have_another_fingerprint(tmp_path: Path) -> None:
+    folder, cache = tmp_path / "model", tmp_path / "cache"
+    for saved in (KINDS["bert"].build(), tokenizer_of(KINDS["bert"].special_tokens)):
+        saved.save_pretrained(folder)
+    model, tokenizer = load_checkpoint(str(folder), device="cpu")
+    first = cached_fingerprint(model, tokenizer, folder, cache)
+    assert cached_fingerprint(model, tokenizer, folder, cache) == first
+    weights = folder / "model.safetensors"
+    before = weights.stat()
+    with torch.no_grad():
+        next(model.parameters()).add_(1.0)
+    model.save_pretrained(folder)
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert weights.stat().st_size == before.st_size
+    assert cached_fingerprint(model, tokenizer, folder, cache) != first

@@ -1,0 +1,44 @@
+"""The editor worker goes on while Kafka is away."""
+
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from kafka.errors import KafkaTimeoutError
+
+from pipeline.health import Health
+from workers import editor
+from workers.editor import Editor
+
+
+class AwayLog:
+    """A log that cannot be read."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def deltas(self) -> Iterator[Any]:
+        self.asked += 1
+        yield from ()
+        raise KafkaTimeoutError("Kafka is away")
+
+    def close(self) -> None:
+        pass
+
+
+def test_an_editor_without_kafka_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(editor, "RETRY_SECONDS", 0.2)
+    log, health, stop = AwayLog(), Health(stuck_after=0.6), threading.Event()
+    health.at_work("editor")  # it led, and waited for feedback, when Kafka went away
+    rest = SimpleNamespace(close=lambda: None)
+    parts: Any = SimpleNamespace(log=log, traffic=rest, snapshots=rest)
+    working = threading.Thread(target=Editor(parts, health, together=16).run, args=[stop])
+    working.start()
+    while log.asked < 8:
+        assert health.stuck() is None
+        stop.wait(0.05)
+    stop.set()
+    working.join()
+    assert health.reason == "Kafka failed: KafkaTimeoutError: Kafka is away"
