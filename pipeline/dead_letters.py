@@ -143,12 +143,13 @@ def replay(
     if dry_run or not chosen.sent:
         return chosen
     wanted = set(chosen.sent)
-    sender, refused = producer(settings, compression_type="gzip"), []
+    # A record that is too large takes others with it: what is sent at once and, if idempotent, all that comes after.
+    sender, refused = producer(settings, compression_type="gzip", enable_idempotence=False), []
     try:
         for letter in letters(settings, source):
             if letter.offset in wanted:
                 headers = [(REPLAYED_FROM, f"{letter.queue}/{letter.offset}".encode())]
-                try:  # one after the other: a record that is too large takes those with it that are sent at once
+                try:
                     sender.send(settings.topic(source), letter.value, letter.key, headers).get(timeout=30)
                 except MessageSizeTooLargeError:
                     refused.append(letter.offset)

@@ -198,7 +198,7 @@ class TestReplay:
         command = run("dlq", "replay", "requests", "--all", settings=deployment)
         told = f"sent 2 to {deployment.topic('requests')}; larger than that topic takes: those at offset 1\n"
         assert (status_of(command), command.told()) == (1, told)
-        assert [len(record.value) for record in records(deployment, "requests")] == [3, len(large)]
+        assert sorted(len(record.value) for record in records(deployment, "requests")) == [3, len(large)]
 
     def test_after_the_cause_is_gone_it_is_answered(
         self, run: Callable[..., Command], deployment: Settings, users: Users, folder: Path
