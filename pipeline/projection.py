@@ -5,7 +5,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from pipeline.codebook import Applied, Codebook
 from pipeline.metrics import DEGRADED
-from pipeline.radius_store import RadiusStore
+from pipeline.radius_store import RadiusStore, StaleError
 
 log = structlog.get_logger()
 
@@ -19,6 +19,22 @@ class Projection:
         """Whether Redis has all that the codebook has."""
         self._told = ""
         """What was last said to be wrong with Redis; empty: it was seen to be whole since."""
+
+    def require_no_newer(self) -> None:
+        """See that Redis is not ahead of the log, before a term is taken in which no delta could become live.
+
+        Raises:
+            StaleError: it is.
+        """
+        try:
+            head = self._store.head(self._codebook.seq)
+        except RedisError:
+            return  # `repair` tells
+        if head is not None and (head.term > self._codebook.term or head.seq > self._codebook.seq):
+            raise StaleError(
+                f"Redis has delta {head.seq} of term {head.term}, and the log ends with delta {self._codebook.seq} of"
+                f" term {self._codebook.term}: another editor has led since, or the log was lost"
+            )
 
     def make_live(self, applied: Applied) -> None:
         """Project the delta that the codebook has just applied; without Redis it stays undone until `repair`.

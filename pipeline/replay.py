@@ -1,9 +1,10 @@
 """Replay: the codebook at any point of its history, from `deltas` alone (design, section 5, point 8)."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from datetime import datetime
 
 from msgspec import UNSET, Struct
+from msgspec.structs import replace
 
 from pipeline.codebook import Codebook, DeltaFault
 from pipeline.follower import read_history
@@ -80,37 +81,43 @@ def fold_log(
 
 def describe(settings: Settings) -> Iterator[Step]:
     """Every delta that counts, in words, with the correction behind it."""
-    records: list[tuple[Delta, float]] = []
-    term = 0
+    steps: list[tuple[int | None, Step]] = []
+    known: set[str] = set()
 
     def keep(record: bytes, _offset: int, timestamp: int) -> None:
-        nonlocal term
         delta = _decoded(record)
-        if delta.term >= term:
-            term = delta.term
-            records.append((delta, timestamp / 1000))
+        if not steps or delta.term >= steps[-1][1].term:
+            steps.append((None if delta.cause is UNSET else delta.cause.offset, _step(delta, timestamp / 1000, known)))
+            for change in delta.entries:
+                (known.discard if change.removed else known.add)(change.entry_id)
 
     read_history(settings, keep)
-    offsets = [delta.cause.offset for delta, _ in records if delta.cause is not UNSET]
+    offsets = [offset for offset, _ in steps if offset is not None]
     corrections = KafkaHistory(settings).corrections(min(offsets)) if offsets else {}
-    known: set[str] = set()
-    for delta, timestamp in records:
-        cause = delta.cause
-        asked = None if cause is UNSET else corrections.get(cause.offset)
-        yield Step(
-            seq=delta.seq,
-            term=delta.term,
-            op=delta.op,
-            timestamp=timestamp,
-            feedback_id=None if cause is UNSET else cause.feedback_id,
-            author=None if cause is UNSET or cause.author is UNSET else cause.author,
-            undoes=() if cause is UNSET else cause.undoes,
+    for offset, step in steps:
+        asked = None if offset is None else corrections.get(offset)
+        yield replace(
+            step,
             inputs=None if asked is None or asked.inputs is UNSET else in_one_text(asked.inputs),
             target=None if asked is None or asked.target is UNSET else asked.target,
-            entries={change.entry_id: _words(change, known) for change in delta.entries},
         )
-        for change in delta.entries:
-            (known.discard if change.removed else known.add)(change.entry_id)
+
+
+def _step(delta: Delta, timestamp: float, known: Collection[str]) -> Step:
+    """A delta in words, without the correction behind it; `known` are the entries that there were."""
+    cause = delta.cause
+    return Step(
+        seq=delta.seq,
+        term=delta.term,
+        op=delta.op,
+        timestamp=timestamp,
+        feedback_id=None if cause is UNSET else cause.feedback_id,
+        author=None if cause is UNSET or cause.author is UNSET else cause.author,
+        undoes=() if cause is UNSET else cause.undoes,
+        inputs=None,
+        target=None,
+        entries={change.entry_id: _words(change, known) for change in delta.entries},
+    )
 
 
 def _decoded(record: bytes) -> Delta:
@@ -120,7 +127,7 @@ def _decoded(record: bytes) -> Delta:
         raise DeltaFault(str(error)) from error
 
 
-def _words(change: EntryChange, known: set[str]) -> str:
+def _words(change: EntryChange, known: Collection[str]) -> str:
     if change.removed:
         return "removed"
     if change.entry_id not in known:

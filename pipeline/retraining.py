@@ -199,7 +199,7 @@ class Retraining:
         try:
             if feedback.undoes:
                 return undo(engine, feedback, offset, self)
-            ahead = self._trained(engine, together).get(offset) if together else None
+            ahead = self._trained(engine, together).pop(offset, None) if together else None
             return engine.edit(feedback, offset, None if seen is None else Again(seen), ahead)
         except Exception as error:  # noqa: BLE001  (as the editor does)
             return failed(feedback, error)
@@ -207,6 +207,8 @@ class Retraining:
     def _trained(self, engine: EditEngine, together: tuple[int, ...]) -> dict[int, Ahead]:
         """What comes of training the values of the feedback at these offsets in one batch."""
         if together not in self._ahead:
+            first = min(together)
+            self._ahead = {others: found for others, found in self._ahead.items() if max(others) >= first}
             corrections = [(self._feedback(offset, f"a batch with offset {offset}"), offset) for offset in together]
             while len(self._ahead) >= GROUPS:
                 del self._ahead[next(iter(self._ahead))]

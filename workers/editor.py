@@ -175,6 +175,7 @@ class Editor:
         parts = self._parts
         parts.log.fence()
         self._fold()
+        parts.projection.require_no_newer()
         self._lead = parts.engine.lead(parts.environment)
         position = parts.log.lead(self._lead)
         parts.engine.apply(self._lead)

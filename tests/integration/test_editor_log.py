@@ -344,7 +344,8 @@ class TestRedis:
         history.store.rebuild(elsewhere)
         editor = Forked("editor", "edit", deployment, folder)
         assert editor.run(90) == 1
-        assert "delta 1 of term 1 is not made live: Redis has a newer one" in editor.said()
+        assert "Redis has delta 2 of term 7, and the log ends with delta 0 of term 0: another editor" in editor.said()
+        assert deltas_in_log(deployment) == []
         assert not [event for event in editor.events() if "exception" in event]
         history.close()
 
