@@ -33,16 +33,17 @@ class ModelError(UserError):
 
 
 def load_checkpoint(name: str, *, device: str = "auto", dtype: str = "float32") -> tuple[Any, Any]:
-    """A model of one of the three kinds and its tokenizer, from a local folder or a hub id.
+    """A model of one of the three kinds and its tokenizer, from a local folder, a hub id or `id@revision`.
 
     Raises:
         ModelError: no such checkpoint, not of one of the three kinds, or no such device.
     """
     target = device_of(device)
     with _loading("model", name):
-        auto = _auto_class(AutoConfig.from_pretrained(name), name)
-        model = auto.from_pretrained(name, dtype=getattr(torch, dtype)).to(target)
-        return model, AutoTokenizer.from_pretrained(name)
+        place, pinned = _pinned(name)
+        auto = _auto_class(AutoConfig.from_pretrained(place, **pinned), name)
+        model = auto.from_pretrained(place, dtype=getattr(torch, dtype), **pinned).to(target)
+        return model, AutoTokenizer.from_pretrained(place, **pinned)
 
 
 def load_encoder(name: str) -> tuple[Any, Any, int | None]:
@@ -55,8 +56,9 @@ def load_encoder(name: str) -> tuple[Any, Any, int | None]:
         ModelError: no such checkpoint, weights that it lacks, or one whose embedding is not the mean of its tokens.
     """
     with _loading("encoder", name), unreported():
-        model, info = AutoModel.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        place, pinned = _pinned(name)
+        model, info = AutoModel.from_pretrained(place, dtype=torch.float32, output_loading_info=True, **pinned)
+        tokenizer = AutoTokenizer.from_pretrained(place, **pinned)
         pooling = _beside(name, "1_Pooling/config.json", dict[str, Any])
         modules = _beside(name, "modules.json", list[_Module]) or []
         sizes = _beside(name, "sentence_bert_config.json", _Sizes) or _Sizes()
@@ -89,7 +91,8 @@ class _Sizes(Struct, frozen=True):
 
 def _beside(name: str, file: str, kind: type[T]) -> T | None:
     """What a JSON file of a checkpoint says; None where there is none."""
-    path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+    place, pinned = _pinned(name)
+    path = cached_file(place, file, _raise_exceptions_for_missing_entries=False, **pinned)
     return None if path is None else msgspec.json.decode(Path(path).read_bytes(), type=kind)
 
 
@@ -119,6 +122,12 @@ def _loading(kind: Literal["model", "encoder"], name: str) -> Iterator[None]:
         if not _is_folder(name) and _unreachable(error):
             why = "there is no such folder, it was not loaded from a hub before, and the hub cannot be reached"
         raise ModelError(f"the {kind} {name!r} cannot be loaded: {why}") from error
+
+
+def _pinned(name: str) -> tuple[str, dict[str, str]]:
+    """A folder or hub id, and the revision of a hub id that stands behind an `@`: a branch, a tag or a commit."""
+    place, found, revision = name.rpartition("@")
+    return (place, {"revision": revision}) if found and not _is_folder(name) else (name, {})
 
 
 def _is_folder(name: str) -> bool:

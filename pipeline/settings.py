@@ -55,7 +55,9 @@ class Settings(BaseSettings):
     redis_certificate: str = Field("", description="File (PEM) of the client certificate shown to Redis.")
     redis_key: str = Field("", description="File (PEM) of its key; empty: in the file of the certificate.")
 
-    model: str = Field("smollm2", description="A local folder, a hub id, or a name that `gracestream up` knows.")
+    model: str = Field(
+        "smollm2", description="A local folder, a hub id, `id@revision`, or a name that `gracestream up` knows."
+    )
     layer: str = Field(
         "model.layers.23.self_attn.o_proj", description="The module to wrap, as `gracestream layers` lists."
     )
@@ -70,7 +72,7 @@ class Settings(BaseSettings):
     encoder: str = Field(
         "minilm",
         min_length=1,
-        description="For `query` encoder: the sentence encoder, a local folder, a hub id, or `minilm`.",
+        description="For `query` encoder: the sentence encoder, a local folder, a hub id, `id@revision`, or `minilm`.",
     )
     replace: Literal["auto", "last", "all"] = Field(
         "auto", description="Which prompt tokens take the value; auto: last for generators, all for classifiers."

@@ -1,6 +1,7 @@
 """The errors that users bring about: each is one sentence on standard error, and exit status 1."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,7 +14,10 @@ import pytest
 from deploy.local.processes import free_port
 from pipeline.settings import Settings
 from tests.integration.forked import Command, sentence, status_of
-from tests.integration.running import PATIENCE, wait_until
+from tests.integration.running import PATIENCE, Checkpoint, wait_until
+
+ONE = "0123456789abcdef0123456789abcdef01234567"
+"""The commit of a revision."""
 
 
 @pytest.mark.parametrize("command", ["replay", "infer"])
@@ -71,6 +75,25 @@ def test_a_model_of_a_hub_that_cannot_be_reached(tmp_path: Path, offline: str) -
         "gracestream: the model 'bert-base-cased' cannot be loaded: there is no such folder, it was not loaded from a "
         "hub before, and the hub cannot be reached"
     )
+
+
+@pytest.mark.parametrize(("revision", "complaint"), [(ONE, ""), (ONE[::-1], "it was not loaded from a hub before")])
+def test_a_model_of_a_hub_is_that_of_the_revision_that_is_asked_for(
+    tmp_path: Path, checkpoints: dict[str, Checkpoint], revision: str, complaint: str
+) -> None:
+    """From the hub's own cache, which has one revision."""
+    kept = tmp_path / "hub" / "models--org--tiny" / "snapshots" / ONE
+    shutil.copytree(checkpoints["bert"].folder, kept)
+    done = subprocess.run(
+        [sys.executable, "-m", "workers.cli", "layers", "--model", f"org/tiny@{revision}"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, complaint in done.stderr) == (int(bool(complaint)), True)
+    assert ("bert.encoder.layer" in done.stdout) == (not complaint)
 
 
 def test_a_layer_that_does_not_exist(run: Callable[..., Command], deployment: Settings) -> None:

@@ -26,7 +26,9 @@ Kafka = Annotated[str | None, typer.Option("--kafka", help="Bootstrap servers; e
 Redis = Annotated[str | None, typer.Option("--redis", help="URL of Redis; else GRACESTREAM_REDIS.")]
 Prefix = Annotated[str | None, typer.Option("--prefix", help="Prefix of topics; else GRACESTREAM_PREFIX.")]
 Codebook = Annotated[str | None, typer.Option("--codebook", help="The codebook; else GRACESTREAM_CODEBOOK.")]
-Model = Annotated[str | None, typer.Option("--model", help="Folder, hub id, or a known name; else GRACESTREAM_MODEL.")]
+Model = Annotated[
+    str | None, typer.Option("--model", help="Folder, hub id, id@revision, or a known name; else GRACESTREAM_MODEL.")
+]
 Layer = Annotated[str | None, typer.Option("--layer", help="Path of the module to wrap; else GRACESTREAM_LAYER.")]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON lines on standard output instead of a table.")]
 Lines = Annotated[Path, typer.Argument(help="A file of JSON lines; - is standard input.", allow_dash=True)]
