@@ -18,7 +18,7 @@ from pipeline.replay import replay_deltas
 from pipeline.settings import Settings
 from pipeline.topics import TopicError, create_topics, layout
 from schemas.deltas import GENESIS, EntryChange, Tensor, decode_delta, seal
-from schemas.messages import Feedback
+from schemas.messages import Feedback, decode
 from tests.integration.forked import Command, Forked, sentence, status_of
 from tests.integration.history import History
 from tests.integration.running import Users, deltas_in_log, flag, outcomes_in_log, question, records, wait_until
@@ -118,6 +118,32 @@ def test_what_cannot_be_undone_is_an_outcome_with_a_reason(story: Running, run: 
         "no feedback 'nobody' has had an effect, so there is nothing to undo",
     )
     assert "name the feedback to take back" in run("undo", settings=story.settings).said()
+
+
+def test_the_corrections_in_force_can_be_made_elsewhere(story: Running, run: Run, folder: Path) -> None:
+    printed = run("corrections", settings=story.settings).told()
+    told = [decode(line.encode(), Feedback) for line in printed.splitlines()]
+    assert [one.feedback_id for one in told] == ["second", "third", "again", "wider", "apart"]
+    sent = [decode(record.value, Feedback) for record in records(story.settings, "feedback")]
+    assert all(one in sent for one in told)
+    other = {"prefix": f"{story.settings.prefix}anew-", "layer": "model.layers[0].mlp.up_proj"}
+    there = story.settings.model_copy(update=other)
+    create_topics(there, partitions=4, replication=1)
+    with Forked("anew", "edit", there, folder), Forked("answers", "infer", there, folder):
+        seq = lines(run("correct", settings=there, given=printed))[-1]["seq"]
+        asked = "\n".join(json.dumps({"inputs": one.inputs, "min_seq": seq}) for one in told)
+        answers = lines(run("send", settings=there, given=asked))
+    assert [one["outputs"]["text"] for one in answers] == [one.target for one in told]
+    assert run("corrections", settings=there).told() == printed
+
+
+def test_corrections_that_held_earlier_are_told_and_those_that_were_undone_are_not(story: Running, run: Run) -> None:
+    def ids(*options: str) -> list[str]:
+        return [one["feedback_id"] for one in lines(run("corrections", *options, settings=story.settings))]
+
+    assert ids("--seq", "1") == []
+    assert ids("--seq", "4") == ["first", "second", "third"]
+    assert ids("--seq", "5") == ["second", "third", "again"]
 
 
 def test_training_anew_gives_the_recorded_history_bit_for_bit(story: Running, run: Run) -> None:

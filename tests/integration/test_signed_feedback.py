@@ -169,6 +169,8 @@ class TestCommands:
         assert outcomes[1]["feedback_id"] == "mine"
         values = [record.value for record in records(running.settings, "feedback")]
         assert all(values.count(one.encode()) == 1 for one in signed_by.told().splitlines())
+        printed = run("corrections", settings=running.settings).told().splitlines()
+        assert set(signed_by.told().splitlines()) <= set(printed), "as they were sent"
 
     def test_an_undo_is_signed_like_a_correction(
         self, running: Deployment, run: Callable[..., Command], folder: Path

@@ -1,4 +1,4 @@
-"""`replay`, `inspect` and `diff`: the history of a codebook, from `deltas`."""
+"""`replay`, `inspect`, `diff` and `corrections`: the history of a codebook, from `deltas`."""
 
 from datetime import UTC, datetime
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
+from msgspec import UNSET
 from rich.progress import track
 from rich.table import Column, Table
 from rich.text import Text
@@ -18,6 +19,7 @@ from pipeline.hits import hits
 from pipeline.replay import Step, describe, replay_deltas
 from pipeline.settings import Settings, load_settings
 from schemas.deltas import decode_delta
+from schemas.messages import Feedback, decode
 from workers.cli.common import (
     NO_DELTAS,
     AsJson,
@@ -41,7 +43,7 @@ MOST_DIGITS = 18
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    for command in (replay, inspect, compare):
+    for command in (replay, inspect, compare, corrections):
         app.command("diff" if command is compare else None, rich_help_panel="History")(command)
 
 
@@ -162,6 +164,27 @@ def compare(
     for entry_id, what in found.entries.items():
         table.add_row(cell(entry_id), cell(what))
     show(table)
+
+
+def corrections(
+    seq: Annotated[int | None, typer.Option(min=0, help="Those that held after this delta; else now.")] = None,
+    kafka: Kafka = None,
+    prefix: Prefix = None,
+) -> None:
+    """Print the corrections in force, oldest first, as the JSON lines that `correct` takes: for another model or layer.
+
+    Those that were undone or corrected again are left out. One that is signed is printed as it was sent, byte for byte:
+    its signature is good where the codebook has the same name.
+    Example: gracestream corrections --prefix old- | gracestream correct --prefix new-
+    """
+    from pipeline.in_force import in_force  # noqa: PLC0415  (torch takes seconds)
+
+    for record in in_force(connected(kafka=kafka, prefix=prefix), seq):
+        feedback = decode(record, Feedback)
+        if feedback.signature is UNSET:
+            say(msgspec.to_builtins(feedback))
+        else:
+            print(record.decode(), flush=True)
 
 
 def _retrained(settings: Settings, records: list[bytes]) -> tuple[Codebook, list[bytes], dict[str, Any]]:

@@ -1,0 +1,33 @@
+"""The corrections in force: what a codebook of another model, layer or name would have to be taught anew."""
+
+from collections.abc import Iterator
+
+from pipeline.codebook import Codebook
+from pipeline.memory import EditMemory
+from pipeline.reading import read_topic
+from pipeline.replay import replay_deltas
+from pipeline.settings import Settings
+from pipeline.topics import FEEDBACK
+from schemas.deltas import Delta
+
+
+def in_force(settings: Settings, seq: int | None = None) -> Iterator[bytes]:
+    """The records of `feedback` behind the edits that hold after delta `seq`, or now, in the order in which they came.
+
+    Those that were undone, or that a later correction of the same input has superseded, are none. Those that the model
+    fulfilled already are some: they too are to stay right.
+
+    Raises:
+        DeltaFault: the log is not one history, or there is no such delta.
+        KafkaError: it cannot be read.
+    """
+    memory = EditMemory()
+
+    def fold(_record: bytes, delta: Delta, codebook: Codebook) -> None:
+        memory.fold(delta, codebook)
+
+    replay_deltas(settings, seq, on_applied=fold)
+    offsets = {memory.offsets[feedback_id] for feedback_id in memory.feedback_ids}
+    if offsets:
+        found = read_topic(settings, FEEDBACK, min(offsets))
+        yield from (record.value for record in found if record.offset in offsets)
