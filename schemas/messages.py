@@ -237,10 +237,11 @@ class _Ids(Struct):
 def peek_id(raw: bytes | None, field: Literal["request_id", "feedback_id"]) -> str | None:
     """The id of a record that is otherwise no valid message, if it can be read; so that its sender gets an answer.
 
-    Nothing else of it is kept on the way: a record that is too large for `decode` may be larger still as objects.
+    No more of it is made than its text: a record that is too large for `decode` may be larger by far as objects.
     """
     try:
-        found = getattr(msgspec.json.decode(raw or b"", type=_Ids), field)
+        text = (raw or b"").decode()  # all of it, since msgspec does not look into what it passes over
+        found = getattr(msgspec.json.decode(text, type=_Ids), field)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     return found if isinstance(found, str) and 0 < len(found) <= ID_LENGTH else None

@@ -53,7 +53,7 @@ REQUESTS: dict[str, tuple[bytes | None, str, str | None]] = {
     "nothing at all": (b"", "Input data was truncated", None),
     "a list": (b"[1, 2]", "Expected `object`, got `array`", None),
     "a tombstone": (None, "the record has no value", None),
-    "Latin-1": ('{"v": 1, "request_id": "latin", "inputs": "café"}'.encode("latin-1"), "not UTF-8", "latin"),
+    "Latin-1": ('{"v": 1, "request_id": "latin", "inputs": "café"}'.encode("latin-1"), "not UTF-8", None),
     "half a surrogate": (rb'{"v": 1, "request_id": "s", "inputs": "a \ud83d b"}', "not a valid request", None),
     "nested without end": (b"[" * 3000, "not a valid request", None),
     "no inputs": (json(v=1, request_id="r-1"), "missing required field `inputs`", "r-1"),
@@ -81,7 +81,7 @@ REQUESTS: dict[str, tuple[bytes | None, str, str | None]] = {
 FEEDBACK: dict[str, tuple[bytes | None, str, str | None]] = {
     "not JSON": (b"what is this", "JSON is malformed", None),
     "a tombstone": (None, "the record has no value", None),
-    "Latin-1": ('{"v": 1, "feedback_id": "latin", "inputs": "café"}'.encode("latin-1"), "not UTF-8", "latin"),
+    "Latin-1": ('{"v": 1, "feedback_id": "latin", "inputs": "café"}'.encode("latin-1"), "not UTF-8", None),
     "no id": (json(v=1, inputs=PROMPT, target="river"), "missing required field `feedback_id`", None),
     "no target": (json(v=1, feedback_id="f-1", inputs=PROMPT), "needs `inputs` and `target`, or `undo`", "f-1"),
     "a target of a wrong type": (json(v=1, feedback_id="f-2", inputs=PROMPT, target=[1]), "Expected `str`", "f-2"),

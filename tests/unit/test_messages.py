@@ -184,12 +184,12 @@ class TestPeekedId:
     def test_is_none_where_there_is_none_to_read(self, raw: bytes | None) -> None:
         assert peek_id(raw, "request_id") is None
 
-    def test_of_a_huge_record_nothing_but_its_id_is_kept(self) -> None:
+    def test_a_huge_record_is_not_made_into_objects_for_its_id(self) -> None:
         raw = b'{"x": [' + b"[]," * 1_000_000 + b'[]], "request_id": "r"}'
         tracemalloc.start()
         try:
             assert peek_id(raw, "request_id") == "r"
-            assert tracemalloc.get_traced_memory()[1] < len(raw)
+            assert tracemalloc.get_traced_memory()[1] < 2 * len(raw)
         finally:
             tracemalloc.stop()
 
