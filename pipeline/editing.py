@@ -20,7 +20,7 @@ from pipeline.case import Again, Ahead, Case, Examined, of_similar_length
 from pipeline.codebook import Applied, Codebook, DeltaFault, Label
 from pipeline.edited import Edited, rejected, unchanged
 from pipeline.index import NO_SLOT, KeyIndex
-from pipeline.maintenance import Decision, Neighbour, Policy, batch_noise, decide, without_expanding
+from pipeline.maintenance import TRAFFIC_SHARE, Decision, Neighbour, Policy, batch_noise, decide, without_expanding
 from pipeline.memory import BARE_MODEL, EditMemory
 from pipeline.model import EditableModel
 from pipeline.passes import Verdict
@@ -307,7 +307,7 @@ class EditEngine:
             return self._publish(case, decision, None, loss=found.loss)
         if self.plan.guard and decision.radius is not None:
             kept = self.memory.clearance(case.query_D, case.policy.noise, case.query_D)
-            if decision.radius > case.policy.allowed(kept):  # which only a floor under radii brings about
+            if decision.radius > TRAFFIC_SHARE * kept:  # which only the floor under radii brings about
                 return rejected(
                     case.feedback,
                     f"an input that is to stay right lies {kept:.3g} away, and in {self.model.query_dtype} inputs that"

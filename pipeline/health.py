@@ -44,6 +44,10 @@ class Health:
         """A part of the worker begins a piece of work; the one before it is done."""
         self._since[part] = time.monotonic()
 
+    def at_rest(self, part: str) -> None:
+        """A part of the worker has nothing to do until it begins a piece of work."""
+        self._since.pop(part, None)
+
     @contextmanager
     def working(self, part: str) -> Iterator[None]:
         """For one piece of work, after which the part rests."""
@@ -51,7 +55,7 @@ class Health:
         try:
             yield
         finally:
-            self._since.pop(part, None)
+            self.at_rest(part)
 
     def stuck(self) -> str | None:
         """Which part has been at one thing for too long, if any."""

@@ -144,6 +144,7 @@ class Editor:
                     self._turn("starting", f"Kafka failed: {reason}")
                     log.warning("log_lost", reason=reason, retry_seconds=RETRY_SECONDS)
                     self._parts.log.close()
+                    self._health.at_rest("editor")
                     stop.wait(RETRY_SECONDS)
         finally:
             for part in (self._parts.log, self._parts.traffic, self._parts.snapshots):
@@ -152,7 +153,6 @@ class Editor:
     def _stand_by(self, stop: threading.Event) -> bool:
         """Learn the history, enter the group, and follow the one who leads; whether this editor is to lead now."""
         parts = self._parts
-        self._health.at_work("editor")  # also where Kafka has been away for long
         self._decided.clear()
         metrics.FEEDBACK_LAG.set(0)  # what waits is another's
         self._fold()

@@ -286,3 +286,8 @@ class TestInputsThatAreHardlyToldApart:
         assert ours.correct((67.5, 0), 1) == "unchanged"
         assert answer(ours.engine, 69, 0) == 0
         assert ours.engine.codebook.radii_N.tolist() == [4.0]
+
+    def test_a_limit_below_the_floor_takes_no_correction_away(self) -> None:
+        ours = start(radius=0.5, max_radius=1e-6)
+        assert ours.correct((64, 0), 1) == "added"
+        assert ours.correct((66, 0), 2) == "added"
