@@ -6,6 +6,7 @@ from a thread of its own, so a long forward pass does not hold it up.
 """
 
 import math
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -85,14 +86,15 @@ class HealthServer:
 
     def __init__(self, health: Health, host: str, port: int) -> None:
         handler = type("Handler", (_Handler,), {"health": health})
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._server = ThreadingHTTPServer((host, port), handler)
+            self._server = type("Server", (ThreadingHTTPServer,), {"address_family": family})((host, port), handler)
         except OSError as error:
             raise PortError(
                 f"cannot listen on {host}:{port}: {error.strerror}; choose another GRACESTREAM_PORT"
             ) from error
         self._server.daemon_threads = True
-        self.url = f"http://{host}:{self._server.server_port}"
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, name="health", daemon=True).start()
 
     def close(self) -> None:

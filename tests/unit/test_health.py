@@ -113,6 +113,17 @@ def test_a_count_is_there_before_the_first_that_it_counts(series: str) -> None:
     assert any(line.startswith(f"gracestream_{series} ") for line in told)
 
 
+def test_an_address_may_be_one_of_ipv6(health: Health) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    server = HealthServer(health, "::1", 0)
+    with urllib.request.urlopen(f"{server.url}/live", timeout=10) as answer:
+        assert answer.read() == b"ok\n"
+    server.close()
+
+
 def test_who_connects_and_says_nothing_is_let_go(health: Health, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.health._Handler.timeout", 0.2)
     server = HealthServer(health, "127.0.0.1", 0)
