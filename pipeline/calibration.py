@@ -1,6 +1,7 @@
 """The scale of a layer: how far apart inputs lie there, and whether rephrases lie nearer (design, section 4)."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -10,6 +11,8 @@ from pipeline.errors import UserError
 from pipeline.index import exact_distances
 from pipeline.maintenance import TRAFFIC_SHARE
 from pipeline.model import EditableModel
+from pipeline.probe import TEXTS
+from pipeline.tasks import InputError
 from pipeline.traffic import median_nearest_distance
 from schemas.messages import Inputs
 
@@ -94,3 +97,21 @@ def _queries(model: EditableModel, inputs: Sequence[Inputs]) -> torch.Tensor:
     prompts = [model.task.tokenize(one) for one in inputs]
     rows = [model.queries(prompts[start : start + BATCH]).cpu() for start in range(0, len(prompts), BATCH)]
     return torch.from_numpy(np.concatenate([row.numpy() for row in rows]))
+
+
+def probe_unit(model: EditableModel) -> float:
+    """The median distance of probe sentences, as many as the model takes: the unit of radii before there is traffic.
+
+    Raises:
+        InputError: it takes less than two of them.
+    """
+    prompts = []
+    for text in TEXTS:
+        with suppress(InputError):
+            prompts.append(model.task.tokenize(text))
+    if len(prompts) < 2:
+        raise InputError(
+            "the model takes none of the sentences that radii are measured on before there is traffic: choose"
+            " GRACESTREAM_RADIUS_UNIT=absolute, or let it take longer inputs"
+        )
+    return median_nearest_distance(model.queries(prompts).cpu().numpy())

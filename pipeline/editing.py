@@ -7,7 +7,6 @@ the record it returned is given to `apply`, which is also how a starting editor 
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 import msgspec
@@ -16,6 +15,7 @@ import torch
 from msgspec import UNSET, UnsetType
 
 from pipeline.adaptor import served_by
+from pipeline.calibration import probe_unit
 from pipeline.case import Again, Ahead, Case, Examined, of_similar_length
 from pipeline.codebook import Applied, Codebook, DeltaFault, Label
 from pipeline.edited import Edited, rejected, unchanged
@@ -25,10 +25,9 @@ from pipeline.memory import BARE_MODEL, EditMemory
 from pipeline.model import EditableModel
 from pipeline.passes import Verdict
 from pipeline.plan import Plan
-from pipeline.probe import TEXTS
 from pipeline.sight import Sight
 from pipeline.tasks import InputError
-from pipeline.traffic import Traffic, median_nearest_distance
+from pipeline.traffic import Traffic
 from pipeline.training import Trained, train_value, train_values
 from schemas.deltas import Cause, Delta, EntryChange, Op, Tensor, seal
 from schemas.messages import VERSION, Feedback, Inputs, Outcome, Status, one_line
@@ -93,26 +92,9 @@ class EditEngine:
         unit = self.traffic.unit()
         if unit is None:
             if self._probe_unit is None:
-                self._probe_unit = self._measure_unit()
+                self._probe_unit = probe_unit(self.model)
             unit = self._probe_unit
         return self.plan.radius * unit
-
-    def _measure_unit(self) -> float:
-        """The median distance of probe sentences, as many as the model takes.
-
-        Raises:
-            InputError: it takes less than two of them.
-        """
-        prompts = []
-        for text in TEXTS:
-            with suppress(InputError):
-                prompts.append(self.model.task.tokenize(text))
-        if len(prompts) < 2:
-            raise InputError(
-                "the model takes none of the sentences that radii are measured on before there is traffic: choose"
-                " GRACESTREAM_RADIUS_UNIT=absolute, or let it take longer inputs"
-            )
-        return median_nearest_distance(self.model.queries(prompts).cpu().numpy())
 
     def warm_start(self, label: Label, query_D: np.ndarray) -> str | UnsetType:
         """The entry whose value a new one starts from: the nearest of its label, where the plan says so."""
