@@ -191,9 +191,9 @@ class EditEngine:
         if not np.isfinite(query_D).all():
             return rejected(feedback, "the model's activations on this input are not finite")
         earlier = self.memory.offsets.get(feedback.feedback_id)
-        if earlier is not None and verdict.right and self._is_same(feedback.feedback_id, query_D):
-            return Edited(unchanged(feedback, verdict.loss))
         if earlier is not None:
+            if verdict.right and feedback.feedback_id in self.memory.same_input(query_D, self.noise(query_D)):
+                return Edited(unchanged(feedback, verdict.loss))
             undone = " and undone" if feedback.feedback_id in self.memory.undone() else ""
             return rejected(feedback, f"its id was used at offset {earlier}{undone}; a new correction needs a new id")
         sight = Sight(self.traffic, self.initial_radius, None if again is None else again.seen)
@@ -210,12 +210,6 @@ class EditEngine:
             known_V=None if again is None else again.value_V,
             ahead=ahead,
         )
-
-    def _is_same(self, feedback_id: str, query_D: np.ndarray) -> bool:
-        """Whether that feedback is in force, and about this very input."""
-        if feedback_id not in self.memory:
-            return False
-        return float(np.linalg.norm(self.memory.query(feedback_id) - query_D)) <= self.noise(query_D)
 
     def _examine(self, inputs: Inputs, target: str) -> Examined:
         label, supervised = self.model.supervised(inputs, target)

@@ -38,15 +38,12 @@ from kafka.structs import MemberState, OffsetAndMetadata
 from pipeline.clients import consumer, producer
 from pipeline.codebook import DeltaFault
 from pipeline.dead_letters import SOURCE_OFFSET, rejected
-from pipeline.reading import read_bulk
+from pipeline.reading import ANSWER_SECONDS, read_bulk
 from pipeline.settings import Settings
 from pipeline.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ
 from schemas.messages import Outcome, encode
 
 OFFSET_HEADER = "feedback_offset"
-
-ANSWER_SECONDS = 30.0
-"""After so long without an answer Kafka counts as away."""
 
 FETCH_WAIT_MS = 5
 """What a fetch waits for where there is nothing to read, when what there is to read is known."""

@@ -5,10 +5,9 @@ from collections.abc import Callable, Iterator, Mapping
 
 from kafka.errors import KafkaTimeoutError
 
-from pipeline.editor_log import ANSWER_SECONDS
 from pipeline.follower import read_history
 from pipeline.fruitless import Fruitless, fruitless_in
-from pipeline.reading import read_topic
+from pipeline.reading import ANSWER_SECONDS, read_topic
 from pipeline.settings import Settings
 from pipeline.topics import DELTAS, EDITS, FEEDBACK
 from schemas.messages import Feedback, InvalidMessage, decode

@@ -31,7 +31,7 @@ PATIENCE = 5.0
 """Seconds in which aiokafka must bring something."""
 
 ANSWER_SECONDS = 30.0
-"""In which kafka-python must."""
+"""After so long without an answer Kafka counts as away."""
 
 Batch = tuple[list[Any], int]
 """Records, and the offset that follows them and what is between them and the next ones."""

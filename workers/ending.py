@@ -7,8 +7,8 @@ What `end_on_signals` guarantees:
    committed is left to another.
 3. A second signal ends it at once.
 
-`end_when_stuck` ends one that has been stuck for `STUCK_SECONDS`, with status 1. Where nothing probes `/live`, as in
-Compose, it would be there for ever otherwise, and hold up those who wait for it to be started again.
+`end_when_stuck` ends one that has been stuck for `STUCK_SECONDS`, with status 1, so that it is started again where
+nobody acts on what `/live` says, as in Compose.
 
 Python runs a signal's handler in the main thread and between two of its own instructions, which a call into a hung
 driver never reaches. So a thread reads the signals from the descriptor to which Python's C code writes their numbers.
