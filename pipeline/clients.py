@@ -15,16 +15,17 @@ from aiokafka import AIOKafkaConsumer
 from aiokafka.conn import collect_hosts, create_conn
 from aiokafka.consumer import fetcher
 from aiokafka.errors import KafkaError as RawKafkaError
-from kafka import KafkaAdminClient
+from kafka import KafkaAdminClient, KafkaProducer
 from kafka.errors import KafkaConnectionError, KafkaError
 from redis import Redis
 from redis.exceptions import RedisError
 
 from pipeline.errors import UserError
-from pipeline.patient import PatientConsumer, PatientProducer
+from pipeline.patient import PatientConsumer, PatientNetClient
 from pipeline.records import PartitionRecords, read_by_aiokafka
 from pipeline.security import kafka_refusal, kafka_security, redis_refusal, redis_security, without_password
 from pipeline.settings import Settings, SettingsError
+from pipeline.transactions import TransactionalProducer
 
 _ADDRESS = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[^\s:/@\[\]]+):([0-9]{1,5})")
 
@@ -72,9 +73,16 @@ def bulk_consumer(settings: Settings, **options: Any) -> AIOKafkaConsumer:
     )
 
 
-def producer(settings: Settings, **options: Any) -> PatientProducer:
-    """A producer whose records are acknowledged by all replicas of a partition."""
-    return PatientProducer(**_cluster(settings), acks="all", max_request_size=MAX_DELTA_BYTES, **options)
+def producer(settings: Settings, **options: Any) -> KafkaProducer:
+    """A producer whose records are acknowledged by all replicas of a partition.
+
+    With a `transactional_id` it is a TransactionalProducer, which asks the cluster for its `transaction.version`.
+    """
+    ours: dict[str, Any] = {"acks": "all", "max_request_size": MAX_DELTA_BYTES, "kafka_client": PatientNetClient}
+    if "transactional_id" in options:
+        options = {"end_raises_epoch": _end_raises_epoch(settings), **options}
+        return TransactionalProducer(**_cluster(settings), **ours, **options)
+    return KafkaProducer(**_cluster(settings), **ours, **options)
 
 
 def admin(settings: Settings, **options: Any) -> KafkaAdminClient:
@@ -173,6 +181,14 @@ def await_redis(settings: Settings, report: Report) -> None:
         patience=settings.redis_grace,
         report=report,
     )
+
+
+def _end_raises_epoch(settings: Settings) -> bool:
+    """Whether EndTxn raises the producer's epoch: the finalised `transaction.version` is 2 or more (KIP-890)."""
+    with admin(settings) as client:
+        features = client.describe_features()
+    _, level = features.get("transaction.version", {}).get("finalized", (0, 0))
+    return bool(level >= 2)
 
 
 def _cluster(settings: Settings) -> dict[str, Any]:

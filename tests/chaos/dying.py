@@ -16,11 +16,11 @@ from pipeline import editing
 from pipeline.editing import EditEngine
 from pipeline.follower import Follower
 from pipeline.passes import Passes
-from pipeline.patient import PatientProducer
 from pipeline.projection import Projection
 from pipeline.radius_store import RadiusStore
 from pipeline.rewriting import Rewritten
 from pipeline.snapshot_store import SnapshotStore
+from pipeline.transactions import TransactionalProducer
 from workers import ending
 
 log = structlog.get_logger()
@@ -40,15 +40,15 @@ class Step:
 STEPS = {
     "training": Step(Passes, "judge", "before", turn=15),
     "decided": Step(EditEngine, "edit", "after", turn=2),
-    "term begun": Step(PatientProducer, "begin_transaction", "after"),
-    "term sent": Step(PatientProducer, "send", "after", ending="deltas"),
-    "term committed": Step(PatientProducer, "commit_transaction", "after"),
-    "begun": Step(PatientProducer, "begin_transaction", "after", turn=3),
-    "delta sent": Step(PatientProducer, "send", "after", turn=3, ending="deltas"),
-    "outcome sent": Step(PatientProducer, "send", "after", turn=2, ending="edits"),
-    "offset sent": Step(PatientProducer, "send_offsets_to_transaction", "after", turn=3),
-    "committing": Step(PatientProducer, "commit_transaction", "before", turn=3),
-    "committed": Step(PatientProducer, "commit_transaction", "after", turn=3),
+    "term begun": Step(TransactionalProducer, "begin_transaction", "after"),
+    "term sent": Step(TransactionalProducer, "send", "after", ending="deltas"),
+    "term committed": Step(TransactionalProducer, "commit_transaction", "after"),
+    "begun": Step(TransactionalProducer, "begin_transaction", "after", turn=3),
+    "delta sent": Step(TransactionalProducer, "send", "after", turn=3, ending="deltas"),
+    "outcome sent": Step(TransactionalProducer, "send", "after", turn=2, ending="edits"),
+    "offset sent": Step(TransactionalProducer, "send_offsets_to_transaction", "after", turn=3),
+    "committing": Step(TransactionalProducer, "commit_transaction", "before", turn=3),
+    "committed": Step(TransactionalProducer, "commit_transaction", "after", turn=3),
     "folded": Step(Projection, "make_live", "before", turn=2),
     "publishing": Step(RadiusStore, "publish", "before", turn=2),
     "published": Step(RadiusStore, "publish", "after", turn=2),

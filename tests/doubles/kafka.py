@@ -3,19 +3,25 @@
 `test_log_behaviour.py` and `test_writer_behaviour.py` hold this double and the real Kafka to the same behaviour.
 Nothing here waits, and nothing happens by itself: a session ends when a test says so, and each operation first and last
 calls its client's `step`, where a test may let another process go on, fail the operation, or end the process.
+
+The network between a transactional producer and the broker is a test's, too (`MemoryKafka.network`). A request may
+arrive twice, or only after the client has given up on it. Such late requests wait in `MemoryKafka.late`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 from kafka import TopicPartition
 from kafka.errors import (
     CommitFailedError,
     IllegalStateError,
     InvalidProducerEpochError,
+    InvalidTxnStateError,
     KafkaError,
+    KafkaTimeoutError,
     ProducerFencedError,
     UnknownTopicOrPartitionError,
 )
@@ -23,9 +29,32 @@ from kafka.structs import ConsumerGroupMetadata, MemberState, OffsetAndMetadata
 
 from pipeline.settings import Settings
 
+T = TypeVar("T")
 Headers = Sequence[tuple[str, bytes]]
 Step = Callable[[str], None]
 """Called as `step("commit")` before an operation and `step("commit done")` after it."""
+
+
+Epochs = Literal["per end", "after a resent end", "per producer"]
+"""How long a producer's epoch lasts.
+
+per end: EndTxn raises it, as `transaction.version` 2 does. after a resent end: the client raises it, as
+`pipeline.transactions` does on older clusters. per producer: nobody raises it, as with kafka-python alone.
+"""
+
+Passage = Literal["arrives", "arrives later", "arrives twice", "arrives too late"]
+"""What the network does to a request of a transactional producer.
+
+arrives later: a record waits until its future is asked for, or a later record of its topic arrives.
+arrives twice: a copy stays under way.
+arrives too late: the client gives up with a KafkaTimeoutError, and the request stays under way.
+"""
+
+
+def undisturbed(operation: str) -> Passage:
+    """A network that delivers each request once and in order."""
+    del operation
+    return "arrives"
 
 
 def straight_on(operation: str) -> None:
@@ -49,11 +78,28 @@ class Stored:
 
 @dataclass(slots=True)
 class Writer:
-    """What the broker knows of one transactional id."""
+    """What the broker knows of one transactional id.
+
+    `partitions`, `written` and `offsets` belong to the open transaction, `appended` to the epoch: the offsets of its
+    records of each topic, by sequence number. `ended`: epoch and state of the last end, unless another epoch began.
+    """
 
     epoch: int = -1
+    partitions: set[str] = field(default_factory=set)
     written: list[tuple[str, int]] = field(default_factory=list)
     offsets: dict[tuple[str, TopicPartition], int] = field(default_factory=dict)
+    appended: dict[str, list[int]] = field(default_factory=dict)
+    ended: tuple[int, str] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a transaction is open."""
+        return bool(self.partitions or self.offsets)
+
+    def begin_epoch(self) -> None:
+        """The next epoch, in which sequence numbers begin at 0."""
+        self.epoch += 1
+        self.appended, self.ended = {}, None
 
 
 @dataclass(slots=True)
@@ -68,9 +114,18 @@ class Group:
 
 
 class MemoryKafka:
-    """The broker."""
+    """The broker, and the network before it."""
 
-    def __init__(self, topics: Sequence[str]) -> None:
+    def __init__(self, topics: Sequence[str], epochs: Epochs = "per end") -> None:
+        self.epochs = epochs
+        self.network: Callable[[str], Passage] = undisturbed
+        """What happens to the request of an operation."""
+        self.late: list[tuple[int, Callable[[], object]]] = []
+        """Requests that are still under way, with the number of transactions that had ended when each was sent."""
+        self.torn = 0
+        """How many transactions were ended by the late EndTxn of an earlier one."""
+        self.ended = 0
+        """How many transactions have ended."""
         self.topics: dict[str, list[Stored]] = {topic: [] for topic in topics}
         self.groups: dict[str, Group] = {}
         self.unplaced: list[str] = []
@@ -107,36 +162,67 @@ class MemoryKafka:
             if record.state in ("plain", "committed"):
                 yield record
 
-    # Transactions.
+    def deliver(self, number: int) -> None:
+        """A late request arrives, and nobody waits for the response."""
+        ended_before, request = self.late.pop(number)
+        ended = self.ended
+        with suppress(KafkaError):
+            request()
+        is_end = getattr(request, "func", None) == self.end_transaction
+        self.torn += is_end and self.ended > ended > ended_before
+
+    # Transactions: each method is one request, with the producer's id and epoch as `who`.
 
     def fence(self, transactional_id: str) -> int:
-        """Abort what the writer of this id left open, and give it its next epoch."""
+        """InitProducerId: abort what the producer of this id left open, and give it its next epoch."""
         writer = self._writers.setdefault(transactional_id, Writer())
         self._end_transaction(writer, "aborted")
-        writer.epoch += 1
+        writer.begin_epoch()
         return writer.epoch
 
-    def append_in_transaction(
-        self, who: tuple[str, int], topic: str, value: bytes | None, key: bytes | None, headers: Headers
-    ) -> int:
-        """One record that nobody sees yet.
+    def raise_epoch(self, who: tuple[str, int]) -> int:
+        """InitProducerId with an epoch: the next one. A copy changes nothing, but it fences who has begun since."""
+        writer = self._writers[who[0]]
+        if who[1] == writer.epoch:
+            return self.fence(who[0])
+        if who[1] != writer.epoch - 1:
+            raise ProducerFencedError
+        if writer.is_open:
+            self.fence(who[0])
+            raise ProducerFencedError
+        return writer.epoch
 
-        A writer that is fenced between telling of the partition and writing there asks for another epoch, by which
-        Kafka aborts what its successor has open: the successor is fenced as well, and the asker gets nothing.
-        """
+    def add_partition(self, who: tuple[str, int], topic: str) -> None:
+        """AddPartitionsToTxn."""
+        self._writer(who).partitions.add(topic)
+
+    def append_in_transaction(
+        self,
+        who: tuple[str, int],
+        topic: str,
+        sequence: int,
+        value: bytes | None,
+        key: bytes | None,
+        headers: Headers,
+    ) -> int:
+        """Produce: one record that nobody sees yet; its offset. A copy of a record that is there changes nothing."""
         writer = self._writers[who[0]]
         if who[1] != writer.epoch:
-            if writer.written:
-                self.fence(who[0])
             raise InvalidProducerEpochError
+        appended = writer.appended.setdefault(topic, [])
+        if sequence < len(appended):
+            return appended[sequence]
+        if topic not in writer.partitions:
+            raise InvalidTxnStateError
         offset = self.append(topic, value, key, headers, "open")
         writer.written.append((topic, offset))
+        appended.append(offset)
         return offset
 
     def offsets_in_transaction(
         self, who: tuple[str, int], offsets: dict[TopicPartition, OffsetAndMetadata], member: ConsumerGroupMetadata
     ) -> None:
-        """A group's offsets, to be committed with the transaction; a member that says none is not checked."""
+        """TxnOffsetCommit: a group's offsets; a member that states no generation is not checked."""
         writer = self._writer(who)
         group = self.group(member.group_id)
         if member.generation_id >= 0 or member.member_id:
@@ -149,19 +235,19 @@ class MemoryKafka:
         for partition, offset in offsets.items():
             writer.offsets[member.group_id, partition] = offset.offset
 
-    def check(self, who: tuple[str, int]) -> None:
-        """Raises ProducerFencedError where the id has another writer by now."""
-        self._writer(who)
-
-    def commit(self, who: tuple[str, int]) -> None:
-        """Make all of it visible."""
-        self._end_transaction(self._writer(who), "committed")
-
-    def abort(self, who: tuple[str, int]) -> None:
-        """Make it never to be seen."""
-        self._end_transaction(self._writer(who), "aborted")
+    def end_transaction(self, who: tuple[str, int], state: Literal["committed", "aborted"]) -> int:
+        """EndTxn; the epoch of the next transaction. A copy of the last end changes nothing."""
+        if (who[1], state) == self._writers[who[0]].ended and not self._writers[who[0]].is_open:
+            return self._writers[who[0]].epoch
+        writer = self._writer(who)
+        self._end_transaction(writer, state)
+        if self.epochs == "per end":
+            writer.begin_epoch()
+        writer.ended = who[1], state
+        return writer.epoch
 
     def _end_transaction(self, writer: Writer, state: Literal["committed", "aborted"]) -> None:
+        self.ended += writer.is_open
         for topic, offset in writer.written:
             self.topics[topic][offset] = replace(self.topics[topic][offset], state=state)
         for topic in dict.fromkeys(topic for topic, _ in writer.written):
@@ -169,7 +255,7 @@ class MemoryKafka:
         if state == "committed":
             for (group, partition), offset in writer.offsets.items():
                 self.group(group).offsets[partition] = offset
-        writer.written, writer.offsets = [], {}
+        writer.partitions, writer.written, writer.offsets = set(), [], {}
 
     def _writer(self, who: tuple[str, int]) -> Writer:
         transactional_id, epoch = who
@@ -332,33 +418,56 @@ class MemoryConsumer:
             raise KafkaError("User rebalance callback throws an error") from error
 
 
-@dataclass(frozen=True, slots=True)
 class Sent:
-    """The future of a record that was written, and its metadata."""
+    """The future of a record, and its metadata. `earlier`: the record before it in its topic, which arrives first."""
 
-    offset: int
+    def __init__(self, write: Callable[[], int], earlier: "Sent | None" = None) -> None:
+        self._write, self._earlier = write, earlier
+        self._offset: int | None = None
+
+    @property
+    def offset(self) -> int:
+        """Where the record was written; writes it, if it is still under way."""
+        if self._offset is None:
+            if self._earlier is not None:
+                self._earlier.get()
+            self._offset = self._write()
+        return self._offset
 
     def get(self, timeout: float | None = None) -> "Sent":
+        """Wait for the record."""
         del timeout
+        self.offset  # noqa: B018  (which writes it)
         return self
 
 
 class MemoryProducer:
-    """The part of KafkaProducer that the editor uses. Errors come at once, not with a later call."""
+    """The part of KafkaProducer that the editor uses. Errors come with the call, or with a record's future."""
 
     def __init__(self, kafka: MemoryKafka, step: Step, transactional_id: str | None) -> None:
         self._kafka, self._step = kafka, step
         self._id, self._epoch = transactional_id, -1
         self._state: Literal["new", "ready", "in a transaction", "failed"] = "new"
+        self._sent: dict[str, Sent] = {}
+        """The last record of each topic in the transaction."""
+        self._sequences: dict[str, int] = {}
+        """Of the epoch: the number of the next record of each topic."""
+        self._end_was_resent = False
+
+    @property
+    def _who(self) -> tuple[str, int]:
+        assert self._id is not None
+        return self._id, self._epoch
 
     def init_transactions(self) -> None:
         with self._operation("fence", "new", "ready"):
             assert self._id is not None
-            self._epoch = self._kafka.fence(self._id)
+            self._use_epoch(self._request("fence", partial(self._kafka.fence, self._id)))
 
     def begin_transaction(self) -> None:
         with self._operation("begin", "ready", "in a transaction"):
-            pass  # the broker learns of a transaction by its first record
+            # The broker learns of a transaction by its first partition.
+            self._sent, self._end_was_resent = {}, False
 
     def send(
         self,
@@ -370,34 +479,68 @@ class MemoryProducer:
     ) -> Sent:
         del partition
         if self._id is None:
-            return Sent(self._kafka.append(topic, value, key, headers))
+            return Sent(partial(self._kafka.append, topic, value, key, headers)).get()
         with self._operation("send", "in a transaction", "in a transaction"):
-            self._kafka.check((self._id, self._epoch))
-            self._step("write")
-            return Sent(self._kafka.append_in_transaction((self._id, self._epoch), topic, value, key, headers))
+            if topic not in self._sent:
+                self._request("add partition", partial(self._kafka.add_partition, self._who, topic))
+            sequence = self._sequences.get(topic, 0)
+            self._sequences[topic] = sequence + 1
+            append = self._kafka.append_in_transaction
+            request = partial(append, self._who, topic, sequence, value, key, headers)
+            sent = self._sent[topic] = Sent(partial(self._write, request), self._sent.get(topic))
+            if self._kafka.network("send") != "arrives later":
+                sent.get()
+            return sent
 
     def send_offsets_to_transaction(
         self, offsets: dict[TopicPartition, OffsetAndMetadata], member: ConsumerGroupMetadata
     ) -> None:
         with self._operation("send offsets", "in a transaction", "in a transaction"):
-            assert self._id is not None
-            self._kafka.offsets_in_transaction((self._id, self._epoch), offsets, member)
+            self._request("send offsets", partial(self._kafka.offsets_in_transaction, self._who, offsets, member))
 
     def commit_transaction(self) -> None:
         with self._operation("commit", "in a transaction", "ready"):
-            assert self._id is not None
-            self._kafka.commit((self._id, self._epoch))
+            self.flush()
+            epoch = self._request("commit", partial(self._kafka.end_transaction, self._who, "committed"))
+            if self._end_was_resent and self._kafka.epochs == "after a resent end":
+                epoch = self._request("raise epoch", partial(self._kafka.raise_epoch, self._who))
+            if epoch != self._epoch:
+                self._use_epoch(epoch)
 
     def flush(self) -> None:
-        """Everything is there already."""
+        """Write what is still under way."""
+        for sent in self._sent.values():
+            sent.get()
 
     def close(self, timeout: float | None = None) -> None:
         del timeout
         self._step("close")
         if self._epoch >= 0 and self._id is not None:
-            with suppress(ProducerFencedError):  # whoever fenced it has done that
-                self._kafka.abort((self._id, self._epoch))
+            with suppress(KafkaError):  # whoever fenced it has aborted the transaction
+                self._request("abort", partial(self._kafka.end_transaction, self._who, "aborted"))
         self._state = "failed"
+
+    def _use_epoch(self, epoch: int) -> None:
+        self._epoch, self._sequences = epoch, {}
+
+    def _write(self, append: Callable[[], int]) -> int:
+        """One record reaches the broker. A failure fails the producer."""
+        try:
+            self._step("write")
+            return self._request("write", append)
+        except KafkaError:
+            self._state = "failed"
+            raise
+
+    def _request(self, operation: str, request: Callable[[], T]) -> T:
+        """What the broker answers to a request that the network carries."""
+        passage = self._kafka.network(operation)
+        if passage in ("arrives twice", "arrives too late"):
+            self._kafka.late.append((self._kafka.ended, request))
+        if passage == "arrives too late":
+            raise KafkaTimeoutError(f"{operation} was not answered in time")
+        self._end_was_resent |= operation == "commit" and passage == "arrives twice"
+        return request()
 
     def _operation(self, name: str, before: str, after: Any) -> "_Operation":
         if self._state == "failed":

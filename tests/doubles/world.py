@@ -42,7 +42,7 @@ from pipeline.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ, REQUESTS, TOP
 from schemas.deltas import decode_delta
 from schemas.messages import VERSION, Feedback, InvalidMessage, Request, decode, encode
 from tests.doubles.checker import Follower, Left
-from tests.doubles.kafka import MemoryKafka
+from tests.doubles.kafka import Epochs, MemoryKafka, Passage
 from tests.doubles.redis import MemoryRedis
 from tests.unit.engine.points import CLASSES, PointModel, at
 from tests.unit.engine.tiny import CODEBOOK
@@ -56,6 +56,7 @@ FAILURES = [
     *(CoordinatorLoadInProgressError, TransactionAbortedError, OutOfOrderSequenceNumberError, InvalidTxnStateError),
 ]
 TROUBLES = ["kill", "kill", "fail", "fail", "pause", "redis away", "redis emptied", "expire", "group forgotten"]
+PASSAGES: list[Passage] = ["arrives twice", "arrives twice", "arrives too late"]
 MOST_TURNS = 20_000
 """A story that has not come to rest by then never does."""
 
@@ -118,6 +119,7 @@ class Process:
     def step(self, operation: str) -> None:
         """An operation of one of its clients begins or ends."""
         if not self.killed:
+            self._story.deliver_late_request()
             self._story.trouble(self, operation)
         while not self.killed and (self.paused or self._story.switches()):
             self._back.release()
@@ -187,13 +189,20 @@ class Process:
 
 
 class Story:
-    """One seed. `tell` it, then look at what is `left`, and at how each process ended."""
+    """One seed. `tell` it, then look at what is `left`, and at how each process ended.
 
-    def __init__(self, seed: int) -> None:
+    `epochs`: those of producers; by default one of the two ways in which the product works. `torn`: how probable it is
+    that the network does something to a request.
+    """
+
+    def __init__(self, seed: int, epochs: Epochs | None = None, torn: float = 0.05) -> None:
         self._random = random.Random(seed)
+        chosen: Epochs = self._random.choice(("per end", "after a resent end"))
         self.plan = self._random.choice(PLANS)
         self.together = self._random.choice((1, 3))
-        self.kafka = MemoryKafka([SETTINGS.topic(topic.name) for topic in TOPICS])
+        self.kafka = MemoryKafka([SETTINGS.topic(topic.name) for topic in TOPICS], epochs or chosen)
+        self.kafka.network = self._passage
+        self._torn = torn
         self.redis = MemoryRedis()
         self.redis_is_away = False
         self.processes: list[Process] = []
@@ -207,6 +216,11 @@ class Story:
     def switches(self) -> bool:
         """Whether another process goes on here."""
         return self._random.random() < 0.25
+
+    def deliver_late_request(self) -> None:
+        """Now and then, one that is still under way."""
+        if self.kafka.late and self._random.random() < 0.1:
+            self.kafka.deliver(self._random.randrange(len(self.kafka.late)))
 
     def trouble(self, process: Process, operation: str) -> None:
         """What befalls a process at this operation, mostly nothing."""
@@ -232,6 +246,17 @@ class Story:
                 raise RedisTimeout("Redis did not answer")
             case "fail" if operation not in ("wait", "close", "leave"):
                 raise self._random.choice(FAILURES)("Kafka failed")
+
+    def _passage(self, operation: str) -> Passage:
+        """What the network does to a request, mostly nothing."""
+        if operation == "send":
+            return self._random.choice(("arrives", "arrives later"))
+        if self._troubles == 0 or self._random.random() > self._torn:
+            return "arrives"
+        self._troubles -= 1
+        found = self._random.choice(PASSAGES)
+        self.happened.append(("the network", found, operation))
+        return found
 
     def tell(self) -> None:
         """From the first feedback to the end of all trouble and all work."""
@@ -325,7 +350,13 @@ class Story:
             self.processes.append(Process(self, f"editor-{len(self.processes) + 1}"))
 
     def _at_rest(self) -> bool:
-        if self._unsent or self.redis_is_away or len(self._alive()) < 2 or any(p.paused for p in self._alive()):
+        if (
+            self._unsent
+            or self.kafka.late
+            or self.redis_is_away
+            or len(self._alive()) < 2
+            or any(p.paused for p in self._alive())
+        ):
             return False
         group = self.kafka.group(SETTINGS.topic("editor"))
         feedback = self.kafka.end(SETTINGS.topic(FEEDBACK))

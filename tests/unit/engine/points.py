@@ -86,6 +86,7 @@ class PointModel(EditableModel):
         self.module.requires_grad_(requires_grad=False)
         self.layer, self.dtype, self.fingerprint = "", "float32", MODEL
         self.queried, self.query_dtype = "last", "float32"
+        self._encoder = None
         self.device = torch.device("cpu")
         self.task = PointTask(self.module)
         self.adaptor = Adaptor(self.module, "last", "last")
