@@ -2,8 +2,19 @@
 
 from dataclasses import dataclass
 
-from schemas.deltas import Seen
-from schemas.messages import VERSION, Feedback, Inputs, Outcome
+from msgspec import UNSET
+
+from schemas.deltas import Delta, Op, Seen
+from schemas.messages import VERSION, Feedback, Inputs, Outcome, Status
+
+STATUS: dict[Op, Status] = {
+    "add": "added",
+    "expand": "expanded",
+    "split": "split",
+    "replace": "replaced",
+    "undo": "undone",
+}
+"""What an outcome reports, by the op of its delta."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +42,20 @@ def rejected(feedback: Feedback, reason: str, *, invalid: bool = False, **fields
 def unchanged(feedback: Feedback, loss: float) -> Outcome:
     """An outcome that says that the model is right already; `loss` is its loss on the target."""
     return Outcome(v=VERSION, feedback_id=feedback.feedback_id, status="unchanged", loss=loss)
+
+
+def committed_outcome(delta: Delta) -> Outcome:
+    """The outcome of a delta that was committed without one; `steps` and `loss` are not known any more."""
+    assert delta.cause is not UNSET
+    status: Status = "unchanged" if delta.op == "expand" and not delta.entries else STATUS[delta.op]
+    return Outcome(
+        v=VERSION,
+        feedback_id=delta.cause.feedback_id,
+        status=status,
+        entry_id=delta.cause.entry_id,
+        seq=delta.seq,
+        reason="its delta was committed without an outcome; a later editor reports it",
+    )
 
 
 def correction(feedback_id: str, inputs: Inputs, target: str) -> Feedback:

@@ -18,7 +18,7 @@ from pipeline.adaptor import served_by
 from pipeline.calibration import probe_unit
 from pipeline.case import Again, Ahead, Case, Examined, of_similar_length
 from pipeline.codebook import Applied, Codebook, DeltaFault, Label
-from pipeline.edited import Edited, rejected, unchanged
+from pipeline.edited import STATUS, Edited, rejected, unchanged
 from pipeline.index import NO_SLOT, KeyIndex
 from pipeline.maintenance import TRAFFIC_SHARE, Decision, Neighbour, Policy, batch_noise, decide, without_expanding
 from pipeline.memory import BARE_MODEL, EditMemory
@@ -30,12 +30,10 @@ from pipeline.tasks import InputError
 from pipeline.traffic import Traffic
 from pipeline.training import Trained, train_value, train_values
 from schemas.deltas import Cause, Delta, EntryChange, Op, Tensor, seal
-from schemas.messages import VERSION, Feedback, Inputs, Outcome, Status, one_line
+from schemas.messages import VERSION, Feedback, Inputs, Outcome, one_line
 
 MAX_RECORD_BYTES = 60 * 2**20
 """A larger delta would not fit the topic; only one that gives thousands of edits entries of their own gets there."""
-
-STATUS: dict[str, Status] = {"add": "added", "expand": "expanded", "split": "split", "replace": "replaced"}
 
 
 class EditEngine:

@@ -11,9 +11,9 @@ What it guarantees (design, section 5, points 2 and 3):
    waits for it for `stuck_after` seconds, after which `/live` gives it up as well; `stay` begins that time anew. One
    that is stuck, or silent for `session_timeout`, loses its place to a standby. A standby that joins, or leaves, never
    moves the partition.
-4. Feedback is taken up after the last record that has an outcome or was set aside, also where Kafka has forgotten the
-   group's offset (it forgets those of a group that was idle for a week): each outcome and each dead letter carries its
-   feedback's offset as a header.
+4. A new leader begins with the first feedback record after the last outcome, whatever the group's offset says. Kafka
+   forgets the offset of a group that was idle for a week, and a torn transaction may have moved it alone. Each outcome
+   and each dead letter carries its feedback's offset as a header.
 5. After any KafkaError nobody knows what was committed. The log must then be closed, and opened anew by `deltas`, which
    goes on after the last delta that it handed out or saw committed. Taking the lead anew settles what was left open:
    Kafka has completed or aborted it before `fence` returns. Nothing is lost or done twice.
@@ -30,6 +30,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import structlog
 from kafka import ConsumerRebalanceListener, TopicPartition, errors
 from kafka.coordinator.assignors.sticky.sticky_assignor import StickyPartitionAssignor
 from kafka.errors import KafkaError, KafkaTimeoutError
@@ -41,7 +42,9 @@ from pipeline.dead_letters import SOURCE_OFFSET, rejected
 from pipeline.reading import ANSWER_SECONDS, read_bulk
 from pipeline.settings import Settings
 from pipeline.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ
-from schemas.messages import Outcome, encode
+from schemas.messages import Outcome, encode, peek_id
+
+log = structlog.get_logger()
 
 OFFSET_HEADER = "feedback_offset"
 
@@ -191,10 +194,8 @@ class EditorLog:
         self._writer.init_transactions()
 
     def lead(self, delta: bytes) -> int:
-        """Write the record that takes a term; the offset of the first feedback record that has no outcome yet."""
-        committed = self._member.committed(self._feedback, timeout_ms=int(1000 * ANSWER_SECONDS)) or 0
-        done = max(self._after_last(EDITS, OFFSET_HEADER), self._after_last(FEEDBACK_DLQ, SOURCE_OFFSET))
-        position = max(committed, min(done, self._end(FEEDBACK)))
+        """Write the record that takes a term; the offset of the first feedback record that is not decided yet."""
+        position = self._first_undecided()
         self._transact(position, [(DELTAS, delta, None, [])])
         self._next_feedback = position
         self._member.seek(self._feedback, position)
@@ -268,6 +269,29 @@ class EditorLog:
             if client is not None:
                 with suppress(KafkaError):
                     client.close(**limit)
+
+    def _first_undecided(self) -> int:
+        """The offset of the first feedback record without an outcome; for records without an id, a dead letter counts.
+
+        1. Outcomes are committed in the order of feedback. So every record before the last outcome is decided.
+        2. The group's offset and the last dead letter may lie further on: records without an id get no outcome.
+        3. Neither proves that the readable records in between are decided. A writer without the guarantees of
+           `pipeline.transactions` may have committed an offset alone. So these records are decided now.
+        """
+        end = self._end(FEEDBACK)
+        decided = min(self._after_last(EDITS, OFFSET_HEADER), end)
+        committed = self._member.committed(self._feedback, timeout_ms=int(1000 * ANSWER_SECONDS)) or 0
+        passed = max(decided, committed, min(self._after_last(FEEDBACK_DLQ, SOURCE_OFFSET), end))
+        for record in self._read(FEEDBACK, decided, min(passed, end)):
+            if peek_id(record.value, "feedback_id") is not None:
+                log.warning(
+                    "undecided_feedback_found",
+                    offset=record.offset,
+                    group_offset=committed,
+                    consequence="the editor goes back and decides on it now",
+                )
+                return int(record.offset)
+        return passed
 
     def _transact(
         self, position: int, records: list[tuple[str, bytes | None, bytes | None, list[tuple[str, bytes]]]]
@@ -351,7 +375,7 @@ class EditorLog:
         position, heard = start, time.monotonic()
         while position < end:
             for records in self._reader.poll(timeout_ms=20).values():
-                yield from records
+                yield from (record for record in records if record.offset < end)  # more may have come meanwhile
             if (reached := self._reader.position(partition)) > position:
                 position, heard = reached, time.monotonic()
             elif time.monotonic() > heard + ANSWER_SECONDS:

@@ -5,16 +5,18 @@ from dataclasses import dataclass, field
 
 import structlog
 from kafka.errors import KafkaError
+from msgspec import UNSET
 
 from pipeline.admission import Admission, Refused
 from pipeline.case import Ahead
 from pipeline.device import raise_if_broken
-from pipeline.edited import Edited, rejected
+from pipeline.edited import Edited, committed_outcome, rejected
 from pipeline.editing import EditEngine
 from pipeline.errors import UserError
 from pipeline.fruitless import Fruitless
 from pipeline.rewriting import History
 from pipeline.undo import undo
+from schemas.deltas import Delta, decode_delta
 from schemas.messages import VERSION, Feedback, InvalidMessage, Outcome, decode, one_line, peek_id
 
 log = structlog.get_logger()
@@ -22,7 +24,10 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A record that was taken in: the feedback that may edit, with the headers of its outcome, or why it may not."""
+    """A record that was taken in: the feedback that may edit, with the headers of its outcome, or why it may not.
+
+    `refused` also holds the outcome of feedback whose delta is committed already.
+    """
 
     offset: int
     feedback: Feedback | None = None
@@ -67,6 +72,8 @@ class Intake:
             feedback = decode(value, Feedback, self._max_bytes)
         except InvalidMessage as error:
             return Read(offset, refused=_unreadable(value, str(error)))
+        if self._engine.memory.offsets.get(feedback.feedback_id) == offset:
+            return Read(offset, refused=Edited(self._committed_outcome(offset)))
         try:
             admitted = self._admission.admit(feedback, value or b"", timestamp)
         except Refused as refused:
@@ -105,6 +112,19 @@ class Intake:
             assert edited.outcome is not None
             headers += Fruitless(read.offset, book.term, book.seq, edited.outcome, edited.seen).headers()
         return Taken(edited, headers)
+
+    def _committed_outcome(self, offset: int) -> Outcome:
+        """The outcome of feedback whose delta is in the log already, without an outcome."""
+        found: list[Delta] = []
+
+        def is_another(record: bytes) -> bool:
+            delta = decode_delta(record)
+            if delta.cause is not UNSET and delta.cause.offset == offset:
+                found.append(delta)
+            return not found
+
+        self._history.each_delta(is_another)
+        return committed_outcome(found[0])
 
     def _decide(self, feedback: Feedback, offset: int, ahead: Ahead | None) -> Edited:
         if not feedback.undoes:
