@@ -14,12 +14,14 @@ import structlog
 
 from pipeline import editing
 from pipeline.editing import EditEngine
+from pipeline.editor_log import EditorLog
 from pipeline.follower import Follower
 from pipeline.passes import Passes
 from pipeline.projection import Projection
 from pipeline.radius_store import RadiusStore
 from pipeline.rewriting import Rewritten
 from pipeline.snapshot_store import SnapshotStore
+from pipeline.topics import EDITS
 from pipeline.transactions import TransactionalProducer
 from workers import ending
 
@@ -81,6 +83,27 @@ def arm(name: str, signum: signal.Signals = signal.SIGKILL) -> None:
         return done
 
     setattr(step.owner, step.call, deadly)
+
+
+def tear(*kept: str, turn: int) -> None:
+    """From now on this process dies after it has committed only these parts of a transaction: topics, `offset`.
+
+    `turn` counts transactions that hold feedback. This is what a late EndTxn did to a producer that kept its epoch.
+    """
+    transact = EditorLog._transact
+    turns = 0
+
+    def torn(log: EditorLog, position: int, records: list[Any]) -> None:
+        nonlocal turns
+        turns += any(topic == EDITS for topic, *_ in records)
+        if turns < turn:
+            transact(log, position, records)
+            return
+        found = [record for record in records if record[0] in kept]
+        transact(log, position if "offset" in kept else log._done, found)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    EditorLog._transact = torn  # type: ignore[assignment, method-assign]
 
 
 def train_slowly(seconds: float) -> None:

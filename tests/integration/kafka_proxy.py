@@ -12,13 +12,15 @@ import contextlib
 import random
 import struct
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
-from deploy.local.processes import HOST
+from deploy.local.kafka import LocalKafka
+from deploy.local.processes import HOST, free_port
 
 T = TypeVar("T")
 
@@ -86,6 +88,7 @@ class KafkaProxy:
 
     def __init__(self, port: int) -> None:
         self.port = port
+        self.address = f"{HOST}:{port}"
         self.target: tuple[str, int] | None = None
         """Where the broker listens."""
         self.requests = dict.fromkeys(Api, 0)
@@ -285,6 +288,20 @@ class _Connection:
 async def _frame(reader: asyncio.StreamReader) -> bytes:
     size = await reader.readexactly(4)
     return size + await reader.readexactly(struct.unpack(">i", size)[0])
+
+
+@contextlib.contextmanager
+def proxied_kafka(folder: Path) -> Iterator[tuple[KafkaProxy, LocalKafka]]:
+    """A Kafka with two listeners: its own address leads straight to it, the proxy's port through the proxy."""
+    own, through = free_port(), free_port()
+    shown = {"advertised.listeners": f"CLIENT://{HOST}:{own},PLAINTEXT://{HOST}:{through}"}
+    with (
+        KafkaProxy(through) as proxy,
+        LocalKafka(folder, own, protocols=("PLAINTEXT",), properties=shown) as server,
+    ):
+        host, port = server.addresses["PLAINTEXT"].split(":")
+        proxy.target = host, int(port)
+        yield proxy, server
 
 
 LATER = [Api.ADD_PARTITIONS, Api.PRODUCE, Api.PRODUCE, Api.ADD_OFFSETS, Api.OFFSET_COMMIT, Api.END_TXN]

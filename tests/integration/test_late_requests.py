@@ -8,12 +8,11 @@ from kafka import TopicPartition
 from kafka.structs import OffsetAndMetadata
 
 from deploy.local.kafka import LocalKafka
-from deploy.local.processes import HOST, free_port
 from pipeline.clients import admin, consumer, producer
 from pipeline.settings import Settings
 from pipeline.topics import EDITS, FEEDBACK, create_topics
 from pipeline.transactions import TransactionalProducer
-from tests.integration.kafka_proxy import Api, Fault, KafkaProxy, Moment
+from tests.integration.kafka_proxy import Api, Fault, KafkaProxy, Moment, proxied_kafka
 from tests.integration.running import records, wait_until, wait_until_settled
 
 
@@ -51,30 +50,21 @@ class Proxied:
 
 
 @pytest.fixture(scope="module")
-def proxied_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[KafkaProxy, LocalKafka]]:
-    """A Kafka with two listeners; clients of the second one connect through the proxy."""
-    own, through = free_port(), free_port()
-    shown = {"advertised.listeners": f"CLIENT://{HOST}:{own},PLAINTEXT://{HOST}:{through}"}
-    folder = tmp_path_factory.mktemp("kafka")
-    with (
-        KafkaProxy(through) as proxy,
-        LocalKafka(folder, own, protocols=("PLAINTEXT",), properties=shown) as server,
-    ):
-        host, port = server.addresses["PLAINTEXT"].split(":")
-        proxy.target = host, int(port)
-        yield proxy, server
+def kafka_behind_proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[KafkaProxy, LocalKafka]]:
+    with proxied_kafka(tmp_path_factory.mktemp("kafka")) as found:
+        yield found
 
 
 @pytest.fixture(params=[2, 1], ids=["transaction.version=2", "transaction.version=1"])
 def proxied(
-    request: pytest.FixtureRequest, proxied_kafka: tuple[KafkaProxy, LocalKafka], deployment: Settings
+    request: pytest.FixtureRequest, kafka_behind_proxy: tuple[KafkaProxy, LocalKafka], deployment: Settings
 ) -> Iterator[Proxied]:
     """On a cluster whose EndTxn raises the epoch, and on the same cluster after a downgrade of that feature."""
-    proxy, server = proxied_kafka
+    proxy, server = kafka_behind_proxy
     settings = deployment.model_copy(update={"kafka": server.bootstrap})
     create_topics(settings, partitions=1, replication=1)
     finalise(settings, request.param)
-    through = settings.model_copy(update={"kafka": f"{HOST}:{proxy.port}"})
+    through = settings.model_copy(update={"kafka": proxy.address})
     writer = producer(through, transactional_id=settings.topic("editor"), retry_backoff_ms=5)
     assert writer._transaction_manager.end_raises_epoch == (request.param == 2)
     writer.init_transactions()

@@ -10,7 +10,7 @@ from typing import NoReturn
 import typer
 
 from pipeline.security import plainly
-from workers.cli import dead_letters, experiments, history, keys, local, snapshots, traffic, tuning, work
+from workers.cli import audit, dead_letters, experiments, history, keys, local, snapshots, traffic, tuning, work
 from workers.cli.common import EXPECTED
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -25,7 +25,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for group in (local, work, traffic, keys, dead_letters, history, snapshots, tuning, experiments):
+for group in (local, work, traffic, keys, dead_letters, history, audit, snapshots, tuning, experiments):
     group.register(app)
 
 

@@ -1,0 +1,166 @@
+"""Two real editors behind a network that holds, cuts, copies and delays their transactional requests.
+
+Each round arms one plan of faults, sends four corrections and waits for their outcomes. In some rounds the leading
+editor is killed as soon as a late request has arrived. In the end the topics are read: nothing lost, nothing doubled.
+`make chaos` plays many rounds, the ordinary tests a few. Each round has a seed of its own, which is printed.
+"""
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kafka import TopicPartition
+
+from deploy.local.kafka import LocalKafka
+from pipeline.clients import consumer, redis_client
+from pipeline.radius_store import RadiusStore
+from pipeline.settings import Settings
+from pipeline.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ, create_topics
+from tests.doubles.checker import Follower, Left, faults
+from tests.integration.forked import Forked
+from tests.integration.kafka_proxy import PLANS, Fault, KafkaProxy, proxied_kafka
+from tests.integration.running import (
+    BUDGETS,
+    Users,
+    flag,
+    records,
+    save_checkpoint,
+    settings_for,
+    wait_until,
+    wait_until_settled,
+)
+from tests.unit.engine.tiny import texts
+
+CORRECTIONS = 4
+"""In each round."""
+
+SHORT = [("torn", False)] * 4 + [("torn", True), ("copied", False), ("mixed", False), ("mixed", True)]
+"""Plans of the ordinary tests, and whether the leader is killed."""
+
+ROUNDS = 40
+"""Of each `--chaos` round."""
+
+TARGETS = ("museum", "bridge", "train", "violin", "river", "bread")
+
+
+class Network:
+    """Two editors behind a proxy, and users whose way to Kafka is sound."""
+
+    def __init__(self, settings: Settings, proxy: KafkaProxy, folder: Path) -> None:
+        self.settings, self.proxy, self._folder = settings, proxy, folder
+        self.users = Users(settings)
+        self.editors: list[Forked] = []
+        self.sent = 0
+        self.happened: list[Fault] = []
+        self._started = 0
+
+    def start(self) -> None:
+        """Both editors."""
+        while len(self.editors) < 2:
+            self._add()
+        for editor in self.editors:
+            editor.wait_ready(90)
+
+    def close(self) -> None:
+        """End the editors."""
+        for editor in self.editors:
+            if editor.running:
+                editor.kill()
+        self.users.close()
+
+    def play(self, plan: str, *, kill: bool, seed: int) -> None:
+        """One round."""
+        print(
+            f"{time.strftime('%H:%M:%S')} {plan}{', and the leader is killed' if kill else ''}, seed {seed}", flush=True
+        )
+        chosen = random.Random(seed)
+        planned = PLANS[plan](chosen)
+        self.proxy.arm(*planned)
+        prompts = texts(CORRECTIONS, seed=seed, shortest=6, longest=9)
+        names = [f"f{self.sent + number}" for number in range(CORRECTIONS)]
+        given = [flag(name, prompt, chosen.choice(TARGETS)) for name, prompt in zip(names, prompts, strict=True)]
+        self.users.client.send(given)
+        self.sent += len(given)
+        if kill:
+            deadline = time.monotonic() + 5.0
+            while time.monotonic() < deadline and not any(fault.released for fault in planned):
+                time.sleep(0.01)
+            self._kill_leader()
+        wait_until(lambda: len(records(self.settings, EDITS)) >= self.sent, 120, f"the outcomes of {names}")
+        self.happened += [fault for fault in self.proxy.release() if fault.happened]
+        for editor in [one for one in self.editors if not one.running]:  # one that another editor has followed
+            self.editors.remove(editor)
+        self.start()
+
+    def _kill_leader(self) -> None:
+        leader = next(
+            (editor for editor in self.editors if editor.running and editor.state()["role"] == "leading"), None
+        )
+        if leader is not None:
+            leader.kill()
+
+    def left(self) -> Left:
+        """Everything on the topics and in Redis, once both editors hold the same."""
+        wait_until_settled(self.settings, DELTAS, EDITS, FEEDBACK_DLQ)
+        wait_until(lambda: len({editor.state()["state_digest"] for editor in self.editors}) == 1, 60, "one state")
+        store = RadiusStore(redis_client(self.settings), self.settings)
+        reader = consumer(self.settings, group_id=self.settings.topic("editor"))
+        try:
+            position = reader.committed(TopicPartition(self.settings.topic(FEEDBACK), 0))
+        finally:
+            reader.close()
+        states = [(editor.name, editor.state()) for editor in self.editors]
+        return Left(
+            feedback=records(self.settings, FEEDBACK),
+            edits=records(self.settings, EDITS),
+            deltas=records(self.settings, DELTAS),
+            letters=records(self.settings, FEEDBACK_DLQ),
+            position=position,
+            head=store.head(0),
+            radii={name: float(np.float32(radius)) for name, radius in store.radii().items()},
+            followers=[Follower(name, state["seq"], state["digest"], state["state_digest"]) for name, state in states],
+            taken=[f"f{number}" for number in range(self.sent)],
+        )
+
+    def _add(self) -> None:
+        self._started += 1
+        editor = Forked(f"editor-{self._started}", "edit", self.settings, self._folder, kafka=self.proxy.address)
+        editor.start()
+        self.editors.append(editor)
+
+
+@pytest.fixture(scope="module")
+def kafka_behind_proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[KafkaProxy, LocalKafka]]:
+    with proxied_kafka(tmp_path_factory.mktemp("kafka")) as found:
+        yield found
+
+
+@pytest.fixture
+def network(
+    kafka_behind_proxy: tuple[KafkaProxy, LocalKafka], redis_url: str, prefix: str, tmp_path: Path
+) -> Iterator[Network]:
+    proxy, server = kafka_behind_proxy
+    chosen = {**save_checkpoint("llama", tmp_path / "llama").settings(), **BUDGETS, "session_timeout": 6.0}
+    settings = settings_for(server.bootstrap, redis_url, prefix, **chosen, cache=tmp_path / "cache", traffic=0)
+    create_topics(settings, partitions=1, replication=1)
+    made = Network(settings, proxy, tmp_path)
+    try:
+        made.start()
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.mark.timeout(7200)
+def test_no_correction_is_lost_or_doubled_on_a_bad_network(network: Network, request: pytest.FixtureRequest) -> None:
+    chosen = random.Random(0)
+    rounds = SHORT
+    if times := request.config.getoption("--chaos"):
+        rounds = [(chosen.choice([*PLANS, "torn"]), chosen.random() < 0.2) for _ in range(ROUNDS * times)]
+    for seed, (plan, kill) in enumerate(rounds):
+        network.play(plan, kill=kill, seed=seed)
+    assert faults(network.left()) == []
+    assert any(fault.released and fault.action == "hold" for fault in network.happened), "no request came late"

@@ -1,0 +1,62 @@
+"""`audit`: damage in the topics of a deployment."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Column, Table
+
+from pipeline.audit import Damage, Finding
+from pipeline.audit import audit as find_damage
+from workers.cli.common import AsJson, Kafka, Prefix, cell, connected, counted, notes, say, show
+
+REMEDY: dict[Damage, str] = {
+    "no outcome": "send it again: gracestream correct",
+    "delta without outcome": "none needed: the correction is in force",
+    "outcome without delta": "send it again with a new feedback_id",
+}
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(rich_help_panel="History")(audit)
+
+
+def audit(
+    lost: Annotated[
+        Path | None, typer.Option(help="Write feedback without an outcome to this file, for `gracestream correct`.")
+    ] = None,
+    as_json: AsJson = False,
+    kafka: Kafka = None,
+    prefix: Prefix = None,
+) -> None:
+    """Check that every feedback record that the editor has passed has its outcome and its delta.
+
+    Changes nothing, and needs no model. Ends with status 1 if a record is damaged.
+    Example: gracestream audit --lost lost.jsonl
+    """
+    found = find_damage(connected(kafka=kafka, prefix=prefix))
+    if lost is not None:
+        undecided = [one.record for one in found.findings if one.damage == "no outcome"]
+        lost.write_bytes(b"".join(record.replace(b"\n", b" ") + b"\n" for record in undecided))
+    if as_json:
+        for one in found.findings:
+            say(_fields(one))
+    elif found.findings:
+        table = Table("offset", Column("feedback", overflow="fold"), "damage", "remedy")
+        for one in found.findings:
+            table.add_row(str(one.offset), cell(one.feedback_id), one.damage, REMEDY[one.damage])
+        show(table)
+    checked = counted(found.checked, "feedback record", "feedback records")
+    damaged = f"{len(found.findings)} damaged" if found.findings else "none is damaged"
+    notes.print(f"checked {checked}: {damaged}")
+    raise typer.Exit(int(bool(found.findings)))
+
+
+def _fields(finding: Finding) -> dict[str, object]:
+    return {
+        "offset": finding.offset,
+        "feedback_id": finding.feedback_id,
+        "damage": finding.damage,
+        "remedy": REMEDY[finding.damage],
+    }
