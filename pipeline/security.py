@@ -9,6 +9,7 @@
 import re
 import ssl
 from typing import Any
+from urllib.parse import unquote
 
 from aiokafka.errors import (
     SaslAuthenticationFailed,
@@ -78,6 +79,19 @@ def without_password(url: str) -> str:
     Everything up to the last @ goes: a password that was not percent-encoded may hold any character.
     """
     return re.sub(r"//.*@", "//", url, flags=re.DOTALL).partition("?")[0]
+
+
+_URL_USER = re.compile(r"(?<=://)(?:([^/@]*):(.*)|([^/@]*))@", re.DOTALL)
+"""User and password, which may hold any character, since secret keys of S3 have slashes."""
+
+
+def url_secrets(url: str) -> tuple[str, list[str]]:
+    """A URL of snapshots as it may be shown, without user, password and options; and what was left out of it."""
+    if "://" not in url or url.startswith("file://"):
+        return url, []
+    shown, _, options = _URL_USER.sub("", url).partition("?")
+    found = [part for match in _URL_USER.finditer(url) for part in (match[0], *match.groups()) if part]
+    return shown, [*found, *(unquote(part) for part in found), *([options] if options else [])]
 
 
 def kafka_refusal(error: BaseException, settings: Settings) -> str | None:

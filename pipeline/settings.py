@@ -1,7 +1,7 @@
 """Every setting, in one place: environment variables with the prefix `GRACESTREAM_`, or files of that name.
 
-Passwords are `SecretStr`, and the URL of Redis, which may hold one, is left out of what `repr` shows: neither gets into
-a log or an error by accident.
+Passwords are `SecretStr`, and the URLs of Redis and of snapshots, which may hold one, are left out of what `repr`
+shows: none gets into a log or an error by accident.
 """
 
 import os
@@ -140,7 +140,9 @@ class Settings(BaseSettings):
     )
 
     snapshot_url: str = Field(
-        "", description="Folder, or URL that fsspec knows, of snapshots; the same for all workers. Empty: none."
+        "",
+        repr=False,
+        description="Folder, or URL that fsspec knows, of snapshots; the same for all workers. Empty: none.",
     )
     snapshot_every: int = Field(
         1000, ge=0, description="Deltas between two snapshots of the editor; 0: none of its own."
@@ -216,7 +218,7 @@ def as_environment(values: Mapping[str, object]) -> dict[str, str]:
     }
 
 
-SECRET = {"redis", "kafka_password", "kafka_key_password", "redis_password"}
+SECRET = {"redis", "snapshot_url", "kafka_password", "kafka_key_password", "redis_password"}
 """Settings whose value no error shows."""
 
 FILES = ("kafka_ca", "kafka_certificate", "kafka_key", "redis_ca", "redis_certificate", "redis_key")

@@ -1,8 +1,8 @@
 """Where snapshot files lie: a local folder, or any URL that fsspec has a driver for (s3://, gs://, memory://, …).
 
-The URL is configuration and is trusted; its credentials come from the environment, as the driver documents. What is
-read under it is not trusted: a file is asked for by its plain name, never by an address that a record gives, and no
-more of it is read than its manifest says.
+The URL is configuration and is trusted. Its credentials come from the environment, as the driver documents; those that
+the URL itself has are in no manifest, error or log. What is read under it is not trusted: a file is asked for by its
+plain name, never by an address that a record gives, and no more of it is read than its manifest says.
 
 A file appears whole or not at all: in a folder under a temporary name that is then renamed (what a writer that was
 killed leaves in its folder `.writing-…`, another one deletes an hour later); elsewhere it is put under its name in one
@@ -25,6 +25,7 @@ from fsspec.implementations.local import LocalFileSystem
 from pipeline.codebook import Codebook
 from pipeline.codebook_file import save
 from pipeline.errors import UserError
+from pipeline.security import url_secrets
 
 _NAME = re.compile(r"[A-Za-z0-9._%~-]+\.safetensors")
 _STAGING = ".writing-"
@@ -54,12 +55,16 @@ class SnapshotStore:
     """
 
     def __init__(self, url: str) -> None:
+        shown, self._secrets = url_secrets(url)
         try:
             self._files, self._root = url_to_fs(url)
-        except Exception as error:  # each driver fails in its own way
-            raise SnapshotError(f"GRACESTREAM_SNAPSHOT_URL={url} cannot be used: {error}") from error
+        except Exception as error:  # noqa: BLE001  (each driver fails in its own way)
+            raise SnapshotError(
+                f"GRACESTREAM_SNAPSHOT_URL={shown} cannot be used: {self._say(error)}"
+            ) from self._cause(error)
         self._root = self._root.rstrip("/")
-        self.url: str = self._files.unstrip_protocol(self._root)
+        self.url: str = shown.rstrip("/") if self._secrets else self._files.unstrip_protocol(self._root)
+        """Without user and password."""
         self._local = isinstance(self._files, LocalFileSystem)
 
     def put(self, codebook: Codebook, stem: str) -> StoredFile:
@@ -82,8 +87,8 @@ class SnapshotStore:
                 self._move(staged, name, size)
         except SnapshotError:
             raise
-        except Exception as error:
-            raise SnapshotError(f"no snapshot can be written to {self.url}: {error or type(error).__name__}") from error
+        except Exception as error:  # noqa: BLE001  (each driver fails in its own way)
+            raise SnapshotError(f"no snapshot can be written to {self.url}: {self._say(error)}") from self._cause(error)
         return StoredFile(f"{self.url}/{name}", sha256, size)
 
     def read(self, uri: str, size: int) -> bytes:
@@ -96,9 +101,9 @@ class SnapshotStore:
         try:
             data: bytes = self._files.cat_file(path, start=0, end=size + 1)
         except FileNotFoundError as error:
-            raise SnapshotError("the file is not there") from error
-        except Exception as error:
-            raise SnapshotError(f"the file cannot be read: {error or type(error).__name__}") from error
+            raise SnapshotError("the file is not there") from self._cause(error)
+        except Exception as error:  # noqa: BLE001  (each driver fails in its own way)
+            raise SnapshotError(f"the file cannot be read: {self._say(error)}") from self._cause(error)
         if len(data) != size:
             raise SnapshotError(f"the file has {'more' if len(data) > size else len(data)} bytes; it must have {size}")
         return data
@@ -114,8 +119,18 @@ class SnapshotStore:
             self._files.rm_file(path)
         except FileNotFoundError:
             return
-        except Exception as error:
-            raise SnapshotError(f"{uri} cannot be deleted: {error or type(error).__name__}") from error
+        except Exception as error:  # noqa: BLE001  (each driver fails in its own way)
+            raise SnapshotError(f"{uri} cannot be deleted: {self._say(error)}") from self._cause(error)
+
+    def _say(self, error: Exception) -> str:
+        """What a driver says; only the type of its error where the text may hold a part of a secret."""
+        parts = [part for secret in self._secrets for part in re.split(r"\W+", secret) if part]
+        text = str(error)
+        return type(error).__name__ if not text or any(part in text for part in parts) else text
+
+    def _cause(self, error: Exception) -> Exception | None:
+        """The error itself, unless a traceback of it may show a secret."""
+        return None if self._secrets else error
 
     def _clear(self) -> None:
         """Delete what writers that were killed have left; another one may be at it as well."""
@@ -137,5 +152,5 @@ class SnapshotStore:
     def _path(self, uri: str) -> str:
         folder, _, name = uri.rpartition("/")
         if folder != self.url or _NAME.fullmatch(name) is None:
-            raise SnapshotError(f"{uri} is no file of GRACESTREAM_SNAPSHOT_URL={self.url}")
+            raise SnapshotError(f"{url_secrets(uri)[0]} is no file of GRACESTREAM_SNAPSHOT_URL={self.url}")
         return f"{self._root}/{name}"

@@ -32,6 +32,7 @@ from pipeline.codebook import Codebook
 from pipeline.codebook_file import FileError, parse
 from pipeline.follower import READING
 from pipeline.reading import read_topic
+from pipeline.security import url_secrets
 from pipeline.settings import Settings
 from pipeline.snapshot_store import SnapshotError, SnapshotStore
 from pipeline.topics import DELTAS, SNAPSHOTS
@@ -85,7 +86,8 @@ def newest(settings: Settings, model: str, layer: str, upto: int | None = None) 
             snapshot = _load(settings, store, manifest, model, layer)
         except (SnapshotError, FileError, MemoryError) as error:
             metrics.SNAPSHOTS_REFUSED.inc()
-            log.warning("snapshot_refused", seq=manifest.seq, uri=manifest.uri, reason=str(error) or "no memory")
+            uri = url_secrets(manifest.uri)[0]
+            log.warning("snapshot_refused", seq=manifest.seq, uri=uri, reason=str(error) or "no memory")
         else:
             seconds = round(time.perf_counter() - started, 2)
             log.info("snapshot_loaded", seq=manifest.seq, entries=manifest.entries, uri=manifest.uri, seconds=seconds)
@@ -218,7 +220,7 @@ def _delete(store: SnapshotStore, manifest: SnapshotManifest) -> None:
     try:
         store.delete(manifest.uri)
     except SnapshotError as error:
-        log.warning("snapshot_not_deleted", uri=manifest.uri, reason=str(error))
+        log.warning("snapshot_not_deleted", uri=url_secrets(manifest.uri)[0], reason=str(error))
 
 
 def _memory() -> int:

@@ -1,0 +1,72 @@
+"""A password in the URL of snapshots opens the store and is shown nowhere."""
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from structlog.typing import EventDict
+
+from deploy.local.processes import free_port
+from pipeline.security import url_secrets
+from pipeline.snapshot_store import SnapshotError, SnapshotStore
+from pipeline.snapshots import newest
+from pipeline.topics import SNAPSHOTS
+from tests.integration.forked import Command
+from tests.integration.history import History
+from tests.integration.running import records
+from tests.integration.snapshots.parts import publish, snapshot
+from tests.unit.engine.tiny import LAYER, MODEL
+
+PASSWORD = "pass/w%2Frd"
+
+
+def test_neither_a_manifest_nor_the_log_has_it(
+    history: History, logged: list[EventDict], prefix: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    url = f"memory://user:{PASSWORD}@bucket/{prefix}?token=secret"
+    settings = history.settings.model_copy(update={"snapshot_url": url})
+    manifest = snapshot(settings, 4)
+    assert manifest.uri.startswith(f"memory://bucket/{prefix}/")
+    found = newest(settings, MODEL, LAYER)
+    assert found is not None, "the store is the one with the password"
+    assert found.codebook.seq == 4
+    publish(history, msgspec.structs.replace(manifest, uri=f"{url}/other.safetensors", seq=5))
+    theirs = records(settings, SNAPSHOTS)[-1].offset
+    assert newest(settings, MODEL, LAYER) is not None
+    assert any(event["event"] == "snapshot_refused" for event in logged)
+    written = repr([record.value for record in records(settings, SNAPSHOTS) if record.offset != theirs])
+    shown = written + repr(logged) + repr(settings) + "".join(capfd.readouterr())
+    for secret in (PASSWORD, "pass/w/rd", "user:", "token=secret"):
+        assert secret not in shown
+
+
+def test_an_error_of_the_store_does_not_have_it(run: Callable[..., Command], history: History) -> None:
+    port = free_port()
+    for url, shown in (
+        (f"ftp://user:{PASSWORD}@127.0.0.1:{port}/", f"ftp://127.0.0.1:{port}/"),
+        (f"nothing://user:{PASSWORD}@host/path", "nothing://host/path"),
+        (f"s3://user:{PASSWORD}@bucket/path", "s3://bucket/path"),
+    ):
+        command = run("snapshot", settings=history.settings, snapshot_url=url)
+        assert f"GRACESTREAM_SNAPSHOT_URL={shown} cannot be used: " in command.said()
+        assert "pass" not in command.said() + command.told()
+        with pytest.raises(SnapshotError) as caught:
+            SnapshotStore(url)
+        assert caught.value.__cause__ is None
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("/srv/a@b:c@d?e", "/srv/a@b:c@d?e"),
+        ("file:///srv/a:b@c", "file:///srv/a:b@c"),
+        ("s3://bucket/path", "s3://bucket/path"),
+        ("s3://bucket/a@b", "s3://bucket/a@b"),
+        ("s3://key:sec/re+t==@bucket/path", "s3://bucket/path"),
+        ("https://token@host/path?signature=1", "https://host/path"),
+        ("simplecache::s3://key:secret@bucket/path", "simplecache::s3://bucket/path"),
+        ("redis://:p@ss@host:1/0", "redis://host:1/0"),
+    ],
+)
+def test_what_is_shown_of_a_url(url: str, shown: str) -> None:
+    assert url_secrets(url)[0] == shown
