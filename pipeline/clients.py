@@ -13,7 +13,6 @@ from typing import Any
 
 from aiokafka import AIOKafkaConsumer
 from aiokafka.conn import collect_hosts, create_conn
-from aiokafka.consumer import fetcher
 from aiokafka.errors import KafkaError as RawKafkaError
 from kafka import KafkaAdminClient, KafkaProducer
 from kafka.errors import KafkaConnectionError, KafkaError
@@ -22,10 +21,11 @@ from redis.exceptions import RedisError
 
 from pipeline.errors import UserError
 from pipeline.patient import PatientConsumer, PatientNetClient
-from pipeline.records import PartitionRecords, read_by_aiokafka
+from pipeline.records import BoundedFetcher, install_in_aiokafka
 from pipeline.security import kafka_refusal, kafka_security, redis_refusal, redis_security, without_password
 from pipeline.settings import Settings, SettingsError
 from pipeline.transactions import TransactionalProducer
+from schemas.deltas import MAX_DELTA_BYTES
 
 _ADDRESS = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[^\s:/@\[\]]+):([0-9]{1,5})")
 
@@ -34,8 +34,9 @@ Report = Callable[[str], None]
 TOLD_EVERY = 5.0
 """Seconds between two lines that say the same of a wait."""
 
-MAX_DELTA_BYTES = 64 * 2**20
-"""A delta with its guard entries may be large; the topic, the producer and every reader allow this much."""
+FETCH_BYTES = 4 * 2**20
+"""Bytes that a broker sends at once: few, so that one fetch is on its way while the last is worked at. A batch that is
+larger comes all the same, alone (KIP-74)."""
 
 
 class UnreachableError(UserError):
@@ -52,17 +53,17 @@ def consumer(settings: Settings, **options: Any) -> PatientConsumer:
         "isolation_level": "read_committed",
         "enable_auto_commit": False,
         "auto_offset_reset": "earliest",
-        "max_partition_fetch_bytes": MAX_DELTA_BYTES,
-        "fetch_max_bytes": MAX_DELTA_BYTES,
+        "max_partition_fetch_bytes": FETCH_BYTES,
+        "fetch_max_bytes": FETCH_BYTES,
     }
     made = PatientConsumer(**_cluster(settings), **(ours | options))
-    made._fetcher.PartitionRecords = PartitionRecords  # noqa: SLF001  (it has no public name)
+    made._fetcher.__class__ = BoundedFetcher  # noqa: SLF001  (it has no public name)
     return made
 
 
 def bulk_consumer(settings: Settings, **options: Any) -> AIOKafkaConsumer:
     """A consumer of committed records, in no group, that raises where its offset is not there."""
-    read_all_records()
+    install_in_aiokafka()
     return AIOKafkaConsumer(
         bootstrap_servers=_bootstrap_servers(settings),
         isolation_level="read_committed",
@@ -95,11 +96,6 @@ def redis_client(settings: Settings, timeout: float = 1.0) -> Redis:
     return Redis.from_url(
         settings.redis, socket_timeout=timeout, socket_connect_timeout=timeout, **redis_security(settings)
     )
-
-
-def read_all_records() -> None:
-    """Let aiokafka's consumers read whatever Kafka takes, faust's among them; it lets nobody choose their parts."""
-    fetcher.MemoryRecords = read_by_aiokafka
 
 
 def ask_kafka(settings: Settings, patience: float) -> None:

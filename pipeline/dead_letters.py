@@ -4,8 +4,8 @@ What it guarantees:
 
 1. A dead letter has the key and the value of its record, byte for byte; headers say why it is there and where the
    record lies.
-2. It always fits its queue. Of a record larger than `LARGEST` only the start is kept, and headers tell the size and the
-   SHA-256 of what was cut; such a one is never replayed.
+2. It always fits its queue. Of a record larger than `LARGEST` only the start is kept. Headers give the size and, where
+   all of it was read, the SHA-256 of what was cut; such a one is never replayed.
 3. A replay sends equal records once: a letter that came back from a replay, or that two replicas set aside because one
    of them died, is not multiplied.
 """
@@ -23,20 +23,14 @@ from kafka.errors import MessageSizeTooLargeError
 from pipeline.clients import consumer, producer
 from pipeline.errors import UserError
 from pipeline.reading import read_topic
+from pipeline.records import KEPT_BYTES, LARGEST
 from pipeline.settings import Settings
 from pipeline.topics import FEEDBACK_DLQ, REQUESTS_DLQ, TopicError
-from schemas.messages import printable
+from schemas.messages import Truncated, printable
 
 Source = Literal["requests", "feedback"]
 QUEUES: dict[Source, str] = {"requests": REQUESTS_DLQ, "feedback": FEEDBACK_DLQ}
 """The dead letter queue of each topic."""
-
-LARGEST = 16 * 2**20
-"""Bytes of key and value that are kept whole. A queue takes more, but what Kafka holds compressed may be of any size:
-one that takes longer to write than a transaction lasts would come again for ever."""
-
-KEPT_BYTES = 2**14
-"""Bytes that are kept of a key or a value that is cut: enough to see what it was."""
 
 LONGEST_REASON = 1000
 """Characters of a reason that are kept."""
@@ -98,14 +92,23 @@ def rejected(reason: str, key: bytes | None, value: bytes | None, topic: str, pa
         (SOURCE_OFFSET, str(offset).encode()),
     ]
     if len(key or b"") + len(value or b"") > LARGEST:
-        for name, part in (("key", key or b""), ("value", value or b"")):
-            if len(part) > KEPT_BYTES:
-                headers.append((f"{name}_bytes", str(len(part)).encode()))
-                headers.append((f"{name}_sha256", hashlib.sha256(part).hexdigest().encode()))
-        key, value = key and key[:KEPT_BYTES], value and value[:KEPT_BYTES]
+        key, value = _cut(key), _cut(value)
+    for name, part in (("key", key), ("value", value)):
+        if isinstance(part, Truncated):
+            headers.append((f"{name}_bytes", str(part.size).encode()))
+            if part.sha256:
+                headers.append((f"{name}_sha256", part.sha256.encode()))
     if key is None and value is None:
         key = b""  # clients send no record without both
-    return Rejected(key, value, headers)
+    # Clients send no subclass of `bytes`.
+    return Rejected(key if key is None else bytes(key), value if value is None else bytes(value), headers)
+
+
+def _cut(part: bytes | None) -> bytes | None:
+    """Its start, unless it is short or cut already."""
+    if part is None or len(part) <= KEPT_BYTES:
+        return part
+    return Truncated(part[:KEPT_BYTES], len(part), hashlib.sha256(part).hexdigest())
 
 
 def letters(settings: Settings, source: Source, last: int | None = None) -> Iterator[Letter]:

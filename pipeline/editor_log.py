@@ -106,6 +106,12 @@ class Result:
     feedback: bytes | None = field(default=None, repr=False)
     headers: list[tuple[str, bytes]] = field(default_factory=list)
 
+    @property
+    def size(self) -> int:
+        """Bytes that it takes in memory and in a transaction, but for the outcome, which is short, and the delta."""
+        headers = sum(len(name) + len(value) for name, value in self.headers)
+        return len(self.key or b"") + len(self.feedback or b"") + headers
+
 
 class EditorLog:
     """Everything that an editor reads from Kafka and writes there, but for the traffic that it watches.

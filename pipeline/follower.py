@@ -36,16 +36,9 @@ log = structlog.get_logger()
 HELD_BYTES = 64 * 2**20
 """What a follower holds that was not taken yet."""
 
-READING: dict[str, Any] = {
-    "check_crcs": False,
-    "max_partition_fetch_bytes": 4 * 2**20,
-    "fetch_max_bytes": 4 * 2**20,
-    "max_poll_records": 2000,
-}
+READING: dict[str, Any] = {"check_crcs": False, "max_poll_records": 2000}
 """Of every reader of `deltas`. Kafka's CRC takes kafka-python nine tenths of a replay, and the chain of digests covers
-every byte of a delta. Fetches are small so that one is on its way while the last is applied; a record that is larger
-comes all the same, alone (KIP-74).
-"""
+every byte of a delta."""
 
 
 class Follower:

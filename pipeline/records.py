@@ -1,4 +1,4 @@
-r"""Batches of records as they come from Kafka, read whatever a producer has put into them.
+r"""Batches of records as they come from Kafka, read whatever a producer has put into them, in bounded memory.
 
 Kafka takes batches that kafka-python and aiokafka do not read, or read wrongly, and one such on `requests` or
 `feedback` would stop every worker for good, or make it commit an offset that lies beyond records it has not seen:
@@ -8,85 +8,276 @@ Kafka takes batches that kafka-python and aiokafka do not read, or read wrongly,
 - a record's own offset is not checked, unless its batch is compressed; they believe it. Here a record that is whole
   with its batch has the offset that Kafka gave to its place in it.
 
-A record that cannot be read even so is given by its raw bytes, and is judged by its value like any other. Neither
-library has a setting for that. What stands here takes the place of their own class: `MemoryRecords` is called so, and
-has the same methods, in both. aiokafka's is in C, ten times as fast, and reads all that it can.
+A record that cannot be read even so is given by its raw bytes, and is judged by its value like any other.
+
+A topic's `max.message.bytes` limits a batch as Kafka stores it, so a compressed batch may hold a thousand times that.
+Both libraries decompress a batch at once, and hand out any number of bytes at once. Here:
+
+1. A compressed batch of more than `AT_ONCE_BYTES` is decompressed as a stream, one record at a time.
+2. Of a key or a value in such a batch that has more than `LARGEST` bytes only the start is kept: it is a `Truncated`.
+   `deltas` is exempt.
+3. After `BATCH_BYTES` the rest of a batch stays compressed. One record with a `Truncated` value takes its place, at the
+   last offset of the batch, so that its readers go on behind it. The same holds where decompression fails.
+4. One call hands out records until they have `HANDED_BYTES`, and at least one.
+
+Neither library has a setting for any of that. What stands here takes the place of their own classes. aiokafka's parser
+is in C, ten times as fast, and reads every batch that it reads rightly and that is small enough.
 """
 
+import gzip
+import hashlib
+import io
+from collections.abc import Callable, Iterator
 from typing import Any, SupportsIndex
 
-from aiokafka.record.memory_records import MemoryRecords as RawRecords
+import lz4.frame
+import snappy
+import zstandard
+from aiokafka.consumer import fetcher
+from aiokafka.record.default_records import DefaultRecordBatch as RawBatch
+from aiokafka.record.legacy_records import LegacyRecordBatch as RawLegacyBatch
 from kafka.consumer.fetcher import Fetcher
+from kafka.errors import CorruptRecordError
 from kafka.record import MemoryRecords
 from kafka.record.default_records import DefaultRecord, DefaultRecordBatch
-from kafka.record.util import decode_varint
+from kafka.record.util import calc_crc32c, decode_varint
+
+from schemas.deltas import MAX_DELTA_BYTES
+from schemas.messages import Truncated
+
+LARGEST = 2**20
+"""Bytes of a key or a value that are kept whole, but for those of `deltas`: what Kafka takes uncompressed, unless it is
+configured otherwise. No setting allows a larger message."""
+
+KEPT_BYTES = 2**14
+"""Bytes that are kept of a key or a value that is cut: enough to see what it was."""
+
+BATCH_BYTES = MAX_DELTA_BYTES + 2**20
+"""Bytes of one batch that are decompressed: the largest delta, and what surrounds it."""
+
+AT_ONCE_BYTES = 4 * 2**20
+"""Bytes to which a batch may decompress to be parsed at once."""
+
+HANDED_BYTES = 4 * 2**20
+"""Bytes of keys, values and headers after which a call hands out what it has."""
+
+_CHUNK = 2**16
+
+
+def whole_bytes(topic: str) -> int:
+    """Bytes of a key or a value that are kept whole; a delta is never cut, since its digest covers all of it."""
+    return MAX_DELTA_BYTES if topic.endswith("deltas") else LARGEST
 
 
 class Records(MemoryRecords):  # type: ignore[misc]
-    """What one fetch brought of one partition, batch by batch."""
+    """What one fetch brought of one partition, batch by batch. `whole`: bytes of a key or a value that are kept."""
+
+    whole = LARGEST
 
     def next_batch(self) -> Any:
         """The next batch; None after the last one."""
+        found = self._next_slice
+        if found is None or len(found) < self.MIN_SLICE or found[self.MAGIC_OFFSET] < 2:
+            return super().next_batch()  # of message format 0 or 1, which is not written any more
+        self._cache_next()
+        return _Batch(found, self.whole)
+
+
+class FastRecords(Records):
+    """For the name `MemoryRecords` in aiokafka's fetcher: batches of its own class, where that reads them rightly."""
+
+    def next_batch(self) -> Any:
+        """As above. One read tells whether the parser in C reads it rightly: about a microsecond a record."""
+        found = self._next_slice
+        if found is not None and len(found) >= self.MIN_SLICE and found[self.MAGIC_OFFSET] < 2:
+            self._cache_next()
+            return RawLegacyBatch(bytes(found), found[self.MAGIC_OFFSET])
         batch = super().next_batch()
-        if isinstance(batch, DefaultRecordBatch):  # older ones, of message format 0 and 1, are not written any more
-            batch.__class__ = _Batch
+        if batch is None:
+            return None
+        try:
+            raw = _uncompressed(bytes(found), batch)
+            if raw is not None:
+                offsets = [record.offset for record in RawBatch(raw)]
+                places = range(batch.base_offset, batch.next_offset)
+                if len(offsets) != len(places) or offsets == list(places):
+                    return RawBatch(raw)
+        except Exception:  # noqa: BLE001  (whatever it is, `_Batch` knows what to do with it)
+            return batch
         return batch
 
 
-def read_by_aiokafka(fetched: bytes) -> Any:
-    """For the name `MemoryRecords` in aiokafka's fetcher: its own class, or `Records` where that reads them wrongly.
+class BoundedFetcher(Fetcher):  # type: ignore[misc]
+    """For the class of a kafka-python consumer's fetcher."""
 
-    One read tells: it costs about a microsecond a record, and twice the decompression.
-    """
-    tried = RawRecords(fetched)
-    try:
-        while tried.has_next():
-            batch = tried.next_batch()
-            offsets = [record.offset for record in batch]
-            whole = range(batch.base_offset, batch.next_offset)
-            if len(offsets) == len(whole) and offsets != list(whole):
-                return Records(fetched)
-    except Exception:  # noqa: BLE001  (whatever it is, `Records` knows what to do with it)
-        return Records(fetched)
-    return RawRecords(fetched)
+    class PartitionRecords(Fetcher.PartitionRecords):  # type: ignore[misc]
+        """The records of one partition that one fetch brought."""
+
+        record_iterator: Any
+        handed = 0
+
+        def _unpack_records(self, tp: Any, records: Any, *deserializers: Any) -> Any:
+            ours = Records(records._buffer)  # noqa: SLF001  (it has no public name)
+            ours.whole = whole_bytes(tp.topic)
+            return super()._unpack_records(tp, ours, *deserializers)
+
+        def take(self, n: int | None = None) -> Any:
+            """As in the base class, but no more than `HANDED_BYTES` and one record."""
+            records, self.handed = self.record_iterator, 0
+            self.record_iterator = self._bounded(records)
+            try:
+                return super().take(n)
+            finally:
+                if self.record_iterator is not None:  # the last record sets it to None
+                    self.record_iterator = records
+
+        def _bounded(self, records: Iterator[Any]) -> Iterator[Any]:
+            while self.handed < HANDED_BYTES and (record := next(records, None)) is not None:
+                self.handed += record_bytes(record)
+                yield record
+
+    def fetched_records(self, *args: Any, **options: Any) -> Any:
+        """As in the base class."""
+        self._handed = 0
+        return super().fetched_records(*args, **options)
+
+    def _append(self, drained: Any, part: Any, max_records: int, update_offsets: Any) -> int:
+        """As in the base class; once there are bytes enough for one call, as many records as were asked for."""
+        appended: int = super()._append(drained, part, max_records, update_offsets)
+        self._handed += part.handed if appended else 0
+        return max_records if self._handed >= HANDED_BYTES else appended
 
 
-class PartitionRecords(Fetcher.PartitionRecords):  # type: ignore[misc]
-    """For the attribute of this name that a consumer of kafka-python has in its fetcher."""
+class _RawPartitionRecords(fetcher.PartitionRecords):  # type: ignore[misc]
+    """For the name `PartitionRecords` in aiokafka's fetcher, which alone knows the topic of its records."""
 
-    def _unpack_records(self, tp: Any, records: Any, *deserializers: Any) -> Any:
-        return super()._unpack_records(tp, Records(records._buffer), *deserializers)  # noqa: SLF001  (likewise)
+    def __init__(self, tp: Any, records: Any, *options: Any) -> None:
+        records.whole = whole_bytes(tp.topic)
+        super().__init__(tp, records, *options)
+
+
+class _RawFetchResult(fetcher.FetchResult):  # type: ignore[misc]
+    """For the name `FetchResult` in aiokafka's fetcher: hands out no more than `HANDED_BYTES` and one record."""
+
+    _partition_records: Any
+
+    def getall(self, max_records: int | None = None) -> list[Any]:
+        """As in the base class."""
+        found: list[Any] = []
+        if not self.check_assignment(self._topic_partition) or not self.has_more():
+            return found
+        held, records = 0, self._partition_records
+        while (max_records is None or len(found) < max_records) and held < HANDED_BYTES:
+            if (record := next(records, None)) is None:
+                self._partition_records = None  # so that `has_more` is False
+                break
+            found.append(record)
+            held += record_bytes(record)
+        self._assignment.state_value(self._topic_partition).consumed_to(records.next_fetch_offset)
+        return found
+
+
+def install_in_aiokafka() -> None:
+    """Let all of aiokafka's consumers read so, faust's among them; it lets nobody choose their parts."""
+    fetcher.MemoryRecords = FastRecords
+    fetcher.PartitionRecords = _RawPartitionRecords
+    fetcher.FetchResult = _RawFetchResult
 
 
 class _Batch(DefaultRecordBatch):  # type: ignore[misc]
-    __slots__ = ()  # so that a batch can become one where it is
     _buffer: bytearray
     _pos: int
+    _decompressed: bool
+    _next_record_index: int
+
+    def __init__(self, buffer: Any, whole: int) -> None:
+        super().__init__(buffer)
+        self._stream: _Stream | None = None
+        self._whole = whole
+
+    def _maybe_uncompress(self) -> None:
+        if not self._decompressed and self.compression_type != self.CODEC_NONE:
+            self._stream = self.stream()
+            self._buffer, self._pos = bytearray(), 0
+        self._decompressed = True
+
+    def stream(self) -> "_Stream":
+        """The records, decompressed while they are read."""
+        self._assert_has_codec(self.compression_type)
+        return _Stream(self.compression_type, bytes(memoryview(self._buffer)[self._pos :]))
 
     def _read_msg(self) -> Any:
-        begin = self._pos
-        try:
-            record = super()._read_msg()
-        except Exception:  # noqa: BLE001  (each of its steps fails in another way)
-            record = self._read_odd(begin)
+        if self._stream is None:
+            record = self._read_lenient()
+        else:
+            try:
+                record = self._read_streamed(self._stream)
+            except Exception as error:  # noqa: BLE001  (each codec fails in its own way)
+                record = self._unread(error)
         if self.records_count == self.last_offset_delta + 1:  # none was compacted away
             record._offset = self.base_offset + self._next_record_index  # noqa: SLF001
         return record
 
+    def _read_lenient(self) -> Any:
+        """The record that begins at `_pos`, whatever is in it."""
+        begin = self._pos
+        try:
+            return super()._read_msg()
+        except Exception:  # noqa: BLE001  (each of its steps fails in another way)
+            return self._read_odd(begin)
+
+    def _read_streamed(self, stream: "_Stream") -> Any:
+        prefix, size = stream.varint()
+        if not 0 <= size <= LARGEST:
+            return self._read_large(stream, size)
+        self._buffer, self._pos = bytearray(prefix + stream.take(size)), 0
+        return self._read_lenient()
+
+    def _read_large(self, stream: "_Stream", size: int) -> Any:
+        """A record that may have parts to be cut; its headers are left out where they are large."""
+        end = stream.position + size
+        stream.take(1)  # its attributes
+        (_, later), (_, further) = stream.varint(), stream.varint()
+        timestamp = self.max_timestamp if self.timestamp_type == self.LOG_APPEND_TIME else self.first_timestamp + later
+        key, value = stream.part(self._whole), stream.part(self._whole)
+        left = end - stream.position
+        headers = []
+        if left <= LARGEST:
+            headers = _headers(stream.take(left))
+        else:
+            stream.skip(left)
+        self._buffer, self._pos = bytearray(), 0
+        return DefaultRecord(size, self.base_offset + further, timestamp, self.timestamp_type, key, value, headers)
+
+    def _unread(self, error: Exception) -> Any:
+        """One record for all that are left of the batch."""
+        first, last = self.base_offset + self._next_record_index, self.last_offset
+        which = f"the record at offset {last}" if first == last else f"the records at offsets {first} to {last}"
+        start, size = b"", 0
+        if isinstance(error, _BeyondError):
+            start, size = error.start, error.size
+            reason = f"the batch decompresses to more than {BATCH_BYTES} bytes, so {which} cannot be read"
+        else:
+            reason = f"{which} cannot be decompressed: {error or type(error).__name__}"
+        self._next_record_index = self._num_records - 1
+        self._buffer, self._pos, self._stream = bytearray(), 0, None
+        value = Truncated(start, size, reason=reason)
+        return DefaultRecord(size, last, self.max_timestamp, self.timestamp_type, None, value, [])
+
     def _read_odd(self, begin: int) -> Any:
         """The record that begins there, its attributes unread and its headers with any names; or its raw bytes."""
         if not isinstance(self._buffer, _Lenient):  # once, however many are odd
-            self._buffer = _Lenient(self._buffer)  # type: ignore[misc]
+            self._buffer = _Lenient(self._buffer)
         body, end = begin, len(self._buffer)  # it takes the rest where it does not say how long it is
         attributes = None
         try:
             size, body = decode_varint(self._buffer, begin)
             end = body + size if 0 < size <= end - body else end
             attributes, self._buffer[body] = self._buffer[body], 0
-            self._pos = begin  # type: ignore[misc]
+            self._pos = begin
             return super()._read_msg()
         except Exception:  # noqa: BLE001  (likewise)
-            self._pos = end  # type: ignore[misc]
+            self._pos = end
             if attributes is not None:
                 self._buffer[body] = attributes
             raw = bytes(self._buffer[body:end])
@@ -105,3 +296,170 @@ class _Lenient(bytearray):
     def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
         del errors
         return super().decode(encoding, "backslashreplace")
+
+
+class _BeyondError(Exception):
+    """A batch decompresses to more than `BATCH_BYTES`; the start and the size of the part that exceeds it, if known."""
+
+    def __init__(self, start: bytes = b"", size: int = 0) -> None:
+        super().__init__()
+        self.start, self.size = start, size
+
+
+class _Stream:
+    """The content of a compressed batch, of which little more is held than what is being read."""
+
+    def __init__(self, codec: int, compressed: bytes) -> None:
+        self._chunks = _DECOMPRESS[codec](compressed)
+        self._held = bytearray()
+        self._read = 0
+        self.position = 0
+        """Bytes that were taken."""
+
+    def take(self, count: int) -> bytes:
+        """So many bytes.
+
+        Raises:
+            EOFError: there are no more.
+            _BeyondError: there are too many.
+        """
+        while len(self._held) < count:
+            chunk = next(self._chunks, b"")
+            self._read += len(chunk)
+            if not chunk:
+                raise EOFError("it ends within a record")
+            if self._read > BATCH_BYTES:
+                raise _BeyondError
+            self._held += chunk
+        taken = bytes(memoryview(self._held)[:count])
+        del self._held[:count]
+        self.position += count
+        return taken
+
+    def skip(self, count: int) -> None:
+        """Read over so many bytes."""
+        for length in _lengths(count):
+            self.take(length)
+
+    def varint(self) -> tuple[bytes, int]:
+        """A number, and the bytes that it is written in."""
+        raw = self.take(1)
+        while raw[-1] & 0x80 and len(raw) < 10:
+            raw += self.take(1)
+        return raw, decode_varint(bytearray(raw), 0)[0]
+
+    def part(self, whole: int) -> bytes | None:
+        """A key or a value with its length before it; `Truncated` where it is longer than `whole`."""
+        _, size = self.varint()
+        if size < 0:
+            return None
+        if size <= whole:
+            return self.take(size)
+        start = self.take(min(size, KEPT_BYTES))
+        if self.position + size > BATCH_BYTES:  # known before it is decompressed
+            raise _BeyondError(start, size)
+        digest = hashlib.sha256(start)
+        for length in _lengths(size - len(start)):
+            digest.update(self.take(length))
+        return Truncated(start, size, digest.hexdigest())
+
+    def all_of(self, limit: int) -> bytes | None:
+        """All of it; None where it is longer than `limit`."""
+        for chunk in self._chunks:
+            self._held += chunk
+            if len(self._held) > limit:
+                return None
+        return bytes(self._held)
+
+
+def _uncompressed(raw: bytes, batch: _Batch) -> bytes | None:
+    """The same batch uncompressed; None where that is large, or where the batch is not as it was written."""
+    if batch.compression_type == batch.CODEC_NONE:
+        return raw
+    content = batch.stream().all_of(AT_ONCE_BYTES)
+    if content is None or not batch.validate_crc():
+        return None
+    size, attributes = batch.HEADER_STRUCT.size, batch.ATTRIBUTES_OFFSET
+    made = bytearray(raw[:size] + content)
+    made[8:12] = (len(made) - batch.AFTER_LEN_OFFSET).to_bytes(4, "big")
+    made[attributes : attributes + 2] = (batch.attributes & ~batch.CODEC_MASK).to_bytes(2, "big", signed=True)
+    made[batch.CRC_OFFSET : attributes] = calc_crc32c(memoryview(made)[attributes:]).to_bytes(4, "big")
+    return bytes(made)
+
+
+def _headers(raw: bytes) -> list[tuple[str, bytes | None]]:
+    """The headers of a record, from their number on."""
+    buffer, found = bytearray(raw), []
+    count, place = decode_varint(buffer, 0)
+
+    def part() -> bytes | None:
+        nonlocal place
+        size, place = decode_varint(buffer, place)
+        begin, place = place, place + max(0, size)
+        return None if size < 0 else bytes(buffer[begin:place])
+
+    for _ in range(count):
+        name, value = part(), part()
+        found.append(((name or b"").decode(errors="backslashreplace"), value))
+    return found
+
+
+def _lengths(count: int) -> Iterator[int]:
+    """The lengths of the chunks that so many bytes are read in."""
+    while count > 0:
+        yield min(count, _CHUNK)
+        count -= _CHUNK
+
+
+def record_bytes(record: Any) -> int:
+    """Bytes of key, value and headers of a record of either library, as far as they are in memory."""
+    headers = sum(len(name) + len(value or b"") for name, value in record.headers)
+    return len(record.key or b"") + len(record.value or b"") + headers
+
+
+def _file_chunks(opened: Callable[[Any], Any]) -> Callable[[bytes], Iterator[bytes]]:
+    def chunks(compressed: bytes) -> Iterator[bytes]:
+        with opened(io.BytesIO(compressed)) as content:
+            while chunk := content.read(_CHUNK):
+                yield chunk
+
+    return chunks
+
+
+def _snappy_chunks(compressed: bytes) -> Iterator[bytes]:
+    """One block, or the blocks of the framing of the xerial library, which Kafka's own clients write."""
+    if not compressed.startswith(b"\x82SNAPPY\x00"):
+        yield _snappy_block(compressed)
+        return
+    place = 16
+    while place < len(compressed):
+        size = int.from_bytes(compressed[place : place + 4], "big", signed=True)
+        if not 0 < size <= len(compressed) - place - 4:
+            raise CorruptRecordError(f"a block of snappy has {size} bytes")
+        place += 4 + size
+        yield _snappy_block(compressed[place - size : place])
+
+
+def _snappy_block(block: bytes) -> bytes:
+    """A block begins with its length, unsigned: so much memory the library takes before it reads any more."""
+    length = shift = 0
+    for byte in block[:5]:
+        length |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            break
+    if length > BATCH_BYTES:
+        raise _BeyondError
+    found: bytes = snappy.decompress(block)
+    return found
+
+
+_DECOMPRESS: dict[int, Callable[[bytes], Iterator[bytes]]] = {
+    DefaultRecordBatch.CODEC_GZIP: _file_chunks(lambda content: gzip.GzipFile(fileobj=content)),
+    DefaultRecordBatch.CODEC_SNAPPY: _snappy_chunks,
+    DefaultRecordBatch.CODEC_LZ4: _file_chunks(lz4.frame.open),
+    DefaultRecordBatch.CODEC_ZSTD: _file_chunks(
+        lambda content: zstandard.ZstdDecompressor().stream_reader(content, read_across_frames=True)
+    ),
+}
+"""The content of a batch in chunks, by codec."""

@@ -50,6 +50,9 @@ RETRY_SECONDS = 30.0
 FETCH_BYTES = 2**20
 """Of one partition and fetch: requests are small, and an editor that falls behind must not fill its memory."""
 
+TAIL_BYTES = 16 * 2**20
+"""Of requests that wait to be looked at; those of the lowest rank are left out."""
+
 Ranked = tuple[float, bytes]
 """A request's rank in the reservoir, and its record."""
 
@@ -144,7 +147,12 @@ class RequestTail:
             self._consumer.seek(partition, max(starts[partition], ends[partition] - TAIL))
 
     def _best(self, ranked: list[Ranked]) -> list[Ranked]:
-        return heapq.nlargest(self._settings.traffic, ranked)
+        best, held = heapq.nlargest(self._settings.traffic, ranked), 0
+        for place, (_, value) in enumerate(best):
+            held += len(value)
+            if held > TAIL_BYTES:
+                return best[:place]
+        return best
 
     def _read(self, seconds: float) -> list[Ranked]:
         """Those of the next requests that the reservoir wants."""

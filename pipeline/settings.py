@@ -114,7 +114,9 @@ class Settings(BaseSettings):
     new_tokens_limit: int = Field(512, ge=1, description="A request for more tokens than this is refused.")
     max_input_tokens: int = Field(512, ge=1, description="A longer prompt is refused.")
     max_target_tokens: int = Field(64, ge=1, description="A longer correction is refused.")
-    max_record_bytes: int = Field(262_144, ge=1024, description="A larger request or feedback record is refused.")
+    max_record_bytes: int = Field(
+        262_144, ge=1024, le=2**20, description="A larger request or feedback record is refused; at most 1 MiB."
+    )
 
     authors: str = Field("", description="TOML file of who may edit and with which keys; empty: there is no list.")
     require_signature: bool = Field(False, description="Refuse feedback that no author on the list has signed.")

@@ -6,9 +6,10 @@ from typing import Any
 from kafka.admin import ConfigResource, ConfigResourceType, NewTopic
 from kafka.errors import TopicAlreadyExistsError
 
-from pipeline.clients import MAX_DELTA_BYTES, admin
+from pipeline.clients import admin
 from pipeline.errors import UserError
 from pipeline.settings import Settings
+from schemas.deltas import MAX_DELTA_BYTES
 
 KAFKAS_CLOCK = {"message.timestamp.type": "LogAppendTime"}
 FOREVER = {**KAFKAS_CLOCK, "cleanup.policy": "delete", "retention.ms": "-1", "retention.bytes": "-1"}

@@ -17,7 +17,10 @@ import msgspec
 import numpy as np
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from schemas.messages import InvalidMessage, Message, Version, check_version, one_line
+from schemas.messages import InvalidMessage, Message, Truncated, Version, check_version, one_line
+
+MAX_DELTA_BYTES = 64 * 2**20
+"""A delta with its guard entries may be large; the topic, the producer and every reader allow this much."""
 
 DIGEST_BYTES = 32
 GENESIS = bytes(DIGEST_BYTES)
@@ -166,6 +169,8 @@ def decode_delta(record: bytes | None) -> Delta:
     """
     if record is None:
         raise InvalidMessage("the record has no value")
+    if isinstance(record, Truncated):
+        raise InvalidMessage(record.reason or f"the record has {record.size} bytes; the limit is {MAX_DELTA_BYTES}")
     try:
         try:
             delta = msgspec.msgpack.decode(record, type=Delta)

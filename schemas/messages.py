@@ -6,7 +6,7 @@ Kafka's and stand in no message.
 """
 
 import math
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, Self, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -28,6 +28,26 @@ Status = Literal["added", "expanded", "split", "replaced", "unchanged", "undone"
 
 class InvalidMessage(ValueError):
     """A record that is no message of its type; the text says what is wrong, in one line."""
+
+
+class Truncated(bytes):
+    """The start of a key or a value whose rest was not kept, since it is larger than any message may be.
+
+    Attributes:
+        size: Bytes of the whole; 0 where that is unknown.
+        sha256: Of the whole, in hexadecimal digits; empty where that is unknown.
+        reason: Why it was not read to its end; empty where its size alone is the reason.
+    """
+
+    def __new__(cls, start: bytes, size: int, sha256: str = "", reason: str = "") -> Self:
+        """Of these bytes."""
+        made = super().__new__(cls, start)
+        made.size, made.sha256, made.reason = size, sha256, reason
+        return made
+
+    size: int
+    sha256: str
+    reason: str
 
 
 def check_inputs(inputs: Inputs | UnsetType) -> None:
@@ -214,8 +234,11 @@ def decode(raw: bytes | None, kind: type[M], max_bytes: int | None = None) -> M:
     """
     if raw is None:
         raise InvalidMessage("the record has no value")
-    if max_bytes is not None and len(raw) > max_bytes:
-        raise InvalidMessage(f"the record has {len(raw)} bytes; the limit is {max_bytes}")
+    size = raw.size if isinstance(raw, Truncated) else len(raw)
+    if isinstance(raw, Truncated) and (raw.reason or max_bytes is None):
+        raise InvalidMessage(raw.reason or f"the record has {size} bytes, of which {len(raw)} were read")
+    if max_bytes is not None and size > max_bytes:
+        raise InvalidMessage(f"the record has {size} bytes; the limit is {max_bytes}")
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:

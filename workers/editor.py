@@ -45,7 +45,8 @@ AT_ONCE = 64
 """Feedback records in a row, or a few more, after which traffic is looked at again."""
 
 ENOUGH_BYTES = 2**20
-"""Of feedback that is decided on and changes nothing: then it is committed, though more of it may wait."""
+"""Of feedback records with their keys. No more are trained together, and what changes nothing is committed then, though
+more of it may wait."""
 
 RETRY_SECONDS = 1.0
 """Between a failure of Kafka and the next attempt."""
@@ -212,10 +213,13 @@ class Editor:
 
     def _waiting(self) -> list[Record]:
         """The feedback records that wait, up to as many as are trained together; waits for a first one."""
-        log, found = self._parts.log, list[Record]()
+        log, found, held = self._parts.log, list[Record](), 0
         self._health.at_work("editor")
-        while len(found) < self._together and (record := log.poll(0.0 if found or self._decided else 0.05)) is not None:
+        while len(found) < self._together and held < ENOUGH_BYTES:
+            if (record := log.poll(0.0 if found or self._decided else 0.05)) is None:
+                break
             found.append(record)
+            held += len(record[2] or b"") + len(record[3] or b"")
         return found
 
     def _edit_all(self, records: Sequence[Record], stop: threading.Event) -> None:
@@ -259,7 +263,7 @@ class Editor:
             parts.projection.make_live(applied)
             parts.snapshots.offer(parts.engine.codebook)
             metrics.EDIT_SECONDS.observe(time.perf_counter() - started)
-        elif sum(len(result.feedback or b"") for result in self._decided) > ENOUGH_BYTES:
+        elif sum(result.size for result in self._decided) > ENOUGH_BYTES:
             self._commit()
 
     def _commit(self) -> None:

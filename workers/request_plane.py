@@ -7,8 +7,9 @@ What it guarantees:
 2. While some requests are answered, those of `AHEAD` batches are taken, so that they can be read meanwhile and the
    model can choose among them.
 3. Requests that wait for something hold up no other request, but `OPEN` batches that are not done hold up the next.
-4. What waits in the process is bounded, however much waits in Kafka: the records of a few batches, and for each
-   partition about as many bytes as one record may have.
+4. What waits in the process is bounded, however much waits in Kafka: the records of a few batches, of at most
+   `HELD_BYTES` and one record before they are taken, and `HELD_BYTES` and one batch after that; and for each partition
+   one fetch, as Kafka stores it (`pipeline.records` says how it is read).
 """
 
 import asyncio
@@ -24,11 +25,12 @@ import faust
 import structlog
 from mode.utils.queues import ThrowableQueue
 
-from pipeline.clients import MAX_DELTA_BYTES, read_all_records
+from pipeline.records import install_in_aiokafka, record_bytes
 from pipeline.security import kafka_tls
 from pipeline.serving import Part, Record, Reply
 from pipeline.settings import Settings
 from pipeline.topics import REQUESTS
+from schemas.deltas import MAX_DELTA_BYTES
 
 log = structlog.get_logger()
 
@@ -48,14 +50,37 @@ OPEN = 20
 """Batches at most that are taken and not done."""
 
 
+HELD_BYTES = 16 * 2**20
+"""Bytes of records that wait to be taken, and again of those that are taken and not done."""
+
+
 class _Buffer(ThrowableQueue):  # type: ignore[misc]
-    """Blocks whoever fills it once it is full, and does nothing before.
+    """Blocks whoever fills it once it is full, by number or by bytes, and does nothing before.
 
     faust's own stops fetching for a second at four fifths: its consumer would not be polled for that long, and a fast
     model has emptied the rest by then.
     """
 
     pressure_high_ratio = 0.5  # twice the size, which is never reached
+    _bytes = 0
+
+    def full(self) -> bool:
+        """Whether whoever puts one more has to wait."""
+        return bool(super().full()) or self._bytes >= HELD_BYTES
+
+    def clear(self) -> None:
+        """Forget all that waits."""
+        super().clear()
+        self._bytes = 0
+
+    def _put(self, event: Any) -> None:
+        super()._put(event)
+        self._bytes += record_bytes(event.message)
+
+    def _get(self) -> Any:
+        event = super()._get()
+        self._bytes -= record_bytes(event.message)
+        return event
 
 
 class _App(faust.App):  # type: ignore[misc]
@@ -69,6 +94,7 @@ class _Taken:
     def __init__(self, events: Sequence[Any]) -> None:
         self.events = events
         self.records = [_record(event) for event in events]
+        self.bytes = sum(record_bytes(event.message) for event in events)
         self.unsettled = len(events)
         """Records that hold up others."""
         self.done = False
@@ -80,7 +106,7 @@ class RequestPlane:
 
     def __init__(self, settings: Settings, answer: Answer) -> None:
         logging.getLogger("mode.timers").setLevel(logging.ERROR)  # a tick that came late is no news
-        read_all_records()
+        install_in_aiokafka()
         self._settings, self._answer = settings, answer
         self._open: deque[_Taken] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -162,7 +188,8 @@ class RequestPlane:
 
     def _room(self) -> bool:
         unsettled = sum(taken.unsettled for taken in self._open)
-        return unsettled <= AHEAD * self._settings.batch and len(self._open) < OPEN
+        few = unsettled <= AHEAD * self._settings.batch and len(self._open) < OPEN
+        return few and sum(taken.bytes for taken in self._open) < HELD_BYTES
 
     async def _finish(self, stream: Any, taken: _Taken) -> None:
         while not await self._answered(taken):

@@ -30,7 +30,7 @@ from aiokafka import AIOKafkaProducer
 
 from deploy.local.backends import kafka_backend
 from pipeline import snapshots
-from pipeline.clients import MAX_DELTA_BYTES, redis_client
+from pipeline.clients import redis_client
 from pipeline.codebook import Codebook
 from pipeline.codebook_file import parse
 from pipeline.follower import Follower
@@ -42,7 +42,7 @@ from pipeline.settings import Settings, load_settings
 from pipeline.snapshot_store import SnapshotStore
 from pipeline.snapshots import Snapshot
 from pipeline.topics import DELTAS, create_topics
-from schemas.deltas import GENESIS, Cause, Delta, EntryChange, Tensor, seal
+from schemas.deltas import GENESIS, MAX_DELTA_BYTES, Cause, Delta, EntryChange, Tensor, seal
 from tests.bench.framework import BenchError, Options, Row
 
 ENTRIES, FEW = 100_000, 5_000

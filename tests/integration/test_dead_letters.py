@@ -13,7 +13,8 @@ import pytest
 
 from deploy.local.processes import free_port
 from pipeline.clients import producer
-from pipeline.dead_letters import KEPT_BYTES, LARGEST, letters, rejected
+from pipeline.dead_letters import letters, rejected
+from pipeline.records import KEPT_BYTES, LARGEST
 from pipeline.settings import Settings
 from schemas.messages import encode
 from tests.hostile import Hostile, Unreadable
@@ -193,7 +194,7 @@ class TestReplay:
     def test_one_that_its_topic_does_not_take_is_named_and_the_others_are_sent(
         self, run: Callable[..., Command], deployment: Settings
     ) -> None:
-        large = random.Random(0).randbytes(2 * 2**20)  # as such it had come compressed by somebody who knew how
+        large = random.Random(0).randbytes(LARGEST)  # with what surrounds it, more than Kafka takes
         set_aside(deployment, "requests", b"one", large, b"x" * len(large))
         command = run("dlq", "replay", "requests", "--all", settings=deployment)
         told = f"sent 2 to {deployment.topic('requests')}; larger than that topic takes: those at offset 1\n"

@@ -1,11 +1,14 @@
 """Batches that Kafka takes and its Python clients do not read, or read wrongly, come out record by record."""
 
+import hashlib
 from typing import Any
 
 import pytest
 from kafka.record.default_records import DefaultRecordBatchBuilder
 
-from pipeline.records import Records, read_by_aiokafka
+import pipeline.records as records_module
+from pipeline.records import KEPT_BYTES, FastRecords, Records, whole_bytes
+from schemas.messages import Truncated
 from tests.hostile import Unreadable, odd_batches
 
 NAMES = ("name", Unreadable("name"))
@@ -31,7 +34,7 @@ def found(records: Any) -> list[tuple[int, bytes | None]]:
     return pairs
 
 
-@pytest.fixture(params=[Records, read_by_aiokafka], ids=["kafka-python", "aiokafka"])
+@pytest.fixture(params=[Records, FastRecords], ids=["kafka-python", "aiokafka"])
 def read(request: pytest.FixtureRequest) -> Any:
     return request.param
 
@@ -84,3 +87,88 @@ def test_offsets_in_a_batch_that_was_compacted_are_its_own(read: Any) -> None:
     made = batch(b"first", b"second")
     made[23:27] = (9).to_bytes(4, "big")  # it had ten records once
     assert found(read(bytes(made))) == [(40, b"first"), (41, b"second")]
+
+
+HUGE = 9 * 2**20
+
+
+def whole(records: Any) -> list[Any]:
+    """The records, read as both libraries read them."""
+    pairs = []
+    while records.has_next():
+        pairs += list(records.next_batch())
+    return pairs
+
+
+def large_batch(codec: str, *records: tuple[bytes | None, bytes | None]) -> bytes:
+    """One batch of these keys and values, from offset `BASE` on, however large it is."""
+    builder = DefaultRecordBatchBuilder(2, CODECS[codec], False, -1, -1, -1, 2**30)
+    for number, (key, value) in enumerate(records):
+        assert builder.append(number, 1000 + number, key, value, [("name", b"\xff")]) is not None
+    made: bytearray = builder.build()
+    made[:8] = BASE.to_bytes(8, "big")
+    return bytes(made)
+
+
+@pytest.mark.parametrize("codec", [codec for codec in CODECS if codec != "none"])
+class TestLargeBatches:
+    def test_of_a_large_key_or_value_the_start_is_kept_and_the_others_are_whole(self, read: Any, codec: str) -> None:
+        key, value = b"k" * HUGE, b"v" * HUGE
+        first, second, third, fourth = whole(
+            read(large_batch(codec, (b"1", b"small"), (b"2", value), (key, b"3"), (None, None)))
+        )
+        assert (first.key, first.value, fourth.key, fourth.value) == (b"1", b"small", None, None)
+        assert (second.key, third.value, third.timestamp, list(third.headers)) == (
+            b"2",
+            b"3",
+            1002,
+            [("name", b"\xff")],
+        )
+        for part, given in ((second.value, value), (third.key, key)):
+            assert isinstance(part, Truncated)
+            assert part == given[:KEPT_BYTES]
+            assert (part.size, part.sha256) == (HUGE, hashlib.sha256(given).hexdigest())
+        assert [record.offset for record in (first, second, third, fourth)] == [40, 41, 42, 43]
+
+    def test_one_record_stands_for_what_is_beyond_the_limit_and_the_next_batch_is_read(
+        self, read: Any, codec: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(records_module, "BATCH_BYTES", 12 * 2**20)
+        large = large_batch(codec, (b"1", b"v" * HUGE), (b"2", b"w" * HUGE), (b"3", b"x"), (b"4", b"y"))
+        first, rest, *after = whole(read(large + large_batch(codec, (b"5", b"small"))))
+        assert (first.offset, first.value.size) == (40, HUGE)
+        assert (rest.offset, rest.key, rest.value) == (43, None, b"w" * KEPT_BYTES)
+        assert rest.value.size == HUGE
+        assert rest.value.reason == (
+            "the batch decompresses to more than 12582912 bytes, so the records at offsets 41 to 43 cannot be read"
+        )
+        assert [record.value for record in after] == [b"small"]
+
+    def test_what_cannot_be_decompressed_is_one_record_and_the_next_batch_is_read(self, read: Any, codec: str) -> None:
+        made = bytearray(large_batch(codec, (b"1", b"v" * 500), (b"2", b"v" * 500)))
+        made[61:] = b"\x00" * (len(made) - 61)
+        found = whole(read(bytes(made) + large_batch(codec, (b"3", b"small"))))
+        assert [record.offset for record in found] == [41, 40]
+        assert "the records at offsets 40 to 41 cannot be decompressed: " in found[0].value.reason
+        assert found[1].value == b"small"
+
+    def test_batches_that_are_parsed_at_once_and_as_a_stream_are_the_same(self, read: Any, codec: str) -> None:
+        given = [(b"%d" % number, b"v" * 100_000) for number in range(20)]
+        for count in (20, 60):  # of 2 MB and of 6 MB
+            found = whole(read(large_batch(codec, *(given * 3)[:count])))
+            assert [(record.key, record.value) for record in found] == (given * 3)[:count]
+            assert [record.offset for record in found] == list(range(40, 40 + count))
+
+
+def test_a_large_delta_is_whole() -> None:
+    records = Records(large_batch("gzip", (None, b"v" * HUGE)))
+    records.whole = whole_bytes("prefix-deltas")
+    assert [record.value for record in whole(records)] == [b"v" * HUGE]
+
+
+def test_a_block_of_snappy_that_claims_to_be_huge_takes_no_memory(read: Any) -> None:
+    claim = b"\xff\xff\xff\xff\x0f"  # 4 GiB
+    made = bytearray(large_batch("snappy", (None, b"v" * 500))[:61] + claim + b"\x00")
+    made[8:12] = (len(made) - 12).to_bytes(4, "big")
+    (record,) = whole(read(bytes(made)))
+    assert "cannot be read" in record.value.reason

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 import schemas
 from pipeline import dead_letters
-from pipeline.clients import MAX_DELTA_BYTES
-from pipeline.dead_letters import KEPT_BYTES, LARGEST, LONGEST_REASON, rejected
+from pipeline.dead_letters import LONGEST_REASON, rejected
+from pipeline.records import KEPT_BYTES, LARGEST
+from schemas.deltas import MAX_DELTA_BYTES
 from schemas.messages import one_line, printable
 
 DOCUMENT = yaml.safe_load((Path(schemas.__file__).parent / "asyncapi.yaml").read_text(encoding="utf-8"))
