@@ -1,4 +1,8 @@
-"""Kafka and Redis in containers, where a Docker engine answers. Their data goes when they stop."""
+"""Kafka and Redis in containers, where a Docker engine of this machine answers. Their data goes when they stop.
+
+Their ports are published on the loopback interface alone: neither asks for a password, and Docker's own default is
+every interface, past most firewalls. So is the port of Ryuk, the container by which testcontainers cleans up.
+"""
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -15,6 +19,7 @@ from deploy.local.kafka import ONE_NODE, describe_cluster, kafka_version
 
 REDIS_IMAGE = "redis:8-alpine"
 PORT = 9092
+LOOPBACK = "127.0.0.1"
 
 # Everything that says "this engine cannot run that image": no network, no such image, a start that fails or hangs.
 FAILURES = (
@@ -34,11 +39,22 @@ exec /etc/kafka/docker/run
 """
 
 
+def _expose_on_loopback(container: DockerContainer, *ports: int | str) -> DockerContainer:
+    """Publish ports of a container at free ports of the loopback interface."""
+    container.ports.update({str(port): (LOOPBACK, None) for port in ports})
+    return container
+
+
+# testcontainers has no setting for the interface; Ryuk and RedisContainer call this method themselves.
+DockerContainer.with_exposed_ports = _expose_on_loopback
+
+
 def docker_answers() -> bool:
-    """Whether a Docker engine answers on this machine, or on the one that DOCKER_HOST names."""
+    """Whether a Docker engine answers on this machine; from another one, ports on its loopback cannot be reached."""
     try:
-        with closing(DockerClient(timeout=5).client) as client:
-            return bool(client.ping())
+        engine = DockerClient(timeout=5)
+        with closing(engine.client) as client:
+            return engine.host() in ("localhost", LOOPBACK) and bool(client.ping())
     except FAILURES:
         return False
 
