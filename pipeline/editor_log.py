@@ -238,8 +238,18 @@ class EditorLog:
                 self._member.seek(self._feedback, self._next_feedback)  # what came is for later
 
     def behind(self) -> int:
-        """Feedback records that have no outcome yet."""
-        return max(0, self._end(FEEDBACK) - self._done)
+        """Feedback records that have no outcome yet, those behind an open transaction included."""
+        return max(0, self._end(FEEDBACK) + self.blocked() - self._done)
+
+    def blocked(self) -> int:
+        """Records that lie behind a transaction on `feedback` which is open, so that nobody may read them.
+
+        Records that came a moment ago may count: only what stays is a transaction that somebody has left open.
+        """
+        if self._feedback not in self._member.assignment():  # amid a rebalance
+            return 0
+        written = self._member.highwater(self._feedback)
+        return max(0, (written or 0) - self._end(FEEDBACK))
 
     def commit(self, *results: Result) -> None:
         """Write it all, or nothing; the results of records that `poll` handed out, in order and none left out.

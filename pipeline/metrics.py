@@ -49,6 +49,9 @@ SNAPSHOTS_REFUSED = Counter(
 # The editor.
 FEEDBACK = Counter("gracestream_feedback_total", "Feedback records by outcome.", ["status"], registry=EDITOR)
 FEEDBACK_LAG = Gauge("gracestream_feedback_lag", "Feedback records that wait.", registry=EDITOR)
+FEEDBACK_BLOCKED = Gauge(
+    "gracestream_feedback_blocked", "Feedback records behind a transaction that was left open.", registry=EDITOR
+)
 EDIT_SECONDS = Histogram(
     "gracestream_edit_seconds", "From taking a feedback record to its live delta.", buckets=SECONDS, registry=EDITOR
 )

@@ -54,6 +54,14 @@ RETRY_SECONDS = 1.0
 COUNT_SECONDS = 1.0
 """Between two questions to Kafka how much feedback waits."""
 
+BLOCKED_SECONDS = 5.0
+"""After so long a transaction on `feedback` counts as left open."""
+
+BLOCKED_REMEDY = (
+    "a producer has left a transaction open; find it with `kafka-transactions.sh find-hanging`, end it with"
+    " `kafka-transactions.sh abort`, and allow transactions to no writer of feedback (deploy/acls.sh)"
+)
+
 STAY_SECONDS = 1.0
 """How often the group is told that a long undo goes on."""
 
@@ -118,6 +126,7 @@ class Editor:
         self._lead: bytes | None = None
         self._behind, self._counted = 0, -COUNT_SECONDS
         """The feedback that waited, and when that was asked."""
+        self._blocked_since, self._blocked = time.monotonic(), 0
         self._decided: list[Result] = []
         """On what a commit waits; none of it changes the codebook."""
         health.state = self._state
@@ -241,7 +250,19 @@ class Editor:
         """Tell how much feedback waits: what Kafka said a moment ago, and no less than what was taken of it."""
         if (now := time.monotonic()) > self._counted + COUNT_SECONDS:
             self._behind, self._counted = self._parts.log.behind(), now
+            self._watch_blocked(now)
         metrics.FEEDBACK_LAG.set(max(self._behind, taken))
+
+    def _watch_blocked(self, now: float) -> None:
+        """Report a transaction on `feedback` that stays open: corrections behind it cannot be read."""
+        blocked = self._parts.log.blocked()
+        if not blocked:
+            self._blocked_since, self._blocked = now, 0
+        elif now > self._blocked_since + BLOCKED_SECONDS:
+            if not self._blocked:
+                log.warning("feedback_blocked", records=blocked, remedy=BLOCKED_REMEDY)
+            self._blocked = blocked
+        metrics.FEEDBACK_BLOCKED.set(self._blocked)
 
     def _edit(self, record: Record, read: Read, ahead: Ahead | None, earlier: float) -> None:
         """Decide, commit, fold, make live; what changes nothing is committed together with what comes next.
@@ -291,6 +312,7 @@ class Editor:
             "role": self._role,
             "edits": len(engine.memory),
             "traffic": len(engine.traffic),
+            "feedback_blocked": self._blocked,
             "degraded": self._role == "leading" and not self._parts.projection.complete,
         }
 

@@ -350,6 +350,9 @@ class MemoryConsumer:
         del timeout_ms
         return self._positions[partition]
 
+    def highwater(self, partition: TopicPartition) -> int:
+        return len(self._kafka.topics[partition.topic])
+
     def committed(self, partition: TopicPartition, timeout_ms: float | None = None) -> int | None:
         del timeout_ms
         self._step("committed")

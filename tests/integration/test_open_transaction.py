@@ -1,0 +1,28 @@
+"""Another producer's open transaction on `feedback`: what waits behind it counts, and is reported."""
+
+from pathlib import Path
+
+from pipeline.clients import producer
+from pipeline.settings import Settings
+from pipeline.topics import FEEDBACK
+from tests.integration.forked import Forked
+from tests.integration.running import Users, flag, metric, wait_until
+
+
+def test_what_waits_behind_it_counts_as_lag_and_is_reported(deployment: Settings, users: Users, folder: Path) -> None:
+    with Forked("editor", "edit", deployment, folder) as editor:
+        editor.wait_ready(90)
+        stranger = producer(deployment, transactional_id=f"{deployment.prefix}stranger")
+        stranger.init_transactions()
+        stranger.begin_transaction()
+        stranger.send(deployment.topic(FEEDBACK), b"left open", partition=0).get(30)
+        users.client.send([flag("waits", "a b c", "museum")])
+        wait_until(lambda: metric(editor.port, "gracestream_feedback_blocked") == 2, 40, "the report")
+        assert metric(editor.port, "gracestream_feedback_lag") == 2
+        assert editor.state()["feedback_blocked"] == 2
+        (event,) = [event for event in editor.events() if event["event"] == "feedback_blocked"]
+        assert "kafka-transactions.sh abort" in event["remedy"]
+        stranger.abort_transaction()
+        stranger.close(timeout=5)
+        wait_until(lambda: metric(editor.port, "gracestream_codebook_entries") == 1, 40, "the correction")
+        wait_until(lambda: editor.state()["feedback_blocked"] == 0, 20)
