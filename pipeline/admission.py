@@ -65,10 +65,25 @@ class Admitted:
 
 
 class LastMinute:
-    """The records admitted in the last minute."""
+    """The records admitted in the last minute.
+
+    A record is added once and dropped once, so the cost of a decision does not grow with the number of records.
+    """
 
     def __init__(self, earlier: Iterable[Admitted] = ()) -> None:
-        self._admitted = deque(sorted(earlier, key=lambda admitted: admitted.time))
+        self._admitted: deque[Admitted] = deque()
+        self._times: dict[str, deque[int]] = {}
+        """The times of each author's records, in order; nothing of an author without a record."""
+        for admitted in sorted(earlier, key=lambda admitted: admitted.time):
+            self._add(admitted)
+
+    def __len__(self) -> int:
+        return len(self._admitted)
+
+    @property
+    def authors(self) -> int:
+        """How many authors these records have."""
+        return len(self._times)
 
     def admit(self, author: str, time: int, limit: int) -> Admitted:
         """Let one more record of an author in; `limit` 0: however many there are.
@@ -78,17 +93,29 @@ class LastMinute:
         """
         if self._admitted:
             time = max(time, self._admitted[-1].time)
-        start = time - MINUTE
-        own = [one.time for one in self._admitted if one.author == author and one.time > start]
-        if limit and len(own) >= limit:
+        start, own = time - MINUTE, self._times.get(author, ())
+        # Times are in order, so the limit is reached exactly where the last but `limit` is of this minute.
+        if limit and len(own) >= limit and own[-limit] > start:
             again = dt.datetime.fromtimestamp((own[-limit] + MINUTE + 999) // 1000, dt.UTC)
             whose = f"author {author!r}" if author else "feedback without an author"
             raise Refused(f"{whose} is limited to {limit} a minute; send this again after {again:%Y-%m-%dT%H:%M:%SZ}")
         while self._admitted and self._admitted[0].time <= start:
-            self._admitted.popleft()
+            self._drop()
         admitted = Admitted(author, time)
-        self._admitted.append(admitted)
+        self._add(admitted)
         return admitted
+
+    def _add(self, admitted: Admitted) -> None:
+        self._admitted.append(admitted)
+        self._times.setdefault(admitted.author, deque()).append(admitted.time)
+
+    def _drop(self) -> None:
+        """Forget the oldest record, which is its author's oldest as well."""
+        author = self._admitted.popleft().author
+        own = self._times[author]
+        own.popleft()
+        if not own:
+            del self._times[author]
 
 
 class Admission:

@@ -1,6 +1,7 @@
 """Who may edit, and how often: decided by the record, the list and Kafka's clock, and the same after every restart."""
 
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,49 @@ class TestLastMinute:
     @given(steps)
     def test_without_a_limit_all_are_admitted(self, given: list[tuple[str, int]]) -> None:
         assert None not in decisions(given, 0)
+
+
+class Tick(int):
+    """A time that counts how often times are compared, also within C code."""
+
+    comparisons = 0
+
+    def __lt__(self, other: int) -> bool:
+        Tick.comparisons += 1
+        return int(self) < int(other)
+
+    def __gt__(self, other: int) -> bool:
+        Tick.comparisons += 1
+        return int(self) > int(other)
+
+    def __le__(self, other: int) -> bool:
+        Tick.comparisons += 1
+        return int(self) <= int(other)
+
+    def __ge__(self, other: int) -> bool:
+        Tick.comparisons += 1
+        return int(self) >= int(other)
+
+
+class TestCost:
+    @pytest.mark.parametrize("limit", [0, 500])
+    @pytest.mark.parametrize("authors", [1, 700])
+    def test_a_decision_compares_as_many_times_however_many_records_the_minute_has(
+        self, authors: int, limit: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(Tick, "comparisons", 0)
+        window, records = LastMinute(), 3000
+        for number in range(records):
+            with suppress(Refused):
+                window.admit(f"author-{number % authors}", Tick(NOON + number), limit)
+        assert Tick.comparisons <= 4 * records
+        assert len(window) == (limit if limit and authors == 1 else records)
+
+    def test_nothing_is_kept_of_who_sent_nothing_in_the_last_minute(self) -> None:
+        window = LastMinute()
+        for number in range(5000):
+            window.admit(f"author-{number}", NOON + number * 1000, 1)
+        assert len(window) == window.authors == 60
 
 
 def test_an_editor_takes_up_the_minute_of_its_predecessor() -> None:
