@@ -5,6 +5,7 @@ A record is refused, with an outcome `rejected` that says why and without any ef
 - it is signed, and not by a key of the listed author whom it names, over just these bytes;
 - it is not signed, and signatures are required, or the author whom it names is on the list: a listed name is no one
   else's to use;
+- it is signed, and its id is spent: a signed record counts once (`pipeline.spent`);
 - its author has had as many records admitted in the last minute as the limit allows. Records without an author share
   one limit; an author on the list may have one of their own.
 
@@ -19,14 +20,13 @@ What is promised of the limit:
 4. Times never go back: where a new leader's clock is behind, records count as no earlier than those before them.
 
 Not promised: that the same feedback read again is admitted again. The list of authors may be another by then; what was
-decided stands in `edits`. That a limit binds who need not sign: such a one may name another author each time. That a
-signed record which somebody else sends again, to no effect, does not count as its author's.
+decided stands in `edits`. That a limit binds who need not sign: such a one may name another author each time.
 """
 
 import datetime as dt
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from msgspec import UNSET
@@ -35,7 +35,8 @@ from pipeline.authors import Author, Authors, AuthorsFile
 from pipeline.errors import UserError
 from pipeline.reading import read_topic
 from pipeline.settings import Settings, SettingsError
-from pipeline.signing import verify
+from pipeline.signing import has_signature, verify
+from pipeline.spent import MarksSince, Spent, mark_header, mark_of_id, mark_of_record, marks_since
 from pipeline.topics import EDITS
 from schemas.messages import Feedback
 
@@ -49,19 +50,39 @@ AUTHOR_HEADER, ADMITTED_HEADER = "author", "admitted"
 
 
 class Refused(UserError):
-    """Feedback that may not edit; the text says why."""
+    """Feedback that may not edit; the text says why. `mark` is what its outcome spends, if it spends anything."""
+
+    def __init__(self, reason: str, mark: bytes | None = None) -> None:
+        super().__init__(reason)
+        self.mark = mark
+
+
+class Copied(Refused):
+    """A signed record whose id is spent, by the feedback at offset `first`."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__(
+            f"its signed id was used at offset {first}, and counts once; `edits` says what became of that;"
+            " to ask again, sign with a new id"
+        )
+        self.first = first
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A record that was let in: its author (empty: it names none), and its time in ms as it counts for the limit."""
+    """A record that was let in: its author (empty: it names none), and its time in ms as it counts for the limit.
+
+    `mark` is what it spends: its author's id where it is signed.
+    """
 
     author: str
     time: int
+    mark: bytes | None = None
 
     def headers(self) -> list[tuple[str, bytes]]:
         """What the outcome carries, for the next editor."""
-        return [(AUTHOR_HEADER, self.author.encode()), (ADMITTED_HEADER, str(self.time).encode())]
+        counted = [(AUTHOR_HEADER, self.author.encode()), (ADMITTED_HEADER, str(self.time).encode())]
+        return counted if self.mark is None else [*counted, mark_header(self.mark)]
 
 
 class LastMinute:
@@ -127,6 +148,7 @@ class Admission:
         require_signature: Refuse what is not signed.
         per_minute: The limit of each author that has no other; 0: none.
         earlier: Gives the records admitted since a time in ms, as `edits` has them.
+        marks: Gives what earlier records have spent, likewise.
     """
 
     def __init__(
@@ -137,10 +159,12 @@ class Admission:
         require_signature: bool,
         per_minute: int,
         earlier: Callable[[int], Iterable[Admitted]],
+        marks: MarksSince,
     ) -> None:
         self._codebook, self._authors = codebook, authors
         self._require_signature, self._per_minute, self._earlier = require_signature, per_minute, earlier
         self._last_minute: LastMinute | None = None
+        self._spent, self._knows_spent = Spent(marks), False
 
     @classmethod
     def of(cls, settings: Settings) -> "Admission":
@@ -158,25 +182,76 @@ class Admission:
             require_signature=settings.require_signature,
             per_minute=settings.edits_per_minute,
             earlier=lambda since: admitted_since(settings, since),
+            marks=lambda since: marks_since(settings, since),
         )
 
     def forget(self) -> None:
         """Another editor may have written since: the next record is judged by what `edits` says then."""
-        self._last_minute = None
+        self._last_minute, self._knows_spent = None, False
 
-    def admit(self, feedback: Feedback, record: bytes, time: int) -> Admitted:
+    def catch_up(self) -> None:
+        """Read what `edits` says of spent signatures; ahead of the first record, since a long topic takes its time.
+
+        Raises:
+            KafkaError: it cannot be read.
+        """
+        if self._authors is not None:  # else no signature is verified, and nothing that is signed has an effect
+            self._spent.catch_up()
+
+    def admit(self, feedback: Feedback, record: bytes, offset: int, time: int) -> Admitted:
         """Let a record in. `feedback` is what was decoded from `record`, `time` its timestamp in ms.
 
         Raises:
+            Copied: it is signed, and its id is spent.
             Refused: it may not edit.
             KafkaError: `edits` cannot be read.
         """
         name = "" if feedback.author is UNSET else feedback.author
-        author = self._checked(feedback, name, record)
+        try:
+            author = self._checked(feedback, name, record)
+        except Refused as refused:
+            raise Refused(str(refused), self.unverified(record, offset)) from None
+        mark = None if author is None else self._spend(mark_of_id(name, feedback.feedback_id), record, offset)
         limit = self._per_minute if author is None or author.per_minute is None else author.per_minute
         if self._last_minute is None:
             self._last_minute = LastMinute(self._earlier(time - MINUTE))
-        return self._last_minute.admit(name, time, limit)
+        try:
+            return replace(self._last_minute.admit(name, time, limit), mark=mark)
+        except Refused as refused:
+            raise Refused(str(refused) + (", signed with a new id" if mark else ""), mark) from None
+
+    def unverified(self, record: bytes, offset: int) -> bytes | None:
+        """What a record spends whose signature cannot be verified; None where it has none, or is a copy.
+
+        Raises:
+            KafkaError: `edits` cannot be read.
+        """
+        if not has_signature(record):
+            return None
+        mark = mark_of_record(record)
+        return mark if self._first(mark, offset) is None else None
+
+    def _spend(self, mark: bytes, record: bytes, offset: int) -> bytes:
+        """Spend the mark of a signed id; `record` may be spent itself, from before its author was listed.
+
+        Raises:
+            Copied: one of the two is spent.
+        """
+        of_record = self._first(mark_of_record(record), offset, add=False)
+        first = self._first(mark, offset) if of_record is None else of_record
+        if first is not None:
+            raise Copied(first)
+        return mark
+
+    def _first(self, mark: bytes, offset: int, *, add: bool = True) -> int | None:
+        """The offset at which another record spent this; None where none did, and then this one does (`add`)."""
+        if not self._knows_spent:
+            self.catch_up()
+            self._knows_spent = True
+        first = self._spent.first(mark)
+        if first is None and add and self._authors is not None:
+            self._spent.add(mark, offset)
+        return None if first == offset else first
 
     def _checked(self, feedback: Feedback, name: str, record: bytes) -> Author | None:
         """The listed author who signed a record; None for one that need not be signed."""

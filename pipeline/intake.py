@@ -3,11 +3,12 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import structlog
 from kafka.errors import KafkaError
 from msgspec import UNSET
 
-from pipeline.admission import Admission, Refused
+from pipeline.admission import Admission, Copied, Refused
 from pipeline.case import Ahead
 from pipeline.device import raise_if_broken
 from pipeline.edited import Edited, committed_outcome, rejected
@@ -15,6 +16,7 @@ from pipeline.editing import EditEngine
 from pipeline.errors import UserError
 from pipeline.fruitless import Fruitless
 from pipeline.rewriting import History
+from pipeline.spent import mark_header
 from pipeline.undo import undo
 from schemas.deltas import Delta, decode_delta
 from schemas.messages import VERSION, Feedback, InvalidMessage, Outcome, decode, one_line, peek_id
@@ -24,15 +26,17 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A record that was taken in: the feedback that may edit, with the headers of its outcome, or why it may not.
+    """A record that was taken in: the feedback that may edit, or why it may not, with the headers of its outcome.
 
-    `refused` also holds the outcome of feedback whose delta is committed already.
+    `refused` also holds the outcome of feedback whose delta is committed already. `copy_of` is the offset at which a
+    signed record came first.
     """
 
     offset: int
     feedback: Feedback | None = None
     headers: tuple[tuple[str, bytes], ...] = ()
     refused: Edited | None = None
+    copy_of: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +70,30 @@ class Intake:
         """Forget what another editor may have changed: called by one who takes the lead."""
         self._admission.forget()
 
+    def catch_up(self) -> None:
+        """Read ahead what earlier records have spent.
+
+        Raises:
+            KafkaError: `edits` cannot be read.
+        """
+        self._admission.catch_up()
+
     def read(self, offset: int, timestamp: int, value: bytes | None) -> Read:
         """Take in one record, which tells whether it may edit at all; `timestamp` is Kafka's, in ms."""
+        record = value or b""
         try:
             feedback = decode(value, Feedback, self._max_bytes)
         except InvalidMessage as error:
-            return Read(offset, refused=_unreadable(value, str(error)))
+            headers = _spends(self._admission.unverified(record, offset))
+            return Read(offset, refused=_unreadable(value, str(error)), headers=headers)
         if self._engine.memory.offsets.get(feedback.feedback_id) == offset:
-            return Read(offset, refused=Edited(self._committed_outcome(offset)))
+            return Read(offset, refused=Edited(self._committed_outcome(feedback.feedback_id, offset)))
         try:
-            admitted = self._admission.admit(feedback, value or b"", timestamp)
+            admitted = self._admission.admit(feedback, record, offset, timestamp)
+        except Copied as copied:
+            return Read(offset, refused=rejected(feedback, str(copied)), copy_of=copied.first)
         except Refused as refused:
-            return Read(offset, refused=rejected(feedback, str(refused)))
+            return Read(offset, refused=rejected(feedback, str(refused)), headers=_spends(refused.mark))
         return Read(offset, feedback, tuple(admitted.headers()))
 
     def train_ahead(self, read: Sequence[Read]) -> dict[int, Ahead]:
@@ -105,7 +121,7 @@ class Intake:
         """
         if read.feedback is None:
             assert read.refused is not None
-            return Taken(read.refused)
+            return Taken(self._of_copy(read.refused, read.copy_of), list(read.headers))
         edited, book = self._decide(read.feedback, read.offset, ahead), self._engine.codebook
         headers = list(read.headers)
         if edited.record is None:
@@ -113,18 +129,28 @@ class Intake:
             headers += Fruitless(read.offset, book.term, book.seq, edited.outcome, edited.seen).headers()
         return Taken(edited, headers)
 
-    def _committed_outcome(self, offset: int) -> Outcome:
+    def _committed_outcome(self, feedback_id: str, offset: int) -> Outcome:
         """The outcome of feedback whose delta is in the log already, without an outcome."""
         found: list[Delta] = []
 
         def is_another(record: bytes) -> bool:
             delta = decode_delta(record)
-            if delta.cause is not UNSET and delta.cause.offset == offset:
+            cause = delta.cause
+            if cause is not UNSET and (cause.feedback_id, cause.offset) == (feedback_id, offset):
                 found.append(delta)
             return not found
 
         self._history.each_delta(is_another)
         return committed_outcome(found[0])
+
+    def _of_copy(self, refused: Edited, first: int | None) -> Edited:
+        """A copy of what is in force changes nothing; any other stays rejected, like what is no copy."""
+        memory, outcome = self._engine.memory, refused.outcome
+        if outcome is None or first is None or memory.offsets.get(outcome.feedback_id) != first:
+            return refused
+        if outcome.feedback_id in memory.undone():
+            return refused
+        return Edited(msgspec.structs.replace(outcome, status="unchanged"))
 
     def _decide(self, feedback: Feedback, offset: int, ahead: Ahead | None) -> Edited:
         if not feedback.undoes:
@@ -149,6 +175,11 @@ def _raise_if_no_fault_of_a_record(error: Exception) -> None:
     if isinstance(error, (UserError, KafkaError, OSError)):
         raise error
     raise_if_broken(error)
+
+
+def _spends(mark: bytes | None) -> tuple[tuple[str, bytes], ...]:
+    """The header of an outcome that spends this."""
+    return () if mark is None else (mark_header(mark),)
 
 
 def _unreadable(value: bytes | None, reason: str) -> Edited:

@@ -9,7 +9,8 @@ What left no delta is decided again too, on the codebook that it was decided on,
 was rejected, be it that no value was found, that the model cannot take the input or failed on it, or that the id was
 used; the same correction again, which was unchanged; and undos of nothing. Its status must be the same again; the
 reason may be in other words and numbers. Not decided again is what no codebook and no model had a part in: feedback
-that could not be read, and what admission refused, by the limits and the list of authors of that minute.
+that could not be read, and what admission refused: copies of signed feedback, and by the limits and the list of authors
+of that minute.
 """
 
 from collections import defaultdict

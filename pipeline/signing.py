@@ -16,8 +16,8 @@ the signature off the record again. What follows from that:
    here. Two NULs tell the three parts apart, since JSON texts hold none.
 4. A record that names a field twice is not accepted, because JSON libraries differ in which of the two they take.
 
-Not promised: that a record is new. Whoever may write to `feedback` can send a signed record again; that a feedback id
-is used once is the engine's to hold.
+Not promised: that a record is new. Whoever may write to `feedback` can send a signed record again; that a copy has no
+effect is the work of `pipeline.spent`.
 """
 
 import base64
@@ -55,9 +55,14 @@ def sign(text: bytes, key: Ed25519PrivateKey, codebook: str) -> bytes:
     return text[:-1] + b',"signature":"' + signature + b'"}'
 
 
+def has_signature(record: bytes) -> bool:
+    """Whether a record ends as a signed one does; by whom, or whether at all, `verify` tells."""
+    return _tail(record) is not None
+
+
 def verify(record: bytes, keys: Iterable[Ed25519PublicKey], codebook: str) -> bool:
     """Whether a record, which is a JSON object, bears a signature by one of these keys for this codebook."""
-    tail = _TAIL.fullmatch(record, max(0, len(record) - _TAIL_BYTES))
+    tail = _tail(record)
     if tail is None:
         return False
     signature = base64.b64decode(tail[1])
@@ -115,6 +120,10 @@ def read_key_file(path: Path) -> Ed25519PrivateKey:
     if not isinstance(key, Ed25519PrivateKey):
         raise KeyFileError(f"{path} holds a key of another kind than Ed25519; `gracestream keys new` makes one")
     return key
+
+
+def _tail(record: bytes) -> re.Match[bytes] | None:
+    return _TAIL.fullmatch(record, max(0, len(record) - _TAIL_BYTES))
 
 
 def _signed(text: bytes, codebook: str) -> bytes:

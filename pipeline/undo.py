@@ -1,5 +1,7 @@
 """Undo: the codebook becomes what it would be, had some feedback never come (design, section 4).
 
+An undo covers feedback of lower offsets than its own, whenever it is decided on.
+
 The log is folded twice, side by side: as it was, and without the feedback that is taken back (`pipeline.rewriting`).
 What differs between the two in the end is the `undo` delta.
 """
@@ -38,11 +40,12 @@ def undo(
         return rejected(feedback, f"its id was used at offset {earlier}; an undo needs an id of its own")
     if feedback.undo_author is not UNSET:
         ids = tuple(name for name, author in memory.authors.items() if author == feedback.undo_author)
+        ids = tuple(name for name in ids if memory.offsets[name] < offset)
         unknown = f"no feedback of the author {feedback.undo_author!r} has had an effect"
         idle = f"nothing that the author {feedback.undo_author!r} sent is in force"
     else:
         assert feedback.undo is not UNSET
-        ids = (feedback.undo,) if feedback.undo in memory.offsets else ()
+        ids = (feedback.undo,) if memory.offsets.get(feedback.undo, offset) < offset else ()
         unknown, idle = f"no feedback {feedback.undo!r} has had an effect", "it is undone already"
     if not ids:
         return rejected(feedback, f"{unknown}, so there is nothing to undo")

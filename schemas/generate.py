@@ -212,6 +212,11 @@ def _of_an_edit() -> Json:
         "feedback_offset": number | {"description": "Offset of the feedback record, in decimal."},
         "author": {"type": "string", "description": "Whose rate it counts towards, where it was let in."},
         "admitted": number | {"description": "Milliseconds since 1970 at which it was let in."},
+        "spends": {
+            "type": "string",
+            "pattern": r"^[0-9a-f]{32}$",
+            "description": "Only of signed feedback that is no copy: the mark by which a copy is known.",
+        },
         "term": number | {"description": f"{decided}the term of the codebook that it was decided on."},
         "codebook_seq": number | {"description": f"{decided}the newest delta of that codebook."},
         "seen": {"description": f"{decided}what it saw of the traffic, in JSON."},

@@ -166,6 +166,7 @@ class Editor:
         self._decided.clear()
         metrics.FEEDBACK_LAG.set(0)  # what waits is another's
         self._fold()
+        parts.intake.catch_up()
         parts.traffic.catch_up()
         parts.log.join()
         while not stop.is_set():

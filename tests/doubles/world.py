@@ -154,7 +154,9 @@ class Process:
         new_consumer = partial(self._consumer, story)
         new_producer = partial(story.kafka.producer, step=self.step)
         store = RadiusStore(story.redis.client(self.redis_step), SETTINGS)
-        admission = Admission(CODEBOOK, None, require_signature=False, per_minute=0, earlier=lambda _: ())
+        admission = Admission(
+            CODEBOOK, None, require_signature=False, per_minute=0, earlier=lambda _: (), marks=lambda _: ()
+        )
         log = EditorLog(SETTINGS, new_consumer, new_producer)
         history, at_work = History(story.kafka), partial(log.stay, 0.0)
         traffic = RequestTail(SETTINGS, self.engine, new_consumer)

@@ -6,17 +6,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from msgspec import UNSET
 
-from pipeline.client import SignedFeedback, feedback_text, signed_feedback
+from pipeline.client import SignedFeedback
 from pipeline.settings import Settings
-from pipeline.signing import sign, spelled
-from schemas.messages import Outcome
 from tests.integration.forked import Command, Forked, sentence, status_of
 from tests.integration.running import (
-    PATIENCE,
     Users,
     deltas_in_log,
     flag,
@@ -25,36 +21,9 @@ from tests.integration.running import (
     records,
     wait_until,
 )
-from tests.unit.engine.tiny import texts
+from tests.integration.signers import ANN, BOB, CARL, PROMPTS, STRANGER, Deployment, line, signed
 
-PROMPTS = texts(30, seed=31, shortest=6, longest=9)
-ANN, BOB, CARL, STRANGER = (Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32) for number in range(4))
 LIST = {"ann": (ANN, 0), "bob": (BOB, 2), "carl": (CARL, 0)}
-
-
-def line(author: str, key: Ed25519PrivateKey, per_minute: int = 0) -> str:
-    return f'{author} = {{ keys = ["{spelled(key.public_key())}"], per_minute = {per_minute} }}\n'
-
-
-def signed(author: str, prompt: str, key: Ed25519PrivateKey, codebook: str = "default") -> SignedFeedback:
-    fields = {"inputs": prompt, "target": "museum", "reviewed": ["by", author]}
-    return signed_feedback(sign(feedback_text(fields, author), key, codebook))
-
-
-class Deployment:
-    """An editor that takes what is signed by those on its list, its users, and the list."""
-
-    def __init__(self, settings: Settings, folder: Path) -> None:
-        self.settings, self.authors = settings, Path(settings.authors)
-        self.users = Users(settings)
-        self.editor = Forked("editor", "edit", settings, folder)
-
-    def send(self, *feedback: SignedFeedback) -> list[Outcome]:
-        with self.users.client.outcomes() as replies:
-            self.users.client.send(feedback)
-            found = replies.wait([one.feedback_id for one in feedback], PATIENCE)
-        assert len(found) == len(feedback), "feedback got no outcome"
-        return list(found.values())
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +77,7 @@ def test_a_signed_record_sent_again_changes_nothing(running: Deployment) -> None
     before = deltas_in_log(running.settings)[-1].seq
     (again,) = running.send(sent)
     assert again.status == "unchanged"
+    assert "its signed id was used at offset " in str(again.reason)
     assert deltas_in_log(running.settings)[-1].seq == before
 
 

@@ -1,5 +1,6 @@
 """Who may edit, and how often: decided by the record, the list and Kafka's clock, and the same after every restart."""
 
+import itertools
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -10,10 +11,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.admission import MINUTE, Admission, Admitted, LastMinute, Refused
+from pipeline.admission import MINUTE, Admission, Admitted, Copied, LastMinute, Refused
 from pipeline.authors import Author, AuthorsError
 from pipeline.settings import SettingsError, load_settings
 from pipeline.signing import sign
+from pipeline.spent import mark_of_id, mark_of_record
 from schemas.messages import Feedback, decode, encode
 
 CODEBOOK = "default"
@@ -23,6 +25,8 @@ AUTHORS = {
     "bob": Author("bob", (BOBS.public_key(),), per_minute=1),
 }
 NOON = 1_800_000_000_000
+FRESH = itertools.count()
+"""Ids and offsets that were not there before."""
 MANY = settings(deadline=None, max_examples=200)
 
 
@@ -31,25 +35,36 @@ def admission(authors: Any = AUTHORS, earlier: Iterable[Admitted] = (), **chosen
         CODEBOOK,
         None if authors is None else lambda: authors,
         earlier=lambda since: [one for one in earlier if one.time > since],
-        **{"require_signature": False, "per_minute": 0, **chosen},
+        **{"require_signature": False, "per_minute": 0, "marks": lambda _: (), **chosen},
     )
 
 
-def record(author: str | None = None, key: Ed25519PrivateKey | None = None, codebook: str = CODEBOOK) -> bytes:
+def record(
+    author: str | None = None,
+    key: Ed25519PrivateKey | None = None,
+    codebook: str = CODEBOOK,
+    feedback_id: str | None = None,
+    target: str = "y",
+) -> bytes:
     fields: dict[str, Any] = {} if author is None else {"author": author}
-    text = encode(Feedback(v=1, feedback_id="f", inputs="x", target="y", **fields))
+    name = feedback_id or f"f{next(FRESH)}"
+    text = encode(Feedback(v=1, feedback_id=name, inputs="x", target=target, **fields))
     return text if key is None else sign(text, key, codebook)
 
 
-def admit(judge: Admission, raw: bytes, time: int = NOON) -> Admitted:
-    return judge.admit(decode(raw, Feedback), raw, time)
+def admit(judge: Admission, raw: bytes, time: int = NOON, offset: int | None = None) -> Admitted:
+    return judge.admit(decode(raw, Feedback), raw, next(FRESH) if offset is None else offset, time)
+
+
+def refused(judge: Admission, raw: bytes, time: int = NOON, offset: int | None = None) -> Refused:
+    with pytest.raises(Refused) as caught:
+        admit(judge, raw, time, offset)
+    assert "\n" not in str(caught.value)
+    return caught.value
 
 
 def refusal(judge: Admission, raw: bytes, time: int = NOON) -> str:
-    with pytest.raises(Refused) as caught:
-        admit(judge, raw, time)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    return str(refused(judge, raw, time))
 
 
 class TestSignatures:
@@ -99,6 +114,75 @@ class TestSignatures:
         admit(judge, record("ann", ANNS_NEW))
         del authors["ann"]
         assert "not on the list" in refusal(judge, record("ann", ANNS_NEW))
+
+
+class TestSpent:
+    def test_a_copy_is_refused_and_names_the_first(self) -> None:
+        judge, raw = admission(), record("ann", ANNS)
+        admit(judge, raw, offset=7)
+        found = refused(judge, raw, offset=9)
+        assert isinstance(found, Copied)
+        assert (found.first, found.mark) == (7, None)
+        assert str(found).startswith("its signed id was used at offset 7, and counts once; ")
+
+    def test_a_record_that_is_read_again_after_a_failure_is_no_copy(self) -> None:
+        judge, raw = admission(), record("ann", ANNS)
+        first = admit(judge, raw, offset=7)
+        judge.forget()
+        assert admit(judge, raw, offset=7) == first
+
+    def test_another_text_under_a_spent_id_is_refused(self) -> None:
+        judge = admission()
+        admit(judge, record("ann", ANNS, feedback_id="f"))
+        assert isinstance(refused(judge, record("ann", ANNS_NEW, feedback_id="f", target="z")), Copied)
+
+    def test_nobody_spends_the_ids_of_others(self) -> None:
+        judge = admission()
+        admit(judge, record("bob", BOBS, feedback_id="f"))
+        admit(judge, record(None, feedback_id="f"))
+        for forged in (record("ann", STRANGERS, feedback_id="f"), record("ann", feedback_id="f")):
+            refused(judge, forged)
+        admit(judge, record("ann", ANNS, feedback_id="f"))
+
+    def test_what_is_not_signed_is_not_spent(self) -> None:
+        judge, raw = admission(), record("mallory")
+        assert admit(judge, raw).mark is admit(judge, raw).mark is None
+
+    @pytest.mark.parametrize("before", [{}, {"ann": Author("ann", (ANNS_NEW.public_key(),))}], ids=["name", "key"])
+    def test_what_was_refused_before_its_author_was_listed_is_spent(self, before: dict[str, Author]) -> None:
+        authors = dict(before)
+        judge, raw = admission(authors), record("ann", ANNS)
+        assert refused(judge, raw, offset=3).mark == mark_of_record(raw)
+        assert refused(judge, raw, offset=4).mark is None, "a copy spends nothing more"
+        authors["ann"] = AUTHORS["ann"]
+        found = refused(judge, raw, offset=5)
+        assert isinstance(found, Copied)
+        assert found.first == 3
+        admit(judge, record("ann", ANNS))
+
+    def test_what_was_refused_when_there_was_no_list_is_spent(self) -> None:
+        raw = record("ann", ANNS)
+        mark = refused(admission(None), raw, offset=3).mark
+        assert isinstance(refused(admission(marks=lambda _: [(0, mark, 3)]), raw, offset=4), Copied)
+
+    def test_what_a_limit_refuses_is_spent_and_a_copy_counts_against_no_limit(self) -> None:
+        judge, sent, late = admission(), record("bob", BOBS), record("bob", BOBS)
+        admit(judge, sent, NOON)
+        found = refused(judge, late, NOON, offset=8)
+        assert str(found).endswith("after 2027-01-15T08:01:00Z, signed with a new id")
+        assert found.mark is not None
+        for raw in (sent, late):
+            assert isinstance(refused(judge, raw, NOON + MINUTE), Copied)
+        admit(judge, record("bob", BOBS), NOON + MINUTE)
+
+    def test_an_editor_knows_what_its_predecessors_spent(self) -> None:
+        raw, log = record("ann", ANNS), list[tuple[int, bytes | None, int]]()
+        standby = admission(marks=lambda since: [one for one in log if one[0] >= since])
+        standby.catch_up()
+        log += [(10, None, 6), (11, admit(admission(), raw, offset=7).mark, 7)]
+        found = refused(standby, raw, offset=9)
+        assert isinstance(found, Copied)
+        assert found.first == 7
 
 
 class TestSettings:
@@ -262,3 +346,5 @@ def test_an_editor_takes_up_the_minute_of_its_predecessor() -> None:
 
 def test_the_headers_of_an_outcome_tell_all_that_counts() -> None:
     assert Admitted("zoë", NOON).headers() == [("author", "zoë".encode()), ("admitted", str(NOON).encode())]
+    signed = Admitted("ann", NOON, mark_of_id("ann", "f"))
+    assert signed.headers()[2:] == [("spends", mark_of_id("ann", "f").hex().encode())]

@@ -33,7 +33,9 @@ class Recorded:
         self.deltas: list[bytes] = []
         self.feedback: dict[int, Feedback] = {}
         self.edits: list[Stored] = []
-        admission = Admission(CODEBOOK, None, require_signature=False, per_minute=1, earlier=lambda _: ())
+        admission = Admission(
+            CODEBOOK, None, require_signature=False, per_minute=1, earlier=lambda _: (), marks=lambda _: ()
+        )
         self._intake = Intake(self.engine, admission, self, max_bytes=10_000)
         self._offset = self._minute = 0
         self.lead(plan, **environment_of_term)

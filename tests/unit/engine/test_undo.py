@@ -7,6 +7,7 @@ from msgspec import UNSET
 
 from pipeline.codebook import DeltaFault
 from pipeline.training import Recipe
+from pipeline.undo import undo
 from schemas.deltas import decode_delta
 from schemas.messages import Feedback
 from tests.unit.engine.points import answer
@@ -98,6 +99,19 @@ def test_an_undo_that_is_undone_is_not_undone_again() -> None:
     outcome = told.undo("w", "u")
     assert (outcome.status, outcome.reason) == ("unchanged", "it is undone already")
     assert len(told.deltas) == deltas
+
+
+@pytest.mark.parametrize("fields", [{"undo_author": "ann"}, {"undo": "late"}])
+def test_an_undo_covers_only_feedback_before_it_whenever_it_is_decided_on(fields: dict[str, str]) -> None:
+    told = story()
+    told.correct("early", (0, 0), 1, "ann")
+    told.correct("late", (5, 5), 1, "ann")
+    edited = undo(told.engine, Feedback(v=1, feedback_id="u", **fields), 1, told)
+    assert edited.outcome is not None
+    if "undo" in fields:
+        assert edited.outcome.reason == "no feedback 'late' has had an effect, so there is nothing to undo"
+    else:
+        assert edited.outcome.reason == "it takes back early"
 
 
 def test_a_rejected_correction_stays_rejected() -> None:
