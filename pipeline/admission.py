@@ -1,5 +1,8 @@
 """Admission: whether a feedback record may edit at all, before the engine sees it (design, section 6).
 
+What its sender may do is passed on with an admitted record; whether that is enough is the engine's to decide
+(`pipeline.roles`).
+
 A record is refused, with an outcome `rejected` that says why and without any effect, where
 
 - it is signed, and not by a key of the listed author whom it names, over just these bytes;
@@ -29,15 +32,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from pipeline.authors import Author, Authors, AuthorsFile
 from pipeline.errors import UserError
 from pipeline.reading import read_topic
+from pipeline.roles import UNSIGNED
 from pipeline.settings import Settings, SettingsError
 from pipeline.signing import has_signature, verify
 from pipeline.spent import MarksSince, Spent, mark_header, mark_of_id, mark_of_record, marks_since
 from pipeline.topics import EDITS
+from schemas.deltas import Standing
 from schemas.messages import Feedback
 
 MINUTE = 60_000
@@ -72,12 +77,13 @@ class Copied(Refused):
 class Admitted:
     """A record that was let in: its author (empty: it names none), and its time in ms as it counts for the limit.
 
-    `mark` is what it spends: its author's id where it is signed.
+    `mark` is what it spends: its author's id where it is signed. `standing` is what its sender is allowed.
     """
 
     author: str
     time: int
     mark: bytes | None = None
+    standing: Standing | UnsetType = UNSET
 
     def headers(self) -> list[tuple[str, bytes]]:
         """What the outcome carries, for the next editor."""
@@ -216,9 +222,10 @@ class Admission:
         if self._last_minute is None:
             self._last_minute = LastMinute(self._earlier(time - MINUTE))
         try:
-            return replace(self._last_minute.admit(name, time, limit), mark=mark)
+            counted = self._last_minute.admit(name, time, limit)
         except Refused as refused:
             raise Refused(str(refused) + (", signed with a new id" if mark else ""), mark) from None
+        return replace(counted, mark=mark, standing=self._standing(author))
 
     def unverified(self, record: bytes, offset: int) -> bytes | None:
         """What a record spends whose signature cannot be verified; None where it has none, or is a copy.
@@ -230,6 +237,12 @@ class Admission:
             return None
         mark = mark_of_record(record)
         return mark if self._first(mark, offset) is None else None
+
+    def _standing(self, author: Author | None) -> Standing | UnsetType:
+        """What a sender is allowed: an author who signed, one who need not, or anyone where there is no list."""
+        if author is not None:
+            return Standing(roles=author.roles, signed=True)
+        return UNSET if self._authors is None else UNSIGNED
 
     def _spend(self, mark: bytes, record: bytes, offset: int) -> bytes:
         """Spend the mark of a signed id; `record` may be spent itself, from before its author was listed.

@@ -1,15 +1,19 @@
-"""The list of authors: who may edit, with which keys, and how much (design, section 6).
+"""The list of authors: who may edit, with which keys, in which roles, and how much (design, section 6).
 
 A TOML file with one entry for each author; several keys let an author change from one to the next without a gap.
 
     ann = { keys = ["qMZ9…="] }
-    "review-bot@example.org" = { keys = ["1rT0…=", "Zk3v…="], per_minute = 120 }
+    "review-bot@example.org" = { keys = ["1rT0…=", "Zk3v…="], roles = ["propose"], per_minute = 120 }
+
+An author without `roles` has `propose` and `undo_own`, one with an empty list of them may do nothing: `pipeline.roles`
+says what each allows.
 
 The file is read again for each feedback record as it is taken in, so that an author who is taken off it is refused from
 then on; records that are in hand already, since their values are trained together, are still decided on. One that has
 become unreadable changes nothing: the last good list stays in force, and the log says so as an error.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -21,6 +25,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from pipeline.errors import UserError
 from pipeline.signing import public_key
+from schemas.deltas import DEFAULT_ROLES, ROLES, Role
 from schemas.messages import Id
 
 log = structlog.get_logger()
@@ -37,6 +42,7 @@ class Author:
     name: str
     keys: tuple[Ed25519PublicKey, ...]
     per_minute: int | None = None
+    roles: tuple[Role, ...] = DEFAULT_ROLES
 
 
 Authors = dict[str, Author]
@@ -47,6 +53,7 @@ class _Entry(Struct, frozen=True, forbid_unknown_fields=True):
 
     keys: Annotated[tuple[str, ...], Meta(min_length=1)]
     per_minute: Annotated[int, Meta(ge=0)] | UnsetType = UNSET
+    roles: tuple[str, ...] | UnsetType = UNSET
 
 
 class AuthorsFile:
@@ -93,10 +100,19 @@ def parse(raw: bytes, path: Path) -> Authors:
             msgspec.convert(name, Id)
             entry = msgspec.convert(fields, _Entry)
             keys = tuple(public_key(key) for key in entry.keys)
+            roles = DEFAULT_ROLES if entry.roles is UNSET else _roles(entry.roles)
         except ValueError as error:
             raise AuthorsError(f"{path}, author {name!r}: {error}") from error
-        authors[name] = Author(name, keys, None if entry.per_minute is UNSET else entry.per_minute)
+        authors[name] = Author(name, keys, None if entry.per_minute is UNSET else entry.per_minute, roles)
     return authors
+
+
+def _roles(names: Collection[str]) -> tuple[Role, ...]:
+    """These roles, in the order of `ROLES`; ValueError where one is unknown."""
+    for name in names:
+        if name not in ROLES:
+            raise ValueError(f"{name!r} is no role; the roles are {', '.join(ROLES)}")
+    return tuple(role for role in ROLES if role in names)
 
 
 def _read(path: Path) -> bytes:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from msgspec import UnsetType
 
 from pipeline.adaptor import Hit
 from pipeline.codebook import Label
@@ -13,7 +14,7 @@ from pipeline.passes import Rest, Verdict
 from pipeline.sight import Sight
 from pipeline.tasks import Supervised
 from pipeline.training import Trained
-from schemas.deltas import Seen
+from schemas.deltas import Seen, Standing
 from schemas.messages import Feedback
 
 PADDING = 1.25
@@ -68,7 +69,8 @@ class Ahead:
 class Case:
     """One correction under decision; `slot` holds the key nearest to its query, at `distance`.
 
-    `again` is what the decision saw before, where it is made again; `ahead` its value, where that was trained ahead.
+    `again` is what the decision saw before, where it is made again; `ahead` its value, where that was trained ahead;
+    `standing` what its sender is allowed.
     """
 
     feedback: Feedback
@@ -81,6 +83,7 @@ class Case:
     distance: float
     known_V: np.ndarray | None
     ahead: Ahead | None
+    standing: Standing | UnsetType
 
 
 def of_similar_length(cases: Sequence[Case]) -> Iterator[list[Case]]:

@@ -25,11 +25,12 @@ from pipeline.memory import BARE_MODEL, EditMemory
 from pipeline.model import EditableModel
 from pipeline.passes import Verdict
 from pipeline.plan import Plan
+from pipeline.roles import why_not_propose
 from pipeline.sight import Sight
 from pipeline.tasks import InputError
 from pipeline.traffic import Traffic
 from pipeline.training import Trained, train_value, train_values
-from schemas.deltas import Cause, Delta, EntryChange, Op, Tensor, seal
+from schemas.deltas import Cause, Delta, EntryChange, Op, Standing, Tensor, seal
 from schemas.messages import VERSION, Feedback, Inputs, Outcome, one_line
 
 MAX_RECORD_BYTES = 60 * 2**20
@@ -102,13 +103,22 @@ class EditEngine:
         distances = np.linalg.norm(self.codebook.keys_ND[rows] - query_D, axis=1).tolist()
         return min(zip(distances, (self.codebook.entry_ids[row] for row in rows), strict=True))[1]
 
-    def edit(self, feedback: Feedback, offset: int, again: Again | None = None, ahead: Ahead | None = None) -> Edited:
+    def edit(
+        self,
+        feedback: Feedback,
+        offset: int,
+        again: Again | None = None,
+        ahead: Ahead | None = None,
+        standing: Standing | UnsetType = UNSET,
+    ) -> Edited:
         """Decide on one correction and train what it takes; nothing changes before `apply`.
 
         `again` says what a decision that is made another time saw and had the first time; `ahead` is what
-        `train_ahead` found for it.
+        `train_ahead` found for it; `standing` what its sender is allowed (`pipeline.roles`).
         """
-        case = self._case(feedback, offset, again, ahead)
+        if (forbidden := why_not_propose(feedback, standing)) is not None:
+            return rejected(feedback, forbidden)
+        case = self._case(feedback, offset, again, ahead, standing)
         if isinstance(case, Edited):
             return case
         edited = self._keep(case) if case.examined.verdict.right else self._decide(case)
@@ -171,7 +181,12 @@ class EditEngine:
         return not case.examined.verdict.right and self._decision(case)[1] is None
 
     def _case(
-        self, feedback: Feedback, offset: int, again: Again | None = None, ahead: Ahead | None = None
+        self,
+        feedback: Feedback,
+        offset: int,
+        again: Again | None = None,
+        ahead: Ahead | None = None,
+        standing: Standing | UnsetType = UNSET,
     ) -> Case | Edited:
         """What there is to be decided on; or what comes of feedback on which there is nothing to be decided."""
         assert feedback.inputs is not UNSET
@@ -207,6 +222,7 @@ class EditEngine:
             distance=float(nearest.distances_B[0]),
             known_V=None if again is None else again.value_V,
             ahead=ahead,
+            standing=standing,
         )
 
     def _examine(self, inputs: Inputs, target: str) -> Examined:
@@ -375,6 +391,7 @@ class EditEngine:
             together=() if case.ahead is None or op == "expand" else case.ahead.together,
             seen=case.sight.seen(nearest, case.distance),
             traffic={str(partition): end for partition, end in sorted(self.traffic.positions.items())} or UNSET,
+            standing=case.standing,
         )
         return self.publish(case.feedback, outcome, op, entries=tuple(changes), cause=cause)
 

@@ -1,20 +1,22 @@
 """Decisions that left no delta: what their outcomes on `edits` say, so that they can be made again.
 
 Such an outcome is `rejected`, or `unchanged` where nothing is to be kept: the correction of a used id, or an undo of
-nothing. Its headers name the codebook that it was decided on, and what it saw of the traffic as far as another status
-could have come of that. What was not decided on, because it could not be read or was not let in, has no such headers.
+nothing. Its headers name the codebook that it was decided on, what its sender was allowed, and what it saw of the
+traffic as far as another status could have come of that. What was not decided on, because it could not be read or was
+not let in, has no such headers.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from pipeline.editor_log import feedback_offset
-from schemas.deltas import Seen
+from schemas.deltas import Seen, Standing
 from schemas.messages import Outcome, decode
 
-TERM_HEADER, SEQ_HEADER, SEEN_HEADER = "term", "codebook_seq", "seen"
+TERM_HEADER, SEQ_HEADER, SEEN_HEADER, STANDING_HEADER = "term", "codebook_seq", "seen", "standing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +28,16 @@ class Fruitless:
     seq: int
     outcome: Outcome
     seen: Seen | None
+    standing: Standing | UnsetType = UNSET
 
     def headers(self) -> list[tuple[str, bytes]]:
         """What the outcome carries, beside the feedback's offset."""
-        place = [(TERM_HEADER, str(self.term).encode()), (SEQ_HEADER, str(self.seq).encode())]
-        return place if self.seen is None else [*place, (SEEN_HEADER, msgspec.json.encode(self.seen))]
+        headers = [(TERM_HEADER, str(self.term).encode()), (SEQ_HEADER, str(self.seq).encode())]
+        if self.seen is not None:
+            headers.append((SEEN_HEADER, msgspec.json.encode(self.seen)))
+        if self.standing is not UNSET:
+            headers.append((STANDING_HEADER, msgspec.json.encode(self.standing)))
+        return headers
 
 
 def fruitless_in(record: Any) -> Fruitless | None:
@@ -44,6 +51,7 @@ def fruitless_in(record: Any) -> Fruitless | None:
         seq=int(headers[SEQ_HEADER]),
         outcome=decode(record.value, Outcome),
         seen=_seen(headers.get(SEEN_HEADER)),
+        standing=msgspec.json.decode(headers[STANDING_HEADER], type=Standing) if STANDING_HEADER in headers else UNSET,
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import msgspec
 import structlog
 from kafka.errors import KafkaError
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from pipeline.admission import Admission, Copied, Refused
 from pipeline.case import Ahead
@@ -16,9 +16,10 @@ from pipeline.editing import EditEngine
 from pipeline.errors import UserError
 from pipeline.fruitless import Fruitless
 from pipeline.rewriting import History
+from pipeline.roles import may_propose
 from pipeline.spent import mark_header
 from pipeline.undo import undo
-from schemas.deltas import Delta, decode_delta
+from schemas.deltas import Delta, Standing, decode_delta
 from schemas.messages import VERSION, Feedback, InvalidMessage, Outcome, decode, one_line, peek_id
 
 log = structlog.get_logger()
@@ -29,7 +30,7 @@ class Read:
     """A record that was taken in: the feedback that may edit, or why it may not, with the headers of its outcome.
 
     `refused` also holds the outcome of feedback whose delta is committed already. `copy_of` is the offset at which a
-    signed record came first.
+    signed record came first, `standing` what the sender is allowed.
     """
 
     offset: int
@@ -37,6 +38,7 @@ class Read:
     headers: tuple[tuple[str, bytes], ...] = ()
     refused: Edited | None = None
     copy_of: int | None = None
+    standing: Standing | UnsetType = UNSET
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ class Intake:
             return Read(offset, refused=rejected(feedback, str(copied)), copy_of=copied.first)
         except Refused as refused:
             return Read(offset, refused=rejected(feedback, str(refused)), headers=_spends(refused.mark))
-        return Read(offset, feedback, tuple(admitted.headers()))
+        return Read(offset, feedback, tuple(admitted.headers()), standing=admitted.standing)
 
     def train_ahead(self, read: Sequence[Read]) -> dict[int, Ahead]:
         """The values of corrections that wait, by offset, as far as they are trained together; never fails on one.
@@ -102,7 +104,8 @@ class Intake:
         Raises:
             UserError, KafkaError, OSError, DeviceFault: what is no fault of a record.
         """
-        corrections = [(one.feedback, one.offset) for one in read if one.feedback and not one.feedback.undoes]
+        allowed = [one for one in read if may_propose(one.standing)]
+        corrections = [(one.feedback, one.offset) for one in allowed if one.feedback and not one.feedback.undoes]
         if len(corrections) < 2:
             return {}
         try:
@@ -122,11 +125,12 @@ class Intake:
         if read.feedback is None:
             assert read.refused is not None
             return Taken(self._of_copy(read.refused, read.copy_of), list(read.headers))
-        edited, book = self._decide(read.feedback, read.offset, ahead), self._engine.codebook
+        edited, book = self._decide(read.feedback, read, ahead), self._engine.codebook
         headers = list(read.headers)
         if edited.record is None:
             assert edited.outcome is not None
-            headers += Fruitless(read.offset, book.term, book.seq, edited.outcome, edited.seen).headers()
+            place = (read.offset, book.term, book.seq)
+            headers += Fruitless(*place, edited.outcome, edited.seen, read.standing).headers()
         return Taken(edited, headers)
 
     def _committed_outcome(self, feedback_id: str, offset: int) -> Outcome:
@@ -152,13 +156,14 @@ class Intake:
             return refused
         return Edited(msgspec.structs.replace(outcome, status="unchanged"))
 
-    def _decide(self, feedback: Feedback, offset: int, ahead: Ahead | None) -> Edited:
+    def _decide(self, feedback: Feedback, read: Read, ahead: Ahead | None) -> Edited:
+        offset, standing = read.offset, read.standing
         if not feedback.undoes:
             self._before_edit()  # what fails here is no fault of the record
         try:
             if feedback.undoes:
-                return undo(self._engine, feedback, offset, self._history, self._at_work)
-            return self._engine.edit(feedback, offset, ahead=ahead)
+                return undo(self._engine, feedback, offset, self._history, self._at_work, standing)
+            return self._engine.edit(feedback, offset, ahead=ahead, standing=standing)
         except Exception as error:  # whatever one record does to the model, the stream moves on
             edited = failed(feedback, error)
             log.exception("edit_failed", offset=offset)

@@ -15,7 +15,7 @@ from pipeline.codebook import Codebook, DeltaFault
 from pipeline.index import exact_distances
 from pipeline.points import Points
 from pipeline.sight import together
-from schemas.deltas import Delta, Seen
+from schemas.deltas import Cause, Delta, Seen
 
 BARE_MODEL = ""
 """In place of an entry id: no entry serves the edit, because the model needs none."""
@@ -40,6 +40,8 @@ class EditMemory:
         """Offset in `feedback` of every feedback id that ever made a delta."""
         self.authors: dict[str, str] = {}
         """Author of each of these ids that had one."""
+        self.signed: set[str] = set()
+        """Those of these ids whose author had signed."""
         self.undoes: dict[str, tuple[str, ...]] = {}
         """By the id of each undo, in order: the ids that it takes back."""
         self.decided: dict[str, Seen] = {}
@@ -99,9 +101,7 @@ class EditMemory:
     def _fold(self, delta: Delta, codebook: Codebook) -> None:
         cause = delta.cause
         if cause is not UNSET:
-            self.offsets[cause.feedback_id] = cause.offset
-            if cause.author is not UNSET:
-                self.authors[cause.feedback_id] = cause.author
+            self._note(cause)
         if delta.op == "undo":
             self._fold_undo(delta, codebook)
             return
@@ -118,6 +118,14 @@ class EditMemory:
         elif cause.entry_id is not UNSET:
             key_D = codebook.keys_ND[codebook.slot(cause.entry_id)]
             self._put(cause.feedback_id, key_D, cause.entry_id, codebook)
+
+    def _note(self, cause: Cause) -> None:
+        """Keep where a feedback id came from."""
+        self.offsets[cause.feedback_id] = cause.offset
+        if cause.author is not UNSET:
+            self.authors[cause.feedback_id] = cause.author
+        if cause.standing is not UNSET and cause.standing.signed:
+            self.signed.add(cause.feedback_id)
 
     def _fold_undo(self, delta: Delta, codebook: Codebook) -> None:
         if delta.cause is not UNSET:

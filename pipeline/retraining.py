@@ -20,7 +20,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 import torch
-from msgspec import UNSET, Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from pipeline.case import Again, Ahead
 from pipeline.codebook import Codebook, DeltaFault
@@ -31,7 +31,7 @@ from pipeline.intake import failed
 from pipeline.model import EditableModel
 from pipeline.plan import Plan, plan_of
 from pipeline.undo import undo
-from schemas.deltas import Delta, EntryChange, Seen, Tensor, decode_delta
+from schemas.deltas import Delta, EntryChange, Seen, Standing, Tensor, decode_delta
 from schemas.messages import Feedback
 
 GROUPS = 64
@@ -140,7 +140,7 @@ class Retraining:
         read = {} if cause.traffic is UNSET else cause.traffic
         engine.traffic.positions = {int(partition): end for partition, end in read.items()}
         seen = None if cause.seen is UNSET else cause.seen
-        edited = self._decide(engine, feedback, cause.offset, seen, cause.together)
+        edited = self._decide(engine, feedback, cause.offset, seen, cause.standing, cause.together)
         if edited.record is None:
             assert edited.outcome is not None
             how = f"it is {edited.outcome.status} now: {edited.reason}"
@@ -159,7 +159,7 @@ class Retraining:
         was, place = one.outcome, f"after delta {one.seq}"
         self.compared.decisions += 1
         feedback = self._feedback(one.offset, f"a decision {place}")
-        edited = self._decide(engine, feedback, one.offset, one.seen)
+        edited = self._decide(engine, feedback, one.offset, one.seen, one.standing)
         assert edited.outcome is not None
         if edited.outcome.status != was.status:
             before = f"{was.status!r} ({was.reason})" if was.status == "rejected" else repr(was.status)
@@ -195,13 +195,19 @@ class Retraining:
         return self._corrections[offset]
 
     def _decide(
-        self, engine: EditEngine, feedback: Feedback, offset: int, seen: Seen | None, together: tuple[int, ...] = ()
+        self,
+        engine: EditEngine,
+        feedback: Feedback,
+        offset: int,
+        seen: Seen | None,
+        standing: Standing | UnsetType,
+        together: tuple[int, ...] = (),
     ) -> Edited:
         try:
             if feedback.undoes:
-                return undo(engine, feedback, offset, self)
+                return undo(engine, feedback, offset, self, standing=standing)
             ahead = self._trained(engine, together).pop(offset, None) if together else None
-            return engine.edit(feedback, offset, None if seen is None else Again(seen), ahead)
+            return engine.edit(feedback, offset, None if seen is None else Again(seen), ahead, standing)
         except Exception as error:  # noqa: BLE001  (as the editor does)
             return failed(feedback, error)
 

@@ -163,7 +163,7 @@ class Rewritten:
                 value_V = trained.value.array()
         if (later := self._engine.memory.decided.get(cause.feedback_id)) is not None:
             seen = together(seen, later)
-        edited = engine.edit(correction, cause.offset, Again(seen, query_D, value_V))
+        edited = engine.edit(correction, cause.offset, Again(seen, query_D, value_V), standing=cause.standing)
         if edited.record is None:
             self.failed.append(f"{cause.feedback_id} ({edited.reason})")
             return set()

@@ -8,13 +8,14 @@ What differs between the two in the end is the `undo` delta.
 
 from collections.abc import Callable, Collection, Sequence
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from pipeline.edited import Edited, rejected
 from pipeline.editing import EditEngine
 from pipeline.memory import EditMemory, still_undone
 from pipeline.rewriting import History, MissingFeedbackError, Rewritten
-from schemas.deltas import Cause
+from pipeline.roles import why_not_undo
+from schemas.deltas import Cause, Standing
 from schemas.messages import VERSION, Feedback, Outcome
 
 LISTED = 20
@@ -27,10 +28,12 @@ def undo(
     offset: int,
     history: History,
     at_work: Callable[[], object] = lambda: None,
+    standing: Standing | UnsetType = UNSET,
 ) -> Edited:
     """Decide on one undo; nothing changes before the engine applies the record.
 
-    `at_work` is called with each delta that is read: a long history takes its time.
+    `standing` says what its sender is allowed (`pipeline.roles`). `at_work` is called with each delta that is read: a
+    long history takes its time.
 
     Raises:
         DeltaFault: the log does not fold to what the engine holds.
@@ -47,6 +50,8 @@ def undo(
         assert feedback.undo is not UNSET
         ids = (feedback.undo,) if memory.offsets.get(feedback.undo, offset) < offset else ()
         unknown, idle = f"no feedback {feedback.undo!r} has had an effect", "it is undone already"
+    if (forbidden := why_not_undo(feedback, standing, memory, ids)) is not None:
+        return rejected(feedback, forbidden)
     if not ids:
         return rejected(feedback, f"{unknown}, so there is nothing to undo")
     if not _in_force(memory, ids):
@@ -57,7 +62,9 @@ def undo(
     except MissingFeedbackError as error:
         return rejected(feedback, str(error))
     entries, edits = rewritten.difference()
-    cause = Cause(feedback_id=feedback.feedback_id, offset=offset, author=feedback.author, undoes=ids)
+    cause = Cause(
+        feedback_id=feedback.feedback_id, offset=offset, author=feedback.author, undoes=ids, standing=standing
+    )
     reason = f"it takes back {_listed(ids)}"
     if rewritten.failed:
         reason += f"; these corrections rested on that and cannot be made without: {_listed(rewritten.failed)}"

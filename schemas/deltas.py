@@ -11,7 +11,7 @@ unknown fields are ignored here) verifies all the same. The digest before the fi
 
 import hashlib
 import math
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
 import msgspec
 import numpy as np
@@ -91,6 +91,26 @@ class Seen(Struct, frozen=True, kw_only=True, omit_defaults=True):
     distance: Radius | UnsetType = UNSET
 
 
+Role = Literal["propose", "undo_own", "undo_any"]
+"""What the list of authors lets someone do: make corrections, take back feedback of one's own, or anyone's."""
+
+
+ROLES: tuple[Role, ...] = get_args(Role)
+
+DEFAULT_ROLES: tuple[Role, ...] = ("propose", "undo_own")
+"""Of an author whose entry in the list names none."""
+
+
+class Standing(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the sender of feedback was allowed, by the list of authors at the time when the editor took the record.
+
+    `signed` says that the record bears the verified signature of its author. Without it the author is only a claim.
+    """
+
+    roles: tuple[Role, ...]
+    signed: bool = False
+
+
 class Cause(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The feedback record behind a delta, and what else the decision saw.
 
@@ -99,7 +119,8 @@ class Cause(Struct, frozen=True, kw_only=True, omit_defaults=True):
     `supersedes` names earlier edits of the same input that said something else; they are no longer kept. `traffic` is
     how far into each partition of `requests` the reservoir had read. `undoes` names the feedback that an undo takes
     back. `together` are the offsets of the feedback whose values were trained in one batch with this one's, in its
-    order, this one's own among them; without it the value was trained alone.
+    order, this one's own among them; without it the value was trained alone. `standing` says what the sender was
+    allowed; without it there was no list of authors, and everything was allowed.
     """
 
     feedback_id: str
@@ -112,6 +133,7 @@ class Cause(Struct, frozen=True, kw_only=True, omit_defaults=True):
     traffic: dict[str, int] | UnsetType = UNSET
     undoes: tuple[str, ...] = ()
     together: tuple[int, ...] = ()
+    standing: Standing | UnsetType = UNSET
 
 
 class EditChange(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -219,6 +219,9 @@ def _of_an_edit() -> Json:
         },
         "term": number | {"description": f"{decided}the term of the codebook that it was decided on."},
         "codebook_seq": number | {"description": f"{decided}the newest delta of that codebook."},
+        "standing": {
+            "description": f"{decided}what the sender was allowed, as `standing` in a delta's `cause`, in JSON."
+        },
         "seen": {"description": f"{decided}what it saw of the traffic, in JSON."},
     }
     return {"type": "object", "required": ["feedback_offset"], "properties": properties}

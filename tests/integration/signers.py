@@ -1,5 +1,6 @@
 """People who sign what they send, the list of them, and an editor that knows the list."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ PROMPTS = texts(30, seed=31, shortest=6, longest=9)
 ANN, BOB, CARL, STRANGER = (Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32) for number in range(4))
 
 
-def line(author: str, key: Ed25519PrivateKey, per_minute: int = 0) -> str:
+def line(author: str, key: Ed25519PrivateKey, per_minute: int = 0, roles: Sequence[str] | None = None) -> str:
     """An author's entry in the list."""
-    return f'{author} = {{ keys = ["{spelled(key.public_key())}"], per_minute = {per_minute} }}\n'
+    more = "" if roles is None else f", roles = {list(roles)}"
+    return f'{author} = {{ keys = ["{spelled(key.public_key())}"], per_minute = {per_minute}{more} }}\n'
 
 
 def signed(author: str, prompt: str, key: Ed25519PrivateKey, codebook: str = "default") -> SignedFeedback:

@@ -28,6 +28,19 @@ def test_an_author_has_a_name_keys_and_perhaps_a_limit(path: Path) -> None:
     assert (bot.name, bot.keys, bot.per_minute) == ("review-bot@example.org", (KEYS[1], KEYS[2]), 120)
 
 
+@pytest.mark.parametrize(
+    ("given", "roles"),
+    [
+        ("", ("propose", "undo_own")),
+        (", roles = []", ()),
+        (', roles = ["undo_any", "propose", "propose"]', ("propose", "undo_any")),
+    ],
+)
+def test_an_author_has_roles_or_the_usual_ones(path: Path, given: str, roles: tuple[str, ...]) -> None:
+    (ann,) = parse(ANN.replace(" }", given + " }").encode(), path).values()
+    assert ann.roles == roles
+
+
 def test_a_list_may_be_empty(path: Path) -> None:
     assert parse(b"# nobody yet\n", path) == {}
 
@@ -45,6 +58,11 @@ def test_a_list_may_be_empty(path: Path) -> None:
         ('ann = { keys = ["x"] }', r"author 'ann': "),
         ('ann = { keys = ["AAAA"] }', r"author 'ann': it has 3 bytes, and an Ed25519 key has 32"),
         (ANN.replace("}", ", per_minute = -1 }"), r"author 'ann': .*at `\$.per_minute`"),
+        (
+            ANN.replace("}", ', roles = ["undo_all"] }'),
+            r"author 'ann': 'undo_all' is no role; the roles are propose, undo_",
+        ),
+        (ANN.replace("}", ', roles = "propose" }'), r"author 'ann': .*got `str` - at `\$.roles`"),
         (ANN.replace("ann", '""'), r"author '': .*length >= 1"),
         (ANN.replace("ann", "a" * 257), r"author 'a+': .*length <= 256"),
         (ANN.replace("}", ", per_minut = 5 }"), r"author 'ann': .*unknown field `per_minut`"),

@@ -11,7 +11,19 @@ import pytest
 import yaml
 
 import schemas
-from schemas.deltas import GENESIS, Cause, Delta, EditChange, EntryChange, Seen, Tensor, chain, decode_delta, seal
+from schemas.deltas import (
+    GENESIS,
+    Cause,
+    Delta,
+    EditChange,
+    EntryChange,
+    Seen,
+    Standing,
+    Tensor,
+    chain,
+    decode_delta,
+    seal,
+)
 from schemas.generate import SCHEMAS, documents, generate
 from schemas.messages import (
     AppliedEdit,
@@ -246,7 +258,7 @@ class TestGoldenDeltas:
             assert delta.seq == seq
             assert delta.digest == record[-32:] == chain(digest, record)
             digest = delta.digest
-        assert digest.hex() == "b37ee8173de846c8411ee9a3ddc1c4cb69664c3048e2681cd7350f722e70cf08"
+        assert digest.hex() == "e7abaf57882f67ff9aa4d4910008e5641aa2ec557eb87e385b1e3ae2bb0394fc"
 
     def test_a_changed_byte_breaks_the_chain(self) -> None:
         record = bytearray((V1 / "delta-02-add.msgpack").read_bytes())
@@ -318,6 +330,11 @@ class TestGoldenDeltas:
     def test_the_one_that_was_trained_with_others_is_this(self) -> None:
         delta = decode_delta((V1 / "delta-14-trained-together.msgpack").read_bytes())
         assert delta.cause == Cause(feedback_id="fb-14", offset=15, entry_id="fb-14", together=(13, 15, 16))
+
+    def test_the_one_of_an_author_who_signed_is_this(self) -> None:
+        delta = decode_delta((V1 / "delta-15-signed.msgpack").read_bytes())
+        standing = Standing(roles=("propose", "undo_own"), signed=True)
+        assert delta.cause == Cause(feedback_id="fb-15", offset=17, author="ada", entry_id="fb-15", standing=standing)
 
     def test_the_newer_writers_unknown_fields_are_ignored_but_digested(self) -> None:
         delta = decode_delta((V1 / "delta-10-unknown-fields.msgpack").read_bytes())

@@ -10,6 +10,7 @@ import typer
 from pipeline.client import feedback_text
 from pipeline.settings import load_settings
 from pipeline.signing import new_key_file, read_key_file, sign, spelled
+from schemas.deltas import DEFAULT_ROLES
 from schemas.messages import Id, InvalidMessage
 from workers.cli.common import Codebook, Lines, notes, read_lines
 
@@ -34,6 +35,7 @@ def new(
 ) -> None:
     """Make a private key in a new file, and print its author's line for the list of authors (GRACESTREAM_AUTHORS).
 
+    The line has the roles `propose` and `undo_own`; `undo_any` lets an author take back the feedback of others.
     Example: gracestream keys new --author ann --output ann.pem >> authors.toml
     """
     try:
@@ -42,7 +44,8 @@ def new(
         raise typer.BadParameter(f"--author {author!r}: {error}") from error
     key = new_key_file(output)
     notes.print(f"the private key is in {output}; keep it to yourself")
-    print(f'{json.dumps(author, ensure_ascii=False)} = {{ keys = ["{spelled(key.public_key())}"] }}')
+    name, roles = (json.dumps(one, ensure_ascii=False) for one in (author, DEFAULT_ROLES))
+    print(f'{name} = {{ keys = ["{spelled(key.public_key())}"], roles = {roles} }}')
 
 
 def sign_feedback(

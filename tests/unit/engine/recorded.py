@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from pipeline.admission import MINUTE, Admission
+from pipeline.authors import Authors
 from pipeline.case import Ahead
 from pipeline.edited import correction
 from pipeline.editing import EditEngine
@@ -28,13 +29,14 @@ PLAN = Plan(policy="nearest", radius=1.5, radius_unit="absolute", guard=True, tr
 class Recorded:
     """A history with its feedback, made by an engine under a plan; of each author one record a minute is let in."""
 
-    def __init__(self, plan: Plan = PLAN, **environment_of_term: str) -> None:
+    def __init__(self, plan: Plan = PLAN, authors: Authors | None = None, **environment_of_term: str) -> None:
         self.engine = EditEngine(PointModel(2), CODEBOOK, plan)
         self.deltas: list[bytes] = []
         self.feedback: dict[int, Feedback] = {}
         self.edits: list[Stored] = []
+        listed = None if authors is None else lambda: authors
         admission = Admission(
-            CODEBOOK, None, require_signature=False, per_minute=1, earlier=lambda _: (), marks=lambda _: ()
+            CODEBOOK, listed, require_signature=False, per_minute=1, earlier=lambda _: (), marks=lambda _: ()
         )
         self._intake = Intake(self.engine, admission, self, max_bytes=10_000)
         self._offset = self._minute = 0

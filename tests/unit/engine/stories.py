@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from pipeline.case import Again
 from pipeline.edited import correction
@@ -13,7 +13,7 @@ from pipeline.environment import environment
 from pipeline.plan import Plan
 from pipeline.sight import together
 from pipeline.undo import undo
-from schemas.deltas import decode_delta
+from schemas.deltas import Standing, decode_delta
 from schemas.messages import Feedback, Outcome
 from tests.unit.engine.points import PointModel, at, point
 from tests.unit.engine.tiny import CODEBOOK
@@ -35,11 +35,14 @@ class Story:
     def corrections(self, since: int) -> Mapping[int, Feedback]:
         return {at: one for at, one in enumerate(self.feedback) if at >= since and not one.undoes}
 
-    def take(self, feedback: Feedback) -> Outcome:
+    def take(self, feedback: Feedback, standing: Standing | UnsetType = UNSET) -> Outcome:
         offset = len(self.feedback)
         self.feedback.append(feedback)
         self.told.append(offset)
-        edited = undo(self.engine, feedback, offset, self) if feedback.undoes else self.engine.edit(feedback, offset)
+        if feedback.undoes:
+            edited = undo(self.engine, feedback, offset, self, standing=standing)
+        else:
+            edited = self.engine.edit(feedback, offset, standing=standing)
         assert edited.outcome is not None
         if edited.record is not None:
             self.apply(edited.record)

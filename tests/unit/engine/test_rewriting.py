@@ -140,9 +140,9 @@ def test_only_decisions_near_the_undone_one_are_made_again(monkeypatch: pytest.M
     again: list[str] = []
     edit = EditEngine.edit
 
-    def counted(self: EditEngine, feedback: Feedback, *rest: Any) -> Any:
+    def counted(self: EditEngine, feedback: Feedback, *rest: Any, **named: Any) -> Any:
         again.append(feedback.feedback_id)
-        return edit(self, feedback, *rest)
+        return edit(self, feedback, *rest, **named)
 
     monkeypatch.setattr(EditEngine, "edit", counted)
     told.undo("u", "f3")

@@ -1,0 +1,67 @@
+"""Roles: whether the sender of feedback may do what it asks for, from the log alone (design, section 6).
+
+The list of authors gives each author roles. The editor records with each decision what the sender was allowed then
+(`schemas.deltas.Standing`), so the same decision comes out in a replay, whatever the list says by then.
+
+1. A correction takes the role `propose`, an undo `undo_own` or `undo_any`.
+2. Under `undo_own`, everything that an undo takes back is of its own author. That includes what an earlier undo takes
+   back again, as this one takes back what had undone it.
+3. Where there is a list, unsigned feedback is never allowed more than `UNSIGNED`. Its own is unsigned too, and of the
+   same name. So it never takes back what a listed author sent, since a listed name must be signed.
+4. Without a list of authors everything is allowed.
+
+Not promised: that a correction leaves those of other authors as they are. It replaces an earlier one of the same input.
+"""
+
+from collections.abc import Collection
+
+from msgspec import UNSET, UnsetType
+
+from pipeline.memory import EditMemory, still_undone
+from schemas.deltas import DEFAULT_ROLES, Standing
+from schemas.messages import Feedback
+
+UNSIGNED = Standing(roles=DEFAULT_ROLES)
+"""Of feedback without a signature, where there is a list of authors and signatures are not required."""
+
+
+def may_propose(standing: Standing | UnsetType) -> bool:
+    """Whether the sender may make corrections."""
+    return standing is UNSET or "propose" in standing.roles
+
+
+def why_not_propose(feedback: Feedback, standing: Standing | UnsetType) -> str | None:
+    """Why a correction is not allowed; None where it is."""
+    return None if may_propose(standing) else f"{_sender(feedback)} may not make corrections without the role 'propose'"
+
+
+def why_not_undo(
+    feedback: Feedback, standing: Standing | UnsetType, memory: EditMemory, ids: Collection[str]
+) -> str | None:
+    """Why an undo of the feedback with these ids is not allowed; None where it is."""
+    if standing is UNSET or "undo_any" in standing.roles:
+        return None
+    if "undo_own" not in standing.roles:
+        return f"{_sender(feedback)} may not undo without the role 'undo_own' or 'undo_any'"
+    if feedback.undo_author is not UNSET and feedback.undo_author != feedback.author:
+        return f"{_sender(feedback)} may not undo what {feedback.undo_author!r} sent; {_REMEDY}"
+    undone = still_undone(memory.undoes | {feedback.feedback_id: tuple(ids)}) - memory.undone()
+    author = None if feedback.author is UNSET else feedback.author
+    for name in sorted({*ids, *undone}):
+        theirs, is_signed = memory.authors.get(name), name in memory.signed
+        if theirs != author or is_signed > standing.signed:
+            again = "" if name in ids else ", which would be undone again,"
+            ours = _by(author, signed=standing.signed)
+            return f"feedback {name!r}{again} is {_by(theirs, signed=is_signed)}, and this undo is {ours}; {_REMEDY}"
+    return None
+
+
+_REMEDY = "to undo it, sign as an author with the role 'undo_any'"
+
+
+def _sender(feedback: Feedback) -> str:
+    return "feedback without an author" if feedback.author is UNSET else f"author {feedback.author!r}"
+
+
+def _by(author: str | None, *, signed: bool) -> str:
+    return "without an author" if author is None else f"by {author!r}, {'signed' if signed else 'not signed'}"
