@@ -1,11 +1,11 @@
 """Roles: whether the sender of feedback may do what it asks for, from the log alone (design, section 6).
 
 The list of authors gives each author roles. The editor records with each decision what the sender was allowed then
-(`schemas.deltas.Standing`), so the same decision comes out in a replay, whatever the list says by then.
+(`schemas.deltas.Standing`). So a replay decides the same, whatever the list says by that time.
 
 1. A correction takes the role `propose`, an undo `undo_own` or `undo_any`.
-2. Under `undo_own`, everything that an undo takes back is of its own author. That includes what an earlier undo takes
-   back again, as this one takes back what had undone it.
+2. Under `undo_own`, everything that an undo takes back is of its own author. That includes feedback that is undone
+   again because the undo of its undo goes.
 3. Where there is a list, unsigned feedback is never allowed more than `UNSIGNED`. Its own is unsigned too, and of the
    same name. So it never takes back what a listed author sent, since a listed name must be signed.
 4. Without a list of authors everything is allowed.

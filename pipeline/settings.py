@@ -118,7 +118,9 @@ class Settings(BaseSettings):
         262_144, ge=1024, le=2**20, description="A larger request or feedback record is refused; at most 1 MiB."
     )
 
-    authors: str = Field("", description="TOML file of who may edit and with which keys; empty: there is no list.")
+    authors: str = Field(
+        "", description="TOML file of who may edit, with which keys and roles; empty: there is no list."
+    )
     require_signature: bool = Field(False, description="Refuse feedback that no author on the list has signed.")
     edits_per_minute: int = Field(0, ge=0, description="Feedback of one author that is taken in a minute; 0: all.")
 

@@ -56,7 +56,7 @@ def sign(text: bytes, key: Ed25519PrivateKey, codebook: str) -> bytes:
 
 
 def has_signature(record: bytes) -> bool:
-    """Whether a record ends as a signed one does; by whom, or whether at all, `verify` tells."""
+    """Whether a record ends as a signed one does. It does not verify the signature."""
     return _tail(record) is not None
 
 
