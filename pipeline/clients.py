@@ -22,6 +22,7 @@ from redis.exceptions import RedisError
 from pipeline.errors import UserError
 from pipeline.patient import PatientConsumer, PatientNetClient
 from pipeline.records import BoundedFetcher, install_in_aiokafka
+from pipeline.redis_bounds import BoundedParser
 from pipeline.security import kafka_refusal, kafka_security, redis_refusal, redis_security, without_password
 from pipeline.settings import Settings, SettingsError
 from pipeline.transactions import TransactionalProducer
@@ -94,7 +95,11 @@ def admin(settings: Settings, **options: Any) -> KafkaAdminClient:
 def redis_client(settings: Settings, timeout: float = 1.0) -> Redis:
     """A client whose calls take `timeout` seconds at most, so that a lost Redis never holds up a batch for long."""
     return Redis.from_url(
-        settings.redis, socket_timeout=timeout, socket_connect_timeout=timeout, **redis_security(settings)
+        settings.redis,
+        socket_timeout=timeout,
+        socket_connect_timeout=timeout,
+        parser_class=BoundedParser,
+        **redis_security(settings),
     )
 
 

@@ -12,6 +12,7 @@ What it guarantees:
 It does not judge whether a record continues the history: that is the codebook's to say.
 """
 
+import math
 import threading
 import time
 from collections import deque
@@ -21,7 +22,7 @@ from typing import Any
 
 import structlog
 from kafka import TopicPartition
-from kafka.errors import KafkaError
+from kafka.errors import KafkaError, KafkaTimeoutError
 
 from pipeline.clients import consumer
 from pipeline.codebook import DeltaFault
@@ -35,6 +36,9 @@ log = structlog.get_logger()
 
 HELD_BYTES = 64 * 2**20
 """What a follower holds that was not taken yet."""
+
+END_MS = 1000
+"""How long Kafka has to say where the topic ends."""
 
 READING: dict[str, Any] = {"check_crcs": False, "max_poll_records": 2000}
 """Of every reader of `deltas`. Kafka's CRC takes kafka-python nine tenths of a replay, and the chain of digests covers
@@ -61,11 +65,18 @@ class Follower:
         """The end of the topic as it was when reading began."""
         self.at_end = False
         """Whether all that the topic held when reading began was read, or a fault was met."""
+        self.complete_at = -math.inf
+        """When (monotonic time) the topic held nothing that has not been read; `find_end` brings it up to date."""
+        self._wanted = threading.Event()
 
     def start(self, offset: int = 0, seq: int = 0, term: int = 0) -> None:
         """Begin to read: at `offset`, after delta `seq` of `term`."""
         self.offset, self.latest_seq, self._term = offset, seq, term
         self._thread.start()
+
+    def find_end(self) -> None:
+        """Let `complete_at` become a later time, once the topic has been read to its end."""
+        self._wanted.set()
 
     def close(self) -> None:
         """Stop reading."""
@@ -147,10 +158,22 @@ class Follower:
             reader.seek(partition, self.offset)
             while not self._stop.is_set():
                 self.at_end = self.at_end or reader.position(partition) >= self.end
+                if self._wanted.is_set():
+                    self._find_end(reader, partition)
                 for records in reader.poll(timeout_ms=200).values():
                     self._keep([(record.offset, record.value) for record in records])
         finally:
             reader.close()
+
+    def _find_end(self, reader: Any, partition: TopicPartition) -> None:
+        now = time.monotonic()
+        try:
+            end = reader.end_offsets([partition], timeout_ms=END_MS)[partition]
+        except KafkaTimeoutError:
+            return  # and asked again after the next poll
+        if reader.position(partition) >= end:
+            self.complete_at = now
+            self._wanted.clear()
 
     def _keep(self, records: list[tuple[int, bytes]]) -> None:
         with self._news:

@@ -5,13 +5,17 @@ The contract:
 1. It changes in `advance` alone, in the thread that runs the model, never between the look-up of a micro-batch and its
    answers; at start, before there are any, it may begin as a snapshot that is no further than the head.
 2. It holds what the head names, and never less than it held before: a Redis that went backwards is not followed.
-3. While Redis is away it stays as it is, and after a grace period follows the log's end; `degraded` says so.
+3. Redis is untrusted input. While it does not answer, or says otherwise than the log, the codebook stays as it is, and
+   after a grace period follows the log's end; `degraded` says so. A digest that is not the log's is a fault only once
+   it has stood for the grace period and the log has been read to its end meanwhile: then there are two histories.
 4. A record of `deltas` that cannot be read or applied is a fault as soon as it was read, whether it is live or not.
 5. Radii are the log's. Those in Redis are compared with them; a difference is counted, logged, and not served.
+6. No batch waits for a Redis that did not answer the last question in time: see `redis_away`.
 """
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Literal
 
 import numpy as np
@@ -28,6 +32,7 @@ from pipeline.settings import Settings
 from pipeline.snapshot_store import SnapshotError
 from pipeline.snapshots import Snapshot, newest
 from pipeline.topics import TopicError
+from schemas.messages import one_line
 
 log = structlog.get_logger()
 
@@ -37,11 +42,22 @@ CATCH_UP_SECONDS = 5.0
 UNREAD_SECONDS = 0.5
 """How long a request waits for a `min_seq` that is not in the log as far as it was read: it may be on its way."""
 
+HEAD_SECONDS = 0.5
+"""How long a batch waits for the head; a Redis that takes longer counts as away."""
+
+AGAIN_SECONDS = 0.2
+"""How often a starting replica asks again for a head that the log has not reached."""
+
 PROGRESS_SECONDS = 5.0
 """How often a starting replica says how far it has come."""
 
 FEW = 16
-"""Up to so many deltas at once have a line of the log each."""
+"""Up to so many deltas, or wrong radii, at once have a line of the log each."""
+
+Doubt = Literal["", "redis_lost", "redis_empty", "redis_disagrees", "redis_ahead", "redis_behind"]
+"""Why Redis is not believed: no answer that can be read, no head, another digest than the log's, a delta that the log
+does not hold, no news of deltas that it holds. Empty: it is believed.
+"""
 
 
 class Mirror:
@@ -54,16 +70,43 @@ class Mirror:
         self.degraded = False
         self.unread = 0
         """The delta that is live but could not be read in time; 0: none."""
+        self.redis_away = False
+        """The circuit breaker: whether Redis failed to answer the last question within `HEAD_SECONDS`.
+
+        Meanwhile no batch asks; whoever follows the head while there are no batches goes on asking, and an answer in
+        time lets batches ask again.
+        """
         self._store, self._follower, self._settings = store, follower, settings
-        self._lost_at: float | None = None
+        self._doubt: Doubt = ""
+        self._doubted_at = 0.0
+        """Since when Redis has not been believed, for whatever reason."""
+        self._reason_at = 0.0
+        """Since when for this reason."""
+        self._behind_at: tuple[int, float] | None = None
+        """The head that is behind the log, and since when."""
 
     def read_head(self) -> Head | Literal["lost"] | None:
-        """What Redis says, in one round trip; "lost" when it does not answer. Safe in any thread."""
+        """What Redis says, in one round trip; "lost" when it gives no answer that can be read. Safe in any thread."""
+        asked = time.monotonic()
         try:
-            return self._store.head(self.codebook.seq)
+            head = self._store.head(self.codebook.seq)
         except RedisError as error:
-            if self._lost_at is None:
-                log.warning("redis_lost", error=str(error), seq=self.codebook.seq)
+            if not self.redis_away:
+                log.warning("redis_lost", error=one_line(error), seq=self.codebook.seq)
+            self.redis_away = True
+            return "lost"
+        self.redis_away = time.monotonic() - asked > HEAD_SECONDS
+        return head
+
+    def head_in_time(self, head: "Future[Head | Literal['lost'] | None] | None") -> Head | Literal["lost"] | None:
+        """What a batch goes by: the answer to its own question, or "lost" where there was none in `HEAD_SECONDS`."""
+        if head is None or (self.redis_away and not head.done()):
+            return "lost"
+        try:
+            return head.result(HEAD_SECONDS)
+        except TimeoutError:
+            self.redis_away = True
+            log.warning("redis_lost", error=f"no answer in {HEAD_SECONDS} s", seq=self.codebook.seq)
             return "lost"
 
     def may_reach(self, seq: int, waited: float) -> bool:
@@ -86,20 +129,22 @@ class Mirror:
         self._follower.start(snapshot.offset + 1, self.codebook.seq, self.codebook.term)
 
     def catch_up(self, patience: float) -> bool:
-        """At start: reach the head that Redis names now, or the log's end where it names none.
+        """At start: reach the head that Redis names, or the log's end where it names none or none of the log's.
 
         False after `patience` seconds in which nothing came of the log; a log that takes longer is waited for.
 
         Raises:
             DeltaFault: the history cannot be followed that far.
         """
-        head = self.read_head()
+        head, asked = self.read_head(), time.monotonic()
         progress = Progress(self.codebook.seq)
         while True:
             read_all = self._follower.at_end
+            if read_all and time.monotonic() > asked + AGAIN_SECONDS:
+                head, asked = self.read_head(), time.monotonic()
             if isinstance(head, Head):
                 self.advance(head)
-                done = self.codebook.seq >= head.seq
+                done = self.codebook.seq >= head.seq or (read_all and self.degraded)
             else:
                 self._apply_until(self._follower.latest_seq)
                 done = read_all
@@ -116,7 +161,9 @@ class Mirror:
         Raises:
             DeltaFault: the history cannot be followed; the replica must stop.
         """
-        goal = self._goal(head)
+        goal = head.seq if isinstance(head, Head) else 0
+        if self._follows_log():
+            goal = max(goal, self._follower.latest_seq)
         if goal > self.codebook.seq:
             self._apply_until(goal)
         self._look_ahead()
@@ -124,25 +171,65 @@ class Mirror:
             metrics.HEAD_SEQ.set(head.seq)
             self.unread = head.seq if self.codebook.seq < head.seq else 0
             self._compare(head)
+        self._judge(head)
         metrics.show(self.codebook)
 
     def state(self) -> dict[str, object]:
         """Which codebook this is, for `/state`."""
         return {**self.codebook.facts(), "degraded": self.degraded}
 
-    def _goal(self, head: Head | Literal["lost"] | None) -> int:
-        if isinstance(head, Head):
-            if self.degraded:
-                log.info("redis_back", head=head.seq, seq=self.codebook.seq)
-            self._lost_at, self.degraded = None, False
-            metrics.DEGRADED.set(0)
-            return head.seq
+    def _follows_log(self) -> bool:
+        """Whether Redis has not been believed for so long that the log's end counts instead."""
+        return bool(self._doubt) and time.monotonic() - self._doubted_at >= self._settings.redis_grace
+
+    def _judge(self, head: Head | Literal["lost"] | None) -> None:
+        """Believe Redis or not, by what it says and what the log holds.
+
+        Raises:
+            DeltaFault: there are two histories.
+        """
+        now, doubt = time.monotonic(), self._doubt_of(head)
+        if doubt != self._doubt:
+            if not self._doubt:
+                self._doubted_at = self._behind_at[1] if doubt == "redis_behind" and self._behind_at else now
+            if not doubt:
+                log.info("redis_back", seq=self.codebook.seq)
+            elif doubt != "redis_lost":  # which whoever asked has logged
+                seq = head.seq if isinstance(head, Head) else None
+                log.warning(doubt, head=seq, seq=self.codebook.seq, read=self._follower.latest_seq)
+            self._doubt, self._reason_at = doubt, now
+        overdue = False
+        if doubt in {"redis_ahead", "redis_disagrees"}:  # what the log holds now may not have been read yet
+            self._follower.find_end()
+            overdue = (
+                self._follower.complete_at >= self._reason_at and now - self._reason_at >= self._settings.redis_grace
+            )
+        self.degraded = bool(doubt) and (doubt != "redis_ahead" or overdue)
+        metrics.DEGRADED.set(int(self.degraded))
+        if doubt == "redis_disagrees" and overdue:
+            raise DeltaFault(
+                f"Redis and the log have disagreed on the digest of delta {self.codebook.seq} for"
+                f" {now - self._reason_at:.0f} s: are they of one cluster? Set GRACESTREAM_REDIS, or delete the key"
+                f" {self._store.head_key}, and start this replica again"
+            )
+
+    def _doubt_of(self, head: Head | Literal["lost"] | None) -> Doubt:
+        if head == "lost":
+            return "redis_lost"
+        if head is None:
+            return "redis_empty" if self._follower.latest_seq > 0 else ""
+        if head.seq > self.codebook.seq:
+            return "redis_ahead" if self._follower.at_end else ""
+        if head.seq == self.codebook.seq and head.digest != self.codebook.digest.hex():
+            return "redis_disagrees"
         now = time.monotonic()
-        self._lost_at = self._lost_at or now
-        lost = head == "lost" or self._follower.latest_seq > 0
-        self.degraded = lost
-        metrics.DEGRADED.set(int(lost))
-        return self._follower.latest_seq if now - self._lost_at >= self._settings.redis_grace else 0
+        if head.seq >= self._follower.latest_seq or not self._follower.at_end:
+            self._behind_at = None
+        elif self._behind_at is None or self._behind_at[0] != head.seq:
+            self._behind_at = head.seq, now
+        elif now - self._behind_at[1] >= self._settings.redis_grace:
+            return "redis_behind"
+        return ""
 
     def _snapshot(self) -> Snapshot | None:
         if not self._settings.snapshot_url:
@@ -200,15 +287,21 @@ class Mirror:
                 raise fault_at(offset, fault) from fault
 
     def _compare(self, head: Head) -> None:
-        if head.seq != self.codebook.seq:
+        """Count and log radii that are not the log's."""
+        if head.seq != self.codebook.seq or not head.changed:
             return
-        if head.digest != self.codebook.digest.hex():
-            raise DeltaFault(f"Redis and the log disagree on the digest of delta {head.seq}: are they of one cluster?")
+        wrong = 0
         for entry_id, radius in head.changed.items():
             ours = self.codebook.radii_N[self.codebook.slot(entry_id)] if entry_id in self.codebook else None
-            if (None if radius is None else np.float32(radius)) != ours:
-                metrics.RADIUS_MISMATCH.inc()
-                log.error("radius_mismatch", entry_id=entry_id, redis=radius, log=None if ours is None else float(ours))
+            with np.errstate(over="ignore"):
+                theirs = None if radius is None else np.float32(radius)
+            if theirs == ours:
+                continue
+            wrong += 1
+            metrics.RADIUS_MISMATCH.inc()
+            if wrong <= FEW:
+                own = None if ours is None else float(ours)
+                log.error("radius_mismatch", entry_id=one_line(entry_id), redis=radius, log=own)
 
 
 class Progress:

@@ -3,10 +3,15 @@
 Three keys a codebook, in one slot of a cluster: `head` (term, seq, digest), `radii` (entry id: radius) and `changed`
 (entry id, scored by the seq that last changed its radius). Radii are written as the shortest decimal of the float32.
 Writes and reads are one script each, so nobody sees a head without its radii.
+
+Redis is untrusted input. Keys may be of any type and hold anything; a read takes a bounded number of bytes and raises
+RedisError for a head that no editor wrote. A write replaces what no editor wrote.
 """
 
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from redis import Redis
@@ -16,12 +21,30 @@ from pipeline.codebook import Applied, Codebook
 from pipeline.errors import UserError
 from pipeline.settings import Settings
 
-_PUBLISH = """
+_HEAD = """
+local head = {}
+for at, name in ipairs({'term', 'seq', 'digest'}) do
+    local length = redis.call('HSTRLEN', KEYS[1], name)
+    head[at] = length > 64 and '?' or redis.call('HGET', KEYS[1], name) or ''
+end
+local function count(text) return #text <= 16 and string.match(text, '^%d+$') and tonumber(text) < 2^53 end
+local empty = head[1] == '' and head[2] == '' and head[3] == ''
+local written = count(head[1]) and count(head[2]) and #head[3] == 64 and string.match(head[3], '^[0-9a-f]+$')
+"""
+"""The head as an editor writes it; `written`: whether one did."""
+
+_PUBLISH = (
+    """
+for at, kind in ipairs({'hash', 'hash', 'zset'}) do
+    if redis.call('TYPE', KEYS[at]).ok ~= kind then redis.call('DEL', KEYS[at]) end
+end
+"""
+    + _HEAD
+    + """
 local term, seq = tonumber(ARGV[1]), tonumber(ARGV[2])
-local head = redis.call('HMGET', KEYS[1], 'term', 'seq')
-local live_term, live_seq = tonumber(head[1] or '0'), tonumber(head[2] or '0')
-if term < live_term or seq < live_seq then return 0 end
-for at = 5, #ARGV, 2 do
+if written and (term < tonumber(head[1]) or seq < tonumber(head[2])) then return 0 end
+if ARGV[5] == 'anew' then redis.call('DEL', KEYS[2], KEYS[3]) end
+for at = 6, #ARGV, 2 do
     if ARGV[at + 1] == '' then redis.call('HDEL', KEYS[2], ARGV[at])
     else redis.call('HSET', KEYS[2], ARGV[at], ARGV[at + 1]) end
     redis.call('ZADD', KEYS[3], seq, ARGV[at])
@@ -29,21 +52,35 @@ end
 if ARGV[4] == 'live' then redis.call('HSET', KEYS[1], 'term', ARGV[1], 'seq', ARGV[2], 'digest', ARGV[3]) end
 return 1
 """
+)
 
-_READ = """
-local head = redis.call('HMGET', KEYS[1], 'term', 'seq', 'digest')
-if not head[1] then return {} end
+_READ = (
+    _HEAD
+    + """
+if empty then return {} end
+if not written then return {'?', '?', '?'} end
 local changed = redis.call('ZRANGEBYSCORE', KEYS[3], '(' .. ARGV[1], head[2], 'LIMIT', 0, ARGV[2])
-local answer = {head[1], head[2], head[3]}
+local answer, room = {head[1], head[2], head[3]}, tonumber(ARGV[3])
 for _, entry in ipairs(changed) do
+    room = room - #entry - 64
+    if room < 0 then break end
+    local length = redis.call('HSTRLEN', KEYS[2], entry)
     answer[#answer + 1] = entry
-    answer[#answer + 1] = redis.call('HGET', KEYS[2], entry) or ''
+    answer[#answer + 1] = length > 64 and 'nan' or redis.call('HGET', KEYS[2], entry) or ''
 end
 return answer
 """
+)
 
 BATCH = 2000
 """Radii of one script call; Redis serves nobody else meanwhile, and a script takes some thousand arguments."""
+
+CHANGED_BYTES = 2**20
+"""Of entry ids and radii that are read at once; those beyond are not compared with the log's."""
+
+T = TypeVar("T")
+_COUNT = re.compile(rb"\d{1,16}")
+_DIGEST = re.compile(rb"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,21 +104,25 @@ class RadiusStore:
         name = f"{settings.prefix}gracestream:{{{settings.codebook}}}"
         self._client: Any = client
         self._keys = [f"{name}:head", f"{name}:radii", f"{name}:changed"]
+        self.head_key = self._keys[0]
         self._publish = client.register_script(_PUBLISH)
         self._read = client.register_script(_READ)
 
     def head(self, since: int) -> Head | None:
         """The head, and up to 2,000 radii that changed after delta `since`; None when nothing was ever live."""
-        answer = self._read(keys=self._keys, args=[since, BATCH])
+        answer = _asked(lambda: self._read(keys=self._keys, args=[since, BATCH, CHANGED_BYTES]))
         if not answer:
             return None
         try:
-            term, seq, digest, *pairs = [part.decode() for part in answer]
+            term, seq, digest, *pairs = answer
+            if not (_COUNT.fullmatch(term) and _COUNT.fullmatch(seq) and _DIGEST.fullmatch(digest)):
+                raise ValueError("this is no head")  # noqa: TRY301  (one sentence says it for all)
             changed = {
-                entry: float(radius) if radius else None for entry, radius in zip(pairs[::2], pairs[1::2], strict=True)
+                entry.decode(errors="backslashreplace"): _radius(radius)
+                for entry, radius in zip(pairs[::2], pairs[1::2], strict=True)
             }
-            return Head(int(term), int(seq), digest, changed)
-        except (ValueError, AttributeError) as error:
+            return Head(int(term), int(seq), digest.decode(), changed)
+        except (ValueError, TypeError, AttributeError) as error:
             raise DataError(
                 f"{self._keys[0]} or {self._keys[1]} holds what gracestream never wrote: {error}"
             ) from error
@@ -92,7 +133,7 @@ class RadiusStore:
 
     def count(self) -> int:
         """How many radii there are."""
-        count: int = self._client.hlen(self._keys[1])
+        count: int = _asked(lambda: self._client.hlen(self._keys[1]))
         return count
 
     def publish(self, applied: Applied, codebook: Codebook) -> None:
@@ -105,26 +146,25 @@ class RadiusStore:
             change.entry_id: _text(codebook, change.entry_id) if change.entry_id in codebook else ""
             for change in applied.delta.entries
         }
-        self._write(changes, codebook)
+        self._write(changes, codebook, "")
 
     def rebuild(self, codebook: Codebook) -> None:
-        """Write every radius and the head: for a Redis that is empty or behind the log.
+        """Write every radius and the head in place of what is there: for a Redis that is not as the log says.
 
         Raises:
             StaleError: a newer delta or term is live already.
         """
-        known = {entry.decode() for entry in self._client.hkeys(self._keys[1])}
-        gone = dict.fromkeys(known - set(codebook.entry_ids), "")
-        self._write({**gone, **{entry_id: _text(codebook, entry_id) for entry_id in codebook.entry_ids}}, codebook)
+        self._write({entry_id: _text(codebook, entry_id) for entry_id in codebook.entry_ids}, codebook, "anew")
 
-    def _write(self, changes: dict[str, str], codebook: Codebook) -> None:
+    def _write(self, changes: dict[str, str], codebook: Codebook, how: str) -> None:
         """The head comes with the last radii: until then replicas serve what was live before."""
         pairs = list(changes.items())
         for start in range(0, max(len(pairs), 1), BATCH):
             flat = [part for pair in pairs[start : start + BATCH] for part in pair]
             last = "live" if start + BATCH >= len(pairs) else "more"
-            args: list[str | int] = [codebook.term, codebook.seq, codebook.digest.hex(), last, *flat]
-            if not self._publish(keys=self._keys, args=args):
+            first = how if start == 0 else ""
+            args: list[str | int] = [codebook.term, codebook.seq, codebook.digest.hex(), last, first, *flat]
+            if not _asked(lambda args=args: self._publish(keys=self._keys, args=args)):  # type: ignore[misc]
                 raise StaleError(
                     f"delta {codebook.seq} of term {codebook.term} is not made live: Redis has a newer one;"
                     " another editor has led since, or the log was lost"
@@ -133,3 +173,19 @@ class RadiusStore:
 
 def _text(codebook: Codebook, entry_id: str) -> str:
     return str(np.float32(codebook.radii_N[codebook.slot(entry_id)]))
+
+
+def _radius(text: bytes) -> float | None:
+    """A radius as it was written; not a number where it is none, which is unlike any of the log's."""
+    try:
+        return float(text) if text else None
+    except ValueError:
+        return float("nan")
+
+
+def _asked(question: Callable[[], T]) -> T:
+    """The answer; what redis-py cannot read of one raises DataError, as every other failure is a RedisError too."""
+    try:
+        return question()
+    except (ValueError, TypeError, ArithmeticError, RecursionError) as error:
+        raise DataError(f"Redis gave an answer that cannot be read: {type(error).__name__}") from error

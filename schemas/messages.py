@@ -210,7 +210,7 @@ def printable(text: str) -> str:
     return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: Exception | str) -> str:
     """What an error says, in one short printable line: msgspec quotes names and values of the record, however long."""
     text = printable(" ".join(str(error).split()))
     return text if len(text) <= 300 else f"{text[:200]}…{text[-80:]}"  # the end says where in the record

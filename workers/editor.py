@@ -110,7 +110,7 @@ def editor_of(started: Worker, settings: Settings, admission: Admission) -> "Edi
         log=editor_log,
         intake=Intake(engine, admission, history, settings.max_record_bytes, traffic.see, at_work),
         traffic=traffic,
-        projection=Projection(RadiusStore(redis_client(settings), settings), engine.codebook),
+        projection=Projection(RadiusStore(redis_client(settings), settings), engine.codebook, settings.redis_grace),
         snapshots=SnapshotWriter(settings),
         environment={"editor": started.name, **environment(started.model, engine.plan)},
     )
@@ -145,7 +145,7 @@ class Editor:
             while not stop.is_set():
                 try:
                     if self._stand_by(stop):
-                        self._take_over()
+                        self._take_over(stop)
                         self._edit_until(stop)
                 except KafkaError as error:
                     if not may_pass(error):
@@ -181,12 +181,13 @@ class Editor:
             metrics.show(parts.engine.codebook)
         return False
 
-    def _take_over(self) -> None:
+    def _take_over(self, stop: threading.Event) -> None:
         """Fence the predecessor, learn what it committed last, take the next term, and mend what it left in Redis."""
         parts = self._parts
         parts.log.fence()
         self._fold()
-        parts.projection.require_no_newer()
+        if not parts.projection.await_no_newer(stop):
+            return
         self._lead = parts.engine.lead(parts.environment)
         position = parts.log.lead(self._lead)
         parts.engine.apply(self._lead)

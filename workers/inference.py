@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from typing import Literal
 
 import structlog
 
@@ -20,7 +21,7 @@ from pipeline.device import DeviceFault
 from pipeline.follower import Follower
 from pipeline.index import KeyIndex
 from pipeline.mirror import Mirror
-from pipeline.radius_store import RadiusStore
+from pipeline.radius_store import Head, RadiusStore
 from pipeline.serving import Part, Question, Record, Reply, Server, Work
 from pipeline.settings import Settings
 from workers.boot import Worker, worker
@@ -110,7 +111,7 @@ class Replica:
         loop = asyncio.get_running_loop()
         work = await loop.run_in_executor(self._reading_thread, self._server.read, records)
         if any(question.min_seq > self._mirror.codebook.seq for question in work.questions):
-            await self._catch_up()
+            await self._catch_up(probe=False)
         now, later = work.split(self._mirror.codebook.seq)
         yield Part(work.replies, len(records) - len(now.questions))
         async with aclosing(self._answers(now.questions)) as answers:
@@ -138,8 +139,9 @@ class Replica:
     def _run(self, questions: list[Question]) -> list[Reply]:
         """In the model's thread."""
         with self._worker.health.working("model"):
-            head = self._head_thread.submit(self._mirror.read_head)
-            return self._server.answer(questions, lambda: self._mirror.advance(head.result()))
+            mirror = self._mirror
+            head = None if mirror.redis_away else self._head_thread.submit(mirror.read_head)
+            return self._server.answer(questions, lambda: mirror.advance(mirror.head_in_time(head)))
 
     async def _wait_for_first(self, work: Work, started: float) -> bool:
         """Wait until the first of the deltas that these need is live; whether it is of use to wait for the others."""
@@ -157,12 +159,15 @@ class Replica:
     async def _follow(self) -> None:
         """What each micro-batch does too, for a replica that has none: it stays at the head all the same."""
         while True:
-            await self._catch_up()
+            await self._catch_up(probe=True)
             await asyncio.sleep(HURRY_SECONDS if self._waiting else FOLLOW_SECONDS)
 
-    async def _catch_up(self) -> None:
+    async def _catch_up(self, *, probe: bool) -> None:
+        """Ask for the head and go there; while Redis is away, only who probes asks."""
         loop = asyncio.get_running_loop()
-        head = await loop.run_in_executor(self._head_thread, self._mirror.read_head)
+        head: Head | Literal["lost"] | None = "lost"
+        if probe or not self._mirror.redis_away:
+            head = await loop.run_in_executor(self._head_thread, self._mirror.read_head)
 
         def advance() -> None:
             with self._worker.health.working("model"):
@@ -185,11 +190,12 @@ class Replica:
 
     def _say_whether_ready(self) -> None:
         health, mirror = self._worker.health, self._mirror
-        if mirror.unread and health.ready:
+        unread = mirror.unread and not mirror.degraded
+        if unread and health.ready:
             reason = f"delta {mirror.unread} is live, but only those up to {mirror.codebook.seq} can be read"
             health.not_ready(reason)
             log.error("deltas_behind", reason=reason)
-        elif not mirror.unread and not health.ready:
+        elif not unread and not health.ready:
             health.become_ready()
             log.info("ready", seq=mirror.codebook.seq, entries=len(mirror.codebook))
 

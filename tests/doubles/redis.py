@@ -42,10 +42,6 @@ class _Client:
 
         return call
 
-    def hkeys(self, name: str) -> list[bytes]:
-        self._step("redis")
-        return [entry.encode() for entry in self._server.hashes.get(name, {})]
-
     def hlen(self, name: str) -> int:
         self._step("redis")
         return len(self._server.hashes.get(name, {}))
@@ -57,9 +53,12 @@ class _Client:
     def _publish(self, keys: Sequence[str], args: Sequence[str]) -> int:
         head, radii = (self._server.hashes.setdefault(key, {}) for key in keys[:2])
         changed = self._server.scores.setdefault(keys[2], {})
-        term, seq, digest, last, *pairs = args
+        term, seq, digest, last, how, *pairs = args
         if int(term) < int(head.get("term", 0)) or int(seq) < int(head.get("seq", 0)):
             return 0
+        if how == "anew":
+            radii.clear()
+            changed.clear()
         for entry, radius in zip(pairs[::2], pairs[1::2], strict=True):
             if radius:
                 radii[entry] = radius

@@ -165,7 +165,7 @@ class Process:
             log=log,
             intake=Intake(self.engine, admission, history, SETTINGS.max_record_bytes, traffic.see, at_work),
             traffic=traffic,
-            projection=Projection(store, self.engine.codebook),
+            projection=Projection(store, self.engine.codebook, 0.0, pause=0.0),
             snapshots=SnapshotWriter(SETTINGS),
             environment={"editor": self.name},
         )

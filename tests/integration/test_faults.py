@@ -162,7 +162,7 @@ def test_questions_taken_before_the_fault_are_answered_once_it_is_mended(
             users.client.send(asked)
             log_of.redis.hset(head, "digest", "f" * 64)
             wait_until(lambda: replica.ready()[0] == 503)
-            assert "Redis and the log disagree on the digest of delta 1" in replica.ready()[1]
+            assert "Redis and the log have disagreed on the digest of delta 1 for" in replica.ready()[1]
             wait_until(lambda: not members(log_of.settings), what="an empty group")
             replica.stop()
             log_of.redis.hset(head, "digest", log_of.codebook.digest.hex())

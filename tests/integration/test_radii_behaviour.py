@@ -118,7 +118,7 @@ class TestRadii:
         assert store.radii() == {"kept": 2.0}
         head = store.head(1)
         assert head is not None
-        assert head.changed == {"gone": None, "kept": 2.0}
+        assert head.changed == {"kept": 2.0}
 
 
 class TestSeveralBatches:
@@ -178,7 +178,7 @@ class TestSeveralBatches:
             return applied
 
         commit(*(added(entry_id, [1.0], 1.0) for entry_id in ("kept", "moved", "gone")))
-        editor = Projection(store, book)
+        editor = Projection(store, book, 0.0, pause=0.0)
         editor.repair()
         replica.advance(replica.read_head())
         live, served = Head(1, 2, book.digest.hex(), {"kept": 1.0}), book.state_digest()
@@ -195,7 +195,7 @@ class TestSeveralBatches:
 
         if successor:
             commit(op="lead", term=2)
-            editor = Projection(other, book)
+            editor = Projection(other, book, 0.0, pause=0.0)
         editor.repair()
         assert editor.complete
         assert is_live(other, book)

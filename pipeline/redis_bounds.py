@@ -1,0 +1,63 @@
+"""Bounds on one answer of Redis: its bytes, and the time until all of it is there.
+
+Redis is untrusted input. redis-py reads an answer of any size, and its timeout is that of one read from the socket: a
+server that sends a byte now and then would hold its caller for ever.
+"""
+
+import time
+from typing import Any
+
+from redis._parsers import _RESP3Parser
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+ANSWER_BYTES = 4 * 2**20
+"""Of one answer; the largest that gracestream asks for has about a quarter."""
+
+
+class BoundedParser(_RESP3Parser):
+    """Reads answers of at most `ANSWER_BYTES`, each within the connection's socket timeout."""
+
+    _buffer: Any
+
+    def on_connect(self, connection: Any) -> None:
+        """As its base's."""
+        super().on_connect(connection)  # type: ignore[no-untyped-call]
+        self._bounded = _BoundedSocket(self._sock, connection.socket_timeout)
+        self._buffer._sock = self._bounded  # noqa: SLF001  (there is no other way to give it one)
+
+    def read_response(self, *args: Any, **options: Any) -> Any:
+        """As its base's."""
+        self._bounded.begin()
+        return super().read_response(*args, **options)
+
+
+class _BoundedSocket:
+    """What a SocketBuffer needs of a socket."""
+
+    def __init__(self, sock: Any, seconds: float | None) -> None:
+        self._sock, self._seconds = sock, seconds
+        self.settimeout = sock.settimeout
+        self.begin()
+
+    def begin(self) -> None:
+        """Another answer is awaited."""
+        self._bytes = ANSWER_BYTES
+        self._deadline = None if self._seconds is None else time.monotonic() + self._seconds
+
+    def recv(self, size: int) -> bytes:
+        timeout = self._sock.gettimeout()
+        if self._deadline is None or timeout == 0:  # 0: it asks whether there is something to read
+            data: bytes = self._sock.recv(size)
+        else:
+            left = self._deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            self._sock.settimeout(left)
+            try:
+                data = self._sock.recv(size)
+            finally:
+                self._sock.settimeout(timeout)
+        self._bytes -= len(data)
+        if self._bytes < 0:
+            raise RedisConnectionError(f"an answer of Redis has more than {ANSWER_BYTES} bytes")
+        return data

@@ -1,0 +1,382 @@
+"""Redis is untrusted input: whatever it says, or does not say, replicas and editors go on and follow the log."""
+
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis.exceptions import RedisError
+
+from deploy.local.redis import LocalRedis
+from pipeline.clients import redis_client
+from pipeline.codebook import DeltaFault
+from pipeline.mirror import Mirror
+from pipeline.projection import Projection
+from pipeline.radius_store import RadiusStore, StaleError
+from pipeline.redis_bounds import ANSWER_BYTES
+from pipeline.settings import Settings, load_settings
+from tests.integration.forked import Forked
+from tests.integration.history import History, same
+from tests.integration.running import Users, flag, metric, question, wait_until
+from tests.unit.engine.tiny import texts
+
+PROMPT = texts(1, seed=21, shortest=6)[0]
+HUGE = b"9" * (32 * 2**20)
+
+
+@pytest.fixture
+def history(quick: Settings) -> Iterator[History]:
+    """Two deltas of a history, both live."""
+    made = History(quick)
+    made.lead()
+    made.add("a", [1.0, 0.0])
+    made.make_live()
+    yield made
+    made.empty_redis()
+    made.close()
+
+
+@pytest.fixture
+def own_redis(tmp_path: Path) -> Iterator[LocalRedis]:
+    """A Valkey of the test's own, which may hang."""
+    with LocalRedis(tmp_path / "redis") as local:
+        yield local
+        local.child.send(signal.SIGCONT)
+
+
+def step(mirror: Mirror) -> int:
+    mirror.advance(mirror.read_head())
+    return mirror.codebook.seq
+
+
+def head_field(name: str, value: Any) -> Callable[[History], object]:
+    return lambda history: history.redis.hset(history.redis_key("head"), name, value)
+
+
+def of_type_list(key: str) -> Callable[[History], object]:
+    def plant(history: History) -> None:
+        history.redis.delete(history.redis_key(key))
+        history.redis.rpush(history.redis_key(key), "of another type")
+
+    return plant
+
+
+def radius(value: Any) -> Callable[[History], object]:
+    return lambda history: history.redis.hset(history.redis_key("radii"), "b", value)
+
+
+NO_HEAD: dict[str, Callable[[History], object]] = {
+    "a seq of 400 digits": head_field("seq", "9" * 400),
+    "a seq beyond what scripts count": head_field("seq", str(2**53)),
+    "a negative seq": head_field("seq", "-1"),
+    "a seq that is no number": head_field("seq", "nan"),
+    "a seq of 32 MiB": head_field("seq", HUGE),
+    "a term that is no number": head_field("term", "1e3"),
+    "a term in bytes": head_field("term", b"\xff\xfe"),
+    "a digest that is none": head_field("digest", "Z" * 64),
+    "a digest in bytes": head_field("digest", b"\xff" * 64),
+    "a digest of 32 MiB": head_field("digest", HUGE),
+    "no digest": lambda history: history.redis.hdel(history.redis_key("head"), "digest"),
+    "a list as head": of_type_list("head"),
+    "a list of changes": of_type_list("changed"),
+}
+"""Nothing that an editor writes."""
+
+WRONG_RADII: dict[str, Callable[[History], object]] = {
+    "a radius that is not a number": radius("nan"),
+    "an infinite radius": radius("1e400"),
+    "a radius that is no number": radius(b"\xff\xfe"),
+    "a radius of 32 MiB": radius(HUGE),
+    "an entry in bytes": lambda history: history.redis.zadd(history.redis_key("changed"), {b"\xff\xfe": 3}),
+    "an entry of 8 MiB": lambda history: history.redis.zadd(history.redis_key("changed"), {HUGE[: 2**23]: 3}),
+}
+
+
+def sent_by_redis(history: History) -> int:
+    sent: int = history.redis.info("stats")["total_net_output_bytes"]
+    return sent
+
+
+class TestAReplica:
+    @pytest.mark.parametrize("plant", NO_HEAD.values(), ids=NO_HEAD)
+    def test_it_follows_the_log_where_redis_holds_what_no_editor_wrote(
+        self, history: History, mirror_of: Callable[..., Mirror], plant: Callable[[History], object]
+    ) -> None:
+        mirror = mirror_of(history.settings)
+        assert step(mirror) == 2
+        history.add("b", [0.0, 1.0])
+        plant(history)
+        before = sent_by_redis(history)
+        wait_until(lambda: step(mirror) == 3)
+        assert sent_by_redis(history) - before < 2**20
+        assert mirror.degraded
+        assert same(mirror.codebook, history.codebook)
+        Projection(history.store, history.codebook, 0.0).repair()
+        assert step(mirror) == 3
+        assert not mirror.degraded
+
+    @pytest.mark.parametrize("plant", WRONG_RADII.values(), ids=WRONG_RADII)
+    def test_it_follows_redis_whatever_the_radii_are(
+        self, history: History, mirror_of: Callable[..., Mirror], plant: Callable[[History], object]
+    ) -> None:
+        mirror = mirror_of(history.settings)
+        history.add("b", [0.0, 1.0])
+        history.make_live()
+        plant(history)
+        wait_until(lambda: mirror._follower.latest_seq == 3)
+        before = sent_by_redis(history)
+        assert step(mirror) == 3
+        assert sent_by_redis(history) - before < 2**20
+        assert not mirror.degraded
+        assert mirror.codebook.radii_N.tolist() == [1.0, 1.0]
+
+    def test_a_wrong_digest_is_a_fault_once_it_has_stood_and_the_log_was_read_to_its_end(
+        self, history: History, mirror_of: Callable[..., Mirror]
+    ) -> None:
+        mirror = mirror_of(history.settings)
+        assert step(mirror) == 2
+        for _ in range(3):  # each time for less than the grace period, and for more in all
+            history.redis.hset(history.redis_key("head"), "digest", "f" * 64)
+            assert step(mirror) == 2
+            assert mirror.degraded
+            time.sleep(history.settings.redis_grace / 2)
+            history.redis.hset(history.redis_key("head"), "digest", history.codebook.digest.hex())
+            assert step(mirror) == 2
+            assert not mirror.degraded
+        history.redis.hset(history.redis_key("head"), "digest", "f" * 64)
+        with pytest.raises(DeltaFault, match=r"have disagreed on the digest of delta 2 for \d+ s"):
+            wait_until(lambda: step(mirror) != 2)
+
+    def test_no_fault_comes_of_a_wrong_digest_while_the_end_of_the_log_is_unknown(
+        self, history: History, mirror_of: Callable[..., Mirror], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        mirror = mirror_of(history.settings)
+        monkeypatch.setattr(mirror._follower, "find_end", lambda: None)
+        history.redis.hset(history.redis_key("head"), "digest", "f" * 64)
+        wait_until(lambda: step(mirror) == 2)
+        until = time.monotonic() + 3 * history.settings.redis_grace
+        while time.monotonic() < until:
+            assert step(mirror) == 2
+        assert mirror.degraded
+
+    def test_a_head_that_the_log_does_not_hold_is_not_waited_for_for_ever(
+        self, history: History, mirror_of: Callable[..., Mirror]
+    ) -> None:
+        mirror = mirror_of(history.settings)
+        assert step(mirror) == 2
+        history.redis.hset(history.redis_key("head"), "seq", str(10**15))
+        assert step(mirror) == 2
+        assert mirror.unread == 10**15
+        assert not mirror.degraded, "it may be on its way"
+        history.add("b", [0.0, 1.0])
+        wait_until(lambda: step(mirror) == 3 and mirror.degraded)
+        assert mirror_of(history.settings).catch_up(20), "one that starts now serves the log, too"
+
+    def test_a_head_that_stays_behind_the_log_is_not_waited_for_for_ever(
+        self, history: History, mirror_of: Callable[..., Mirror]
+    ) -> None:
+        mirror = mirror_of(history.settings)
+        assert step(mirror) == 2
+        history.add("b", [0.0, 1.0])
+        wait_until(lambda: mirror._follower.latest_seq == 3)
+        assert step(mirror) == 2
+        wait_until(lambda: step(mirror) == 3)
+        assert mirror.degraded
+        history.make_live()
+        assert step(mirror) == 3
+        assert not mirror.degraded
+
+    def test_a_wrong_head_for_a_moment_ends_no_replica(self, deployment: Settings, users: Users, folder: Path) -> None:
+        with (
+            Forked("editor", "edit", deployment, folder) as editor,
+            Forked("replica", "infer", deployment, folder, redis_grace=30.0) as replica,
+            redis_client(deployment) as client,
+        ):
+            editor.wait_ready(90)
+            replica.wait_ready(90)
+            head = RadiusStore(client, deployment).head_key
+            assert editor.stop() == 0  # else it mends the head at once
+            known = client.hgetall(head)
+            for name, value in (("digest", "f" * 64), ("seq", "9" * 400)):
+                client.hset(head, name, value)
+                wait_until(lambda: metric(replica.port, "gracestream_degraded") == 1)
+                client.hset(head, name, known[name.encode()])
+                wait_until(lambda: metric(replica.port, "gracestream_degraded") == 0)
+                assert replica.ready() == (200, "ok\n")
+            answered = users.ask(question("q", PROMPT))["q"]
+            assert answered.replica == "replica"
+
+
+class TestAnEditor:
+    @pytest.mark.parametrize("plant", [*NO_HEAD.values(), of_type_list("radii")], ids=[*NO_HEAD, "a list of radii"])
+    def test_it_mends_what_no_editor_wrote(self, history: History, plant: Callable[[History], object]) -> None:
+        projection = Projection(history.store, history.codebook, 0.0, pause=0.0)
+        projection.repair()
+        plant(history)
+        before = sent_by_redis(history)
+        for _ in range(2):
+            projection.repair()
+        assert sent_by_redis(history) - before < 2**20
+        assert projection.complete
+        head = history.store.head(0)
+        assert head is not None
+        assert (head.seq, head.digest, head.changed) == (2, history.codebook.digest.hex(), {"a": 1.0})
+        assert history.store.radii() == {"a": 1.0}
+
+    def test_a_newer_head_counts_once_it_has_stood(self, history: History) -> None:
+        grace = 1.0
+        projection = Projection(history.store, history.codebook, grace, pause=0.0)
+        projection.repair()
+        seq = history.redis_key("head"), "seq"
+        history.redis.hset(*seq, "999")
+        projection.repair()
+        assert not projection.complete
+        history.redis.hset(*seq, "2")
+        projection.repair()
+        assert projection.complete
+        history.redis.hset(*seq, "999")
+        with pytest.raises(StaleError, match="Redis has a newer one"):
+            wait_until(projection.repair, 20)
+
+    def test_one_that_takes_over_waits_for_a_newer_head_to_pass(self, history: History) -> None:
+        stop = threading.Event()
+        seq = history.redis_key("head"), "seq"
+        history.redis.hset(*seq, "999")
+        projection = Projection(history.store, history.codebook, 60.0)
+        mended = threading.Timer(0.5, history.redis.hset, [*seq, "2"])
+        mended.start()
+        assert projection.await_no_newer(stop)
+        mended.join()
+        history.redis.hset(*seq, "999")
+        stop.set()
+        assert not projection.await_no_newer(stop)
+        with pytest.raises(StaleError, match=f"delete the key {history.store.head_key}"):
+            Projection(history.store, history.codebook, 0.2).await_no_newer(threading.Event())
+
+
+class Listener:
+    """A server in place of Redis: it takes connections, and on each does what `serve` does."""
+
+    def __init__(self, serve: Callable[[socket.socket], object]) -> None:
+        self._serve = serve
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.url = f"redis://127.0.0.1:{self._server.getsockname()[1]}/0"
+        self.taken: list[socket.socket] = []
+        threading.Thread(target=self._take, daemon=True).start()
+
+    def _take(self) -> None:
+        while True:
+            try:
+                self.taken.append(self._server.accept()[0])
+            except OSError:
+                return
+            threading.Thread(target=self._serve_one, args=[self.taken[-1]], daemon=True).start()
+
+    def _serve_one(self, connection: socket.socket) -> None:
+        with suppress(OSError):  # it hung up
+            self._serve(connection)
+
+    def close(self) -> None:
+        self._server.close()
+        for connection in self.taken:
+            connection.close()
+
+
+@contextmanager
+def listening(serve: Callable[[socket.socket], object]) -> Iterator[Listener]:
+    listener = Listener(serve)
+    yield listener
+    listener.close()
+
+
+def silent(_connection: socket.socket) -> None:
+    """Never answers."""
+
+
+class Flood:
+    """Answers with one string without end."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+
+    def __call__(self, connection: socket.socket) -> None:
+        connection.sendall(b"$999999999999\r\n")
+        while True:
+            self.sent += connection.send(bytes(2**16))
+
+
+def drip(connection: socket.socket) -> None:
+    """Answers a byte now and then, so that no read of it ever times out."""
+    connection.sendall(b"$1000\r\n")
+    while True:
+        connection.send(b"x")
+        time.sleep(0.1)
+
+
+def nested(connection: socket.socket) -> None:
+    connection.sendall(b"*1\r\n" * 100_000)
+
+
+def no_number(connection: socket.socket) -> None:
+    connection.sendall(b":" + b"9" * 10_000 + b"\r\n")
+
+
+class TestAServerThatIsNone:
+    @pytest.mark.parametrize("serve", [silent, drip, nested, no_number])
+    def test_a_question_fails_in_order(self, serve: Callable[[socket.socket], object]) -> None:
+        with listening(serve) as listener, redis_client(load_settings(redis=listener.url)) as client:
+            store = RadiusStore(client, load_settings())
+            for ask in (lambda: store.head(0), store.count):
+                with pytest.raises(RedisError):
+                    ask()
+
+    def test_no_more_is_read_of_an_answer_than_its_bound(self) -> None:
+        flood = Flood()
+        with listening(flood) as listener, redis_client(load_settings(redis=listener.url)) as client:
+            with pytest.raises(RedisError, match=f"more than {ANSWER_BYTES} bytes"):
+                RadiusStore(client, load_settings()).head(0)
+            client.connection_pool.disconnect()
+            assert flood.sent < ANSWER_BYTES + 2**24, "with what the kernel holds"
+
+
+class TestARedisThatHangs:
+    def test_no_batch_asks_one_that_never_answers(self, deployment: Settings, users: Users, folder: Path) -> None:
+        with listening(silent) as listener:
+            chosen = {"redis": listener.url, "redis_grace": 0.5}
+            with Forked("replica", "infer", deployment, folder, **chosen) as replica:
+                replica.wait_ready(90)
+                wait_until(lambda: metric(replica.port, "gracestream_degraded") == 1)
+                asked, started = len(listener.taken), time.monotonic()
+                for number in range(20):
+                    users.ask(question(f"q{number}", PROMPT))
+                probes = time.monotonic() - started + 2
+                assert metric(replica.port, "gracestream_batch_size_count") >= 20
+                assert len(listener.taken) - asked <= probes, "each takes a second, and one asks at a time"
+
+    def test_batches_ask_again_once_it_goes_on(
+        self, deployment: Settings, users: Users, folder: Path, own_redis: LocalRedis
+    ) -> None:
+        chosen = {"redis": own_redis.url, "redis_grace": 0.5}
+        with (
+            Forked("editor", "edit", deployment, folder, **chosen) as editor,
+            Forked("replica", "infer", deployment, folder, **chosen) as replica,
+        ):
+            editor.wait_ready(90)
+            replica.wait_ready(90)
+            for number in range(2):
+                own_redis.child.send(signal.SIGSTOP)
+                wait_until(lambda: metric(replica.port, "gracestream_degraded") == 1)
+                outcome = users.correct(flag(f"f{number}", PROMPT, ("river", "museum")[number]))[f"f{number}"]
+                answer = users.ask(question(f"hung-{number}", PROMPT, min_seq=outcome.seq))[f"hung-{number}"]
+                assert answer.codebook_seq >= outcome.seq, "it follows the log"
+                own_redis.child.send(signal.SIGCONT)
+                wait_until(lambda: metric(replica.port, "gracestream_degraded") == 0)
+                wait_until(lambda: editor.state()["degraded"] is False)
+                wait_until(lambda: metric(replica.port, "gracestream_head_seq") == editor.state()["seq"])
+            assert replica.running
+            assert editor.running
