@@ -24,6 +24,7 @@ USER_PRINCIPAL=${USER_PRINCIPAL:-User:gracestream-user}                   # asks
 CORRECTOR_PRINCIPAL=${CORRECTOR_PRINCIPAL:-$USER_PRINCIPAL}               # flags a wrong answer
 OPERATOR_PRINCIPAL=${OPERATOR_PRINCIPAL:-User:gracestream-operator}       # reads all; creates topics, takes snapshots
 RESENDER_PRINCIPAL=${RESENDER_PRINCIPAL:-}                                # sends dead letters again; empty: nobody
+REPLY_TOPICS=${REPLY_TOPICS:-}               # without the prefix; those that the header `reply_to` of a request may name
 
 EDITOR_GROUP=${EDITOR_GROUP:-${PREFIX}editor}
 INFERENCE_GROUP=${INFERENCE_GROUP:-${PREFIX}inference}
@@ -70,6 +71,11 @@ kafka_acls --add --allow-principal "$EDITOR_PRINCIPAL" --operation Write --opera
 allow "$REPLICA_PRINCIPAL" Read requests deltas snapshots
 allow "$REPLICA_PRINCIPAL" Write predictions requests.dlq
 allow_group "$REPLICA_PRINCIPAL" "$INFERENCE_GROUP"
+if [[ -n $REPLY_TOPICS ]]; then
+  read -ra topics <<<"$REPLY_TOPICS"
+  allow "$REPLICA_PRINCIPAL" "Write Describe" "${topics[@]}"
+  allow "$USER_PRINCIPAL" Read "${topics[@]}"
+fi
 
 # Those who ask, and those who correct. Their own groups begin with `user-`.
 allow "$USER_PRINCIPAL" Write requests

@@ -83,15 +83,24 @@ class Replayed:
     refused: list[int] = field(default_factory=list)
 
 
-def rejected(reason: str, key: bytes | None, value: bytes | None, topic: str, partition: int, offset: int) -> Rejected:
-    """The dead letter of one record of `topic`."""
+def rejected(
+    reason: str,
+    key: bytes | None,
+    value: bytes | None,
+    topic: str,
+    partition: int,
+    offset: int,
+    *,
+    largest: int = LARGEST,
+) -> Rejected:
+    """The dead letter of one record of `topic`, cut where key and value have more than `largest` bytes."""
     headers = [
         ("reason", printable(reason)[:LONGEST_REASON].encode()),
         ("source_topic", topic.encode()),
         ("source_partition", str(partition).encode()),
         (SOURCE_OFFSET, str(offset).encode()),
     ]
-    if len(key or b"") + len(value or b"") > LARGEST:
+    if len(key or b"") + len(value or b"") > largest:
         key, value = _cut(key), _cut(value)
     for name, part in (("key", key), ("value", value)):
         if isinstance(part, Truncated):

@@ -27,6 +27,11 @@ STUCK = Gauge("gracestream_stuck", "1 while /live answers 503, else 0.")
 # Inference replicas.
 HEAD_SEQ = Gauge("gracestream_head_seq", "Newest delta that is live, as Redis says.", registry=REPLICA)
 REQUESTS = Counter("gracestream_requests_total", "Requests by what became of them.", ["outcome"], registry=REPLICA)
+REPLIES_REFUSED = Counter(
+    "gracestream_replies_refused_total",
+    "Replies that their topic did not take, and that an error or a dead letter stands for.",
+    registry=REPLICA,
+)
 EDITED = Counter("gracestream_edited_total", "Answers that an entry of the codebook gave.", registry=REPLICA)
 REQUEST_SECONDS = Histogram(
     "gracestream_request_seconds", "From the record's timestamp to its answer.", buckets=SECONDS, registry=REPLICA

@@ -2,23 +2,26 @@
 
 Reading (`read`) and answering (`answer`) are apart, so that some requests are read while the model runs others. What
 cannot be read goes to the dead letter queue; what fails on its own is answered with `error`; neither touches its
-neighbours.
+neighbours. An answer takes along its request's headers, and goes where they say (`pipeline.addressing`).
 """
 
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 import structlog
 from msgspec import UNSET
 
 from pipeline import metrics
+from pipeline.addressing import ORDINARY, Address, Header, address_of
 from pipeline.codebook import DeltaFault
 from pipeline.dead_letters import rejected
 from pipeline.device import raise_if_broken
 from pipeline.mirror import Mirror
 from pipeline.model import EditableModel, Served
+from pipeline.records import LARGEST
 from pipeline.settings import Settings
 from pipeline.tasks import InputError
 from pipeline.topics import PREDICTIONS, REQUESTS_DLQ
@@ -47,16 +50,29 @@ class Record:
     offset: int
     timestamp: float
     key: bytes | None = None
+    headers: Sequence[Header] = ()
+
+
+def nothing(_reason: str) -> None:
+    """For replies that nothing can be sent instead of."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One record to send; `topic` without the deployment's prefix."""
+    """One record to send.
+
+    Attributes:
+        topic: Without the deployment's prefix.
+        reply_to: The whole name of the topic that its request has chosen; empty: `topic`.
+        instead: What to send where Kafka refuses it, for the reason given; None: nothing.
+    """
 
     topic: str
     key: bytes | None
     value: bytes | None
-    headers: list[tuple[str, bytes]] = field(default_factory=list)
+    headers: Sequence[Header] = ()
+    reply_to: str = ""
+    instead: Callable[[str], "Reply | None"] = field(default=nothing, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +97,7 @@ class Question:
     request: Request
     prompt: list[int]
     group: object
+    address: Address = ORDINARY
 
     @property
     def min_seq(self) -> int:
@@ -114,9 +131,13 @@ class Server:
         for record in records:
             try:
                 request = decode(record.value, Request, self._settings.max_record_bytes)
+                address = address_of(record.headers, self._settings)
+                if address.fault:
+                    work.replies.append(self._failed(Question(record, request, [], None, address), address.fault))
+                    continue
                 prompt = self._model.task.tokenize(request.inputs)
                 work.questions.append(
-                    Question(record, request, prompt, self._model.task.admit(prompt, request.parameters))
+                    Question(record, request, prompt, self._model.task.admit(prompt, request.parameters), address)
                 )
             except (InvalidMessage, InputError) as error:
                 work.replies.extend(self._rejected(record, one_line(error)))
@@ -173,21 +194,22 @@ class Server:
         edit = UNSET if hit is None else AppliedEdit(entry_id=hit.entry_id, distance=hit.distance, radius=hit.radius)
         score = UNSET if served.answer.score is None else served.answer.score
         prediction = self._prediction(question.request.request_id, question.record)
-        return _reply(msgspec.structs.replace(prediction, outputs=served.answer.outputs, score=score, edit=edit))
+        prediction = msgspec.structs.replace(prediction, outputs=served.answer.outputs, score=score, edit=edit)
+        return _reply(prediction, question.record, question.address)
 
     def _failed(self, question: Question, reason: str) -> Reply:
         metrics.REQUESTS.labels("error").inc()
         prediction = self._prediction(question.request.request_id, question.record)
-        return _reply(msgspec.structs.replace(prediction, error=reason))
+        return _reply(msgspec.structs.replace(prediction, error=reason), question.record, question.address)
 
     def _rejected(self, record: Record, reason: str) -> list[Reply]:
         """To the dead letter queue; and where the sender can be told, an answer that says why."""
         metrics.REQUESTS.labels("rejected").inc()
         log.warning("request_rejected", partition=record.partition, offset=record.offset, reason=reason)
-        letter = rejected(reason, record.key, record.value, record.topic, record.partition, record.offset)
-        replies = [Reply(REQUESTS_DLQ, letter.key, letter.value, letter.headers)]
+        replies = [_letter(record, reason)]
         if (request_id := peek_id(record.value, "request_id")) is not None:
-            replies.append(_reply(msgspec.structs.replace(self._prediction(request_id, record), error=reason)))
+            prediction = msgspec.structs.replace(self._prediction(request_id, record), error=reason)
+            replies.append(_reply(prediction, record, address_of(record.headers, self._settings)))
         return replies
 
     def _prediction(self, request_id: str, record: Record) -> Prediction:
@@ -205,5 +227,22 @@ class Server:
         )
 
 
-def _reply(prediction: Prediction) -> Reply:
-    return Reply(PREDICTIONS, prediction.request_id.encode(), encode(prediction))
+def _reply(prediction: Prediction, record: Record, address: Address) -> Reply:
+    instead = partial(_error, prediction, record, address)
+    key = prediction.request_id.encode()
+    return Reply(PREDICTIONS, key, encode(prediction), address.headers, address.topic, instead)
+
+
+def _error(prediction: Prediction, record: Record, address: Address, reason: str) -> Reply:
+    """An error in place of an answer that Kafka refuses; where it refuses that too, a dead letter."""
+    told = reason if prediction.error is UNSET else f"{prediction.error}; {reason}"
+    failed = msgspec.structs.replace(prediction, outputs=UNSET, score=UNSET, edit=UNSET, error=told)
+    key = failed.request_id.encode()
+    return Reply(PREDICTIONS, key, encode(failed), address.headers, address.topic, partial(_letter, record))
+
+
+def _letter(record: Record, reason: str, *, largest: int = LARGEST) -> Reply:
+    """A dead letter; cut where its queue takes less than it should."""
+    letter = rejected(reason, record.key, record.value, record.topic, record.partition, record.offset, largest=largest)
+    instead = nothing if largest == 0 else lambda _: _letter(record, reason, largest=0)
+    return Reply(REQUESTS_DLQ, letter.key, letter.value, letter.headers, instead=instead)

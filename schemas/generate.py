@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from schemas import deltas, messages
 from schemas.deltas import DIGEST_BYTES, Delta
+from schemas.headers import HEADER_BYTES, MOST_HEADERS, OURS
 from schemas.messages import VERSION, Feedback, Outcome, Prediction, Request, SnapshotManifest
 
 HERE = Path(__file__).parent
@@ -118,17 +119,21 @@ def _channel(topic: str, message: str, description: str, *, partitions: int | No
 def _channels() -> Json:
     forever, large = {"retention.ms": -1, "retention.bytes": -1}, {"max.message.bytes": 64 * 2**20}
     dead = "Records of `{}` that are no valid message, byte for byte, under their own key. Kept by age."
+    unanswered = " Also requests whose answer no topic took. The request's own headers are not kept."
     return {
         "requests": _channel(
             "requests",
             "request",
-            "What users ask. Inference workers share it as one consumer group. Key: any. Kept by age.",
+            "What users ask. Inference workers share it as one consumer group. Key: any. Kept by age. The header "
+            "`reply_to` names another topic of the deployment for the answer.",
             partitions=None,
         ),
         "predictions": _channel(
             "predictions",
             "prediction",
-            "The answers, at least once each; consumers deduplicate by `request_id`. Key: `request_id`. Kept by age.",
+            "The answers, at least once each; consumers deduplicate by `request_id`. Key: `request_id`. Kept by age. "
+            "A request's headers come back with its answer. An answer that a record cannot hold comes as an error, and "
+            "an error that it cannot hold as a dead letter of the request.",
             partitions=None,
         ),
         "feedback": _channel(
@@ -157,7 +162,7 @@ def _channels() -> Json:
             "Manifests of codebook snapshots, for starting replicas. Compacted: the newest manifest of each key stays.",
             cleanup=["compact"],
         ),
-        "requests.dlq": _channel("requests.dlq", "rejected", dead.format("requests"), **large),
+        "requests.dlq": _channel("requests.dlq", "rejected", dead.format("requests") + unanswered, **large),
         "feedback.dlq": _channel("feedback.dlq", "rejected", dead.format("feedback"), **large),
     }
 
@@ -227,6 +232,28 @@ def _of_an_edit() -> Json:
     return {"type": "object", "required": ["feedback_offset"], "properties": properties}
 
 
+def _of_a_request() -> Json:
+    """Headers of a request, which may be a dead letter that was sent again."""
+    described = (
+        "Whole name of the topic for the answer, in place of `predictions`; of several the last. It begins with the "
+        "prefix, exists, is none of gracestream's own, and replicas may write to it; else the answer is an error on "
+        "`predictions`."
+    )
+    headers = _replayed()
+    headers["properties"]["reply_to"] = {"type": "string", "maxLength": 249, "description": described}
+    return headers
+
+
+def _of_a_prediction() -> Json:
+    """Headers of an answer."""
+    return {
+        "type": "object",
+        "additionalProperties": True,
+        "description": f"Those of the request, in their order: the first {MOST_HEADERS} that fit into {HEADER_BYTES} "
+        f"bytes of names and values, and none named {', '.join(sorted(OURS))}.",
+    }
+
+
 def _replayed() -> Json:
     """Headers of a record that may be a dead letter which was sent again."""
     told = "Only of a dead letter that was sent again: its queue and its offset there, as `feedback.dlq/17`."
@@ -276,8 +303,10 @@ def asyncapi() -> Json:
                 "prefix": {"default": "", "description": "GRACESTREAM_PREFIX, so that deployments can share a cluster."}
             },
             "messages": {
-                "request": _message("request", "A question to the model", "Any.", headers=_replayed()),
-                "prediction": _message("prediction", "The answer to one request", "`request_id`."),
+                "request": _message("request", "A question to the model", "Any.", headers=_of_a_request()),
+                "prediction": _message(
+                    "prediction", "The answer to one request", "`request_id`.", headers=_of_a_prediction()
+                ),
                 "feedback": _message("feedback", "A correction, or the undo of one", "Any.", headers=_replayed()),
                 "edit": _message("edit", "What became of one feedback record", "`feedback_id`.", headers=_of_an_edit()),
                 "delta": _message("delta", "One step of a codebook's history", "Any.", "application/msgpack"),

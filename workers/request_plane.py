@@ -27,10 +27,11 @@ from mode.utils.queues import ThrowableQueue
 
 from pipeline.records import install_in_aiokafka, record_bytes
 from pipeline.security import kafka_tls
-from pipeline.serving import Part, Record, Reply
+from pipeline.serving import Part, Record
 from pipeline.settings import Settings
 from pipeline.topics import REQUESTS
 from schemas.deltas import MAX_DELTA_BYTES
+from workers.replies import Replies
 
 log = structlog.get_logger()
 
@@ -135,6 +136,7 @@ class RequestPlane:
             loghandlers=[],
             logging_config=None,
         )
+        self._replies = Replies(settings, self._app)
         requests = self._app.topic(settings.topic(REQUESTS), key_serializer="raw", value_serializer="raw")
         self._app.agent(requests, name="answer")(self._agent)
 
@@ -142,6 +144,12 @@ class RequestPlane:
     def failed(self) -> bool:
         """Whether it stopped by itself: something in it failed for good."""
         return bool(self._app.should_stop)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why, where it says so."""
+        reason: BaseException | None = self._app.crash_reason
+        return reason
 
     async def start(self) -> None:
         """Join the group and begin to answer."""
@@ -163,11 +171,15 @@ class RequestPlane:
         if unfinished := sum(len(taken.events) for taken in self._open):
             log.warning("left_to_others", requests=unfinished, offset=self._open[0].records[0].offset)
         self._app.conf.stream_wait_empty = False  # faust would wait for what is left, for ever
-        left = asyncio.create_task(self._app.stop())
+        left = asyncio.create_task(self._leave())
         await asyncio.wait({left}, timeout=leave)
         if not left.done():
             log.warning("group_not_left", seconds=round(leave, 1))
         return left.done() and not unfinished
+
+    async def _leave(self) -> None:
+        await self._app.stop()
+        await self._replies.close()
 
     async def _agent(self, stream: Any) -> None:
         # `take_events` would count a batch as done even when it failed or a stop cancelled it.
@@ -203,21 +215,18 @@ class RequestPlane:
         self._settled.set()
 
     async def _answered(self, taken: _Taken) -> bool:
-        taken.unsettled = len(taken.records)
+        taken.unsettled, elsewhere = len(taken.records), list[asyncio.Task[None]]()
         try:
             async with aclosing(self._answer(taken.records)) as parts:
                 async for part in parts:
-                    await asyncio.gather(*[await self._send(reply) for reply in part.replies])
+                    elsewhere += await self._replies.send(part.replies)
                     taken.unsettled -= part.settled
                     self._settled.set()
+            await asyncio.gather(*elsewhere)
         except Exception:  # the batch is tried again, whatever it was
             log.exception("batch_failed", requests=len(taken.records), offset=taken.records[0].offset)
             return False
         return True
-
-    async def _send(self, reply: Reply) -> Any:
-        topic, headers = self._settings.topic(reply.topic), reply.headers or None
-        return await self._app.producer.send(topic, reply.key, reply.value, None, None, headers)
 
 
 def _credentials(settings: Settings) -> Any:
@@ -235,4 +244,12 @@ def _credentials(settings: Settings) -> Any:
 
 def _record(event: Any) -> Record:
     message = event.message
-    return Record(message.value, message.topic, message.partition, message.offset, message.timestamp, message.key)
+    return Record(
+        message.value,
+        message.topic,
+        message.partition,
+        message.offset,
+        message.timestamp,
+        message.key,
+        message.headers or (),
+    )

@@ -1,0 +1,66 @@
+"""Where the answer to a request goes, and the headers that it takes along.
+
+The header `reply_to` names a topic in place of `predictions`; its own name begins with the deployment's prefix, and it
+is none of gracestream's. The request's other headers come back with the answer: the first that fit, of at most
+`MOST_HEADERS` and `HEADER_BYTES`; none with a name that gracestream itself uses.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pipeline.settings import Settings
+from pipeline.topics import PREDICTIONS, TOPICS
+from schemas.headers import HEADER_BYTES, MOST_HEADERS, OURS, REPLY_TO
+from schemas.messages import one_line
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,249}")
+
+Header = tuple[str, bytes | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Of an answer: its headers; its topic, empty for `predictions`; what is wrong with `reply_to`."""
+
+    headers: tuple[Header, ...] = ()
+    topic: str = ""
+    fault: str = ""
+
+
+ORDINARY = Address()
+
+
+def address_of(headers: Iterable[Header], settings: Settings) -> Address:
+    """The address that the headers of a request ask for."""
+    given = list(headers)
+    if not given:
+        return ORDINARY
+    kept: list[Header] = []
+    room = HEADER_BYTES
+    for name, value in given:
+        size = len(name.encode()) + len(value or b"")
+        if name not in OURS and size <= room and len(kept) < MOST_HEADERS:
+            kept.append((name, value))
+            room -= size
+    wanted = [value for name, value in given if name == REPLY_TO]
+    if not wanted:
+        return Address(tuple(kept))
+    topic = (wanted[-1] or b"")[:1000].decode(errors="backslashreplace")
+    fault = _fault_of(topic, settings)
+    ordinary = fault or topic == settings.topic(PREDICTIONS)
+    return Address(tuple(kept), "" if ordinary else topic, fault)
+
+
+def _fault_of(topic: str, settings: Settings) -> str:
+    """Why there can be no answer on that topic; empty: there can."""
+    shown = f"the header {REPLY_TO} names {one_line(topic)!r}"
+    if _NAME.fullmatch(topic) is None or topic in {".", ".."}:
+        return f"{shown}, which is no name of a topic: send 1 to 249 of A-Z a-z 0-9 . _ -"
+    if topic == settings.topic(PREDICTIONS):
+        return ""
+    if not topic.startswith(settings.prefix) or topic.startswith("__"):
+        return f"{shown}; a reply topic's name must begin with the deployment's prefix, {settings.prefix!r}"
+    if topic.endswith(tuple(known.name for known in TOPICS)):  # with a longer prefix: another deployment's
+        return f"{shown}, which ends as one of gracestream's own topics does; choose another name"
+    return ""
