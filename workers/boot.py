@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import faiss
@@ -35,17 +35,23 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A started worker: its name, what it says of itself, its model, and the event that ends it."""
+    """A started worker: its name, what it says of itself, its model, and the event that ends it.
+
+    `idle` is set while it has nothing in hand, so that a signal may end it at once.
+    """
 
     name: str
     health: Health
     model: EditableModel
     stop: threading.Event
+    idle: threading.Event = field(default_factory=threading.Event)
 
 
 @contextmanager
 def worker(kind: Literal["inference", "editor"], settings: Settings) -> Iterator[Worker]:
     """Start one; SIGTERM and SIGINT set its `stop`, and the process ends soon after. Redis may come later.
+
+    It begins `idle`: until it clears that, a signal ends it at once.
 
     Raises:
         PortError, SettingsError, UnreachableError, RefusedError, TopicError, ModelError, LayerError: one sentence each.
@@ -54,7 +60,9 @@ def worker(kind: Literal["inference", "editor"], settings: Settings) -> Iterator
     configure_logs(settings.log_format, worker=kind, name=name)
     for variable, meant in misspelt(os.environ).items():
         log.warning("unknown_setting", variable=variable, meant=meant)
-    stop = end_on_signals(settings.shutdown_timeout)
+    idle = threading.Event()
+    idle.set()
+    stop = end_on_signals(settings.shutdown_timeout, idle)
     own = metrics.REPLICA if kind == "inference" else metrics.EDITOR
     health = Health(settings.stuck_after, metrics=functools.partial(metrics.exposition, own))
     end_when_stuck(health.stuck, stop)
@@ -79,7 +87,7 @@ def worker(kind: Literal["inference", "editor"], settings: Settings) -> Iterator
             fingerprint=model.fingerprint[:12],
             query=model.queried,
         )
-        yield Worker(name, health, model, stop)
+        yield Worker(name, health, model, stop, idle)
     finally:
         stop.set()  # from now on what still waits in some thread has as long as after a signal
         server.close()

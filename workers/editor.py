@@ -114,14 +114,16 @@ def editor_of(started: Worker, settings: Settings, admission: Admission) -> "Edi
         snapshots=SnapshotWriter(settings),
         environment={"editor": started.name, **environment(started.model, engine.plan)},
     )
-    return Editor(parts, started.health, settings.edit_batch)
+    return Editor(parts, started.health, settings.edit_batch, started.idle)
 
 
 class Editor:
     """Stands by, leads and edits; values of up to `together` feedback records are trained together."""
 
-    def __init__(self, parts: Parts, health: Health, together: int) -> None:
+    def __init__(self, parts: Parts, health: Health, together: int, idle: threading.Event | None = None) -> None:
+        """`idle` is set while it waits for Kafka or for the history, and has nothing in hand."""
         self._parts, self._health, self._together = parts, health, together
+        self._idle = threading.Event() if idle is None else idle
         self._role: Literal["starting", "standby", "leading"] = "starting"
         self._lead: bytes | None = None
         self._behind, self._counted = 0, -COUNT_SECONDS
@@ -155,6 +157,7 @@ class Editor:
                     log.warning("log_lost", reason=reason, retry_seconds=RETRY_SECONDS)
                     self._parts.log.close()
                     self._health.at_rest("editor")
+                    self._idle.set()
                     stop.wait(RETRY_SECONDS)
         finally:
             for part in (self._parts.log, self._parts.traffic, self._parts.snapshots):
@@ -168,6 +171,7 @@ class Editor:
         self._fold()
         parts.intake.catch_up()
         parts.traffic.catch_up()
+        self._idle.clear()
         parts.log.join()
         while not stop.is_set():
             self._health.at_work("editor")

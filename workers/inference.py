@@ -24,6 +24,7 @@ from pipeline.mirror import Mirror
 from pipeline.radius_store import Head, RadiusStore
 from pipeline.serving import Part, Question, Record, Reply, Server, Work
 from pipeline.settings import Settings
+from schemas.messages import one_line
 from workers.boot import Worker, worker
 from workers.micro_batches import MicroBatches
 from workers.request_plane import RequestPlane
@@ -92,6 +93,7 @@ class Replica:
 
     async def _serve(self) -> bool:
         """Whether it was told to stop, and left nothing undone."""
+        self._worker.idle.clear()
         plane = RequestPlane(self._settings, self._answer)
         await plane.start()
         following = asyncio.create_task(self._follow())
@@ -99,6 +101,10 @@ class Replica:
         log.info("ready", seq=self._mirror.codebook.seq, entries=len(self._mirror.codebook))
         while not (await self._to_stop() or self._fault or plane.failed or following.done()):
             self._say_whether_ready()
+        if following.done():  # it ends by a defect alone
+            log.error("follower_ended", reason=_reason(following.exception()), seq=self._mirror.codebook.seq)
+        if plane.failed:
+            log.error("request_plane_ended", reason=_reason(plane.failure))
         if self._fault is None:
             self._worker.health.not_ready("stopping")
         time = self._settings.shutdown_timeout
@@ -203,6 +209,11 @@ class Replica:
         if self._fault is not None:
             return
         self._fault = fault
+        self._worker.idle.clear()  # from now on it stays to be looked at, and ends with status 1
         self._worker.health.not_ready(str(fault))
         event = "history_fault" if isinstance(fault, DeltaFault) else "device_fault"
         log.error(event, reason=str(fault), seq=self._mirror.codebook.seq)
+
+
+def _reason(error: BaseException | None) -> str:
+    return "unknown" if error is None else f"{type(error).__name__}: {one_line(str(error))}"

@@ -1,10 +1,13 @@
 """The end of a worker: what it took it does once and commits; what it cannot finish is left to another."""
 
+import os
 import signal
+import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
@@ -14,16 +17,22 @@ from kafka import TopicPartition
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from deploy.local.kafka import LocalKafka
+from deploy.local.processes import free_port
+from deploy.local.redis import LocalRedis
 from pipeline.clients import consumer
+from pipeline.model import EditableModel
 from pipeline.settings import Settings
+from pipeline.snapshot_store import SnapshotStore
 from pipeline.topics import create_topics
 from schemas.messages import Feedback, Parameters, Prediction, Request, decode
 from tests.chaos.dying import arm, train_slowly
 from tests.integration.forked import Forked
+from tests.integration.history import History
 from tests.integration.running import (
     Users,
     deltas_in_log,
     flag,
+    hang,
     members,
     metric,
     outcomes_in_log,
@@ -33,6 +42,7 @@ from tests.integration.running import (
     ways_to_leave,
 )
 from tests.unit.engine.tiny import SIZE, texts, tokenizer
+from workers.inference import Replica
 
 PROMPTS = texts(20, seed=11)
 LATE = 15.0
@@ -286,3 +296,138 @@ def test_workers_start_without_redis_and_work(deployment: Settings, users: Users
         for worker in (replica, editor):
             assert "starting_without_redis" in worker.said()
             assert metric(worker.port, "gracestream_degraded") == 1
+
+
+def cut_off(settings: Settings, *_: object) -> Settings:
+    """Kafka does not answer."""
+    return settings.model_copy(update={"kafka": f"127.0.0.1:{free_port()}"})
+
+
+def hung(settings: Settings, kafka: LocalKafka) -> Settings:
+    """Kafka takes connections and never answers."""
+    hang(kafka)
+    return settings.model_copy(update={"kafka": kafka.bootstrap})
+
+
+@pytest.mark.parametrize("command", ["infer", "edit"])
+@pytest.mark.parametrize("away", [cut_off, hung])
+def test_a_worker_that_waits_for_kafka_ends_at_once_and_in_order(
+    deployment: Settings,
+    own_kafka: LocalKafka,
+    folder: Path,
+    command: str,
+    away: Callable[[Settings, LocalKafka], Settings],
+) -> None:
+    settings = away(deployment, own_kafka)
+    with Forked("waiting", command, settings, folder, shutdown_timeout=600.0) as worker:
+        wait_until(lambda: '"starting"' in worker.said(), 90)
+        assert worker.stop() == 0
+        assert "it had nothing in hand" in worker.said()
+
+
+def test_a_replica_that_catches_up_ends_at_once_and_in_order(deployment: Settings, folder: Path) -> None:
+    model = EditableModel.load(deployment.model, deployment.layer)
+    history = History(deployment, model.fingerprint, model.layer)
+    history.lead()
+    history.make_live()
+    head = history.redis_key("head")
+    history.redis.hset(head, "seq", "1000")  # it waits for what is not in the log
+    chosen = {"shutdown_timeout": 600.0, "redis_grace": 600.0}
+    with Forked("waiting", "infer", deployment, folder, **chosen) as replica:
+        wait_until(lambda: "redis_ahead" in replica.said(), 90)
+        assert replica.ready()[0] == 503
+        assert replica.stop() == 0
+        assert "it had nothing in hand" in replica.said()
+    history.empty_redis()
+    history.close()
+
+
+def never_put() -> None:
+    """Every upload of a snapshot hangs."""
+
+    def put(*_: object) -> None:
+        print('{"event": "uploading"}', file=sys.stderr, flush=True)
+        threading.Event().wait()
+
+    SnapshotStore.put = put  # type: ignore[assignment,method-assign]
+
+
+def test_an_editor_whose_upload_of_a_snapshot_hangs_ends_in_order(
+    deployment: Settings, users: Users, folder: Path
+) -> None:
+    chosen = {"snapshot_url": str(folder / "snapshots"), "snapshot_every": 1, "shutdown_timeout": USUAL}
+    with Forked("editor", "edit", deployment, folder, sabotage=never_put, **chosen) as editor:
+        editor.wait_ready(90)
+        users.correct(flag("f", PROMPTS[0], "river"))
+        wait_until(lambda: '"uploading"' in editor.said())
+        assert editor.stop() == 0
+
+
+def never_answer() -> None:
+    """Every pass of the model hangs."""
+
+    def answer(*_: object) -> None:
+        threading.Event().wait()
+
+    EditableModel.answer = answer  # type: ignore[assignment,method-assign]
+
+
+def test_a_replica_whose_model_never_answers_ends_in_time(deployment: Settings, users: Users, folder: Path) -> None:
+    with Forked("replica", "infer", deployment, folder, sabotage=never_answer, shutdown_timeout=3.0) as replica:
+        replica.wait_ready(90)
+        users.client.send([question("q", PROMPTS[0])])
+        wait_until(lambda: metric(replica.port, "gracestream_batch_size_count") > 0)
+        replica.process.terminate()
+        assert replica.wait(3.0 + LATE) == 1
+        assert "left_to_others" in replica.said()
+    assert uncommitted(deployment) == 1
+
+
+@pytest.mark.parametrize("command", ["infer", "edit"])
+def test_a_worker_whose_redis_hangs_ends_in_order(
+    deployment: Settings, users: Users, folder: Path, command: str
+) -> None:
+    with LocalRedis(folder / "redis") as redis:
+        chosen = {"redis": redis.url, "shutdown_timeout": USUAL}
+        with Forked("worker", command, deployment, folder, **chosen) as worker:
+            worker.wait_ready(90)
+            redis.child.send(signal.SIGSTOP)
+            users.client.send([question("q", PROMPTS[0]), flag("f", PROMPTS[0], "river")])
+            wait_until(lambda: metric(worker.port, "gracestream_degraded") == 1)
+            assert worker.stop() == 0
+        redis.child.send(signal.SIGCONT)
+
+
+def silent_log() -> None:
+    """Whoever reads the worker's standard error stops reading, once it is full."""
+    reading, writing = os.pipe()
+    os.set_inheritable(reading, True)
+    os.dup2(writing, 2)
+    os.set_blocking(2, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(2, bytes(4096))
+    os.set_blocking(2, True)
+
+
+def test_a_worker_whose_log_is_not_read_ends_all_the_same(deployment: Settings, folder: Path) -> None:
+    with Forked("deaf", "infer", deployment, folder, sabotage=silent_log, shutdown_timeout=2.0) as worker:
+        wait_until(lambda: psutil.Process(worker.process.pid).num_threads() > 2)  # it takes signals
+        worker.process.terminate()
+        worker.wait(2.0 + LATE)
+
+
+def fail_to_follow() -> None:
+    """What follows the head meets a defect."""
+
+    async def catch_up(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("a defect")
+
+    Replica._catch_up = catch_up  # type: ignore[method-assign]
+
+
+def test_a_replica_says_why_it_no_longer_follows(deployment: Settings, folder: Path) -> None:
+    with Forked("replica", "infer", deployment, folder, sabotage=fail_to_follow) as replica:
+        assert replica.wait(90) == 1
+        (ended,) = (event for event in replica.events() if event["event"] == "follower_ended")
+        assert ended["reason"] == "ZeroDivisionError: a defect"
