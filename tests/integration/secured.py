@@ -98,7 +98,7 @@ class SecuredKafka:
         self.server.start()
         self.add_users(SUPER_USER)
 
-    def set_acls(self, prefix: str, cache: Path, arguments: Sequence[str] = ()) -> str:
+    def set_acls(self, prefix: str, cache: Path, arguments: Sequence[str] = (), **chosen: str) -> str:
         """Run deploy/acls.sh as the super user, for `{prefix}editor`, `{prefix}replica` and so on; what it prints."""
         properties = self.folder / "admin.properties"
         properties.write_text(
@@ -116,6 +116,7 @@ class SecuredKafka:
             "COMMAND_CONFIG": str(properties),
             "GRACESTREAM_PREFIX": prefix,
             **principals,
+            **chosen,
         }
         ran = subprocess.run(
             [ACLS, *arguments], env=os.environ | environment, capture_output=True, text=True, timeout=240, check=False

@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 from kafka import TopicPartition
+from kafka.admin import NewTopic
 from kafka.errors import GroupAuthorizationFailedError, KafkaError, TransactionalIdAuthorizationFailedError
+from msgspec import UNSET
 
 from pipeline.access import ACCESS
 from pipeline.clients import admin, consumer, producer
 from pipeline.settings import Settings, load_settings
 from pipeline.topics import TOPICS, create_topics
+from schemas.messages import Prediction, Request, decode, encode
 from tests.integration.forked import Command, Forked, sentence, status_of
 from tests.integration.running import PATIENCE, Checkpoint, records, wait_until
 from tests.integration.secured import ROLES, SUPER_USER, SecuredKafka
@@ -258,3 +261,31 @@ def test_the_script_lists_what_is_in_force_and_may_run_again(realm: Realm) -> No
     for role in ROLES:
         assert f"User:{realm.common['prefix']}{role}" in listed
     assert SUPER_USER not in listed
+
+
+def test_a_replica_replies_only_to_topics_that_the_script_was_given(
+    realm: Realm, secured_kafka: SecuredKafka, folder: Path
+) -> None:
+    prefix = f"t{secrets.token_hex(4)}-"
+    secured_kafka.add_users(*(prefix + role for role in ("replica", "user", "operator")))
+    secured_kafka.set_acls(prefix, load_settings().cache.expanduser(), REPLY_TOPICS="answers more-answers")
+    common = {**realm.common, "prefix": prefix}
+    root = load_settings(**common, **secured_kafka.as_user(SUPER_USER))
+    replica, user = (load_settings(**common, **secured_kafka.as_user(prefix + role)) for role in ("replica", "user"))
+    create_topics(root, partitions=1, replication=1)
+    client = admin(root)
+    client.create_topics([NewTopic(f"{prefix}{name}", 1, 1) for name in ("answers", "hidden")])
+    client.close()
+    sender = producer(user)
+    with Forked("replica", "infer", replica, folder) as worker:
+        worker.wait_ready(90)
+        for name in ("answers", "hidden"):
+            request = encode(Request(v=1, request_id=name, inputs=PROMPT))
+            sender.send(f"{prefix}requests", request, headers=[("reply_to", f"{prefix}{name}".encode())])
+        (answer,) = wait_until(lambda: records(user, "answers"))
+        assert decode(answer.value, Prediction).error is UNSET
+        (refusal,) = wait_until(lambda: records(user, "predictions"))
+        assert f"the topic {prefix}hidden" in str(decode(refusal.value, Prediction).error)
+        assert "deploy/acls.sh" in str(decode(refusal.value, Prediction).error)
+        assert worker.stop() == 0
+    sender.close(timeout=5)
