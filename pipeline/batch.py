@@ -7,6 +7,22 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
+class Prompt:
+    """One tokenised prompt.
+
+    Attributes:
+        token_ids: With those that the tokenizer's template adds.
+        segments: The segment of each token (`token_type_ids`); none where the tokenizer has no segments.
+    """
+
+    token_ids: tuple[int, ...]
+    segments: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """One batch.
 

@@ -1,5 +1,6 @@
 """Sequence classification: a label of the model's own for a text or a pair of texts."""
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,9 +8,9 @@ import torch
 from torch import Tensor
 
 from pipeline.adaptor import QueryToken
-from pipeline.batch import Batch
+from pipeline.batch import Batch, Prompt
 from pipeline.codebook import Label
-from pipeline.tasks import Answer, InputError, Limits, Supervised, Task
+from pipeline.tasks import SEGMENTS, Answer, InputError, Limits, Supervised, Task
 from schemas.messages import Inputs, Outputs, Parameters
 
 
@@ -21,28 +22,28 @@ class Classification(Task):
     def __init__(self, model: Any, tokenizer: Any, limits: Limits, decoder_layer: bool) -> None:
         super().__init__(model, tokenizer, limits, decoder_layer)
         # The first token of a causal model has seen nothing but itself: every text that starts alike shares it.
+        # Tokenizers without a separator name segments by default, which a GPT2 would read as words.
+        parameters = inspect.signature(model.forward).parameters
+        self._has_segments = SEGMENTS in parameters and tokenizer.sep_token_id is not None
         self.query: QueryToken = "last" if tokenizer.cls_token_id is None else "first"
 
-    def tokenize(self, inputs: Inputs) -> list[int]:
+    def tokenize(self, inputs: Inputs) -> Prompt:
         """As for any task, and a pair is joined the way the tokenizer does."""
-        texts = (inputs,) if isinstance(inputs, str) else inputs
-        return self._checked(self.tokenizer(*texts, add_special_tokens=True, verbose=False)["input_ids"])
+        return self._prompt(*((inputs,) if isinstance(inputs, str) else inputs))
 
-    def batch(self, prompts: Sequence[Sequence[int]]) -> Batch:
-        """Segment ids of pairs follow the first separator."""
+    def batch(self, prompts: Sequence[Prompt]) -> Batch:
+        """With the segments that the tokenizer gave to the texts of a pair, for a model that has some."""
         batch = super().batch(prompts)
-        separator = self.tokenizer.sep_token_id
-        if "token_type_ids" in self.tokenizer.model_input_names and separator is not None:
-            ids_BT = batch.kwargs["input_ids"]
-            after_BT = (ids_BT == separator).long().cumsum(dim=1) - (ids_BT == separator).long()
-            batch.kwargs["token_type_ids"] = (after_BT == 1).long() * batch.kwargs["attention_mask"]
+        if self._has_segments and all(prompt.segments for prompt in prompts):
+            segments = [prompt.segments for prompt in prompts]
+            batch.kwargs[SEGMENTS] = self._rows(segments, self._padding(SEGMENTS))
         return batch
 
     def observe(self, batch: Batch) -> None:
         """The whole model; the adaptor's session may end it early."""
         self.model(**batch.kwargs)
 
-    def admit(self, prompt: Sequence[int], parameters: Parameters) -> object:
+    def admit(self, prompt: Prompt, parameters: Parameters) -> object:
         """A classifier has no parameters: all its requests are of one group."""
         del prompt
         if parameters != Parameters():

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint import ModelError, cached_fingerprint, device_of, load_encoder
+from pipeline.control_tokens import text_tokenizer
 from pipeline.probe import TEXTS
 
 MARKS = 32
@@ -67,7 +68,7 @@ class Encoder:
         if not tokenizer.is_fast or tokenizer.pad_token_id is None:
             raise ModelError("its tokenizer cannot read long texts in parts, or not pad")
         self._module = module.eval().requires_grad_(False)
-        self._tokenizer = tokenizer
+        self._tokenizer = text_tokenizer(tokenizer)
         others = (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id, None)
         self._unknown = NONE if tokenizer.unk_token_id in others else tokenizer.unk_token_id
         positions = getattr(module.config, "max_position_embeddings", None) or most

@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import BaseModelOutput
 
 from pipeline.adaptor import Replaced, last_token
-from pipeline.batch import Batch
+from pipeline.batch import Batch, Prompt
 from pipeline.codebook import Label
 from pipeline.tasks import Answer, InputError, Limits, Supervised, Task
 from schemas.messages import Inputs, Outputs, Parameters
@@ -53,7 +53,7 @@ class Generation(Task):
         # `generate` takes what is not set here from the model's own; a penalty would keep an edit from its target.
         model.generation_config = copy.deepcopy(self._config)
 
-    def admit(self, prompt: Sequence[int], parameters: Parameters) -> object:
+    def admit(self, prompt: Prompt, parameters: Parameters) -> object:
         """Requests that generate alike and as much: none waits for another's longer answer, none outgrows the model."""
         if self._budget(parameters) > self.limits.new_tokens_limit:
             raise InputError(
@@ -95,7 +95,7 @@ class Generation(Task):
 
     def _target_ids(self, inputs: Inputs, target: str) -> list[int]:
         del inputs
-        token_ids: list[int] = self.tokenizer(target, add_special_tokens=False, verbose=False)["input_ids"]
+        token_ids: list[int] = self._text_tokenizer(target, add_special_tokens=False, verbose=False)["input_ids"]
         return token_ids
 
     def _answer(self, token_ids: list[int]) -> Answer:
@@ -137,7 +137,7 @@ class CausalGeneration(Generation):
             tokens = len(prompt) + len(label)
             raise InputError(f"prompt and target have {tokens} tokens; the model has room for {self.context}")
         device = self.model.device
-        ids_1T = torch.tensor([[*prompt, *label[:-1]]], device=device)
+        ids_1T = torch.tensor([[*prompt.token_ids, *label[:-1]]], device=device)
         mask_1T = torch.ones_like(ids_1T)
         prompt_1T = mask_1T.clone()
         prompt_1T[:, len(prompt) :] = 0

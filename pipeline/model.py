@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pipeline.adaptor import Adaptor, Hit, QueryToken, Replaced
-from pipeline.batch import Batch
+from pipeline.batch import Batch, Prompt
 from pipeline.checkpoint import ModelError, cached_fingerprint, fingerprint_of, load_checkpoint
 from pipeline.classification import Classification
 from pipeline.codebook import Codebook, Label
@@ -131,15 +131,15 @@ class EditableModel:
             prompt, words = (self.task.tokenize(text) for text in TEXTS[:2])
         except InputError:
             return False
-        middle = len(prompt) // 2
-        not_these = {prompt[middle], *self.task.tokenizer.all_special_ids}
-        other = next((one for one in (*words, *range(self.task.vocabulary)) if one not in not_these), None)
+        tokens, middle = prompt.token_ids, len(prompt) // 2
+        not_these = {tokens[middle], *self.task.tokenizer.all_special_ids}
+        other = next((one for one in (*words.token_ids, *range(self.task.vocabulary)) if one not in not_these), None)
         if len(prompt) < 3 or other is None:
             return False
-        changed = [*prompt[:middle], other, *prompt[middle + 1 :]]
-        return torch.equal(*(self.queries([tokens]) for tokens in (prompt, changed)))
+        changed = Prompt((*tokens[:middle], other, *tokens[middle + 1 :]), prompt.segments)
+        return torch.equal(*(self.queries([one]) for one in (prompt, changed)))
 
-    def queries(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+    def queries(self, prompts: Sequence[Prompt]) -> Tensor:
         """The queries (B, D), float32, of tokenised prompts; nothing after the wrapped module runs."""
         batch = self.task.batch(prompts)
         if self._encoder is not None:
@@ -156,7 +156,7 @@ class EditableModel:
 
     def answer(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Prompt],
         parameters: Sequence[Parameters],
         codebook: Codebook,
         index: KeyIndex,

@@ -16,6 +16,7 @@ import structlog
 from kafka import TopicPartition
 from kafka.errors import KafkaTimeoutError
 
+from pipeline.batch import Prompt
 from pipeline.clients import consumer
 from pipeline.device import raise_if_broken
 from pipeline.editing import EditEngine
@@ -75,7 +76,7 @@ class RequestTail:
         self._looked_at = time.monotonic()
         self._ask_after = self._heard = 0.0
         self._waiting: list[Ranked] = []
-        self._known: OrderedDict[tuple[int, ...], np.ndarray] = OrderedDict()
+        self._known: OrderedDict[Prompt, np.ndarray] = OrderedDict()
         """Queries of the last prompts: where few different ones are asked, none is run again and again."""
 
     def catch_up(self) -> None:
@@ -167,11 +168,11 @@ class RequestTail:
 
     def _hold(self, ranked: list[Ranked]) -> None:
         """Compute queries and hold them; what is no request is left out, for the replicas reject it."""
-        prompts: dict[tuple[int, ...], float] = {}
+        prompts: dict[Prompt, float] = {}
         for rank, value in ranked:
             try:
                 request = decode(value, Request, self._settings.max_record_bytes)
-                prompt = tuple(self._engine.model.task.tokenize(request.inputs))
+                prompt = self._engine.model.task.tokenize(request.inputs)
             except (InvalidMessage, InputError):
                 continue
             if (query_D := self._known.get(prompt)) is not None:
@@ -180,7 +181,7 @@ class RequestTail:
                 prompts[prompt] = max(rank, prompts.get(prompt, rank))
         self._observe(list(prompts.items()))
 
-    def _observe(self, prompts: list[tuple[tuple[int, ...], float]]) -> None:
+    def _observe(self, prompts: list[tuple[Prompt, float]]) -> None:
         """A prompt on which the model fails is left out, its neighbours are not."""
         if not prompts:
             return

@@ -16,6 +16,7 @@ from msgspec import UNSET
 
 from pipeline import metrics
 from pipeline.addressing import ORDINARY, Address, Header, address_of
+from pipeline.batch import Prompt
 from pipeline.codebook import DeltaFault
 from pipeline.dead_letters import rejected
 from pipeline.device import raise_if_broken
@@ -95,7 +96,7 @@ class Question:
 
     record: Record
     request: Request
-    prompt: list[int]
+    prompt: Prompt
     group: object
     address: Address = ORDINARY
 

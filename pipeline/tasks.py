@@ -14,14 +14,19 @@ import torch
 from torch import Tensor
 
 from pipeline.adaptor import QueryToken, Replaced
-from pipeline.batch import Batch
+from pipeline.batch import Batch, Prompt
 from pipeline.codebook import Label
+from pipeline.control_tokens import text_tokenizer
 from pipeline.errors import UserError
 from schemas.messages import Inputs, Outputs, Parameters
 
 
 class InputError(UserError):
     """Inputs, parameters or a target that this model cannot take; the text says why."""
+
+
+SEGMENTS = "token_type_ids"
+"""The argument of models that tell the texts of a pair apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,19 +93,24 @@ class Task(ABC):
             tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
         if model.config.pad_token_id is None:
             model.config.pad_token_id = tokenizer.pad_token_id
+        self._text_tokenizer = text_tokenizer(tokenizer)
         self.vocabulary: int = model.get_input_embeddings().num_embeddings
         self.context: int | None = getattr(model.config, "max_position_embeddings", None)
         self.max_prompt = min(limits.max_input_tokens, self.context or limits.max_input_tokens)
 
-    def tokenize(self, inputs: Inputs) -> list[int]:
-        """Token ids of one prompt.
+    def tokenize(self, inputs: Inputs) -> Prompt:
+        """One prompt in tokens.
 
         Raises:
             InputError: a pair for a model of single texts, too long, or nothing left.
         """
         if not isinstance(inputs, str):
             raise InputError("this model takes one text, not a pair")
-        return self._checked(self.tokenizer(inputs, add_special_tokens=True, verbose=False)["input_ids"])
+        return self._prompt(inputs)
+
+    def _prompt(self, *texts: str) -> Prompt:
+        found = self._text_tokenizer(*texts, add_special_tokens=True, verbose=False)
+        return Prompt(tuple(self._checked(found["input_ids"])), tuple(found.get(SEGMENTS, ())))
 
     def _checked(self, token_ids: list[int]) -> list[int]:
         if not token_ids:
@@ -111,18 +121,21 @@ class Task(ABC):
             raise InputError(f"token {max(token_ids)} is unknown to the model, which knows {self.vocabulary}")
         return token_ids
 
-    def batch(self, prompts: Sequence[Sequence[int]]) -> Batch:
+    def batch(self, prompts: Sequence[Prompt]) -> Batch:
         """Pad tokenised prompts (`tokenize`) into one batch."""
-        width = max(len(prompt) for prompt in prompts)
-        ids_BT = torch.full((len(prompts), width), int(self.tokenizer.pad_token_id))
-        mask_BT = torch.zeros((len(prompts), width), dtype=torch.long)
-        for row, prompt in enumerate(prompts):
-            columns = slice(0, len(prompt)) if self.side == "right" else slice(width - len(prompt), width)
-            ids_BT[row, columns] = torch.tensor(prompt)
-            mask_BT[row, columns] = 1
-        device = self.model.device
-        kwargs = {"input_ids": ids_BT.to(device), "attention_mask": mask_BT.to(device)}
-        return Batch(kwargs, None if self._decoder_layer else kwargs["attention_mask"])
+        ids_BT = self._rows([prompt.token_ids for prompt in prompts], int(self.tokenizer.pad_token_id))
+        mask_BT = self._rows([[1] * len(prompt) for prompt in prompts], 0)
+        return Batch({"input_ids": ids_BT, "attention_mask": mask_BT}, None if self._decoder_layer else mask_BT)
+
+    def _rows(self, rows: Sequence[Sequence[int]], padding: int) -> Tensor:
+        """Numbers for each token of each prompt, padded on this task's side."""
+        width = max(map(len, rows))
+        rows_BT = torch.full((len(rows), width), padding)
+        for place, row in enumerate(rows):
+            rows_BT[place, slice(0, len(row)) if self.side == "right" else slice(width - len(row), width)] = (
+                torch.tensor(row)
+            )
+        return rows_BT.to(self.model.device)
 
     @abstractmethod
     def observe(self, batch: Batch) -> None:
@@ -133,7 +146,7 @@ class Task(ABC):
         """Answer a batch; its requests are of one group (`admit`)."""
 
     @abstractmethod
-    def admit(self, prompt: Sequence[int], parameters: Parameters) -> object:
+    def admit(self, prompt: Prompt, parameters: Parameters) -> object:
         """Requests for which this returns equal groups can share a batch.
 
         Raises:
@@ -172,7 +185,9 @@ class Task(ABC):
         return Supervised(Batch(kwargs, mask_BT), labels, max(row.columns for row in rows))
 
     def _padding(self, name: str) -> int:
-        return int(self.tokenizer.pad_token_id) if name.endswith("input_ids") else 0
+        if name.endswith("input_ids"):
+            return int(self.tokenizer.pad_token_id)
+        return int(self.tokenizer.pad_token_type_id) if name == SEGMENTS else 0
 
     @abstractmethod
     def logits(self, supervised: Supervised) -> list[Tensor]:

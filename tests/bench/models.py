@@ -21,6 +21,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from pipeline.batch import Prompt
 from pipeline.experiments.data import CounterFactRow, QuestionRow, ZsreRow, rows_of
 from pipeline.experiments.tasks import COUNTERFACT, NQ, ZSRE
 from pipeline.model import EditableModel
@@ -44,7 +45,7 @@ class Subject:
     load: Callable[[], EditableModel]
     trained: bool = False
 
-    def asked(self, model: EditableModel, count: int) -> list[list[int]]:
+    def asked(self, model: EditableModel, count: int) -> list[Prompt]:
         """Prompts as it is asked them: of a trained model questions of people's, else `TOKENS` random tokens.
 
         Raises:
@@ -58,12 +59,11 @@ class Subject:
             raise BenchError(f"{count} questions are wanted, and there are {len(texts)}")
         return [model.task.tokenize(text) for text in texts[:count]]
 
-    def prompts(self, model: EditableModel, count: int, tokens: int, seed: int = 0) -> list[list[int]]:
+    def prompts(self, model: EditableModel, count: int, tokens: int, seed: int = 0) -> list[Prompt]:
         """Random prompts of so many tokens."""
         generator = np.random.default_rng(seed)
         most = model.module.get_input_embeddings().num_embeddings
-        found: list[list[int]] = generator.integers(FIRST_WORD, most, (count, tokens)).tolist()
-        return found
+        return [Prompt(tuple(row)) for row in generator.integers(FIRST_WORD, most, (count, tokens)).tolist()]
 
 
 def questions() -> list[str]:

@@ -27,6 +27,7 @@ from operator import sub, truediv
 import numpy as np
 import torch
 
+from pipeline.batch import Prompt
 from pipeline.bounds import exact_product
 from pipeline.codebook import Codebook
 from pipeline.index import NO_SLOT, KeyIndex
@@ -85,7 +86,7 @@ def run(options: Options) -> Iterator[Row]:
 
 def _measured(
     name: str,
-    asked: Sequence[list[int]],
+    asked: Sequence[Prompt],
     model: EditableModel,
     codebook: Codebook,
     index: KeyIndex,
@@ -98,21 +99,21 @@ def _measured(
     everywhere = model.adaptor.replace == "all"
     token = {"first": 0, "last": -1}[model.adaptor.query]
 
-    def bare(some: Sequence[Sequence[int]]) -> int:
+    def bare(some: Sequence[Prompt]) -> int:
         with torch.inference_mode():
             model.task.run(model.task.batch(some), parameters)
         return 0
 
-    def ours(some: Sequence[Sequence[int]]) -> int:
+    def ours(some: Sequence[Prompt]) -> int:
         return sum(served.hit is not None for served in model.answer(some, parameters, codebook, index))
 
-    ways: dict[str, Callable[[Sequence[Sequence[int]]], int]] = {"unedited": bare, "edited": ours}
+    ways: dict[str, Callable[[Sequence[Prompt]], int]] = {"unedited": bare, "edited": ours}
     if 0 < len(codebook) <= TEXTBOOK_MOST:
         arrays = (torch.from_numpy(array) for array in (codebook.keys_ND, codebook.values_NV, codebook.radii_N))
         module = model.module.get_submodule(model.layer)
         keys_ND, values_NV, radii_N = arrays
 
-        def textbook(some: Sequence[Sequence[int]]) -> int:
+        def textbook(some: Sequence[Prompt]) -> int:
             grace = TextbookGrace(module, keys_ND, values_NV, radii_N, token=token, everywhere=everywhere)
             try:
                 return bare(some)
@@ -138,7 +139,7 @@ def _measured(
 
 
 def _turns(
-    ways: Mapping[str, Callable[[Sequence[Sequence[int]]], int]], batches: Sequence[Sequence[Sequence[int]]]
+    ways: Mapping[str, Callable[[Sequence[Prompt]], int]], batches: Sequence[Sequence[Prompt]]
 ) -> tuple[dict[str, list[float]], int]:
     """CPU seconds of each way for each of the batches that it ran, and the hits of all."""
     seconds: dict[str, list[float]] = {way: [] for way in ways}
@@ -179,7 +180,7 @@ def _floor(kind: str, count: int, width: int, batch: int) -> float:
     return 1000 * min(statistics.median(spent(way) for _ in range(7)) for way in ways) * count / some
 
 
-def _recall(model: EditableModel, prompts: Sequence[list[int]], codebook: Codebook, index: KeyIndex) -> float:
+def _recall(model: EditableModel, prompts: Sequence[Prompt], codebook: Codebook, index: KeyIndex) -> float:
     queries_BD = queries(model, prompts)
     squares_BN = np.empty((len(queries_BD), len(codebook)))
     wide_BD = queries_BD.astype(np.float64)
@@ -194,7 +195,7 @@ def _recall(model: EditableModel, prompts: Sequence[list[int]], codebook: Codebo
     return float((found_B == expected_B).mean())
 
 
-def queries(model: EditableModel, prompts: Sequence[list[int]]) -> np.ndarray:
+def queries(model: EditableModel, prompts: Sequence[Prompt]) -> np.ndarray:
     """What the edited layer sees at the query's token of each prompt: (N, D), in an order of no meaning."""
     ordered = sorted(prompts, key=len)
     parts = [model.queries(ordered[start : start + 64]).cpu().numpy() for start in range(0, len(ordered), 64)]

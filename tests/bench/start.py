@@ -81,10 +81,11 @@ def run(options: Options) -> Iterator[Row]:
 
 def _history_of(settings: Settings) -> Made:
     model = load_model(settings)
-    batch = model.task.batch([model.task.tokenize("How soon?")])
+    prompts = [model.task.tokenize("How soon?")]
+    batch = model.task.batch(prompts)
     with torch.inference_mode(), model.adaptor.watching(batch) as session:
         model.task.observe(batch)
-    return Made(model.fingerprint, model.layer, model.queries(batch.prompts()).shape[1], session.outputs_BV.shape[1])
+    return Made(model.fingerprint, model.layer, model.queries(prompts).shape[1], session.outputs_BV.shape[1])
 
 
 def _seconds(command: Literal["infer", "edit"], settings: Settings, folder: Path, again: int) -> float:

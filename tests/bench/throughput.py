@@ -34,6 +34,7 @@ from kafka import TopicPartition
 from deploy.local.backends import kafka_backend, redis_backend
 from deploy.local.processes import Child, answers_ok, free_port
 from deploy.models import DEMO, layer_of
+from pipeline.batch import Prompt
 from pipeline.clients import consumer, producer
 from pipeline.model import EditableModel
 from pipeline.settings import Settings, load_settings
@@ -101,7 +102,7 @@ def _beside_bare(settings: Settings, count: int, folder: Path, options: Options)
     yield Row(f"{name}/requests_per_second", medians["replica"], "1/s", medians["bare"])
 
 
-def _bare(model: EditableModel, batches: Sequence[Sequence[Sequence[int]]]) -> float:
+def _bare(model: EditableModel, batches: Sequence[Sequence[Prompt]]) -> float:
     """Requests a second."""
     started = time.perf_counter()
     with torch.inference_mode():
@@ -110,14 +111,14 @@ def _bare(model: EditableModel, batches: Sequence[Sequence[Sequence[int]]]) -> f
     return sum(map(len, batches)) / (time.perf_counter() - started)
 
 
-def _as_they_come(prompts: Sequence[Sequence[int]], size: int) -> list[list[Sequence[int]]]:
+def _as_they_come(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
     return [list(prompts[first : first + size]) for first in range(0, len(prompts), size)]
 
 
-def _as_a_replica(prompts: Sequence[Sequence[int]], size: int) -> list[list[Sequence[int]]]:
+def _as_a_replica(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
     """The micro-batches that a replica makes of a backlog."""
     coming = deque(prompts)
-    waiting: list[Sequence[int]] = []
+    waiting: list[Prompt] = []
     batches = []
     while coming or waiting:
         while coming and len(waiting) < (1 + AHEAD) * size:

@@ -10,6 +10,7 @@ import pytest
 from msgspec import UNSET
 
 from pipeline.admission import Admission
+from pipeline.batch import Prompt
 from pipeline.clients import producer, redis_client
 from pipeline.codebook import Codebook
 from pipeline.follower import Follower
@@ -198,7 +199,7 @@ class Fragile:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def answer(self, prompts: Sequence[Sequence[int]], *rest: Any) -> Any:
+    def answer(self, prompts: Sequence[Prompt], *rest: Any) -> Any:
         if self._breaking in prompts:
             raise RuntimeError("a tensor of no shape")
         return self._model.answer(prompts, *rest)

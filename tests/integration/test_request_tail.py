@@ -9,6 +9,7 @@ from torch import Tensor
 
 from deploy.local.kafka import LocalKafka
 from pipeline import request_tail
+from pipeline.batch import Prompt
 from pipeline.clients import admin, producer
 from pipeline.editing import EditEngine
 from pipeline.plan import Plan
@@ -64,7 +65,7 @@ def counted(tail: RequestTail, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ran: list[int] = []
     queries = tail._engine.model.queries
 
-    def counting(prompts: list[list[int]]) -> Tensor:
+    def counting(prompts: list[Prompt]) -> Tensor:
         ran.append(len(prompts))
         return queries(prompts)
 

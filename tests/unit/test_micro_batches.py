@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.batch import Prompt
 from pipeline.serving import Question, Record, Reply
 from schemas.messages import Request
 from tests.unit.engine.tiny import tokenizer
@@ -40,7 +41,7 @@ def test_no_neighbours_have_less_padding(waiting: list[tuple[str, int]], size: i
 
 def asked(name: str, tokens: int = 3, group: object = None) -> Question:
     record = Record(None, "requests", 0, 0, 0.0, name.encode())
-    return Question(record, Request(v=1, request_id=name, inputs="x"), [1] * tokens, group)
+    return Question(record, Request(v=1, request_id=name, inputs="x"), Prompt((1,) * tokens), group)
 
 
 def replied(questions: list[Question]) -> list[Reply]:

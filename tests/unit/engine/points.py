@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.adaptor import Adaptor
-from pipeline.batch import Batch
+from pipeline.batch import Batch, Prompt
 from pipeline.codebook import Label
 from pipeline.editing import EditEngine
 from pipeline.model import EditableModel
@@ -35,12 +35,12 @@ class PointTask(Task):
         logits_B1C: Tensor = self.model(points_B1D)
         return logits_B1C + 0.3 * torch.cos(points_B1D.sum(dim=-1, keepdim=True) * torch.arange(1, CLASSES + 1))
 
-    def tokenize(self, inputs: Inputs) -> list[int]:
+    def tokenize(self, inputs: Inputs) -> Prompt:
         """Tenths."""
-        return [round(10 * float(number)) for number in str(inputs).split()]
+        return Prompt(tuple(round(10 * float(number)) for number in str(inputs).split()))
 
-    def batch(self, prompts: Sequence[Sequence[int]]) -> Batch:
-        return Batch({"points_B1D": torch.tensor(prompts)[:, None] / 10}, None)
+    def batch(self, prompts: Sequence[Prompt]) -> Batch:
+        return Batch({"points_B1D": torch.tensor([prompt.token_ids for prompt in prompts])[:, None] / 10}, None)
 
     def observe(self, batch: Batch) -> None:
         self.model(batch.kwargs["points_B1D"])
@@ -50,7 +50,7 @@ class PointTask(Task):
         classes_B = self._logits(batch.kwargs["points_B1D"])[:, 0].argmax(dim=-1)
         return [Answer(Outputs(label=str(found))) for found in classes_B.tolist()]
 
-    def admit(self, prompt: Sequence[int], parameters: Parameters) -> object:
+    def admit(self, prompt: Prompt, parameters: Parameters) -> object:
         del prompt, parameters
         return None
 

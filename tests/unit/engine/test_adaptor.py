@@ -10,7 +10,7 @@ from msgspec import UNSET
 from torch import nn
 
 from pipeline.adaptor import Adaptor, last_token
-from pipeline.batch import Batch
+from pipeline.batch import Batch, Prompt
 from pipeline.codebook import Codebook
 from pipeline.index import KeyIndex, Nearest
 from pipeline.layers import LayerError
@@ -112,9 +112,9 @@ def test_fault_one_pad_token_moves_the_query_off_its_key(kind: str, side: str, p
     model = editable(kind)
     prompt = model.task.tokenize(INPUTS[0])
     key_D = model.queries([prompt])[0]
-    ids, mask = [0] * pads + prompt, [0] * pads + [1] * len(prompt)
+    ids, mask = [0] * pads + [*prompt.token_ids], [0] * pads + [1] * len(prompt)
     if side == "right":
-        ids, mask = prompt + [0] * pads, [1] * len(prompt) + [0] * pads
+        ids, mask = [*prompt.token_ids] + [0] * pads, [1] * len(prompt) + [0] * pads
     mask_1T = torch.tensor([mask])
     positions_1T = (mask_1T.cumsum(dim=1) - 1).clamp(min=0)
     kwargs = {"input_ids": torch.tensor([ids]), "attention_mask": mask_1T, "position_ids": positions_1T}
@@ -233,7 +233,7 @@ def test_a_failed_batch_leaves_the_adaptor_usable(model: EditableModel) -> None:
     prompt = model.task.tokenize(INPUTS[0])
     good = said(ask(model, INPUTS[:1], codebook, index)[0])
     with pytest.raises(IndexError):
-        model.answer([prompt, [10**6]], [Parameters()] * 2, codebook, index)
+        model.answer([prompt, Prompt((10**6,))], [Parameters()] * 2, codebook, index)
     assert said(ask(model, INPUTS[:1], codebook, index)[0]) == good
 
 

@@ -88,7 +88,7 @@ def test_a_text_that_is_too_long_for_a_pass_is_read_in_parts_to_its_end() -> Non
 def test_the_query_is_the_prompts_and_not_its_paddings_or_its_targets(kind: str) -> None:
     made = encoder()
     model = editable(kind, encoder=made)
-    expected_BD = made([model.task.tokenize(text) for text in INPUTS], INPUTS)
+    expected_BD = made([model.task.tokenize(text).token_ids for text in INPUTS], INPUTS)
     assert torch.allclose(model.queries([model.task.tokenize(text) for text in INPUTS]), expected_BD, atol=1e-6)
     engine = EditEngine(model, CODEBOOK, Plan())
     for text, expected_D in zip(INPUTS, expected_BD, strict=True):
@@ -103,7 +103,7 @@ def test_prompts_are_read_from_their_masks(kind: str) -> None:
     model = editable(kind, encoder=encoder())
     prompts = [model.task.tokenize(text) for text in INPUTS]
     model.task.tokenizer.pad_token = WORDS[3]
-    assert model.task.batch(prompts).prompts() == prompts
+    assert model.task.batch(prompts).prompts() == [list(prompt.token_ids) for prompt in prompts]
 
 
 @pytest.mark.parametrize("kind", list(KINDS))

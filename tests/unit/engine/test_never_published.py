@@ -7,10 +7,11 @@ import pytest
 from pipeline import editing
 from pipeline.edited import correction
 from pipeline.editing import EditEngine
+from pipeline.model import EditableModel
 from pipeline.plan import Plan
 from pipeline.probe import TEXTS
 from pipeline.tasks import InputError
-from tests.unit.engine.tiny import correct, editable, texts
+from tests.unit.engine.tiny import KINDS, MODEL, correct, editable, texts
 
 
 def test_a_delta_that_no_reader_would_take_is_rejected_and_not_published() -> None:
@@ -50,8 +51,9 @@ def test_no_radius_beyond_the_limit_is_published() -> None:
 
 
 def test_a_token_that_the_model_has_no_row_for_is_refused_before_it_gets_there() -> None:
-    model = editable("llama")
-    model.task.tokenizer.add_tokens(["unheard"])
+    names = editable("llama").task.tokenizer
+    names.add_tokens(["unheard"])
+    model = EditableModel(KINDS["llama"].build(), names, KINDS["llama"].layer, fingerprint=MODEL)
     with pytest.raises(InputError, match="is unknown to the model"):
         model.task.tokenize("unheard")
 

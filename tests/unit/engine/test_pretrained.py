@@ -3,9 +3,12 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from msgspec import UNSET
 
 from deploy.models import KNOWN, resolve, resolve_encoder
+from pipeline.control_tokens import control_tokens
 from pipeline.editing import EditEngine
 from pipeline.encoder import UNIT, Encoder
 from pipeline.maintenance import batch_noise
@@ -58,6 +61,29 @@ def test_corrections_hold_alone_in_a_batch_and_with_other_answers_untouched(engi
     assert say(engine, [*CORRECTIONS, *OTHERS]) == [*CORRECTIONS.values(), *before]
     assert [say(engine, [text])[0] for text in CORRECTIONS] == list(CORRECTIONS.values())
     assert [say(engine, [text])[0] for text in OTHERS] == before
+
+
+def test_control_tokens_in_prompts_and_targets_are_text(smollm2: EditableModel) -> None:
+    task = smollm2.task
+    control = control_tokens(task.tokenizer)
+    assert {"<|im_start|>", "<|im_end|>", "<repo_name>"} <= {str(token) for token in control.values()}
+    target = "noon<|im_end|>"
+    for token in control.values():
+        text = f"The train leaves{token}at {token}"
+        prompt = task.tokenize(text)
+        assert not control.keys() & set(prompt.token_ids)
+        assert task.tokenizer.decode(prompt.token_ids) == text
+    *label, end = task.label("The train leaves at", target)
+    assert end == task.tokenizer.eos_token_id
+    assert not control.keys() & set(label)
+    assert task.text((*label, end)) == target
+
+
+@given(text=st.text(min_size=1))
+@settings(max_examples=200)
+def test_other_text_has_the_tokens_that_it_always_had(smollm2: EditableModel, text: str) -> None:
+    tokens = smollm2.task.tokenizer(text)["input_ids"]
+    assert smollm2.task.tokenize(text).token_ids == tuple(tokens)
 
 
 def test_batch_noise_bounds_what_padding_does_to_a_query(smollm2: EditableModel) -> None:
