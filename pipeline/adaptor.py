@@ -168,6 +168,8 @@ class Adaptor:
     def _decide(self, session: Session, tokens: Tensor, hidden: Tensor) -> None:
         session.tokens_T = tokens.shape[1]
         mask_BT = self._mask(session, tokens)
+        if mask_BT.shape[1] > min(tokens.shape[1], hidden.shape[1]):
+            raise LayerError("it runs for some of a prompt's tokens only, as a language model's head does")
         if session.lookup is not None or session.stop:
             session.queries_BD = self._queries(session.batch, tokens, mask_BT)
         if session.stop:
@@ -217,9 +219,9 @@ def _pick(hidden_BTX: Tensor, mask_BT: Tensor, token: QueryToken) -> Tensor:
 
 def _hidden(candidate: Any, module: nn.Module) -> Tensor:
     if not isinstance(candidate, Tensor) or candidate.dim() != 3:
-        shape = tuple(candidate.shape) if isinstance(candidate, Tensor) else type(candidate).__name__
+        found = f"of shape {tuple(candidate.shape)}" if isinstance(candidate, Tensor) else type(candidate).__name__
         raise LayerError(
-            f"{type(module).__name__} cannot be edited: it does not map (batch, tokens, width), but {shape}"
+            f"{type(module).__name__} does not map (batch, tokens, width) to the like: its input or output is {found}"
         )
     return candidate
 

@@ -22,11 +22,15 @@ from pipeline.codebook import Codebook, Label
 from pipeline.encoder import Encoder
 from pipeline.generation import CausalGeneration, Seq2SeqGeneration
 from pipeline.index import KeyIndex
-from pipeline.layers import LayerError, find_layer, in_decoder, normal_path
+from pipeline.layers import LayerError, find_layer, in_decoder, linear_layers, normal_path
 from pipeline.passes import Passes
 from pipeline.probe import TEXTS
 from pipeline.tasks import Answer, InputError, Limits, Supervised, Task
+from pipeline.trial import layer_fault
 from schemas.messages import Inputs, Parameters
+
+SUGGESTED = 3
+"""Layers that can be edited, which are named where one cannot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +113,8 @@ class EditableModel:
 
         Raises:
             ModelError: no such checkpoint, not of one of the three kinds, no such encoder, or no such device.
-            LayerError: the model has no such layer, or the query tells nothing of a prompt there but one token.
+            LayerError: the model has no such layer, it cannot be edited, or the query there tells nothing of a prompt
+                but one token.
         """
         module, tokenizer = load_checkpoint(name, device=device, dtype=dtype)
         fingerprint = cached_fingerprint(module, tokenizer, Path(name), cache)
@@ -117,7 +122,9 @@ class EditableModel:
             module, tokenizer, layer, limits=limits, query=query, replace=replace, fingerprint=fingerprint,
             encoder=None if encoder is None else Encoder.load(encoder, device=device, cache=cache),
         )  # fmt: skip
-        if model._is_blind():
+        if (fault := layer_fault(model.task, model.adaptor)) is not None:
+            raise LayerError(f"layer {model.layer!r} cannot be edited: {fault}; {model._working_layers()}")
+        if model.is_blind():
             raise LayerError(
                 f"layer {model.layer!r}: the {model.queried} token has seen no other token of a prompt there, so that"
                 " an edit would reach every prompt which has that token: choose another query or, unless it is a causal"
@@ -125,7 +132,25 @@ class EditableModel:
             )
         return model
 
-    def _is_blind(self) -> bool:
+    def _working_layers(self) -> str:
+        """Some layers that can be edited, each tried."""
+        self.adaptor.remove()
+        found: list[str] = []
+        for layers in reversed(linear_layers(self.module)):  # the last of a block put their output into its sum
+            path = layers.path.replace("*", str(layers.count // 2), 1)
+            other = type(self)(
+                self.module, self.task.tokenizer, path, limits=self.task.limits, replace=self.adaptor.replace,
+                query=None if self._encoder else self.adaptor.query, encoder=self._encoder,
+                fingerprint=self.fingerprint,
+            )  # fmt: skip
+            if layer_fault(other.task, other.adaptor) is None and not other.is_blind():
+                found.append(path)
+            other.adaptor.remove()
+            if len(found) == SUGGESTED:
+                break
+        return f"layers that can: {', '.join(found)}" if found else "`gracestream layers` lists others"
+
+    def is_blind(self) -> bool:
         """Whether two prompts that differ in the middle alone have the very same query."""
         try:
             prompt, words = (self.task.tokenize(text) for text in TEXTS[:2])

@@ -137,7 +137,7 @@ def test_where_nothing_was_recorded_all_runs() -> None:
         ("gpt2", "transformer.h.2.mlp.c_proj", "last", False),
         ("bert", "bert.encoder.layer.0.attention.self.query", "first", True),
         ("bert", "bert.encoder.layer.0.output.dense", "first", False),
-        ("t5-decoder", "decoder.block.0.layer.0.SelfAttention.q", "last", True),
+        ("t5-decoder", "decoder.block.0.layer.0.SelfAttention.k", "last", True),
         ("t5-decoder", "decoder.block.0.layer.1.EncDecAttention.o", "last", False),
     ],
 )

@@ -1,0 +1,61 @@
+"""Whether a layer can be edited: a trial value is put there in real forward passes, once, when a model is loaded.
+
+A layer is refused if the model does not call it, fails with a value there, or answers the same with and without one.
+It costs two forward passes over a few tokens, and a third for generators, which answer by another way.
+"""
+
+import torch
+from torch import Tensor
+
+from pipeline.adaptor import Adaptor
+from pipeline.classification import Classification
+from pipeline.device import raise_if_broken
+from pipeline.layers import LayerError
+from pipeline.probe import TEXTS
+from pipeline.tasks import InputError, Task
+from schemas.messages import Parameters, one_line
+
+PROMPTS = (" ".join(TEXTS[0].split()[:5]), TEXTS[0].split()[1])
+"""A short prompt, and a shorter one for models that take very few tokens."""
+
+LABEL = (0, 0, 0)
+"""Any tokens, or any class: what counts is that the logits change."""
+
+
+def layer_fault(task: Task, adaptor: Adaptor) -> str | None:
+    """Why the layer that the adaptor wraps cannot be edited; None if it can, or if no probe fits into the model."""
+    for prompt in PROMPTS:
+        try:
+            return _fault(task, adaptor, prompt)
+        except InputError:
+            continue
+        except LayerError as error:
+            return str(error)
+        except Exception as error:  # noqa: BLE001  (a model fails in its own way on what it was not built for)
+            raise_if_broken(error)
+            return f"the model fails with a value there ({one_line(error) or type(error).__name__})"
+    return None
+
+
+def _fault(task: Task, adaptor: Adaptor, prompt: str) -> str | None:
+    supervised = task.supervised(prompt, LABEL[: 1 if isinstance(task, Classification) else None])
+    with torch.inference_mode(), adaptor.watching(supervised.batch) as seen:
+        before = task.logits(supervised)
+    if seen.outputs_BV.dim() < 2:
+        return "the model does not call it when it answers"
+    values_BV = _trial_values(seen.outputs_BV)
+    with torch.inference_mode(), adaptor.substituting(supervised.batch, values_BV):
+        after = task.logits(supervised)
+    if all(torch.equal(*pair) for pair in zip(before, after, strict=True)):
+        return "a value there changes nothing in the model's answer"
+    if not isinstance(task, Classification):  # whose answers come from the very pass above
+        batch = task.batch([task.tokenize(prompt)])
+        with torch.inference_mode(), adaptor.predicting(batch, lambda _: (torch.tensor([True]), values_BV)):
+            task.run(batch, [Parameters(max_new_tokens=1)])
+    return None
+
+
+def _trial_values(outputs_BV: Tensor) -> Tensor:
+    """Other values of the same scale, of both signs: a layer behind a ReLU passes on only some."""
+    wave_V = torch.cos(torch.arange(outputs_BV.shape[1], device=outputs_BV.device))
+    return outputs_BV + wave_V * (1 + outputs_BV.abs().mean())
