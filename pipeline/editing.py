@@ -19,7 +19,9 @@ from pipeline.calibration import probe_unit
 from pipeline.case import Again, Ahead, Case, Examined, of_similar_length
 from pipeline.codebook import Applied, Codebook, DeltaFault, Label
 from pipeline.edited import STATUS, Edited, rejected, unchanged
+from pipeline.generation import Seq2SeqGeneration
 from pipeline.index import NO_SLOT, KeyIndex
+from pipeline.layers import in_decoder
 from pipeline.maintenance import TRAFFIC_SHARE, Decision, Neighbour, Policy, batch_noise, decide, without_expanding
 from pipeline.memory import BARE_MODEL, EditMemory
 from pipeline.model import EditableModel
@@ -35,6 +37,9 @@ from schemas.messages import VERSION, Feedback, Inputs, Outcome, one_line
 
 MAX_RECORD_BYTES = 60 * 2**20
 """A larger delta would not fit the topic; only one that gives thousands of edits entries of their own gets there."""
+
+SHORT = 8
+"""Tokens of a target that is no longer than most."""
 
 
 class EditEngine:
@@ -316,12 +321,24 @@ class EditEngine:
         return self._publish(case, decision, trained.value_V, steps=trained.steps, loss=loss)
 
     def _why_not(self, case: Case, trained: Trained) -> str:
-        """Why nothing came of training, as far as can be told."""
+        """Why training found no value, and what to try."""
+        recipe = self.plan.recipe
+        if not math.isfinite(trained.verdict.loss):
+            return (
+                f"no value was found: training diverged after {trained.steps} steps; lower GRACESTREAM_LEARNING_RATE,"
+                f" which is {recipe.learning_rate:g}"
+            )
         reason = f"no value was found in {trained.steps} steps; the loss is still {trained.verdict.loss:.3g}"
         tokens = len(case.examined.label)
         reached = self.model.passes.reach(case.examined.rest, torch.from_numpy(trained.value_V))
         if reached == tokens:
-            return reason
+            wider = isinstance(self.model.task, Seq2SeqGeneration) and not in_decoder(self.model.layer)
+            replaced = ", set GRACESTREAM_REPLACE=all" if wider and self.model.adaptor.replace == "last" else ""
+            shorter = " or give a shorter target" if tokens > SHORT else ""
+            return (
+                f"{reason}; raise GRACESTREAM_MAX_STEPS, which is {recipe.max_steps}{replaced}, edit another layer"
+                f" (`gracestream layers`){shorter}"
+            )
         return f"{reason}; at this layer a value reaches {reached} of the target's {tokens} tokens: edit an earlier one"
 
     def _proved(self, case: Case, trained: Trained) -> Trained | None:

@@ -57,11 +57,15 @@ class Generation(Task):
         """Requests that generate alike and as much: none waits for another's longer answer, none outgrows the model."""
         if self._budget(parameters) > self.limits.new_tokens_limit:
             raise InputError(
-                f"{self._budget(parameters)} new tokens were asked for; the limit is {self.limits.new_tokens_limit}"
+                f"max_new_tokens is {self._budget(parameters)}; the limit is {self.limits.new_tokens_limit}"
+                " (GRACESTREAM_NEW_TOKENS_LIMIT)"
             )
         tokens = self._forced + self._budget(parameters) + (0 if self.model.config.is_encoder_decoder else len(prompt))
         if self.context is not None and tokens > self.context:
-            raise InputError(f"prompt and answer may have {tokens} tokens; the model has room for {self.context}")
+            raise InputError(
+                f"prompt and answer may have {tokens} tokens; the model has room for {self.context}: ask for a smaller"
+                f" max_new_tokens (GRACESTREAM_MAX_NEW_TOKENS where a request has none)"
+            )
         return (
             self._budget(parameters),
             parameters.min_new_tokens,
@@ -83,7 +87,10 @@ class Generation(Task):
         """The target's token ids, as they follow the prompt, and the end token."""
         token_ids = self._target_ids(inputs, target.strip())
         if len(token_ids) > self.limits.max_target_tokens:
-            raise InputError(f"the target has {len(token_ids)} tokens; the limit is {self.limits.max_target_tokens}")
+            raise InputError(
+                f"the target has {len(token_ids)} tokens; the limit is {self.limits.max_target_tokens}"
+                " (GRACESTREAM_MAX_TARGET_TOKENS)"
+            )
         if self._decoded(token_ids) != target.strip():
             raise InputError(f"the tokenizer cannot express the target: it makes of it {self._decoded(token_ids)!r}")
         end = self.tokenizer.eos_token_id

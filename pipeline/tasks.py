@@ -116,7 +116,9 @@ class Task(ABC):
         if not token_ids:
             raise InputError("the prompt has no tokens")
         if len(token_ids) > self.max_prompt:
-            raise InputError(f"the prompt has {len(token_ids)} tokens; the limit is {self.max_prompt}")
+            ours = self.max_prompt == self.limits.max_input_tokens
+            whose = "GRACESTREAM_MAX_INPUT_TOKENS" if ours else "the model's own"
+            raise InputError(f"the prompt has {len(token_ids)} tokens; the limit is {self.max_prompt} ({whose})")
         if max(token_ids) >= self.vocabulary:
             raise InputError(f"token {max(token_ids)} is unknown to the model, which knows {self.vocabulary}")
         return token_ids

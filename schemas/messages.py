@@ -69,9 +69,12 @@ class Message(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Parameters(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """How to generate. Decoding is greedy, so that an answer can be reproduced; an unknown name is an error."""
+    """How to generate. Decoding is greedy, so that an answer can be reproduced; an unknown name is an error.
 
-    max_new_tokens: Annotated[int, Meta(ge=1, le=4096)] | UnsetType = UNSET
+    A deployment limits `max_new_tokens` further, by its setting `new_tokens_limit`.
+    """
+
+    max_new_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | UnsetType = UNSET
     min_new_tokens: Annotated[int, Meta(ge=0, le=4096)] | UnsetType = UNSET
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | UnsetType = UNSET
     no_repeat_ngram_size: Annotated[int, Meta(ge=0, le=64)] | UnsetType = UNSET
@@ -238,7 +241,7 @@ def decode(raw: bytes | None, kind: type[M], max_bytes: int | None = None) -> M:
     if isinstance(raw, Truncated) and (raw.reason or max_bytes is None):
         raise InvalidMessage(raw.reason or f"the record has {size} bytes, of which {len(raw)} were read")
     if max_bytes is not None and size > max_bytes:
-        raise InvalidMessage(f"the record has {size} bytes; the limit is {max_bytes}")
+        raise InvalidMessage(f"the record has {size} bytes; the limit is {max_bytes} (GRACESTREAM_MAX_RECORD_BYTES)")
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:

@@ -65,17 +65,30 @@ REQUESTS: dict[str, tuple[bytes | None, str, str | None]] = {
     "inputs of a wrong type": (json(v=1, request_id="r-3", inputs=7), "Expected `str | array`, got `int`", "r-3"),
     "blank inputs": (json(v=1, request_id="r-4", inputs=" \n"), "`inputs` is empty", "r-4"),
     "a pair": (json(v=1, request_id="r-5", inputs=["a", "b"]), "takes one text, not a pair", "r-5"),
-    "a prompt too long": (json(v=1, request_id="r-6", inputs=LONG), "41 tokens; the limit is 40", "r-6"),
+    "a prompt too long": (
+        json(v=1, request_id="r-6", inputs=LONG),
+        "limit is 40 (GRACESTREAM_MAX_INPUT_TOKENS)",
+        "r-6",
+    ),
     "an unknown parameter": (json(v=1, request_id="r-7", inputs="a", parameters={"beams": 4}), "`beams`", "r-7"),
     "a parameter out of range": (
         json(v=1, request_id="r-8", inputs="a", parameters={"max_new_tokens": 0}),
         ">= 1",
         "r-8",
     ),
+    "too many new tokens": (
+        json(v=1, request_id="r-13", inputs="a", parameters={"max_new_tokens": 5000}),
+        "max_new_tokens is 5000; the limit is 512 (GRACESTREAM_NEW_TOKENS_LIMIT)",
+        "r-13",
+    ),
     "no room": (json(v=1, request_id="r-9", inputs="a", parameters={"max_new_tokens": 99}), "has room for 64", "r-9"),
     "a negative min_seq": (json(v=1, request_id="r-10", inputs="a", min_seq=-1), ">= 0", "r-10"),
     "a newer version": (json(v=2, request_id="r-11", inputs="a"), "schema version 2 is newer than 1", "r-11"),
-    "too large": (json(v=1, request_id="r-12", inputs="a", note="x" * 5000), "bytes; the limit is 4096", "r-12"),
+    "too large": (
+        json(v=1, request_id="r-12", inputs="a", note="x" * 5000),
+        "(GRACESTREAM_MAX_RECORD_BYTES)",
+        "r-12",
+    ),
     "as large as the broker takes": (b"x" * (BROKER_LIMIT - 120), "bytes; the limit is 4096", None),
 }
 

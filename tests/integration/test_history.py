@@ -166,8 +166,8 @@ def test_training_anew_tries_what_was_rejected_again(story: Running, run: Run) -
     assert status_of(ended) == 1
     told = json.loads(ended.told())
     assert told["first_difference"] == (
-        "after delta 5 (feedback 'long', offset 4): it was 'rejected' (the prompt has 45 tokens; the limit is 40)"
-        " and is 'added' now"
+        "after delta 5 (feedback 'long', offset 4): it was 'rejected' (the prompt has 45 tokens; the limit is 40"
+        " (GRACESTREAM_MAX_INPUT_TOKENS)) and is 'added' now"
     )
     assert (told["seq"], told["decisions"], told["same_decisions"], told["same_fruitless"]) == (5, 5, 4, 0)
 

@@ -392,7 +392,7 @@ BLANK = " \t\n"
         ("request", REQUEST | {"min_seq": -1}),
         ("request", REQUEST | {"parameters": None}),
         ("request", REQUEST | {"parameters": {"max_new_tokens": 0}}),
-        ("request", REQUEST | {"parameters": {"max_new_tokens": 4097}}),
+        ("request", REQUEST | {"parameters": {"max_new_tokens": 2**31}}),
         ("request", REQUEST | {"parameters": {"repetition_penalty": 0}}),
         ("request", REQUEST | {"parameters": {"repetition_penalty": 10.5}}),
         ("request", REQUEST | {"parameters": {"temperature": 1.0}}),

@@ -133,8 +133,18 @@ def test_where_the_model_is_right_nothing_changes_but_what_the_editor_remembers(
     [
         ("bert", TEXTS[0], "maybe", "the model has no label 'maybe'; it has wrong, right, neither, both"),
         ("bert", TEXTS[0], "4", "no label '4'"),
-        ("bert", " ".join(WORDS[:60]), "right", "the prompt has 62 tokens; the limit is 48"),
-        ("gpt2", TEXTS[0], " ".join(WORDS[:7]), "the target has 7 tokens; the limit is 6"),
+        (
+            "bert",
+            " ".join(WORDS[:60]),
+            "right",
+            "62 tokens; the limit is 48 (GRACESTREAM_MAX_INPUT_TOKENS)",
+        ),
+        (
+            "gpt2",
+            TEXTS[0],
+            " ".join(WORDS[:7]),
+            "7 tokens; the limit is 6 (GRACESTREAM_MAX_TARGET_TOKENS)",
+        ),
         ("t5-encoder", TEXTS[0], "Zanzibar", "the tokenizer cannot express the target"),
         ("gpt2", TEXTS[0], "two  spaces", "the tokenizer cannot express the target"),
         ("llama", " ".join(WORDS[:49]), WORDS[0], "the prompt has 49 tokens; the limit is 48"),
@@ -168,9 +178,26 @@ def test_a_value_that_does_not_converge_is_rejected_with_its_loss_and_nothing_is
         outcome, record = correct(engine, "a", text, wrong_target(engine, text))
         if record is None:
             assert (outcome.status, outcome.steps, outcome.loss is not UNSET) == ("rejected", 1, True)
-            assert str(outcome.reason).startswith("no value was found in 1 steps; the loss is still")
+            reason = str(outcome.reason)
+            assert reason.startswith("no value was found in 1 steps; the loss is still")
+            assert "; raise GRACESTREAM_MAX_STEPS, which is 1, edit another layer (`gracestream layers`)" in reason
             return
     pytest.fail("every value converged")
+
+
+def test_what_to_try_depends_on_why_no_value_was_found() -> None:
+    encoder = engine_of(editable("t5-encoder"), recipe=Recipe(max_steps=0))
+    outcome, _ = correct(encoder, "a", TEXTS[0], "train bridge")
+    assert "which is 0, set GRACESTREAM_REPLACE=all, edit another layer" in str(outcome.reason)
+    diverging = engine_of(editable("gpt2"), recipe=Recipe(max_steps=9, learning_rate=1e30))
+    outcome, _ = correct(diverging, "a", TEXTS[0], "train bridge")
+    assert str(outcome.reason).endswith("; lower GRACESTREAM_LEARNING_RATE, which is 1e+30")
+
+
+def test_a_prompt_that_only_the_model_has_no_room_for_is_told_so() -> None:
+    model = editable("bert", limits=Limits(max_input_tokens=1000))
+    with pytest.raises(InputError, match=r"has 70 tokens; the limit is 64 \(the model's own\)"):
+        model.task.tokenize(" ".join(WORDS[:68]))
 
 
 @pytest.mark.parametrize(("block", "told"), [(1, False), (2, True)])
