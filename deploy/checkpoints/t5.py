@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
-from deploy.checkpoints.training import deterministic, digest
+from deploy.checkpoints.training import Report, deterministic, digest, reported
 from pipeline.experiments import tasks
 from pipeline.experiments.tasks import Example
 
@@ -59,7 +59,7 @@ def t5_folder() -> str:
     return f"t5-{digest(T5, json.dumps([taught, tasks.names()]).encode())}"
 
 
-def build_t5(folder: Path) -> None:
+def build_t5(folder: Path, report: Report) -> None:
     """Trained on the questions that zsRE's experiment retains, and on the names that answers are."""
     taught, names = tasks.zsre_training(), tasks.names()
     tokenizer = _tokenizer([*(one.inputs for one in taught), *names])
@@ -73,7 +73,7 @@ def build_t5(folder: Path) -> None:
             )
         )  # fmt: skip
         model.lm_head.weight.data.mul_(model.config.d_model**-0.5)  # else the first losses are some 25, and last long
-        _teach(model, tokenizer, taught, names, T5)
+        _teach(model, tokenizer, taught, names, T5, report)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -98,7 +98,9 @@ def _tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
     )
 
 
-def _teach(model: Any, tokenizer: Any, taught: Sequence[Example], names: Sequence[str], recipe: Recipe) -> None:
+def _teach(
+    model: Any, tokenizer: Any, taught: Sequence[Example], names: Sequence[str], recipe: Recipe, report: Report
+) -> None:
     """Train on all questions so many times, and in each step on some names, of which only some words are shown."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=0.01)
     steps = recipe.epochs * -(-len(taught) // recipe.batch)
@@ -106,7 +108,7 @@ def _teach(model: Any, tokenizer: Any, taught: Sequence[Example], names: Sequenc
     questions = chain.from_iterable(_batches(taught, recipe.batch) for _ in range(recipe.epochs))
     endless = chain.from_iterable(_batches(names, recipe.names) for _ in count())
     model.train()
-    for asked, named in zip(questions, endless, strict=False):
+    for asked, named in reported(zip(questions, endless, strict=False), steps, "training steps", report):
         optimizer.zero_grad()
         _loss(model, tokenizer, asked).backward()
         _loss(model, tokenizer, [Example(_part(name, recipe.kept), name) for name in named]).backward()

@@ -1,10 +1,20 @@
 """What trained checkpoints share: equal bits on every run of a machine, in a folder named for what they are."""
 
 import hashlib
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
+
+Report = Callable[[str], None]
+"""Takes a line of text for the person who waits."""
+
+REPORTS = 20
+"""Lines of one part of a build: one for every twentieth of it."""
 
 
 def digest(recipe: object, rows: bytes) -> str:
@@ -23,3 +33,14 @@ def deterministic(seed: int) -> Iterator[None]:
             yield
     finally:
         torch.set_num_threads(threads)
+
+
+def reported(items: Iterable[T], total: int, what: str, report: Report) -> Iterator[T]:
+    """The items; a line for every twentieth of them says how many are done and how long the others may take."""
+    started, told = time.monotonic(), 0
+    for done, item in enumerate(items, 1):
+        yield item
+        if done * REPORTS // total > told:
+            told = done * REPORTS // total
+            left = (time.monotonic() - started) * (total - done) / done
+            report(f"{what}: {done} of {total} ({done / total:.0%}), about {left:.0f} s left")

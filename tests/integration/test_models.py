@@ -3,8 +3,9 @@
 import gzip
 import json
 import multiprocessing
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from deploy.checkpoints import classifiers
 from deploy.checkpoints import t5 as answering
 from deploy.checkpoints.classifiers import INTENTS
 from deploy.checkpoints.packages import ModelError
+from deploy.checkpoints.training import Report, reported
 from deploy.models import DEMO, KNOWN, prepare, resolve, resolve_encoder
 from pipeline.encoder import Encoder
 from pipeline.experiments import tasks
@@ -25,6 +27,7 @@ from pipeline.experiments.data import FOLDER, DataError
 from pipeline.experiments.tasks import AREAS, NQ, TASKS, ZSRE, Example
 from pipeline.model import EditableModel
 from schemas.messages import Parameters
+from tests.integration.forked import Command, status_of
 
 pytestmark = pytest.mark.model
 
@@ -239,7 +242,7 @@ def test_a_model_is_built_only_once(name: str, cache: Path, request: pytest.Fixt
     assert (folder / "model.safetensors").stat() == weights
 
 
-def _slow_build(folder: Path) -> None:
+def _slow_build(folder: Path, _report: Report) -> None:
     (folder / "one").write_text("1")
     time.sleep(0.3)
     (folder / "two").write_text("2")
@@ -264,8 +267,27 @@ def test_processes_that_build_at_once_all_succeed_and_leave_nothing_behind(tmp_p
     assert sorted(path.name for path in (tmp_path / "models").iterdir()) == [".toy.lock", "toy"]
 
 
+def test_a_build_shows_its_progress_on_standard_error(run: Callable[..., Command], tmp_path: Path) -> None:
+    command = run("prepare", "intent", cache=tmp_path)
+    assert status_of(command) == 0, command.said()
+    first, *progress, last = command.said().splitlines()
+    assert first.startswith("building the demo's intent classifier")
+    assert last == "intent is ready"
+    for part in ("texts read", "training steps"):
+        told = [line for line in progress if re.fullmatch(rf"{part}: \d+ of \d+ \(\d+%\), about \d+ s left", line)]
+        assert len(told) == 20
+        assert "(100%), about 0 s left" in told[-1]
+
+
+def test_progress_of_few_items_is_a_line_each() -> None:
+    said: list[str] = []
+    assert list(reported("abc", 3, "letters", said.append)) == ["a", "b", "c"]
+    done = ["letters: 1 of 3 (33%)", "letters: 2 of 3 (67%)", "letters: 3 of 3 (100%)"]
+    assert [line.split(",")[0] for line in said] == done
+
+
 def test_a_build_that_fails_leaves_no_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def fail(folder: Path) -> None:
+    def fail(folder: Path, _report: Report) -> None:
         (folder / "config.json").touch()
         raise OSError("no space left on device")
 
