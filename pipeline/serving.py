@@ -134,7 +134,9 @@ class Server:
                 request = decode(record.value, Request, self._settings.max_record_bytes)
                 address = address_of(record.headers, self._settings)
                 if address.fault:
-                    work.replies.append(self._failed(Question(record, request, [], None, address), address.fault))
+                    work.replies.append(
+                        self._failed(Question(record, request, Prompt(()), None, address), address.fault)
+                    )
                     continue
                 prompt = self._model.task.tokenize(request.inputs)
                 work.questions.append(
