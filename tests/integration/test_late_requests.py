@@ -96,3 +96,26 @@ def test_a_late_end_ends_no_other_transaction(proxied: Proxied) -> None:
     proxied.writer.commit_transaction()
     assert proxied.committed() == [b"one", b"three"]
     assert proxied.offset() == 8
+
+
+LAST_EPOCH = 2**15 - 1
+
+
+def test_transactions_go_on_when_the_epochs_of_a_producer_id_run_out(
+    proxied: Proxied, request: pytest.FixtureRequest
+) -> None:
+    if not request.config.getoption("--chaos"):
+        pytest.skip("raising an epoch 32,000 times takes minutes; `make chaos` does it")
+    manager = proxied.writer._transaction_manager
+    first = manager.producer_id_and_epoch.producer_id
+    while manager.producer_id_and_epoch.epoch < LAST_EPOCH - 4:
+        proxied.writer._wait(manager.begin_epoch_raise(), "raise the epoch")
+    values = [str(number).encode() for number in range(8)]
+    for offset, value in enumerate(values):
+        proxied.proxy.arm(Fault(Api.END_TXN, "hold", Moment("before", Api.ADD_OFFSETS)))
+        proxied.write(value)
+        proxied.take_offset(offset)
+        proxied.writer.commit_transaction()
+    assert manager.producer_id_and_epoch.producer_id != first
+    assert proxied.committed() == values
+    assert proxied.offset() == len(values) - 1
