@@ -8,6 +8,8 @@ What it guarantees:
    all of it was read, the SHA-256 of what was cut; such a one is never replayed.
 3. A replay sends equal records once: a letter that came back from a replay, or that two replicas set aside because one
    of them died, is not multiplied.
+4. Unless it is named by its offset, a request whose sender got an error for an answer is not sent again: the sender may
+   have sent a better one under the same id. A replica answers each request that it sets aside and whose id it can read.
 """
 
 import hashlib
@@ -26,7 +28,7 @@ from pipeline.reading import read_topic
 from pipeline.records import KEPT_BYTES, LARGEST
 from pipeline.settings import Settings
 from pipeline.topics import FEEDBACK_DLQ, REQUESTS_DLQ, TopicError
-from schemas.messages import Truncated, printable
+from schemas.messages import Truncated, peek_id, printable
 
 Source = Literal["requests", "feedback"]
 QUEUES: dict[Source, str] = {"requests": REQUESTS_DLQ, "feedback": FEEDBACK_DLQ}
@@ -73,13 +75,14 @@ class Letter:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """The offsets of dead letters: sent again; not sent, because they were cut; refused by Kafka as too large.
+    """The offsets of dead letters: sent again; not sent, as they were cut or answered; refused by Kafka as too large.
 
     A record that was compressed may be larger on its way than its topic takes.
     """
 
     sent: list[int]
     cut: list[int]
+    answered: list[int]
     refused: list[int] = field(default_factory=list)
 
 
@@ -141,17 +144,23 @@ def letters(settings: Settings, source: Source, last: int | None = None) -> Iter
 
 
 def replay(
-    settings: Settings, source: Source, offsets: Collection[int] | None = None, *, dry_run: bool = False
+    settings: Settings,
+    source: Source,
+    offsets: Collection[int] | None = None,
+    *,
+    answered: bool = False,
+    dry_run: bool = False,
 ) -> Replayed:
     """Send dead letters to their topic again, key and value as they were.
 
-    Without `offsets`: all that were not cut. Of equal records the first is sent. With `dry_run` nothing is sent.
+    Without `offsets`: all that were not cut, and of requests those alone that have no answer, unless `answered`. Of
+    equal records the first is sent. With `dry_run` nothing is sent.
 
     Raises:
         DeadLetterError: there is no letter at one of the offsets, or it was cut; then none is sent.
         TopicError: there is no such queue.
     """
-    chosen = _chosen(settings, source, None if offsets is None else set(offsets))
+    chosen = _chosen(settings, source, None if offsets is None else set(offsets), answered=answered)
     if dry_run or not chosen.sent:
         return chosen
     wanted = set(chosen.sent)
@@ -167,17 +176,20 @@ def replay(
                     refused.append(letter.offset)
     finally:
         sender.close(timeout=10)
-    return Replayed([offset for offset in chosen.sent if offset not in refused], chosen.cut, refused)
+    sent = [offset for offset in chosen.sent if offset not in refused]
+    return Replayed(sent, chosen.cut, chosen.answered, refused)
 
 
-def _chosen(settings: Settings, source: Source, offsets: set[int] | None) -> Replayed:
+def _chosen(settings: Settings, source: Source, offsets: set[int] | None, *, answered: bool) -> Replayed:
     chosen: dict[bytes, int] = {}
-    seen, cut = set(), []
+    seen, cut, skipped = set(), [], []
     for letter in letters(settings, source):
         if offsets is not None and letter.offset not in offsets:
             continue
         seen.add(letter.offset)
-        if not letter.cut:
+        if offsets is None and not answered and _has_answer(letter, source):
+            skipped.append(letter.offset)
+        elif not letter.cut:
             chosen.setdefault(hashlib.sha256(repr((letter.key, letter.value)).encode()).digest(), letter.offset)
         elif offsets is None:
             cut.append(letter.offset)
@@ -191,7 +203,12 @@ def _chosen(settings: Settings, source: Source, offsets: set[int] | None) -> Rep
             f"there is no dead letter at offset {', '.join(map(str, missing))} of {settings.topic(QUEUES[source])};"
             " `gracestream dlq list` shows those that are there"
         )
-    return Replayed(sorted(chosen.values()), cut)
+    return Replayed(sorted(chosen.values()), cut, skipped)
+
+
+def _has_answer(letter: Letter, source: Source) -> bool:
+    """Whether the replica that set a request aside told its sender so: it does wherever it can read the id."""
+    return source == "requests" and not letter.cut and peek_id(letter.value, "request_id") is not None
 
 
 def _end(settings: Settings, source: Source) -> int:

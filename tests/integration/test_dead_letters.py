@@ -213,8 +213,27 @@ class TestReplay:
         assert "the limit is" in letter.reason
         with Forked("lenient", "infer", deployment, folder) as replica, users.client.predictions() as replies:
             replica.wait_ready(90)
-            assert status_of(run("dlq", "replay", "requests", "--all", settings=deployment)) == 0
+            left_out = run("dlq", "replay", "requests", "--all", settings=deployment)
+            assert left_out.told() == (
+                f"sent 0 to {deployment.topic('requests')}; left out 1 whose sender got an error for an answer"
+                " (--answered sends them too)\n"
+            )
+            assert len(records(deployment, "requests")) == 1
+            assert status_of(run("dlq", "replay", "requests", "--all", "--answered", settings=deployment)) == 0
             assert replies.wait(["long"], 30)["long"].outputs
+
+    def test_one_that_is_named_by_its_offset_is_sent_though_it_was_answered(
+        self, run: Callable[..., Command], deployment: Settings
+    ) -> None:
+        with_id = b'{"v": 1, "request_id": "known", "inputs": 3}'
+        set_aside(deployment, "requests", with_id, b"without an id")
+        set_aside(deployment, "feedback", b'{"v": 1, "feedback_id": "known", "request_id": "known"}')
+        assert run("dlq", "replay", "--all", settings=deployment).told() == (
+            f"sent 1 to {deployment.topic('requests')}; left out 1 whose sender got an error for an answer"
+            f" (--answered sends them too)\nsent 1 to {deployment.topic('feedback')}\n"
+        )
+        run("dlq", "replay", "requests", "--offset", "0", settings=deployment)
+        assert {record.value for record in records(deployment, "requests")} == {b"without an id", with_id}
 
     @pytest.mark.parametrize(
         ("arguments", "complaint"),
@@ -223,6 +242,7 @@ class TestReplay:
             (["requests", "--all", "--offset", "1"], "say which dead letters"),
             (["--offset", "1"], "say whose offset that is"),
             (["feedback", "--offset", "7"], "there is no dead letter at offset 7 of"),
+            (["feedback", "--offset", "7", "--answered"], "--answered goes with --all"),
         ],
     )
     def test_what_cannot_be_done_is_one_sentence(

@@ -61,26 +61,38 @@ def list_letters(
 def send_again(
     of: Of = None,
     offset: Annotated[list[int] | None, typer.Option(min=0, help="Of the dead letter; may be repeated.")] = None,
-    every: Annotated[bool, typer.Option("--all", help="All that are there.")] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="All that are there, but for requests that got an answer.")
+    ] = False,
+    answered: Annotated[
+        bool, typer.Option("--answered", help="With --all: also requests whose sender got an error for an answer.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be sent.")] = False,
     kafka: Kafka = None,
     prefix: Prefix = None,
 ) -> None:
     """Send dead letters to their topic again, as they were: once their cause is gone, such as a limit or a defect.
 
-    The letters stay where they are. Of equal ones the first is sent, so one that came back is not multiplied. A record
-    that is wrong in itself comes back: mend it (`dlq list --json`) and use `send` or `correct`.
+    The letters stay where they are. Of equal ones the first is sent, so one that came back is not multiplied. With
+    --all a request whose sender got an error for an answer is left out: the sender knows, and may have asked again. A
+    record that is wrong in itself comes back: mend it (`dlq list --json`) and use `send` or `correct`.
     Example: gracestream dlq replay requests --offset 17 --offset 18
     """
     if every == bool(offset):
         raise DeadLetterError("say which dead letters: --offset, which may be repeated, or --all")
     if offset and of is None:
         raise DeadLetterError("say whose offset that is: `dlq replay requests` or `dlq replay feedback`")
+    if answered and not every:
+        raise DeadLetterError("--answered goes with --all; a letter that is named by its --offset is sent in any case")
     settings = connected(kafka=kafka, prefix=prefix)
     refused = False
     for source in _sources(of):
-        done = replay(settings, source, offset, dry_run=dry_run)
+        done = replay(settings, source, offset, answered=answered, dry_run=dry_run)
         told = f"{'would send' if dry_run else 'sent'} {len(done.sent)} to {settings.topic(source)}"
+        if done.answered:
+            told += (
+                f"; left out {len(done.answered)} whose sender got an error for an answer (--answered sends them too)"
+            )
         if done.cut:
             told += f"; {len(done.cut)} were cut and cannot be sent"
         if done.refused:
