@@ -2,15 +2,17 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 
 from kafka.errors import KafkaTimeoutError
 
+from pipeline.editor_log import feedback_offset
 from pipeline.follower import read_history
 from pipeline.fruitless import Fruitless, fruitless_in
 from pipeline.reading import ANSWER_SECONDS, read_topic
 from pipeline.settings import Settings
 from pipeline.topics import DELTAS, EDITS, FEEDBACK
-from schemas.messages import Feedback, InvalidMessage, decode
+from schemas.messages import Feedback, InvalidMessage, Outcome, decode
 
 PAUSE_SECONDS = 0.02
 """Before the log is read on; a transaction is closed within milliseconds."""
@@ -56,6 +58,14 @@ class KafkaHistory:
                 found[record.offset] = decode(record.value, Feedback)
             except InvalidMessage:
                 continue  # the editor rejected it
+        return found
+
+    def statuses(self) -> Mapping[int, str]:
+        """The status of each outcome, by the offset of its feedback; without what is no outcome."""
+        found: dict[int, str] = {}
+        for record in read_topic(self._settings, EDITS):
+            with suppress(InvalidMessage):
+                found[feedback_offset(record)] = decode(record.value, Outcome).status
         return found
 
     def fruitless(self) -> Iterator[Fruitless]:

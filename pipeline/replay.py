@@ -19,11 +19,16 @@ OnApplied = Callable[[bytes, Delta, Codebook], object]
 
 
 class Step(Struct, frozen=True):
-    """One delta in words. `timestamp` is Kafka's, in seconds; `entries` says what happened to each entry."""
+    """One delta in words. `timestamp` is Kafka's, in seconds; `entries` says what happened to each entry.
+
+    `outcome` is the status that the sender of the feedback got. A correction that the model fulfilled already is
+    `unchanged`, and its delta an `expand`. It is None where no feedback is behind the delta, or `edits` does not tell.
+    """
 
     seq: int
     term: int
     op: str
+    outcome: str | None
     timestamp: float
     feedback_id: str | None
     author: str | None
@@ -93,11 +98,14 @@ def describe(settings: Settings) -> Iterator[Step]:
 
     read_history(settings, keep)
     offsets = [offset for offset, _ in steps if offset is not None]
-    corrections = KafkaHistory(settings).corrections(min(offsets)) if offsets else {}
+    history = KafkaHistory(settings)
+    corrections = history.corrections(min(offsets)) if offsets else {}
+    statuses = history.statuses() if offsets else {}
     for offset, step in steps:
         asked = None if offset is None else corrections.get(offset)
         yield replace(
             step,
+            outcome=None if offset is None else statuses.get(offset),
             inputs=None if asked is None or asked.inputs is UNSET else in_one_text(asked.inputs),
             target=None if asked is None or asked.target is UNSET else asked.target,
         )
@@ -110,6 +118,7 @@ def _step(delta: Delta, timestamp: float, known: Collection[str]) -> Step:
         seq=delta.seq,
         term=delta.term,
         op=delta.op,
+        outcome=None,
         timestamp=timestamp,
         feedback_id=None if cause is UNSET else cause.feedback_id,
         author=None if cause is UNSET or cause.author is UNSET else cause.author,

@@ -267,6 +267,28 @@ class TestHistory:
         unknown = run("inspect", "nobody", settings=running)
         assert sentence(unknown).startswith("no delta touched an entry 'nobody'; `gracestream inspect` names")
 
+    def test_inspect_tells_the_outcome_that_the_sender_got(
+        self, run: Callable[..., Command], running: Settings
+    ) -> None:
+        given = [{"inputs": PROMPTS[11], "target": "museum", "feedback_id": name} for name in ("needed", "needless")]
+        sent = run("correct", settings=running, given="\n".join(map(json.dumps, given)))
+        statuses = [outcome["status"] for outcome in lines(sent.told())]
+        assert statuses[1] == "unchanged"
+        steps = {step["feedback_id"]: step for step in lines(run("inspect", "--json", settings=running).told())}
+        assert [steps[name]["outcome"] for name in ("needed", "needless")] == statuses
+        (row,) = [row for row in run("inspect", settings=running).told().splitlines() if "needless" in row]
+        assert "│ unchanged │" in row
+
+    def test_inspect_shows_the_beginning_of_a_long_input(self, run: Callable[..., Command], running: Settings) -> None:
+        long = f"{PROMPTS[7]}{' ' * 120}end"
+        given = {"inputs": long, "target": "museum", "feedback_id": "long"}
+        assert status_of(run("correct", settings=running, given=json.dumps(given))) == 0
+        (row,) = [row for row in run("inspect", settings=running).told().splitlines() if "│ long " in row]
+        assert f"│ {long[:100]}… │" in row
+        (row,) = [row for row in run("inspect", "--full", settings=running).told().splitlines() if "│ long " in row]
+        assert f"│ {long} │" in row
+        assert long in [step["inputs"] for step in lines(run("inspect", "--json", settings=running).told())]
+
     def test_inspect_breaks_no_id_where_there_is_no_terminal(
         self, run: Callable[..., Command], running: Settings
     ) -> None:

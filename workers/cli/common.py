@@ -35,6 +35,9 @@ Lines = Annotated[Path, typer.Argument(help="A file of JSON lines; - is standard
 
 NO_DELTAS = "the history has no delta up to there; `gracestream inspect` shows those that it has"
 
+SHOWN = 100
+"""Characters of a long text that a table shows."""
+
 UNBROKEN = 2**20
 """Characters of a line where no terminal says how many fit."""
 
@@ -103,9 +106,20 @@ def cell(*lines: str) -> Text:
     return Text("\n".join(map(printable, lines)))
 
 
+def shortened(text: str) -> str:
+    """A text for a cell of a table: printable, and its beginning where it is long."""
+    start = printable(text[: SHOWN + 1])
+    return f"{start[:SHOWN]}…" if len(start) > SHOWN else start
+
+
+def width() -> int:
+    """Characters that fit on a line of standard output; each line is as long as it is, where no terminal breaks it."""
+    return screen.width if sys.stdout.isatty() else UNBROKEN
+
+
 def show(table: Table) -> None:
-    """A table on standard output; each line as long as it is, where no terminal would break it."""
-    Console(width=None if sys.stdout.isatty() else UNBROKEN).print(table)
+    """A table on standard output."""
+    Console(width=width()).print(table)
 
 
 def counted(number: int, one: str, many: str) -> str:

@@ -8,11 +8,7 @@ import typer
 from rich.table import Column, Table
 
 from pipeline.dead_letters import QUEUES, DeadLetterError, Letter, Source, letters, replay
-from schemas.messages import printable
-from workers.cli.common import AsJson, Kafka, Prefix, cell, connected, notes, say, screen, show
-
-SHOWN = 100
-"""Characters of a value in the table."""
+from workers.cli.common import SHOWN, AsJson, Kafka, Prefix, cell, connected, notes, say, screen, shortened, show
 
 Of = Annotated[Source | None, typer.Argument(help="Whose; else of both.", show_default=False)]
 
@@ -107,8 +103,7 @@ def _sources(of: Source | None) -> list[Source]:
 
 
 def _row(letter: Letter) -> tuple[str, ...]:
-    value = "" if letter.value is None else letter.value[: 4 * SHOWN].decode(errors="backslashreplace")
-    shown = printable(value)
+    value = (letter.value or b"")[: 4 * (SHOWN + 1)].decode(errors="backslashreplace")
     return (
         letter.queue,
         str(letter.offset),
@@ -116,7 +111,7 @@ def _row(letter: Letter) -> tuple[str, ...]:
         letter.reason,
         f"{letter.source_partition}/{letter.source_offset}",
         f"{letter.size}{', cut' if letter.cut else ''}",
-        f"{shown[:SHOWN]}…" if len(shown) > SHOWN or len(letter.value or b"") > 4 * SHOWN else shown,
+        shortened(value),
     )
 
 

@@ -9,7 +9,6 @@ import typer
 from msgspec import UNSET
 from rich.progress import track
 from rich.table import Column, Table
-from rich.text import Text
 
 from pipeline.codebook import Codebook
 from pipeline.codebook_file import save
@@ -19,7 +18,7 @@ from pipeline.hits import hits
 from pipeline.replay import Step, describe, replay_deltas
 from pipeline.settings import Settings, load_settings
 from schemas.deltas import decode_delta
-from schemas.messages import Feedback, decode
+from schemas.messages import Feedback, decode, printable
 from workers.cli.common import (
     NO_DELTAS,
     AsJson,
@@ -33,9 +32,15 @@ from workers.cli.common import (
     notes,
     say,
     screen,
+    shortened,
     show,
     tell,
+    width,
 )
+from workers.cli.grid import grid
+
+HEAD = ("seq", "term", "time", "outcome", "feedback", "inputs", "target", "entries")
+"""Of the columns of `inspect`."""
 
 MOST_DIGITS = 18
 """Of a delta's number."""
@@ -98,12 +103,16 @@ def replay(
 
 def inspect(
     entry: Annotated[str | None, typer.Argument(help="Only what touched this entry, and who hits it.")] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="Show long inputs and targets whole, as --json always does.")
+    ] = False,
     as_json: AsJson = False,
     kafka: Kafka = None,
     prefix: Prefix = None,
 ) -> None:
-    """Show a codebook's history: each delta, the correction behind it, and what it did to which entries.
+    """Show a codebook's history: each delta, the correction behind it, its outcome, and what it did to which entries.
 
+    A correction that the model fulfilled already is `unchanged`: its delta only protects that answer from later edits.
     Of one entry also the answers that it gave, as far as `predictions` still has them.
     Example: gracestream inspect
     """
@@ -118,11 +127,8 @@ def inspect(
         if served is not None:
             say({"hits": msgspec.to_builtins(served)})
         return
-    fold = [Column(name, overflow="fold") for name in ("feedback", "inputs", "target", "entries")]
-    table = Table("seq", "term", "time", "op", *fold)
-    for step in steps:
-        table.add_row(*_row(step))
-    show(table)
+    for line in grid(HEAD, [_row(step, full=full) for step in steps], width()):
+        print(line)
     if served is not None:
         count = counted(served.count, "answer", "answers")
         screen.print(f"{count} came from it" + (", the newest:" if served.recent else ""))
@@ -236,12 +242,14 @@ def _time(given: str, wrong: str) -> datetime:
     return time if time.tzinfo else time.replace(tzinfo=UTC)
 
 
-def _row(step: Step) -> list[Text]:
+def _row(step: Step, *, full: bool) -> list[list[str]]:
+    """The lines of each cell."""
     entries = (f"{entry_id} {what}" for entry_id, what in step.entries.items())
     whose = "" if step.feedback_id is None else step.feedback_id + (f" by {step.author}" if step.author else "")
     inputs = f"(undoes {', '.join(step.undoes)})" if step.undoes else step.inputs or ""
-    texts = (str(step.seq), str(step.term), _clock(step.timestamp), step.op, whose, inputs, step.target or "")
-    return [*map(cell, texts), cell(*entries)]
+    asked = [printable(text) if full else shortened(text) for text in (inputs, step.target or "")]
+    told = [str(step.seq), str(step.term), _clock(step.timestamp), step.outcome or step.op, printable(whose), *asked]
+    return [*([text] for text in told), list(map(printable, entries))]
 
 
 def _clock(timestamp: float) -> str:
