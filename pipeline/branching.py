@@ -3,6 +3,9 @@
 All or nothing: feedback, outcomes and deltas are written in one Kafka transaction, so a branch that was interrupted has
 no record that anyone reads. Offsets of feedback become those of the copy, in the deltas and the outcomes as well. A
 branch whose codebook bears the same name and whose offsets came out the same has the very digests of its source.
+
+Each record keeps its timestamp, so a branch is the same at any time of its source's history. The topics take the
+sender's timestamps for the copy alone: before it can be read, they have Kafka's clock again, on which limits rest.
 """
 
 from collections.abc import Sequence
@@ -15,9 +18,10 @@ from msgspec import UNSET
 from pipeline.clients import producer
 from pipeline.editor_log import OFFSET_HEADER, feedback_offset
 from pipeline.errors import UserError
+from pipeline.follower import read_history
 from pipeline.reading import read_topic
 from pipeline.settings import Settings
-from pipeline.topics import DELTAS, EDITS, FEEDBACK, create_topics, layout
+from pipeline.topics import DELTAS, EDITS, FEEDBACK, create_topics, layout, timestamps_of_sender
 from schemas.deltas import GENESIS, Delta, decode_delta, seal
 
 TRANSACTION_MS = 900_000
@@ -48,6 +52,7 @@ def branch(source: Settings, target: Settings, records: Sequence[bytes], replica
     needed = named | set(map(feedback_offset, outcomes))
     if missing := sorted(needed - present):
         raise BranchError(f"the history rests on feedback at offset {missing[0]}, which is not there any more")
+    times = _times(source, deltas[-1])
     partitions, copies = layout(source)
     create_topics(target, partitions, replication or copies)
     writer = producer(target, transactional_id=target.topic("editor"), transaction_timeout_ms=TRANSACTION_MS)
@@ -56,24 +61,54 @@ def branch(source: Settings, target: Settings, records: Sequence[bytes], replica
         for name in (DELTAS, FEEDBACK, EDITS):
             if any(True for _ in read_topic(target, name)):
                 raise BranchError(f"topic {target.topic(name)!r} has records already; choose another prefix")
-        writer.begin_transaction()
-        sent = [_copy(writer, target, FEEDBACK, record, record.headers) for record in feedback]
-        writer.flush()
-        offsets = {record.offset: one.get(timeout=30).offset for record, one in zip(feedback, sent, strict=True)}
-        for record in outcomes:
-            moved = str(offsets[feedback_offset(record)]).encode()
-            headers = [(name, moved if name == OFFSET_HEADER else value) for name, value in record.headers]
-            _copy(writer, target, EDITS, record, headers)
-        digest = GENESIS
-        for delta in deltas:
-            sealed, made = seal(_moved(delta, target.codebook, offsets), digest)
-            digest = made.digest
-            writer.send(target.topic(DELTAS), value=sealed, partition=0)
-        writer.flush()
+        with timestamps_of_sender(target, (DELTAS, FEEDBACK, EDITS)):
+            writer.begin_transaction()
+            sent = [_copy(writer, target, FEEDBACK, record, record.headers) for record in feedback]
+            writer.flush()
+            offsets = {record.offset: _kept(record.timestamp, one) for record, one in zip(feedback, sent, strict=True)}
+            copied: list[tuple[int, Any]] = []
+            for record in outcomes:
+                moved = str(offsets[feedback_offset(record)]).encode()
+                headers = [(name, moved if name == OFFSET_HEADER else value) for name, value in record.headers]
+                copied.append((record.timestamp, _copy(writer, target, EDITS, record, headers)))
+            digest = GENESIS
+            for delta in deltas:
+                sealed, made = seal(_moved(delta, target.codebook, offsets), digest)
+                digest, time = made.digest, times[delta.term, delta.seq]
+                copy = writer.send(target.topic(DELTAS), value=sealed, partition=0, timestamp_ms=time)
+                copied.append((time, copy))
+            writer.flush()
+            for time, copy in copied:
+                _kept(time, copy)
         writer.commit_transaction()
     finally:
         writer.close(timeout=10)
     return digest.hex()
+
+
+def _times(source: Settings, last: Delta) -> dict[tuple[int, int], int]:
+    """When the deltas up to `last` came, in ms, by term and seq, which a history that was trained anew shares."""
+    times: dict[tuple[int, int], int] = {}
+
+    def keep(record: bytes, _offset: int, timestamp: int) -> bool:
+        delta = decode_delta(record)
+        times[delta.term, delta.seq] = timestamp
+        return (delta.term, delta.seq) != (last.term, last.seq)
+
+    read_history(source, keep)
+    return times
+
+
+def _kept(timestamp: int, sent: Any) -> int:
+    """The offset of a copy.
+
+    Raises:
+        BranchError: a broker that has not heard of the topic's clock yet has put another time on it.
+    """
+    copy = sent.get(timeout=30)
+    if copy.timestamp != timestamp:
+        raise BranchError(f"Kafka has not kept the time of a record in its copy on {copy.topic!r}; try again")
+    return int(copy.offset)
 
 
 def _named(delta: Delta) -> tuple[int, ...]:
@@ -92,4 +127,11 @@ def _moved(delta: Delta, codebook: str, offsets: dict[int, int]) -> Delta:
 def _copy(
     writer: KafkaProducer, target: Settings, topic: str, record: Any, headers: Sequence[tuple[str, bytes]]
 ) -> Any:
-    return writer.send(target.topic(topic), value=record.value, key=record.key, headers=list(headers), partition=0)
+    return writer.send(
+        target.topic(topic),
+        value=record.value,
+        key=record.key,
+        headers=list(headers),
+        partition=0,
+        timestamp_ms=record.timestamp,
+    )

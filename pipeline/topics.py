@@ -1,5 +1,7 @@
 """The topics (design, section 1): their partitions and what Kafka may throw away of them."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +14,7 @@ from pipeline.settings import Settings
 from schemas.deltas import MAX_DELTA_BYTES
 
 KAFKAS_CLOCK = {"message.timestamp.type": "LogAppendTime"}
+SENDERS_CLOCK = {"message.timestamp.type": "CreateTime"}
 FOREVER = {**KAFKAS_CLOCK, "cleanup.policy": "delete", "retention.ms": "-1", "retention.bytes": "-1"}
 BY_AGE = {**KAFKAS_CLOCK, "cleanup.policy": "delete", "retention.ms": str(7 * 24 * 3600 * 1000)}
 REJECTED = {**BY_AGE, "max.message.bytes": str(MAX_DELTA_BYTES)}
@@ -108,6 +111,30 @@ def require_topics(settings: Settings) -> None:
         _check(client, settings, wanted)
     finally:
         client.close()
+
+
+@contextmanager
+def timestamps_of_sender(settings: Settings, names: Sequence[str]) -> Iterator[None]:
+    """Let topics take the timestamps of their records from whoever sends them; Kafka's clock is back at the end.
+
+    Kafka notes beside each batch whose its timestamps are, so those that were written meanwhile stay as they are.
+    """
+    client = admin(settings)
+    resources = [ConfigResource(ConfigResourceType.TOPIC, settings.topic(name)) for name in names]
+
+    def choose(config: dict[str, str]) -> None:
+        for resource in resources:
+            resource.configs = config
+        client.alter_configs(resources)
+
+    try:
+        choose(SENDERS_CLOCK)
+        yield
+    finally:
+        try:
+            choose(KAFKAS_CLOCK)
+        finally:
+            client.close()
 
 
 def layout(settings: Settings) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from msgspec import UNSET
 from pipeline.branching import branch
 from pipeline.replay import replay_deltas
 from pipeline.settings import Settings
-from pipeline.topics import TopicError, create_topics, layout
+from pipeline.topics import TopicError, create_topics, layout, require_topics
 from schemas.deltas import GENESIS, EntryChange, Tensor, decode_delta, seal
 from schemas.messages import Feedback, decode
 from tests.integration.forked import Command, Forked, sentence, status_of
@@ -33,6 +33,9 @@ APART = FIRST.replace(" day ", " bridge ")
 
 LONG = " ".join([FIRST] * 5)
 """Of more tokens than the editor takes, and fewer than the model can."""
+
+CREATE_TIME, LOG_APPEND_TIME = 0, 1
+"""Whose clock Kafka says a record's timestamp is of: the sender's, or its own."""
 
 Run = Callable[..., Command]
 
@@ -262,6 +265,14 @@ def test_a_branch_has_the_same_codebook_and_an_editor_of_another_policy_goes_on_
     assert theirs is not None
     assert (ours.digest, ours.state_digest()) == (theirs.digest, theirs.state_digest())
     assert [outcome.feedback_id for outcome in outcomes_in_log(there)] == ["first", "second", "third"]
+    for topic, most in (("deltas", seq), ("feedback", 3), ("edits", 3)):
+        source = [record.timestamp for record in records(story.settings, topic)[:most]]
+        assert [record.timestamp for record in records(there, topic)] == source
+    at = datetime.fromtimestamp(records(story.settings, "deltas")[2].timestamp / 1000, UTC).isoformat()
+    (then,) = lines(run("replay", "--at", at, "--json", settings=there))
+    assert [then] == lines(run("replay", "--at", at, "--json", settings=story.settings))
+    assert then["seq"] == 3
+    require_topics(there)  # which have Kafka's clock again
     assert layout(there) == layout(story.settings) == (4, 1)
     assert "has records already" in sentence(run("replay", "--to", there.prefix, settings=story.settings))
     with Forked("branch", "edit", there, folder, policy="paper") as editor:
@@ -272,6 +283,7 @@ def test_a_branch_has_the_same_codebook_and_an_editor_of_another_policy_goes_on_
         assert undone.status == "undone"
         assert undone.seq == seq + 3
         wait_until(lambda: editor.state()["seq"] == undone.seq)
+    assert [record.timestamp_type for record in records(there, "feedback")] == [CREATE_TIME] * 3 + [LOG_APPEND_TIME] * 2
     made, split = lines(run("inspect", "first", "--json", settings=there))[:-1]
     assert (made["op"], made["entries"]) == ("add", {"first": "new, radius 2.5"})
     assert (split["op"], split["feedback_id"], split["entries"].keys()) == ("split", "fourth", {"first", "fourth"})
