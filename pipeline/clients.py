@@ -7,6 +7,7 @@ kafka-python sees that it hung up and drops what it said. So the first connectio
 
 import asyncio
 import re
+import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -148,11 +149,14 @@ def ask_redis(settings: Settings, patience: float) -> None:
         raise
 
 
-def await_kafka(settings: Settings, report: Report) -> None:
+def await_kafka(settings: Settings, report: Report, *, await_name: bool = False) -> None:
     """Wait until the cluster answers.
 
+    With `await_name` also for a host name that is unknown yet: the services of a deployment start together, and a
+    service's name may appear after its users have started. Whoever types a command is told at once.
+
     Raises:
-        UnreachableError: not within `startup_timeout`.
+        UnreachableError: not within `startup_timeout`, or, without `await_name`, no host name is known.
         SettingsError: an address is none; at once.
         RefusedError: it does not take us, or is not trusted; at once.
     """
@@ -161,7 +165,9 @@ def await_kafka(settings: Settings, report: Report) -> None:
         f"over {settings.kafka_security_protocol}",
         "GRACESTREAM_KAFKA",
         lambda: ask_kafka(settings, min(settings.startup_timeout, 5.0)),
+        is_set="kafka" in settings.model_fields_set,
         patience=settings.startup_timeout,
+        await_name=await_name,
         report=report,
     )
 
@@ -179,7 +185,9 @@ def await_redis(settings: Settings, report: Report) -> None:
         "",
         "GRACESTREAM_REDIS",
         lambda: ask_redis(settings, 1.0),
+        is_set="redis" in settings.model_fields_set,
         patience=settings.redis_grace,
+        await_name=True,
         report=report,
     )
 
@@ -215,33 +223,62 @@ def _bootstrap_servers(settings: Settings) -> list[str]:
 
 
 async def _connect(settings: Settings, milliseconds: int) -> None:
-    """Connect to one of the bootstrap servers and authenticate; the last one's error where none takes us."""
-    hosts = [(host, port) for host, port, _ in collect_hosts(_bootstrap_servers(settings), randomize=False)]
-    for number, (host, port) in enumerate(hosts, 1):
+    """Connect to one of the bootstrap servers and authenticate.
+
+    Where none takes us, the error is that of the last one whose name is known, if there is one.
+    """
+    failure: Exception | None = None
+    for host, port, _ in collect_hosts(_bootstrap_servers(settings), randomize=False):
         try:
             connection = await create_conn(host, port, request_timeout_ms=milliseconds, **kafka_security(settings))
-        except (RawKafkaError, OSError):  # a time-out is an OSError
-            if number == len(hosts):
-                raise
+        except (RawKafkaError, OSError, UnicodeError) as error:  # a time-out is an OSError
+            if failure is None or not _is_unresolved(error):
+                failure = error
         else:
             connection.close()
             return
+    assert failure is not None, "there is at least one server"
+    raise failure
 
 
-def _await(what: str, how: str, variable: str, ask: Callable[[], object], *, patience: float, report: Report) -> None:
+def _is_unresolved(error: BaseException | None) -> bool:
+    """Whether an error is that of a host name without an address; redis-py wraps it."""
+    while error is not None:
+        if isinstance(error, socket.gaierror | UnicodeError):  # the latter for what no host can be called
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _await(
+    what: str,
+    how: str,
+    variable: str,
+    ask: Callable[[], object],
+    *,
+    is_set: bool,
+    patience: float,
+    await_name: bool,
+    report: Report,
+) -> None:
     deadline = time.monotonic() + patience
+    remedy = f"is it running, and is {variable} right?"
+    if not is_set:
+        remedy = f"{variable} is not set: set it to an address, such as the one that `gracestream up` prints"
     told, told_at = "", 0.0
     while True:
         try:
             ask()
         except (KafkaError, RedisError, OSError, ValueError) as error:
             now, reason = time.monotonic(), str(error) or type(error).__name__
+            if _is_unresolved(error):
+                reason = f"its host name is unknown: {reason}"
+                if not await_name:
+                    raise UnreachableError(f"{what} cannot be reached, {reason}; is {variable} right?") from error
             left = deadline - now
             if left <= 0:
                 answer = f"does not answer {how}".rstrip()
-                raise UnreachableError(
-                    f"{what} {answer} ({reason}); is it running, and is {variable} right?"
-                ) from error
+                raise UnreachableError(f"{what} {answer} ({reason}); {remedy}") from error
             if reason != told or now >= told_at + TOLD_EVERY:
                 report(f"waiting for {what}, {left:.0f} s more ({reason})")
                 told, told_at = reason, now

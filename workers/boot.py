@@ -69,7 +69,7 @@ def worker(kind: Literal["inference", "editor"], settings: Settings) -> Iterator
     server = HealthServer(health, settings.host, settings.port)
     try:
         log.info("starting", url=server.url)
-        await_kafka(settings, report=lambda line: log.info("waiting", what=line))
+        await_kafka(settings, report=lambda line: log.info("waiting", what=line), await_name=True)
         require_access(settings, ACCESS[kind])
         require_topics(settings)
         try:

@@ -131,6 +131,18 @@ class TestTraffic:
             assert "mine" in {answer["request_id"] for answer in answers}
             assert all(answer["outputs"]["text"] and answer["replica"] == "replica" for answer in answers)
 
+    def test_a_text_on_the_command_line_is_asked(self, run: Callable[..., Command], running: Settings) -> None:
+        fields = json.dumps({"inputs": PROMPTS[0], "request_id": "given"})
+        answers = []
+        for given in (PROMPTS[0], fields):
+            command = run("send", given, settings=running)
+            assert status_of(command) == 0, command.said()
+            answers += lines(command.told())
+        assert answers[0]["outputs"] == answers[1]["outputs"]
+        assert answers[1]["request_id"] == "given"
+        sent = [json.loads(record.value)["inputs"] for record in records(running, "requests")]
+        assert sent.count(PROMPTS[0]) >= 2
+
     def test_corrections_get_their_outcomes(self, run: Callable[..., Command], running: Settings) -> None:
         given = [{"inputs": prompt, "target": "museum", "feedback_id": prompt} for prompt in PROMPTS[2:5]]
         command = run("correct", settings=running, given="\n".join(map(json.dumps, given)))
@@ -215,11 +227,23 @@ class TestTraffic:
         assert "Traceback" not in ran.said()
         assert records(deployment, "requests") == records(deployment, "feedback") == []
 
+    @pytest.mark.parametrize("command", ["send", "correct"])
+    def test_two_lines_of_one_id_are_named_and_nothing_is_sent(
+        self, run: Callable[..., Command], deployment: Settings, command: str
+    ) -> None:
+        field = {"send": "request_id", "correct": "feedback_id"}[command]
+        given = [{"inputs": text, "target": "river", field: "mine"} for text in ("one", "two")]
+        ran = run(command, settings=deployment, given="\n\n".join(map(json.dumps, given)))
+        assert status_of(ran) == 2
+        said = " ".join(ran.said().replace("│", " ").split())
+        assert "line 3 has the id 'mine' of line 1; give each line an id of its own" in said
+        assert records(deployment, "requests") == records(deployment, "feedback") == []
+
     def test_a_file_that_is_not_there_is_named(self, run: Callable[..., Command], deployment: Settings) -> None:
-        ran = run("send", "no-such-file", settings=deployment)
-        assert status_of(ran) != 0
-        assert "no-such-file" in ran.said()
-        assert "Traceback" not in ran.said()
+        for name in ("no-such-file.jsonl", "no/such/file"):
+            ran = run("send", name, settings=deployment)
+            assert status_of(ran) == 2
+            assert f"{name}: No such file or directory" in " ".join(ran.said().replace("│", " ").split())
 
 
 class TestHistory:

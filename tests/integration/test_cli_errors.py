@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,56 @@ def test_kafka_out_of_reach(run: Callable[..., Command], command: str) -> None:
     said = sentence(run(command, kafka=address, startup_timeout=2))
     assert f"Kafka at {address} does not answer" in said
     assert said.endswith("is GRACESTREAM_KAFKA right?")
+
+
+@pytest.mark.parametrize(
+    ("given", "settings", "named"),
+    [
+        (["--kafka", "no-host.invalid:9092"], {"kafka": "other:9092"}, "--kafka"),
+        (["--kafka=no-host.invalid:9092"], {}, "--kafka"),
+        ([], {"kafka": "no-host.invalid:9092"}, "GRACESTREAM_KAFKA"),
+        ([], {"kafka": "no-host.invalid:9092,also..wrong:9092"}, "GRACESTREAM_KAFKA"),
+    ],
+)
+def test_a_command_does_not_wait_for_a_host_without_an_address_and_names_what_was_used(
+    run: Callable[..., Command], given: list[str], settings: dict[str, str], named: str
+) -> None:
+    ran = run("inspect", *given, startup_timeout=600, **settings)
+    said = sentence(ran)
+    assert said.startswith("Kafka at no-host.invalid:9092")
+    assert "cannot be reached, its host name is unknown: " in said
+    assert said.endswith(f"; is {named} right?")
+    assert "waiting" not in ran.said()
+
+
+def test_a_name_without_an_address_among_others_does_not_hide_that_of_a_broker(
+    run: Callable[..., Command], kafka: str
+) -> None:
+    said = sentence(run("inspect", kafka=f"no-host.invalid:9092,{kafka}", prefix="not-there-"))
+    assert "create the topics with `gracestream topics`" in said
+    waited = run("inspect", kafka=f"127.0.0.1:{free_port()},no-host.invalid:9092", startup_timeout=2)
+    assert "does not answer" in sentence(waited)
+    assert "waiting for Kafka" in waited.said()
+
+
+@pytest.mark.parametrize("command", ["infer", "edit", "topics"])
+def test_a_service_waits_for_a_name_that_may_appear_later(run: Callable[..., Command], command: str) -> None:
+    ran = run(command, kafka="no-host.invalid:9092", startup_timeout=2)
+    assert "does not answer over PLAINTEXT (its host name is unknown: " in sentence(ran)
+    assert "waiting for Kafka at no-host.invalid:9092, 2 s more (its host name is unknown: " in ran.said()
+
+
+def test_a_model_that_an_option_names_is_not_blamed_on_the_environment(
+    run: Callable[..., Command], deployment: Settings
+) -> None:
+    for given, named in ((["--model", "/no/such/model"], "--model"), ([], "GRACESTREAM_MODEL")):
+        said = sentence(run("edit", *given, settings=deployment, model="/no/such/model"))
+        assert said.endswith(f"; set {named}")
+
+
+def test_the_version_is_that_of_the_package(run: Callable[..., Command]) -> None:
+    ran = run("--version")
+    assert (status_of(ran), ran.told()) == (0, f"gracestream {version('gracestream')}\n")
 
 
 def test_a_kafka_that_is_no_address_is_not_waited_for(run: Callable[..., Command]) -> None:

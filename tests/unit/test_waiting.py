@@ -52,6 +52,17 @@ def test_another_reason_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert ["no leader" in line for line in lines] == [False, True, True]
 
 
+def test_whoever_has_set_no_kafka_is_told_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(*_: object) -> None:
+        raise KafkaConnectionError("gone")
+
+    monkeypatch.delenv("GRACESTREAM_KAFKA", raising=False)
+    monkeypatch.setattr(clients, "time", Clock())
+    monkeypatch.setattr(clients, "ask_kafka", ask)
+    with pytest.raises(UnreachableError, match=r"; GRACESTREAM_KAFKA is not set: set it to .* `gracestream up` prints"):
+        await_kafka(load_settings(), lambda _: None)
+
+
 @pytest.mark.parametrize(
     ("kafka", "named"),
     [

@@ -3,9 +3,11 @@
 import errno
 import io
 import os
+import re
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from importlib.metadata import version
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -16,6 +18,16 @@ from workers.cli.common import EXPECTED
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """There is no room for what is written, on standard output or elsewhere."""
 
+OVERRULING = ("--kafka", "--redis", "--prefix", "--codebook", "--model", "--layer")
+"""Options that overrule a variable of the environment."""
+
+
+def _tell_version(wanted: bool) -> None:
+    if wanted:
+        print(f"gracestream {version('gracestream')}")
+        raise typer.Exit
+
+
 app = typer.Typer(
     name="gracestream",
     help="Correct deployed transformer models live: edits stream over Kafka to every replica, weights stay as they are."
@@ -25,18 +37,30 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Take the options of `gracestream` itself."""
+
+
 for group in (local, work, traffic, keys, dead_letters, history, audit, snapshots, tuning, experiments):
     group.register(app)
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
     """Run a command; what goes wrong in an expected way is one sentence on standard error and exit status 1."""
+    given = sys.argv[1:] if arguments is None else arguments
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8 shows what it can
     try:
-        app(args=list(arguments) if arguments is not None else None, standalone_mode=True)
+        app(args=list(given), standalone_mode=True)
     except EXPECTED as error:
-        _fail(plainly(error))
+        _fail(_in_terms_of(given, plainly(error)))
     except OSError as error:
         if error.errno not in FULL:
             raise
@@ -45,6 +69,14 @@ def run(arguments: Sequence[str] | None = None) -> None:
         except OSError:  # what is left of it must not be tried again at the interpreter's end
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         _fail(f"cannot write{f' to {error.filename}' if error.filename else ''}: {error.strerror}")
+
+
+def _in_terms_of(arguments: Sequence[str], message: str) -> str:
+    """A message with the options of a command that were used in place of the variables that they overrule."""
+    for option in OVERRULING:
+        if any(word == option or word.startswith(f"{option}=") for word in arguments):
+            message = re.sub(rf"\bGRACESTREAM_{option.removeprefix('--').upper()}\b", option, message)
+    return message
 
 
 def _fail(why: str) -> NoReturn:

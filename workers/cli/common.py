@@ -45,10 +45,10 @@ screen = Console()
 notes = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
 
 
-def connected(**options: object) -> Settings:
-    """Settings, once their Kafka answers."""
+def connected(*, await_name: bool = False, **options: object) -> Settings:
+    """Settings, once their Kafka answers; with `await_name` also once its host name is known."""
     settings = load_settings(**options)
-    await_kafka(settings, report=notes.print)
+    await_kafka(settings, report=notes.print, await_name=await_name)
     return settings
 
 
@@ -63,6 +63,8 @@ def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
 
 def read_raw_lines(path: Path) -> Iterator[tuple[int, Any, bytes]]:
     """Likewise, each with its own bytes."""
+    if str(path) == "-" and sys.stdin.isatty():
+        notes.print("reading JSON lines from the keyboard; Ctrl-D ends them")
     try:
         source = sys.stdin.buffer if str(path) == "-" else path.open("rb")
     except OSError as error:

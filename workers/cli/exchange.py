@@ -32,7 +32,9 @@ def exchange(
     timeout: float,
     as_json: bool,
 ) -> None:
-    """Send, and show the replies; exit status 1 where one is missing, an error or a rejection.
+    """Send messages, each of an id of its own, and show the replies.
+
+    Exit status 1 where one is missing, an error or a rejection.
 
     Raises:
         typer.Exit: with that status.
@@ -46,7 +48,7 @@ def exchange(
             client.send(messages)
             notes.print(f"sent {len(messages)}")
             return
-        ids = list(dict.fromkeys(map(_id, messages)))
+        ids = list(map(id_of, messages))
         with replies_of(client) as replies:
             client.send(messages)
             if as_json or not sys.stdout.isatty():
@@ -71,7 +73,7 @@ def _tell(replies: Replies[R], ids: Sequence[str], timeout: float) -> dict[str, 
     waiting, came = deque(ids), dict[str, R]()
 
     def take(reply: R) -> None:
-        came[_id(reply)] = reply
+        came[id_of(reply)] = reply
         while waiting and waiting[0] in came:
             say(msgspec.to_builtins(came[waiting.popleft()]))
 
@@ -84,7 +86,8 @@ def _tell(replies: Replies[R], ids: Sequence[str], timeout: float) -> dict[str, 
     return came
 
 
-def _id(message: Sent | Prediction | Outcome) -> str:
+def id_of(message: Sent | Prediction | Outcome) -> str:
+    """What a message and its reply have in common."""
     return message.request_id if isinstance(message, Request | Prediction) else message.feedback_id
 
 
@@ -97,7 +100,7 @@ def _table(messages: Sequence[Sent], came: Mapping[str, Prediction | Outcome]) -
     rows = []
     for message in messages:
         sent = decode(message.record, Feedback) if isinstance(message, SignedFeedback) else message
-        reply = came.get(_id(message))
+        reply = came.get(id_of(message))
         rows.append({**_sent_words(sent), **({} if reply is None else _reply_words(reply))})
     names = list(dict.fromkeys(name for row in rows for name in row))
     table = Table(*(Column(name, overflow="fold") for name in names))

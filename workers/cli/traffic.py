@@ -1,5 +1,7 @@
 """`send`, `correct` and `undo`: requests, corrections and what takes them back."""
 
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -12,12 +14,15 @@ from pipeline.settings import load_settings
 from pipeline.signing import read_key_file, sign
 from schemas.messages import Feedback, InvalidMessage, Request
 from workers.cli.common import Codebook, Kafka, Lines, Prefix, connected, read_raw_lines
-from workers.cli.exchange import exchange
+from workers.cli.exchange import exchange, id_of
 
 M = TypeVar("M", Request, Feedback | SignedFeedback)
 
 AsJson = Annotated[bool, typer.Option("--json", help="JSON lines at a terminal too; elsewhere they are the rule.")]
 Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Wait for what becomes of them, and print it.")]
+FILE_NAME = re.compile(r"\S*/\S*|\S+\.(jsonl?|ndjson|txt)")
+"""What is meant as the name of a file, be there one or not."""
+
 Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds to wait for the next reply before giving up.")]
 
 
@@ -28,20 +33,24 @@ def register(app: typer.Typer) -> None:
 
 
 def send(
-    lines: Lines = Path("-"),
+    given: Annotated[
+        str, typer.Argument(help="A text to ask, or a file of JSON lines; - is standard input.", metavar="TEXT_OR_FILE")
+    ] = "-",
     wait: Wait = True,
     timeout: Timeout = 60.0,
     as_json: AsJson = False,
     kafka: Kafka = None,
     prefix: Prefix = None,
 ) -> None:
-    """Send requests: JSON lines, each a text or an object with `inputs`; a missing id is made up.
+    """Send a text as a request, or many: JSON lines, each a text or an object with `inputs`; a missing id is made up.
 
+    What names no file is a text, unless it looks like the name of one (one word with a / or a suffix such as .jsonl) or
+    is one JSON object.
     Shows the answers in the order of the requests: in a table at a terminal, elsewhere one prediction a line in JSON.
     Ends with status 1 where an answer is an error or does not come.
-    Example: echo '{"inputs": "The capital of Mongolia is"}' | gracestream send
+    Example: gracestream send "The capital of Mongolia is"
     """
-    requests = _read(lines, lambda fields, _: request(fields))
+    requests = _asked(given)
     settings = connected(kafka=kafka, prefix=prefix)
     exchange(settings, requests, Client.predictions, wait=wait, timeout=timeout, as_json=as_json)
 
@@ -115,12 +124,46 @@ def _correction(fields: Any, line: bytes) -> Feedback | SignedFeedback:
     return signed_feedback(line) if isinstance(fields, dict) and "signature" in fields else feedback(fields)
 
 
+def _asked(given: str) -> list[Request]:
+    """A text that is given, or what the lines of a file ask."""
+    if given == "-" or FILE_NAME.fullmatch(given) or _is_there(given):
+        return _read(Path(given), lambda fields, _: request(fields))
+    try:
+        fields = json.loads(given) if given.startswith("{") else given
+    except ValueError:
+        fields = given
+    try:
+        return [request(fields)]
+    except InvalidMessage as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _is_there(name: str) -> bool:
+    """Whether there is such a file, or a pipe."""
+    try:
+        return Path(name).exists() and not Path(name).is_dir()
+    except OSError:  # a text that is too long for a name
+        return False
+
+
 def _read(path: Path, make: Callable[[Any, bytes], M]) -> list[M]:
-    """All lines, before the first is sent: a mistake in the last one sends nothing."""
-    messages = []
+    """All lines, before the first is sent: a mistake in the last one sends nothing.
+
+    Raises:
+        typer.BadParameter: a line is no such message, or has the id of one before it, whose reply would be for both.
+    """
+    messages: dict[str, M] = {}
+    numbers: dict[str, int] = {}
     for number, fields, line in read_raw_lines(path):
         try:
-            messages.append(make(fields, line))
+            message = make(fields, line)
         except InvalidMessage as error:
             raise typer.BadParameter(f"{path}, line {number}: {error}") from error
-    return messages
+        name = id_of(message)
+        if name in messages:
+            raise typer.BadParameter(
+                f"{path}, line {number} has the id {name!r} of line {numbers[name]}; give each line an id of its own,"
+                " or leave it out"
+            )
+        messages[name], numbers[name] = message, number
+    return list(messages.values())

@@ -33,7 +33,7 @@ def topics(
 
     Example: gracestream topics --kafka broker:9092 --partitions 32 --replication 3
     """
-    settings = connected(kafka=kafka, prefix=prefix)
+    settings = connected(kafka=kafka, prefix=prefix, await_name=True)  # as a service that starts with Kafka's
     created = create_topics(settings, partitions or PARTITIONS, replication or BROKERS_CHOICE)
     screen.print(f"created: {', '.join(created)}" if created else "all topics are there", soft_wrap=True)
     has_partitions, has_replication = layout(settings)
