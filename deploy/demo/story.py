@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from msgspec import UNSET
 from rich.console import Console
@@ -59,7 +60,7 @@ def tell(model: str, data: Path, screen: Console) -> int:
     def step(line: str) -> None:
         screen.print(f"  [dim]{line}[/]")
 
-    chosen = {"model": model, "prefix": f"{name}.", "codebook": "demo"}
+    chosen: dict[str, Any] = {"model": model, "prefix": f"{name}.", "codebook": "demo"}
     with running_stack(folder, replicas=2, partitions=PARTITIONS, report=step, **chosen) as stack:
         screen.print(f"  an editor and two replicas are ready after {time.monotonic() - started:.0f} s")
         client = Client(stack.settings)

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO, Self
@@ -237,6 +237,11 @@ def is_open(port: int) -> bool:
 
 
 _GIVEN: set[int] = set()
+
+
+def claim(ports: Iterable[int]) -> None:
+    """Keep `free_port` from giving these to anyone."""
+    _GIVEN.update(ports)
 
 
 def free_port() -> int:

@@ -1,6 +1,8 @@
 """The whole system on this machine: Kafka, Redis, one editor and its replicas, each a process of its own."""
 
+import fcntl
 import json
+import os
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -9,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy.local.backends import kafka_backend, redis_backend
-from deploy.local.processes import Child, StackError, answers_ok, free_port
+from deploy.local.backends import check_kafka, check_redis, kafka_backend, redis_backend
+from deploy.local.ports import stack_ports
+from deploy.local.processes import Child, StackError, answers_ok
 from deploy.local.processes import worker as worker_process
 from deploy.local.server import silent
 from deploy.models import layer_of, resolve
@@ -97,15 +100,23 @@ def running_stack(
     *,
     replicas: int = 2,
     partitions: int = 8,
+    port: int | None = None,
+    check: Callable[[Settings], object] = lambda _: None,
     report: Callable[[str], None] = silent,
     **chosen: Any,
 ) -> Iterator[Stack]:
     """Start everything, wait until it is ready, and stop what was started at the end.
 
+    Nothing is started where the folder is in use, a port is taken, an existing Kafka or Redis does not answer, or
+    `check` raises.
+
     Args:
         data: Folder for logs and for the data of a local Kafka and Redis.
         replicas: How many.
         partitions: Of `requests`; no more replicas than these get work.
+        port: Of Kafka; Redis, the editor and the replicas have those after it. Without it those of the last run in
+            this folder, where they are free. Containers and existing servers have ports of their own.
+        check: Raises where the model of these settings, whose folder is known, cannot be served.
         report: Called with one line a step.
         chosen: Settings that win over the environment, such as `model` and `layer`.
 
@@ -119,21 +130,32 @@ def running_stack(
     except OSError as error:
         raise StackError(f"the folder {data} cannot be made: {error.strerror}") from error
     with ExitStack() as stack:
+        stack.enter_context(_held(data))
         first = load_settings(**chosen)
+        if "kafka" in first.model_fields_set:
+            check_kafka(first.kafka)
+        if "redis" in first.model_fields_set:
+            check_redis(first.redis)
+        commands = {"editor": "edit", **{f"replica-{n + 1}": "infer" for n in range(replicas)}}
+        ports = stack_ports(data, ["kafka", "redis", *commands], port, report)
         chosen["layer"] = layer_of(first)
-        model = resolve(first.model, first.cache, report)
-        kafka = stack.enter_context(kafka_backend(data / "kafka", cache=first.cache.expanduser(), report=report))
-        redis = stack.enter_context(redis_backend(data / "redis", report=report))
-        settings = load_settings(**{**chosen, "kafka": kafka.address, "redis": redis.address, "model": model})
+        chosen["model"] = resolve(first.model, first.cache, report)
+        check(load_settings(**chosen))
+        cache = first.cache.expanduser()
+        kafka = stack.enter_context(kafka_backend(data / "kafka", port=ports["kafka"], cache=cache, report=report))
+        redis = stack.enter_context(redis_backend(data / "redis", port=ports["redis"], report=report))
+        if port is not None and "docker" in (kafka.origin, redis.origin):
+            report("Docker chooses the ports of containers; --port holds for the workers")
+        settings = load_settings(**{**chosen, "kafka": kafka.address, "redis": redis.address})
         create_topics(settings, partitions=partitions, replication=1)
         threads = settings.threads or 1
         workers = []
-        for name, command in [("editor", "edit"), *((f"replica-{n + 1}", "infer") for n in range(replicas))]:
-            port = free_port()
-            own = {"port": port, "replica": name, "threads": threads}
+        for name, command in commands.items():
+            own = {"port": ports[name], "replica": name, "threads": threads}
             given = {field: getattr(settings, field) for field in settings.model_fields_set} | own
             worker = Worker(
-                worker_process(name, "workers.cli", command, log=data / "logs" / f"{name}.log", settings=given), port
+                worker_process(name, "workers.cli", command, log=data / "logs" / f"{name}.log", settings=given),
+                ports[name],
             )
             stack.callback(worker.child.stop)
             worker.start()
@@ -142,6 +164,29 @@ def running_stack(
             report(f"starting the {worker.child.name}")
             worker.wait_ready()
         yield Stack(settings, kafka.origin, redis.origin, workers[0], tuple(workers[1:]))
+
+
+@contextmanager
+def _held(data: Path) -> Iterator[None]:
+    """Keep other stacks from a folder; the system frees it when this process ends, however it ends.
+
+    Raises:
+        StackError: another one has it; the text names its process.
+    """
+    with (data / "up.lock").open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.seek(0)
+            holder = lock.read()
+            raise StackError(
+                f"another `gracestream up`, process {holder}, holds the folder {data}; stop it with Ctrl-C in its"
+                f" terminal or `kill {holder}`, or choose another folder with --data"
+            ) from error
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield
 
 
 __all__ = ["Stack", "StackError", "Worker", "running_stack"]

@@ -196,6 +196,43 @@ def test_a_file_where_data_are_to_go(run: Callable[..., Command], tmp_path: Path
     assert sentence(run("up", "--data", str(inside))) == f"the folder {inside} cannot be made: Not a directory"
 
 
+class TestUp:
+    """What is wrong is told before anything starts: there is no folder of Kafka's data then."""
+
+    def test_a_layer_that_does_not_exist(
+        self, run: Callable[..., Command], tmp_path: Path, checkpoints: dict[str, Checkpoint]
+    ) -> None:
+        model = str(checkpoints["llama"].folder)
+        ran = run("up", "--model", model, "--layer", "nope", "--data", str(tmp_path / "data"))
+        assert "gracestream: layer 'nope' not found in LlamaForCausalLM" in ran.said().splitlines()[-1]
+        assert "starting" not in ran.said()
+        assert not (tmp_path / "data" / "kafka").exists()
+
+    def test_a_model_that_does_not_exist(self, run: Callable[..., Command], tmp_path: Path) -> None:
+        ran = run("up", "--model", "/no/such/model", "--data", str(tmp_path / "data"))
+        assert "the model '/no/such/model' cannot be loaded" in ran.said().splitlines()[-1]
+        assert ran.said().splitlines()[-1].endswith("; set --model")
+        assert not (tmp_path / "data" / "kafka").exists()
+
+    def test_a_port_in_use(self, run: Callable[..., Command], tmp_path: Path) -> None:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            port = taken.getsockname()[1]
+            said = sentence(run("up", "--port", str(port - 2), "--data", str(tmp_path / "data")))
+        assert said == f"port {port} of 127.0.0.1, wanted for editor, is in use; stop its user or choose another --port"
+        assert not (tmp_path / "data" / "kafka").exists()
+
+    @pytest.mark.parametrize("which", ["kafka", "redis"])
+    def test_an_existing_server_whose_name_is_unknown(
+        self, run: Callable[..., Command], tmp_path: Path, which: str
+    ) -> None:
+        address = {"kafka": "no-host.invalid:9092", "redis": "redis://no-host.invalid:6379"}[which]
+        said = sentence(run("up", "--data", str(tmp_path / "data"), **{which: address}))
+        assert said.startswith(f"GRACESTREAM_{which.upper()} is '{address}', and no ")
+        assert not (tmp_path / "data" / "kafka").exists()
+
+
 def test_ctrl_c_while_a_command_is_still_being_loaded(tmp_path: Path) -> None:
     errors = tmp_path / "errors"
     argv = [sys.executable, "-m", "workers.cli", "inspect", "--kafka", f"127.0.0.1:{free_port()}"]

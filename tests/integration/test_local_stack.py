@@ -19,8 +19,10 @@ from deploy.local import backends
 from deploy.local import kafka as local_kafka
 from deploy.local.backends import kafka_backend, redis_backend
 from deploy.local.kafka import LocalKafka, describe_cluster
-from deploy.local.processes import Child, StackError, answers_ok, free_port, worker
+from deploy.local.ports import stack_ports
+from deploy.local.processes import Child, StackError, answers_ok, free_port, is_free, worker
 from deploy.local.redis import LocalRedis
+from deploy.local.server import silent
 
 SLEEP = [sys.executable, "-c", "import time; print('awake', flush=True); time.sleep(600)"]
 STUBBORN = [
@@ -62,6 +64,48 @@ def own_kafka(tmp_path: Path) -> Iterator[LocalKafka]:
 def own_redis(tmp_path: Path) -> Iterator[LocalRedis]:
     with LocalRedis(tmp_path / "redis") as server:
         yield server
+
+
+class TestPorts:
+    NAMES = ("kafka", "redis", "editor", "replica-1")
+
+    def test_they_are_those_of_the_last_run(self, tmp_path: Path) -> None:
+        said: list[str] = []
+        first = stack_ports(tmp_path, self.NAMES[:3], None, said.append)
+        assert len(set(first.values())) == 3
+        again = stack_ports(tmp_path, self.NAMES, None, said.append)
+        assert {**again, **first} == again
+        assert stack_ports(tmp_path, self.NAMES[:2], None, said.append) == dict(list(first.items())[:2])
+        assert stack_ports(tmp_path, self.NAMES, None, said.append) == again, (
+            "of a replica that was not there once, too"
+        )
+        assert said == []
+
+    def test_one_that_is_in_use_now_is_told(self, tmp_path: Path) -> None:
+        said: list[str] = []
+        first = stack_ports(tmp_path, self.NAMES, None, said.append)
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", first["redis"]))
+            taken.listen()
+            again = stack_ports(tmp_path, self.NAMES, None, said.append)
+        assert again == {**first, "redis": again["redis"]}
+        assert again["redis"] != first["redis"]
+        assert said == [
+            f"port {first['redis']}, where redis was before, is in use; it is on {again['redis']} now",
+        ]
+        assert stack_ports(tmp_path, self.NAMES, None, said.append) == again
+
+    def test_those_from_a_given_one_on_follow_each_other(self, tmp_path: Path) -> None:
+        port = next(port for port in range(15_000, 20_000, 7) if all(map(is_free, range(port, port + 4))))
+        ports = stack_ports(tmp_path, self.NAMES, port, silent)
+        assert ports == dict(zip(self.NAMES, range(port, port + 4), strict=True))
+        assert stack_ports(tmp_path, self.NAMES, None, silent) == ports
+        assert free_port() not in ports.values()
+
+    def test_a_file_of_ports_that_cannot_be_read_is_written_anew(self, tmp_path: Path) -> None:
+        (tmp_path / "ports.json").write_text("{")
+        ports = stack_ports(tmp_path, self.NAMES, None, silent)
+        assert stack_ports(tmp_path, self.NAMES, None, silent) == ports
 
 
 class TestKafka:

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from deploy.local.processes import is_free
 from tests.integration.running import wait_until
 
 pytestmark = [pytest.mark.kafka, pytest.mark.model]
@@ -61,6 +62,27 @@ def test_up_prints_one_line_of_endpoints(up: tuple[subprocess.Popen[str], dict[s
     assert len(endpoints["replicas"]) == 2
 
 
+def test_another_up_on_the_same_folder_is_told_who_has_it(
+    up: tuple[subprocess.Popen[str], dict[str, Any]], told: Path
+) -> None:
+    process, _ = up
+    second = subprocess.run(
+        [*COMMAND, "up", "--data", str(told.parent / "data")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        env=own_environment(),
+        check=False,
+    )
+    assert second.returncode == 1
+    assert second.stderr == (
+        f"gracestream: another `gracestream up`, process {process.pid}, holds the folder {told.parent / 'data'};"
+        f" stop it with Ctrl-C in its terminal or `kill {process.pid}`, or choose another folder with --data\n"
+    )
+    assert process.poll() is None
+
+
 def test_the_example_of_the_readme_corrects_an_answer(up: tuple[subprocess.Popen[str], dict[str, Any]]) -> None:
     _, endpoints = up
     found = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
@@ -98,10 +120,16 @@ def test_a_worker_that_ends_is_told_of_while_the_others_go_on(
             assert answer.status == HTTPStatus.OK
 
 
-def test_ctrl_c_stops_every_process_that_up_started(up: tuple[subprocess.Popen[str], dict[str, Any]]) -> None:
-    process, _ = up
+def test_ctrl_c_stops_every_process_that_up_started(
+    up: tuple[subprocess.Popen[str], dict[str, Any]], told: Path
+) -> None:
+    process, endpoints = up
     children = psutil.Process(process.pid).children(recursive=True)
     assert len(children) >= 4  # a broker, a Valkey, an editor, the replica that is left
+    kept = json.loads((told.parent / "data" / "ports.json").read_bytes())
+    assert [f"127.0.0.1:{kept['kafka']}", f"http://127.0.0.1:{kept['editor']}"] == [
+        endpoints["kafka"], endpoints["editor"],
+    ]  # fmt: skip
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == 0
     _, alive = psutil.wait_procs(children, timeout=10)
@@ -114,8 +142,12 @@ def test_ctrl_c_stops_every_process_that_up_started(up: tuple[subprocess.Popen[s
 def test_what_is_told_to_end_while_it_starts_leaves_no_process(
     command: str, signum: signal.Signals, tmp_path: Path
 ) -> None:
+    given, port = [], 20_000
+    if command == "up":
+        port = next(port for port in range(15_000, 20_000, 7) if all(map(is_free, range(port, port + 5))))
+        given = ["--port", str(port)]
     with subprocess.Popen(
-        [*COMMAND, command, "--model", "intent", "--data", str(tmp_path)],
+        [*COMMAND, command, "--model", "intent", "--data", str(tmp_path), *given],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -132,6 +164,9 @@ def test_what_is_told_to_end_while_it_starts_leaves_no_process(
             pytest.fail("".join(told))
         children = psutil.Process(process.pid).children(recursive=True)
         assert len(children) >= 5
+        if given:
+            assert f"Kafka answers on 127.0.0.1:{port} after" in "".join(told)
+            assert f"Valkey answers on 127.0.0.1:{port + 1} after" in "".join(told)
         process.send_signal(signum)
         assert process.wait(timeout=60) == 130
     assert psutil.wait_procs(children, timeout=10)[1] == []

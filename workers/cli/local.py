@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from pipeline.settings import Settings
 from workers.cli.common import AsJson, Layer, Model, Prefix, notes, say, screen, show
+from workers.cli.work import PARTITIONS
 
 Data = Annotated[Path, typer.Option("--data", help="Folder for logs and the data of a local Kafka and Redis.")]
 Replicas = Annotated[int, typer.Option("--replicas", min=1, max=64, help="Inference replicas.")]
@@ -26,17 +28,27 @@ def up(
     replicas: Replicas = 2,
     data: Data = Path(".gracestream"),
     prefix: Prefix = None,
+    port: Annotated[
+        int | None,
+        typer.Option(min=1, max=65_400, help="Of Kafka; Redis, the editor and the replicas have those after it."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Start Kafka, Redis, an editor and replicas, keep them running until Ctrl-C, and tell of each that ends before.
 
-    Kafka and Redis come from GRACESTREAM_KAFKA and GRACESTREAM_REDIS, else from Docker, else they run locally.
-    Example: gracestream up --replicas 3 --model smollm2
+    Kafka and Redis come from GRACESTREAM_KAFKA and GRACESTREAM_REDIS, else from Docker, else they run locally. The
+    model, its layer and the ports are checked before anything starts. Without --port each keeps the port that it had
+    in the last run with the same --data.
+    Example: gracestream up --replicas 3 --model smollm2 --port 9092
     """
     from deploy.local.stack import running_stack  # noqa: PLC0415
 
     _end_by_sigterm()
-    with running_stack(data, replicas=replicas, model=model, layer=layer, prefix=prefix, report=notes.print) as stack:
+    chosen = {"model": model, "layer": layer, "prefix": prefix}
+    most = max(PARTITIONS, replicas)
+    with running_stack(
+        data, replicas=replicas, partitions=most, port=port, check=_check_model, report=notes.print, **chosen
+    ) as stack:
         endpoints = stack.endpoints()
         if as_json:
             say(endpoints)
@@ -71,6 +83,20 @@ def demo(
 
     _end_by_sigterm()
     raise typer.Exit(tell(model, data, screen))
+
+
+def _check_model(settings: Settings) -> None:
+    """Load the model as a worker does, but on the CPU, where it leaves nothing behind.
+
+    Raises:
+        ModelError, LayerError: it cannot be loaded, or has no such layer, or there is no such device.
+    """
+    from pipeline.checkpoint import device_of  # noqa: PLC0415
+    from workers.boot import load_model  # noqa: PLC0415
+
+    notes.print(f"checking the model {settings.model} and its layer {settings.layer}")
+    device_of(settings.device)
+    load_model(settings.model_copy(update={"device": "cpu"}))
 
 
 def _end_by_sigterm() -> None:
