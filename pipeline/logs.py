@@ -1,4 +1,4 @@
-"""The workers' log: structured events on standard error, one fact an event."""
+"""The workers' log: structured events on standard error, one fact an event. Commands have none."""
 
 import logging
 import sys
@@ -36,6 +36,7 @@ def configure_logs(log_format: str, **fields: Any) -> None:
     )
     handler = logging.StreamHandler(sys.stderr)
     last = [structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer]
+    handler.addFilter(_is_of_use)
     handler.addFilter(_Seldom())
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
@@ -45,6 +46,19 @@ def configure_logs(log_format: str, **fields: Any) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
+
+
+def silence_libraries() -> None:
+    """Keep what libraries log from the standard error of a command, which says itself what went wrong.
+
+    Python prints their warnings where no log is set up: aiokafka's have several for each attempt to reach a broker.
+    """
+    logging.getLogger().addHandler(logging.NullHandler())
+
+
+def _is_of_use(record: logging.LogRecord) -> bool:
+    """Whether a warning says something: kafka-python's event loop reports each step over 0.1 s, as on a busy core."""
+    return not (record.name == "kafka.net.selector" and "blocking the event loop" in record.getMessage())
 
 
 class _Seldom(logging.Filter):

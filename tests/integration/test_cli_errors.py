@@ -1,21 +1,28 @@
 """The errors that users bring about: each is one sentence on standard error, and exit status 1."""
 
+import functools
 import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from deploy.local.kafka import LocalKafka
 from deploy.local.processes import free_port
+from pipeline import reading
+from pipeline.clients import producer
+from pipeline.reading import Batch
 from pipeline.settings import Settings
-from tests.integration.forked import Command, sentence, status_of
-from tests.integration.running import PATIENCE, Checkpoint, wait_until
+from pipeline.topics import create_topics
+from tests.integration.forked import Command, as_given, sentence, status_of
+from tests.integration.running import PATIENCE, Checkpoint, settings_for, wait_until
 
 ONE = "0123456789abcdef0123456789abcdef01234567"
 """The commit of a revision."""
@@ -194,6 +201,43 @@ def test_a_file_where_data_are_to_go(run: Callable[..., Command], tmp_path: Path
     assert sentence(run("up", "--data", str(tmp_path / "file"))) == f"{tmp_path / 'file'} is no folder"
     inside = tmp_path / "file" / "folder"
     assert sentence(run("up", "--data", str(inside))) == f"the folder {inside} cannot be made: Not a directory"
+
+
+def halting(folder: Path) -> None:
+    """Let a command halt after the first of the many records that it reads, until the file `go-on` is there."""
+    read_bulk = reading.read_bulk
+
+    def halted(*args: Any, **options: Any) -> Generator[Batch, None, None]:
+        for batch in read_bulk(*args, **options):
+            yield batch
+            (folder / "halted").touch()
+            wait_until((folder / "go-on").exists)
+
+    reading.read_bulk = halted
+    reading.BULK_BYTES = 2**16  # so that there is more to fetch
+
+
+@pytest.mark.kafka
+def test_what_libraries_log_while_kafka_is_away_is_not_what_a_command_says(
+    own_kafka: LocalKafka, tmp_path: Path
+) -> None:
+    settings = settings_for(own_kafka.bootstrap, "redis://unused", "away-")
+    create_topics(settings, 1, 1)
+    sender = producer(settings)
+    for number in range(reading.BULK + 1000):
+        sender.send(settings.topic("requests.dlq"), value=b"%0100d" % number, partition=0)
+    sender.close()
+    reader = Command(
+        "reader", ["dlq", "replay", "requests", "--all", "--dry-run"], tmp_path,
+        sabotage=functools.partial(halting, tmp_path), **as_given(settings),
+    )  # fmt: skip
+    reader.start()
+    wait_until((tmp_path / "halted").exists)
+    own_kafka.kill()
+    (tmp_path / "go-on").touch()
+    own_kafka.start()
+    assert (reader.wait(), reader.said()) == (0, "")
+    assert reader.told() == f"would send {reading.BULK + 1000} to {settings.topic('requests')}\n"
 
 
 class TestUp:

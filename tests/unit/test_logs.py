@@ -2,10 +2,12 @@
 
 import json
 import logging
+import time
 from collections.abc import Iterator
 
 import pytest
 import structlog
+from kafka.net.selector import NetworkSelector
 
 from pipeline.logs import SELDOM, configure_logs
 
@@ -26,6 +28,19 @@ def warned(text: str, at: float) -> None:
     record.created = at
     for handler in logging.getLogger().handlers:
         handler.handle(record)
+
+
+def test_a_slow_step_of_the_event_loop_of_kafka_python_is_no_news(capsys: pytest.CaptureFixture[str]) -> None:
+    async def step() -> None:
+        time.sleep(2 * NetworkSelector.DEFAULT_CONFIG["slow_task_threshold_secs"])  # noqa: ASYNC251
+        logging.getLogger("kafka.net.selector").warning("another one")
+
+    configure_logs("json", worker="editor")
+    loop = NetworkSelector()
+    loop.run(step)
+    loop.close()
+    said = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [(line["event"], line["logger"]) for line in said] == [("another one", "kafka.net.selector")]
 
 
 def test_what_a_library_repeats_is_said_once_in_a_while(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from pipeline.logs import silence_libraries
 from pipeline.security import plainly
 from workers.cli import audit, dead_letters, experiments, history, keys, local, snapshots, traffic, tuning, work
 from workers.cli.common import EXPECTED
@@ -55,6 +56,7 @@ for group in (local, work, traffic, keys, dead_letters, history, audit, snapshot
 def run(arguments: Sequence[str] | None = None) -> None:
     """Run a command; what goes wrong in an expected way is one sentence on standard error and exit status 1."""
     given = sys.argv[1:] if arguments is None else arguments
+    silence_libraries()  # until a worker sets up its log
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8 shows what it can
     try:
