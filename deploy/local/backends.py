@@ -44,17 +44,11 @@ def kafka_backend(
         StackError: GRACESTREAM_KAFKA is set and does not answer, or no local one can be started.
         RefusedError: the existing one does not take us, or is not trusted.
     """
-    settings = load_settings()
-    if "kafka" in settings.model_fields_set and settings.kafka:
-        check_kafka(settings.kafka)
-        report(f"using the existing Kafka at {settings.kafka}")
-        yield Backend(settings.kafka, "environment")
+    existing = existing_kafka()
+    if existing is not None:
+        report(f"using the existing Kafka at {existing}")
+        yield Backend(existing, "environment")
         return
-    if settings.kafka_security_protocol != "PLAINTEXT":
-        raise StackError(
-            f"GRACESTREAM_KAFKA_SECURITY_PROTOCOL={settings.kafka_security_protocol} is for an existing Kafka; set"
-            " GRACESTREAM_KAFKA to its address, or unset the protocol to get a Kafka of your own"
-        )
     with _in_docker("kafka", report) as address:
         if address is not None:
             yield Backend(address, "docker")
@@ -68,23 +62,50 @@ def redis_backend(
     data_dir: Path, *, port: int | None = None, report: Callable[[str], None] = silent
 ) -> Iterator[Backend]:
     """A Redis or Valkey that answers; `address` is its URL. Arguments and errors as for `kafka_backend`."""
-    settings = load_settings()
-    if "redis" in settings.model_fields_set and settings.redis:
-        check_redis(settings.redis)
-        report(f"using the existing Redis at {without_password(settings.redis)}")
-        yield Backend(settings.redis, "environment")
+    existing = existing_redis()
+    if existing is not None:
+        report(f"using the existing Redis at {without_password(existing)}")
+        yield Backend(existing, "environment")
         return
-    if settings.redis_password:
-        raise StackError(
-            "GRACESTREAM_REDIS_PASSWORD is for an existing Redis; set GRACESTREAM_REDIS to its URL, or unset the"
-            " password to get a Valkey of your own"
-        )
     with _in_docker("redis", report) as address:
         if address is not None:
             yield Backend(address, "docker")
             return
     with LocalRedis(data_dir, port, report=report) as local:
         yield Backend(local.url, "local")
+
+
+def existing_kafka() -> str | None:
+    """The address of an existing Kafka, which answers; None where the settings name none.
+
+    Raises:
+        StackError: it does not answer, or other settings are for an existing one.
+        RefusedError: it does not take us, or is not trusted.
+    """
+    settings = load_settings()
+    if "kafka" in settings.model_fields_set and settings.kafka:
+        check_kafka(settings.kafka)
+        return settings.kafka
+    if settings.kafka_security_protocol != "PLAINTEXT":
+        raise StackError(
+            f"GRACESTREAM_KAFKA_SECURITY_PROTOCOL={settings.kafka_security_protocol} is for an existing Kafka; set"
+            " GRACESTREAM_KAFKA to its address, or unset the protocol to get a Kafka of your own"
+        )
+    return None
+
+
+def existing_redis() -> str | None:
+    """The URL of an existing Redis, which answers; None where the settings name none. Errors as `existing_kafka`."""
+    settings = load_settings()
+    if "redis" in settings.model_fields_set and settings.redis:
+        check_redis(settings.redis)
+        return settings.redis
+    if settings.redis_password:
+        raise StackError(
+            "GRACESTREAM_REDIS_PASSWORD is for an existing Redis; set GRACESTREAM_REDIS to its URL, or unset the"
+            " password to get a Valkey of your own"
+        )
+    return None
 
 
 def check_kafka(bootstrap: str, timeout: float = REACH_TIMEOUT) -> None:

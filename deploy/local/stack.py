@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy.local.backends import check_kafka, check_redis, kafka_backend, redis_backend
+from deploy.local.backends import existing_kafka, existing_redis, kafka_backend, redis_backend
 from deploy.local.ports import stack_ports
 from deploy.local.processes import Child, StackError, answers_ok
 from deploy.local.processes import worker as worker_process
@@ -132,10 +132,8 @@ def running_stack(
     with ExitStack() as stack:
         stack.enter_context(_held(data))
         first = load_settings(**chosen)
-        if "kafka" in first.model_fields_set:
-            check_kafka(first.kafka)
-        if "redis" in first.model_fields_set:
-            check_redis(first.redis)
+        existing_kafka()
+        existing_redis()
         commands = {"editor": "edit", **{f"replica-{n + 1}": "infer" for n in range(replicas)}}
         ports = stack_ports(data, ["kafka", "redis", *commands], port, report)
         chosen["layer"] = layer_of(first)
