@@ -47,6 +47,37 @@ def compose(*overrides: Path) -> dict[str, Any]:
     return document
 
 
+def published(path: Path) -> list[tuple[str, str]]:
+    """Each port that a Compose file publishes: the host's address, empty for every one, and the line that it stands in.
+
+    The host's own network, whose address is `host`, publishes whatever a container listens on.
+    """
+    text = path.read_text()
+    lines, found = text.splitlines(), list[tuple[str, str]]()
+
+    def visit(node: yaml.Node) -> None:
+        if isinstance(node, yaml.SequenceNode):
+            for one in node.value:
+                visit(one)
+        elif isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                if key.value == "ports":
+                    found.extend((_address(port), lines[port.start_mark.line]) for port in value.value)
+                elif key.value == "network_mode" and value.value == "host":
+                    found.append(("host", lines[value.start_mark.line]))
+                visit(value)
+
+    visit(yaml.compose(text, ComposeLoader))
+    return found
+
+
+def _address(port: yaml.Node) -> str:
+    if isinstance(port, yaml.MappingNode):  # the long syntax
+        return str({key.value: value.value for key, value in port.value}.get("host_ip", ""))
+    before_the_container_s_port = str(port.value).rpartition(":")[0]
+    return before_the_container_s_port.rpartition(":")[0].strip("[]")
+
+
 def manifests() -> list[dict[str, Any]]:
     resources = yaml.safe_load((KUBERNETES / "kustomization.yaml").read_text())["resources"]
     return [document for name in resources for document in yaml.safe_load_all((KUBERNETES / name).read_text())]

@@ -8,6 +8,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from tests.unit.deploy.files import (
+    COMPOSE,
     COMPOSE_CPU,
     COMPOSE_EXTERNAL,
     DEPLOY,
@@ -15,6 +16,7 @@ from tests.unit.deploy.files import (
     PROJECT,
     ROOT,
     compose,
+    published,
 )
 
 COMPOSE_FILES = [
@@ -22,6 +24,14 @@ COMPOSE_FILES = [
     pytest.param((COMPOSE_CPU,), id="cpu"),
     pytest.param((COMPOSE_CPU, COMPOSE_EXTERNAL), id="external"),
 ]
+
+OPEN = "# open to other hosts:"
+"""Begins the comment that says why a port is bound to more than the loopback address."""
+
+
+def unexplained(path: Path) -> list[str]:
+    """The hosts of ports that other hosts reach, where no comment says why."""
+    return [host for host, said in published(path) if host != "127.0.0.1" and OPEN not in said]
 
 
 class TestCompose:
@@ -79,10 +89,32 @@ class TestCompose:
         inference = compose()["services"]["inference"]
         assert not {"container_name", "ports", "hostname"} & inference.keys()
 
-    def test_no_port_is_open_to_other_hosts(self) -> None:
-        ports = [port for service in compose()["services"].values() for port in service.get("ports", [])]
-        assert "127.0.0.1:9092:9092" in ports
-        assert all(port.startswith("127.0.0.1:") for port in ports)
+    @pytest.mark.parametrize("path", [COMPOSE, *sorted(DEPLOY.glob("compose*.yml"))], ids=lambda path: path.name)
+    def test_no_port_is_open_to_other_hosts_unless_the_file_says_why(self, path: Path) -> None:
+        assert unexplained(path) == []
+
+    def test_the_ports_of_kafka_and_of_the_monitoring_are_among_those_checked(self) -> None:
+        assert [host for host, _ in published(COMPOSE)] == ["127.0.0.1"] * 3
+
+    @pytest.mark.parametrize(
+        ("service", "hosts"),
+        [
+            ('ports: ["9092:9092"]', [""]),
+            ("ports: [9092]", [""]),
+            ("ports: [0.0.0.0:9092:9092]", ["0.0.0.0"]),
+            ("ports: ['[::]:9092:9092']", ["::"]),
+            ("ports: [{target: 9092, published: 9092}]", [""]),
+            ("ports: [{target: 9092, host_ip: 0.0.0.0}]", ["0.0.0.0"]),
+            ("network_mode: host", ["host"]),
+            ("ports: [127.0.0.1:9092:9092]", []),
+            ("ports: [{target: 9092, host_ip: 127.0.0.1}]", []),
+            ('ports: ["9092:9092"]  # open to other hosts: they fetch from it', []),
+        ],
+    )
+    def test_an_open_port_would_be_found(self, service: str, hosts: list[str], tmp_path: Path) -> None:
+        path = tmp_path / "compose.yml"
+        path.write_text(f"services:\n  kafka:\n    {service}\n")
+        assert unexplained(path) == hosts
 
     def test_mounted_files_exist(self) -> None:
         services = compose()["services"].values()
