@@ -9,7 +9,8 @@ What it guarantees:
 3. A replay sends equal records once: a letter that came back from a replay, or that two replicas set aside because one
    of them died, is not multiplied.
 4. Unless it is named by its offset, a request whose sender got an error for an answer is not sent again: the sender may
-   have sent a better one under the same id. A replica answers each request that it sets aside and whose id it can read.
+   have sent a better one under the same id. A replica answers each request that it dead-letters and whose id it can
+   read. Where no topic takes the answer, the letter says so in a header and is sent again.
 """
 
 import hashlib
@@ -28,6 +29,7 @@ from pipeline.reading import read_topic
 from pipeline.records import KEPT_BYTES, LARGEST
 from pipeline.settings import Settings
 from pipeline.topics import FEEDBACK_DLQ, REQUESTS_DLQ, TopicError
+from schemas.headers import UNANSWERED
 from schemas.messages import Truncated, peek_id, printable
 
 Source = Literal["requests", "feedback"]
@@ -71,6 +73,7 @@ class Letter:
     source_offset: int
     size: int
     cut: bool
+    unanswered: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +98,20 @@ def rejected(
     offset: int,
     *,
     largest: int = LARGEST,
+    unanswered: bool = False,
 ) -> Rejected:
-    """The dead letter of one record of `topic`, cut where key and value have more than `largest` bytes."""
+    """The dead letter of one record of `topic`, cut where key and value have more than `largest` bytes.
+
+    `unanswered`: no topic took an answer, so the record's sender got none.
+    """
     headers = [
         ("reason", printable(reason)[:LONGEST_REASON].encode()),
         ("source_topic", topic.encode()),
         ("source_partition", str(partition).encode()),
         (SOURCE_OFFSET, str(offset).encode()),
     ]
+    if unanswered:
+        headers.append((UNANSWERED, b"true"))
     if len(key or b"") + len(value or b"") > largest:
         key, value = _cut(key), _cut(value)
     for name, part in (("key", key), ("value", value)):
@@ -207,8 +216,10 @@ def _chosen(settings: Settings, source: Source, offsets: set[int] | None, *, ans
 
 
 def _has_answer(letter: Letter, source: Source) -> bool:
-    """Whether the replica that set a request aside told its sender so: it does wherever it can read the id."""
-    return source == "requests" and not letter.cut and peek_id(letter.value, "request_id") is not None
+    """Whether the sender of a request got an error: wherever its id can be read, unless no topic took the error."""
+    if source != "requests" or letter.cut or letter.unanswered:
+        return False
+    return peek_id(letter.value, "request_id") is not None
 
 
 def _end(settings: Settings, source: Source) -> int:
@@ -241,4 +252,5 @@ def _letter(record: Any, source: Source) -> Letter:
         source_offset=number(SOURCE_OFFSET, -1),
         size=number("value_bytes", len(record.value or b"")),
         cut="value_bytes" in headers or "key_bytes" in headers,
+        unanswered=UNANSWERED in headers,
     )

@@ -241,11 +241,14 @@ def _error(prediction: Prediction, record: Record, address: Address, reason: str
     told = reason if prediction.error is UNSET else f"{prediction.error}; {reason}"
     failed = msgspec.structs.replace(prediction, outputs=UNSET, score=UNSET, edit=UNSET, error=told)
     key = failed.request_id.encode()
-    return Reply(PREDICTIONS, key, encode(failed), address.headers, address.topic, partial(_letter, record))
+    return Reply(
+        PREDICTIONS, key, encode(failed), address.headers, address.topic, partial(_letter, record, unanswered=True)
+    )
 
 
-def _letter(record: Record, reason: str, *, largest: int = LARGEST) -> Reply:
-    """A dead letter; cut where its queue takes less than it should."""
-    letter = rejected(reason, record.key, record.value, record.topic, record.partition, record.offset, largest=largest)
-    instead = nothing if largest == 0 else lambda _: _letter(record, reason, largest=0)
+def _letter(record: Record, reason: str, *, unanswered: bool = False, largest: int = LARGEST) -> Reply:
+    """A dead letter; cut where its queue takes less than it should. `unanswered`: no topic took an answer."""
+    place = (record.topic, record.partition, record.offset)
+    letter = rejected(reason, record.key, record.value, *place, largest=largest, unanswered=unanswered)
+    instead = nothing if largest == 0 else lambda _: _letter(record, reason, unanswered=unanswered, largest=0)
     return Reply(REQUESTS_DLQ, letter.key, letter.value, letter.headers, instead=instead)

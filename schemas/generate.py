@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from schemas import deltas, messages
 from schemas.deltas import DIGEST_BYTES, Delta
-from schemas.headers import HEADER_BYTES, MOST_HEADERS, OURS
+from schemas.headers import HEADER_BYTES, MOST_HEADERS, OURS, UNANSWERED
 from schemas.messages import VERSION, Feedback, Outcome, Prediction, Request, SnapshotManifest
 
 HERE = Path(__file__).parent
@@ -199,11 +199,13 @@ def _rejected() -> Json:
             ("sha256", digest, "Only where the record was too large for the queue: SHA-256 of its whole {}, in hex."),
         )
     }
+    told = "Only of a request: no topic took an answer, an error included, so its sender got none."
+    unanswered = {UNANSWERED: {"type": "string", "const": "true", "description": told}}
     return {
         "name": "rejected",
         "title": "A record that could not be read",
         "contentType": "application/octet-stream",
-        "headers": {"type": "object", "required": list(required), "properties": {**required, **cut}},
+        "headers": {"type": "object", "required": list(required), "properties": {**required, **cut, **unanswered}},
         "payload": {"description": "The value of the rejected record, byte for byte, unless it was cut."},
         "bindings": {"kafka": {"key": {"description": "The key of the rejected record."}, "bindingVersion": "0.5.0"}},
     }

@@ -15,7 +15,7 @@ from pipeline.settings import Settings
 from pipeline.topics import TOPICS, create_topics
 from schemas.headers import HEADER_BYTES, MOST_HEADERS, OURS
 from schemas.messages import ID_LENGTH, Parameters, Prediction, Request, decode, encode
-from tests.integration.forked import Forked
+from tests.integration.forked import Command, Forked, status_of
 from tests.integration.running import BUILDERS, Users, llama, metric, question, records, wait_until
 from tests.unit.engine.tiny import texts, tokenizer
 
@@ -111,6 +111,26 @@ class TestTooLarge:
         (letter,) = wait_until(letters)
         assert b"larger than a record of topic" in dict(letter.headers)["reason"]
         assert service.found("predictions", name) == []
+
+    def test_a_request_without_any_answer_is_sent_again_by_a_replay_of_all(
+        self, service: Service, run: Callable[..., Command]
+    ) -> None:
+        silent, answered = (f"{name}-{secrets.token_hex(4)}" for name in ("silent", "answered"))
+        service.send(long(silent), ("k", bytes(LARGEST)))
+        service.send(question(answered, PROMPTS[0]), value=b'{"v": 1, "request_id": "%b"}' % answered.encode())
+
+        def letter_of(name: str) -> Any:
+            return next((one for one in records(service.settings, "requests.dlq") if name.encode() in one.value), None)
+
+        left, kept = wait_until(lambda: letter_of(silent)), wait_until(lambda: letter_of(answered))
+        assert dict(left.headers)["unanswered"] == b"true"
+        assert "unanswered" not in dict(kept.headers)
+        assert service.found("predictions", silent) == []
+        assert status_of(run("dlq", "replay", "requests", "--all", settings=service.settings)) == 0
+        sent = {dict(one.headers).get("replayed_from") for one in records(service.settings, "requests")}
+        assert f"requests.dlq/{left.offset}".encode() in sent
+        assert f"requests.dlq/{kept.offset}".encode() not in sent
+        assert "larger than a record" in str(service.answer("predictions", silent)[0].error), "its headers are gone"
 
 
 class TestHeaders:

@@ -125,6 +125,7 @@ def _told(letter: Letter) -> dict[str, object]:
         "source_offset": letter.source_offset,
         "size": letter.size,
         "cut": letter.cut,
+        "unanswered": letter.unanswered,
         **_content("key", letter.key),
         **_content("value", letter.value),
     }
