@@ -55,7 +55,7 @@ def published(path: Path) -> list[tuple[str, str]]:
     text = path.read_text()
     lines, found = text.splitlines(), list[tuple[str, str]]()
 
-    def visit(node: yaml.Node) -> None:
+    def visit(node: yaml.Node | None) -> None:
         if isinstance(node, yaml.SequenceNode):
             for one in node.value:
                 visit(one)
