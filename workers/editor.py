@@ -167,7 +167,7 @@ class Editor:
         """Learn the history, enter the group, and follow the one who leads; whether this editor is to lead now."""
         parts = self._parts
         self._decided.clear()
-        metrics.FEEDBACK_LAG.set(0)  # what waits is another's
+        self._count_anew()
         self._fold()
         parts.intake.catch_up()
         parts.traffic.catch_up()
@@ -258,6 +258,13 @@ class Editor:
             self._behind, self._counted = self._parts.log.behind(), now
             self._watch_blocked(now)
         metrics.FEEDBACK_LAG.set(max(self._behind, taken))
+
+    def _count_anew(self) -> None:
+        """Report no feedback that waits: only the editor that leads knows of any."""
+        self._behind, self._counted = 0, -COUNT_SECONDS
+        self._blocked_since, self._blocked = time.monotonic(), 0
+        metrics.FEEDBACK_LAG.set(0)
+        metrics.FEEDBACK_BLOCKED.set(0)
 
     def _watch_blocked(self, now: float) -> None:
         """Report a transaction on `feedback` that stays open: corrections behind it cannot be read."""

@@ -1,10 +1,12 @@
 """Another producer's open transaction on `feedback`: what waits behind it counts, and is reported."""
 
+from collections.abc import Callable
 from pathlib import Path
 
+from deploy.local.kafka import LocalKafka
 from pipeline.clients import producer
 from pipeline.settings import Settings
-from pipeline.topics import FEEDBACK
+from pipeline.topics import FEEDBACK, create_topics
 from tests.integration.forked import Forked
 from tests.integration.running import Users, flag, metric, wait_until
 
@@ -26,3 +28,22 @@ def test_what_waits_behind_it_counts_as_lag_and_is_reported(deployment: Settings
         stranger.close(timeout=5)
         wait_until(lambda: metric(editor.port, "gracestream_codebook_entries") == 1, 40, "the correction")
         wait_until(lambda: editor.state()["feedback_blocked"] == 0, 20)
+
+
+def test_an_editor_that_no_longer_leads_reports_none(
+    deploy: Callable[..., Settings], prefix: str, own_kafka: LocalKafka, folder: Path
+) -> None:
+    settings = deploy("llama", prefix).model_copy(update={"kafka": own_kafka.bootstrap})
+    create_topics(settings, partitions=1, replication=1)
+    with Forked("editor", "edit", settings, folder) as editor:
+        editor.wait_ready(90)
+        stranger = producer(settings, transactional_id=f"{prefix}stranger")
+        stranger.init_transactions()
+        stranger.begin_transaction()
+        stranger.send(settings.topic(FEEDBACK), b"left open", partition=0).get(30)
+        wait_until(lambda: metric(editor.port, "gracestream_feedback_blocked") == 1, 40, "the report")
+        own_kafka.kill()
+        stranger.close(timeout=0)
+        wait_until(lambda: editor.state()["role"] == "starting", what="the loss of the lead")
+        wait_until(lambda: metric(editor.port, "gracestream_feedback_blocked") == 0, 20, "the reset")
+        assert editor.state()["feedback_blocked"] == 0

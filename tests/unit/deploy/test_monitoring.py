@@ -18,6 +18,7 @@ from tests.unit.deploy.files import (
     in_compose,
     pods,
 )
+from workers.editor import BLOCKED_REMEDY
 
 
 def exported() -> dict[str, set[str]]:
@@ -110,6 +111,13 @@ class TestMonitoring:
         for name, rule in alerts().items():
             assert rule["labels"]["severity"] in {"warning", "critical"}, name
             assert {"summary", "description"} <= rule["annotations"].keys(), name
+
+    def test_feedback_that_nobody_can_read_raises_an_alert_that_names_the_remedy(self) -> None:
+        (rule,) = (rule for rule in alerts().values() if "gracestream_feedback_blocked" in rule["expr"])
+        assert rule["labels"]["severity"] == "critical"
+        for command in ("find-hanging", "abort"):
+            assert f"kafka-transactions.sh {command}" in rule["annotations"]["description"]
+            assert f"kafka-transactions.sh {command}" in BLOCKED_REMEDY
 
     def test_the_dashboard_finds_the_provisioned_data_source_and_file(self) -> None:
         provisioning = DEPLOY / "grafana" / "provisioning"
