@@ -1,36 +1,49 @@
 """What Kafka holds compressed is read in bounded memory, by whichever reader, and holds up nothing behind it."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
 from pipeline.clients import producer
-from pipeline.records import BATCH_BYTES, KEPT_BYTES
+from pipeline.codebook import DeltaFault
+from pipeline.follower import Follower
+from pipeline.records import BATCH_BYTES, KEPT_BYTES, record_bytes
 from pipeline.settings import Settings, as_environment
-from pipeline.topics import FEEDBACK, FEEDBACK_DLQ, REQUESTS, REQUESTS_DLQ
+from pipeline.topics import DELTAS, FEEDBACK, FEEDBACK_DLQ, REQUESTS, REQUESTS_DLQ
 from tests.hostile import Hostile
 from tests.integration.forked import Forked, as_given
-from tests.integration.running import Users, flag, headers_of, question, records, wait_until_settled
+from tests.integration.history import History
+from tests.integration.running import Users, flag, headers_of, question, records, wait_until, wait_until_settled
 from tests.integration.test_poison import send, wait_until_done
-from tests.unit.engine.tiny import texts
+from tests.unit.engine.tiny import added, sealed, texts
+from workers.editor import ENOUGH_BYTES
 
 MIB = 2**20
 LARGE = {"gzip": 200 * MIB, "lz4": 200 * MIB, "zstd": 200 * MIB, "snappy": 20 * MIB}
 """Bytes of a record that Kafka takes as one of less than 1 MiB; snappy makes little of it less small."""
 
-COUNT = 12
+COUNT = 6
 BOUND = 48 * MIB
 """What a reader may need beyond what it needs for small records; a worker may need five times that."""
+
+KEYS, KEY_BYTES = 80, 16 * MIB
+
+WIDTH = 5 * MIB
+"""Numbers of an entry's key; with its value a delta has eight times as many bytes."""
 
 PROMPT = texts(1, seed=3, shortest=6)[0]
 
 READ = """
 import json, sys
 from pathlib import Path
+from typing import Any
 import pipeline.reading as reading
 from pipeline.settings import load_settings
 
@@ -127,3 +140,87 @@ def test_workers_set_large_records_aside_in_bounded_memory(
             )
             assert letters[offset].value == b"x" * KEPT_BYTES
     assert max(grown) < 5 * BOUND, [f"{one / MIB:.0f} MiB" for one in grown]
+
+
+def transactions(found: list[Any]) -> list[list[Any]]:
+    """Committed records of one partition by transaction: each leaves a control record, and so a gap in the offsets."""
+    taken: list[list[Any]] = []
+    for record in found:
+        if not taken or record.offset > taken[-1][-1].offset + 1:
+            taken.append([])
+        taken[-1].append(record)
+    return taken
+
+
+@pytest.mark.timeout(300)
+def test_large_keys_are_committed_in_bounded_transactions_and_memory(
+    deployment: Settings, users: Users, folder: Path
+) -> None:
+    key = b"k" * KEY_BYTES
+    with Forked("editor", "edit", deployment, folder) as editor:
+        editor.wait_ready(90)
+        assert users.correct(flag("before", PROMPT, "museum"))["before"].status == "added"
+        before = resident(editor)
+        editor.pause()  # so that all of them wait at once
+        sender = producer(deployment, compression_type="zstd")
+        sender._max_request_size = sender.config["max_request_size"] = 2 * KEY_BYTES
+        for number in range(KEYS):
+            sender.send(deployment.topic(FEEDBACK), b"%d" % number, key, partition=0).get(60)
+        sender.close(timeout=10)
+        editor.go_on()
+        assert users.correct(flag("after", PROMPT, "museum"), timeout=90)["after"].status == "unchanged"
+        wait_until_settled(deployment, FEEDBACK_DLQ)
+        grown = peak(editor) - before
+    letters = records(deployment, FEEDBACK_DLQ)
+    assert [letter.value for letter in letters] == [b"%d" % number for number in range(KEYS)]
+    assert {letter.key for letter in letters} == {key[:KEPT_BYTES]}
+    assert {headers_of(letter)["key_bytes"] for letter in letters} == {str(KEY_BYTES)}
+    sizes = [sum(map(record_bytes, together)) for together in transactions(letters)]
+    assert max(sizes) < ENOUGH_BYTES + 4 * KEPT_BYTES, "one record more than enough, and the headers of all"
+    assert grown < 5 * BOUND, f"{grown / MIB:.0f} MiB"
+
+
+def test_a_replica_stops_at_a_batch_of_deltas_beyond_the_bound(deployment: Settings, folder: Path) -> None:
+    with Forked("replica", "infer", deployment, folder) as replica:
+        replica.wait_ready(90)
+        before = resident(replica)
+        (offset,) = send_large(deployment, DELTAS, "zstd", 1)
+        wait_until(lambda: replica.ready()[0] == 503, what="the stop")
+        assert replica.ready()[1].strip() == fault_of(offset)
+        assert replica.state()["seq"] == 0
+        grown = peak(replica) - before
+    assert grown < 5 * BOUND, f"{grown / MIB:.0f} MiB"
+
+
+def test_a_follower_hands_out_nothing_behind_a_batch_of_deltas_beyond_the_bound(deployment: Settings) -> None:
+    history, follower = History(deployment), Follower(deployment)
+    history.lead()
+    together = []
+    for number in range(2):  # each is within the bound, and both are not
+        together.append(sealed(history.codebook, added(f"wide{number}", np.full(WIDTH, number, np.float32), 0.1)))
+        history.codebook.apply(together[-1])
+    sender = producer(deployment, compression_type="zstd", linger_ms=60_000, batch_size=32 * WIDTH)
+    sender._max_request_size = sender.config["max_request_size"] = sender.config["batch_size"]
+    sent = [sender.send(deployment.topic(DELTAS), record, partition=0) for record in together]
+    sender.close(timeout=60)
+    first, second = (one.get(1).offset for one in sent)
+    history.step(added("narrow", np.zeros(WIDTH, np.float32), 0.1))
+    follower.start()
+    try:
+        wait_until(lambda: follower.at_end)
+        taken = follower.take(history.codebook.seq, 0)
+        assert [offset for offset, _ in taken] == [0, first]
+        assert taken[1][1] == together[0]
+        with pytest.raises(DeltaFault, match=re.escape(fault_of(second))):
+            follower.take(history.codebook.seq, 0)
+    finally:
+        follower.close()
+        history.close()
+
+
+def fault_of(offset: int) -> str:
+    """What is said of a record of `deltas` that would make its batch too large."""
+    return (
+        f"the record at offset {offset} of deltas cannot be read: the batch decompresses to more than"
+        f" {BATCH_BYTES} bytes, so the record at offset {offset} cannot be read"
+    )
