@@ -34,8 +34,8 @@ test: setup  ## lint, types and all tests, on a real Kafka and a real Valkey
 	$(BIN)/mypy
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-chaos: setup  ## kill, hang and cut off everything, several times; ROUNDS=5
-	$(BIN)/pytest -s tests/chaos --chaos $(ROUNDS)
+chaos: setup  ## kill, hang and cut off everything, and hold, cut and copy requests, several times; ROUNDS=5
+	$(BIN)/pytest -s tests/chaos tests/integration/test_late_requests.py --chaos $(ROUNDS)
 
 bench: setup  ## measurements; NAME=quality, edit, overhead, memory, throughput, lag, ...; ARGS=--quick
 	$(BIN)/python -m tests.bench $(NAME) $(ARGS)

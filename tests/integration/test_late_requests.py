@@ -101,6 +101,7 @@ def test_a_late_end_ends_no_other_transaction(proxied: Proxied) -> None:
 LAST_EPOCH = 2**15 - 1
 
 
+@pytest.mark.timeout(1800)
 def test_transactions_go_on_when_the_epochs_of_a_producer_id_run_out(
     proxied: Proxied, request: pytest.FixtureRequest
 ) -> None:
