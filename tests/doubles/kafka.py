@@ -124,6 +124,8 @@ class MemoryKafka:
         """Requests that are still under way, with the number of transactions that had ended when each was sent."""
         self.torn = 0
         """How many transactions were ended by the late EndTxn of an earlier one."""
+        self.skips_markers = False
+        """Whether ends of transactions write no control records, as on a broker that has just restarted."""
         self.ended = 0
         """How many transactions have ended."""
         self.topics: dict[str, list[Stored]] = {topic: [] for topic in topics}
@@ -248,14 +250,20 @@ class MemoryKafka:
 
     def _end_transaction(self, writer: Writer, state: Literal["committed", "aborted"]) -> None:
         self.ended += writer.is_open
+        if not self.skips_markers:
+            self._write_markers(writer, state)
+        if state == "committed":
+            for (group, partition), offset in writer.offsets.items():
+                self.group(group).offsets[partition] = offset
+        writer.partitions, writer.offsets = set(), {}
+
+    def _write_markers(self, writer: Writer, state: Literal["committed", "aborted"]) -> None:
+        """They also decide what an end without them has left open."""
         for topic, offset in writer.written:
             self.topics[topic][offset] = replace(self.topics[topic][offset], state=state)
         for topic in dict.fromkeys(topic for topic, _ in writer.written):
             self.append(topic, None, state="control")
-        if state == "committed":
-            for (group, partition), offset in writer.offsets.items():
-                self.group(group).offsets[partition] = offset
-        writer.partitions, writer.written, writer.offsets = set(), [], {}
+        writer.written = []
 
     def _writer(self, who: tuple[str, int]) -> Writer:
         transactional_id, epoch = who
@@ -317,6 +325,7 @@ class MemoryConsumer:
         self._kafka, self._step = kafka, step
         self._group: str = options.get("group_id", "")
         self._max_records: int = options.get("max_poll_records", 500)
+        self._sees_all = options.get("isolation_level") == "read_uncommitted"
         self._topics: list[str] | None = None
         self._listener: Any = None
         self._generation, self.member_id = -1, ""
@@ -366,6 +375,8 @@ class MemoryConsumer:
     ) -> dict[TopicPartition, int]:
         del timeout_ms
         self._step("end offsets")
+        if self._sees_all:
+            return {partition: self.highwater(partition) for partition in partitions}
         return {partition: self._kafka.end(partition.topic) for partition in partitions}
 
     def poll(self, timeout_ms: float = 0, max_records: int | None = None) -> dict[TopicPartition, list[Stored]]:
@@ -509,6 +520,10 @@ class MemoryProducer:
                 epoch = self._request("raise epoch", partial(self._kafka.raise_epoch, self._who))
             if epoch != self._epoch:
                 self._use_epoch(epoch)
+
+    def abort_transaction(self) -> None:
+        with self._operation("abort", "in a transaction", "ready"):
+            self._use_epoch(self._request("abort", partial(self._kafka.end_transaction, self._who, "aborted")))
 
     def flush(self) -> None:
         """Write what is still under way."""

@@ -86,9 +86,17 @@ class Cluster:
             for thread in threads:
                 thread.join()
 
+    def producer(self, **options: Any) -> Any:
+        """One of somebody else's."""
+        return (
+            producer(self.settings, **options)
+            if self.double is None
+            else self.double.producer(self.settings, **options)
+        )
+
     def send(self, topic: str, *values: bytes) -> None:
         """Records as users send them."""
-        writer = producer(self.settings) if self.double is None else self.double.producer(self.settings)
+        writer = self.producer()
         for value in values:
             writer.send(self.settings.topic(topic), value=value, partition=0)
         writer.flush()
@@ -96,7 +104,7 @@ class Cluster:
 
     def send_letter(self, source_offset: bytes | None) -> None:
         """A dead letter of feedback that says this of where it came from."""
-        writer = producer(self.settings) if self.double is None else self.double.producer(self.settings)
+        writer = self.producer()
         headers = [] if source_offset is None else [(SOURCE_OFFSET, source_offset)]
         writer.send(self.settings.topic(FEEDBACK_DLQ), value=b"?", headers=headers, partition=0)
         writer.flush()

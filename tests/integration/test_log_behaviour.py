@@ -1,7 +1,7 @@
 """What the editor's log does, on the real Kafka and on its double alike: so the seeded fault tests mean something."""
 
 import pytest
-from kafka.errors import KafkaError
+from kafka.errors import KafkaError, KafkaTimeoutError
 
 from pipeline.codebook import DeltaFault
 from pipeline.editor_log import ForeignRecordError, PlaceLostError, Result, may_pass
@@ -9,7 +9,7 @@ from pipeline.settings import load_settings
 from pipeline.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ, TOPICS
 from tests.doubles.kafka import MemoryKafka
 from tests.integration.cluster import Cluster, half_written, next_offset, outcome_of, outcomes, values_of
-from tests.integration.running import headers_of, wait_until
+from tests.integration.running import PATIENCE, headers_of, wait_until
 
 
 class TestTransactions:
@@ -61,6 +61,61 @@ class TestTransactions:
         list(log.deltas())
         assert cluster.values(DELTAS) == [b"lead", b"half"]
         assert log.lead(b"lead again") == 7
+
+    def test_nobody_leads_while_records_of_another_writer_are_undecided(
+        self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("pipeline.editor_log.ANSWER_SECONDS", 2.0)
+        other = cluster.producer(transactional_id=f"{cluster.settings.prefix}another")
+        other.init_transactions()
+        other.begin_transaction()
+        other.send(cluster.settings.topic(DELTAS), value=b"undecided", partition=0).get(timeout=PATIENCE)
+        log = cluster.member()
+        with pytest.raises(KafkaTimeoutError, match="holds records of a transaction that has not ended"):
+            log.fence()
+        other.abort_transaction()
+        other.close()
+        log.close()
+        cluster.leader()
+        assert cluster.values(DELTAS) == [b"lead"]
+
+
+class TestLostControlRecords:
+    """A broker that has just restarted may end a transaction without its control records."""
+
+    @pytest.fixture
+    def kafka(self, prefix: str) -> MemoryKafka:
+        settings = load_settings(prefix=prefix)
+        return MemoryKafka([settings.topic(topic.name) for topic in TOPICS])
+
+    def test_the_editor_that_knows_what_it_committed_goes_on(self, kafka: MemoryKafka, prefix: str) -> None:
+        cluster = Cluster(load_settings(prefix=prefix), kafka)
+        log = cluster.leader()
+        kafka.skips_markers = True
+        log.commit(Result(0, outcome_of("f0"), b"hidden"))
+        kafka.skips_markers = False
+        assert cluster.values(DELTAS) == [b"lead"]
+        log.close()
+        list(log.deltas())
+        log.join()
+        cluster.take_over(log, b"lead again")
+        assert cluster.values(DELTAS) == [b"lead", b"hidden", b"lead again"]
+        log.commit(Result(1, outcome_of("f1"), b"next"))
+        assert [outcome.feedback_id for outcome in outcomes(cluster)] == ["f0", "f1"]
+
+    def test_another_editor_does_not_write_on(
+        self, kafka: MemoryKafka, prefix: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("pipeline.editor_log.ANSWER_SECONDS", 0.2)
+        cluster = Cluster(load_settings(prefix=prefix), kafka)
+        log = cluster.leader()
+        kafka.skips_markers = True
+        log.commit(Result(0, outcome_of("f0"), b"hidden"))
+        log.close()
+        other = cluster.member()
+        with pytest.raises(KafkaTimeoutError, match="find-hanging"):
+            other.fence()
+        assert cluster.values(DELTAS) == [b"lead"]
 
 
 class TestHistory:
