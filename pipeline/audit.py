@@ -1,19 +1,20 @@
 """Damage in a deployment's topics: feedback that the editor has passed without deciding on it, and the like.
 
-What is checked, for each feedback record with an id that lies before the editors' group offset:
+What is checked, for each feedback record with an id that lies before the editors' group offset or the last outcome:
 
-1. It has an outcome on `edits`.
-2. If it made a delta, its outcome names that delta.
-3. If its outcome names a delta, that delta is on `deltas`.
+1. It has exactly one outcome on `edits`.
+2. It made one delta at most.
+3. Its outcome names the delta that it made, and no other.
 
 How damage comes about: a producer that keeps its epoch may commit a part of a transaction (`pipeline.transactions`).
 Deployments of gracestream before that module existed may have lost corrections in this way.
 
 Not promised: a check of dead letters, which Kafka deletes by age, or of feedback whose id cannot be read. Digests are
-checked by `pipeline.replay`. Memory grows by some 200 bytes for each feedback record that has an outcome.
+checked by `pipeline.replay`. Memory grows by some 300 bytes for each feedback record that has an outcome.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -32,7 +33,14 @@ from schemas.messages import Outcome, decode, peek_id
 SECOND_LOOK_SECONDS = 1.0
 """The brokers finish a transaction topic by topic, so what is missing now may be visible a moment later."""
 
-Damage = Literal["no outcome", "delta without outcome", "outcome without delta"]
+Damage = Literal[
+    "no outcome",
+    "delta without outcome",
+    "outcome without delta",
+    "outcome without its delta",
+    "several outcomes",
+    "several deltas",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,42 +76,47 @@ def audit(settings: Settings) -> Audit:
     return found
 
 
-def _look(settings: Settings, end: int | None) -> Audit:
-    delta_of: dict[tuple[str, int], int] = {}
+def _look(settings: Settings, committed: int) -> Audit:
+    made: dict[tuple[str, int], list[int]] = {}
     for record in read_topic(settings, DELTAS, **READING):
         delta = decode_delta(record.value)
         if delta.cause is not UNSET:
-            delta_of[delta.cause.feedback_id, delta.cause.offset] = delta.seq
-    named: dict[int, int | None] = {}
+            made.setdefault((delta.cause.feedback_id, delta.cause.offset), []).append(delta.seq)
+    named: dict[int, list[int | None]] = {}
     for record in read_topic(settings, EDITS):
         outcome = decode(record.value, Outcome)
-        named[feedback_offset(record)] = None if outcome.seq is UNSET else outcome.seq
-    if end is None:  # Kafka forgets the offset of a group that was idle for a week
-        end = max(named, default=-1) + 1
+        named.setdefault(feedback_offset(record), []).append(None if outcome.seq is UNSET else outcome.seq)
+    end = max(committed, max(named, default=-1) + 1)
     checked, findings = 0, []
     for record in read_topic(settings, FEEDBACK):
         if record.offset >= end:
             break
         checked += 1
         feedback_id = peek_id(record.value, "feedback_id")
-        if feedback_id is not None and (
-            damage := _damage(record.offset, delta_of.get((feedback_id, record.offset)), named)
-        ):
-            findings.append(Finding(record.offset, feedback_id, damage, record.value))
+        if feedback_id is not None:
+            damage = _damage(made.get((feedback_id, record.offset), []), named.get(record.offset, []))
+            if damage is not None:
+                findings.append(Finding(record.offset, feedback_id, damage, record.value))
     return Audit(checked, findings)
 
 
-def _damage(offset: int, delta_seq: int | None, named: dict[int, int | None]) -> Damage | None:
-    if offset not in named:
-        return "no outcome" if delta_seq is None else "delta without outcome"
-    return "outcome without delta" if named[offset] not in (None, delta_seq) else None
+def _damage(made: Sequence[int], named: Sequence[int | None]) -> Damage | None:
+    """What is wrong with feedback that made these deltas, and whose outcomes name these."""
+    if len(made) > 1:
+        return "several deltas"
+    if len(named) > 1:
+        return "several outcomes"
+    if not named:
+        return "delta without outcome" if made else "no outcome"
+    if named[0] == (made[0] if made else None):
+        return None
+    return "outcome without its delta" if made else "outcome without delta"
 
 
-def _group_offset(settings: Settings) -> int | None:
-    """How far the editors have come in `feedback`; None if Kafka knows of no editor."""
+def _group_offset(settings: Settings) -> int:
+    """How far the editors have come in `feedback`; 0 if Kafka has forgotten it, as after a week without an editor."""
     reader = consumer(settings, group_id=settings.topic("editor"))
     try:
-        offset: int | None = reader.committed(TopicPartition(settings.topic(FEEDBACK), 0))
-        return offset
+        return int(reader.committed(TopicPartition(settings.topic(FEEDBACK), 0)) or 0)
     finally:
         reader.close()

@@ -16,7 +16,7 @@ from schemas.messages import encode
 from tests.chaos.dying import tear
 from tests.doubles.checker import Left, faults
 from tests.integration.cluster import Cluster, outcome_of
-from tests.integration.forked import Command, Forked, status_of
+from tests.integration.forked import Command, Forked, sentence, status_of
 from tests.integration.running import Users, deltas_in_log, flag, outcomes_in_log, records, wait_until
 from tests.unit.engine.tiny import texts
 
@@ -41,7 +41,8 @@ def test_the_next_editor_completes_a_torn_transaction(
     assert len(deltas) == (3 if DELTAS in kept else 2)
     expected = {"delta": [], "delta and offset": ["delta without outcome"], "offset": ["no outcome"]}
     reported = run("audit", "--json", settings=deployment)
-    found = [json.loads(line) for line in reported.told().splitlines()]
+    *found, counts = [json.loads(line) for line in reported.told().splitlines()]
+    assert counts["damaged"] == len(found)
     assert [one["damage"] for one in found] == expected[" and ".join(kept).replace("deltas", "delta")]
     assert status_of(reported) == int(bool(found))
     with Forked("next", "edit", deployment, folder) as following:
@@ -70,7 +71,7 @@ class TestAudit:
     def damaged(self, deployment: Settings) -> Settings:
         given = [flag(f"f{number}", "why", "museum") for number in range(4)]
         writer = producer(deployment)
-        for value in (*map(encode, given), b"no feedback", encode(flag("f5", "why", "museum"))):
+        for value in (*map(encode, given), b"no feedback", *(encode(flag(f"f{n}", "why", "museum")) for n in (5, 6))):
             writer.send(deployment.topic(FEEDBACK), value=value, partition=0)
         writer.flush()
         writer.close(timeout=5)
@@ -84,7 +85,12 @@ class TestAudit:
         log.commit(Result(0, outcome_of("f0")))
         log._transact(3, [])  # f1 and f2 are lost
         log.commit(Result(3, msgspec.structs.replace(outcome_of("f3"), status="added", seq=9)))
-        log._transact(5, [])  # no id can be read of this one, and f5 is not decided yet
+        log._transact(5, [])  # no id can be read of this one
+        f5 = Result(5, outcome_of("f5"))
+        log.commit(f5)
+        log._transact(6, [])
+        log.commit(f5)
+        log._transact(2, [])  # the group's offset may be set back; f6 is not decided yet
         cluster.close()
         return deployment
 
@@ -94,8 +100,9 @@ class TestAudit:
         lost = tmp_path / "lost.jsonl"
         reported = run("audit", "--lost", str(lost), settings=damaged)
         assert status_of(reported) == 1
-        assert "checked 5 feedback records: 3 damaged" in reported.said()
-        for number, damage in ((1, "no outcome"), (2, "no outcome"), (3, "outcome without delta")):
+        assert "checked 6 feedback records: 4 damaged" in reported.said()
+        found = {1: "no outcome", 2: "no outcome", 3: "outcome without delta", 5: "several outcomes"}
+        for number, damage in found.items():
             assert any(f"f{number}" in line and damage in line for line in reported.told().splitlines())
         assert [json.loads(line)["feedback_id"] for line in lost.read_text().splitlines()] == ["f1", "f2"]
         resent = run("correct", str(lost), "--no-wait", settings=damaged)
@@ -103,6 +110,14 @@ class TestAudit:
         assert [record.value for record in records(damaged, FEEDBACK)][-2:] == [
             encode(flag(f"f{number}", "why", "museum")) for number in (1, 2)
         ]
+
+    def test_a_file_that_cannot_be_written_is_one_sentence(
+        self, damaged: Settings, run: Callable[..., Command]
+    ) -> None:
+        refused = run("audit", "--lost", "/no/such/folder", settings=damaged)
+        assert sentence(refused) == (
+            "/no/such/folder cannot be written: No such file or directory; choose another --lost"
+        )
 
     def test_an_undamaged_deployment_passes(self, deployment: Settings, run: Callable[..., Command]) -> None:
         reported = run("audit", settings=deployment)

@@ -8,12 +8,16 @@ from rich.table import Column, Table
 
 from pipeline.audit import Damage, Finding
 from pipeline.audit import audit as find_damage
+from pipeline.errors import UserError
 from workers.cli.common import AsJson, Kafka, Prefix, cell, connected, counted, notes, say, show
 
 REMEDY: dict[Damage, str] = {
     "no outcome": "send it again: gracestream correct",
     "delta without outcome": "none needed: the correction is in force",
     "outcome without delta": "send it again with a new feedback_id",
+    "outcome without its delta": "none needed: the correction is in force",
+    "several outcomes": "none needed: the first one was reported",
+    "several deltas": "undo it, and send it again with a new feedback_id",
 }
 
 
@@ -32,16 +36,21 @@ def audit(
 ) -> None:
     """Check that every feedback record that the editor has passed has its outcome and its delta.
 
-    Changes nothing, and needs no model. Ends with status 1 if a record is damaged.
+    Changes nothing, and needs no model. Ends with status 1 if a record is damaged. With --json each damaged record is a
+    line, and the last line counts them.
     Example: gracestream audit --lost lost.jsonl
     """
     found = find_damage(connected(kafka=kafka, prefix=prefix))
     if lost is not None:
         undecided = [one.record for one in found.findings if one.damage == "no outcome"]
-        lost.write_bytes(b"".join(record.replace(b"\n", b" ") + b"\n" for record in undecided))
+        try:
+            lost.write_bytes(b"".join(record.replace(b"\n", b" ") + b"\n" for record in undecided))
+        except OSError as error:
+            raise UserError(f"{lost} cannot be written: {error.strerror}; choose another --lost") from error
     if as_json:
         for one in found.findings:
             say(_fields(one))
+        say({"checked": found.checked, "damaged": len(found.findings)})
     elif found.findings:
         table = Table("offset", Column("feedback", overflow="fold"), "damage", "remedy")
         for one in found.findings:
