@@ -166,7 +166,7 @@ def _fill(engine: EditEngine, keys_ND: np.ndarray) -> None:
 def _wrong(subject: Subject, model: EditableModel, tokens: int, seed: int) -> tuple[str, str]:
     """A prompt of so many tokens, and a target that the model does not give."""
     (prompt,) = subject.prompts(model, 1, tokens, seed=100 + seed)
-    text = model.task.tokenizer.decode(prompt)
+    text = model.task.tokenizer.decode(prompt.token_ids)
     for target in TARGETS[subject.name]:
         _, supervised = model.supervised(text, target)
         with torch.no_grad():
