@@ -19,6 +19,7 @@ Both libraries decompress a batch at once, and hand out any number of bytes at o
 3. After `BATCH_BYTES` the rest of a batch stays compressed. One record with a `Truncated` value takes its place, at the
    last offset of the batch, so that its readers go on behind it. The same holds where decompression fails.
 4. One call hands out records until they have `HANDED_BYTES`, and at least one.
+5. Of a record's headers the first `MOST_HEADERS` are read. Kafka does not limit them, and an empty one has two bytes.
 
 Neither library has a setting for any of that. What stands here takes the place of their own classes. aiokafka's parser
 is in C, ten times as fast, and reads every batch that it reads rightly and that is small enough.
@@ -28,6 +29,7 @@ import gzip
 import hashlib
 import io
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, SupportsIndex
 
 import lz4.frame
@@ -60,6 +62,15 @@ AT_ONCE_BYTES = 4 * 2**20
 
 HANDED_BYTES = 4 * 2**20
 """Bytes of keys, values and headers after which a call hands out what it has."""
+
+MOST_HEADERS = 1000
+"""Headers of one record that are read: far more than anyone sends, and parsed in a millisecond."""
+
+BATCH_HEADERS = 2**16
+"""Headers of one batch that aiokafka's parser may read: it reads all of a batch at once, in a few tens of ms."""
+
+HEADER_COST = 160
+"""Bytes of memory for one header besides its name and its value: a tuple, a string, a bytes and a place in a list."""
 
 _CHUNK = 2**16
 
@@ -97,10 +108,10 @@ class FastRecords(Records):
             return None
         try:
             raw = _uncompressed(bytes(found), batch)
-            if raw is not None:
-                offsets = [record.offset for record in RawBatch(raw)]
+            if raw is not None and _few_headers(raw, batch):
+                offsets = [record.offset if len(record.headers) <= MOST_HEADERS else None for record in RawBatch(raw)]
                 places = range(batch.base_offset, batch.next_offset)
-                if len(offsets) != len(places) or offsets == list(places):
+                if None not in offsets and (len(offsets) != len(places) or offsets == list(places)):
                     return RawBatch(raw)
         except Exception:  # noqa: BLE001  (whatever it is, `_Batch` knows what to do with it)
             return batch
@@ -222,9 +233,40 @@ class _Batch(DefaultRecordBatch):  # type: ignore[misc]
         """The record that begins at `_pos`, whatever is in it."""
         begin = self._pos
         try:
-            return super()._read_msg()
+            return self._read_bounded()
         except Exception:  # noqa: BLE001  (each of its steps fails in another way)
             return self._read_odd(begin)
+
+    def _read_bounded(self) -> Any:
+        """The record that begins at `_pos`, with its first `MOST_HEADERS` headers."""
+        if len(self._buffer) - self._pos <= 2 * MOST_HEADERS:  # there is no room for more
+            return super()._read_msg()
+        size, body = decode_varint(self._buffer, self._pos)
+        count, place = _header_count(self._buffer, body)
+        if count <= MOST_HEADERS:
+            return super()._read_msg()
+        end = body + size
+        if end > len(self._buffer):
+            raise CorruptRecordError(f"a record of {size} bytes ends behind its batch")
+        headers = _headers(self._buffer[:end], count, place)
+        later, place = decode_varint(self._buffer, body + 1)
+        further, place = decode_varint(self._buffer, place)
+        key, place = _part(self._buffer, place)
+        value, place = _part(self._buffer, place)
+        self._pos = end
+        return self._made(size, later, further, key, value, headers)
+
+    def _made(
+        self,
+        size: int,
+        later: int,
+        further: int,
+        key: bytes | None,
+        value: bytes | None,
+        headers: list[tuple[str, bytes | None]],
+    ) -> Any:
+        timestamp = self.max_timestamp if self.timestamp_type == self.LOG_APPEND_TIME else self.first_timestamp + later
+        return DefaultRecord(size, self.base_offset + further, timestamp, self.timestamp_type, key, value, headers)
 
     def _read_streamed(self, stream: "_Stream") -> Any:
         prefix, size = stream.varint()
@@ -234,20 +276,23 @@ class _Batch(DefaultRecordBatch):  # type: ignore[misc]
         return self._read_lenient()
 
     def _read_large(self, stream: "_Stream", size: int) -> Any:
-        """A record that may have parts to be cut; its headers are left out where they are large."""
+        """A record that may have parts to be cut; its headers are left out where they are large or cannot be read."""
         end = stream.position + size
         stream.take(1)  # its attributes
         (_, later), (_, further) = stream.varint(), stream.varint()
-        timestamp = self.max_timestamp if self.timestamp_type == self.LOG_APPEND_TIME else self.first_timestamp + later
         key, value = stream.part(self._whole), stream.part(self._whole)
         left = end - stream.position
-        headers = []
+        if left < 0:
+            raise CorruptRecordError(f"a record of {size} bytes has parts that end behind it")
+        headers: list[tuple[str, bytes | None]] = []
         if left <= LARGEST:
-            headers = _headers(stream.take(left))
+            raw = stream.take(left)
+            with suppress(Exception):  # the next record begins behind them, whatever is in them
+                headers = _headers(raw, *decode_varint(raw, 0))
         else:
             stream.skip(left)
         self._buffer, self._pos = bytearray(), 0
-        return DefaultRecord(size, self.base_offset + further, timestamp, self.timestamp_type, key, value, headers)
+        return self._made(size, later, further, key, value, headers)
 
     def _unread(self, error: Exception) -> Any:
         """One record for all that are left of the batch."""
@@ -275,7 +320,7 @@ class _Batch(DefaultRecordBatch):  # type: ignore[misc]
             end = body + size if 0 < size <= end - body else end
             attributes, self._buffer[body] = self._buffer[body], 0
             self._pos = begin
-            return super()._read_msg()
+            return self._read_bounded()
         except Exception:  # noqa: BLE001  (likewise)
             self._pos = end
             if attributes is not None:
@@ -387,19 +432,52 @@ def _uncompressed(raw: bytes, batch: _Batch) -> bytes | None:
     return bytes(made)
 
 
-def _headers(raw: bytes) -> list[tuple[str, bytes | None]]:
-    """The headers of a record, from their number on."""
-    buffer, found = bytearray(raw), []
-    count, place = decode_varint(buffer, 0)
+def _few_headers(raw: bytes, batch: _Batch) -> bool:
+    """Whether aiokafka's parser finds no more than `BATCH_HEADERS` in an uncompressed batch.
 
-    def part() -> bytes | None:
-        nonlocal place
-        size, place = decode_varint(buffer, place)
-        begin, place = place, place + max(0, size)
-        return None if size < 0 else bytes(buffer[begin:place])
+    A small batch has no room for more. In a larger one only the number of each record's headers is read.
+    """
+    if len(raw) <= 2 * BATCH_HEADERS:
+        return True
+    left, place = BATCH_HEADERS, batch.HEADER_STRUCT.size
+    for _ in range(batch.records_count):
+        size, body = decode_varint(raw, place)
+        count, _ = _header_count(raw, body)
+        left -= count
+        if size <= 0 or count > MOST_HEADERS or left < 0:
+            return False
+        place = body + size
+    return True
 
-    for _ in range(count):
-        name, value = part(), part()
+
+def _header_count(buffer: bytes | bytearray, body: int) -> tuple[int, int]:
+    """The number of headers of the record whose attributes are there, and the place behind that number.
+
+    Raises:
+        CorruptRecordError: the libraries would read its attributes wrongly, and so all that follows.
+    """
+    if buffer[body] & 0x80:
+        raise CorruptRecordError(f"a record has the attributes {buffer[body]}, more than the 7 bits that can be read")
+    _, place = decode_varint(buffer, body + 1)  # its timestamp
+    _, place = decode_varint(buffer, place)  # its offset
+    size, place = decode_varint(buffer, place)
+    size, place = decode_varint(buffer, place + max(0, size))
+    count, place = decode_varint(buffer, place + max(0, size))
+    return count, place
+
+
+def _part(buffer: bytes | bytearray, place: int) -> tuple[bytes | None, int]:
+    """The bytes, or None, whose length is there, and the place behind them."""
+    size, place = decode_varint(buffer, place)
+    return (None, place) if size < 0 else (bytes(buffer[place : place + size]), place + size)
+
+
+def _headers(raw: bytes | bytearray, count: int, place: int) -> list[tuple[str, bytes | None]]:
+    """The first `MOST_HEADERS` of so many headers of a record, which begin there."""
+    found = []
+    for _ in range(min(count, MOST_HEADERS)):
+        name, place = _part(raw, place)
+        value, place = _part(raw, place)
         found.append(((name or b"").decode(errors="backslashreplace"), value))
     return found
 
@@ -412,8 +490,8 @@ def _lengths(count: int) -> Iterator[int]:
 
 
 def record_bytes(record: Any) -> int:
-    """Bytes of key, value and headers of a record of either library, as far as they are in memory."""
-    headers = sum(len(name) + len(value or b"") for name, value in record.headers)
+    """Bytes that key, value and headers of a record of either library take in memory."""
+    headers = sum(HEADER_COST + len(name) + len(value or b"") for name, value in record.headers)
     return len(record.key or b"") + len(record.value or b"") + headers
 
 

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from kafka.record.default_records import DefaultRecordBatchBuilder
+from kafka.record.util import encode_varint
 
 import schemas
 
@@ -50,6 +51,42 @@ def odd_batches(monkeypatch: pytest.MonkeyPatch, attributes: int, delta: int) ->
         return written
 
     monkeypatch.setattr(DefaultRecordBatchBuilder, "append", odd)
+
+
+def crowded_batch(
+    records: int, value: bytes, headers: int, codec: int = 0, *, header: bytes = b"\0\0", attributes: int = 0
+) -> bytes:
+    """One batch of such records, from offset 0 on, each with so many headers: of 2 bytes, without name and value."""
+    builder = DefaultRecordBatchBuilder(2, codec, False, -1, -1, -1, 2**30)
+    builder.append(0, 1, None, None, [])
+    _crowd(builder, records, value, _varint(headers) + header * headers, attributes)
+    return bytes(builder.build())
+
+
+def crowded_batches(monkeypatch: pytest.MonkeyPatch, records: int, value: bytes, headers: int) -> None:
+    """From now on each batch that kafka-python sends has this content; a producer that is idempotent cannot send it."""
+    build = DefaultRecordBatchBuilder.build
+
+    def crowded(self: Any) -> Any:
+        _crowd(self, records, value, _varint(headers) + b"\0\0" * headers, 0)
+        return build(self)
+
+    monkeypatch.setattr(DefaultRecordBatchBuilder, "build", crowded)
+
+
+def _crowd(builder: Any, records: int, value: bytes, headers: bytes, attributes: int) -> None:
+    content = bytearray()
+    for number in range(records):
+        body = bytes([attributes, 0]) + _varint(number) + _varint(3) + b"key" + _varint(len(value)) + value + headers
+        content += _varint(len(body)) + body
+    builder._last_offset, builder._num_records = records - 1, records
+    builder._buffer[builder.HEADER_STRUCT.size :] = content
+
+
+def _varint(number: int) -> bytes:
+    written = bytearray()
+    encode_varint(number, written.append)
+    return bytes(written)
 
 
 HEADERS: tuple[list[tuple[str, bytes]], ...] = (

@@ -1,15 +1,30 @@
 """Batches that Kafka takes and its Python clients do not read, or read wrongly, come out record by record."""
 
 import hashlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from aiokafka.record.default_records import DefaultRecordBatch as RawBatch
+from kafka import TopicPartition
 from kafka.record.default_records import DefaultRecordBatchBuilder
 
 import pipeline.records as records_module
-from pipeline.records import KEPT_BYTES, FastRecords, Records, whole_bytes
+from pipeline.records import (
+    BATCH_HEADERS,
+    HANDED_BYTES,
+    HEADER_COST,
+    KEPT_BYTES,
+    LARGEST,
+    MOST_HEADERS,
+    BoundedFetcher,
+    FastRecords,
+    Records,
+    record_bytes,
+    whole_bytes,
+)
 from schemas.messages import Truncated
-from tests.hostile import Unreadable, odd_batches
+from tests.hostile import Unreadable, crowded_batch, odd_batches
 
 NAMES = ("name", Unreadable("name"))
 BASE = 40
@@ -172,3 +187,88 @@ def test_a_block_of_snappy_that_claims_to_be_huge_takes_no_memory(read: Any) -> 
     made[8:12] = (len(made) - 12).to_bytes(4, "big")
     (record,) = whole(read(bytes(made)))
     assert "cannot be read" in record.value.reason
+
+
+class TestManyHeaders:
+    """A header may have two bytes, so that a record of 1 MiB may have half a million of them."""
+
+    @pytest.fixture
+    def parsed(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """How many headers the parser in C has made, record by record."""
+        counts = []
+
+        def counting(raw: bytes) -> Iterator[Any]:
+            for record in RawBatch(raw):
+                counts.append(len(record.headers))
+                yield record
+
+        monkeypatch.setattr(records_module, "RawBatch", counting)
+        return counts
+
+    @pytest.mark.parametrize("codec", ["none", "gzip", "zstd"])
+    @pytest.mark.parametrize("count", [MOST_HEADERS + 1, 80_000, 400_000])
+    def test_of_a_record_the_first_thousand_are_read(
+        self, read: Any, codec: str, count: int, parsed: list[int]
+    ) -> None:
+        made = crowded_batch(3, b"value", count, CODECS[codec])
+        found = whole(read(made + bytes(batch(b"next"))))
+        assert [(record.key, record.value, len(record.headers)) for record in found] == [
+            *[(b"key", b"value", MOST_HEADERS)] * 3,
+            (b"key", b"next", 1),
+        ]
+        assert [record.offset for record in found] == [0, 1, 2, BASE]
+        assert sum(parsed) <= BATCH_HEADERS
+
+    @pytest.mark.parametrize("codec", ["none", "zstd"])
+    def test_as_many_as_are_read_are_all_there(self, read: Any, codec: str) -> None:
+        found = whole(read(crowded_batch(3, b"value", MOST_HEADERS, CODECS[codec])))
+        assert [list(record.headers) for record in found] == [[("", b"")] * MOST_HEADERS] * 3
+
+    def test_the_parser_in_c_reads_no_batch_with_many_small_records_of_many_headers(self, parsed: list[int]) -> None:
+        found = whole(FastRecords(crowded_batch(400, b"value", MOST_HEADERS, CODECS["zstd"])))
+        assert [len(record.headers) for record in found] == [MOST_HEADERS] * 400
+        assert parsed == []
+
+    def test_large_batches_with_few_headers_are_read_by_the_parser_in_c(self) -> None:
+        made = crowded_batch(400, b"v" * 1000, 2, CODECS["zstd"])
+        assert isinstance(FastRecords(made).next_batch(), RawBatch)
+
+    @pytest.mark.parametrize("attributes", [0x80, 0xFF])
+    def test_attributes_that_are_read_wrongly_hide_no_headers(
+        self, read: Any, attributes: int, parsed: list[int]
+    ) -> None:
+        found = whole(read(crowded_batch(2, b"value", 200_000, attributes=attributes)))
+        assert [(record.value, len(record.headers)) for record in found] == [(b"value", MOST_HEADERS)] * 2
+        assert sum(parsed) <= BATCH_HEADERS
+
+    def test_a_record_that_ends_behind_its_batch_is_given_raw(self, read: Any) -> None:
+        made = bytearray(crowded_batch(1, b"value", 200_000))
+        del made[-1000:]
+        made[8:12] = (len(made) - 12).to_bytes(4, "big")
+        (record,) = whole(read(bytes(made)))
+        assert record.headers == []
+        assert b"value" in record.value
+
+    def test_each_header_counts_with_what_it_takes_in_memory(self, read: Any) -> None:
+        (record,) = read(crowded_batch(1, b"value", 500)).next_batch()
+        assert record_bytes(record) == len(b"key") + len(b"value") + 500 * HEADER_COST
+
+    def test_a_call_hands_out_few_records_with_many_headers(self) -> None:
+        part = BoundedFetcher.PartitionRecords(
+            0, TopicPartition("requests", 0), Records(crowded_batch(100, b"value", 10_000, CODECS["zstd"]))
+        )
+        handed = []
+        while part:
+            handed.append(len(part.take(500)))
+        each = MOST_HEADERS * HEADER_COST
+        assert sum(handed) == 100
+        assert max(handed) <= HANDED_BYTES // each + 1
+
+    @pytest.mark.parametrize("codec", [codec for codec in CODECS if codec != "none"])
+    def test_behind_a_large_record_with_headers_that_cannot_be_read_others_are(self, read: Any, codec: str) -> None:
+        large = b"v" * (LARGEST + 1)
+        found = whole(read(crowded_batch(3, large, 5, CODECS[codec], header=b"\x7f")))
+        assert [(record.offset, len(record.value), list(record.headers)) for record in found] == [
+            (offset, KEPT_BYTES, []) for offset in range(3)
+        ]
+        assert all(record.value.size == len(large) for record in found)
