@@ -23,7 +23,7 @@ from redis.exceptions import RedisError
 from pipeline.errors import UserError
 from pipeline.patient import PatientConsumer, PatientNetClient
 from pipeline.records import BoundedFetcher, install_in_aiokafka
-from pipeline.redis_bounds import BoundedParser
+from pipeline.redis_bounds import BoundedParser, asked
 from pipeline.security import kafka_refusal, kafka_security, redis_refusal, redis_security, without_password
 from pipeline.settings import Settings, SettingsError
 from pipeline.transactions import TransactionalProducer
@@ -131,7 +131,7 @@ def ask_redis(settings: Settings, patience: float) -> None:
     Raises:
         RefusedError: it does not take us, or is not trusted.
         SettingsError: the URL is none.
-        RedisError, OSError: it does not answer.
+        RedisError, OSError: it does not answer, or its answer is malformed.
     """
     try:
         client = redis_client(settings, patience)
@@ -142,7 +142,7 @@ def ask_redis(settings: Settings, patience: float) -> None:
         ) from error
     try:
         with client:
-            client.ping()
+            asked(client, client.ping)
     except (RedisError, OSError) as error:
         if refused := redis_refusal(error, settings):
             raise RefusedError(refused) from error

@@ -5,13 +5,14 @@ Three keys a codebook, in one slot of a cluster: `head` (term, seq, digest), `ra
 Writes and reads are one script each, so nobody sees a head without its radii.
 
 Redis is untrusted input. Keys may be of any type and hold anything; a read takes a bounded number of bytes and raises
-RedisError for a head that no editor wrote. A write replaces what no editor wrote.
+RedisError for a head that no editor wrote, and for an answer that redis-py cannot read. A write replaces what no editor
+wrote.
 """
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import numpy as np
 from redis import Redis
@@ -19,6 +20,7 @@ from redis.exceptions import DataError
 
 from pipeline.codebook import Applied, Codebook
 from pipeline.errors import UserError
+from pipeline.redis_bounds import asked
 from pipeline.settings import Settings
 
 _HEAD = """
@@ -78,7 +80,6 @@ BATCH = 2000
 CHANGED_BYTES = 2**20
 """Of entry ids and radii that are read at once; those beyond are not compared with the log's."""
 
-T = TypeVar("T")
 _COUNT = re.compile(rb"\d{1,16}")
 _DIGEST = re.compile(rb"[0-9a-f]{64}")
 
@@ -110,7 +111,7 @@ class RadiusStore:
 
     def head(self, since: int) -> Head | None:
         """The head, and up to 2,000 radii that changed after delta `since`; None when nothing was ever live."""
-        answer = _asked(lambda: self._read(keys=self._keys, args=[since, BATCH, CHANGED_BYTES]))
+        answer = asked(self._client, lambda: self._read(keys=self._keys, args=[since, BATCH, CHANGED_BYTES]))
         if not answer:
             return None
         try:
@@ -122,7 +123,7 @@ class RadiusStore:
                 for entry, radius in zip(pairs[::2], pairs[1::2], strict=True)
             }
             return Head(int(term), int(seq), digest.decode(), changed)
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
             raise DataError(
                 f"{self._keys[0]} or {self._keys[1]} holds what gracestream never wrote: {error}"
             ) from error
@@ -133,7 +134,7 @@ class RadiusStore:
 
     def count(self) -> int:
         """How many radii there are."""
-        count: int = _asked(lambda: self._client.hlen(self._keys[1]))
+        count: int = asked(self._client, lambda: self._client.hlen(self._keys[1]))
         return count
 
     def publish(self, applied: Applied, codebook: Codebook) -> None:
@@ -164,7 +165,7 @@ class RadiusStore:
             last = "live" if start + BATCH >= len(pairs) else "more"
             first = how if start == 0 else ""
             args: list[str | int] = [codebook.term, codebook.seq, codebook.digest.hex(), last, first, *flat]
-            if not _asked(lambda args=args: self._publish(keys=self._keys, args=args)):  # type: ignore[misc]
+            if not asked(self._client, partial(self._publish, keys=self._keys, args=args)):
                 raise StaleError(
                     f"delta {codebook.seq} of term {codebook.term} is not made live: Redis has a newer one;"
                     " another editor has led since, or the log was lost"
@@ -181,11 +182,3 @@ def _radius(text: bytes) -> float | None:
         return float(text) if text else None
     except ValueError:
         return float("nan")
-
-
-def _asked(question: Callable[[], T]) -> T:
-    """The answer; what redis-py cannot read of one raises DataError, as every other failure is a RedisError too."""
-    try:
-        return question()
-    except (ValueError, TypeError, ArithmeticError, RecursionError) as error:
-        raise DataError(f"Redis gave an answer that cannot be read: {type(error).__name__}") from error

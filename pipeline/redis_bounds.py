@@ -1,14 +1,20 @@
-"""Bounds on one answer of Redis: its bytes, and the time until all of it is there.
+"""Bounds on one answer of Redis: its bytes, the time until all of it is there, and the errors that it can cause.
 
 Redis is untrusted input. redis-py reads an answer of any size, and its timeout is that of one read from the socket: a
-server that sends a byte now and then would hold its caller for ever.
+server that sends a byte now and then would hold its caller for ever. A malformed answer makes redis-py raise errors of
+its own code, such as IndexError or AttributeError; `asked` turns them into a RedisError.
 """
 
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
+from redis import Redis
 from redis._parsers import _RESP3Parser
 from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import DataError, RedisError
+
+T = TypeVar("T")
 
 ANSWER_BYTES = 4 * 2**20
 """Of one answer; the largest that gracestream asks for has about a quarter."""
@@ -29,6 +35,22 @@ class BoundedParser(_RESP3Parser):
         """As its base's."""
         self._bounded.begin()
         return super().read_response(*args, **options)
+
+
+def asked(client: Redis, question: Callable[[], T]) -> T:
+    """The answer to a question that uses this client.
+
+    Raises:
+        RedisError: as redis-py raised it, or DataError for any other exception.
+    """
+    try:
+        return question()
+    except RedisError:
+        raise
+    except Exception as error:
+        # redis-py keeps a connection whose handshake failed so, and would use it without selecting the database
+        client.connection_pool.disconnect()
+        raise DataError(f"Redis could not be asked, or its answer cannot be read: {error!r}") from error
 
 
 class _BoundedSocket:

@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from msgspec import UNSET
 from redis.exceptions import RedisError
 
 from deploy.local.redis import LocalRedis
-from pipeline.clients import redis_client
+from pipeline.clients import UnreachableError, await_redis, redis_client
 from pipeline.codebook import DeltaFault
 from pipeline.mirror import Mirror
 from pipeline.projection import Projection
@@ -327,8 +328,93 @@ def no_number(connection: socket.socket) -> None:
     connection.sendall(b":" + b"9" * 10_000 + b"\r\n")
 
 
+def empty_push(connection: socket.socket) -> None:
+    """RESP3 gives a push message one element at least; redis-py looks at the first."""
+    connection.recv(2**16)
+    connection.sendall(b">0\r\n")
+
+
+def hello_without_map(connection: socket.socket) -> None:
+    """Answers every command, HELLO included, with +OK."""
+    while asked := connection.recv(2**16):
+        connection.sendall(b"+OK\r\n" * asked.count(b"*"))
+
+
+def huge_radius(connection: socket.socket) -> None:
+    """Answers HELLO as Redis does, and the question for the head with a radius that no float can hold."""
+    while asked := connection.recv(2**16):
+        for command in asked.split(b"*")[1:]:
+            if b"HELLO" in command:
+                connection.sendall(b"%1\r\n+proto\r\n:3\r\n")
+            elif b"EVALSHA" in command:
+                connection.sendall(b"*5\r\n$1\r\n1\r\n$1\r\n2\r\n$64\r\n" + b"a" * 64 + b"\r\n$1\r\na\r\n")
+                connection.sendall(b"(" + b"9" * 400 + b"\r\n")
+            else:
+                connection.sendall(b"+OK\r\n")
+
+
+class Proxy:
+    """In front of a Redis; while `pushes` is set, an empty push message comes before each of its answers."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.pushes, self.pushed = False, 0
+        self._to = urlsplit(settings.redis)
+
+    def __call__(self, connection: socket.socket) -> None:
+        with socket.create_connection((self._to.hostname or "", self._to.port or 0)) as redis:
+            threading.Thread(target=self._back, args=[redis, connection], daemon=True).start()
+            while asked := connection.recv(2**16):
+                redis.sendall(asked)
+
+    def _back(self, redis: socket.socket, connection: socket.socket) -> None:
+        with suppress(OSError):  # it hung up
+            while answer := redis.recv(2**16):
+                if self.pushes:
+                    self.pushed += 1
+                    answer = b">0\r\n" + answer
+                connection.sendall(answer)
+
+
 class TestAServerThatIsNone:
-    @pytest.mark.parametrize("serve", [silent, drip, nested, no_number])
+    @pytest.mark.parametrize("serve", [empty_push, hello_without_map])
+    def test_a_malformed_answer_at_start_is_none(self, serve: Callable[[socket.socket], object]) -> None:
+        with listening(serve) as listener:
+            settings = load_settings(redis=listener.url, redis_grace=0.5)
+            with pytest.raises(UnreachableError, match=r"does not answer \(Redis could not be asked, or its answer"):
+                await_redis(settings, lambda _line: None)
+
+    def test_a_radius_that_no_float_can_hold_makes_an_answer_unreadable(self) -> None:
+        with (
+            listening(huge_radius) as listener,
+            redis_client(load_settings(redis=listener.url)) as client,
+            pytest.raises(RedisError, match="holds what gracestream never wrote"),
+        ):
+            RadiusStore(client, load_settings()).head(0)
+
+    def test_malformed_answers_end_no_worker(self, deployment: Settings, users: Users, folder: Path) -> None:
+        proxy = Proxy(deployment)
+        with listening(proxy) as listener:
+            chosen = {"redis": listener.url, "redis_grace": 0.5}
+            with (
+                Forked("editor", "edit", deployment, folder, **chosen) as editor,
+                Forked("replica", "infer", deployment, folder, **chosen) as replica,
+            ):
+                editor.wait_ready(90)
+                replica.wait_ready(90)
+                proxy.pushes = True
+                wait_until(lambda: metric(replica.port, "gracestream_degraded") == 1)
+                corrected = users.correct(flag("f", PROMPT, "river"))["f"]
+                wait_until(lambda: editor.state()["degraded"] is True)
+                answer = users.ask(question("q", PROMPT, min_seq=corrected.seq))["q"]
+                assert answer.error is UNSET, "it follows the log"
+                assert proxy.pushed > 0
+                proxy.pushes = False
+                wait_until(lambda: editor.state()["degraded"] is False)
+                wait_until(lambda: metric(replica.port, "gracestream_degraded") == 0)
+                assert replica.running
+                assert editor.running
+
+    @pytest.mark.parametrize("serve", [silent, drip, nested, no_number, empty_push, hello_without_map])
     def test_a_question_fails_in_order(self, serve: Callable[[socket.socket], object]) -> None:
         with listening(serve) as listener, redis_client(load_settings(redis=listener.url)) as client:
             store = RadiusStore(client, load_settings())
