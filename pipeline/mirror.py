@@ -6,7 +6,8 @@ The contract:
    answers; at start, before there are any, it may begin as a snapshot that is no further than the head.
 2. It holds what the head names, and never less than it held before: a Redis that went backwards is not followed.
 3. Redis is untrusted input. While it does not answer, or says otherwise than the log, the codebook stays as it is, and
-   after a grace period follows the log's end; `degraded` says so. A digest that is not the log's is a fault only once
+   after a grace period follows the log's end; `degraded` says so. A head behind the log begins a new grace period only
+   where it is the highest since it fell behind. A digest that is not the log's is a fault only once
    it has stood for the grace period and the log has been read to its end meanwhile: then there are two histories.
 4. A record of `deltas` that cannot be read or applied is a fault as soon as it was read, whether it is live or not.
 5. Radii are the log's. Those in Redis are compared with them; a difference is counted, logged, and not served.
@@ -83,7 +84,10 @@ class Mirror:
         self._reason_at = 0.0
         """Since when for this reason."""
         self._behind_at: tuple[int, float] | None = None
-        """The head that is behind the log, and since when."""
+        """The highest head since the head has been behind the log, and since when it has been that one.
+
+        A lower head restarts nothing: two old heads in turn would keep the replica on old edits for ever.
+        """
 
     def read_head(self) -> Head | Literal["lost"] | None:
         """What Redis says, in one round trip; "lost" when it gives no answer that can be read. Safe in any thread."""
@@ -225,7 +229,7 @@ class Mirror:
         now = time.monotonic()
         if head.seq >= self._follower.latest_seq or not self._follower.at_end:
             self._behind_at = None
-        elif self._behind_at is None or self._behind_at[0] != head.seq:
+        elif self._behind_at is None or self._behind_at[0] < head.seq:
             self._behind_at = head.seq, now
         elif now - self._behind_at[1] >= self._settings.redis_grace:
             return "redis_behind"

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -192,6 +193,28 @@ class TestAReplica:
         history.make_live()
         assert step(mirror) == 3
         assert not mirror.degraded
+
+    def test_old_heads_in_turn_are_not_waited_for_for_ever(
+        self, history: History, mirror_of: Callable[..., Mirror]
+    ) -> None:
+        mirror = mirror_of(history.settings)
+        head = history.redis_key("head")
+        old = [history.redis.hgetall(head)]
+        history.add("b", [0.0, 1.0])
+        history.make_live()
+        old.append(history.redis.hgetall(head))
+        assert step(mirror) == 3
+        history.add("c", [1.0, 1.0])
+        wait_until(lambda: mirror._follower.latest_seq == 4)
+        turns = cycle(old)
+
+        def stepped() -> int:
+            history.redis.hset(head, mapping=next(turns))
+            return step(mirror)
+
+        assert stepped() == 3, "the head may become the newest"
+        wait_until(lambda: stepped() == 4)
+        assert mirror.degraded
 
     def test_a_wrong_head_for_a_moment_ends_no_replica(self, deployment: Settings, users: Users, folder: Path) -> None:
         with (
