@@ -7,13 +7,16 @@ The contract:
 2. It holds what the head names, and never less than it held before: a Redis that went backwards is not followed.
 3. Redis is untrusted input. While it does not answer, or says otherwise than the log, the codebook stays as it is, and
    after a grace period follows the log's end; `degraded` says so. A head behind the log begins a new grace period only
-   where it is the highest since it fell behind. A digest that is not the log's is a fault only once
+   where it is the highest since it fell behind. Doubt that returns within a grace period is the same doubt, and
+   `degraded` stays until there has been none for a grace period. A digest that is not the log's is a fault only once
    it has stood for the grace period and the log has been read to its end meanwhile: then there are two histories.
 4. A record of `deltas` that cannot be read or applied is a fault as soon as it was read, whether it is live or not.
 5. Radii are the log's. Those in Redis are compared with them; a difference is counted, logged, and not served.
-6. No batch waits for a Redis that did not answer the last question in time: see `redis_away`.
+6. No batch waits for a Redis that did not answer the last question in time: see `redis_away`. A head that is not read
+   in time holds up one batch; the next waits only after a grace period without such a head.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -71,6 +74,8 @@ class Mirror:
         self.degraded = False
         self.unread = 0
         """The delta that is live but could not be read in time; 0: none."""
+        self._vain: tuple[int, float] | None = None
+        """The highest head that was not read in time, and when such a head was last named."""
         self.redis_away = False
         """The circuit breaker: whether Redis failed to answer the last question within `HEAD_SECONDS`.
 
@@ -80,7 +85,11 @@ class Mirror:
         self._store, self._follower, self._settings = store, follower, settings
         self._doubt: Doubt = ""
         self._doubted_at = 0.0
-        """Since when Redis has not been believed, for whatever reason."""
+        """When the present doubt began, for whatever reason; doubt that returns within a grace period goes on."""
+        self._doubt_seen_at = -math.inf
+        """When an answer last gave reason for doubt."""
+        self._recurs = False
+        """Whether the present doubt has returned within a grace period."""
         self._reason_at = 0.0
         """Since when for this reason."""
         self._behind_at: tuple[int, float] | None = None
@@ -173,7 +182,7 @@ class Mirror:
         self._look_ahead()
         if isinstance(head, Head):
             metrics.HEAD_SEQ.set(head.seq)
-            self.unread = head.seq if self.codebook.seq < head.seq else 0
+            self._note_unread(head.seq)
             self._compare(head)
         self._judge(head)
         metrics.show(self.codebook)
@@ -181,6 +190,19 @@ class Mirror:
     def state(self) -> dict[str, object]:
         """Which codebook this is, for `/state`."""
         return {**self.codebook.facts(), "degraded": self.degraded}
+
+    def _note_unread(self, seq: int) -> None:
+        """Remember a head that was not read in time, until it is, or no such head was named for a grace period."""
+        self.unread = seq if self.codebook.seq < seq else 0
+        highest = self._vain[0] if self._vain else 0
+        if self.unread:
+            self._vain = max(seq, highest), time.monotonic()
+        elif self.codebook.seq >= highest or self._vain_is_over():
+            self._vain = None
+
+    def _vain_is_over(self) -> bool:
+        pause = max(self._settings.redis_grace, CATCH_UP_SECONDS)
+        return self._vain is None or time.monotonic() - self._vain[1] >= pause
 
     def _follows_log(self) -> bool:
         """Whether Redis has not been believed for so long that the log's end counts instead."""
@@ -195,22 +217,27 @@ class Mirror:
         now, doubt = time.monotonic(), self._doubt_of(head)
         if doubt != self._doubt:
             if not self._doubt:
-                self._doubted_at = self._behind_at[1] if doubt == "redis_behind" and self._behind_at else now
+                self._recurs = now - self._doubt_seen_at < self._settings.redis_grace
+                if not self._recurs:
+                    self._doubted_at = self._behind_at[1] if doubt == "redis_behind" and self._behind_at else now
             if not doubt:
                 log.info("redis_back", seq=self.codebook.seq)
             elif doubt != "redis_lost":  # which whoever asked has logged
                 seq = head.seq if isinstance(head, Head) else None
                 log.warning(doubt, head=seq, seq=self.codebook.seq, read=self._follower.latest_seq)
             self._doubt, self._reason_at = doubt, now
-        overdue = False
+        grace, complete_at = self._settings.redis_grace, self._follower.complete_at
         if doubt in {"redis_ahead", "redis_disagrees"}:  # what the log holds now may not have been read yet
             self._follower.find_end()
-            overdue = (
-                self._follower.complete_at >= self._reason_at and now - self._reason_at >= self._settings.redis_grace
-            )
-        self.degraded = bool(doubt) and (doubt != "redis_ahead" or overdue)
+        overdue = doubt == "redis_disagrees" and complete_at >= self._reason_at and now - self._reason_at >= grace
+        old = now - self._doubted_at >= grace
+        if doubt:
+            self._doubt_seen_at = now
+            self.degraded = doubt != "redis_ahead" or (old and complete_at >= self._doubted_at)
+        elif not (self._recurs and old and now - self._doubt_seen_at < grace):
+            self.degraded = False
         metrics.DEGRADED.set(int(self.degraded))
-        if doubt == "redis_disagrees" and overdue:
+        if overdue:
             raise DeltaFault(
                 f"Redis and the log have disagreed on the digest of delta {self.codebook.seq} for"
                 f" {now - self._reason_at:.0f} s: are they of one cluster? Set GRACESTREAM_REDIS, or delete the key"
@@ -247,8 +274,13 @@ class Mirror:
             return None
 
     def _apply_until(self, seq: int) -> None:
-        """Waits at most `CATCH_UP_SECONDS` for deltas that are not read yet, and not at all after one did in vain."""
-        deadline = time.monotonic() + (0.0 if self.unread else CATCH_UP_SECONDS)
+        """Waits at most `CATCH_UP_SECONDS` for deltas that are not read yet.
+
+        It does not wait after a wait in vain, until no unread head was named for a grace period: one good answer in
+        between would let a head that is wrong now and then hold up a batch each time.
+        """
+        may_wait = seq <= self._follower.latest_seq or self._vain_is_over()
+        deadline = time.monotonic() + (CATCH_UP_SECONDS if may_wait else 0.0)
         while self.codebook.seq < seq:
             left = deadline - time.monotonic()
             records = self._follower.take(seq, max(0.0, left))

@@ -150,7 +150,7 @@ class TestAReplica:
             time.sleep(history.settings.redis_grace / 2)
             history.redis.hset(history.redis_key("head"), "digest", history.codebook.digest.hex())
             assert step(mirror) == 2
-            assert not mirror.degraded
+        wait_until(lambda: step(mirror) == 2 and not mirror.degraded)
         history.redis.hset(history.redis_key("head"), "digest", "f" * 64)
         with pytest.raises(DeltaFault, match=r"have disagreed on the digest of delta 2 for \d+ s"):
             wait_until(lambda: step(mirror) != 2)
@@ -194,12 +194,40 @@ class TestAReplica:
         assert step(mirror) == 3
         assert not mirror.degraded
 
+    def test_a_head_that_is_ahead_now_and_then_holds_up_one_batch(
+        self, history: History, mirror_of: Callable[..., Mirror], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        mirror = mirror_of(history.settings)
+        assert step(mirror) == 2
+        waits: list[float] = []
+        take = mirror._follower.take
+
+        def noted(seq: int, timeout: float) -> list[tuple[int, bytes]]:
+            waits.append(timeout)
+            return take(seq, min(timeout, 0.1))
+
+        monkeypatch.setattr(mirror._follower, "take", noted)
+        turns = cycle(["999", "2"])
+
+        def stepped() -> int:
+            history.redis.hset(history.redis_key("head"), "seq", next(turns))
+            return step(mirror)
+
+        wait_until(lambda: stepped() == 2 and mirror.degraded)
+        assert [stepped(), mirror.degraded, stepped(), mirror.degraded] == [2, True, 2, True]
+        assert [wait > 0 for wait in waits] == [True] + [False] * (len(waits) - 1)
+        history.add("b", [0.0, 1.0])
+        wait_until(lambda: stepped() == 3, what="a delta of the log")
+        history.make_live()
+        history.redis.hset(history.redis_key("head"), "seq", "3")
+        wait_until(lambda: step(mirror) == 3 and not mirror.degraded)
+
     def test_old_heads_in_turn_are_not_waited_for_for_ever(
         self, history: History, mirror_of: Callable[..., Mirror]
     ) -> None:
         mirror = mirror_of(history.settings)
         head = history.redis_key("head")
-        old = [history.redis.hgetall(head)]
+        old: list[dict[Any, Any]] = [history.redis.hgetall(head)]
         history.add("b", [0.0, 1.0])
         history.make_live()
         old.append(history.redis.hgetall(head))
