@@ -12,7 +12,7 @@ The contract:
    it has stood for the grace period and the log has been read to its end meanwhile: then there are two histories.
 4. A record of `deltas` that cannot be read or applied is a fault as soon as it was read, whether it is live or not.
 5. Radii are the log's. Those in Redis are compared with them; a difference is counted, logged, and not served.
-6. No batch waits for a Redis that did not answer the last question in time: see `redis_away`. A head that is not read
+6. No batch waits for a Redis that lately did not answer a question in time: see `redis_away`. A head that is not read
    in time holds up one batch; the next waits only after a grace period without such a head.
 """
 
@@ -49,6 +49,9 @@ UNREAD_SECONDS = 0.5
 HEAD_SECONDS = 0.5
 """How long a batch waits for the head; a Redis that takes longer counts as away."""
 
+FEWEST_GOOD, MOST_GOOD = 3, 48
+"""Good answers in a row after which batches ask Redis again: twice as many each time, from the first to the second."""
+
 AGAIN_SECONDS = 0.2
 """How often a starting replica asks again for a head that the log has not reached."""
 
@@ -77,11 +80,15 @@ class Mirror:
         self._vain: tuple[int, float] | None = None
         """The highest head that was not read in time, and when such a head was last named."""
         self.redis_away = False
-        """The circuit breaker: whether Redis failed to answer the last question within `HEAD_SECONDS`.
+        """The circuit breaker: whether Redis lately failed to answer a question within `HEAD_SECONDS`.
 
-        Meanwhile no batch asks; whoever follows the head while there are no batches goes on asking, and an answer in
-        time lets batches ask again.
+        Meanwhile no batch asks; whoever follows the head while there are no batches goes on asking. Several answers in
+        time, one after the other, let batches ask again: a Redis that hangs now and then may still answer one.
         """
+        self._good = 0
+        """Answers in time since the last failure."""
+        self._good_needed = 0
+        """How many of them close the breaker; 0: it has not opened lately."""
         self._store, self._follower, self._settings = store, follower, settings
         self._doubt: Doubt = ""
         self._doubted_at = 0.0
@@ -104,11 +111,12 @@ class Mirror:
         try:
             head = self._store.head(self.codebook.seq)
         except RedisError as error:
-            if not self.redis_away:
-                log.warning("redis_lost", error=one_line(error), seq=self.codebook.seq)
-            self.redis_away = True
+            self._failed(one_line(error))
             return "lost"
-        self.redis_away = time.monotonic() - asked > HEAD_SECONDS
+        if time.monotonic() - asked > HEAD_SECONDS:
+            self._failed(f"no answer in {HEAD_SECONDS} s")
+        else:
+            self._answered()
         return head
 
     def head_in_time(self, head: "Future[Head | Literal['lost'] | None] | None") -> Head | Literal["lost"] | None:
@@ -118,8 +126,7 @@ class Mirror:
         try:
             return head.result(HEAD_SECONDS)
         except TimeoutError:
-            self.redis_away = True
-            log.warning("redis_lost", error=f"no answer in {HEAD_SECONDS} s", seq=self.codebook.seq)
+            self._failed(f"no answer in {HEAD_SECONDS} s")
             return "lost"
 
     def may_reach(self, seq: int, waited: float) -> bool:
@@ -190,6 +197,21 @@ class Mirror:
     def state(self) -> dict[str, object]:
         """Which codebook this is, for `/state`."""
         return {**self.codebook.facts(), "degraded": self.degraded}
+
+    def _answered(self) -> None:
+        self._good += 1
+        if self._good >= self._good_needed:
+            self.redis_away = False
+        if self._good >= 2 * MOST_GOOD:
+            self._good_needed = 0
+
+    def _failed(self, reason: str) -> None:
+        self._good = 0
+        if self.redis_away:
+            return
+        log.warning("redis_lost", error=reason, seq=self.codebook.seq)
+        self.redis_away = True
+        self._good_needed = min(2 * self._good_needed or FEWEST_GOOD, MOST_GOOD)
 
     def _note_unread(self, seq: int) -> None:
         """Remember a head that was not read in time, until it is, or no such head was named for a grace period."""

@@ -18,9 +18,9 @@ from redis.exceptions import RedisError
 from deploy.local.redis import LocalRedis
 from pipeline.clients import UnreachableError, await_redis, redis_client
 from pipeline.codebook import DeltaFault
-from pipeline.mirror import Mirror
+from pipeline.mirror import MOST_GOOD, Mirror
 from pipeline.projection import Projection
-from pipeline.radius_store import RadiusStore, StaleError
+from pipeline.radius_store import Head, RadiusStore, StaleError
 from pipeline.redis_bounds import ANSWER_BYTES
 from pipeline.settings import Settings, load_settings
 from tests.integration.forked import Forked
@@ -391,6 +391,23 @@ def hello_without_map(connection: socket.socket) -> None:
         connection.sendall(b"+OK\r\n" * asked.count(b"*"))
 
 
+class Fitful:
+    """Answers as Redis does, with the same head each time; while `hangs` is set, it does not answer for the head."""
+
+    def __init__(self) -> None:
+        self.hangs = False
+
+    def __call__(self, connection: socket.socket) -> None:
+        while asked := connection.recv(2**16):
+            for command in asked.split(b"*")[1:]:
+                if b"HELLO" in command:
+                    connection.sendall(b"%1\r\n+proto\r\n:3\r\n")
+                elif b"EVALSHA" not in command:
+                    connection.sendall(b"+OK\r\n")
+                elif not self.hangs:
+                    connection.sendall(b"*3\r\n$1\r\n1\r\n$1\r\n2\r\n$64\r\n" + b"a" * 64 + b"\r\n")
+
+
 def huge_radius(connection: socket.socket) -> None:
     """Answers HELLO as Redis does, and the question for the head with a radius that no float can hold."""
     while asked := connection.recv(2**16):
@@ -483,6 +500,34 @@ class TestAServerThatIsNone:
 
 
 class TestARedisThatHangs:
+    def test_batches_ask_again_after_several_good_answers_and_more_each_time(
+        self, quick: Settings, mirror_of: Callable[..., Mirror]
+    ) -> None:
+        fitful = Fitful()
+        with listening(fitful) as listener:
+            mirror = mirror_of(quick.model_copy(update={"redis": listener.url}))
+            assert isinstance(mirror.read_head(), Head)
+            assert not mirror.redis_away
+            needed: list[int] = []
+            for _ in range(6):
+                fitful.hangs = True
+                assert mirror.read_head() == "lost"
+                assert mirror.redis_away
+                fitful.hangs = False
+                needed.append(0)
+                while mirror.redis_away and needed[-1] < 2 * MOST_GOOD:
+                    assert isinstance(mirror.read_head(), Head)
+                    needed[-1] += 1
+            assert needed == [3, 6, 12, 24, MOST_GOOD, MOST_GOOD]
+            for _ in range(2 * MOST_GOOD):
+                assert isinstance(mirror.read_head(), Head)
+            fitful.hangs = True
+            assert mirror.read_head() == "lost"
+            fitful.hangs = False
+            for away in (True, True, False):
+                assert isinstance(mirror.read_head(), Head)
+                assert mirror.redis_away == away
+
     def test_no_batch_asks_one_that_never_answers(self, deployment: Settings, users: Users, folder: Path) -> None:
         with listening(silent) as listener:
             chosen = {"redis": listener.url, "redis_grace": 0.5}
