@@ -10,7 +10,7 @@ from kafka.errors import KafkaError
 from redis.exceptions import RedisError
 
 from deploy.local.kafka import LocalKafka
-from deploy.local.processes import StackError
+from deploy.local.processes import Child, StackError
 from deploy.local.redis import LocalRedis
 from deploy.local.server import silent
 from pipeline.clients import ask_kafka, ask_redis
@@ -22,10 +22,14 @@ REACH_TIMEOUT = 10.0  # seconds that an existing cluster has to answer
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A Kafka or a Redis that answers, and where it came from; one from the environment is never stopped."""
+    """A Kafka or a Redis that answers, and where it came from; one from the environment is never stopped.
+
+    `child` is the process of a local one.
+    """
 
     address: str
     origin: Literal["environment", "docker", "local"]
+    child: Child | None = None
 
 
 @contextmanager
@@ -54,7 +58,7 @@ def kafka_backend(
             yield Backend(address, "docker")
             return
     with LocalKafka(data_dir, port, cache=cache, report=report) as local:
-        yield Backend(local.bootstrap, "local")
+        yield Backend(local.bootstrap, "local", local.child)
 
 
 @contextmanager
@@ -72,7 +76,7 @@ def redis_backend(
             yield Backend(address, "docker")
             return
     with LocalRedis(data_dir, port, report=report) as local:
-        yield Backend(local.url, "local")
+        yield Backend(local.url, "local", local.child)
 
 
 def existing_kafka() -> str | None:

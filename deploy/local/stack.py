@@ -68,6 +68,8 @@ class Stack:
     redis_origin: str
     editor: Worker
     replicas: tuple[Worker, ...]
+    servers: tuple[Child, ...]
+    """The local Kafka and Redis; those in Docker or of the environment are not among them."""
 
     def endpoints(self) -> dict[str, Any]:
         """What `gracestream up --json` prints."""
@@ -79,14 +81,20 @@ class Stack:
         }
 
     def watch(self, report: Callable[[str], None]) -> None:
-        """Stay, and report each worker that ends by itself; the others go on.
+        """Stay, and report each worker and each local server that ends by itself; the others go on.
 
         Raises:
-            StackError: none is left.
+            StackError: no worker is left.
         """
-        at_work = [self.editor, *self.replicas]
+        at_work, servers = [self.editor, *self.replicas], list(self.servers)
         while at_work:
             time.sleep(WATCH)
+            for server in [one for one in servers if not one.running]:
+                servers.remove(server)
+                report(
+                    f"{server.name} ended with status {server.returncode}, and the workers wait for it; see its log"
+                    f" {server.log}, stop this with Ctrl-C, and start `gracestream up` again"
+                )
             ended = [worker for worker in at_work if not worker.child.running]
             at_work = [worker for worker in at_work if worker not in ended]
             for worker in ended:
@@ -161,7 +169,8 @@ def running_stack(
         for worker in workers:
             report(f"starting the {worker.child.name}")
             worker.wait_ready()
-        yield Stack(settings, kafka.origin, redis.origin, workers[0], tuple(workers[1:]))
+        servers = tuple(backend.child for backend in (kafka, redis) if backend.child is not None)
+        yield Stack(settings, kafka.origin, redis.origin, workers[0], tuple(workers[1:]), servers)
 
 
 @contextmanager

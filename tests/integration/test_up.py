@@ -172,6 +172,48 @@ def test_what_is_told_to_end_while_it_starts_leaves_no_process(
     assert psutil.wait_procs(children, timeout=10)[1] == []
 
 
+def test_a_local_server_that_ends_is_named_with_its_log_and_the_remedy(tmp_path: Path) -> None:
+    said = tmp_path / "stderr"
+    with (
+        said.open("w") as stderr,
+        subprocess.Popen(
+            [*COMMAND, "up", "--model", "intent", "--json", "--replicas", "1", "--data", str(tmp_path / "data")],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            cwd=ROOT,
+            env=own_environment(),
+        ) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            endpoints = json.loads(process.stdout.readline() or pytest.fail(said.read_text()))
+            servers = {"Kafka": endpoints["kafka"], "Valkey": endpoints["redis"].partition("://")[2].partition("/")[0]}
+            lines = []
+            for name, address in servers.items():
+                (server,) = [
+                    child
+                    for child in psutil.Process(process.pid).children()
+                    if address.rpartition(":")[2] in {str(found.laddr.port) for found in listening(child)}
+                ]
+                server.kill()
+                log = tmp_path / "data" / {"Kafka": "kafka", "Valkey": "redis"}[name] / f"{name.lower()}.log"
+                lines.append(
+                    f"{name} ended with status -9, and the workers wait for it; see its log {log}, stop this with"
+                    " Ctrl-C, and start `gracestream up` again\n"
+                )
+            wait_until(lambda: all(line in said.read_text() for line in lines), 30, "word of both")
+            assert said.read_text().count(" ended with ") == len(servers), "the workers go on"
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=60) == 0
+        finally:
+            process.terminate()  # where the test failed; else it has ended
+
+
+def listening(process: psutil.Process) -> list[Any]:
+    return [one for one in process.net_connections(kind="tcp") if one.status == psutil.CONN_LISTEN]
+
+
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("model", ["intent", "smollm2"])
 def test_the_demo_keeps_all_its_claims(model: str, tmp_path: Path) -> None:
