@@ -31,6 +31,9 @@ from schemas.messages import Id
 log = structlog.get_logger()
 
 
+REMEDY = "correct the file that GRACESTREAM_AUTHORS names"
+
+
 class AuthorsError(UserError):
     """A list of authors that cannot be used; the text names the file and the line or the author."""
 
@@ -93,7 +96,7 @@ def parse(raw: bytes, path: Path) -> Authors:
     try:
         entries = msgspec.toml.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise AuthorsError(f"{path} is no list of authors: {error}") from error
+        raise AuthorsError(f"{path} is no list of authors: {error}; {REMEDY}") from error
     authors = {}
     for name, fields in entries.items():
         try:
@@ -102,7 +105,7 @@ def parse(raw: bytes, path: Path) -> Authors:
             keys = tuple(public_key(key) for key in entry.keys)
             roles = DEFAULT_ROLES if entry.roles is UNSET else _roles(entry.roles)
         except ValueError as error:
-            raise AuthorsError(f"{path}, author {name!r}: {error}") from error
+            raise AuthorsError(f"{path}, author {name!r}: {error}; {REMEDY}") from error
         authors[name] = Author(name, keys, None if entry.per_minute is UNSET else entry.per_minute, roles)
     return authors
 
@@ -119,4 +122,6 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise AuthorsError(f"the list of authors {path} cannot be read: {error.strerror}") from error
+        raise AuthorsError(
+            f"the list of authors {path} cannot be read: {error.strerror}; is GRACESTREAM_AUTHORS right?"
+        ) from error

@@ -17,6 +17,7 @@ from deploy.local.processes import Child, StackError, answers_ok
 from deploy.local.processes import worker as worker_process
 from deploy.local.server import silent
 from deploy.models import layer_of, resolve
+from pipeline.admission import Admission
 from pipeline.security import without_password
 from pipeline.settings import Settings, load_settings
 from pipeline.topics import create_topics
@@ -115,8 +116,8 @@ def running_stack(
 ) -> Iterator[Stack]:
     """Start everything, wait until it is ready, and stop what was started at the end.
 
-    Nothing is started where the folder is in use, a port is taken, an existing Kafka or Redis does not answer, or
-    `check` raises.
+    Nothing is started where the folder is in use, a port is taken, the list of authors cannot be used, an existing
+    Kafka or Redis does not answer, or `check` raises.
 
     Args:
         data: Folder for logs and for the data of a local Kafka and Redis.
@@ -130,6 +131,7 @@ def running_stack(
 
     Raises:
         StackError: something did not start; the text says what, why, and where its log is.
+        SettingsError, AuthorsError: the editor could not judge feedback by the list of authors.
     """
     try:
         data.mkdir(parents=True, exist_ok=True)
@@ -140,6 +142,7 @@ def running_stack(
     with ExitStack() as stack:
         stack.enter_context(_held(data))
         first = load_settings(**chosen)
+        Admission.of(first)
         existing_kafka()
         existing_redis()
         commands = {"editor": "edit", **{f"replica-{n + 1}": "infer" for n in range(replicas)}}

@@ -258,6 +258,24 @@ class TestUp:
         assert ran.said().splitlines()[-1].endswith("; set --model")
         assert not (tmp_path / "data" / "kafka").exists()
 
+    @pytest.mark.parametrize(
+        ("content", "said"),
+        [
+            (None, "cannot be read: No such file or directory; is GRACESTREAM_AUTHORS right?"),
+            ("ann = ", "is no list of authors"),
+        ],
+    )
+    def test_a_list_of_authors_that_cannot_be_used(
+        self, run: Callable[..., Command], tmp_path: Path, content: str | None, said: str
+    ) -> None:
+        authors = tmp_path / "authors.toml"
+        if content is not None:
+            authors.write_text(content)
+        ran = run("up", "--data", str(tmp_path / "data"), authors=authors, model="/no/such/model")
+        assert said in sentence(ran)
+        assert "GRACESTREAM_AUTHORS" in sentence(ran)
+        assert not (tmp_path / "data" / "kafka").exists()
+
     def test_a_port_in_use(self, run: Callable[..., Command], tmp_path: Path) -> None:
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))

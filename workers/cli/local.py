@@ -37,8 +37,8 @@ def up(
     """Start Kafka, Redis, an editor and replicas, keep them running until Ctrl-C, and tell of each that ends before.
 
     Kafka and Redis come from GRACESTREAM_KAFKA and GRACESTREAM_REDIS, else from Docker, else they run locally. The
-    model, its layer and the ports are checked before anything starts. Without --port each keeps the port that it had
-    in the last run with the same --data.
+    model, its layer, the list of authors and the ports are checked before anything starts. Without --port each keeps
+    the port that it had in the last run with the same --data.
     Example: gracestream up --replicas 3 --model smollm2 --port 9092
     """
     from deploy.local.stack import running_stack  # noqa: PLC0415
