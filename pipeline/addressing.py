@@ -16,6 +16,9 @@ from schemas.messages import one_line
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,249}")
 
+_OWN = re.compile(rf"(?:^|[._-])(?:{'|'.join(re.escape(known.name) for known in TOPICS)})$")
+"""A name of gracestream's own topics, alone or behind some prefix that ends in a separator."""
+
 Header = tuple[str, bytes | None]
 
 
@@ -61,6 +64,6 @@ def _fault_of(topic: str, settings: Settings) -> str:
         return ""
     if not topic.startswith(settings.prefix) or topic.startswith("__"):
         return f"{shown}; a reply topic's name must begin with the deployment's prefix, {settings.prefix!r}"
-    if topic.endswith(tuple(known.name for known in TOPICS)):  # with a longer prefix: another deployment's
+    if _OWN.search(topic.removeprefix(settings.prefix)):  # with a longer prefix: another deployment's
         return f"{shown}, which ends as one of gracestream's own topics does; choose another name"
     return ""

@@ -23,6 +23,7 @@ OURS = frozenset(
         "replayed_from",
         "feedback_offset",
     }
-    | {"author", "admitted", "term", "codebook_seq", "seen", "key_bytes", "key_sha256", "value_bytes", "value_sha256"}
+    | {"author", "admitted", "spends", "term", "codebook_seq", "seen", "standing"}
+    | {"key_bytes", "key_sha256", "value_bytes", "value_sha256"}
 )
 """Names of headers that gracestream gives a meaning, on any of its topics."""

@@ -7,7 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.addressing import ORDINARY, address_of
+from pipeline.admission import ADMITTED_HEADER, AUTHOR_HEADER
+from pipeline.fruitless import SEEN_HEADER, SEQ_HEADER, STANDING_HEADER, TERM_HEADER
 from pipeline.settings import load_settings
+from pipeline.spent import MARK_HEADER
 from pipeline.topics import TOPICS
 from schemas.headers import HEADER_BYTES, MOST_HEADERS, OURS
 
@@ -34,17 +37,29 @@ def test_only_a_topic_of_the_deployment_is_chosen(value: bytes) -> None:
         if address.topic:
             assert address.topic.encode() == name
             assert name.startswith(b"p-")
-            assert not address.topic.endswith(tuple(topic.name for topic in TOPICS))
+            assert address.topic not in {f"p-{topic.name}" for topic in TOPICS}
+
+
+@pytest.mark.parametrize("topic", ["acme-credits", "p-credits", "myrequests", "edits2"])
+def test_a_name_that_only_ends_in_the_letters_of_ours_is_chosen(topic: str) -> None:
+    address = address_of([("reply_to", f"p-{topic}".encode())], load_settings(prefix="p-"))
+    assert (address.topic, address.fault) == (f"p-{topic}", "")
+
+
+def test_the_headers_of_an_outcome_are_ours() -> None:
+    given = [(name, b"1") for name in (MARK_HEADER, STANDING_HEADER, TERM_HEADER, SEQ_HEADER, SEEN_HEADER)]
+    given += [(name, b"1") for name in (AUTHOR_HEADER, ADMITTED_HEADER)]
+    assert address_of(given, load_settings(prefix="p-")).headers == ()
 
 
 def test_without_headers_all_is_as_usual() -> None:
     assert address_of([], load_settings()) is ORDINARY
 
 
-@pytest.mark.parametrize("prefix", ["", "p-"])
+@pytest.mark.parametrize("prefix", ["", "p-", "p"])
 @pytest.mark.parametrize("topic", [topic.name for topic in TOPICS if topic.name != "predictions"])
 def test_none_of_ours_is_chosen(prefix: str, topic: str) -> None:
-    for name in (prefix + topic, f"{prefix}another-{topic}"):
+    for name in (prefix + topic, f"{prefix}another-{topic}", f"{prefix}another.{topic}", f"{prefix}another_{topic}"):
         address = address_of([("reply_to", name.encode())], load_settings(prefix=prefix))
         assert address.topic == ""
         assert "one of gracestream's own topics" in address.fault
