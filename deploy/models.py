@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
@@ -22,6 +23,7 @@ from deploy.checkpoints.packages import ModelError, minilm_folder
 from deploy.checkpoints.smollm2 import build_smollm2
 from deploy.checkpoints.t5 import build_t5, t5_folder
 from deploy.checkpoints.training import Report
+from pipeline.checkpoint import ModelError as CheckpointError
 from pipeline.checkpoint import unreported
 from pipeline.settings import Settings
 
@@ -55,6 +57,20 @@ def layer_of(settings: Settings) -> str:
 def resolve(name_or_path: str, cache: Path, report: Report) -> str:
     """The folder of a known model, built if need be; any other name or path as it is."""
     return str(prepare(name_or_path, cache, report)) if name_or_path in KNOWN else name_or_path
+
+
+@contextmanager
+def naming_known(name_or_path: str) -> Iterator[None]:
+    """Add the models known by name to a `ModelError` of a name that is almost one of them.
+
+    Only once it cannot be loaded: such a name may be a hub id.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        if name_or_path in KNOWN or not get_close_matches(name_or_path, KNOWN):
+            raise
+        raise CheckpointError(f"{error}; the models known by name are {', '.join(KNOWN)}") from error
 
 
 def prepare(name: str, cache: Path, report: Report) -> Path:

@@ -23,6 +23,7 @@ from transformers.utils import cached_file, has_file
 from transformers.utils import logging as transformers_logging
 
 from pipeline.checkpoint_faults import (
+    NO_GGUF,
     TELLING,
     empty_tokenizer,
     missing_parts,
@@ -153,9 +154,11 @@ def _loading(kind: Literal["model", "encoder"], name: str) -> Iterator[None]:
     """What fails inside is a `ModelError` of one sentence."""
     folder = _folder(name)
     cannot = f"the {kind} {name!r} cannot be loaded: "
+    if folder is None and name.endswith(".gguf") and Path(name).is_file():
+        raise ModelError(f"{cannot}it is GGUF, {NO_GGUF}")
     if folder is None and name.startswith(("/", ".", "~")):
         there = "it is a file, not a folder" if Path(name).exists() else "there is no such folder"
-        raise ModelError(f"{cannot}{there}; set GRACESTREAM_{kind.upper()}")
+        raise ModelError(f"{cannot}{there}; choose another GRACESTREAM_{kind.upper()}")
     transformers_logging.disable_progress_bar()
     try:
         if folder is not None:

@@ -36,6 +36,10 @@ CUSTOM_CODE = (
     "it needs code of its own (auto_map), and gracestream runs no code of a checkpoint; choose a checkpoint of an"
     " architecture that transformers has"
 )
+NO_GGUF = (
+    "which is quantised; choose the original checkpoint, or convert it: transformers' `from_pretrained` takes"
+    " `gguf_file`, and `save_pretrained` writes a checkpoint"
+)
 NO_TOKENIZER = (
     "it has no tokenizer; copy the tokenizer's files (such as tokenizer.json) of the original checkpoint to it"
 )
@@ -51,10 +55,7 @@ def missing_parts(names: Collection[str], folder: Path | None = None) -> str | N
     gguf = sorted(name for name in names if name.endswith(".gguf"))
     whole = any(name.endswith(".safetensors") for name in names) or WEIGHTS[1] in names
     if gguf and not whole:
-        return (
-            f"it holds GGUF ({gguf[0]}), which is quantised; choose the original checkpoint, or convert it:"
-            " transformers' `from_pretrained` takes `gguf_file`, and `save_pretrained` writes a checkpoint"
-        )
+        return f"it holds GGUF ({gguf[0]}), {NO_GGUF}"
     if CONFIG not in names:
         return (
             "it has no config.json; choose the folder of a Hugging Face checkpoint: config, safetensors and tokenizer"

@@ -17,7 +17,7 @@ from kafka import KafkaConsumer, TopicPartition
 
 from pipeline.clients import consumer, producer
 from pipeline.settings import Settings
-from pipeline.topics import EDITS, FEEDBACK, PREDICTIONS, REQUESTS, TopicError
+from pipeline.topics import EDITS, FEEDBACK, PREDICTIONS, REQUESTS, missing_topic
 from schemas.messages import VERSION, Feedback, InvalidMessage, Message, Outcome, Prediction, Request, decode, encode
 
 M = TypeVar("M", Prediction, Outcome)
@@ -110,9 +110,7 @@ class Client:
         try:
             numbers = reader.partitions_for_topic(name)
             if not numbers:
-                raise TopicError(
-                    f"there is no topic {name!r} that we may see; create the topics with `gracestream topics`"
-                )
+                raise missing_topic(name)
             partitions = [TopicPartition(name, number) for number in sorted(numbers)]
             reader.assign(partitions)
             for partition, end in reader.end_offsets(partitions).items():

@@ -28,7 +28,7 @@ from pipeline.errors import UserError
 from pipeline.reading import read_topic
 from pipeline.records import KEPT_BYTES, LARGEST
 from pipeline.settings import Settings
-from pipeline.topics import FEEDBACK_DLQ, REQUESTS_DLQ, TopicError
+from pipeline.topics import FEEDBACK_DLQ, REQUESTS_DLQ, missing_topic
 from schemas.headers import UNANSWERED
 from schemas.messages import Truncated, peek_id, printable
 
@@ -78,7 +78,7 @@ class Letter:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """The offsets of dead letters: sent again; not sent, as they were cut or answered; refused by Kafka as too large.
+    """The offsets of dead letters: sent again; cut, answered or equal to one that is sent; refused as too large.
 
     A record that was compressed may be larger on its way than its topic takes.
     """
@@ -86,6 +86,7 @@ class Replayed:
     sent: list[int]
     cut: list[int]
     answered: list[int]
+    equal: list[int]
     refused: list[int] = field(default_factory=list)
 
 
@@ -186,12 +187,12 @@ def replay(
     finally:
         sender.close(timeout=10)
     sent = [offset for offset in chosen.sent if offset not in refused]
-    return Replayed(sent, chosen.cut, chosen.answered, refused)
+    return Replayed(sent, chosen.cut, chosen.answered, chosen.equal, refused)
 
 
 def _chosen(settings: Settings, source: Source, offsets: set[int] | None, *, answered: bool) -> Replayed:
     chosen: dict[bytes, int] = {}
-    seen, cut, skipped = set(), [], []
+    seen, cut, skipped, equal = set(), [], [], []
     for letter in letters(settings, source):
         if offsets is not None and letter.offset not in offsets:
             continue
@@ -199,7 +200,9 @@ def _chosen(settings: Settings, source: Source, offsets: set[int] | None, *, ans
         if offsets is None and not answered and _has_answer(letter, source):
             skipped.append(letter.offset)
         elif not letter.cut:
-            chosen.setdefault(hashlib.sha256(repr((letter.key, letter.value)).encode()).digest(), letter.offset)
+            content = hashlib.sha256(repr((letter.key, letter.value)).encode()).digest()
+            if chosen.setdefault(content, letter.offset) != letter.offset:
+                equal.append(letter.offset)
         elif offsets is None:
             cut.append(letter.offset)
         else:
@@ -212,7 +215,7 @@ def _chosen(settings: Settings, source: Source, offsets: set[int] | None, *, ans
             f"there is no dead letter at offset {', '.join(map(str, missing))} of {settings.topic(QUEUES[source])};"
             " `gracestream dlq list` shows those that are there"
         )
-    return Replayed(sorted(chosen.values()), cut, skipped)
+    return Replayed(sorted(chosen.values()), cut, skipped, equal)
 
 
 def _has_answer(letter: Letter, source: Source) -> bool:
@@ -226,9 +229,7 @@ def _end(settings: Settings, source: Source) -> int:
     partition = TopicPartition(settings.topic(QUEUES[source]), 0)
     with closing(consumer(settings)) as reader:
         if not reader.partitions_for_topic(partition.topic):
-            raise TopicError(
-                f"there is no topic {partition.topic!r} that we may see; create the topics with `gracestream topics`"
-            )
+            raise missing_topic(partition.topic)
         end: int = reader.end_offsets([partition])[partition]
     return end
 

@@ -19,7 +19,7 @@ from kafka.errors import KafkaError, KafkaTimeoutError
 
 from pipeline.clients import bulk_consumer, consumer
 from pipeline.settings import Settings
-from pipeline.topics import TopicError
+from pipeline.topics import missing_topic
 
 BULK = 5000
 """Offsets in a partition from which on aiokafka is worth a connection of its own."""
@@ -54,9 +54,7 @@ def read_topic(
     try:
         partitions = [TopicPartition(topic, number) for number in sorted(reader.partitions_for_topic(topic) or ())]
         if not partitions:
-            raise TopicError(
-                f"there is no topic {topic!r} that we may see; create the topics with `gracestream topics`"
-            )
+            raise missing_topic(topic)
         reader.assign(partitions)
         starts, ends = reader.beginning_offsets(partitions), reader.end_offsets(partitions)
         if time is not None:

@@ -67,6 +67,14 @@ class TopicError(UserError):
     """A topic that exists, but not as it must; the text says what to change."""
 
 
+def missing_topic(name: str) -> TopicError:
+    """What to raise where Kafka shows no such topic, although its name is as the settings have it."""
+    return TopicError(
+        f"there is no topic {name!r} that we may see; create the topics with `gracestream topics`, or correct the"
+        " prefix, GRACESTREAM_PREFIX"
+    )
+
+
 def create_topics(settings: Settings, partitions: int, replication: int = BROKERS_CHOICE) -> list[str]:
     """Create what is missing and check what is there; the names of those created.
 

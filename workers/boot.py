@@ -14,7 +14,7 @@ import faiss
 import structlog
 import torch
 
-from deploy.models import layer_of, resolve, resolve_encoder
+from deploy.models import layer_of, naming_known, resolve, resolve_encoder
 from pipeline import metrics
 from pipeline.access import ACCESS, require_access
 from pipeline.checkpoint import load_checkpoint
@@ -114,7 +114,8 @@ def plan_of(settings: Settings) -> Plan:
 
 def load_bare_model(settings: Settings) -> Any:
     """The model that the settings name, with nothing wrapped, on the CPU."""
-    return load_checkpoint(_resolved(settings), device="cpu")[0]
+    with naming_known(settings.model):
+        return load_checkpoint(_resolved(settings), device="cpu")[0]
 
 
 def load_model(settings: Settings) -> EditableModel:
@@ -124,19 +125,23 @@ def load_model(settings: Settings) -> EditableModel:
         ModelError, LayerError: it cannot be loaded, or has no such layer.
     """
     cache = settings.cache.expanduser()
-    return EditableModel.load(
-        _resolved(settings),
-        layer_of(settings),
-        device=settings.device,
-        dtype=settings.dtype,
-        cache=cache,
-        limits=Limits(
-            settings.max_input_tokens, settings.max_target_tokens, settings.max_new_tokens, settings.new_tokens_limit
-        ),
-        query=None if settings.query == "auto" or settings.query == "encoder" else settings.query,  # noqa: PLR1714  (mypy)
-        replace=None if settings.replace == "auto" else settings.replace,
-        encoder=resolve_encoder(settings.encoder) if settings.query == "encoder" else None,
-    )
+    with naming_known(settings.model):
+        return EditableModel.load(
+            _resolved(settings),
+            layer_of(settings),
+            device=settings.device,
+            dtype=settings.dtype,
+            cache=cache,
+            limits=Limits(
+                settings.max_input_tokens,
+                settings.max_target_tokens,
+                settings.max_new_tokens,
+                settings.new_tokens_limit,
+            ),
+            query=None if settings.query == "auto" or settings.query == "encoder" else settings.query,  # noqa: PLR1714  (mypy)
+            replace=None if settings.replace == "auto" else settings.replace,
+            encoder=resolve_encoder(settings.encoder) if settings.query == "encoder" else None,
+        )
 
 
 def _resolved(settings: Settings) -> str:

@@ -138,10 +138,25 @@ def test_workers_say_the_same(
 
 
 def test_a_file_in_place_of_a_folder(run: Callable[..., Command], tmp_path: Path) -> None:
-    file = tmp_path / "model.gguf"
+    file = tmp_path / "model.safetensors"
     file.touch()
     said = sentence(run("layers", "--model", str(file)))
-    assert said == f"the model '{file}' cannot be loaded: it is a file, not a folder; set GRACESTREAM_MODEL"
+    cannot = f"the model '{file}' cannot be loaded: it is a file, not a folder"
+    assert said == f"{cannot}; choose another --model"
+    assert sentence(run("layers", model=file)) == f"{cannot}; choose another GRACESTREAM_MODEL"
+
+
+def test_a_gguf_file_gets_the_sentence_of_a_folder_with_one(run: Callable[..., Command], tmp_path: Path) -> None:
+    gguf(tmp_path)
+    (file,) = tmp_path.glob("*.gguf")
+    whole = sentence(run("layers", "--model", str(file)))
+    assert whole.startswith(f"the model '{file}' cannot be loaded: it is GGUF, which is quantised; choose the original")
+
+
+def test_a_name_that_is_not_known_lists_those_that_are(run: Callable[..., Command]) -> None:
+    said = sentence(run("layers", "--model", "smolm2"))
+    assert said.startswith("the model 'smolm2' cannot be loaded: ")
+    assert said.endswith("; the models known by name are smollm2, intent, scotus, t5")
 
 
 def with_own_classes(folder: Path) -> None:

@@ -60,7 +60,9 @@ def test_a_name_without_an_address_among_others_does_not_hide_that_of_a_broker(
     run: Callable[..., Command], kafka: str
 ) -> None:
     said = sentence(run("inspect", kafka=f"no-host.invalid:9092,{kafka}", prefix="not-there-"))
-    assert "create the topics with `gracestream topics`" in said
+    assert said.endswith("create the topics with `gracestream topics`, or correct the prefix, GRACESTREAM_PREFIX")
+    given = sentence(run("inspect", "--prefix", "not-there-", kafka=kafka))
+    assert given.endswith(", or correct the prefix, --prefix")
     waited = run("inspect", kafka=f"127.0.0.1:{free_port()},no-host.invalid:9092", startup_timeout=2)
     assert "does not answer" in sentence(waited)
     assert "waiting for Kafka" in waited.said()
@@ -255,7 +257,7 @@ class TestUp:
     def test_a_model_that_does_not_exist(self, run: Callable[..., Command], tmp_path: Path) -> None:
         ran = run("up", "--model", "/no/such/model", "--data", str(tmp_path / "data"))
         assert "the model '/no/such/model' cannot be loaded" in ran.said().splitlines()[-1]
-        assert ran.said().splitlines()[-1].endswith("; set --model")
+        assert ran.said().splitlines()[-1].endswith("; choose another --model")
         assert not (tmp_path / "data" / "kafka").exists()
 
     @pytest.mark.parametrize(

@@ -89,6 +89,8 @@ def send_again(
             told += (
                 f"; left out {len(done.answered)} whose sender got an error for an answer (--answered sends them too)"
             )
+        if done.equal:
+            told += f"; left out {len(done.equal)}, each equal to one {'that is' if dry_run else 'that was'} sent"
         if done.cut:
             told += f"; {len(done.cut)} were cut and cannot be sent"
         if done.refused:

@@ -311,7 +311,7 @@ def test_what_is_no_sentence_encoder_is_refused(tmp_path: Path) -> None:
         Encoder(GPT2Model(GPT2Config(vocab_size=SIZE, n_embd=8, n_layer=1, n_head=2)), unpadded, "gpt2")
     with pytest.raises(ModelError, match="does not read 64 tokens"):
         Encoder(editable("llama").module, tokenizer(), "llama")
-    with pytest.raises(ModelError, match=r"the encoder .* there is no such folder; set GRACESTREAM_ENCODER"):
+    with pytest.raises(ModelError, match=r"the encoder .* there is no such folder; choose another GRACESTREAM_ENCODER"):
         Encoder.load(str(tmp_path / "none"))
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelError, match=r"the encoder .* cannot be loaded"):
