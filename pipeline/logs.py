@@ -1,6 +1,7 @@
 """The workers' log: structured events on standard error, one fact an event. Commands have none."""
 
 import logging
+import os
 import sys
 from typing import Any
 
@@ -54,6 +55,9 @@ def silence_libraries() -> None:
     Python prints their warnings where no log is set up: aiokafka's have several for each attempt to reach a broker.
     """
     logging.getLogger().addHandler(logging.NullHandler())
+    # The client of the model hub has a handler of its own, and takes its level from here when it is imported.
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
 def _is_of_use(record: logging.LogRecord) -> bool:
