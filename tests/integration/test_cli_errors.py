@@ -80,7 +80,7 @@ def test_a_model_that_an_option_names_is_not_blamed_on_the_environment(
 ) -> None:
     for given, named in ((["--model", "/no/such/model"], "--model"), ([], "GRACESTREAM_MODEL")):
         said = sentence(run("edit", *given, settings=deployment, model="/no/such/model"))
-        assert said.endswith(f"; set {named}")
+        assert said.endswith(f"; choose another {named}")
 
 
 def test_the_version_is_that_of_the_package(run: Callable[..., Command]) -> None:
