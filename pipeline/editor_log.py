@@ -356,9 +356,10 @@ class EditorLog:
         # Not what the consumer says now: one that fell out of the group says "no generation", which passes unchecked.
         self._writer.send_offsets_to_transaction(done, self._metadata)
         offsets = [(topic, future.get(timeout=ANSWER_SECONDS).offset) for topic, future in sent]
-        end = self._expect([offset for topic, offset in offsets if topic == DELTAS])
+        deltas = [offset for topic, offset in offsets if topic == DELTAS]
+        end = self._expect(deltas)
         self._writer.commit_transaction()
-        if end > self._delta_end:
+        if deltas:
             self._next_delta, self._delta_end = end, end + 1  # a control record ends the transaction
         self._written |= {topic: offset + 1 for topic, offset in offsets}
         self._done, self._rested = position, time.monotonic()  # the group has taken it of this generation

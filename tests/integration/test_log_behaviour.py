@@ -88,6 +88,21 @@ class TestLostControlRecords:
         settings = load_settings(prefix=prefix)
         return MemoryKafka([settings.topic(topic.name) for topic in TOPICS])
 
+    def test_the_editor_that_knows_what_it_committed_goes_on(self, kafka: MemoryKafka, prefix: str) -> None:
+        cluster = Cluster(load_settings(prefix=prefix), kafka)
+        log = cluster.leader()
+        kafka.skips_markers = True
+        log.commit(Result(0, outcome_of("f0"), b"hidden"))
+        kafka.skips_markers = False
+        assert cluster.values(DELTAS) == [b"lead"]
+        log.close()
+        list(log.deltas())
+        log.join()
+        cluster.take_over(log, b"lead again")
+        assert cluster.values(DELTAS) == [b"lead", b"hidden", b"lead again"]
+        log.commit(Result(1, outcome_of("f1"), b"next"))
+        assert [outcome.feedback_id for outcome in outcomes(cluster)] == ["f0", "f1"]
+
     def test_another_editor_does_not_write_on(
         self, kafka: MemoryKafka, prefix: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
