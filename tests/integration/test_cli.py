@@ -164,7 +164,7 @@ class TestTraffic:
         capsys: pytest.CaptureFixture[str],
     ) -> None:
         (folder / "questions").write_text("\n".join(map(json.dumps, PROMPTS[6:8])))
-        for name, value in {**as_environment(as_given(running)), "COLUMNS": "200"}.items():
+        for name, value in {**as_environment(as_given(running)), "COLUMNS": "200", "TERM": "dumb"}.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
         for options, shown in ((["--json"], '{"v": 1'), ([], "inputs")):

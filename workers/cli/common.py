@@ -2,6 +2,7 @@
 
 import codecs
 import json
+import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -116,7 +117,7 @@ def shortened(text: str) -> str:
 
 def width() -> int:
     """Characters that fit on a line of standard output; each line is as long as it is, where no terminal breaks it."""
-    return screen.width if sys.stdout.isatty() else UNBROKEN
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else UNBROKEN
 
 
 def show(table: Table) -> None:
