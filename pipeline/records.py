@@ -72,6 +72,9 @@ BATCH_HEADERS = 2**16
 HEADER_COST = 160
 """Bytes of memory for one header besides its name and its value: a tuple, a string, a bytes and a place in a list."""
 
+RECORD_COST = 300
+"""Bytes of memory for a record besides key, value and headers, in either library."""
+
 _CHUNK = 2**16
 
 
@@ -490,9 +493,9 @@ def _lengths(count: int) -> Iterator[int]:
 
 
 def record_bytes(record: Any) -> int:
-    """Bytes that key, value and headers of a record of either library take in memory."""
+    """Bytes that a record of either library takes in memory."""
     headers = sum(HEADER_COST + len(name) + len(value or b"") for name, value in record.headers)
-    return len(record.key or b"") + len(record.value or b"") + headers
+    return RECORD_COST + len(record.key or b"") + len(record.value or b"") + headers
 
 
 def _file_chunks(opened: Callable[[Any], Any]) -> Callable[[bytes], Iterator[bytes]]:

@@ -17,6 +17,7 @@ from pipeline.records import (
     KEPT_BYTES,
     LARGEST,
     MOST_HEADERS,
+    RECORD_COST,
     BoundedFetcher,
     FastRecords,
     Records,
@@ -251,7 +252,7 @@ class TestManyHeaders:
 
     def test_each_header_counts_with_what_it_takes_in_memory(self, read: Any) -> None:
         (record,) = read(crowded_batch(1, b"value", 500)).next_batch()
-        assert record_bytes(record) == len(b"key") + len(b"value") + 500 * HEADER_COST
+        assert record_bytes(record) == RECORD_COST + len(b"key") + len(b"value") + 500 * HEADER_COST
 
     def test_a_call_hands_out_few_records_with_many_headers(self) -> None:
         part = BoundedFetcher.PartitionRecords(
@@ -263,6 +264,16 @@ class TestManyHeaders:
         each = MOST_HEADERS * HEADER_COST
         assert sum(handed) == 100
         assert max(handed) <= HANDED_BYTES // each + 1
+
+    def test_a_call_hands_out_few_empty_records(self) -> None:
+        """A record without key and value takes hundreds of bytes of memory, and fewer than ten in a batch."""
+        made = batch(*[None] * 60_000, name="")
+        part = BoundedFetcher.PartitionRecords(0, TopicPartition("requests", 0), Records(bytes(made)))
+        handed = []
+        while part:
+            handed.append(len(part.take(None)))
+        assert sum(handed) == 60_000
+        assert max(handed) <= HANDED_BYTES // RECORD_COST
 
     @pytest.mark.parametrize("codec", [codec for codec in CODECS if codec != "none"])
     def test_behind_a_large_record_with_headers_that_cannot_be_read_others_are(self, read: Any, codec: str) -> None:
