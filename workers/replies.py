@@ -113,10 +113,7 @@ class Replies:
     def _instead(self, reply: Reply) -> Reply | None:
         metrics.REPLIES_REFUSED.inc()
         topic = reply.reply_to or self._settings.topic(reply.topic)
-        reason = (
-            f"the answer of {len(reply.value or b'')} bytes is larger than a record of topic {topic} may be; ask for"
-            " less, or have its max.message.bytes raised"
-        )
+        reason = _too_large(topic, reply)
         log.warning("reply_refused", topic=topic, key=reply.key, reason=reason)
         return reply.instead(reason)
 
@@ -128,8 +125,9 @@ class Replies:
                 async with asyncio.timeout(SEND_SECONDS):
                     await self._try_elsewhere(topic, reply)
             except (KafkaError, OSError, TimeoutError) as error:
-                reason = _reason(topic, error)
-                self._remember(topic, reason)
+                reason = _reason(topic, reply, error)
+                if not isinstance(error, _TOO_LARGE):  # the topic may take the next reply
+                    self._remember(topic, reason)
                 metrics.REPLIES_REFUSED.inc()
                 log.warning("reply_refused", topic=topic, key=reply.key, reason=reason)
             else:
@@ -205,7 +203,17 @@ async def _send_alone(producer: AIOKafkaProducer, topic: str, reply: Reply) -> N
     await (await producer.send_batch(batch, topic, partition=partition))
 
 
-def _reason(topic: str, error: BaseException) -> str:
+def _too_large(topic: str, reply: Reply) -> str:
+    return (
+        f"the answer of {len(reply.value or b'')} bytes is larger than a record of topic {topic} may be; ask for less,"
+        " or have its max.message.bytes raised"
+    )
+
+
+def _reason(topic: str, reply: Reply, error: BaseException) -> str:
+    """Why a reply topic did not take a reply, as a sentence for the sender of the request."""
+    if isinstance(error, _TOO_LARGE):
+        return _too_large(topic, reply)
     what = f"the topic {topic}, which the header reply_to names,"
     match error:
         case UnknownTopicOrPartitionError():
@@ -215,4 +223,5 @@ def _reason(topic: str, error: BaseException) -> str:
         case TimeoutError():
             return f"{what} did not take the answer within {SEND_SECONDS:g} s"
         case _:
-            return f"{what} did not take the answer: {type(error).__name__}: {one_line(str(error))}"
+            told = str(getattr(error, "description", None) or error) or type(error).__name__
+            return f"{what} did not take the answer: {one_line(told)}"

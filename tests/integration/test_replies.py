@@ -24,6 +24,9 @@ TOKENS = 1000
 LARGEST = 2500
 """Bytes of a batch of records of `predictions`: enough for an answer or an error, not for two or for a long text."""
 
+TINY = 1000
+"""Bytes of a batch of records that take an answer, but none that has a header of so many bytes."""
+
 
 @pytest.fixture(scope="module")
 def creating_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalKafka]:
@@ -67,10 +70,10 @@ def service(
     settings = deploy("llama", prefix).model_copy(update=chosen)
     create_topics(settings, partitions=1, replication=1)
     client = admin(settings)
-    client.create_topics([NewTopic(f"{prefix}answers", 1, 1), NewTopic(f"{prefix}small-answers", 1, 1)])
+    client.create_topics([NewTopic(f"{prefix}{name}", 1, 1) for name in ("answers", "small-answers", "tiny-answers")])
     by_age = next(topic.config for topic in TOPICS if topic.name == "predictions")
-    for name in ("predictions", "small-answers"):
-        limited = {**by_age, "max.message.bytes": str(LARGEST)}
+    for name, largest in (("predictions", LARGEST), ("small-answers", LARGEST), ("tiny-answers", TINY)):
+        limited = {**by_age, "max.message.bytes": str(largest)}
         client.alter_configs([ConfigResource(ConfigResourceType.TOPIC, f"{prefix}{name}", configs=limited)])
     client.close()
     users = Users(settings)
@@ -172,6 +175,15 @@ class TestReplyTo:
         assert "larger than a record of topic" in str(service.answer("small-answers", large)[0].error)
         for name in names:
             assert service.answer("small-answers", name)[0].error is UNSET
+
+    def test_where_not_even_the_error_fits_the_sender_learns_so_and_the_next_answer_comes(
+        self, service: Service
+    ) -> None:
+        to = ("reply_to", service.settings.topic("tiny-answers").encode())
+        refused = service.send(question("rt-large", PROMPTS[0]), to, ("k", bytes(TINY)))
+        error = str(service.answer("predictions", refused)[0].error)
+        assert f"larger than a record of topic {service.settings.topic('tiny-answers')} may be; ask for less" in error
+        assert service.answer("tiny-answers", service.send(question("rt", PROMPTS[0]), to))[0].error is UNSET
 
     def test_the_usual_topic_may_be_named(self, service: Service) -> None:
         to = ("reply_to", service.settings.topic("predictions").encode())
