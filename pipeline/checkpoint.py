@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 from pipeline.checkpoint_faults import (
     NO_GGUF,
     TELLING,
+    broken_config,
     empty_tokenizer,
     missing_parts,
     missing_tensors,
@@ -163,6 +164,7 @@ def _loading(kind: Literal["model", "encoder"], name: str) -> Iterator[None]:
     try:
         if folder is not None:
             _require(missing_parts([file.name for file in folder.iterdir()], folder))
+            _require(broken_config(folder))
         yield
     except ModelError:
         raise

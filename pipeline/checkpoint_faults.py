@@ -71,6 +71,21 @@ def missing_parts(names: Collection[str], folder: Path | None = None) -> str | N
     return None
 
 
+def broken_config(folder: Path) -> str | None:
+    """What to say of a folder whose config is no JSON object; transformers calls some of these a model without files.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    try:
+        found = json.loads((folder / CONFIG).read_bytes())
+    except ValueError as error:
+        return f"its {CONFIG} is not JSON ({error}); copy or download it again"
+    except RecursionError:
+        return f"its {CONFIG} is nested too deeply; copy or download it again"
+    return None if isinstance(found, dict) else f"its {CONFIG} holds no JSON object; copy or download it again"
+
+
 def unsupported_config(config: Any) -> str | None:
     """What a config asks for that is refused: quantised weights, or code from a hub."""
     quantised = getattr(config, "quantization_config", None)

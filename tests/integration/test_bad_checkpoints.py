@@ -86,6 +86,13 @@ def of_an_unknown_architecture(folder: Path) -> None:
     configured(folder, model_type="quux", architectures=["QuuxForCausalLM"])
 
 
+def with_config(content: bytes) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        (folder / "config.json").write_bytes(content)
+
+    return spoil
+
+
 def with_a_kernel(folder: Path) -> None:
     configured(folder, attn_implementation="someone/kernel")
 
@@ -107,6 +114,9 @@ FAULTS: dict[str, tuple[str, Callable[[Path], None], tuple[str, ...]]] = {
     "no part": ("llama", without_a_part, ("a part of its weights is missing", AGAIN)),
     "no tensor": ("llama", without_a_tensor, ("its weights lack model.layers.1.mlp.down_proj.weight", AGAIN)),
     "no config": ("llama", without("config.json"), ("it has no config.json", "choose the folder of")),
+    "broken config": ("llama", with_config(b'{"model_type": '), ("its config.json is not JSON", AGAIN)),
+    "config of no object": ("bert", with_config(b"[]"), ("its config.json holds no JSON object", AGAIN)),
+    "config not in UTF-8": ("t5", with_config(b"\xff\xfe"), ("its config.json is not JSON", AGAIN)),
     "no tokenizer": ("llama", without(TOKENIZER, "tokenizer_config.json"), NO_TOKENIZER),
     "no tokenizer of bert": ("bert", without(TOKENIZER, "tokenizer_config.json"), NO_TOKENIZER),
     "no tokenizer of t5": ("t5", without(TOKENIZER, "tokenizer_config.json"), NO_TOKENIZER),
