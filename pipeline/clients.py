@@ -153,7 +153,7 @@ def await_kafka(settings: Settings, report: Report, *, await_name: bool = False)
     """Wait until the cluster answers.
 
     With `await_name` also for a host name that is unknown yet: the services of a deployment start together, and a
-    service's name may appear after its users have started. Whoever types a command is told at once.
+    service's name may appear after its users have started. A command fails at once instead.
 
     Raises:
         UnreachableError: not within `startup_timeout`, or, without `await_name`, no host name is known.

@@ -203,7 +203,10 @@ class TestTraffic:
 
     def test_what_gets_no_reply_is_counted(self, run: Callable[..., Command], deployment: Settings) -> None:
         command = run("send", "--timeout", "1", settings=deployment, given='"one"\n"two"')
-        assert (status_of(command), command.said()) == (1, "2 of 2 got no reply in 1 s\n")
+        assert (status_of(command), command.said()) == (
+            1,
+            "2 of 2 got no reply in 1 s; see whether a replica runs with this --prefix, or raise --timeout\n",
+        )
 
     @pytest.mark.parametrize(
         ("command", "line", "complaint"),
@@ -243,7 +246,13 @@ class TestTraffic:
         for name in ("no-such-file.jsonl", "no/such/file"):
             ran = run("send", name, settings=deployment)
             assert status_of(ran) == 2
-            assert f"{name}: No such file or directory" in " ".join(ran.said().replace("│", " ").split())
+            assert f"there is no file '{name}'" in " ".join(ran.said().replace("│", " ").split())
+
+    def test_a_text_in_place_of_corrections_is_no_file(self, run: Callable[..., Command], deployment: Settings) -> None:
+        ran = run("correct", "a text alone", settings=deployment)
+        assert status_of(ran) == 2
+        said = " ".join(ran.said().replace("│", " ").split())
+        assert "there is no file 'a text alone'; give a file of JSON lines, or - for standard input" in said
 
 
 class TestHistory:

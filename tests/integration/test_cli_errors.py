@@ -182,7 +182,7 @@ def test_a_time_that_is_none_is_told_before_anything_is_asked(run: Callable[...,
 @pytest.mark.parametrize(
     ("given", "complaint"),
     [
-        (("send", "none.jsonl"), "none.jsonl: No such file or directory"),
+        (("send", "none.jsonl"), "none.jsonl'; give a file of JSON lines, or -"),
         (("correct", "deep.jsonl"), "deep.jsonl, line 1 is nested too deeply"),
         (("undo", ""), "Expected `str` of length >= 1"),
         (("keys", "new", "--author", ""), "--author '': Expected `str` of length >= 1"),

@@ -68,6 +68,10 @@ def read_raw_lines(path: Path) -> Iterator[tuple[int, Any, bytes]]:
         notes.print("reading JSON lines from the keyboard; Ctrl-D ends them")
     try:
         source = sys.stdin.buffer if str(path) == "-" else path.open("rb")
+    except FileNotFoundError as error:
+        raise typer.BadParameter(
+            f"there is no file {str(path)!r}; give a file of JSON lines, or - for standard input"
+        ) from error
     except OSError as error:
         raise typer.BadParameter(f"{path}: {error.strerror}") from error
     with source:

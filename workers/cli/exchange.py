@@ -61,7 +61,11 @@ def exchange(
         client.close()
     missing, failed = len(ids) - len(came), sum(map(_failed, came.values()))
     if missing:
-        notes.print(f"{missing} of {len(ids)} got no reply in {timeout:g} s")
+        worker = "a replica" if isinstance(messages[0], Request) else "an editor"
+        notes.print(
+            f"{missing} of {len(ids)} got no reply in {timeout:g} s; see whether {worker} runs with this --prefix, or"
+            " raise --timeout"
+        )
     if failed:
         notes.print(f"{failed} of {len(ids)} {'got an error' if isinstance(messages[0], Request) else 'rejected'}")
     if missing or failed:

@@ -94,7 +94,7 @@ def _check_model(settings: Settings) -> None:
     from pipeline.checkpoint import device_of  # noqa: PLC0415
     from workers.boot import load_model  # noqa: PLC0415
 
-    notes.print(f"checking the model {settings.model} and its layer {settings.layer}")
+    notes.print(f"checking the model {settings.model} and its layer {settings.layer}; a large model takes a minute")
     device_of(settings.device)
     load_model(settings.model_copy(update={"device": "cpu"}))
 

@@ -23,7 +23,9 @@ Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Wait for what beco
 FILE_NAME = re.compile(r"\S*/\S*|\S+\.(jsonl?|ndjson|txt)")
 """What is meant as the name of a file, be there one or not."""
 
-Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds to wait for the next reply before giving up.")]
+Timeout = Annotated[
+    float, typer.Option(min=0.1, help="Seconds to wait for each next reply; for Kafka: GRACESTREAM_STARTUP_TIMEOUT.")
+]
 
 
 def register(app: typer.Typer) -> None:
