@@ -47,7 +47,7 @@ COMPILE := $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 
 
 lock: setup  ## pin the requirements anew
 	$(COMPILE) --extra cpu --extra local --extra experiments --extra dev pyproject.toml -o $(REQUIREMENTS)/dev.txt
-	$(COMPILE) --extra cpu --constraint $(REQUIREMENTS)/dev.txt pyproject.toml -o $(REQUIREMENTS)/cpu.txt
+	$(COMPILE) --extra cpu --constraint $(REQUIREMENTS)/dev.txt --excludes $(REQUIREMENTS)/no-cuda.txt pyproject.toml -o $(REQUIREMENTS)/cpu.txt
 	$(COMPILE) --extra gpu --constraint $(REQUIREMENTS)/dev.txt pyproject.toml -o $(REQUIREMENTS)/gpu.txt
 	$(COMPILE) --no-deps $(REQUIREMENTS)/models.in -o $(REQUIREMENTS)/models.txt
 	$(COMPILE) --no-deps $(REQUIREMENTS)/uv.in -o $(REQUIREMENTS)/uv.txt

@@ -1,6 +1,7 @@
 """The image is built from what there is."""
 
 import json
+import re
 import tomllib
 from fnmatch import fnmatch
 
@@ -48,13 +49,20 @@ class TestImage:
         installs = [arguments for name, arguments in instructions() if name == "RUN" and "pip install" in arguments]
         assert len(installs) == 3
         for arguments in installs:
-            assert "--require-hashes" in arguments or "--no-deps --no-build-isolation --no-index ." in arguments
+            assert "--require-hashes" in arguments or "--no-deps --no-index /wheels/*.whl" in arguments
+        (built,) = [arguments for name, arguments in instructions() if name == "RUN" and "uv build" in arguments]
+        assert "--no-build-isolation --offline" in built
+
+    def test_an_image_without_a_gpu_has_none_of_nvidia_s_libraries(self) -> None:
+        pinned = (DEPLOY / "requirements" / "cpu.txt").read_text()
+        assert re.findall(r"^(?:nvidia-|cuda-|triton)\S*", pinned, re.MULTILINE) == []
+        assert re.findall(r"^nvidia-\S*", (DEPLOY / "requirements" / "gpu.txt").read_text(), re.MULTILINE)
 
     def test_it_runs_the_project_s_command_on_the_oldest_python_that_is_pinned(self) -> None:
         (entry,) = [json.loads(arguments) for name, arguments in instructions() if name == "ENTRYPOINT"]
         assert entry == list(PROJECT["scripts"])
         oldest = PROJECT["requires-python"].removeprefix(">=")
         bases = [arguments.split()[0] for name, arguments in instructions() if name == "FROM"]
-        assert set(bases) == {f"python:{oldest}-slim"}
+        assert bases == [f"python:{oldest}", "dependencies", f"python:{oldest}-slim"]
         for variant in ("cpu", "gpu"):
             assert f"--python-version {oldest} " in (DEPLOY / "requirements" / f"{variant}.txt").read_text()[:500]
