@@ -35,7 +35,7 @@ def exported() -> dict[str, set[str]]:
 
 SERIES = exported() | {"up": set()}
 TARGET_LABELS = {"job", "instance"}
-KEYWORDS = {"and", "or", "unless", "by", "on", "without", "ignoring"}
+KEYWORDS = {"and", "or", "unless", "by", "on", "without", "ignoring", "offset"}
 
 
 def unknown_names(expression: str) -> set[str]:
