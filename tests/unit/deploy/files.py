@@ -10,7 +10,7 @@ import yaml
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy"
 COMPOSE = ROOT / "docker-compose.yml"
-COMPOSE_CPU = DEPLOY / "compose.cpu.yml"
+COMPOSE_GPU = DEPLOY / "compose.gpu.yml"
 COMPOSE_EXTERNAL = DEPLOY / "compose.external.yml"
 KUBERNETES = DEPLOY / "kubernetes"
 DOCKERFILE = DEPLOY / "image" / "Dockerfile"
@@ -89,7 +89,7 @@ def of_kind(*kinds: str) -> list[dict[str, Any]]:
 
 def pods() -> dict[str, dict[str, Any]]:
     """Pod templates by the name of what makes them."""
-    return {owner["metadata"]["name"]: owner["spec"]["template"] for owner in of_kind("Deployment", "Job")}
+    return {owner["metadata"]["name"]: owner["spec"]["template"] for owner in of_kind("Deployment")}
 
 
 def container(pod: dict[str, Any]) -> dict[str, Any]:
@@ -98,14 +98,18 @@ def container(pod: dict[str, Any]) -> dict[str, Any]:
     return only
 
 
+def containers() -> dict[str, dict[str, Any]]:
+    """All containers of all pods by name, those that run before the others included."""
+    found = [one for pod in pods().values() for one in (*pod["spec"].get("initContainers", ()), container(pod))]
+    by_name = {f"gracestream-{one['name']}": one for one in found}
+    assert len(by_name) == len(found)
+    return by_name
+
+
 def in_kubernetes(name: str) -> dict[str, str]:
-    """The environment of a Deployment's or a Job's container, as far as it is written down."""
+    """The environment of a container, as far as it is written down."""
     (config,) = of_kind("ConfigMap")
-    own = {
-        variable["name"]: variable["value"]
-        for variable in container(pods()[name]).get("env", [])
-        if "value" in variable
-    }
+    own = {variable["name"]: variable["value"] for variable in containers()[name].get("env", []) if "value" in variable}
     return {**config["data"], **own}
 
 

@@ -9,8 +9,8 @@ from jsonschema import Draft202012Validator
 
 from tests.unit.deploy.files import (
     COMPOSE,
-    COMPOSE_CPU,
     COMPOSE_EXTERNAL,
+    COMPOSE_GPU,
     DEPLOY,
     DOCKERFILE,
     PROJECT,
@@ -20,9 +20,10 @@ from tests.unit.deploy.files import (
 )
 
 COMPOSE_FILES = [
-    pytest.param((), id="gpu"),
-    pytest.param((COMPOSE_CPU,), id="cpu"),
-    pytest.param((COMPOSE_CPU, COMPOSE_EXTERNAL), id="external"),
+    pytest.param((), id="cpu"),
+    pytest.param((COMPOSE_GPU,), id="gpu"),
+    pytest.param((COMPOSE_EXTERNAL,), id="external"),
+    pytest.param((COMPOSE_GPU, COMPOSE_EXTERNAL), id="gpu and external"),
 ]
 
 OPEN = "# open to other hosts:"
@@ -50,12 +51,23 @@ class TestCompose:
         document["services"]["editor"]["helthcheck"] = {}
         assert not Draft202012Validator(schema).is_valid(document)
 
-    def test_no_editor_needs_a_gpu_under_the_cpu_override(self) -> None:
-        assert compose()["services"]["editor"]["deploy"]["resources"]["reservations"]["devices"]
-        editor = compose(COMPOSE_CPU)["services"]["editor"]
-        assert "deploy" not in editor
-        assert editor["build"]["args"]["VARIANT"] == "cpu"
-        assert editor["image"] == compose()["services"]["inference"]["image"]
+    def test_only_the_gpu_overlay_needs_a_gpu_and_there_the_editor_never_trains_on_the_cpu(self) -> None:
+        assert all("deploy" not in service for service in compose()["services"].values())
+        services = compose(COMPOSE_GPU)["services"]
+        assert [name for name, service in services.items() if "deploy" in service] == ["editor"]
+        assert services["editor"]["deploy"]["resources"]["reservations"]["devices"]
+        assert services["editor"]["environment"]["GRACESTREAM_DEVICE"] == "cuda"
+        assert services["editor"]["build"]["args"]["VARIANT"] == "gpu"
+
+    @pytest.mark.parametrize("overrides", COMPOSE_FILES)
+    def test_each_image_is_built_by_one_service(self, overrides: tuple[Path, ...]) -> None:
+        services = compose(*overrides)["services"].values()
+        built = [service["image"] for service in services if "build" in service]
+        assert len(set(built)) == len(built)
+        for service in services:
+            if service["image"].startswith("gracestream-"):
+                assert service["image"] in built
+                assert service["pull_policy"] == ("build" if "build" in service else "never")
 
     def test_what_is_there_already_is_not_started_and_nobody_waits_for_it(self) -> None:
         services = compose(COMPOSE_EXTERNAL)["services"]
@@ -135,7 +147,7 @@ class TestCompose:
     @pytest.mark.parametrize("overrides", COMPOSE_FILES)
     def test_images_are_built_from_a_variant_and_bear_the_project_s_version(self, overrides: tuple[Path, ...]) -> None:
         built = [service for service in compose(*overrides)["services"].values() if "build" in service]
-        assert len(built) == 3
+        assert built
         for service in built:
             variant = service["build"]["args"]["VARIANT"]
             assert service["image"] == f"gracestream-{variant}:{PROJECT['version']}"

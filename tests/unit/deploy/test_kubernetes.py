@@ -8,6 +8,7 @@ from tests.unit.deploy.files import (
     PROJECT,
     compose,
     container,
+    containers,
     in_kubernetes,
     instructions,
     manifests,
@@ -49,21 +50,27 @@ class TestKubernetes:
 
     def test_what_pods_refer_to_exists(self) -> None:
         existing = {(document["kind"], document["metadata"]["name"]) for document in manifests()}
-        for name, pod in pods().items():
-            config, *secrets = container(pod)["envFrom"]
+        for pod in pods().values():
+            volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+            inside = [*pod["spec"].get("initContainers", ()), container(pod)]
+            mounted = {mount["name"] for one in inside for mount in one["volumeMounts"]}
+            assert mounted == volumes.keys()
+            for volume in volumes.values():
+                if "persistentVolumeClaim" in volume:
+                    assert ("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]) in existing
+            for one in inside:
+                mounts = {mount["mountPath"]: mount["name"] for mount in one["volumeMounts"]}
+                certificates = volumes[mounts["/etc/gracestream/certificates"]]["secret"]
+                expected = (f"gracestream-{one['name']}-certificates", True)
+                assert (certificates["secretName"], certificates["optional"]) == expected
+        for name, one in containers().items():
+            config, *secrets = one["envFrom"]
             assert ("ConfigMap", config["configMapRef"]["name"]) in existing
-            # After the ConfigMap, so that they win, the pod's own last; their text is in no file.
+            # After the ConfigMap, so that they win, the container's own last; their text is in no file.
             assert [secret["secretRef"] for secret in secrets] == [
                 {"name": "gracestream-credentials", "optional": True},
                 {"name": f"{name}-credentials", "optional": True},
             ]
-            volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
-            assert {mount["name"] for mount in container(pod)["volumeMounts"]} == volumes.keys(), name
-            for volume in volumes.values():
-                if "persistentVolumeClaim" in volume:
-                    assert ("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]) in existing
-            certificates = volumes["certificates"]["secret"]
-            assert (certificates["secretName"], certificates["optional"]) == (f"{name}-certificates", True)
         (autoscaler,) = of_kind("HorizontalPodAutoscaler")
         target = autoscaler["spec"]["scaleTargetRef"]
         assert (target["kind"], target["name"]) in existing
@@ -107,18 +114,29 @@ class TestKubernetes:
             security = pod["spec"]["securityContext"]
             assert security["runAsNonRoot"] is True, name
             assert f"{security['runAsUser']}:{security['runAsGroup']}" == user, name
-            assert container(pod)["securityContext"] == {
+        for one in containers().values():
+            assert one["securityContext"] == {
                 "allowPrivilegeEscalation": False,
                 "readOnlyRootFilesystem": True,
                 "capabilities": {"drop": ["ALL"]},
             }
 
+    def test_everything_can_be_applied_again_with_another_image(self) -> None:
+        """The pods of a Job cannot be changed, so `kubectl apply` of another version would fail."""
+        assert of_kind("Job") == []
+
+    def test_references_to_fields_name_the_version_of_the_api(self) -> None:
+        """Else the API server adds it, and whoever compares the files with the cluster sees a difference for ever."""
+        for one in containers().values():
+            for variable in one.get("env", []):
+                if "valueFrom" in variable:
+                    assert variable["valueFrom"]["fieldRef"]["apiVersion"] == "v1"
+
     def test_images_bear_the_project_s_version_and_commands_are_those_of_compose(self) -> None:
         images = yaml.safe_load((KUBERNETES / "kustomization.yaml").read_text())["images"]
         assert {image["newTag"] for image in images} == {PROJECT["version"]}
-        assert {container(pod)["image"] for pod in pods().values()} == {image["name"] for image in images}
-        for pod in pods().values():
-            component = pod["metadata"]["labels"]["app.kubernetes.io/component"]
-            command, *options = container(pod)["args"]
-            assert [command] == compose()["services"][component]["command"]
-            assert options == (["--replication", "3"] if component == "topics" else [])
+        assert {one["image"] for one in containers().values()} == {image["name"] for image in images}
+        for one in containers().values():
+            command, *options = one["args"]
+            assert [command] == compose()["services"][one["name"]]["command"]
+            assert options == (["--replication", "3"] if one["name"] == "topics" else [])

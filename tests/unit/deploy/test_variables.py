@@ -9,14 +9,14 @@ from pipeline.settings import SECRET, Settings, load_settings
 from tests.unit.deploy.files import (
     ACLS,
     COMPOSE,
-    COMPOSE_CPU,
     COMPOSE_EXTERNAL,
+    COMPOSE_GPU,
     DEPLOY,
     KUBERNETES,
     PROMETHEUS,
+    containers,
     in_compose,
     in_kubernetes,
-    pods,
 )
 
 KNOWN_SETTINGS = {f"GRACESTREAM_{field.upper()}" for field in Settings.model_fields}
@@ -27,8 +27,8 @@ def settings_files() -> list[Path]:
     folders = [KUBERNETES, PROMETHEUS, DEPLOY / "grafana", DEPLOY / "image"]
     return [
         COMPOSE,
-        COMPOSE_CPU,
         COMPOSE_EXTERNAL,
+        COMPOSE_GPU,
         ACLS,
         *(path for folder in folders for path in folder.rglob("*") if path.is_file()),
     ]
@@ -51,7 +51,7 @@ class TestSettings:
         "environment",
         [
             *(pytest.param(in_compose(name), id=f"compose-{name}") for name in ("topics", "editor", "inference")),
-            *(pytest.param(in_kubernetes(name), id=f"kubernetes-{name}") for name in pods()),
+            *(pytest.param(in_kubernetes(name), id=f"kubernetes-{name}") for name in containers()),
         ],
     )
     def test_every_value_is_valid_and_others_can_reach_the_worker(
@@ -70,6 +70,6 @@ class TestSettings:
     def test_no_file_holds_a_password(self) -> None:
         secret = {f"GRACESTREAM_{field.upper()}" for field in SECRET - {"redis"}}
         assert secret <= KNOWN_SETTINGS
-        for environment in [*map(in_compose, ("topics", "editor", "inference")), *map(in_kubernetes, pods())]:
+        for environment in [*map(in_compose, ("topics", "editor", "inference")), *map(in_kubernetes, containers())]:
             assert not secret & environment.keys()
             assert "@" not in environment["GRACESTREAM_REDIS"]
