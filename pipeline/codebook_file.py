@@ -80,7 +80,10 @@ def save(codebook: Codebook, path: Path) -> None:
     tensors["sha256"] = np.frombuffer(_digest(tensors), np.uint8)
     half = path.with_name(f"{path.name}.part")
     try:
+        half.touch()
+        rights = half.stat().st_mode
         save_file(tensors, half)
+        half.chmod(rights)  # safetensors lets only the owner read its files, whatever the umask says
         half.replace(path)
     except (OSError, SafetensorError) as error:
         half.unlink(missing_ok=True)

@@ -1,5 +1,7 @@
 """A codebook's file: what was written comes back bit for bit and goes on as it would have; all else is refused."""
 
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +137,16 @@ def test_a_tensor_that_is_missing_or_one_too_many_is_refused(tmp_path: Path) -> 
             parse(save_tensors({other: array for other, array in tensors.items() if other != name}))
     with pytest.raises(FileError, match="not the layout of a codebook"):
         parse(save_tensors({**tensors, "more": np.zeros(1)}))
+
+
+def test_others_may_read_it_as_far_as_the_umask_lets_them(tmp_path: Path) -> None:
+    for umask, rights in ((0o022, 0o644), (0o077, 0o600)):
+        before = os.umask(umask)
+        try:
+            save(new_codebook(), tmp_path / f"{umask}")
+        finally:
+            os.umask(before)
+        assert stat.S_IMODE((tmp_path / f"{umask}").stat().st_mode) == rights
 
 
 def test_a_place_that_cannot_be_written_is_one_sentence_and_leaves_nothing(tmp_path: Path) -> None:
