@@ -15,8 +15,10 @@ from urllib.parse import urlsplit
 from pydantic import Field, FiniteFloat, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsError as SourceError
 
 from pipeline.errors import UserError
+from schemas.messages import one_line
 
 
 class Settings(BaseSettings):
@@ -193,8 +195,8 @@ def load_settings(**overrides: object) -> Settings:
         settings = Settings(_secrets_dir=folder or None, **chosen)  # type: ignore[call-arg,arg-type]
     except ValidationError as error:
         raise SettingsError("\n".join(_complaint(problem) for problem in error.errors())) from error
-    except OSError as error:
-        raise SettingsError(f"GRACESTREAM_SECRETS: {error.filename!r} cannot be read: {error.strerror}") from error
+    except (OSError, SourceError) as error:
+        raise SettingsError(_unreadable_secret(error)) from error
     contradictions = (
         *_model_contradictions(settings),
         *_kafka_contradictions(settings),
@@ -220,6 +222,15 @@ def as_environment(values: Mapping[str, object]) -> dict[str, str]:
         f"GRACESTREAM_{name.upper()}": value.get_secret_value() if isinstance(value, SecretStr) else str(value)
         for name, value in values.items()
     }
+
+
+def _unreadable_secret(error: Exception) -> str:
+    """Why a file of `GRACESTREAM_SECRETS` cannot be read; pydantic-settings names the field, and has the reason."""
+    reason = error if isinstance(error, OSError) else error.__cause__
+    if not isinstance(reason, OSError):
+        return f"GRACESTREAM_SECRETS: {one_line(error)}: its file holds no text in UTF-8"
+    user = f"; the user {os.geteuid()} must have the right to read it" if isinstance(reason, PermissionError) else ""
+    return f"GRACESTREAM_SECRETS: {reason.filename!r} cannot be read: {reason.strerror}{user}"
 
 
 SECRET = {"redis", "snapshot_url", "kafka_password", "kafka_key_password", "redis_password"}

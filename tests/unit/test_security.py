@@ -1,6 +1,8 @@
 """Settings of SASL and TLS: contradictions are named before anything connects, and no password is ever shown."""
 
+import os
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import given
@@ -157,6 +159,32 @@ class TestSecrets:
     def test_a_folder_that_is_not_there_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("GRACESTREAM_SECRETS", str(tmp_path / "nothing"))
         assert complaint() == f"GRACESTREAM_SECRETS: {str(tmp_path / 'nothing')!r} is no folder that can be read"
+
+    def test_a_file_that_this_user_may_not_read_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As a Compose secret whose file on the host only its owner may read."""
+        with TemporaryDirectory() as name:  # not `tmp_path`, into which only its owner may look
+            folder, root = Path(name), os.geteuid() == 0
+            folder.chmod(0o755)
+            secret = folder / "GRACESTREAM_KAFKA_PASSWORD"
+            secret.write_text("hush")
+            secret.chmod(0 if not root else 0o600)
+            monkeypatch.setenv("GRACESTREAM_SECRETS", name)
+            if root:
+                os.seteuid(65534)
+            try:
+                said, user = complaint(), os.geteuid()
+            finally:
+                if root:
+                    os.seteuid(0)
+        remedy = f"the user {user} must have the right to read it"
+        assert said == f"GRACESTREAM_SECRETS: {str(secret)!r} cannot be read: Permission denied; {remedy}"
+
+    def test_a_file_that_is_no_text_is_named_and_not_shown(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (folder / "GRACESTREAM_KAFKA_PASSWORD").write_bytes(b"hush\xff")
+        monkeypatch.setenv("GRACESTREAM_SECRETS", str(folder))
+        assert "kafka_password" in complaint()
+        assert "holds no text in UTF-8" in complaint()
+        assert "hush" not in complaint()
 
     def test_a_child_process_gets_them_in_its_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
         settings = load_settings(**SASL)
