@@ -68,7 +68,7 @@ def _compile(target: Path, functions: Mapping[str, Sequence[str]]) -> None:
     script = target.with_suffix(".map")
     versions = {version: names for version, names in functions.items() if version}
     script.write_text("".join(f"{version} {{ {'; '.join(names)}; }};\n" for version, names in versions.items()))
-    command = ["gcc", "-shared", "-fPIC", "-w", "-fno-builtin", "-x", "c", "-", "-o", target]
+    command = ["gcc", "-shared", "-fPIC", "-w", "-fno-builtin", "-x", "c", "-", "-o", str(target)]
     if versions:
         command.append(f"-Wl,--version-script={script}")
     source = "\n".join(_definition(name) for names in functions.values() for name in names)

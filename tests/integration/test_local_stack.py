@@ -8,8 +8,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
+import docker  # type: ignore[import-untyped]
 import pytest
 import redis
 from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer, TopicPartition
@@ -18,6 +20,7 @@ from kafka.admin import NewTopic
 from deploy.local import backends
 from deploy.local import kafka as local_kafka
 from deploy.local.backends import kafka_backend, redis_backend
+from deploy.local.containers import REDIS_IMAGE, kafka_image
 from deploy.local.kafka import LocalKafka, describe_cluster
 from deploy.local.ports import stack_ports
 from deploy.local.processes import Child, StackError, answers_ok, free_port, is_free, worker
@@ -234,6 +237,19 @@ class TestRedis:
 
 
 class TestBackends:
+    @pytest.fixture
+    def images(self) -> None:
+        """The images of Kafka and Redis, where a registry or this machine has them."""
+        with closing(docker.from_env()) as client:
+            for image in (kafka_image(), REDIS_IMAGE):
+                try:
+                    client.images.get(image)
+                except docker.errors.ImageNotFound:
+                    try:
+                        client.images.pull(image)
+                    except docker.errors.APIError as error:
+                        pytest.skip(f"the engine has no image {image}, and cannot fetch it: {error.explanation}")
+
     def test_an_existing_kafka_is_used_and_left_alone(
         self, kafka: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -262,6 +278,7 @@ class TestBackends:
         assert "secret" not in str(caught.value)
 
     @pytest.mark.docker
+    @pytest.mark.usefixtures("images")
     def test_docker_comes_before_a_local_server(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("GRACESTREAM_KAFKA", raising=False)
         monkeypatch.delenv("GRACESTREAM_REDIS", raising=False)
