@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -248,7 +249,10 @@ def fingerprint_of(model: Any, tokenizer: Any) -> str:
 
 
 def cached_fingerprint(model: Any, tokenizer: Any, folder: Path, cache: Path | None) -> str:
-    """The fingerprint, computed once for a local folder whose files and dtype stay as they are."""
+    """The fingerprint, computed once for a local folder whose files and dtype stay as they are.
+
+    Where the cache cannot be used, as under a read-only root or on a full disk, it is computed at each start.
+    """
     if cache is None or not folder.is_dir():
         return fingerprint_of(model, tokenizer)
     # Not the time of its content alone, which a copy or an image may keep: other weights of a model have its very size.
@@ -256,13 +260,15 @@ def cached_fingerprint(model: Any, tokenizer: Any, folder: Path, cache: Path | N
     files = [(file.name, *(getattr(file.stat(), mark) for mark in marks)) for file in sorted(folder.iterdir())]
     state = json.dumps([str(folder.resolve()), type(model).__name__, str(model.dtype), files])
     kept = cache.expanduser() / "fingerprints" / hashlib.sha256(state.encode()).hexdigest()
-    if kept.exists() and len(known := kept.read_text()) == hashlib.sha256().digest_size * 2:
-        return known
+    with suppress(OSError):
+        if len(known := kept.read_text(errors="replace")) == hashlib.sha256().digest_size * 2:
+            return known
     fingerprint = fingerprint_of(model, tokenizer)
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    half = kept.with_suffix(f".{id(fingerprint)}")
-    half.write_text(fingerprint)
-    half.replace(kept)
+    with suppress(OSError):
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        half = kept.with_suffix(f".{os.getpid()}")
+        half.write_text(fingerprint)
+        half.replace(kept)
     return fingerprint
 
 

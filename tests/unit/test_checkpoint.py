@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline.checkpoint import cached_fingerprint, load_checkpoint
+from pipeline.checkpoint import cached_fingerprint, fingerprint_of, load_checkpoint
 from tests.unit.engine.tiny import KINDS
 from tests.unit.engine.tiny import tokenizer as tokenizer_of
 
@@ -25,3 +25,13 @@ def test_other_weights_of_the_same_size_and_time_have_another_fingerprint(tmp_pa
     os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert weights.stat().st_size == before.st_size
     assert cached_fingerprint(model, tokenizer, folder, cache) != first
+
+
+def test_a_cache_that_cannot_be_used_costs_time_alone(tmp_path: Path) -> None:
+    """As under a read-only root; this one fails for root, too."""
+    folder, cache = tmp_path / "model", tmp_path / "file"
+    for saved in (KINDS["bert"].build(), tokenizer_of(KINDS["bert"].special_tokens)):
+        saved.save_pretrained(folder)
+    cache.write_text("no folder")
+    model, tokenizer = load_checkpoint(str(folder), device="cpu")
+    assert cached_fingerprint(model, tokenizer, folder, cache) == fingerprint_of(model, tokenizer)
