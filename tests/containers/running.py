@@ -1,0 +1,76 @@
+"""Our image, and the project's Compose files run with it."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.containers.engine import EngineError, require_compose
+from tests.unit.deploy.files import DOCKERFILE, PROJECT, ROOT
+
+IMAGE = f"gracestream-cpu:{PROJECT['version']}"
+
+CERTIFICATES = Path(os.environ.get("SSL_CERT_FILE", "/etc/ssl/certs/ca-certificates.crt"))
+"""For the build, so that it trusts what this machine trusts."""
+
+
+def build_image(context: Path = ROOT, name: str = IMAGE) -> None:
+    """Build our image without a GPU.
+
+    Raises:
+        EngineError: no command of Docker here builds with BuildKit.
+    """
+    secret = ["--secret", f"id=ca,src={CERTIFICATES}"] if CERTIFICATES.exists() else []
+    arguments = ["build", *secret, "--file", str(context / DOCKERFILE.relative_to(ROOT)), "--tag", name, str(context)]
+    said = ""
+    # A newer command needs the plugin buildx for it; Debian's brings it along.
+    for command in dict.fromkeys(filter(None, (shutil.which("docker"), shutil.which("docker", path="/usr/bin")))):
+        environment = {**os.environ, "DOCKER_BUILDKIT": "1"}
+        done = subprocess.run([command, *arguments], env=environment, capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            return
+        said = done.stderr
+        if "buildx" not in said:
+            break
+    raise EngineError(f"the image is not built: {said[-2000:]}")
+
+
+class Compose:
+    """A project of the Compose files, under a name of its own; `files` lie over docker-compose.yml."""
+
+    def __init__(self, name: str, *files: Path, **environment: str) -> None:
+        chosen = [option for path in (ROOT / "docker-compose.yml", *files) for option in ("--file", str(path))]
+        self._command = [*require_compose(), "--project-name", name, "--project-directory", str(ROOT), *chosen]
+        self._environment = {**os.environ, "BUILD_CA": str(CERTIFICATES), **environment}
+
+    def run(self, *arguments: str, fails: bool = False) -> str:
+        """One command; what it prints. It has to succeed, or, with `fails`, not to."""
+        command = [*self._command, *arguments]
+        done = subprocess.run(command, env=self._environment, capture_output=True, text=True, check=False)
+        if (done.returncode != 0) is not fails:
+            sys.stderr.write(f"{done.stderr[-4000:]}\n")
+            if not fails:
+                logs = [*self._command, "logs", "--tail", "20"]
+                subprocess.run(logs, env=self._environment, stdout=sys.stderr, check=False)
+            raise AssertionError(f"{arguments} ended with {done.returncode}")
+        return done.stdout + (done.stderr if fails else "")
+
+    def up(self, *arguments: str) -> None:
+        """Start what is not running, and wait until everything is healthy."""
+        self.run("up", "--detach", "--wait", "--wait-timeout", "240", *arguments)
+
+    def ids(self, service: str) -> list[str]:
+        """The containers of a service that run."""
+        return sorted(self.run("ps", "--quiet", service).split())
+
+    def inspect(self, service: str) -> list[dict[str, Any]]:
+        """What Docker knows of them."""
+        ids = self.ids(service)
+        if not ids:
+            return []
+        said = subprocess.run(["docker", "inspect", *ids], capture_output=True, text=True, check=True).stdout
+        found: list[dict[str, Any]] = json.loads(said)
+        return found

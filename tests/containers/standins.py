@@ -1,0 +1,193 @@
+"""The images that the project's containers are made of and run beside, from a registry or built in their place.
+
+Where no registry can be reached, each is built here from Debian's packages and Kafka's own jars, under its own name.
+It has the label `gracestream.stand-in`. Stand-ins show that our files fit together and what our own image does. They
+do not show that the published images behave alike.
+"""
+
+import io
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import docker  # type: ignore[import-untyped]
+
+from deploy.local.containers import kafka_image
+from deploy.local.kafka import fetch_jars
+from pipeline.settings import load_settings
+from tests.containers.engine import EngineError, install
+from tests.unit.deploy.files import compose
+
+LABEL = "gracestream.stand-in"
+
+SUITE = "bookworm"
+"""A Debian whose Python is that of the image."""
+
+PYTHON_PACKAGES = "python3,python3-venv,python3-pip,python-is-python3,ca-certificates"
+CERTIFICATES = Path("/usr/local/share/ca-certificates")
+"""Those that this machine trusts besides Debian's, such as a proxy's."""
+
+SERVERS = f"""
+FROM python:3.11-slim
+RUN update-ca-certificates && apt-get -qq update && apt-get -qq install --yes --no-install-recommends \\
+    gcc libc6-dev openjdk-17-jre-headless redis-server prometheus
+LABEL {LABEL}=true
+"""
+
+KAFKA = f"""
+FROM python:3.11
+COPY jars /opt/kafka/libs
+COPY run /etc/kafka/docker/run
+COPY kafka-broker-api-versions.sh /opt/kafka/bin/
+RUN useradd --uid 1000 appuser \\
+    && install -d -o appuser /opt/kafka/config /etc/kafka/secrets /mnt/shared/config /var/lib/kafka/data \\
+    && touch /etc/kafka/docker/server.properties \\
+    && echo 'Configuration: {{Loggers: {{Root: {{level: INFO}}}}}}' > /etc/kafka/docker/log4j2.yaml \\
+    && cp /etc/kafka/docker/log4j2.yaml /etc/kafka/docker/tools-log4j2.yaml \\
+    && chmod +x /etc/kafka/docker/run /opt/kafka/bin/*
+VOLUME ["/etc/kafka/secrets", "/mnt/shared/config", "/var/lib/kafka/data"]
+USER appuser
+LABEL {LABEL}=true
+CMD ["/etc/kafka/docker/run"]
+"""
+"""As Apache's image: its own class turns variables into properties, and formats the folder."""
+
+KAFKA_RUN = """#!/bin/bash
+set -e
+java -cp '/opt/kafka/libs/*' kafka.docker.KafkaDockerWrapper setup --default-configs-dir /etc/kafka/docker \\
+    --mounted-configs-dir /mnt/shared/config --final-configs-dir /opt/kafka/config
+exec java $KAFKA_HEAP_OPTS -XX:+UseSerialGC -cp '/opt/kafka/libs/*' kafka.Kafka /opt/kafka/config/server.properties
+"""
+
+KAFKA_PROBE = """#!/bin/bash
+: < "/dev/tcp/${2/://}"
+"""
+"""Kafka's tool is in a jar of its own; whether the port answers is enough here."""
+
+VALKEY = f"""
+FROM python:3.11
+RUN ln -s /usr/bin/redis-server /usr/local/bin/valkey-server && ln -s /usr/bin/redis-cli /usr/local/bin/valkey-cli \\
+    && printf '#!/bin/sh\\nexec "$@" --protected-mode no\\n' > /usr/local/bin/entrypoint \\
+    && chmod +x /usr/local/bin/entrypoint
+VOLUME /data
+WORKDIR /data
+LABEL {LABEL}=true
+ENTRYPOINT ["entrypoint"]
+CMD ["valkey-server"]
+"""
+
+PROMETHEUS = f"""
+FROM python:3.11
+VOLUME /prometheus
+LABEL {LABEL}=true
+ENTRYPOINT ["prometheus", "--config.file=/etc/prometheus/prometheus.yml", "--storage.tsdb.path=/prometheus"]
+"""
+
+
+def require_images(*services: str) -> None:
+    """Let this engine have what our image is built from, and the images of these services of the Compose file.
+
+    Raises:
+        EngineError: one can neither be fetched nor built.
+    """
+    client = docker.from_env()
+    try:
+        for name in ("python:3.11-slim", "python:3.11", *(compose()["services"][one]["image"] for one in services)):
+            _require(client, name)
+    finally:
+        client.close()
+
+
+def is_stand_in(name: str) -> bool:
+    """Whether the image of that name was built here in place of the published one."""
+    client = docker.from_env()
+    try:
+        return LABEL in client.images.get(name).labels
+    finally:
+        client.close()
+
+
+def _require(client: docker.DockerClient, name: str) -> None:
+    try:
+        if LABEL not in client.images.get(name).labels:
+            return
+    except docker.errors.ImageNotFound:
+        pass
+    with suppress(docker.errors.APIError):
+        client.images.pull(name)
+        return
+    print(f"no registry answers for {name}: a stand-in is built", file=sys.stderr)
+    builders: dict[str, Callable[[docker.DockerClient, str], None]] = {
+        "python:3.11-slim": _build_python,
+        "python:3.11": partial(_build, dockerfile=SERVERS),
+        kafka_image(): _build_kafka,
+        "valkey/valkey": partial(_build, dockerfile=VALKEY),
+        "prom/prometheus": partial(_build, dockerfile=PROMETHEUS),
+    }
+    build = builders.get(name) or builders.get(name.partition(":")[0])
+    if build is None:
+        raise EngineError(f"the image {name} cannot be fetched, and nothing stands in for it")
+    try:
+        build(client, name)
+    except (docker.errors.DockerException, subprocess.CalledProcessError, OSError) as error:
+        raise EngineError(f"the image {name} can neither be fetched nor built: {error}") from error
+
+
+def _build_python(client: docker.DockerClient, name: str) -> None:
+    """Debian with its own Python: nobody has the official image's but a registry."""
+    if shutil.which("debootstrap") is None:
+        install("debootstrap")
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder) / "root"
+        options = ["--variant=minbase", f"--include={PYTHON_PACKAGES}"]
+        subprocess.run(["debootstrap", *options, SUITE, root, _mirror()], check=True, stdout=subprocess.DEVNULL)
+        for sources in Path("/etc/apt").glob("sources.list.d/debian.sources"):
+            (root / "etc/apt/sources.list").unlink(missing_ok=True)
+            shutil.copy(sources, root / "etc/apt/sources.list.d")
+        for settings in Path("/etc/apt/apt.conf.d").glob("99*"):
+            shutil.copy(settings, root / "etc/apt/apt.conf.d")
+        for certificate in CERTIFICATES.glob("*.crt"):
+            shutil.copy(certificate, root / CERTIFICATES.relative_to("/"))
+        for marker in root.glob("usr/lib/python3*/EXTERNALLY-MANAGED"):
+            marker.unlink()  # so that pip installs as in the official image
+        for package in root.glob("var/cache/apt/archives/*.deb"):
+            package.unlink()
+        archive = Path(folder) / "root.tar"
+        subprocess.run(["tar", "--create", "--directory", root, "--file", archive, "."], check=True)
+        repository, _, tag = name.partition(":")
+        changes = [f"LABEL {LABEL}=true", 'CMD ["python3"]']
+        client.api.import_image_from_file(str(archive), repository=repository, tag=tag, changes=changes)
+
+
+def _mirror() -> str:
+    """Where this machine has its packages from."""
+    for path in (*Path("/etc/apt/sources.list.d").glob("*.sources"), Path("/etc/apt/sources.list")):
+        text = path.read_text() if path.exists() else ""
+        if found := re.search(r"^(?:URIs:\s*|deb\s+(?:\[.*?\]\s*)?)(\S+)", text, re.MULTILINE):
+            return found[1]
+    raise EngineError("this machine names no mirror of Debian in /etc/apt")
+
+
+def _build_kafka(client: docker.DockerClient, name: str) -> None:
+    jars = fetch_jars(load_settings().cache.expanduser())
+    files = {f"jars/{jar.name}": jar.read_bytes() for jar in sorted(jars.glob("*.jar"))}
+    scripts = {"run": KAFKA_RUN, "kafka-broker-api-versions.sh": KAFKA_PROBE}
+    _build(client, name, KAFKA, {**files, **{name: script.encode() for name, script in scripts.items()}})
+
+
+def _build(client: docker.DockerClient, name: str, dockerfile: str, files: Mapping[str, bytes] | None = None) -> None:
+    context = io.BytesIO()
+    with tarfile.open(fileobj=context, mode="w") as archive:
+        for path, content in {"Dockerfile": dockerfile.encode(), **(files or {})}.items():
+            member = tarfile.TarInfo(path)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    context.seek(0)
+    client.images.build(fileobj=context, custom_context=True, tag=name, network_mode="host", rm=True)
