@@ -10,8 +10,9 @@ import torch
 from rich.console import Console
 
 from pipeline.errors import UserError
-from tests.bench.framework import BENCHES, KEPT, ROOT, BenchError, Options, bench, machine, show, shown, write
-from tests.bench.page import PAGE, page
+from tests.bench.framework import BENCHES, KEPT, ROOT, BenchError, Options, bench, machine, shown, write
+from tests.bench.page import write_pages
+from tests.bench.table import show
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("name", help=f"one of {', '.join(BENCHES)}")
     parser.add_argument("--quick", action="store_true", help="fewer cases, for a first look")
     parser.add_argument(
-        "--commit", action="store_true", help=f"write them, and their page, to {KEPT.relative_to(ROOT)}"
+        "--commit", action="store_true", help=f"write them, and their pages, to {KEPT.relative_to(ROOT)}"
     )
     parser.add_argument("--only", default="", help="one model, where several are measured; what was committed stays")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the model runs")
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = KEPT if given.commit else ROOT / "results"
     path = write(given.name, rows, machine(given.device), folder, keep=bool(given.only))
     if given.commit:
-        (KEPT / PAGE).write_text(page(KEPT), encoding="utf-8")
+        write_pages(KEPT)
     tell(f"done; the numbers are in {path.relative_to(ROOT)}")
     return 0
 

@@ -1,9 +1,10 @@
 """What an edit costs, beside a textbook GRACE, and what stored entries add to it: `make bench NAME=edit`.
 
-Each takes 100 steps from the same start, on one thread; CPU seconds of the process; they take turns, and medians are
-compared. The textbook's step runs the whole model forward, looks through all keys, and runs it backward. The weights
-are frozen, as in the authors' code, so no gradient of a weight is computed. It is timed over a few steps, and followed
-to the end once, for its loss. Ours is all that the editor does for a correction but for what Kafka and Redis take.
+Each takes 100 steps from the same start, on one thread; CPU seconds of the process, on a GPU synchronised wall time;
+they take turns, and medians are compared. The textbook's step runs the whole model forward, looks through all keys,
+and runs it backward. The weights are frozen, as in the authors' code, so no gradient of a weight is computed. It is
+timed over a few steps, and followed to the end once, for its loss. Ours is all that the editor does for a correction
+but for what Kafka and Redis take.
 
 - `edit/MODEL/20`: a prompt of so many tokens. The floor of a step is one pass forward and one backward through the
   blocks after the edited layer, at those positions that depend on the value.
@@ -14,28 +15,24 @@ to the end once, for its loss. Ours is all that the editor does for a correction
 """
 
 import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TypeVar
 
 import numpy as np
-import torch
 from msgspec import UNSET, UnsetType
 
 from pipeline.edited import correction
 from pipeline.editing import EditEngine
 from pipeline.model import EditableModel
-from pipeline.passes import verdict
 from pipeline.plan import Plan
 from pipeline.training import Recipe
 from schemas.deltas import Cause, EntryChange, Tensor
+from tests.bench.codebooks import queries, stored, value_width
+from tests.bench.device import timed
 from tests.bench.framework import BenchError, Options, Row
 from tests.bench.models import SUBJECTS, Subject, subjects
-from tests.bench.overhead import KEYS, queries, stored
-from tests.bench.textbook import TextbookGrace
-
-T = TypeVar("T")
+from tests.bench.overhead import KEYS
+from tests.bench.textbook import train
 
 STEPS = 100
 TOKENS = {"bert-base": (20, 512), "gpt2-small": (20, 200), "t5-v1.1-small": (20, 200)}
@@ -52,8 +49,6 @@ USUAL = 17
 
 WAITING = 16
 WAITING_TOKENS = {"bert-base": (20, 512), "gpt2-small": (20,), "t5-v1.1-small": (20,)}
-TARGETS = {"bert-base": ("1", "0"), "gpt2-small": ("w17",), "t5-v1.1-small": ("w17 w17",)}
-"""In a causal model of random weights a value at the prompt's end chooses what comes next, and hardly what follows."""
 
 PLAN = Plan(recipe=Recipe(max_steps=STEPS, learning_rate=1.0, margin=float("inf")), traffic=0, radius=0.1)
 
@@ -61,7 +56,7 @@ PLAN = Plan(recipe=Recipe(max_steps=STEPS, learning_rate=1.0, margin=float("inf"
 def run(options: Options) -> Iterator[Row]:
     """Every model whose edits have a goal; `--quick`: one of them, with a twentieth of the entries."""
     for subject in subjects(options, SUBJECTS[: 1 if options.quick else 3]):
-        model = subject.load()
+        model = subject.load(options.device)
         for tokens in TOKENS[subject.name][: 1 if options.quick else None]:
             options.tell(f"{subject.name}: edits of {tokens} tokens")
             yield from _beside_textbook(subject, model, tokens)
@@ -74,13 +69,13 @@ def _beside_textbook(subject: Subject, model: EditableModel, tokens: int) -> Ite
     for number in range(AGAIN):
         text, target = _wrong(subject, model, tokens, number)
         engine = _engine(model, PLAN)
-        spent, edited = _timed(lambda: engine.edit(correction("f", text, target), 0))  # noqa: B023  (called at once)
+        spent, edited = timed(model.device, lambda: engine.edit(correction("f", text, target), 0))  # noqa: B023  (called at once)
         ours.append(spent)
         outcome = edited.outcome
         if outcome is None or outcome.steps != STEPS or outcome.loss is UNSET:
             raise BenchError(f"an edit of {subject.name} came out otherwise: {outcome}")
         loss = outcome.loss
-        spent, _ = _timed(lambda: _textbook(model, text, target, FEW_STEPS))  # noqa: B023  (likewise)
+        spent, _ = timed(model.device, lambda: _textbook(model, text, target, FEW_STEPS))  # noqa: B023  (likewise)
         a_step.append(spent / FEW_STEPS)
     expected = _textbook(model, text, target, STEPS)
     name, seconds = f"edit/{subject.name}/{tokens}", statistics.median(ours)
@@ -97,7 +92,7 @@ def _beside_textbook(subject: Subject, model: EditableModel, tokens: int) -> Ite
 
 
 def _all_at_once(subject: Subject, model: EditableModel, tokens: int, seed: int) -> float:
-    """CPU seconds of what the editor does for corrections that wait."""
+    """Seconds of what the editor does for corrections that wait."""
     engine = _engine(model, PLAN)
     given = [correction(f"f{n}", *_wrong(subject, model, tokens, seed + n)) for n in range(WAITING)]
 
@@ -113,7 +108,7 @@ def _all_at_once(subject: Subject, model: EditableModel, tokens: int, seed: int)
             steps.append(edited.outcome.steps)
         return steps
 
-    seconds, steps = _timed(edit)
+    seconds, steps = timed(model.device, edit)
     if set(steps) != {STEPS}:
         raise BenchError(f"edits of {subject.name} took other numbers of steps: {steps}")
     return seconds
@@ -136,7 +131,7 @@ def _with_entries(subject: Subject, model: EditableModel, count: int, options: O
                 if edited.record is not None:
                     engine.apply(edited.record)
 
-            spent, _ = _timed(edit)
+            spent, _ = timed(model.device, edit)
             if number:  # the first of each warms up
                 seconds[way].append(spent)
     medians = {way: statistics.median(some) for way, some in seconds.items()}
@@ -154,7 +149,7 @@ def _engine(model: EditableModel, plan: Plan) -> EditEngine:
 
 def _fill(engine: EditEngine, keys_ND: np.ndarray) -> None:
     """Entries by deltas, a thousand each, and the edits that made them."""
-    width = engine.model.module.get_submodule(engine.model.layer)(torch.zeros(1, 1, keys_ND.shape[1])).shape[-1]
+    width = value_width(engine.model.module.get_submodule(engine.model.layer), keys_ND.shape[1])
     value = Tensor.of(np.zeros(width, np.float32))
     for number, key_D in enumerate(keys_ND):
         name = f"e{number}"
@@ -165,48 +160,10 @@ def _fill(engine: EditEngine, keys_ND: np.ndarray) -> None:
 
 def _wrong(subject: Subject, model: EditableModel, tokens: int, seed: int) -> tuple[str, str]:
     """A prompt of so many tokens, and a target that the model does not give."""
-    (prompt,) = subject.prompts(model, 1, tokens, seed=100 + seed)
-    text = model.task.tokenizer.decode(prompt.token_ids)
-    for target in TARGETS[subject.name]:
-        _, supervised = model.supervised(text, target)
-        with torch.no_grad():
-            if not verdict(model.task.logits(supervised)[0], supervised.labels[0])[0].right:
-                return text, target
-    raise BenchError(f"{subject.name} is never wrong")
+    assert subject.random is not None
+    return subject.random.wrong(model, tokens, 100 + seed)
 
 
 def _textbook(model: EditableModel, text: str, target: str, steps: int) -> float:
-    """Train a value as a textbook would, after one forward pass for its query and start; the loss at the end."""
-    _, supervised = model.supervised(text, target)
-    module = model.module.get_submodule(model.layer)
-    mask_BT = supervised.batch.mask_BT
-    assert mask_BT is not None
-    token = int(mask_BT.sum()) - 1 if model.adaptor.query == "last" else 0
-    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-    handle = module.register_forward_hook(lambda _module, args, output: seen.append((args[0], output)))
-    with torch.no_grad():
-        model.task.logits(supervised)
-    handle.remove()
-    everywhere = model.adaptor.replace == "all"
-    ((inputs, outputs),) = seen
-    start_V = outputs[0, : int(mask_BT.sum())].mean(dim=0) if everywhere else outputs[0, token]
-    values_NV = torch.nn.Parameter(start_V.clone()[None])
-    grace = TextbookGrace(module, inputs[:, token], values_NV, torch.ones(1), token=token, everywhere=everywhere)
-    optimizer = torch.optim.Adam([values_NV], lr=PLAN.recipe.learning_rate)
-    try:
-        for _ in range(steps):
-            loss = torch.nn.functional.cross_entropy(model.task.logits(supervised)[0], supervised.labels[0])
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-        with torch.no_grad():
-            return float(torch.nn.functional.cross_entropy(model.task.logits(supervised)[0], supervised.labels[0]))
-    finally:
-        grace.remove()
-        model.module.zero_grad(set_to_none=True)
-
-
-def _timed(call: Callable[[], T]) -> tuple[float, T]:
-    started = time.process_time()
-    given = call()
-    return time.process_time() - started, given
+    """Train a value as a textbook would; the loss at the end."""
+    return train(model, model.supervised(text, target)[1], steps, PLAN.recipe.learning_rate)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: rows, the machine they were measured on, the data, the table and the file.
+"""What the benchmarks share: rows, the machine they were measured on, and the file. It needs torch alone.
 
 A benchmark is a function from `Options` to rows, named in `BENCHES`. A row is one number. Its name is a path whose last
 part is the metric, as in `zsre/nearest/exact`; rows that share all but that part are one setting, and one line of the
@@ -15,14 +15,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import faiss
 import torch
-import transformers
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
 from pipeline.errors import UserError
+from tests.bench.device import gpu_facts, version
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = Path(__file__).parent / "results"
@@ -101,10 +97,14 @@ def machine(device: str) -> Machine:
         "ram_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
         "device": torch.cuda.get_device_name() if device == "cuda" else device,
         "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "faiss": faiss.__version__,
+        **{package: version(package) for package in ("torch", "transformers", "faiss")},
+        **(gpu_facts() if device == "cuda" else {}),
     }
+
+
+def slug(device: str) -> str:
+    """A device's name, as files are named for it: `nvidia-h200`."""
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
 def records(rows: Iterable[Row], measured_on: Machine) -> list[dict[str, Any]]:
@@ -115,8 +115,7 @@ def records(rows: Iterable[Row], measured_on: Machine) -> list[dict[str, Any]]:
 def write(name: str, rows: Sequence[Row], measured_on: Machine, folder: Path, *, keep: bool = False) -> Path:
     """Write rows to `<name>-<device>.json` in `folder`, one row a line, and say where; `keep` what else is there."""
     folder.mkdir(parents=True, exist_ok=True)
-    device = re.sub(r"[^a-z0-9]+", "-", str(measured_on["device"]).lower()).strip("-")
-    path = folder / f"{name}-{device}.json"
+    path = folder / f"{name}-{slug(str(measured_on['device']))}.json"
     found = {
         record["name"]: record for record in (json.loads(path.read_text("utf-8")) if keep and path.exists() else [])
     }
@@ -132,20 +131,6 @@ def groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
     for row in rows:
         found.setdefault(row.name.partition("/")[0], []).append(row)
     return found
-
-
-def show(rows: Sequence[Row], console: Console) -> None:
-    """Print one table for each group of settings (the first part of a name), with one line per setting."""
-    for group, of_group in groups(rows).items():
-        metrics = list(dict.fromkeys(row.metric for row in of_group))
-        table = Table(title=group, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        table.add_column("setting", overflow="fold")
-        for metric in metrics:
-            table.add_column(metric, justify="right", no_wrap=True)
-        for setting in dict.fromkeys(row.setting for row in of_group):
-            values = {row.metric: shown(row) for row in of_group if row.setting == setting}
-            table.add_row(setting.partition("/")[2] or setting, *(values.get(metric, "") for metric in metrics))
-        console.print(table)
 
 
 def shown(row: Row) -> str:

@@ -4,16 +4,16 @@ A codebook and its index, as a replica holds them, with random keys and values; 
 and after. The floor is the numbers themselves: key, value and radius as float32, four bytes each; the baseline of each
 row. Names, labels and what the index keeps to rule out keys come on top.
 
+On a GPU, which holds a second copy of the keys, `device-of-floor` and `device-gigabytes` are what that takes there,
+beside the keys alone.
+
 - `memory/replica`: codebook and index.
 - `memory/editor`: these, and the memory of the edits, as when every entry is an edit of its own.
 """
 
-import ctypes
-import gc
 from collections.abc import Iterator
 
 import numpy as np
-import psutil
 import torch
 from msgspec import UNSET
 from msgspec.structs import replace
@@ -22,34 +22,40 @@ from pipeline.codebook import Codebook
 from pipeline.index import KeyIndex
 from pipeline.memory import EditMemory
 from schemas.deltas import GENESIS, Cause, Delta, EntryChange, Tensor, seal
+from tests.bench.device import held
 from tests.bench.framework import Options, Row
 from tests.bench.replay import Made
 
 ENTRIES, FEW = 1_000_000, 50_000
 AT_ONCE = 1000
 GOAL = 1.2
+CPU = torch.device("cpu")
 
 
 def run(options: Options) -> Iterator[Row]:
     """A replica's memory, and an editor's; `--quick` with a twentieth of the entries."""
     count = FEW if options.quick else ENTRIES
-    made = Made()
+    made, device = Made(), torch.device(options.device)
     floor = count * 4 * (made.width_D + made.width_V + 1)
     for who in ("replica", "editor"):
         options.tell(f"{who}: {count} entries of {made.width_D} and {made.width_V} numbers")
-        before = _resident()
-        held = _filled(made, count, with_edits=who == "editor")
-        taken = _resident() - before
+        before, there_before = held(CPU), held(device)
+        kept = _filled(made, count, device, with_edits=who == "editor")
+        taken, there = held(CPU) - before, held(device) - there_before
         name = f"memory/{who}/{count}"
         yield Row(f"{name}/of-floor", taken / floor, "x", GOAL)
         yield Row(f"{name}/bytes_an_entry", taken / count, "B", floor / count)
         yield Row(f"{name}/gigabytes", taken / 1e9, "GB", floor / 1e9)
-        del held
+        if device != CPU:
+            keys = count * 4 * made.width_D
+            yield Row(f"{name}/device-of-floor", there / keys, "x", GOAL)
+            yield Row(f"{name}/device-gigabytes", there / 1e9, "GB", keys / 1e9)
+        del kept
 
 
-def _filled(made: Made, count: int, *, with_edits: bool) -> tuple[Codebook, KeyIndex, EditMemory]:
+def _filled(made: Made, count: int, device: torch.device, *, with_edits: bool) -> tuple[Codebook, KeyIndex, EditMemory]:
     codebook, memory = Codebook("default", made.model, made.layer), EditMemory()
-    index = KeyIndex(codebook, torch.device("cpu"))
+    index = KeyIndex(codebook, device)
     lead = Delta(
         v=1, codebook="default", model=made.model, layer=made.layer, term=1, seq=1, op="lead",
         environment={"device": "none"}, digest=b"",
@@ -79,10 +85,3 @@ def _entry(made: Made, name: str, generator: np.random.Generator) -> EntryChange
         radius=float(generator.random()),
         label=(int(generator.integers(1000)), 17, 2),
     )
-
-
-def _resident() -> int:
-    """Bytes, after what is free was given back."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    return int(psutil.Process().memory_info().rss)

@@ -1,6 +1,7 @@
 """What the codebook costs an inference, beside the unedited model and beside a textbook GRACE.
 
-One forward pass over prompts (and for generators the first token), one thread, CPU seconds of the process. The three
+One forward pass over prompts (and for generators the first token), one thread, CPU seconds of the process; on a GPU
+synchronised wall time. The three
 take turns on each batch: a ratio is the median of those of single batches, and so is `lookup`, a difference. Prompts
 are questions of people's for the models that are trained, and random tokens for those of random weights. Keys are
 queries of other such prompts, and beyond `KEYS` of them points between two of these, so that they lie where queries do
@@ -20,8 +21,8 @@ k-d tree, of which 60 to 80 % have to be looked at.
 
 import gc
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from operator import sub, truediv
 
 import numpy as np
@@ -32,8 +33,9 @@ from pipeline.bounds import exact_product
 from pipeline.codebook import Codebook
 from pipeline.index import NO_SLOT, KeyIndex
 from pipeline.model import EditableModel
-from schemas.deltas import GENESIS
 from schemas.messages import Parameters
+from tests.bench.codebooks import codebook_of, queries, stored
+from tests.bench.device import copy_rate, timed
 from tests.bench.framework import Options, Row
 from tests.bench.models import SUBJECTS, subjects
 from tests.bench.textbook import TextbookGrace
@@ -48,6 +50,9 @@ TEXTBOOK_EACH = 4
 CODE = 64
 """Bytes of a code, of which one is read of each key."""
 
+FLOAT32 = 4
+"""Bytes."""
+
 MOST_FLOOR = 100_000
 """Keys that a floor is measured on, at most."""
 
@@ -59,7 +64,7 @@ def run(options: Options) -> Iterator[Row]:
     """Every model with 10k, 100k and 1M keys; `--quick`: two models with 10k."""
     counts = dict(list(COUNTS.items())[:1]) if options.quick else COUNTS
     for subject in subjects(options, SUBJECTS[:1] + SUBJECTS[-1:] if options.quick else SUBJECTS):
-        model = subject.load()
+        model = subject.load(options.device)
         prompts = subject.asked(model, KEYS + OTHERS + max(size * REPEATS[size] for size in BATCHES))
         others_RD = queries(model, prompts[KEYS : KEYS + OTHERS])
         real_ND = queries(model, prompts[:KEYS])
@@ -72,13 +77,13 @@ def run(options: Options) -> Iterator[Row]:
         for kind in ("real", "random"):
             for said, count in counts.items():
                 keys_ND = stored(real_ND, count) if kind == "real" else _drawn(real_ND, count)
-                codebook = _codebook(model, keys_ND, others_RD)
+                codebook = codebook_of(model, keys_ND, others_RD)
                 del keys_ND
                 index = KeyIndex(codebook, model.device)
                 index.covering(torch.zeros(1, codebook.keys_ND.shape[1]))
                 for batch in BATCHES:
                     name = f"overhead/{subject.name}/{kind}/{said}/batch{batch}"
-                    floor = _floor(kind, count, codebook.keys_ND.shape[1], batch)
+                    floor = _floor(model.device, kind, count, codebook.keys_ND.shape[1], batch)
                     yield from _measured(name, asked, model, codebook, index, batch, floor)
                 del codebook, index
                 gc.collect()
@@ -109,19 +114,19 @@ def _measured(
 
     ways: dict[str, Callable[[Sequence[Prompt]], int]] = {"unedited": bare, "edited": ours}
     if 0 < len(codebook) <= TEXTBOOK_MOST:
-        arrays = (torch.from_numpy(array) for array in (codebook.keys_ND, codebook.values_NV, codebook.radii_N))
+        arrays = codebook.keys_ND, codebook.values_NV, codebook.radii_N
         module = model.module.get_submodule(model.layer)
-        keys_ND, values_NV, radii_N = arrays
+        on_device = [torch.from_numpy(array).to(model.device) for array in arrays]
 
         def textbook(some: Sequence[Prompt]) -> int:
-            grace = TextbookGrace(module, keys_ND, values_NV, radii_N, token=token, everywhere=everywhere)
+            grace = TextbookGrace(module, *on_device, token=token, everywhere=everywhere)
             try:
                 return bare(some)
             finally:
                 grace.remove()
 
         ways["textbook"] = textbook
-    seconds, hits = _turns(ways, batches)
+    seconds, hits = _turns(ways, batches, model.device)
     unedited = seconds["unedited"]
     ratios = {way: statistics.median(map(truediv, some, unedited[:: TEXTBOOK_EACH if way == "textbook" else 1]))
               for way, some in seconds.items()}  # fmt: skip
@@ -139,28 +144,31 @@ def _measured(
 
 
 def _turns(
-    ways: Mapping[str, Callable[[Sequence[Prompt]], int]], batches: Sequence[Sequence[Prompt]]
+    ways: Mapping[str, Callable[[Sequence[Prompt]], int]], batches: Sequence[Sequence[Prompt]], device: torch.device
 ) -> tuple[dict[str, list[float]], int]:
-    """CPU seconds of each way for each of the batches that it ran, and the hits of all."""
+    """Seconds (`timed`) of each way for each of the batches that it ran, and the hits of all."""
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     hits = 0
     for number in range(-TEXTBOOK_EACH, len(batches)):
         for way, call in ways.items():
             if way == "textbook" and number % TEXTBOOK_EACH:
                 continue
-            started = time.process_time()
-            found = call(batches[number % len(batches)])
+            spent, found = timed(device, partial(call, batches[number % len(batches)]))
             if number >= 0:  # those before warm up
-                seconds[way].append(time.process_time() - started)
+                seconds[way].append(spent)
                 hits += found
     return seconds, hits
 
 
-def _floor(kind: str, count: int, width: int, batch: int) -> float:
-    """Milliseconds of the products of all codes (`real`) or keys (`random`) with a batch, and a look at each of them.
+def _floor(device: torch.device, kind: str, count: int, width: int, batch: int) -> float:
+    """Milliseconds that a look-up needs at least.
 
-    Of very many keys a part is multiplied, since the time is theirs in proportion.
+    On a CPU: of the products of all codes (`real`) or keys (`random`) with a batch, and a look at each of them. Of very
+    many keys a part is multiplied, since the time is theirs in proportion. On a GPU, which looks at all keys: of
+    reading them at its copy rate.
     """
+    if device.type != "cpu":
+        return 1000 * count * width * FLOAT32 / copy_rate(device)
     some, step = min(count, MOST_FLOOR), max(1024, 2**17 // batch)
     if kind == "real":
         keys = torch.randint(-127, 127, (some, CODE), dtype=torch.int8)
@@ -171,11 +179,12 @@ def _floor(kind: str, count: int, width: int, batch: int) -> float:
         rough = asked.bfloat16()
         ways = [lambda chunk: chunk @ asked, lambda chunk: chunk.bfloat16() @ rough]
 
-    def spent(way: Callable[[torch.Tensor], torch.Tensor]) -> float:
-        begun = time.process_time()
+    def look(way: Callable[[torch.Tensor], torch.Tensor]) -> None:
         for start in range(0, some, step):
             (way(keys[start : start + step]) > 0).any()
-        return time.process_time() - begun
+
+    def spent(way: Callable[[torch.Tensor], torch.Tensor]) -> float:
+        return timed(device, partial(look, way))[0]
 
     return 1000 * min(statistics.median(spent(way) for _ in range(7)) for way in ways) * count / some
 
@@ -195,46 +204,8 @@ def _recall(model: EditableModel, prompts: Sequence[Prompt], codebook: Codebook,
     return float((found_B == expected_B).mean())
 
 
-def queries(model: EditableModel, prompts: Sequence[Prompt]) -> np.ndarray:
-    """What the edited layer sees at the query's token of each prompt: (N, D), in an order of no meaning."""
-    ordered = sorted(prompts, key=len)
-    parts = [model.queries(ordered[start : start + 64]).cpu().numpy() for start in range(0, len(ordered), 64)]
-    found = np.concatenate(parts)
-    np.random.default_rng(5).shuffle(found)
-    return found
-
-
-def stored(real_ND: np.ndarray, count: int) -> np.ndarray:
-    """So many keys: real ones, and beyond those that there are points between two of them."""
-    generator = np.random.default_rng(2)
-    keys_ND = np.resize(real_ND, (count, real_ND.shape[1]))
-    for start in range(len(real_ND), count, 8192):
-        more = keys_ND[start : start + 8192]
-        shares = generator.uniform(0.1, 0.5, (len(more), 1)).astype(np.float32)
-        more += shares * (real_ND[generator.integers(0, len(real_ND), len(more))] - more)
-    return keys_ND
-
-
 def _drawn(real_ND: np.ndarray, count: int) -> np.ndarray:
     keys_ND = np.random.default_rng(2).standard_normal((count, real_ND.shape[1]), np.float32)
     keys_ND *= real_ND.std(axis=0)
     keys_ND += real_ND.mean(axis=0)
     return keys_ND
-
-
-def _codebook(model: EditableModel, keys_ND: np.ndarray, others_RD: np.ndarray) -> Codebook:
-    count, width = keys_ND.shape
-    nearest_N = np.empty(count, np.float32)
-    for start in range(0, count, 8192):
-        distances = torch.cdist(torch.from_numpy(keys_ND[start : start + 8192]), torch.from_numpy(others_RD))
-        nearest_N[start : start + 8192] = distances.amin(dim=1).numpy()
-    radii_N = np.minimum(0.8 * nearest_N, np.median(nearest_N)).astype(np.float32)
-    values_NV = np.zeros(
-        (count, model.module.get_submodule(model.layer)(torch.zeros(1, 1, width)).shape[-1]), np.float32
-    )
-    codebook = Codebook("default", model.fingerprint, model.layer)
-    codebook.restore(
-        seq=count, term=1, digest=GENESIS, entry_ids=[f"e{row}" for row in range(count)], labels=[(0,)] * count,
-        keys_ND=keys_ND, values_NV=values_NV, radii_N=radii_N,
-    )  # fmt: skip
-    return codebook

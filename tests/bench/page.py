@@ -1,51 +1,92 @@
-"""The page of committed results, made of the JSON files beside it and of what each benchmark says of itself."""
+"""The pages of committed results: one for each device, and one that leads to them.
 
-import importlib
+They are made of the JSON files beside them and of what each benchmark says of itself. Write them anew with
+`python -m tests.bench.page`; no benchmark is imported for that.
+"""
+
+import ast
 import inspect
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.bench.framework import BENCHES, Row, groups, shown
+from tests.bench.framework import BENCHES, KEPT, ROOT, Row, groups, shown
 
-PAGE = "README.md"
+INDEX = "README.md"
+
+SECTIONS = {"gpu": "tests.gpu", **BENCHES}
+"""What a page has results of, and the module that says how they were measured."""
 
 HEAD = """\
 # Results
 
-Made by `make bench NAME=... ARGS=--commit` from the files beside it: each number was measured by the benchmark that it
-stands under, all numbers of a model in one run, and `make bench NAME=...` measures it again. In parentheses stands what
-a number is to be held against: a goal, or the same of another way, as the benchmark's own words say.
+Made by `make bench NAME=... ARGS=--commit` (`gpu` by `make gpu ARGS=--commit`) from the files beside it: each number
+was measured by the benchmark that it stands under, all numbers of a model in one run, and `make bench NAME=...`
+measures it again. In parentheses stands what a number is to be held against: a goal, or the same of another way, as the
+benchmark's own words say.
 
 ## What they do not show
 
-- Two cores of a machine that others use too. Ratios and medians of ways that take turns hold elsewhere more nearly than
+- A machine that others use too. Ratios and medians of ways that take turns hold elsewhere more nearly than
   seconds do; where a lookup costs little beside a model, a slower memory or a faster core changes that.
 - Random weights take as long as trained ones, but their activations are not alike: keys fill all directions, and little
   rules them out. Such models are the worst case of a lookup. Of trained models there are the two of the demo.
 - Stored keys beyond some thousand are made: points between real ones. They lie closer together than those of edits do.
-- A GPU, unless a section names one.
+- A device that has no page.
 - Networks and disks: Kafka and Redis run on the same machine.
+
+## Devices
 """
 
 
-def page(folder: Path) -> str:
-    """All committed results of a folder, in Markdown."""
-    files = [path for name in BENCHES for path in sorted(folder.glob(f"{name}-*.json"))]
-    return "\n".join([HEAD, *(_section(path) for path in files)])
+def write_pages(folder: Path) -> None:
+    """Write the page of each device, and the one that leads to them."""
+    for name, text in pages(folder).items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def pages(folder: Path) -> dict[str, str]:
+    """All committed results of a folder, in Markdown, by the name of the file that they go to."""
+    of_device: dict[str, list[Path]] = {}
+    for name in SECTIONS:
+        for path in sorted(folder.glob(f"{name}-*.json")):
+            of_device.setdefault(path.stem.partition("-")[2], []).append(path)
+    links = []
+    found = {}
+    for slug, files in sorted(of_device.items()):
+        device = _records(files[0])[0]["machine"]["device"]
+        found[f"{slug}.md"] = "\n".join(
+            [f"# Results, {device}\n\nSee [what they do not show]({INDEX}).\n", *map(_section, files)]
+        )
+        links.append(f"- [{device}]({slug}.md): {', '.join(path.stem.partition('-')[0] for path in files)}\n")
+    return {INDEX: "\n".join([HEAD, "".join(links)]), **found}
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    records: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+    return records
 
 
 def _section(path: Path) -> str:
-    name = path.stem.split("-")[0]
-    records: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
-    said = inspect.cleandoc(importlib.import_module(BENCHES[name]).__doc__ or "")
+    name = path.stem.partition("-")[0]
+    records = _records(path)
     machine = records[0]["machine"]
-    versions = ", ".join(f"{part} {machine[part]}" for part in ("python", "torch", "transformers", "faiss"))
+    versions = [f"{part} {machine[part]}" for part in ("python", "torch", "transformers", "faiss")]
+    if "driver" in machine:
+        versions = [f"driver {machine['driver']}", f"CUDA {machine['cuda']}", *versions]
     where = f"{machine['cores']} cores of {machine['cpu']}, {machine['threads']} thread, {machine['ram_gib']} GiB"
     rows = [Row(record["name"], record["value"], record["unit"], record["baseline"]) for record in records]
     tables = [f"### {group}\n\n{_table(of_group)}" for group, of_group in groups(rows).items()]
-    return "\n\n".join([f"## {name}, {machine['device']}", said, f"On {where}; {versions}.", *tables]) + "\n"
+    on = f"On {where}; {', '.join(versions)}."
+    return "\n\n".join([f"## {name}, {machine['device']}", _docstring(SECTIONS[name]), on, *tables]) + "\n"
+
+
+def _docstring(module: str) -> str:
+    """What a module says of itself, read without importing it: some need more than a GPU's machine may have."""
+    path = ROOT.joinpath(*module.split("."))
+    source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return inspect.cleandoc(ast.get_docstring(ast.parse(source.read_text(encoding="utf-8"))) or "")
 
 
 def _table(rows: Sequence[Row]) -> str:
@@ -60,3 +101,7 @@ def _table(rows: Sequence[Row]) -> str:
 def _cell(row: Row) -> str:
     unit = "" if row.unit in ("share", "count", "x", "relative") else f" {row.unit}"
     return f"{shown(row)}{unit}" + ("" if row.baseline is None else f" ({shown(Row('', row.baseline, row.unit))})")
+
+
+if __name__ == "__main__":
+    write_pages(KEPT)

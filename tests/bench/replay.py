@@ -8,7 +8,7 @@ A log of made-up deltas on a real Kafka, each one new entry in a transaction of 
 - `snapshot/write`: what the editor pays for one; `copy` alone holds up its edits.
 
 Each is the best of a few runs, since other work on a machine only ever adds. No model is loaded and Redis is not
-asked: `start` measures whole workers.
+asked: `start` measures whole workers. The index is on the device that `--device` names.
 """
 
 import asyncio
@@ -75,6 +75,7 @@ def run(options: Options) -> Iterator[Row]:
                 redis="redis://127.0.0.1:1/0",  # nothing answers there
                 prefix=f"bench-{os.getpid()}-{made.width_D}-",
                 snapshot_url=f"{folder}/snapshots-{made.width_D}",
+                device=options.device,
             )
             create_topics(settings, 1, 1)
             options.tell(f"writing {count} deltas of {made.width_D} and {made.width_V} numbers")
@@ -116,7 +117,7 @@ def _parts(settings: Settings, widths: str, uri: str, size: int, snapshot: Snaps
     yield Row(f"start/snapshot/{widths}/read_seconds", seconds, "s")
     yield Row(f"start/snapshot/{widths}/sha256_seconds", _best(lambda: hashlib.sha256(data).digest())[0], "s")
     yield Row(f"start/snapshot/{widths}/parse_seconds", _best(lambda: parse(data))[0], "s")
-    index = KeyIndex(snapshot.codebook, torch.device("cpu"))
+    index = KeyIndex(snapshot.codebook, torch.device(settings.device))
     yield Row(f"start/snapshot/{widths}/index_seconds", _best(index.refresh)[0], "s")
     known = snapshots.manifests(settings, settings.codebook).values()
     manifest = next(iter(known))
@@ -147,7 +148,7 @@ def _mirror(settings: Settings) -> Iterator[Mirror]:
     codebook = Codebook(settings.codebook, made.model, made.layer)
     store = RadiusStore(redis_client(settings), settings)
     try:
-        yield Mirror(codebook, KeyIndex(codebook, torch.device("cpu")), store, follower, settings)
+        yield Mirror(codebook, KeyIndex(codebook, torch.device(settings.device)), store, follower, settings)
     finally:
         follower.close()
 

@@ -1,12 +1,16 @@
 """GRACE as the paper's text has it, to measure ours beside: every forward pass computes all distances.
 
-Written from the paper for this purpose alone; it shares nothing with the system but the shapes of its arrays.
+Written from the paper for this purpose alone; it shares with the system the shapes of its arrays, and the forward pass
+of a correction.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from pipeline.model import EditableModel
+from pipeline.tasks import Supervised
 
 
 class TextbookGrace:
@@ -41,3 +45,37 @@ class TextbookGrace:
         where = slice(None) if self._everywhere else slice(self._token, None if self._token == -1 else self._token + 1)
         edited[:, where] = torch.where(hit_B[:, None, None], values_BV[:, None], output[:, where])
         return edited
+
+
+def train(model: EditableModel, supervised: Supervised, steps: int, learning_rate: float) -> float:
+    """Train a value after one forward pass for its query and start; the loss at the end.
+
+    The weights are frozen. A step runs the whole model forward, looks through all keys, and runs it backward.
+    """
+    module = model.module.get_submodule(model.layer)
+    mask_BT = supervised.batch.mask_BT
+    assert mask_BT is not None
+    token = int(mask_BT.sum()) - 1 if model.adaptor.query == "last" else 0
+    seen: list[tuple[Tensor, Tensor]] = []
+    handle = module.register_forward_hook(lambda _module, args, output: seen.append((args[0], output)))
+    with torch.no_grad():
+        model.task.logits(supervised)
+    handle.remove()
+    everywhere = model.adaptor.replace == "all"
+    ((inputs, outputs),) = seen
+    start_V = outputs[0, : int(mask_BT.sum())].mean(dim=0) if everywhere else outputs[0, token]
+    values_NV = nn.Parameter(start_V.clone()[None])
+    radii_N = torch.ones(1, device=model.device)
+    grace = TextbookGrace(module, inputs[:, token], values_NV, radii_N, token=token, everywhere=everywhere)
+    optimizer = torch.optim.Adam([values_NV], lr=learning_rate)
+    try:
+        for _ in range(steps):
+            loss = nn.functional.cross_entropy(model.task.logits(supervised)[0], supervised.labels[0])
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        with torch.no_grad():
+            return float(nn.functional.cross_entropy(model.task.logits(supervised)[0], supervised.labels[0]))
+    finally:
+        grace.remove()
+        model.module.zero_grad(set_to_none=True)

@@ -19,7 +19,7 @@ from pipeline.plan import Plan
 from pipeline.undo import undo
 from schemas.deltas import decode_delta
 from schemas.messages import Feedback
-from tests.bench.framework import Options, Row
+from tests.bench.framework import BenchError, Options, Row
 from tests.unit.engine.points import PointModel
 from tests.unit.engine.stories import Story
 from tests.unit.engine.tiny import CODEBOOK
@@ -30,7 +30,15 @@ REPEATS = 3
 
 
 def run(options: Options) -> Iterator[Row]:
-    """A log of 10,000 corrections; `--quick` with a tenth."""
+    """A log of 10,000 corrections; `--quick` with a tenth.
+
+    Raises:
+        BenchError: a GPU is asked for.
+    """
+    if options.device != "cpu":
+        raise BenchError(
+            f"undo has no model to run on {options.device!r}: it folds a log on the host; use --device cpu"
+        )
     corrections = 1_000 if options.quick else 10_000
     plan = Plan(radius_unit="absolute", radius=2.0, traffic=0)
     story = Story(EditEngine(PointModel(WIDTH), CODEBOOK, plan))

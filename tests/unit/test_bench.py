@@ -12,9 +12,10 @@ from rich.console import Console
 
 from tests.bench import __main__ as command
 from tests.bench import framework
-from tests.bench.framework import BENCHES, BenchError, Options, Row, bench, machine, records, show, write
+from tests.bench.framework import BENCHES, BenchError, Options, Row, bench, machine, records, write
 from tests.bench.models import SUBJECTS, subjects
-from tests.bench.page import PAGE, page
+from tests.bench.page import INDEX, pages
+from tests.bench.table import show
 
 ROWS = [
     Row("zsre/paper/exact", 0.5, "share", 0.5),
@@ -85,19 +86,25 @@ def test_only_committed_numbers_go_to_the_repository(small: Path, arguments: lis
     assert json.loads((small / folder / "small-cpu.json").read_text()) == records(ROWS, machine("cpu"))
 
 
-def test_the_page_of_results_is_current() -> None:
-    assert (framework.KEPT / PAGE).read_text(encoding="utf-8") == page(framework.KEPT), (
-        "write it: see tests/bench/page.py"
-    )
+def test_the_pages_of_results_are_current() -> None:
+    written = {path.name: path.read_text(encoding="utf-8") for path in framework.KEPT.glob("*.md")}
+    assert written == pages(framework.KEPT), "write them: python -m tests.bench.page"
 
 
-def test_the_page_tells_each_number_beside_what_it_is_held_against(tmp_path: Path) -> None:
+def test_each_device_has_a_page_that_tells_each_number_beside_what_it_is_held_against(tmp_path: Path) -> None:
     write("edit", ROWS, machine("cpu"), tmp_path)
-    told = page(tmp_path)
-    assert "| paper | 0.500 (0.500) | 7 |" in told
-    assert "| nearest | 1.000 (0.500) |  |" in told
-    assert "textbook GRACE" in told  # what the benchmark says of itself
-    assert f"torch {torch.__version__}" in told
+    gpu: framework.Machine = {"device": "NVIDIA H200", "driver": "580.65.06", "cuda": "13.2"}
+    write("edit", [Row("edit/other/seconds", 0.25, "s")], machine("cpu") | gpu, tmp_path)
+    found = pages(tmp_path)
+    assert list(found) == [INDEX, "cpu.md", "nvidia-h200.md"]
+    assert "- [NVIDIA H200](nvidia-h200.md): edit\n" in found[INDEX]
+    assert "| paper | 0.500 (0.500) | 7 |" in found["cpu.md"]
+    assert "| nearest | 1.000 (0.500) |  |" in found["cpu.md"]
+    assert "textbook GRACE" in found["cpu.md"]  # what the benchmark says of itself
+    assert f"torch {torch.__version__}" in found["cpu.md"]
+    assert "| other | 0.25 s |" in found["nvidia-h200.md"]
+    assert "driver 580.65.06, CUDA 13.2" in found["nvidia-h200.md"]
+    assert "paper" not in found["nvidia-h200.md"].partition("| setting")[2]
 
 
 def test_an_unknown_name_gets_one_sentence_and_status_2(capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,61 @@
+"""Codebooks to measure on, and the keys in them. They need what the engine needs."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from pipeline.batch import Prompt
+from pipeline.codebook import Codebook
+from pipeline.model import EditableModel
+from schemas.deltas import GENESIS
+
+
+def queries(model: EditableModel, prompts: Sequence[Prompt]) -> np.ndarray:
+    """What the edited layer sees at the query's token of each prompt: (N, D), in an order of no meaning."""
+    ordered = sorted(prompts, key=len)
+    parts = [model.queries(ordered[start : start + 64]).cpu().numpy() for start in range(0, len(ordered), 64)]
+    found = np.concatenate(parts)
+    np.random.default_rng(5).shuffle(found)
+    return found
+
+
+def stored(real_ND: np.ndarray, count: int) -> np.ndarray:
+    """So many keys: real ones, and beyond those that there are points between two of them."""
+    generator = np.random.default_rng(2)
+    keys_ND = np.resize(real_ND, (count, real_ND.shape[1]))
+    for start in range(len(real_ND), count, 8192):
+        more = keys_ND[start : start + 8192]
+        shares = generator.uniform(0.1, 0.5, (len(more), 1)).astype(np.float32)
+        more += shares * (real_ND[generator.integers(0, len(real_ND), len(more))] - more)
+    return keys_ND
+
+
+def codebook_of(model: EditableModel, keys_ND: np.ndarray, others_RD: np.ndarray) -> Codebook:
+    """One entry a key, whose radius is 0.8 of the distance to the nearest of other queries, and the median at most."""
+    count = len(keys_ND)
+    nearest_N = np.empty(count, np.float32)
+    for start in range(0, count, 8192):
+        distances = torch.cdist(torch.from_numpy(keys_ND[start : start + 8192]), torch.from_numpy(others_RD))
+        nearest_N[start : start + 8192] = distances.amin(dim=1).numpy()
+    radii_N = np.minimum(0.8 * nearest_N, np.median(nearest_N)).astype(np.float32)
+    width_V = value_width(model.module.get_submodule(model.layer), keys_ND.shape[1])
+    return filled(model.fingerprint, model.layer, keys_ND, radii_N, width_V)
+
+
+def filled(model: str, layer: str, keys_ND: np.ndarray, radii_N: np.ndarray, width_V: int) -> Codebook:
+    """One entry a key, with zeros for its value."""
+    count = len(keys_ND)
+    codebook = Codebook("default", model, layer)
+    codebook.restore(
+        seq=count, term=1, digest=GENESIS, entry_ids=[f"e{row}" for row in range(count)], labels=[(0,)] * count,
+        keys_ND=keys_ND, values_NV=np.zeros((count, width_V), np.float32), radii_N=radii_N,
+    )  # fmt: skip
+    return codebook
+
+
+def value_width(module: torch.nn.Module, width: int) -> int:
+    """How many numbers a module gives for a token of `width` numbers."""
+    inputs_11D = next(module.parameters()).new_zeros(1, 1, width)
+    with torch.inference_mode():
+        return int(module(inputs_11D).shape[-1])

@@ -1,0 +1,112 @@
+"""The device that a benchmark measures: seconds spent on it, its copy rate, its memory, and what identifies it.
+
+1. `timed` gives CPU seconds of this process on a CPU, and on a GPU wall seconds between two synchronisations.
+2. `copy_rate` is measured on the same device, so that a floor on time is a number of bytes over that rate.
+3. `held` counts what this process holds on the device; on a GPU that includes what libraries other than torch hold.
+
+It needs torch alone.
+"""
+
+import ctypes
+import gc
+import importlib
+import os
+import re
+import statistics
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+COPIES = 7
+COPY_BYTES = {"cpu": 2**28, "cuda": 2**30}
+"""More than any cache holds."""
+
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has done what it was given; a CPU always has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def clock(device: torch.device) -> float:
+    """CPU seconds of this process, or wall seconds where the device is not the CPU."""
+    return time.process_time() if device.type == "cpu" else time.perf_counter()
+
+
+def timed(device: torch.device, call: Callable[[], T]) -> tuple[float, T]:
+    """The seconds that a call takes, with all it gives the device to do, and its result."""
+    synchronise(device)
+    started = clock(device)
+    result = call()
+    synchronise(device)
+    return clock(device) - started, result
+
+
+def copy_rate(device: torch.device) -> float:
+    """Bytes that the device reads and writes in a second while it copies within its own memory; a median."""
+    source = torch.ones(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    seconds = [timed(device, lambda: target.copy_(source))[0] for _ in range(COPIES + 1)]
+    return 2 * len(source) / statistics.median(seconds[1:])  # the first one warms up
+
+
+def held(device: torch.device) -> int:
+    """Bytes of the device's memory in use: on a CPU resident memory, on a GPU all that is not free."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free
+    ctypes.CDLL(None).malloc_trim(0)
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak(device: torch.device, call: Callable[[], object]) -> int:
+    """Bytes that a call adds at most to what torch holds on a GPU; on a CPU, to resident memory at its end."""
+    before = held(device)
+    if device.type == "cpu":
+        call()
+        return held(device) - before
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    call()
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def gpu_facts() -> dict[str, str | int]:
+    """Driver, CUDA, compute capability and memory of the first GPU, and whether FAISS can use it."""
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "driver": driver_version(),
+        "cuda": str(torch.version.cuda),
+        "capability": f"{properties.major}.{properties.minor}",
+        "gpu_gib": round(properties.total_memory / 2**30),
+        "faiss_gpu": "yes" if faiss_has_gpu() else "no",
+    }
+
+
+def driver_version() -> str:
+    """The version of NVIDIA's driver, or `none`."""
+    try:
+        found = re.search(r"\b\d{3,}(?:\.\d+)+\b", DRIVER.read_text(encoding="utf-8"))
+    except OSError:
+        return "none"
+    return found[0] if found else "unknown"
+
+
+def version(package: str) -> str:
+    """The version of an importable package, or `none`."""
+    return "none" if find_spec(package) is None else str(importlib.import_module(package).__version__)
+
+
+def faiss_has_gpu() -> bool:
+    """Whether FAISS is installed and built for GPUs."""
+    return find_spec("faiss") is not None and hasattr(importlib.import_module("faiss"), "StandardGpuResources")

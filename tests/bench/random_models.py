@@ -1,0 +1,150 @@
+"""Models of random weights: real architectures and widths without a download. They need what the engine needs.
+
+Random weights take as long as trained ones.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from pipeline.batch import Prompt
+from pipeline.model import EditableModel
+from pipeline.passes import verdict
+from pipeline.tasks import Limits
+
+FIRST_WORD = 10
+"""Token ids below are special, or may be."""
+
+
+class NeverWrongError(Exception):
+    """A model that gives every target already."""
+
+
+@dataclass(frozen=True, slots=True)
+class RandomModel:
+    """An architecture, its layer that is edited, and targets of which it gives at least one wrong."""
+
+    name: str
+    build: Callable[[], Any]
+    layer: str
+    targets: tuple[str, ...]
+
+    def module(self, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> Any:
+        """The model itself, made on its device; on one device always with the same weights."""
+        device = torch.device(device)
+        with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]), device:
+            torch.manual_seed(0)
+            module = self.build()
+        return module.to(dtype)
+
+    def load(self, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> EditableModel:
+        """The model with an adaptor around its layer."""
+        return self.editable(self.module(device, dtype))
+
+    def editable(self, module: Any) -> EditableModel:
+        """A module of this architecture with an adaptor around its layer."""
+        size = module.get_input_embeddings().num_embeddings
+        end = None if module.config.eos_token_id is None else "</s>"
+        limits = Limits(max_new_tokens=1)
+        return EditableModel(module, tokenizer(size, end), self.layer, limits=limits, fingerprint="0" * 64)
+
+    def wrong(self, model: EditableModel, tokens: int, seed: int) -> tuple[str, str]:
+        """A prompt of so many tokens, and a target that the model does not give.
+
+        Raises:
+            NeverWrongError: it gives all of them.
+        """
+        (prompt,) = prompts(model, 1, tokens, seed)
+        text = model.task.tokenizer.decode(prompt.token_ids)
+        for target in self.targets:
+            _, supervised = model.supervised(text, target)
+            with torch.no_grad():
+                if not verdict(model.task.logits(supervised)[0], supervised.labels[0])[0].right:
+                    return text, target
+        raise NeverWrongError(f"{self.name} gives each of {', '.join(self.targets)}")
+
+
+def tokenizer(size: int, end: str | None) -> PreTrainedTokenizerFast:
+    """One token a word: `w17` is token 17."""
+    words = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "</s>": 4}
+    words |= {f"w{number}": number for number in range(len(words), size)}
+    backend = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="[UNK]", pad_token="[PAD]", eos_token=end, cls_token="[CLS]"
+    )
+
+
+def prompts(model: EditableModel, count: int, tokens: int, seed: int = 0) -> list[Prompt]:
+    """Random prompts of so many tokens."""
+    generator = np.random.default_rng(seed)
+    most = model.module.get_input_embeddings().num_embeddings
+    return [Prompt(tuple(row)) for row in generator.integers(FIRST_WORD, most, (count, tokens)).tolist()]
+
+
+def _bert(**sizes: int) -> Any:
+    return BertForSequenceClassification(BertConfig(num_labels=2, **sizes))
+
+
+def _gpt2(**sizes: int) -> Any:
+    """Without an end token: in a model of random weights no value at one position makes it come at another."""
+    return GPT2LMHeadModel(GPT2Config(pad_token_id=0, eos_token_id=None, bos_token_id=2, **sizes))
+
+
+def _t5(**sizes: int) -> Any:
+    """T5 v1.1 small."""
+    usual = {"d_model": 512, "d_kv": 64, "d_ff": 1024, "num_layers": 8, "num_heads": 6}
+    return T5ForConditionalGeneration(
+        T5Config(
+            **(usual | sizes), feed_forward_proj="gated-gelu", tie_word_embeddings=False, pad_token_id=0,
+            eos_token_id=4, decoder_start_token_id=0,
+        )
+    )  # fmt: skip
+
+
+# The paper's layers (appendix on hyperparameters); of GPT2-XL's 36th of 48 blocks, the 9th of 12.
+BERT = RandomModel("bert-base", _bert, "bert.encoder.layer[10].output.dense", ("1", "0"))
+# In a causal model of random weights a value at the prompt's end chooses what comes next, and hardly what follows.
+GPT2 = RandomModel("gpt2-small", _gpt2, "transformer.h[8].mlp.c_fc", ("w17",))
+T5 = RandomModel("t5-v1.1-small", _t5, "encoder.block[4].layer[1].DenseReluDense.wo", ("w17 w17",))
+
+TINY = (
+    replace(
+        BERT, name="bert-tiny", layer="bert.encoder.layer[1].output.dense",
+        build=lambda: _bert(
+            vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4
+        ),
+    ),
+    replace(
+        GPT2, name="gpt2-tiny", layer="transformer.h[1].mlp.c_fc",
+        build=lambda: _gpt2(vocab_size=300, n_embd=64, n_layer=3, n_head=4),
+    ),
+    replace(
+        T5, name="t5-tiny", layer="encoder.block[1].layer[1].DenseReluDense.wo",
+        build=lambda: _t5(vocab_size=300, d_model=64, d_kv=16, d_ff=128, num_layers=3, num_heads=4),
+    ),
+)  # fmt: skip
+"""Of the same three kinds, for a rehearsal."""
+
+
+def gpt2_xl(blocks: int = 48) -> RandomModel:
+    """GPT2-XL in its widths, and in its depth unless it is given fewer blocks; edited after three quarters of them."""
+    return replace(
+        GPT2,
+        name="gpt2-xl" if blocks == 48 else f"gpt2-xl-{blocks}-blocks",
+        layer=f"transformer.h[{3 * blocks // 4 - 1}].mlp.c_fc",
+        build=lambda: _gpt2(n_embd=1600, n_layer=blocks, n_head=25),
+    )

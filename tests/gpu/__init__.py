@@ -1,0 +1,1 @@
+"""Whether gracestream works on this GPU: `make gpu`."""
