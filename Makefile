@@ -1,4 +1,4 @@
-# The two commands of the README are `make demo` and `make test`; every target sets up what it needs.
+# The two commands of the README are `make demo` and `make test`; every target but `gpu` sets up what it needs.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -9,7 +9,7 @@ ROUNDS ?= 5
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check chaos bench lock schemas clean
+.PHONY: help setup demo test check chaos bench gpu lock schemas clean
 
 help:  ## what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -39,6 +39,9 @@ chaos: setup  ## kill, hang and cut off everything, and hold, cut and copy reque
 
 bench: setup  ## measurements; NAME=quality, edit, overhead, memory, throughput, lag, ...; ARGS=--quick
 	$(BIN)/python -m tests.bench $(NAME) $(ARGS)
+
+gpu:  ## whether gracestream works on this GPU, in any Python with torch; PYTHON=..., ARGS="--budget 300"
+	$(PYTHON) -m tests.gpu $(ARGS)
 
 schemas: setup  ## write the JSON Schemas and the AsyncAPI document anew
 	$(BIN)/python -m schemas.generate

@@ -8,6 +8,7 @@ It needs torch alone.
 """
 
 import ctypes
+import functools
 import gc
 import importlib
 import os
@@ -50,8 +51,9 @@ def timed(device: torch.device, call: Callable[[], T]) -> tuple[float, T]:
     return clock(device) - started, result
 
 
+@functools.cache
 def copy_rate(device: torch.device) -> float:
-    """Bytes that the device reads and writes in a second while it copies within its own memory; a median."""
+    """Bytes that the device reads and writes in a second while it copies within its memory; a median, taken once."""
     source = torch.ones(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
     seconds = [timed(device, lambda: target.copy_(source))[0] for _ in range(COPIES + 1)]

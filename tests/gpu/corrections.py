@@ -1,0 +1,43 @@
+"""Corrections of random inputs, and engines that take them: what the parts that edit share."""
+
+from collections.abc import Sequence
+
+from pipeline.edited import correction
+from pipeline.editing import EditEngine
+from pipeline.model import EditableModel
+from pipeline.plan import Plan
+from pipeline.training import Recipe
+from schemas.messages import Feedback, Outcome
+from tests.bench.random_models import RandomModel
+
+TOKENS = 20
+STEPS = 20
+PLAN = Plan(recipe=Recipe(max_steps=STEPS, learning_rate=1.0, margin=float("inf")), traffic=0, radius=0.1)
+"""Every value takes the same number of steps, so that times can be compared."""
+
+
+def engine_of(model: EditableModel, plan: Plan = PLAN) -> EditEngine:
+    """An engine that leads an empty codebook."""
+    engine = EditEngine(model, "default", plan)
+    engine.apply(engine.lead({}))
+    return engine
+
+
+def wrong_ones(shape: RandomModel, model: EditableModel, count: int, seed: int = 0) -> list[Feedback]:
+    """Corrections of answers that the model gives wrong."""
+    return [correction(f"f{seed}-{n}", *shape.wrong(model, TOKENS, 1000 * seed + n)) for n in range(count)]
+
+
+def edit_all(engine: EditEngine, given: Sequence[Feedback], *, together: bool) -> tuple[list[Outcome], list[bytes]]:
+    """Decide on corrections one after the other, their values trained together or not: outcomes and deltas."""
+    numbered = [(feedback, offset) for offset, feedback in enumerate(given, start=len(engine.memory.offsets))]
+    ahead = engine.train_ahead(numbered) if together else {}
+    outcomes, records = [], []
+    for feedback, offset in numbered:
+        edited = engine.edit(feedback, offset, ahead=ahead.get(offset))
+        assert edited.outcome is not None
+        outcomes.append(edited.outcome)
+        if edited.record is not None:
+            engine.apply(edited.record)
+            records.append(edited.record)
+    return outcomes, records

@@ -1,0 +1,68 @@
+"""The same stream of corrections, twice: every delta has to be the same, byte for byte."""
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+from msgspec import UNSET
+
+from schemas.deltas import decode_delta
+from schemas.messages import Outcome
+from tests.bench.framework import Row
+from tests.bench.random_models import RandomModel
+from tests.gpu.corrections import edit_all, engine_of, wrong_ones
+from tests.gpu.rig import Case, CheckError, Rig
+
+ALONE, WAITING = 3, 8
+
+
+def cases(rig: Rig) -> Iterator[Case]:
+    """Each model."""
+    for shape in rig.models():
+        yield Case(shape.name, partial(_case, rig, shape))
+
+
+def _case(rig: Rig, shape: RandomModel) -> Iterator[Row]:
+    module = shape.module(rig.device)
+    outcomes, first = _stream(rig, shape, module)
+    again, second = _stream(rig, shape, module)
+    values = sum(entry.value is not UNSET for record in first for entry in decode_delta(record).entries)
+    same = sum(one == other for one, other in zip(first, second, strict=False))
+    yield Row(f"determinism/{shape.name}/values", values, "count")
+    yield Row(f"determinism/{shape.name}/equal-deltas", same, "count", len(first))
+    if not values:
+        raise CheckError(f"no value was found in {len(outcomes)} corrections, so that nothing was compared")
+    if first != second or outcomes != again:
+        raise CheckError(_difference(first, second, outcomes, again))
+
+
+def _stream(rig: Rig, shape: RandomModel, module: Any) -> tuple[list[Outcome], list[bytes]]:
+    """Outcomes and deltas of an editor that starts anew; some corrections come alone, others wait together."""
+    model = shape.editable(module)
+    try:
+        engine = engine_of(model)
+        alone = edit_all(engine, wrong_ones(shape, model, ALONE), together=False)
+        waiting = edit_all(engine, wrong_ones(shape, model, rig.corrections(WAITING), seed=1), together=True)
+        return alone[0] + waiting[0], alone[1] + waiting[1]
+    finally:
+        model.adaptor.remove()
+
+
+def _difference(first: list[bytes], second: list[bytes], outcomes: list[Outcome], again: list[Outcome]) -> str:
+    """Where two streams part."""
+    for one, other in zip_longest(first, second):
+        if one == other:
+            continue
+        if one is None or other is None:
+            return f"one stream has {len(first)} deltas, and the other {len(second)}"
+        ours, theirs = decode_delta(one), decode_delta(other)
+        apart = [
+            float(np.abs(a.value.array() - b.value.array()).max())
+            for a, b in zip(ours.entries, theirs.entries, strict=False)
+            if a.value is not UNSET and b.value is not UNSET
+        ]
+        return f"delta {ours.seq} differs, in its values by {max(apart, default=0.0):.3g} at most"
+    parted = next(one.feedback_id for one, other in zip(outcomes, again, strict=True) if one != other)
+    return f"the outcome of {parted} differs"

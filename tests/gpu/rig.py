@@ -1,0 +1,84 @@
+"""What every part of `make gpu` is given, and what it gives: cases, each measured and guarded by itself."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+
+from pipeline.model import EditableModel
+from pipeline.tasks import Limits
+from tests.bench.framework import Row
+from tests.bench.random_models import BERT, T5, TINY, RandomModel, gpt2_xl
+
+DEEP_SECONDS = 300
+"""With less of a budget left, GPT2-XL has a quarter of its blocks."""
+
+
+FEW = 4
+"""Corrections of a stream in a rehearsal."""
+
+
+class CheckError(Exception):
+    """Something measured is not as it has to be; the text names the value, and what it has to be."""
+
+
+class SkipError(Exception):
+    """A case that cannot run here; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rig:
+    """The device, whether models and codebooks have their real sizes, and the seconds of the budget that are left."""
+
+    device: torch.device
+    real: bool
+    left: Callable[[], float]
+
+    def turns(self, real: int) -> int:
+        """How often something is timed: so often with real sizes, and once in a rehearsal."""
+        return real if self.real else 1
+
+    def corrections(self, real: int) -> int:
+        """How many corrections a stream has: so many with real sizes, and few in a rehearsal."""
+        return real if self.real else min(real, FEW)
+
+    @property
+    def cuda(self) -> bool:
+        """Whether the device is a GPU."""
+        return self.device.type == "cuda"
+
+    def models(self) -> tuple[RandomModel, ...]:
+        """Those of random weights, small ones first."""
+        if not self.real:
+            return TINY
+        return BERT, T5, gpt2_xl(48 if self.left() > DEEP_SECONDS else 12)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One measurement. `host_bytes` is what it needs of the host's memory."""
+
+    name: str
+    run: Callable[[], Iterator[Row]]
+    host_bytes: int = 0
+
+
+def smollm2(device: torch.device, max_new_tokens: int) -> EditableModel:
+    """SmolLM2, if its weights are on this machine.
+
+    Raises:
+        SkipError: they are not, or a package that knows of them is not installed.
+    """
+    if find_spec("pydantic_settings") is None:
+        raise SkipError("SmolLM2 needs the package pydantic-settings: pip install pydantic-settings")
+    from deploy.checkpoints.packages import ModelError  # noqa: PLC0415 - likewise
+    from deploy.models import KNOWN, prepare  # noqa: PLC0415 - needs more than the engine does
+    from pipeline.settings import load_settings  # noqa: PLC0415 - likewise
+
+    try:
+        folder = prepare("smollm2", load_settings().cache, lambda _line: None)
+    except ModelError as error:
+        raise SkipError(str(error)) from error
+    limits = Limits(max_new_tokens=max_new_tokens)
+    return EditableModel.load(str(folder), KNOWN["smollm2"].layer, device=str(device.type), limits=limits)

@@ -1,0 +1,79 @@
+"""Answers a second with an empty and a filled codebook, against the unedited model."""
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from operator import truediv
+
+import torch
+
+from pipeline.batch import Prompt
+from pipeline.codebook import Codebook
+from pipeline.index import KeyIndex
+from pipeline.model import EditableModel
+from schemas.messages import Parameters
+from tests.bench.codebooks import codebook_of, queries, stored
+from tests.bench.device import timed
+from tests.bench.framework import Row
+from tests.bench.random_models import RandomModel, prompts
+from tests.gpu.rig import Case, Rig, smollm2
+
+TOKENS, NEW_TOKENS = 20, 16
+BATCHES = (1, 32)
+REPEATS = 15
+REAL = {"10k": 10_000, "100k": 100_000}
+SMALL = {"1k": 1000}
+KEYS, OTHERS = 512, 128
+
+
+def cases(rig: Rig) -> Iterator[Case]:
+    """Each model of random weights, for its first token; and SmolLM2, for 16."""
+    for shape in rig.models():
+        yield Case(shape.name, partial(_random, rig, shape))
+    if rig.real:
+        yield Case("smollm2", partial(_trained, rig))
+
+
+def _random(rig: Rig, shape: RandomModel) -> Iterator[Row]:
+    yield from _case(rig, shape.name, shape.load(rig.device))
+
+
+def _trained(rig: Rig) -> Iterator[Row]:
+    yield from _case(rig, "smollm2", smollm2(rig.device, NEW_TOKENS))
+
+
+def _case(rig: Rig, name: str, model: EditableModel) -> Iterator[Row]:
+    made = prompts(model, KEYS + OTHERS + max(BATCHES), TOKENS)
+    real_ND, others_RD = queries(model, made[:KEYS]), queries(model, made[KEYS : KEYS + OTHERS])
+    empty = Codebook("default", model.fingerprint, model.layer)
+    filled = {
+        said: codebook_of(model, stored(real_ND, count), others_RD)
+        for said, count in (REAL if rig.real else SMALL).items()
+    }
+    codebooks = {said: (book, KeyIndex(book, model.device)) for said, book in {"empty": empty, **filled}.items()}
+    for batch in BATCHES:
+        asked = made[-batch:]
+        ways: dict[str, Callable[[], object]] = {"unedited": partial(_unedited, model, asked)}
+        ways |= {said: partial(_edited, model, asked, *pair) for said, pair in codebooks.items()}
+        seconds: dict[str, list[float]] = {way: [] for way in ways}
+        for turn in range(-2, rig.turns(REPEATS)):
+            for way, call in ways.items():
+                spent, _ = timed(rig.device, call)
+                if turn >= 0:  # those before warm up
+                    seconds[way].append(spent)
+        unedited = batch / statistics.median(seconds["unedited"])
+        for way, some in seconds.items():
+            path = f"serve/{name}/batch{batch}/{way}"
+            yield Row(f"{path}/answers-per-second", batch / statistics.median(some), "1/s", unedited)
+            if way != "unedited":
+                ratios = map(truediv, some, seconds["unedited"])
+                yield Row(f"{path}/time-of-unedited", statistics.median(ratios), "x")
+
+
+def _unedited(model: EditableModel, asked: Sequence[Prompt]) -> None:
+    with torch.inference_mode():
+        model.task.run(model.task.batch(asked), [Parameters()] * len(asked))
+
+
+def _edited(model: EditableModel, asked: Sequence[Prompt], codebook: Codebook, index: KeyIndex) -> None:
+    model.answer(asked, [Parameters()] * len(asked), codebook, index)

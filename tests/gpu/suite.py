@@ -1,0 +1,56 @@
+"""The tests marked `gpu`, run by pytest in a process of their own."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+from tests.bench.framework import ROOT, Row
+from tests.gpu.rig import Case, CheckError, Rig, SkipError
+
+MARK = "mark.gpu"
+TAIL = 40
+"""Lines of pytest's output that a failure shows."""
+
+
+def cases(rig: Rig) -> Iterator[Case]:
+    """One."""
+    yield Case("pytest", partial(_case, rig))
+
+
+def _case(rig: Rig) -> Iterator[Row]:
+    if find_spec("pytest") is None:
+        raise SkipError("pytest is not installed: pip install pytest")
+    files = sorted(path for path in (ROOT / "tests").rglob("test_*.py") if MARK in path.read_text(encoding="utf-8"))
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "results.xml"
+        # The options of pyproject.toml name plugins that need not be installed here.
+        command = [
+            sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-ra", "-o", "addopts=--import-mode=importlib",
+            "-p", "no:cacheprovider", "--junit-xml", str(results), *map(str, files),
+        ]  # fmt: skip
+        left = rig.left()
+        seconds = None if left == float("inf") else left
+        ran = subprocess.run(
+            command, cwd=ROOT, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}, timeout=seconds, check=False,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        said = "\n".join(ran.stdout.splitlines()[-TAIL:])
+        if not results.exists():
+            raise CheckError(f"pytest ended with status {ran.returncode}:\n{said}")
+        (suite,) = ET.parse(results).getroot().iter("testsuite")
+    counts = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
+    failed = counts["failures"] + counts["errors"]
+    passed = counts["tests"] - failed - counts["skipped"]
+    yield Row("tests/pytest/passed", passed, "count")
+    yield Row("tests/pytest/skipped", counts["skipped"], "count")
+    yield Row("tests/pytest/failed", failed, "count", 0)
+    if ran.returncode or failed:
+        raise CheckError(f"{failed} tests failed, pytest ended with status {ran.returncode}:\n{said}")
+    if rig.cuda and not passed:
+        raise CheckError(f"all {counts['skipped']} tests were skipped:\n{said}")

@@ -1,0 +1,170 @@
+"""The process of `make gpu` that runs parts: `python -m tests.gpu.worker`. Start it by `make gpu`.
+
+Each case is guarded: its error is recorded and the next one runs. After an error that leaves the device unusable, as
+most of CUDA's do, the process records it and ends; `tests.gpu` starts another one for the parts that are left.
+"""
+
+import argparse
+import gc
+import importlib
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from tests.bench.device import driver_version, version
+from tests.bench.framework import Row, machine, shown
+from tests.gpu.report import PARTS, CaseReport, PartReport, Report
+from tests.gpu.rig import Case, Rig, SkipError
+
+MODULES = {name: f"tests.gpu.{'suite' if name == 'tests' else name}" for name in PARTS}
+ENVIRONMENT = (
+    "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "CUDA_LAUNCH_BLOCKING",
+    "PYTORCH_CUDA_ALLOC_CONF",
+)  # fmt: skip
+"""Variables that change what a GPU computes or how fast."""
+
+BROKEN, NO_DEVICE = 3, 4
+"""Exit statuses: the device cannot be used any more, and there is none."""
+
+Cases = Callable[[Rig], Iterator[Case]]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the parts, and record in the report what comes of them."""
+    parser = argparse.ArgumentParser("python -m tests.gpu.worker")
+    parser.add_argument("--report", type=Path, required=True)
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    parser.add_argument("--real", action="store_true")
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--part", action="append", choices=PARTS, required=True)
+    given = parser.parse_args(arguments)
+    ends = time.monotonic() + given.seconds
+    if given.device == "cuda" and not torch.cuda.is_available():
+        _say(f"{why_no_gpu()}; `make gpu ARGS='--device cpu'` is a rehearsal without one")
+        return NO_DEVICE
+    report = Report.load(given.report)
+    report.machine = facts(given.device)
+    report.save()
+    rig = Rig(torch.device(given.device), given.real, lambda: ends - time.monotonic())
+    parts = {name: importlib.import_module(MODULES[name]).cases for name in given.part}
+    return 0 if run_parts(parts, rig, report) else BROKEN
+
+
+def run_parts(parts: dict[str, Cases], rig: Rig, report: Report) -> bool:
+    """Run the cases of each part; False once the device cannot be used any more."""
+    for name, cases in parts.items():
+        part = report.parts[name] = PartReport("running")
+        report.save()
+        lives = _run_part(name, cases, rig, report)
+        if part.status == "running":
+            part.close()
+        report.save()
+        if not lives:
+            return False
+    return True
+
+
+def _run_part(name: str, cases: Cases, rig: Rig, report: Report) -> bool:
+    """Run those of one part, and skip what cannot be expected to end in time; False once the device is broken."""
+    part = report.parts[name]
+    longest, lives = 0.0, True
+    try:
+        for case in cases(rig):
+            reason = "a case before it left the device unusable" if not lives else _why_not(case, rig, longest)
+            if reason:
+                part.cases[case.name] = CaseReport("skipped", reason=reason)
+                _say(f"{name}: {case.name} skipped: {reason}")
+                continue
+            _say(f"{name}: {case.name}")
+            found = part.cases[case.name] = CaseReport("running")
+            report.save()
+            started = time.monotonic()
+            _run_case(case, found)
+            found.seconds = round(time.monotonic() - started, 3)
+            longest = max(longest, found.seconds)
+            lives = found.status != "failed" or _works(rig.device)
+            report.save()
+            gc.collect()
+            if rig.cuda and lives:
+                torch.cuda.empty_cache()
+    except Exception as error:  # noqa: BLE001 - a part that cannot name its cases must not take the others with it
+        part.status, part.reason = "failed", f"{type(error).__name__}: {error}"
+        _say(traceback.format_exc())
+    return lives
+
+
+def _run_case(case: Case, found: CaseReport) -> None:
+    """Measure one case and record what comes of it."""
+    try:
+        for row in case.run():
+            found.rows.append(asdict(row))
+            _say(f"    {row.name} {_words(row)}")
+    except (SkipError, torch.OutOfMemoryError, MemoryError) as error:
+        found.status, found.reason = "skipped", _first_line(error)
+        _say(f"    skipped: {found.reason}")
+    except Exception as error:  # noqa: BLE001 - whatever it is, the next case is to run
+        found.status, found.reason, found.error = "failed", _first_line(error), traceback.format_exc()
+        _say(found.error)
+    else:
+        found.status = "passed"
+
+
+def _why_not(case: Case, rig: Rig, longest: float) -> str:
+    """Why a case is not run; empty if it is. Cases grow: one takes no less time than those of its part before it."""
+    if rig.left() <= longest:
+        return f"the budget has {max(rig.left(), 0):.0f} s left; the case before it took {longest:.0f} s"
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if case.host_bytes > free:
+        return f"it needs {case.host_bytes / 1e9:.1f} GB of the host's memory, and {free / 1e9:.1f} GB are free"
+    return ""
+
+
+def _works(device: torch.device) -> bool:
+    """Whether the device still computes after an error."""
+    try:
+        return float(torch.ones(8, device=device).sum()) == 8
+    except RuntimeError:
+        return False
+
+
+def facts(device: str) -> dict[str, str | int]:
+    """What the run is measured on: the machine, versions, and variables that change what a GPU computes."""
+    versions = {package: version(package) for package in ("numpy", "msgspec", "safetensors", "tokenizers")}
+    return {**machine(device), **versions, **{name: os.environ[name] for name in ENVIRONMENT if name in os.environ}}
+
+
+def why_no_gpu() -> str:
+    """Why torch sees no GPU, as far as can be told."""
+    built = f"torch {torch.__version__}"
+    if torch.version.cuda is None:
+        return f"{built} is built without CUDA; install a build with it"
+    driver = driver_version()
+    if driver == "none":
+        return f"{built} sees no GPU: no NVIDIA driver is loaded"
+    cuda = torch.version.cuda
+    return f"{built} for CUDA {cuda} sees no GPU under the driver {driver}: it may be too old (README: which versions)"
+
+
+def _words(row: Row) -> str:
+    against = "" if row.baseline is None else f" ({shown(Row('', row.baseline, row.unit))})"
+    return f"{shown(row)}{against} {row.unit}"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

