@@ -9,7 +9,8 @@ T5 v1.1 small; SmolLM2 is measured where its weights are. A part fails where a c
   `addmm`: one product with cached norms and the eight largest. Keys of mean zero, and keys far from the origin.
   Checked: it finds the key that brute force in float64 finds, and serves the same queries.
 - `tolerance`: how far a query moves, relative to its norm, in a batch of 2, of 32, and beside a longer prompt, and to
-  the same model on the CPU. In parentheses stands what the product assumes; checked: no query moves farther.
+  the same model on the CPU. In parentheses stands what the product assumes. Checked: no query moves farther than two
+  tolerances, which every radius holds.
 - `determinism`: the same stream of corrections twice. Checked: every delta is the same, byte for byte.
 - `edit`: corrections a second, one at a time and 16 that wait, against a textbook GRACE with frozen weights that takes
   the same steps; `smollm2` with the default recipe on the demo's facts.
