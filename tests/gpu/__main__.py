@@ -54,7 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("\n".join(summary(report)))
     print(f"the whole report is in {path}")
     failed = any(part.status == "failed" for part in report.parts.values())
-    if given.commit and not failed:
+    if given.commit and failed:
+        print("the numbers were not kept in tests/bench/results, since a part failed")
+    elif given.commit:
         print(f"the numbers are in {_commit(report, keep=bool(given.part))}")
     return int(failed)
 

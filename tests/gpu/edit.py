@@ -64,6 +64,7 @@ def _trained(rig: Rig) -> Iterator[Row]:
     model = smollm2(rig.device, 16)
     facts = [json.loads(line) for line in FACTS.read_text(encoding="utf-8").splitlines()][: 2 * WAITING]
     given = [correction(f"f{number}", fact["prompt"], fact["target"]) for number, fact in enumerate(facts)]
+    edit_all(engine_of(model, Plan()), given[:2], together=True)  # warms up
     halves = {"alone": given[:WAITING], f"{WAITING}-waiting": given[WAITING:]}
     for way, some in halves.items():
         engine = engine_of(model, Plan())

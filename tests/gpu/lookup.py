@@ -18,6 +18,9 @@ SMALL = ((1000, 64), (4000, 64))
 OFFSETS = {"centred": 0.0, "offset": 10.0}
 """How far the keys' mean is from the origin, in spreads of a coordinate: a bound by norms proves less far from it."""
 
+COPIES = 4
+"""Of the keys, that a case has room for: its own, the index's with room to grow, and one to work in."""
+
 BATCHES = (1, 32)
 QUERIES = 32
 REPEATS = 9
@@ -36,14 +39,15 @@ def cases(rig: Rig) -> Iterator[Case]:
     """Codebooks of growing size."""
     for count, width in REAL if rig.real else SMALL:
         for kind, offset in OFFSETS.items():
-            needs = 3 * 4 * count * width
-            yield Case(f"{count // 1000}k-x-{width}/{kind}", partial(_case, rig, count, width, kind, offset), needs)
+            copy = 4 * count * width
+            run = partial(_case, rig, count, width, kind, offset)
+            yield Case(f"{count // 1000}k-x-{width}/{kind}", run, COPIES * copy, COPIES * copy)
 
 
 def _case(rig: Rig, count: int, width: int, kind: str, offset: float) -> Iterator[Row]:
     device = rig.device
     generator = torch.Generator(device).manual_seed(0)
-    keys_ND = torch.randn(count, width, generator=generator, device=device) + offset
+    keys_ND = torch.randn(count, width, generator=generator, device=device).add_(offset)
     few = QUERIES // 2
     near_BD = keys_ND[:: count // few][:few] + NEAR * torch.randn(few, width, generator=generator, device=device)
     far_BD = torch.randn(QUERIES - few, width, generator=generator, device=device) + offset
@@ -55,7 +59,7 @@ def _case(rig: Rig, count: int, width: int, kind: str, offset: float) -> Iterato
     name = f"lookup/{count // 1000}k-x-{width}/{kind}"
     yield Row(f"{name}/wrong", len(wrong), "count", 0)
     floor = 1000 * keys_ND.nbytes / copy_rate(device)
-    halves_N = keys_ND.square().sum(dim=1) / 2
+    halves_N = torch.linalg.vector_norm(keys_ND, dim=1).square() / 2
     for batch in BATCHES:
         some_BD = queries_BD[:batch]
         ways: dict[str, Callable[[], object]] = {

@@ -14,6 +14,7 @@ from tests.bench.device import held, peak
 from tests.bench.framework import Row
 from tests.bench.random_models import RandomModel, prompts
 from tests.gpu.corrections import edit_all, engine_of, wrong_ones
+from tests.gpu.lookup import COPIES
 from tests.gpu.rig import Case, Rig
 
 REAL = ((100_000, 768), (1_000_000, 768))
@@ -24,7 +25,8 @@ BATCH, TOKENS, WAITING = 32, 20, 16
 def cases(rig: Rig) -> Iterator[Case]:
     """Indexes of growing size, and each model."""
     for count, width in REAL if rig.real else SMALL:
-        yield Case(f"index/{count // 1000}k-x-{width}", partial(_index, rig, count, width), 3 * 4 * count * width)
+        needs = COPIES * 4 * count * width
+        yield Case(f"index/{count // 1000}k-x-{width}", partial(_index, rig, count, width), needs, needs)
     for shape in rig.models():
         yield Case(shape.name, partial(_model, rig, shape))
 

@@ -38,9 +38,13 @@ class PartReport:
         return sum(case.seconds for case in self.cases.values())
 
     def reasons(self, status: Status) -> list[str]:
-        """Why the part, or cases of it, have that status."""
+        """Why the part, or cases of it, have that status; cases of one reason stand together."""
+        of_reason: dict[str, list[str]] = {}
+        for name, case in self.cases.items():
+            if case.status == status:
+                of_reason.setdefault(case.reason, []).append(name)
         own = [self.reason] if self.status == status and self.reason else []
-        return own + [f"{name}: {case.reason}" for name, case in self.cases.items() if case.status == status]
+        return own + [f"{', '.join(names)}: {reason}" for reason, names in of_reason.items()]
 
     def close(self) -> None:
         """Set the status that follows from those of the cases."""

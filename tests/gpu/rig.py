@@ -57,11 +57,12 @@ class Rig:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One measurement. `host_bytes` is what it needs of the host's memory."""
+    """One measurement, and what it needs of the host's memory and of the device's."""
 
     name: str
     run: Callable[[], Iterator[Row]]
     host_bytes: int = 0
+    device_bytes: int = 0
 
 
 def smollm2(device: torch.device, max_new_tokens: int) -> EditableModel:

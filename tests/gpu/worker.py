@@ -117,11 +117,17 @@ def _run_case(case: Case, found: CaseReport) -> None:
 
 def _why_not(case: Case, rig: Rig, longest: float) -> str:
     """Why a case is not run; empty if it is. Cases grow: one takes no less time than those of its part before it."""
-    if rig.left() <= longest:
-        return f"the budget has {max(rig.left(), 0):.0f} s left; the case before it took {longest:.0f} s"
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if case.host_bytes > free:
-        return f"it needs {case.host_bytes / 1e9:.1f} GB of the host's memory, and {free / 1e9:.1f} GB are free"
+    left = rig.left()
+    if left <= 0:
+        return "the budget is spent"
+    if left <= longest:
+        return f"the budget has {left:.0f} s left; a case before it took {longest:.0f} s"
+    places = {"host": (case.host_bytes, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))}
+    if rig.cuda:
+        places["device"] = (case.device_bytes, torch.cuda.mem_get_info(rig.device)[0])
+    for place, (needed, free) in places.items():
+        if needed > free:
+            return f"it needs {needed / 1e9:.1f} GB of the {place}'s memory, and {free / 1e9:.1f} GB are free"
     return ""
 
 
