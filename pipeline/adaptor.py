@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from pipeline.batch import Batch
 from pipeline.codebook import Codebook
-from pipeline.index import NO_SLOT, KeyIndex
+from pipeline.index import KeyIndex
+from pipeline.key_search import NO_SLOT
 from pipeline.layers import LayerError
 
 QueryToken = Literal["last", "first", "mean"]

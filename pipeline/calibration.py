@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from msgspec import UNSET, Struct, UnsetType
 
+from pipeline.distance import exact_distances
 from pipeline.errors import UserError
-from pipeline.index import exact_distances
 from pipeline.maintenance import TRAFFIC_SHARE
 from pipeline.model import EditableModel
 from pipeline.probe import TEXTS

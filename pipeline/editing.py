@@ -20,7 +20,8 @@ from pipeline.case import Again, Ahead, Case, Examined, of_similar_length
 from pipeline.codebook import Applied, Codebook, DeltaFault, Label
 from pipeline.edited import STATUS, Edited, rejected, unchanged
 from pipeline.generation import Seq2SeqGeneration
-from pipeline.index import NO_SLOT, KeyIndex
+from pipeline.index import KeyIndex
+from pipeline.key_search import NO_SLOT
 from pipeline.layers import in_decoder
 from pipeline.maintenance import TRAFFIC_SHARE, Decision, Neighbour, Policy, batch_noise, decide, without_expanding
 from pipeline.memory import BARE_MODEL, EditMemory

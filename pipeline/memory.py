@@ -12,7 +12,7 @@ import torch
 from msgspec import UNSET
 
 from pipeline.codebook import Codebook, DeltaFault
-from pipeline.index import exact_distances
+from pipeline.distance import exact_distances
 from pipeline.points import Points
 from pipeline.sight import together
 from schemas.deltas import Cause, Delta, Seen

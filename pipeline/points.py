@@ -8,7 +8,7 @@ import math
 import numpy as np
 import torch
 
-from pipeline.index import exact_distances
+from pipeline.distance import exact_distances
 from pipeline.sieve import Sieve
 
 SOME = 8

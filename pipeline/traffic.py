@@ -11,7 +11,7 @@ import math
 import numpy as np
 import torch
 
-from pipeline.index import exact_distances
+from pipeline.distance import exact_distances
 from pipeline.points import Points
 
 FORGET_SECONDS = 3600.0

@@ -31,7 +31,8 @@ import torch
 from pipeline.batch import Prompt
 from pipeline.bounds import exact_product
 from pipeline.codebook import Codebook
-from pipeline.index import NO_SLOT, KeyIndex
+from pipeline.index import KeyIndex
+from pipeline.key_search import NO_SLOT
 from pipeline.model import EditableModel
 from schemas.messages import Parameters
 from tests.bench.codebooks import codebook_of, queries, stored

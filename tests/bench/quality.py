@@ -38,7 +38,8 @@ from pipeline.edited import correction
 from pipeline.editing import EditEngine
 from pipeline.experiments.editors.queries import Queries
 from pipeline.experiments.tasks import zsre
-from pipeline.index import NO_SLOT, KeyIndex
+from pipeline.index import KeyIndex
+from pipeline.key_search import NO_SLOT
 from pipeline.model import EditableModel
 from pipeline.passes import Rest
 from pipeline.plan import Plan

@@ -13,7 +13,8 @@ from pipeline.codebook import Codebook
 from pipeline.experiments.editors.editor import Made
 from pipeline.experiments.editors.queries import Queries
 from pipeline.experiments.tasks import Edit, Example
-from pipeline.index import NO_SLOT, KeyIndex
+from pipeline.index import KeyIndex
+from pipeline.key_search import NO_SLOT
 from pipeline.model import EditableModel
 
 

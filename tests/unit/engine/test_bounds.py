@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipeline import bounds
 from pipeline.bounds import ROUGHLY, Asked, Codes, Keys, Products
-from pipeline.index import exact_distances
+from pipeline.distance import exact_distances
 
 Scene = tuple[np.ndarray, np.ndarray]
 Left = Callable[[np.ndarray, np.ndarray, np.ndarray, Asked], list[np.ndarray | None]]

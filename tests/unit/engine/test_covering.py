@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.codebook import Codebook
-from pipeline.index import NO_SLOT, KeyIndex, exact_distances
+from pipeline.distance import exact_distances
+from pipeline.index import KeyIndex
+from pipeline.key_search import NO_SLOT
 from pipeline.sieve import Sieve
 from schemas.deltas import EntryChange
 from tests.unit.engine.tiny import added, changed, filled, index_of, new_codebook, sealed

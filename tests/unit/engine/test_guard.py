@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipeline.codebook import Codebook
 from pipeline.editing import EditEngine
-from pipeline.index import NO_SLOT
+from pipeline.key_search import NO_SLOT
 from pipeline.maintenance import batch_noise
 from pipeline.memory import BARE_MODEL, EditMemory
 from pipeline.plan import Plan

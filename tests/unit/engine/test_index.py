@@ -2,6 +2,7 @@
 
 import math
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import faiss
@@ -13,7 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from pipeline.bounds import Products
-from pipeline.index import CANDIDATES, NO_SLOT, Copy, KeyIndex, Nearest, exact_distances
+from pipeline.distance import exact_distances
+from pipeline.index import CANDIDATES, KeyIndex, Nearest
+from pipeline.key_search import NO_SLOT, Candidates, TorchSearch
 from schemas.deltas import EntryChange
 from tests.unit.engine.tiny import added, changed, filled, index_of, new_codebook
 
@@ -30,10 +33,11 @@ def oracle(queries_BD: np.ndarray, keys_ND: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def both_ways(index: KeyIndex, queries_BD: torch.Tensor) -> Nearest:
-    """The nearest keys, by the sieve and by a look at all of them, which must say the same."""
-    found, scanned = index.nearest(queries_BD), index._scan(queries_BD)
-    assert found.slots_B.tolist() == scanned.slots_B.tolist()
-    assert found.distances_B.tolist() == scanned.distances_B.tolist()
+    """The nearest keys, by the sieve and by a look at all of them, with FAISS and without: they must say the same."""
+    found, without_faiss = index.nearest(queries_BD), KeyIndex(index._codebook, torch.device("cpu"), TorchSearch)
+    for scanned in (index._scan(queries_BD), without_faiss.nearest(queries_BD)):
+        assert found.slots_B.tolist() == scanned.slots_B.tolist()
+        assert found.distances_B.tolist() == scanned.distances_B.tolist()
     return found
 
 
@@ -245,6 +249,7 @@ def test_one_key_of_a_huge_norm_does_not_make_every_search_a_full_scan(monkeypat
         return exact_distances(queries_BD, keys_BKD)
 
     monkeypatch.setattr("pipeline.index.exact_distances", counting)
+    monkeypatch.setattr("pipeline.key_search.exact_distances", counting)
     found = both_ways(index, torch.from_numpy(keys_ND[20:30]))
     assert found.slots_B.tolist() == list(range(20, 30))
     assert max(looked_at) <= CANDIDATES * 8
@@ -267,24 +272,78 @@ def test_of_keys_that_are_all_compared_few_are_copied_at_a_time(monkeypatch: pyt
     assert len(copies) == 5
 
 
-def test_a_copy_on_a_device_follows_by_the_slots_that_a_delta_changed() -> None:
-    """Here the device is the host, and the copy a copy all the same."""
+class Away(TorchSearch):
+    """Keeps keys of its own, as on a device with a memory of its own; here the device is the host."""
+
+    def __init__(self, device: torch.device, held: Callable[[], np.ndarray]) -> None:
+        super().__init__(device, held)
+        self._copies = True
+        self.fills = 0
+
+    def _fill(self, keys_ND: np.ndarray) -> None:
+        self.fills += 1
+        super()._fill(keys_ND)
+
+
+def test_keys_on_a_device_follow_by_the_slots_that_a_delta_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They outgrow their room there several times, and are else moved one by one."""
+    monkeypatch.setattr("pipeline.key_search.ROOM", 8)
     generator = np.random.default_rng(6)
-    codebook, copy = new_codebook(), Copy(torch.device("cpu"))
-    assert len(copy.keys(codebook.keys_ND, None)) == 0
-    moved = 0
+    codebook = new_codebook()
+    index = KeyIndex(codebook, torch.device("cpu"), Away)
+    search = index._search
+    assert isinstance(search, Away)
+    moved = searched = 0
     for step in range(300):
         names = codebook.entry_ids[:: max(1, len(codebook) // 3)]
         gone = [EntryChange(entry_id=name, removed=True) for name in names if generator.random() < 0.2]
         new = [added(f"e{step}-{number}", generator.standard_normal(3), 1.0) for number in range(step % 3)]
         if not gone and not new:
             continue
-        applied = changed(codebook, *gone, *new, op="undo")
-        held = copy.keys(codebook.keys_ND, applied.slots)
-        assert torch.equal(held, torch.from_numpy(codebook.keys_ND))
+        index.refresh(changed(codebook, *gone, *new, op="undo"))
         moved += bool(gone)
+        if len(codebook) and step % 2:
+            agrees(index, generator.standard_normal((4, 3)).astype(np.float32), codebook.keys_ND)
+            assert torch.equal(search.keys_ND, torch.from_numpy(codebook.keys_ND))
+            searched += 1
     assert moved > 50
     assert len(codebook) > 50
+    assert 3 < search.fills < searched / 4
+
+
+@pytest.mark.parametrize("norm", [1e2, 1e3, 1e4])
+def test_keys_far_from_the_origin_need_few_candidates(norm: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The product of torch's search is from a centre: its error is that of the distances, and not of the norms."""
+    generator = np.random.default_rng(9)
+    center_D = norm * generator.standard_normal(576) / 24
+    keys_ND = (center_D + 0.02 * generator.standard_normal((3000, 576))).astype(np.float32)
+    keys_ND[7] *= 100
+    queries_BD = (center_D + 0.02 * generator.standard_normal((40, 576))).astype(np.float32)
+    index = KeyIndex(filled(keys_ND), torch.device("cpu"), TorchSearch)
+    asked: list[tuple[int, int]] = []
+    search = index._search.search
+
+    def counting(queries_BD: torch.Tensor, count: int) -> Candidates:
+        asked.append((len(queries_BD), count))
+        return search(queries_BD, count)
+
+    monkeypatch.setattr(index._search, "search", counting)
+    agrees(index, queries_BD, keys_ND)
+    assert asked[0] == (40, CANDIDATES)
+    assert sum(rows for rows, count in asked if count > CANDIDATES) <= 4
+
+
+@pytest.mark.parametrize("count", [5, 100, 700])
+def test_products_in_parts_find_the_same(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and queries by the few: each part proposes candidates, of which the best count."""
+    monkeypatch.setattr("pipeline.key_search.FEWEST_KEYS", 16)
+    monkeypatch.setattr("pipeline.key_search.PRODUCTS", 1)
+    monkeypatch.setattr("pipeline.key_search.CELLS", 8)
+    generator = np.random.default_rng(10)
+    keys_ND = generator.standard_normal((count, 12)).astype(np.float32)
+    keys_ND[count // 2 :] = keys_ND[: count - count // 2]  # each twice, and so never proven by distance alone
+    queries_BD = generator.standard_normal((9, 12)).astype(np.float32)
+    agrees(KeyIndex(filled(keys_ND), torch.device("cpu"), TorchSearch), queries_BD, keys_ND)
 
 
 def test_keys_that_no_codes_tell_apart_are_looked_at_once_for_one_query(monkeypatch: pytest.MonkeyPatch) -> None:
