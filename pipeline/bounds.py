@@ -55,7 +55,9 @@ _TINY = float(np.finfo(np.float32).tiny)
 _MORE = 1 + 1e-5
 """What the rounding of a length may take from it."""
 
-_CAPABLE = torch.cpu.get_capabilities()
+_CAPABLE: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
+"""Empty below torch 2.12, which has no such function: the slower products are taken then."""
+
 _INTEGERS = any(_CAPABLE.get(name, False) for name in ("avx512_vnni", "avx_vnni"))
 """Whether products of int8 are exact and fast. Where they are not, codes are converted."""
 

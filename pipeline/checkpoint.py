@@ -34,6 +34,7 @@ from pipeline.checkpoint_faults import (
     tokenizer_reason,
     unsupported_config,
 )
+from pipeline.device import prepare_cuda, why_no_cuda
 from pipeline.errors import UserError
 
 T = TypeVar("T")
@@ -222,14 +223,17 @@ def device_of(wanted: str) -> str:
 
     Raises:
         ModelError: there is none such.
+        DeviceError: the environment makes its results inexact.
     """
-    if wanted == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted == "cuda" and not torch.cuda.is_available():
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return "cpu"
+    if not torch.cuda.is_available():
         raise ModelError(
-            "device 'cuda' was asked for, and torch finds no CUDA device; set GRACESTREAM_DEVICE to auto or cpu"
+            f"GRACESTREAM_DEVICE is cuda, but torch can use no CUDA device: {why_no_cuda()}. Give this process a GPU"
+            " with such a driver, or set GRACESTREAM_DEVICE to cpu or auto"
         )
-    return wanted
+    prepare_cuda()
+    return "cuda"
 
 
 def fingerprint_of(model: Any, tokenizer: Any) -> str:

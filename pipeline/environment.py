@@ -3,27 +3,30 @@
 import dataclasses
 import platform
 
-import faiss
 import numpy as np
 import torch
 import transformers
 
+from pipeline.device import arithmetic, name_of
+from pipeline.key_search import faiss_library
 from pipeline.model import EditableModel
 from pipeline.plan import Plan
 
 
 def environment(model: EditableModel, plan: Plan) -> dict[str, str]:
     """Names and values, all texts."""
-    device = torch.cuda.get_device_name() if model.device.type == "cuda" else platform.processor() or platform.machine()
-    libraries = {"torch": torch, "transformers": transformers, "faiss": faiss, "numpy": np}
+    libraries = {"torch": torch, "transformers": transformers, "faiss": faiss_library(), "numpy": np}
+    config = getattr(model.module, "config", None)
     settings = {**dataclasses.asdict(plan), **dataclasses.asdict(plan.recipe)}
     settings.pop("recipe")
     return {
-        "device": device,
+        "device": name_of(model.device),
         "dtype": model.dtype,
         "query": model.queried,
+        "attention": str(getattr(config, "_attn_implementation", "none")),
+        **arithmetic(model.device),
         "threads": str(torch.get_num_threads()),
         "python": platform.python_version(),
-        **{name: str(library.__version__) for name, library in libraries.items()},
+        **{name: str(getattr(library, "__version__", "none")) for name, library in libraries.items()},
         **{name: str(value) for name, value in settings.items()},
     }

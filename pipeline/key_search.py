@@ -16,13 +16,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from pipeline.device import DeviceFault
+from pipeline.device import DeviceFault, prepare_cuda
 from pipeline.distance import exact_distances
+
+T = TypeVar("T")
 
 NO_SLOT = -1
 
@@ -95,10 +97,15 @@ class KeySearch(ABC):
     Args:
         device: Where it computes.
         held: Gives the keys (N, D), float32, as they are now.
+
+    Raises:
+        DeviceError: the environment makes products on the device inexact.
     """
 
     def __init__(self, device: torch.device, held: Callable[[], np.ndarray]) -> None:
         self.device, self._held = device, held
+        if device.type == "cuda":
+            prepare_cuda()  # the proof of a winner holds for products in full float32
 
     @property
     @abstractmethod
@@ -351,7 +358,7 @@ def _gpu_resources() -> Any:
     return resources
 
 
-def with_room(search: Any) -> Any:
+def with_room(search: Callable[[], T]) -> T:
     """What a search of FAISS returns; where it finds no memory, torch gives back what it keeps, and it runs again.
 
     Raises:

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.device import reproducible
 from pipeline.passes import Passes, Rest, Verdict
 
 
@@ -48,6 +49,13 @@ def train_values(
     value that merely makes the prediction right after the last step counts as converged too. `at_work` is called at
     each step.
     """
+    with reproducible(passes.device):
+        return _trained(passes, rest, starts, recipe, at_work)
+
+
+def _trained(
+    passes: Passes, rest: Rest, starts: Sequence[Tensor], recipe: Recipe, at_work: Callable[[], object]
+) -> list[Trained]:
     values = [start_V.detach().float().clone().to(passes.device).requires_grad_() for start_V in starts]
     optimizer = torch.optim.Adam(values, lr=recipe.learning_rate)
     trained: dict[int, Trained] = {}

@@ -5,20 +5,24 @@ import secrets
 import signal
 from collections.abc import Iterator
 
-import hypothesis
 import pytest
 
-from deploy.local.backends import kafka_backend, redis_backend
-
-hypothesis.settings.register_profile(
-    "ours", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-)
-hypothesis.settings.load_profile("ours")
+try:
+    import hypothesis
+except ModuleNotFoundError:  # the tests that run on a GPU need none of it, so that they start on a bare GPU machine
+    pass
+else:
+    hypothesis.settings.register_profile(
+        "ours", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+    hypothesis.settings.load_profile("ours")
 
 
 @pytest.fixture(scope="session")
 def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Address of the session's Kafka. Every test puts its `prefix` before the topics that it makes there."""
+    from deploy.local.backends import kafka_backend  # noqa: PLC0415 - tests of the engine alone run without it
+
     with kafka_backend(tmp_path_factory.mktemp("kafka")) as backend:
         yield backend.address
 
@@ -26,6 +30,8 @@ def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(scope="session")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """URL of the session's Redis or Valkey. Every test puts its `prefix` before the keys that it writes there."""
+    from deploy.local.backends import redis_backend  # noqa: PLC0415 - likewise
+
     with redis_backend(tmp_path_factory.mktemp("redis")) as backend:
         yield backend.address
 
@@ -42,8 +48,10 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """What `make chaos` adds."""
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """What `make chaos` adds, and the timeout of pyproject.toml, which is no setting where pytest-timeout is absent."""
+    if not pluginmanager.has_plugin("timeout"):
+        parser.addini("timeout", "seconds for each test")
     text = "tell the whole story of what can fail so many times, in random orders; 0: a short one, once"
     parser.addoption("--chaos", type=int, default=0, help=text)
 

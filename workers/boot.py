@@ -10,17 +10,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import faiss
 import structlog
-import torch
 
 from deploy.models import layer_of, naming_known, resolve, resolve_encoder
 from pipeline import metrics
 from pipeline.access import ACCESS, require_access
 from pipeline.checkpoint import load_checkpoint
 from pipeline.clients import UnreachableError, await_kafka, await_redis
+from pipeline.device import driver_version, name_of, why_no_cuda
 from pipeline.encoder import FARTHEST, UNIT
 from pipeline.health import Health, HealthServer
+from pipeline.key_search import set_threads
 from pipeline.logs import configure_logs
 from pipeline.model import EditableModel
 from pipeline.plan import Plan
@@ -77,8 +77,7 @@ def worker(kind: Literal["inference", "editor"], settings: Settings) -> Iterator
         except UnreachableError as error:
             log.warning("starting_without_redis", reason=str(error))
         if settings.threads:
-            torch.set_num_threads(settings.threads)
-            faiss.omp_set_num_threads(settings.threads)
+            set_threads(settings.threads)
         model = load_model(settings)
         log.info(
             "model_loaded",
@@ -86,7 +85,13 @@ def worker(kind: Literal["inference", "editor"], settings: Settings) -> Iterator
             layer=model.layer,
             fingerprint=model.fingerprint[:12],
             query=model.queried,
+            device=name_of(model.device),
+            dtype=model.dtype,
         )
+        if model.device.type == "cpu" and settings.device == "auto" and (driver := driver_version()) is not None:
+            log.warning(
+                "gpu_not_used", driver=driver, reason=why_no_cuda(), consequence="the model runs on the CPU, slowly"
+            )
         yield Worker(name, health, model, stop, idle)
     finally:
         stop.set()  # from now on what still waits in some thread has as long as after a signal

@@ -1,17 +1,19 @@
 """A value is trained as if the whole model ran, with nothing else a parameter, and twice the same to the bit."""
 
 import dataclasses
+import warnings
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from pipeline.device import reproducible
 from pipeline.layers import Prefix
 from pipeline.model import EditableModel
 from pipeline.passes import Rest, verdict
 from pipeline.tasks import InputError
-from pipeline.training import Recipe, Trained, train_value
+from pipeline.training import Recipe, Trained, train_value, train_values
 from tests.unit.engine.tiny import WORDS, editable, index_of, new_codebook, texts
 
 TEXT = texts(1, seed=3)[0]
@@ -210,3 +212,27 @@ def test_a_layer_of_a_decoder_is_trained_without_its_encoder() -> None:
 def test_every_usual_model_is_trained_with_all_shortcuts(model: EditableModel) -> None:
     prepared(model, TEXT, "both" if model.task.query == "first" else WORDS[5])
     assert model.passes._shortcuts == "all"
+
+
+def test_training_as_on_a_gpu_gives_the_same_bits_each_time(
+    model: EditableModel, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deterministic kernels alone, and attention by plain products: here on the CPU."""
+    rest, start_V = prepared(model, TEXT, target(kind))
+    usual = train_value(model.passes, rest, start_V, SHORT)
+    inside: list[tuple[bool, bool]] = []
+    attention: Any = torch.backends.cuda
+
+    def look() -> None:
+        fused = attention.flash_sdp_enabled() or attention.mem_efficient_sdp_enabled()
+        inside.append((torch.are_deterministic_algorithms_enabled(), fused))
+
+    monkeypatch.setattr("pipeline.training.reproducible", lambda _: reproducible(torch.device("cuda")))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # such as of an operation that has no deterministic kernel
+        found = [train_values(model.passes, rest, [start_V], SHORT, look)[0] for _ in range(2)]
+    assert set(inside) == {(True, False)}
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert attention.flash_sdp_enabled()
+    assert found[0].value_V.tobytes() == found[1].value_V.tobytes()
+    np.testing.assert_allclose(found[0].value_V, usual.value_V, atol=1e-3, rtol=1e-4)
