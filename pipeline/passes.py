@@ -66,7 +66,9 @@ class Passes:
 
     def __init__(self, module: Any, layer: str, task: Task, adaptor: Adaptor) -> None:
         self._module, self._layer, self._task, self._adaptor = module, layer, task, adaptor
-        self.device: torch.device = next(module.parameters()).device
+        parameter = next(module.parameters())
+        self.device: torch.device = parameter.device
+        self.dtype: torch.dtype = parameter.dtype
         self._last = FirstToken.of(module, layer, adaptor.replace) if task.query == "first" else None
         self._shortcuts: Shortcuts | None = None
         self._of_rows: set[torch.nn.Module] | None = None

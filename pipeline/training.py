@@ -10,6 +10,12 @@ from torch import Tensor
 from pipeline.device import reproducible
 from pipeline.passes import Passes, Rest, Verdict
 
+LOSS_SCALE = 2.0**12
+"""A model in float16 is given its loss so many times: its gradients are as small as 1e-8, which float16 takes for 0."""
+
+LESS = 2.0**4
+"""A gradient that overflows makes the scale so many times smaller, and its step is left out."""
+
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
@@ -58,6 +64,7 @@ def _trained(
 ) -> list[Trained]:
     values = [start_V.detach().float().clone().to(passes.device).requires_grad_() for start_V in starts]
     optimizer = torch.optim.Adam(values, lr=recipe.learning_rate)
+    scales = dict.fromkeys(range(len(values)), LOSS_SCALE) if passes.dtype == torch.float16 else {}
     trained: dict[int, Trained] = {}
     left, steps = list(range(len(values))), 0
     while True:
@@ -75,8 +82,23 @@ def _trained(
         if not going:
             return [trained[row] for row in range(len(values))]
         optimizer.zero_grad()
-        torch.stack([judged[place][1] for place in going]).sum().backward()  # type: ignore[no-untyped-call]
+        losses = [judged[place][1] * scales[left[place]] if scales else judged[place][1] for place in going]
+        torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
+        if scales:
+            _unscale(values, [left[place] for place in going], scales)
         optimizer.step()  # not of those without a gradient, which have stopped
         steps += 1
         if len(going) < len(left):
             rest, left = rest.rows(going), [left[place] for place in going]
+
+
+def _unscale(values: Sequence[Tensor], rows: Sequence[int], scales: dict[int, float]) -> None:
+    """Divide the gradients of these rows by their scales; one that overflowed is dropped, and its scale lowered."""
+    gradients = {row: values[row].grad for row in rows}
+    for row, gradient_V in gradients.items():
+        assert gradient_V is not None
+        if scales[row] > 1 and not bool(gradient_V.isfinite().all()):
+            values[row].grad = None
+            scales[row] /= LESS
+        else:
+            gradient_V.div_(scales[row])

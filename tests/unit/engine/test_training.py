@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from pipeline.device import reproducible
+from pipeline.editing import EditEngine
 from pipeline.layers import Prefix
 from pipeline.model import EditableModel
 from pipeline.passes import Rest, verdict
 from pipeline.tasks import InputError
 from pipeline.training import Recipe, Trained, train_value, train_values
-from tests.unit.engine.tiny import WORDS, editable, index_of, new_codebook, texts
+from tests.unit.engine.tiny import LIMITS, MODEL, WORDS, correct, editable, index_of, new_codebook, texts
 
 TEXT = texts(1, seed=3)[0]
 TARGET = {"bert": "both"}
@@ -236,3 +237,39 @@ def test_training_as_on_a_gpu_gives_the_same_bits_each_time(
     assert attention.flash_sdp_enabled()
     assert found[0].value_V.tobytes() == found[1].value_V.tobytes()
     np.testing.assert_allclose(found[0].value_V, usual.value_V, atol=1e-3, rtol=1e-4)
+
+
+class TestHalfPrecision:
+    """A model in float16, on the CPU: what is smaller than 3e-8 is 0 there, and what is larger than 65504 overflows."""
+
+    @staticmethod
+    def half(embeddings: float = 1.0, norm: float = 1.0) -> EditableModel:
+        model = editable("llama")
+        model.module.model.embed_tokens.weight.data *= embeddings
+        model.module.model.norm.weight.data *= norm
+        model.module.half()
+        return EditableModel(model.module, model.task.tokenizer, model.layer, limits=LIMITS, fingerprint=MODEL)
+
+    def test_gradients_too_small_for_float16_train_a_value_all_the_same(self) -> None:
+        model = self.half(embeddings=2000, norm=1e-4)
+        rest, start_V = prepared(model, TEXT, WORDS[5])
+        value_1V = start_V[None].clone().requires_grad_()
+        (gradient_1V,) = torch.autograd.grad(model.passes.judge(rest, value_1V)[0][1], value_1V)
+        assert (gradient_1V == 0).float().mean() > 0.5, "this is what is to be helped"
+        trained = train_value(model.passes, rest, start_V, Recipe(max_steps=1, margin=1e9))
+        assert (trained.value_V != start_V.numpy()).mean() > 0.9
+
+    def test_a_gradient_that_overflows_lowers_the_scale(self) -> None:
+        model = self.half(norm=2000)
+        rest, start_V = prepared(model, TEXT, WORDS[5])
+        trained = train_value(model.passes, rest, start_V, Recipe(max_steps=1, margin=1e9))
+        assert np.array_equal(trained.value_V, start_V.numpy()), "the first step was left out"
+        trained = train_value(model.passes, rest, start_V, Recipe(max_steps=60))
+        assert trained.converged
+
+    def test_edits_of_a_model_in_float16_are_right(self) -> None:
+        model = self.half()
+        engine = EditEngine(model, "default")
+        engine.apply(engine.lead({}))
+        statuses = [correct(engine, f"f{n}", text, WORDS[n])[0].status for n, text in enumerate(texts(4, seed=5))]
+        assert set(statuses) <= {"added", "split"}
