@@ -22,6 +22,7 @@ from pipeline.encoder import FARTHEST, UNIT
 from pipeline.health import Health, HealthServer
 from pipeline.key_search import set_threads
 from pipeline.logs import configure_logs
+from pipeline.maintenance import ROUNDINGS
 from pipeline.model import EditableModel
 from pipeline.plan import Plan
 from pipeline.settings import Settings, misspelt
@@ -88,6 +89,13 @@ def worker(kind: Literal["inference", "editor"], settings: Settings) -> Iterator
             device=name_of(model.device),
             dtype=model.dtype,
         )
+        if model.device.type not in ROUNDINGS[model.query_dtype].measured:
+            log.warning(
+                "tolerance_not_measured",
+                dtype=model.query_dtype,
+                device=model.device.type,
+                consequence="the same input may count as another one in another batch, or on another device",
+            )
         if model.device.type == "cpu" and settings.device == "auto" and (driver := driver_version()) is not None:
             log.warning(
                 "gpu_not_used", driver=driver, reason=why_no_cuda(), consequence="the model runs on the CPU, slowly"

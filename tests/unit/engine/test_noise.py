@@ -1,0 +1,36 @@
+"""The noise of queries is measured, and is covered by the tolerance."""
+
+import pytest
+import torch
+
+from pipeline.maintenance import ROUNDINGS
+from pipeline.model import EditableModel
+from pipeline.noise import query_noise
+from pipeline.probe import TEXTS
+from tests.unit.engine.tiny import LIMITS, MODEL, editable
+
+
+def in_dtype(model: EditableModel, dtype: torch.dtype) -> EditableModel:
+    module = editable("llama").module.to(dtype)
+    return EditableModel(module, model.task.tokenizer, model.layer, limits=LIMITS, fingerprint=MODEL)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_the_tolerance_of_each_dtype_covers_what_batches_and_padding_do(dtype: str) -> None:
+    found = query_noise(in_dtype(editable("llama"), getattr(torch, dtype)))
+    assert (found.dtype, found.devices, found.inputs) == (dtype, ("cpu",), len(TEXTS))
+    assert found.of_tolerance <= 1
+    assert "cpu" in ROUNDINGS[dtype].measured
+
+
+def test_noise_between_two_models_is_that_of_their_queries_of_one_input() -> None:
+    """Here the second is off by a known part, as a device whose kernels round otherwise would be by less."""
+    editor, replica = editable("llama"), editable("llama")
+    alone = query_noise(editor)
+    with torch.no_grad():
+        replica.module.model.layers[1].mlp.up_proj.weight *= 1.01
+    between = query_noise(editor, replica, inputs=TEXTS[:8])
+    assert between.devices == ("cpu", "cpu")
+    assert between.relative == pytest.approx(0.01, rel=1e-3)
+    assert between.of_tolerance > 1 > alone.of_tolerance
+    assert between.absolute > 100 * alone.absolute
