@@ -146,14 +146,16 @@ class Prefix:
     def skipping(self) -> Iterator[None]:
         """Forward passes inside, on the same input or what was not cut of it, leave all that out."""
         last = self._outputs.get(self._blocks[-1]) if self._blocks else None
-        skipped = {} if last is None else dict.fromkeys(self._blocks, last)
-        skipped |= self._outputs
-        for module, output in skipped.items():
+        early = [] if last is None else self._blocks[:-1]
+        unread = _copied(last) if early else None  # one copy for all of them: only the last block's output is read
+        for module in early:
+            module.forward = lambda *_args, **_kwargs: unread
+        for module, output in self._outputs.items():
             module.forward = lambda *_args, _output=output, **_kwargs: _copied(_output)
         try:
             yield
         finally:
-            for module in skipped:
+            for module in (*early, *self._outputs):
                 del module.forward
 
     def _before(self) -> list[nn.Module]:
