@@ -5,11 +5,10 @@ import sys
 import time
 from collections.abc import Sequence
 
-import faiss
-import torch
 from rich.console import Console
 
 from pipeline.errors import UserError
+from pipeline.key_search import set_threads
 from tests.bench.framework import BENCHES, KEPT, ROOT, BenchError, Options, bench, machine, shown, write
 from tests.bench.page import write_pages
 from tests.bench.table import show
@@ -37,8 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run = bench(given.name)
         if given.quick and given.commit:
             raise BenchError("--quick measures too little for --commit; leave one of them out")
-        torch.set_num_threads(given.threads)
-        faiss.omp_set_num_threads(given.threads)
+        set_threads(given.threads)
         rows = []
         for row in run(Options(quick=given.quick, only=given.only, device=given.device, tell=tell)):
             rows.append(row)

@@ -4,7 +4,7 @@
 2. `copy_rate` is measured on the same device, so that a floor on time is a number of bytes over that rate.
 3. `held` counts what this process holds on the device; on a GPU that includes what libraries other than torch hold.
 
-It needs torch alone.
+It needs what the engine needs.
 """
 
 import ctypes
@@ -12,7 +12,6 @@ import functools
 import gc
 import importlib
 import os
-import re
 import statistics
 import time
 from collections.abc import Callable
@@ -22,13 +21,14 @@ from typing import TypeVar
 
 import torch
 
+from pipeline.device import driver_version
+from pipeline.key_search import faiss_library
+
 T = TypeVar("T")
 
 COPIES = 7
 COPY_BYTES = {"cpu": 2**28, "cuda": 2**30}
 """More than any cache holds."""
-
-DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def synchronise(device: torch.device) -> None:
@@ -87,28 +87,14 @@ def gpu_facts() -> dict[str, str | int]:
     """Driver, CUDA, compute capability and memory of the first GPU, and whether FAISS can use it."""
     properties = torch.cuda.get_device_properties(0)
     return {
-        "driver": driver_version(),
+        "driver": driver_version() or "none",
         "cuda": str(torch.version.cuda),
         "capability": f"{properties.major}.{properties.minor}",
         "gpu_gib": round(properties.total_memory / 2**30),
-        "faiss_gpu": "yes" if faiss_has_gpu() else "no",
+        "faiss_gpu": "yes" if hasattr(faiss_library(), "StandardGpuResources") else "no",
     }
-
-
-def driver_version() -> str:
-    """The version of NVIDIA's driver, or `none`."""
-    try:
-        found = re.search(r"\b\d{3,}(?:\.\d+)+\b", DRIVER.read_text(encoding="utf-8"))
-    except OSError:
-        return "none"
-    return found[0] if found else "unknown"
 
 
 def version(package: str) -> str:
     """The version of an importable package, or `none`."""
     return "none" if find_spec(package) is None else str(importlib.import_module(package).__version__)
-
-
-def faiss_has_gpu() -> bool:
-    """Whether FAISS is installed and built for GPUs."""
-    return find_spec("faiss") is not None and hasattr(importlib.import_module("faiss"), "StandardGpuResources")

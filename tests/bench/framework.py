@@ -1,4 +1,4 @@
-"""What the benchmarks share: rows, the machine they were measured on, and the file. It needs torch alone.
+"""What the benchmarks share: rows, the machine they were measured on, and the file. It needs what the engine needs.
 
 A benchmark is a function from `Options` to rows, named in `BENCHES`. A row is one number. Its name is a path whose last
 part is the metric, as in `zsre/nearest/exact`; rows that share all but that part are one setting, and one line of the

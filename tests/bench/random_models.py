@@ -67,8 +67,7 @@ class RandomModel:
         Raises:
             NeverWrongError: it gives all of them.
         """
-        (prompt,) = prompts(model, 1, tokens, seed)
-        text = model.task.tokenizer.decode(prompt.token_ids)
+        (text,) = texts(model, 1, tokens, seed)
         for target in self.targets:
             _, supervised = model.supervised(text, target)
             with torch.no_grad():
@@ -93,6 +92,11 @@ def prompts(model: EditableModel, count: int, tokens: int, seed: int = 0) -> lis
     generator = np.random.default_rng(seed)
     most = model.module.get_input_embeddings().num_embeddings
     return [Prompt(tuple(row)) for row in generator.integers(FIRST_WORD, most, (count, tokens)).tolist()]
+
+
+def texts(model: EditableModel, count: int, tokens: int, seed: int = 0) -> list[str]:
+    """Random texts of so many tokens."""
+    return [model.task.tokenizer.decode(prompt.token_ids) for prompt in prompts(model, count, tokens, seed)]
 
 
 def _bert(**sizes: int) -> Any:

@@ -44,7 +44,7 @@ def _stream(rig: Rig, shape: RandomModel, module: Any) -> tuple[list[Outcome], l
     try:
         engine = engine_of(model)
         alone = edit_all(engine, wrong_ones(shape, model, ALONE), together=False)
-        waiting = edit_all(engine, wrong_ones(shape, model, rig.corrections(WAITING), seed=1), together=True)
+        waiting = edit_all(engine, wrong_ones(shape, model, rig.some(WAITING), seed=1), together=True)
         return alone[0] + waiting[0], alone[1] + waiting[1]
     finally:
         model.adaptor.remove()

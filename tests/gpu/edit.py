@@ -31,7 +31,7 @@ def cases(rig: Rig) -> Iterator[Case]:
 
 
 def _case(rig: Rig, shape: RandomModel) -> Iterator[Row]:
-    model, count = shape.load(rig.device), rig.corrections(WAITING)
+    model, count = shape.load(rig.device), rig.some(WAITING)
     alone: list[float] = []
     textbook: list[float] = []
     waiting: list[float] = []
@@ -61,7 +61,7 @@ def _case(rig: Rig, shape: RandomModel) -> Iterator[Row]:
 
 def _trained(rig: Rig) -> Iterator[Row]:
     """SmolLM2 with the default recipe."""
-    model = smollm2(rig.device, 16)
+    model = smollm2(rig.device)
     facts = [json.loads(line) for line in FACTS.read_text(encoding="utf-8").splitlines()][: 2 * WAITING]
     given = [correction(f"f{number}", fact["prompt"], fact["target"]) for number, fact in enumerate(facts)]
     edit_all(engine_of(model, Plan()), given[:2], together=True)  # warms up

@@ -57,6 +57,6 @@ def _model(rig: Rig, shape: RandomModel) -> Iterator[Row]:
     index = KeyIndex(empty, model.device)
     added = peak(rig.device, partial(model.answer, asked, [Parameters()] * BATCH, empty, index))
     yield Row(f"{path}/batch{BATCH}-adds", added / 1e6, "MB")
-    given = wrong_ones(shape, model, rig.corrections(WAITING))
+    given = wrong_ones(shape, model, rig.some(WAITING))
     added = peak(rig.device, partial(edit_all, engine_of(model), given, together=True))
     yield Row(f"{path}/{len(given)}-edits-add", added / 1e6, "MB")

@@ -16,7 +16,7 @@ DEEP_SECONDS = 300
 
 
 FEW = 4
-"""Corrections of a stream in a rehearsal."""
+"""Inputs or corrections in a rehearsal."""
 
 
 class CheckError(Exception):
@@ -39,8 +39,8 @@ class Rig:
         """How often something is timed: so often with real sizes, and once in a rehearsal."""
         return real if self.real else 1
 
-    def corrections(self, real: int) -> int:
-        """How many corrections a stream has: so many with real sizes, and few in a rehearsal."""
+    def some(self, real: int) -> int:
+        """How many inputs or corrections there are: so many with real sizes, and few in a rehearsal."""
         return real if self.real else min(real, FEW)
 
     @property
@@ -65,7 +65,7 @@ class Case:
     device_bytes: int = 0
 
 
-def smollm2(device: torch.device, max_new_tokens: int) -> EditableModel:
+def smollm2(device: torch.device, max_new_tokens: int = 16, dtype: str = "float32") -> EditableModel:
     """SmolLM2, if its weights are on this machine.
 
     Raises:
@@ -82,4 +82,5 @@ def smollm2(device: torch.device, max_new_tokens: int) -> EditableModel:
     except ModelError as error:
         raise SkipError(str(error)) from error
     limits = Limits(max_new_tokens=max_new_tokens)
-    return EditableModel.load(str(folder), KNOWN["smollm2"].layer, device=str(device.type), limits=limits)
+    layer = KNOWN["smollm2"].layer
+    return EditableModel.load(str(folder), layer, device=device.type, dtype=dtype, limits=limits)

@@ -39,7 +39,7 @@ def _random(rig: Rig, shape: RandomModel) -> Iterator[Row]:
 
 
 def _trained(rig: Rig) -> Iterator[Row]:
-    yield from _case(rig, "smollm2", smollm2(rig.device, NEW_TOKENS))
+    yield from _case(rig, "smollm2", smollm2(rig.device, max_new_tokens=NEW_TOKENS))
 
 
 def _case(rig: Rig, name: str, model: EditableModel) -> Iterator[Row]:

@@ -17,7 +17,9 @@ from pathlib import Path
 
 import torch
 
-from tests.bench.device import driver_version, version
+from pipeline.device import prepare_cuda, why_no_cuda
+from pipeline.key_search import search_for
+from tests.bench.device import version
 from tests.bench.framework import Row, machine, shown
 from tests.gpu.report import PARTS, CaseReport, PartReport, Report
 from tests.gpu.rig import Case, Rig, SkipError
@@ -45,9 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--part", action="append", choices=PARTS, required=True)
     given = parser.parse_args(arguments)
     ends = time.monotonic() + given.seconds
-    if given.device == "cuda" and not torch.cuda.is_available():
-        _say(f"{why_no_gpu()}; `make gpu ARGS='--device cpu'` is a rehearsal without one")
-        return NO_DEVICE
+    if given.device == "cuda":
+        if not torch.cuda.is_available():
+            _say(f"torch {torch.__version__} can use no GPU: {why_no_cuda()}")
+            return NO_DEVICE
+        prepare_cuda()  # as a worker of the product does, before anything runs on the device
     report = Report.load(given.report)
     report.machine = facts(given.device)
     report.save()
@@ -142,19 +146,13 @@ def _works(device: torch.device) -> bool:
 def facts(device: str) -> dict[str, str | int]:
     """What the run is measured on: the machine, versions, and variables that change what a GPU computes."""
     versions = {package: version(package) for package in ("numpy", "msgspec", "safetensors", "tokenizers")}
-    return {**machine(device), **versions, **{name: os.environ[name] for name in ENVIRONMENT if name in os.environ}}
-
-
-def why_no_gpu() -> str:
-    """Why torch sees no GPU, as far as can be told."""
-    built = f"torch {torch.__version__}"
-    if torch.version.cuda is None:
-        return f"{built} is built without CUDA; install a build with it"
-    driver = driver_version()
-    if driver == "none":
-        return f"{built} sees no GPU: no NVIDIA driver is loaded"
-    cuda = torch.version.cuda
-    return f"{built} for CUDA {cuda} sees no GPU under the driver {driver}: it may be too old (README: which versions)"
+    search = {"search": search_for(torch.device(device)).__name__}
+    return {
+        **machine(device),
+        **versions,
+        **search,
+        **{name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
+    }
 
 
 def _words(row: Row) -> str:

@@ -2,7 +2,6 @@
 
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ pytest.importorskip("tests.bench.overhead", exc_type=ImportError)  # needs more 
 
 from tests.bench import edit, memory, overhead, undo
 from tests.bench.codebooks import value_width
-from tests.bench.device import copy_rate, driver_version, held, peak, timed
+from tests.bench.device import copy_rate, held, peak, timed
 from tests.bench.framework import BenchError, Options, Row
 from tests.bench.models import Subject
 from tests.bench.random_models import TINY
@@ -94,21 +93,3 @@ def test_memory_that_is_taken_counts_and_what_is_given_back_does_not() -> None:
 
 def _keep(kept: list[torch.Tensor], size: int) -> None:
     kept.append(torch.ones(size, dtype=torch.uint8))
-
-
-@pytest.mark.parametrize(
-    ("text", "version"),
-    [
-        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (x@y)", "580.65.06"),
-        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12", "535.183.01"),
-        ("something else", "unknown"),
-        (None, "none"),
-    ],
-)
-def test_the_drivers_version_is_read_where_the_driver_says_it(
-    text: str | None, version: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    if text is not None:
-        (tmp_path / "version").write_text(text)
-    monkeypatch.setattr("tests.bench.device.DRIVER", tmp_path / "version")
-    assert driver_version() == version
