@@ -36,10 +36,10 @@ TAIL = 15
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status: 0, 1 if a part failed, 2 if nothing could be run."""
     given = _arguments(arguments)
-    if (missing := why_not()) or (missing := _commit_fault(given)):
-        sys.stderr.write(f"{missing}\n")
+    if fault := why_not() or _commit_fault(given):
+        sys.stderr.write(f"{fault}\n")
         return 2
-    path: Path = given.report or ROOT / "results" / f"gpu-report-{given.device}.json"
+    path: Path = given.report.resolve() if given.report else ROOT / "results" / f"gpu-report-{given.device}.json"
     path.unlink(missing_ok=True)
     parts = [name for name in PARTS if not given.part or name in given.part]
     options = ["--report", str(path), "--device", given.device]
