@@ -116,7 +116,13 @@ KINDS: dict[str, Kind] = {
 
 
 def editable(
-    kind: str, layer: str | None = None, seed: int = 0, limits: Limits = LIMITS, **adaptor: Any
+    kind: str,
+    layer: str | None = None,
+    seed: int = 0,
+    limits: Limits = LIMITS,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    **adaptor: Any,
 ) -> EditableModel:
     """A model of a kind with an adaptor; equal seeds give equal weights. The global random state is left alone."""
     with torch.random.fork_rng(devices=[]):
@@ -125,7 +131,7 @@ def editable(
     if (head := model.get_output_embeddings()) is not None:
         head.weight.data[END] *= 4  # so that a value can make it end its answer, as trained models do
     return EditableModel(
-        model,
+        model.to(device, dtype),
         tokenizer(KINDS[kind].special_tokens),
         layer or KINDS[kind].layer,
         limits=limits,
