@@ -33,6 +33,8 @@ from schemas.deltas import EntryChange, Tensor
 from schemas.messages import Parameters
 from tests.unit.engine.tiny import (
     KINDS,
+    LIMITS,
+    MODEL,
     SIZE,
     added,
     changed,
@@ -223,7 +225,7 @@ def test_what_became_live_during_an_answer_can_be_changed_after_it(way: Way) -> 
 
 
 def targets(kind: str) -> list[str]:
-    some = ["right", "wrong", "both"] if kind == "bert" else ["train", "water", "bridge"]
+    some = ["right", "wrong", "both"] if kind == "bert" else ["train", "river", "bridge"]
     return [some[number % 3] for number in range(12)]
 
 
@@ -339,14 +341,19 @@ class Transfers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.usefixtures("prepared")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the tests on the GPU tell it")
-def test_a_search_mixes_no_devices_and_waits_once_by_a_model_of_a_gpu() -> None:
-    """Torch's model of a GPU holds no numbers: what needs one raises, and so does what mixes devices."""
-    from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415 - slow to import
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the tests on the GPU show it")
+class TestOnTorchsModelOfAGpu:
+    """It holds no numbers: what mixes devices raises there, and so does what waits for a number."""
 
-    generator = np.random.default_rng(4)
-    held = generator.standard_normal((40, 6), np.float32)
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    @pytest.fixture(autouse=True)
+    def modelled(self) -> Iterator[None]:
+        from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415 - slow to import
+
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+
+    def test_a_search_waits_once(self) -> None:
+        held = np.ones((40, 6), np.float32)
         search = TorchSearch(torch.device("cuda"), lambda: held)
         search.settle(None)
         search.settle([3, 5])
@@ -355,6 +362,29 @@ def test_a_search_mixes_no_devices_and_waits_once_by_a_model_of_a_gpu() -> None:
         assert transfers.count == 1
         assert (found.summary_B4.device.type, found.summary_B4.shape) == ("cpu", (7, 4))
         assert (found.slots_BK.device.type, found.slots_BK.shape) == ("cuda", (7, CANDIDATES))
+
+    @pytest.mark.parametrize("kind", list(KINDS))
+    def test_passes_through_a_model_mix_no_devices(self, kind: str) -> None:
+        with torch.device("cuda"):
+            module = KINDS[kind].build()
+        model = EditableModel(
+            module, tokenizer(KINDS[kind].special_tokens), KINDS[kind].layer, limits=LIMITS, fingerprint=MODEL
+        )
+        prompts = [model.task.tokenize(text) for text in TEXTS[:3]]
+        assert model.queries(prompts).device.type == "cuda"
+        supervised = model.supervised(TEXTS[0], targets(kind)[0])[1]
+        causal = kind in ("llama", "gpt2")  # what it keeps of a pass depends on a number: where the prompt ends
+        with torch.no_grad():
+            with model.adaptor.watching(supervised.batch) as session:
+                logits, rest = model.passes._passed(supervised, "none" if causal else "all")
+            edited = model.passes._edited(rest, session.outputs_BV)
+        assert {one.device.type for one in (*logits, *edited, session.outputs_BV)} == {"cuda"}
+        batch, values_BV = model.task.batch(prompts), torch.zeros(3, session.outputs_BV.shape[1], device="cpu")
+        on_host = torch.tensor([True, False, True]), values_BV
+        with torch.inference_mode(), model.adaptor.predicting(batch, lambda _: on_host) as session:
+            model.task.observe(batch)
+        assert session.replaced_B is not None
+        assert {session.queries_BD.device.type, session.replaced_B.device.type} == {"cuda"}
 
 
 @pytest.mark.gpu
