@@ -9,6 +9,7 @@ from rich.console import Console
 
 from pipeline.errors import UserError
 from pipeline.key_search import set_threads
+from tests.bench.device import why_no_gpu
 from tests.bench.framework import BENCHES, KEPT, ROOT, BenchError, Options, bench, machine, shown, write
 from tests.bench.page import write_pages
 from tests.bench.table import show
@@ -36,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run = bench(given.name)
         if given.quick and given.commit:
             raise BenchError("--quick measures too little for --commit; leave one of them out")
+        if given.device == "cuda" and (reason := why_no_gpu()):
+            raise BenchError(reason)
         set_threads(given.threads)
         rows = []
         for row in run(Options(quick=given.quick, only=given.only, device=given.device, tell=tell)):

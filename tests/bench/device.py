@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import torch
 
-from pipeline.device import driver_version
+from pipeline.device import DeviceError, driver_version, prepare_cuda, why_no_cuda
 from pipeline.key_search import faiss_library
 
 T = TypeVar("T")
@@ -81,6 +81,17 @@ def peak(device: torch.device, call: Callable[[], object]) -> int:
     torch.cuda.reset_peak_memory_stats(device)
     call()
     return torch.cuda.max_memory_allocated(device) - before
+
+
+def why_no_gpu() -> str:
+    """Why the GPU cannot be used; empty if it can, and it is set up as a worker of the product sets it up."""
+    try:
+        prepare_cuda()
+    except DeviceError as error:
+        return str(error)
+    if torch.cuda.is_available():
+        return ""
+    return f"torch {torch.__version__} can use no GPU: {why_no_cuda()}"
 
 
 def gpu_facts() -> dict[str, str | int]:

@@ -17,9 +17,8 @@ from pathlib import Path
 
 import torch
 
-from pipeline.device import prepare_cuda, why_no_cuda
 from pipeline.key_search import search_for
-from tests.bench.device import version
+from tests.bench.device import version, why_no_gpu
 from tests.bench.framework import Row, machine, shown
 from tests.gpu.report import PARTS, CaseReport, PartReport, Report
 from tests.gpu.rig import Case, Rig, SkipError
@@ -32,7 +31,7 @@ ENVIRONMENT = (
 """Variables that change what a GPU computes or how fast."""
 
 BROKEN, NO_DEVICE = 3, 4
-"""Exit statuses: the device cannot be used any more, and there is none."""
+"""Exit statuses: the device cannot be used any more, and there is none that can be used."""
 
 Cases = Callable[[Rig], Iterator[Case]]
 
@@ -47,11 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--part", action="append", choices=PARTS, required=True)
     given = parser.parse_args(arguments)
     ends = time.monotonic() + given.seconds
-    if given.device == "cuda":
-        if not torch.cuda.is_available():
-            _say(f"torch {torch.__version__} can use no GPU: {why_no_cuda()}")
-            return NO_DEVICE
-        prepare_cuda()  # as a worker of the product does, before anything runs on the device
+    if given.device == "cuda" and (reason := why_no_gpu()):
+        _say(reason)
+        return NO_DEVICE
     report = Report.load(given.report)
     report.machine = facts(given.device)
     report.save()

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from pipeline.device import CUDA_DEFAULTS
 from tests.bench import __main__ as command
 from tests.bench import framework
 from tests.bench.framework import BENCHES, BenchError, Options, Row, bench, machine, records, write
@@ -111,6 +113,17 @@ def test_an_unknown_name_gets_one_sentence_and_status_2(capfd: pytest.CaptureFix
     assert command.main(["speed"]) == 2
     said = capfd.readouterr().err
     assert said == f"there is no benchmark named 'speed'; there is {', '.join(BENCHES)}\n"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")
+def test_without_a_gpu_none_is_measured_and_one_sentence_says_why(
+    small: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in CUDA_DEFAULTS.items():
+        monkeypatch.setenv(name, value)  # which a run on a GPU sets in its process
+    assert command.main(["small", "--device", "cuda"]) == 2
+    assert re.fullmatch(r"torch \S+ can use no GPU: .+\n", capfd.readouterr().err)
+    assert not (small / "results").exists()
 
 
 def test_quick_numbers_are_not_committed(small: Path) -> None:

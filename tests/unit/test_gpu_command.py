@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipeline.device import CUDA_DEFAULTS
 from tests.bench.framework import ROOT, Row
 from tests.gpu import __main__ as command
 from tests.gpu import worker
@@ -49,12 +50,30 @@ def test_the_whole_command_is_rehearsed_on_the_cpu_and_every_part_reports(tmp_pa
     assert "no part failed" in ran.stdout
 
 
+def begun(path: Path) -> int:
+    """The status of a worker that is to measure a GPU."""
+    return worker.main(["--device", "cuda", "--seconds", "60", "--part", "lookup", "--report", str(path)])
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")
-def test_without_a_gpu_a_worker_says_why_and_begins_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_a_worker_says_why_and_begins_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in CUDA_DEFAULTS.items():
+        monkeypatch.setenv(name, value)  # which the worker sets in its process
     path = tmp_path / "report.json"
-    argv = ["--device", "cuda", "--seconds", "60", "--part", "lookup", "--report", str(path)]
-    assert worker.main(argv) == worker.NO_DEVICE
+    assert begun(path) == worker.NO_DEVICE
     assert re.search(r"^torch \S+ can use no GPU: ", capsys.readouterr().err)
+    assert not path.exists()
+
+
+def test_where_tf32_is_forced_a_worker_says_what_to_unset_and_begins_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1")  # as NVIDIA's images do
+    path = tmp_path / "report.json"
+    assert begun(path) == worker.NO_DEVICE
+    assert "unset it" in capsys.readouterr().err
     assert not path.exists()
 
 
