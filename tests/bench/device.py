@@ -71,6 +71,14 @@ def held(device: torch.device) -> int:
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def available(device: torch.device) -> int:
+    """Bytes of the device's memory that can still be taken."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+
+
 def peak(device: torch.device, call: Callable[[], object]) -> int:
     """Bytes that a call adds at most to what torch holds on a GPU; on a CPU, to resident memory at its end."""
     before = held(device)

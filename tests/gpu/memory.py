@@ -25,8 +25,9 @@ BATCH, TOKENS, WAITING = 32, 20, 16
 def cases(rig: Rig) -> Iterator[Case]:
     """Indexes of growing size, and each model."""
     for count, width in REAL if rig.real else SMALL:
-        needs = COPIES * 4 * count * width
-        yield Case(f"index/{count // 1000}k-x-{width}", partial(_index, rig, count, width), needs, needs)
+        copy = 4 * count * width
+        run = partial(_index, rig, count, width)
+        yield Case(f"index/{count // 1000}k-x-{width}", run, host_bytes=2 * copy, device_bytes=COPIES * copy)
     for shape in rig.models():
         yield Case(shape.name, partial(_model, rig, shape))
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from pipeline.key_search import search_for
-from tests.bench.device import version, why_no_gpu
+from tests.bench.device import available, version, why_no_gpu
 from tests.bench.framework import Row, machine, shown
 from tests.gpu.report import PARTS, CaseReport, PartReport, Report
 from tests.gpu.rig import Case, Rig, SkipError
@@ -123,12 +123,11 @@ def _why_not(case: Case, rig: Rig, longest: float) -> str:
         return "the budget is spent"
     if left <= longest:
         return f"the budget has {left:.0f} s left; a case before it took {longest:.0f} s"
-    places = {"host": (case.host_bytes, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))}
-    if rig.cuda:
-        places["device"] = (case.device_bytes, torch.cuda.mem_get_info(rig.device)[0])
-    for place, (needed, free) in places.items():
-        if needed > free:
-            return f"it needs {needed / 1e9:.1f} GB of the {place}'s memory, and {free / 1e9:.1f} GB are free"
+    needed, there = case.host_bytes + (0 if rig.cuda else case.device_bytes), available(rig.device)
+    if needed > (here := available(torch.device("cpu"))):
+        return f"it needs {needed / 1e9:.1f} GB of the host's memory, and {here / 1e9:.1f} GB are free"
+    if case.device_bytes > there:
+        return f"it needs {case.device_bytes / 1e9:.1f} GB of the device's memory, and {there / 1e9:.1f} GB are free"
     return ""
 
 
