@@ -99,7 +99,13 @@ def supervise(
     ends = time.monotonic() + budget
     left = list(parts)
     while left:
-        ended = _run(worker(left, ends - time.monotonic()), environment, ends - time.monotonic() + GRACE_SECONDS)
+        report = Report.load(path)
+        seconds = ends - time.monotonic()
+        if seconds <= 0:
+            report.parts |= {name: PartReport("skipped", "the budget is spent") for name in left}
+            report.save()
+            break
+        ended = _run(worker(left, seconds), environment, seconds + GRACE_SECONDS)
         report = Report.load(path)
         at_work = [name for name in left if name in report.parts and report.parts[name].status == "running"]
         done = [name for name in left if name in report.parts]
@@ -143,7 +149,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str], seconds: float)
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     if late.is_set():
-        return f"it did not end within {GRACE_SECONDS} s after the budget and was killed"
+        return f"it did not end within {GRACE_SECONDS} s after the budget and was killed; if it is slow, raise --budget"
     name = f" ({signal.Signals(-status).name})" if status < 0 else ""
     return f"its process ended with status {status}{name}: {''.join(last).strip()}"
 

@@ -230,11 +230,15 @@ def test_a_worker_that_dies_fails_the_part_it_was_at_and_the_others_run(tmp_path
     assert case.startswith("one: its process ended")
 
 
-def test_a_worker_that_hangs_is_killed_after_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_hangs_is_killed_after_the_budget_and_what_was_to_follow_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(command, "GRACE_SECONDS", 3)
     path = tmp_path / "report.json"
     report = command.supervise(["lookup", "edit"], dying(path, "time.sleep(600)"), path, 0.5)
+    assert report.parts["lookup"].status == "failed"
     assert "and was killed" in report.parts["lookup"].reason
+    assert report.parts["edit"] == PartReport("skipped", "the budget is spent")
 
 
 def test_a_worker_that_cannot_begin_fails_every_part_once(tmp_path: Path) -> None:
