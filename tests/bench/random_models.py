@@ -141,7 +141,7 @@ TINY = (
         build=lambda: _t5(None, vocab_size=300, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4),
     ),
 )  # fmt: skip
-"""Of the same three kinds, for a rehearsal. So small a T5 learns to say no two tokens: it has no end token."""
+"""Of the same three kinds, for a rehearsal. The T5 has no end token: a value in one so small reaches one token."""
 
 
 def gpt2_xl(blocks: int = 48) -> RandomModel:

@@ -1,7 +1,7 @@
 """Whether gracestream works on this GPU: `python -m tests.gpu [--part NAME] [--budget SECONDS] [--device cpu]`.
 
 This process runs no model: it starts `tests.gpu.worker`, and another one for the parts that are left where a worker
-dies, as FAISS makes it on an error of CUDA. So one part's failure takes no other with it. It needs the standard
+dies, for example by an assertion of FAISS. One part's failure takes no other with it. It needs the standard
 library; what the worker needs is checked first.
 """
 
@@ -155,7 +155,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str], seconds: float)
 
 
 def summary(report: Report) -> list[str]:
-    """One line for what the run is of, and one for each part, with those that say why a part has not passed."""
+    """One line for the device and its versions, one for each part, and the reasons of failures and skips."""
     machine = report.machine
     names = ("driver", "cuda", "torch", "transformers", "faiss", "faiss_gpu")
     versions = ", ".join(f"{name} {machine[name]}" for name in names if name in machine)

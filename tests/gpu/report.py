@@ -67,14 +67,14 @@ class Report:
         """The report in a file; an empty one where there is none."""
         if not path.exists():
             return cls(path)
-        found = json.loads(path.read_text(encoding="utf-8"))
+        read = json.loads(path.read_text(encoding="utf-8"))
         parts = {
             name: PartReport(
-                part["status"], part["reason"], {case: CaseReport(**told) for case, told in part["cases"].items()}
+                part["status"], part["reason"], {case: CaseReport(**found) for case, found in part["cases"].items()}
             )
-            for name, part in found["parts"].items()
+            for name, part in read["parts"].items()
         }
-        return cls(path, found["machine"], parts)
+        return cls(path, read["machine"], parts)
 
     def save(self) -> None:
         """Replace the file by this report."""

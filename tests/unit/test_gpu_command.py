@@ -107,7 +107,7 @@ sys.exit(worker.main([*argv, sys.argv[1]]))
     assert (report.machine["faiss"], report.machine["search"]) == ("none", "TorchSearch")
 
 
-def test_a_python_that_lacks_a_package_is_told_so_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_that_lacks_a_package_is_named_with_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "NEEDED", ("torch", "no_such_package"))
     assert re.fullmatch(
         r"\S+ lacks no_such_package: install it, or name another Python by PYTHON=...", command.why_not()
@@ -156,14 +156,14 @@ def test_a_case_that_fails_is_recorded_with_what_it_had_and_the_next_ones_run(tm
         "edit": cases(Case("good", fine("edit"))),
     }
     assert worker.run_parts(parts, rig(), report)
-    told = Report.load(report.path)
-    bad, good = told.parts["lookup"].cases["bad"], told.parts["lookup"].cases["good"]
-    assert (told.parts["lookup"].status, told.parts["edit"].status) == ("failed", "passed")
+    saved = Report.load(report.path)
+    bad, good = saved.parts["lookup"].cases["bad"], saved.parts["lookup"].cases["good"]
+    assert (saved.parts["lookup"].status, saved.parts["edit"].status) == ("failed", "passed")
     assert (bad.status, bad.reason) == ("failed", "3 look-ups differ")
     assert "CheckError" in bad.error
     assert [one["name"] for one in bad.rows + good.rows] == ["before", "after"]
-    assert "it does not work: lookup failed" in command.summary(told)
-    assert "    failed: bad: 3 look-ups differ" in command.summary(told)
+    assert "it does not work: lookup failed" in command.summary(saved)
+    assert "    failed: bad: 3 look-ups differ" in command.summary(saved)
 
 
 def test_a_part_that_cannot_name_its_cases_takes_no_other_with_it(tmp_path: Path) -> None:
