@@ -36,10 +36,15 @@ def _case(rig: Rig) -> Iterator[Row]:
         ]  # fmt: skip
         left = rig.left()
         seconds = None if left == float("inf") else left
-        ran = subprocess.run(
-            command, cwd=ROOT, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}, timeout=seconds, check=False,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+        # Another pytest may be running this; its options and plugins are no business of this one.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+        try:
+            ran = subprocess.run(
+                command, cwd=ROOT, env=environment, timeout=seconds, check=False,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired as error:
+            raise CheckError(f"pytest did not end within the {seconds:.0f} s that the budget had left") from error
         said = "\n".join(ran.stdout.splitlines()[-TAIL:])
         if not results.exists():
             raise CheckError(f"pytest ended with status {ran.returncode}:\n{said}")
