@@ -162,7 +162,7 @@ class CausalGeneration(Generation):
 
     def logits(self, supervised: Supervised) -> list[Tensor]:
         """Only the labels' positions go through the head, where the model allows it."""
-        return self._passed(supervised, DynamicCache(supervised.earlier) if supervised.earlier else None)
+        return self._passed(supervised, _begun(supervised.earlier) if supervised.earlier else None)
 
     def keeping(self, supervised: Supervised, replace: Replaced) -> tuple[list[Tensor], Supervised]:
         """A value at the last prompt token changes nothing before it, so keys and values there are kept."""
@@ -243,6 +243,20 @@ class Seq2SeqGeneration(Generation):
     def _skipped(self, batch: Batch) -> int:
         del batch
         return len(self._first)
+
+
+def _begun(earlier: Sequence[tuple[Tensor, Tensor]]) -> DynamicCache:
+    """A cache that begins with these keys and values, by block.
+
+    `DynamicCache` would copy each; most belong to blocks that do not run again, and the others copy them as they add.
+    """
+    cache = DynamicCache()
+    for keys, values in earlier:
+        layer = DynamicLayer()
+        layer.dtype, layer.device, layer.is_initialized = keys.dtype, keys.device, True
+        layer.keys, layer.values = keys, values
+        cache.layers.append(layer)
+    return cache
 
 
 def _of_labels(logits_BTC: Tensor, supervised: Supervised) -> list[Tensor]:
