@@ -308,16 +308,27 @@ class TorchSearch(_Centred):
 class FaissOnGpu(_Centred):
     """Products by FAISS on an NVIDIA GPU."""
 
+    def __init__(self, device: torch.device, held: Callable[[], np.ndarray]) -> None:
+        super().__init__(device, held)
+        origin_12 = torch.zeros(1, 2, device=device)
+        self._knn(origin_12, origin_12, 1)  # FAISS takes its memory now, and not in the first request
+
     def _closest(
         self, points_BD: torch.Tensor, lengths_B: torch.Tensor, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         del lengths_B
+        squares_BK, slots_BK = self._knn(points_BD, self._points[: self._count], count)
+        return squares_BK.double().amax(dim=1), slots_BK
+
+    def _knn(self, points_BD: torch.Tensor, points_ND: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """So many nearest points: squares of distances (B, K) and slots (B, K)."""
         faiss: Any = faiss_library()
         # An error that CUDA reports to FAISS aborts the process. One of an earlier kernel is raised here instead.
         torch.cuda.current_stream(self.device).synchronize()
-        points_ND = self._points[: self._count]
-        squares_BK, slots_BK = with_room(lambda: faiss.knn_gpu(_gpu_resources(), points_BD, points_ND, count))
-        return squares_BK.double().amax(dim=1), slots_BK
+        found: tuple[torch.Tensor, torch.Tensor] = with_room(
+            lambda: faiss.knn_gpu(_gpu_resources(), points_BD, points_ND, count)
+        )
+        return found
 
 
 def search_for(device: torch.device) -> type[KeySearch]:

@@ -327,6 +327,12 @@ def test_the_tolerance_covers_the_noise_of_queries(way: Way, kind: str, dtype: t
     assert between.of_tolerance <= 1, between
 
 
+def test_keys_on_a_gpu_are_never_searched_on_the_host() -> None:
+    """Not even beside faiss-cpu, which takes numpy arrays alone."""
+    on_gpu = FaissOnGpu if hasattr(faiss_library(), "StandardGpuResources") else TorchSearch
+    assert search_for(torch.device("cuda")) is on_gpu
+
+
 class Transfers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts what is copied to the host."""
 
@@ -403,9 +409,6 @@ class TestOnAGpu:
         torch.cuda.reset_peak_memory_stats()
         search.search(torch.zeros(32, width, device="cuda"), MOST_CANDIDATES)
         assert torch.cuda.max_memory_allocated() - before - held < 500 * 2**20
-
-    def test_an_index_on_the_gpu_never_searches_on_the_host(self) -> None:
-        assert search_for(torch.device("cuda")) in (TorchSearch, FaissOnGpu)
 
     def test_the_environment_names_what_decides_the_bits(self) -> None:
         prepare_cuda()
