@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pipeline.codebook import Codebook
 from pipeline.distance import exact_distances
 from pipeline.index import KeyIndex
-from pipeline.key_search import NO_SLOT
+from pipeline.key_search import NO_SLOT, TorchSearch
 from pipeline.sieve import Sieve
 from schemas.deltas import EntryChange
 from tests.unit.engine.tiny import added, changed, filled, index_of, new_codebook, sealed
@@ -33,8 +33,10 @@ def oracle(queries_BD: np.ndarray, codebook: Codebook) -> tuple[list[int], list[
 
 
 def agrees(index: KeyIndex, queries_BD: np.ndarray, codebook: Codebook) -> list[int]:
-    """What covers each query."""
+    """What covers each query: as the index finds it, and as a GPU's search of all keys does."""
     found = index.covering(torch.from_numpy(queries_BD))
+    scanned = KeyIndex(codebook, torch.device("cpu"), TorchSearch).covering(torch.from_numpy(queries_BD))
+    assert (scanned.slots_B.tolist(), scanned.distances_B.tolist()) == oracle(queries_BD, codebook)
     assert (found.slots_B.tolist(), found.distances_B.tolist()) == oracle(queries_BD, codebook)
     for row, query_D in enumerate(queries_BD):
         alone = index.covering(torch.from_numpy(query_D)[None])
