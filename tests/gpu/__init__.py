@@ -12,7 +12,8 @@ T5 v1.1 small; SmolLM2 is measured where its weights are. A part fails where a c
 - `tolerance`: how far a query moves at most in batches of 1, 2 and 32 and beside a longer prompt, relative to its norm:
   on the device, and on the CPU from where it was on the device. In parentheses stands what the product assumes.
   Checked: no query moves farther than two tolerances, which every radius holds.
-- `determinism`: the same stream of corrections twice. Checked: every delta is the same, byte for byte.
+- `determinism`: the same stream of corrections twice, some alone and some that wait. Checked: every delta is the same,
+  byte for byte.
 - `edit`: corrections a second, one at a time and 16 that wait, against a textbook GRACE with frozen weights that takes
   the same steps; `smollm2` with the default recipe on the demo's facts.
 - `serve`: answers a second with an empty and a filled codebook, against the unedited model; they take turns.

@@ -1,6 +1,8 @@
 """Corrections of random inputs, and engines that take them: what the parts that edit share."""
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
 from pipeline.edited import correction
 from pipeline.editing import EditEngine
@@ -10,6 +12,7 @@ from pipeline.training import Recipe
 from schemas.messages import Feedback, Outcome
 from tests.bench.random_models import RandomModel
 
+FACTS = Path(__file__).parents[2] / "deploy" / "demo" / "facts.jsonl"
 TOKENS = 20
 STEPS = 20
 PLAN = Plan(recipe=Recipe(max_steps=STEPS, learning_rate=1.0, margin=float("inf")), traffic=0, radius=0.1)
@@ -26,6 +29,13 @@ def engine_of(model: EditableModel, plan: Plan = PLAN) -> EditEngine:
 def wrong_ones(shape: RandomModel, model: EditableModel, count: int, seed: int = 0) -> list[Feedback]:
     """Corrections of answers that the model gives wrong."""
     return [correction(f"f{seed}-{n}", *shape.wrong(model, TOKENS, 1000 * seed + n)) for n in range(count)]
+
+
+def facts(count: int) -> list[Feedback]:
+    """Corrections of the demo's facts, for a model with trained weights."""
+    lines = FACTS.read_text(encoding="utf-8").splitlines()[:count]
+    read = [json.loads(line) for line in lines]
+    return [correction(f"f{number}", fact["prompt"], fact["target"]) for number, fact in enumerate(read)]
 
 
 def edit_all(engine: EditEngine, given: Sequence[Feedback], *, together: bool) -> tuple[list[Outcome], list[bytes]]:

@@ -1,50 +1,67 @@
 """The same stream of corrections, twice: every delta has to be the same, byte for byte."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import zip_longest
-from typing import Any
 
 import numpy as np
 from msgspec import UNSET
 
+from pipeline.model import EditableModel
+from pipeline.plan import Plan
 from schemas.deltas import decode_delta
-from schemas.messages import Outcome
+from schemas.messages import Feedback, Outcome
 from tests.bench.framework import Row
 from tests.bench.random_models import RandomModel
-from tests.gpu.corrections import edit_all, engine_of, wrong_ones
-from tests.gpu.rig import Case, CheckError, Rig
+from tests.gpu.corrections import PLAN, edit_all, engine_of, facts, wrong_ones
+from tests.gpu.rig import Case, CheckError, Rig, smollm2
 
 ALONE, WAITING = 3, 8
 
 
 def cases(rig: Rig) -> Iterator[Case]:
-    """Each model."""
+    """Each model of random weights, and SmolLM2 with the default recipe."""
     for shape in rig.models():
-        yield Case(shape.name, partial(_case, rig, shape))
+        yield Case(shape.name, partial(_random, rig, shape))
+    if rig.real:
+        yield Case("smollm2", partial(_trained, rig))
 
 
-def _case(rig: Rig, shape: RandomModel) -> Iterator[Row]:
+def _random(rig: Rig, shape: RandomModel) -> Iterator[Row]:
     module = shape.module(rig.device)
-    outcomes, first = _stream(rig, shape, module)
-    again, second = _stream(rig, shape, module)
+
+    def given(model: EditableModel) -> list[Feedback]:
+        return wrong_ones(shape, model, ALONE + rig.some(WAITING))
+
+    yield from _case(shape.name, partial(shape.editable, module), given, PLAN)
+
+
+def _trained(rig: Rig) -> Iterator[Row]:
+    yield from _case("smollm2", partial(smollm2, rig.device), lambda _model: facts(ALONE + WAITING), Plan())
+
+
+def _case(
+    name: str, load: Callable[[], EditableModel], given: Callable[[EditableModel], list[Feedback]], plan: Plan
+) -> Iterator[Row]:
+    (outcomes, first), (again, second) = (_stream(load(), given, plan) for _ in range(2))
     values = sum(entry.value is not UNSET for record in first for entry in decode_delta(record).entries)
     same = sum(one == other for one, other in zip(first, second, strict=False))
-    yield Row(f"determinism/{shape.name}/values", values, "count")
-    yield Row(f"determinism/{shape.name}/equal-deltas", same, "count", len(first))
+    yield Row(f"determinism/{name}/values", values, "count")
+    yield Row(f"determinism/{name}/equal-deltas", same, "count", len(first))
     if not values:
         raise CheckError(f"no value was found in {len(outcomes)} corrections, so that nothing was compared")
     if first != second or outcomes != again:
         raise CheckError(_difference(first, second, outcomes, again))
 
 
-def _stream(rig: Rig, shape: RandomModel, module: Any) -> tuple[list[Outcome], list[bytes]]:
-    """Outcomes and deltas of an editor that starts anew; some corrections come alone, others wait together."""
-    model = shape.editable(module)
+def _stream(
+    model: EditableModel, given: Callable[[EditableModel], list[Feedback]], plan: Plan
+) -> tuple[list[Outcome], list[bytes]]:
+    """Outcomes and deltas of an editor that starts anew; some corrections come alone, the others wait together."""
     try:
-        engine = engine_of(model)
-        alone = edit_all(engine, wrong_ones(shape, model, ALONE), together=False)
-        waiting = edit_all(engine, wrong_ones(shape, model, rig.some(WAITING), seed=1), together=True)
+        engine, corrections = engine_of(model, plan), given(model)
+        alone = edit_all(engine, corrections[:ALONE], together=False)
+        waiting = edit_all(engine, corrections[ALONE:], together=True)
         return alone[0] + waiting[0], alone[1] + waiting[1]
     finally:
         model.adaptor.remove()

@@ -1,23 +1,19 @@
 """Corrections a second, against a textbook GRACE."""
 
-import json
 import statistics
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 from msgspec import UNSET
 
-from pipeline.edited import correction
 from pipeline.plan import Plan
 from tests.bench.device import timed
 from tests.bench.framework import Row
 from tests.bench.random_models import RandomModel
 from tests.bench.textbook import train
-from tests.gpu.corrections import PLAN, STEPS, edit_all, engine_of, wrong_ones
+from tests.gpu.corrections import PLAN, STEPS, edit_all, engine_of, facts, wrong_ones
 from tests.gpu.rig import Case, CheckError, Rig, smollm2
 
-FACTS = Path(__file__).parents[2] / "deploy" / "demo" / "facts.jsonl"
 TURNS = 3
 WAITING = 16
 
@@ -62,8 +58,7 @@ def _case(rig: Rig, shape: RandomModel) -> Iterator[Row]:
 def _trained(rig: Rig) -> Iterator[Row]:
     """SmolLM2 with the default recipe."""
     model = smollm2(rig.device)
-    facts = [json.loads(line) for line in FACTS.read_text(encoding="utf-8").splitlines()][: 2 * WAITING]
-    given = [correction(f"f{number}", fact["prompt"], fact["target"]) for number, fact in enumerate(facts)]
+    given = facts(2 * WAITING)
     edit_all(engine_of(model, Plan()), given[:2], together=True)  # warms up
     halves = {"alone": given[:WAITING], f"{WAITING}-waiting": given[WAITING:]}
     for way, some in halves.items():

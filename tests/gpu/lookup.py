@@ -37,12 +37,17 @@ ROUNDING = 1e-5
 
 
 def cases(rig: Rig) -> Iterator[Case]:
-    """Codebooks of growing size."""
+    """The copy rate that floors rest on, and codebooks of growing size."""
+    yield Case("copy", partial(_copy, rig.device))
     for count, width in REAL if rig.real else SMALL:
         for kind, offset in OFFSETS.items():
             copy = 4 * count * width
             run = partial(_case, rig, count, width, kind, offset)
             yield Case(f"{count // 1000}k-x-{width}/{kind}", run, host_bytes=2 * copy, device_bytes=COPIES * copy)
+
+
+def _copy(device: torch.device) -> Iterator[Row]:
+    yield Row("lookup/copy/gigabytes-per-second", copy_rate(device) / 1e9, "GB/s")
 
 
 def _case(rig: Rig, count: int, width: int, kind: str, offset: float) -> Iterator[Row]:
