@@ -9,7 +9,7 @@ ROUNDS ?= 5
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check chaos bench gpu lock schemas clean
+.PHONY: help setup demo test chaos containers bench gpu lock schemas clean
 
 help:  ## what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -36,6 +36,10 @@ test: setup  ## lint, types and all tests, on a real Kafka and a real Valkey
 
 chaos: setup  ## kill, hang and cut off everything, and hold, cut and copy requests, several times; ROUNDS=5
 	$(BIN)/pytest -s tests/chaos tests/integration/test_late_requests.py --chaos $(ROUNDS)
+
+containers: setup  ## build the image, with stand-ins where no registry answers, and test it and the Compose file
+	$(BIN)/python -m tests.containers.engine
+	$(BIN)/pytest tests/containers tests/integration/test_containers.py --containers
 
 bench: setup  ## measurements; NAME=quality, edit, overhead, memory, throughput, lag, ...; ARGS=--quick
 	$(BIN)/python -m tests.bench $(NAME) $(ARGS)

@@ -49,11 +49,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """What `make chaos` adds, and the timeout of pyproject.toml, which is no setting where pytest-timeout is absent."""
+    """What `make chaos` and `make containers` add, and a setting of pyproject.toml that pytest-timeout would know."""
     if not pluginmanager.has_plugin("timeout"):
         parser.addini("timeout", "seconds for each test")
     text = "tell the whole story of what can fail so many times, in random orders; 0: a short one, once"
     parser.addoption("--chaos", type=int, default=0, help=text)
+    parser.addoption("--containers", action="store_true", help="run the Compose file, which takes minutes")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
