@@ -100,7 +100,7 @@ def prepare(name: str, cache: Path, report: Report) -> Path:
             visibly = _to(sys.stderr, report)
             with unreported(), redirect_stderr(io.StringIO()):  # and without progress bars
                 model.build(partial, visibly)
-            rights = (partial / "config.json").stat().st_mode
+            rights = partial.stat().st_mode & 0o666  # what the umask leaves
             for file in partial.iterdir():  # safetensors lets only the owner read its files, and containers have others
                 file.chmod(rights)
             partial.rename(folder)
