@@ -26,15 +26,21 @@ BEYOND_THE_ENGINE = (
 """Packages that a machine with a GPU need not have."""
 
 
-def make(*arguments: str, seconds: float = 280) -> "subprocess.CompletedProcess[str]":
+def make(*options: str, seconds: float = 280) -> "subprocess.CompletedProcess[str]":
+    """`make gpu` with these options, and none of a `make test` that runs these tests."""
+    alone = {name: value for name, value in os.environ.items() if name not in {"MAKEFLAGS", "MAKELEVEL", "MFLAGS"}}
+    argv = ["make", "gpu", *options]
+    return subprocess.run(argv, cwd=ROOT, env=alone, check=False, capture_output=True, text=True, timeout=seconds)
+
+
+def make_gpu(*arguments: str) -> "subprocess.CompletedProcess[str]":
     """`make gpu` with these arguments, in the Python of the tests."""
-    argv = ["make", "--silent", "gpu", f"PYTHON={sys.executable}", f"ARGS={' '.join(arguments)}"]
-    return subprocess.run(argv, cwd=ROOT, check=False, capture_output=True, text=True, timeout=seconds)
+    return make("--silent", f"PYTHON={sys.executable}", f"ARGS={' '.join(arguments)}")
 
 
 def test_the_whole_command_is_rehearsed_on_the_cpu_and_every_part_reports(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
-    ran = make("--device cpu --budget 240 --report", str(path))
+    ran = make_gpu("--device cpu --budget 240 --report", str(path))
     assert ran.returncode == 0, ran.stdout + ran.stderr
     report = Report.load(path)
     assert {name: part.status for name, part in report.parts.items()} == dict.fromkeys(PARTS, "passed")
@@ -78,9 +84,7 @@ def test_where_tf32_is_forced_a_worker_says_what_to_unset_and_begins_nothing(
 
 
 def test_the_target_needs_neither_the_network_nor_the_virtual_environment() -> None:
-    argv = ["make", "-n", "gpu", "PYTHON=any-python"]
-    shown = subprocess.run(argv, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    assert shown.split() == ["any-python", "-m", "tests.gpu"]
+    assert make("-n", "PYTHON=any-python").stdout.split() == ["any-python", "-m", "tests.gpu"]
 
 
 def test_all_but_the_tests_need_what_the_engine_needs_and_no_more(tmp_path: Path) -> None:
