@@ -41,14 +41,14 @@ def require_engine() -> None:
         raise EngineError("no Docker engine answers, and only root can start one: start Docker, or run this as root")
     if shutil.which("dockerd") is None:
         install("docker.io")
-    cache = _cache()
-    cache.mkdir(parents=True, exist_ok=True)
-    with (cache / "dockerd.log").open("wb") as log:
+    log_file = cache() / "dockerd.log"
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    with log_file.open("wb") as log:
         engine = subprocess.Popen(["dockerd"], stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
     deadline = time.monotonic() + START_SECONDS
     while not docker_answers():
         if engine.poll() is not None or time.monotonic() > deadline:
-            last = (cache / "dockerd.log").read_text(errors="replace").strip().splitlines()[-1:]
+            last = log_file.read_text(errors="replace").strip().splitlines()[-1:]
             raise EngineError(f"dockerd does not start here: {' '.join(last) or 'it says nothing'}")
         time.sleep(0.2)
 
@@ -59,35 +59,37 @@ def require_compose() -> list[str]:
     Raises:
         EngineError: there is none, and none can be compiled.
     """
-    compiled = _cache() / f"docker-compose-{COMPOSE}"
-    for command in (["docker", "compose"], ["docker-compose"], [str(compiled)]):
+    folder = cache() / f"compose-{COMPOSE}"
+    compiled = [str(folder / "cmd")]
+    for command in (["docker", "compose"], ["docker-compose"], compiled):
         if _version(command) >= OLDEST_COMPOSE:
             return command
-    if shutil.which("go") is None:
-        raise EngineError("no Docker Compose 2.24 or newer is installed, nor Go, which could compile one")
-    _compile(compiled)
-    return [str(compiled)]
+    compile_go(folder, COMPOSE, f"{COMPOSE_MODULE}/cmd", flags=f"-X {COMPOSE_MODULE}/internal.Version={COMPOSE}")
+    return compiled
 
 
-def _compile(target: Path) -> None:
-    """Compile Compose in a module of its own, since `go install` refuses one that replaces or excludes dependencies.
+def compile_go(target: Path, version: str, *packages: str, flags: str = "") -> None:
+    """Compile Go programs into a folder, in a module of its own: `go install` refuses some that replace dependencies.
 
     Raises:
-        EngineError: it cannot be compiled.
+        EngineError: there is no Go, or they cannot be compiled.
     """
-    print(f"compiling Docker Compose {COMPOSE}, which takes minutes once", file=sys.stderr)
-    command = f"{COMPOSE_MODULE}/cmd"
-    stamp = f"-s -w -X {COMPOSE_MODULE}/internal.Version={COMPOSE}"
-    target.parent.mkdir(parents=True, exist_ok=True)
+    names = " and ".join(package.rpartition("/")[2] for package in packages)
+    if shutil.which("go") is None:
+        raise EngineError(f"there is no Go here that could compile {names} {version}")
+    print(f"compiling {names} {version}, which takes minutes once", file=sys.stderr)
+    target.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "CGO_ENABLED": "0"}
     with tempfile.TemporaryDirectory() as folder:
         for arguments in (
-            ["mod", "init", "compose"],
-            ["get", "-tool", f"{command}@{COMPOSE}"],
-            ["build", "-o", str(target), "-ldflags", stamp, command],
+            ["mod", "init", "compiled"],
+            ["get", "-tool", *(f"{package}@{version}" for package in packages)],
+            ["build", "-ldflags", f"-s -w {flags}", "-o", f"{target}/", *packages],
         ):
-            done = subprocess.run(["go", *arguments], cwd=folder, capture_output=True, text=True, check=False)
+            command = ["go", *arguments]
+            done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
             if done.returncode != 0:
-                raise EngineError(f"Docker Compose cannot be compiled: {done.stderr.strip().splitlines()[-1]}")
+                raise EngineError(f"{names} {version} cannot be compiled: {done.stderr.strip().splitlines()[-1]}")
 
 
 def _version(command: list[str]) -> tuple[int, ...]:
@@ -116,7 +118,8 @@ def install(package: str) -> None:
             raise EngineError(f"apt-get cannot install {package}: {said}")
 
 
-def _cache() -> Path:
+def cache() -> Path:
+    """Where what is obtained is kept."""
     return load_settings().cache.expanduser() / "containers"
 
 

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,17 @@ def build_image(context: Path = ROOT, name: str = IMAGE) -> None:
 
 
 class Compose:
-    """A project of the Compose files, under a name of its own; `files` lie over docker-compose.yml."""
+    """A project of the Compose files, under a name of its own; `files` lie over docker-compose.yml.
 
-    def __init__(self, name: str, *files: Path, **environment: str) -> None:
+    A file `.env` in `directory`, the repository if none is given, has further settings.
+    """
+
+    def __init__(
+        self, name: str, *files: Path, environment: Mapping[str, str] | None = None, directory: Path = ROOT
+    ) -> None:
         chosen = [option for path in (ROOT / "docker-compose.yml", *files) for option in ("--file", str(path))]
-        self._command = [*require_compose(), "--project-name", name, "--project-directory", str(ROOT), *chosen]
-        self._environment = {**os.environ, "BUILD_CA": str(CERTIFICATES), **environment}
+        self._command = [*require_compose(), "--project-name", name, "--project-directory", str(directory), *chosen]
+        self._environment = {**os.environ, "BUILD_CA": str(CERTIFICATES), **(environment or {})}
 
     def run(self, *arguments: str, fails: bool = False) -> str:
         """One command; what it prints. It has to succeed, or, with `fails`, not to."""
@@ -57,6 +63,11 @@ class Compose:
                 subprocess.run(logs, env=self._environment, stdout=sys.stderr, check=False)
             raise AssertionError(f"{arguments} ended with {done.returncode}")
         return done.stdout + (done.stderr if fails else "")
+
+    def configured(self) -> dict[str, Any]:
+        """The files as Compose reads them, laid over each other."""
+        found: dict[str, Any] = json.loads(self.run("config", "--format", "json"))
+        return found
 
     def up(self, *arguments: str) -> None:
         """Start what is not running, and wait until everything is healthy."""
