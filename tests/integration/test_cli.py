@@ -13,7 +13,7 @@ from kafka.admin import ConfigResource, ConfigResourceType, NewTopic
 from deploy.models import KNOWN
 from pipeline.clients import admin
 from pipeline.codebook_file import load
-from pipeline.replay import replay_deltas
+from pipeline.replay import describe, replay_deltas
 from pipeline.settings import Settings, as_environment
 from pipeline.topics import TOPICS, require_topics
 from tests.integration.forked import Command, Forked, as_given, sentence, status_of
@@ -272,6 +272,51 @@ class TestHistory:
         assert codebook is not None
         assert told == codebook.facts() == load(path).facts()
         assert codebook.layer in run("replay", settings=running).told()
+
+    def test_evaluate_measures_the_codebook_on_cases(
+        self, run: Callable[..., Command], running: Settings, tmp_path: Path
+    ) -> None:
+        correction = next(step for step in describe(running) if step.outcome == "added")
+        cases = [
+            {"inputs": correction.inputs, "target": correction.target},
+            {"inputs": correction.inputs, "unchanged": True},
+            {"inputs": "bread room", "unchanged": True},
+        ]
+        path = tmp_path / "cases.jsonl"
+        path.write_text("\n".join(map(json.dumps, cases)))
+        command = run("evaluate", str(path), "--json", settings=running)
+        assert status_of(command) == 1, command.said()
+        *results, counted = lines(command.told())
+        assert [result["verdict"] for result in results] == ["correct", "changed", "unchanged"]
+        assert results[0]["entry_id"] == correction.feedback_id
+        assert counted["seq"] == replay_deltas(running).seq  # type: ignore[union-attr]
+        assert (counted["passed"], counted["captured"], counted["broken"]) == (2, 2, 0)
+        before = run("evaluate", str(path), "--seq", str(correction.seq - 1), "--json", settings=running)
+        assert [result["verdict"] for result in lines(before.told())[:-1]] == ["wrong", "unchanged", "unchanged"]
+        table = run("evaluate", str(path), settings=running).told()
+        assert str(correction.target) in table
+        assert "bread room" not in table, "that case passed"
+        path.write_text(json.dumps(cases[0]))
+        after = run("evaluate", str(path), settings=running)
+        assert status_of(after) == 0, after.said()
+        assert "1 of 1 correct (1 exactly), 0 of 0 unchanged; an entry serves 1 of 1, 0 of them" in after.said()
+        assert after.told() == ""
+
+    def test_evaluate_names_the_line_that_is_no_case(
+        self, run: Callable[..., Command], running: Settings, tmp_path: Path
+    ) -> None:
+        path = tmp_path / "cases.jsonl"
+        for line, why in (
+            ('{"inputs": "a"}', "either `target`"),
+            (json.dumps({"inputs": "room " * 100, "unchanged": True}), "GRACESTREAM_MAX_INPUT_TOKENS"),
+            ("", "has no lines"),
+        ):
+            path.write_text(f"\n{line}")
+            command = run("evaluate", str(path), settings=running)
+            assert status_of(command) == 2
+            said = " ".join(command.said().replace("│", " ").split())
+            assert why in said
+            assert "line 2" in said or not line
 
     def test_replay_goes_up_to_a_seq_or_a_time(self, run: Callable[..., Command], running: Settings) -> None:
         (told,) = lines(run("replay", "--json", "--seq", "1", settings=running).told())

@@ -13,7 +13,19 @@ import typer
 
 from pipeline.logs import silence_libraries
 from pipeline.security import plainly
-from workers.cli import audit, dead_letters, experiments, history, keys, local, snapshots, traffic, tuning, work
+from workers.cli import (
+    audit,
+    dead_letters,
+    evaluation,
+    experiments,
+    history,
+    keys,
+    local,
+    snapshots,
+    traffic,
+    tuning,
+    work,
+)
 from workers.cli.common import EXPECTED
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -49,7 +61,7 @@ def options(
     """Take the options of `gracestream` itself."""
 
 
-for group in (local, work, traffic, keys, dead_letters, history, audit, snapshots, tuning, experiments):
+for group in (local, work, traffic, keys, dead_letters, history, audit, snapshots, tuning, evaluation, experiments):
     group.register(app)
 
 

@@ -1,0 +1,128 @@
+"""`evaluate`: what a deployment's codebook does to cases of one's own."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+from rich.progress import Progress
+from rich.table import Column, Table
+
+from pipeline.errors import UserError
+from schemas.messages import in_one_text
+from workers.cli.common import (
+    NO_DELTAS,
+    AsJson,
+    Kafka,
+    Layer,
+    Lines,
+    Model,
+    Prefix,
+    cell,
+    connected,
+    notes,
+    read_lines,
+    say,
+    shortened,
+    show,
+)
+
+if TYPE_CHECKING:
+    from pipeline.evaluation import CaseResult, EvaluationCase
+    from pipeline.model import EditableModel
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(rich_help_panel="Tuning")(evaluate)
+
+
+def evaluate(
+    lines: Lines,
+    seq: Annotated[int | None, typer.Option(min=0, help="The codebook after this delta; else as it is now.")] = None,
+    as_json: AsJson = False,
+    kafka: Kafka = None,
+    prefix: Prefix = None,
+    model: Model = None,
+    layer: Layer = None,
+) -> None:
+    """Measure a deployment's codebook on cases of your own: what should be answered, and what should not change.
+
+    Each line is an object with `inputs` and either `target`, the right answer, or `unchanged`: true. The model answers
+    here, from the codebook that `deltas` gives; no replica is asked. Ends with status 1 if a case is not answered as it
+    asks. With --json each case is a line, and the last line counts them.
+    Example: gracestream evaluate cases.jsonl
+    """
+    from pipeline.evaluation import evaluate as answered  # noqa: PLC0415  (torch takes seconds)
+    from pipeline.evaluation import summary  # noqa: PLC0415
+    from pipeline.replay import replay_deltas  # noqa: PLC0415
+    from workers.boot import load_model  # noqa: PLC0415
+
+    cases = _read(lines)
+    settings = connected(kafka=kafka, prefix=prefix, model=model, layer=layer)
+    codebook = replay_deltas(settings, seq)
+    if codebook is None:
+        raise UserError(NO_DELTAS)
+    if "layer" not in settings.model_fields_set:
+        settings = settings.model_copy(update={"layer": codebook.layer})
+    loaded = load_model(settings)
+    _require_taken(loaded, cases, lines)
+    with Progress(console=notes, transient=True, disable=not notes.is_terminal) as progress:
+        bar = progress.add_task("answering", total=len(cases))
+        given = list(cases.values())
+        results = answered(loaded, codebook, given, lambda done: progress.update(bar, completed=done))
+    found = summary(results)
+    if as_json:
+        for result in results:
+            say(msgspec.to_builtins(result))
+        say({"seq": codebook.seq, **msgspec.to_builtins(found)})
+    elif found.passed < found.cases:
+        show(_failed(list(cases), results))
+    notes.print(
+        f"delta {codebook.seq}: {found.correct} of {found.with_target} correct ({found.exact} exactly),"
+        f" {found.unchanged} of {found.to_stay} unchanged; an entry serves {found.captured} of {found.cases},"
+        f" {found.broken} of them with broken output"
+    )
+    raise typer.Exit(int(found.passed < found.cases))
+
+
+def _read(path: Path) -> dict[int, "EvaluationCase"]:
+    """The cases of a file by the numbers of their lines.
+
+    Raises:
+        typer.BadParameter: a line is no case, or there is none.
+    """
+    from pipeline.evaluation import EvaluationCase  # noqa: PLC0415
+
+    cases = {}
+    for number, fields in read_lines(path):
+        try:
+            cases[number] = msgspec.convert(fields, EvaluationCase)
+        except msgspec.ValidationError as error:
+            raise typer.BadParameter(f"{path}, line {number}: {error}") from error
+    if not cases:
+        raise typer.BadParameter(f"{path} has no lines; each is an object with `inputs` and `target` or `unchanged`")
+    return cases
+
+
+def _require_taken(model: "EditableModel", cases: Mapping[int, "EvaluationCase"], path: Path) -> None:
+    """Raises typer.BadParameter where the model cannot answer a case."""
+    from pipeline.tasks import InputError  # noqa: PLC0415
+
+    for number, case in cases.items():
+        try:
+            model.task.admit(model.task.tokenize(case.inputs), case.parameters)
+        except InputError as error:
+            raise typer.BadParameter(f"{path}, line {number}: {error}") from error
+
+
+def _failed(numbers: Sequence[int], results: Sequence["CaseResult"]) -> Table:
+    """The cases that were not answered as they ask."""
+    table = Table("line", *(Column(name, overflow="fold") for name in ("inputs", "expected", "answer", "entry")))
+    for number, result in zip(numbers, results, strict=True):
+        if not result.passed:
+            expected = result.unedited if result.expected is None else result.expected
+            texts = (in_one_text(result.inputs), expected, result.answer, result.entry_id or "-")
+            table.add_row(str(number), *(cell(shortened(text)) for text in texts))
+    return table
