@@ -33,6 +33,9 @@ CUDA_DEFAULTS = {CUBLAS_WORKSPACE: ":4096:8", "PYTORCH_CUDA_ALLOC_CONF": "expand
 DRIVERS = {"12": 525, "13": 580}
 """The oldest NVIDIA driver on Linux for each major version of CUDA."""
 
+CUDA_STUBS = "libcuda_stubs.so"
+"""The library that replaces CUDA's in an image without a GPU (deploy/image/stub_cuda.py)."""
+
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 _SIGNS = ("CUDA error", "CUDA driver error", "CUBLAS_STATUS_", "CUDNN_STATUS_", "CUSPARSE_STATUS_", "NCCL error")
@@ -140,6 +143,8 @@ def why_no_cuda() -> str:
     """Why torch can use no CUDA device, as far as it can be told."""
     if torch.version.cuda is None:
         return "this torch was built without CUDA"
+    if (Path(torch.__file__).parent / "lib" / CUDA_STUBS).exists():
+        return "this image has no CUDA: build it with VARIANT=gpu (deploy/image/Dockerfile)"
     oldest = DRIVERS.get(torch.version.cuda.split(".")[0])
     needed = f"torch's CUDA {torch.version.cuda} needs NVIDIA driver {oldest or 'of its time'} or newer"
     driver = driver_version()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import cycle, islice
 
 from msgspec import Struct
-from torch import Tensor, cat, stack
+from torch import Tensor, cat, stack, tensor
 
 from pipeline.batch import Prompt
 from pipeline.maintenance import batch_noise
@@ -60,7 +60,7 @@ def query_noise(*models: EditableModel, inputs: Sequence[Inputs] = TEXTS) -> Noi
         inputs=len(inputs),
         relative=float((far_N / norms_N).max()),
         absolute=float(far_N.max()),
-        of_tolerance=max(shares),
+        of_tolerance=float(tensor(shares).max()),  # Python's max passes over what is not a number
     )
 
 

@@ -28,6 +28,12 @@ TEXT = "gracestream: this image has no CUDA"
 LOADED = ("libtorch_global_deps.so", "libtorch_python.so")
 """What `import torch` loads; the rest of torch's libraries are linked to these, or are loaded with a GPU alone."""
 
+OURS = re.compile(r"lib(cu|nv|nccl)")
+"""What NVIDIA's libraries are named."""
+
+STRING = re.compile(r"(String|Name|LastError)$")
+"""What functions are named that return a text."""
+
 SKIPPED = re.compile(r"_?Py")
 """Functions that the interpreter defines, not a library."""
 
@@ -42,6 +48,8 @@ def main() -> None:
     missing = sorted({name for (name,) in _reported(libraries, r"^\s*(\S+) => not found")})
     if not missing:
         return
+    if others := [name for name in missing if not OURS.match(name)]:
+        sys.exit(f"torch needs {', '.join(others)}, which is not of CUDA and must be installed")
     _compile(folder / STUBS, {})
     for name in missing:
         (folder / name).symlink_to(STUBS)
@@ -77,7 +85,7 @@ def _compile(target: Path, functions: Mapping[str, Sequence[str]]) -> None:
 
 
 def _definition(function: str) -> str:
-    if function in {"cudaGetErrorString", "cudaGetErrorName"}:
+    if STRING.search(function) and function != "cudaGetLastError":
         return f'const char *{function}(void) {{ return "{TEXT}"; }}'
     return f"long {function}(void) {{ return {NO_DEVICE if 'cuda' in function else FAILED}; }}"
 

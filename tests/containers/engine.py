@@ -37,6 +37,8 @@ def require_engine() -> None:
     """
     if docker_answers():
         return
+    if "DOCKER_HOST" in os.environ:
+        raise EngineError("the Docker engine that DOCKER_HOST names does not answer on this machine")
     if os.geteuid() != 0:
         raise EngineError("no Docker engine answers, and only root can start one: start Docker, or run this as root")
     if shutil.which("dockerd") is None:
@@ -48,9 +50,11 @@ def require_engine() -> None:
     deadline = time.monotonic() + START_SECONDS
     while not docker_answers():
         if engine.poll() is not None or time.monotonic() > deadline:
+            engine.terminate()
             last = log_file.read_text(errors="replace").strip().splitlines()[-1:]
             raise EngineError(f"dockerd does not start here: {' '.join(last) or 'it says nothing'}")
         time.sleep(0.2)
+    print(f"started a Docker engine; `kill {engine.pid}` ends it", file=sys.stderr)
 
 
 def require_compose() -> list[str]:
@@ -111,7 +115,7 @@ def install(package: str) -> None:
         raise EngineError(f"{package} is not installed, and there is no apt-get to install it")
     print(f"installing {package}", file=sys.stderr)
     quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    for command in (["update"], ["install", "--yes", "--no-install-recommends", package]):
+    for command in (["update"], ["install", "--yes", "--no-remove", "--no-install-recommends", package]):
         done = subprocess.run(["apt-get", "-qq", *command], env=quiet, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             said = (done.stderr.strip() or done.stdout.strip() or "it says nothing").splitlines()[-1]

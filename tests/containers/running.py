@@ -23,20 +23,18 @@ def build_image(context: Path = ROOT, name: str = IMAGE) -> None:
 
     Raises:
         EngineError: no command of Docker here builds with BuildKit.
+        AssertionError: the build fails.
     """
     secret = ["--secret", f"id=ca,src={CERTIFICATES}"] if CERTIFICATES.exists() else []
     arguments = ["build", *secret, "--file", str(context / DOCKERFILE.relative_to(ROOT)), "--tag", name, str(context)]
-    said = ""
     # A newer command needs the plugin buildx for it; Debian's brings it along.
     for command in dict.fromkeys(filter(None, (shutil.which("docker"), shutil.which("docker", path="/usr/bin")))):
         environment = {**os.environ, "DOCKER_BUILDKIT": "1"}
         done = subprocess.run([command, *arguments], env=environment, capture_output=True, text=True, check=False)
         if done.returncode == 0:
             return
-        said = done.stderr
-        if "buildx" not in said:
-            break
-    raise EngineError(f"the image is not built: {said[-2000:]}")
+        assert "buildx" in done.stderr, f"the image is not built: {done.stderr[-2000:]}"
+    raise EngineError("no docker command here has BuildKit: install its plugin buildx")
 
 
 class Compose:
@@ -50,7 +48,8 @@ class Compose:
     ) -> None:
         chosen = [option for path in (ROOT / "docker-compose.yml", *files) for option in ("--file", str(path))]
         self._command = [*require_compose(), "--project-name", name, "--project-directory", str(directory), *chosen]
-        self._environment = {**os.environ, "BUILD_CA": str(CERTIFICATES), **(environment or {})}
+        trusted = {"BUILD_CA": str(CERTIFICATES)} if CERTIFICATES.exists() else {}
+        self._environment = {**os.environ, **trusted, **(environment or {})}
 
     def run(self, *arguments: str, fails: bool = False) -> str:
         """One command; what it prints. It has to succeed, or, with `fails`, not to."""

@@ -1,8 +1,8 @@
 """The images that the project's containers are made of and run beside, from a registry or built in their place.
 
-Where no registry can be reached, each is built here from Debian's packages and Kafka's own jars, under its own name.
-It has the label `gracestream.stand-in`. Stand-ins show that our files fit together and what our own image does. They
-do not show that the published images behave alike.
+Where no registry can be reached, each is built here from Debian's packages, Kafka's own jars or Prometheus' source. It
+has the label `gracestream.stand-in`, and the name of the image that it stands for only while the tests run. Stand-ins
+show that our files fit together and what our own image does. They do not show that the published images behave alike.
 """
 
 import hashlib
@@ -14,7 +14,6 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -98,6 +97,16 @@ ENTRYPOINT ["prometheus", "--config.file=/etc/prometheus/prometheus.yml", "--sto
 """
 
 
+KEPT = "gracestream-stand-in"
+"""Under this name stand-ins are kept; the name of the image that they stand for they have while the tests run."""
+
+UNREACHABLE = ("dial tcp", "no such host", "connection refused", "i/o timeout", "proxyconnect", "request canceled")
+"""What an engine says of a registry that does not answer."""
+
+_named: set[str] = set()
+"""Images whose names stand-ins have now."""
+
+
 def require_images(*services: str) -> None:
     """Let this engine have what our image is built from, and the images of these services of the Compose file.
 
@@ -112,15 +121,37 @@ def require_images(*services: str) -> None:
         client.close()
 
 
+def remove_stand_ins() -> None:
+    """Take the names of other images from the stand-ins that this process gave them to."""
+    if not _named:
+        return
+    client = docker.from_env()
+    try:
+        while _named:
+            client.images.remove(_named.pop())
+    finally:
+        client.close()
+
+
 def _require(client: docker.DockerClient, name: str) -> None:
     present = client.images.list(name)
     if present and LABEL not in present[0].labels:
         return
-    with suppress(docker.errors.APIError):
+    try:
         client.images.pull(name)
+    except docker.errors.APIError as error:
+        if not any(sign in str(error) for sign in UNREACHABLE):
+            raise EngineError(f"the image {name} cannot be fetched: {error}") from error
+    else:
         return
-    if present and present[0].labels[LABEL] == RECIPE:
-        return
+    kept = client.images.list(f"{KEPT}/{name}")
+    if not kept or kept[0].labels[LABEL] != RECIPE:
+        _build_stand_in(client, name)
+    client.images.get(f"{KEPT}/{name}").tag(name)
+    _named.add(name)
+
+
+def _build_stand_in(client: docker.DockerClient, name: str) -> None:
     print(f"no registry answers for {name}: a stand-in is built", file=sys.stderr)
     builders: dict[str, Callable[[docker.DockerClient, str], None]] = {
         "python:3.11-slim": _build_python,
@@ -159,7 +190,7 @@ def _build_python(client: docker.DockerClient, name: str) -> None:
             package.unlink()
         archive = Path(folder) / "root.tar"
         subprocess.run(["tar", "--create", "--directory", root, "--file", archive, "."], check=True)
-        repository, _, tag = name.partition(":")
+        repository, _, tag = f"{KEPT}/{name}".partition(":")
         changes = [f"LABEL {LABEL}={RECIPE}", 'CMD ["python3"]']
         client.api.import_image_from_file(str(archive), repository=repository, tag=tag, changes=changes)
 
@@ -201,4 +232,4 @@ def _build(client: docker.DockerClient, name: str, dockerfile: str, files: Mappi
             member.mode = 0o755
             archive.addfile(member, io.BytesIO(content))
     context.seek(0)
-    client.images.build(fileobj=context, custom_context=True, tag=name, network_mode="host", rm=True)
+    client.images.build(fileobj=context, custom_context=True, tag=f"{KEPT}/{name}", network_mode="host", rm=True)

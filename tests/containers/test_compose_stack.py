@@ -32,14 +32,17 @@ from tests.integration.running import (
     settings_for,
     wait_until,
 )
-from tests.unit.deploy.files import COMPOSE_EXTERNAL, COMPOSE_GPU
+from tests.unit.deploy.files import COMPOSE_EXTERNAL, COMPOSE_GPU, ROOT
 from tests.unit.deploy.test_monitoring import alerts, expressions
 from tests.unit.engine.tiny import texts
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(900)]
 
-NAME = "gracestream-test"
-PROMPTS = texts(40, seed=77, shortest=6)
+NAME = f"gracestream-test-{os.getpid()}"
+PROMPTS = list(dict.fromkeys(texts(500, seed=77, shortest=6)))
+EACH = 100
+"""Corrections, at most, while a part is away."""
+
 PARTS = ("kafka", "redis", "editor", "inference")
 PATIENCE = 120.0
 """Seconds that a part may take to come back, or what waits for it to go on."""
@@ -83,6 +86,8 @@ def stack(request: pytest.FixtureRequest, folder: Path, checkpoint: Checkpoint) 
     """The Compose file, up, with a tiny model."""
     if not request.config.getoption("containers"):
         pytest.skip("`make containers` runs it")
+    if (ROOT / ".env").exists():
+        pytest.skip("beside the Compose file lies a .env, whose settings would be tested")
     try:
         require_images("kafka", "redis")
     except EngineError as error:
@@ -117,6 +122,15 @@ def ask(users: Users, text: str, min_seq: int = 0) -> Prediction:
     """The answer to a text, of a replica that has the delta."""
     name = f"q{next(numbers)}"
     return users.ask(question(name, text, min_seq=min_seq), timeout=PATIENCE)[name]
+
+
+def kill(container: Mapping[str, Any]) -> None:
+    """End a container's process as the kernel does where memory ends: after Docker's own `kill` none starts again."""
+    pid = container["State"]["Pid"]
+    groups = Path(f"/proc/{pid}/cgroup")
+    if pid <= 1 or not groups.exists() or container["Id"] not in groups.read_text():
+        pytest.skip("the containers' processes are not of this machine, so they cannot be killed from here")
+    os.kill(pid, signal.SIGKILL)
 
 
 def said(answer: Prediction) -> str | UnsetType:
@@ -184,7 +198,7 @@ class Traffic:
                     found = replies.wait([name], PATIENCE)
                     assert found, "a correction got no outcome"
                     self.outcomes += found.values()
-                    if self._over.is_set():
+                    if self._over.wait(0.5):
                         break
         except BaseException as error:  # noqa: BLE001 - likewise
             self.failed.append(error)
@@ -245,22 +259,26 @@ def test_a_part_that_is_killed_under_load_comes_back_and_nothing_is_lost(
     part: str, stack: Compose, users: Users
 ) -> None:
     (container,) = stack.inspect(part)
-    first = 4 + 8 * PARTS.index(part)
-    with Traffic(users, PROMPTS[first : first + 8]) as traffic:
-        # As the kernel does it where memory ends: Docker starts none again that its own `kill` has ended.
-        os.kill(container["State"]["Pid"], signal.SIGKILL)
+    first = 40 + EACH * PARTS.index(part)
+    corrected = PROMPTS[first : first + EACH]
+    with Traffic(users, corrected) as traffic:
+        kill(container)
         wait_until(lambda: stack.inspect(part)[0]["RestartCount"] == container["RestartCount"] + 1, PATIENCE)
         stack.up()
-        served = len(traffic.answers)
+        served, decided = len(traffic.answers), len(traffic.outcomes)
         wait_until(lambda: len(traffic.answers) > served or traffic.failed, PATIENCE)
+        wait_until(lambda: len(traffic.outcomes) > decided or traffic.failed, PATIENCE)
     assert stack.ids(part) == [container["Id"]]
     assert [outcome for outcome in traffic.outcomes if outcome.status != "added"] == []
     assert [answer for answer in traffic.answers if answer.error is not UNSET] == []
     ids = [outcome.feedback_id for outcome in outcomes_in_log(users.settings)]
     assert len(ids) == len(set(ids)), "a correction was made twice"
-    for outcome, text in zip(traffic.outcomes, PROMPTS[first:], strict=False):
-        assert outcome.seq is not UNSET
-        assert said(ask(users, text, outcome.seq)) == "river"
+    questions = [
+        question(f"q{next(numbers)}", text, min_seq=outcome.seq)
+        for outcome, text in zip(traffic.outcomes, corrected, strict=False)
+    ]
+    answers = users.ask(*questions, timeout=PATIENCE)
+    assert {said(answer) for answer in answers.values()} == {"river"}
 
 
 def test_down_and_up_keep_the_history(stack: Compose, users: Users) -> None:
@@ -354,16 +372,22 @@ def test_the_overlay_for_a_gpu_never_trains_on_the_cpu(stack: Compose, folder: P
     if Path("/dev/nvidiactl").exists():
         pytest.skip("here is a GPU")
     chosen = {"GRACESTREAM_MODEL": "/model", "GRACESTREAM_LAYER": checkpoint.layer}
-    own = overlay(folder, "gpu", {"services": {"editor": serving(checkpoint, image=IMAGE, pull_policy="never")}})
+    own = overlay(folder, "image", {"services": {"editor": serving(checkpoint, image=IMAGE, pull_policy="never")}})
     others = Compose(f"{NAME}-gpu", COMPOSE_GPU, own, environment=chosen)
     try:
         refused = others.run("up", "--detach", "--no-build", "--no-deps", "editor", fails=True)
         assert 'could not select device driver "nvidia"' in refused
     finally:
         others.run("down", "--volumes")
-    command = ["run", "--rm", "--no-deps", "--env", "GRACESTREAM_DEVICE=cuda", "editor"]
-    printed = stack.run(*command, fails=True)
-    assert "GRACESTREAM_DEVICE is cuda, but torch can use no CUDA device" in printed
+    anywhere = folder / "anywhere.yml"
+    anywhere.write_text("services: {editor: {deploy: !reset null}}")
+    network = overlay(folder, "network", {"networks": {"default": {"external": True, "name": f"{NAME}_default"}}})
+    others = Compose(f"{NAME}-gpu", COMPOSE_GPU, own, anywhere, network, environment=chosen)
+    try:
+        printed = others.run("run", "--rm", "--no-deps", "editor", fails=True)
+    finally:
+        others.run("down", "--volumes")
+    assert "GRACESTREAM_DEVICE is cuda, but torch can use no CUDA device: this image has no CUDA" in printed
     assert "Traceback" not in printed
 
 

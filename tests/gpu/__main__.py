@@ -58,18 +58,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("the numbers were not kept in tests/bench/results, since a part failed")
     elif given.commit:
         print(f"the numbers are in {_commit(report, keep=bool(given.part))}")
+    if not any(part.status == "passed" for part in report.parts.values()):
+        return 1 if failed else 2
     return int(failed)
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m tests.gpu", description="Does gracestream work on this GPU?")
     parser.add_argument("--part", action="append", choices=PARTS, help="only this part; may be repeated")
-    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds; what no longer fits is skipped")
+    parser.add_argument("--budget", type=_seconds, default=float("inf"), help="seconds; what no longer fits is skipped")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal on tiny models")
     parser.add_argument("--real", action="store_true", help="real widths in the rehearsal too")
     parser.add_argument("--commit", action="store_true", help="keep the numbers in tests/bench/results, and its pages")
     parser.add_argument("--report", type=Path, help="the file of the report; default: results/gpu-report-DEVICE.json")
     return parser.parse_args(arguments)
+
+
+def _seconds(given: str) -> float:
+    """Raises ValueError where it is no number above 0."""
+    seconds = float(given)
+    if not seconds > 0:
+        raise ValueError(given)
+    return seconds
 
 
 def why_not() -> str:

@@ -276,3 +276,16 @@ def test_committed_numbers_have_the_devices_name_and_a_page(tmp_path: Path, monk
     assert "## gpu, NVIDIA H100 80GB HBM3" in page
     assert "Checked: every delta is the same" in page
     assert "| gpt2-xl/alone | 20 |" in page
+
+
+@pytest.mark.parametrize("seconds", ["nan", "0", "-1", "soon"])
+def test_a_budget_that_is_no_time_is_refused(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["--device", "cpu", "--budget", seconds])
+    assert "--budget" in capsys.readouterr().err
+
+
+def test_a_run_in_which_no_part_passed_has_a_status_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    assert command.main(["--device", "cpu", "--budget", "0.001", "--part", "edit", "--report", str(path)]) == 2
+    assert Report.load(path).parts["edit"].status == "skipped"

@@ -57,8 +57,8 @@ def unknown_names(expression: str) -> set[str]:
 
 
 def alerts() -> dict[str, dict[str, Any]]:
-    groups = yaml.safe_load((PROMETHEUS / "alerts.yml").read_text())["groups"]
-    return {rule["alert"]: rule for group in groups for rule in group["rules"]}
+    files = [yaml.safe_load((PROMETHEUS / name).read_text()) for name in ("alerts.yml", "compose-alerts.yml")]
+    return {rule["alert"]: rule for file in files for group in file["groups"] for rule in group["rules"]}
 
 
 def panels() -> list[dict[str, Any]]:
@@ -103,9 +103,12 @@ class TestMonitoring:
             for discovered in job["dns_sd_configs"]:
                 assert str(discovered["port"]) == in_compose(job["job_name"])["GRACESTREAM_PORT"]
 
-    @pytest.mark.parametrize("name", ["prometheus.yml", "kubernetes.yml"])
-    def test_the_rules_are_loaded(self, name: str) -> None:
-        assert yaml.safe_load((PROMETHEUS / name).read_text())["rule_files"] == ["alerts.yml"]
+    @pytest.mark.parametrize(
+        ("name", "rules"),
+        [("prometheus.yml", ["alerts.yml", "compose-alerts.yml"]), ("kubernetes.yml", ["alerts.yml"])],
+    )
+    def test_the_rules_are_loaded(self, name: str, rules: list[str]) -> None:
+        assert yaml.safe_load((PROMETHEUS / name).read_text())["rule_files"] == rules
 
     def test_every_alert_says_what_is_wrong_and_how_bad_it_is(self) -> None:
         for name, rule in alerts().items():

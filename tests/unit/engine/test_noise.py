@@ -1,8 +1,12 @@
 """The noise of queries is measured, and is covered by the tolerance."""
 
+from collections.abc import Sequence
+
+import numpy as np
 import pytest
 import torch
 
+from pipeline.batch import Prompt
 from pipeline.maintenance import ROUNDINGS
 from pipeline.model import EditableModel
 from pipeline.noise import query_noise
@@ -34,3 +38,18 @@ def test_noise_between_two_models_is_that_of_their_queries_of_one_input() -> Non
     assert between.relative == pytest.approx(0.01, rel=1e-3)
     assert between.of_tolerance > 1 > alone.of_tolerance
     assert between.absolute > 100 * alone.absolute
+
+
+def test_a_query_that_is_no_number_is_no_small_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = editable("llama")
+    queries = model.queries
+
+    def broken(prompts: Sequence[Prompt]) -> torch.Tensor:
+        found = queries(prompts).clone()
+        for row, prompt in enumerate(prompts):
+            if prompt == model.task.tokenize(TEXTS[5]):
+                found[row] = torch.nan
+        return found
+
+    monkeypatch.setattr(model, "queries", broken)
+    assert np.isnan(query_noise(model, inputs=TEXTS[:8]).of_tolerance)
