@@ -12,7 +12,7 @@ ARGS ?=
 .PHONY: help setup demo test chaos containers bench gpu lock schemas clean
 
 help:  ## what there is
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
 .venv/.ready: pyproject.toml $(REQUIREMENTS)/dev.txt $(REQUIREMENTS)/models.txt $(REQUIREMENTS)/uv.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "gracestream needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Set PYTHON=...")'

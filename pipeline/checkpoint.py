@@ -32,6 +32,7 @@ from pipeline.checkpoint_faults import (
     missing_tensors,
     reason_of,
     tokenizer_reason,
+    unreadable,
     unsupported_config,
 )
 from pipeline.device import prepare_cuda, why_no_cuda
@@ -165,6 +166,7 @@ def _loading(kind: Literal["model", "encoder"], name: str) -> Iterator[None]:
     transformers_logging.disable_progress_bar()
     try:
         if folder is not None:
+            _require(unreadable(folder))
             _require(missing_parts([file.name for file in folder.iterdir()], folder))
             _require(broken_config(folder))
         yield

@@ -8,6 +8,7 @@ It does not promise that a checkpoint without a fault here can be loaded.
 """
 
 import json
+import os
 import re
 from collections.abc import Collection
 from contextlib import suppress
@@ -43,6 +44,14 @@ NO_GGUF = (
 NO_TOKENIZER = (
     "it has no tokenizer; copy the tokenizer's files (such as tokenizer.json) of the original checkpoint to it"
 )
+
+
+def unreadable(folder: Path) -> str | None:
+    """What to say of a folder, or of a file in it, that this process may not read."""
+    found = next((place for place in (folder, *sorted(folder.glob("*"))) if not os.access(place, os.R_OK)), None)
+    if found is None:
+        return None
+    return f"the user {os.geteuid()} may not read {str(found)!r}; let it: chmod -R a+rX {str(folder)!r}, where it lies"
 
 
 def missing_parts(names: Collection[str], folder: Path | None = None) -> str | None:

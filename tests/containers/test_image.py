@@ -133,6 +133,16 @@ def test_a_secret_that_it_may_not_read_is_named() -> None:
     assert "Traceback" not in ran.stderr
 
 
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize("name", [".", "model.safetensors", "tokenizer.json"])
+def test_a_model_that_it_may_not_read_is_named(name: str, checkpoint: Checkpoint) -> None:
+    (checkpoint.folder / name).chmod(0o600)
+    ran = run("--volume", f"{checkpoint.folder}:/model:ro", IMAGE, "layers", "--model", "/model")
+    assert ran.returncode == 1
+    assert f"the user 10001 may not read '{Path('/model') / name}'; let it: chmod -R a+rX" in ran.stderr
+    assert len(ran.stderr.splitlines()) == 1
+
+
 def test_workers_of_it_answer_and_are_corrected(
     engine: docker.DockerClient, kafka: str, redis_url: str, prefix: str, checkpoint: Checkpoint
 ) -> None:

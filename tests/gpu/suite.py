@@ -25,7 +25,7 @@ def cases(rig: Rig) -> Iterator[Case]:
 
 def _case(rig: Rig) -> Iterator[Row]:
     if find_spec("pytest") is None:
-        raise SkipError("pytest is not installed: pip install pytest")
+        raise SkipError("it is not installed: pip install pytest")
     files = sorted(path for path in (ROOT / "tests").rglob("test_*.py") if MARK in path.read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.xml"
@@ -57,5 +57,7 @@ def _case(rig: Rig) -> Iterator[Row]:
     yield Row("tests/pytest/failed", failed, "count", 0)
     if ran.returncode or failed:
         raise CheckError(f"{failed} tests failed, pytest ended with status {ran.returncode}:\n{said}")
-    if rig.cuda and not passed:
+    if not passed and not rig.cuda:
+        raise SkipError(f"all {counts['skipped']} tests need a GPU")
+    if not passed:
         raise CheckError(f"all {counts['skipped']} tests were skipped:\n{said}")

@@ -43,14 +43,15 @@ def test_the_whole_command_is_rehearsed_on_the_cpu_and_every_part_reports(tmp_pa
     ran = make_gpu("--device cpu --budget 240 --report", str(path))
     assert ran.returncode == 0, ran.stdout + ran.stderr
     report = Report.load(path)
-    assert {name: part.status for name, part in report.parts.items()} == dict.fromkeys(PARTS, "passed")
+    tests = report.parts.pop("tests")
+    assert tests.status == ("passed" if torch.cuda.is_available() else "skipped")
+    assert {name: part.status for name, part in report.parts.items()} == dict.fromkeys([*PARTS][1:], "passed")
     for name, part in report.parts.items():
         assert all(case.status == "passed" and case.rows for case in part.cases.values()), part
         assert all(row["name"].startswith(f"{name}/") for case in part.cases.values() for row in case.rows)
     values = {row["name"]: row["value"] for row in report.rows()}
     assert values["lookup/1k-x-64/offset/wrong/torch"] == 0
     assert values["determinism/gpt2-tiny/values"] > 0
-    assert values["tests/pytest/failed"] == 0
     assert {"device", "torch", "transformers", "faiss", "numpy", "msgspec"} <= set(report.machine)
     assert ran.stdout.startswith("gracestream on cpu: torch ")
     assert "no part failed" in ran.stdout

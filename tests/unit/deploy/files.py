@@ -74,7 +74,8 @@ def published(path: Path) -> list[tuple[str, str]]:
 def _address(port: yaml.Node) -> str:
     if isinstance(port, yaml.MappingNode):  # the long syntax
         return str({key.value: value.value for key, value in port.value}.get("host_ip", ""))
-    before_the_container_s_port = str(port.value).rpartition(":")[0]
+    written = re.sub(r"\$\{\w+:-(\d+)\}", r"\1", str(port.value))
+    before_the_container_s_port = written.rpartition(":")[0]
     return before_the_container_s_port.rpartition(":")[0].strip("[]")
 
 

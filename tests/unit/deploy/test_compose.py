@@ -3,8 +3,10 @@
 import json
 import re
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
+import yaml
 from jsonschema import Draft202012Validator
 
 from tests.unit.deploy.files import (
@@ -44,6 +46,16 @@ class TestCompose:
             for error in Draft202012Validator(schema).iter_errors(compose(*overrides))
         ]
         assert problems == []
+
+    def test_the_override_of_the_readme_is_valid_and_mounts_a_model(self) -> None:
+        found = re.search(r"^    x-model:.*?(?=^\S)", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+        assert found
+        override = yaml.safe_load(dedent(found[0]))
+        schema = json.loads((ROOT / "tests" / "data" / "compose-spec.json").read_text())
+        assert list(Draft202012Validator(schema).iter_errors(override)) == []
+        for worker in ("editor", "inference"):
+            assert worker in compose()["services"]
+            assert override["services"][worker]["volumes"][0]["target"] == "/model"
 
     def test_the_schema_does_refuse_what_is_wrong(self) -> None:
         schema = json.loads((ROOT / "tests" / "data" / "compose-spec.json").read_text())
