@@ -1,0 +1,186 @@
+"""Edits on a model for benchmarks: an engine that leads, its corrections, and the answers of the edited model.
+
+1. Equal training runs happen once: settings with the same recipe share values, and the saved time is counted.
+2. Answers come from `EditableModel.answer`, as a replica gives them.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest import mock
+
+import numpy as np
+import torch
+from msgspec import UNSET
+
+from pipeline.codebook import Codebook
+from pipeline.edited import correction
+from pipeline.editing import EditEngine
+from pipeline.experiments.editors.queries import Queries
+from pipeline.index import KeyIndex
+from pipeline.key_search import NO_SLOT
+from pipeline.model import EditableModel
+from pipeline.passes import Passes, Rest
+from pipeline.plan import Plan
+from pipeline.settings import Settings
+from pipeline.training import Recipe, Trained, train_value
+from schemas.messages import Parameters
+from workers.boot import load_model
+
+ANSWER = 16
+"""Tokens of an answer that is generated; the longest target has fewer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """A correction: what is asked, in two ways, and the answer."""
+
+    text: str
+    rephrase: str
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A text with a target, as the unedited model sees it."""
+
+    rest: Rest
+    query_D: np.ndarray
+    right: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a stream of corrections took: steps of those that trained a value, seconds of all of them."""
+
+    steps: list[int]
+    seconds: list[float]
+    after: list[bool]
+    statuses: list[str]
+
+
+Known = dict[tuple[object, ...], tuple[Trained, float]]
+"""Values by what they were trained on, whose queries do not count, and the seconds that took."""
+
+
+class Asked:
+    """One edited layer, and what the model says there: a text's query, and whether a value makes it say a target."""
+
+    def __init__(self, model: EditableModel, trained: Known) -> None:
+        self.model = model
+        self.empty = Codebook("none", model.fingerprint, model.layer)
+        self._no_index = KeyIndex(self.empty, model.device)
+        self._seen: dict[tuple[str, str], Seen] = {}
+        self.queries = Queries(model).of
+        self._right: dict[tuple[str, str, bytes], bool] = {}
+        self._trained = trained
+        self.saved = 0.0
+        """Seconds of training that were not spent again."""
+
+    def seen(self, text: str, target: str) -> Seen:
+        """The text as the unedited model sees it."""
+        if (text, target) not in self._seen:
+            supervised = self.model.supervised(text, target)[1]
+            verdict, session, rest = self.model.passes.examine(supervised, self.empty, self._no_index)
+            query_D = session.queries_BD[0].cpu().numpy()
+            self._seen[text, target] = Seen(rest, query_D, verdict.right)
+        return self._seen[text, target]
+
+    def right(self, engine: EditEngine, text: str, target: str) -> bool:
+        """Whether the edited model answers the text with the target."""
+        seen = self.seen(text, target)
+        slot = serving(engine, seen.query_D[None])[0]
+        return seen.right if slot == NO_SLOT else self._gives(engine, slot, text, target)
+
+    def _gives(self, engine: EditEngine, slot: int, text: str, target: str) -> bool:
+        value_V = engine.codebook.values_NV[slot].copy()
+        asked = (text, target, value_V.tobytes())
+        if asked not in self._right:
+            seen = self.seen(text, target)
+            self._right[asked] = self.model.passes.gives(seen.rest, torch.from_numpy(value_V)).right
+        return self._right[asked]
+
+    def answers(self, texts: Sequence[str], engine: EditEngine | None = None) -> list[str]:
+        """What the edited model generates; without an engine, the unedited one."""
+        codebook, index = (engine.codebook, engine.index) if engine else (self.empty, self._no_index)
+        said: list[str] = []
+        for start in range(0, len(texts), 16):
+            prompts = [self.model.task.tokenize(text) for text in texts[start : start + 16]]
+            parameters = [Parameters(max_new_tokens=ANSWER)] * len(prompts)
+            for served in self.model.answer(prompts, parameters, codebook, index):
+                text = served.answer.outputs.text
+                said.append("" if text is UNSET else text)
+        return said
+
+    def train(self, passes: Passes, rest: Rest, start_V: torch.Tensor, recipe: Recipe) -> Trained:
+        """Stands for `train_value`, and trains the same thing once."""
+        ids = tuple(rest.supervised.batch.kwargs["input_ids"].flatten().tolist())
+        before = [keys.cpu().numpy().tobytes() for keys, _ in rest.supervised.earlier[-1:]]
+        what = (ids, *before, tuple(rest.supervised.labels[0].tolist()), start_V.cpu().numpy().tobytes(), recipe)
+        if what not in self._trained:
+            started = time.perf_counter()
+            trained = train_value(passes, rest, start_V, recipe)
+            self._trained[what] = trained, time.perf_counter() - started
+        else:
+            self.saved += self._trained[what][1]
+        return self._trained[what][0]
+
+
+@contextmanager
+def asked_at(settings: Settings, trained: Known) -> Iterator[Asked]:
+    """The model, wrapped at the layer of the settings, whose engines train each value once."""
+    asked = Asked(load_model(settings), trained)
+    with mock.patch("pipeline.editing.train_value", asked.train):
+        yield asked
+
+
+def begins(said: str, target: str) -> bool:
+    """Whether an answer begins with the target, as words."""
+    rest = said.removeprefix(target)
+    return rest != said and not rest[:1].isalnum()
+
+
+def started(asked: Asked, plan: Plan, traffic: Sequence[str]) -> EditEngine:
+    """An engine that leads and has seen the traffic, as the editor worker shows it."""
+    engine = EditEngine(asked.model, "bench", plan)
+    engine.apply(engine.lead({}))
+    if plan.traffic == 0:
+        return engine
+    for offset, query_D in enumerate(asked.queries(traffic)):
+        rank = engine.traffic.wants(0, offset, 0.0)
+        if rank is not None:
+            engine.observe(rank, query_D)
+    return engine
+
+
+def correct(engine: EditEngine, asked: Asked, facts: Sequence[Fact]) -> Cost:
+    """One correction after the other; what each took, and whether the model is right once it is made."""
+    cost = Cost([], [], [], [])
+    for number, fact in enumerate(facts):
+        saved, begun = asked.saved, time.perf_counter()
+        edited = engine.edit(correction(str(number), fact.text, fact.target), number)
+        if edited.record is not None:
+            engine.apply(edited.record)
+        assert edited.outcome is not None
+        if edited.outcome.steps is not UNSET:
+            cost.steps.append(edited.outcome.steps)
+            cost.seconds.append(time.perf_counter() - begun + asked.saved - saved)
+        cost.statuses.append(edited.outcome.status)
+        cost.after.append(asked.right(engine, fact.text, fact.target))
+    return cost
+
+
+def serving(engine: EditEngine, queries_BD: np.ndarray) -> list[int]:
+    """The slot of the entry that serves each query, or -1: the nearest, if the query lies in its ball."""
+    nearest = engine.index.nearest(torch.from_numpy(queries_BD))
+    found = zip(nearest.slots_B.tolist(), nearest.distances_B.tolist(), strict=True)
+    return [
+        slot if slot != NO_SLOT and distance < engine.codebook.radii_N[slot] else NO_SLOT for slot, distance in found
+    ]
+
+
+def share(successes: Sequence[bool] | Iterator[bool]) -> float:
+    """The share that is true; 0 of nothing."""
+    listed = list(successes)
+    return sum(listed) / len(listed) if listed else 0.0
