@@ -41,7 +41,7 @@ containers: setup  ## build the image, with stand-ins where no registry answers,
 	$(BIN)/python -m tests.containers.engine
 	$(BIN)/pytest tests/containers tests/integration/test_containers.py --containers
 
-bench: setup  ## measurements; NAME=quality, edit, overhead, memory, throughput, lag, ...; ARGS=--quick
+bench: setup  ## measurements; NAME=quality, scope, edit, overhead, memory, throughput, lag, ...; ARGS=--quick
 	$(BIN)/python -m tests.bench $(NAME) $(ARGS)
 
 gpu:  ## whether gracestream works on this GPU, in any Python with torch; PYTHON=..., ARGS="--budget 300"

@@ -69,16 +69,26 @@ class QuestionRow(Struct, frozen=True):
 R = TypeVar("R", bound=Struct)
 
 
+def path_of(name: str) -> Path:
+    """The path of a file in the folder that `GRACESTREAM_DATA` names.
+
+    Raises:
+        DataError: the file is not there.
+    """
+    named = os.environ.get(FOLDER)
+    path = Path(named or BESIDE) / name
+    if not path.is_file():
+        raise DataError(f"this needs {name}: " + (f"it is not in {named}" if named else f"set {FOLDER} to its folder"))
+    return path
+
+
 def rows_of(name: str, kind: type[R]) -> list[R]:
     """The rows of a `.jsonl.gz` file in the folder that `GRACESTREAM_DATA` names.
 
     Raises:
         DataError: the file is not there, or cannot be read, or a line of it is not such a row.
     """
-    named = os.environ.get(FOLDER)
-    path = Path(named or BESIDE) / name
-    if not path.is_file():
-        raise DataError(f"this needs {name}: " + (f"it is not in {named}" if named else f"set {FOLDER} to its folder"))
+    path = path_of(name)
     rows: list[R] = []
     try:
         with gzip.open(path, "rb") as lines:

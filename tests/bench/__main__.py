@@ -10,7 +10,7 @@ from rich.console import Console
 from pipeline.errors import UserError
 from pipeline.key_search import set_threads
 from tests.bench.device import why_no_gpu
-from tests.bench.framework import BENCHES, KEPT, ROOT, BenchError, Options, bench, machine, shown, write
+from tests.bench.framework import BENCHES, KEPT, ROOT, BenchError, Options, bench, machine, plot_of, read, shown, write
 from tests.bench.page import write_pages
 from tests.bench.table import show
 
@@ -23,7 +23,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--commit", action="store_true", help=f"write them, and their pages, to {KEPT.relative_to(ROOT)}"
     )
-    parser.add_argument("--only", default="", help="one model, where several are measured; what was committed stays")
+    parser.add_argument(
+        "--only", default="", help="one model or stream, where several are measured; what was committed stays"
+    )
+    parser.add_argument(
+        "--development", action="store_true", help="the rows on which settings may be chosen, for scope"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the model runs")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch and FAISS")
     given = parser.parse_args(arguments)
@@ -39,9 +44,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise BenchError("--quick measures too little for --commit; leave one of them out")
         if given.device == "cuda" and (reason := why_no_gpu()):
             raise BenchError(reason)
+        if given.development and given.commit:
+            raise BenchError("--development rows are no result; leave --commit out")
         set_threads(given.threads)
         rows = []
-        for row in run(Options(quick=given.quick, only=given.only, device=given.device, tell=tell)):
+        options = Options(
+            quick=given.quick, only=given.only, development=given.development, device=given.device, tell=tell
+        )
+        for row in run(options):
             rows.append(row)
             tell(f"{row.name} {shown(row)} {row.unit}")  # so that none is lost where a later one fails
     except UserError as error:
@@ -51,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show(rows, Console(width=max(120, console.width)))
     folder = KEPT if given.commit else ROOT / "results"
     path = write(given.name, rows, machine(given.device), folder, keep=bool(given.only))
+    if given.name in BENCHES and (draw := plot_of(given.name)):
+        draw(read(path), path.with_suffix(".svg"))
     if given.commit:
         write_pages(KEPT)
     tell(f"done; the numbers are in {path.relative_to(ROOT)}")

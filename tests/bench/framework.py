@@ -26,6 +26,7 @@ KEPT = Path(__file__).parent / "results"
 
 BENCHES = {
     "quality": "tests.bench.quality",
+    "scope": "tests.bench.scope",
     "backpressure": "tests.bench.backpressure",
     "replay": "tests.bench.replay",
     "start": "tests.bench.start",
@@ -48,22 +49,30 @@ class BenchError(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a benchmark is told: to be quick, one model to measure alone, the device, and where to say how far it is."""
+    """What a benchmark is told: to be quick, one model to measure alone, the device, and where to say how far it is.
+
+    `development` asks for the rows on which settings may be chosen, where a benchmark separates them.
+    """
 
     quick: bool = False
     only: str = ""
+    development: bool = False
     device: str = "cpu"
     tell: Callable[[str], None] = field(default=lambda _line: None)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measured number; `baseline` is what it is to be held against, None where there is nothing."""
+    """One measured number; `baseline` is what it is to be held against, None where there is nothing.
+
+    `interval` is its 95 % confidence interval, where the benchmark gives one.
+    """
 
     name: str
     value: float
     unit: str
     baseline: float | None = None
+    interval: tuple[float, float] | None = None
 
     @property
     def setting(self) -> str:
@@ -74,6 +83,12 @@ class Row:
     def metric(self) -> str:
         """The last part of the name."""
         return self.name.rpartition("/")[2]
+
+
+def plot_of(name: str) -> Callable[[Sequence[Row], Path], None] | None:
+    """What draws the rows of that benchmark into a file; None where it has no plot."""
+    found: Callable[[Sequence[Row], Path], None] | None = getattr(importlib.import_module(BENCHES[name]), "draw", None)
+    return found
 
 
 def bench(name: str) -> Callable[[Options], Iterator[Row]]:
@@ -108,8 +123,24 @@ def slug(device: str) -> str:
 
 
 def records(rows: Iterable[Row], measured_on: Machine) -> list[dict[str, Any]]:
-    """Rows as they are written: `name, value, unit, baseline, machine`."""
-    return [{**asdict(row), "machine": measured_on} for row in rows]
+    """Rows as they are written: `name, value, unit, baseline, machine`, and `interval` where there is one."""
+    return [
+        {name: value for name, value in asdict(row).items() if name != "interval" or value is not None}
+        | {"machine": measured_on}
+        for row in rows
+    ]
+
+
+def row_of(record: dict[str, Any]) -> Row:
+    """The row of a record."""
+    interval = record.get("interval")
+    bounds = None if interval is None else (interval[0], interval[1])
+    return Row(record["name"], record["value"], record["unit"], record["baseline"], bounds)
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a file of results."""
+    return [row_of(record) for record in json.loads(path.read_text(encoding="utf-8"))]
 
 
 def write(name: str, rows: Sequence[Row], measured_on: Machine, folder: Path, *, keep: bool = False) -> Path:

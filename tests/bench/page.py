@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.bench.framework import BENCHES, KEPT, ROOT, Row, groups, shown
+from tests.bench.framework import BENCHES, KEPT, ROOT, Row, groups, row_of, shown
 
 INDEX = "README.md"
 
@@ -76,10 +76,12 @@ def _section(path: Path) -> str:
     if "driver" in machine:
         versions = [f"driver {machine['driver']}", f"CUDA {machine['cuda']}", *versions]
     where = f"{machine['cores']} cores of {machine['cpu']}, {machine['threads']} thread, {machine['ram_gib']} GiB"
-    rows = [Row(record["name"], record["value"], record["unit"], record["baseline"]) for record in records]
+    rows = list(map(row_of, records))
+    plot = path.with_suffix(".svg")
+    drawn = [f"![{name}]({plot.name})"] if plot.exists() else []
     tables = [f"### {group}\n\n{_table(of_group)}" for group, of_group in groups(rows).items()]
     on = f"On {where}; {', '.join(versions)}."
-    return "\n\n".join([f"## {name}, {machine['device']}", _docstring(SECTIONS[name]), on, *tables]) + "\n"
+    return "\n\n".join([f"## {name}, {machine['device']}", _docstring(SECTIONS[name]), on, *drawn, *tables]) + "\n"
 
 
 def _docstring(module: str) -> str:
@@ -100,7 +102,10 @@ def _table(rows: Sequence[Row]) -> str:
 
 def _cell(row: Row) -> str:
     unit = "" if row.unit in ("share", "count", "x", "relative") else f" {row.unit}"
-    return f"{shown(row)}{unit}" + ("" if row.baseline is None else f" ({shown(Row('', row.baseline, row.unit))})")
+    interval = "" if row.interval is None else " [{}]".format(", ".join(f"{bound:.2f}" for bound in row.interval))
+    return f"{shown(row)}{unit}{interval}" + (
+        "" if row.baseline is None else f" ({shown(Row('', row.baseline, row.unit))})"
+    )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,164 @@
+"""Methods that are compared: each makes an edited model of a stream of corrections.
+
+A method is a name and the settings that differ from the defaults. Whatever these settings switch on, a verifier or
+further keys, takes part: matches and answers are those of the engine.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+from msgspec import UNSET
+
+from pipeline.adaptor import Hit, served_by
+from pipeline.batch import Prompt
+from pipeline.codebook import Codebook
+from pipeline.editing import EditEngine
+from pipeline.index import KeyIndex
+from pipeline.maintenance import TRAFFIC_SHARE
+from pipeline.model import EditableModel
+from pipeline.settings import Settings
+from schemas.messages import Parameters
+from tests.bench.edits import ANSWER, Asked, Cost, Fact, Known, asked_at, correct, started
+from tests.bench.scope.cases import Case, Stream
+from workers.boot import plan_of
+
+AT_ONCE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A way to edit.
+
+    Attributes:
+        name: As the report names it.
+        settings: What differs from the defaults of `Settings`.
+        curves: Thresholds of its curve, in medians of the traffic's nearest neighbours.
+    """
+
+    name: str
+    settings: Mapping[str, object] = field(default_factory=dict)
+    curves: tuple[float, ...] = ()
+
+
+METHODS = (
+    Method("default", curves=(0.4, 0.6, 0.8, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5)),
+    Method("encoder", {"query": "encoder"}, curves=(0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)),
+    Method("encoder 0.8", {"query": "encoder", "radius": 0.8}),
+)
+"""The methods that are compared. A method without a curve shares its queries with an earlier one."""
+
+
+class Unedited:
+    """Answers of the unedited model; every prompt is answered once, whichever method asks."""
+
+    def __init__(self) -> None:
+        self._known: dict[Prompt, str] = {}
+
+    def answers(self, model: EditableModel, prompts: Sequence[Prompt]) -> list[str]:
+        """The whole answer to each prompt."""
+        new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self._known]
+        codebook = Codebook("none", model.fingerprint, model.layer)
+        self._known.update(zip(new, generated(model, new, codebook, KeyIndex(codebook, model.device)), strict=True))
+        return [self._known[prompt] for prompt in prompts]
+
+
+class Edited:
+    """A model after a stream of corrections."""
+
+    def __init__(self, asked: Asked, engine: EditEngine, cost: Cost, unedited: Unedited) -> None:
+        self.model, self.engine, self.cost = asked.model, engine, cost
+        self._unedited = unedited
+        self._queries: dict[Prompt, np.ndarray] = {}
+
+    def prompt(self, case: Case) -> Prompt:
+        """The case in tokens."""
+        if not case.chat:
+            return self.model.task.tokenize(case.text)
+        turns = [{"role": "user", "content": case.text}]
+        tokenizer = self.model.task.tokenizer
+        return Prompt(tuple(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)))
+
+    def matches(self, prompts: Sequence[Prompt]) -> list[Hit | None]:
+        """The entry whose radius holds each prompt."""
+        queries_BD = torch.from_numpy(self.queries(prompts))
+        return served_by(queries_BD, self.engine.codebook, self.engine.index)
+
+    def answers(self, prompts: Sequence[Prompt]) -> list[str]:
+        """The edited model's whole answer to each prompt."""
+        return generated(self.model, prompts, self.engine.codebook, self.engine.index)
+
+    def unedited(self, prompts: Sequence[Prompt]) -> list[str]:
+        """The unedited model's whole answer to each prompt."""
+        return self._unedited.answers(self.model, prompts)
+
+    def target(self, hit: Hit) -> str:
+        """The target of an entry."""
+        return self.model.task.text(self.engine.codebook.labels[hit.slot])
+
+    def own_entry(self, edit: int) -> str:
+        """The id of the entry that serves a correction; nothing where it is not in force."""
+        memory = self.engine.memory
+        return memory.serving_entry(str(edit)) if str(edit) in memory else ""
+
+    def thresholds(self, prompts: Sequence[Prompt], *, held: bool) -> np.ndarray:
+        """The threshold (N) above which each prompt is captured, in the unit of radii; infinite where none is.
+
+        With `held` no radius passes the traffic's limit. The nearest key decides, whatever its radius.
+        """
+        keys_ND = self.engine.codebook.keys_ND
+        if not len(keys_ND):
+            return np.full(len(prompts), np.inf)
+        unit = self.engine.initial_radius() / self.engine.plan.radius
+        limits_N = np.full(len(keys_ND), self.engine.plan.max_radius)
+        if held:
+            clear = [self.engine.traffic.clearance(key_D, self.engine.noise(key_D)) for key_D in keys_ND]
+            limits_N = np.minimum(limits_N, TRAFFIC_SHARE * np.array(clear))
+        found = self.engine.index.nearest(torch.from_numpy(self.queries(prompts)))
+        distances_B = found.distances_B.cpu().numpy()
+        return np.where(distances_B < limits_N[found.slots_B.cpu().numpy()], distances_B / unit, np.inf)
+
+    def queries(self, prompts: Sequence[Prompt]) -> np.ndarray:
+        """The query of each prompt: (B, D)."""
+        new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self._queries]
+        new.sort(key=len)
+        for start in range(0, len(new), AT_ONCE):
+            some = new[start : start + AT_ONCE]
+            self._queries.update(zip(some, self.model.queries(some).cpu().numpy(), strict=True))
+        return np.stack([self._queries[prompt] for prompt in prompts])
+
+
+@contextmanager
+def opened(method: Method, settings: Settings, model: str, trained: Known) -> Iterator[Callable[..., Edited]]:
+    """The method's model, loaded once: call it with a stream and the answers of the unedited model."""
+    changed = dict(method.settings) | ({"model": model} if model else {})
+    updated = settings.model_copy(update=changed)
+    with asked_at(updated, trained) as asked:
+        yield partial(edited, asked, updated)
+
+
+def edited(asked: Asked, settings: Settings, stream: Stream, unedited: Unedited) -> Edited:
+    """Make the stream's corrections, one after the other."""
+    engine = started(asked, plan_of(settings), stream.traffic)
+    cost = correct(engine, asked, [Fact(one.text, "", one.target) for one in stream.corrections])
+    return Edited(asked, engine, cost, unedited)
+
+
+def generated(model: EditableModel, prompts: Sequence[Prompt], codebook: Codebook, index: KeyIndex) -> list[str]:
+    """The answer to each prompt: text, or a classifier's label; prompts of similar length share a batch."""
+    order = sorted(range(len(prompts)), key=lambda place: len(prompts[place]))
+    found: dict[int, str] = {}
+    for start in range(0, len(order), AT_ONCE):
+        places = order[start : start + AT_ONCE]
+        some = [prompts[place] for place in places]
+        for place, served in zip(places, model.answer(some, [PARAMETERS] * len(some), codebook, index), strict=True):
+            outputs = served.answer.outputs
+            said = outputs.label if outputs.text is UNSET else outputs.text
+            found[place] = "" if said is UNSET else said
+    return [found[place] for place in range(len(prompts))]
+
+
+PARAMETERS = Parameters(max_new_tokens=ANSWER)

@@ -1,0 +1,191 @@
+"""Runs the methods on the streams, and yields the rows of the report."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from statistics import mean
+
+from pipeline.experiments.data import DataError
+from pipeline.experiments.plots import require_plots
+from pipeline.settings import load_settings
+from tests.bench.edits import Known
+from tests.bench.framework import BenchError, Options, Row
+from tests.bench.scope.cases import Case, Part, Stream
+from tests.bench.scope.methods import METHODS, Edited, Unedited, opened
+from tests.bench.scope.streams import STREAMS
+from tests.bench.scope.verdicts import Verdict, counted, verdict
+
+EDITS = {"zsre": 60, "counterfact": 60, "knowedit": 60, "pairs": 100, "intents": 60}
+"""Corrections of each stream."""
+
+FORMS, QUICK = 24, 6
+"""Corrections whose forms are made by rules; with `--quick` every stream has so few corrections."""
+
+CHECKED = 16
+"""Uncaptured prompts whose answers are compared with the unedited model's."""
+
+MEASURES = ("captured", "answered", "correct", "broken", "repeats", "elsewhere")
+
+GOALS: Mapping[tuple[str, str], float] = {
+    ("itself", "correct"): 1.0,
+    ("relation", "captured"): 0.05,
+    ("relation", "answered"): 0.03,
+    ("neighbour", "captured"): 0.02,
+    **{(kind, "correct"): 0.95 for kind in ("upper", "lower", "space", "newline", "typo", "instruction", "context")},
+    ("chat", "correct"): 0.9,
+    ("question", "correct"): 0.8,
+    ("pair", "answered"): 0.1,
+    ("unrelated", "captured"): 0.0,
+}
+"""By kind and measure, for all streams."""
+
+PARAPHRASES = {"zsre": 0.92, "counterfact": 0.82}
+"""The goals of correct paraphrases, by stream."""
+
+POOLED = {
+    "relation": "relation (all)",
+    "restatement": "relation (all)",
+    **dict.fromkeys(("upper", "lower", "space", "newline", "punctuation", "typo"), "surface form"),
+}
+"""Kinds that are also reported together, and under which name."""
+
+CURVED = {
+    "paraphrase", "surface form", "relation", "subject", "neighbour", "pair", "unrelated", "utterance", "other intent",
+}  # fmt: skip
+"""Kinds whose share captured is reported over the threshold."""
+
+
+def run(options: Options) -> Iterator[Row]:
+    """The rows of `scope`, stream by stream; a stream without its data is skipped with the reason."""
+    if options.only and options.only not in STREAMS:
+        raise BenchError(f"there is no stream named {options.only!r}; there are {', '.join(STREAMS)}")
+    require_plots()
+    part: Part = "development" if options.development else "held-out"
+    skipped: list[DataError] = []
+    names = [options.only] if options.only else list(STREAMS)
+    for name in names:
+        edits, forms = (QUICK, QUICK) if options.quick else (EDITS[name], FORMS)
+        try:
+            stream = STREAMS[name](part, edits, forms)
+        except DataError as error:
+            options.tell(f"{name}: skipped: {error}")
+            skipped.append(error)
+            continue
+        for row in of_stream(stream, options):
+            yield replace(row, name=f"development {row.name}") if options.development else row
+    if len(skipped) == len(names):
+        raise BenchError(str(skipped[0]))
+
+
+def of_stream(stream: Stream, options: Options) -> Iterator[Row]:
+    """The rows of one stream: every method trains the same values, which are trained once."""
+    settings = load_settings(device=options.device)
+    trained: Known = {}
+    unedited = Unedited()
+    for method in METHODS:
+        if stream.model and "query" in method.settings:
+            continue  # a classifier's encoder queries are not measured here
+        options.tell(f"{stream.name}: {method.name}")
+        setting = f"corrections/{stream.name}, {method.name}"
+        with opened(method, settings, stream.model, trained) as edit:
+            edited = edit(stream, unedited)
+            yield from cost_rows(setting, edited)
+            yield from curve_rows(stream, edited, method.name, method.curves)
+            options.tell(f"{stream.name}: {method.name}: {len(stream.cases)} cases")
+            verdicts = judged(edited, stream.cases)
+            yield from verdict_rows(stream, method.name, verdicts)
+            yield from check_rows(setting, edited, stream.cases)
+
+
+def judged(edited: Edited, cases: Sequence[Case]) -> list[Verdict]:
+    """What each case comes to; only answers that can differ from the unedited model's are generated."""
+    prompts = list(map(edited.prompt, cases))
+    hits = edited.matches(prompts)
+    captured = [place for place, hit in enumerate(hits) if hit is not None]
+    answers = dict(zip(captured, edited.answers([prompts[place] for place in captured]), strict=True))
+    # A captured positive that answers with the target is right whatever the unedited model says. An uncaptured negative
+    # gets the unedited model's answer.
+    wanted = [
+        place
+        for place, case in enumerate(cases)
+        if (place in answers) != case.applies or (place in answers and answers[place] != case.target)
+    ]
+    before = dict(zip(wanted, edited.unedited([prompts[place] for place in wanted]), strict=True))
+    found = []
+    for place, (case, hit) in enumerate(zip(cases, hits, strict=True)):
+        unedited = before.get(place, "")
+        answer = answers.get(place, unedited)
+        own = None if case.edit is None else edited.own_entry(case.edit)
+        elsewhere = hit is not None and own is not None and hit.entry_id != own
+        serving = None if hit is None else edited.target(hit)
+        found.append(verdict(case, answer, unedited, serving, elsewhere=elsewhere))
+    return found
+
+
+def verdict_rows(stream: Stream, method: str, verdicts: Sequence[Verdict]) -> Iterator[Row]:
+    """The rows of each kind, in the order of the cases."""
+    for kind, places in by_kind(stream).items():
+        of_kind = [verdicts[place] for place in places]
+        setting = f"{stream.name}/{method}/{kind}"
+        yield Row(f"{setting}/cases", len(of_kind), "count")
+        for measure in MEASURES:
+            share, interval, _ = counted(getattr(found, measure) for found in of_kind)
+            yield Row(f"{setting}/{measure}", share, "share", goal(stream.name, kind, measure), interval)
+
+
+def by_kind(stream: Stream) -> dict[str, list[int]]:
+    """The places of the cases of each kind, and of the kinds that are reported together."""
+    found: dict[str, list[int]] = {}
+    for place, case in enumerate(stream.cases):
+        found.setdefault(case.kind, []).append(place)
+        pooled = POOLED.get(case.kind)
+        if stream.name == "pairs" and not case.applies:
+            pooled = "pair"
+        if pooled:
+            found.setdefault(pooled, []).append(place)
+    return found
+
+
+def goal(stream: str, kind: str, measure: str) -> float | None:
+    """What a measure should reach, where there is a goal."""
+    if measure == "broken":
+        return 0.0
+    if (kind, measure) == ("paraphrase", "correct"):
+        return PARAPHRASES.get(stream)
+    return GOALS.get((kind, measure))
+
+
+def cost_rows(setting: str, edited: Edited) -> Iterator[Row]:
+    """What came of the corrections."""
+    cost = edited.cost
+    yield Row(f"{setting}/made", len(cost.statuses), "count")
+    yield Row(f"{setting}/rejected", cost.statuses.count("rejected"), "count")
+    yield Row(f"{setting}/entries", len(edited.engine.codebook), "count")
+    if cost.seconds:
+        yield Row(f"{setting}/seconds", mean(cost.seconds), "s")
+
+
+def curve_rows(stream: Stream, edited: Edited, method: str, curve: Sequence[float]) -> Iterator[Row]:
+    """The share of each kind that is captured at each threshold, with the traffic's limit and without."""
+    prompts = list(map(edited.prompt, stream.cases))
+    for name, held in ((f"{method}, held", True), (f"{method}, no traffic", False)):
+        found = edited.thresholds(prompts, held=held)
+        for kind, places in by_kind(stream).items():
+            for threshold in curve if kind in CURVED else ():
+                share, interval, _ = counted(bool(found[place] < threshold) for place in places)
+                setting = f"curve {stream.name} {kind}/{name}/{threshold:g}"
+                yield Row(f"{setting}/captured", share, "share", None, interval)
+        if held and curve:
+            own = edited.engine.plan.radius
+            matches = [hit is not None for hit in edited.matches(prompts)]
+            agrees = [bool(one < own) == match for one, match in zip(found, matches, strict=True)]
+            yield Row(f"corrections/{stream.name}, {method}/agrees", mean(agrees), "share")
+
+
+def check_rows(setting: str, edited: Edited, cases: Sequence[Case]) -> Iterator[Row]:
+    """Whether uncaptured prompts get the unedited model's answer."""
+    prompts = list(map(edited.prompt, cases))
+    free = [prompt for prompt, hit in zip(prompts, edited.matches(prompts), strict=True) if hit is None]
+    sample = free[:: max(1, len(free) // CHECKED)][:CHECKED]
+    if sample:
+        pairs = zip(edited.answers(sample), edited.unedited(sample), strict=True)
+        yield Row(f"{setting}/same", mean(now == before for now, before in pairs), "share")

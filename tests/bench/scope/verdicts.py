@@ -1,0 +1,77 @@
+"""What an answer is to a case, and intervals of shares."""
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tests.bench.edits import begins
+from tests.bench.scope.cases import Case
+
+REPEATED = re.compile(r"(\S+)(?:\s+\1){2,}(?!\S)|(\S{2,}?)\2{2,}")
+"""A word three times in a row, or a group of letters three times without a space."""
+
+NORMAL_95 = 1.959964
+"""Standard deviations of a normal distribution on each side of its middle 95 %."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One case: each field is a measure of the report, and the docstring of the package defines it."""
+
+    captured: bool
+    answered: bool
+    correct: bool
+    broken: bool
+    repeats: bool
+    elsewhere: bool
+
+
+def repeats(text: str) -> bool:
+    """Whether a text repeats a word or a group of letters three times in a row."""
+    return REPEATED.search(text) is not None
+
+
+def says(answer: str, target: str) -> bool:
+    """Whether an answer equals a target or begins with it, as words."""
+    return answer == target or begins(answer, target)
+
+
+def verdict(case: Case, answer: str, unedited: str, serving: str | None, *, elsewhere: bool = False) -> Verdict:
+    """Judge one answer.
+
+    Args:
+        case: The case that was asked.
+        answer: The edited model's.
+        unedited: The unedited model's.
+        serving: The target of the entry whose radius holds the case; None where there is none.
+        elsewhere: Whether that entry belongs to another edit.
+    """
+    captured = serving is not None
+    broken = captured and answer not in {unedited, serving, case.target}
+    return Verdict(
+        captured=captured,
+        answered=(case.applies or captured) and bool(case.target) and says(answer, case.target),
+        correct=answer == (case.target if case.applies else unedited),
+        broken=broken,
+        repeats=broken and repeats(answer),
+        elsewhere=captured and elsewhere,
+    )
+
+
+def wilson(successes: int, cases: int) -> tuple[float, float]:
+    """The 95 % interval of a share, after Wilson (1927)."""
+    if cases == 0:
+        return 0.0, 1.0
+    z2 = NORMAL_95**2
+    middle = (successes + z2 / 2) / (cases + z2)
+    spread = successes * (cases - successes) / cases + z2 / 4
+    half = NORMAL_95 / (cases + z2) * math.sqrt(spread)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def counted(values: Iterable[bool]) -> tuple[float, tuple[float, float], int]:
+    """The share that is true, its interval, and the number of values."""
+    listed = list(values)
+    total = sum(listed)
+    return total / max(1, len(listed)), wilson(total, len(listed)), len(listed)
