@@ -135,12 +135,6 @@ def asked_at(settings: Settings, trained: Known) -> Iterator[Asked]:
         yield asked
 
 
-def begins(said: str, target: str) -> bool:
-    """Whether an answer begins with the target, as words."""
-    rest = said.removeprefix(target)
-    return rest != said and not rest[:1].isalnum()
-
-
 def started(asked: Asked, plan: Plan, traffic: Sequence[str]) -> EditEngine:
     """An engine that leads and has seen the traffic, as the editor worker shows it."""
     engine = EditEngine(asked.model, "bench", plan)

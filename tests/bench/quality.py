@@ -29,11 +29,12 @@ import numpy as np
 
 from deploy.models import DEMO
 from pipeline.editing import EditEngine
+from pipeline.evaluation import begins
 from pipeline.experiments.tasks import zsre
 from pipeline.key_search import NO_SLOT
 from pipeline.plan import Plan
 from pipeline.settings import load_settings
-from tests.bench.edits import Asked, Cost, Fact, Known, asked_at, begins, correct, serving, share, started
+from tests.bench.edits import Asked, Cost, Fact, Known, asked_at, correct, serving, share, started
 from tests.bench.framework import Options, Row
 from workers.boot import plan_of
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tests.bench.edits import begins
+from pipeline.evaluation import begins
 from tests.bench.scope.cases import Case
 
 REPEATED = re.compile(r"(\S+)(?:\s+\1){2,}(?!\S)|(\S{2,}?)\2{2,}")
@@ -34,7 +34,7 @@ def repeats(text: str) -> bool:
 
 def says(answer: str, target: str) -> bool:
     """Whether an answer equals a target or begins with it, as words."""
-    return answer == target or begins(answer, target)
+    return begins(answer, target)
 
 
 def verdict(case: Case, answer: str, unedited: str, serving: str | None, *, elsewhere: bool = False) -> Verdict:
