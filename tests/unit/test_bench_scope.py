@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 pytest.importorskip("tests.bench.scope", exc_type=ImportError)  # needs more than the engine does
 
 from pipeline.adaptor import Hit
+from pipeline.evaluation import begins
 from pipeline.experiments.data import DataError, rows_of
 from pipeline.training import train_value
 from tests.bench import __main__ as command
@@ -30,7 +31,7 @@ from tests.bench.scope.forms import (
     without_punctuation,
 )
 from tests.bench.scope.methods import METHODS
-from tests.bench.scope.verdicts import repeats, says, verdict, wilson
+from tests.bench.scope.verdicts import repeats, verdict, wilson
 from tests.unit.engine.tiny import WORDS, editable, texts
 
 POSITIVE = Case("paraphrase", "Who wrote it?", "Ann Lee", applies=True, edit=0)
@@ -120,7 +121,7 @@ def test_forms_are_other_texts_and_the_parts_have_other_wordings_before_a_prompt
     ],
 )
 def test_an_answer_says_a_target_if_it_begins_with_it_as_words(answer: str, target: str, expected: bool) -> None:
-    assert says(answer, target) == expected
+    assert begins(answer, target) == expected
 
 
 @pytest.mark.parametrize(

@@ -32,11 +32,6 @@ def repeats(text: str) -> bool:
     return REPEATED.search(text) is not None
 
 
-def says(answer: str, target: str) -> bool:
-    """Whether an answer equals a target or begins with it, as words."""
-    return begins(answer, target)
-
-
 def verdict(case: Case, answer: str, unedited: str, serving: str | None, *, elsewhere: bool = False) -> Verdict:
     """Judge one answer.
 
@@ -51,7 +46,7 @@ def verdict(case: Case, answer: str, unedited: str, serving: str | None, *, else
     broken = captured and answer not in {unedited, serving, case.target}
     return Verdict(
         captured=captured,
-        answered=(case.applies or captured) and bool(case.target) and says(answer, case.target),
+        answered=(case.applies or captured) and bool(case.target) and begins(answer, case.target),
         correct=answer == (case.target if case.applies else unedited),
         broken=broken,
         repeats=broken and repeats(answer),
