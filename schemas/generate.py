@@ -17,7 +17,7 @@ from msgspec import Struct
 from schemas import deltas, messages
 from schemas.deltas import DIGEST_BYTES, Delta
 from schemas.headers import HEADER_BYTES, MOST_HEADERS, OURS, UNANSWERED
-from schemas.messages import VERSION, Feedback, Outcome, Prediction, Request, SnapshotManifest
+from schemas.messages import MAX_MESSAGES, ROLES, VERSION, Feedback, Outcome, Prediction, Request, SnapshotManifest
 
 HERE = Path(__file__).parent
 Json = dict[str, Any]
@@ -36,9 +36,15 @@ SCHEMAS: dict[str, type[Struct]] = {
 def _rules() -> dict[str, Json]:
     """What the decoders check in code, by type: keywords of the type, and under `properties` whole properties."""
     text = {"type": "string", "pattern": r"\S"}
+    message = {"$ref": "#/definitions/ChatMessage"}
     inputs = {
-        "description": "A text, or a pair of texts for a classifier of pairs; none is blank.",
-        "anyOf": [text, {"type": "array", "items": text, "minItems": 2, "maxItems": 2}],
+        "description": "A text, a pair of texts for a classifier of pairs, or the messages of a chat; no text is blank."
+        " Only the first message of a chat can be the system's; the last is the user's.",
+        "anyOf": [
+            text,
+            {"type": "array", "items": text, "minItems": 2, "maxItems": 2},
+            {"type": "array", "items": message, "minItems": 1, "maxItems": MAX_MESSAGES},
+        ],
     }
     signature = {
         "description": "Ed25519, in base64, over `gracestream feedback` NUL codebook NUL and the record without it. "
@@ -47,6 +53,7 @@ def _rules() -> dict[str, Json]:
     }
     binary = {"type": "string", "contentEncoding": "base64"}
     return {
+        "ChatMessage": {"properties": {"role": {"type": "string", "enum": list(ROLES)}, "content": text}},
         "Request": {"properties": {"inputs": inputs}},
         "Feedback": {
             "properties": {"inputs": inputs, "target": text, "signature": signature},

@@ -6,7 +6,7 @@ Kafka's and stand in no message.
 """
 
 import math
-from typing import Annotated, Literal, Self, TypeVar
+from typing import Annotated, Literal, Self, TypeGuard, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -16,12 +16,27 @@ VERSION = 1
 Version = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 ID_LENGTH = 256
 Id = Annotated[str, Meta(min_length=1, max_length=ID_LENGTH)]
-Inputs = str | tuple[str, str]
-"""A text, or a pair of texts for a classifier of pairs; none is empty.
 
-Emptiness is checked by hand: msgspec reads past the end of its table of constraints where a union holds both a
-constrained string and a fixed tuple, and crashes the process.
+ROLES = ("system", "user", "assistant")
+MAX_MESSAGES = 256
+"""Messages of one chat, at most."""
+
+
+class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
+    """One message of a chat; `role` is system, user or assistant. An unknown name is an error."""
+
+    role: str
+    content: str
+
+
+Inputs = str | tuple[str | ChatMessage, ...]
+"""A text, a pair of texts for a classifier of pairs, or the messages of a chat; no text is blank.
+
+`check_inputs` checks what the type leaves open. Its errors name the field and the remedy, and msgspec crashes the
+process where a union holds both a constrained string and a fixed tuple.
 """
+
+CHAT_FORM = 'a message of a chat is {"role": "user", "content": "a text"}'
 
 Status = Literal["added", "expanded", "split", "replaced", "unchanged", "undone", "rejected"]
 
@@ -50,16 +65,56 @@ class Truncated(bytes):
     reason: str
 
 
+def is_chat(inputs: Inputs) -> TypeGuard[tuple[ChatMessage, ...]]:
+    """Whether inputs are messages of a chat."""
+    return not isinstance(inputs, str) and isinstance(inputs[0], ChatMessage)
+
+
 def check_inputs(inputs: Inputs | UnsetType) -> None:
-    """Raises ValueError when a text of `inputs` is empty or blank."""
-    texts = () if inputs is UNSET else (inputs,) if isinstance(inputs, str) else inputs
+    """Raises ValueError where `inputs` is no text, no pair and no chat, or where one of its texts is blank."""
+    if inputs is UNSET:
+        return
+    if isinstance(inputs, str):
+        texts = [inputs]
+    else:
+        if not inputs:
+            raise ValueError("`inputs` is an empty list; give a text, a pair of texts, or the messages of a chat")
+        texts = [one for one in inputs if isinstance(one, str)]
+        if not texts:
+            _check_chat([one for one in inputs if isinstance(one, ChatMessage)])
+            return
+        if len(texts) < len(inputs):
+            raise ValueError("`inputs` mixes texts with messages; give a pair of texts, or the messages of a chat")
+        if len(texts) != 2:
+            counted = "1 text" if len(texts) == 1 else f"{len(texts)} texts"
+            raise ValueError(f"`inputs` is a list of {counted}; give a text, a pair, or the messages of a chat")
     if not all(text.strip() for text in texts):
         raise ValueError("`inputs` is empty")
 
 
+def _check_chat(messages: list[ChatMessage]) -> None:
+    if len(messages) > MAX_MESSAGES:
+        raise ValueError(
+            f"`inputs` has {len(messages)} messages; the limit is {MAX_MESSAGES}: leave out the earliest turns"
+        )
+    for place, message in enumerate(messages):
+        if message.role not in ROLES:
+            raise ValueError(f"`inputs[{place}].role` is {message.role!r}; use {', '.join(ROLES[:-1])} or {ROLES[-1]}")
+        if message.role == "system" and place > 0:
+            raise ValueError(f"`inputs[{place}].role` is 'system'; only the first message can be the system's")
+        if not message.content.strip():
+            raise ValueError(f"`inputs[{place}].content` is empty; give it a text, or leave the message out")
+    if messages[-1].role != "user":
+        raise ValueError(
+            f"`inputs[{len(messages) - 1}].role` is {messages[-1].role!r}; the last message must be the user's"
+        )
+
+
 def in_one_text(inputs: Inputs) -> str:
-    """Inputs as a person reads them."""
-    return inputs if isinstance(inputs, str) else " | ".join(inputs)
+    """Inputs as a person reads them: of a chat each message after its role."""
+    if isinstance(inputs, str):
+        return inputs
+    return " | ".join(one if isinstance(one, str) else f"{one.role}: {one.content}" for one in inputs)
 
 
 class Message(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -250,7 +305,10 @@ def decode(raw: bytes | None, kind: type[M], max_bytes: int | None = None) -> M:
         check_version(msgspec.json.decode(text, type=Message).v)  # first: in a newer schema anything may be different
         return msgspec.json.decode(text, type=kind)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise InvalidMessage(f"not a valid {kind.__name__.lower()}: {one_line(error)}") from error
+        reason = one_line(error)
+        if "`$.inputs[" in reason:  # msgspec names the field alone
+            reason = f"{reason}; {CHAT_FORM}"
+        raise InvalidMessage(f"not a valid {kind.__name__.lower()}: {reason}") from error
 
 
 class _Ids(Struct):

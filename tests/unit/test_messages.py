@@ -31,6 +31,7 @@ PATIENT = settings(deadline=None)
 
 REQUEST = {"v": 1, "request_id": "r", "inputs": "x"}
 CORRECTION = {"v": 1, "feedback_id": "f", "inputs": "x", "target": "y"}
+USER = {"role": "user", "content": "x"}
 UNDO = {"v": 1, "feedback_id": "f", "undo": "f0"}
 ENTRY = {"entry_id": "e"}
 TENSOR = {"dtype": "float32", "shape": [2], "data": bytes(8)}
@@ -83,7 +84,54 @@ class TestBadRecords:
             (without(REQUEST | {"request_id": ""}), Request, r"length >= 1 - at `\$.request_id`"),
             (without(REQUEST | {"request_id": "r" * 257}), Request, r"length <= 256 - at `\$.request_id`"),
             (without(REQUEST | {"inputs": 7}), Request, r"got `int` - at `\$.inputs`"),
-            (without(REQUEST | {"inputs": ["x"]}), Request, r"`array` of length 2 - at `\$.inputs`"),
+            (without(REQUEST | {"inputs": ["x"]}), Request, "`inputs` is a list of 1 text; give a text, a pair"),
+            (without(REQUEST | {"inputs": ["x"] * 3}), Request, "`inputs` is a list of 3 texts"),
+            (without(REQUEST | {"inputs": []}), Request, "`inputs` is an empty list; give a text, a pair"),
+            (without(REQUEST | {"inputs": [USER, "x"]}), Request, "mixes texts with messages; give a pair"),
+            (
+                without(REQUEST | {"inputs": [USER, {"role": "tool", "content": "x"}]}),
+                Request,
+                r"`inputs\[1\].role` is 'tool'; use system, user or assistant",
+            ),
+            (
+                without(REQUEST | {"inputs": [USER, {"role": "system", "content": "x"}, USER]}),
+                Request,
+                r"`inputs\[1\].role` is 'system'; only the first message",
+            ),
+            (
+                without(REQUEST | {"inputs": [USER, {"role": "assistant", "content": "x"}]}),
+                Request,
+                r"`inputs\[1\].role` is 'assistant'; the last message must be the user's",
+            ),
+            (without(REQUEST | {"inputs": [{**USER, "role": "system"}]}), Request, "last message must be the user's"),
+            (
+                without(REQUEST | {"inputs": [{**USER, "content": " \n"}]}),
+                Request,
+                r"`inputs\[0\].content` is empty; give it a text",
+            ),
+            (
+                without(REQUEST | {"inputs": [{**USER, "content": [{"type": "text"}]}]}),
+                Request,
+                r"got `array` - at `\$.inputs\[0\].content`; a message of a chat is \{\"role\"",
+            ),
+            (
+                without(REQUEST | {"inputs": [{**USER, "content": None}]}),
+                Request,
+                "got `null`.*; a message of a chat is",
+            ),
+            (without(REQUEST | {"inputs": [{"role": "user"}]}), Request, "`content` .*; a message of a chat is"),
+            (
+                without(REQUEST | {"inputs": [{**USER, "name": "n"}]}),
+                Request,
+                "unknown field `name` .*; a message of a",
+            ),
+            (without(REQUEST | {"inputs": {"messages": [USER]}}), Request, r"got `object` - at `\$.inputs`"),
+            (
+                without(REQUEST | {"inputs": [USER] * 257}),
+                Request,
+                "`inputs` has 257 messages; the limit is 256: leave out the earliest turns",
+            ),
+            (without(CORRECTION | {"inputs": [{**USER, "role": "you"}]}), Feedback, "'you'; use system, user"),
             (without(REQUEST | {"inputs": ""}), Request, "`inputs` is empty"),
             (without(REQUEST | {"inputs": " \u00a0\n"}), Request, "`inputs` is empty"),
             (without(REQUEST | {"inputs": ["x", " "]}), Request, "`inputs` is empty"),

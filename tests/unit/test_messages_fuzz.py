@@ -20,6 +20,7 @@ from schemas.generate import SCHEMAS, json_schema
 from schemas.messages import (
     JSON_MESSAGES,
     AppliedEdit,
+    ChatMessage,
     Feedback,
     InvalidMessage,
     Message,
@@ -50,7 +51,14 @@ FILLED = TEXTS.filter(str.strip)
 IDS = st.text(min_size=1, max_size=256)
 COUNTS = st.integers(0, 2**63 - 1)
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
-INPUTS = FILLED | st.tuples(FILLED, FILLED)
+TURNS = st.lists(st.builds(ChatMessage, st.sampled_from(["user", "assistant"]), FILLED), max_size=4)
+CHATS = st.builds(
+    lambda system, turns, last: (*system, *turns, ChatMessage("user", last)),
+    st.lists(st.builds(ChatMessage, st.just("system"), FILLED), max_size=1),
+    TURNS,
+    FILLED,
+)
+INPUTS = FILLED | st.tuples(FILLED, FILLED) | CHATS
 
 
 def maybe(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:

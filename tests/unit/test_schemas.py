@@ -27,6 +27,7 @@ from schemas.deltas import (
 from schemas.generate import SCHEMAS, documents, generate
 from schemas.messages import (
     AppliedEdit,
+    ChatMessage,
     Feedback,
     InvalidMessage,
     Message,
@@ -104,14 +105,14 @@ class TestGeneratedDocuments:
         assert schema["additionalProperties"] is True
         assert all(part["description"] for part in schema.get("definitions", {}).values())
 
-    def test_only_parameters_refuse_unknown_fields(self) -> None:
+    def test_only_parameters_and_messages_of_a_chat_refuse_unknown_fields(self) -> None:
         closed = {
             part["title"]
             for name in SCHEMAS
             for part in validator(name).schema.get("definitions", {}).values()
             if not part["additionalProperties"]
         }
-        assert closed == {"Parameters"}
+        assert closed == {"ChatMessage", "Parameters"}
 
 
 class TestAsyncApi:
@@ -201,6 +202,14 @@ class TestGoldenJson:
         assert decode((V1 / "request-pair.json").read_bytes(), Request) == Request(
             v=1, request_id="req-2", inputs=("It rains.", "The street is wet \u2013 naß, 濡れ, 💧.")
         )
+        assert decode((V1 / "request-chat.json").read_bytes(), Request) == Request(
+            v=1,
+            request_id="req-4",
+            inputs=(
+                ChatMessage("system", "Answer briefly."),
+                ChatMessage("user", "What is the capital of Australia?"),
+            ),
+        )
         parametrised = Request(
             v=1,
             request_id="req-3",
@@ -236,6 +245,16 @@ class TestGoldenJson:
             request_id="req-2",
             author="ada",
             note='seen in the "nightly" review\n',
+        )
+        assert decode((V1 / "feedback-chat.json").read_bytes(), Feedback) == Feedback(
+            v=1,
+            feedback_id="fb-5",
+            inputs=(
+                ChatMessage("user", "Tell me about Australia."),
+                ChatMessage("assistant", "It is a country and a continent."),
+                ChatMessage("user", "What is its capital?"),
+            ),
+            target=" Canberra",
         )
         assert decode((V1 / "feedback-undo.json").read_bytes(), Feedback) == Feedback(
             v=1, feedback_id="fb-3", undo="fb-2", author="ada"
