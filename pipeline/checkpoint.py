@@ -40,6 +40,9 @@ from pipeline.errors import UserError
 
 T = TypeVar("T")
 
+FINGERPRINT = 2
+"""What a fingerprint covers, as a number: one that was cached under another number counts no more."""
+
 
 class ModelError(UserError):
     """A model that cannot be loaded or edited; the text says which and why."""
@@ -239,7 +242,10 @@ def device_of(wanted: str) -> str:
 
 
 def fingerprint_of(model: Any, tokenizer: Any) -> str:
-    """SHA-256 over weights (as loaded, in order of name), config and tokenizer: equal models give equal keys."""
+    """SHA-256 over weights (as loaded, in order of name), config, tokenizer and chat template.
+
+    Equal models give equal keys.
+    """
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -251,6 +257,10 @@ def fingerprint_of(model: Any, tokenizer: Any) -> str:
     vocabulary = getattr(tokenizer, "backend_tokenizer", None)
     content = vocabulary.to_str() if vocabulary is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     digest.update(content.encode())
+    if tokenizer.chat_template is not None:  # another template gives the same chat another prompt, and another query
+        names = {name: token for name, token in tokenizer.special_tokens_map.items() if name != "pad_token"}
+        template = [tokenizer.chat_template, names]  # without padding, which a task sets where there is none
+        digest.update(json.dumps(template, sort_keys=True, default=str).encode())
     return digest.hexdigest()
 
 
@@ -264,7 +274,7 @@ def cached_fingerprint(model: Any, tokenizer: Any, folder: Path, cache: Path | N
     # Not the time of its content alone, which a copy or an image may keep: other weights of a model have its very size.
     marks = ("st_size", "st_mtime_ns", "st_ctime_ns", "st_ino")
     files = [(file.name, *(getattr(file.stat(), mark) for mark in marks)) for file in sorted(folder.iterdir())]
-    state = json.dumps([str(folder.resolve()), type(model).__name__, str(model.dtype), files])
+    state = json.dumps([FINGERPRINT, str(folder.resolve()), type(model).__name__, str(model.dtype), files])
     kept = cache.expanduser() / "fingerprints" / hashlib.sha256(state.encode()).hexdigest()
     with suppress(OSError):
         if len(known := kept.read_text(errors="replace")) == hashlib.sha256().digest_size * 2:

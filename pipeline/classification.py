@@ -11,7 +11,7 @@ from pipeline.adaptor import QueryToken
 from pipeline.batch import Batch, Prompt
 from pipeline.codebook import Label
 from pipeline.tasks import SEGMENTS, Answer, InputError, Limits, Supervised, Task
-from schemas.messages import Inputs, Outputs, Parameters
+from schemas.messages import Inputs, Outputs, Parameters, is_chat
 
 
 class Classification(Task):
@@ -29,7 +29,9 @@ class Classification(Task):
 
     def tokenize(self, inputs: Inputs) -> Prompt:
         """As for any task, and a pair is joined the way the tokenizer does."""
-        return self._prompt(*((inputs,) if isinstance(inputs, str) else inputs))
+        if isinstance(inputs, str) or is_chat(inputs):
+            return super().tokenize(inputs)
+        return self._prompt(*(str(text) for text in inputs))
 
     def batch(self, prompts: Sequence[Prompt]) -> Batch:
         """With the segments that the tokenizer gave to the texts of a pair, for a model that has some."""

@@ -20,9 +20,10 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from pipeline.adaptor import Replaced, last_token
 from pipeline.batch import Batch, Prompt
+from pipeline.chat import ChatError, ChatTemplate
 from pipeline.codebook import Label
 from pipeline.tasks import Answer, InputError, Limits, Supervised, Task
-from schemas.messages import Inputs, Outputs, Parameters
+from schemas.messages import Inputs, Outputs, Parameters, is_chat
 
 LATER = ("input_ids", "position_ids")
 """Of a causal model's arguments those that tell nothing of the positions before."""
@@ -131,6 +132,19 @@ class CausalGeneration(Generation):
 
     side = "left"
 
+    def __init__(self, model: Any, tokenizer: Any, limits: Limits, decoder_layer: bool) -> None:
+        super().__init__(model, tokenizer, limits, decoder_layer)
+        self._chat = ChatTemplate(self.tokenizer, self._text_tokenizer)
+
+    def tokenize(self, inputs: Inputs) -> Prompt:
+        """One prompt in tokens; messages of a chat by the model's chat template."""
+        if not is_chat(inputs):
+            return super().tokenize(inputs)
+        try:
+            return Prompt(tuple(self._checked(self._chat.tokens(inputs))))
+        except ChatError as error:
+            raise InputError(str(error)) from error
+
     def observe(self, batch: Batch) -> None:
         """With positions counted from each row's first real token, as generation counts them."""
         positions_BT = (batch.kwargs["attention_mask"].cumsum(dim=1) - 1).clamp(min=0)
@@ -189,8 +203,17 @@ class CausalGeneration(Generation):
         return _of_labels(found.logits, supervised)
 
     def _target_ids(self, inputs: Inputs, target: str) -> list[int]:
-        """A target is a word of its own: a space stands before it unless the prompt ends with white space."""
-        joined = isinstance(inputs, str) and inputs[-1:].isspace()
+        """A target is a word of its own: a space stands before it unless the prompt ends with white space.
+
+        None stands before an answer in a chat whose template ends in a control token, either.
+        """
+        if is_chat(inputs):
+            try:
+                joined = self._chat.ends_a_word(inputs)
+            except ChatError as error:
+                raise InputError(str(error)) from error
+        else:
+            joined = isinstance(inputs, str) and inputs[-1:].isspace()
         return super()._target_ids(inputs, target if joined else f" {target}")
 
     def _skipped(self, batch: Batch) -> int:

@@ -18,7 +18,7 @@ from pipeline.batch import Batch, Prompt
 from pipeline.codebook import Label
 from pipeline.control_tokens import text_tokenizer
 from pipeline.errors import UserError
-from schemas.messages import Inputs, Outputs, Parameters
+from schemas.messages import Inputs, Outputs, Parameters, is_chat
 
 
 class InputError(UserError):
@@ -102,8 +102,10 @@ class Task(ABC):
         """One prompt in tokens.
 
         Raises:
-            InputError: a pair for a model of single texts, too long, or nothing left.
+            InputError: a pair or a chat for a model that takes none, too long, or nothing left.
         """
+        if is_chat(inputs):
+            raise InputError("this model takes no messages of a chat; send `inputs` as one text")
         if not isinstance(inputs, str):
             raise InputError("this model takes one text, not a pair")
         return self._prompt(inputs)

@@ -65,6 +65,16 @@ REQUESTS: dict[str, tuple[bytes | None, str, str | None]] = {
     "inputs of a wrong type": (json(v=1, request_id="r-3", inputs=7), "Expected `str | array`, got `int`", "r-3"),
     "blank inputs": (json(v=1, request_id="r-4", inputs=" \n"), "`inputs` is empty", "r-4"),
     "a pair": (json(v=1, request_id="r-5", inputs=["a", "b"]), "takes one text, not a pair", "r-5"),
+    "a chat for a model without a template": (
+        json(v=1, request_id="r-14", inputs=[{"role": "user", "content": PROMPT}]),
+        "no chat template; send `inputs` as one text",
+        "r-14",
+    ),
+    "a chat without a role that is known": (
+        json(v=1, request_id="r-15", inputs=[{"role": "tool", "content": PROMPT}]),
+        "`inputs[0].role` is 'tool'; use system, user or assistant",
+        "r-15",
+    ),
     "a prompt too long": (
         json(v=1, request_id="r-6", inputs=LONG),
         "limit is 40 (GRACESTREAM_MAX_INPUT_TOKENS)",
@@ -104,6 +114,12 @@ FEEDBACK: dict[str, tuple[bytes | None, str, str | None]] = {
     "a target too long": (json(v=1, feedback_id="f-5", inputs=PROMPT, target="river " * 7), "limit is 6", "f-5"),
     "a prompt too long": (json(v=1, feedback_id="f-6", inputs=LONG, target="river"), "the limit is 40", "f-6"),
     "a pair": (json(v=1, feedback_id="f-7", inputs=["a", "b"], target="river"), "not a pair", "f-7"),
+    "a chat for a model without a template": (
+        json(v=1, feedback_id="f-11", inputs=[{"role": "user", "content": PROMPT}], target="river"),
+        "no chat template; send `inputs` as one text",
+        "f-11",
+    ),
+    "an empty chat": (json(v=1, feedback_id="f-12", inputs=[], target="river"), "`inputs` is an empty list", "f-12"),
     "words that the tokenizer lacks": (
         json(v=1, feedback_id="f-8", inputs=PROMPT, target="zebra"),
         "cannot express",

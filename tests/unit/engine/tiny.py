@@ -32,6 +32,9 @@ from schemas.messages import Inputs, Outcome
 
 WORDS = sorted({word for text in TEXTS for word in text.split()})
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "</s>"]
+CHAT = "{% for message in messages %}{{ message.content }} </s> {% endfor %}"
+"""A chat template: a control token after each message."""
+
 LIMITS = Limits(max_input_tokens=48, max_target_tokens=6, max_new_tokens=6)
 CODEBOOK, MODEL, LAYER = "default", "f" * 64, "layer.0"
 
@@ -122,6 +125,7 @@ def editable(
     limits: Limits = LIMITS,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
+    chat_template: str | None = None,
     **adaptor: Any,
 ) -> EditableModel:
     """A model of a kind with an adaptor; equal seeds give equal weights. The global random state is left alone."""
@@ -132,7 +136,7 @@ def editable(
         head.weight.data[END] *= 4  # so that a value can make it end its answer, as trained models do
     return EditableModel(
         model.to(device, dtype),
-        tokenizer(KINDS[kind].special_tokens),
+        tokenizer(KINDS[kind].special_tokens, chat_template=chat_template),
         layer or KINDS[kind].layer,
         limits=limits,
         fingerprint=MODEL,
