@@ -14,7 +14,7 @@ from pipeline.model import EditableModel
 from pipeline.probe import TEXTS
 from pipeline.tasks import InputError
 from pipeline.traffic import median_nearest_distance
-from schemas.messages import Inputs
+from schemas.messages import Inputs, check_inputs
 
 BATCH = 16
 RADII = tuple(round(0.1 * step, 1) for step in range(1, 41))
@@ -30,6 +30,10 @@ class Sample(Struct, frozen=True):
 
     inputs: Inputs
     rephrase: Inputs | UnsetType = UNSET
+
+    def __post_init__(self) -> None:
+        check_inputs(self.inputs)
+        check_inputs(self.rephrase)
 
 
 class Calibration(Struct, frozen=True):

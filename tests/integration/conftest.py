@@ -30,7 +30,7 @@ from tests.unit.engine.tiny import LAYER, MODEL
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
     """A tiny model of each kind."""
-    return {kind: save_checkpoint(kind, tmp_path_factory.mktemp(kind)) for kind in ("llama", "bert", "t5")}
+    return {kind: save_checkpoint(kind, tmp_path_factory.mktemp(kind)) for kind in ("llama", "chat", "bert", "t5")}
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,7 @@ from pipeline.clients import admin, consumer
 from pipeline.settings import Settings, load_settings
 from schemas.deltas import Delta, decode_delta
 from schemas.messages import Feedback, Outcome, Prediction, Request, decode
-from tests.unit.engine.tiny import SIZE, bert, tokenizer
+from tests.unit.engine.tiny import CHAT, SIZE, bert, tokenizer
 
 T = TypeVar("T")
 PATIENCE = 60.0
@@ -74,6 +74,7 @@ def t5() -> Any:
 
 BUILDERS: dict[str, tuple[Callable[[], Any], str, str, str]] = {
     "llama": (llama, "", "model.layers[0].mlp.down_proj", "auto"),
+    "chat": (llama, "", "model.layers[0].mlp.down_proj", "auto"),
     "bert": (bert, "bert", "bert.encoder.layer[1].output.dense", "auto"),
     "t5": (t5, "t5", "encoder.block[0].layer[1].DenseReluDense.wo", "all"),
 }
@@ -86,7 +87,7 @@ def save_checkpoint(kind: str, folder: Path) -> Checkpoint:
         torch.manual_seed(0)
         model = build()
     model.save_pretrained(folder)
-    tokenizer(special_tokens).save_pretrained(folder)
+    tokenizer(special_tokens, chat_template=CHAT if kind == "chat" else None).save_pretrained(folder)
     return Checkpoint(folder, layer, replace)
 
 

@@ -38,6 +38,9 @@ def send(
     given: Annotated[
         str, typer.Argument(help="A text to ask, or a file of JSON lines; - is standard input.", metavar="TEXT_OR_FILE")
     ] = "-",
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Ask each text as a user's message of a chat, in the model's chat template.")
+    ] = False,
     wait: Wait = True,
     timeout: Timeout = 60.0,
     as_json: AsJson = False,
@@ -47,12 +50,12 @@ def send(
     """Send a text as a request, or many: JSON lines, each a text or an object with `inputs`; a missing id is made up.
 
     What names no file is a text, unless it looks like the name of one (one word with a / or a suffix such as .jsonl) or
-    is one JSON object.
+    is one JSON object. `inputs` may be the messages of a chat: [{"role": "user", "content": "a text"}].
     Shows the answers in the order of the requests: in a table at a terminal, elsewhere one prediction a line in JSON.
     Ends with status 1 where an answer is an error or does not come.
     Example: gracestream send "The capital of Mongolia is"
     """
-    requests = _asked(given)
+    requests = _asked(given, chat=chat)
     settings = connected(kafka=kafka, prefix=prefix)
     exchange(settings, requests, Client.predictions, wait=wait, timeout=timeout, as_json=as_json)
 
@@ -66,6 +69,8 @@ def correct(
     prefix: Prefix = None,
 ) -> None:
     """Send corrections: JSON lines, each an object with `inputs` and `target`; a missing id is made up.
+
+    `inputs` is a text, a pair of texts, or the messages of a chat: [{"role": "user", "content": "a text"}].
 
     A line that `gracestream keys sign` has signed is sent as it is, byte for byte.
     Shows the outcomes in the order of the corrections: in a table at a terminal, elsewhere one a line in JSON.
@@ -126,18 +131,27 @@ def _correction(fields: Any, line: bytes) -> Feedback | SignedFeedback:
     return signed_feedback(line) if isinstance(fields, dict) and "signature" in fields else feedback(fields)
 
 
-def _asked(given: str) -> list[Request]:
-    """A text that is given, or what the lines of a file ask."""
+def _asked(given: str, *, chat: bool) -> list[Request]:
+    """A text that is given, or what the lines of a file ask; with `chat` each text as a user's message."""
     if given == "-" or FILE_NAME.fullmatch(given) or _is_there(given):
-        return _read(Path(given), lambda fields, _: request(fields))
+        return _read(Path(given), lambda fields, _: request(_in_chat(fields) if chat else fields))
     try:
         fields = json.loads(given) if given.startswith("{") else given
     except ValueError:
         fields = given
     try:
-        return [request(fields)]
+        return [request(_in_chat(fields) if chat else fields)]
     except InvalidMessage as error:
         raise typer.BadParameter(str(error)) from error
+
+
+def _in_chat(fields: Any) -> Any:
+    """A text, or the text of an object's `inputs`, as a user's message; anything else as it is."""
+    if isinstance(fields, str):
+        return {"inputs": [{"role": "user", "content": fields}]}
+    if isinstance(fields, dict) and isinstance(fields.get("inputs"), str):
+        return {**fields, **_in_chat(fields["inputs"])}
+    return fields
 
 
 def _is_there(name: str) -> bool:
