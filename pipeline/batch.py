@@ -7,16 +7,31 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
+class LastTurn:
+    """The last message of a chat, which a sentence encoder reads in place of the whole prompt.
+
+    Attributes:
+        text: Its content.
+        follows: Whether earlier turns stand before it, on which its meaning may depend.
+    """
+
+    text: str
+    follows: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """One tokenised prompt.
 
     Attributes:
         token_ids: With those that the tokenizer's template adds.
         segments: The segment of each token (`token_type_ids`); none where the tokenizer has no segments.
+        turn: Of a chat its last message; None of any other prompt.
     """
 
     token_ids: tuple[int, ...]
     segments: tuple[int, ...] = ()
+    turn: LastTurn | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -29,10 +44,12 @@ class Batch:
     Attributes:
         kwargs: What the model is called with.
         mask_BT: Real prompt tokens, as the wrapped module sees them; None where it lies in a decoder.
+        turns: The last message of each prompt that is a chat; empty where no query is taken from the batch.
     """
 
     kwargs: dict[str, Any]
     mask_BT: Tensor | None
+    turns: tuple[LastTurn | None, ...] = ()
 
     def prompts(self) -> list[list[int]]:
         """Each row's token ids, without padding and what comes after the prompt."""

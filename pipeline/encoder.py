@@ -9,6 +9,10 @@ yet they are different prompts, of which each may have been corrected in its own
 prompt's tokens, far shorter than what is between texts that say different things: of all keys a prompt's own is the
 nearest. Where the encoder does not know a word, and so cannot tell what a text says, the mark is longer than any
 distance between texts: such a prompt is served by its own entry alone.
+
+Of a chat the encoder reads the last message alone, which is the user's. A system prompt and the markup of a template
+would lie nearer to one another than to the same question without them. What a later message means depends on those
+before it ("And its capital?"), so it is served by its own entry alone, like a prompt with an unknown word.
 """
 
 import hashlib
@@ -73,7 +77,7 @@ class Encoder:
         self._unknown = NONE if tokenizer.unk_token_id in others else tokenizer.unk_token_id
         positions = getattr(module.config, "max_position_embeddings", None) or most
         self._most = min(most, positions, tokenizer.model_max_length)
-        told = f"{fingerprint} tokens={self._most} pooling=mean marks={MARKS}x{MARK}, {UNREAD}"
+        told = f"{fingerprint} tokens={self._most} pooling=mean marks={MARKS}x{MARK}, {UNREAD} chats=last"
         self.fingerprint = hashlib.sha256(told.encode()).hexdigest()
         try:
             (point_D,), _ = self.embed([" ".join(["word"] * (2 * self._most))])
@@ -106,12 +110,15 @@ class Encoder:
         if not float(torch.pdist(points_ND).min()) > SIGHT:
             raise ModelError("it cannot tell everyday sentences apart; are its tokenizer's files there?")
 
-    def __call__(self, prompts: Sequence[Sequence[int]], texts: Sequence[str]) -> Tensor:
+    def __call__(self, prompts: Sequence[Sequence[int]], texts: Sequence[str], alone: Sequence[bool] = ()) -> Tensor:
         """The queries (N, D + `MARKS`), float32, of prompts whose tokens say these texts.
 
+        A prompt that is `alone` is served by its own entry only.
         Of a text that has no tokens to the encoder a query is not finite.
         """
         points_ND, read_N = self.embed(texts)
+        if alone:
+            read_N = read_N & ~torch.tensor(alone, device=read_N.device)
         lengths_N = torch.where(read_N, MARK, UNREAD)
         marks_NM = (lengths_N[:, None] * marks(prompts).to(lengths_N.device)).to(points_ND)
         return torch.cat([points_ND, marks_NM], dim=1)

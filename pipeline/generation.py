@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import BaseModelOutput
 
 from pipeline.adaptor import Replaced, last_token
-from pipeline.batch import Batch, Prompt
+from pipeline.batch import Batch, LastTurn, Prompt
 from pipeline.chat import ChatError, ChatTemplate
 from pipeline.codebook import Label
 from pipeline.tasks import Answer, InputError, Limits, Supervised, Task
@@ -141,9 +141,11 @@ class CausalGeneration(Generation):
         if not is_chat(inputs):
             return super().tokenize(inputs)
         try:
-            return Prompt(tuple(self._checked(self._chat.tokens(inputs))))
+            token_ids = self._checked(self._chat.tokens(inputs))
         except ChatError as error:
             raise InputError(str(error)) from error
+        follows = any(message.role != "system" for message in inputs[:-1])
+        return Prompt(tuple(token_ids), turn=LastTurn(inputs[-1].content, follows))
 
     def observe(self, batch: Batch) -> None:
         """With positions counted from each row's first real token, as generation counts them."""
@@ -162,7 +164,7 @@ class CausalGeneration(Generation):
         mask_1T = torch.ones_like(ids_1T)
         prompt_1T = mask_1T.clone()
         prompt_1T[:, len(prompt) :] = 0
-        batch = Batch({"input_ids": ids_1T, "attention_mask": mask_1T}, prompt_1T)
+        batch = Batch({"input_ids": ids_1T, "attention_mask": mask_1T}, prompt_1T, (prompt.turn,))
         return Supervised(batch, (torch.tensor(label, device=device),), len(label))
 
     def together(self, rows: Sequence[Supervised]) -> Supervised:

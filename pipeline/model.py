@@ -177,7 +177,9 @@ class EditableModel:
         assert self._encoder is not None
         prompts = batch.prompts()
         texts = self.task.tokenizer.batch_decode(prompts, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return self._encoder(prompts, texts)
+        turns = batch.turns or [None] * len(prompts)
+        texts = [text if turn is None else turn.text for text, turn in zip(texts, turns, strict=True)]
+        return self._encoder(prompts, texts, [turn is not None and turn.follows for turn in turns])
 
     def answer(
         self,

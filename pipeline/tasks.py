@@ -129,7 +129,8 @@ class Task(ABC):
         """Pad tokenised prompts (`tokenize`) into one batch."""
         ids_BT = self._rows([prompt.token_ids for prompt in prompts], int(self.tokenizer.pad_token_id))
         mask_BT = self._rows([[1] * len(prompt) for prompt in prompts], 0)
-        return Batch({"input_ids": ids_BT, "attention_mask": mask_BT}, None if self._decoder_layer else mask_BT)
+        kwargs = {"input_ids": ids_BT, "attention_mask": mask_BT}
+        return Batch(kwargs, None if self._decoder_layer else mask_BT, tuple(prompt.turn for prompt in prompts))
 
     def _rows(self, rows: Sequence[Sequence[int]], padding: int) -> Tensor:
         """Numbers for each token of each prompt, padded on this task's side."""

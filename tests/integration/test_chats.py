@@ -12,7 +12,7 @@ from msgspec import UNSET
 
 from pipeline.clients import producer
 from pipeline.settings import Settings
-from schemas.messages import ChatMessage, Feedback, Prediction, decode, encode
+from schemas.messages import ChatMessage, Feedback, Outputs, Prediction, decode, encode
 from tests.integration.forked import Command, Forked, status_of
 from tests.integration.running import (
     Users,
@@ -114,7 +114,8 @@ def test_a_corrected_chat_is_right_on_both_replicas(
 ) -> None:
     seq = next(one.seq for one in outcomes_in_log(corrected.settings) if one.feedback_id == name)
     for answer in corrected.answers(inputs, seq).values():
-        assert answer.outputs.text == "museum"
+        assert answer.outputs == Outputs(text="museum")
+        assert answer.edit is not UNSET
         assert answer.edit.entry_id == name
     assert len({worker.state()["state_digest"] for worker in (corrected.editor, *corrected.replicas)}) == 1
 
@@ -188,7 +189,7 @@ def test_bad_chats_are_dead_letters_with_the_reason_and_the_rest_is_answered(cor
         answered = answers.wait([*ids, "after"], 60)
         decided = outcomes.wait([*ids, "after"], 60)
     sender.close(timeout=5)
-    assert answered["after"].outputs.text == "museum"
+    assert answered["after"].outputs == Outputs(text="museum")
     assert decided["after"].status in {"added", "split", "expanded"}
     for name, (_, reason) in zip(ids, BAD.values(), strict=True):
         assert reason in str(answered[name].error), name

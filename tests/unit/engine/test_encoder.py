@@ -19,8 +19,8 @@ from pipeline.encoder import MARK, MARKS, Encoder, marks
 from pipeline.maintenance import batch_noise
 from pipeline.model import EditableModel
 from pipeline.plan import Plan
-from schemas.messages import Parameters
-from tests.unit.engine.tiny import CODEBOOK, KINDS, SIZE, WORDS, correct, editable, texts, tokenizer
+from schemas.messages import ChatMessage, Inputs, Parameters
+from tests.unit.engine.tiny import CHAT, CODEBOOK, KINDS, SIZE, WORDS, correct, editable, texts, tokenizer
 
 INPUTS = texts(9, seed=3)
 ROOM = 16
@@ -32,9 +32,11 @@ class Counted(Encoder):
 
     calls = 0
 
-    def __call__(self, prompts: Sequence[Sequence[int]], texts: Sequence[str]) -> torch.Tensor:
+    def __call__(
+        self, prompts: Sequence[Sequence[int]], texts: Sequence[str], alone: Sequence[bool] = ()
+    ) -> torch.Tensor:
         self.calls += 1
-        return super().__call__(prompts, texts)
+        return super().__call__(prompts, texts, alone)
 
 
 def module(seed: int = 0) -> BertModel:
@@ -316,3 +318,40 @@ def test_what_is_no_sentence_encoder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelError, match=r"the encoder .* cannot be loaded"):
         Encoder.load(str(tmp_path / "empty"))
+
+
+def chat(*contents: str, system: str | None = None) -> tuple[ChatMessage, ...]:
+    turns = tuple(ChatMessage(("user", "assistant")[place % 2], text) for place, text in enumerate(contents))
+    return turns if system is None else (ChatMessage("system", system), *turns)
+
+
+def test_a_correction_of_a_text_serves_a_chat_of_it_under_any_system_prompt_and_the_other_way_round() -> None:
+    """A chat that goes on is served by its own entry alone: its last words may mean something else."""
+    asked = " ".join(WORDS[:5])
+    first, other = chat(asked), chat(asked, system=" ".join(WORDS[9:13]))
+    later, elsewhere = chat(WORDS[20], WORDS[21], asked), chat(WORDS[22], WORDS[23], asked)
+    forms: list[Inputs] = [asked, first, other]
+    for corrected in forms:
+        engine = chat_engine()
+        outcome, _ = correct(engine, "f0", corrected, WORDS[7])
+        assert outcome.status == "added"
+        assert served(engine, [*forms, later, elsewhere]) == ["f0", "f0", "f0", None, None]
+    engine = chat_engine()
+    outcome, _ = correct(engine, "f0", later, WORDS[7])
+    assert outcome.status == "added"
+    assert served(engine, [*forms, later, elsewhere]) == [None, None, None, "f0", None]
+
+
+def chat_engine() -> EditEngine:
+    model = editable("llama", encoder=encoder(), chat_template=CHAT)
+    engine = EditEngine(model, CODEBOOK, Plan(radius=0.2, radius_unit="absolute", traffic=0))
+    engine.apply(engine.lead({}))
+    return engine
+
+
+def served(engine: EditEngine, inputs: list[Inputs]) -> list[str | None]:
+    """The entry that serves each, in one batch."""
+    prompts = [engine.model.task.tokenize(one) for one in inputs]
+    rows = engine.model.answer(prompts, [Parameters()] * len(prompts), engine.codebook, engine.index)
+    assert torch.equal(engine.model.queries(prompts).isfinite().all(dim=1), torch.ones(len(inputs), dtype=torch.bool))
+    return [None if row.hit is None else row.hit.entry_id for row in rows]
