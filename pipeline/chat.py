@@ -35,6 +35,9 @@ START, END = chr(0xFDD0), chr(0xFDD1)
 RANDOM = re.compile(r"\|\s*random\b|['\"]random['\"]|\blipsum\b")
 """What a template draws at random with."""
 
+ADDRESS = re.compile(r" at 0x[0-9a-f]+>")
+"""What Python prints of an object without a text of its own; every process has another."""
+
 Span = tuple[int, int]
 
 
@@ -115,6 +118,8 @@ class ChatTemplate:
                 "the model's chat template rewrites a content of `inputs`, so its text cannot be told from the"
                 " template's; leave out markup such as </think>, or send one text"
             )
+        if any(not _overlap([found.span()], spans) for found in ADDRESS.finditer(text)):
+            raise ChatError("the model's chat template prints an address of memory; send `inputs` as one text")
         return text, spans
 
     def _template(self) -> str:
@@ -199,12 +204,13 @@ def _bounded() -> Iterator[None]:
     A count, not a time: every replica refuses the same chats. A tracer of this thread's own, as a debugger's, waits.
     """
     left = MAX_STEPS
+    refused = f"the model's chat template takes more than {MAX_STEPS} steps; send fewer messages"
 
     def count(frame: FrameType, _event: str, _argument: object) -> Any:
         nonlocal left
         left -= 1
         if left < 0:
-            raise ChatError(f"the model's chat template takes more than {MAX_STEPS} steps; send fewer messages")
+            raise ChatError(refused)
         return count if frame.f_code.co_filename == "<template>" else None
 
     before = sys.gettrace()
@@ -213,3 +219,5 @@ def _bounded() -> Iterator[None]:
         yield
     finally:
         sys.settrace(before)
+    if left < 0:  # raised where Python ignores errors, as in a finaliser
+        raise ChatError(refused)

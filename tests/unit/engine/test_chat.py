@@ -153,6 +153,7 @@ def test_what_templates_do_is_followed(source: Any, content: str, text: str) -> 
         ("{{ strftime_now('%d') }}", "asks for the date"),
         ("{{ [1, 2] | random }}", "draws at random"),
         ("{{ lipsum() }}", "draws at random"),
+        ("{{ messages[0].content }}{{ raise_exception }}", "prints an address of memory"),
         ("{{ messages[0].content[:2] }}", "rewrites a content"),
         ("{{ messages[0].content.split('b')[-1] }}", "rewrites a content"),
         ("{{ messages[0].content.tools.first }}", "'str object' has no attribute 'tools'"),
@@ -186,6 +187,20 @@ def test_a_template_changes_nothing_in_the_process(tmp_path: Path) -> None:
     with pytest.raises(ChatError):
         with_template(hostile).tokens(chat("a"))
     assert not list(tmp_path.iterdir())
+
+
+def test_an_address_in_a_content_is_text() -> None:
+    ours = made("byte-level BPE")[1]
+    content = "what is <function f at 0x7f12ab34cd56>?"
+    assert content in ours._tokenizer.decode(ours.tokens(chat(content)))
+
+
+def test_a_normalised_spelling_in_a_content_is_text() -> None:
+    tokenizer, ours = made("Unigram")
+    content = "\N{FULLWIDTH LESS-THAN SIGN}/s>"
+    plain = [token for token in ours.tokens(chat("a")) if token in control_tokens(tokenizer)]
+    assert theirs(tokenizer, chat(content)).count(1) == plain.count(1) + 1
+    assert [token for token in ours.tokens(chat(content)) if token in control_tokens(tokenizer)] == plain
 
 
 def test_a_mark_in_a_content_is_refused() -> None:
