@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 from kafka.admin import NewPartitions
 from structlog.testing import capture_logs
@@ -17,9 +18,9 @@ from pipeline.request_tail import AT_ONCE, RANKED, TAIL, RequestTail
 from pipeline.settings import Settings
 from pipeline.topics import create_topics
 from pipeline.traffic import Traffic, score
-from schemas.messages import encode
+from schemas.messages import ChatMessage, encode
 from tests.integration.running import PATIENCE, go_on, hang, question, records, wait_until
-from tests.unit.engine.tiny import editable, texts
+from tests.unit.engine.tiny import CHAT, editable, texts
 
 CAPACITY = 24
 PROMPTS = texts(3000, seed=9, shortest=6)
@@ -92,6 +93,30 @@ def test_it_looks_at_many_requests_for_each_that_it_runs(
         for record in records(small, "requests")
     )[-CAPACITY:]
     assert sorted(traffic(tail)._scores) == wanted
+
+
+def test_chats_are_traffic_and_bad_ones_are_left_out(small: Settings) -> None:
+    model = editable("llama", chat_template=CHAT)
+    tail = RequestTail(small, EditEngine(model, small.codebook, Plan(traffic=CAPACITY, seed=small.seed)))
+    tail.catch_up()
+    chats = [(ChatMessage("user", text),) for text in PROMPTS[:5]]
+    sender = producer(small)
+    for number, messages in enumerate([*chats, (ChatMessage("user", " ".join(PROMPTS[:9])),)]):
+        sender.send(small.topic("requests"), value=encode(question(f"q{number}", messages)), partition=0)
+    sender.send(small.topic("requests"), value=b'{"v":1,"request_id":"q9","inputs":[{"role":"bot"}]}', partition=0)
+    sender.flush()
+    sender.close()
+
+    def all_read() -> bool:
+        tail.read(0.5)
+        return traffic(tail).positions.get(0, 0) == 7 and not tail._waiting
+
+    wait_until(all_read)
+    tail.close()
+    queries_ND = model.queries([model.task.tokenize(messages) for messages in chats]).numpy()
+    held = traffic(tail)._queries.points_ND
+    assert len(held) == 5
+    assert all(np.abs(held - query_D).max(axis=1).min() < 1e-4 for query_D in queries_ND)
 
 
 def test_a_few_prompts_that_come_again_and_again_are_run_once(
