@@ -126,7 +126,7 @@ def width() -> int:
 
 def show(table: Table) -> None:
     """A table on standard output."""
-    Console(width=width()).print(table)
+    Console(width=width(), height=1).print(table)  # without a height a dumb terminal has 80 columns for rich
 
 
 def counted(number: int, one: str, many: str) -> str:
