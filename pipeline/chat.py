@@ -101,7 +101,7 @@ class ChatTemplate:
         return token_ids
 
     def _rendered(self, messages: Sequence[ChatMessage]) -> tuple[str, list[Span]]:
-        """The text of a chat, and where contents stand in it.
+        """The text of a chat, and the places of the contents in it.
 
         Marks around the contents show their places. They stand inside the white space that a template may strip.
         """

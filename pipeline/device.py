@@ -140,7 +140,7 @@ def driver_version() -> str | None:
 
 
 def why_no_cuda() -> str:
-    """Why torch can use no CUDA device, as far as it can be told."""
+    """Why torch can use no CUDA device, as far as this process can see."""
     if torch.version.cuda is None:
         return "this torch was built without CUDA"
     if (Path(torch.__file__).parent / "lib" / CUDA_STUBS).exists():
