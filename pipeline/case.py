@@ -33,6 +33,8 @@ class Again:
     seen: Seen
     query_D: np.ndarray | None = None
     value_V: np.ndarray | None = None
+    rephrases_RD: tuple[np.ndarray | None, ...] = ()
+    """The queries of the rephrases, in their order; none where it is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,7 @@ class Case:
     known_V: np.ndarray | None
     ahead: Ahead | None
     standing: Standing | UnsetType
+    rephrases_RD: tuple[np.ndarray | None, ...] = ()
 
 
 def of_similar_length(cases: Sequence[Case]) -> Iterator[list[Case]]:

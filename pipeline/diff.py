@@ -11,6 +11,7 @@ from pipeline.history import KafkaHistory
 from pipeline.memory import BARE_MODEL, EditMemory
 from pipeline.replay import replay_deltas
 from pipeline.settings import Settings
+from schemas.deltas import rephrase_name
 from schemas.messages import Feedback, Inputs, in_one_text
 
 
@@ -74,10 +75,13 @@ def _fixed(memory: EditMemory, corrections: Mapping[int, Feedback]) -> dict[Inpu
     """By inputs: the target that entries give, and the id of the newest edit that says so."""
     found: dict[Inputs, tuple[str, str]] = {}
     served = [name for name in memory.feedback_ids if memory.serving_entry(name) != BARE_MODEL]
-    for feedback_id in sorted(served, key=memory.offsets.__getitem__):
+    for name in sorted(served, key=lambda name: (memory.offsets[memory.feedback_of(name)], name)):
+        feedback_id = memory.feedback_of(name)
         correction = corrections.get(memory.offsets[feedback_id])
-        if correction is not None and correction.inputs is not UNSET and correction.target is not UNSET:
-            found[correction.inputs] = correction.target, feedback_id
+        if correction is None or correction.inputs is UNSET or correction.target is UNSET:
+            continue
+        texts = {rephrase_name(feedback_id, number): one for number, one in enumerate(correction.rephrases, 1)}
+        found[texts.get(name, correction.inputs)] = correction.target, feedback_id
     return found
 
 

@@ -1,5 +1,6 @@
 """The distance between a query and a key, which replicas, editor and tests compute by this one routine."""
 
+import numpy as np
 import torch
 
 
@@ -11,3 +12,8 @@ def exact_distances(queries_BD: torch.Tensor, keys_BKD: torch.Tensor) -> torch.T
     """
     differences_BKD = queries_BD.float()[:, None, :] - keys_BKD.float()
     return differences_BKD.double().square().sum(-1).sqrt().float()
+
+
+def exact_distance(one_D: np.ndarray, other_D: np.ndarray) -> float:
+    """Between two points, likewise."""
+    return float(exact_distances(torch.tensor(one_D)[None], torch.tensor(other_D)[None, None])[0, 0])

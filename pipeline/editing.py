@@ -28,12 +28,13 @@ from pipeline.memory import BARE_MODEL, EditMemory
 from pipeline.model import EditableModel
 from pipeline.passes import Verdict
 from pipeline.plan import Plan
+from pipeline.rephrasing import Placed, Rephrase, any_proved, examined_rephrases, keep, place
 from pipeline.roles import why_not_propose
 from pipeline.sight import Sight
 from pipeline.tasks import InputError
 from pipeline.traffic import Traffic
 from pipeline.training import Trained, train_value, train_values
-from schemas.deltas import Cause, Delta, EntryChange, Op, Standing, Tensor, seal
+from schemas.deltas import Cause, Delta, EntryChange, Op, Standing, Tensor, rephrase_name, seal
 from schemas.messages import VERSION, Feedback, Inputs, Outcome, one_line
 
 MAX_RECORD_BYTES = 60 * 2**20
@@ -68,6 +69,9 @@ class EditEngine:
             if cause is not UNSET and cause.entry_id is not UNSET and cause.feedback_id in self.memory:
                 query_D = self.memory.query(cause.feedback_id)
                 self.traffic.forget(query_D, self.noise(query_D))
+                for name in filter(self.memory.__contains__, cause.named_rephrases()):
+                    query_D = self.memory.query(name)
+                    self.traffic.forget(query_D, self.noise(query_D))
         return applied
 
     def lead(self, environment: dict[str, str]) -> bytes:
@@ -169,7 +173,7 @@ class EditEngine:
         for feedback, offset in corrections:
             assert feedback.inputs is not UNSET
             assert feedback.target is not UNSET
-            rows.append((offset, self._examine(feedback.inputs, feedback.target)))
+            rows.append((offset, self.examine(feedback.inputs, feedback.target)))
         return self._trained(rows)
 
     def _trained(
@@ -201,7 +205,7 @@ class EditEngine:
             examined = ahead.examined
         else:
             try:
-                examined = self._examine(feedback.inputs, feedback.target)
+                examined = self.examine(feedback.inputs, feedback.target)
             except InputError as error:
                 return rejected(feedback, one_line(error), invalid=True)
         verdict, query_D = examined.verdict, examined.query_D
@@ -215,6 +219,8 @@ class EditEngine:
                 return Edited(unchanged(feedback, verdict.loss))
             undone = " and undone" if feedback.feedback_id in self.memory.undone() else ""
             return rejected(feedback, f"its id was used at offset {earlier}{undone}; a new correction needs a new id")
+        if (taken := self.why_not_named(feedback)) is not None:
+            return rejected(feedback, taken)
         sight = Sight(self.traffic, self.initial_radius, None if again is None else again.seen)
         nearest = self.index.nearest(torch.from_numpy(query_D)[None])
         return Case(
@@ -229,9 +235,27 @@ class EditEngine:
             known_V=None if again is None else again.value_V,
             ahead=ahead,
             standing=standing,
+            rephrases_RD=() if again is None else again.rephrases_RD,
         )
 
-    def _examine(self, inputs: Inputs, target: str) -> Examined:
+    def why_not_named(self, feedback: Feedback) -> str | None:
+        """Why feedback cannot have its id: keys of rephrases are named by numbers after the id of their correction."""
+        if (owner := self.memory.owners.get(feedback.feedback_id)) is not None:
+            return f"its id is the name of a key of feedback {owner!r}; choose another id"
+        for number in range(1, len(feedback.rephrases) + 1):
+            name = rephrase_name(feedback.feedback_id, number)
+            if (offset := self.memory.offsets.get(name)) is not None:
+                return (
+                    f"the key of its rephrase {number} would be named {name!r}, the id of feedback at offset {offset}"
+                )
+        return None
+
+    def examine(self, inputs: Inputs, target: str) -> Examined:
+        """What a pass of the edited model tells of an input and its target.
+
+        Raises:
+            InputError: the model cannot take them.
+        """
         label, supervised = self.model.supervised(inputs, target)
         verdict, session, rest = self.model.passes.examine(supervised, self.codebook, self.index)
         hit = session.hits[0]
@@ -260,11 +284,16 @@ class EditEngine:
         Else a later edit could take its query over, and what a reviewer was told to be right would turn wrong.
         """
         hit, changes = case.examined.hit, []
+        if hit is not None and case.slot != NO_SLOT:
+            value_V = self.codebook.values_NV[case.slot].copy()
+            rephrases = examined_rephrases(self, case, value_V)
+            if any_proved(rephrases):
+                return self._extended(case, value_V, rephrases, case.examined.verdict.loss)
         outcome = unchanged(case.feedback, case.examined.verdict.loss)
         if hit is not None:
             outcome = msgspec.structs.replace(outcome, entry_id=hit.entry_id)
             reach = _float32(case.policy.cover(hit.distance))
-            clearance = self._clearance(hit.entry_id, self.codebook.keys_ND[hit.slot], case)
+            clearance = self.clearance(hit.entry_id, self.codebook.keys_ND[hit.slot], case)
             if hit.radius < reach <= case.policy.allowed(clearance):
                 changes = [EntryChange(entry_id=hit.entry_id, radius=reach)]
         said_otherwise = [
@@ -273,7 +302,22 @@ class EditEngine:
             if (entry_id := self.memory.serving_entry(other)) not in (BARE_MODEL, outcome.entry_id)
             and self.codebook.labels[self.codebook.slot(entry_id)] != case.examined.label
         ]
-        return self._sealed(case, outcome, "expand", changes, UNSET if hit is None else hit.entry_id, said_otherwise)
+        kept = keep(self, case)
+        return self._sealed(
+            case, outcome, "expand", changes, UNSET if hit is None else hit.entry_id, said_otherwise, kept
+        )
+
+    def _extended(self, case: Case, value_V: np.ndarray, rephrases: list[Rephrase], loss: float) -> Edited:
+        """A correction that the nearest entry's value serves, with keys for its rephrases.
+
+        The correction gets a key of its own too. Else a rephrase's key could be nearer to it than the entry's.
+        """
+        if case.distance <= case.policy.noise:
+            return self._publish(case, Decision("expand"), None, rephrases, loss=loss)
+        radius = case.policy.own_radius(self.clearance(case.feedback.feedback_id, case.query_D, case))
+        if (reason := self.too_near(radius, case)) is not None:
+            return rejected(case.feedback, reason)
+        return self._publish(case, Decision("expand", radius=radius), value_V, rephrases, loss=loss)
 
     def _decision(self, case: Case) -> tuple[Decision, Verdict | None]:
         """What to do; where an entry is to serve this too, with the verdict on its value, which is right."""
@@ -284,9 +328,9 @@ class EditEngine:
                 distance=case.distance,
                 radius=float(self.codebook.radii_N[case.slot]),
                 same_label=self.codebook.labels[case.slot] == case.examined.label,
-                clearance=self._clearance(self.codebook.entry_ids[case.slot], key_D, case),
+                clearance=self.clearance(self.codebook.entry_ids[case.slot], key_D, case),
             )
-        clearance = self._clearance(case.feedback.feedback_id, case.query_D, case)
+        clearance = self.clearance(case.feedback.feedback_id, case.query_D, case)
         decision = decide(case.policy, neighbour, clearance)
         if decision.kind == "expand":
             assert neighbour is not None
@@ -300,18 +344,16 @@ class EditEngine:
     def _decide(self, case: Case) -> Edited:
         decision, found = self._decision(case)
         if found is not None:
-            return self._publish(case, decision, None, loss=found.loss)
-        if self.plan.guard and decision.radius is not None:
-            kept = self.memory.clearance(case.query_D, case.policy.noise, case.query_D)
-            if decision.radius > TRAFFIC_SHARE * kept:  # which only the floor under radii brings about
-                return rejected(
-                    case.feedback,
-                    f"an input that is to stay right lies {kept:.3g} away, and in {self.model.query_dtype} inputs that"
-                    " near are not told apart",
-                )
+            value_V = self.codebook.values_NV[case.slot].copy()
+            rephrases = examined_rephrases(self, case, value_V)
+            if any_proved(rephrases):
+                return self._extended(case, value_V, rephrases, found.loss)
+            return self._publish(case, decision, None, rephrases, loss=found.loss)
+        if decision.radius is not None and (reason := self.too_near(decision.radius, case)) is not None:
+            return rejected(case.feedback, reason)
         start_V = self._start(case)
         if case.known_V is not None:
-            return self._publish(case, decision, case.known_V)
+            return self._publish(case, decision, case.known_V, examined_rephrases(self, case, case.known_V))
         trained = None if case.ahead is None else self._proved(case, case.ahead.trained)
         if trained is None:
             case = replace(case, ahead=None)
@@ -319,7 +361,19 @@ class EditEngine:
         loss = trained.verdict.loss if math.isfinite(trained.verdict.loss) else UNSET
         if not trained.converged:
             return rejected(case.feedback, self._why_not(case, trained), steps=trained.steps, loss=loss)
-        return self._publish(case, decision, trained.value_V, steps=trained.steps, loss=loss)
+        rephrases = examined_rephrases(self, case, trained.value_V)
+        return self._publish(case, decision, trained.value_V, rephrases, steps=trained.steps, loss=loss)
+
+    def too_near(self, radius: float, case: Case) -> str | None:
+        """Why a key with this radius would take an input that is to stay right; None where it does not."""
+        if self.plan.guard:
+            kept = self.memory.clearance(case.query_D, case.policy.noise, case.query_D)
+            if radius > TRAFFIC_SHARE * kept:  # which only the floor under radii brings about
+                return (
+                    f"an input that is to stay right lies {kept:.3g} away, and in {self.model.query_dtype} inputs that"
+                    " near are not told apart"
+                )
+        return None
 
     def _why_not(self, case: Case, trained: Trained) -> str:
         """Why training found no value, and what to try."""
@@ -349,10 +403,17 @@ class EditEngine:
         found = self.model.passes.gives(case.examined.rest, torch.from_numpy(trained.value_V))
         return replace(trained, verdict=found) if found.right else None
 
-    def _publish(self, case: Case, decision: Decision, value_V: np.ndarray | None, **told: object) -> Edited:
-        """Decision, value and guard as one delta."""
+    def _publish(
+        self,
+        case: Case,
+        decision: Decision,
+        value_V: np.ndarray | None,
+        rephrases: list[Rephrase],
+        **told: object,
+    ) -> Edited:
+        """Decision, value, keys of rephrases and guard as one delta; without a value the nearest entry's serves."""
         feedback_id, label = case.feedback.feedback_id, case.examined.label
-        own_key = decision.kind in ("add", "split")
+        own_key = decision.radius is not None
         neighbour_id = self.codebook.entry_ids[case.slot] if case.slot != NO_SLOT else ""
         entry_id = feedback_id if own_key else neighbour_id
         if own_key and entry_id in self.codebook:
@@ -374,18 +435,23 @@ class EditEngine:
                 changes.append(
                     EntryChange(entry_id=entry_id, key=key, value=value, radius=radius, label=case.examined.label)
                 )
+        given_V = self.codebook.values_NV[case.slot].copy() if value_V is None else value_V
+        by_entry = {change.entry_id: change for change in changes}
+        placed = place(self, case, given_V, by_entry, rephrases)
+        changes = list(by_entry.values())
         same_input = self.memory.same_input(case.query_D, case.policy.noise)
-        if self.plan.guard and decision.kind != "expand":
-            changes += self._guarded(case, changes, same_input)
+        if self.plan.guard and any(change.value is not UNSET for change in changes):
+            changes += self._guarded(case, changes, [*same_input, *placed.same_input], placed.noise)
+        unchanged_now = decision.kind == "expand" and not changes
         outcome = Outcome(
             v=VERSION,
             feedback_id=feedback_id,
-            status=STATUS[decision.kind],
+            status="unchanged" if unchanged_now else STATUS[decision.kind],
             entry_id=entry_id,
             **told,  # type: ignore[arg-type]
         )
-        said_otherwise = [other for other in same_input if self._label_of_edit(other) != label]
-        return self._sealed(case, outcome, decision.kind, changes, entry_id, said_otherwise)
+        said_otherwise = [other for other in same_input if self.label_of_edit(other) != label]
+        return self._sealed(case, outcome, decision.kind, changes, entry_id, said_otherwise, placed)
 
     def _sealed(
         self,
@@ -395,22 +461,26 @@ class EditEngine:
         changes: list[EntryChange],
         entry_id: str | UnsetType,
         supersedes: list[str],
+        placed: Placed,
     ) -> Edited:
         """The outcome with the record that carries it out."""
         nearest = None if case.slot == NO_SLOT else self.codebook.entry_ids[case.slot]
-        own_key = op in ("add", "split")
+        own_key = any(change.entry_id == entry_id and change.key is not UNSET for change in changes)
         cause = Cause(
             feedback_id=case.feedback.feedback_id,
             offset=case.offset,
             author=case.feedback.author,
             entry_id=entry_id,
             query=UNSET if own_key else Tensor.of(case.query_D),
-            supersedes=tuple(supersedes),
+            supersedes=tuple(dict.fromkeys([*supersedes, *placed.supersedes])),
             together=() if case.ahead is None or op == "expand" else case.ahead.together,
             seen=case.sight.seen(nearest, case.distance),
             traffic={str(partition): end for partition, end in sorted(self.traffic.positions.items())} or UNSET,
             standing=case.standing,
+            rephrases=tuple(placed.keys),
         )
+        if placed.left_out:
+            outcome = msgspec.structs.replace(outcome, left_out=tuple(placed.left_out))
         return self.publish(case.feedback, outcome, op, entries=tuple(changes), cause=cause)
 
     def publish(self, feedback: Feedback, outcome: Outcome, op: Op, **fields: object) -> Edited:
@@ -424,13 +494,15 @@ class EditEngine:
             return rejected(feedback, f"its delta would have {len(record)} bytes; {MAX_RECORD_BYTES} are allowed")
         return Edited(msgspec.structs.replace(outcome, seq=self.codebook.seq + 1), record)
 
-    def _guarded(self, case: Case, changes: list[EntryChange], same_input: list[str]) -> list[EntryChange]:
+    def _guarded(
+        self, case: Case, changes: list[EntryChange], same_input: list[str], noise: float
+    ) -> list[EntryChange]:
         """Entries of their own for the edits that these changes would take from the entries that serve them."""
         displaced = self.memory.displaced(
-            new_keys={change.entry_id: case.query_D for change in changes if change.key is not UNSET},
+            new_keys={change.entry_id: change.key.array() for change in changes if change.key is not UNSET},
             shrunk={change.entry_id: change.radius for change in changes if change.radius is not UNSET},
             relabelled={c.entry_id for c in changes if c.value is not UNSET and c.key is UNSET},
-            noise=case.policy.noise,
+            noise=max(case.policy.noise, noise),
             ignore=same_input,
         )
         guarded = []
@@ -443,19 +515,20 @@ class EditEngine:
                     entry_id=feedback_id,
                     key=Tensor.of(query_D),
                     value=Tensor.of(serving.value_V),
-                    radius=_float32(policy.own_radius(self._clearance(feedback_id, query_D, case))),
+                    radius=_float32(policy.own_radius(self.clearance(feedback_id, query_D, case))),
                     label=serving.label,
                 )
             )
         return guarded
 
-    def _clearance(self, name: str, key_D: np.ndarray, case: Case) -> float:
+    def clearance(self, name: str, key_D: np.ndarray, case: Case) -> float:
         """From a key to the nearest input that must stay as it is, which the one being corrected no longer is."""
         noise = self.noise(key_D)
         traffic = case.sight.clearance(name, key_D, noise, case.query_D)
         return min(traffic, self.memory.clearance(key_D, noise, case.query_D)) if self.plan.guard else traffic
 
-    def _label_of_edit(self, feedback_id: str) -> Label | None:
+    def label_of_edit(self, feedback_id: str) -> Label | None:
+        """The label of the entry that serves an edit; None where the bare model does."""
         entry_id = self.memory.serving_entry(feedback_id)
         return None if entry_id == BARE_MODEL else self.codebook.labels[self.codebook.slot(entry_id)]
 

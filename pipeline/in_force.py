@@ -27,7 +27,7 @@ def in_force(settings: Settings, seq: int | None = None) -> Iterator[bytes]:
         memory.fold(delta, codebook)
 
     replay_deltas(settings, seq, on_applied=fold)
-    offsets = {memory.offsets[feedback_id] for feedback_id in memory.feedback_ids}
+    offsets = {memory.offsets[memory.feedback_of(name)] for name in memory.feedback_ids}
     if offsets:
         found = read_topic(settings, FEEDBACK, min(offsets))
         yield from (record.value for record in found if record.offset in offsets)

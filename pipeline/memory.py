@@ -1,18 +1,18 @@
 """What the editor remembers of past edits, and the guard that keeps one edit from undoing another (design, section 4).
 
 For each edit in force the memory holds its query and the entry that serves it, or that the bare model does: a
-correction that was right already is kept right too. Like the codebook it is a fold over `deltas`: a starting editor
-folds the log and knows what its predecessor knew.
+correction that was right already is kept right too. Each rephrase of a correction is held likewise, as an edit under
+the name of its key. Like the codebook it is a fold over `deltas`: a starting editor folds the log and knows what its
+predecessor knew.
 """
 
 from collections.abc import Collection, Mapping
 
 import numpy as np
-import torch
 from msgspec import UNSET
 
 from pipeline.codebook import Codebook, DeltaFault
-from pipeline.distance import exact_distances
+from pipeline.distance import exact_distance
 from pipeline.points import Points
 from pipeline.sight import together
 from schemas.deltas import Cause, Delta, Seen
@@ -44,6 +44,8 @@ class EditMemory:
         """Those of these ids whose author had signed."""
         self.undoes: dict[str, tuple[str, ...]] = {}
         """By the id of each undo, in order: the ids that it takes back."""
+        self.owners: dict[str, str] = {}
+        """By the name of each rephrase's key, in force or not: the id of its correction."""
         self.decided: dict[str, Seen] = {}
         """What decisions saw when an undo made them again, by feedback id."""
         self._edits = Points()
@@ -73,6 +75,10 @@ class EditMemory:
     def distances_E(self) -> np.ndarray:
         """From each query to the key that serves it; a view; float32."""
         return self._edits.reach_N
+
+    def feedback_of(self, name: str) -> str:
+        """The id of the feedback behind an edit in force, or behind a rephrase's key."""
+        return self.owners.get(name, name)
 
     def query(self, feedback_id: str) -> np.ndarray:
         """A copy of one edit's query (D); KeyError where no such edit is in force."""
@@ -118,10 +124,19 @@ class EditMemory:
         elif cause.entry_id is not UNSET:
             key_D = codebook.keys_ND[codebook.slot(cause.entry_id)]
             self._put(cause.feedback_id, key_D, cause.entry_id, codebook)
+        self._fold_rephrases(cause, codebook)
+
+    def _fold_rephrases(self, cause: Cause, codebook: Codebook) -> None:
+        for name, one in cause.named_rephrases().items():
+            if not one.left_out:
+                entry_id = BARE_MODEL if one.entry_id is UNSET else one.entry_id
+                key_D = codebook.keys_ND[codebook.slot(entry_id)] if one.query is UNSET else one.query.array()
+                self._put(name, key_D, entry_id, codebook)
 
     def _note(self, cause: Cause) -> None:
         """Keep where a feedback id came from."""
         self.offsets[cause.feedback_id] = cause.offset
+        self.owners |= dict.fromkeys(cause.named_rephrases(), cause.feedback_id)
         if cause.author is not UNSET:
             self.authors[cause.feedback_id] = cause.author
         if cause.standing is not UNSET and cause.standing.signed:
@@ -210,8 +225,7 @@ class EditMemory:
             raise ValueError(f"a query of shape {query_D.shape}, not {(width,)}")
         distance = 0.0
         if entry_id not in (BARE_MODEL, feedback_id):  # its own entry's key is its query
-            key_D = torch.tensor(codebook.keys_ND[codebook.slot(entry_id)])
-            distance = float(exact_distances(torch.tensor(query_D)[None], key_D[None, None])[0, 0])
+            distance = exact_distance(query_D, codebook.keys_ND[codebook.slot(entry_id)])
         if feedback_id in self:
             self._unserve(feedback_id)
         if entry_id == BARE_MODEL:

@@ -31,7 +31,7 @@ from pipeline.intake import failed
 from pipeline.model import EditableModel
 from pipeline.plan import Plan, plan_of
 from pipeline.undo import undo
-from schemas.deltas import Delta, EntryChange, Seen, Standing, Tensor, decode_delta
+from schemas.deltas import Cause, Delta, EntryChange, Seen, Standing, Tensor, decode_delta
 from schemas.messages import Feedback
 
 GROUPS = 64
@@ -241,7 +241,10 @@ def _other_decision(recorded: Delta, ours: Delta) -> str | None:
     """In words how a decision differs, numbers apart; None where it is the same."""
     if recorded.op != ours.op:
         return f"it was {recorded.op!r} and is {ours.op!r} now"
-    was, now = (None if d.cause is UNSET else (d.cause.entry_id, d.cause.supersedes) for d in (recorded, ours))
+    was, now = (
+        None if d.cause is UNSET else (d.cause.entry_id, d.cause.supersedes, *_rephrases(d.cause))
+        for d in (recorded, ours)
+    )
     if was != now:
         return f"it was served by {was} and is by {now} now"
     entries, again = ({_shape(change) for change in d.entries} for d in (recorded, ours))
@@ -259,6 +262,14 @@ def _shape(change: EntryChange) -> tuple[str, bool, object, tuple[bool, ...]]:
     """What of an entry changed, without the numbers."""
     fields = (change.key, change.value, change.radius)
     return change.entry_id, change.removed, change.label, tuple(field is not UNSET for field in fields)
+
+
+def _rephrases(cause: Cause) -> list[str]:
+    """What serves each rephrase."""
+    return [
+        "left out" if one.left_out else "the bare model" if one.entry_id is UNSET else one.entry_id
+        for one in cause.rephrases
+    ]
 
 
 def _names(entries: set[tuple[str, bool, object, tuple[bool, ...]]]) -> str:

@@ -15,12 +15,12 @@ What was rejected at the time stays so. A rejection leaves nothing in `deltas`, 
 """
 
 import copy
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
 import numpy as np
-from msgspec import UNSET, Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from pipeline.apart import Apart
 from pipeline.case import Again
@@ -163,7 +163,9 @@ class Rewritten:
                 value_V = trained.value.array()
         if (later := self._engine.memory.decided.get(cause.feedback_id)) is not None:
             seen = together(seen, later)
-        edited = engine.edit(correction, cause.offset, Again(seen, query_D, value_V), standing=cause.standing)
+        rephrases_RD = tuple(_rephrases(delta).values())
+        again = Again(seen, query_D, value_V, rephrases_RD)
+        edited = engine.edit(correction, cause.offset, again, standing=cause.standing)
         if edited.record is None:
             self.failed.append(f"{cause.feedback_id} ({edited.reason})")
             return set()
@@ -185,27 +187,44 @@ class Rewritten:
         if seen is UNSET:
             return False
         changed = {change.entry_id for change in delta.entries}
-        if seen.nearest in apart.entries or apart.concerns(changed) or not apart.edits.isdisjoint(cause.supersedes):
+        if apart.concerns(changed) or not apart.edits.isdisjoint(cause.supersedes):
             return False
         query_D = _query(delta, self._was.codebook)
+        if not self._starts_alike(engine, delta, seen, query_D):
+            return False
+        keys = [(query_D, seen.nearest, seen.distance)]
+        for one, rephrase_D in zip(cause.rephrases, _rephrases(delta).values(), strict=True):
+            if rephrase_D is not None:
+                keys.append((rephrase_D, one.nearest, one.distance))
+        new_keys = [change.key.array() for change in delta.entries if change.key is not UNSET]
+        return all(self._sees_the_same(engine, seen.radius, *key, new_keys) for key in keys)
+
+    def _sees_the_same(
+        self,
+        engine: EditEngine,
+        initial_radius: float,
+        query_D: np.ndarray,
+        nearest: str | UnsetType,
+        distance: float | UnsetType,
+        new_keys: Sequence[np.ndarray],
+    ) -> bool:
+        """Whether nothing has changed around one of the queries of a decision, and around the keys that it added."""
+        apart = self._apart
         slack = 4 * engine.noise(query_D)
-        distance = np.inf if seen.distance is UNSET else seen.distance
-        if apart.has_key(query_D, distance + slack) or not self._starts_alike(engine, delta, seen, query_D):
+        distance = np.inf if distance is UNSET else distance
+        if nearest in apart.entries or apart.has_key(query_D, distance + slack):
             return False
         if not self._guarded:  # then an entry may serve an edit that lies nearer to another key
             same_input = engine.memory.same_input(query_D, slack)
             if not apart.entries.isdisjoint(map(engine.memory.serving_entry, same_input)):
                 return False
         # As far as a radius of this delta could reach if nothing bounded it: its own, or the nearest entry's.
-        reach = (seen.radius + slack) / TRAFFIC_SHARE
-        if seen.nearest is not UNSET:
-            radius = float(engine.codebook.radii_N[engine.codebook.slot(seen.nearest)])
-            if distance <= radius + seen.radius + slack:
+        reach = (initial_radius + slack) / TRAFFIC_SHARE
+        if nearest is not UNSET:
+            radius = float(engine.codebook.radii_N[engine.codebook.slot(nearest)])
+            if distance <= radius + initial_radius + slack:
                 reach += distance + max(distance, radius) / TRAFFIC_SHARE
-        new_keys = [change.key.array() for change in delta.entries if change.key is not UNSET]
-        if cause.query is not UNSET:
-            new_keys.append(query_D)
-        return not any(apart.has_edit(key_D, reach, slack) for key_D in new_keys)
+        return not any(apart.has_edit(key_D, reach, slack) for key_D in (*new_keys, query_D))
 
     def _starts_alike(self, engine: EditEngine, delta: Delta, seen: Seen, query_D: np.ndarray) -> bool:
         """Whether a value that was trained would start from the same entry's now; others start from no entry's."""
@@ -259,7 +278,7 @@ def _touched(delta: Delta) -> set[str]:
     """Names of the entries and edits that a delta may have changed."""
     named = {change.entry_id for change in delta.entries} | {edit.feedback_id for edit in delta.edits}
     if delta.cause is not UNSET:
-        named |= {delta.cause.feedback_id, *delta.cause.supersedes}
+        named |= {delta.cause.feedback_id, *delta.cause.supersedes, *delta.cause.named_rephrases()}
     return named
 
 
@@ -274,6 +293,19 @@ def _query(delta: Delta, codebook: Codebook) -> np.ndarray:
             return change.key.array()
     assert cause.entry_id is not UNSET
     return _key(codebook, cause.entry_id)
+
+
+def _rephrases(delta: Delta) -> dict[str, np.ndarray | None]:
+    """The queries of the rephrases behind a delta, by the names of their keys; None where the model took none."""
+    assert delta.cause is not UNSET
+    own = {change.entry_id: change.key.array() for change in delta.entries if change.key is not UNSET}
+    queries: dict[str, np.ndarray | None] = {}
+    for name, one in delta.cause.named_rephrases().items():
+        if one.query is not UNSET:
+            queries[name] = one.query.array()
+        else:
+            queries[name] = None if one.entry_id is UNSET else own[one.entry_id]
+    return queries
 
 
 def _key(codebook: Codebook, name: str) -> np.ndarray:

@@ -39,8 +39,11 @@ def undo(
         DeltaFault: the log does not fold to what the engine holds.
     """
     memory = engine.memory
+    taken = engine.why_not_named(feedback)
     if (earlier := memory.offsets.get(feedback.feedback_id)) is not None:
-        return rejected(feedback, f"its id was used at offset {earlier}; an undo needs an id of its own")
+        taken = f"its id was used at offset {earlier}; an undo needs an id of its own"
+    if taken is not None:
+        return rejected(feedback, taken)
     if feedback.undo_author is not UNSET:
         ids = tuple(name for name, author in memory.authors.items() if author == feedback.undo_author)
         ids = tuple(name for name in ids if memory.offsets[name] < offset)

@@ -111,6 +111,26 @@ class Standing(Struct, frozen=True, kw_only=True, omit_defaults=True):
     signed: bool = False
 
 
+class RephraseKey(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a decision made of one rephrase of its correction.
+
+    `entry_id` serves the rephrase from now on; without it the bare model does. `query` stands where that entry's key is
+    another one. `nearest` was the nearest entry before, at `distance`. A rephrase that is `left_out` is no part of the
+    edit; its `query` stands where that came of what lay around it.
+    """
+
+    entry_id: str | UnsetType = UNSET
+    query: Tensor | UnsetType = UNSET
+    nearest: str | UnsetType = UNSET
+    distance: Radius | UnsetType = UNSET
+    left_out: bool = False
+
+
+def rephrase_name(feedback_id: str, number: int) -> str:
+    """The name of the key of a correction's rephrase, and of an entry with that key; `number` counts from 1."""
+    return f"{feedback_id}#{number}"
+
+
 class Cause(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The feedback record behind a delta, and what else the decision saw.
 
@@ -120,7 +140,8 @@ class Cause(Struct, frozen=True, kw_only=True, omit_defaults=True):
     how far into each partition of `requests` the reservoir had read. `undoes` names the feedback that an undo takes
     back. `together` are the offsets of the feedback whose values were trained in one batch with this one's, in its
     order, this one's own among them; without it the value was trained alone. `standing` says what the sender was
-    allowed; without it there was no list of authors, and everything was allowed.
+    allowed; without it there was no list of authors, and everything was allowed. `rephrases` has an item for each
+    rephrase of the correction, in its order; entries and edits bear the names of `rephrase_name`.
     """
 
     feedback_id: str
@@ -134,6 +155,11 @@ class Cause(Struct, frozen=True, kw_only=True, omit_defaults=True):
     undoes: tuple[str, ...] = ()
     together: tuple[int, ...] = ()
     standing: Standing | UnsetType = UNSET
+    rephrases: tuple[RephraseKey, ...] = ()
+
+    def named_rephrases(self) -> dict[str, RephraseKey]:
+        """What was made of each rephrase, by the name of its key."""
+        return {rephrase_name(self.feedback_id, number): one for number, one in enumerate(self.rephrases, 1)}
 
 
 class EditChange(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -17,7 +17,17 @@ from msgspec import Struct
 from schemas import deltas, messages
 from schemas.deltas import DIGEST_BYTES, Delta
 from schemas.headers import HEADER_BYTES, MOST_HEADERS, OURS, UNANSWERED
-from schemas.messages import MAX_MESSAGES, ROLES, VERSION, Feedback, Outcome, Prediction, Request, SnapshotManifest
+from schemas.messages import (
+    MAX_MESSAGES,
+    MAX_REPHRASES,
+    ROLES,
+    VERSION,
+    Feedback,
+    Outcome,
+    Prediction,
+    Request,
+    SnapshotManifest,
+)
 
 HERE = Path(__file__).parent
 Json = dict[str, Any]
@@ -46,6 +56,13 @@ def _rules() -> dict[str, Json]:
             {"type": "array", "items": message, "minItems": 1, "maxItems": MAX_MESSAGES},
         ],
     }
+    rephrases = {
+        "description": "Other words for `inputs`, each of the same kinds, and each with other words than the rest.",
+        "type": "array",
+        "items": inputs,
+        "maxItems": MAX_REPHRASES,
+        "uniqueItems": True,
+    }
     signature = {
         "description": "Ed25519, in base64, over `gracestream feedback` NUL codebook NUL and the record without it. "
         'What is signed are the bytes that travel: it stands last, as `,"signature":"…"}`, without white space.',
@@ -56,12 +73,14 @@ def _rules() -> dict[str, Json]:
         "ChatMessage": {"properties": {"role": {"type": "string", "enum": list(ROLES)}, "content": text}},
         "Request": {"properties": {"inputs": inputs}},
         "Feedback": {
-            "properties": {"inputs": inputs, "target": text, "signature": signature},
+            "properties": {"inputs": inputs, "target": text, "rephrases": rephrases, "signature": signature},
             "oneOf": [
                 {"title": "correction", "required": ["inputs", "target"], "not": _any_of("undo", "undo_author")},
                 {"title": "undo", "required": ["undo"], "not": _any_of("inputs", "target", "undo_author")},
                 {"title": "undo by author", "required": ["undo_author"], "not": _any_of("inputs", "target", "undo")},
             ],
+            "if": _any_of("undo", "undo_author"),
+            "then": {"properties": {"rephrases": {"maxItems": 0}}},
         },
         "Delta": {
             "$comment": "The record is MessagePack, one map; the schema is of its JSON rendering, base64 for bytes.",

@@ -21,6 +21,9 @@ ROLES = ("system", "user", "assistant")
 MAX_MESSAGES = 256
 """Messages of one chat, at most."""
 
+MAX_REPHRASES = 16
+"""Other words for one correction, at most."""
+
 
 class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
     """One message of a chat; `role` is system, user or assistant. An unknown name is an error."""
@@ -70,44 +73,57 @@ def is_chat(inputs: Inputs) -> TypeGuard[tuple[ChatMessage, ...]]:
     return not isinstance(inputs, str) and isinstance(inputs[0], ChatMessage)
 
 
-def check_inputs(inputs: Inputs | UnsetType) -> None:
-    """Raises ValueError where `inputs` is no text, no pair and no chat, or where one of its texts is blank."""
+def check_inputs(inputs: Inputs | UnsetType, field: str = "inputs") -> None:
+    """Raises ValueError where `field` is no text, no pair and no chat, or where one of its texts is blank."""
     if inputs is UNSET:
         return
     if isinstance(inputs, str):
         texts = [inputs]
     else:
         if not inputs:
-            raise ValueError("`inputs` is an empty list; give a text, a pair of texts, or the messages of a chat")
+            raise ValueError(f"`{field}` is an empty list; give a text, a pair of texts, or the messages of a chat")
         texts = [one for one in inputs if isinstance(one, str)]
         if not texts:
-            _check_chat([one for one in inputs if isinstance(one, ChatMessage)])
+            _check_chat([one for one in inputs if isinstance(one, ChatMessage)], field)
             return
         if len(texts) < len(inputs):
-            raise ValueError("`inputs` mixes texts with messages; give a pair of texts, or the messages of a chat")
+            raise ValueError(f"`{field}` mixes texts with messages; give a pair of texts, or the messages of a chat")
         if len(texts) != 2:
             counted = "1 text" if len(texts) == 1 else f"{len(texts)} texts"
-            raise ValueError(f"`inputs` is a list of {counted}; give a text, a pair, or the messages of a chat")
+            raise ValueError(f"`{field}` is a list of {counted}; give a text, a pair, or the messages of a chat")
     if not all(text.strip() for text in texts):
-        raise ValueError("`inputs` is empty")
+        raise ValueError(f"`{field}` is empty")
 
 
-def _check_chat(messages: list[ChatMessage]) -> None:
+def _check_chat(messages: list[ChatMessage], field: str) -> None:
     if len(messages) > MAX_MESSAGES:
         raise ValueError(
-            f"`inputs` has {len(messages)} messages; the limit is {MAX_MESSAGES}: leave out the earliest turns"
+            f"`{field}` has {len(messages)} messages; the limit is {MAX_MESSAGES}: leave out the earliest turns"
         )
     for place, message in enumerate(messages):
         if message.role not in ROLES:
-            raise ValueError(f"`inputs[{place}].role` is {message.role!r}; use {', '.join(ROLES[:-1])} or {ROLES[-1]}")
+            raise ValueError(f"`{field}[{place}].role` is {message.role!r}; use {', '.join(ROLES[:-1])} or {ROLES[-1]}")
         if message.role == "system" and place > 0:
-            raise ValueError(f"`inputs[{place}].role` is 'system'; only the first message can be the system's")
+            raise ValueError(f"`{field}[{place}].role` is 'system'; only the first message can be the system's")
         if not message.content.strip():
-            raise ValueError(f"`inputs[{place}].content` is empty; give it a text, or leave the message out")
+            raise ValueError(f"`{field}[{place}].content` is empty; give it a text, or leave the message out")
     if messages[-1].role != "user":
         raise ValueError(
-            f"`inputs[{len(messages) - 1}].role` is {messages[-1].role!r}; the last message must be the user's"
+            f"`{field}[{len(messages) - 1}].role` is {messages[-1].role!r}; the last message must be the user's"
         )
+
+
+def check_rephrases(rephrases: tuple[Inputs, ...], inputs: Inputs | UnsetType) -> None:
+    """Raises ValueError where there are too many, one is no `inputs`, or one says the same as another."""
+    if len(rephrases) > MAX_REPHRASES:
+        raise ValueError(f"`rephrases` has {len(rephrases)} items; the limit is {MAX_REPHRASES}")
+    for place, rephrase in enumerate(rephrases):
+        check_inputs(rephrase, f"rephrases[{place}]")
+        if rephrase == inputs:
+            raise ValueError(f"`rephrases[{place}]` is the same as `inputs`; leave it out")
+        if rephrase in rephrases[:place]:
+            first = rephrases.index(rephrase)
+            raise ValueError(f"`rephrases[{place}]` is the same as `rephrases[{first}]`; leave it out")
 
 
 def in_one_text(inputs: Inputs) -> str:
@@ -187,13 +203,15 @@ class Prediction(Message, frozen=True, kw_only=True):
 class Feedback(Message, frozen=True, kw_only=True):
     """A correction (`inputs` and `target`), or an undo of earlier feedback, on `feedback`.
 
-    `undo` names the feedback to take back by its id, `undo_author` takes back all that an author sent until then. An
-    undo can be taken back too.
+    `rephrases` are other words for the inputs of a correction: each becomes a key of the same edit. `undo` names the
+    feedback to take back by its id, `undo_author` takes back all that an author sent until then. An undo can be taken
+    back too.
     """
 
     feedback_id: Id
     inputs: Inputs | UnsetType = UNSET
     target: str | UnsetType = UNSET
+    rephrases: tuple[Inputs, ...] = ()
     undo: Id | UnsetType = UNSET
     undo_author: Id | UnsetType = UNSET
     request_id: str | UnsetType = UNSET
@@ -210,6 +228,9 @@ class Feedback(Message, frozen=True, kw_only=True):
             raise ValueError("feedback needs `inputs` and `target`, or `undo`, or `undo_author`")
         if self.target is not UNSET and not self.target.strip():
             raise ValueError("`target` is empty")
+        if self.rephrases and self.undoes:
+            raise ValueError("`rephrases` belong to a correction, and this is an undo")
+        check_rephrases(self.rephrases, self.inputs)
 
     @property
     def undoes(self) -> bool:
@@ -217,10 +238,18 @@ class Feedback(Message, frozen=True, kw_only=True):
         return self.undo is not UNSET or self.undo_author is not UNSET
 
 
+class LeftOut(Struct, frozen=True, kw_only=True):
+    """A rephrase that is no key of its edit, and why; `rephrase` is its number, from 1."""
+
+    rephrase: Annotated[int, Meta(ge=1)]
+    reason: str
+
+
 class Outcome(Message, frozen=True, kw_only=True):
     """What became of one feedback record, on `edits`; exactly one per record.
 
     `seq` is the delta that made it, `loss` the training loss at the last of `steps`, `seconds` the editor's time.
+    `left_out` names the rephrases that the edit does not serve.
     """
 
     feedback_id: str
@@ -231,6 +260,7 @@ class Outcome(Message, frozen=True, kw_only=True):
     loss: float | UnsetType = UNSET
     seconds: float | UnsetType = UNSET
     reason: str | UnsetType = UNSET
+    left_out: tuple[LeftOut, ...] = ()
 
 
 class SnapshotManifest(Message, frozen=True, kw_only=True):
@@ -306,7 +336,7 @@ def decode(raw: bytes | None, kind: type[M], max_bytes: int | None = None) -> M:
         return msgspec.json.decode(text, type=kind)
     except (msgspec.MsgspecError, RecursionError) as error:
         reason = one_line(error)
-        if "`$.inputs[" in reason:  # msgspec names the field alone
+        if "`$.inputs[" in reason or "`$.rephrases[" in reason:  # msgspec names the field alone
             reason = f"{reason}; {CHAT_FORM}"
         raise InvalidMessage(f"not a valid {kind.__name__.lower()}: {reason}") from error
 

@@ -322,7 +322,9 @@ class Story:
         author = self._random.choice(AUTHORS)
         if number and self._random.random() < 0.2:
             all_of = self._random.random() < 0.25
-            taken_back = {"undo_author": author} if all_of else {"undo": f"f{self._random.randrange(number)}"}
+            taken_back: dict[str, Any] = (
+                {"undo_author": author} if all_of else {"undo": f"f{self._random.randrange(number)}"}
+            )
             return encode(Feedback(v=VERSION, feedback_id=f"f{number}", **taken_back))
         name = "f0" if self._random.random() < 0.05 else f"f{number}"
         given = Feedback(v=VERSION, feedback_id=name, inputs=self._point(), target=str(target), author=author)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec import UNSET
@@ -17,7 +18,7 @@ BEFORE = line("ann", ANN) + line("bob", BOB) + line("carl", CARL, roles=["undo_a
 AFTER = line("bob", BOB, roles=[]) + line("carl", CARL, roles=["propose"])
 
 
-def unsigned(feedback_id: str, **fields: str) -> SignedFeedback:
+def unsigned(feedback_id: str, **fields: Any) -> SignedFeedback:
     return SignedFeedback(feedback_id, encode(Feedback(v=1, feedback_id=feedback_id, **fields)))
 
 

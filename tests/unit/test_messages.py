@@ -144,6 +144,31 @@ class TestBadRecords:
             (without(UNDO, "undo"), Feedback, "needs `inputs` and `target`, or `undo`"),
             (without(CORRECTION | {"target": "\t"}), Feedback, "`target` is empty"),
             (without(CORRECTION | {"inputs": "\t"}), Feedback, "`inputs` is empty"),
+            (without(CORRECTION | {"rephrases": "x"}), Feedback, r"got `str` - at `\$.rephrases`"),
+            (without(CORRECTION | {"rephrases": ["z", " "]}), Feedback, r"`rephrases\[1\]` is empty"),
+            (without(CORRECTION | {"rephrases": [["z"]]}), Feedback, r"`rephrases\[0\]` is a list of 1 text"),
+            (
+                without(CORRECTION | {"rephrases": [[{**USER, "role": "you"}]]}),
+                Feedback,
+                r"`rephrases\[0\]\[0\].role` is 'you'",
+            ),
+            (without(CORRECTION | {"rephrases": [[{"role": "user"}]]}), Feedback, "`content` .*; a message of a chat"),
+            (
+                without(CORRECTION | {"rephrases": ["z", CORRECTION["inputs"]]}),
+                Feedback,
+                r"`rephrases\[1\]` is the same as `inputs`; leave it out",
+            ),
+            (
+                without(CORRECTION | {"rephrases": ["z", "zz", "z"]}),
+                Feedback,
+                r"`rephrases\[2\]` is the same as `rephrases\[0\]`; leave it out",
+            ),
+            (
+                without(CORRECTION | {"rephrases": [f"z{number}" for number in range(17)]}),
+                Feedback,
+                "`rephrases` has 17 items; the limit is 16",
+            ),
+            (without(UNDO | {"rephrases": ["z"]}), Feedback, "`rephrases` belong to a correction, and this is an undo"),
             (without(CORRECTION | UNDO), Feedback, "not both"),
             (without(UNDO | {"target": "y"}), Feedback, "not both"),
             (without(UNDO | {"undo": ""}), Feedback, r"\$.undo"),
@@ -188,6 +213,11 @@ class TestGoodRecords:
 
     def test_an_id_may_have_256_characters_of_any_script(self) -> None:
         assert decode(without(REQUEST | {"request_id": "濡" * 256}), Request).request_id == "濡" * 256
+
+    def test_no_rephrases_are_as_good_as_absent(self) -> None:
+        found = decode(without(CORRECTION | {"rephrases": []}), Feedback)
+        assert found == decode(without(CORRECTION), Feedback)
+        assert b"rephrases" not in encode(found)
 
     def test_unknown_fields_are_ignored(self) -> None:
         plain = decode(without(CORRECTION), Feedback)

@@ -23,6 +23,7 @@ from schemas.messages import (
     ChatMessage,
     Feedback,
     InvalidMessage,
+    LeftOut,
     Message,
     Outcome,
     Outputs,
@@ -109,7 +110,11 @@ NOTES = {
     "signature": maybe(TEXTS),
 }
 FEEDBACK = st.one_of(
-    st.builds(Feedback, inputs=INPUTS, target=FILLED, **NOTES),
+    st.lists(INPUTS, min_size=1, max_size=5, unique=True).flatmap(
+        lambda texts: st.builds(
+            Feedback, inputs=st.just(texts[0]), rephrases=st.just(tuple(texts[1:])), target=FILLED, **NOTES
+        )
+    ),
     st.builds(Feedback, undo=IDS, **NOTES),
     st.builds(Feedback, undo_author=IDS, **NOTES),
 )
@@ -124,6 +129,7 @@ OUTCOMES = st.builds(
     loss=maybe(NUMBERS),
     seconds=maybe(NUMBERS),
     reason=maybe(TEXTS),
+    left_out=st.lists(st.builds(LeftOut, rephrase=st.integers(1, 16), reason=TEXTS), max_size=3).map(tuple),
 )
 MANIFESTS = st.builds(
     SnapshotManifest,

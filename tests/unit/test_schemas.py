@@ -17,6 +17,7 @@ from schemas.deltas import (
     Delta,
     EditChange,
     EntryChange,
+    RephraseKey,
     Seen,
     Standing,
     Tensor,
@@ -256,6 +257,17 @@ class TestGoldenJson:
             ),
             target=" Canberra",
         )
+        assert decode((V1 / "feedback-rephrases.json").read_bytes(), Feedback) == Feedback(
+            v=1,
+            feedback_id="fb-6",
+            inputs="What is the capital of Australia?",
+            target=" Canberra",
+            rephrases=(
+                "Which city is the capital of Australia?",
+                (ChatMessage("user", "Australia's capital?"),),
+            ),
+            author="ada",
+        )
         assert decode((V1 / "feedback-undo.json").read_bytes(), Feedback) == Feedback(
             v=1, feedback_id="fb-3", undo="fb-2", author="ada"
         )
@@ -277,7 +289,7 @@ class TestGoldenDeltas:
             assert delta.seq == seq
             assert delta.digest == record[-32:] == chain(digest, record)
             digest = delta.digest
-        assert digest.hex() == "e7abaf57882f67ff9aa4d4910008e5641aa2ec557eb87e385b1e3ae2bb0394fc"
+        assert digest.hex() == "f882a01402da729c8e3bba0fa60a68482baf6a2586510f78639fd7ba3870b06f"
 
     def test_a_changed_byte_breaks_the_chain(self) -> None:
         record = bytearray((V1 / "delta-02-add.msgpack").read_bytes())
@@ -355,6 +367,20 @@ class TestGoldenDeltas:
         standing = Standing(roles=("propose", "undo_own"), signed=True)
         assert delta.cause == Cause(feedback_id="fb-15", offset=17, author="ada", entry_id="fb-15", standing=standing)
 
+    def test_the_one_with_rephrases_is_this(self) -> None:
+        delta = decode_delta((V1 / "delta-16-rephrases.msgpack").read_bytes())
+        assert [entry.entry_id for entry in delta.entries] == ["fb-16", "fb-16#1"]
+        assert delta.cause == Cause(
+            feedback_id="fb-16",
+            offset=18,
+            entry_id="fb-16",
+            rephrases=(
+                RephraseKey(entry_id="fb-16#1", nearest="fb-7", distance=1.5),
+                RephraseKey(entry_id="fb-16", query=tensor(0, 3, 0, 0)),
+                RephraseKey(query=tensor(0, 0, 2, 0), left_out=True),
+            ),
+        )
+
     def test_the_newer_writers_unknown_fields_are_ignored_but_digested(self) -> None:
         delta = decode_delta((V1 / "delta-10-unknown-fields.msgpack").read_bytes())
         assert delta == Delta(
@@ -428,6 +454,12 @@ BLANK = " \t\n"
         ("feedback", {"v": 1, "feedback_id": "f", "target": "y", "undo": "f0"}),
         ("feedback", {"v": 1, "feedback_id": "f", "inputs": "x", "undo": "f0"}),
         ("feedback", {"v": 1, "feedback_id": "f", "undo": ""}),
+        ("feedback", {"v": 1, "feedback_id": "f", "undo": "f0", "rephrases": ["z"]}),
+        ("feedback", CORRECTION | {"rephrases": "z"}),
+        ("feedback", CORRECTION | {"rephrases": ["z", BLANK]}),
+        ("feedback", CORRECTION | {"rephrases": ["z", "z"]}),
+        ("feedback", CORRECTION | {"rephrases": [f"z{number}" for number in range(17)]}),
+        ("edit", EDIT | {"left_out": [{"rephrase": 0, "reason": "r"}]}),
         ("edit", EDIT | {"status": "lost"}),
         ("edit", EDIT | {"loss": None}),
         ("edit", {"v": 1, "status": "added"}),
@@ -450,6 +482,8 @@ def test_decoder_and_schema_refuse_the_same(name: str, message: Any) -> None:
         ("prediction", PREDICTION),
         ("feedback", CORRECTION),
         ("feedback", {"v": 1, "feedback_id": "f", "undo": "f0"}),
+        ("feedback", {"v": 1, "feedback_id": "f", "undo": "f0", "rephrases": []}),
+        ("feedback", CORRECTION | {"rephrases": [f"z{number}" for number in range(16)]}),
         ("edit", EDIT),
     ],
     ids=str,

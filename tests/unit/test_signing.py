@@ -74,6 +74,14 @@ class TestWhatIsSigned:
         record[place] ^= data.draw(st.integers(1, 255))
         assert not good(bytes(record))
 
+    def test_rephrases_are_covered(self) -> None:
+        text = TEXT.replace(b',"author"', b',"rephrases":["z"],"author"')
+        record = sign(text, KEY, CODEBOOK)
+        assert good(record)
+        assert decode(record, Feedback).rephrases == ("z",)
+        assert not good(record.replace(b'["z"]', b'["y"]'))
+        assert not good(record.replace(b'"rephrases":["z"],', b""))
+
     def test_no_bit_of_the_signature_and_what_stands_around_it_can_be_changed(self) -> None:
         record = sign(TEXT, KEY, CODEBOOK)
         for place in range(len(TEXT) - 1, len(record)):

@@ -128,6 +128,8 @@ def _sent_words(sent: Request | Feedback) -> dict[str, str]:
 def _reply_words(reply: Prediction | Outcome) -> dict[str, str]:
     if isinstance(reply, Outcome):
         outcome = reply.status if reply.reason is UNSET else f"{reply.status}: {reply.reason}"
+        left_out = "; ".join(f"rephrase {one.rephrase} is left out: {one.reason}" for one in reply.left_out)
+        outcome = f"{outcome}; {left_out}" if left_out else outcome
         return {"outcome": outcome, **({} if reply.seq is UNSET else {"delta": str(reply.seq)})}
     if reply.outputs is UNSET:
         return {"answer": f"error: {reply.error}"}

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -62,6 +62,9 @@ def send(
 
 def correct(
     lines: Lines = Path("-"),
+    rephrase: Annotated[
+        list[str] | None, typer.Option(help="Other words for the inputs of the one correction; may be repeated.")
+    ] = None,
     wait: Wait = True,
     timeout: Timeout = 120.0,
     as_json: AsJson = False,
@@ -71,13 +74,16 @@ def correct(
     """Send corrections: JSON lines, each an object with `inputs` and `target`; a missing id is made up.
 
     `inputs` is a text, a pair of texts, or the messages of a chat: [{"role": "user", "content": "a text"}].
+    `rephrases` may list up to 16 other inputs that ask the same; --rephrase adds texts to the list of a single line.
 
     A line that `gracestream keys sign` has signed is sent as it is, byte for byte.
     Shows the outcomes in the order of the corrections: in a table at a terminal, elsewhere one a line in JSON.
     Ends with status 1 where one is `rejected` or does not come.
     Example: echo '{"inputs": "The capital of Mongolia is", "target": "Ulaanbaatar"}' | gracestream correct
     """
-    corrections = _read(lines, _correction)
+    corrections = _read(lines, lambda fields, line: _correction(fields, line, rephrase or []))
+    if rephrase and len(corrections) != 1:
+        raise typer.BadParameter(f"--rephrase is for one correction, and there are {len(corrections)}; use `rephrases`")
     settings = connected(kafka=kafka, prefix=prefix)
     exchange(settings, corrections, Client.outcomes, wait=wait, timeout=timeout, as_json=as_json)
 
@@ -127,8 +133,15 @@ def _undo(
         raise typer.BadParameter(str(error)) from error
 
 
-def _correction(fields: Any, line: bytes) -> Feedback | SignedFeedback:
-    return signed_feedback(line) if isinstance(fields, dict) and "signature" in fields else feedback(fields)
+def _correction(fields: Any, line: bytes, rephrases: Sequence[str]) -> Feedback | SignedFeedback:
+    """A line as feedback, with more rephrases; what is signed stays as it is."""
+    if isinstance(fields, dict) and "signature" in fields:
+        if rephrases:
+            raise InvalidMessage("it is signed already; put `rephrases` into the line, and sign that")
+        return signed_feedback(line)
+    if rephrases and isinstance(fields, dict) and isinstance(fields.get("rephrases", []), list):
+        fields = {**fields, "rephrases": [*fields.get("rephrases", []), *rephrases]}
+    return feedback(fields)
 
 
 def _asked(given: str, *, chat: bool) -> list[Request]:

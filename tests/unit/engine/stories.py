@@ -1,6 +1,6 @@
 """A history that is told step by step, with the undos in it: what an editor does, without Kafka."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,9 +58,18 @@ class Story:
         self.told.append(plan)
         self.apply(self.engine.lead(environment(self.engine.model, plan)))
 
-    def correct(self, name: str, place: tuple[float, ...], label: int, author: str | None = None) -> Outcome:
-        one = correction(name, at(*place), str(label))
-        return self.take(one if author is None else Feedback(**(fields_of(one) | {"author": author})))
+    def correct(
+        self,
+        name: str,
+        place: tuple[float, ...],
+        label: int,
+        author: str | None = None,
+        rephrases: Sequence[tuple[float, ...]] = (),
+    ) -> Outcome:
+        """A place that is named twice is one rephrase."""
+        others = tuple(at(*other) for other in dict.fromkeys(rephrases) if at(*other) != at(*place))
+        one = fields_of(correction(name, at(*place), str(label))) | {"rephrases": others}
+        return self.take(Feedback(**(one if author is None else one | {"author": author})))
 
     def undo(self, name: str, taken_back: str) -> Outcome:
         return self.take(Feedback(v=1, feedback_id=name, undo=taken_back))

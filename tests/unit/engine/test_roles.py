@@ -29,12 +29,12 @@ USUAL, OWN, ANY = allowed("propose", "undo_own"), allowed("undo_own"), allowed("
 
 
 def correct(told: Story, name: str, place: float, author: str | None, standing: Any = USUAL) -> Outcome:
-    whose = {} if author is None else {"author": author}
+    whose: dict[str, Any] = {} if author is None else {"author": author}
     return told.take(Feedback(v=1, feedback_id=name, inputs=at(place, place), target="1", **whose), standing)
 
 
-def undo(told: Story, name: str, author: str | None, standing: Any = OWN, **what: str) -> Outcome:
-    whose = {} if author is None else {"author": author}
+def undo(told: Story, name: str, author: str | None, standing: Any = OWN, **what: Any) -> Outcome:
+    whose: dict[str, Any] = {} if author is None else {"author": author}
     return told.take(Feedback(v=1, feedback_id=name, **what, **whose), standing)
 
 

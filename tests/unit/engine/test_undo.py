@@ -1,6 +1,7 @@
 """Undo: afterwards the codebook is what it would be, had that feedback never come."""
 
 import copy
+from typing import Any
 
 import pytest
 from msgspec import UNSET
@@ -102,7 +103,7 @@ def test_an_undo_that_is_undone_is_not_undone_again() -> None:
 
 
 @pytest.mark.parametrize("fields", [{"undo_author": "ann"}, {"undo": "late"}])
-def test_an_undo_covers_only_feedback_before_it_whenever_it_is_decided_on(fields: dict[str, str]) -> None:
+def test_an_undo_covers_only_feedback_before_it_whenever_it_is_decided_on(fields: dict[str, Any]) -> None:
     told = story()
     told.correct("early", (0, 0), 1, "ann")
     told.correct("late", (5, 5), 1, "ann")
