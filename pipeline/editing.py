@@ -28,7 +28,7 @@ from pipeline.memory import BARE_MODEL, EditMemory
 from pipeline.model import EditableModel
 from pipeline.passes import Verdict
 from pipeline.plan import Plan
-from pipeline.rephrasing import Placed, Rephrase, any_proved, examined_rephrases, keep, place
+from pipeline.rephrasing import Placed, Rephrase, any_proved, examined_rephrases, keep, place, shared
 from pipeline.roles import why_not_propose
 from pipeline.sight import Sight
 from pipeline.tasks import InputError
@@ -361,7 +361,8 @@ class EditEngine:
         loss = trained.verdict.loss if math.isfinite(trained.verdict.loss) else UNSET
         if not trained.converged:
             return rejected(case.feedback, self._why_not(case, trained), steps=trained.steps, loss=loss)
-        rephrases = examined_rephrases(self, case, trained.value_V)
+        trained, rephrases = shared(self, case, trained)
+        loss = trained.verdict.loss
         return self._publish(case, decision, trained.value_V, rephrases, steps=trained.steps, loss=loss)
 
     def too_near(self, radius: float, case: Case) -> str | None:

@@ -1,6 +1,7 @@
 """Rephrases: other words for a correction, each a further key of the same edit (design, section 4).
 
-1. A rephrase joins the edit only where the edit's value gives the target there. The outcome names the others.
+1. A rephrase joins the edit only where the edit's value gives the target there. The outcome names the others. Where the
+   value of the correction alone fails at some, it is trained on for all texts at once, and kept if it serves more.
 2. Each gets an entry of its own, named by `rephrase_name`, with a copy of the value. Where a key lies at it already,
    within the noise of batches, that entry serves it, with the edit's value if its own is not right.
 3. All of it stands in the delta of the correction. So an undo of the correction takes every key back.
@@ -24,6 +25,7 @@ from pipeline.key_search import NO_SLOT
 from pipeline.maintenance import Decision, Neighbour, decide
 from pipeline.memory import BARE_MODEL
 from pipeline.tasks import InputError
+from pipeline.training import Trained, train_shared
 from schemas.deltas import EntryChange, RephraseKey, Tensor, rephrase_name
 from schemas.messages import LeftOut, one_line
 
@@ -84,9 +86,35 @@ def examined_rephrases(engine: "EditEngine", case: Case, value_V: np.ndarray | N
             why = "the model's activations on this input are not finite"
             found.append(Rephrase(number, name, None, None, why))
             continue
-        right = value_V is None or engine.model.passes.gives(examined.rest, torch.tensor(value_V)).right
-        found.append(Rephrase(number, name, examined, query_D, "" if right else FAILS))
+        one = Rephrase(number, name, examined, query_D)
+        found.append(one if value_V is None else _judged(engine, one, value_V))
     return found
+
+
+def _judged(engine: "EditEngine", one: Rephrase, value_V: np.ndarray) -> Rephrase:
+    """A rephrase with what a value does there."""
+    if one.examined is None:
+        return one
+    right = engine.model.passes.gives(one.examined.rest, torch.tensor(value_V)).right
+    return replace(one, why_not="" if right else FAILS)
+
+
+def shared(engine: "EditEngine", case: Case, trained: Trained) -> tuple[Trained, list[Rephrase]]:
+    """The value that serves the most rephrases: the correction's own, or the same trained on for all its texts."""
+    passes, rephrases = engine.model.passes, examined_rephrases(engine, case, trained.value_V)
+    examined = [one.examined for one in rephrases if one.examined is not None]
+    failing = sum(one.why_not == FAILS for one in rephrases)
+    if not failing or not passes.pads():
+        return trained, rephrases
+    rest = passes.rest_of([case.examined.supervised, *(one.supervised for one in examined)])
+    more = train_shared(passes, rest, torch.from_numpy(trained.value_V.copy()), engine.plan.recipe)
+    if not np.isfinite(more.value_V).all():
+        return trained, rephrases
+    verdict = passes.gives(case.examined.rest, torch.from_numpy(more.value_V))
+    again = [_judged(engine, one, more.value_V) for one in rephrases]
+    if not verdict.right or sum(one.why_not == FAILS for one in again) >= failing:
+        return trained, rephrases
+    return replace(trained, value_V=more.value_V, steps=trained.steps + more.steps, verdict=verdict), again
 
 
 def any_proved(rephrases: Iterable[Rephrase]) -> bool:

@@ -41,6 +41,33 @@ def train_value(passes: Passes, rest: Rest, start_V: Tensor, recipe: Recipe) -> 
     return train_values(passes, rest, [start_V], recipe)[0]
 
 
+def train_shared(passes: Passes, rest: Rest, start_V: Tensor, recipe: Recipe) -> Trained:
+    """Train one value for all rows of `rest`, until each has the margin.
+
+    The verdict is the least margin of a row, with the mean loss; `converged` says whether every row is right.
+    """
+    with reproducible(passes.device):
+        value_V = start_V.detach().float().clone().to(passes.device).requires_grad_()
+        optimizer = torch.optim.Adam([value_V], lr=recipe.learning_rate)
+        scales = {0: LOSS_SCALE} if passes.dtype == torch.float16 else {}
+        rows = len(rest.supervised.labels)
+        for steps in range(recipe.max_steps + 1):
+            with torch.enable_grad():
+                judged = passes.judge(rest, value_V.expand(rows, -1))
+                loss = torch.stack([loss for _, loss in judged]).mean()
+            margin = min(found.margin for found, _ in judged)
+            if margin >= recipe.margin or steps == recipe.max_steps or not loss.isfinite():
+                break
+            optimizer.zero_grad()
+            (loss * scales.get(0, 1.0)).backward()  # type: ignore[no-untyped-call]
+            if scales:
+                _unscale([value_V], [0], scales)
+            optimizer.step()
+        found = Verdict(margin, float(loss.detach()))
+        finite = bool(value_V.isfinite().all())
+        return Trained(value_V.detach().cpu().numpy().copy(), steps, found, converged=found.right and finite)
+
+
 def train_values(
     passes: Passes,
     rest: Rest,

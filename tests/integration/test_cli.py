@@ -150,6 +150,51 @@ class TestTraffic:
         assert [outcome["feedback_id"] for outcome in lines(command.told())] == PROMPTS[2:5]
         assert lines(command.told())[0]["status"] == "added"
 
+    def test_a_correction_with_rephrases_is_right_in_all_its_words_until_it_is_undone(
+        self, run: Callable[..., Command], running: Settings
+    ) -> None:
+        texts = ["The river flows through", "A river flows through", "Here the river flows through"]
+        asked = "\n".join(map(json.dumps, texts))
+
+        def answers() -> list[str]:
+            return [answer["outputs"]["text"] for answer in lines(run("send", settings=running, given=asked).told())]
+
+        before = answers()
+        given = {"inputs": texts[0], "target": "museum", "feedback_id": "words"}
+        command = run(
+            "correct", "--rephrase", texts[1], "--rephrase", texts[2], settings=running, given=json.dumps(given)
+        )
+        assert status_of(command) == 0, command.said()
+        (outcome,) = lines(command.told())
+        assert (outcome["status"], outcome["entry_id"], outcome.get("left_out")) == ("added", "words", None)
+        entries = lines(run("send", settings=running, given=asked).told())
+        assert [answer["edit"]["entry_id"] for answer in entries] == ["words", "words#1", "words#2"]
+        assert answers() == ["museum"] * 3
+        replayed = run("replay", "--json", settings=running)
+        retrained = run("replay", "--retrain", "--json", settings=running)
+        assert status_of(retrained) == 0, retrained.said()
+        assert lines(replayed.told())[0]["state_digest"] == lines(retrained.told())[0]["state_digest"]
+        told = lines(run("corrections", settings=running).told())
+        assert [one["rephrases"] for one in told if one["feedback_id"] == "words"] == [texts[1:]]
+        seq = outcome["seq"]
+        (found,) = lines(run("diff", str(seq - 1), str(seq), "--json", settings=running).told())
+        assert [(change["inputs"], change["after"]) for change in found["inputs"]] == [(one, "museum") for one in texts]
+        assert status_of(run("undo", "words", settings=running)) == 0
+        assert answers() == before
+
+    def test_rephrases_on_the_command_line_are_for_one_correction(
+        self, run: Callable[..., Command], running: Settings
+    ) -> None:
+        two = "\n".join(json.dumps({"inputs": one, "target": "river"}) for one in ("a", "b"))
+        for given, said in (
+            (two, "--rephrase is for one correction, and there are 2"),
+            (json.dumps({"inputs": "z", "target": "river"}), "`rephrases[0]` is the same as `inputs`; leave it out"),
+            (json.dumps({"inputs": "a", "target": "b", "signature": "c"}), "it is signed already; put `rephrases`"),
+        ):
+            command = run("correct", "--rephrase", "z", settings=running, given=given)
+            assert status_of(command) == 2
+            assert said in " ".join(command.said().replace("│", " ").split())
+
     def test_answers_come_in_the_order_of_the_questions(self, run: Callable[..., Command], running: Settings) -> None:
         ids = [f"q{number}" for number in range(len(PROMPTS))]
         asked = [json.dumps({"inputs": one, "request_id": name}) for one, name in zip(PROMPTS, ids, strict=True)]
