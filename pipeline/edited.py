@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from msgspec import UNSET
 
 from schemas.deltas import Delta, Op, Seen
-from schemas.messages import VERSION, Feedback, Inputs, Outcome, Status
+from schemas.messages import VERSION, Feedback, Inputs, LeftOut, Outcome, Status
 
 STATUS: dict[Op, Status] = {
     "add": "added",
@@ -48,13 +48,16 @@ def committed_outcome(delta: Delta) -> Outcome:
     """The outcome of a delta that was committed without one; `steps` and `loss` are not known any more."""
     assert delta.cause is not UNSET
     status: Status = "unchanged" if delta.op == "expand" and not delta.entries else STATUS[delta.op]
+    reason = "its delta was committed without an outcome; a later editor reports it"
+    left_out = [number for number, one in enumerate(delta.cause.rephrases, 1) if one.left_out]
     return Outcome(
         v=VERSION,
         feedback_id=delta.cause.feedback_id,
         status=status,
         entry_id=delta.cause.entry_id,
         seq=delta.seq,
-        reason="its delta was committed without an outcome; a later editor reports it",
+        reason=reason,
+        left_out=tuple(LeftOut(rephrase=number, reason=reason) for number in left_out),
     )
 
 

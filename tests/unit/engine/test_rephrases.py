@@ -1,17 +1,18 @@
 """Rephrases: further keys of one correction, made, kept, taken over and taken back with it."""
 
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import UNSET
 
-from pipeline.edited import correction
+from pipeline.edited import committed_outcome, correction
 from pipeline.training import Recipe
 from schemas.deltas import decode_delta
-from schemas.messages import Feedback, Outcome
+from schemas.messages import Feedback, Outcome, encode
 from tests.unit.engine.points import CLASSES, answer, at
-from tests.unit.engine.recorded import Recorded
+from tests.unit.engine.recorded import PLAN, Recorded
 from tests.unit.engine.stories import assert_same, fields_of, plan_of, see, story, without
 
 FAR = (5.0, 5.0)
@@ -194,6 +195,25 @@ def test_a_history_with_rephrases_comes_out_again_byte_for_byte() -> None:
     retrained = made.retrained()
     assert retrained.compared.first_difference is None
     assert retrained.records == made.deltas
+
+
+def test_values_that_are_trained_together_and_on_for_rephrases_come_out_again() -> None:
+    made = Recorded(replace(PLAN, init="layer", recipe=WEAK))
+    places = [(0.0, 0.0), (40.0, 0.0), (0.0, 40.0)]
+    corrections = [fields_of(correction(f"f{x}-{y}", at(x, y), "2")) for x, y in places]
+    others = [tuple(at(x, y + number / 2) for number in range(1, 9)) for x, y in places]
+    sent = [Feedback(**one | {"rephrases": texts}) for one, texts in zip(corrections, others, strict=True)]
+    outcomes = made.send(*map(encode, sent))
+    assert [outcome and (outcome.status, outcome.left_out) for outcome in outcomes] == [("added", ())] * 3
+    causes = [decode_delta(record).cause for record in made.deltas[1:]]
+    assert [cause is not UNSET and cause.together for cause in causes] == [(0, 1, 2)] * 3
+    assert made.retrained().records == made.deltas
+
+
+def test_a_delta_without_an_outcome_names_what_it_left_out() -> None:
+    made = Recorded()
+    made.take(Feedback(**fields_of(correction("a", at(0, 0), "1")) | {"rephrases": (at(float("nan"), 0), at(5, 5))}))
+    assert [one.rephrase for one in committed_outcome(decode_delta(made.deltas[1])).left_out] == [1]
 
 
 def test_a_rephrase_that_is_served_otherwise_now_is_a_difference() -> None:
