@@ -18,7 +18,7 @@ from pipeline.editing import EditEngine
 from pipeline.plan import Plan
 from pipeline.probe import TEXTS
 from pipeline.tasks import InputError
-from schemas.messages import ChatMessage, Inputs, Parameters
+from schemas.messages import ChatMessage, Feedback, Inputs, Parameters
 from tests.unit.engine.test_control_tokens import FAMILIES, PARTS, spellings
 from tests.unit.engine.tiny import CHAT, CODEBOOK, correct, editable
 
@@ -234,6 +234,33 @@ class TestModels:
     def test_other_models_refuse_one(self, kind: str) -> None:
         with pytest.raises(InputError, match="takes no messages of a chat; send `inputs` as one text"):
             editable(kind).task.tokenize(tuple(chat("The train")))
+
+    def test_a_text_and_a_chat_may_be_rephrases_of_each_other(self) -> None:
+        model = editable("llama", chat_template=CHAT)
+        text, messages = "the capital of France is", (ChatMessage("user", "the capital of France?"),)
+        for inputs, rephrase in ((text, messages), (messages, text)):
+            engine = EditEngine(model, CODEBOOK)
+            engine.apply(engine.lead({}))
+            one = Feedback(v=1, feedback_id="f", inputs=inputs, target="river", rephrases=(rephrase,))
+            edited = engine.edit(one, 0)
+            assert edited.outcome is not None
+            assert (edited.outcome.status, edited.outcome.left_out) == ("added", ())
+            assert edited.record is not None
+            engine.apply(edited.record)
+            prompts = [model.task.tokenize(asked) for asked in (inputs, rephrase)]
+            served = model.answer(prompts, [Parameters()] * 2, engine.codebook, engine.index)
+            assert [one.answer.outputs.text for one in served] == ["river", "river"]
+            assert [one.hit and one.hit.entry_id for one in served] == ["f", "f#1"]
+
+    def test_a_rephrase_that_the_model_takes_in_no_form_is_left_out(self) -> None:
+        engine = EditEngine(editable("llama"), CODEBOOK)
+        engine.apply(engine.lead({}))
+        messages = (ChatMessage("user", "x"),)
+        one = Feedback(v=1, feedback_id="f", inputs="the river", target="river", rephrases=(messages,))
+        outcome = engine.edit(one, 0).outcome
+        assert outcome is not None
+        (left,) = outcome.left_out
+        assert "chat template" in left.reason
 
     def test_a_causal_model_without_a_template_refuses_one(self) -> None:
         model = editable("llama")
