@@ -80,6 +80,11 @@ class Classification(Task):
         """The label's name."""
         return self._name(label[0])
 
+    def gives(self, answer: Answer, label: Label, parameters: Parameters) -> bool:
+        """The most probable label is the target's."""
+        del parameters
+        return answer.outputs.label == self.text(label)
+
     def supervised(self, inputs: Inputs, label: Label) -> Supervised:
         """One row; one decision."""
         return Supervised(self.batch([self.tokenize(inputs)]), (torch.tensor(label, device=self.model.device),), 1)

@@ -84,7 +84,7 @@ class Summary(Struct, frozen=True):
         to_stay: Those whose answer must not change.
         unchanged: Of these, those whose answer does not.
         captured: Those that an entry serves.
-        broken: Of these, answers that are neither the entry's target nor the unedited one.
+        broken: Of these, edited answers that are neither the entry's target nor the unedited one.
     """
 
     cases: int
@@ -103,10 +103,13 @@ def evaluate(
     codebook: Codebook,
     cases: Sequence[EvaluationCase],
     on_answer: Callable[[int], object] = lambda _: None,
+    *,
+    checked: bool = False,
 ) -> list[CaseResult]:
     """Answer each case with the edited model and, where an entry serves it, with the unedited one.
 
-    `on_answer` is called with the number of cases that were answered.
+    `on_answer` is called with the number of cases that were answered. With `checked`, a case that an entry serves
+    without giving its target has the unedited answer, and counts as broken all the same.
 
     Raises:
         EvaluationError: the codebook is of another model or layer.
@@ -119,7 +122,7 @@ def evaluate(
             " and GRACESTREAM_REPLACE as the editor has them"
         )
     prompts = [model.task.tokenize(case.inputs) for case in cases]
-    edited = _answers(model, codebook, prompts, cases, on_answer)
+    edited = _answers(model, codebook, prompts, cases, on_answer, checked=checked)
     held = [place for place, served in enumerate(edited) if served.hit is not None]
     empty = Codebook(codebook.name, codebook.model, codebook.layer)
     again = _answers(model, empty, [prompts[place] for place in held], [cases[place] for place in held])
@@ -158,6 +161,8 @@ def _answers(
     prompts: Sequence[Prompt],
     cases: Sequence[EvaluationCase],
     on_answer: Callable[[int], object] = lambda _: None,
+    *,
+    checked: bool = False,
 ) -> list[Served]:
     """An answer to each prompt, in their order; those of similar length share a batch."""
     index = KeyIndex(codebook, model.device)
@@ -170,7 +175,11 @@ def _answers(
         for start in range(0, len(places), BATCH):
             batch = places[start : start + BATCH]
             served = model.answer(
-                [prompts[place] for place in batch], [cases[place].parameters for place in batch], codebook, index
+                [prompts[place] for place in batch],
+                [cases[place].parameters for place in batch],
+                codebook,
+                index,
+                checked=checked,
             )
             found |= zip(batch, served, strict=True)
             on_answer(len(found))
@@ -181,7 +190,7 @@ def _judged(
     model: EditableModel, codebook: Codebook, case: EvaluationCase, edited: Served, unedited: Served
 ) -> CaseResult:
     answer, before = _said(edited), _said(unedited)
-    hit = edited.hit
+    hit = edited.hit or edited.failed
     entry_target = None if hit is None else model.task.text(codebook.labels[hit.slot])
     expected = None if case.target is UNSET else case.target.strip()
     verdict: Verdict
@@ -194,7 +203,7 @@ def _judged(
         expected=expected,
         verdict=verdict,
         exact=answer == expected,
-        broken=answer not in (before, entry_target) and hit is not None,
+        broken=edited.failed is not None or (answer not in (before, entry_target) and hit is not None),
         answer=answer,
         unedited=before,
         entry_id=None if hit is None else hit.entry_id,

@@ -101,6 +101,17 @@ class Generation(Task):
         """The target that a label stands for."""
         return self._decoded([token for token in label if token not in self._ends])
 
+    def gives(self, answer: Answer, label: Label, parameters: Parameters) -> bool:
+        """The answer is the target, or as much of it as the request's budget allows.
+
+        Text may follow the target where the request asks for a least length, or where the label has no end token.
+        """
+        text = answer.outputs.text
+        assert text is not UNSET
+        wanted = self.text(label[: self._budget(parameters)])
+        goes_on = parameters.min_new_tokens is not UNSET or label[-1] not in self._ends
+        return text.startswith(wanted) if goes_on else text == wanted
+
     def _target_ids(self, inputs: Inputs, target: str) -> list[int]:
         del inputs
         token_ids: list[int] = self._text_tokenizer(target, add_special_tokens=False, verbose=False)["input_ids"]

@@ -33,6 +33,11 @@ REPLIES_REFUSED = Counter(
     registry=REPLICA,
 )
 EDITED = Counter("gracestream_edited_total", "Answers that an entry of the codebook gave.", registry=REPLICA)
+NEAR_MISSES = Counter(
+    "gracestream_near_misses_total",
+    "Unedited answers to prompts within an entry's radius, where the entry did not give its target.",
+    registry=REPLICA,
+)
 REQUEST_SECONDS = Histogram(
     "gracestream_request_seconds", "From the record's timestamp to its answer.", buckets=SECONDS, registry=REPLICA
 )

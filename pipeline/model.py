@@ -35,10 +35,17 @@ SUGGESTED = 3
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One row's answer, and the entry that gave it."""
+    """One row's answer.
+
+    Attributes:
+        answer: What the model gives.
+        hit: The entry that gave it; None: the unedited model did.
+        failed: The entry whose edit was dropped, since with it the answer was not the entry's target.
+    """
 
     answer: Answer
     hit: Hit | None
+    failed: Hit | None = None
 
 
 class EditableModel:
@@ -188,10 +195,14 @@ class EditableModel:
         codebook: Codebook,
         index: KeyIndex,
         settle: Callable[[], None] = lambda: None,
+        *,
+        checked: bool = False,
     ) -> list[Served]:
         """Answer a batch of tokenised prompts of one group from the edited model.
 
         `settle` is called once the layers before the edited one have run, and may bring codebook and index up to date.
+        With `checked`, rows that an entry serves without giving its target are answered again by the unedited model.
+        A value was trained on its correction's prompts, and may give any text on another prompt within its radius.
         """
         batch = self.task.batch(prompts)
 
@@ -201,7 +212,31 @@ class EditableModel:
 
         with torch.inference_mode(), self.adaptor.serving(batch, codebook, index, settle_first) as session:
             answers = self.task.run(batch, parameters)
-        return [Served(answer, hit) for answer, hit in zip(answers, session.hits, strict=True)]
+        served = [Served(answer, hit) for answer, hit in zip(answers, session.hits, strict=True)]
+        return self._unedited_if_failed(served, prompts, parameters, codebook) if checked else served
+
+    def _unedited_if_failed(
+        self,
+        served: list[Served],
+        prompts: Sequence[Prompt],
+        parameters: Sequence[Parameters],
+        codebook: Codebook,
+    ) -> list[Served]:
+        """The same, with the unedited model's answer where an entry did not give its target."""
+        failed = {
+            row: one.hit
+            for row, one in enumerate(served)
+            if one.hit is not None and not self.task.gives(one.answer, codebook.labels[one.hit.slot], parameters[row])
+        }
+        if not failed:
+            return served
+        with torch.inference_mode():
+            answers = self.task.run(
+                self.task.batch([prompts[row] for row in failed]), [parameters[row] for row in failed]
+            )
+        for (row, hit), answer in zip(failed.items(), answers, strict=True):
+            served[row] = Served(answer, None, failed=hit)
+        return served
 
     def supervised(self, inputs: Inputs, target: str) -> tuple[Label, Supervised]:
         """A correction as a label and the forward pass that checks it.

@@ -12,7 +12,7 @@ from functools import partial
 
 import msgspec
 import structlog
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from pipeline import metrics
 from pipeline.addressing import ORDINARY, Address, Header, address_of
@@ -30,6 +30,7 @@ from schemas.messages import (
     VERSION,
     AppliedEdit,
     InvalidMessage,
+    NearMiss,
     Prediction,
     Request,
     decode,
@@ -175,6 +176,7 @@ class Server:
                     self._mirror.codebook,
                     self._mirror.index,
                     settle,
+                    checked=self._settings.check_answers,
                 )
         except DeltaFault:
             raise
@@ -195,9 +197,17 @@ class Server:
         if hit is not None:
             metrics.EDITED.inc()
         edit = UNSET if hit is None else AppliedEdit(entry_id=hit.entry_id, distance=hit.distance, radius=hit.radius)
+        near_miss: NearMiss | UnsetType = UNSET
+        if (failed := served.failed) is not None:
+            metrics.NEAR_MISSES.inc()
+            near_miss = NearMiss(
+                entry_id=failed.entry_id, distance=failed.distance, radius=failed.radius, reason="answer"
+            )
         score = UNSET if served.answer.score is None else served.answer.score
         prediction = self._prediction(question.request.request_id, question.record)
-        prediction = msgspec.structs.replace(prediction, outputs=served.answer.outputs, score=score, edit=edit)
+        prediction = msgspec.structs.replace(
+            prediction, outputs=served.answer.outputs, score=score, edit=edit, near_miss=near_miss
+        )
         return _reply(prediction, question.record, question.address)
 
     def _failed(self, question: Question, reason: str) -> Reply:
@@ -239,7 +249,7 @@ def _reply(prediction: Prediction, record: Record, address: Address) -> Reply:
 def _error(prediction: Prediction, record: Record, address: Address, reason: str) -> Reply:
     """An error in place of an answer that Kafka refuses; where it refuses that too, a dead letter."""
     told = reason if prediction.error is UNSET else f"{prediction.error}; {reason}"
-    failed = msgspec.structs.replace(prediction, outputs=UNSET, score=UNSET, edit=UNSET, error=told)
+    failed = msgspec.structs.replace(prediction, outputs=UNSET, score=UNSET, edit=UNSET, near_miss=UNSET, error=told)
     key = failed.request_id.encode()
     return Reply(
         PREDICTIONS, key, encode(failed), address.headers, address.topic, partial(_letter, record, unanswered=True)

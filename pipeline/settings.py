@@ -112,6 +112,9 @@ class Settings(BaseSettings):
         "layer", description="A value starts as the layer's own output, as that of an entry of its label, or at random."
     )
 
+    check_answers: bool = Field(
+        True, description="Answer unedited, and mark a near miss, where an entry does not give its target on a prompt."
+    )
     max_new_tokens: int = Field(64, ge=1, description="Tokens to generate where a request does not say.")
     new_tokens_limit: int = Field(512, ge=1, description="A request for more tokens than this is refused.")
     max_input_tokens: int = Field(512, ge=1, description="A longer prompt is refused.")

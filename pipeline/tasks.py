@@ -171,6 +171,10 @@ class Task(ABC):
         """A label in words."""
 
     @abstractmethod
+    def gives(self, answer: Answer, label: Label, parameters: Parameters) -> bool:
+        """Whether an answer to a request with these parameters is the target that `label` stands for."""
+
+    @abstractmethod
     def supervised(self, inputs: Inputs, label: Label) -> Supervised:
         """The forward pass that tells whether the model gives `label`; one row."""
 

@@ -182,6 +182,19 @@ class AppliedEdit(Struct, frozen=True, kw_only=True):
     radius: float
 
 
+class NearMiss(Struct, frozen=True, kw_only=True):
+    """An entry that might have answered and did not: the unedited model answered instead.
+
+    `distance` and `radius` are as in an applied edit. The reason `answer`: within the radius, but the entry's value did
+    not give the entry's target on this prompt.
+    """
+
+    entry_id: str
+    distance: float
+    radius: float
+    reason: Literal["answer"]
+
+
 class Prediction(Message, frozen=True, kw_only=True):
     """The answer to one request, on `predictions`, keyed by `request_id`; delivered at least once.
 
@@ -192,6 +205,7 @@ class Prediction(Message, frozen=True, kw_only=True):
     outputs: Outputs | UnsetType = UNSET
     score: float | UnsetType = UNSET
     edit: AppliedEdit | UnsetType = UNSET
+    near_miss: NearMiss | UnsetType = UNSET
     codebook_seq: int
     term: int
     model: str

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from msgspec import UNSET
 
@@ -21,7 +22,8 @@ from pipeline.model import EditableModel
 from pipeline.radius_store import RadiusStore
 from pipeline.serving import Record, Server
 from pipeline.settings import Settings
-from schemas.messages import Prediction, decode, encode
+from schemas.deltas import EntryChange
+from schemas.messages import NearMiss, Prediction, decode, encode
 from tests.integration.forked import Forked
 from tests.integration.running import (
     PATIENCE,
@@ -35,7 +37,7 @@ from tests.integration.running import (
     wait_until,
     wait_until_settled,
 )
-from tests.unit.engine.tiny import editable, texts
+from tests.unit.engine.tiny import added, changed, editable, new_codebook, texts
 from workers.boot import Worker
 from workers.editor import editor_of
 
@@ -228,10 +230,10 @@ class Fragile:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def answer(self, prompts: Sequence[Prompt], *rest: Any) -> Any:
+    def answer(self, prompts: Sequence[Prompt], *rest: Any, **how: Any) -> Any:
         if self._breaking in prompts:
             raise RuntimeError("a tensor of no shape")
-        return self._model.answer(prompts, *rest)
+        return self._model.answer(prompts, *rest, **how)
 
 
 def test_a_request_on_which_the_model_fails_fails_alone(kafka: str, redis_url: str, prefix: str) -> None:
@@ -279,3 +281,38 @@ def test_feedback_on_which_the_model_fails_is_rejected_and_the_next_is_taken(
     assert outcomes["breaks"].status == "rejected"
     assert outcomes["breaks"].reason == "the model failed: RuntimeError: a tensor of no shape"
     assert outcomes["works"].status in {"added", "unchanged"}
+
+
+def test_an_answer_that_is_not_the_entrys_target_is_never_published(kafka: str, redis_url: str, prefix: str) -> None:
+    settings = settings_for(kafka, redis_url, prefix)
+    model = editable("bert")
+    codebook = new_codebook(model.fingerprint, model.layer)
+    store = RadiusStore(redis_client(settings), settings)
+    mirror = Mirror(codebook, KeyIndex(codebook, model.device), store, Follower(settings), settings)
+    (prompt,) = texts(1, seed=5)
+    record = Record(encode(question("q", prompt)), "requests", 0, 0, 0.0)
+
+    def served(**changes: bool) -> Prediction:
+        server = Server(model, mirror, settings.model_copy(update=changes), "replica")
+        (reply,) = server.answer(server.read([record]).questions)
+        return decode(reply.value, Prediction)
+
+    unedited = served()
+    (query_D,) = model.queries([model.task.tokenize(prompt)]).numpy()
+    value_V = np.zeros(model.module.config.hidden_size)
+    labels = model.module.config.num_labels
+    for label in range(labels):  # of these targets a value gives at most one
+        mirror.index.refresh(changed(codebook, added(f"e{label}", query_D, 0.01, (label,), value_V)))
+        answer, bare = served(), served(check_answers=False)
+        assert bare.edit is not UNSET
+        target = model.task.text((label,))
+        if bare.outputs is not UNSET and bare.outputs.label == target:
+            assert answer.edit == bare.edit
+            assert answer.near_miss is UNSET
+        else:
+            assert answer.edit is UNSET
+            assert answer.near_miss == NearMiss(
+                entry_id=f"e{label}", distance=bare.edit.distance, radius=bare.edit.radius, reason="answer"
+            )
+            assert answer.outputs == unedited.outputs
+        mirror.index.refresh(changed(codebook, EntryChange(entry_id=f"e{label}", removed=True), op="undo"))

@@ -32,6 +32,7 @@ from schemas.messages import (
     Feedback,
     InvalidMessage,
     Message,
+    NearMiss,
     Outcome,
     Outputs,
     Parameters,
@@ -236,6 +237,12 @@ class TestGoldenJson:
         )
         assert decode((V1 / "prediction-generator.json").read_bytes(), Prediction) == edited
         assert decode((V1 / "prediction-unknown-fields.json").read_bytes(), Prediction) == edited
+        missed = msgspec.structs.replace(
+            edited,
+            edit=msgspec.UNSET,
+            near_miss=NearMiss(entry_id="fb-1", distance=0.25, radius=1.5, reason="answer"),
+        )
+        assert decode((V1 / "prediction-near-miss.json").read_bytes(), Prediction) == missed
 
     def test_feedback_is_this(self) -> None:
         assert decode((V1 / "feedback-pair.json").read_bytes(), Feedback) == Feedback(

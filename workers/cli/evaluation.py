@@ -71,7 +71,13 @@ def evaluate(
     with Progress(console=notes, transient=True, disable=not notes.is_terminal) as progress:
         bar = progress.add_task("answering", total=len(cases))
         given = list(cases.values())
-        results = answered(loaded, codebook, given, lambda done: progress.update(bar, completed=done))
+        results = answered(
+            loaded,
+            codebook,
+            given,
+            lambda done: progress.update(bar, completed=done),
+            checked=settings.check_answers,
+        )
     found = summary(results)
     if as_json:
         for result in results:

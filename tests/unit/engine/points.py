@@ -54,6 +54,10 @@ class PointTask(Task):
         del prompt, parameters
         return None
 
+    def gives(self, answer: Answer, label: Label, parameters: Parameters) -> bool:
+        del parameters
+        return answer.outputs.label == self.text(label)
+
     def label(self, inputs: Inputs, target: str) -> Label:
         del inputs
         if int(target) >= CLASSES:
