@@ -41,7 +41,7 @@ COMMANDS = commands_of(typer.main.get_command(app))
 def uses() -> list[tuple[str, str]]:
     """Each command that stands in the README, and the rest of its line up to the next one."""
     groups = "|".join({name.split()[0] for name in COMMANDS if " " in name})
-    pattern = rf"(?:^ +|\.venv/bin/)gracestream ((?:(?:{groups}) )?\w+)([^#\n|]*)"
+    pattern = rf"(?:^ +|\.venv/bin/)gracestream ((?:(?:{groups}) )?\w[\w-]*)([^#\n|]*)"
     return re.findall(pattern, README, re.MULTILINE)
 
 

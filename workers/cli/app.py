@@ -21,6 +21,7 @@ from workers.cli import (
     history,
     keys,
     local,
+    near_misses,
     snapshots,
     traffic,
     tuning,
@@ -61,7 +62,10 @@ def options(
     """Take the options of `gracestream` itself."""
 
 
-for group in (local, work, traffic, keys, dead_letters, history, audit, snapshots, tuning, evaluation, experiments):
+GROUPS = (
+    local, work, traffic, keys, dead_letters, history, near_misses, audit, snapshots, tuning, evaluation, experiments,
+)  # fmt: skip
+for group in GROUPS:
     group.register(app)
 
 

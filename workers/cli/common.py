@@ -5,6 +5,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -117,6 +118,11 @@ def shortened(text: str) -> str:
     """A text for a cell of a table: printable, and its beginning where it is long."""
     start = printable(text[: SHOWN + 1])
     return f"{start[:SHOWN]}…" if len(start) > SHOWN else start
+
+
+def clock(timestamp: float) -> str:
+    """A time in seconds as date and time of day, UTC."""
+    return datetime.fromtimestamp(timestamp, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def width() -> int:

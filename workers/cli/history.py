@@ -27,6 +27,7 @@ from workers.cli.common import (
     Model,
     Prefix,
     cell,
+    clock,
     connected,
     counted,
     notes,
@@ -136,7 +137,7 @@ def inspect(
             table = Table("time", Column("request", overflow="fold"), "distance", "radius", "replica")
             for hit in served.recent:
                 near = (f"{hit.distance:.4g}", f"{hit.radius:.4g}")
-                table.add_row(*map(cell, (_clock(hit.timestamp), hit.request_id, *near, hit.replica)))
+                table.add_row(*map(cell, (clock(hit.timestamp), hit.request_id, *near, hit.replica)))
             show(table)
 
 
@@ -248,9 +249,5 @@ def _row(step: Step, *, full: bool) -> list[list[str]]:
     whose = "" if step.feedback_id is None else step.feedback_id + (f" by {step.author}" if step.author else "")
     inputs = f"(undoes {', '.join(step.undoes)})" if step.undoes else step.inputs or ""
     asked = [printable(text) if full else shortened(text) for text in (inputs, step.target or "")]
-    told = [str(step.seq), str(step.term), _clock(step.timestamp), step.outcome or step.op, printable(whose), *asked]
+    told = [str(step.seq), str(step.term), clock(step.timestamp), step.outcome or step.op, printable(whose), *asked]
     return [*([text] for text in told), list(map(printable, entries))]
-
-
-def _clock(timestamp: float) -> str:
-    return datetime.fromtimestamp(timestamp, UTC).strftime("%Y-%m-%d %H:%M:%S")

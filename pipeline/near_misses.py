@@ -1,0 +1,102 @@
+"""Near misses: the requests that an entry might have answered and the unedited model did, from the topics."""
+
+from msgspec import UNSET, Struct
+from msgspec.structs import replace
+
+from pipeline.reading import read_topic
+from pipeline.settings import Settings
+from pipeline.topics import PREDICTIONS, REQUESTS
+from schemas.messages import Inputs, InvalidMessage, Prediction, Request, decode, peek_id
+
+HELD = 10
+"""Predictions that are held while reading, for each one that is wanted."""
+
+
+class Missed(Struct, frozen=True):
+    """One near miss.
+
+    Attributes:
+        request_id: Of the request.
+        timestamp: Kafka's of the prediction, in seconds.
+        entry_id: The entry that might have answered.
+        reason: Why it did not: `answer`, its value did not give its target.
+        distance: From its key to the query (Euclidean, layer's units).
+        radius: Of the entry.
+        answer: The unedited answer that was published: text or label.
+        replica: Which published it.
+        inputs: The request's; None where `requests` does not have it any more.
+    """
+
+    request_id: str
+    timestamp: float
+    entry_id: str
+    reason: str
+    distance: float
+    radius: float
+    answer: str
+    replica: str
+    inputs: Inputs | None = None
+
+
+def near_misses(settings: Settings, most: int, entry_id: str | None = None) -> list[Missed]:
+    """The newest near misses, at most so many, newest first; one request counts once. Of one entry if it is named.
+
+    Reads all of `predictions`, and of `requests` if there is any near miss.
+
+    Raises:
+        TopicError: a topic is missing.
+        KafkaTimeoutError: Kafka stopped answering.
+    """
+    found: dict[str, Missed] = {}
+    for record in read_topic(settings, PREDICTIONS):
+        missed = _missed(record.value, record.timestamp)
+        if missed is None or entry_id not in (None, missed.entry_id):
+            continue
+        known = found.get(missed.request_id)
+        if known is None or known.timestamp <= missed.timestamp:
+            found[missed.request_id] = missed
+        if len(found) > HELD * most:
+            found = _newest(found, most)
+    found = _newest(found, most)
+    inputs = _inputs(settings, found) if found else {}
+    return [replace(missed, inputs=inputs.get(request_id)) for request_id, missed in found.items()]
+
+
+def _newest(found: dict[str, Missed], most: int) -> dict[str, Missed]:
+    newest = sorted(found.values(), key=lambda missed: (-missed.timestamp, missed.request_id))[:most]
+    return {missed.request_id: missed for missed in newest}
+
+
+def _missed(value: bytes | None, timestamp: int) -> Missed | None:
+    if value is None or b'"near_miss"' not in value:
+        return None
+    try:
+        prediction = decode(value, Prediction)
+    except InvalidMessage:
+        return None  # another program's record
+    near_miss, outputs = prediction.near_miss, prediction.outputs
+    if near_miss is UNSET or outputs is UNSET:
+        return None
+    return Missed(
+        request_id=prediction.request_id,
+        timestamp=timestamp / 1000,
+        entry_id=near_miss.entry_id,
+        reason=near_miss.reason,
+        distance=near_miss.distance,
+        radius=near_miss.radius,
+        answer=outputs.text if outputs.text is not UNSET else str(outputs.label),
+        replica=prediction.replica,
+    )
+
+
+def _inputs(settings: Settings, wanted: dict[str, Missed]) -> dict[str, Inputs]:
+    """By request id; of a request that was sent more than once the last."""
+    found: dict[str, Inputs] = {}
+    for record in read_topic(settings, REQUESTS):
+        if peek_id(record.value, "request_id") in wanted:
+            try:
+                request = decode(record.value, Request)
+            except InvalidMessage:
+                continue
+            found[request.request_id] = request.inputs
+    return found

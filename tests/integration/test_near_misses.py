@@ -1,0 +1,76 @@
+"""A prompt on which an entry fails gets the unedited answer, and the command line lists it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from msgspec import UNSET
+
+from pipeline.clients import producer
+from pipeline.editing import EditEngine
+from pipeline.settings import Settings
+from schemas.messages import NearMiss, Prediction, decode, encode
+from tests.integration.forked import Command, Forked, status_of
+from tests.integration.running import question, records, wait_until
+from tests.unit.engine.tiny import added, sealed, texts
+from workers.boot import load_model
+
+PROMPT, OTHER = texts(2, seed=21, shortest=6, longest=9)
+
+
+@pytest.fixture
+def failing(deployment: Settings) -> Settings:
+    """A deployment whose history has one entry, with a value that does not give its target."""
+    model = load_model(deployment)
+    engine = EditEngine(model, deployment.codebook)
+    lead = engine.lead({})
+    engine.apply(lead)
+    (query_D,) = model.queries([model.task.tokenize(PROMPT)]).numpy()
+    value_V = 20 * np.random.default_rng(0).standard_normal(model.module.config.hidden_size)
+    label = model.task.label(PROMPT, "museum train violin")
+    send(deployment, "deltas", lead, sealed(engine.codebook, added("bad", query_D, 0.01, label, value_V)))
+    return deployment
+
+
+def send(settings: Settings, topic: str, *values: bytes) -> None:
+    sender = producer(settings)
+    for value in values:
+        sender.send(settings.topic(topic), value, partition=0).get(30)
+    sender.close(timeout=5)
+
+
+def test_near_misses_are_answered_unedited_counted_and_listed(
+    run: Callable[..., Command], failing: Settings, folder: Path
+) -> None:
+    asked = [question("q1", PROMPT), question("q2", OTHER), question("q3", PROMPT)]
+    with Forked("replica", "infer", failing, folder) as replica:
+        replica.wait_ready(90)
+        send(failing, "requests", *map(encode, asked))
+        wait_until(lambda: len(records(failing, "predictions")) >= len(asked), 60)
+    answers = {
+        answer.request_id: answer
+        for answer in (decode(record.value, Prediction) for record in records(failing, "predictions"))
+    }
+    model = load_model(failing)
+    engine = EditEngine(model, failing.codebook)
+    prompts = [model.task.tokenize(one.inputs) for one in asked]
+    unedited = model.answer(prompts, [one.parameters for one in asked], engine.codebook, engine.index)
+    for request, served in zip(asked, unedited, strict=True):
+        answer = answers[request.request_id]
+        assert answer.edit is UNSET
+        assert answer.outputs == served.answer.outputs
+        assert isinstance(answer.near_miss, NearMiss) == (request.inputs == PROMPT)
+    listed = [json.loads(line) for line in run("near-misses", "--json", settings=failing).told().splitlines()]
+    told = {(one["request_id"], one["entry_id"], one["reason"], one["inputs"]) for one in listed}
+    assert told == {("q1", "bad", "answer", PROMPT), ("q3", "bad", "answer", PROMPT)}
+    assert [one["timestamp"] for one in listed] == sorted((one["timestamp"] for one in listed), reverse=True)
+    assert all(one["distance"] < one["radius"] for one in listed)
+    newest = run("near-misses", "bad", "--limit", "1", "--json", settings=failing).told()
+    assert [json.loads(line) for line in newest.splitlines()] == listed[:1]
+    table = run("near-misses", settings=failing).told()
+    assert PROMPT in table
+    assert OTHER not in table
+    none = run("near-misses", "nobody", settings=failing)
+    assert (status_of(none), none.told(), none.said()) == (0, "", "there is no near miss of this entry\n")
