@@ -102,7 +102,11 @@ class Settings(BaseSettings):
     traffic: int = Field(512, ge=0, description="Unflagged recent queries that new radii keep clear of; 0: none.")
     seed: int = Field(0, ge=0, lt=2**32, description="Seed of everything random in the editor.")
 
-    max_steps: int = Field(100, ge=1, description="Optimisation steps after which an edit is given up.")
+    max_steps: int = Field(
+        100,
+        ge=1,
+        description="Optimisation steps after which an edit is given up; over 16 tokens of target, in proportion more.",
+    )
     learning_rate: FiniteFloat = Field(2.0, gt=0, le=1e6, description="Adam's learning rate for values.")
     margin: FiniteFloat = Field(3.0, ge=0, description="Logit margin at which a value counts as trained.")
     edit_batch: int = Field(

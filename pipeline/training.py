@@ -1,5 +1,6 @@
 """Training a value: Adam on the model's own loss, with the value as the only parameter (paper, 2.2; appendix A)."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,13 +18,28 @@ LESS = 2.0**4
 """A gradient that overflows makes the scale so many times smaller, and its step is left out."""
 
 
+LONG = 16
+"""Tokens of a label from which on its value may take more steps: one vector has to decide on all of them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How values are trained: they stop at `margin` (logits), or after `max_steps` steps at most."""
+    """How values are trained: they stop at `margin` (logits), or after `max_steps` steps at most.
+
+    A label of more than `LONG` tokens has more steps, in proportion, until the model gives it.
+    """
 
     max_steps: int = 100
     learning_rate: float = 2.0
     margin: float = 3.0
+
+    def limit(self, tokens: int) -> int:
+        """Steps at most, for a label of so many tokens."""
+        return max(self.max_steps, math.ceil(self.max_steps * tokens / LONG))
+
+    def enough(self, verdict: Verdict, steps: int) -> bool:
+        """Whether a value needs no more steps: it has the margin, or is right after `max_steps`."""
+        return verdict.right and (verdict.margin >= self.margin or steps >= self.max_steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +67,19 @@ def train_shared(passes: Passes, rest: Rest, start_V: Tensor, recipe: Recipe) ->
         optimizer = torch.optim.Adam([value_V], lr=recipe.learning_rate)
         scales = {0: LOSS_SCALE} if passes.dtype == torch.float16 else {}
         rows = len(rest.supervised.labels)
-        for steps in range(recipe.max_steps + 1):
+        limit = recipe.limit(max(map(len, rest.supervised.labels)))
+        for steps in range(limit + 1):
             with torch.enable_grad():
                 judged = passes.judge(rest, value_V.expand(rows, -1))
                 loss = torch.stack([loss for _, loss in judged]).mean()
-            margin = min(found.margin for found, _ in judged)
-            if margin >= recipe.margin or steps == recipe.max_steps or not loss.isfinite():
+            found = Verdict(min(one.margin for one, _ in judged), float(loss.detach()))
+            if recipe.enough(found, steps) or steps == limit or not loss.isfinite():
                 break
             optimizer.zero_grad()
             (loss * scales.get(0, 1.0)).backward()  # type: ignore[no-untyped-call]
             if scales:
                 _unscale([value_V], [0], scales)
             optimizer.step()
-        found = Verdict(margin, float(loss.detach()))
         finite = bool(value_V.isfinite().all())
         return Trained(value_V.detach().cpu().numpy().copy(), steps, found, converged=found.right and finite)
 
@@ -92,6 +108,7 @@ def _trained(
     values = [start_V.detach().float().clone().to(passes.device).requires_grad_() for start_V in starts]
     optimizer = torch.optim.Adam(values, lr=recipe.learning_rate)
     scales = dict.fromkeys(range(len(values)), LOSS_SCALE) if passes.dtype == torch.float16 else {}
+    limits = [recipe.limit(len(label_L)) for label_L in rest.supervised.labels]
     trained: dict[int, Trained] = {}
     left, steps = list(range(len(values))), 0
     while True:
@@ -100,7 +117,7 @@ def _trained(
             judged = passes.judge(rest, torch.stack([values[row] for row in left]))
         going = []
         for place, (row, (found, loss)) in enumerate(zip(left, judged, strict=True)):
-            if (found.right and found.margin >= recipe.margin) or steps == recipe.max_steps or not loss.isfinite():
+            if recipe.enough(found, steps) or steps == limits[row] or not loss.isfinite():
                 finite = bool(values[row].isfinite().all())
                 value_V = values[row].detach().cpu().numpy().copy()
                 trained[row] = Trained(value_V, steps, found, converged=found.right and finite)

@@ -14,7 +14,7 @@ from pipeline.adaptor import Hit
 from pipeline.edited import correction
 from pipeline.editing import EditEngine
 from pipeline.model import EditableModel
-from pipeline.passes import Rest
+from pipeline.passes import Rest, Verdict
 from pipeline.plan import Plan
 from pipeline.tasks import Supervised
 from pipeline.training import Recipe, Trained, train_value, train_values
@@ -51,6 +51,26 @@ def alone(model: EditableModel, one: Supervised, recipe: Recipe) -> Trained:
 def assert_alike(ours: np.ndarray, theirs: np.ndarray, share: float = 0.01) -> None:
     """Values are the same but for rounding, which Adam magnifies."""
     assert float(np.linalg.norm(ours - theirs)) <= share * float(np.linalg.norm(theirs))
+
+
+def test_a_long_target_has_more_steps_alone_and_beside_short_ones() -> None:
+    wide = editable("llama", limits=replace(LIMITS, max_target_tokens=40, max_input_tokens=80))
+    long, short = (wide.supervised(TEXTS[0], " ".join(["train"] * words))[1] for words in (31, 2))
+    assert [len(row.labels[0]) for row in (long, short)] == [32, 3]
+    starts = [start(wide, row) for row in (long, short)]
+    slow = replace(SHORT, learning_rate=1e-6)
+    found = train_values(wide.passes, wide.passes.rest_of([long, short]), starts, slow)
+    assert [trained.steps for trained in found] == [2 * slow.max_steps, slow.max_steps]
+    assert alone(wide, long, slow).steps == 2 * slow.max_steps
+
+
+def test_the_further_steps_of_a_long_target_end_when_it_is_given() -> None:
+    recipe = Recipe(max_steps=10, margin=3.0)
+    assert recipe.enough(Verdict(3.0, 0.1), 0)
+    assert not recipe.enough(Verdict(1.0, 0.1), 9), "right, but without the margin"
+    assert recipe.enough(Verdict(1.0, 0.1), 10)
+    assert not recipe.enough(Verdict(-1.0, 2.0), 10)
+    assert [recipe.limit(tokens) for tokens in (1, 16, 17, 32)] == [10, 10, 11, 20]
 
 
 def test_values_that_are_trained_together_are_those_of_each_alone(model: EditableModel, kind: str) -> None:
