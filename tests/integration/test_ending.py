@@ -364,9 +364,10 @@ def test_an_editor_whose_upload_of_a_snapshot_hangs_ends_in_order(
 
 
 def never_answer() -> None:
-    """Every pass of the model hangs."""
+    """Every pass of the model hangs, and says so first."""
 
-    def answer(*_: object) -> None:
+    def answer(*_: object, **__: object) -> None:
+        print('{"event": "hanging"}', file=sys.stderr, flush=True)
         threading.Event().wait()
 
     EditableModel.answer = answer  # type: ignore[assignment,method-assign]
@@ -376,11 +377,12 @@ def test_a_replica_whose_model_never_answers_ends_in_time(deployment: Settings, 
     with Forked("replica", "infer", deployment, folder, sabotage=never_answer, shutdown_timeout=3.0) as replica:
         replica.wait_ready(90)
         users.client.send([question("q", PROMPTS[0])])
-        wait_until(lambda: metric(replica.port, "gracestream_batch_size_count") > 0)
+        wait_until(lambda: '"hanging"' in replica.said())
         replica.process.terminate()
         assert replica.wait(3.0 + LATE) == 1
         assert "left_to_others" in replica.said()
     assert uncommitted(deployment) == 1
+    assert not answered(deployment)
 
 
 @pytest.mark.parametrize("command", ["infer", "edit"])
