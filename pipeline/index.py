@@ -44,7 +44,8 @@ class Nearest:
 class KeyIndex:
     """Exact nearest keys of a codebook, on one device. Call `refresh` after each delta the codebook applied.
 
-    With a `search` named it has no sieve, and searches all keys in every look-up, as on a GPU.
+    Queries may come from any device. With a `search` named it has no sieve, and searches all keys in every look-up, as
+    on a GPU.
     """
 
     def __init__(self, codebook: Codebook, device: torch.device, search: type[KeySearch] | None = None) -> None:
@@ -75,7 +76,7 @@ class KeyIndex:
         """
         if self._sieve is None:
             return self._scan(queries_BD)
-        queries_BD = queries_BD.detach().float().contiguous()
+        queries_BD = queries_BD.detach().to(self._device, torch.float32).contiguous()
         finite = torch.isfinite(queries_BD).all(dim=1).nonzero()[:, 0] if len(self._codebook) else torch.empty(0)
         found = _none(len(queries_BD))
         close: dict[int, np.ndarray] = {}
@@ -93,7 +94,7 @@ class KeyIndex:
         """The nearest key of each query if the query lies in its ball (distance < radius), else none."""
         if self._sieve is None:
             return self._inside(self._scan(queries_BD))
-        queries_BD = queries_BD.detach().float().contiguous()
+        queries_BD = queries_BD.detach().to(self._device, torch.float32).contiguous()
         found = _none(len(queries_BD))
         left, sure = self._sieve.serving(queries_BD.numpy(), lambda slots: self._pairs(queries_BD, slots, _exactly))
         nearest = {row: slots for row, slots in enumerate(left) if len(slots) and not self._crowded(slots)}

@@ -20,6 +20,7 @@ from typing import Protocol
 
 import msgspec
 import numpy as np
+import torch
 from msgspec import UNSET, Struct, UnsetType
 
 from pipeline.apart import Apart
@@ -110,10 +111,14 @@ class Rewritten:
         return tuple(entries), tuple(self._edit_change(name, memory) for name in sorted(self._apart.edits))
 
     def _branch(self) -> EditEngine:
-        """An engine at the place where the two part, with its own copy of everything but the model."""
+        """An engine at the place where the two part, with its own copy of everything but the model.
+
+        It searches its keys on the host, wherever the model runs: the look-ups are exact there too.
+        """
         engine = EditEngine(self._engine.model, self._engine.codebook.name, self._plan)
         engine.codebook = copy.deepcopy(self._was.codebook)
-        engine.index = KeyIndex(engine.codebook, engine.model.device)
+        # On a GPU the keys of the branch would take as much memory as the editor's own, for a few look-ups.
+        engine.index = KeyIndex(engine.codebook, torch.device("cpu"))
         engine.memory = copy.deepcopy(self._was.memory)
         engine.traffic = copy.deepcopy(self._engine.traffic)
         return engine

@@ -21,7 +21,6 @@ from pipeline.distance import exact_distances
 from pipeline.edited import correction
 from pipeline.editing import EditEngine
 from pipeline.encoder import Encoder
-from pipeline.environment import environment
 from pipeline.index import CANDIDATES, MOST_CANDIDATES, KeyIndex
 from pipeline.key_search import Candidates, FaissOnGpu, KeySearch, TorchSearch, faiss_library, search_for
 from pipeline.model import EditableModel
@@ -29,8 +28,9 @@ from pipeline.noise import query_noise
 from pipeline.plan import Plan
 from pipeline.probe import TEXTS
 from pipeline.training import Recipe
-from schemas.deltas import EntryChange, Tensor
+from schemas.deltas import EntryChange, Tensor, decode_delta
 from schemas.messages import Parameters
+from tests.unit.engine.stories import Story
 from tests.unit.engine.tiny import (
     KINDS,
     LIMITS,
@@ -41,6 +41,7 @@ from tests.unit.engine.tiny import (
     editable,
     filled,
     new_codebook,
+    sealed,
     tokenizer,
 )
 
@@ -49,20 +50,25 @@ HALVES = [torch.float16, torch.bfloat16]
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A device, and the search of all keys on it."""
+    """A device, and the search of all keys on it; None: as the product searches there."""
 
     device: str
-    search: type[KeySearch]
+    search: type[KeySearch] | None
 
     def index(self, codebook: Codebook) -> KeyIndex:
         return KeyIndex(codebook, torch.device(self.device), self.search)
 
-    def engine(self, model: EditableModel) -> EditEngine:
-        """In its first term."""
+    def story(self, model: EditableModel) -> Story:
+        """The history of an engine, in its first term."""
         engine = EditEngine(model, "default", Plan())
         engine.index = self.index(engine.codebook)
-        engine.apply(engine.lead(environment(model, engine.plan)))
-        return engine
+        told = Story(engine)
+        told.lead(engine.plan)
+        return told
+
+    def engine(self, model: EditableModel) -> EditEngine:
+        """In its first term."""
+        return self.story(model).engine
 
 
 WAYS = [
@@ -281,6 +287,29 @@ def test_the_same_stream_gives_the_same_records_to_the_byte(way: Way, kind: str)
     assert first
 
 
+def replaced(way: Way, others: int) -> Story:
+    """So many entries far from all queries; and a correction, and another one of the same input."""
+    told = way.story(editable("bert", device=way.device))
+    model, book = told.engine.model, told.engine.codebook
+    width = model.queries([model.task.tokenize(TEXTS[0])]).shape[1]
+    keys_ND = 1e3 + np.random.default_rng(8).standard_normal((others, width), np.float32)
+    value_V = np.zeros(model.module.config.hidden_size)
+    told.apply(sealed(book, *(added(f"other{row}", key_D, 1.0, value=value_V) for row, key_D in enumerate(keys_ND))))
+    for name, target in (("first", "wrong"), ("second", "both")):
+        assert told.take(correction(name, TEXTS[0], target)).status in ("added", "replaced")
+    return told
+
+
+def test_an_undo_is_decided_as_on_the_cpu(way: Way) -> None:
+    told, usual = replaced(way, 300), replaced(Way("cpu", None), 300)
+    for one in (told, usual):
+        assert one.undo("u", "first").status == "undone"
+        assert set(decode_delta(one.deltas[-1]).decided) == {"second"}
+    assert told.engine.codebook.entry_ids == usual.engine.codebook.entry_ids
+    assert answers(told.engine) == answers(usual.engine)
+    assert answers(told.engine)[0] == ("both", "second")
+
+
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("kind", ["llama", "t5-decoder", "bert"])
 def test_edits_of_a_model_in_half_precision_are_served(way: Way, kind: str, dtype: torch.dtype) -> None:
@@ -409,6 +438,15 @@ class TestOnAGpu:
         torch.cuda.reset_peak_memory_stats()
         search.search(torch.zeros(32, width, device="cuda"), MOST_CANDIDATES)
         assert torch.cuda.max_memory_allocated() - before - held < 500 * 2**20
+
+    def test_an_undo_makes_no_second_copy_of_the_keys(self) -> None:
+        told = replaced(Way("cuda", TorchSearch), 30_000)
+        keys_bytes = told.engine.codebook.keys_ND.nbytes
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        assert told.undo("u", "first").status == "undone"
+        assert set(decode_delta(told.deltas[-1]).decided) == {"second"}
+        assert torch.cuda.max_memory_allocated() - before < keys_bytes / 2
 
     def test_the_environment_names_what_decides_the_bits(self) -> None:
         prepare_cuda()

@@ -4,9 +4,11 @@ import copy
 from typing import Any
 
 import pytest
+import torch
 from msgspec import UNSET
 
 from pipeline.codebook import DeltaFault
+from pipeline.index import KeyIndex
 from pipeline.training import Recipe
 from pipeline.undo import undo
 from schemas.deltas import decode_delta
@@ -46,6 +48,22 @@ def test_a_correction_that_rested_on_the_undone_one_gets_an_entry_of_its_own() -
     told.undo("u", "a")
     assert told.engine.codebook.entry_ids == ["b"]
     assert answer(told.engine, 1, 1.5) == 2
+
+
+def test_an_undo_searches_its_keys_on_the_host_wherever_the_model_runs() -> None:
+    """Its own copy of the keys would fill a GPU; on torch's device without numbers any search would fail."""
+    told, on_host = story(), story()
+    for one in (told, on_host):
+        one.correct("a", (1, 1), 2)
+        one.correct("b", (1, 1.5), 2)
+        one.correct("c", (4, 1), 3)
+    told.engine.model.device = torch.device("meta")
+    assert KeyIndex(told.engine.codebook, told.engine.model.device)._search.device.type == "meta"
+    for one in (told, on_host):
+        one.undo("u", "a")
+    assert set(decode_delta(told.deltas[-1]).decided) == {"b", "c"}
+    assert_same(told, on_host)
+    assert told.deltas == on_host.deltas
 
 
 def test_an_undo_can_be_undone() -> None:
