@@ -55,6 +55,9 @@ SAMPLE = 2048
 FAISS_BYTES = 256 * 2**20
 """Memory that FAISS keeps on a GPU for its own use; by default it takes 1.5 GiB."""
 
+FAISS_KEYS = 2**18
+"""Keys at most that FAISS compares at a time: half of 1 GiB for 512 queries (`chooseTileSize` in FAISS 1.15)."""
+
 _FLOAT = torch.finfo(torch.float32)
 _LARGEST_SQUARE = 1e38
 """Below it no square, and no product that is compared with it, overflows in float32."""
@@ -317,7 +320,12 @@ class FaissOnGpu(_Centred):
         self, points_BD: torch.Tensor, lengths_B: torch.Tensor, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         del lengths_B
-        squares_BK, slots_BK = self._knn(points_BD, self._points[: self._count], count)
+        step = queries_of_a_call(self._count, count)
+        parts = [
+            self._knn(points_BD[start : start + step], self._points[: self._count], count)
+            for start in range(0, max(1, len(points_BD)), step)
+        ]
+        squares_BK, slots_BK = (torch.cat(some) for some in zip(*parts, strict=True))
         return squares_BK.double().amax(dim=1), slots_BK
 
     def _knn(self, points_BD: torch.Tensor, points_ND: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -329,6 +337,21 @@ class FaissOnGpu(_Centred):
             lambda: faiss.knn_gpu(_gpu_resources(), points_BD, points_ND, count)
         )
         return found
+
+
+def queries_of_a_call(keys: int, count: int) -> int:
+    """Queries that FAISS can search in one call within `FAISS_BYTES`, for so many candidates each.
+
+    Where its own memory does not suffice, FAISS asks CUDA for more in each call. That waits for the GPU, and no log
+    tells of it.
+    """
+    compared = min(keys, FAISS_KEYS)
+    tiles = -(-keys // compared)
+    # Each of two streams has the distances to the keys of a tile, float32, and the candidates of all tiles: distances,
+    # and slots of 8 bytes. Besides there are the norms of the query and of all keys.
+    each = 2 * (4 * compared + (4 + 8) * tiles * count) + 4
+    left = FAISS_BYTES - 4 * keys - 8 * 256  # each of these eight arrays is rounded up to 256 bytes
+    return max(1, left // each)
 
 
 def search_for(device: torch.device) -> type[KeySearch]:

@@ -3,10 +3,12 @@
 Each test runs on the CPU too, by the code that a GPU runs: a search of all keys by torch, without the sieve.
 """
 
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +24,18 @@ from pipeline.edited import correction
 from pipeline.editing import EditEngine
 from pipeline.encoder import Encoder
 from pipeline.index import CANDIDATES, MOST_CANDIDATES, KeyIndex
-from pipeline.key_search import Candidates, FaissOnGpu, KeySearch, TorchSearch, faiss_library, search_for
+from pipeline.key_search import (
+    FAISS_BYTES,
+    FAISS_KEYS,
+    Candidates,
+    FaissOnGpu,
+    KeySearch,
+    TorchSearch,
+    _gpu_resources,
+    faiss_library,
+    queries_of_a_call,
+    search_for,
+)
 from pipeline.model import EditableModel
 from pipeline.noise import query_noise
 from pipeline.plan import Plan
@@ -362,6 +375,46 @@ def test_keys_on_a_gpu_are_never_searched_on_the_host() -> None:
     assert search_for(torch.device("cuda")) is on_gpu
 
 
+class FaissRehearsed(FaissOnGpu):
+    """Its calls of FAISS's are answered by FAISS on the host, and noted."""
+
+    calls: list[int]
+
+    def _knn(self, points_BD: torch.Tensor, points_ND: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.calls = [*getattr(self, "calls", []), len(points_BD)]
+        faiss: Any = faiss_library()
+        squares_BK, slots_BK = faiss.knn(points_BD.numpy(), points_ND.numpy(), count)
+        return torch.from_numpy(squares_BK), torch.from_numpy(slots_BK)
+
+
+def test_a_batch_that_faiss_has_no_memory_for_is_searched_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    queries_BD, codebook = scene(1, 100.0, 1.0)
+    index = KeyIndex(codebook, torch.device("cpu"), FaissRehearsed)
+    search = index._search
+    assert isinstance(search, FaissRehearsed)
+    monkeypatch.setattr("pipeline.key_search.FAISS_BYTES", 2**19)
+    index._settle_search()
+    search.calls = []
+    search.search(torch.from_numpy(queries_BD), CANDIDATES)
+    assert len(search.calls) > 2
+    assert sum(search.calls) == len(queries_BD)
+    assert max(search.calls) == queries_of_a_call(len(codebook), CANDIDATES)
+    assert index.nearest(torch.from_numpy(queries_BD)).slots_B.tolist() == brute_force(queries_BD, codebook)[0]
+
+
+@pytest.mark.parametrize("count", [CANDIDATES, MOST_CANDIDATES])
+@pytest.mark.parametrize("keys", [1000, FAISS_KEYS, 2_000_000])
+def test_a_call_of_faiss_needs_no_more_than_its_memory(keys: int, count: int) -> None:
+    """By the arrays that FAISS's `runDistance` makes, each rounded up; a usual batch is one call."""
+    queries = queries_of_a_call(keys, count)
+    compared = min(keys, FAISS_KEYS)
+    tiles = math.ceil(keys / compared)
+    numbers = [queries * compared, queries * tiles * count, 2 * queries * tiles * count]
+    arrays = [4 * number for number in (keys, queries, *numbers, *numbers)]
+    assert sum(256 * math.ceil(size / 256) for size in arrays) <= FAISS_BYTES
+    assert queries >= 64
+
+
 class Transfers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts what is copied to the host."""
 
@@ -447,6 +500,22 @@ class TestOnAGpu:
         assert told.undo("u", "first").status == "undone"
         assert set(decode_delta(told.deltas[-1]).decided) == {"second"}
         assert torch.cuda.max_memory_allocated() - before < keys_bytes / 2
+
+    def test_a_large_batch_fits_the_memory_that_faiss_keeps(self, capfd: pytest.CaptureFixture[str]) -> None:
+        if not hasattr(faiss_library(), "StandardGpuResources"):
+            pytest.skip("faiss-gpu is not installed")
+        keys_ND = np.random.default_rng(6).standard_normal((FAISS_KEYS + 1000, 64), np.float32)
+        search = FaissOnGpu(torch.device("cuda"), lambda: keys_ND)
+        search.settle(None)
+        resources = _gpu_resources()
+        resources.setLogMemoryAllocations(True)
+        try:
+            search.search(torch.zeros(512, 64, device="cuda"), MOST_CANDIDATES)
+        finally:
+            resources.setLogMemoryAllocations(False)
+        said = capfd.readouterr().out
+        assert "alloc ok" in said
+        assert "no temp space" not in said
 
     def test_the_environment_names_what_decides_the_bits(self) -> None:
         prepare_cuda()
