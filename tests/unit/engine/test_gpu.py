@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import UNSET
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertConfig, BertModel
 
@@ -23,6 +24,7 @@ from pipeline.distance import exact_distances
 from pipeline.edited import correction
 from pipeline.editing import EditEngine
 from pipeline.encoder import Encoder
+from pipeline.environment import environment
 from pipeline.index import CANDIDATES, MOST_CANDIDATES, KeyIndex
 from pipeline.key_search import (
     FAISS_BYTES,
@@ -42,7 +44,7 @@ from pipeline.plan import Plan
 from pipeline.probe import TEXTS
 from pipeline.training import Recipe
 from schemas.deltas import EntryChange, Tensor, decode_delta
-from schemas.messages import Parameters
+from schemas.messages import Feedback, Parameters
 from tests.unit.engine.stories import Story
 from tests.unit.engine.tiny import (
     KINDS,
@@ -248,12 +250,17 @@ def targets(kind: str) -> list[str]:
     return [some[number % 3] for number in range(12)]
 
 
-def corrected(engine: EditEngine, kind: str) -> tuple[list[str], list[bytes]]:
-    """What becomes of a dozen corrections, of which the first half wait and are trained together; and the records."""
-    asked = [
+def corrections(kind: str) -> list[tuple[Feedback, int]]:
+    """A dozen, with their offsets."""
+    return [
         (correction(f"f{number}", text, target), number)
         for number, (text, target) in enumerate(zip(TEXTS, targets(kind), strict=False))
     ]
+
+
+def corrected(engine: EditEngine, kind: str) -> tuple[list[str], list[bytes]]:
+    """What becomes of a dozen corrections, of which the first half wait and are trained together; and the records."""
+    asked = corrections(kind)
     ahead = engine.train_ahead(asked[:6])
     statuses: list[str] = []
     records = []
@@ -298,6 +305,27 @@ def test_the_same_stream_gives_the_same_records_to_the_byte(way: Way, kind: str)
     first, again = (corrected(way.engine(editable(kind, device=way.device)), kind)[1] for _ in range(2))
     assert first == again
     assert first
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_history_that_is_trained_anew_gives_its_records_to_the_byte(way: Way, kind: str) -> None:
+    """As `replay --retrain` does, with another copy of the model; also what an undo decides again."""
+    retraining = pytest.importorskip(
+        "pipeline.retraining", reason="training anew reads outcomes too, and needs what a worker needs: `pip install .`"
+    )
+    told = way.story(editable(kind, device=way.device))
+    statuses, records = corrected(told.engine, kind)
+    told.deltas += records
+    told.feedback += [feedback for feedback, _ in corrections(kind)]
+    assert told.undo("u", f"f{statuses.index('added')}").status == "undone"
+    model = editable(kind, device=way.device)
+    anew = retraining.Retraining(model, dict(enumerate(told.feedback)), lambda plan: environment(model, plan))
+    assert all(map(anew.fold, told.deltas)), anew.compared
+    assert anew.records == told.deltas
+    assert anew.compared.decisions == anew.compared.same_records == len(told.deltas) - 1
+    assert (anew.compared.value_difference, anew.compared.other_environment) == (0.0, {})
+    values = [change for record in told.deltas for change in decode_delta(record).entries if change.value is not UNSET]
+    assert len(values) > 4
 
 
 def replaced(way: Way, others: int) -> Story:
