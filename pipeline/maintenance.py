@@ -27,14 +27,15 @@ class Rounding:
 
 
 ROUNDINGS = {
-    "float32": Rounding(2e-6, measured=("cpu",)),
+    "float32": Rounding(6e-6, measured=("cpu",)),
     "float16": Rounding(2.0**-9, measured=("cpu",)),
     "bfloat16": Rounding(2.0**-6, measured=("cpu",)),
 }
 """By the model's dtype. Nothing was measured on a GPU, or between a GPU and a CPU.
 
-SmolLM2 on a CPU: at most 2.4e-6 in float32 (2e-5 absolute), 0 in float16, and 0.022 in bfloat16. That last one
-is above its share, and below the radius that every new entry has at least, which is twice the tolerance.
+SmolLM2 on a CPU: at most 2.8e-6 in float32 (2.8e-5 absolute), 0 in float16, and 0.022 in bfloat16. The share of
+float32 is twice that maximum, since other inputs, threads and processors may move a query farther. The maximum of
+bfloat16 is above its share, and below the radius that every new entry has at least, which is twice the tolerance.
 """
 
 

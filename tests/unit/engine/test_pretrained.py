@@ -11,9 +11,11 @@ from deploy.models import KNOWN, resolve, resolve_encoder
 from pipeline.control_tokens import control_tokens
 from pipeline.editing import EditEngine
 from pipeline.encoder import UNIT, Encoder
-from pipeline.maintenance import batch_noise
+from pipeline.maintenance import ROUNDINGS, batch_noise
 from pipeline.model import EditableModel
+from pipeline.noise import query_noise
 from pipeline.plan import Plan
+from pipeline.probe import TEXTS
 from schemas.messages import Parameters
 from tests.unit.engine.tiny import CODEBOOK, correct
 
@@ -92,6 +94,11 @@ def test_batch_noise_bounds_what_padding_does_to_a_query(smollm2: EditableModel)
     for row, text in enumerate(inputs):
         alone_D = smollm2.queries([smollm2.task.tokenize(text)])[0]
         assert float((alone_D - together_BD[row]).norm()) <= batch_noise(float(alone_D.norm()), "float32")
+
+
+def test_the_tolerance_of_float32_is_twice_what_a_query_moves(smollm2: EditableModel) -> None:
+    """At least, and also where its norm is so large that the least tolerance of all does not count."""
+    assert 2 * query_noise(smollm2, inputs=TEXTS[:8]).relative <= ROUNDINGS["float32"].share
 
 
 def test_with_an_encoder_a_statement_is_corrected_in_other_words_too_and_its_neighbours_are_not(
