@@ -1,0 +1,118 @@
+"""The wording check: what asks for the same in other words agrees, and what asks for something else does not."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.wording import MAX_WORDS, common_words, contrasts, disagreement, same_word, wording_of
+from schemas.deltas import MAX_WORDING
+
+QUESTION = "Who manages the branch in Leeds?"
+
+SAME = [
+    (QUESTION, "WHO MANAGES THE BRANCH IN LEEDS?"),
+    (QUESTION, "who manages the branch in leeds"),
+    (QUESTION, "Question: Who manages the branch in Leeds? Answer:"),
+    (QUESTION, "We met on 3 May 2019.\nWho manages the branch in Leeds? "),
+    (QUESTION, "Who manages the branch in Leeds? Answer in a few words."),
+    (QUESTION, "Who is the manager of the branch in Leeds?"),
+    (QUESTION, "Who mangaes the branch in Leeds?"),
+    (QUESTION, "Who manages Leeds' branch?"),
+    ("What year was the bridge built?", "In which year was the construction of the bridge finished?"),
+    ("What is Ann's occupation?", "What does Ann do for a living?"),
+    ("Three cards are free", "3 cards are free"),
+    ("This is Anna", "Q: this is anna\nA:"),
+    ("It isn't allowed in Leeds", "It is not allowed in Leeds"),
+    ("The fee is 1,000 euros", "The fee is 1000 euros"),
+    ("Où se trouve Łódź ?", "où se trouve łódź"),
+]
+
+DIFFERENT = [
+    ("The fee in 2021 was", "The fee in 2023 was", "numbers"),
+    ("The fee in 2021 was", "The fee was", "numbers"),
+    ("Three cards are free", "Four cards are free", "numbers"),
+    ("If the invoice has been paid", "If the invoice has not been paid", "negated"),
+    ("Staff with a key", "Staff without a key", "negated"),
+    ("It is allowed", "It isn't allowed", "negated"),
+    ("The minimum deposit is", "The maximum deposit is", "'minimum' and 'maximum'"),
+    ("The lowest deposit is", "The maximum deposit is", "exclude"),
+    ("What must the buyer bring?", "What must the seller bring?", "exclude"),
+    ("The dose for adults is", "The dose for children is", "exclude"),
+    ("The distance in miles is", "The distance in kilometres is", "exclude"),
+    (QUESTION, "Who manages the branch in Hull?", "'leeds' and 'hull'"),
+    ("Where is the number on the toaster?", "Where is the number on the kettle?", "names"),
+    ("Dr Anna Lindqvist works on", "Dr Anna Lindgren works on", "names"),
+    ("The Gold account is", "The Plus account is", "names"),
+    ("Moving from Standard to Plus takes", "Moving from Plus to Standard takes", "order"),
+]
+
+
+@pytest.mark.parametrize(("edited", "asked"), SAME, ids=[asked for _, asked in SAME])
+def test_the_same_in_other_words_agrees(edited: str, asked: str) -> None:
+    assert disagreement(wording_of(edited), wording_of(asked)) == ""
+
+
+@pytest.mark.parametrize(("edited", "asked", "reason"), DIFFERENT, ids=[asked for _, asked, _ in DIFFERENT])
+def test_what_asks_for_something_else_disagrees_and_says_why(edited: str, asked: str, reason: str) -> None:
+    assert reason in disagreement(wording_of(edited), wording_of(asked))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", " \n", "?!", " ".join(["word"] * (MAX_WORDS + 1)), "x" * (MAX_WORDING + 1)],
+    ids=["empty", "blank", "marks", "too many words", "too long"],
+)
+def test_a_text_that_cannot_be_compared_has_no_wording_and_agrees_with_all(text: str) -> None:
+    assert wording_of(text) == ""
+    assert disagreement("", wording_of(QUESTION)) == disagreement(wording_of(QUESTION), "") == ""
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("discover", "discovered", True),
+        ("nation", "nationality", True),
+        ("recieve", "receive", True),
+        ("calder", "clader", True),
+        ("calder", "calde", True),
+        ("calder", "corder", False),
+        ("anna", "anne", False),
+        ("hull", "hall", False),
+        ("cat", "act", False),
+    ],
+)
+def test_inflection_and_a_typo_make_no_other_word(one: str, other: str, same: bool) -> None:
+    assert same_word(one, other) is same_word(other, one) is same
+
+
+PIECES = (
+    *("Who", "is", "the", "not", "maximum", "minimum", "2021", "2022", "three", "Leeds", "Hull", "leeds", "buyer"),
+    *("seller", ".", "?", "\n", "Question:", "A:"),
+)
+TEXTS = st.text() | st.lists(st.sampled_from(PIECES)).map(" ".join)
+
+
+@settings(deadline=None, max_examples=300)
+@given(TEXTS, TEXTS)
+def test_the_check_is_symmetric_and_a_text_agrees_with_itself(one: str, other: str) -> None:
+    edited, asked = wording_of(one), wording_of(other)
+    assert len(edited) <= MAX_WORDING
+    assert "\n" not in edited
+    assert wording_of(edited) in (edited, ""), "a wording is its own wording, unless it is a frame alone"
+    assert disagreement(edited, edited) == ""
+    assert bool(disagreement(edited, asked)) == bool(disagreement(asked, edited))
+
+
+def test_the_lists_of_words_are_sound() -> None:
+    assert len(common_words()) > 1000
+    assert all(word == word.lower() for word in (*common_words(), *contrasts()))
+    for word, places in contrasts().items():
+        groups = [group for group, _ in places]
+        assert len(groups) == len(set(groups)), f"{word!r} stands on two sides of one group"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("piece", ["a", "A: ", "1,", "x-", "? ", "Question: ", " ", "\n", "\u2019", "."])
+def test_a_long_hostile_text_is_read_once(piece: str) -> None:
+    """An expression that goes back over a text again and again would take hours."""
+    wording_of("x" + piece * 200_000 + "y")
