@@ -21,12 +21,16 @@ from pipeline.codebook import Codebook
 from pipeline.index import KeyIndex
 from pipeline.key_search import NO_SLOT
 from pipeline.layers import LayerError
+from pipeline.wording import disagreement
 
 QueryToken = Literal["last", "first", "mean"]
 Replaced = Literal["last", "all"]
 
 Encode = Callable[[Batch], Tensor]
 """Queries (B, D), float32, of a batch's prompts."""
+
+Asked = Callable[[int], str]
+"""The wording of a batch's row (`pipeline.wording`); empty where nothing is to be compared."""
 
 Lookup = Callable[[Tensor], tuple[Tensor, Tensor] | None]
 """Of queries (B, D): which rows take a value (B), and values (B, V) that count in those; None where no row does."""
@@ -38,12 +42,16 @@ class Observed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """The entry that serves one row: its key lies `distance` from the query, less than `radius`."""
+    """The entry within whose radius one row's query lies: its key is `distance` away, less than `radius`.
+
+    It serves the row unless there is a `disagreement` of the wordings, which says why not.
+    """
 
     slot: int
     entry_id: str
     distance: float
     radius: float
+    disagreement: str = ""
 
 
 @dataclass(slots=True)
@@ -55,7 +63,7 @@ class Session:
         queries_BD: Float32 queries, after the first call, of a session that looks up or takes them.
         outputs_BV: The module's own output where a value would go, float32: the mean over the tokens that it would
             replace. Only of a session that is `measured`.
-        hits: For each row the entry that serves it, or None; of a session that serves from a codebook.
+        matches: For each row the entry within whose radius it lies, or None; of a session that serves from a codebook.
         replaced_BT: The prompt's tokens that a value replaces, in a row that has one.
         replaced_B: The rows that have one.
     """
@@ -67,10 +75,15 @@ class Session:
     queries_BD: Tensor = field(default_factory=lambda: torch.empty(0))
     measured: bool = False
     outputs_BV: Tensor = field(default_factory=lambda: torch.empty(0))
-    hits: list[Hit | None] = field(default_factory=list)
+    matches: list[Hit | None] = field(default_factory=list)
     replaced_BT: Tensor = field(default_factory=lambda: torch.empty(0))
     replaced_B: Tensor | None = None
     tokens_T: int = 0
+
+    @property
+    def hits(self) -> list[Hit | None]:
+        """For each row the entry that serves it, or None."""
+        return [serving(match) for match in self.matches]
 
 
 class Adaptor:
@@ -96,14 +109,18 @@ class Adaptor:
         index: KeyIndex,
         settle: Callable[[], None] = lambda: None,
         *,
+        asked: Asked,
         measured: bool = False,
     ) -> Iterator[Session]:
-        """Answer from the codebook, as `settle` leaves it just before the look-up, where a query lies in a ball."""
+        """Answer from the codebook, as `settle` leaves it just before the look-up, where an entry serves a row.
+
+        `asked` tells the wording of a row that lies within the radius of an entry.
+        """
         session = Session(batch, measured=measured)
 
         def lookup(queries_BD: Tensor) -> tuple[Tensor, Tensor] | None:
             settle()
-            session.hits = served_by(queries_BD, codebook, index)
+            session.matches = matches(queries_BD, codebook, index, asked)
             return _values(session.hits, codebook)
 
         session.lookup = lookup
@@ -227,13 +244,23 @@ def _hidden(candidate: Any, module: nn.Module) -> Tensor:
     return candidate
 
 
-def served_by(queries_BD: Tensor, codebook: Codebook, index: KeyIndex) -> list[Hit | None]:
-    """For each query the entry that serves it, if any."""
+def matches(queries_BD: Tensor, codebook: Codebook, index: KeyIndex, asked: Asked) -> list[Hit | None]:
+    """For each query the nearest entry, if the query lies within its radius; whether the wordings agree is compared."""
     found = index.covering(queries_BD)
-    return [
-        None if slot == NO_SLOT else Hit(slot, codebook.entry_ids[slot], distance, float(codebook.radii_N[slot]))
-        for slot, distance in zip(found.slots_B.tolist(), found.distances_B.tolist(), strict=True)
-    ]
+    matched: list[Hit | None] = []
+    for row, (slot, distance) in enumerate(zip(found.slots_B.tolist(), found.distances_B.tolist(), strict=True)):
+        if slot == NO_SLOT:
+            matched.append(None)
+            continue
+        wording = codebook.wordings[slot]
+        why_not = disagreement(wording, asked(row)) if wording else ""
+        matched.append(Hit(slot, codebook.entry_ids[slot], distance, float(codebook.radii_N[slot]), why_not))
+    return matched
+
+
+def serving(match: Hit | None) -> Hit | None:
+    """The match, if its entry serves the row."""
+    return None if match is None or match.disagreement else match
 
 
 def _values(hits: Sequence[Hit | None], codebook: Codebook) -> tuple[Tensor, Tensor] | None:

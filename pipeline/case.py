@@ -53,6 +53,8 @@ class Examined:
     value_V: np.ndarray
     query_D: np.ndarray
     start_V: torch.Tensor
+    wording: str = ""
+    """What the prompt asks for (`pipeline.wording`); empty where wordings are not compared."""
 
 
 @dataclass(frozen=True, slots=True)

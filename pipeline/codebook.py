@@ -62,6 +62,7 @@ class Entry:
     value_V: np.ndarray
     radius: float
     label: Label
+    wording: str = ""
 
 
 class Codebook:
@@ -72,6 +73,7 @@ class Codebook:
         self.seq, self.term, self.digest = 0, 0, GENESIS
         self.entry_ids: list[str] = []
         self.labels: list[Label] = []
+        self.wordings: list[str] = []
         self._slots: dict[str, int] = {}
         self._version = 0  # odd while a delta is being applied
         self._told: tuple[int, str] | None = None  # the state digest, and the version that it is of
@@ -112,6 +114,7 @@ class Codebook:
             value_V=self._values[slot].copy(),
             radius=float(self._radii[slot]),
             label=self.labels[slot],
+            wording=self.wordings[slot],
         )
 
     def apply(self, record: bytes) -> Applied | None:
@@ -158,6 +161,7 @@ class Codebook:
         digest: bytes,
         entry_ids: list[str],
         labels: list[Label],
+        wordings: list[str],
         keys_ND: np.ndarray,
         values_NV: np.ndarray,
         radii_N: np.ndarray,
@@ -165,7 +169,7 @@ class Codebook:
         """Take over a state as it was saved, in place of the fold that led to it; the arrays are kept, not copied."""
         self._version += 1
         self.seq, self.term, self.digest = seq, term, digest
-        self.entry_ids, self.labels = list(entry_ids), list(labels)
+        self.entry_ids, self.labels, self.wordings = list(entry_ids), list(labels), list(wordings)
         self._slots = {entry_id: slot for slot, entry_id in enumerate(entry_ids)}
         self._keys, self._values, self._radii = keys_ND, values_NV, radii_N
         self._version += 1
@@ -178,6 +182,7 @@ class Codebook:
             digest=other.digest,
             entry_ids=other.entry_ids,
             labels=other.labels,
+            wordings=other.wordings,
             keys_ND=other.keys_ND,
             values_NV=other.values_NV,
             radii_N=other.radii_N,
@@ -234,6 +239,9 @@ class Codebook:
             digest.update(struct.pack("<q", len(name)) + name + struct.pack(f"<q{len(label)}q", len(label), *label))
             for array in (self._keys[slot], self._values[slot], self._radii[slot]):
                 digest.update(np.ascontiguousarray(array, "<f4").data)
+            if wording := self.wordings[slot].encode():
+                # No length of an entry id reads like this, so what follows cannot be the next entry.
+                digest.update(b"wording " + struct.pack("<q", len(wording)) + wording)
         return digest.hexdigest()
 
     def _check_place(self, delta: Delta, record: bytes) -> None:
@@ -267,7 +275,7 @@ class Codebook:
         fields = (change.key, change.value, change.radius, change.label)
         if not known and UNSET in fields:
             raise DeltaFault(f"the new entry {change.entry_id!r} lacks its key, value, radius or label")
-        if fields.count(UNSET) == len(fields):
+        if fields.count(UNSET) == len(fields) and change.wording is UNSET:
             raise DeltaFault(f"entry {change.entry_id!r} is named, but nothing of it changes")
         if change.label is not UNSET and len(change.label) > LABEL_LENGTH:
             raise DeltaFault(
@@ -309,6 +317,8 @@ class Codebook:
                 self._radii[slot] = change.radius
             if change.label is not UNSET:
                 self.labels[slot] = change.label
+            if change.wording is not UNSET:
+                self.wordings[slot] = change.wording
             touched.add(slot)
         return Applied(delta, tuple(sorted(slot for slot in touched if slot < len(self))))  # others are no more
 
@@ -321,6 +331,7 @@ class Codebook:
             self._radii = _grown(self._radii, (room,))
         self.entry_ids.append(entry_id)
         self.labels.append(())
+        self.wordings.append("")
         self._slots[entry_id] = slot
         return slot
 
@@ -330,9 +341,11 @@ class Codebook:
             for array in (self._keys, self._values, self._radii):
                 array[slot] = array[last]
             self.entry_ids[slot], self.labels[slot] = self.entry_ids[last], self.labels[last]
+            self.wordings[slot] = self.wordings[last]
             self._slots[self.entry_ids[slot]] = slot
         self.entry_ids.pop()
         self.labels.pop()
+        self.wordings.pop()
         return slot
 
 

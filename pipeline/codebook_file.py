@@ -1,8 +1,8 @@
 """A codebook as one safetensors file, and back again bit for bit.
 
-Everything is a tensor: keys (N, D), values (N, V), radii (N), the labels and entry ids one after the other with their
-lengths, and as bytes a JSON header that says where in the history this is. The tensor `sha256` covers all the others
-with their names and shapes. Slots keep their order, so the codebook goes on as the one that was saved would have.
+Everything is a tensor: keys (N, D), values (N, V), radii (N), the labels, entry ids and wordings one after the other
+with their lengths, and as bytes a JSON header that says where in the history this is. The tensor `sha256` covers all
+the others with their names and shapes. Slots keep their order, so the codebook goes on as the one that was saved would.
 
 What is read is judged as if someone hostile had written it: shapes, dtypes and lengths must fit each other, numbers
 must be finite, ids must differ. No part of the file says how much memory to take beyond its own size.
@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 
 from pipeline.codebook import Codebook
 from pipeline.errors import UserError
-from schemas.deltas import DIGEST_BYTES, Count
+from schemas.deltas import DIGEST_BYTES, MAX_WORDING, Count
 
 LAYOUT = {
     "header": (np.uint8, 1),
@@ -32,6 +32,8 @@ LAYOUT = {
     "label_tokens": (np.int64, 1),
     "entry_id_lengths": (np.int64, 1),
     "entry_id_bytes": (np.uint8, 1),
+    "wording_lengths": (np.int64, 1),
+    "wording_bytes": (np.uint8, 1),
     "sha256": (np.uint8, 1),
 }
 """The tensors of a file, each with its dtype and number of dimensions."""
@@ -67,6 +69,7 @@ def save(codebook: Codebook, path: Path) -> None:
         digest=codebook.digest.hex(),
     )
     names = [entry_id.encode() for entry_id in codebook.entry_ids]
+    wordings = [wording.encode() for wording in codebook.wordings]
     tensors = {
         "header": np.frombuffer(msgspec.json.encode(header), np.uint8),
         "keys": np.ascontiguousarray(codebook.keys_ND, "<f4"),
@@ -76,6 +79,8 @@ def save(codebook: Codebook, path: Path) -> None:
         "label_tokens": np.array([token for label in codebook.labels for token in label], "<i8"),
         "entry_id_lengths": np.array([len(name) for name in names], "<i8"),
         "entry_id_bytes": np.frombuffer(b"".join(names), np.uint8),
+        "wording_lengths": np.array([len(wording) for wording in wordings], "<i8"),
+        "wording_bytes": np.frombuffer(b"".join(wordings), np.uint8),
     }
     tensors["sha256"] = np.frombuffer(_digest(tensors), np.uint8)
     half = path.with_name(f"{path.name}.part")
@@ -126,10 +131,11 @@ def _codebook(tensors: Tensors) -> Codebook:
     keys_ND, values_NV, radii_N = tensors["keys"], tensors["values"], tensors["radii"]
     tokens = tensors["label_tokens"].tolist()
     labels = [tuple(tokens[start:end]) for start, end in _pieces(tensors["label_lengths"], len(tokens))]
-    names = tensors["entry_id_bytes"].tobytes()
-    entry_ids = [names[start:end].decode() for start, end in _pieces(tensors["entry_id_lengths"], len(names))]
-    if len({len(keys_ND), len(values_NV), len(radii_N), len(labels), len(entry_ids)}) > 1:
-        raise ValueError("it has not as many keys as values, radii, labels and entry ids")
+    entry_ids, wordings = _texts(tensors, "entry_id"), _texts(tensors, "wording")
+    if len({len(keys_ND), len(values_NV), len(radii_N), len(labels), len(entry_ids), len(wordings)}) > 1:
+        raise ValueError("it has not as many keys as values, radii, labels, entry ids and wordings")
+    if any(len(wording) > MAX_WORDING for wording in wordings):
+        raise ValueError(f"a wording has more than {MAX_WORDING} characters")
     if entry_ids and not (keys_ND.shape[1] and values_NV.shape[1]):
         raise ValueError("its keys or values are of no numbers")
     if len(set(entry_ids)) < len(entry_ids):
@@ -143,11 +149,17 @@ def _codebook(tensors: Tensors) -> Codebook:
         digest=bytes.fromhex(header.digest),
         entry_ids=entry_ids,
         labels=labels,
+        wordings=wordings,
         keys_ND=keys_ND,
         values_NV=values_NV,
         radii_N=radii_N,
     )
     return codebook
+
+
+def _texts(tensors: Tensors, name: str) -> list[str]:
+    joined = tensors[f"{name}_bytes"].tobytes()
+    return [joined[start:end].decode() for start, end in _pieces(tensors[f"{name}_lengths"], len(joined))]
 
 
 def _pieces(lengths: np.ndarray, total: int) -> list[tuple[int, int]]:

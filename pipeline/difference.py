@@ -31,6 +31,7 @@ def same_entry(name: str, was: Codebook, now: Codebook) -> bool:
     before, after = was.slot(name), now.slot(name)
     return (
         was.labels[before] == now.labels[after]
+        and was.wordings[before] == now.wordings[after]
         and was.radii_N[before] == now.radii_N[after]
         and was.values_NV[before].tobytes() == now.values_NV[after].tobytes()
         and was.keys_ND[before].tobytes() == now.keys_ND[after].tobytes()
@@ -57,4 +58,5 @@ def entry_change(name: str, was: Codebook, now: Codebook) -> EntryChange:
         value=value,
         radius=UNSET if before is not None and before.radius == after.radius else after.radius,
         label=UNSET if before is not None and before.label == after.label else after.label,
+        wording=UNSET if (before.wording if before is not None else "") == after.wording else after.wording,
     )

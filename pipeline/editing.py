@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from msgspec import UNSET, UnsetType
 
-from pipeline.adaptor import served_by
+from pipeline.adaptor import matches, serving
 from pipeline.calibration import probe_unit
 from pipeline.case import Again, Ahead, Case, Examined, of_similar_length
 from pipeline.codebook import Applied, Codebook, DeltaFault, Label
@@ -34,6 +34,7 @@ from pipeline.sight import Sight
 from pipeline.tasks import InputError
 from pipeline.traffic import Traffic
 from pipeline.training import Trained, train_value, train_values
+from pipeline.wording import disagreement
 from schemas.deltas import Cause, Delta, EntryChange, Op, Standing, Tensor, rephrase_name, seal
 from schemas.messages import VERSION, Feedback, Inputs, Outcome, one_line
 
@@ -268,11 +269,14 @@ class EditEngine:
             value_V=self.codebook.values_NV[[] if hit is None else hit.slot].copy(),
             query_D=session.queries_BD[0].cpu().numpy(),
             start_V=session.outputs_BV[0],
+            wording=self.model.task.asked(supervised.batch)(0),
         )
 
     def _stands(self, examined: Examined) -> bool:
         """Whether the codebook as it now is would tell the same."""
-        (hit,) = served_by(torch.from_numpy(examined.query_D)[None], self.codebook, self.index)
+        query_1D = torch.from_numpy(examined.query_D)[None]
+        (match,) = matches(query_1D, self.codebook, self.index, lambda _row: examined.wording)
+        hit = serving(match)
         if hit is None or examined.hit is None:
             return hit is None and examined.hit is None
         same_hit = replace(hit, slot=examined.hit.slot) == examined.hit  # its place is no matter
@@ -334,10 +338,11 @@ class EditEngine:
         decision = decide(case.policy, neighbour, clearance)
         if decision.kind == "expand":
             assert neighbour is not None
-            value_V = torch.from_numpy(self.codebook.values_NV[case.slot].copy())
-            found = self.model.passes.gives(case.examined.rest, value_V)
-            if found.right:
-                return decision, found
+            if not disagreement(self.codebook.wordings[case.slot], case.examined.wording):
+                value_V = torch.from_numpy(self.codebook.values_NV[case.slot].copy())
+                found = self.model.passes.gives(case.examined.rest, value_V)
+                if found.right:
+                    return decision, found
             decision = without_expanding(case.policy, neighbour, clearance)
         return decision, None
 
@@ -434,7 +439,14 @@ class EditEngine:
                 radius = _float32(decision.radius)
                 key = Tensor.of(case.query_D)
                 changes.append(
-                    EntryChange(entry_id=entry_id, key=key, value=value, radius=radius, label=case.examined.label)
+                    EntryChange(
+                        entry_id=entry_id,
+                        key=key,
+                        value=value,
+                        radius=radius,
+                        label=case.examined.label,
+                        wording=self.wording(case.examined) or UNSET,
+                    )
                 )
         given_V = self.codebook.values_NV[case.slot].copy() if value_V is None else value_V
         by_entry = {change.entry_id: change for change in changes}
@@ -473,6 +485,7 @@ class EditEngine:
             author=case.feedback.author,
             entry_id=entry_id,
             query=UNSET if own_key else Tensor.of(case.query_D),
+            wording="" if own_key else self.wording(case.examined),
             supersedes=tuple(dict.fromkeys([*supersedes, *placed.supersedes])),
             together=() if case.ahead is None or op == "expand" else case.ahead.together,
             seen=case.sight.seen(nearest, case.distance),
@@ -509,18 +522,23 @@ class EditEngine:
         guarded = []
         for feedback_id in displaced:
             query_D = self.memory.query(feedback_id)
-            serving = self.codebook.entry(self.codebook.slot(self.memory.serving_entry(feedback_id)))
+            server = self.codebook.entry(self.codebook.slot(self.memory.serving_entry(feedback_id)))
             policy = replace(case.policy, noise=self.noise(query_D))
             guarded.append(
                 EntryChange(
                     entry_id=feedback_id,
                     key=Tensor.of(query_D),
-                    value=Tensor.of(serving.value_V),
+                    value=Tensor.of(server.value_V),
                     radius=_float32(policy.own_radius(self.clearance(feedback_id, query_D, case))),
-                    label=serving.label,
+                    label=server.label,
+                    wording=self.memory.wording(feedback_id) or UNSET,
                 )
             )
         return guarded
+
+    def wording(self, examined: Examined) -> str:
+        """What the log keeps of a prompt's wording: an entry without one serves all prompts within its radius."""
+        return examined.wording if self.plan.wording else ""
 
     def clearance(self, name: str, key_D: np.ndarray, case: Case) -> float:
         """From a key to the nearest input that must stay as it is, which the one being corrected no longer is."""

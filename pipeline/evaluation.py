@@ -190,7 +190,8 @@ def _judged(
     model: EditableModel, codebook: Codebook, case: EvaluationCase, edited: Served, unedited: Served
 ) -> CaseResult:
     answer, before = _said(edited), _said(unedited)
-    hit = edited.hit or edited.failed
+    failed = edited.missed if edited.missed is not None and not edited.missed.disagreement else None
+    hit = edited.hit or failed
     entry_target = None if hit is None else model.task.text(codebook.labels[hit.slot])
     expected = None if case.target is UNSET else case.target.strip()
     verdict: Verdict
@@ -203,7 +204,7 @@ def _judged(
         expected=expected,
         verdict=verdict,
         exact=answer == expected,
-        broken=edited.failed is not None or (answer not in (before, entry_target) and hit is not None),
+        broken=failed is not None or (answer not in (before, entry_target) and hit is not None),
         answer=answer,
         unedited=before,
         entry_id=None if hit is None else hit.entry_id,

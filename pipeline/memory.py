@@ -48,6 +48,8 @@ class EditMemory:
         """By the name of each rephrase's key, in force or not: the id of its correction."""
         self.decided: dict[str, Seen] = {}
         """What decisions saw when an undo made them again, by feedback id."""
+        self._wordings: dict[str, str] = {}
+        """By feedback id: the wording of its prompt, where it has one."""
         self._edits = Points()
         """The queries; the reach of each is the distance to the key that serves it."""
         self._bare = Points()
@@ -85,6 +87,10 @@ class EditMemory:
         query_D: np.ndarray = self.queries_ED[self._edits.row(feedback_id)].copy()
         return query_D
 
+    def wording(self, feedback_id: str) -> str:
+        """Of one edit's prompt (`pipeline.wording`); empty where nothing is to be compared."""
+        return self._wordings.get(feedback_id, "")
+
     def serving_entry(self, feedback_id: str) -> str:
         """The id of the entry that serves an edit; KeyError where no such edit is in force."""
         return self.entry_ids[self._edits.row(feedback_id)]
@@ -113,25 +119,27 @@ class EditMemory:
             return
         for change in delta.entries:
             if change.entry_id in self and not change.removed:
-                self._put(change.entry_id, self.query(change.entry_id), change.entry_id, codebook)
+                own = change.entry_id
+                self._put(own, self.query(own), own, codebook, self.wording(own))
         if cause is UNSET:
             return
         for feedback_id in cause.supersedes:
             self._drop(feedback_id)
         if cause.query is not UNSET:
             entry_id = BARE_MODEL if cause.entry_id is UNSET else cause.entry_id
-            self._put(cause.feedback_id, cause.query.array(), entry_id, codebook)
+            self._put(cause.feedback_id, cause.query.array(), entry_id, codebook, cause.wording)
         elif cause.entry_id is not UNSET:
-            key_D = codebook.keys_ND[codebook.slot(cause.entry_id)]
-            self._put(cause.feedback_id, key_D, cause.entry_id, codebook)
+            self._put(cause.feedback_id, *_at_key(cause.entry_id, codebook))
         self._fold_rephrases(cause, codebook)
 
     def _fold_rephrases(self, cause: Cause, codebook: Codebook) -> None:
         for name, one in cause.named_rephrases().items():
             if not one.left_out:
                 entry_id = BARE_MODEL if one.entry_id is UNSET else one.entry_id
-                key_D = codebook.keys_ND[codebook.slot(entry_id)] if one.query is UNSET else one.query.array()
-                self._put(name, key_D, entry_id, codebook)
+                if one.query is UNSET:
+                    self._put(name, *_at_key(entry_id, codebook))
+                else:
+                    self._put(name, one.query.array(), entry_id, codebook, one.wording)
 
     def _note(self, cause: Cause) -> None:
         """Keep where a feedback id came from."""
@@ -150,9 +158,12 @@ class EditMemory:
             if edit.removed:
                 self._drop(edit.feedback_id)
                 continue
-            query_D = self.query(edit.feedback_id) if edit.query is UNSET else edit.query.array()
+            name = edit.feedback_id
             entry_id = BARE_MODEL if edit.entry_id is UNSET else edit.entry_id
-            self._put(edit.feedback_id, query_D, entry_id, codebook)
+            if edit.query is UNSET:
+                self._put(name, self.query(name), entry_id, codebook, self.wording(name))
+            else:
+                self._put(name, edit.query.array(), entry_id, codebook, edit.wording)
 
     def recall(self, decided: Mapping[str, Seen]) -> None:
         """Keep what decisions saw when they were made again, beside what they saw in earlier undos."""
@@ -219,7 +230,7 @@ class EditMemory:
         served_by = ((row, self.entry_ids[row]) for row in rows[self.distances_E[rows] > noise].tolist())
         return {row for row, entry_id in served_by if entry_id not in (BARE_MODEL, self.feedback_ids[row])}
 
-    def _put(self, feedback_id: str, query_D: np.ndarray, entry_id: str, codebook: Codebook) -> None:
+    def _put(self, feedback_id: str, query_D: np.ndarray, entry_id: str, codebook: Codebook, wording: str) -> None:
         width = codebook.keys_ND.shape[1] or self.queries_ED.shape[1]
         if width and query_D.shape != (width,):
             raise ValueError(f"a query of shape {query_D.shape}, not {(width,)}")
@@ -234,10 +245,14 @@ class EditMemory:
             self._at.setdefault(entry_id, set()).add(feedback_id)
         row = self._edits.put(feedback_id, query_D, distance)
         self.entry_ids[row : row + 1] = [entry_id]
+        self._wordings.pop(feedback_id, None)
+        if wording:
+            self._wordings[feedback_id] = wording
 
     def _drop(self, feedback_id: str) -> None:
         """The last row takes the dropped one's place."""
         self._unserve(feedback_id)
+        self._wordings.pop(feedback_id, None)
         row = self._edits.drop(feedback_id)
         self.entry_ids[row] = self.entry_ids[-1]
         self.entry_ids.pop()
@@ -250,3 +265,9 @@ class EditMemory:
             self._at[entry_id].remove(feedback_id)
             if not self._at[entry_id]:
                 del self._at[entry_id]
+
+
+def _at_key(entry_id: str, codebook: Codebook) -> tuple[np.ndarray, str, Codebook, str]:
+    """What `EditMemory._put` takes of an edit that lies at the key of the entry that serves it."""
+    slot = codebook.slot(entry_id)
+    return codebook.keys_ND[slot], entry_id, codebook, codebook.wordings[slot]

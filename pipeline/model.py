@@ -40,12 +40,13 @@ class Served:
     Attributes:
         answer: What the model gives.
         hit: The entry that gave it; None: the unedited model did.
-        failed: The entry whose edit was dropped, since with it the answer was not the entry's target.
+        missed: The entry within whose radius the row lies, and that did not serve it: the wordings disagree, or with
+            its value the answer was not the entry's target.
     """
 
     answer: Answer
     hit: Hit | None
-    failed: Hit | None = None
+    missed: Hit | None = None
 
 
 class EditableModel:
@@ -210,9 +211,13 @@ class EditableModel:
             with torch.inference_mode(mode=False):  # what it puts into the index may be changed outside
                 settle()
 
-        with torch.inference_mode(), self.adaptor.serving(batch, codebook, index, settle_first) as session:
+        serving = self.adaptor.serving(batch, codebook, index, settle_first, asked=self.task.asked(batch))
+        with torch.inference_mode(), serving as session:
             answers = self.task.run(batch, parameters)
-        served = [Served(answer, hit) for answer, hit in zip(answers, session.hits, strict=True)]
+        served = [
+            Served(answer, None, match) if match is not None and match.disagreement else Served(answer, match)
+            for answer, match in zip(answers, session.matches, strict=True)
+        ]
         return self._unedited_if_failed(served, prompts, parameters, codebook) if checked else served
 
     def _unedited_if_failed(
@@ -235,7 +240,7 @@ class EditableModel:
                 self.task.batch([prompts[row] for row in failed]), [parameters[row] for row in failed]
             )
         for (row, hit), answer in zip(failed.items(), answers, strict=True):
-            served[row] = Served(answer, None, failed=hit)
+            served[row] = Served(answer, None, missed=hit)
         return served
 
     def supervised(self, inputs: Inputs, target: str) -> tuple[Label, Supervised]:

@@ -19,7 +19,8 @@ class Missed(Struct, frozen=True):
         request_id: Of the request.
         timestamp: Kafka's of the prediction, in seconds.
         entry_id: The entry that might have answered.
-        reason: Why it did not: `answer`, its value did not give its target.
+        reason: Why it did not: `answer`, its value did not give its target; `wording`, the words ask for something
+            else, as `detail` says.
         distance: From its key to the query (Euclidean, layer's units).
         radius: Of the entry.
         answer: The unedited answer that was published: text or label.
@@ -36,6 +37,7 @@ class Missed(Struct, frozen=True):
     answer: str
     replica: str
     inputs: Inputs | None = None
+    detail: str = ""
 
 
 def near_misses(settings: Settings, most: int, entry_id: str | None = None) -> list[Missed]:
@@ -86,6 +88,7 @@ def _missed(value: bytes | None, timestamp: int) -> Missed | None:
         radius=near_miss.radius,
         answer=outputs.text if outputs.text is not UNSET else str(outputs.label),
         replica=prediction.replica,
+        detail="" if near_miss.detail is UNSET else near_miss.detail,
     )
 
 

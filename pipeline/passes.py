@@ -79,7 +79,9 @@ class Passes:
         """Whether the edited model gives the label, what the wrapped module saw, and the rest for other values."""
         if self._shortcuts is None:
             self._shortcuts = self._sound_shortcuts()
-        with torch.no_grad(), self._adaptor.serving(supervised.batch, codebook, index, measured=True) as session:
+        batch = supervised.batch
+        serving = self._adaptor.serving(batch, codebook, index, asked=self._task.asked(batch), measured=True)
+        with torch.no_grad(), serving as session:
             logits, rest = self._passed(supervised, self._shortcuts)
         return verdict(logits[0], supervised.labels[0])[0], session, rest
 

@@ -21,6 +21,7 @@ class Plan:
     max_radius: float = math.inf
     expand: Literal["cover", "paper"] = "cover"
     guard: bool = True
+    wording: bool = True
     traffic: int = 512
     seed: int = 0
     init: Literal["layer", "label", "random"] = "layer"

@@ -152,7 +152,14 @@ def place(
             if neighbour is not None:
                 _shrink(engine.codebook.entry_ids[slot], neighbour, decision, changes)
             radius = float(np.float32(decision.radius))
-            changes[one.name] = EntryChange(entry_id=one.name, key=query, value=value, radius=radius, label=label)
+            changes[one.name] = EntryChange(
+                entry_id=one.name,
+                key=query,
+                value=value,
+                radius=radius,
+                label=label,
+                wording=engine.wording(one.examined) or UNSET,
+            )
             new_keys[one.name] = one.query_D
             placed.keys.append(with_fields(nearest, entry_id=one.name))
         else:
@@ -161,7 +168,8 @@ def place(
                 change = changes[served_by]
                 assert change.radius is not UNSET
                 changes[served_by] = with_fields(change, radius=max(reach, change.radius))
-            placed.keys.append(with_fields(nearest, entry_id=served_by, query=query))
+            wording = engine.wording(one.examined)
+            placed.keys.append(with_fields(nearest, entry_id=served_by, query=query, wording=wording))
         same_input = engine.memory.same_input(one.query_D, noise)
         placed.same_input += same_input
         placed.supersedes += [other for other in same_input if engine.label_of_edit(other) != label]
@@ -184,7 +192,8 @@ def keep(engine: "EditEngine", case: Case) -> Placed:
             placed.leave_out(one, EDGE, nearest)
         else:
             entry_id = UNSET if hit is None else hit.entry_id
-            placed.keys.append(with_fields(nearest, entry_id=entry_id, query=Tensor.of(one.query_D)))
+            query, wording = Tensor.of(one.query_D), engine.wording(one.examined)
+            placed.keys.append(with_fields(nearest, entry_id=entry_id, query=query, wording=wording))
             placed.supersedes += [
                 other
                 for other in engine.memory.same_input(one.query_D, own_case.policy.noise)

@@ -252,6 +252,7 @@ class Rewritten:
             feedback_id=name,
             entry_id=UNSET if entry_id == BARE_MODEL else entry_id,
             query=UNSET if name in self._was.memory else Tensor.of(memory.query(name)),
+            wording="" if name in self._was.memory else memory.wording(name),
         )
 
 

@@ -31,6 +31,7 @@ from schemas.messages import (
     AppliedEdit,
     InvalidMessage,
     NearMiss,
+    NearMissReason,
     Prediction,
     Request,
     decode,
@@ -198,10 +199,15 @@ class Server:
             metrics.EDITED.inc()
         edit = UNSET if hit is None else AppliedEdit(entry_id=hit.entry_id, distance=hit.distance, radius=hit.radius)
         near_miss: NearMiss | UnsetType = UNSET
-        if (failed := served.failed) is not None:
-            metrics.NEAR_MISSES.inc()
+        if (missed := served.missed) is not None:
+            reason: NearMissReason = "wording" if missed.disagreement else "answer"
+            metrics.NEAR_MISSES.labels(reason).inc()
             near_miss = NearMiss(
-                entry_id=failed.entry_id, distance=failed.distance, radius=failed.radius, reason="answer"
+                entry_id=missed.entry_id,
+                distance=missed.distance,
+                radius=missed.radius,
+                reason=reason,
+                detail=missed.disagreement or UNSET,
             )
         score = UNSET if served.answer.score is None else served.answer.score
         prediction = self._prediction(question.request.request_id, question.record)

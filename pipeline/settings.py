@@ -99,6 +99,11 @@ class Settings(BaseSettings):
         "cover", description="How the paper policy expands: just to cover the query, or by the initial radius."
     )
     guard: bool = Field(True, description="Give an earlier edit an entry of its own when a new one takes its query.")
+    wording: bool = Field(
+        True,
+        description="Serve a prompt within a radius only where its words can ask for the same as the correction's:"
+        " numbers, names, negation, words that exclude each other.",
+    )
     traffic: int = Field(512, ge=0, description="Unflagged recent queries that new radii keep clear of; 0: none.")
     seed: int = Field(0, ge=0, lt=2**32, description="Seed of everything random in the editor.")
 

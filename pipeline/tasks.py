@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from pipeline.adaptor import QueryToken, Replaced
+from pipeline.adaptor import Asked, QueryToken, Replaced
 from pipeline.batch import Batch, Prompt
 from pipeline.codebook import Label
 from pipeline.control_tokens import text_tokenizer
@@ -124,6 +124,11 @@ class Task(ABC):
         if max(token_ids) >= self.vocabulary:
             raise InputError(f"token {max(token_ids)} is unknown to the model, which knows {self.vocabulary}")
         return token_ids
+
+    def asked(self, batch: Batch) -> Asked:
+        """By row, what a prompt asks for; nothing for models whose prompts are not compared by words."""
+        del batch
+        return lambda _row: ""
 
     def batch(self, prompts: Sequence[Prompt]) -> Batch:
         """Pad tokenised prompts (`tokenize`) into one batch."""

@@ -31,6 +31,12 @@ Count = Annotated[int, Meta(ge=1, le=2**53 - 1)]
 Radius = Annotated[float, Meta(ge=0, le=float(np.finfo(np.float32).max))]
 """A radius, or a distance, is finite in float32; not a number is refused too, since it is not at least 0."""
 
+MAX_WORDING = 600
+"""Characters of a wording at most."""
+
+Wording = Annotated[str, Meta(max_length=MAX_WORDING)]
+"""What a prompt asks for, in one line (`pipeline.wording`); empty where nothing is to be compared."""
+
 TokenId = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 """An int64, as tensors of labels hold it."""
 
@@ -64,13 +70,18 @@ class Tensor(Struct, frozen=True, kw_only=True):
 
 
 class EntryChange(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One entry that a delta changed, with only what changed; a new entry has all of key, value, radius, label."""
+    """One entry that a delta changed, with only what changed; a new entry has all of key, value, radius, label.
+
+    `wording` is that of the prompt at the entry's key. A prompt within the radius whose wording disagrees with it is
+    not served by the entry. A new entry without one serves every prompt within its radius.
+    """
 
     entry_id: str
     key: Tensor | UnsetType = UNSET
     value: Tensor | UnsetType = UNSET
     radius: Radius | UnsetType = UNSET
     label: tuple[TokenId, ...] | UnsetType = UNSET
+    wording: Wording | UnsetType = UNSET
     removed: bool = False
 
 
@@ -114,13 +125,14 @@ class Standing(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class RephraseKey(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a decision made of one rephrase of its correction.
 
-    `entry_id` serves the rephrase from now on; without it the bare model does. `query` stands where that entry's key is
-    another one. `nearest` was the nearest entry before, at `distance`. A rephrase that is `left_out` is no part of the
-    edit; its `query` stands where that came of what lay around it.
+    `entry_id` serves the rephrase from now on; without it the bare model does. `query`, with the rephrase's `wording`,
+    stands where that entry's key is another one. `nearest` was the nearest entry before, at `distance`. A rephrase that
+    is `left_out` is no part of the edit; its `query` stands where that came of what lay around it.
     """
 
     entry_id: str | UnsetType = UNSET
     query: Tensor | UnsetType = UNSET
+    wording: Wording = ""
     nearest: str | UnsetType = UNSET
     distance: Radius | UnsetType = UNSET
     left_out: bool = False
@@ -134,14 +146,14 @@ def rephrase_name(feedback_id: str, number: int) -> str:
 class Cause(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The feedback record behind a delta, and what else the decision saw.
 
-    `entry_id` serves the feedback's query from now on; without it the bare model does, which was right already. `query`
-    stands where that entry's key is another one, so that a starting editor can remember the query of every edit.
-    `supersedes` names earlier edits of the same input that said something else; they are no longer kept. `traffic` is
-    how far into each partition of `requests` the reservoir had read. `undoes` names the feedback that an undo takes
-    back. `together` are the offsets of the feedback whose values were trained in one batch with this one's, in its
-    order, this one's own among them; without it the value was trained alone. `standing` says what the sender was
-    allowed; without it there was no list of authors, and everything was allowed. `rephrases` has an item for each
-    rephrase of the correction, in its order; entries and edits bear the names of `rephrase_name`.
+    `entry_id` serves the feedback's query from now on; without it the bare model does, which was right already.
+    `query`, with the prompt's `wording`, stands where that entry's key is another one, so that a starting editor can
+    remember every edit. `supersedes` names earlier edits of the same input that said something else; they are no longer
+    kept. `traffic` is how far into each partition of `requests` the reservoir had read. `undoes` names the feedback
+    that an undo takes back. `together` are the offsets of the feedback whose values were trained in one batch with this
+    one's, in its order, this one's own among them; without it the value was trained alone. `standing` says what the
+    sender was allowed; without it there was no list of authors, and everything was allowed. `rephrases` has an item for
+    each rephrase of the correction, in its order; entries and edits bear the names of `rephrase_name`.
     """
 
     feedback_id: str
@@ -149,6 +161,7 @@ class Cause(Struct, frozen=True, kw_only=True, omit_defaults=True):
     author: str | UnsetType = UNSET
     entry_id: str | UnsetType = UNSET
     query: Tensor | UnsetType = UNSET
+    wording: Wording = ""
     supersedes: tuple[str, ...] = ()
     seen: Seen | UnsetType = UNSET
     traffic: dict[str, int] | UnsetType = UNSET
@@ -165,12 +178,13 @@ class Cause(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class EditChange(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How an undo changed what serves another edit: an entry, or the bare model where `entry_id` is not there.
 
-    `query` stands where the edit was not in force before; `removed` says that it no longer is.
+    `query` and `wording` stand where the edit was not in force before; `removed` says that it no longer is.
     """
 
     feedback_id: str
     entry_id: str | UnsetType = UNSET
     query: Tensor | UnsetType = UNSET
+    wording: Wording = ""
     removed: bool = False
 
 

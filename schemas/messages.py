@@ -182,17 +182,22 @@ class AppliedEdit(Struct, frozen=True, kw_only=True):
     radius: float
 
 
+NearMissReason = Literal["answer", "wording"]
+
+
 class NearMiss(Struct, frozen=True, kw_only=True):
     """An entry that might have answered and did not: the unedited model answered instead.
 
     `distance` and `radius` are as in an applied edit. The reason `answer`: within the radius, but the entry's value did
-    not give the entry's target on this prompt.
+    not give the entry's target on this prompt. The reason `wording`: within the radius, but the words ask for something
+    else, as `detail` says.
     """
 
     entry_id: str
     distance: float
     radius: float
-    reason: Literal["answer"]
+    reason: NearMissReason
+    detail: str | UnsetType = UNSET
 
 
 class Prediction(Message, frozen=True, kw_only=True):

@@ -117,6 +117,7 @@ def plan_of(settings: Settings) -> Plan:
         radius_unit=settings.radius_unit,
         expand=settings.expand,
         guard=settings.guard,
+        wording=settings.wording,
         traffic=settings.traffic,
         seed=settings.seed,
         init=settings.init,

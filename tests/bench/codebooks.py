@@ -49,6 +49,7 @@ def filled(model: str, layer: str, keys_ND: np.ndarray, radii_N: np.ndarray, wid
     codebook = Codebook("default", model, layer)
     codebook.restore(
         seq=count, term=1, digest=GENESIS, entry_ids=[f"e{row}" for row in range(count)], labels=[(0,)] * count,
+        wordings=[""] * count,
         keys_ND=keys_ND, values_NV=np.zeros((count, width_V), np.float32), radii_N=radii_N,
     )  # fmt: skip
     return codebook

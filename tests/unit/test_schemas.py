@@ -243,6 +243,9 @@ class TestGoldenJson:
             near_miss=NearMiss(entry_id="fb-1", distance=0.25, radius=1.5, reason="answer"),
         )
         assert decode((V1 / "prediction-near-miss.json").read_bytes(), Prediction) == missed
+        reason = NearMiss(entry_id="fb-1", distance=0.25, radius=1.5, reason="wording", detail="numbers: 2021 and 2023")
+        other = msgspec.structs.replace(missed, near_miss=reason)
+        assert decode((V1 / "prediction-near-miss-wording.json").read_bytes(), Prediction) == other
 
     def test_feedback_is_this(self) -> None:
         assert decode((V1 / "feedback-pair.json").read_bytes(), Feedback) == Feedback(
@@ -296,7 +299,7 @@ class TestGoldenDeltas:
             assert delta.seq == seq
             assert delta.digest == record[-32:] == chain(digest, record)
             digest = delta.digest
-        assert digest.hex() == "f882a01402da729c8e3bba0fa60a68482baf6a2586510f78639fd7ba3870b06f"
+        assert digest.hex() == "acedc96a9a725bcf076e3f1a86dc88e93bc9bf3d82130e45d6de586bc44c715e"
 
     def test_a_changed_byte_breaks_the_chain(self) -> None:
         record = bytearray((V1 / "delta-02-add.msgpack").read_bytes())
@@ -387,6 +390,12 @@ class TestGoldenDeltas:
                 RephraseKey(query=tensor(0, 0, 2, 0), left_out=True),
             ),
         )
+
+    def test_the_one_with_wordings_is_this(self) -> None:
+        delta = decode_delta((V1 / "delta-17-wording.msgpack").read_bytes())
+        assert [entry.wording for entry in delta.entries] == ["What is the fee in 2021?"]
+        assert delta.cause != msgspec.UNSET
+        assert [one.wording for one in delta.cause.rephrases] == ["How much is the fee in 2021?"]
 
     def test_the_newer_writers_unknown_fields_are_ignored_but_digested(self) -> None:
         delta = decode_delta((V1 / "delta-10-unknown-fields.msgpack").read_bytes())

@@ -25,8 +25,9 @@ def near_misses(
 ) -> None:
     """List requests that an entry might have answered and the unedited model did, newest first.
 
-    The reason `answer`: the prompt is within the entry's radius, but the entry did not give its target there. Correct
-    such a prompt, or send it among the `rephrases` of a new correction, and it gets a key of its own.
+    The reason `answer`: the prompt is within the entry's radius, but the entry did not give its target there. Another
+    reason names the words by which the prompt asks for something else. Correct a prompt that asks for the same, or send
+    it among the `rephrases` of a new correction, and it gets a key of its own.
     Example: gracestream near-misses --limit 20
     """
     found = missed_requests(connected(kafka=kafka, prefix=prefix), most, entry)
@@ -42,6 +43,6 @@ def near_misses(
     for missed in found:
         inputs = "(no longer in the topic)" if missed.inputs is None else shortened(in_one_text(missed.inputs))
         near = (f"{missed.distance:.4g}", f"{missed.radius:.4g}")
-        names = (clock(missed.timestamp), missed.request_id, missed.entry_id, missed.reason)
+        names = (clock(missed.timestamp), missed.request_id, missed.entry_id, missed.detail or missed.reason)
         table.add_row(*map(cell, (*names, *near, inputs, shortened(missed.answer))))
     show(table)

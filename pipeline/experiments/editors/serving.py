@@ -50,7 +50,7 @@ class Served(ABC):
 
     def serving(self, batch: Batch) -> AbstractContextManager[object]:
         """The adaptor's session, with a lookup for each row."""
-        return self.model.adaptor.serving(batch, self.codebook, self.index)
+        return self.model.adaptor.serving(batch, self.codebook, self.index, asked=self.model.task.asked(batch))
 
     def serving_slots(self, texts: Sequence[str]) -> list[int]:
         """The slot of the entry that serves each text; -1: none."""

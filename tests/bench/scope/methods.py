@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from msgspec import UNSET
 
-from pipeline.adaptor import Hit, served_by
+from pipeline.adaptor import Hit, matches, serving
 from pipeline.batch import Prompt
 from pipeline.codebook import Codebook
 from pipeline.editing import EditEngine
@@ -85,7 +85,9 @@ class Edited:
     def matches(self, prompts: Sequence[Prompt]) -> list[Hit | None]:
         """The entry whose radius holds each prompt."""
         queries_BD = torch.from_numpy(self.queries(prompts))
-        return served_by(queries_BD, self.engine.codebook, self.engine.index)
+        asked = self.model.task.asked(self.model.task.batch(prompts))
+        found = matches(queries_BD, self.engine.codebook, self.engine.index, asked)
+        return [serving(match) for match in found]
 
     def answers(self, prompts: Sequence[Prompt]) -> list[str]:
         """The edited model's whole answer to each prompt."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipeline.adaptor import Adaptor
+from pipeline.adaptor import Adaptor, Asked
 from pipeline.batch import Batch, Prompt
 from pipeline.codebook import Label
 from pipeline.editing import EditEngine
@@ -27,8 +27,8 @@ CLASSES = 4
 class PointTask(Task):
     """Inputs are numbers, `0.5 -1 2`; a target is a class."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.model = module
+    def __init__(self, module: nn.Module, worded: bool) -> None:
+        self.model, self.worded = module, worded
 
     def _logits(self, points_B1D: Tensor) -> Tensor:
         """What the module gives, tilted a little by the input: no value is as good for one input as for another."""
@@ -41,6 +41,12 @@ class PointTask(Task):
 
     def batch(self, prompts: Sequence[Prompt]) -> Batch:
         return Batch({"points_B1D": torch.tensor([prompt.token_ids for prompt in prompts])[:, None] / 10}, None)
+
+    def asked(self, batch: Batch) -> Asked:
+        """Where points are `worded`: even or odd, by the sum of the tenths. These two disagree."""
+        if not self.worded:
+            return super().asked(batch)
+        return lambda row: f"place {round(10 * float(batch.kwargs['points_B1D'][row].sum())) % 2}"
 
     def observe(self, batch: Batch) -> None:
         self.model(batch.kwargs["points_B1D"])
@@ -82,7 +88,7 @@ class PointTask(Task):
 class PointModel(EditableModel):
     """`(1, 1, D)` points through one linear map to `(1, 1, C)` logits; the map is what is edited."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, *, worded: bool = False) -> None:
         self.module: Any = nn.Linear(width, CLASSES)
         # So small that the bias decides, and yet the output, which values are trained from, tells the inputs apart.
         self.module.weight.data = 1e-3 * torch.arange(1.0, CLASSES * width + 1).reshape(CLASSES, width).cos()
@@ -92,15 +98,15 @@ class PointModel(EditableModel):
         self.queried, self.query_dtype = "last", "float32"
         self._encoder = None
         self.device = torch.device("cpu")
-        self.task = PointTask(self.module)
+        self.task = PointTask(self.module, worded)
         self.adaptor = Adaptor(self.module, "last", "last")
         self.passes = Passes(self.module, self.layer, self.task, self.adaptor)
         self.passes._shortcuts, self.passes._pads = "none", True
 
 
-def engine(plan: Plan, width: int = 2) -> EditEngine:
+def engine(plan: Plan, width: int = 2, *, worded: bool = False) -> EditEngine:
     """An engine in its first term."""
-    made = EditEngine(PointModel(width), CODEBOOK, plan)
+    made = EditEngine(PointModel(width, worded=worded), CODEBOOK, plan)
     made.apply(made.lead({}))
     return made
 
@@ -112,7 +118,9 @@ def at(*coordinates: float) -> str:
 def answer(made: EditEngine, *point: float) -> int:
     """The class that the edited model gives a point."""
     supervised = made.model.task.supervised(at(*point), (0,))
-    with made.model.adaptor.serving(supervised.batch, made.codebook, made.index):
+    with made.model.adaptor.serving(
+        supervised.batch, made.codebook, made.index, asked=made.model.task.asked(supervised.batch)
+    ):
         return int(made.model.task.run(supervised.batch, [])[0].outputs.label)  # type: ignore[arg-type]
 
 

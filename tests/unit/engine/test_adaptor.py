@@ -223,7 +223,7 @@ def test_a_removed_adaptor_leaves_the_model_as_it_was() -> None:
     codebook, index = edited(model, INPUTS[:1])
     model.adaptor.remove()
     batch = model.task.batch([model.task.tokenize(INPUTS[0])])
-    with torch.no_grad(), model.adaptor.serving(batch, codebook, index) as session:
+    with torch.no_grad(), model.adaptor.serving(batch, codebook, index, asked=model.task.asked(batch)) as session:
         model.module(**batch.kwargs)
     assert session.hits == []
 

@@ -69,18 +69,18 @@ def test_a_served_prompt_gets_the_target_or_the_unedited_answer(kind: str) -> No
     right, wrong, other = ask(engine, RIGHT, WRONG, OTHER)
     assert right.hit is not None
     assert right.hit.entry_id == "right"
-    assert right.failed is None
+    assert right.missed is None
     assert said(right) != said(before[0])
     assert wrong.hit is None
-    assert wrong.failed is not None
-    assert wrong.failed.entry_id == "wrong"
+    assert wrong.missed is not None
+    assert wrong.missed.entry_id == "wrong"
     assert said(wrong) == said(before[1])
     assert other.hit is None
-    assert other.failed is None
+    assert other.missed is None
     assert said(other) == said(before[2])
     (alone,) = ask(engine, WRONG)
     assert said(alone) == said(wrong), "its answer depends on no neighbour"
-    assert alone.failed is not None
+    assert alone.missed is not None
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
@@ -88,7 +88,7 @@ def test_without_the_check_a_failing_entry_answers(kind: str) -> None:
     engine, before = edited(kind)
     _, wrong = ask(engine, RIGHT, WRONG, checked=False)
     assert wrong.hit is not None
-    assert wrong.failed is None
+    assert wrong.missed is None
     assert said(wrong) != said(before[1])
 
 

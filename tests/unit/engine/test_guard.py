@@ -84,9 +84,9 @@ class Stream:
                 yield name
 
 
-def start(**plan: Any) -> Stream:
+def start(*, worded: bool = False, **plan: Any) -> Stream:
     usual: dict[str, Any] = {"radius_unit": "absolute", "traffic": 8}
-    return Stream(engine(Plan(**(usual | plan))))
+    return Stream(engine(Plan(**(usual | plan)), worded=worded))
 
 
 @MANY
@@ -104,6 +104,29 @@ def test_nearest_keeps_every_edit_in_force_after_every_step(stream: list[Any], r
         assert answer(ours.engine, *place) == label
         assert not list(ours.lost())
         assert set(ours.engine.memory.feedback_ids) == set(ours.believed)
+
+
+@MANY
+@given(steps, initial_radii, st.sampled_from(["nearest", "paper"]))
+def test_edits_whose_wordings_disagree_answer_each_with_its_own_target(
+    stream: list[Any], radius: float, policy: Literal["nearest", "paper"]
+) -> None:
+    ours = start(radius=radius, policy=policy, worded=True)
+    for offset, (place, label, traffic) in enumerate(stream):
+        if traffic is not None:
+            ours.flow(traffic, offset)
+        if ours.correct(place, label) == "rejected":
+            continue
+        for query_D, believed in ours.believed.values():
+            assert answer(ours.engine, *query_D.tolist()) == believed
+    codebook = ours.engine.codebook
+    for name in codebook.entry_ids:
+        (asked,) = (
+            {ours.engine.memory.wording(name)}
+            if name in ours.engine.memory
+            else {codebook.wordings[codebook.slot(name)]}
+        )
+        assert codebook.wordings[codebook.slot(name)] == asked
 
 
 @MANY

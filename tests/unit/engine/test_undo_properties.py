@@ -99,9 +99,11 @@ KINDS = {(policy, op) for policy in ("nearest", "paper") for op in ("add", "expa
 KINDS -= {("paper", "replace")}  # it splits, as the paper has it
 
 
-def played(first: Plan, stream: Sequence[Any]) -> tuple[Story, set[str], dict[str, tuple[str, str]], set[str]]:
+def played(
+    first: Plan, stream: Sequence[Any], *, worded: bool
+) -> tuple[Story, set[str], dict[str, tuple[str, str]], set[str]]:
     """The story of a stream, the undos that had an effect, under which policy which feedback did what, and refusals."""
-    told = Story(EditEngine(PointModel(2), CODEBOOK, first))
+    told = Story(EditEngine(PointModel(2, worded=worded), CODEBOOK, first))
     told.lead(first)
     undone: set[str] = set()
     did: dict[str, tuple[str, str]] = {}
@@ -132,10 +134,12 @@ def test_after_an_undo_the_codebook_equals_a_replay_without_that_feedback() -> N
     decided_again = 0
 
     @MANY
-    @given(plans, histories)
-    def check(first: Plan, stream: list[Any]) -> None:
+    @given(plans, histories, st.booleans())
+    def check(first: Plan, stream: list[Any], worded: bool) -> None:
         nonlocal decided_again
-        told, undone, did, refused = played(first, stream)  # which were too near an input that is to stay right
+        told, undone, did, refused = played(
+            first, stream, worded=worded
+        )  # which were too near an input that is to stay right
         gone, effective = taken_back([one for one in told.feedback if one.feedback_id not in refused])
         assert undone == effective
         gone |= refused
