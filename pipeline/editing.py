@@ -90,10 +90,11 @@ class EditEngine:
         place = {"term": self.codebook.term, "seq": self.codebook.seq + 1, "digest": b""}
         return seal(Delta(op=op, **(usual | place | fields)), self.codebook.digest)[0]  # type: ignore[arg-type]
 
-    def observe(self, rank: float, query_D: np.ndarray) -> None:
+    def observe(self, rank: float, query_D: np.ndarray, wording: str = "") -> None:
         """Hold a query of unflagged traffic (`Traffic.wants` gave its rank), unless an entry answers it already."""
-        if int(self.index.covering(torch.from_numpy(query_D)[None]).slots_B[0]) == NO_SLOT:
-            self.traffic.hold(rank, query_D, self.noise(query_D))
+        (match,) = matches(torch.from_numpy(query_D)[None], self.codebook, self.index, lambda _row: wording)
+        if serving(match) is None:
+            self.traffic.hold(rank, query_D, self.noise(query_D), wording)
 
     def initial_radius(self) -> float:
         """Epsilon_init, absolute: in units of the traffic's median distance, or of probe sentences' without traffic."""
@@ -297,7 +298,7 @@ class EditEngine:
         if hit is not None:
             outcome = msgspec.structs.replace(outcome, entry_id=hit.entry_id)
             reach = _float32(case.policy.cover(hit.distance))
-            clearance = self.clearance(hit.entry_id, self.codebook.keys_ND[hit.slot], case)
+            clearance = self.clearance_of_entry(hit.slot, case)
             if hit.radius < reach <= case.policy.allowed(clearance):
                 changes = [EntryChange(entry_id=hit.entry_id, radius=reach)]
         said_otherwise = [
@@ -318,7 +319,7 @@ class EditEngine:
         """
         if case.distance <= case.policy.noise:
             return self._publish(case, Decision("expand"), None, rephrases, loss=loss)
-        radius = case.policy.own_radius(self.clearance(case.feedback.feedback_id, case.query_D, case))
+        radius = case.policy.own_radius(self.own_clearance(case))
         if (reason := self.too_near(radius, case)) is not None:
             return rejected(case.feedback, reason)
         return self._publish(case, Decision("expand", radius=radius), value_V, rephrases, loss=loss)
@@ -327,14 +328,13 @@ class EditEngine:
         """What to do; where an entry is to serve this too, with the verdict on its value, which is right."""
         neighbour = None
         if case.slot != NO_SLOT:
-            key_D = self.codebook.keys_ND[case.slot]
             neighbour = Neighbour(
                 distance=case.distance,
                 radius=float(self.codebook.radii_N[case.slot]),
                 same_label=self.codebook.labels[case.slot] == case.examined.label,
-                clearance=self.clearance(self.codebook.entry_ids[case.slot], key_D, case),
+                clearance=self.clearance_of_entry(case.slot, case),
             )
-        clearance = self.clearance(case.feedback.feedback_id, case.query_D, case)
+        clearance = self.own_clearance(case)
         decision = decide(case.policy, neighbour, clearance)
         if decision.kind == "expand":
             assert neighbour is not None
@@ -373,7 +373,8 @@ class EditEngine:
     def too_near(self, radius: float, case: Case) -> str | None:
         """Why a key with this radius would take an input that is to stay right; None where it does not."""
         if self.plan.guard:
-            kept = self.memory.clearance(case.query_D, case.policy.noise, case.query_D)
+            wording = self.wording(case.examined)
+            kept = self.memory.clearance(case.query_D, case.policy.noise, case.query_D, wording)
             if radius > TRAFFIC_SHARE * kept:  # which only the floor under radii brings about
                 return (
                     f"an input that is to stay right lies {kept:.3g} away, and in {self.model.query_dtype} inputs that"
@@ -521,7 +522,7 @@ class EditEngine:
         )
         guarded = []
         for feedback_id in displaced:
-            query_D = self.memory.query(feedback_id)
+            query_D, wording = self.memory.query(feedback_id), self.memory.wording(feedback_id)
             server = self.codebook.entry(self.codebook.slot(self.memory.serving_entry(feedback_id)))
             policy = replace(case.policy, noise=self.noise(query_D))
             guarded.append(
@@ -529,9 +530,9 @@ class EditEngine:
                     entry_id=feedback_id,
                     key=Tensor.of(query_D),
                     value=Tensor.of(server.value_V),
-                    radius=_float32(policy.own_radius(self.clearance(feedback_id, query_D, case))),
+                    radius=_float32(policy.own_radius(self.clearance(feedback_id, query_D, wording, case))),
                     label=server.label,
-                    wording=self.memory.wording(feedback_id) or UNSET,
+                    wording=wording or UNSET,
                 )
             )
         return guarded
@@ -540,11 +541,23 @@ class EditEngine:
         """What the log keeps of a prompt's wording: an entry without one serves all prompts within its radius."""
         return examined.wording if self.plan.wording else ""
 
-    def clearance(self, name: str, key_D: np.ndarray, case: Case) -> float:
-        """From a key to the nearest input that must stay as it is, which the one being corrected no longer is."""
+    def clearance(self, name: str, key_D: np.ndarray, wording: str, case: Case) -> float:
+        """From a key to the nearest input that must stay as it is, which the one being corrected no longer is.
+
+        What an entry with this wording would not serve does not count.
+        """
         noise = self.noise(key_D)
-        traffic = case.sight.clearance(name, key_D, noise, case.query_D)
-        return min(traffic, self.memory.clearance(key_D, noise, case.query_D)) if self.plan.guard else traffic
+        traffic = case.sight.clearance(name, key_D, noise, case.query_D, wording)
+        return min(traffic, self.memory.clearance(key_D, noise, case.query_D, wording)) if self.plan.guard else traffic
+
+    def own_clearance(self, case: Case) -> float:
+        """The same, of the correction's own key."""
+        return self.clearance(case.feedback.feedback_id, case.query_D, self.wording(case.examined), case)
+
+    def clearance_of_entry(self, slot: int, case: Case) -> float:
+        """The same, of an entry's key."""
+        codebook = self.codebook
+        return self.clearance(codebook.entry_ids[slot], codebook.keys_ND[slot], codebook.wordings[slot], case)
 
     def label_of_edit(self, feedback_id: str) -> Label | None:
         """The label of the entry that serves an edit; None where the bare model does."""

@@ -18,7 +18,7 @@ from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import BaseModelOutput
 
-from pipeline.adaptor import Asked, Replaced, last_token
+from pipeline.adaptor import Replaced, last_token
 from pipeline.batch import Batch, LastTurn, Prompt
 from pipeline.chat import ChatError, ChatTemplate
 from pipeline.codebook import Label
@@ -85,18 +85,12 @@ class Generation(Task):
         generated_BT = self.model.generate(**batch.kwargs, generation_config=config)
         return [self._answer(row) for row in generated_BT[:, self._skipped(batch) :].tolist()]
 
-    def asked(self, batch: Batch) -> Asked:
-        """By row, what its text asks for; of a chat its last message."""
-
-        def wording(row: int) -> str:
-            turn = batch.turns[row] if batch.turns else None
-            return wording_of(self._text(batch.prompts()[row]) if turn is None else turn.text)
-
-        return wording
-
-    def _text(self, token_ids: Sequence[int]) -> str:
-        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return text
+    def wording(self, prompt: Prompt) -> str:
+        """Of the prompt's text; of a chat's last message."""
+        if prompt.turn is not None:
+            return wording_of(prompt.turn.text)
+        ids = list(prompt.token_ids)
+        return wording_of(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def label(self, inputs: Inputs, target: str) -> Label:
         """The target's token ids, as they follow the prompt, and the end token."""

@@ -15,6 +15,7 @@ from pipeline.codebook import Codebook, DeltaFault
 from pipeline.distance import exact_distance
 from pipeline.points import Points
 from pipeline.sight import together
+from pipeline.wording import agrees
 from schemas.deltas import Cause, Delta, Seen
 
 BARE_MODEL = ""
@@ -179,9 +180,12 @@ class EditMemory:
         """Edits of this very input: their queries lie within `noise`."""
         return [self.feedback_ids[row] for row in self._edits.within(query_D, noise)]
 
-    def clearance(self, key_D: np.ndarray, noise: float, but_not: np.ndarray | None = None) -> float:
-        """The distance to the nearest input that the bare model serves, other than the key's own and `but_not`."""
-        return self._bare.clearance(key_D, noise, but_not)
+    def clearance(self, key_D: np.ndarray, noise: float, but_not: np.ndarray | None = None, wording: str = "") -> float:
+        """The distance to the nearest input that the bare model serves, other than the key's own and `but_not`.
+
+        Only those count whose wording agrees.
+        """
+        return self._bare.clearance(key_D, noise, but_not, lambda name: agrees(wording, self.wording(name)))
 
     def displaced(
         self,

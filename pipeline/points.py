@@ -4,12 +4,16 @@ A sieve rules nearly all of them out; of those that it leaves the exact distance
 """
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from pipeline.distance import exact_distances
 from pipeline.sieve import Sieve
+
+Counts = Callable[[str], bool]
+"""Whether the point of a name counts."""
 
 SOME = 8
 """Points that are looked at first where the nearest is wanted."""
@@ -90,15 +94,20 @@ class Points:
         rows = self.within(query_D, reach)
         return int(rows[self._exact(query_D, rows).argmin()]) if len(rows) else None
 
-    def clearance(self, query_D: np.ndarray, noise: float, but_not: np.ndarray | None = None) -> float:
-        """The exact distance to the nearest point that is farther than `noise` from the query and from `but_not`."""
+    def clearance(
+        self, query_D: np.ndarray, noise: float, but_not: np.ndarray | None = None, counts: Counts = lambda _name: True
+    ) -> float:
+        """The exact distance to the nearest point that is farther than `noise` from the query and from `but_not`.
+
+        Points whose name does not count are passed over.
+        """
         count = SOME
-        known = self._clearance(query_D, noise, but_not, self._sieve.close(query_D, count))
+        known = self._clearance(query_D, noise, but_not, counts, self._sieve.close(query_D, count))
         while count < len(self):  # else all were looked at
             if math.isfinite(known):
-                return self._clearance(query_D, noise, but_not, self._within(query_D, known))
+                return self._clearance(query_D, noise, but_not, counts, self._within(query_D, known))
             count *= SOME
-            known = self._clearance(query_D, noise, but_not, self._sieve.close(query_D, count))
+            known = self._clearance(query_D, noise, but_not, counts, self._sieve.close(query_D, count))
         return known
 
     def _within(self, query_D: np.ndarray, reach: float) -> np.ndarray:
@@ -108,13 +117,18 @@ class Points:
     def _held(self) -> tuple[np.ndarray, np.ndarray]:
         return self.points_ND, self.reach_N
 
-    def _clearance(self, query_D: np.ndarray, noise: float, but_not: np.ndarray | None, rows: np.ndarray) -> float:
+    def _clearance(
+        self, query_D: np.ndarray, noise: float, but_not: np.ndarray | None, counts: Counts, rows: np.ndarray
+    ) -> float:
         """The same, of these points alone."""
         distances = self._exact(query_D, rows)
         others = distances > noise
         if but_not is not None:
             others &= self._exact(but_not, rows) > noise
-        return float(distances[others].min(initial=np.inf))
+        for place in np.flatnonzero(others)[np.argsort(distances[others], kind="stable")].tolist():
+            if counts(self.names[rows[place]]):
+                return float(distances[place])
+        return math.inf
 
     def _exact(self, query_D: np.ndarray, rows: np.ndarray) -> np.ndarray:
         if not len(rows):

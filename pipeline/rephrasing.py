@@ -144,7 +144,11 @@ def place(
                 changes[served_by] = change
         if served_by is None:
             neighbour = None if slot == NO_SLOT else _other(engine, slot, distance, label, changes)
-            decision = decide(own_case.policy, neighbour, engine.clearance(one.name, one.query_D, own_case))
+            decision = decide(
+                own_case.policy,
+                neighbour,
+                engine.clearance(one.name, one.query_D, engine.wording(one.examined), own_case),
+            )
             assert decision.radius is not None
             if (reason := engine.too_near(decision.radius, own_case)) is not None:
                 placed.leave_out(one, reason, nearest)

@@ -176,7 +176,7 @@ class RequestTail:
             except (InvalidMessage, InputError):
                 continue
             if (query_D := self._known.get(prompt)) is not None:
-                self._engine.observe(rank, query_D)
+                self._engine.observe(rank, query_D, self._engine.model.task.wording(prompt))
             else:
                 prompts[prompt] = max(rank, prompts.get(prompt, rank))
         self._observe(list(prompts.items()))
@@ -193,7 +193,7 @@ class RequestTail:
             failure = repr(error)
         if queries_BD is not None:
             for (prompt, rank), query_D in zip(prompts, queries_BD, strict=True):
-                self._engine.observe(rank, query_D)
+                self._engine.observe(rank, query_D, self._engine.model.task.wording(prompt))
                 self._known[prompt] = query_D
             while len(self._known) > self._settings.traffic:
                 self._known.popitem(last=False)

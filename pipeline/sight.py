@@ -28,12 +28,15 @@ class Sight:
         """The entry whose value the new one starts from."""
         self._clearance: dict[str, float | None] = {}
 
-    def clearance(self, name: str, key_D: np.ndarray, noise: float, but_not: np.ndarray) -> float:
-        """From a key, known as `name`, to the nearest unflagged query but for `but_not`; infinite: there is none."""
+    def clearance(self, name: str, key_D: np.ndarray, noise: float, but_not: np.ndarray, wording: str) -> float:
+        """From a key, known as `name`, to the nearest unflagged query but for `but_not`; infinite: there is none.
+
+        Only those count whose wording agrees.
+        """
         if self._before is not None and name in self._before.clearance:
             self._clearance[name] = self._before.clearance[name]
         else:
-            found = self._traffic.clearance(key_D, noise, but_not)
+            found = self._traffic.clearance(key_D, noise, but_not, wording)
             self._clearance[name] = found if math.isfinite(found) else None
         known = self._clearance[name]
         return math.inf if known is None else known

@@ -125,10 +125,18 @@ class Task(ABC):
             raise InputError(f"token {max(token_ids)} is unknown to the model, which knows {self.vocabulary}")
         return token_ids
 
+    def wording(self, prompt: Prompt) -> str:
+        """What a prompt asks for (`pipeline.wording`); empty for models whose prompts are not compared by words."""
+        del prompt
+        return ""
+
     def asked(self, batch: Batch) -> Asked:
-        """By row, what a prompt asks for; nothing for models whose prompts are not compared by words."""
-        del batch
-        return lambda _row: ""
+        """The wording of each row."""
+
+        def wording(row: int) -> str:
+            return self.wording(Prompt(tuple(batch.prompts()[row]), turn=batch.turns[row] if batch.turns else None))
+
+        return wording
 
     def batch(self, prompts: Sequence[Prompt]) -> Batch:
         """Pad tokenised prompts (`tokenize`) into one batch."""

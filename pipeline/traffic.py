@@ -13,6 +13,7 @@ import torch
 
 from pipeline.distance import exact_distances
 from pipeline.points import Points
+from pipeline.wording import agrees
 
 FORGET_SECONDS = 3600.0
 """A request's odds of being held fall by e in this time."""
@@ -43,6 +44,7 @@ class Traffic:
         self.positions: dict[int, int] = {}
         self._capacity, self._seed = capacity, seed
         self._scores: list[float] = []
+        self._wordings: dict[str, str] = {}
         self._queries = Points()
         self._named = 0
         self._unit: float | None = None
@@ -58,7 +60,7 @@ class Traffic:
             return None
         return rank
 
-    def hold(self, rank: float, query_D: np.ndarray, noise: float) -> None:
+    def hold(self, rank: float, query_D: np.ndarray, noise: float, wording: str = "") -> None:
         """Hold a query that `wants` asked for. The same input again (within `noise`) only renews the one held."""
         if not np.isfinite(query_D).all():
             return
@@ -67,20 +69,28 @@ class Traffic:
             self._scores[row] = max(rank, self._scores[row])
         elif len(self) < self._capacity:
             self._named += 1
-            self._queries.put(str(self._named), query_D)
+            self._put(str(self._named), query_D, wording)
             self._scores.append(rank)
         elif rank > min(self._scores):
             row = self._scores.index(min(self._scores))
-            self._queries.put(self._queries.names[row], query_D)
+            self._put(self._queries.names[row], query_D, wording)
             self._scores[row] = rank
 
-    def clearance(self, key_D: np.ndarray, noise: float, but_not: np.ndarray | None = None) -> float:
-        """The distance to the nearest query held, other than the key's own and `but_not` (within `noise`)."""
-        return self._queries.clearance(key_D, noise, but_not)
+    def _put(self, name: str, query_D: np.ndarray, wording: str) -> None:
+        self._queries.put(name, query_D)
+        self._wordings[name] = wording
+
+    def clearance(self, key_D: np.ndarray, noise: float, but_not: np.ndarray | None = None, wording: str = "") -> float:
+        """The distance to the nearest query held, other than the key's own and `but_not` (within `noise`).
+
+        Only those count whose wording agrees.
+        """
+        return self._queries.clearance(key_D, noise, but_not, lambda name: agrees(wording, self._wordings[name]))
 
     def forget(self, query_D: np.ndarray, noise: float) -> None:
         """Drop an input that turned out to be wrong: it was flagged."""
         for row in sorted(self._queries.within(query_D, noise).tolist(), reverse=True):
+            self._wordings.pop(self._queries.names[row])
             self._queries.drop(self._queries.names[row])
             self._scores[row] = self._scores[-1]
             self._scores.pop()

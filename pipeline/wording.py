@@ -127,6 +127,11 @@ def disagreement(edited: str, asked: str) -> str:
     return _excluded(edit, other) or _other_names(edit, other) or _other_order(edit, other)
 
 
+def agrees(edited: str, asked: str) -> bool:
+    """Whether a request may ask for what an edit is about."""
+    return not disagreement(edited, asked)
+
+
 def _excluded(edit: Wording, other: Wording) -> str:
     for group in sorted(edit.poles.keys() & other.poles.keys()):
         if edit.poles[group] - other.poles[group] and other.poles[group] - edit.poles[group]:

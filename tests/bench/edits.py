@@ -141,10 +141,11 @@ def started(asked: Asked, plan: Plan, traffic: Sequence[str]) -> EditEngine:
     engine.apply(engine.lead({}))
     if plan.traffic == 0:
         return engine
-    for offset, query_D in enumerate(asked.queries(traffic)):
+    task = asked.model.task
+    for offset, (text, query_D) in enumerate(zip(traffic, asked.queries(traffic), strict=True)):
         rank = engine.traffic.wants(0, offset, 0.0)
         if rank is not None:
-            engine.observe(rank, query_D)
+            engine.observe(rank, query_D, task.wording(task.tokenize(text)))
     return engine
 
 

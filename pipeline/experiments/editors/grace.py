@@ -22,10 +22,10 @@ class Grace(Served):
         self.engine.apply(self.engine.lead({}))
         super().__init__(model, self.engine.codebook, self.engine.index)
         if plan.traffic and traffic:
-            for offset, query_D in enumerate(self._queries.of(traffic)):
+            for offset, (text, query_D) in enumerate(zip(traffic, self._queries.of(traffic), strict=True)):
                 rank = self.engine.traffic.wants(0, offset, 0.0)
                 if rank is not None:
-                    self.engine.observe(rank, query_D)
+                    self.engine.observe(rank, query_D, model.task.wording(model.task.tokenize(text)))
 
     def edit(self, number: int, example: Example) -> Made:
         """As the editor worker edits, without the log."""

@@ -42,11 +42,12 @@ class PointTask(Task):
     def batch(self, prompts: Sequence[Prompt]) -> Batch:
         return Batch({"points_B1D": torch.tensor([prompt.token_ids for prompt in prompts])[:, None] / 10}, None)
 
-    def asked(self, batch: Batch) -> Asked:
+    def wording(self, prompt: Prompt) -> str:
         """Where points are `worded`: even or odd, by the sum of the tenths. These two disagree."""
-        if not self.worded:
-            return super().asked(batch)
-        return lambda row: f"place {round(10 * float(batch.kwargs['points_B1D'][row].sum())) % 2}"
+        return f"place {sum(prompt.token_ids) % 2}" if self.worded else ""
+
+    def asked(self, batch: Batch) -> Asked:
+        return lambda row: self.wording(self.tokenize(at(*batch.kwargs["points_B1D"][row, 0].tolist())))
 
     def observe(self, batch: Batch) -> None:
         self.model(batch.kwargs["points_B1D"])

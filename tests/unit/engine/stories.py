@@ -133,4 +133,5 @@ def see(told: Story, place: tuple[float, ...], offset: int) -> None:
     """Traffic that nobody flagged."""
     rank = told.engine.traffic.wants(0, offset, 0.0)
     assert rank is not None
-    told.engine.observe(rank, point(*place))
+    task = told.engine.model.task
+    told.engine.observe(rank, point(*place), task.wording(task.tokenize(at(*place))))

@@ -60,7 +60,8 @@ class Stream:
     def flow(self, place: Sequence[float], offset: int) -> None:
         rank = self.engine.traffic.wants(0, offset, 0.0)
         if rank is not None:
-            self.engine.observe(rank, point(*place))
+            task = self.engine.model.task
+            self.engine.observe(rank, point(*place), task.wording(task.tokenize(at(*place))))
 
     def kept(self) -> list[np.ndarray]:
         """The inputs that the bare model is to go on answering."""

@@ -10,8 +10,10 @@ from pipeline.editing import EditEngine
 from pipeline.evaluation import EvaluationCase, evaluate
 from pipeline.model import Served
 from pipeline.plan import Plan
+from pipeline.traffic import Traffic
 from pipeline.wording import disagreement, wording_of
 from schemas.messages import Parameters
+from tests.unit.engine import points
 from tests.unit.engine.tiny import KINDS, correct, editable, index_of, texts
 
 GENERATORS = [kind for kind in KINDS if kind != "bert"]
@@ -83,6 +85,34 @@ def test_the_same_target_for_other_words_gets_a_key_of_its_own(kind: str) -> Non
     outcome, _ = correct(engine, "b", OTHER, TARGET)
     assert outcome.entry_id == "b", outcome
     assert [served.hit.entry_id for served in ask(engine, EDITED, OTHER) if served.hit is not None] == ["a", "b"]
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_traffic_with_other_words_bounds_no_radius(kind: str) -> None:
+    engine, worded, free = (started(kind, **plan) for plan in ({"wording": False}, {}, {}))
+    prompt = engine.model.task.tokenize(OTHER)
+    (query_D,) = engine.model.queries([prompt]).cpu().numpy()
+    for made in (engine, worded):
+        made.traffic = Traffic(8, 0)
+        made.observe(1.0, query_D, made.model.task.wording(prompt))
+    for made in (engine, worded, free):
+        correct(made, "a", EDITED, TARGET)
+    radius, with_words, without_traffic = (
+        float(made.codebook.radii_N[made.codebook.slot("a")]) for made in (engine, worded, free)
+    )
+    assert radius < with_words == without_traffic
+
+
+def test_a_kept_input_with_other_words_bounds_no_radius() -> None:
+    radii = []
+    for worded in (False, True):
+        made = points.engine(Plan(radius=3.0, radius_unit="absolute", traffic=0), worded=worded)
+        outcome, _ = correct(made, "kept", points.at(0, 0), "0")
+        assert outcome.status == "unchanged"
+        correct(made, "a", points.at(0.1, 0), "1")
+        radii.append(float(made.codebook.radii_N[0]))
+        assert (points.answer(made, 0, 0), points.answer(made, 0.1, 0)) == (0, 1)
+    assert radii == [pytest.approx(0.08), 3.0]
 
 
 def test_a_saved_codebook_compares_the_same_words(tmp_path: Path) -> None:
