@@ -21,6 +21,7 @@ class Missed(Struct, frozen=True):
         entry_id: The entry that might have answered.
         reason: Why it did not: `answer`, its value did not give its target; `wording`, the words ask for something
             else, as `detail` says.
+        target: What the entry answers where it applies; empty where the replica that answered did not say.
         distance: From its key to the query (Euclidean, layer's units).
         radius: Of the entry.
         answer: The unedited answer that was published: text or label.
@@ -38,6 +39,7 @@ class Missed(Struct, frozen=True):
     replica: str
     inputs: Inputs | None = None
     detail: str = ""
+    target: str = ""
 
 
 def near_misses(settings: Settings, most: int, entry_id: str | None = None) -> list[Missed]:
@@ -89,6 +91,7 @@ def _missed(value: bytes | None, timestamp: int) -> Missed | None:
         answer=outputs.text if outputs.text is not UNSET else str(outputs.label),
         replica=prediction.replica,
         detail="" if near_miss.detail is UNSET else near_miss.detail,
+        target="" if near_miss.target is UNSET else near_miss.target,
     )
 
 

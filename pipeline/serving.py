@@ -208,6 +208,7 @@ class Server:
                 radius=missed.radius,
                 reason=reason,
                 detail=missed.disagreement or UNSET,
+                target=self._model.task.text(self._mirror.codebook.labels[missed.slot]),
             )
         score = UNSET if served.answer.score is None else served.answer.score
         prediction = self._prediction(question.request.request_id, question.record)

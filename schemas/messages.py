@@ -190,7 +190,7 @@ class NearMiss(Struct, frozen=True, kw_only=True):
 
     `distance` and `radius` are as in an applied edit. The reason `answer`: within the radius, but the entry's value did
     not give the entry's target on this prompt. The reason `wording`: within the radius, but the words ask for something
-    else, as `detail` says.
+    else, as `detail` says. `target` is what the entry answers where it applies.
     """
 
     entry_id: str
@@ -198,6 +198,7 @@ class NearMiss(Struct, frozen=True, kw_only=True):
     radius: float
     reason: NearMissReason
     detail: str | UnsetType = UNSET
+    target: str | UnsetType = UNSET
 
 
 class Prediction(Message, frozen=True, kw_only=True):

@@ -312,7 +312,11 @@ def test_an_answer_that_is_not_the_entrys_target_is_never_published(kafka: str, 
         else:
             assert answer.edit is UNSET
             assert answer.near_miss == NearMiss(
-                entry_id=f"e{label}", distance=bare.edit.distance, radius=bare.edit.radius, reason="answer"
+                entry_id=f"e{label}",
+                distance=bare.edit.distance,
+                radius=bare.edit.radius,
+                reason="answer",
+                target=target,
             )
             assert answer.outputs == unedited.outputs
         mirror.index.refresh(changed(codebook, EntryChange(entry_id=f"e{label}", removed=True), op="undo"))

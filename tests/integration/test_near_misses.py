@@ -11,6 +11,7 @@ from msgspec import UNSET
 from pipeline.clients import producer
 from pipeline.editing import EditEngine
 from pipeline.settings import Settings
+from pipeline.wording import disagreement, wording_of
 from schemas.messages import NearMiss, Prediction, decode, encode
 from tests.integration.forked import Command, Forked, status_of
 from tests.integration.running import question, records, wait_until
@@ -74,3 +75,47 @@ def test_near_misses_are_answered_unedited_counted_and_listed(
     assert OTHER not in table
     none = run("near-misses", "nobody", settings=failing)
     assert (status_of(none), none.told(), none.said()) == (0, "", "there is no near miss of this entry\n")
+
+
+def test_one_command_gives_a_near_miss_a_key_of_its_own(
+    run: Callable[..., Command], deploy: Callable[..., Settings], prefix: str, folder: Path
+) -> None:
+    """Two prompts within the radius have other words; a person says that one of them asks for the same."""
+    settings = deploy("llama", prefix, radius=1e6, radius_unit="absolute", traffic=0)
+    wording = wording_of(PROMPT)
+    candidates = texts(50, seed=22, shortest=6, longest=9)
+    first, second, *_ = [text for text in candidates if disagreement(wording, wording_of(text))]
+    prompts = {"edited": PROMPT, "same": first, "other": second}
+    correction = json.dumps({"feedback_id": "a", "inputs": PROMPT, "target": "train"})
+    with Forked("editor", "edit", settings, folder) as editor, Forked("replica", "infer", settings, folder) as replica:
+        editor.wait_ready(90)
+        replica.wait_ready(90)
+        assert json.loads(run("correct", "--json", settings=settings, given=correction).told())["status"] == "added"
+
+        def answers() -> dict[str, Prediction]:
+            asked = [json.dumps({"request_id": name, "inputs": text}) for name, text in prompts.items()]
+            told = run("send", "-", "--json", settings=settings, given="\n".join(asked)).told()
+            return {one.request_id: one for one in (decode(line.encode(), Prediction) for line in told.splitlines())}
+
+        before = answers()
+        assert before["edited"].edit is not UNSET
+        for name in ("same", "other"):
+            near_miss = before[name].near_miss
+            assert near_miss is not UNSET
+            assert (near_miss.entry_id, near_miss.reason, near_miss.target) == ("a", "wording", "train")
+            assert near_miss.detail is not UNSET
+            assert near_miss.detail in run("near-misses", settings=settings).told().replace("\n", "")
+        line = run("near-misses", "--same", "same", settings=settings).told()
+        outcome = json.loads(run("correct", "--json", settings=settings, given=line).told())
+        assert outcome["status"] == "added"
+        after = answers()
+        same = after["same"]
+        assert same.edit is not UNSET
+        assert same.edit.entry_id == outcome["feedback_id"]
+        assert same.outputs is not UNSET
+        assert same.outputs.text == "train"
+        assert after["other"].outputs == before["other"].outputs
+        unknown = run("near-misses", "--same", "nothing", settings=settings)
+        assert status_of(unknown) == 1
+        assert unknown.told() == ""
+        assert "'nothing' is no near miss" in unknown.said()

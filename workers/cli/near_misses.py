@@ -1,14 +1,22 @@
 """`near-misses`: what entries might have answered and did not."""
 
+from collections.abc import Mapping
 from typing import Annotated
 
 import msgspec
 import typer
 from rich.table import Column, Table
 
+from pipeline.errors import UserError
+from pipeline.near_misses import Missed
 from pipeline.near_misses import near_misses as missed_requests
 from schemas.messages import in_one_text
 from workers.cli.common import AsJson, Kafka, Prefix, cell, clock, connected, notes, say, shortened, show
+
+MOST = 10_000
+"""Near misses that are listed or searched at most, the newest."""
+
+ASKS_THE_SAME = "Print corrections that give the prompts of these requests the entry's target; may be repeated."
 
 
 def register(app: typer.Typer) -> None:
@@ -18,7 +26,8 @@ def register(app: typer.Typer) -> None:
 
 def near_misses(
     entry: Annotated[str | None, typer.Argument(help="Only those of this entry.")] = None,
-    most: Annotated[int, typer.Option("--limit", min=1, max=10_000, help="So many, the newest.")] = 50,
+    most: Annotated[int, typer.Option("--limit", min=1, max=MOST, help="So many, the newest.")] = 50,
+    same: Annotated[list[str] | None, typer.Option("--same", metavar="REQUEST", help=ASKS_THE_SAME)] = None,
     as_json: AsJson = False,
     kafka: Kafka = None,
     prefix: Prefix = None,
@@ -26,23 +35,42 @@ def near_misses(
     """List requests that an entry might have answered and the unedited model did, newest first.
 
     The reason `answer`: the prompt is within the entry's radius, but the entry did not give its target there. Another
-    reason names the words by which the prompt asks for something else. Correct a prompt that asks for the same, or send
-    it among the `rephrases` of a new correction, and it gets a key of its own.
-    Example: gracestream near-misses --limit 20
+    reason names the words by which the prompt asks for something else.
+    With --same it prints the correction of each request that asks for the same, which gives its prompt a key.
+    Example: gracestream near-misses --same REQUEST | gracestream correct
     """
-    found = missed_requests(connected(kafka=kafka, prefix=prefix), most, entry)
+    settings = connected(kafka=kafka, prefix=prefix)
+    if same:
+        found = {missed.request_id: missed for missed in missed_requests(settings, MOST, entry)}
+        for line in [_correction(found, request_id) for request_id in same]:
+            say(line)
+        return
+    listed = missed_requests(settings, most, entry)
     if as_json:
-        for missed in found:
+        for missed in listed:
             say(msgspec.to_builtins(missed))
         return
-    if not found:
+    if not listed:
         notes.print("there is no near miss" if entry is None else "there is no near miss of this entry")
         return
-    folded = [Column(name, overflow="fold") for name in ("request", "entry")]
-    table = Table("time", *folded, "reason", "distance", "radius", "inputs", "answer")
-    for missed in found:
+    folded = [Column(name, overflow="fold") for name in ("request", "entry", "reason")]
+    table = Table("time", *folded, "distance", "radius", "inputs", "answer", "target")
+    for missed in listed:
         inputs = "(no longer in the topic)" if missed.inputs is None else shortened(in_one_text(missed.inputs))
         near = (f"{missed.distance:.4g}", f"{missed.radius:.4g}")
         names = (clock(missed.timestamp), missed.request_id, missed.entry_id, missed.detail or missed.reason)
-        table.add_row(*map(cell, (*names, *near, inputs, shortened(missed.answer))))
+        table.add_row(*map(cell, (*names, *near, inputs, shortened(missed.answer), shortened(missed.target))))
     show(table)
+
+
+def _correction(found: Mapping[str, Missed], request_id: str) -> dict[str, object]:
+    missed = found.get(request_id)
+    if missed is None:
+        raise UserError(f"request {request_id!r} is no near miss among the newest {MOST}; list them without --same")
+    if missed.inputs is None:
+        raise UserError(f"the inputs of request {request_id!r} are no longer in the topic `requests`")
+    if not missed.target:
+        raise UserError(
+            f"the prediction of request {request_id!r} does not name the entry's target: write a correction"
+        )
+    return {"inputs": msgspec.to_builtins(missed.inputs), "target": missed.target, "request_id": request_id}
