@@ -18,6 +18,7 @@ CHOSEN = Plan(
     max_radius=0.25,
     expand="paper",
     guard=False,
+    wording=False,
     traffic=7,
     seed=3,
     init="random",
