@@ -47,6 +47,8 @@ class PointTask(Task):
         return f"place {sum(prompt.token_ids) % 2}" if self.worded else ""
 
     def asked(self, batch: Batch) -> Asked:
+        if not self.worded:
+            return lambda _row: ""
         return lambda row: self.wording(self.tokenize(at(*batch.kwargs["points_B1D"][row, 0].tolist())))
 
     def observe(self, batch: Batch) -> None:
