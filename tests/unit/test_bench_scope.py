@@ -14,7 +14,9 @@ pytest.importorskip("tests.bench.scope", exc_type=ImportError)  # needs more tha
 from pipeline.adaptor import Hit
 from pipeline.evaluation import begins
 from pipeline.experiments.data import DataError, rows_of
+from pipeline.plan import Plan
 from pipeline.training import train_value
+from schemas.messages import ChatMessage
 from tests.bench import __main__ as command
 from tests.bench import edits
 from tests.bench.framework import BenchError, Options, Row, read, write
@@ -30,9 +32,9 @@ from tests.bench.scope.forms import (
     typo,
     without_punctuation,
 )
-from tests.bench.scope.methods import METHODS
+from tests.bench.scope.methods import METHODS, Edited, Said, Unedited
 from tests.bench.scope.verdicts import repeats, verdict, wilson
-from tests.unit.engine.tiny import WORDS, editable, texts
+from tests.unit.engine.tiny import CHAT, WORDS, editable, texts
 
 POSITIVE = Case("paraphrase", "Who wrote it?", "Ann Lee", applies=True, edit=0)
 NEGATIVE = replace(POSITIVE, kind="relation", applies=False)
@@ -271,6 +273,22 @@ def test_a_stream_is_corrected_asked_and_reported(toy: Stream, tmp_path: Path) -
     assert "| default/itself | 4 | 1.000 [0.51, 1.00] | 1.000 [0.51, 1.00] | 1.000 [0.51, 1.00] (1.000) |" in page
 
 
+def test_chats_and_failing_entries_are_asked_as_a_replica_asks_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = editable("llama", chat_template=CHAT)
+    asked = edits.Asked(model, {})
+    engine = edits.started(asked, Plan(traffic=0), [])
+    text, target = texts(1, seed=4)[0], WORDS[3]
+    cost = edits.correct(engine, asked, [edits.Fact(text, "", target)])
+    edited = Edited(asked, engine, cost, Unedited())
+    chat = edited.prompt(replace(POSITIVE, text=text, chat=True))
+    assert chat == model.task.tokenize((ChatMessage("user", text),))
+    assert chat.turn is not None
+    prompts = [edited.prompt(replace(POSITIVE, text=text)), chat]
+    assert edited.answers(prompts)[0] == Said(target)
+    monkeypatch.setattr(model.task, "gives", lambda *_given: False)
+    assert edited.answers(prompts)[0] == Said(edited.unedited(prompts)[0], near_miss=True)
+
+
 class Answering:
     """An edited model with given answers: the first prompt is captured by an entry, the others are not."""
 
@@ -283,8 +301,8 @@ class Answering:
     def matches(self, prompts: list[str]) -> list[Hit | None]:
         return [Hit(0, "0", 0.5, 1.0) if prompt == "captured" else None for prompt in prompts]
 
-    def answers(self, prompts: list[str]) -> list[str]:
-        return [self._edited] * len(prompts)
+    def answers(self, prompts: list[str]) -> list[Said]:
+        return [Said(self._edited, near_miss=self._edited == "Nobody")] * len(prompts)
 
     def unedited(self, prompts: list[str]) -> list[str]:
         return [self._unedited] * len(prompts)
@@ -303,7 +321,9 @@ class Answering:
 def test_answers_that_are_not_generated_change_no_verdict(case: Case, text: str, edited: str, unedited: str) -> None:
     asked = replace(case, text=text)
     captured = text == "captured"
-    expected = verdict(asked, edited if captured else unedited, unedited, "Ann Lee" if captured else None)
+    said, near_miss = (edited, edited == "Nobody") if captured else (unedited, False)
+    expected = verdict(asked, said, unedited, "Ann Lee" if captured else None, near_miss=near_miss)
+    assert expected.near_miss == near_miss
     model: Any = Answering(edited, unedited)
     assert report.judged(model, [asked]) == [expected]
 

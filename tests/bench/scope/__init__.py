@@ -1,11 +1,13 @@
 """What a correction reaches: cases that it should change, and cases that it must leave alone.
 
 Every stream of corrections has an engine and a codebook of its own, with 512 questions of NQ as traffic. All cases are
-asked at the end of the stream. Answers are generated whole, at most 16 tokens, from the edited model.
+asked at the end of the stream. Answers are generated whole, at most 16 tokens, as a replica gives them: where an entry
+serves a prompt and the answer is not its target, the unedited model answers. Chats are tokenised as a request's are.
 
 - `cases`: their number. `captured`: the share that lies within an entry's radius.
 - `answered`: the whole answer equals the target of the edit or begins with it, as words; negatives count if captured.
 - `correct`: positives answer with the target, to the letter; negatives with the unedited model's answer.
+- `near_miss`: captured, and answered by the unedited model since the entry did not give its target.
 - `broken`: captured, and the answer is neither the unedited model's nor the target of the edit or of the serving entry,
   to the letter. `repeats`: broken answers that repeat a word or a group of letters.
 - `elsewhere`: captured by an entry of another edit.

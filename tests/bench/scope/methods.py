@@ -21,7 +21,7 @@ from pipeline.index import KeyIndex
 from pipeline.maintenance import TRAFFIC_SHARE
 from pipeline.model import EditableModel
 from pipeline.settings import Settings
-from schemas.messages import Parameters
+from schemas.messages import ChatMessage, Parameters
 from tests.bench.edits import ANSWER, Asked, Cost, Fact, Known, asked_at, correct, started
 from tests.bench.scope.cases import Case, Stream
 from workers.boot import plan_of
@@ -52,6 +52,14 @@ METHODS = (
 """The methods that are compared. A method without a curve shares its queries with an earlier one."""
 
 
+@dataclass(frozen=True, slots=True)
+class Said:
+    """An answer, and whether an entry served the prompt without giving its target (a near miss)."""
+
+    text: str
+    near_miss: bool = False
+
+
 class Unedited:
     """Answers of the unedited model; every prompt is answered once, whichever method asks."""
 
@@ -62,7 +70,8 @@ class Unedited:
         """The whole answer to each prompt."""
         new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self._known]
         codebook = Codebook("none", model.fingerprint, model.layer)
-        self._known.update(zip(new, generated(model, new, codebook, KeyIndex(codebook, model.device)), strict=True))
+        found = generated(model, new, codebook, KeyIndex(codebook, model.device))
+        self._known.update((prompt, said.text) for prompt, said in zip(new, found, strict=True))
         return [self._known[prompt] for prompt in prompts]
 
 
@@ -76,11 +85,7 @@ class Edited:
 
     def prompt(self, case: Case) -> Prompt:
         """The case in tokens."""
-        if not case.chat:
-            return self.model.task.tokenize(case.text)
-        turns = [{"role": "user", "content": case.text}]
-        tokenizer = self.model.task.tokenizer
-        return Prompt(tuple(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)))
+        return self.model.task.tokenize((ChatMessage("user", case.text),) if case.chat else case.text)
 
     def matches(self, prompts: Sequence[Prompt]) -> list[Hit | None]:
         """The entry whose radius holds each prompt."""
@@ -89,8 +94,8 @@ class Edited:
         found = matches(queries_BD, self.engine.codebook, self.engine.index, asked)
         return [serving(match) for match in found]
 
-    def answers(self, prompts: Sequence[Prompt]) -> list[str]:
-        """The edited model's whole answer to each prompt."""
+    def answers(self, prompts: Sequence[Prompt]) -> list[Said]:
+        """The edited model's whole answer to each prompt, as a replica gives it."""
         return generated(self.model, prompts, self.engine.codebook, self.engine.index)
 
     def unedited(self, prompts: Sequence[Prompt]) -> list[str]:
@@ -149,17 +154,21 @@ def edited(asked: Asked, settings: Settings, stream: Stream, unedited: Unedited)
     return Edited(asked, engine, cost, unedited)
 
 
-def generated(model: EditableModel, prompts: Sequence[Prompt], codebook: Codebook, index: KeyIndex) -> list[str]:
-    """The answer to each prompt: text, or a classifier's label; prompts of similar length share a batch."""
+def generated(model: EditableModel, prompts: Sequence[Prompt], codebook: Codebook, index: KeyIndex) -> list[Said]:
+    """The answer to each prompt: text, or a classifier's label; prompts of similar length share a batch.
+
+    As a replica does, the unedited model answers where an entry does not give its target.
+    """
     order = sorted(range(len(prompts)), key=lambda place: len(prompts[place]))
-    found: dict[int, str] = {}
+    found: dict[int, Said] = {}
     for start in range(0, len(order), AT_ONCE):
         places = order[start : start + AT_ONCE]
         some = [prompts[place] for place in places]
-        for place, served in zip(places, model.answer(some, [PARAMETERS] * len(some), codebook, index), strict=True):
+        answers = model.answer(some, [PARAMETERS] * len(some), codebook, index, checked=True)
+        for place, served in zip(places, answers, strict=True):
             outputs = served.answer.outputs
             said = outputs.label if outputs.text is UNSET else outputs.text
-            found[place] = "" if said is UNSET else said
+            found[place] = Said("" if said is UNSET else said, served.failed is not None)
     return [found[place] for place in range(len(prompts))]
 
 

@@ -10,7 +10,7 @@ from pipeline.settings import load_settings
 from tests.bench.edits import Known
 from tests.bench.framework import BenchError, Options, Row
 from tests.bench.scope.cases import Case, Part, Stream
-from tests.bench.scope.methods import METHODS, Edited, Unedited, opened
+from tests.bench.scope.methods import METHODS, Edited, Said, Unedited, opened
 from tests.bench.scope.streams import STREAMS
 from tests.bench.scope.verdicts import Verdict, counted, verdict
 
@@ -23,7 +23,7 @@ FORMS, QUICK = 24, 6
 CHECKED = 16
 """Uncaptured prompts whose answers are compared with the unedited model's."""
 
-MEASURES = ("captured", "answered", "correct", "broken", "repeats", "elsewhere")
+MEASURES = ("captured", "answered", "correct", "near_miss", "broken", "repeats", "elsewhere")
 
 GOALS: Mapping[tuple[str, str], float] = {
     ("itself", "correct"): 1.0,
@@ -107,17 +107,17 @@ def judged(edited: Edited, cases: Sequence[Case]) -> list[Verdict]:
     wanted = [
         place
         for place, case in enumerate(cases)
-        if (place in answers) != case.applies or (place in answers and answers[place] != case.target)
+        if (place in answers) != case.applies or (place in answers and answers[place].text != case.target)
     ]
     before = dict(zip(wanted, edited.unedited([prompts[place] for place in wanted]), strict=True))
     found = []
     for place, (case, hit) in enumerate(zip(cases, hits, strict=True)):
         unedited = before.get(place, "")
-        answer = answers.get(place, unedited)
+        said = answers.get(place, Said(unedited))
         own = None if case.edit is None else edited.own_entry(case.edit)
         elsewhere = hit is not None and own is not None and hit.entry_id != own
         serving = None if hit is None else edited.target(hit)
-        found.append(verdict(case, answer, unedited, serving, elsewhere=elsewhere))
+        found.append(verdict(case, said.text, unedited, serving, near_miss=said.near_miss, elsewhere=elsewhere))
     return found
 
 
@@ -188,4 +188,4 @@ def check_rows(setting: str, edited: Edited, cases: Sequence[Case]) -> Iterator[
     sample = free[:: max(1, len(free) // CHECKED)][:CHECKED]
     if sample:
         pairs = zip(edited.answers(sample), edited.unedited(sample), strict=True)
-        yield Row(f"{setting}/same", mean(now == before for now, before in pairs), "share")
+        yield Row(f"{setting}/same", mean(now.text == before for now, before in pairs), "share")

@@ -22,6 +22,7 @@ class Verdict:
     captured: bool
     answered: bool
     correct: bool
+    near_miss: bool
     broken: bool
     repeats: bool
     elsewhere: bool
@@ -32,7 +33,9 @@ def repeats(text: str) -> bool:
     return REPEATED.search(text) is not None
 
 
-def verdict(case: Case, answer: str, unedited: str, serving: str | None, *, elsewhere: bool = False) -> Verdict:
+def verdict(
+    case: Case, answer: str, unedited: str, serving: str | None, *, near_miss: bool = False, elsewhere: bool = False
+) -> Verdict:
     """Judge one answer.
 
     Args:
@@ -40,6 +43,7 @@ def verdict(case: Case, answer: str, unedited: str, serving: str | None, *, else
         answer: The edited model's.
         unedited: The unedited model's.
         serving: The target of the entry whose radius holds the case; None where there is none.
+        near_miss: Whether that entry did not give its target, so that the unedited model answered.
         elsewhere: Whether that entry belongs to another edit.
     """
     captured = serving is not None
@@ -48,6 +52,7 @@ def verdict(case: Case, answer: str, unedited: str, serving: str | None, *, else
         captured=captured,
         answered=(case.applies or captured) and bool(case.target) and begins(answer, case.target),
         correct=answer == (case.target if case.applies else unedited),
+        near_miss=captured and near_miss,
         broken=broken,
         repeats=broken and repeats(answer),
         elsewhere=captured and elsewhere,
