@@ -22,6 +22,7 @@ from pipeline.adaptor import Replaced, last_token
 from pipeline.batch import Batch, LastTurn, Prompt
 from pipeline.chat import ChatError, ChatTemplate
 from pipeline.codebook import Label
+from pipeline.layers import stacked
 from pipeline.tasks import Answer, InputError, Limits, Supervised, Task
 from pipeline.wording import wording_of
 from schemas.messages import Inputs, Outputs, Parameters, is_chat
@@ -194,6 +195,32 @@ class CausalGeneration(Generation):
             positions_BT = (padded.batch.kwargs["attention_mask"].cumsum(dim=1) - 1).clamp(min=0)
             padded.batch.kwargs["position_ids"] = positions_BT
         return padded
+
+    def joined(self, parts: Sequence[Supervised]) -> Supervised | None:
+        """Keys and values before the last prompt tokens are padded on the left, what follows on the right."""
+        if not all(part.earlier for part in parts):
+            return None
+        masks = [part.batch.mask_BT for part in parts if part.batch.mask_BT is not None]
+        before = [part.earlier[0][0].shape[-2] for part in parts]
+        seen_BT = [part.batch.kwargs["attention_mask"] for part in parts]
+        earlier_BT = stacked(
+            [mask_BT[:, :tokens] for mask_BT, tokens in zip(seen_BT, before, strict=True)], 1, left=True
+        )
+        later_BT = stacked([mask_BT[:, tokens:] for mask_BT, tokens in zip(seen_BT, before, strict=True)], 1)
+        mask_BT = torch.cat([earlier_BT, later_BT], dim=1)
+        ids = [part.batch.kwargs["input_ids"] for part in parts]
+        kwargs = {
+            "input_ids": stacked(ids, 1, padding=int(self.tokenizer.pad_token_id)),
+            "attention_mask": mask_BT,
+        }
+        if self._takes("position_ids"):
+            kwargs["position_ids"] = (mask_BT.cumsum(dim=1) - 1).clamp(min=0)[:, earlier_BT.shape[1] :]
+        earlier = tuple(
+            (stacked([keys for keys, _ in block], 2, left=True), stacked([values for _, values in block], 2, left=True))
+            for block in zip(*(part.earlier for part in parts), strict=True)
+        )
+        labels = tuple(label_L for part in parts for label_L in part.labels)
+        return Supervised(Batch(kwargs, stacked(masks, 1)), labels, max(part.columns for part in parts), earlier)
 
     def logits(self, supervised: Supervised) -> list[Tensor]:
         """Only the labels' positions go through the head, where the model allows it."""

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 
 from pipeline.errors import UserError
@@ -137,6 +138,23 @@ class Prefix:
         outputs = {module: _rows(output, list(kept)) for module, output in self._outputs.items()}
         return type(self)(self._blocks, self._block, self._layer, self._only, outputs)
 
+    @property
+    def kept(self) -> Mapping[nn.Module, Any]:
+        """What was recorded, by the module that put it out."""
+        return self._outputs
+
+    def joined(self, others: Sequence[Self]) -> Self | None:
+        """This pass and others as one, each row padded on the right; None where that cannot be done."""
+        outputs: dict[nn.Module, Any] = {}
+        if any(other.kept.keys() != self._outputs.keys() for other in others):
+            return None
+        for module in self._outputs:
+            found = [part.kept[module] for part in (self, *others)]
+            if not all(isinstance(output, Tensor) and output.dim() == 3 for output in found):
+                return None
+            outputs[module] = stacked(found, dim=1)
+        return type(self)(self._blocks, self._block, self._layer, self._only, outputs)
+
     def of_rows(self) -> set[nn.Module]:
         """Of a pass over one row of several tokens: the modules that put out something for each row."""
         firsts = {module: _first(output) for module, output in self._outputs.items()}
@@ -174,6 +192,18 @@ class Prefix:
             if allowed and module in found and module not in covered and _is_of_tokens(found[module]):
                 self._outputs[module] = found[module]
                 covered.update(module.modules())
+
+
+def stacked(parts: Sequence[Tensor], dim: int, *, left: bool = False, padding: int = 0) -> Tensor:
+    """The rows of several tensors as one, padded along another dimension to the longest."""
+    width = max(part.shape[dim] for part in parts)
+    padded = []
+    for part in parts:
+        shape = list(part.shape)
+        shape[dim] = width - part.shape[dim]
+        more = part.new_full(shape, padding)
+        padded.append(torch.cat([more, part] if left else [part, more], dim=dim))
+    return torch.cat(padded)
 
 
 def _first(output: Any) -> Any:

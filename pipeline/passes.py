@@ -61,6 +61,10 @@ class Rest:
         return replace_in(self, supervised=self.supervised.rows(kept), prefix=self.prefix.rows(kept))
 
 
+PASS = 32
+"""Tokens that cost about as much as one more pass does by itself."""
+
+
 class Passes:
     """Those of one model, with one layer wrapped by an adaptor."""
 
@@ -128,6 +132,21 @@ class Passes:
             self._shortcuts = self._sound_shortcuts()
         with torch.no_grad(), self._adaptor.watching(supervised.batch):
             return self._passed(supervised, self._shortcuts)[1]
+
+    def rest_of_unequal(self, rows: Sequence[Supervised]) -> Rest:
+        """The same of rows of unequal lengths: shorter and longer ones pass apart, where that saves padding enough."""
+        order = sorted(range(len(rows)), key=lambda row: rows[row].tokens)
+        lengths = [rows[row].tokens for row in order]
+        # What a split saves: each shorter row then has less padding.
+        saved, split = max((place * (lengths[-1] - lengths[place - 1]), place) for place in range(1, len(rows) + 1))
+        if saved < PASS:
+            return self.rest_of(rows)
+        parts = [self.rest_of([rows[row] for row in some]) for some in (order[:split], order[split:])]
+        supervised = self._task.joined([part.supervised for part in parts])
+        prefix = parts[0].prefix.joined([part.prefix for part in parts[1:]])
+        if supervised is None or prefix is None:
+            return self.rest_of(rows)
+        return Rest(supervised, prefix, parts[0].last).rows([order.index(row) for row in range(len(rows))])
 
     def _passed(self, supervised: Supervised, shortcuts: Shortcuts) -> tuple[list[Tensor], Rest]:
         """Logits of the whole pass, and what is left of it for other values."""

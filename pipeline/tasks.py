@@ -195,6 +195,11 @@ class Task(ABC):
         """Several passes of one row each as one, padded on the right."""
         return self._padded(rows, [0] * len(rows))
 
+    def joined(self, parts: Sequence[Supervised]) -> Supervised | None:
+        """What is left of several passes (`keeping`) as one; None where the task cannot join them."""
+        del self, parts
+        return None
+
     def _padded(self, rows: Sequence[Supervised], leads: Sequence[int]) -> Supervised:
         """One pass over the rows, each after so many columns of padding."""
         names = rows[0].batch.kwargs
