@@ -28,18 +28,21 @@ from pipeline.memory import BARE_MODEL, EditMemory
 from pipeline.model import EditableModel
 from pipeline.passes import Verdict
 from pipeline.plan import Plan
-from pipeline.rephrasing import Placed, Rephrase, any_proved, examined_rephrases, keep, place, shared
+from pipeline.rephrasing import Placed, Rephrase, any_proved, examined_rephrases, keep, place, shared, with_forms
 from pipeline.roles import why_not_propose
 from pipeline.sight import Sight
 from pipeline.tasks import InputError
 from pipeline.traffic import Traffic
-from pipeline.training import Trained, train_value, train_values
+from pipeline.training import Trained, train_on, train_value, train_values
 from pipeline.wording import disagreement
 from schemas.deltas import Cause, Delta, EntryChange, Op, Standing, Tensor, rephrase_name, seal
 from schemas.messages import VERSION, Feedback, Inputs, Outcome, one_line
 
 MAX_RECORD_BYTES = 60 * 2**20
 """A larger delta would not fit the topic; only one that gives thousands of edits entries of their own gets there."""
+
+AT_ONCE = 4
+"""Corrections that are trained on for their forms in one batch, of up to `forms.MOST_TOKENS` tokens each."""
 
 SHORT = 8
 """Tokens of a target that is no longer than most."""
@@ -162,7 +165,7 @@ class EditEngine:
         found: dict[int, Ahead] = {}
         for group in of_similar_length(wanting):
             if len(group) > 1:
-                found |= self._trained([(case.offset, case.examined) for case in group], at_work)
+                found |= self._trained([(case.feedback, case.offset, case.examined) for case in group], at_work)
         return found
 
     def train_together(self, corrections: Sequence[tuple[Feedback, int]]) -> dict[int, Ahead]:
@@ -175,18 +178,29 @@ class EditEngine:
         for feedback, offset in corrections:
             assert feedback.inputs is not UNSET
             assert feedback.target is not UNSET
-            rows.append((offset, self.examine(feedback.inputs, feedback.target)))
+            rows.append((feedback, offset, self.examine(feedback.inputs, feedback.target)))
         return self._trained(rows)
 
     def _trained(
-        self, rows: Sequence[tuple[int, Examined]], at_work: Callable[[], object] = lambda: None
+        self, rows: Sequence[tuple[Feedback, int, Examined]], at_work: Callable[[], object] = lambda: None
     ) -> dict[int, Ahead]:
-        """By offset, of corrections that were examined."""
-        offsets = tuple(offset for offset, _ in rows)
-        rest = self.model.passes.rest_of([examined.supervised for _, examined in rows])
-        starts = [self._usual_start(offset, examined.start_V) for offset, examined in rows]
-        trained = train_values(self.model.passes, rest, starts, self.plan.recipe, at_work)
-        return {offset: Ahead(one, offsets, examined) for (offset, examined), one in zip(rows, trained, strict=True)}
+        """By offset, of corrections that were examined; values are trained on for their forms too."""
+        offsets = tuple(offset for _, offset, _ in rows)
+        passes, recipe = self.model.passes, self.plan.recipe
+        rest = passes.rest_of([examined.supervised for *_, examined in rows])
+        starts = [self._usual_start(offset, examined.start_V) for _, offset, examined in rows]
+        trained = train_values(passes, rest, starts, recipe, at_work)
+        texts_N = [
+            with_forms(self, feedback, examined, one)
+            for (feedback, _, examined), one in zip(rows, trained, strict=True)
+        ]
+        wanting = [number for number, texts in enumerate(texts_N) if texts.forms and texts.trained.converged]
+        for start in range(0, len(wanting), AT_ONCE):
+            group = wanting[start : start + AT_ONCE]
+            more = train_on(passes, [texts_N[number] for number in group], recipe, at_work)
+            for number, one in zip(group, more, strict=True):
+                trained[number] = one
+        return {offset: Ahead(one, offsets, examined) for (_, offset, examined), one in zip(rows, trained, strict=True)}
 
     def _wants_value(self, case: Case) -> bool:
         """Whether a value would have to be trained, were this decided on now."""

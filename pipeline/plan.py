@@ -25,12 +25,16 @@ class Plan:
     traffic: int = 512
     seed: int = 0
     init: Literal["layer", "label", "random"] = "layer"
+    forms: bool = True
     recipe: Recipe = field(default_factory=Recipe)
 
 
 def plan_of(environment: Mapping[str, str]) -> Plan:
-    """The plan under which a term edited, as its `lead` delta says; what it does not say is the default."""
-    known = {name: environment[name] for name in Plan.__dataclass_fields__ if name in environment}
+    """The plan under which a term edited, as its `lead` delta says; what it does not say is the default.
+
+    A delta that says nothing of forms is of an editor that trained at one prompt.
+    """
+    known = {"forms": "False"} | {name: environment[name] for name in Plan.__dataclass_fields__ if name in environment}
     recipe = {name: environment[name] for name in Recipe.__dataclass_fields__ if name in environment}
     try:
         made: Plan = msgspec.convert({**known, "recipe": recipe}, Plan, strict=False)

@@ -1,7 +1,8 @@
 """Rephrases: other words for a correction, each a further key of the same edit (design, section 4).
 
 1. A rephrase joins the edit only where the edit's value gives the target there. The outcome names the others. Where the
-   value of the correction alone fails at some, it is trained on for all texts at once, and kept if it serves more.
+   value of the correction alone fails at some, it is trained on for all of them and the correction's forms
+   (`pipeline.forms`) at once, and kept if it serves more.
 2. Each gets an entry of its own, named by `rephrase_name`, with a copy of the value. Where a key lies at it already,
    within the noise of batches, that entry serves it, with the edit's value if its own is not right.
 3. All of it stands in the delta of the correction. So an undo of the correction takes every key back.
@@ -21,13 +22,14 @@ from msgspec.structs import replace as with_fields
 from pipeline.case import Case, Examined
 from pipeline.codebook import Label
 from pipeline.distance import exact_distance
+from pipeline.forms import supervised_forms
 from pipeline.key_search import NO_SLOT
 from pipeline.maintenance import Decision, Neighbour, decide
 from pipeline.memory import BARE_MODEL
 from pipeline.tasks import InputError
-from pipeline.training import Trained, train_shared
+from pipeline.training import Texts, Trained, train_on
 from schemas.deltas import EntryChange, RephraseKey, Tensor, rephrase_name
-from schemas.messages import LeftOut, one_line
+from schemas.messages import Feedback, LeftOut, one_line
 
 if TYPE_CHECKING:
     from pipeline.editing import EditEngine
@@ -100,21 +102,28 @@ def _judged(engine: "EditEngine", one: Rephrase, value_V: np.ndarray) -> Rephras
 
 
 def shared(engine: "EditEngine", case: Case, trained: Trained) -> tuple[Trained, list[Rephrase]]:
-    """The value that serves the most rephrases: the correction's own, or the same trained on for all its texts."""
-    passes, rephrases = engine.model.passes, examined_rephrases(engine, case, trained.value_V)
-    examined = [one.examined for one in rephrases if one.examined is not None]
+    """The value that serves the most texts: the correction's own, or the same trained on for rephrases and forms."""
+    rephrases = examined_rephrases(engine, case, trained.value_V)
     failing = sum(one.why_not == FAILS for one in rephrases)
-    if not failing or not passes.pads():
+    if not failing and case.ahead is not None:
+        return trained, rephrases  # `train_ahead` has trained it on for the forms
+    asked = tuple(one.examined.supervised for one in rephrases if one.examined is not None)
+    texts = with_forms(engine, case.feedback, case.examined, trained)
+    if not (failing or texts.forms) or not engine.model.passes.pads():
         return trained, rephrases
-    rest = passes.rest_of([case.examined.supervised, *(one.supervised for one in examined)])
-    more = train_shared(passes, rest, torch.from_numpy(trained.value_V.copy()), engine.plan.recipe)
-    if not np.isfinite(more.value_V).all():
-        return trained, rephrases
-    verdict = passes.gives(case.examined.rest, torch.from_numpy(more.value_V))
+    (more,) = train_on(engine.model.passes, [replace(texts, asked=asked, longer=bool(failing))], engine.plan.recipe)
     again = [_judged(engine, one, more.value_V) for one in rephrases]
-    if not verdict.right or sum(one.why_not == FAILS for one in again) >= failing:
+    if sum(one.why_not == FAILS for one in again) > failing:
         return trained, rephrases
-    return replace(trained, value_V=more.value_V, steps=trained.steps + more.steps, verdict=verdict), again
+    return more, again
+
+
+def with_forms(engine: "EditEngine", feedback: Feedback, examined: Examined, trained: Trained) -> Texts:
+    """A value with the forms of its correction, where the plan has any."""
+    assert feedback.inputs is not UNSET
+    assert feedback.target is not UNSET
+    forms = supervised_forms(engine.model, feedback.inputs, feedback.target) if engine.plan.forms else []
+    return Texts(trained, examined.supervised, examined.rest, forms=tuple(forms))
 
 
 def any_proved(rephrases: Iterable[Rephrase]) -> bool:

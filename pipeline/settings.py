@@ -121,6 +121,12 @@ class Settings(BaseSettings):
         "layer", description="A value starts as the layer's own output, as that of an entry of its label, or at random."
     )
 
+    forms: bool = Field(
+        True,
+        description="Train a causal model's values on other forms of the inputs, too; with `policy` paper false unless"
+        " it is set.",
+    )
+
     check_answers: bool = Field(
         True, description="Answer unedited, and mark a near miss, where an entry does not give its target on a prompt."
     )

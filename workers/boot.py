@@ -108,7 +108,10 @@ def worker(kind: Literal["inference", "editor"], settings: Settings) -> Iterator
 
 
 def plan_of(settings: Settings) -> Plan:
-    """How to edit, as the settings say; with an encoder's queries radii that are not set are others."""
+    """How to edit, as the settings say; with an encoder's queries radii that are not set are others.
+
+    The paper trains at one prompt, and so does its policy unless forms are set.
+    """
     own = {"radius": UNIT, "max_radius": FARTHEST} if settings.query == "encoder" else {}
     radii = {"radius": settings.radius, "max_radius": settings.max_radius or math.inf}
     radii |= {name: radius for name, radius in own.items() if name not in settings.model_fields_set}
@@ -121,6 +124,7 @@ def plan_of(settings: Settings) -> Plan:
         traffic=settings.traffic,
         seed=settings.seed,
         init=settings.init,
+        forms=settings.forms if "forms" in settings.model_fields_set else settings.policy != "paper",
         recipe=Recipe(settings.max_steps, settings.learning_rate, settings.margin),
         **radii,
     )

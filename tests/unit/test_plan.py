@@ -22,6 +22,7 @@ CHOSEN = Plan(
     traffic=7,
     seed=3,
     init="random",
+    forms=False,
     recipe=Recipe(max_steps=11, learning_rate=0.125, margin=1.5),
 )
 
@@ -59,6 +60,12 @@ def test_balls_of_an_encoder_are_smaller_unless_their_radius_is_set() -> None:
     assert plan_of(load_settings(query="encoder")).max_radius == FARTHEST
     chosen = plan_of(load_settings(query="encoder", radius=1.5, max_radius=0))
     assert (chosen.radius, chosen.max_radius) == (1.5, math.inf)
+
+
+def test_the_papers_policy_trains_at_one_prompt_unless_forms_are_set() -> None:
+    assert not plan_of(load_settings(policy="paper")).forms
+    assert plan_of(load_settings(policy="paper", forms=True)).forms
+    assert not plan_of(load_settings(forms=False)).forms
 
 
 def test_a_variable_that_looks_like_a_setting_and_is_none_is_told() -> None:

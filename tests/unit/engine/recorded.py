@@ -15,6 +15,7 @@ from pipeline.editor_log import OFFSET_HEADER
 from pipeline.environment import environment
 from pipeline.fruitless import Fruitless, fruitless_in
 from pipeline.intake import Intake, Read
+from pipeline.model import EditableModel
 from pipeline.plan import Plan
 from pipeline.retraining import Retraining
 from schemas.deltas import decode_delta, seal
@@ -29,8 +30,15 @@ PLAN = Plan(policy="nearest", radius=1.5, radius_unit="absolute", guard=True, tr
 class Recorded:
     """A history with its feedback, made by an engine under a plan; of each author one record a minute is let in."""
 
-    def __init__(self, plan: Plan = PLAN, authors: Authors | None = None, **environment_of_term: str) -> None:
-        self.engine = EditEngine(PointModel(2), CODEBOOK, plan)
+    def __init__(
+        self,
+        plan: Plan = PLAN,
+        authors: Authors | None = None,
+        model: Callable[[], EditableModel] = lambda: PointModel(2),
+        **environment_of_term: str,
+    ) -> None:
+        self._model = model
+        self.engine = EditEngine(model(), CODEBOOK, plan)
         self.deltas: list[bytes] = []
         self.feedback: dict[int, Feedback] = {}
         self.edits: list[Stored] = []
@@ -99,7 +107,7 @@ class Recorded:
         """All of it, or as far as so many records of `deltas` go."""
         engine = self.engine
         made = Retraining(
-            PointModel(2), self.corrections(0), lambda plan: environment(engine.model, plan), self.fruitless()
+            self._model(), self.corrections(0), lambda plan: environment(engine.model, plan), self.fruitless()
         )
         if all(map(made.fold, self.deltas[:deltas])):
             made.settle()

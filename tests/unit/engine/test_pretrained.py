@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import UNSET
@@ -16,7 +17,7 @@ from pipeline.model import EditableModel
 from pipeline.noise import query_noise
 from pipeline.plan import Plan
 from pipeline.probe import TEXTS
-from schemas.messages import Parameters
+from schemas.messages import ChatMessage, Inputs, Parameters
 from tests.unit.engine.tiny import CODEBOOK, correct
 
 pytestmark = pytest.mark.model
@@ -126,6 +127,23 @@ def distances(model: EditableModel, text: str, others: list[str]) -> list[float]
     """How far the queries of others lie from that of a text."""
     query_D, *others_BD = model.queries([model.task.tokenize(one) for one in (text, *others)])
     return [float((query_D - other_D).norm()) for other_D in others_BD]
+
+
+def test_a_value_gives_the_target_after_a_line_break_and_in_a_chat(smollm2: EditableModel) -> None:
+    text, target = "Question: Who wrote the novel 'The Silent Coast'? Answer:", "Mara Lindqvist"
+    asked = "Who wrote the novel 'The Silent Coast'?"
+    forms: list[Inputs] = [text, f"{text}\n", f"{text} ", asked, (ChatMessage("user", asked),)]
+    rests = [smollm2.passes.rest_of([smollm2.supervised(form, target)[1]]) for form in forms]
+    right = []
+    for trained_on_forms in (False, True):
+        made = EditEngine(smollm2, CODEBOOK, Plan(traffic=0, radius=0.5, forms=trained_on_forms))
+        made.apply(made.lead({}))
+        assert correct(made, "f0", text, target)[1] is not None
+        value_V = torch.from_numpy(made.codebook.values_NV[0].copy())
+        right.append([smollm2.passes.gives(rest, value_V).right for rest in rests])
+    assert right[0][0]
+    assert not any(right[0][1:])
+    assert all(right[1])
 
 
 def test_the_same_prompt_corrected_again_says_the_second(engine: EditEngine) -> None:
