@@ -32,9 +32,11 @@ class Plan:
 def plan_of(environment: Mapping[str, str]) -> Plan:
     """The plan under which a term edited, as its `lead` delta says; what it does not say is the default.
 
-    A delta that says nothing of forms is of an editor that trained at one prompt.
+    A delta that says nothing of forms or wordings is of an editor that trained at one prompt, and compared no words.
     """
-    known = {"forms": "False"} | {name: environment[name] for name in Plan.__dataclass_fields__ if name in environment}
+    known = {"forms": "False", "wording": "False"} | {
+        name: environment[name] for name in Plan.__dataclass_fields__ if name in environment
+    }
     recipe = {name: environment[name] for name in Recipe.__dataclass_fields__ if name in environment}
     try:
         made: Plan = msgspec.convert({**known, "recipe": recipe}, Plan, strict=False)

@@ -102,7 +102,7 @@ class Settings(BaseSettings):
     wording: bool = Field(
         True,
         description="Serve a prompt within a radius only where its words can ask for the same as the correction's:"
-        " numbers, names, negation, words that exclude each other.",
+        " numbers, names, negation, words that exclude each other; with `policy` paper false unless it is set.",
     )
     traffic: int = Field(512, ge=0, description="Unflagged recent queries that new radii keep clear of; 0: none.")
     seed: int = Field(0, ge=0, lt=2**32, description="Seed of everything random in the editor.")

@@ -110,7 +110,7 @@ def worker(kind: Literal["inference", "editor"], settings: Settings) -> Iterator
 def plan_of(settings: Settings) -> Plan:
     """How to edit, as the settings say; with an encoder's queries radii that are not set are others.
 
-    The paper trains at one prompt, and so does its policy unless forms are set.
+    The paper trains at one prompt and compares no words, and so does its policy unless `forms` and `wording` are set.
     """
     own = {"radius": UNIT, "max_radius": FARTHEST} if settings.query == "encoder" else {}
     radii = {"radius": settings.radius, "max_radius": settings.max_radius or math.inf}
@@ -120,14 +120,20 @@ def plan_of(settings: Settings) -> Plan:
         radius_unit=settings.radius_unit,
         expand=settings.expand,
         guard=settings.guard,
-        wording=settings.wording,
+        wording=_or_unless_paper(settings, "wording"),
         traffic=settings.traffic,
         seed=settings.seed,
         init=settings.init,
-        forms=settings.forms if "forms" in settings.model_fields_set else settings.policy != "paper",
+        forms=_or_unless_paper(settings, "forms"),
         recipe=Recipe(settings.max_steps, settings.learning_rate, settings.margin),
         **radii,
     )
+
+
+def _or_unless_paper(settings: Settings, name: str) -> bool:
+    """A switch as it is set; else on, but for the paper's policy."""
+    chosen: bool = getattr(settings, name)
+    return chosen if name in settings.model_fields_set else settings.policy != "paper"
 
 
 def load_bare_model(settings: Settings) -> Any:

@@ -29,8 +29,8 @@ OF_THE_MODEL = (
 """Settings of an editor that choose its model and what of it is edited."""
 
 OF_THE_PLAN = (
-    "policy", "radius", "radius_unit", "max_radius", "expand", "guard", "traffic", "init", "forms", "max_steps",
-    "learning_rate", "margin",
+    "policy", "radius", "radius_unit", "max_radius", "expand", "guard", "traffic", "init", "wording", "forms",
+    "max_steps", "learning_rate", "margin",
 )  # fmt: skip
 """Settings that say how to edit."""
 

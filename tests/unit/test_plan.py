@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import fields
+from typing import Any
 
 import pytest
 
@@ -62,10 +63,16 @@ def test_balls_of_an_encoder_are_smaller_unless_their_radius_is_set() -> None:
     assert (chosen.radius, chosen.max_radius) == (1.5, math.inf)
 
 
-def test_the_papers_policy_trains_at_one_prompt_unless_forms_are_set() -> None:
-    assert not plan_of(load_settings(policy="paper")).forms
-    assert plan_of(load_settings(policy="paper", forms=True)).forms
-    assert not plan_of(load_settings(forms=False)).forms
+@pytest.mark.parametrize("switch", ["forms", "wording"])
+def test_the_papers_policy_trains_at_one_prompt_and_compares_no_words_unless_it_is_set(switch: str) -> None:
+    def switched(**settings: Any) -> bool:
+        on: bool = getattr(plan_of(load_settings(**settings)), switch)
+        return on
+
+    assert switched()
+    assert not switched(policy="paper")
+    assert switched(policy="paper", **{switch: True})
+    assert not switched(**{switch: False})
 
 
 def test_a_variable_that_looks_like_a_setting_and_is_none_is_told() -> None:

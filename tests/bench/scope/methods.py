@@ -168,7 +168,9 @@ def generated(model: EditableModel, prompts: Sequence[Prompt], codebook: Codeboo
         for place, served in zip(places, answers, strict=True):
             outputs = served.answer.outputs
             said = outputs.label if outputs.text is UNSET else outputs.text
-            found[place] = Said("" if said is UNSET else said, served.failed is not None)
+            found[place] = Said(
+                "" if said is UNSET else said, served.missed is not None and not served.missed.disagreement
+            )
     return [found[place] for place in range(len(prompts))]
 
 

@@ -139,7 +139,7 @@ def test_the_plan_of_a_term_is_read_back_from_its_lead_delta(history: Recorded) 
     told = delta_at(history, 1).environment
     assert told is not UNSET
     assert plan_of(told) == PLAN
-    assert plan_of({}) == replace(Plan(), forms=False), "it is of an editor that trained at one prompt"
+    assert plan_of({}) == replace(Plan(), forms=False, wording=False), "it is of an editor that had neither"
     with pytest.raises(DeltaFault, match="the plan in a lead delta cannot be read"):
         plan_of({"radius": "wide"})
 
