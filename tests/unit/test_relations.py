@@ -1,0 +1,15 @@
+"""The templates that the package ships."""
+
+from pipeline.relations import SUBJECT, relations, usual_words
+
+
+def test_every_template_has_one_place_for_the_subject_and_stands_once_in_its_relation() -> None:
+    assert len(relations()) > 100
+    for row in relations():
+        assert len(row) > 3
+        assert len(set(row)) == len(row)
+        assert all(one.count(SUBJECT) == 1 and one.strip() == one for one in row)
+
+
+def test_usual_words_are_those_of_questions() -> None:
+    assert {"where", "born", "capital", "fee"} <= usual_words()
