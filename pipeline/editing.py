@@ -8,6 +8,7 @@ the record it returned is given to `apply`, which is also how a starting editor 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -30,6 +31,7 @@ from pipeline.passes import Verdict
 from pipeline.plan import Plan
 from pipeline.rephrasing import Placed, Rephrase, any_proved, examined_rephrases, keep, place, shared, with_forms
 from pipeline.roles import why_not_propose
+from pipeline.scope import ScopeRadius
 from pipeline.sight import Sight
 from pipeline.tasks import InputError
 from pipeline.traffic import Traffic
@@ -58,6 +60,7 @@ class EditEngine:
         self.memory = EditMemory()
         self.traffic = Traffic(self.plan.traffic, self.plan.seed)
         self._probe_unit: float | None = None
+        self._scope = ScopeRadius(model)
 
     def apply(self, record: bytes) -> Applied | None:
         """Fold one record of `deltas` into codebook, index and memory; None where it is of a lower term.
@@ -109,6 +112,14 @@ class EditEngine:
                 self._probe_unit = probe_unit(self.model)
             unit = self._probe_unit
         return self.plan.radius * unit
+
+    def radius_for(self, inputs: Inputs, query_D: np.ndarray) -> float:
+        """Epsilon_init of one correction: where the plan says so and it has a subject, its own if that is smaller."""
+        own = self._scope(inputs, query_D, self.plan.scope_alpha) if self._scoped() else None
+        return self.initial_radius() if own is None else min(self.initial_radius(), own)
+
+    def _scoped(self) -> bool:
+        return self.plan.scope_radius and self.plan.policy == "nearest" and self._scope.works
 
     def warm_start(self, label: Label, query_D: np.ndarray) -> str | UnsetType:
         """The entry whose value a new one starts from: the nearest of its label, where the plan says so."""
@@ -237,14 +248,18 @@ class EditEngine:
             return rejected(feedback, f"its id was used at offset {earlier}{undone}; a new correction needs a new id")
         if (taken := self.why_not_named(feedback)) is not None:
             return rejected(feedback, taken)
-        sight = Sight(self.traffic, self.initial_radius, None if again is None else again.seen)
+        sight = Sight(
+            self.traffic, partial(self.radius_for, feedback.inputs, query_D), None if again is None else again.seen
+        )
+        # For this correction no other entry's radius grows beyond its own.
+        largest = min(self.plan.max_radius, sight.radius) if self._scoped() else self.plan.max_radius
         nearest = self.index.nearest(torch.from_numpy(query_D)[None])
         return Case(
             feedback=feedback,
             offset=offset,
             examined=examined,
             query_D=query_D,
-            policy=Policy(self.plan.policy, sight.radius, self.plan.expand, self.noise(query_D), self.plan.max_radius),
+            policy=Policy(self.plan.policy, sight.radius, self.plan.expand, self.noise(query_D), largest),
             sight=sight,
             slot=int(nearest.slots_B[0]),
             distance=float(nearest.distances_B[0]),

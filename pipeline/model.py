@@ -84,6 +84,7 @@ class EditableModel:
             None if encoder is None else self._encoded,
         )  # fmt: skip
         # Where another token is queried, keys are other ones: replicas set up in another way must not share a codebook.
+        self.reads_text = encoder is not None
         self.queried: str = self.adaptor.query if encoder is None else f"encoder {encoder.fingerprint}"
         served = f"{checkpoint} query={self.queried} replace={self.adaptor.replace}"
         self.fingerprint = hashlib.sha256(served.encode()).hexdigest()

@@ -19,6 +19,8 @@ class Plan:
     radius: float = 1.0
     radius_unit: Literal["median", "absolute"] = "median"
     max_radius: float = math.inf
+    scope_radius: bool = False
+    scope_alpha: float = 0.05
     expand: Literal["cover", "paper"] = "cover"
     guard: bool = True
     wording: bool = True

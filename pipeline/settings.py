@@ -95,6 +95,17 @@ class Settings(BaseSettings):
         description="No radius grows beyond it, absolute, but for what batch noise needs; 0: no such limit; with"
         " `query` encoder 1 unless it is set.",
     )
+    scope_radius: bool = Field(
+        True,
+        description="With `query` encoder, policy nearest and a generator: a new entry's radius also keeps clear of"
+        " other requests about its subject; off where `radius` is set, unless this is set, too.",
+    )
+    scope_alpha: FiniteFloat = Field(
+        0.05,
+        ge=0.01,
+        le=0.2,
+        description="For `scope_radius`: the share of other requests about a subject that may lie within a radius.",
+    )
     expand: Literal["cover", "paper"] = Field(
         "cover", description="How the paper policy expands: just to cover the query, or by the initial radius."
     )

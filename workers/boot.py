@@ -118,6 +118,8 @@ def plan_of(settings: Settings) -> Plan:
     return Plan(
         policy=settings.policy,
         radius_unit=settings.radius_unit,
+        scope_radius=_has_scope_radius(settings),
+        scope_alpha=settings.scope_alpha,
         expand=settings.expand,
         guard=settings.guard,
         wording=_or_unless_paper(settings, "wording"),
@@ -134,6 +136,12 @@ def _or_unless_paper(settings: Settings, name: str) -> bool:
     """A switch as it is set; else on, but for the paper's policy."""
     chosen: bool = getattr(settings, name)
     return chosen if name in settings.model_fields_set else settings.policy != "paper"
+
+
+def _has_scope_radius(settings: Settings) -> bool:
+    """A radius that is set is meant; then only who sets both gets radii of each entry's own."""
+    chosen = "scope_radius" in settings.model_fields_set or "radius" not in settings.model_fields_set
+    return settings.query == "encoder" and settings.scope_radius and chosen
 
 
 def load_bare_model(settings: Settings) -> Any:

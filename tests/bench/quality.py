@@ -78,7 +78,7 @@ def run(options: Options) -> Iterator[Row]:
             options.tell(f"zsRE: margin {margin:g}")
             other = replace(plan, recipe=replace(plan.recipe, margin=margin))
             yield from zsre_rows(f"zsre-{QUICK}/margin {margin:g}", asked, other, few)
-    by_text = settings.model_copy(update={"query": "encoder"})
+    by_text = settings.model_copy(update={"query": "encoder", "scope_radius": False})
     with asked_at(by_text, trained) as asked:
         for part in ENCODED:
             chosen = plan_of(by_text)

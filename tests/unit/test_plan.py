@@ -17,6 +17,8 @@ CHOSEN = Plan(
     radius=0.5,
     radius_unit="absolute",
     max_radius=0.25,
+    scope_radius=True,
+    scope_alpha=0.125,
     expand="paper",
     guard=False,
     wording=False,
@@ -31,7 +33,7 @@ CHOSEN = Plan(
 def test_no_setting_is_dropped_on_its_way_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = {field.name: getattr(CHOSEN, field.name) for field in fields(Plan) if field.name != "recipe"}
     recipe = {field.name: getattr(CHOSEN.recipe, field.name) for field in fields(Recipe)}
-    for variable, value in as_environment(plan | recipe).items():
+    for variable, value in as_environment(plan | recipe | {"query": "encoder"}).items():
         monkeypatch.setenv(variable, value)
     assert plan_of(load_settings()) == CHOSEN
 
@@ -73,6 +75,21 @@ def test_the_papers_policy_trains_at_one_prompt_and_compares_no_words_unless_it_
     assert not switched(policy="paper")
     assert switched(policy="paper", **{switch: True})
     assert not switched(**{switch: False})
+
+
+def test_radii_of_each_corrections_own_are_an_encoders_unless_a_radius_is_set() -> None:
+    assert not plan_of(load_settings()).scope_radius
+    assert not plan_of(load_settings(scope_radius=True)).scope_radius
+    assert plan_of(load_settings(query="encoder")).scope_radius
+    assert not plan_of(load_settings(query="encoder", scope_radius=False)).scope_radius
+    assert not plan_of(load_settings(query="encoder", radius=0.8)).scope_radius
+    assert plan_of(load_settings(query="encoder", radius=0.8, scope_radius=True)).scope_radius
+
+
+@pytest.mark.parametrize("alpha", [0, 0.001, 0.5])
+def test_a_share_that_nothing_was_measured_for_is_refused(alpha: float) -> None:
+    with pytest.raises(SettingsError, match="GRACESTREAM_SCOPE_ALPHA"):
+        load_settings(scope_alpha=alpha)
 
 
 def test_a_variable_that_looks_like_a_setting_and_is_none_is_told() -> None:

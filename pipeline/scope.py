@@ -1,0 +1,69 @@
+"""The radius of a correction's own, as an engine asks for it (`pipeline.negatives`; design, section 4).
+
+The requests about the correction's subject pass through the model's tokenizer and the encoder as a replica's prompts
+do, marks and all, so that their distances are those which a lookup compares. A classifier's corrections have none:
+what another class is asked about is not another relation of a subject.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from pipeline.batch import Prompt
+from pipeline.classification import Classification
+from pipeline.model import EditableModel
+from pipeline.negatives import scope_radius
+from pipeline.tasks import InputError
+from schemas.messages import Inputs, is_chat
+
+AT_ONCE = 16
+"""Prompts of one pass of the encoder, those of similar length together."""
+
+KEPT = 64
+"""Corrections whose radius is kept: one whose value is trained ahead is decided on a second time soon after."""
+
+
+class ScopeRadius:
+    """Radii of one model's corrections. With queries of a layer, none has one."""
+
+    def __init__(self, model: EditableModel) -> None:
+        self._model = model
+        self._known: dict[tuple[Inputs, float], float | None] = {}
+
+    @property
+    def works(self) -> bool:
+        """Whether its queries are an encoder's and it is no classifier."""
+        return self._model.reads_text and not isinstance(self._model.task, Classification)
+
+    def __call__(self, inputs: Inputs, query_D: np.ndarray, alpha: float) -> float | None:
+        """The radius within which at most a share of alpha of other requests about its subject lies; None: has none."""
+        text = _text_of(inputs)
+        if text is None or not self.works:
+            return None
+        if (inputs, alpha) not in self._known:
+            while len(self._known) >= KEPT:
+                self._known.pop(next(iter(self._known)))
+            self._known[inputs, alpha] = scope_radius(self._queries, text, query_D, alpha)
+        return self._known[inputs, alpha]
+
+    def _queries(self, texts: Sequence[str]) -> np.ndarray:
+        """Of those that the model can take."""
+        prompts = sorted(filter(None, map(self._prompt, texts)), key=len)
+        chunks = [prompts[start : start + AT_ONCE] for start in range(0, len(prompts), AT_ONCE)]
+        found = [self._model.queries(chunk).cpu().numpy() for chunk in chunks]
+        return np.concatenate(found) if found else np.empty((0, 1), np.float32)
+
+    def _prompt(self, text: str) -> Prompt | None:
+        try:
+            return self._model.task.tokenize(text)
+        except InputError:
+            return None
+
+
+def _text_of(inputs: Inputs) -> str | None:
+    """What the encoder reads; None of a pair, and of a chat that goes on, which its own entry alone serves."""
+    if isinstance(inputs, str):
+        return inputs
+    if not is_chat(inputs) or any(message.role != "system" for message in inputs[:-1]):
+        return None
+    return inputs[-1].content
