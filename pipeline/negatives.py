@@ -27,6 +27,10 @@ from pipeline.subject import request_in, subject_of
 COUNT = 25
 """Templates that one radius takes; with 45 or 90, measured figures are the same."""
 
+LONG, COUNT_OF_LONG = 500, 12
+"""Characters of a text above which fewer templates do: what stands around the request goes through the encoder with
+each of them."""
+
 FARTHEST = 1.0
 """No median counts for more: at the square root of two texts have nothing in common."""
 
@@ -75,7 +79,7 @@ def scope_radius(
 
     `queries` (N, D) are those that a replica would make of texts; it may leave out some, and need not be finite.
     """
-    others = other_requests(text)
+    others = other_requests(text, COUNT if len(text) <= LONG else COUNT_OF_LONG)
     if not others:
         return None
     distances_N = np.linalg.norm(queries(others).astype(np.float64) - query_D, axis=1)

@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from pipeline.negatives import (
     COUNT,
+    COUNT_OF_LONG,
     FARTHEST,
     FEWEST,
+    LONG,
     SHARES,
     other_requests,
     radius_of,
@@ -85,3 +87,15 @@ def placed(texts: Sequence[str]) -> np.ndarray:
 def test_the_radius_is_a_share_of_the_distance_to_the_nearer_ones() -> None:
     expected = radius_of([place / COUNT for place in range(COUNT - 2)], 0.05)
     assert scope_radius(placed, ASKED, np.zeros(2, np.float32), 0.05) == pytest.approx(expected)
+
+
+def test_a_long_text_takes_fewer_requests() -> None:
+    asked: list[int] = []
+
+    def counted(texts: Sequence[str]) -> np.ndarray:
+        asked.append(len(texts))
+        return placed(texts)
+
+    for text in (ASKED, "The town has an old archive. " * (LONG // 20) + ASKED):
+        assert scope_radius(counted, text, np.zeros(2, np.float32), 0.05) is not None
+    assert asked == [COUNT, COUNT_OF_LONG]

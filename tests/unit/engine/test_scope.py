@@ -27,9 +27,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The texts for which a radius was computed."""
     found: list[str] = []
 
-    def noted(text: str) -> list[str]:
+    def noted(text: str, count: int) -> list[str]:
         found.append(text)
-        return other_requests(text)
+        return other_requests(text, count)
 
     monkeypatch.setattr("pipeline.negatives.other_requests", noted)
     return found
