@@ -44,10 +44,17 @@ class Method:
     curves: tuple[float, ...] = ()
 
 
+BY_DISTANCE = {"forms": False, "wording": False, "scope_radius": False}
+"""Values of one prompt, and a match by distance alone."""
+
 METHODS = (
-    Method("default", curves=(0.4, 0.6, 0.8, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5)),
-    Method("encoder", {"query": "encoder"}, curves=(0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)),
-    Method("encoder 0.8", {"query": "encoder", "radius": 0.8}),
+    Method("encoder", {"query": "encoder"}),
+    Method("encoder, alpha .1", {"query": "encoder", "scope_alpha": 0.1}),
+    Method(
+        "encoder, distance", {"query": "encoder", **BY_DISTANCE}, curves=(0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+    ),
+    Method("default"),
+    Method("default, distance", BY_DISTANCE, curves=(0.4, 0.6, 0.8, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5)),
 )
 """The methods that are compared. A method without a curve shares its queries with an earlier one."""
 
