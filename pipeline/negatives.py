@@ -22,7 +22,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from pipeline.relations import SUBJECT, relations
-from pipeline.subject import request_in, subject_of
+from pipeline.request import request_in
+from pipeline.subject import subject_of
 
 COUNT = 25
 """Templates that one radius takes; with 45 or 90, measured figures are the same."""

@@ -13,34 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.relations import usual_words
+from pipeline.request import WORD, request_in
 
 
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
-
-LONGEST = 4000
-"""Characters from the end of a text that are read."""
-
-WORD = re.compile(r"[^\W_]+(?:['\u2019`.&/+-][^\W_]+)*[+#]*")
-"""A word, with what stands inside it."""
-
-INITIAL = re.compile(r"(?:^|[\s.])(?:[^\W\d_]|[A-Z][a-z]{1,2})$")
-"""What stands before a full stop that ends no sentence: an initial, or the short form of a title."""
-
-STOP = re.compile(r"[.!?…]+[\"”\u2019')\]]*(?=\s)|[。\uff1f\uff01]|\n+")
-"""Where a sentence may end."""
-
-ANSWER = re.compile(
-    r"(?:(?<=[.!?…。\uff1f\uff01\"”\u2019])\s*|\n\s*)[^\W\d_]+\s*:\s*$|\s+(?:answer|a|response|assistant)\s*:\s*$",
-    re.IGNORECASE,
-)
-"""A word that announces the answer, at the end of a prompt."""
-
-LABEL = re.compile(r"\s*[^\W\d_]+\s*:\s+")
-"""A word that announces the question."""
-
-LABELS = frozenset({"question", "q", "input", "user", "prompt", "query", "request", "human", "instruction", "task"})
 
 QUOTED = re.compile(
     r"\"([^\"]+)\"|“([^”]+)”|«([^»]+)»|„([^“”]+)[“”]"
@@ -79,24 +57,8 @@ FUNCTION = JOINING | _words(
 """Words that say nothing of what a text is about."""
 
 
-BACK = _words("it they he she this that these those its their his her there")
-"""Words that begin a sentence which says of what the one before was about."""
-
 INSIDE = " .&-\u2013/:'\u2019!,"
 """What may stand between the words of a name; the last of these only before another capital."""
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """The part of a text that asks: all of it is `before + request + after`, for which a frame may stand around."""
-
-    before: str
-    request: str
-    after: str
-
-    def asking(self, other: str) -> str:
-        """The same text with another request in the place of this one."""
-        return f"{self.before}{other}{self.after}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,21 +85,6 @@ class _Word:
         return any(character.isupper() or character.isdigit() for character in self.text)
 
 
-def request_in(text: str) -> Request:
-    """The last sentence of more than two words, without a frame such as "Question: ... Answer:"."""
-    far = max(len(text) - LONGEST, 0)
-    announced = ANSWER.search(text, far)
-    end = len(text) if announced is None else announced.start()
-    start, end = _last_sentence(text, far, end)
-    label = LABEL.match(text, start, end)
-    if label is not None and (announced is not None or label[0].strip(" \t\n:").lower() in LABELS):
-        start = label.end()
-    inner = text[start:end]
-    start += len(inner) - len(inner.lstrip())
-    end = start + len(inner.strip())
-    return Request(text[:start], text[start:end], text[end:])
-
-
 def subject_of(text: str) -> str | None:
     """What a text is about; None where the rules find nothing."""
     request = request_in(text).request
@@ -151,24 +98,6 @@ def subject_of(text: str) -> str | None:
         return None  # nothing, or nothing else
     first, last = found
     return re.sub(r"['\u2019`][sS]?$", "", request[words[first].start : words[last].end])
-
-
-def _last_sentence(text: str, far: int, end: int) -> tuple[int, int]:
-    """From the last sentence on that has more than two words and points back to none before it."""
-    ends = [far]
-    for found in STOP.finditer(text, far, end):
-        after = text[found.end() :].lstrip()[:1]
-        if found[0].startswith((".", "!", "…")) and (after.islower() or INITIAL.search(text, ends[-1], found.start())):
-            continue
-        ends.append(found.end())
-    stop = end
-    for start in reversed(ends):
-        words = WORD.findall(text, start, stop)
-        if len(words) > 2 and words[0].lower() not in BACK:
-            return start, stop if len(WORD.findall(text, stop, end)) == 0 else end
-        if len(words) > 2:
-            stop = start
-    return far, end
 
 
 def _names(words: Sequence[_Word], request: str, asking: frozenset[str]) -> tuple[int, int] | None:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
 
+from pipeline.request import request_in
 from schemas.deltas import MAX_WORDING
 
 MAX_WORDS = 48
@@ -30,12 +31,6 @@ MAX_WORDS = 48
 
 CACHED = 4096
 """Wordings that are kept as parsed: of entries that match often."""
-
-SENTENCE = re.compile(r"(?<=[.!?…])\s+|\n+")
-FRAME = re.compile(
-    r"^(?:question|prompt|input|user|q)\s*:\s*|(?:^|\s)(?:answer|response|assistant|a)\s*:\s*$", re.IGNORECASE
-)
-"""What stands around a request in a prompt and asks for nothing itself."""
 
 WORD = re.compile(r"\d(?:[\d.,:/-]*\d)?|[^\W\d_]+(?:['\u2019-][^\W\d_]+)*")
 POSSESSIVE = re.compile(r"['\u2019]s?$", re.IGNORECASE)
@@ -53,8 +48,8 @@ ORDINALS = (
     " fifteenth sixteenth seventeenth eighteenth nineteenth twentieth"
 )
 TENS = "_ _ _ thirty forty fifty sixty seventy eighty ninety"
-NO_NUMBERS = frozenset({"_", "one", "second"})
-"""Left out of the lists: "one" is a pronoun as well, and "second" a unit of time."""
+NO_NUMBERS = frozenset({"_", "one", "first", "second"})
+"""Left out of the lists: "one" is a pronoun as well, "first" an adverb, and "second" a unit of time."""
 
 NUMBERS: Mapping[str, str] = {
     **{
@@ -99,17 +94,10 @@ class Wording:
 
 
 def wording_of(text: str) -> str:
-    """What a prompt asks for, in one line, as entries keep it; empty where it is too long to be compared.
-
-    Of several sentences it is the last question, or the last one where none is a question.
-    """
-    sentences = [part for part in map(_unframed, SENTENCE.split(text)) if WORD.search(part)]
-    if not sentences:
-        return ""
-    asked = next((part for part in reversed(sentences) if part.endswith("?")), sentences[-1])
-    if len(asked) > MAX_WORDING or len(WORD.findall(asked)) > MAX_WORDS:
-        return ""
-    return asked
+    """What a prompt asks for (`pipeline.request`) in one line, as entries keep it; empty where it is too long."""
+    asked = " ".join(request_in(text).request.split())
+    comparable = len(asked) <= MAX_WORDING and 0 < len(WORD.findall(asked)) <= MAX_WORDS
+    return asked if comparable else ""
 
 
 def disagreement(edited: str, asked: str) -> str:
@@ -213,11 +201,6 @@ def contrasts() -> Mapping[str, tuple[tuple[int, int], ...]]:
 def _lines(name: str) -> Iterator[str]:
     text = files("pipeline").joinpath("words", name).read_text(encoding="utf-8")
     return (line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#"))
-
-
-def _unframed(sentence: str) -> str:
-    in_one_line = " ".join(sentence.split())  # so that no run of spaces is left, over which `FRAME` would go back
-    return FRAME.sub("", FRAME.sub("", in_one_line)).strip()
 
 
 def _number(word: str) -> str | None:

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pipeline.subject import request_in, subject_of
+from pipeline.request import request_in
+from pipeline.subject import subject_of
 
 SUBJECTS = {
     "Where was Petteri Pennanen born?": "Petteri Pennanen",
@@ -44,20 +45,6 @@ SUBJECTS = {
 @pytest.mark.parametrize(("text", "subject"), SUBJECTS.items())
 def test_the_subject_of_a_request(text: str, subject: str | None) -> None:
     assert subject_of(text) == subject
-
-
-@pytest.mark.parametrize(
-    ("text", "request_"),
-    [
-        ("Question: Who leads Calder? Answer:", "Who leads Calder?"),
-        ("Q: Who leads Calder Insurance?\nA: Ann\nQ: Who leads Tern Express?\nA:", "Who leads Tern Express?"),
-        ("Who leads Calder? It is", "Who leads Calder? It is"),
-        ("Sugar per portion of the oat bar:", "Sugar per portion of the oat bar:"),
-        ("The coat costs 3.50 euros in the shop", "The coat costs 3.50 euros in the shop"),
-    ],
-)
-def test_a_frame_is_no_part_of_the_request(text: str, request_: str) -> None:
-    assert request_in(text).request == request_
 
 
 @given(st.text())

@@ -1,0 +1,92 @@
+"""The part of a prompt that asks, by rules on its text: the last sentence, without a frame around it.
+
+Context before the request, an instruction after it, and a frame such as "Question: ... Answer:" ask for nothing
+themselves. No model runs, and equal texts have equal requests.
+
+Not promised: that it is the right sentence. What announces a question or instructs is known by English words.
+"""
+
+import re
+from dataclasses import dataclass
+
+LONGEST = 4000
+"""Characters from the end of a text that are read."""
+
+WORD = re.compile(r"[^\W_]+(?:['\u2019`.&/+-][^\W_]+)*[+#]*")
+"""A word, with what stands inside it."""
+
+INITIAL = re.compile(r"(?:^|[\s.])(?:[^\W\d_]|[A-Z][a-z]{1,2})$")
+"""What stands before a full stop that ends no sentence: an initial, or the short form of a title."""
+
+STOP = re.compile(r"[.!?…]+[\"”\u2019')\]]*(?=\s)|[。\uff1f\uff01]|\n+")
+"""Where a sentence may end."""
+
+ANSWER = re.compile(
+    r"(?:(?<=[.!?…。\uff1f\uff01\"”\u2019])\s*|\n\s*)[^\W\d_]+\s*:\s*$|\s+(?:answer|a|response|assistant)\s*:\s*$",
+    re.IGNORECASE,
+)
+"""A word that announces the answer, at the end of a prompt."""
+
+LABEL = re.compile(r"\s*[^\W\d_]+\s*:\s+")
+"""A word that announces the question."""
+
+LABELS = frozenset({"question", "q", "input", "user", "prompt", "query", "request", "human", "instruction", "task"})
+
+BACK = frozenset({"it", "they", "he", "she", "this", "that", "these", "those", "its", "their", "his", "her", "there"})
+"""Words that begin a sentence which says of what the one before was about."""
+
+INSTRUCTING = frozenset(
+    {"answer", "reply", "respond", "please", "be", "give", "use", "keep", "write", "explain", "say", "thanks", "thank"}
+)
+"""Words that begin an instruction, which may follow a question."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The part of a text that asks: all of it is `before + request + after`, for which a frame may stand around."""
+
+    before: str
+    request: str
+    after: str
+
+    def asking(self, other: str) -> str:
+        """The same text with another request in the place of this one."""
+        return f"{self.before}{other}{self.after}"
+
+
+def request_in(text: str) -> Request:
+    """The last sentence of more than two words, without a frame such as "Question: ... Answer:"."""
+    far = max(len(text) - LONGEST, 0)
+    announced = ANSWER.search(text, far)
+    end = len(text) if announced is None else announced.start()
+    start, end = _last_sentence(text, far, end)
+    label = LABEL.match(text, start, end)
+    if label is not None and (announced is not None or label[0].strip(" \t\n:").lower() in LABELS):
+        start = label.end()
+    inner = text[start:end]
+    start += len(inner) - len(inner.lstrip())
+    end = start + len(inner.strip())
+    return Request(text[:start], text[start:end], text[end:])
+
+
+def _last_sentence(text: str, far: int, end: int) -> tuple[int, int]:
+    """From the last sentence on that has more than two words, points back to none before it, and does not instruct."""
+    ends = [far]
+    for found in STOP.finditer(text, far, end):
+        after = text[found.end() :].lstrip()[:1]
+        if found[0].startswith((".", "!", "…")) and (after.islower() or INITIAL.search(text, ends[-1], found.start())):
+            continue
+        ends.append(found.end())
+    stop = end
+    for start in reversed(ends):
+        words = WORD.findall(text, start, stop)
+        if len(words) <= 2:
+            continue
+        first = words[0].lower()
+        if first in INSTRUCTING and "?" in text[far:start]:
+            stop = end = start
+            continue
+        if first not in BACK:
+            return start, stop if len(WORD.findall(text, stop, end)) == 0 else end
+        stop = start
+    return far, end
