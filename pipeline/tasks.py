@@ -131,10 +131,13 @@ class Task(ABC):
         return ""
 
     def asked(self, batch: Batch) -> Asked:
-        """The wording of each row."""
+        """The wording of each row, taken from its tokens when it is asked for."""
+        prompts: list[list[int]] = []
 
         def wording(row: int) -> str:
-            return self.wording(Prompt(tuple(batch.prompts()[row]), turn=batch.turns[row] if batch.turns else None))
+            if not prompts:
+                prompts.extend(batch.prompts())
+            return self.wording(Prompt(tuple(prompts[row]), turn=batch.turns[row] if batch.turns else None))
 
         return wording
 
