@@ -349,7 +349,7 @@ class EditEngine:
         if case.distance <= case.policy.noise:
             return self._publish(case, Decision("expand"), None, rephrases, loss=loss)
         radius = case.policy.own_radius(self.own_clearance(case))
-        if (reason := self.too_near(radius, case)) is not None:
+        if (reason := self.too_near(radius, case, self.wording(case.examined))) is not None:
             return rejected(case.feedback, reason)
         return self._publish(case, Decision("expand", radius=radius), value_V, rephrases, loss=loss)
 
@@ -367,7 +367,7 @@ class EditEngine:
         decision = decide(case.policy, neighbour, clearance)
         if decision.kind == "expand":
             assert neighbour is not None
-            if not disagreement(self.codebook.wordings[case.slot], case.examined.wording):
+            if self._joins(case) or self._agrees(case):
                 value_V = torch.from_numpy(self.codebook.values_NV[case.slot].copy())
                 found = self.model.passes.gives(case.examined.rest, value_V)
                 if found.right:
@@ -383,7 +383,10 @@ class EditEngine:
             if any_proved(rephrases):
                 return self._extended(case, value_V, rephrases, found.loss)
             return self._publish(case, decision, None, rephrases, loss=found.loss)
-        if decision.radius is not None and (reason := self.too_near(decision.radius, case)) is not None:
+        if (
+            decision.radius is not None
+            and (reason := self.too_near(decision.radius, case, self.wording(case.examined))) is not None
+        ):
             return rejected(case.feedback, reason)
         start_V = self._start(case)
         if case.known_V is not None:
@@ -399,10 +402,9 @@ class EditEngine:
         loss = trained.verdict.loss
         return self._publish(case, decision, trained.value_V, rephrases, steps=trained.steps, loss=loss)
 
-    def too_near(self, radius: float, case: Case) -> str | None:
+    def too_near(self, radius: float, case: Case, wording: str) -> str | None:
         """Why a key with this radius would take an input that is to stay right; None where it does not."""
         if self.plan.guard:
-            wording = self.wording(case.examined)
             kept = self.memory.clearance(case.query_D, case.policy.noise, case.query_D, wording)
             if radius > TRAFFIC_SHARE * kept:  # which only the floor under radii brings about
                 return (
@@ -458,12 +460,19 @@ class EditEngine:
         radius: float | UnsetType = UNSET
         if decision.neighbour_radius is not None and decision.neighbour_radius != self.codebook.radii_N[case.slot]:
             radius = _float32(decision.neighbour_radius)
-        if decision.kind != "replace" and radius is not UNSET:
-            changes.append(EntryChange(entry_id=neighbour_id, radius=radius))
+        wording: str | UnsetType = UNSET
+        if not own_key and self._joins(case):
+            # The entry serves both wordings from now on. So it must keep clear of what only one of them left out.
+            wording = ""
+            held = self.codebook.radii_N[case.slot] if radius is UNSET else radius
+            limit = case.policy.allowed(self.clearance_of_entry(case.slot, case))
+            radius = _float32(max(min(held, limit), case.policy.cover(case.distance)))
+        if decision.kind != "replace" and not (radius is UNSET and wording is UNSET):
+            changes.append(EntryChange(entry_id=neighbour_id, radius=radius, wording=wording))
         if value_V is not None:
             value = Tensor.of(value_V)
             if decision.kind == "replace":
-                changes.append(EntryChange(entry_id=entry_id, value=value, radius=radius, label=label))
+                changes.append(EntryChange(entry_id=entry_id, value=value, radius=radius, label=label, wording=wording))
             else:
                 assert decision.radius is not None
                 radius = _float32(decision.radius)
@@ -566,6 +575,14 @@ class EditEngine:
             )
         return guarded
 
+    def _joins(self, case: Case) -> bool:
+        """Whether the nearest key is the correction's too, within the noise, though its wording disagrees."""
+        return case.slot != NO_SLOT and case.distance <= case.policy.noise and not self._agrees(case)
+
+    def _agrees(self, case: Case) -> bool:
+        """Whether the wording of the nearest entry agrees with the correction's."""
+        return not disagreement(self.codebook.wordings[case.slot], self.wording(case.examined))
+
     def wording(self, examined: Examined) -> str:
         """What the log keeps of a prompt's wording: an entry without one serves all prompts within its radius."""
         return examined.wording if self.plan.wording else ""
@@ -586,7 +603,8 @@ class EditEngine:
     def clearance_of_entry(self, slot: int, case: Case) -> float:
         """The same, of an entry's key."""
         codebook = self.codebook
-        return self.clearance(codebook.entry_ids[slot], codebook.keys_ND[slot], codebook.wordings[slot], case)
+        wording = "" if slot == case.slot and self._joins(case) else codebook.wordings[slot]
+        return self.clearance(codebook.entry_ids[slot], codebook.keys_ND[slot], wording, case)
 
     def label_of_edit(self, feedback_id: str) -> Label | None:
         """The label of the entry that serves an edit; None where the bare model does."""

@@ -21,7 +21,8 @@ from schemas.messages import ChatMessage, Inputs, is_chat
 MOST_TOKENS = 512
 """Of a correction's prompt and its forms, with padding. Passes over longer ones would cost more than the training."""
 
-FRAME = re.compile(r"\s*(?:question|q):\s*(?P<asked>\S.*?)\s*(?:answer|a):\s*", re.IGNORECASE | re.DOTALL)
+QUESTION = re.compile(r"(?:question|q):\s*", re.IGNORECASE)
+ANSWERS = ("answer:", "a:")
 """The frame of a question that a model is to complete."""
 
 
@@ -52,8 +53,14 @@ def _of_chat(messages: tuple[ChatMessage, ...]) -> Iterator[Inputs]:
 
 def _frames(text: str) -> tuple[str, str]:
     """What a text asks without a frame and in one."""
-    found = FRAME.fullmatch(text)
-    return (found["asked"], text) if found else (text.strip(), f"Question: {text.strip()}\nAnswer:")
+    whole = text.strip()
+    label = QUESTION.match(whole)
+    end = next((answer for answer in ANSWERS if whole.lower().endswith(answer)), "")
+    if label is not None and end:
+        asked = whole[label.end() : -len(end)]
+        if asked.strip() and asked[-1:].isspace():
+            return asked.strip(), text
+    return whole, f"Question: {whole}\nAnswer:"
 
 
 def _as_chat(text: str) -> tuple[ChatMessage, ...]:

@@ -28,6 +28,7 @@ from pipeline.maintenance import Decision, Neighbour, decide
 from pipeline.memory import BARE_MODEL
 from pipeline.tasks import InputError
 from pipeline.training import Texts, Trained, train_on
+from pipeline.wording import disagreement
 from schemas.deltas import EntryChange, RephraseKey, Tensor, rephrase_name
 from schemas.messages import Feedback, LeftOut, one_line
 
@@ -38,6 +39,7 @@ NO_VALUE = (
     "the model answers the inputs of the correction by itself, so there is no value; correct this text on its own"
 )
 FAILS = "the value of the correction does not give the target here; correct this text on its own"
+OTHER_WORDS = "the model does not tell it apart from a text with other words; correct this text on its own"
 EDGE = "it lies at the edge of the entry that answers it; correct this text on its own"
 
 
@@ -144,22 +146,23 @@ def place(
             continue
         own_case, slot, distance, nearest = _at(engine, case, one.query_D)
         noise, label, query = own_case.policy.noise, one.examined.label, Tensor.of(one.query_D)
-        served_by = next(
-            (name for name, key_D in new_keys.items() if exact_distance(one.query_D, key_D) <= noise), None
-        )
-        if served_by is None and slot != NO_SLOT and distance <= noise:
-            served_by = engine.codebook.entry_ids[slot]
-            if (change := _taught(engine, own_case, one.examined, served_by, value, changes)) is not None:
-                changes[served_by] = change
+        wording = engine.wording(one.examined)
+        served_by = _entry_at(engine, one.query_D, new_keys, slot if distance <= noise else NO_SLOT, noise)
+        if served_by is not None and disagreement(_wording_of_entry(engine, served_by, changes), wording):
+            placed.leave_out(one, OTHER_WORDS, nearest)
+            continue
+        if served_by is not None and served_by not in new_keys:
+            change = _taught(engine, own_case, one.examined, served_by, value, changes)
+            changes |= {} if change is None else {served_by: change}
         if served_by is None:
             neighbour = None if slot == NO_SLOT else _other(engine, slot, distance, label, changes)
             decision = decide(
                 own_case.policy,
                 neighbour,
-                engine.clearance(one.name, one.query_D, engine.wording(one.examined), own_case),
+                engine.clearance(one.name, one.query_D, wording, own_case),
             )
             assert decision.radius is not None
-            if (reason := engine.too_near(decision.radius, own_case)) is not None:
+            if (reason := engine.too_near(decision.radius, own_case, wording)) is not None:
                 placed.leave_out(one, reason, nearest)
                 continue
             if neighbour is not None:
@@ -171,7 +174,7 @@ def place(
                 value=value,
                 radius=radius,
                 label=label,
-                wording=engine.wording(one.examined) or UNSET,
+                wording=wording or UNSET,
             )
             new_keys[one.name] = one.query_D
             placed.keys.append(with_fields(nearest, entry_id=one.name))
@@ -181,7 +184,6 @@ def place(
                 change = changes[served_by]
                 assert change.radius is not UNSET
                 changes[served_by] = with_fields(change, radius=max(reach, change.radius))
-            wording = engine.wording(one.examined)
             placed.keys.append(with_fields(nearest, entry_id=served_by, query=query, wording=wording))
         same_input = engine.memory.same_input(one.query_D, noise)
         placed.same_input += same_input
@@ -256,6 +258,22 @@ def _taught(
     if reach > radius:
         after = with_fields(after, radius=reach)
     return None if after == before else after
+
+
+def _entry_at(
+    engine: "EditEngine", query_D: np.ndarray, new_keys: dict[str, np.ndarray], slot: int, noise: float
+) -> str | None:
+    """The entry whose key is the query itself, within the noise: a new one, or the one in this slot."""
+    known = None if slot == NO_SLOT else engine.codebook.entry_ids[slot]
+    return next((name for name, key_D in new_keys.items() if exact_distance(query_D, key_D) <= noise), known)
+
+
+def _wording_of_entry(engine: "EditEngine", entry_id: str, changes: dict[str, EntryChange]) -> str:
+    """With these changes; the wording of an entry that is not there yet is that of its change."""
+    change = changes.get(entry_id)
+    if change is not None and (change.wording is not UNSET or change.key is not UNSET):
+        return change.wording or ""
+    return engine.codebook.wordings[engine.codebook.slot(entry_id)]
 
 
 def _other(

@@ -3,20 +3,23 @@
 An embedding places "the fee in 2021" beside "the fee in 2023", and one product beside another. So a match on distance
 is followed by a comparison of the words. Two wordings disagree where they differ in
 
-1. numbers, as digits or as words, and units beside them;
+1. numbers, in digits, words or Roman numerals, and the signs of currencies and percent;
 2. negation;
 3. words that exclude each other (`words/contrasts.txt`): minimum and maximum, buyer and seller, summer and winter;
 4. names: each has a word that the other lacks, and neither word is among those in which paraphrases differ
    (`words/common.txt`); or the names that they share stand in another order.
 
-Case, punctuation, frames such as "Question: … Answer:", sentences before the request, inflection and a typo of one
-letter make no difference. The check is symmetric, and every wording agrees with itself.
+No difference is made by case, accents, punctuation, frames such as "Question: … Answer:", sentences before the request,
+inflection, and one letter that is missing or swapped with its neighbour. The check is symmetric, and every wording
+agrees with itself.
 
 Not promised: that wordings which agree ask for the same, which the radius decides; and any check of a request that is
-longer than `MAX_WORDS`, or in a script without spaces between words. These agree with everything.
+longer than `MAX_WORDS`, which agrees with everything. The lists of words are English: of a text in another language
+numbers and capitals inside it are compared, and of a script without spaces between words only numbers.
 """
 
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -32,8 +35,21 @@ MAX_WORDS = 48
 CACHED = 4096
 """Wordings that are kept as parsed: of entries that match often."""
 
-WORD = re.compile(r"\d(?:[\d.,:/-]*\d)?|[^\W\d_]+(?:['\u2019-][^\W\d_]+)*")
+WORD = re.compile(r"\d(?:[\d.,:/-]*\d)?|[^\W\d_]+(?:['\u2019-][^\W\d_]+)*[+#]*")
 POSSESSIVE = re.compile(r"['\u2019]s?$", re.IGNORECASE)
+ORDINAL_ENDINGS = frozenset({"st", "nd", "rd", "th"})
+THOUSANDS = re.compile(r"\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+ROMAN = re.compile(r"(?=[ivx]{2})x{0,3}(?:ix|iv|v?i{0,3})$")
+"""Roman numerals of at least two letters, up to 39, as kings and wars bear them."""
+
+ACCENTS = re.compile("[\u0300-\u036f]")
+UNSPACED = re.compile(r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]")
+"""A letter of a script that puts no spaces between words."""
+
+SYMBOLS = frozenset("$€£¥%")
+
+FOREIGN = 5
+"""Where less than one word in so many is a common English one, only capitals inside the text count as names."""
 
 NEGATIONS = frozenset(
     {"not", "no", "never", "without", "none", "nobody", "nothing", "neither", "nor", "cannot", "except", "unless"}
@@ -66,9 +82,6 @@ ENDINGS = (
 )  # fmt: skip
 STEM = 4
 """Letters that are left of a word at least when an ending is cut off."""
-
-SAME_START = 6
-"""Words of a language's derived forms that begin with so many equal letters count as one: nation, nationality."""
 
 TYPO = 4
 """Letters of a word in which a typo can be told from another word."""
@@ -145,40 +158,42 @@ def _other_order(edit: Wording, other: Wording) -> str:
 @lru_cache(CACHED)
 def parsed(wording: str) -> Wording:
     """The words of a wording."""
-    found = list(WORD.finditer(wording))
-    shouted = wording.upper() == wording
+    plain = ACCENTS.sub("", unicodedata.normalize("NFKD", wording)).replace("\u2044", "/")
+    found = [POSSESSIVE.sub("", match[0]) for match in WORD.finditer(plain)]
+    shouted = plain.upper() == plain
     words: list[str] = []
-    names: list[str] = []
+    names: list[tuple[str, bool]] = []
     poles: dict[int, set[int]] = {}
-    numbers: Counter[str] = Counter()
+    numbers = Counter(character for character in plain if character in SYMBOLS)
     negations = 0
-    for place, match in enumerate(found):
-        raw = POSSESSIVE.sub("", match[0])
-        word = raw.lower().replace("\u2019", "'")
+    for place, raw in enumerate(found):
+        word = raw.casefold().replace("\u2019", "'").replace("\u0131", "i")
         if word.endswith("n't"):
             word, negations = word[:-3], negations + 1
         if (number := _number(word)) is not None:
             numbers[number] += 1
             words.append(number)
             continue
-        if word in NEGATIONS:
-            negations += 1
+        if word in ORDINAL_ENDINGS and place and found[place - 1][-1:].isdigit():
+            continue
+        negations += word in NEGATIONS
         words.append(word)
         for group, pole in contrasts().get(word, ()):
             poles.setdefault(group, set()).add(pole)
-        capital = raw[:1].isupper() and place > 0 and not shouted
-        if (capital or word not in common_words()) and len(word) > 1 and word not in NEGATIONS:
-            names.append(word)
+        capital = raw[:1].isupper() and place > 0 and not shouted and word != "i"
+        if capital or not (len(word) == 1 or word in NEGATIONS or word in common_words() or UNSPACED.search(word)):
+            names.append((word, capital))
+    foreign = FOREIGN * sum(word in common_words() for word in words) < len(words)
     held = {group: frozenset(some) for group, some in poles.items()}
-    return Wording(tuple(words), tuple(names), dict(numbers), negations % 2 == 1, held)
+    chosen = tuple(name for name, capital in names if capital or not foreign)
+    return Wording(tuple(words), chosen, dict(numbers), negations % 2 == 1, held)
 
 
 def same_word(one: str, other: str) -> bool:
-    """Whether two words are one but for inflection or a typo of one letter."""
-    if one == other or _typo(one, other):
-        return True
-    stems = _stem(one), _stem(other)
-    return stems[0] == stems[1] or (min(map(len, stems)) >= SAME_START - 1 and one[:SAME_START] == other[:SAME_START])
+    """Whether two words are one but for inflection, or one letter that is missing or swapped with its neighbour."""
+    short, long = sorted((one, other), key=len)
+    inflected = len(short) >= STEM and long.startswith(short) and long[len(short) :] in ENDINGS
+    return one == other or inflected or _typo(one, other) or _stem(one) == _stem(other)
 
 
 @lru_cache(1)
@@ -204,9 +219,23 @@ def _lines(name: str) -> Iterator[str]:
 
 
 def _number(word: str) -> str | None:
+    """A number in one spelling: without zeros in front, with a point for its fraction."""
     if word[0].isdigit():
-        return word.replace(",", "")
+        digits = "".join(str(unicodedata.decimal(letter)) if letter.isdecimal() else letter for letter in word)
+        digits = digits.replace(",", "" if THOUSANDS.fullmatch(digits) else ".")
+        whole, point, fraction = digits.partition(".")
+        if point and fraction.isdigit():
+            digits = f"{whole}.{fraction}".rstrip("0").rstrip(".")
+        return digits.lstrip("0") or "0"
+    if ROMAN.match(word):
+        return str(_roman(word))
     return None if word in NO_NUMBERS else NUMBERS.get(word)
+
+
+def _roman(word: str) -> int:
+    values = [{"i": 1, "v": 5, "x": 10}[letter] for letter in word]
+    following = [*values[1:], 0]
+    return sum(-value if value < after else value for value, after in zip(values, following, strict=True))
 
 
 def _stem(word: str) -> str:

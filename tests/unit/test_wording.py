@@ -25,6 +25,17 @@ SAME = [
     ("It isn't allowed in Leeds", "It is not allowed in Leeds"),
     ("The fee is 1,000 euros", "The fee is 1000 euros"),
     ("Où se trouve Łódź ?", "où se trouve łódź"),
+    ("Who is Gauß?", "WHO IS GAUSS?"),
+    ("Where is İzmir?", "WHERE IS IZMIR?"),
+    ("Where is Zürich?", "where is zu\u0308rich"),
+    ("Where is Zürich?", "Where is Zurich?"),
+    ("Who won World War II?", "Who won World War 2?"),
+    ("Who was Louis XVII?", "who was louis xvii"),
+    ("The 2nd floor sells", "the 2 floor sells"),
+    ("It costs 1000.50 euros", "It costs 1,000.5 euros"),
+    ("Ward \u0661\u0662 is open", "Ward 12 is open"),
+    ("Was ist die Hauptstadt von Frankreich?", "Wie heißt die Hauptstadt von Frankreich?"),
+    ("\u6cd5\u56fd\u7684\u9996\u90fd\u662f\u4ec0\u4e48", "\u4ec0\u4e48\u662f\u6cd5\u56fd\u7684\u9996\u90fd"),
 ]
 
 DIFFERENT = [
@@ -43,6 +54,15 @@ DIFFERENT = [
     ("Where is the number on the toaster?", "Where is the number on the kettle?", "names"),
     ("Dr Anna Lindqvist works on", "Dr Anna Lindgren works on", "names"),
     ("The Gold account is", "The Plus account is", "names"),
+    ("What is vitamin C good for?", "What is vitamin D good for?", "'c' and 'd'"),
+    ("What is the price of Plan A?", "What is the price of Plan B?", "names"),
+    ("Who designed the language C?", "Who designed the language C++?", "names"),
+    ("Who was Louis XVII?", "Who was Louis XVIII?", "numbers"),
+    ("The fee is 1,5 euros", "The fee is 15 euros", "numbers"),
+    ("The fee is $5", "The fee is €5", "numbers"),
+    ("The desk opens at 10am", "The desk opens at 10pm", "exclude"),
+    ("The 2021 fee of Dr. Smith is", "The 2023 fee of Dr. Smith is", "numbers"),
+    ("Tell me the fee in 2021. Thanks.", "Tell me the fee in 2023. Thanks.", "numbers"),
     ("Moving from Standard to Plus takes", "Moving from Plus to Standard takes", "order"),
 ]
 
@@ -71,7 +91,6 @@ def test_a_text_that_cannot_be_compared_has_no_wording_and_agrees_with_all(text:
     ("one", "other", "same"),
     [
         ("discover", "discovered", True),
-        ("nation", "nationality", True),
         ("recieve", "receive", True),
         ("calder", "clader", True),
         ("calder", "calde", True),

@@ -107,12 +107,17 @@ def test_nearest_keeps_every_edit_in_force_after_every_step(stream: list[Any], r
         assert set(ours.engine.memory.feedback_ids) == set(ours.believed)
 
 
+edges = st.builds(lambda x, side: (x + 0.05 + side, 0.0), st.integers(0, 2), st.sampled_from([-5e-5, 5e-5]))
+"""Pairs of inputs within batch noise whose wordings disagree."""
+worded_steps = st.lists(st.tuples(points | edges, labels, st.none() | points), min_size=2, max_size=14)
+
+
 @MANY
-@given(steps, initial_radii, st.sampled_from(["nearest", "paper"]))
-def test_edits_whose_wordings_disagree_answer_each_with_its_own_target(
-    stream: list[Any], radius: float, policy: Literal["nearest", "paper"]
-) -> None:
-    ours = start(radius=radius, policy=policy, worded=True)
+@given(worded_steps, initial_radii)
+def test_edits_whose_wordings_disagree_answer_each_with_its_own_target(stream: list[Any], radius: float) -> None:
+    """Within the noise of each other too, where one entry serves both and compares no words."""
+    ours = start(radius=radius, worded=True)
+    memory, codebook = ours.engine.memory, ours.engine.codebook
     for offset, (place, label, traffic) in enumerate(stream):
         if traffic is not None:
             ours.flow(traffic, offset)
@@ -120,14 +125,8 @@ def test_edits_whose_wordings_disagree_answer_each_with_its_own_target(
             continue
         for query_D, believed in ours.believed.values():
             assert answer(ours.engine, *query_D.tolist()) == believed
-    codebook = ours.engine.codebook
-    for name in codebook.entry_ids:
-        (asked,) = (
-            {ours.engine.memory.wording(name)}
-            if name in ours.engine.memory
-            else {codebook.wordings[codebook.slot(name)]}
-        )
-        assert codebook.wordings[codebook.slot(name)] == asked
+    for name in filter(memory.__contains__, codebook.entry_ids):
+        assert codebook.wordings[codebook.slot(name)] in ("", memory.wording(name))
 
 
 @MANY

@@ -72,7 +72,9 @@ class Same:
 
 places = st.tuples(st.integers(0, 3), st.integers(0, 2))
 jitters = st.sampled_from([0.0, 1e-4, 3e-4, 0.01, 0.3])
-points = st.builds(lambda place, x, y: (place[0] + x, place[1] - y), places, jitters, jitters)
+edges = st.builds(lambda x, side: (x + 0.05 + side, 0.0), st.integers(0, 3), st.sampled_from([-5e-5, 5e-5]))
+"""Within the noise of each other, with other wordings."""
+points = st.builds(lambda place, x, y: (place[0] + x, place[1] - y), places, jitters, jitters) | edges
 rephrases = st.one_of(st.just([]), st.just([]), st.lists(points, max_size=3))
 corrections = st.tuples(points, st.integers(0, CLASSES - 1), st.sampled_from(["ann", "bob"]), rephrases)
 undos = st.one_of(st.integers(0, 30), st.sampled_from(["ann", "bob"]))
