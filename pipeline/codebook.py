@@ -21,6 +21,7 @@ import numpy as np
 from msgspec import UNSET, Struct
 
 from pipeline.errors import UserError
+from pipeline.wording import rules
 from schemas.deltas import GENESIS, Delta, EntryChange, chain, decode_delta
 from schemas.messages import ID_LENGTH, InvalidMessage
 
@@ -242,6 +243,8 @@ class Codebook:
             if wording := self.wordings[slot].encode():
                 # No length of an entry id reads like this, so what follows cannot be the next entry.
                 digest.update(b"wording " + struct.pack("<q", len(wording)) + wording)
+        if any(self.wordings):
+            digest.update(rules().encode())
         return digest.hexdigest()
 
     def _check_place(self, delta: Delta, record: bytes) -> None:

@@ -18,6 +18,7 @@ longer than `MAX_WORDS`, which agrees with everything. The lists of words are En
 numbers and capitals inside it are compared, and of a script without spaces between words only numbers.
 """
 
+import hashlib
 import re
 import unicodedata
 from collections import Counter
@@ -28,6 +29,9 @@ from importlib.resources import files
 
 from pipeline.request import request_in
 from schemas.deltas import MAX_WORDING
+
+RULES = 1
+"""The version of the rules in this module. Raise it with every change of what they decide."""
 
 MAX_WORDS = 48
 """Longer requests are texts rather than questions: their words say little of whether two ask for the same."""
@@ -194,6 +198,13 @@ def same_word(one: str, other: str) -> bool:
     short, long = sorted((one, other), key=len)
     inflected = len(short) >= STEM and long.startswith(short) and long[len(short) :] in ENDINGS
     return one == other or inflected or _typo(one, other) or _stem(one) == _stem(other)
+
+
+@lru_cache(1)
+def rules() -> str:
+    """What decides whether wordings agree, as a digest: replicas of other rules answer differently."""
+    lists = "\0".join((*sorted(common_words()), *_lines("contrasts.txt")))
+    return hashlib.sha256(f"{RULES}\0{lists}".encode()).hexdigest()
 
 
 @lru_cache(1)

@@ -25,6 +25,7 @@ from tests.integration.kafka_proxy import PLANS, Fault, KafkaProxy, proxied_kafk
 from tests.integration.running import (
     BUDGETS,
     Users,
+    deltas_in_log,
     flag,
     records,
     save_checkpoint,
@@ -103,9 +104,9 @@ class Network:
             leader.kill()
 
     def left(self) -> Left:
-        """Everything on the topics and in Redis, once both editors hold the same."""
+        """Everything on the topics and in Redis, once both editors hold the same, which is the end of the log."""
         wait_until_settled(self.settings, DELTAS, EDITS, FEEDBACK_DLQ)
-        wait_until(lambda: len({editor.state()["state_digest"] for editor in self.editors}) == 1, 60, "one state")
+        wait_until(self._at_the_end, 60, "both editors at the end of the log")
         store = RadiusStore(redis_client(self.settings), self.settings)
         reader = consumer(self.settings, group_id=self.settings.topic("editor"))
         try:
@@ -124,6 +125,12 @@ class Network:
             followers=[Follower(name, state["seq"], state["digest"], state["state_digest"]) for name, state in states],
             taken=[f"f{number}" for number in range(self.sent)],
         )
+
+    def _at_the_end(self) -> bool:
+        """Whether both editors hold all of the log: shortly after the last outcome both may still lack some."""
+        seq = deltas_in_log(self.settings)[-1].seq
+        states = [editor.state() for editor in self.editors]
+        return {state["seq"] for state in states} == {seq} and len({state["state_digest"] for state in states}) == 1
 
     def _add(self) -> None:
         self._started += 1

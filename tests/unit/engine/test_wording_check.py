@@ -115,13 +115,17 @@ def test_a_kept_input_with_other_words_bounds_no_radius() -> None:
     assert radii == [pytest.approx(0.08), 3.0]
 
 
-def test_a_saved_codebook_compares_the_same_words(tmp_path: Path) -> None:
+def test_a_saved_codebook_compares_the_same_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = started("llama")
     correct(engine, "a", EDITED, TARGET)
     save(engine.codebook, tmp_path / "codebook.safetensors")
     loaded = load(tmp_path / "codebook.safetensors")
     assert loaded.wordings == [wording_of(EDITED)]
     assert loaded.state_digest() == engine.codebook.state_digest()
+    before = loaded.state_digest()
+    with monkeypatch.context() as changed:
+        changed.setattr("pipeline.codebook.rules", lambda: "other rules")
+        assert loaded.state_digest() != before, "a replica with other rules answers differently"
     loaded.wordings[0] = ""
     assert loaded.state_digest() != engine.codebook.state_digest(), "they answer differently"
     prompts = [engine.model.task.tokenize(OTHER)]
