@@ -40,6 +40,9 @@ Methods: `default` is the layer's queries with all settings' defaults; `encoder`
 `alpha .1` a larger share of other requests within a radius. `distance` is the method without values trained on forms,
 the comparison of words, and radii of corrections' own: of these alone the curves are.
 
+Where a page has rows of `encoder 0.8`, all of its rows are older than forms, the comparison of words, radii of
+corrections' own and the check of answers: `default` and `encoder` are there what `distance` is now.
+
 Held-out rows: of zsRE and CounterFact the first 200, of the others every second row. `--development` takes the other
 rows, on which settings may be chosen. `--only` takes one stream.
 """
