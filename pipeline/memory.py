@@ -181,7 +181,7 @@ class EditMemory:
         return [self.feedback_ids[row] for row in self._edits.within(query_D, noise)]
 
     def clearance(self, key_D: np.ndarray, noise: float, but_not: np.ndarray | None = None, wording: str = "") -> float:
-        """The distance to the nearest input that the bare model serves, other than the key's own and `but_not`.
+        """The distance to the nearest input that the unedited model serves, other than the key's own and `but_not`.
 
         Only those count whose wording agrees.
         """

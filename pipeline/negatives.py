@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from pipeline.encoder import FARTHEST
 from pipeline.relations import SUBJECT, relations
 from pipeline.request import request_in
 from pipeline.subject import subject_of
@@ -31,9 +32,6 @@ COUNT = 25
 LONG, COUNT_OF_LONG = 500, 12
 """Characters of a text above which fewer templates do: what stands around the request goes through the encoder with
 each of them."""
-
-FARTHEST = 1.0
-"""No median counts for more: at the square root of two texts have nothing in common."""
 
 FEWEST = 10
 """Of fewer requests, as where most are too long for the model, no radius is made."""

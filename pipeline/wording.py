@@ -174,6 +174,8 @@ def parsed(wording: str) -> Wording:
         word = raw.casefold().replace("\u2019", "'").replace("\u0131", "i")
         if word.endswith("n't"):
             word, negations = word[:-3], negations + 1
+            if not word:  # some tokenizers put a space before it
+                continue
         if (number := _number(word)) is not None:
             numbers[number] += 1
             words.append(number)

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.encoder import FARTHEST
 from pipeline.negatives import (
     COUNT,
     COUNT_OF_LONG,
-    FARTHEST,
     FEWEST,
     LONG,
     SHARES,

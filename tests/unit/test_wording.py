@@ -45,6 +45,7 @@ DIFFERENT = [
     ("If the invoice has been paid", "If the invoice has not been paid", "negated"),
     ("Staff with a key", "Staff without a key", "negated"),
     ("It is allowed", "It isn't allowed", "negated"),
+    ("It is allowed", "It is n't allowed", "negated"),
     ("The minimum deposit is", "The maximum deposit is", "'minimum' and 'maximum'"),
     ("The lowest deposit is", "The maximum deposit is", "exclude"),
     ("What must the buyer bring?", "What must the seller bring?", "exclude"),
@@ -106,7 +107,7 @@ def test_inflection_and_a_typo_make_no_other_word(one: str, other: str, same: bo
 
 PIECES = (
     *("Who", "is", "the", "not", "maximum", "minimum", "2021", "2022", "three", "Leeds", "Hull", "leeds", "buyer"),
-    *("seller", ".", "?", "\n", "Question:", "A:"),
+    *("seller", ".", "?", "\n", "Question:", "A:", "n't", "isn't", "'s", "II", "\u0661", "1,5", "2nd", "$"),
 )
 TEXTS = st.text() | st.lists(st.sampled_from(PIECES)).map(" ".join)
 
@@ -117,7 +118,6 @@ def test_the_check_is_symmetric_and_a_text_agrees_with_itself(one: str, other: s
     edited, asked = wording_of(one), wording_of(other)
     assert len(edited) <= MAX_WORDING
     assert "\n" not in edited
-    assert wording_of(edited) in (edited, ""), "a wording is its own wording, unless it is a frame alone"
     assert disagreement(edited, edited) == ""
     assert bool(disagreement(edited, asked)) == bool(disagreement(asked, edited))
 
