@@ -11,6 +11,7 @@ applied again at the same tokens. The codebook is never written here, and no ran
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -36,13 +37,19 @@ Lookup = Callable[[Tensor], tuple[Tensor, Tensor] | None]
 """Of queries (B, D): which rows take a value (B), and values (B, V) that count in those; None where no row does."""
 
 
+UNCERTAIN = 1.4
+"""Radii within which a prompt that names the same is a near miss: as far away lie most other requests of a subject."""
+
+OUTSIDE = "it names the same, and lies a little outside the radius"
+
+
 class Observed(Exception):
     """Ends a forward pass at the wrapped module."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """The entry within whose radius one row's query lies: its key is `distance` away, less than `radius`.
+    """The entry within whose radius one row's query lies, or that has the same words: its key is `distance` away.
 
     It serves the row unless there is a `disagreement` of the wordings, which says why not.
     """
@@ -52,6 +59,11 @@ class Hit:
     distance: float
     radius: float
     disagreement: str = ""
+
+    @property
+    def by_words(self) -> bool:
+        """Whether the query lies outside the radius, so that the words are the same."""
+        return not self.distance < self.radius
 
 
 @dataclass(slots=True)
@@ -63,7 +75,7 @@ class Session:
         queries_BD: Float32 queries, after the first call, of a session that looks up or takes them.
         outputs_BV: The module's own output where a value would go, float32: the mean over the tokens that it would
             replace. Only of a session that is `measured`.
-        matches: For each row the entry within whose radius it lies, or None; of a session that serves from a codebook.
+        matches: For each row the entry that may serve it, or None; of a session that serves from a codebook.
         replaced_BT: The prompt's tokens that a value replaces, in a row that has one.
         replaced_B: The rows that have one.
     """
@@ -245,17 +257,36 @@ def _hidden(candidate: Any, module: nn.Module) -> Tensor:
 
 
 def matches(queries_BD: Tensor, codebook: Codebook, index: KeyIndex, asked: Asked) -> list[Hit | None]:
-    """For each query the nearest entry, if the query lies within its radius; whether the wordings agree is compared."""
+    """For each query the entry that may serve it.
+
+    That is the nearest one, if the query lies within its radius and the wordings agree. Else it is the nearest one with
+    the same words. Else it is the one that the wording rules out, or that the query lies a little outside of, which
+    tells why.
+    """
     found = index.covering(queries_BD)
     matched: list[Hit | None] = []
     for row, (slot, distance) in enumerate(zip(found.slots_B.tolist(), found.distances_B.tolist(), strict=True)):
-        if slot == NO_SLOT:
-            matched.append(None)
-            continue
-        wording = codebook.wordings[slot]
-        why_not = disagreement(wording, asked(row)) if wording else ""
-        matched.append(Hit(slot, codebook.entry_ids[slot], distance, float(codebook.radii_N[slot]), why_not))
+        match = None
+        if slot != NO_SLOT:
+            wording = codebook.wordings[slot]
+            match = _hit(codebook, slot, distance, disagreement(wording, asked(row)) if wording else "")
+        if serving(match) is None:
+            known = index.in_same_words(queries_BD[row], partial(asked, row))
+            match = match if known is None else _hit(codebook, *known)
+        matched.append(match or _outside(codebook, index.about_same(queries_BD[row], partial(asked, row))))
     return matched
+
+
+def _outside(codebook: Codebook, known: tuple[int, float] | None) -> Hit | None:
+    """The entry that names the same, if the query lies a little outside its radius."""
+    if known is None:
+        return None
+    hit = _hit(codebook, *known, OUTSIDE)
+    return hit if hit.distance < UNCERTAIN * hit.radius else None
+
+
+def _hit(codebook: Codebook, slot: int, distance: float, disagreement: str = "") -> Hit:
+    return Hit(slot, codebook.entry_ids[slot], distance, float(codebook.radii_N[slot]), disagreement)
 
 
 def serving(match: Hit | None) -> Hit | None:

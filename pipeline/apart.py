@@ -10,6 +10,11 @@ from pipeline.difference import Fold, same_edit, same_entry
 from pipeline.editing import EditEngine
 from pipeline.memory import BARE_MODEL, EditMemory
 from pipeline.points import Points
+from pipeline.same_words import SameWords
+from pipeline.wording import ELLIPSIS
+
+_ENTRY, _EDIT = "entry ", "edit "
+"""In front of names among the wordings: an edit may bear the name of an entry."""
 
 
 class Apart:
@@ -29,6 +34,7 @@ class Apart:
         self._served_by: dict[str, str] = {}
         self._serving: Counter[str] = Counter()
         self._bare = Points()  # of edits that the bare model serves, in either
+        self._words = SameWords()  # of these entries, and of edits that the bare model serves, in either
 
     def compare(self, names: Iterable[str], was: Fold, now: EditEngine) -> None:
         """Note which of these entries and edits are the same in both."""
@@ -56,14 +62,24 @@ class Apart:
         taken_over = self._queries.reaching(key_D, slack)
         return bool(len(taken_over) or len(self._bare.within(key_D, reach + slack)))
 
+    def has_words(self, wordings: Iterable[str]) -> bool:
+        """Whether one of these entries, or an edit that the bare model serves, has the same words as one of these.
+
+        The guard gives an entry a wording that nothing has in common because of such an edit.
+        """
+        return any(self._words.named(wording.removeprefix(ELLIPSIS)) for wording in wordings)
+
     def _compare_entry(self, name: str, was: Fold, now: EditEngine) -> None:
         if name in self._labels:
             self._keys.drop(name)
             self._labelled[self._labels.pop(name)] -= 1
         if same_entry(name, was.codebook, now.codebook):
             self.entries.discard(name)
+            self._words.drop(_ENTRY + name)
             return
         self.entries.add(name)
+        books = [book for book in (was.codebook, now.codebook) if name in book]
+        self._words.put(_ENTRY + name, *[book.wordings[book.slot(name)] for book in books])
         if name in now.codebook:
             slot = now.codebook.slot(name)
             self._keys.put(name, now.codebook.keys_ND[slot])
@@ -76,6 +92,7 @@ class Apart:
             self._serving[self._served_by.pop(name)] -= 1
         if name in self._bare:
             self._bare.drop(name)
+        self._words.drop(_EDIT + name)
         if same_edit(name, was, now):
             self.edits.discard(name)
             return
@@ -83,6 +100,7 @@ class Apart:
         for memory in (was, now):
             if name in memory and memory.serving_entry(name) == BARE_MODEL:
                 self._bare.put(name, memory.query(name))
+                self._words.put(_EDIT + name, memory.wording(name))
         if name in now and (entry_id := now.serving_entry(name)) != BARE_MODEL:
             self._queries.put(name, now.query(name), now.distance(name))
             self._served_by[name] = entry_id

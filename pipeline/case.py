@@ -56,6 +56,11 @@ class Examined:
     wording: str = ""
     """What the prompt asks for (`pipeline.wording`); empty where wordings are not compared."""
 
+    @property
+    def fulfilled(self) -> bool:
+        """Whether the target is given already, and will be: an entry with the same words alone is no key of its own."""
+        return self.verdict.right and (self.hit is None or not self.hit.by_words)
+
 
 @dataclass(frozen=True, slots=True)
 class Ahead:

@@ -36,7 +36,7 @@ from pipeline.sight import Sight
 from pipeline.tasks import InputError
 from pipeline.traffic import Traffic
 from pipeline.training import Trained, train_on, train_value, train_values
-from pipeline.wording import disagreement
+from pipeline.wording import ELLIPSIS, disagreement
 from schemas.deltas import Cause, Delta, EntryChange, Op, Standing, Tensor, rephrase_name, seal
 from schemas.messages import VERSION, Feedback, Inputs, Outcome, one_line
 
@@ -147,7 +147,7 @@ class EditEngine:
         case = self._case(feedback, offset, again, ahead, standing)
         if isinstance(case, Edited):
             return case
-        edited = self._keep(case) if case.examined.verdict.right else self._decide(case)
+        edited = self._keep(case) if case.examined.fulfilled else self._decide(case)
         if edited.record is not None:
             return edited
         nearest_id = [] if case.slot == NO_SLOT else [self.codebook.entry_ids[case.slot]]
@@ -215,7 +215,7 @@ class EditEngine:
 
     def _wants_value(self, case: Case) -> bool:
         """Whether a value would have to be trained, were this decided on now."""
-        return not case.examined.verdict.right and self._decision(case)[1] is None
+        return not case.examined.fulfilled and self._decision(case)[1] is None
 
     def _case(
         self,
@@ -248,9 +248,10 @@ class EditEngine:
             return rejected(feedback, f"its id was used at offset {earlier}{undone}; a new correction needs a new id")
         if (taken := self.why_not_named(feedback)) is not None:
             return rejected(feedback, taken)
-        sight = Sight(
-            self.traffic, partial(self.radius_for, feedback.inputs, query_D), None if again is None else again.seen
-        )
+        # Of requests within a radius that keeps clear of others about the subject, most ask the same: a few may.
+        share = self.plan.scope_alpha if self._scoped() and self._scope.covers(feedback.inputs) else 0.0
+        initial_radius = partial(self.radius_for, feedback.inputs, query_D)
+        sight = Sight(self.traffic, initial_radius, None if again is None else again.seen, share)
         # For this correction no other entry's radius grows beyond its own.
         largest = min(self.plan.max_radius, sight.radius) if self._scoped() else self.plan.max_radius
         nearest = self.index.nearest(torch.from_numpy(query_D)[None])
@@ -503,6 +504,7 @@ class EditEngine:
             **told,  # type: ignore[arg-type]
         )
         said_otherwise = [other for other in same_input if self.label_of_edit(other) != label]
+        said_otherwise += self.memory.kept_in_same_words(self.wording(case.examined))
         return self._sealed(case, outcome, decision.kind, changes, entry_id, said_otherwise, placed)
 
     def _sealed(
@@ -560,7 +562,8 @@ class EditEngine:
         )
         guarded = []
         for feedback_id in displaced:
-            query_D, wording = self.memory.query(feedback_id), self.memory.wording(feedback_id)
+            query_D = self.memory.query(feedback_id)
+            wording = self._wording_beside(self.memory.wording(feedback_id))
             server = self.codebook.entry(self.codebook.slot(self.memory.serving_entry(feedback_id)))
             policy = replace(case.policy, noise=self.noise(query_D))
             guarded.append(
@@ -574,6 +577,10 @@ class EditEngine:
                 )
             )
         return guarded
+
+    def _wording_beside(self, wording: str) -> str:
+        """The wording of an entry that an earlier edit is given: no prompt of the unedited model has the same words."""
+        return ELLIPSIS + wording if self.memory.kept_in_same_words(wording) else wording
 
     def _joins(self, case: Case) -> bool:
         """Whether the nearest key is the correction's too, within the noise, though its wording disagrees."""

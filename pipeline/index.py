@@ -5,7 +5,7 @@ On a CPU a sieve rules nearly all keys out. Where it leaves too many, and on a G
 key can win. The winner is found by direct difference. So the answer equals brute force, whatever the norms.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,8 @@ import torch
 from pipeline.codebook import Applied, Codebook
 from pipeline.distance import exact_distances
 from pipeline.key_search import NO_SLOT, KeySearch, search_for
+from pipeline.same_names import SameNames
+from pipeline.same_words import SameWords
 from pipeline.sieve import Sieve
 
 CANDIDATES = 8
@@ -41,6 +43,23 @@ class Nearest:
     distances_B: torch.Tensor
 
 
+class _Wordings:
+    """The wordings of entries, as they are found; false while no entry has one."""
+
+    def __init__(self) -> None:
+        self.words, self.names = SameWords(), SameNames()
+
+    def __bool__(self) -> bool:
+        return len(self.words) + len(self.names) > 0
+
+    def take(self, codebook: Codebook, entry_ids: Iterable[str]) -> None:
+        """Take over what the codebook now has of these entries."""
+        for entry_id in entry_ids:
+            wording = codebook.wordings[codebook.slot(entry_id)] if entry_id in codebook else ""
+            self.words.put(entry_id, wording)
+            self.names.put(entry_id, wording)
+
+
 class KeyIndex:
     """Exact nearest keys of a codebook, on one device. Call `refresh` after each delta the codebook applied.
 
@@ -57,6 +76,8 @@ class KeyIndex:
         """By query, what its nearest keys are and how far: of the last batch, where a look at all keys told."""
         self._stale: set[int] | None = None
         """Slots that the search has not taken over; None: all."""
+        self._wordings: _Wordings | None = None
+        """What is known of the entries' wordings; None: they have to be read anew."""
 
     def refresh(self, *changes: Applied) -> None:
         """Take over what these deltas changed, one after the other; without any, everything."""
@@ -68,6 +89,39 @@ class KeyIndex:
         if self._sieve is not None:
             self._sieve.changed(slots)
         self._known = {}
+        if self._wordings is not None and changes:
+            self._wordings.take(self._codebook, {change.entry_id for one in changes for change in one.delta.entries})
+        else:
+            self._wordings = None
+
+    def in_same_words(self, query_D: torch.Tensor, wording: Callable[[], str]) -> tuple[int, float] | None:
+        """The slot of the nearest key whose entry's wording has the same words, and the distance; None: there is none.
+
+        For a query that was looked up. `wording` tells its own; it is not called while no entry has one.
+        """
+        known = self._known_wordings()
+        return self._nearest_entry(query_D, known.words.named(wording())) if known else None
+
+    def about_same(self, query_D: torch.Tensor, wording: Callable[[], str]) -> tuple[int, float] | None:
+        """The slot of the nearest key whose entry's wording agrees and has no other names, and the distance."""
+        known = self._known_wordings()
+        return self._nearest_entry(query_D, known.names.named(wording())) if known else None
+
+    def _known_wordings(self) -> "_Wordings":
+        if self._wordings is None:
+            self._wordings = _Wordings()
+            self._wordings.take(self._codebook, self._codebook.entry_ids)
+        return self._wordings
+
+    def _nearest_entry(self, query_D: torch.Tensor, entry_ids: Sequence[str]) -> tuple[int, float] | None:
+        if not entry_ids:
+            return None
+        slots = np.array([self._codebook.slot(name) for name in entry_ids])
+        queries_1D = query_D.detach().to(self._device, torch.float32)[None].contiguous()
+        if not torch.isfinite(queries_1D).all():
+            return None
+        tied, distance = self._nearest_of(queries_1D, {0: slots})[0]
+        return self._first(tied.tolist()), distance
 
     def nearest(self, queries_BD: torch.Tensor) -> Nearest:
         """The nearest key of each query; of keys at the same distance the one whose entry's id comes first.

@@ -14,8 +14,8 @@ from msgspec import UNSET
 from pipeline.codebook import Codebook, DeltaFault
 from pipeline.distance import exact_distance
 from pipeline.points import Points
+from pipeline.same_words import SameWords, bounds_radius
 from pipeline.sight import together
-from pipeline.wording import agrees
 from schemas.deltas import Cause, Delta, Seen
 
 BARE_MODEL = ""
@@ -55,6 +55,8 @@ class EditMemory:
         """The queries; the reach of each is the distance to the key that serves it."""
         self._bare = Points()
         """The queries that the bare model serves."""
+        self._bare_words = SameWords()
+        """Their wordings."""
         self._at: dict[str, set[str]] = {}
         """By entry id: the edits that it serves beside the one whose own it is."""
 
@@ -183,9 +185,13 @@ class EditMemory:
     def clearance(self, key_D: np.ndarray, noise: float, but_not: np.ndarray | None = None, wording: str = "") -> float:
         """The distance to the nearest input that the unedited model serves, other than the key's own and `but_not`.
 
-        Only those count whose wording agrees.
+        Only those count whose wording agrees in other words: what is asked in the same words has been corrected, too.
         """
-        return self._bare.clearance(key_D, noise, but_not, lambda name: agrees(wording, self.wording(name)))
+        return self._bare.clearance(key_D, noise, but_not, lambda name: bounds_radius(wording, self.wording(name)))
+
+    def kept_in_same_words(self, wording: str) -> list[str]:
+        """The edits that the unedited model serves whose prompts have the same words as this wording."""
+        return self._bare_words.named(wording)
 
     def displaced(
         self,
@@ -245,6 +251,7 @@ class EditMemory:
             self._unserve(feedback_id)
         if entry_id == BARE_MODEL:
             self._bare.put(feedback_id, query_D)
+            self._bare_words.put(feedback_id, wording)
         elif entry_id != feedback_id:
             self._at.setdefault(entry_id, set()).add(feedback_id)
         row = self._edits.put(feedback_id, query_D, distance)
@@ -265,6 +272,7 @@ class EditMemory:
         entry_id = self.serving_entry(feedback_id)
         if entry_id == BARE_MODEL:
             self._bare.drop(feedback_id)
+            self._bare_words.drop(feedback_id)
         elif entry_id != feedback_id:
             self._at[entry_id].remove(feedback_id)
             if not self._at[entry_id]:

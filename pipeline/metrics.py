@@ -35,7 +35,8 @@ REPLIES_REFUSED = Counter(
 EDITED = Counter("gracestream_edited_total", "Answers that an entry of the codebook gave.", registry=REPLICA)
 NEAR_MISSES = Counter(
     "gracestream_near_misses_total",
-    "Unedited answers to prompts within an entry's radius: its value failed (answer), or words disagree (wording).",
+    "Unedited answers where an entry might have applied: its value failed (answer), the words disagree (wording), or"
+    " the prompt names the same and lies a little outside the radius (distance).",
     ["reason"],
     registry=REPLICA,
 )

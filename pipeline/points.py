@@ -5,6 +5,8 @@ A sieve rules nearly all of them out; of those that it leaves the exact distance
 
 import math
 from collections.abc import Callable
+from functools import partial
+from itertools import islice
 
 import numpy as np
 import torch
@@ -95,19 +97,25 @@ class Points:
         return int(rows[self._exact(query_D, rows).argmin()]) if len(rows) else None
 
     def clearance(
-        self, query_D: np.ndarray, noise: float, but_not: np.ndarray | None = None, counts: Counts = lambda _name: True
+        self,
+        query_D: np.ndarray,
+        noise: float,
+        but_not: np.ndarray | None = None,
+        counts: Counts = lambda _name: True,
+        nearer: int = 0,
     ) -> float:
         """The exact distance to the nearest point that is farther than `noise` from the query and from `but_not`.
 
-        Points whose name does not count are passed over.
+        Points whose name does not count are passed over, and then as many as may be `nearer`.
         """
-        count = SOME
-        known = self._clearance(query_D, noise, but_not, counts, self._sieve.close(query_D, count))
+        others = partial(self._clearance, query_D, noise, but_not, counts, nearer)
+        count = SOME * (1 + nearer)
+        known = others(self._sieve.close(query_D, count))
         while count < len(self):  # else all were looked at
             if math.isfinite(known):
-                return self._clearance(query_D, noise, but_not, counts, self._within(query_D, known))
+                return others(self._within(query_D, known))
             count *= SOME
-            known = self._clearance(query_D, noise, but_not, counts, self._sieve.close(query_D, count))
+            known = others(self._sieve.close(query_D, count))
         return known
 
     def _within(self, query_D: np.ndarray, reach: float) -> np.ndarray:
@@ -118,17 +126,23 @@ class Points:
         return self.points_ND, self.reach_N
 
     def _clearance(
-        self, query_D: np.ndarray, noise: float, but_not: np.ndarray | None, counts: Counts, rows: np.ndarray
+        self,
+        query_D: np.ndarray,
+        noise: float,
+        but_not: np.ndarray | None,
+        counts: Counts,
+        nearer: int,
+        rows: np.ndarray,
     ) -> float:
         """The same, of these points alone."""
         distances = self._exact(query_D, rows)
         others = distances > noise
         if but_not is not None:
             others &= self._exact(but_not, rows) > noise
-        for place in np.flatnonzero(others)[np.argsort(distances[others], kind="stable")].tolist():
-            if counts(self.names[rows[place]]):
-                return float(distances[place])
-        return math.inf
+        in_order = np.flatnonzero(others)[np.argsort(distances[others], kind="stable")].tolist()
+        counting = (place for place in in_order if counts(self.names[rows[place]]))
+        found = next(islice(counting, nearer, None), None)
+        return math.inf if found is None else float(distances[found])
 
     def _exact(self, query_D: np.ndarray, rows: np.ndarray) -> np.ndarray:
         if not len(rows):

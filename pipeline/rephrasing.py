@@ -66,10 +66,10 @@ class Placed:
     """Those of them that said something else."""
     noise: float = 0.0
 
-    def leave_out(self, one: Rephrase, reason: str, nearest: RephraseKey | None = None) -> None:
-        """Name it in the outcome; `nearest` stands where the reason is what lies around its query."""
+    def leave_out(self, one: Rephrase, reason: str, nearest: RephraseKey | None = None, wording: str = "") -> None:
+        """Name it in the outcome; `nearest` and its wording stand where the reason is what lies around its query."""
         query = UNSET if nearest is None or one.query_D is None else Tensor.of(one.query_D)
-        self.keys.append(with_fields(nearest or RephraseKey(), query=query, left_out=True))
+        self.keys.append(with_fields(nearest or RephraseKey(), query=query, wording=wording, left_out=True))
         self.left_out.append(LeftOut(rephrase=one.number, reason=reason))
 
 
@@ -149,7 +149,7 @@ def place(
         wording = engine.wording(one.examined)
         served_by = _entry_at(engine, one.query_D, new_keys, slot if distance <= noise else NO_SLOT, noise)
         if served_by is not None and disagreement(_wording_of_entry(engine, served_by, changes), wording):
-            placed.leave_out(one, OTHER_WORDS, nearest)
+            placed.leave_out(one, OTHER_WORDS, nearest, wording)
             continue
         if served_by is not None and served_by not in new_keys:
             change = _taught(engine, own_case, one.examined, served_by, value, changes)
@@ -163,7 +163,7 @@ def place(
             )
             assert decision.radius is not None
             if (reason := engine.too_near(decision.radius, own_case, wording)) is not None:
-                placed.leave_out(one, reason, nearest)
+                placed.leave_out(one, reason, nearest, wording)
                 continue
             if neighbour is not None:
                 _shrink(engine.codebook.entry_ids[slot], neighbour, decision, changes)
@@ -188,6 +188,7 @@ def place(
         same_input = engine.memory.same_input(one.query_D, noise)
         placed.same_input += same_input
         placed.supersedes += [other for other in same_input if engine.label_of_edit(other) != label]
+        placed.supersedes += engine.memory.kept_in_same_words(wording)
         placed.noise = max(placed.noise, noise)
     return placed
 
@@ -200,14 +201,14 @@ def keep(engine: "EditEngine", case: Case) -> Placed:
             placed.leave_out(one, one.why_not)
             continue
         own_case, _, _, nearest = _at(engine, case, one.query_D)
-        hit = one.examined.hit
+        hit, wording = one.examined.hit, engine.wording(one.examined)
         if not one.examined.verdict.right:
-            placed.leave_out(one, NO_VALUE if case.examined.hit is None else FAILS, nearest)
+            placed.leave_out(one, NO_VALUE if case.examined.hit is None else FAILS, nearest, wording)
         elif hit is not None and hit.radius < own_case.policy.cover(hit.distance):
-            placed.leave_out(one, EDGE, nearest)
+            placed.leave_out(one, EDGE, nearest, wording)
         else:
             entry_id = UNSET if hit is None else hit.entry_id
-            query, wording = Tensor.of(one.query_D), engine.wording(one.examined)
+            query = Tensor.of(one.query_D)
             placed.keys.append(with_fields(nearest, entry_id=entry_id, query=query, wording=wording))
             placed.supersedes += [
                 other

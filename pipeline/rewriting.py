@@ -194,6 +194,8 @@ class Rewritten:
         changed = {change.entry_id for change in delta.entries}
         if apart.concerns(changed) or not apart.edits.isdisjoint(cause.supersedes):
             return False
+        if apart.has_words(_wordings(delta, self._was.codebook)):
+            return False
         query_D = _query(delta, self._was.codebook)
         if not self._starts_alike(engine, delta, seen, query_D):
             return False
@@ -312,6 +314,14 @@ def _rephrases(delta: Delta) -> dict[str, np.ndarray | None]:
         else:
             queries[name] = None if one.entry_id is UNSET else own[one.entry_id]
     return queries
+
+
+def _wordings(delta: Delta, codebook: Codebook) -> set[str]:
+    """The wordings of the prompts behind a delta, and of the entries that it changed."""
+    assert delta.cause is not UNSET
+    wordings = {delta.cause.wording, *(one.wording for one in delta.cause.rephrases)}
+    names = [change.entry_id for change in delta.entries if change.entry_id in codebook]
+    return wordings | {codebook.wordings[codebook.slot(name)] for name in names}
 
 
 def _key(codebook: Codebook, name: str) -> np.ndarray:

@@ -13,6 +13,7 @@ from pipeline.batch import Prompt
 from pipeline.classification import Classification
 from pipeline.model import EditableModel
 from pipeline.negatives import scope_radius
+from pipeline.subject import subject_of
 from pipeline.tasks import InputError
 from schemas.messages import Inputs, is_chat
 
@@ -34,6 +35,11 @@ class ScopeRadius:
     def works(self) -> bool:
         """Whether its queries are an encoder's and it is no classifier."""
         return self._model.reads_text and not isinstance(self._model.task, Classification)
+
+    def covers(self, inputs: Inputs) -> bool:
+        """Whether there are other requests about the subject of these inputs."""
+        text = _text_of(inputs)
+        return self.works and text is not None and subject_of(text) is not None
 
     def __call__(self, inputs: Inputs, query_D: np.ndarray, alpha: float) -> float | None:
         """The radius within which at most a share of alpha of other requests about its subject lies; None: has none."""

@@ -15,6 +15,7 @@ import structlog
 from msgspec import UNSET, UnsetType
 
 from pipeline import metrics
+from pipeline.adaptor import OUTSIDE, Hit
 from pipeline.addressing import ORDINARY, Address, Header, address_of
 from pipeline.batch import Prompt
 from pipeline.codebook import DeltaFault
@@ -200,7 +201,7 @@ class Server:
         edit = UNSET if hit is None else AppliedEdit(entry_id=hit.entry_id, distance=hit.distance, radius=hit.radius)
         near_miss: NearMiss | UnsetType = UNSET
         if (missed := served.missed) is not None:
-            reason: NearMissReason = "wording" if missed.disagreement else "answer"
+            reason = _reason(missed)
             metrics.NEAR_MISSES.labels(reason).inc()
             near_miss = NearMiss(
                 entry_id=missed.entry_id,
@@ -261,6 +262,12 @@ def _error(prediction: Prediction, record: Record, address: Address, reason: str
     return Reply(
         PREDICTIONS, key, encode(failed), address.headers, address.topic, partial(_letter, record, unanswered=True)
     )
+
+
+def _reason(missed: Hit) -> NearMissReason:
+    if missed.disagreement == OUTSIDE:
+        return "distance"
+    return "wording" if missed.disagreement else "answer"
 
 
 def _letter(record: Record, reason: str, *, unanswered: bool = False, largest: int = LARGEST) -> Reply:

@@ -18,10 +18,15 @@ from schemas.deltas import Seen
 
 
 class Sight:
-    """The traffic, as seen by one decision; `before` is what it saw when it was made the first time."""
+    """The traffic, as seen by one decision; `before` is what it saw when it was made the first time.
 
-    def __init__(self, traffic: Traffic, initial_radius: Callable[[], float], before: Seen | None = None) -> None:
-        self._traffic, self._before = traffic, before
+    A `share` of the traffic may lie within a radius.
+    """
+
+    def __init__(
+        self, traffic: Traffic, initial_radius: Callable[[], float], before: Seen | None = None, share: float = 0.0
+    ) -> None:
+        self._traffic, self._before, self._share = traffic, before, share
         self.radius = initial_radius() if before is None else before.radius
         """Epsilon_init, absolute."""
         self.start: str | UnsetType = UNSET
@@ -31,12 +36,12 @@ class Sight:
     def clearance(self, name: str, key_D: np.ndarray, noise: float, but_not: np.ndarray, wording: str) -> float:
         """From a key, known as `name`, to the nearest unflagged query but for `but_not`; infinite: there is none.
 
-        Only those count whose wording agrees.
+        Only those count whose wording agrees in other words, after the share that may be nearer.
         """
         if self._before is not None and name in self._before.clearance:
             self._clearance[name] = self._before.clearance[name]
         else:
-            found = self._traffic.clearance(key_D, noise, but_not, wording)
+            found = self._traffic.clearance(key_D, noise, but_not, wording, self._share)
             self._clearance[name] = found if math.isfinite(found) else None
         known = self._clearance[name]
         return math.inf if known is None else known

@@ -7,13 +7,14 @@ forgets with a half-life, and whoever reads the same requests holds the same sam
 
 import hashlib
 import math
+from functools import partial
 
 import numpy as np
 import torch
 
 from pipeline.distance import exact_distances
 from pipeline.points import Points
-from pipeline.wording import agrees
+from pipeline.same_words import bounds_radius
 
 FORGET_SECONDS = 3600.0
 """A request's odds of being held fall by e in this time."""
@@ -80,12 +81,18 @@ class Traffic:
         self._queries.put(name, query_D)
         self._wordings[name] = wording
 
-    def clearance(self, key_D: np.ndarray, noise: float, but_not: np.ndarray | None = None, wording: str = "") -> float:
+    def clearance(
+        self, key_D: np.ndarray, noise: float, but_not: np.ndarray | None = None, wording: str = "", share: float = 0.0
+    ) -> float:
         """The distance to the nearest query held, other than the key's own and `but_not` (within `noise`).
 
-        Only those count whose wording agrees.
+        Only those count whose wording agrees in other words. A share of all that are held may be nearer.
         """
-        return self._queries.clearance(key_D, noise, but_not, lambda name: agrees(wording, self._wordings[name]))
+        counts = partial(self._bounds, wording)
+        return self._queries.clearance(key_D, noise, but_not, counts, nearer=int(share * len(self)))
+
+    def _bounds(self, wording: str, name: str) -> bool:
+        return bounds_radius(wording, self._wordings[name])
 
     def forget(self, query_D: np.ndarray, noise: float) -> None:
         """Drop an input that turned out to be wrong: it was flagged."""

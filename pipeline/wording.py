@@ -30,11 +30,14 @@ from importlib.resources import files
 from pipeline.request import request_in
 from schemas.deltas import MAX_WORDING
 
-RULES = 1
+RULES = 2
 """The version of the rules in this module. Raise it with every change of what they decide."""
 
 MAX_WORDS = 48
 """Longer requests are texts rather than questions: their words say little of whether two ask for the same."""
+
+ELLIPSIS = "\u2026 "
+"""In front of a wording from around which text was cut that may change what it asks for."""
 
 CACHED = 4096
 """Wordings that are kept as parsed: of entries that match often."""
@@ -111,10 +114,21 @@ class Wording:
 
 
 def wording_of(text: str) -> str:
-    """What a prompt asks for (`pipeline.request`) in one line, as entries keep it; empty where it is too long."""
-    asked = " ".join(request_in(text).request.split())
-    comparable = len(asked) <= MAX_WORDING and 0 < len(WORD.findall(asked)) <= MAX_WORDS
+    """What a prompt asks for (`pipeline.request`) in one line, as entries keep it; empty where it is too long.
+
+    It begins with `ELLIPSIS` where around the request stands more than a frame.
+    """
+    found = request_in(text)
+    asked = " ".join(found.request.split())
+    if not _frames(found.before) or not _frames(found.after):
+        asked = ELLIPSIS + asked
+    comparable = len(ELLIPSIS + asked) <= MAX_WORDING and 0 < len(WORD.findall(asked)) <= MAX_WORDS
     return asked if comparable else ""
+
+
+def _frames(text: str) -> bool:
+    """Whether it only greets or says how to answer (`words/framing.txt`)."""
+    return all(match[0].casefold().replace("\u2019", "'") in framing_words() for match in WORD.finditer(text))
 
 
 def disagreement(edited: str, asked: str) -> str:
@@ -205,7 +219,7 @@ def same_word(one: str, other: str) -> bool:
 @lru_cache(1)
 def rules() -> str:
     """What decides whether wordings agree, as a digest: replicas of other rules answer differently."""
-    lists = "\0".join((*sorted(common_words()), *_lines("contrasts.txt")))
+    lists = "\0".join((*sorted(common_words()), *sorted(framing_words()), *_lines("contrasts.txt")))
     return hashlib.sha256(f"{RULES}\0{lists}".encode()).hexdigest()
 
 
@@ -213,6 +227,12 @@ def rules() -> str:
 def common_words() -> frozenset[str]:
     """Words in which two ways to ask for the same may differ."""
     return frozenset(_lines("common.txt"))
+
+
+@lru_cache(1)
+def framing_words() -> frozenset[str]:
+    """Words of what may stand around a request without changing what it asks for."""
+    return frozenset(word for line in _lines("framing.txt") for word in line.split())
 
 
 @lru_cache(1)

@@ -175,14 +175,17 @@ class Outputs(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class AppliedEdit(Struct, frozen=True, kw_only=True):
-    """Which entry answered: its key lies `distance` from the query, within its `radius` (Euclidean, layer's units)."""
+    """Which entry answered: its key lies `distance` from the query, within its `radius` (Euclidean, layer's units).
+
+    Where the distance is no less than the radius, the prompt has the same words as the corrected one.
+    """
 
     entry_id: str
     distance: float
     radius: float
 
 
-NearMissReason = Literal["answer", "wording"]
+NearMissReason = Literal["answer", "distance", "wording"]
 
 
 class NearMiss(Struct, frozen=True, kw_only=True):
@@ -190,7 +193,8 @@ class NearMiss(Struct, frozen=True, kw_only=True):
 
     `distance` and `radius` are as in an applied edit. The reason `answer`: within the radius, but the entry's value did
     not give the entry's target on this prompt. The reason `wording`: within the radius, but the words ask for something
-    else, as `detail` says. `target` is what the entry answers where it applies.
+    else, as `detail` says. The reason `distance`: a little outside the radius, but the prompt names the same. `target`
+    is what the entry answers where it applies.
     """
 
     entry_id: str

@@ -18,10 +18,15 @@ from pipeline.model import EditableModel
 from pipeline.passes import Passes
 from pipeline.plan import Plan
 from pipeline.tasks import Answer, InputError, Supervised, Task
+from pipeline.wording import common_words, contrasts
 from schemas.messages import Inputs, Outputs, Parameters
 from tests.unit.engine.tiny import CODEBOOK, MODEL
 
 CLASSES = 4
+
+
+COMMON = tuple(sorted(word for word in common_words() if len(word) > 1 and not contrasts().get(word)))
+"""Words in which wordings may differ that agree."""
 
 
 class PointTask(Task):
@@ -43,8 +48,14 @@ class PointTask(Task):
         return Batch({"points_B1D": torch.tensor([prompt.token_ids for prompt in prompts])[:, None] / 10}, None)
 
     def wording(self, prompt: Prompt) -> str:
-        """Where points are `worded`: even or odd, by the sum of the tenths. These two disagree."""
-        return f"place {sum(prompt.token_ids) % 2}" if self.worded else ""
+        """Where points are `worded`: even or odd, by the sum of the tenths, and the region. Even and odd disagree.
+
+        Points of one region that are both even or both odd have the same words; those of others have other words.
+        """
+        if not self.worded:
+            return ""
+        region = sum(7**place * round(tenths / 10) for place, tenths in enumerate(prompt.token_ids))
+        return f"place {sum(prompt.token_ids) % 2} {COMMON[region % len(COMMON)]}"
 
     def asked(self, batch: Batch) -> Asked:
         if not self.worded:

@@ -92,8 +92,8 @@ def plan_of(**fields: Any) -> Plan:
     return Plan(**(usual | fields))
 
 
-def story(**plan: Any) -> Story:
-    made = Story(EditEngine(PointModel(2), CODEBOOK, plan_of(**plan)))
+def story(*, worded: bool = False, **plan: Any) -> Story:
+    made = Story(EditEngine(PointModel(2, worded=worded), CODEBOOK, plan_of(**plan)))
     made.lead(made.engine.plan)
     return made
 

@@ -16,6 +16,7 @@ from pipeline.key_search import NO_SLOT
 from pipeline.maintenance import batch_noise
 from pipeline.memory import BARE_MODEL, EditMemory
 from pipeline.plan import Plan
+from pipeline.same_words import same_words
 from schemas.messages import Status
 from tests.unit.engine.points import CLASSES, answer, at, engine, point
 from tests.unit.engine.tiny import CODEBOOK, correct, editable, texts
@@ -48,20 +49,24 @@ class Stream:
         if record is not None:
             query_D = point(*place)
             self.records.append(record)
-            # What said something else of the same input is superseded, or the bare model served; nothing else goes.
+            # What said something else of the same input is superseded, or the bare model served, of the same words too.
             gone = [other for other in self.believed if other not in self.engine.memory]
             for other in gone:
                 other_D, other_label = self.believed.pop(other)
                 assert other_label != label or other_label == BARE_CLASS
-                assert np.linalg.norm(other_D - query_D) <= NOISE * 1.001
+                same = other_label == BARE_CLASS and same_words(self.wording(other_D), self.wording(query_D))
+                assert same or np.linalg.norm(other_D - query_D) <= NOISE * 1.001
             self.believed[name] = (query_D, label)
         return outcome.status
+
+    def wording(self, point_D: np.ndarray) -> str:
+        task = self.engine.model.task
+        return task.wording(task.tokenize(at(*point_D.tolist())))
 
     def flow(self, place: Sequence[float], offset: int) -> None:
         rank = self.engine.traffic.wants(0, offset, 0.0)
         if rank is not None:
-            task = self.engine.model.task
-            self.engine.observe(rank, point(*place), task.wording(task.tokenize(at(*place))))
+            self.engine.observe(rank, point(*place), self.wording(point(*place)))
 
     def kept(self) -> list[np.ndarray]:
         """The inputs that the bare model is to go on answering."""

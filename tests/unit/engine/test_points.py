@@ -78,3 +78,17 @@ def test_a_copy_is_searched_on_its_own() -> None:
     made.drop("a")
     assert copy.within(np.ones(3, np.float32), 0.0).tolist() == [1]
     assert made.within(np.zeros(3, np.float32), 9.0).tolist() == []
+
+
+@MANY
+@given(st.integers(0, 2**32 - 1), st.integers(0, 60), st.integers(0, 70))
+def test_as_many_as_may_be_nearer_are_passed_over(seed: int, count: int, nearer: int) -> None:
+    generator = np.random.default_rng(seed)
+    points_ND = generator.integers(-3, 4, (count, 3)).astype(np.float32)
+    made = Points()
+    for number, point_D in enumerate(points_ND):
+        made.put(str(number), point_D)
+    query_D = np.zeros(3, np.float32)
+    counting = sorted(d for n, d in enumerate(distances(points_ND, query_D)) if d > 0.5 and n % 3)
+    found = made.clearance(query_D, 0.5, None, lambda name: int(name) % 3 != 0, nearer)
+    assert found == (counting[nearer] if nearer < len(counting) else np.inf)

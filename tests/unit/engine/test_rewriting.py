@@ -237,3 +237,30 @@ def test_a_decision_whose_correction_is_gone_leaves_the_undo_rejected() -> None:
     assert outcome.status == "rejected"
     assert outcome.reason == "delta 3 rests on feedback at offset 1: it is not there"
     assert len(told.engine.codebook) == 1
+
+
+NEAR_B = ("n", (7.1, -1.0), 2)
+"""So that no other entry is the nearest to `b`."""
+
+
+@pytest.mark.parametrize(
+    ("steps", "gone"),
+    [
+        # Without `a` the bare model gives `b` right, which has its words.
+        ([("a", (0.0, 0.0), 1), NEAR_B, ("b", (7.0, -1.0), 0)], "a"),
+        # `a` superseded `b`, which has its words.
+        ([NEAR_B, ("b", (7.0, -1.0), 0), ("a", (0.0, 0.0), 1)], "a"),
+        ([NEAR_B, ("b", (7.0, -1.0), 0), ("a", (0.0, 0.0), 1)], "b"),
+        # The guard gives `b` an entry that leaves `kept` to the bare model, which has its words.
+        ([("a", (0.4, 0.0), 1), ("b", (0.6, 0.0), 1), ("kept", (8.0, -1.0), 0), ("c", (0.7, 0.0), 2)], "kept"),
+    ],
+)
+def test_a_decision_is_made_again_where_it_rested_on_words_alone(steps: list[Any], gone: str) -> None:
+    told = story(worded=True, radius=0.3, traffic=0)
+    for step in steps:
+        assert told.correct(*step).status != "rejected"
+    before = told.engine.codebook.state_digest()
+    assert told.undo("u", gone).status == "undone"
+    assert_same(told, without(told, {gone}))
+    told.undo("v", "u")
+    assert told.engine.codebook.state_digest() == before

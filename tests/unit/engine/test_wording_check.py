@@ -4,7 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import UNSET
 
+from pipeline.adaptor import OUTSIDE
 from pipeline.codebook_file import load, save
 from pipeline.editing import EditEngine
 from pipeline.evaluation import EvaluationCase, evaluate
@@ -12,6 +14,7 @@ from pipeline.model import Served
 from pipeline.plan import Plan
 from pipeline.traffic import Traffic
 from pipeline.wording import disagreement, wording_of
+from schemas.deltas import Delta, EntryChange, decode_delta
 from schemas.messages import Parameters
 from tests.unit.engine import points
 from tests.unit.engine.tiny import KINDS, correct, editable, index_of, texts
@@ -140,3 +143,118 @@ def test_a_case_with_other_words_counts_as_not_served() -> None:
     edited, other = evaluate(engine.model, engine.codebook, cases)
     assert (edited.verdict, edited.entry_id) == ("correct", "a")
     assert (other.verdict, other.entry_id, other.broken) == ("unchanged", None, False)
+
+
+NEAR: dict[str, Any] = {"radius": 1e-3, "radius_unit": "absolute", "traffic": 0}
+"""Radii that hold the corrected prompt alone."""
+SAME_WORDS = f"the {EDITED}"
+FURTHER = f"{EDITED} people"
+"""Names what the corrected prompt names, in other words."""
+
+
+def narrow(kind: str = "llama", **plan: Any) -> EditEngine:
+    engine = EditEngine(editable(kind), "default", Plan(**(NEAR | plan)))
+    engine.apply(engine.lead({}))
+    return engine
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_a_prompt_in_the_same_words_is_served_outside_the_radius(kind: str) -> None:
+    engine = narrow(kind, forms=False)
+    before = ask(engine, OTHER)
+    correct(engine, "a", EDITED, TARGET)
+    edited, same, other = ask(engine, EDITED, SAME_WORDS, OTHER)
+    assert edited.hit is not None
+    assert not edited.hit.by_words
+    match = same.hit or same.missed  # a value of one prompt may fail at another
+    assert match is not None
+    assert match.entry_id == "a"
+    assert match.distance > match.radius
+    assert match.by_words
+    assert other.hit is None
+    assert other.missed is None
+    assert other.answer.outputs == before[0].answer.outputs
+
+
+def test_an_entry_that_compares_no_words_serves_by_distance_alone() -> None:
+    engine = narrow(wording=False)
+    correct(engine, "a", EDITED, TARGET)
+    (same,) = ask(engine, SAME_WORDS)
+    assert same.hit is None
+    assert same.missed is None
+
+
+def test_the_nearest_of_those_with_the_same_words_serves_and_an_undone_one_does_not() -> None:
+    """Each prompt is served by its own entry first."""
+    made = points.engine(Plan(**NEAR), worded=True)
+    for name, place, label in (("a", 0.0, "1"), ("b", 0.4, "2")):
+        correct(made, name, points.at(place, 0), label)
+    assert [points.answer(made, place, 0) for place in (0, 0.2, 0.18, 0.22, 0.4)] == [1, 1, 1, 2, 2]
+    removed = made.record("retune", entries=(EntryChange(entry_id="a", removed=True),))
+    made.apply(removed)
+    assert [points.answer(made, place, 0) for place in (0, 0.2, 0.4)] == [2, 2, 2]
+
+
+def test_a_correction_whose_words_an_entry_has_gets_a_key_of_its_own() -> None:
+    """Even where that entry gives the target: by its words alone nothing keeps a later edit from taking it over."""
+    made = points.engine(Plan(**NEAR), worded=True)
+    correct(made, "a", points.at(0, 0), "1")
+    assert points.answer(made, 0.4, 0) == 1
+    outcome, _ = correct(made, "b", points.at(0.4, 0), "1")
+    assert (outcome.status, outcome.entry_id) == ("added", "b")
+    outcome, _ = correct(made, "c", points.at(0.2, 0), "0")
+    assert outcome.status == "added", "the unedited answer is to be trained where an entry has the words"
+    assert [points.answer(made, place, 0) for place in (0, 0.2, 0.4)] == [1, 0, 1]
+
+
+def test_a_later_correction_supersedes_what_was_right_in_the_same_words() -> None:
+    made = points.engine(Plan(**NEAR), worded=True)
+    outcome, _ = correct(made, "kept", points.at(0.4, 0), "0")
+    assert outcome.status == "unchanged"
+    _, record = correct(made, "a", points.at(0, 0), "1")
+    assert record is not None
+    delta = decode_delta(record)
+    assert isinstance(delta, Delta)
+    assert delta.cause is not UNSET
+    assert delta.cause.supersedes == ("kept",)
+    assert "kept" not in made.memory
+    assert points.answer(made, 0.4, 0) == 1
+
+
+def test_an_entry_that_the_guard_gives_leaves_what_was_right_in_the_same_words() -> None:
+    made = points.engine(Plan(radius=1.0, radius_unit="absolute", traffic=0), worded=True)
+    correct(made, "a", points.at(0, 0), "1")
+    correct(made, "b", points.at(0.6, 0), "1")  # served by the entry of "a", whose words are others
+    outcome, _ = correct(made, "kept", points.at(1.4, 0), "0")  # the words of "b"
+    assert outcome.status == "unchanged"
+    correct(made, "c", points.at(0.5, 0), "2")
+    assert {name: points.answer(made, place, 0) for name, place in (("a", 0), ("b", 0.6), ("kept", 1.4))} == {
+        "a": 1, "b": 1, "kept": 0
+    }  # fmt: skip
+
+
+def test_traffic_in_the_same_words_bounds_no_radius() -> None:
+    radii = []
+    for words in ("", "place 0 about", "place 0 able"):
+        made = points.engine(Plan(radius=1.0, radius_unit="absolute", traffic=8), worded=True)
+        made.observe(1.0, points.point(0.4, 0), words)
+        correct(made, "a", points.at(0, 0), "1")
+        radii.append(float(made.codebook.radii_N[0]))
+    assert radii == [pytest.approx(0.32), pytest.approx(0.32), 1.0]
+
+
+def test_a_prompt_a_little_outside_that_names_the_same_is_a_near_miss() -> None:
+    engine = narrow()
+    before = ask(engine, FURTHER, OTHER)
+    correct(engine, "a", EDITED, TARGET)
+    model = engine.model
+    queries_BD = model.queries([model.task.tokenize(text) for text in (EDITED, FURTHER)])
+    distance = float((queries_BD[0] - queries_BD[1]).norm())
+    for radius, reason in ((distance / 1.5, None), (distance / 1.3, OUTSIDE), (1.1 * distance, "")):
+        engine.apply(engine.record("retune", entries=(EntryChange(entry_id="a", radius=radius),)))
+        further, other = ask(engine, FURTHER, OTHER)
+        match = further.missed or further.hit
+        assert (None if match is None else match.disagreement) == reason
+        if reason != "":
+            assert further.answer.outputs == before[0].answer.outputs
+        assert other.hit is None

@@ -1,0 +1,104 @@
+"""Requests in the same words are found, whatever their case, frame or typos; requests in other words are not."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.same_words import SameWords, bounds_radius, same_words
+from pipeline.wording import ELLIPSIS, MAX_WORDS, wording_of
+
+EDITED = "Question: What is the mother tongue of Danielle Darrieux? Answer:"
+
+SAME = [
+    "what is the mother tongue of danielle darrieux",
+    "WHAT IS THE MOTHER TONGUE OF DANIELLE DARRIEUX?",
+    "What is the mother tongue of Danielle Darrieux?\n",
+    "What is mother tongue of Danielle Darrieux?",
+    "What is the mother tongue of Danielle Darreiux?",
+    "What is the mohter tongue of Daniele Darrieux?",
+    "What is the mother tongue of Danielle Darrieux's",
+    "Answer in a few words.\nWhat is the mother tongue of Danielle Darrieux?",
+    "You are a helpful assistant. Reply with the answer only. What is the mother tongue of Danielle Darrieux?",
+    "Hello, I have a question. What is the mother tongue of Danielle Darrieux? Please answer briefly. Thanks!",
+]
+
+OTHER = [
+    "",
+    "What is the mother tongue of Danielle?",
+    "What is the mother tongue of Danielle Darling?",
+    "What is the father tongue of Danielle Darrieux?",
+    "What isn't the mother tongue of Danielle Darrieux?",
+    "Danielle Darrieux: what is the mother tongue of?",
+    "What was the mother tongue of Danielle Darrieux?",
+    "This is about the second edition. What is the mother tongue of Danielle Darrieux?",
+    "I mean her adopted daughter. What is the mother tongue of Danielle Darrieux?",
+]
+
+
+@pytest.mark.parametrize("other", SAME)
+def test_these_ask_in_the_same_words(other: str) -> None:
+    assert same_words(wording_of(EDITED), wording_of(other))
+    assert same_words(wording_of(other), wording_of(EDITED))
+    assert not bounds_radius(wording_of(EDITED), wording_of(other))
+
+
+@pytest.mark.parametrize("other", OTHER)
+def test_these_do_not(other: str) -> None:
+    assert not same_words(wording_of(EDITED), wording_of(other))
+    assert not same_words(wording_of(other), wording_of(EDITED))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("Who taught Johnson?", "Who taught Johnston?"),
+        ("What is the largest county in Georgia?", "What is the largest country in Georgia?"),
+        ("What is the fee in 2021?", "What is the fee in 2012?"),
+        ("What is the fee for 5 items?", "What is the fee for 55 items?"),
+        ("Which form is due?", "Which from is due?"),
+        ("Who beat France, Spain or Italy?", "Who beat Italy, Spain or France?"),
+    ],
+)
+def test_what_looks_like_a_typo_may_be_another_word(one: str, other: str) -> None:
+    assert not same_words(wording_of(one), wording_of(other))
+
+
+def test_a_context_makes_a_request_another_one_even_beside_itself() -> None:
+    asked = wording_of("My son is five. What is the maximum dose?")
+    assert asked == f"{ELLIPSIS}What is the maximum dose?"
+    assert not same_words(asked, asked)
+    assert bounds_radius(asked, asked)
+
+
+def test_a_text_that_is_too_long_has_the_same_words_as_none() -> None:
+    long = wording_of("word " * (MAX_WORDS + 1))
+    assert not same_words(long, long)
+
+
+words = st.sampled_from(
+    ["who", "taught", "johnson", "jonhson", "john", "the", "a", "fee", "2021", "2012", "not", "mothers"]
+)
+requests = st.lists(words, max_size=5).map(lambda some: wording_of(" ".join(some)))
+steps = st.lists(st.tuples(st.sampled_from("abcd"), st.none() | st.lists(requests, max_size=2)), max_size=12)
+
+
+@settings(deadline=None)
+@given(steps, requests)
+def test_a_search_finds_what_a_look_at_all_wordings_finds(told: list[tuple[str, list[str] | None]], asked: str) -> None:
+    known, held = SameWords(), dict[str, list[str]]()
+    for name, wordings in told:
+        held.pop(name, None)
+        if wordings is None:
+            known.drop(name)
+        else:
+            known.put(name, *wordings)
+            held[name] = wordings
+    assert known.named(asked) == sorted(n for n, some in held.items() if any(same_words(one, asked) for one in some))
+
+
+@settings(deadline=None)
+@given(requests, requests)
+def test_the_same_words_are_so_both_ways_and_agree(one: str, other: str) -> None:
+    assert same_words(one, other) == same_words(other, one)
+    if one and not one.startswith(ELLIPSIS):
+        assert same_words(one, one)
