@@ -37,8 +37,9 @@ NQ's questions that are not among the traffic.
 and with `held` no radius passes 0.8 of the distance to the traffic. The nearest key decides.
 
 Methods: `default` is the layer's queries with all settings' defaults; `encoder` has a sentence encoder's queries, and
-`alpha .1` a larger share of other requests within a radius. `distance` is the method without values trained on forms,
-the comparison of words, and radii of corrections' own: of these alone the curves are.
+`alpha .1` a larger share of other requests within a radius. `asked before` has traffic in which users asked every case
+of an edit before the corrections: paraphrases, and what must not change. `distance` is the method without values
+trained on forms, the comparison of words, and radii of corrections' own: of these alone the curves are.
 
 Where a page has rows of `encoder 0.8`, all of its rows are older than forms, the comparison of words, radii of
 corrections' own and the check of answers: `default` and `encoder` are there what `distance` is now.

@@ -37,11 +37,13 @@ class Method:
         name: As the report names it.
         settings: What differs from the defaults of `Settings`.
         curves: Thresholds of its curve, in medians of the traffic's nearest neighbours.
+        asked_before: Whether users had asked all cases that belong to an edit before the corrections, as traffic.
     """
 
     name: str
     settings: Mapping[str, object] = field(default_factory=dict)
     curves: tuple[float, ...] = ()
+    asked_before: bool = False
 
 
 BY_DISTANCE = {"forms": False, "wording": False, "scope_radius": False}
@@ -50,6 +52,7 @@ BY_DISTANCE = {"forms": False, "wording": False, "scope_radius": False}
 METHODS = (
     Method("encoder", {"query": "encoder"}),
     Method("encoder, alpha .1", {"query": "encoder", "scope_alpha": 0.1}),
+    Method("encoder, asked before", {"query": "encoder", "traffic": 4096}, asked_before=True),
     Method(
         "encoder, distance", {"query": "encoder", **BY_DISTANCE}, curves=(0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
     ),
@@ -151,12 +154,13 @@ def opened(method: Method, settings: Settings, model: str, trained: Known) -> It
     changed = dict(method.settings) | ({"model": model} if model else {})
     updated = settings.model_copy(update=changed)
     with asked_at(updated, trained) as asked:
-        yield partial(edited, asked, updated)
+        yield partial(edited, asked, updated, asked_before=method.asked_before)
 
 
-def edited(asked: Asked, settings: Settings, stream: Stream, unedited: Unedited) -> Edited:
+def edited(asked: Asked, settings: Settings, stream: Stream, unedited: Unedited, *, asked_before: bool) -> Edited:
     """Make the stream's corrections, one after the other."""
-    engine = started(asked, plan_of(settings), stream.traffic)
+    cases = [case.text for case in stream.cases if asked_before and case.edit is not None and not case.chat]
+    engine = started(asked, plan_of(settings), [*stream.traffic, *cases])
     cost = correct(engine, asked, [Fact(one.text, "", one.target) for one in stream.corrections])
     return Edited(asked, engine, cost, unedited)
 
