@@ -27,6 +27,7 @@ KEPT = Path(__file__).parent / "results"
 BENCHES = {
     "quality": "tests.bench.quality",
     "scope": "tests.bench.scope",
+    "stream": "tests.bench.stream",
     "backpressure": "tests.bench.backpressure",
     "replay": "tests.bench.replay",
     "start": "tests.bench.start",

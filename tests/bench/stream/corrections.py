@@ -1,0 +1,163 @@
+"""The corrections of the stream in their drawn order, and the prompts that are asked after some of them."""
+
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+from pipeline.experiments.data import BiographyRow, CounterFactRow, ZsreRow, rows_of
+from pipeline.experiments.tasks import COUNTERFACT, ZSRE, as_question, zsre
+from tests.bench.scope.streams import KNOWEDIT, KnowEditRow, restatements
+
+COUNTERFACTS = (COUNTERFACT, "counterfact_edit_8000.jsonl.gz")
+BIOGRAPHIES = "hallucination_edit_450.jsonl.gz"
+
+SEED = 0
+"""Of the order of the corrections, of the order of the cases, and of each correction's author."""
+
+MOST = 500
+"""Cases of one kind that are asked at a checkpoint."""
+
+AUTHORS = ("ann", "bob")
+"""Each correction is of one of them; what the first one sent is undone in the end."""
+
+SUBJECT_WORDS = 8
+"""Words of a subject that is looked for in a prompt, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """A prompt with its new answer.
+
+    Attributes:
+        text: The corrected prompt.
+        target: Its answer.
+        subject: What it is about.
+        paraphrases: Prompts that ask the same, by the name of their kind.
+        others: Prompts that ask something else, by the name of their kind.
+    """
+
+    text: str
+    target: str
+    subject: str
+    paraphrases: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    others: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One prompt that is asked at a checkpoint; `correction` is the number of the one that it belongs to, or None."""
+
+    kind: str
+    text: str
+    correction: int | None
+    applies: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """What the stream is made of: the corrections and the cases in their drawn orders, and the traffic."""
+
+    corrections: Sequence[Correction]
+    cases: Sequence[Case]
+    traffic: Sequence[str]
+
+
+def stream_data() -> Data:
+    """The corrections of all sets, one for each distinct prompt, in an order that depends on nothing but the data.
+
+    Raises:
+        DataError: the data are not there.
+    """
+    found: dict[str, Correction] = {}
+    for one in chain(_zsre(), _knowedit(), _biographies(), *map(_counterfact, COUNTERFACTS)):
+        if one.target.strip():
+            found.setdefault(one.text, one)
+    corrections = list(found.values())
+    random.Random(SEED).shuffle(corrections)
+    task = zsre()
+    unrelated = [Case("unrelated", example.inputs, None) for example in task.retention]
+    return Data(corrections, [*cases_of(corrections), *unrelated], task.traffic)
+
+
+def cases_of(corrections: Sequence[Correction]) -> list[Case]:
+    """The cases of the corrections, in a drawn order, but for those whose prompt is itself corrected.
+
+    A prompt that names the subject of another correction may ask for what that one changes, so it is of another kind.
+    """
+    corrected = {one.text for one in corrections}
+    subjects = {" ".join(_words(one.subject)) for one in corrections}
+    cases = [
+        case
+        for number, correction in enumerate(corrections)
+        for case in _cases(number, correction, subjects)
+        if case.text not in corrected
+    ]
+    random.Random(SEED).shuffle(cases)
+    return cases
+
+
+def chosen(cases: Sequence[Case], corrected: int) -> list[Case]:
+    """The first cases of each kind that belong to one of the first corrections, or to none."""
+    found: dict[str, list[Case]] = {}
+    for case in cases:
+        some = found.setdefault(case.kind, [])
+        if len(some) < MOST and (case.correction is None or case.correction < corrected):
+            some.append(case)
+    return list(chain.from_iterable(found[kind] for kind in sorted(found)))
+
+
+def authors(count: int) -> list[str]:
+    """The author of each of so many corrections: the first of them are the same, however many there are."""
+    generator = random.Random(SEED)
+    return [generator.choice(AUTHORS) for _ in range(count)]
+
+
+def _cases(number: int, correction: Correction, subjects: set[str]) -> Iterator[Case]:
+    for kind, texts in correction.paraphrases.items():
+        yield from (Case(kind, text, number, applies=True) for text in texts)
+    for kind, texts in correction.others.items():
+        for text in texts:
+            named = subjects.intersection(_phrases(text)) - {" ".join(_words(correction.subject))}
+            yield Case(f"{kind}, corrected subject" if named else kind, text, number)
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+", text.casefold())
+
+
+def _phrases(text: str) -> Iterator[str]:
+    """All runs of a few words of a text."""
+    words = _words(text)
+    for start in range(len(words)):
+        for end in range(start + 1, min(start + SUBJECT_WORDS, len(words)) + 1):
+            yield " ".join(words[start:end])
+
+
+def _zsre() -> Iterator[Correction]:
+    for row in rows_of(ZSRE, ZsreRow):
+        paraphrases = {"zsRE paraphrase": (as_question(row.rephrase),)}
+        yield Correction(as_question(row.src), row.answers[0], row.subject, paraphrases)
+
+
+def _knowedit() -> Iterator[Correction]:
+    restated = {row for listed in restatements().values() for row in listed}
+    for number, row in enumerate(rows_of(KNOWEDIT, KnowEditRow)):
+        others = () if number in restated else tuple(map(as_question, row.other_relations))
+        yield Correction(
+            as_question(row.prompt), row.target_new.strip(), row.subject, others={"other relation": others}
+        )
+
+
+def _biographies() -> Iterator[Correction]:
+    for row in rows_of(BIOGRAPHIES, BiographyRow):
+        yield Correction(row.prompt, row.target_new, row.subject)
+
+
+def _counterfact(name: str) -> Iterator[Correction]:
+    for row in rows_of(name, CounterFactRow):
+        paraphrases = {"CounterFact paraphrase": (row.rephrase_prompt,)}
+        yield Correction(
+            row.prompt, row.target_new, row.subject, paraphrases, {"CounterFact neighbour": (row.locality_prompt,)}
+        )

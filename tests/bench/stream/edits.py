@@ -1,0 +1,212 @@
+"""Corrections one after the other: with trained values, or with values that cost nothing.
+
+Both kinds of stream run the editor worker's engine. A stream of keys gives each decision the output that the layer has
+anyway for its value, as when a decision with a known value is replayed.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+import torch
+from msgspec import UNSET
+
+from pipeline.adaptor import Hit, matches, serving
+from pipeline.case import Again, Ahead
+from pipeline.codebook import Label
+from pipeline.edited import Edited, correction
+from pipeline.editing import EditEngine
+from pipeline.memory import BARE_MODEL
+from pipeline.model import EditableModel
+from pipeline.plan import Plan
+from pipeline.tasks import InputError
+from pipeline.training import Trained
+from schemas.deltas import Seen
+from schemas.messages import Feedback
+from tests.bench.device import timed
+from tests.bench.stream.corrections import Correction, authors
+from tests.bench.stream.log import Made
+
+T = TypeVar("T")
+
+CODEBOOK = "bench"
+
+AT_ONCE = 16
+"""Prompts of one pass of the encoder, and of one look-up, as of a replica's batch."""
+
+
+class Texts:
+    """What does not depend on any edit: the query, the wording and the label of a prompt, each found once."""
+
+    def __init__(self, model: EditableModel) -> None:
+        self._model = model
+        self._queries: dict[str, np.ndarray] = {}
+        self._wordings: dict[str, str] = {}
+        self._labels: dict[tuple[str, str], Label | None] = {}
+
+    def queries(self, texts: Sequence[str]) -> np.ndarray:
+        """The query of each prompt (B, D), as a batch of prompts of similar length gives it."""
+        new = sorted({text for text in texts if text not in self._queries}, key=len)
+        for start in range(0, len(new), AT_ONCE):
+            some = new[start : start + AT_ONCE]
+            queries_BD = self._model.queries([self._model.task.tokenize(text) for text in some])
+            self._queries.update(zip(some, queries_BD.cpu().numpy(), strict=True))
+        return np.stack([self._queries[text] for text in texts])
+
+    def wording(self, text: str) -> str:
+        """What the prompt asks for, as a replica compares it."""
+        if text not in self._wordings:
+            self._wordings[text] = self._model.task.wording(self._model.task.tokenize(text))
+        return self._wordings[text]
+
+    def label(self, text: str, target: str) -> Label | None:
+        """The label of a target; None where the model cannot take it."""
+        if (text, target) not in self._labels:
+            try:
+                self._labels[text, target] = self._model.task.label(text, target)
+            except InputError:
+                self._labels[text, target] = None
+        return self._labels[text, target]
+
+    def takes(self, text: str) -> bool:
+        """Whether the model can take a prompt."""
+        try:
+            self._model.task.tokenize(text)
+        except InputError:
+            return False
+        return True
+
+    def hits(self, engine: EditEngine, texts: Sequence[str]) -> list[Hit | None]:
+        """The entry that serves each prompt: within its radius, and with a wording that agrees."""
+        found: list[Hit | None] = []
+        for start in range(0, len(texts), AT_ONCE):
+            some = texts[start : start + AT_ONCE]
+            queries_BD = torch.from_numpy(self.queries(some))
+            wording = partial(_of_row, self.wording, some)
+            found += matches(queries_BD, engine.codebook, engine.index, wording)
+        return [serving(match) for match in found]
+
+
+class Seconds:
+    """Seconds of a device by the name of what took them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.spent: dict[str, float] = {}
+        self._device = device
+
+    def of(self, name: str, call: Callable[[], T]) -> T:
+        """The result of a call, whose time counts under this name."""
+        seconds, result = timed(self._device, call)
+        self.spent[name] = self.spent.get(name, 0.0) + seconds
+        return result
+
+
+Decide = Callable[[EditEngine, Feedback, int, Seconds], Edited]
+"""Decides on a correction, the feedback at an offset."""
+
+
+def with_training(engine: EditEngine, feedback: Feedback, offset: int, seconds: Seconds) -> Edited:
+    """As the editor worker decides. The engine keeps the radius that is asked for before, so it is timed apart."""
+    assert isinstance(feedback.inputs, str)
+    inputs = feedback.inputs
+    try:
+        prompt = engine.model.task.tokenize(inputs)
+    except InputError:
+        return engine.edit(feedback, offset)
+    query_D = engine.model.queries([prompt])[0].cpu().numpy()
+    seconds.of("radius", lambda: engine.radius_for(inputs, query_D))
+    return seconds.of("edit", lambda: engine.edit(feedback, offset))
+
+
+def with_keys_only(engine: EditEngine, feedback: Feedback, offset: int, seconds: Seconds) -> Edited:
+    """As the editor worker decides again on a correction whose value is known: the output that the layer has anyway."""
+    assert isinstance(feedback.inputs, str)
+    assert feedback.target is not UNSET
+    inputs, target = feedback.inputs, feedback.target
+    try:
+        examined = seconds.of("examine", lambda: engine.examine(inputs, target))
+    except InputError:
+        return engine.edit(feedback, offset)
+    seen = Seen(radius=seconds.of("radius", lambda: engine.radius_for(inputs, examined.query_D)))
+    value_V = examined.start_V.cpu().numpy()
+    known = Again(seen, value_V=value_V), Ahead(Trained(value_V, 0, examined.verdict, converged=True), (), examined)
+    return seconds.of("edit", lambda: engine.edit(feedback, offset, *known))
+
+
+def answered_right(engine: EditEngine, feedback: Feedback) -> bool:
+    """Whether the edited model gives the target, token by token."""
+    assert feedback.inputs is not UNSET
+    assert feedback.target is not UNSET
+    return engine.examine(feedback.inputs, feedback.target).verdict.right
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to correct: how a decision is made, and whether the values make the model give the targets."""
+
+    name: str
+    decide: Decide
+    answers: bool
+
+
+WAYS = (Way("trained", with_training, answers=True), Way("keys", with_keys_only, answers=False))
+
+
+def begun(model: EditableModel, plan: Plan, traffic: Sequence[str], texts: Texts, led: bytes) -> EditEngine:
+    """An engine that leads by this record, and has seen the traffic."""
+    engine = EditEngine(model, CODEBOOK, plan)
+    engine.apply(led)
+    for offset, (text, query_D) in enumerate(zip(traffic, texts.queries(traffic), strict=True)):
+        rank = engine.traffic.wants(0, offset, 0.0)
+        if rank is not None:
+            engine.observe(rank, query_D, texts.wording(text))
+    return engine
+
+
+def feedback_of(corrections: Sequence[Correction]) -> list[Feedback]:
+    """The corrections as they are sent; the id is the number."""
+    return [
+        msgspec.structs.replace(correction(str(number), one.text, one.target), author=author)
+        for number, (one, author) in enumerate(zip(corrections, authors(len(corrections)), strict=True))
+    ]
+
+
+def made(engine: EditEngine, way: Way, texts: Texts, feedback: Feedback, number: int) -> Made:
+    """Make one correction, and see whether it is answered right at once."""
+    seconds = Seconds(engine.model.device)
+    edited = way.decide(engine, feedback, number, seconds)
+    record = edited.record
+    if record is not None:
+        seconds.of("edit", lambda: engine.apply(record))
+    assert edited.outcome is not None
+    right = record is not None and (
+        answered_right(engine, feedback) if way.answers else served(engine, texts, [feedback])[0]
+    )
+    steps = 0 if edited.outcome.steps is UNSET else edited.outcome.steps
+    return Made(number, edited.outcome.status, right, steps, seconds.spent, record)
+
+
+def served(engine: EditEngine, texts: Texts, feedback: Sequence[Feedback]) -> list[bool]:
+    """Whether each correction is served: by an entry of its label, or by none where the bare model was right."""
+    prompts = [one.inputs for one in feedback if isinstance(one.inputs, str)]
+    return [_serves(engine, texts, *one) for one in zip(texts.hits(engine, prompts), feedback, strict=True)]
+
+
+def _serves(engine: EditEngine, texts: Texts, hit: Hit | None, feedback: Feedback) -> bool:
+    if hit is None:
+        return own_entry(engine, feedback.feedback_id) == BARE_MODEL
+    assert isinstance(feedback.inputs, str)
+    assert feedback.target is not UNSET
+    return engine.codebook.labels[hit.slot] == texts.label(feedback.inputs, feedback.target)
+
+
+def own_entry(engine: EditEngine, feedback_id: str) -> str | None:
+    """The entry that serves an edit, `BARE_MODEL` where none has to; None where the edit is not in force."""
+    return engine.memory.serving_entry(feedback_id) if feedback_id in engine.memory else None
+
+
+def _of_row(wording: Callable[[str], str], texts: Sequence[str], row: int) -> str:
+    return wording(texts[row])

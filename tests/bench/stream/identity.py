@@ -1,0 +1,58 @@
+"""What a log belongs to: a digest of all that decides which corrections are made, and how."""
+
+import ast
+import hashlib
+from collections.abc import Iterable
+
+import msgspec
+
+from pipeline.model import EditableModel
+from pipeline.plan import Plan
+from tests.bench.framework import ROOT
+from tests.bench.stream.corrections import Data
+
+DECIDING = (
+    *(f"pipeline/{name}.py" for name in (
+        "adaptor", "batch", "case", "codebook", "distance", "editing", "encoder", "forms", "generation", "index",
+        "layers", "maintenance", "memory", "negatives", "passes", "points", "relations", "rephrasing", "request",
+        "request_tail", "scope", "sieve", "sight", "subject", "tasks", "traffic", "training", "wording",
+    )),
+    "tests/bench/stream/edits.py",
+)  # fmt: skip
+"""The code that decides what comes of a correction."""
+
+MEASURING = (
+    "tests/bench/stream/corrections.py", "tests/bench/stream/measure.py", "tests/bench/stream/undone.py",
+    "pipeline/undo.py", "pipeline/rewriting.py", "pipeline/apart.py",
+)  # fmt: skip
+"""The code that decides the rows of a checkpoint."""
+
+
+def stream_key(model: EditableModel, plan: Plan, data: Data) -> str:
+    """The name of a stream's folder."""
+    sent = [(one.text, one.target) for one in data.corrections]
+    words = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "pipeline" / "words").glob("*.txt"))]
+    what = (model.fingerprint, model.layer, model.dtype, model.device.type, plan, sent, data.traffic, words)
+    return _digest(msgspec.json.encode((what, code_digest(DECIDING))))
+
+
+def code_digest(paths: Iterable[str]) -> str:
+    """A digest of what files of Python do: of their code without comments and docstrings."""
+    return _digest("\0".join(map(_code, paths)).encode())
+
+
+def _code(path: str) -> str:
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    return ast.dump(_WithoutTexts().visit(tree))
+
+
+class _WithoutTexts(ast.NodeTransformer):
+    """Leaves out statements that are nothing but a text."""
+
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
+        alone = isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        return None if alone else node
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
