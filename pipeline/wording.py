@@ -42,6 +42,9 @@ ELLIPSIS = "\u2026 "
 CACHED = 4096
 """Wordings that are kept as parsed: of entries that match often."""
 
+CACHED_STEMS = 2**14
+"""Words whose stems are kept: a correction is compared with all traffic near it, word by word."""
+
 WORD = re.compile(r"\d(?:[\d.,:/-]*\d)?|[^\W\d_]+(?:['\u2019-][^\W\d_]+)*[+#]*")
 POSSESSIVE = re.compile(r"['\u2019]s?$", re.IGNORECASE)
 ORDINAL_ENDINGS = frozenset({"st", "nd", "rd", "th"})
@@ -271,6 +274,7 @@ def _roman(word: str) -> int:
     return sum(-value if value < after else value for value, after in zip(values, following, strict=True))
 
 
+@lru_cache(CACHED_STEMS)
 def _stem(word: str) -> str:
     for ending in ENDINGS:
         if word.endswith(ending) and len(word) - len(ending) >= STEM:
