@@ -29,10 +29,10 @@ class Directions:
         if len(sample_MD) > basis_DP.shape[1]:
             centred_MD = sample_MD - center_D
             for _ in range(3):  # of subspace iteration: directions need not be the very widest
-                basis_DP = centred_MD.T @ (centred_MD @ np.linalg.qr(basis_DP)[0])
-            basis_DP = np.linalg.svd(basis_DP, full_matrices=False)[0]
+                basis_DP = _product(centred_MD.T, _product(centred_MD, _orthonormal(basis_DP)))
+            basis_DP = torch.linalg.svd(torch.from_numpy(basis_DP), full_matrices=False)[0].numpy()
         self.center_D = center_D.astype(np.float32)
-        self._basis_PD = np.ascontiguousarray(np.linalg.qr(basis_DP)[0].T, np.float32)
+        self._basis_PD = np.ascontiguousarray(_orthonormal(basis_DP).T, np.float32)
 
     def __len__(self) -> int:
         return len(self._basis_PD)
@@ -66,6 +66,12 @@ def lengths(points_MP: np.ndarray) -> np.ndarray:
     """Euclidean lengths (M)."""
     lengths_M: np.ndarray = np.sqrt(np.einsum("mp,mp->m", points_MP, points_MP))
     return lengths_M
+
+
+def _orthonormal(basis_DP: np.ndarray) -> np.ndarray:
+    """By torch, for the same reason as `_product`: on a busy machine numpy's threads wait for each other."""
+    found_DP: np.ndarray = torch.linalg.qr(torch.from_numpy(basis_DP))[0].numpy()
+    return found_DP
 
 
 def _product(left_MP: np.ndarray, right_PB: np.ndarray) -> np.ndarray:
