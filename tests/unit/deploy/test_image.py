@@ -7,6 +7,7 @@ from fnmatch import fnmatch
 
 import pytest
 
+from deploy.models import MINILM
 from tests.unit.deploy.files import (
     DEPLOY,
     PROJECT,
@@ -38,6 +39,12 @@ class TestImage:
             assert (ROOT / source).exists(), source
             assert source.split("/")[0] in allowed, source
             assert not any(fnmatch(part, rule) for part in source.split("/") for rule in refused), source
+
+    def test_the_encoder_of_queries_is_in_it(self) -> None:
+        assert "deploy/requirements/encoder.txt" in copied("cpu")
+        (module,) = MINILM
+        pinned = (DEPLOY / "requirements" / "encoder.txt").read_text()
+        assert re.findall(r"^(\S+)==", pinned, re.MULTILINE) == [module.replace("_", "-")]
 
     def test_it_copies_every_package_that_the_project_consists_of(self) -> None:
         found = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]
