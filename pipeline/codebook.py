@@ -42,6 +42,25 @@ SETTINGS = {
 }
 """What decides whether a codebook's deltas are its own."""
 
+QUERIES = {"last", "first", "mean", "encoder"}
+"""Values of `GRACESTREAM_QUERY` that a `lead` delta tells."""
+
+
+def query_in(delta: Delta) -> str | None:
+    """The value of `GRACESTREAM_QUERY` under which a term began, as its `lead` delta tells it; None where it does not.
+
+    An encoder's fingerprint follows its name there.
+    """
+    told = "" if delta.environment is UNSET else delta.environment.get("query", "")
+    query = told.partition(" ")[0]
+    return query if query in QUERIES else None
+
+
+def as_it_was(delta: Delta) -> str:
+    """The words "as it was" of an error, with the value of `GRACESTREAM_QUERY` where the delta tells it."""
+    query = query_in(delta)
+    return "as it was" if query is None else f"as it was (GRACESTREAM_QUERY={query} in that history)"
+
 
 class DeltaFault(UserError):
     """A delta that cannot be applied; skipping it would let replicas diverge, so whoever meets one stops."""
@@ -255,7 +274,7 @@ class Codebook:
             )
             raise DeltaFault(
                 f"delta {delta.seq} is of {field} {named!r}; this one is {held!r}:"
-                f" set {SETTINGS[field]} as it was, or another GRACESTREAM_PREFIX"
+                f" set {SETTINGS[field]} {as_it_was(delta)}, or another GRACESTREAM_PREFIX"
             )
         if delta.seq != self.seq + 1:
             raise DeltaFault(f"delta {delta.seq} of term {delta.term} follows {self.seq} of term {self.term}: a gap")

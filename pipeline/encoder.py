@@ -50,6 +50,9 @@ UNIT = 0.6
 """Radius of a new entry that is used by default, in medians of the traffic's nearest neighbours: texts with nothing in
 common all lie about as far apart, so that a median is what is between strangers."""
 
+REMEDY = "choose another GRACESTREAM_ENCODER, or set GRACESTREAM_QUERY=last to take queries from the layer"
+"""What to do where an encoder cannot be loaded."""
+
 FARTHEST = 1.0
 """No radius is larger by default: at the square root of two texts have nothing in common."""
 
@@ -94,6 +97,13 @@ class Encoder:
             ModelError: no such checkpoint or device, or no such encoder.
         """
         target = device_of(device)
+        try:
+            return cls._loaded(name, target, cache)
+        except ModelError as error:
+            raise ModelError(f"{error}; {REMEDY}") from error
+
+    @classmethod
+    def _loaded(cls, name: str, device: str, cache: Path | None) -> Self:
         module, tokenizer, most = load_encoder(name)
         fingerprint = cached_fingerprint(module, tokenizer, Path(name), cache)
         try:
@@ -101,7 +111,7 @@ class Encoder:
             made._require_sight()  # on the host, where what it cannot do is an error
         except ModelError as error:
             raise ModelError(f"the encoder {name!r} cannot be used: {error}") from error
-        made._module.to(target)
+        made._module.to(device)
         return made
 
     def _require_sight(self) -> None:

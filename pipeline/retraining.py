@@ -23,7 +23,7 @@ import torch
 from msgspec import UNSET, Struct, UnsetType
 
 from pipeline.case import Again, Ahead
-from pipeline.codebook import Codebook, DeltaFault
+from pipeline.codebook import Codebook, DeltaFault, as_it_was
 from pipeline.edited import Edited
 from pipeline.editing import EditEngine
 from pipeline.fruitless import Fruitless
@@ -179,7 +179,7 @@ class Retraining:
                 raise DeltaFault(
                     f"the history is of model {delta.model[:12]}… at {delta.layer}; this one is"
                     f" {self._model.fingerprint[:12]}… at {self._model.layer}: set --model, --layer,"
-                    " GRACESTREAM_QUERY, _ENCODER and _REPLACE as they were"
+                    f" GRACESTREAM_QUERY, _ENCODER and _REPLACE each {as_it_was(delta)}"
                 )
             self._engine = EditEngine(self._model, delta.codebook, plan)
         self._engine.plan = plan

@@ -68,13 +68,13 @@ class Settings(BaseSettings):
     threads: int = Field(0, ge=0, description="Torch threads of a worker; 0 leaves torch's own choice.")
     query: Literal["auto", "last", "first", "mean", "encoder"] = Field(
         "auto",
-        description="Which prompt token is the query, or encoder: the prompt's text; auto: the last token, or a"
-        " classifier's [CLS].",
+        description="What makes the query: a token of the prompt, or encoder: a sentence encoder, of its text; auto:"
+        " encoder for a causal language model unless `policy` is paper, else the last token, or a classifier's [CLS].",
     )
     encoder: str = Field(
         "minilm",
         min_length=1,
-        description="For `query` encoder: the sentence encoder, a local folder, a hub id, `id@revision`, or `minilm`.",
+        description="The sentence encoder that makes queries: a local folder, a hub id, `id@revision`, or `minilm`.",
     )
     replace: Literal["auto", "last", "all"] = Field(
         "auto", description="Which prompt tokens take the value; auto: last for generators, all for classifiers."
@@ -84,7 +84,7 @@ class Settings(BaseSettings):
     radius: FiniteFloat = Field(
         1.0,
         gt=0,
-        description="Radius of a new entry, in units of `radius_unit`; with `query` encoder 0.6 unless it is set.",
+        description="Radius of a new entry, in units of `radius_unit`; with an encoder's queries 0.6 unless it is set.",
     )
     radius_unit: Literal["median", "absolute"] = Field(
         "median", description="median: the median nearest-neighbour distance of recent traffic; absolute: as it is."
@@ -93,12 +93,12 @@ class Settings(BaseSettings):
         0.0,
         ge=0,
         description="No radius grows beyond it, absolute, but for what batch noise needs; 0: no such limit; with"
-        " `query` encoder 1 unless it is set.",
+        " an encoder's queries 1 unless it is set.",
     )
     scope_radius: bool = Field(
         True,
-        description="With `query` encoder, policy nearest and a generator: a new entry's radius also keeps clear of"
-        " other requests about its subject; off where `radius` is set, unless this is set, too.",
+        description="With an encoder's queries, `policy` nearest and a generator: a new entry's radius also keeps"
+        " clear of other requests about its subject; off where `radius` is set, unless this is set, too.",
     )
     scope_alpha: FiniteFloat = Field(
         0.05,
@@ -276,8 +276,11 @@ def _complaint(problem: ErrorDetails) -> str:
 
 
 def _model_contradictions(settings: Settings) -> Iterator[str]:
-    if "encoder" in settings.model_fields_set and "query" not in settings.model_fields_set:
-        yield "GRACESTREAM_ENCODER is set, and only GRACESTREAM_QUERY=encoder makes use of it: set that, too"
+    if "encoder" in settings.model_fields_set and settings.query == "auto" and settings.policy == "paper":
+        yield (
+            "GRACESTREAM_ENCODER is set, and with GRACESTREAM_POLICY=paper the layer makes the queries: set"
+            " GRACESTREAM_QUERY=encoder, or unset GRACESTREAM_ENCODER"
+        )
 
 
 def _kafka_contradictions(settings: Settings) -> Iterator[str]:

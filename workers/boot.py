@@ -15,7 +15,8 @@ import structlog
 from deploy.models import layer_of, naming_known, resolve, resolve_encoder
 from pipeline import metrics
 from pipeline.access import ACCESS, require_access
-from pipeline.checkpoint import load_checkpoint
+from pipeline.adaptor import QueryToken
+from pipeline.checkpoint import is_causal, load_checkpoint
 from pipeline.clients import UnreachableError, await_kafka, await_redis
 from pipeline.device import driver_version, name_of, why_no_cuda
 from pipeline.encoder import FARTHEST, UNIT
@@ -25,7 +26,7 @@ from pipeline.logs import configure_logs
 from pipeline.maintenance import ROUNDINGS
 from pipeline.model import EditableModel
 from pipeline.plan import Plan
-from pipeline.settings import Settings, misspelt
+from pipeline.settings import Settings, SettingsError, misspelt
 from pipeline.tasks import Limits
 from pipeline.topics import require_topics
 from pipeline.training import Recipe
@@ -107,18 +108,22 @@ def worker(kind: Literal["inference", "editor"], settings: Settings) -> Iterator
         log.info("stopped")
 
 
-def plan_of(settings: Settings) -> Plan:
+def plan_of(settings: Settings, *, reads_text: bool) -> Plan:
     """How to edit, as the settings say; with an encoder's queries radii that are not set are others.
 
     The paper trains at one prompt and compares no words, and so does its policy unless `forms` and `wording` are set.
+
+    Args:
+        settings: Of the editor.
+        reads_text: Whether an encoder makes the queries, as the loaded model says (`EditableModel.reads_text`).
     """
-    own = {"radius": UNIT, "max_radius": FARTHEST} if settings.query == "encoder" else {}
+    own = {"radius": UNIT, "max_radius": FARTHEST} if reads_text else {}
     radii = {"radius": settings.radius, "max_radius": settings.max_radius or math.inf}
     radii |= {name: radius for name, radius in own.items() if name not in settings.model_fields_set}
     return Plan(
         policy=settings.policy,
         radius_unit=settings.radius_unit,
-        scope_radius=_has_scope_radius(settings),
+        scope_radius=reads_text and _has_scope_radius(settings),
         scope_alpha=settings.scope_alpha,
         expand=settings.expand,
         guard=settings.guard,
@@ -141,7 +146,7 @@ def _or_unless_paper(settings: Settings, name: str) -> bool:
 def _has_scope_radius(settings: Settings) -> bool:
     """A radius that is set is meant; then only who sets both gets radii of each entry's own."""
     chosen = "scope_radius" in settings.model_fields_set or "radius" not in settings.model_fields_set
-    return settings.query == "encoder" and settings.scope_radius and chosen
+    return settings.scope_radius and chosen
 
 
 def load_bare_model(settings: Settings) -> Any:
@@ -150,16 +155,46 @@ def load_bare_model(settings: Settings) -> Any:
         return load_checkpoint(_resolved(settings), device="cpu")[0]
 
 
+def query_of(settings: Settings, checkpoint: str) -> QueryToken | Literal["encoder"] | None:
+    """What makes the queries of a checkpoint's prompts: a token, or the encoder; None: the token of the model's task.
+
+    By default that is the encoder for a causal language model. The paper's policy keeps the paper's queries.
+
+    Raises:
+        ModelError: there is no such checkpoint.
+        SettingsError: an encoder is named that has no use for this model.
+    """
+    if settings.query != "auto":
+        return settings.query
+    if settings.policy != "paper" and is_causal(checkpoint):
+        return "encoder"
+    if "encoder" in settings.model_fields_set:
+        raise SettingsError(
+            f"GRACESTREAM_ENCODER is set, and {settings.model!r} is no causal language model, so that its layer makes"
+            " the queries: set GRACESTREAM_QUERY=encoder, or unset GRACESTREAM_ENCODER"
+        )
+    return None
+
+
+def reads_text(settings: Settings) -> bool:
+    """Whether an encoder makes the queries; the model's weights are not loaded for this."""
+    with naming_known(settings.model):
+        return query_of(settings, _resolved(settings)) == "encoder"
+
+
 def load_model(settings: Settings) -> EditableModel:
     """The model that the settings name.
 
     Raises:
-        ModelError, LayerError: it cannot be loaded, or has no such layer.
+        ModelError, LayerError: it or its encoder cannot be loaded, or it has no such layer.
+        SettingsError: an encoder is named that has no use for it.
     """
     cache = settings.cache.expanduser()
     with naming_known(settings.model):
+        checkpoint = _resolved(settings)
+        query = query_of(settings, checkpoint)
         return EditableModel.load(
-            _resolved(settings),
+            checkpoint,
             layer_of(settings),
             device=settings.device,
             dtype=settings.dtype,
@@ -170,9 +205,9 @@ def load_model(settings: Settings) -> EditableModel:
                 settings.max_new_tokens,
                 settings.new_tokens_limit,
             ),
-            query=None if settings.query == "auto" or settings.query == "encoder" else settings.query,  # noqa: PLR1714  (mypy)
+            query=None if query == "encoder" else query,
             replace=None if settings.replace == "auto" else settings.replace,
-            encoder=resolve_encoder(settings.encoder) if settings.query == "encoder" else None,
+            encoder=resolve_encoder(settings.encoder) if query == "encoder" else None,
         )
 
 

@@ -98,7 +98,8 @@ class Parts:
 
 def editor_of(started: Worker, settings: Settings, admission: Admission) -> "Editor":
     """The editor of a started worker, on the Kafka and the Redis that the settings name."""
-    engine, editor_log = EditEngine(started.model, settings.codebook, plan_of(settings)), EditorLog(settings)
+    plan = plan_of(settings, reads_text=started.model.reads_text)
+    engine, editor_log = EditEngine(started.model, settings.codebook, plan), EditorLog(settings)
 
     def at_work() -> None:
         started.health.at_work("editor")

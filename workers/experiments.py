@@ -37,8 +37,13 @@ OF_THE_PLAN = (
 SWEPT = (*OF_THE_MODEL, *OF_THE_PLAN)
 """All of them."""
 
-MODELS = {"scotus": "scotus"}
-"""The models of experiments that are about another one than an editor's, unless a model is set."""
+OWN: dict[str, dict[str, str]] = {
+    "scotus": {"model": "scotus"},
+    "zsre": {"query": "last"},
+    "counterfact": {"query": "last"},
+    "hallucination": {"query": "last"},
+}
+"""Settings of experiments that are not an editor's, unless they are set: all take the queries from the layer."""
 
 
 REPLICAS = 2
@@ -108,7 +113,7 @@ class Runner:
                 points.append(point)
                 self._tell(in_words(point))
             uses = editor.uses(task.edits) if isinstance(editor, Served) else []
-            told = environment(model, plan_of(settings))
+            told = environment(model, plan_of(settings, reads_text=model.reads_text))
             if not isinstance(editor, Served):
                 told = {name: value for name, value in told.items() if name not in OF_THE_PLAN}
                 told["learning_rate"] = str(getattr(editor, "learning_rate", ""))
@@ -144,7 +149,8 @@ class Runner:
             return used.enter_context(Piped(model, used.enter_context(stack).settings, seen))
         chosen = {"learning_rate": settings.learning_rate} if "learning_rate" in settings.model_fields_set else {}
         traffic = seen if asked.editor == "grace" else task.traffic
-        editor = EDITORS[asked.editor](model, plan_of(settings), traffic, chosen)
+        plan = plan_of(settings, reads_text=model.reads_text)
+        editor = EDITORS[asked.editor](model, plan, traffic, chosen)
         if isinstance(editor, AbstractContextManager):
             used.enter_context(editor)
         return editor
@@ -178,7 +184,9 @@ def _settings(asked: Asked) -> Settings:
 
 
 def _chosen(settings: Settings) -> list[object]:
-    return [getattr(settings, name) for name in OF_THE_MODEL]
+    """What decides on the loaded model; by default the policy decides on the queries, too."""
+    names = (*OF_THE_MODEL, "policy") if settings.query == "auto" else OF_THE_MODEL
+    return [getattr(settings, name) for name in names]
 
 
 def settings_of(experiment: str, editor: str, given: dict[str, str | None]) -> dict[str, str]:
@@ -192,6 +200,6 @@ def settings_of(experiment: str, editor: str, given: dict[str, str | None]) -> d
     if unread := sorted(name for name, value in given.items() if value is not None and name not in read_by):
         raise SettingsError(f"{editor} has no {', '.join(unread)}: only grace has")
     found = {name: str(getattr(settings, name)) for name in read_by if name in settings.model_fields_set}
-    if settings.query != "encoder":
+    if found.get("query") not in ("auto", "encoder"):
         found.pop("encoder", None)
-    return {"model": MODELS[experiment], **found} if experiment in MODELS else found
+    return OWN[experiment] | found

@@ -60,7 +60,7 @@ def run(options: Options) -> Iterator[Row]:
         settings = load_settings(
             kafka=kafka.address, redis=redis.address, prefix=f"bench-{os.getpid()}-", model=str(folder / "model"),
             layer="model.layers[0].mlp.down_proj", cache=folder / "cache", max_new_tokens=2, port=free_port(),
-            threads=1, device=options.device,
+            threads=1, device=options.device, query="last",
         )  # fmt: skip
         create_topics(settings, PARTITIONS, 1)
         for role in ROLES:

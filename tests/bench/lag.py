@@ -53,7 +53,7 @@ def run(options: Options) -> Iterator[Row]:
         settings = load_settings(
             kafka=kafka.address, redis=redis.address, prefix=f"bench-{os.getpid()}-", model=str(folder / "model"),
             layer="model.layers[0].mlp.down_proj", cache=folder / "cache", max_input_tokens=32, max_target_tokens=4,
-            max_new_tokens=4, threads=1, device=options.device,
+            max_new_tokens=4, threads=1, device=options.device, query="last",
         )  # fmt: skip
         create_topics(settings, 2, 1)
         options.tell("starting two replicas and two editors")

@@ -55,14 +55,14 @@ def questions() -> list[str]:
     return ordered
 
 
-def _known(name: str, device: str) -> EditableModel:
-    return load_model(load_settings(model=name, device=device, max_new_tokens=1))
+def _known(name: str, query: str, device: str) -> EditableModel:
+    return load_model(load_settings(model=name, query=query, device=device, max_new_tokens=1))
 
 
 SUBJECTS = (
     *(Subject(made.name, made.load, made) for made in (BERT, GPT2, T5)),
-    Subject("smollm2", partial(_known, "smollm2")),
-    Subject("minilm", partial(_known, "intent")),
+    Subject("smollm2", partial(_known, "smollm2", "last")),
+    Subject("minilm", partial(_known, "intent", "first")),
 )
 
 

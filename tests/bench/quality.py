@@ -11,7 +11,8 @@ again at the END of the stream. The defaults were chosen on rows that lie after 
   answers that equal the unedited model's to the letter.
 - `told`: of a sample of the edits, answers that equal the target to the letter, as a replica generates them.
 - `steps`, `seconds`: means over the edits that trained a value; `entries`, `rejected`: counts.
-- `encoder`: MiniLM beside the model makes the queries (`GRACESTREAM_QUERY=encoder`), with the radii of these.
+- `encoder`: MiniLM beside the model makes the queries (`GRACESTREAM_QUERY=encoder`), with the radii of these. In all
+  other rows the layer does (`GRACESTREAM_QUERY=last`).
 
 The baseline of a number is the same number under `paper`: Algorithm 1 to the letter, which knows neither guard nor
 traffic. A value depends on its input, label and recipe alone, so settings that share a recipe train it once, and its
@@ -58,10 +59,10 @@ class Zsre:
 
 def run(options: Options) -> Iterator[Row]:
     """The rows of `quality`."""
-    settings = load_settings(device=options.device)
+    settings = load_settings(device=options.device, query="last")
     whole = zsre_data(QUICK if options.quick else EDITS)
     few = replace(whole, facts=whole.facts[:QUICK])
-    plan = plan_of(settings)
+    plan = plan_of(settings, reads_text=False)
     margins = [margin for margin in (1.0, 2.0) if margin != plan.recipe.margin]
     paper: dict[str, float] = {}
     trained: Known = {}
@@ -81,7 +82,7 @@ def run(options: Options) -> Iterator[Row]:
     by_text = settings.model_copy(update={"query": "encoder", "scope_radius": False})
     with asked_at(by_text, trained) as asked:
         for part in ENCODED:
-            chosen = plan_of(by_text)
+            chosen = plan_of(by_text, reads_text=True)
             chosen = replace(chosen, radius=part * chosen.radius)
             options.tell(f"zsRE: encoder, radius {chosen.radius:g}")
             for row in zsre_rows(f"zsre/encoder, radius {chosen.radius:g}", asked, chosen, whole):

@@ -53,7 +53,8 @@ def run(options: Options) -> Iterator[Row]:
         kafka = stack.enter_context(kafka_backend(folder / "kafka", report=options.tell))
         redis = stack.enter_context(redis_backend(folder / "redis"))
         common: dict[str, object] = {
-            "kafka": kafka.address, "redis": redis.address, "model": MODEL, "threads": 1, "device": options.device,
+            "kafka": kafka.address, "redis": redis.address, "model": MODEL, "query": "last", "threads": 1,
+            "device": options.device,
         }  # fmt: skip
         none = load_settings(**common, prefix=f"bench-{os.getpid()}-none-", layer=layer_of(load_settings(model=MODEL)))
         full = none.model_copy(update={"prefix": f"bench-{os.getpid()}-"})

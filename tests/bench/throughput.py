@@ -48,6 +48,9 @@ from workers.micro_batches import next_batch
 from workers.request_plane import AHEAD
 
 REQUESTS = {"intent": 4000, "smollm2": 160}
+QUERIES = {"intent": "first", "smollm2": "last"}
+"""Taken from the layer, so that a replica runs the same passes as the bare loop."""
+
 TURNS = 3
 NEW_TOKENS = 16
 GOAL = 0.95
@@ -63,7 +66,7 @@ def run(options: Options) -> Iterator[Row]:
             settings = load_settings(
                 kafka=kafka.address, redis=redis.address, prefix=f"bench-{os.getpid()}-{kind}-", model=kind,
                 layer=layer_of(load_settings(model=kind)), max_new_tokens=NEW_TOKENS, threads=1,
-                device=options.device, port=free_port(),
+                device=options.device, port=free_port(), query=QUERIES[kind],
             )  # fmt: skip
             create_topics(settings, 1, 1)
             yield from _beside_bare(settings, count // 10 if options.quick else count, folder, options)

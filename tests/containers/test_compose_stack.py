@@ -59,7 +59,8 @@ def overlay(folder: Path, name: str, document: Mapping[str, Any]) -> Path:
 
 def serving(checkpoint: Checkpoint, **more: Any) -> dict[str, Any]:
     """What lets a worker serve this model, with more of its own."""
-    environment = {f"GRACESTREAM_{name.upper()}": str(value) for name, value in BUDGETS.items()}
+    chosen = {**BUDGETS, "query": checkpoint.query}
+    environment = {f"GRACESTREAM_{name.upper()}": str(value) for name, value in chosen.items()}
     return {"volumes": [f"{checkpoint.folder}:/model:ro"], "environment": environment, **more}
 
 

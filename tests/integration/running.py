@@ -40,15 +40,20 @@ BUDGETS = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model on disk, and the settings under which the tests edit it."""
+    """A model on disk, and the settings under which the tests edit it.
+
+    The queries of causal models are the layer's, so that tests load no encoder unless they are about its queries.
+    """
 
     folder: Path
     layer: str
     replace: str = "auto"
+    query: str = "auto"
 
     def settings(self) -> dict[str, Any]:
         """What a deployment of it sets."""
-        return {**BUDGETS, "model": str(self.folder), "layer": self.layer, "replace": self.replace}
+        own = {"layer": self.layer, "replace": self.replace, "query": self.query}
+        return {**BUDGETS, "model": str(self.folder), **own}
 
 
 def llama(positions: int = 64) -> Any:
@@ -88,7 +93,7 @@ def save_checkpoint(kind: str, folder: Path) -> Checkpoint:
         model = build()
     model.save_pretrained(folder)
     tokenizer(special_tokens, chat_template=CHAT if kind == "chat" else None).save_pretrained(folder)
-    return Checkpoint(folder, layer, replace)
+    return Checkpoint(folder, layer, replace, "last" if build is llama else "auto")
 
 
 def wait_until(found: Callable[[], T], timeout: float = PATIENCE, what: str = "") -> T:

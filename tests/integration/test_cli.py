@@ -470,7 +470,11 @@ class TestTuning:
         names = ["model.layers[0].mlp.down_proj", "model.layers[2].mlp.up_proj"]
         chosen = [word for name in names for word in ("--layer", name)]
         model = str(checkpoints["llama"].folder)
-        command = run("calibrate", str(tmp_path / "requests"), *chosen, "--model", model, "--json")
+        given = ["calibrate", str(tmp_path / "requests"), *chosen, "--model", model, "--json"]
+        refused = run(*given)
+        assert status_of(refused) == 2
+        assert "name one, or set GRACESTREAM_QUERY=last to compare" in " ".join(refused.said().split())
+        command = run(*given, query="last")
         assert status_of(command) == 0, command.said()
         assert [row["layer"] for row in lines(command.told())] == [
             "model.layers.0.mlp.down_proj",

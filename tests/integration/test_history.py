@@ -158,9 +158,21 @@ def test_training_anew_gives_the_recorded_history_bit_for_bit(story: Running, ru
     assert told["digest"] == told["recorded_digest"]
 
 
-def test_training_anew_up_to_a_delta(story: Running, run: Run) -> None:
-    (told,) = lines(run("replay", "--retrain", "--seq", "3", "--json", settings=story.settings))
-    assert (told["seq"], told["decisions"]) == (3, 2)
+def test_training_anew_up_to_a_delta_with_the_queries_that_the_history_names(story: Running, run: Run) -> None:
+    unset = story.settings.model_copy(update={"query": "auto"})
+    (told,) = lines(run("replay", "--retrain", "--seq", "3", "--json", settings=unset))
+    assert (told["seq"], told["decisions"], told["same_records"]) == (3, 2, 2)
+
+
+@pytest.mark.parametrize("role", ["edit", "evaluate"])
+def test_a_history_of_the_layers_queries_names_the_setting_that_serves_it(story: Running, run: Run, role: str) -> None:
+    unset = story.settings.model_copy(update={"query": "auto"})
+    given, remedy = ["edit"], "(GRACESTREAM_QUERY=last in that history), or another GRACESTREAM_PREFIX"
+    if role == "evaluate":
+        given, remedy = ["evaluate", "-"], "(GRACESTREAM_QUERY=last where the layer makes the queries)"
+    ran = run(*given, settings=unset, given=json.dumps({"inputs": FIRST, "unchanged": True}))
+    assert status_of(ran) == 1
+    assert remedy in ran.said()
 
 
 def test_training_anew_tries_what_was_rejected_again(story: Running, run: Run) -> None:

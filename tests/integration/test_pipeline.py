@@ -76,8 +76,8 @@ def said(answer: Any) -> str:
 def system(
     request: pytest.FixtureRequest, deploy: Callable[..., Settings], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[System]:
-    """A running system of each kind of model, shared by the tests that kill nothing."""
-    settings = deploy(request.param, f"t{secrets.token_hex(4)}-", min_seq_wait=60.0)
+    """A running system of each kind of model, with its default queries, shared by the tests that kill nothing."""
+    settings = deploy(request.param, f"t{secrets.token_hex(4)}-", min_seq_wait=60.0, query="auto")
     folder = tmp_path_factory.mktemp("system")
     with ExitStack() as stack:
         editor = stack.enter_context(Forked("editor", "edit", settings, folder))
@@ -243,8 +243,10 @@ def test_a_pretrained_model_is_corrected_on_a_local_stack(
         before = users.ask(question("before", prompt))["before"]
         outcome = users.correct(flag("f", prompt, target))["f"]
         after = users.ask(question("after", prompt, min_seq=outcome.seq))["after"]
+        in_capitals = users.ask(question("capitals", prompt.upper(), min_seq=outcome.seq))["capitals"]
         users.close()
         assert outcome.status == "added"
         assert said(before) != target
         assert said(after) == target
+        assert said(in_capitals) == target, "an encoder makes the queries by default"
         assert stack.replicas[0].state()["state_digest"] == stack.editor.state()["state_digest"]

@@ -246,8 +246,8 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Stream:
     kinds = (ITSELF, related("paraphrase", applies=True), *FORMS, related("neighbour", applies=False))
     cases = list(streams.cases_of(corrections, kinds, "held-out", 2))
     stream = Stream("toy", corrections, [*cases, *streams.unrelated_cases(prompts[12:20])], prompts[20:])
-    by_distance = next(method for method in METHODS if method.name == "default, distance")
-    monkeypatch.setattr(report, "METHODS", (replace(by_distance, name="default", curves=(0.5, 1.0, 3.0)),))
+    by_distance = next(method for method in METHODS if method.name == "layer, distance")
+    monkeypatch.setattr(report, "METHODS", (replace(by_distance, name="layer", curves=(0.5, 1.0, 3.0)),))
     monkeypatch.setattr(report, "STREAMS", {"toy": lambda *_given: stream})
     return stream
 
@@ -256,22 +256,22 @@ def test_a_stream_is_corrected_asked_and_reported(toy: Stream, tmp_path: Path) -
     rows = list(report.run(Options(quick=True)))
     assert len({row.name for row in rows}) == len(rows)
     found = {row.name: row for row in rows}
-    assert found["corrections/toy, default/made"].value == len(toy.corrections)
-    assert found["toy/default/itself/captured"].value == 1
-    assert found["toy/default/itself/correct"] == Row("toy/default/itself/correct", 1.0, "share", 1.0, wilson(4, 4))
-    assert found["corrections/toy, default/same"].value == 1
-    assert found["corrections/toy, default/agrees"].value == 1
-    assert found["toy/default/surface form/cases"].value >= 8
-    assert found["toy/default/unrelated/cases"].value == 8
+    assert found["corrections/toy, layer/made"].value == len(toy.corrections)
+    assert found["toy/layer/itself/captured"].value == 1
+    assert found["toy/layer/itself/correct"] == Row("toy/layer/itself/correct", 1.0, "share", 1.0, wilson(4, 4))
+    assert found["corrections/toy, layer/same"].value == 1
+    assert found["corrections/toy, layer/agrees"].value == 1
+    assert found["toy/layer/surface form/cases"].value >= 8
+    assert found["toy/layer/unrelated/cases"].value == 8
     assert all(row.interval is not None for row in rows if row.metric in report.MEASURES)
     for kind in ("paraphrase", "neighbour", "unrelated"):
-        for method in ("default, held", "default, no traffic"):
+        for method in ("layer, held", "layer, no traffic"):
             curve = [found[f"curve toy {kind}/{method}/{at:g}/captured"].value for at in (0.5, 1.0, 3.0)]
             assert curve == sorted(curve)
     path = write("scope", rows, MACHINE, tmp_path)
     assert read(path) == rows
     page = pages(tmp_path)["cpu.md"]
-    assert "| default/itself | 4 | 1.000 [0.51, 1.00] | 1.000 [0.51, 1.00] | 1.000 [0.51, 1.00] (1.000) |" in page
+    assert "| layer/itself | 4 | 1.000 [0.51, 1.00] | 1.000 [0.51, 1.00] | 1.000 [0.51, 1.00] (1.000) |" in page
 
 
 def test_chats_and_failing_entries_are_asked_as_a_replica_asks_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,7 +341,7 @@ def test_development_rows_are_not_committed(capfd: pytest.CaptureFixture[str]) -
 
 def test_the_curve_is_drawn_and_shown_on_the_page(tmp_path: Path) -> None:
     rows = [
-        Row(f"curve {kind}/default, held/{at:g}/captured", at / 4, "share", None, (at / 8, at / 3))
+        Row(f"curve {kind}/layer, held/{at:g}/captured", at / 4, "share", None, (at / 8, at / 3))
         for kind in ("counterfact paraphrase", "counterfact neighbour")
         for at in (1.0, 2.0)
     ]

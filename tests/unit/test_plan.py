@@ -33,9 +33,9 @@ CHOSEN = Plan(
 def test_no_setting_is_dropped_on_its_way_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = {field.name: getattr(CHOSEN, field.name) for field in fields(Plan) if field.name != "recipe"}
     recipe = {field.name: getattr(CHOSEN.recipe, field.name) for field in fields(Recipe)}
-    for variable, value in as_environment(plan | recipe | {"query": "encoder"}).items():
+    for variable, value in as_environment(plan | recipe).items():
         monkeypatch.setenv(variable, value)
-    assert plan_of(load_settings()) == CHOSEN
+    assert plan_of(load_settings(), reads_text=True) == CHOSEN
 
 
 @pytest.mark.parametrize(("ours", "default"), [(CHOSEN, Plan()), (CHOSEN.recipe, Recipe())])
@@ -44,31 +44,33 @@ def test_the_plan_above_is_nowhere_the_default(ours: Plan | Recipe, default: Pla
 
 
 def test_the_settings_of_who_chooses_nothing_are_those_of_a_plan_without_a_choice() -> None:
-    assert plan_of(load_settings()) == Plan()
+    assert plan_of(load_settings(), reads_text=False) == Plan()
 
 
 def test_a_largest_radius_of_0_is_none() -> None:
-    assert plan_of(load_settings(max_radius=0)).max_radius == math.inf
+    assert plan_of(load_settings(max_radius=0), reads_text=False).max_radius == math.inf
 
 
-def test_an_encoder_without_a_word_of_its_queries_is_a_mistake() -> None:
-    with pytest.raises(SettingsError, match="only GRACESTREAM_QUERY=encoder makes use of it"):
-        load_settings(encoder="minilm")
+def test_an_encoder_that_the_papers_policy_does_not_use_is_a_mistake() -> None:
+    with pytest.raises(SettingsError, match="ENCODER is set, and with GRACESTREAM_POLICY=paper the layer makes"):
+        load_settings(encoder="mine", policy="paper")
+    assert load_settings(encoder="mine").encoder == "mine"
     for query in ("last", "encoder"):
-        assert load_settings(query=query, encoder="mine").encoder == "mine"
+        assert load_settings(query=query, encoder="mine", policy="paper").encoder == "mine"
 
 
-def test_balls_of_an_encoder_are_smaller_unless_their_radius_is_set() -> None:
-    assert plan_of(load_settings(query="encoder")).radius == UNIT < plan_of(load_settings()).radius
-    assert plan_of(load_settings(query="encoder")).max_radius == FARTHEST
-    chosen = plan_of(load_settings(query="encoder", radius=1.5, max_radius=0))
+def test_radii_of_an_encoder_are_smaller_unless_they_are_set() -> None:
+    plan = plan_of(load_settings(), reads_text=True)
+    assert plan.radius == UNIT < plan_of(load_settings(), reads_text=False).radius
+    assert plan.max_radius == FARTHEST
+    chosen = plan_of(load_settings(radius=1.5, max_radius=0), reads_text=True)
     assert (chosen.radius, chosen.max_radius) == (1.5, math.inf)
 
 
 @pytest.mark.parametrize("switch", ["forms", "wording"])
 def test_the_papers_policy_trains_at_one_prompt_and_compares_no_words_unless_it_is_set(switch: str) -> None:
     def switched(**settings: Any) -> bool:
-        on: bool = getattr(plan_of(load_settings(**settings)), switch)
+        on: bool = getattr(plan_of(load_settings(**settings), reads_text=False), switch)
         return on
 
     assert switched()
@@ -78,12 +80,15 @@ def test_the_papers_policy_trains_at_one_prompt_and_compares_no_words_unless_it_
 
 
 def test_radii_of_each_corrections_own_are_an_encoders_unless_a_radius_is_set() -> None:
-    assert not plan_of(load_settings()).scope_radius
-    assert not plan_of(load_settings(scope_radius=True)).scope_radius
-    assert plan_of(load_settings(query="encoder")).scope_radius
-    assert not plan_of(load_settings(query="encoder", scope_radius=False)).scope_radius
-    assert not plan_of(load_settings(query="encoder", radius=0.8)).scope_radius
-    assert plan_of(load_settings(query="encoder", radius=0.8, scope_radius=True)).scope_radius
+    def has_own(*, reads_text: bool = True, **settings: Any) -> bool:
+        return plan_of(load_settings(**settings), reads_text=reads_text).scope_radius
+
+    assert has_own()
+    assert not has_own(reads_text=False)
+    assert not has_own(reads_text=False, scope_radius=True)
+    assert not has_own(scope_radius=False)
+    assert not has_own(radius=0.8)
+    assert has_own(radius=0.8, scope_radius=True)
 
 
 @pytest.mark.parametrize("alpha", [0, 0.001, 0.5])

@@ -10,14 +10,14 @@ from msgspec import UNSET
 from rich.progress import track
 from rich.table import Column, Table
 
-from pipeline.codebook import Codebook
+from pipeline.codebook import Codebook, query_in
 from pipeline.codebook_file import save
 from pipeline.errors import UserError
 from pipeline.history import KafkaHistory
 from pipeline.hits import hits
 from pipeline.replay import Step, describe, replay_deltas
 from pipeline.settings import Settings, load_settings
-from schemas.deltas import decode_delta
+from schemas.deltas import Delta, decode_delta
 from schemas.messages import Feedback, decode, printable
 from workers.cli.common import (
     NO_DELTAS,
@@ -202,8 +202,7 @@ def _retrained(settings: Settings, records: list[bytes]) -> tuple[Codebook, list
     from workers.boot import load_model  # noqa: PLC0415
 
     lead = decode_delta(records[0])
-    if "layer" not in settings.model_fields_set:
-        settings = settings.model_copy(update={"layer": lead.layer})
+    settings = _with_those_of(lead, settings)
     try:
         model = load_model(settings)
     except LayerError as error:
@@ -219,6 +218,16 @@ def _retrained(settings: Settings, records: list[bytes]) -> tuple[Codebook, list
         retraining.settle()
     assert retraining.codebook is not None
     return retraining.codebook, retraining.records, msgspec.to_builtins(retraining.compared)
+
+
+def _with_those_of(lead: Delta, settings: Settings) -> Settings:
+    """The settings, with the layer and the queries of a history where they are not set."""
+    found: dict[str, str] = {}
+    if "layer" not in settings.model_fields_set:
+        found["layer"] = lead.layer
+    if settings.query == "auto" and (query := query_in(lead)) is not None:
+        found["query"] = query
+    return settings.model_copy(update=found)
 
 
 def _branched(settings: Settings, prefix: str, codebook: str, records: list[bytes], replication: int | None) -> str:

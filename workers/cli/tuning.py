@@ -60,7 +60,7 @@ def calibrate(
     """
     from deploy.models import layer_of  # noqa: PLC0415
     from pipeline.calibration import Sample, calibrate_layer  # noqa: PLC0415
-    from workers.boot import load_model  # noqa: PLC0415
+    from workers.boot import load_model, reads_text  # noqa: PLC0415
 
     samples = []
     for number, fields in read_lines(lines):
@@ -69,8 +69,11 @@ def calibrate(
         except msgspec.ValidationError as error:
             raise typer.BadParameter(f"{lines}, line {number}: {error}") from error
     measured = []
-    if layer and len(layer) > 1 and load_settings(model=model).query == "encoder":
-        raise typer.BadParameter("with GRACESTREAM_QUERY=encoder all layers have the same queries: name one")
+    if layer and len(layer) > 1 and reads_text(load_settings(model=model)):
+        raise typer.BadParameter(
+            "an encoder makes the queries, the same for all layers: name one, or set GRACESTREAM_QUERY=last to compare"
+            " layers"
+        )
     for path in layer or [layer_of(load_settings(model=model))]:
         loaded = load_model(load_settings(model=model, layer=path))
         measured.append(calibrate_layer(loaded, samples))

@@ -36,13 +36,15 @@ NQ's questions that are not among the traffic.
 `curve`: the share captured over the threshold. A threshold is a radius in medians of the traffic's nearest neighbours,
 and with `held` no radius passes 0.8 of the distance to the traffic. The nearest key decides.
 
-Methods: `default` is the layer's queries with all settings' defaults; `encoder` has a sentence encoder's queries, and
-`alpha .1` a larger share of other requests within a radius. `asked before` has traffic in which users asked every case
-of an edit before the corrections: paraphrases, and what must not change. `distance` is the method without values
-trained on forms, the comparison of words, and radii of corrections' own: of these alone the curves are.
+Methods: `default` has all settings' defaults, so that a sentence encoder makes a generator's queries; `layer` has the
+layer's queries (`GRACESTREAM_QUERY=last`), and `alpha .1` a larger share of other requests within a radius. `asked
+before` has traffic in which users asked every case of an edit before the corrections: paraphrases, and what must not
+change. `distance` is the method without values trained on forms, the comparison of words, and radii of corrections'
+own: of these alone the curves are. A classifier's queries are the layer's in any case.
 
-Where a page has rows of `encoder 0.8`, all of its rows are older than forms, the comparison of words, radii of
-corrections' own and the check of answers: `default` and `encoder` are there what `distance` is now.
+Where a page has rows of `encoder 0.6` and `encoder 0.8`, all of its rows are older than forms, the comparison of words,
+radii of corrections' own and the check of answers. `encoder 0.6` is there what `default, distance` is now, and `layer`
+what `layer, distance` is.
 
 Held-out rows: of zsRE and CounterFact the first 200, of the others every second row. `--development` takes the other
 rows, on which settings may be chosen. `--only` takes one stream.

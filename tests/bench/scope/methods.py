@@ -49,15 +49,16 @@ class Method:
 BY_DISTANCE = {"forms": False, "wording": False, "scope_radius": False}
 """Values of one prompt, and a match by distance alone."""
 
+LAYER = {"query": "last"}
+"""Queries of the layer."""
+
 METHODS = (
-    Method("encoder", {"query": "encoder"}),
-    Method("encoder, alpha .1", {"query": "encoder", "scope_alpha": 0.1}),
-    Method("encoder, asked before", {"query": "encoder", "traffic": 4096}, asked_before=True),
-    Method(
-        "encoder, distance", {"query": "encoder", **BY_DISTANCE}, curves=(0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-    ),
     Method("default"),
-    Method("default, distance", BY_DISTANCE, curves=(0.4, 0.6, 0.8, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5)),
+    Method("default, alpha .1", {"scope_alpha": 0.1}),
+    Method("default, asked before", {"traffic": 4096}, asked_before=True),
+    Method("default, distance", BY_DISTANCE, curves=(0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)),
+    Method("layer", LAYER),
+    Method("layer, distance", {**LAYER, **BY_DISTANCE}, curves=(0.4, 0.6, 0.8, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5)),
 )
 """The methods that are compared. A method without a curve shares its queries with an earlier one."""
 
@@ -151,7 +152,7 @@ class Edited:
 @contextmanager
 def opened(method: Method, settings: Settings, model: str, trained: Known) -> Iterator[Callable[..., Edited]]:
     """The method's model, loaded once: call it with a stream and the answers of the unedited model."""
-    changed = dict(method.settings) | ({"model": model} if model else {})
+    changed = dict(method.settings) | ({"model": model, "query": "auto"} if model else {})
     updated = settings.model_copy(update=changed)
     with asked_at(updated, trained) as asked:
         yield partial(edited, asked, updated, asked_before=method.asked_before)
@@ -160,7 +161,8 @@ def opened(method: Method, settings: Settings, model: str, trained: Known) -> It
 def edited(asked: Asked, settings: Settings, stream: Stream, unedited: Unedited, *, asked_before: bool) -> Edited:
     """Make the stream's corrections, one after the other."""
     cases = [case.text for case in stream.cases if asked_before and case.edit is not None and not case.chat]
-    engine = started(asked, plan_of(settings), [*stream.traffic, *cases])
+    plan = plan_of(settings, reads_text=asked.model.reads_text)
+    engine = started(asked, plan, [*stream.traffic, *cases])
     cost = correct(engine, asked, [Fact(one.text, "", one.target) for one in stream.corrections])
     return Edited(asked, engine, cost, unedited)
 

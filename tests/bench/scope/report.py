@@ -82,8 +82,8 @@ def of_stream(stream: Stream, options: Options) -> Iterator[Row]:
     trained: Known = {}
     unedited = Unedited()
     for method in METHODS:
-        if stream.model and "query" in method.settings:
-            continue  # a classifier's encoder queries are not measured here
+        if stream.model and "query" not in method.settings:
+            continue  # a classifier's queries are the layer's by default, too
         options.tell(f"{stream.name}: {method.name}")
         setting = f"corrections/{stream.name}, {method.name}"
         with opened(method, settings, stream.model, trained) as edit:

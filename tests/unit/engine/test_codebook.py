@@ -44,6 +44,10 @@ FAULTS: dict[str, Callable[[Codebook], bytes]] = {
     "a higher term without a lead": lambda c: sealed(c, NEW, term=c.term + 1),
     "a lead of the present term": lambda c: sealed(c, op="lead", term=c.term),
     "another model": lambda c: sealed(c, NEW, model="0" * 64),
+    "another model of the layer's queries": lambda c: sealed(
+        c, op="lead", model="0" * 64, environment={"query": "last"}
+    ),
+    "another model of unknown queries": lambda c: sealed(c, op="lead", model="0" * 64, environment={"query": "own"}),
     "another layer": lambda c: sealed(c, NEW, layer="layer.1"),
     "another codebook": lambda c: sealed(c, NEW, codebook="other"),
     "a digest of another chain": lambda _: sealed(new_codebook(), NEW, seq=3),
@@ -99,7 +103,8 @@ REASONS = {
     "delta 2 of term 1 follows 2": ["the same seq again"],
     "is of term 2 after term 1": ["a higher term without a lead"],
     "(lead) is of term 1 after term 1": ["a lead of the present term"],
-    "is of model": ["another model"],
+    "_REPLACE) as it was, or another GRACESTREAM_PREFIX": ["another model", "another model of unknown queries"],
+    "as it was (GRACESTREAM_QUERY=last in that history), or": ["another model of the layer's queries"],
     "set GRACESTREAM_LAYER": ["another layer"],
     "set GRACESTREAM_CODEBOOK": ["another codebook"],
     "does not continue the chain": ["a digest of another chain", "a flipped byte", "a wrong digest"],
