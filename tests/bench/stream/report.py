@@ -41,7 +41,8 @@ def run(options: Options) -> Iterator[Row]:
     if options.only not in ("", *COUNTS):
         raise BenchError(f"there is no stream named {options.only!r}; there are {', '.join(COUNTS)}")
     settings = load_settings(device=options.device, **SETTINGS)
-    data, plan, model = stream_data(), plan_of(settings), load_model(settings)
+    data, model = stream_data(), load_model(settings)
+    plan = plan_of(settings, reads_text=model.reads_text)
     folder = settings.cache.expanduser() / "bench" / f"stream-{stream_key(model, plan, data)}"
     options.tell(f"the logs are in {folder}; a run that was ended goes on from there")
     setup = Setup(model, plan, data, Texts(model), folder)
