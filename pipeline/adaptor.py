@@ -8,7 +8,7 @@ so no decode step ever queries. Where the whole sequence runs again (generation 
 applied again at the same tokens. The codebook is never written here, and no random number is drawn.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,6 +41,9 @@ UNCERTAIN = 1.4
 """Radii within which a prompt that names the same is a near miss: as far away lie most other requests of a subject."""
 
 OUTSIDE = "it names the same, and lies a little outside the radius"
+
+MOST_COMPARED = 16
+"""Entries whose wordings are compared with that of one prompt, at most."""
 
 
 class Observed(Exception):
@@ -259,22 +262,40 @@ def _hidden(candidate: Any, module: nn.Module) -> Tensor:
 def matches(queries_BD: Tensor, codebook: Codebook, index: KeyIndex, asked: Asked) -> list[Hit | None]:
     """For each query the entry that may serve it.
 
-    That is the nearest one, if the query lies within its radius and the wordings agree. Else it is the nearest one with
-    the same words. Else it is the one that the wording rules out, or that the query lies a little outside of, which
-    tells why.
+    If the radius of the nearest entry holds the query, the entries whose radius holds it are compared, nearest first.
+    The first whose wording agrees serves. If none of the first `MOST_COMPARED` agrees, the nearest one with the same
+    words serves. Else it is the nearest one, which the wording rules out, or one that the query lies a little outside
+    of, which tells why.
     """
     found = index.covering(queries_BD)
     matched: list[Hit | None] = []
     for row, (slot, distance) in enumerate(zip(found.slots_B.tolist(), found.distances_B.tolist(), strict=True)):
         match = None
         if slot != NO_SLOT:
-            wording = codebook.wordings[slot]
-            match = _hit(codebook, slot, distance, disagreement(wording, asked(row)) if wording else "")
+            match = _within(_holding((slot, distance), queries_BD[row], index), codebook, partial(asked, row))
         if serving(match) is None:
             known = index.in_same_words(queries_BD[row], partial(asked, row))
             match = match if known is None else _hit(codebook, *known)
         matched.append(match or _outside(codebook, index.about_same(queries_BD[row], partial(asked, row))))
     return matched
+
+
+def _holding(nearest: tuple[int, float], query_D: Tensor, index: KeyIndex) -> Iterator[tuple[int, float]]:
+    """The entries whose radius holds a query, nearest first; those beyond the nearest are looked up when asked for."""
+    yield nearest
+    yield from index.holding(query_D, MOST_COMPARED)[1:]
+
+
+def _within(holding: Iterable[tuple[int, float]], codebook: Codebook, asked: Callable[[], str]) -> Hit | None:
+    """Of these entries the first whose wording agrees with a prompt's, or else the first."""
+    missed = None
+    for slot, distance in holding:
+        wording = codebook.wordings[slot]
+        hit = _hit(codebook, slot, distance, disagreement(wording, asked()) if wording else "")
+        if serving(hit):
+            return hit
+        missed = missed or hit
+    return missed
 
 
 def _outside(codebook: Codebook, known: tuple[int, float] | None) -> Hit | None:

@@ -319,11 +319,10 @@ class EditEngine:
         Else a later edit could take its query over, and what a reviewer was told to be right would turn wrong.
         """
         hit, changes = case.examined.hit, []
-        if hit is not None and case.slot != NO_SLOT:
-            value_V = self.codebook.values_NV[case.slot].copy()
-            rephrases = examined_rephrases(self, case, value_V)
+        if hit is not None:
+            rephrases = examined_rephrases(self, case, self.codebook.values_NV[hit.slot].copy())
             if any_proved(rephrases):
-                return self._extended(case, value_V, rephrases, case.examined.verdict.loss)
+                return self._extended(case, hit.slot, rephrases, case.examined.verdict.loss)
         outcome = unchanged(case.feedback, case.examined.verdict.loss)
         if hit is not None:
             outcome = msgspec.structs.replace(outcome, entry_id=hit.entry_id)
@@ -338,17 +337,20 @@ class EditEngine:
             and self.codebook.labels[self.codebook.slot(entry_id)] != case.examined.label
         ]
         kept = keep(self, case)
+        if self.plan.guard:
+            changes += self._guarded(case, changes, self.memory.same_input(case.query_D, case.policy.noise), 0.0)
         return self._sealed(
             case, outcome, "expand", changes, UNSET if hit is None else hit.entry_id, said_otherwise, kept
         )
 
-    def _extended(self, case: Case, value_V: np.ndarray, rephrases: list[Rephrase], loss: float) -> Edited:
-        """A correction that the nearest entry's value serves, with keys for its rephrases.
+    def _extended(self, case: Case, slot: int, rephrases: list[Rephrase], loss: float) -> Edited:
+        """A correction that the value of the entry in this slot serves, with keys for its rephrases.
 
         The correction gets a key of its own too. Else a rephrase's key could be nearer to it than the entry's.
         """
-        if case.distance <= case.policy.noise:
+        if slot == case.slot and case.distance <= case.policy.noise:
             return self._publish(case, Decision("expand"), None, rephrases, loss=loss)
+        value_V = self.codebook.values_NV[slot].copy()
         radius = case.policy.own_radius(self.own_clearance(case))
         if (reason := self.too_near(radius, case, self.wording(case.examined))) is not None:
             return rejected(case.feedback, reason)
@@ -379,10 +381,9 @@ class EditEngine:
     def _decide(self, case: Case) -> Edited:
         decision, found = self._decision(case)
         if found is not None:
-            value_V = self.codebook.values_NV[case.slot].copy()
-            rephrases = examined_rephrases(self, case, value_V)
+            rephrases = examined_rephrases(self, case, self.codebook.values_NV[case.slot].copy())
             if any_proved(rephrases):
-                return self._extended(case, value_V, rephrases, found.loss)
+                return self._extended(case, case.slot, rephrases, found.loss)
             return self._publish(case, decision, None, rephrases, loss=found.loss)
         if (
             decision.radius is not None
@@ -493,7 +494,7 @@ class EditEngine:
         placed = place(self, case, given_V, by_entry, rephrases)
         changes = list(by_entry.values())
         same_input = self.memory.same_input(case.query_D, case.policy.noise)
-        if self.plan.guard and any(change.value is not UNSET for change in changes):
+        if self.plan.guard:
             changes += self._guarded(case, changes, [*same_input, *placed.same_input], placed.noise)
         unchanged_now = decision.kind == "expand" and not changes
         outcome = Outcome(
@@ -554,7 +555,7 @@ class EditEngine:
     ) -> list[EntryChange]:
         """Entries of their own for the edits that these changes would take from the entries that serve them."""
         displaced = self.memory.displaced(
-            new_keys={change.entry_id: change.key.array() for change in changes if change.key is not UNSET},
+            keys={change.entry_id: self._key_of(change) for change in changes if _may_serve_otherwise(change)},
             shrunk={change.entry_id: change.radius for change in changes if change.radius is not UNSET},
             relabelled={c.entry_id for c in changes if c.value is not UNSET and c.key is UNSET},
             noise=max(case.policy.noise, noise),
@@ -581,6 +582,12 @@ class EditEngine:
     def _wording_beside(self, wording: str) -> str:
         """The wording of an entry that an earlier edit is given: no prompt of the unedited model has the same words."""
         return ELLIPSIS + wording if self.memory.kept_in_same_words(wording) else wording
+
+    def _key_of(self, change: EntryChange) -> np.ndarray:
+        """The key of an entry that changes, or that is new."""
+        if change.key is not UNSET:
+            return change.key.array()
+        return self.codebook.entry(self.codebook.slot(change.entry_id)).key_D
 
     def _joins(self, case: Case) -> bool:
         """Whether the nearest key is the correction's too, within the noise, though its wording disagrees."""
@@ -634,6 +641,11 @@ class EditEngine:
     def noise(self, query_D: np.ndarray) -> float:
         """Distances from this query up to this are the same input, seen in another batch."""
         return batch_noise(float(np.linalg.norm(query_D)), self.model.query_dtype)
+
+
+def _may_serve_otherwise(change: EntryChange) -> bool:
+    """Whether an entry serves other prompts after a change than before, or lets a farther entry serve them."""
+    return any(field is not UNSET for field in (change.key, change.radius, change.wording))
 
 
 def _float32(radius: float) -> float:

@@ -28,6 +28,9 @@ ROWS = 256
 CELLS = 2**24
 """Numbers of keys that are compared at a time on a device, which is not waited for in between."""
 
+CLOSE = 4
+"""Keys that are looked at for each entry that is wanted, to tell how far the wanted ones lie where many radii hold."""
+
 CROWD = 4
 """Where the sieve leaves more than one key in so many, all are searched."""
 
@@ -162,6 +165,36 @@ class KeyIndex:
                 reach[row] = distance
         self._sieved(self._sieve, queries_BD, reach, found)
         return self._inside(found)
+
+    def holding(self, query_D: torch.Tensor, count: int) -> list[tuple[int, float]]:
+        """The entries whose radius holds the query, nearest first, at most so many: the slot and distance of each.
+
+        Of entries at the same distance the one whose id comes first is first.
+        """
+        query_D = query_D.detach().to(self._device, torch.float32).contiguous()
+        if not len(self._codebook) or not torch.isfinite(query_D).all():
+            return []
+        slots = self._may_hold(query_D, count)
+        far = self._pairs(query_D[None], {0: slots}, _exactly).get(0, np.empty(0))
+        held = np.flatnonzero(far < self._codebook.radii_N[slots])
+        found = sorted((float(far[place]), self._codebook.entry_ids[slots[place]]) for place in held)
+        return [(self._codebook.slot(entry_id), distance) for distance, entry_id in found[:count]]
+
+    def _may_hold(self, query_D: torch.Tensor, count: int) -> np.ndarray:
+        """Slots among which are the nearest so many of those whose radius holds the query."""
+        if self._sieve is None:
+            self._settle_search()
+            return np.arange(len(self._codebook))
+        query_1D = query_D[None].numpy()
+        if (few := self._sieve.few_covering(query_1D[0], CLOSE * count)) is not None:
+            return few
+        close = self._sieve.close(query_1D[0], CLOSE * count)
+        far = self._pairs(query_D[None], {0: close}, _exactly)[0]
+        held = np.sort(far[far < self._codebook.radii_N[close]])
+        if len(held) < count:
+            return self._sieve.covering(query_1D)[0]
+        # So many hold it at most this far away, so a farther one is not among the nearest.
+        return self._sieve.within(query_1D, held[count - 1 : count])[0]
 
     def _sieved(self, sieve: Sieve, queries_BD: torch.Tensor, reach: Mapping[int, float], found: Nearest) -> None:
         """Find the nearest key of each query that has a `reach`, which is the distance to some key, or more."""

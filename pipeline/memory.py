@@ -195,7 +195,7 @@ class EditMemory:
 
     def displaced(
         self,
-        new_keys: Mapping[str, np.ndarray],
+        keys: Mapping[str, np.ndarray],
         shrunk: Mapping[str, float],
         relabelled: Collection[str],
         noise: float,
@@ -203,12 +203,14 @@ class EditMemory:
     ) -> list[str]:
         """The edits that need an entry of their own before a decision is carried out, in a fixed order.
 
-        An edit does where another key would be nearer to its query than the one that serves it, where that entry's
+        An edit does where one of these keys is nearer to its query than the one that serves it, where that entry's
         ball would no longer reach it (`shrunk`: new radii), or where the entry gets another value (`relabelled`).
-        An entry of its own is a new key too, so this is followed to its end; each edit is named once at most.
+        A key may be nearer before the decision, too: its entry did not serve the edit, as the wordings disagree or its
+        radius does not hold it. An entry of its own is a new key too, so this is followed to its end; each edit is
+        named once at most.
 
         Args:
-            new_keys: What the decision adds, by entry id.
+            keys: Of the entries that the decision adds, or whose radius or wording it changes; by entry id.
             shrunk: New radii of entries, by entry id.
             relabelled: Entries whose value and label are replaced.
             noise: Distances closer to each other than twice this are not told apart.
@@ -221,8 +223,8 @@ class EditMemory:
             for row in map(self._edits.row, self._at.get(entry_id, ()))
             if entry_id in relabelled or self.distances_E[row] + 2 * noise > shrunk[entry_id]
         }
-        for key_D in new_keys.values():
-            lost |= self._taken_over(key_D, noise)
+        for entry_id, key_D in keys.items():
+            lost |= {row for row in self._taken_over(key_D, noise) if self.entry_ids[row] != entry_id}
         named: list[str] = []
         while lost := lost - taken:
             row = min(lost)

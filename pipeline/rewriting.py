@@ -184,9 +184,9 @@ class Rewritten:
     def _stays(self, engine: EditEngine, delta: Delta, cause: Cause) -> bool:
         """Whether everything that the decision depended on is the same in both.
 
-        The entry nearest to the query, unless another one is nearer now; the edits that its new keys would take over;
-        the inputs that bounded its radii; the entry whose value its own started from. Where it is unsure it says no:
-        deciding again is never wrong.
+        The entry nearest to the query and the one that serves it, unless another one is nearer now; the edits that its
+        new and changed entries would take over; the inputs that bounded its radii; the entry whose value its own
+        started from. Where it is unsure it says no: deciding again is never wrong.
         """
         seen, apart = cause.seen, self._apart
         if seen is UNSET:
@@ -199,12 +199,20 @@ class Rewritten:
         query_D = _query(delta, self._was.codebook)
         if not self._starts_alike(engine, delta, seen, query_D):
             return False
-        keys = [(query_D, seen.nearest, seen.distance)]
+        keys = {change.entry_id: change.key.array() for change in delta.entries if change.key is not UNSET}
+        looked_up = [(query_D, seen.nearest, seen.distance, cause.entry_id)]
         for one, rephrase_D in zip(cause.rephrases, _rephrases(delta).values(), strict=True):
             if rephrase_D is not None:
-                keys.append((rephrase_D, one.nearest, one.distance))
-        new_keys = [change.key.array() for change in delta.entries if change.key is not UNSET]
-        return all(self._sees_the_same(engine, seen.radius, *key, new_keys) for key in keys)
+                looked_up.append((rephrase_D, one.nearest, one.distance, one.entry_id))
+        around = [(query_D, nearest, distance) for query_D, nearest, distance, _ in looked_up]
+        for found_D, nearest, _, serving in looked_up:
+            if serving is not UNSET and serving != nearest and serving not in keys:
+                # An entry beyond the nearest serves, since the wording of the nearest disagrees.
+                if serving in apart.entries:
+                    return False
+                around.append((found_D, serving, float(np.linalg.norm(found_D - _key(engine.codebook, serving)))))
+        keys |= {name: _key(engine.codebook, name) for name in changed - keys.keys()}
+        return all(self._sees_the_same(engine, seen.radius, *place, tuple(keys.values())) for place in around)
 
     def _sees_the_same(
         self,
@@ -213,9 +221,9 @@ class Rewritten:
         query_D: np.ndarray,
         nearest: str | UnsetType,
         distance: float | UnsetType,
-        new_keys: Sequence[np.ndarray],
+        keys: Sequence[np.ndarray],
     ) -> bool:
-        """Whether nothing has changed around one of the queries of a decision, and around the keys that it added."""
+        """Whether nothing has changed around a query of a decision, and around the keys of the entries it changed."""
         apart = self._apart
         slack = 4 * engine.noise(query_D)
         distance = np.inf if distance is UNSET else distance
@@ -231,7 +239,7 @@ class Rewritten:
             radius = float(engine.codebook.radii_N[engine.codebook.slot(nearest)])
             if distance <= radius + initial_radius + slack:
                 reach += distance + max(distance, radius) / TRAFFIC_SHARE
-        return not any(apart.has_edit(key_D, reach, slack) for key_D in (*new_keys, query_D))
+        return not any(apart.has_edit(key_D, reach, slack) for key_D in (*keys, query_D))
 
     def _starts_alike(self, engine: EditEngine, delta: Delta, seen: Seen, query_D: np.ndarray) -> bool:
         """Whether a value that was trained would start from the same entry's now; others start from no entry's."""

@@ -89,6 +89,11 @@ class Sieve:
         """
         return self._left(queries_BD, Asked(np.full(len(queries_BD), slack, np.float32)))
 
+    def few_covering(self, query_D: np.ndarray, most: int) -> np.ndarray | None:
+        """As `covering`, by the codes alone; None where they leave more than `most` slots."""
+        (found,) = self._by_codes(self._mapped(query_D[None]), Asked(np.zeros(1, np.float32)))
+        return None if found is None or len(found) > most else found
+
     def serving(self, queries_BD: np.ndarray, distances: Distances) -> tuple[list[np.ndarray], set[int]]:
         """For each query, in ascending order, slots of which the nearest key's is one if its ball holds the query.
 

@@ -31,7 +31,10 @@ from pipeline.request import request_in
 from schemas.deltas import MAX_WORDING
 
 RULES = 2
-"""The version of the rules in this module. Raise it with every change of what they decide."""
+"""The version of the rules in this module, and of which entries are compared (`pipeline.adaptor.matches`).
+
+Raise it with every change of what they decide.
+"""
 
 MAX_WORDS = 48
 """Longer requests are texts rather than questions: their words say little of whether two ask for the same."""

@@ -61,6 +61,36 @@ def scenes(draw: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return queries_BD, keys_ND, radii_N
 
 
+@settings(deadline=None, max_examples=30)
+@given(scenes(), st.integers(1, 20))
+def test_the_nearest_of_those_that_hold_a_query_are_brute_forces(
+    scene: tuple[np.ndarray, np.ndarray, np.ndarray], count: int
+) -> None:
+    """By the sieve and by a look at all keys, and whatever the order of the slots."""
+    queries_BD, keys_ND, radii_N = scene
+    codebook = filled(keys_ND, radii_N)
+    turned = new_codebook()
+    turned.apply(
+        sealed(turned, *(added(f"e{row}", keys_ND[row], float(radii_N[row])) for row in reversed(range(len(keys_ND)))))
+    )
+    distances_BN = exact_distances(torch.from_numpy(queries_BD), torch.from_numpy(keys_ND)[None]).numpy()
+    indices = [index_of(codebook), KeyIndex(codebook, torch.device("cpu"), TorchSearch)]
+    for query_D, distances_N in zip(queries_BD, distances_BN, strict=True):
+        held = [(float(distances_N[row]), f"e{row}") for row in np.flatnonzero(distances_N < radii_N)]
+        expected = sorted(held)[:count]
+        for index in (*indices, index_of(turned)):
+            entry_ids = index._codebook.entry_ids
+            found = index.holding(torch.from_numpy(query_D), count)
+            assert [(distance, entry_ids[slot]) for slot, distance in found] == expected
+
+
+def test_no_entry_holds_a_query_in_an_empty_codebook_or_one_that_is_not_finite() -> None:
+    assert index_of(new_codebook()).holding(torch.zeros(3), 4) == []
+    full = index_of(filled(np.zeros((3, 3), np.float32)))
+    assert full.holding(torch.tensor([0.0, math.nan, 0.0]), 4) == []
+    assert len(full.holding(torch.zeros(3), 4)) == 3
+
+
 @MANY
 @given(scenes())
 def test_what_covers_a_query_is_what_brute_force_finds(scene: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:

@@ -31,7 +31,7 @@ class Log:
         self.write(EntryChange(entry_id=entry, radius=2.0), cause=cause)
 
     def displaced(self, *key: float, **fields: object) -> list[str]:
-        usual: dict[str, object] = {"new_keys": {"new": point(*key)} if key else {}, "shrunk": {}, "relabelled": ()}
+        usual: dict[str, object] = {"keys": {"new": point(*key)} if key else {}, "shrunk": {}, "relabelled": ()}
         return self.memory.displaced(**{"noise": NOISE, "ignore": (), **usual, **fields})  # type: ignore[arg-type]
 
 

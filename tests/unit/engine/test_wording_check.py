@@ -4,12 +4,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from msgspec import UNSET
+from msgspec.structs import replace
 
-from pipeline.adaptor import OUTSIDE
+from pipeline.adaptor import MOST_COMPARED, OUTSIDE, matches
 from pipeline.codebook_file import load, save
 from pipeline.editing import EditEngine
 from pipeline.evaluation import EvaluationCase, evaluate
+from pipeline.index import KeyIndex
+from pipeline.key_search import TorchSearch
 from pipeline.model import Served
 from pipeline.plan import Plan
 from pipeline.traffic import Traffic
@@ -17,7 +23,7 @@ from pipeline.wording import disagreement, wording_of
 from schemas.deltas import Delta, EntryChange, decode_delta
 from schemas.messages import Parameters
 from tests.unit.engine import points
-from tests.unit.engine.tiny import KINDS, correct, editable, index_of, texts
+from tests.unit.engine.tiny import KINDS, added, correct, editable, index_of, new_codebook, sealed, texts
 
 GENERATORS = [kind for kind in KINDS if kind != "bert"]
 EDITED, OTHER = texts(2, seed=11)
@@ -58,6 +64,67 @@ def test_a_prompt_with_other_words_gets_the_unedited_answer_and_the_reason(kind:
     assert other.missed.disagreement == disagreement(wording_of(EDITED), wording_of(OTHER))
     assert other.answer.outputs == before[1].answer.outputs
     assert edited.answer.outputs.text == TARGET
+
+
+WORDINGS = ["", "the fee in 2021", "the fee in 2022", "fees for 2021"]
+"""The first agrees with each, the second with the last."""
+ASKED = ["what is the fee in 2021", "what is the fee in 2022"]
+"""These agree with some, and have the same words as none."""
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data())
+def test_the_nearest_entry_that_holds_a_prompt_and_agrees_serves_it(data: st.DataObject) -> None:
+    """As brute force finds it, whatever the order of the slots; without one the nearest is the near miss."""
+    count = data.draw(st.integers(1, 40))
+    keys = data.draw(st.lists(st.integers(-4, 4), min_size=count, max_size=count))
+    radii = data.draw(st.lists(st.integers(0, 7), min_size=count, max_size=count))
+    wordings = data.draw(st.lists(st.sampled_from(WORDINGS), min_size=count, max_size=count))
+    asked = data.draw(st.sampled_from(ASKED))
+    entries = [
+        replace(added(f"e{row}", [float(keys[row]), 0.0], float(radii[row])), wording=wordings[row])
+        for row in range(count)
+    ]
+    by_distance = sorted((abs(keys[row]), f"e{row}", row) for row in range(count))
+    held = [(name, row) for distance, name, row in by_distance if distance < radii[row]][:MOST_COMPARED]
+    expected = None
+    if by_distance[0][0] < radii[by_distance[0][2]]:
+        agreeing = [name for name, row in held if not disagreement(wordings[row], asked)]
+        expected = (agreeing[0], True) if agreeing else (held[0][0], False)
+    for order in (entries, entries[::-1]):
+        codebook = new_codebook()
+        codebook.apply(sealed(codebook, *order))
+        for search in (None, TorchSearch):
+            index = KeyIndex(codebook, torch.device("cpu"), search)
+            (match,) = matches(torch.zeros(1, 2), codebook, index, lambda _row: asked)
+            found = match if match is None or match.disagreement != OUTSIDE else None
+            assert (found and (found.entry_id, not found.disagreement)) == expected
+
+
+def test_no_more_entries_are_compared_than_is_promised() -> None:
+    """The seventeenth would agree."""
+    for farther, serves in ((MOST_COMPARED - 1, True), (MOST_COMPARED, False)):
+        codebook = new_codebook()
+        others = [added(f"e{row}", [0.1 + 0.01 * row], 9.0) for row in range(farther)]
+        agreeing = replace(added("z", [1.0], 9.0), wording=WORDINGS[1])
+        codebook.apply(sealed(codebook, *(replace(one, wording=WORDINGS[2]) for one in others), agreeing))
+        (match,) = matches(torch.zeros(1, 1), codebook, index_of(codebook), lambda _row: ASKED[0])
+        assert match is not None
+        assert match.entry_id == ("z" if serves else "e0")
+        assert bool(match.disagreement) is not serves
+
+
+def test_an_edit_that_a_farther_entry_serves_keeps_its_answer() -> None:
+    """Whatever becomes of the nearer entry, whose wording disagrees."""
+    made = points.engine(Plan(radius=3.0, radius_unit="absolute", traffic=0), worded=True)
+    for name, place, label in (("far", (0, 0), "1"), ("near", (0.54995, 0), "2"), ("kept", (0.8, 0), "1")):
+        outcome, _ = correct(made, name, points.at(*place), label, offset=made.codebook.seq)
+    assert (outcome.status, outcome.entry_id) == ("unchanged", "far")
+    assert points.answer(made, 0.8, 0) == 1
+    # Within the noise of the nearer key, in the other words: its entry compares no words from now on.
+    assert correct(made, "joins", points.at(0.55005, 0), "3", offset=made.codebook.seq)[0].status == "replaced"
+    assert made.codebook.wordings[made.codebook.slot("near")] == ""
+    assert points.answer(made, 0.8, 0) == 1
 
 
 @pytest.mark.parametrize("kind", GENERATORS)
