@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from pipeline.batch import Batch
 from pipeline.codebook import Codebook
-from pipeline.index import KeyIndex
+from pipeline.index import KeyIndex, on_host
 from pipeline.key_search import NO_SLOT
 from pipeline.layers import LayerError
 from pipeline.wording import disagreement
@@ -265,18 +265,19 @@ def matches(queries_BD: Tensor, codebook: Codebook, index: KeyIndex, asked: Aske
     If the radius of the nearest entry holds the query, the entries whose radius holds it are compared, nearest first.
     The first whose wording agrees serves. If none of the first `MOST_COMPARED` agrees, the nearest one with the same
     words serves. Else it is the nearest one, which the wording rules out, or one that the query lies a little outside
-    of, which tells why.
+    of, which tells why. Entries from which the prompt is an exception are passed over.
     """
     found = index.covering(queries_BD)
     matched: list[Hit | None] = []
-    for row, (slot, distance) in enumerate(zip(found.slots_B.tolist(), found.distances_B.tolist(), strict=True)):
+    for row, nearest in enumerate(zip(found.slots_B.tolist(), found.distances_B.tolist(), strict=True)):
+        query_D, wording = queries_BD[row], partial(asked, row)
         match = None
-        if slot != NO_SLOT:
-            match = _within(_holding((slot, distance), queries_BD[row], index), codebook, partial(asked, row))
+        if nearest[0] != NO_SLOT:
+            match = _within(_holding(nearest, query_D, index), query_D, codebook, wording)
         if serving(match) is None:
-            known = index.in_same_words(queries_BD[row], partial(asked, row))
+            known = index.in_same_words(query_D, wording)
             match = match if known is None else _hit(codebook, *known)
-        matched.append(match or _outside(codebook, index.about_same(queries_BD[row], partial(asked, row))))
+        matched.append(match or _outside(codebook, index.about_same(query_D, wording)))
     return matched
 
 
@@ -286,10 +287,14 @@ def _holding(nearest: tuple[int, float], query_D: Tensor, index: KeyIndex) -> It
     yield from index.holding(query_D, MOST_COMPARED)[1:]
 
 
-def _within(holding: Iterable[tuple[int, float]], codebook: Codebook, asked: Callable[[], str]) -> Hit | None:
-    """Of these entries the first whose wording agrees with a prompt's, or else the first."""
+def _within(
+    holding: Iterable[tuple[int, float]], query_D: Tensor, codebook: Codebook, asked: Callable[[], str]
+) -> Hit | None:
+    """Of these entries the first that serves a prompt, or else the first that misses it by its wording."""
     missed = None
     for slot, distance in holding:
+        if codebook.exceptions.exempt(codebook.entry_ids[slot], lambda: on_host(query_D), asked):
+            continue
         wording = codebook.wordings[slot]
         hit = _hit(codebook, slot, distance, disagreement(wording, asked()) if wording else "")
         if serving(hit):

@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterable
 import numpy as np
 
 from pipeline.codebook import Label
-from pipeline.difference import Fold, same_edit, same_entry
+from pipeline.difference import Fold, exception_change, same_edit, same_entry
 from pipeline.editing import EditEngine
-from pipeline.memory import BARE_MODEL, EditMemory
+from pipeline.memory import BARE_MODEL
 from pipeline.points import Points
 from pipeline.same_words import SameWords
 from pipeline.wording import ELLIPSIS
@@ -40,7 +40,7 @@ class Apart:
         """Note which of these entries and edits are the same in both."""
         for name in names:
             self._compare_entry(name, was, now)
-            self._compare_edit(name, was.memory, now.memory)
+            self._compare_edit(name, was, now)
 
     def concerns(self, changed: Collection[str]) -> bool:
         """Whether a change of these entries would be another one now, or touch an edit that they serve only now.
@@ -86,14 +86,15 @@ class Apart:
             self._labels[name] = now.codebook.labels[slot]
             self._labelled[self._labels[name]] += 1
 
-    def _compare_edit(self, name: str, was: EditMemory, now: EditMemory) -> None:
+    def _compare_edit(self, name: str, before: Fold, after: EditEngine) -> None:
+        was, now = before.memory, after.memory
         if name in self._served_by:
             self._queries.drop(name)
             self._serving[self._served_by.pop(name)] -= 1
         if name in self._bare:
             self._bare.drop(name)
         self._words.drop(_EDIT + name)
-        if same_edit(name, was, now):
+        if same_edit(name, was, now) and exception_change(name, before.codebook, after.codebook) is None:
             self.edits.discard(name)
             return
         self.edits.add(name)

@@ -15,14 +15,16 @@ What `Codebook.apply` guarantees:
 import hashlib
 import math
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 from msgspec import UNSET, Struct
 
 from pipeline.errors import UserError
+from pipeline.prompt_exceptions import PromptExceptions
 from pipeline.wording import rules
-from schemas.deltas import GENESIS, Delta, EntryChange, chain, decode_delta
+from schemas.deltas import GENESIS, Delta, EntryChange, ExceptionChange, chain, decode_delta
 from schemas.messages import ID_LENGTH, InvalidMessage
 
 Label = tuple[int, ...]
@@ -94,6 +96,7 @@ class Codebook:
         self.entry_ids: list[str] = []
         self.labels: list[Label] = []
         self.wordings: list[str] = []
+        self.exceptions = PromptExceptions()
         self._slots: dict[str, int] = {}
         self._version = 0  # odd while a delta is being applied
         self._told: tuple[int, str] | None = None  # the state digest, and the version that it is of
@@ -167,6 +170,7 @@ class Codebook:
             return None
         self._check_place(delta, record)
         arrays = [self._checked(change) for change in delta.entries]
+        self._check_exceptions(delta)
         if len(arrays) > 1:
             for side in zip(*arrays, strict=True):
                 if len({array.shape for array in side if array is not None}) > 1:
@@ -185,6 +189,7 @@ class Codebook:
         keys_ND: np.ndarray,
         values_NV: np.ndarray,
         radii_N: np.ndarray,
+        exceptions: Iterable[ExceptionChange] = (),
     ) -> None:
         """Take over a state as it was saved, in place of the fold that led to it; the arrays are kept, not copied."""
         self._version += 1
@@ -192,6 +197,7 @@ class Codebook:
         self.entry_ids, self.labels, self.wordings = list(entry_ids), list(labels), list(wordings)
         self._slots = {entry_id: slot for slot, entry_id in enumerate(entry_ids)}
         self._keys, self._values, self._radii = keys_ND, values_NV, radii_N
+        self.exceptions = PromptExceptions(exceptions)
         self._version += 1
 
     def take_over(self, other: "Codebook") -> None:
@@ -206,6 +212,7 @@ class Codebook:
             keys_ND=other.keys_ND,
             values_NV=other.values_NV,
             radii_N=other.radii_N,
+            exceptions=other.exceptions,
         )
 
     def copy(self) -> "Codebook":
@@ -246,11 +253,12 @@ class Codebook:
             "seq": self.seq,
             "digest": self.digest.hex(),
             "entries": len(self),
+            "exceptions": len(self.exceptions),
             "state_digest": state_digest,
         }
 
     def state_digest(self) -> str:
-        """SHA-256 (hex) over every entry, in order of entry id: equal exactly when two codebooks answer alike."""
+        """SHA-256 (hex) over entries and exceptions, in order of their ids: equal when two codebooks answer alike."""
         digest = hashlib.sha256()
         for entry_id in sorted(self._slots):
             slot = self._slots[entry_id]
@@ -262,7 +270,8 @@ class Codebook:
             if wording := self.wordings[slot].encode():
                 # No length of an entry id reads like this, so what follows cannot be the next entry.
                 digest.update(b"wording " + struct.pack("<q", len(wording)) + wording)
-        if any(self.wordings):
+        digest.update(self.exceptions.digested())
+        if any(self.wordings) or any(one.wording for one in self.exceptions):
             digest.update(rules().encode())
         return digest.hexdigest()
 
@@ -307,6 +316,28 @@ class Codebook:
             raise DeltaFault(f"entry {change.entry_id!r} has the radius {change.radius}")
         return self._arrays(change)
 
+    def _check_exceptions(self, delta: Delta) -> None:
+        """Raises DeltaFault where an exception does not fit what the codebook holds."""
+        names = [change.feedback_id for change in delta.exceptions]
+        if len(set(names)) < len(names):
+            raise DeltaFault(f"delta {delta.seq} names an exception twice")
+        for change in delta.exceptions:
+            name = change.feedback_id
+            if not all(0 < len(one) <= ID_LENGTH for one in (name, *change.entry_ids)):
+                raise DeltaFault(f"an exception has an id that has not 1 to {ID_LENGTH} characters")
+            if change.removed:
+                if name not in self.exceptions:
+                    raise DeltaFault(f"exception {name!r} cannot be removed: it is not there")
+                continue
+            if change.query is UNSET or not change.entry_ids:
+                raise DeltaFault(f"exception {name!r} lacks its query or its entries")
+            try:
+                query = change.query.array()
+            except ValueError as error:
+                raise DeltaFault(f"exception {name!r}: {error}") from error
+            if not _fits(query, self._keys):
+                raise DeltaFault(f"exception {name!r} has a query of shape {query.shape}, not {self._keys.shape[1:]}")
+
     def _arrays(self, change: EntryChange) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Key and value, each where it changes, once their shapes fit."""
         try:
@@ -342,6 +373,8 @@ class Codebook:
             if change.wording is not UNSET:
                 self.wordings[slot] = change.wording
             touched.add(slot)
+        for exception in delta.exceptions:
+            self.exceptions.apply(exception)
         return Applied(delta, tuple(sorted(slot for slot in touched if slot < len(self))))  # others are no more
 
     def _append(self, entry_id: str, width_D: int, width_V: int) -> int:

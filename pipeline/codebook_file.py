@@ -1,7 +1,8 @@
 """A codebook as one safetensors file, and back again bit for bit.
 
 Everything is a tensor: keys (N, D), values (N, V), radii (N), the labels, entry ids and wordings one after the other
-with their lengths, and as bytes a JSON header that says where in the history this is. The tensor `sha256` covers all
+with their lengths, and as bytes a JSON header that says where in the history this is, and the exceptions in
+MessagePack. The tensor `sha256` covers all
 the others with their names and shapes. Slots keep their order, so the codebook goes on as the one that was saved would.
 
 What is read is judged as if someone hostile had written it: shapes, dtypes and lengths must fit each other, numbers
@@ -14,14 +15,14 @@ from typing import Annotated
 
 import msgspec
 import numpy as np
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct
 from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save_file
 
 from pipeline.codebook import Codebook
 from pipeline.errors import UserError
-from schemas.deltas import DIGEST_BYTES, MAX_WORDING, Count
+from schemas.deltas import DIGEST_BYTES, MAX_WORDING, Count, ExceptionChange
 
 LAYOUT = {
     "header": (np.uint8, 1),
@@ -34,6 +35,7 @@ LAYOUT = {
     "entry_id_bytes": (np.uint8, 1),
     "wording_lengths": (np.int64, 1),
     "wording_bytes": (np.uint8, 1),
+    "exceptions": (np.uint8, 1),
     "sha256": (np.uint8, 1),
 }
 """The tensors of a file, each with its dtype and number of dimensions."""
@@ -81,6 +83,7 @@ def save(codebook: Codebook, path: Path) -> None:
         "entry_id_bytes": np.frombuffer(b"".join(names), np.uint8),
         "wording_lengths": np.array([len(wording) for wording in wordings], "<i8"),
         "wording_bytes": np.frombuffer(b"".join(wordings), np.uint8),
+        "exceptions": np.frombuffer(msgspec.msgpack.encode(tuple(codebook.exceptions)), np.uint8),
     }
     tensors["sha256"] = np.frombuffer(_digest(tensors), np.uint8)
     half = path.with_name(f"{path.name}.part")
@@ -142,6 +145,10 @@ def _codebook(tensors: Tensors) -> Codebook:
         raise ValueError("it names an entry twice")
     if not all(np.isfinite(array).all() for array in (keys_ND, values_NV, radii_N)) or (radii_N < 0).any():
         raise ValueError("it holds a number that is not finite, or a radius below 0")
+    exceptions = msgspec.msgpack.decode(tensors["exceptions"].tobytes(), type=tuple[ExceptionChange, ...])
+    widths = {None if one.query is UNSET else one.query.array().shape for one in exceptions if not one.removed}
+    if not widths <= {keys_ND.shape[1:]} or any(one.removed for one in exceptions):
+        raise ValueError("it holds an exception whose query is no key's")
     codebook = Codebook(header.codebook, header.model, header.layer)
     codebook.restore(
         seq=header.seq,
@@ -153,6 +160,7 @@ def _codebook(tensors: Tensors) -> Codebook:
         keys_ND=keys_ND,
         values_NV=values_NV,
         radii_N=radii_N,
+        exceptions=exceptions,
     )
     return codebook
 

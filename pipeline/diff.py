@@ -24,11 +24,21 @@ class InputChange(Struct, frozen=True):
     feedback_id: str
 
 
+class ExceptionDiff(Struct, frozen=True):
+    """Inputs that an edit does not answer at one point, and may at the other. `excepted`: it is so after."""
+
+    inputs: str
+    except_from: str
+    excepted: bool
+    feedback_id: str
+
+
 class Diff(Struct, frozen=True):
-    """What differs: inputs in order of their feedback, and by entry id what happened to it."""
+    """What differs: inputs and exceptions in order of their feedback, and by entry id what happened to it."""
 
     inputs: list[InputChange]
     entries: dict[str, str]
+    exceptions: list[ExceptionDiff]
 
 
 Point = int | datetime
@@ -57,7 +67,22 @@ def diff(settings: Settings, before: Point, after: Point) -> Diff:
             for name in names
             if not same_entry(name, was.codebook, now.codebook)
         },
+        _exceptions(was, now, corrections),
     )
+
+
+def _exceptions(was: Fold, now: Fold, feedback: Mapping[int, Feedback]) -> list[ExceptionDiff]:
+    """The exceptions that are of one of two points alone."""
+    found = {}
+    for one, other, excepted in ((was, now, False), (now, was, True)):
+        for exception in one.codebook.exceptions:
+            if exception.feedback_id in other.codebook.exceptions:
+                continue
+            offset = one.memory.offsets[exception.feedback_id]
+            sent = feedback.get(offset)
+            inputs = "" if sent is None or sent.inputs is UNSET else in_one_text(sent.inputs)
+            found[offset] = ExceptionDiff(inputs, exception.except_from, excepted, exception.feedback_id)
+    return [found[offset] for offset in sorted(found)]
 
 
 def _fold(settings: Settings, point: Point) -> Fold:

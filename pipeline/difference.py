@@ -4,7 +4,7 @@ from msgspec import UNSET, UnsetType
 
 from pipeline.codebook import Codebook
 from pipeline.memory import EditMemory
-from schemas.deltas import Delta, EntryChange, Tensor
+from schemas.deltas import Delta, EntryChange, ExceptionChange, Tensor
 
 
 class Fold:
@@ -43,6 +43,14 @@ def same_edit(name: str, was: EditMemory, now: EditMemory) -> bool:
     if (name in was) != (name in now):
         return False
     return name not in now or was.serving_entry(name) == now.serving_entry(name)
+
+
+def exception_change(name: str, was: Codebook, now: Codebook) -> ExceptionChange | None:
+    """What turns the exception of a name into what it is now; None where nothing does."""
+    before, after = was.exceptions.get(name), now.exceptions.get(name)
+    if before == after:
+        return None
+    return ExceptionChange(feedback_id=name, removed=True) if after is None else after
 
 
 def entry_change(name: str, was: Codebook, now: Codebook) -> EntryChange:

@@ -13,6 +13,7 @@ STATUS: dict[Op, Status] = {
     "split": "split",
     "replace": "replaced",
     "undo": "undone",
+    "except": "excepted",
 }
 """What an outcome reports, by the op of its delta."""
 
@@ -47,7 +48,9 @@ def unchanged(feedback: Feedback, loss: float) -> Outcome:
 def committed_outcome(delta: Delta) -> Outcome:
     """The outcome of a delta that was committed without one; `steps` and `loss` are not known any more."""
     assert delta.cause is not UNSET
-    status: Status = "unchanged" if delta.op == "expand" and not delta.entries else STATUS[delta.op]
+    status: Status = (
+        "unchanged" if delta.op == "expand" and not (delta.entries or delta.exceptions) else STATUS[delta.op]
+    )
     reason = "its delta was committed without an outcome; a later editor reports it"
     left_out = [number for number, one in enumerate(delta.cause.rephrases, 1) if one.left_out]
     return Outcome(

@@ -29,6 +29,7 @@ from pipeline.memory import BARE_MODEL, EditMemory
 from pipeline.model import EditableModel
 from pipeline.passes import Verdict
 from pipeline.plan import Plan
+from pipeline.prompt_exceptions import same_request
 from pipeline.rephrasing import Placed, Rephrase, any_proved, examined_rephrases, keep, place, shared, with_forms
 from pipeline.roles import why_not_propose
 from pipeline.scope import ScopeRadius
@@ -37,7 +38,7 @@ from pipeline.tasks import InputError
 from pipeline.traffic import Traffic
 from pipeline.training import Trained, train_on, train_value, train_values
 from pipeline.wording import ELLIPSIS, disagreement
-from schemas.deltas import Cause, Delta, EntryChange, Op, Standing, Tensor, rephrase_name, seal
+from schemas.deltas import Cause, Delta, EntryChange, ExceptionChange, Op, Standing, Tensor, rephrase_name, seal
 from schemas.messages import VERSION, Feedback, Inputs, Outcome, one_line
 
 MAX_RECORD_BYTES = 60 * 2**20
@@ -337,10 +338,12 @@ class EditEngine:
             and self.codebook.labels[self.codebook.slot(entry_id)] != case.examined.label
         ]
         kept = keep(self, case)
+        ended = self._ended(case, outcome.entry_id, kept)
         if self.plan.guard:
-            changes += self._guarded(case, changes, self.memory.same_input(case.query_D, case.policy.noise), 0.0)
+            same_input = self.memory.same_input(case.query_D, case.policy.noise)
+            changes += self._guarded(case, changes, same_input, 0.0, ended)
         return self._sealed(
-            case, outcome, "expand", changes, UNSET if hit is None else hit.entry_id, said_otherwise, kept
+            case, outcome, "expand", changes, UNSET if hit is None else hit.entry_id, [*said_otherwise, *ended], kept
         )
 
     def _extended(self, case: Case, slot: int, rephrases: list[Rephrase], loss: float) -> Edited:
@@ -494,9 +497,14 @@ class EditEngine:
         placed = place(self, case, given_V, by_entry, rephrases)
         changes = list(by_entry.values())
         same_input = self.memory.same_input(case.query_D, case.policy.noise)
+        superseded = [
+            *self.said_otherwise(same_input, label, self.wording(case.examined)),
+            *self._ended(case, entry_id, placed),
+        ]
+        ended = [name for name in (*superseded, *placed.supersedes) if name in self.codebook.exceptions]
         if self.plan.guard:
-            changes += self._guarded(case, changes, [*same_input, *placed.same_input], placed.noise)
-        unchanged_now = decision.kind == "expand" and not changes
+            changes += self._guarded(case, changes, [*same_input, *placed.same_input], placed.noise, ended)
+        unchanged_now = decision.kind == "expand" and not changes and not ended
         outcome = Outcome(
             v=VERSION,
             feedback_id=feedback_id,
@@ -504,9 +512,7 @@ class EditEngine:
             entry_id=entry_id,
             **told,  # type: ignore[arg-type]
         )
-        said_otherwise = [other for other in same_input if self.label_of_edit(other) != label]
-        said_otherwise += self.memory.kept_in_same_words(self.wording(case.examined))
-        return self._sealed(case, outcome, decision.kind, changes, entry_id, said_otherwise, placed)
+        return self._sealed(case, outcome, decision.kind, changes, entry_id, superseded, placed)
 
     def _sealed(
         self,
@@ -537,7 +543,27 @@ class EditEngine:
         )
         if placed.left_out:
             outcome = msgspec.structs.replace(outcome, left_out=tuple(placed.left_out))
-        return self.publish(case.feedback, outcome, op, entries=tuple(changes), cause=cause)
+        ended = tuple(
+            ExceptionChange(feedback_id=name, removed=True)
+            for name in cause.supersedes
+            if name in self.codebook.exceptions
+        )
+        return self.publish(case.feedback, outcome, op, entries=tuple(changes), exceptions=ended, cause=cause)
+
+    def _ended(self, case: Case, entry_id: str | UnsetType, placed: Placed) -> list[str]:
+        """The exceptions that keep the entries which are to serve these prompts from now on from one of them."""
+        prompts = [(case.query_D, self.wording(case.examined), entry_id)]
+        prompts += [
+            (one.query.array(), one.wording, one.entry_id)
+            for one in placed.keys
+            if one.query is not UNSET and not one.left_out
+        ]
+        return [
+            exception.feedback_id
+            for query_D, wording, serving_entry in prompts
+            for exception in self.codebook.exceptions.near(query_D, wording, self.noise(query_D))
+            if serving_entry in exception.entry_ids
+        ]
 
     def publish(self, feedback: Feedback, outcome: Outcome, op: Op, **fields: object) -> Edited:
         """The outcome, and the next record with these fields; a rejection where no reader would take that record."""
@@ -551,11 +577,18 @@ class EditEngine:
         return Edited(msgspec.structs.replace(outcome, seq=self.codebook.seq + 1), record)
 
     def _guarded(
-        self, case: Case, changes: list[EntryChange], same_input: list[str], noise: float
+        self, case: Case, changes: list[EntryChange], same_input: list[str], noise: float, ended: list[str]
     ) -> list[EntryChange]:
-        """Entries of their own for the edits that these changes would take from the entries that serve them."""
+        """Entries of their own for the edits that these changes would take from the entries that serve them.
+
+        An entry may take an edit, too, of whose prompt it is no longer an exception (`ended`).
+        """
+        keys = {change.entry_id: self._key_of(change) for change in changes if _may_serve_otherwise(change)}
+        for exception in (one for one in self.codebook.exceptions if one.feedback_id in ended):
+            for entry_id in exception.entry_ids:
+                keys.setdefault(entry_id, self._key_of(EntryChange(entry_id=entry_id)))
         displaced = self.memory.displaced(
-            keys={change.entry_id: self._key_of(change) for change in changes if _may_serve_otherwise(change)},
+            keys=keys,
             shrunk={change.entry_id: change.radius for change in changes if change.radius is not UNSET},
             relabelled={c.entry_id for c in changes if c.value is not UNSET and c.key is UNSET},
             noise=max(case.policy.noise, noise),
@@ -624,6 +657,18 @@ class EditEngine:
         """The label of the entry that serves an edit; None where the bare model does."""
         entry_id = self.memory.serving_entry(feedback_id)
         return None if entry_id == BARE_MODEL else self.codebook.labels[self.codebook.slot(entry_id)]
+
+    def said_otherwise(self, same_input: Sequence[str], label: Label, wording: str) -> list[str]:
+        """The edits that a correction supersedes: of those of its input, and of those in its words.
+
+        An exception of its input is superseded only where it is the same request.
+        """
+        return [
+            name
+            for name in same_input
+            if self.label_of_edit(name) != label
+            and (name not in self.codebook.exceptions or same_request(self.memory.wording(name), wording))
+        ] + self.memory.kept_in_same_words(wording)
 
     def _start(self, case: Case) -> torch.Tensor:
         case.sight.start = self.warm_start(case.examined.label, case.query_D)

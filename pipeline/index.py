@@ -103,12 +103,12 @@ class KeyIndex:
         For a query that was looked up. `wording` tells its own; it is not called while no entry has one.
         """
         known = self._known_wordings()
-        return self._nearest_entry(query_D, known.words.named(wording())) if known else None
+        return self._nearest_entry(query_D, known.words.named(wording()), wording) if known else None
 
     def about_same(self, query_D: torch.Tensor, wording: Callable[[], str]) -> tuple[int, float] | None:
         """The slot of the nearest key whose entry's wording agrees and has no other names, and the distance."""
         known = self._known_wordings()
-        return self._nearest_entry(query_D, known.names.named(wording())) if known else None
+        return self._nearest_entry(query_D, known.names.named(wording()), wording) if known else None
 
     def _known_wordings(self) -> "_Wordings":
         if self._wordings is None:
@@ -116,7 +116,12 @@ class KeyIndex:
             self._wordings.take(self._codebook, self._codebook.entry_ids)
         return self._wordings
 
-    def _nearest_entry(self, query_D: torch.Tensor, entry_ids: Sequence[str]) -> tuple[int, float] | None:
+    def _nearest_entry(
+        self, query_D: torch.Tensor, entry_ids: Sequence[str], wording: Callable[[], str]
+    ) -> tuple[int, float] | None:
+        """Of these entries the nearest from which the prompt is no exception."""
+        exempt = self._codebook.exceptions.exempt
+        entry_ids = [name for name in entry_ids if not exempt(name, lambda: on_host(query_D), wording)]
         if not entry_ids:
             return None
         slots = np.array([self._codebook.slot(name) for name in entry_ids])
@@ -312,6 +317,12 @@ class KeyIndex:
             outside = rows[~(found.distances_B.numpy()[rows] < radii)]
             found.slots_B[outside], found.distances_B[outside] = NO_SLOT, torch.inf
         return found
+
+
+def on_host(query_D: torch.Tensor) -> np.ndarray:
+    """A query as the codebook has its keys."""
+    found_D: np.ndarray = query_D.detach().float().cpu().numpy()
+    return found_D
 
 
 def _exactly(queries_MD: torch.Tensor, keys_MD: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from pipeline.device import raise_if_broken
 from pipeline.edited import Edited, committed_outcome, rejected
 from pipeline.editing import EditEngine
 from pipeline.errors import UserError
+from pipeline.excepting import except_from
 from pipeline.fruitless import Fruitless
 from pipeline.rewriting import History
 from pipeline.roles import may_propose
@@ -105,7 +106,7 @@ class Intake:
             UserError, KafkaError, OSError, DeviceFault: what is no fault of a record.
         """
         allowed = [one for one in read if may_propose(one.standing)]
-        corrections = [(one.feedback, one.offset) for one in allowed if one.feedback and not one.feedback.undoes]
+        corrections = [(one.feedback, one.offset) for one in allowed if one.feedback and one.feedback.corrects]
         if len(corrections) < 2:
             return {}
         try:
@@ -158,11 +159,13 @@ class Intake:
 
     def _decide(self, feedback: Feedback, read: Read, ahead: Ahead | None) -> Edited:
         offset, standing = read.offset, read.standing
-        if not feedback.undoes:
+        if feedback.corrects:
             self._before_edit()  # what fails here is no fault of the record
         try:
             if feedback.undoes:
                 return undo(self._engine, feedback, offset, self._history, self._at_work, standing)
+            if feedback.excepts:
+                return except_from(self._engine, feedback, offset, standing)
             return self._engine.edit(feedback, offset, ahead=ahead, standing=standing)
         except Exception as error:  # whatever one record does to the model, the stream moves on
             edited = failed(feedback, error)

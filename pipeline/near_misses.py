@@ -1,5 +1,7 @@
 """Near misses: the requests that an entry might have answered and the unedited model did, from the topics."""
 
+from collections.abc import Collection
+
 from msgspec import UNSET, Struct
 from msgspec.structs import replace
 
@@ -66,6 +68,37 @@ def near_misses(settings: Settings, most: int, entry_id: str | None = None) -> l
     return [replace(missed, inputs=inputs.get(request_id)) for request_id, missed in found.items()]
 
 
+class Served(Struct, frozen=True):
+    """A request that an entry answered, or might have; `inputs` is None where `requests` has them no more."""
+
+    entry_id: str
+    inputs: Inputs | None
+
+
+def served_by(settings: Settings, request_ids: Collection[str]) -> dict[str, Served]:
+    """Of these requests those that an entry answered, or might have, by request id; by the newest prediction of each.
+
+    Raises:
+        TopicError: a topic is missing.
+        KafkaTimeoutError: Kafka stopped answering.
+    """
+    entries: dict[str, str] = {}
+    for record in read_topic(settings, PREDICTIONS):
+        request_id = peek_id(record.value, "request_id")
+        if request_id is None or request_id not in request_ids:
+            continue
+        try:
+            prediction = decode(record.value, Prediction)
+        except InvalidMessage:
+            continue  # another program's record
+        named = prediction.near_miss if prediction.edit is UNSET else prediction.edit
+        entries.pop(request_id, None)
+        if named is not UNSET:
+            entries[request_id] = named.entry_id
+    inputs = _inputs(settings, entries) if entries else {}
+    return {request_id: Served(entry_id, inputs.get(request_id)) for request_id, entry_id in entries.items()}
+
+
 def _newest(found: dict[str, Missed], most: int) -> dict[str, Missed]:
     newest = sorted(found.values(), key=lambda missed: (-missed.timestamp, missed.request_id))[:most]
     return {missed.request_id: missed for missed in newest}
@@ -95,7 +128,7 @@ def _missed(value: bytes | None, timestamp: int) -> Missed | None:
     )
 
 
-def _inputs(settings: Settings, wanted: dict[str, Missed]) -> dict[str, Inputs]:
+def _inputs(settings: Settings, wanted: Collection[str]) -> dict[str, Inputs]:
     """By request id; of a request that was sent more than once the last."""
     found: dict[str, Inputs] = {}
     for record in read_topic(settings, REQUESTS):

@@ -187,8 +187,7 @@ def place(
             placed.keys.append(with_fields(nearest, entry_id=served_by, query=query, wording=wording))
         same_input = engine.memory.same_input(one.query_D, noise)
         placed.same_input += same_input
-        placed.supersedes += [other for other in same_input if engine.label_of_edit(other) != label]
-        placed.supersedes += engine.memory.kept_in_same_words(wording)
+        placed.supersedes += engine.said_otherwise(same_input, label, wording)
         placed.noise = max(placed.noise, noise)
     return placed
 

@@ -1,6 +1,6 @@
 """Replay: the codebook at any point of its history, from `deltas` alone (design, section 5, point 8)."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import datetime
 
 from msgspec import UNSET, Struct
@@ -11,7 +11,7 @@ from pipeline.follower import read_history
 from pipeline.history import KafkaHistory
 from pipeline.settings import Settings
 from pipeline.snapshots import Snapshot
-from schemas.deltas import Delta, EntryChange, decode_delta
+from schemas.deltas import Delta, EntryChange, ExceptionChange, decode_delta
 from schemas.messages import InvalidMessage, in_one_text
 
 OnApplied = Callable[[bytes, Delta, Codebook], object]
@@ -20,6 +20,8 @@ OnApplied = Callable[[bytes, Delta, Codebook], object]
 
 class Step(Struct, frozen=True):
     """One delta in words. `timestamp` is Kafka's, in seconds; `entries` says what happened to each entry.
+
+    An exception counts as something that happened to the entries that it is of.
 
     `outcome` is the status that the sender of the feedback got. A correction that the model fulfilled already is
     `unchanged`, and its delta an `expand`. It is None where no feedback is behind the delta, or `edits` does not tell.
@@ -88,13 +90,17 @@ def describe(settings: Settings) -> Iterator[Step]:
     """Every delta that counts, in words, with the correction behind it."""
     steps: list[tuple[int | None, Step]] = []
     known: set[str] = set()
+    exceptions: dict[str, ExceptionChange] = {}
 
     def keep(record: bytes, _offset: int, timestamp: int) -> None:
         delta = _decoded(record)
         if not steps or delta.term >= steps[-1][1].term:
-            steps.append((None if delta.cause is UNSET else delta.cause.offset, _step(delta, timestamp / 1000, known)))
+            step = _step(delta, timestamp / 1000, known, exceptions)
+            steps.append((None if delta.cause is UNSET else delta.cause.offset, step))
             for change in delta.entries:
                 (known.discard if change.removed else known.add)(change.entry_id)
+            for exception in delta.exceptions:
+                exceptions[exception.feedback_id] = exception
 
     read_history(settings, keep)
     offsets = [offset for offset, _ in steps if offset is not None]
@@ -111,9 +117,14 @@ def describe(settings: Settings) -> Iterator[Step]:
         )
 
 
-def _step(delta: Delta, timestamp: float, known: Collection[str]) -> Step:
-    """A delta in words, without the correction behind it; `known` are the entries that there were."""
+def _step(delta: Delta, timestamp: float, known: Collection[str], exceptions: Mapping[str, ExceptionChange]) -> Step:
+    """A delta in words, without the correction behind it; `known` are the entries that there were, and `exceptions`."""
     cause = delta.cause
+    entries = {change.entry_id: _words(change, known) for change in delta.entries}
+    for exception in delta.exceptions:
+        what = f"exception {exception.feedback_id}" + (" ended" if exception.removed else "")
+        for entry_id in exceptions.get(exception.feedback_id, exception).entry_ids or exception.entry_ids:
+            entries[entry_id] = ", ".join(filter(None, (entries.get(entry_id), what)))
     return Step(
         seq=delta.seq,
         term=delta.term,
@@ -125,7 +136,7 @@ def _step(delta: Delta, timestamp: float, known: Collection[str]) -> Step:
         undoes=() if cause is UNSET else cause.undoes,
         inputs=None,
         target=None,
-        entries={change.entry_id: _words(change, known) for change in delta.entries},
+        entries=entries,
     )
 
 

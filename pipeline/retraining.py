@@ -26,6 +26,7 @@ from pipeline.case import Again, Ahead
 from pipeline.codebook import Codebook, DeltaFault, as_it_was
 from pipeline.edited import Edited
 from pipeline.editing import EditEngine
+from pipeline.excepting import except_from
 from pipeline.fruitless import Fruitless
 from pipeline.intake import failed
 from pipeline.model import EditableModel
@@ -206,6 +207,8 @@ class Retraining:
         try:
             if feedback.undoes:
                 return undo(engine, feedback, offset, self, standing=standing)
+            if feedback.excepts:
+                return except_from(engine, feedback, offset, standing)
             ahead = self._trained(engine, together).pop(offset, None) if together else None
             return engine.edit(feedback, offset, None if seen is None else Again(seen), ahead, standing)
         except Exception as error:  # noqa: BLE001  (as the editor does)
@@ -253,6 +256,13 @@ def _other_decision(recorded: Delta, ours: Delta) -> str | None:
         return f"it changed {before} and changes {after} now"
     if entries != again:
         return f"it changes {after} to another target, or other fields of it"
+    return _other_effect(recorded, ours)
+
+
+def _other_effect(recorded: Delta, ours: Delta) -> str | None:
+    """The same, of what a decision does beside changing entries."""
+    if _exceptions(recorded) != _exceptions(ours):
+        return "it makes or ends other exceptions"
     if recorded.edits and _edits(recorded) != _edits(ours):
         return "it left other edits in force"
     return None
@@ -278,6 +288,10 @@ def _names(entries: set[tuple[str, bool, object, tuple[bool, ...]]]) -> str:
 
 def _edits(delta: Delta) -> set[tuple[str, object, bool]]:
     return {(edit.feedback_id, edit.entry_id, edit.removed) for edit in delta.edits}
+
+
+def _exceptions(delta: Delta) -> set[tuple[str, tuple[str, ...], bool]]:
+    return {(one.feedback_id, one.entry_ids, one.removed) for one in delta.exceptions}
 
 
 def _value_difference(recorded: Delta, ours: Delta) -> float:

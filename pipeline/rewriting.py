@@ -16,6 +16,7 @@ What was rejected at the time stays so. A rejection leaves nothing in `deltas`, 
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -26,15 +27,17 @@ from msgspec import UNSET, Struct, UnsetType
 from pipeline.apart import Apart
 from pipeline.case import Again
 from pipeline.codebook import Codebook, DeltaFault
-from pipeline.difference import Fold, entry_change
+from pipeline.difference import Fold, entry_change, exception_change
 from pipeline.editing import EditEngine
 from pipeline.errors import UserError
+from pipeline.excepting import exception_for
 from pipeline.index import KeyIndex
 from pipeline.maintenance import TRAFFIC_SHARE
 from pipeline.memory import BARE_MODEL, EditMemory
 from pipeline.plan import plan_of
+from pipeline.prompt_exceptions import query_of
 from pipeline.sight import together
-from schemas.deltas import Cause, Delta, EditChange, EntryChange, Seen, Tensor
+from schemas.deltas import Cause, Delta, EditChange, EntryChange, ExceptionChange, Seen, Tensor
 from schemas.messages import Feedback
 
 
@@ -50,6 +53,15 @@ class History(Protocol):
 
     def corrections(self, since: int) -> Mapping[int, Feedback]:
         """The readable feedback from offset `since` on, by offset."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What an undo changes."""
+
+    entries: tuple[EntryChange, ...]
+    edits: tuple[EditChange, ...]
+    exceptions: tuple[ExceptionChange, ...]
 
 
 class Rewritten:
@@ -88,7 +100,7 @@ class Rewritten:
                 self._follow(self._is, delta)
         return self._was.codebook.seq < self._engine.codebook.seq
 
-    def difference(self) -> tuple[tuple[EntryChange, ...], tuple[EditChange, ...]]:
+    def difference(self) -> Difference:
         """What turns the codebook and the memory as they were into what they would be.
 
         Raises:
@@ -101,14 +113,15 @@ class Rewritten:
                 f" ({ours.digest.hex()[:12]}…)"
             )
         if self._is is None:
-            return (), ()
+            return Difference((), (), ())
         book = self._is.codebook
         gone = [name for name in sorted(self._apart.entries) if name not in book]
         kept = [name for name in sorted(self._apart.entries) if name in book]
         entries = [EntryChange(entry_id=name, removed=True) for name in gone]
         entries += [entry_change(name, was, book) for name in kept]
-        memory = self._is.memory
-        return tuple(entries), tuple(self._edit_change(name, memory) for name in sorted(self._apart.edits))
+        memory, edits = self._is.memory, sorted(self._apart.edits)
+        exceptions = [change for name in edits if (change := exception_change(name, was, book)) is not None]
+        return Difference(tuple(entries), tuple(self._edit_change(name, memory) for name in edits), tuple(exceptions))
 
     def _branch(self) -> EditEngine:
         """An engine at the place where the two part, with its own copy of everything but the model.
@@ -136,6 +149,8 @@ class Rewritten:
         names = _touched(delta)
         if delta.op == "retune":
             self._retune(engine, delta)
+        elif delta.op == "except" and delta.cause is not UNSET and delta.cause.feedback_id not in self._without:
+            self._except_again(engine, delta, delta.cause)
         elif delta.op in ("lead", "undo") or delta.cause is UNSET or delta.cause.feedback_id in self._without:
             pass
         elif self._stays(engine, delta, delta.cause):
@@ -151,6 +166,15 @@ class Rewritten:
         entries = tuple(change for change in delta.entries if change.entry_id in engine.codebook)
         if entries:
             engine.apply(engine.record("retune", entries=entries))
+
+    def _except_again(self, engine: EditEngine, delta: Delta, cause: Cause) -> None:
+        """Make the exceptions of a delta from the entries that there are; the model has no part in it."""
+        for one in delta.exceptions:
+            found = exception_for(engine, one.feedback_id, one.except_from, query_of(one), one.wording)
+            if isinstance(found, ExceptionChange):
+                engine.apply(engine.record("except", exceptions=(found,), cause=cause))
+            elif found.status == "rejected":
+                self.failed.append(f"{one.feedback_id} ({found.reason})")
 
     def _decide_again(self, engine: EditEngine, delta: Delta, cause: Cause) -> set[str]:
         """Let the engine decide on the same correction; the names that its delta touched."""

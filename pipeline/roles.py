@@ -3,7 +3,7 @@
 The list of authors gives each author roles. The editor records with each decision what the sender was allowed then
 (`schemas.deltas.Standing`). So a replay decides the same, whatever the list says by that time.
 
-1. A correction takes the role `propose`, an undo `undo_own` or `undo_any`.
+1. A correction or an exception takes the role `propose`, an undo `undo_own` or `undo_any`.
 2. Under `undo_own`, everything that an undo takes back is of its own author. That includes feedback that is undone
    again because the undo of its undo goes.
 3. Where there is a list, unsigned feedback is never allowed more than `UNSIGNED`. Its own is unsigned too, and of the
@@ -26,13 +26,14 @@ UNSIGNED = Standing(roles=DEFAULT_ROLES)
 
 
 def may_propose(standing: Standing | UnsetType) -> bool:
-    """Whether the sender may make corrections."""
+    """Whether the sender may make corrections and exceptions."""
     return standing is UNSET or "propose" in standing.roles
 
 
 def why_not_propose(feedback: Feedback, standing: Standing | UnsetType) -> str | None:
-    """Why a correction is not allowed; None where it is."""
-    return None if may_propose(standing) else f"{_sender(feedback)} may not make corrections without the role 'propose'"
+    """Why a correction or an exception is not allowed; None where it is."""
+    what = "exceptions" if feedback.excepts else "corrections"
+    return None if may_propose(standing) else f"{_sender(feedback)} may not make {what} without the role 'propose'"
 
 
 def why_not_undo(

@@ -64,7 +64,7 @@ def undo(
         history.each_delta(rewritten.fold)
     except MissingFeedbackError as error:
         return rejected(feedback, str(error))
-    entries, edits = rewritten.difference()
+    differs = rewritten.difference()
     cause = Cause(
         feedback_id=feedback.feedback_id, offset=offset, author=feedback.author, undoes=ids, standing=standing
     )
@@ -73,8 +73,9 @@ def undo(
         reason += f"; these corrections rested on that and cannot be made without: {_listed(rewritten.failed)}"
     outcome = Outcome(v=VERSION, feedback_id=feedback.feedback_id, status="undone", reason=reason)
     return engine.publish(
-        feedback, outcome, "undo", entries=entries, edits=edits, decided=rewritten.decided, cause=cause
-    )
+        feedback, outcome, "undo", entries=differs.entries, edits=differs.edits, exceptions=differs.exceptions,
+        decided=rewritten.decided, cause=cause,
+    )  # fmt: skip
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -40,7 +40,7 @@ Wording = Annotated[str, Meta(max_length=MAX_WORDING)]
 TokenId = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 """An int64, as tensors of labels hold it."""
 
-Op = Literal["lead", "add", "expand", "split", "replace", "undo", "retune"]
+Op = Literal["lead", "add", "expand", "split", "replace", "undo", "except", "retune"]
 
 
 class Tensor(Struct, frozen=True, kw_only=True):
@@ -149,11 +149,12 @@ class Cause(Struct, frozen=True, kw_only=True, omit_defaults=True):
     `entry_id` serves the feedback's query from now on; without it the bare model does, which was right already.
     `query`, with the prompt's `wording`, stands where that entry's key is another one, so that a starting editor can
     remember every edit. `supersedes` names earlier edits of the same input that said something else; they are no longer
-    kept. `traffic` is how far into each partition of `requests` the reservoir had read. `undoes` names the feedback
-    that an undo takes back. `together` are the offsets of the feedback whose values were trained in one batch with this
-    one's, in its order, this one's own among them; without it the value was trained alone. `standing` says what the
-    sender was allowed; without it there was no list of authors, and everything was allowed. `rephrases` has an item for
-    each rephrase of the correction, in its order; entries and edits bear the names of `rephrase_name`.
+    kept. Exceptions that are no more are named there, too. `traffic` is how far into each partition of `requests` the
+    reservoir had read. `undoes` names the feedback that an undo takes back. `together` are the offsets of the feedback
+    whose values were trained in one batch with this one's, in its order, this one's own among them; without it the
+    value was trained alone. `standing` says what the sender was allowed; without it there was no list of authors, and
+    everything was allowed. `rephrases` has an item for each rephrase of the correction, in its order; entries and edits
+    bear the names of `rephrase_name`. An exception has no `entry_id`: its prompt bounds new radii.
     """
 
     feedback_id: str
@@ -188,12 +189,30 @@ class EditChange(Struct, frozen=True, kw_only=True, omit_defaults=True):
     removed: bool = False
 
 
+class ExceptionChange(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An exception: a prompt that some entries do not serve, though it lies within their radius.
+
+    `feedback_id` is that of the feedback that asked for it, and `except_from` the id that this feedback named. The
+    entries `entry_ids` do not serve a prompt whose query lies less than `radius` from `query`, and whose wording is
+    `wording` but for capitals. Without a wording the query decides alone. A new exception has entries, a query and a
+    radius; `removed` says that it is no more.
+    """
+
+    feedback_id: str
+    except_from: str = ""
+    entry_ids: tuple[str, ...] = ()
+    query: Tensor | UnsetType = UNSET
+    radius: Radius = 0.0
+    wording: Wording = ""
+    removed: bool = False
+
+
 class Delta(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One step of a codebook's history. `seq` rises by one from 1, across terms.
 
     `environment` stands in `lead` deltas: the versions, device and policy under which the values of the term are made.
     `edits` and `decided` stand in `undo` deltas: the edits that something else serves now, and what the decisions saw
-    that were made anew, by feedback id.
+    that were made anew, by feedback id. `exceptions` are those that the delta adds, changes or removes.
     """
 
     v: Version
@@ -206,6 +225,7 @@ class Delta(Struct, frozen=True, kw_only=True, omit_defaults=True):
     entries: tuple[EntryChange, ...] = ()
     edits: tuple[EditChange, ...] = ()
     decided: dict[str, Seen] = {}
+    exceptions: tuple[ExceptionChange, ...] = ()
     cause: Cause | UnsetType = UNSET
     environment: dict[str, str] | UnsetType = UNSET
     digest: bytes

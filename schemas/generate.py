@@ -75,11 +75,12 @@ def _rules() -> dict[str, Json]:
         "Feedback": {
             "properties": {"inputs": inputs, "target": text, "rephrases": rephrases, "signature": signature},
             "oneOf": [
-                {"title": "correction", "required": ["inputs", "target"], "not": _any_of("undo", "undo_author")},
-                {"title": "undo", "required": ["undo"], "not": _any_of("inputs", "target", "undo_author")},
-                {"title": "undo by author", "required": ["undo_author"], "not": _any_of("inputs", "target", "undo")},
+                _kind("correction", "inputs", "target"),
+                _kind("exception", "inputs", "except_from"),
+                _kind("undo", "undo"),
+                _kind("undo by author", "undo_author"),
             ],
-            "if": _any_of("undo", "undo_author"),
+            "if": _any_of("except_from", "undo", "undo_author"),
             "then": {"properties": {"rephrases": {"maxItems": 0}}},
         },
         "Delta": {
@@ -100,6 +101,12 @@ def _rules() -> dict[str, Json]:
             }
         },
     }
+
+
+def _kind(title: str, *fields: str) -> Json:
+    """One kind of feedback: it has these fields, and none of another kind."""
+    others = [name for name in ("inputs", "target", "except_from", "undo", "undo_author") if name not in fields]
+    return {"title": title, "required": list(fields), "not": _any_of(*others)}
 
 
 def _any_of(*fields: str) -> Json:
@@ -165,7 +172,7 @@ def _channels() -> Json:
         "feedback": _channel(
             "feedback",
             "feedback",
-            "Corrections and undos, decided by the editor in this order. Key: any. Never deleted.",
+            "Corrections, exceptions and undos, decided by the editor in this order. Key: any. Never deleted.",
             **forever,
         ),
         "edits": _channel(
@@ -317,7 +324,9 @@ def asyncapi() -> Json:
         "operations": {
             "receiveRequest": _operation("receive", "requests", "An inference worker takes a request."),
             "sendPrediction": _operation("send", "predictions", "An inference worker answers."),
-            "receiveFeedback": _operation("receive", "feedback", "The editor takes a correction or an undo."),
+            "receiveFeedback": _operation(
+                "receive", "feedback", "The editor takes a correction, an exception or an undo."
+            ),
             "sendEdit": _operation("send", "edits", "The editor says what became of a feedback record."),
             "sendDelta": _operation("send", "deltas", "The editor changes the codebook."),
             "receiveDelta": _operation("receive", "deltas", "Every replica applies the change."),
@@ -335,7 +344,9 @@ def asyncapi() -> Json:
                 "prediction": _message(
                     "prediction", "The answer to one request", "`request_id`.", headers=_of_a_prediction()
                 ),
-                "feedback": _message("feedback", "A correction, or the undo of one", "Any.", headers=_replayed()),
+                "feedback": _message(
+                    "feedback", "A correction, an exception from one, or an undo", "Any.", headers=_replayed()
+                ),
                 "edit": _message("edit", "What became of one feedback record", "`feedback_id`.", headers=_of_an_edit()),
                 "delta": _message("delta", "One step of a codebook's history", "Any.", "application/msgpack"),
                 "snapshot": _message(

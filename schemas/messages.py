@@ -41,7 +41,7 @@ process where a union holds both a constrained string and a fixed tuple.
 
 CHAT_FORM = 'a message of a chat is {"role": "user", "content": "a text"}'
 
-Status = Literal["added", "expanded", "split", "replaced", "unchanged", "undone", "rejected"]
+Status = Literal["added", "expanded", "split", "replaced", "unchanged", "undone", "excepted", "rejected"]
 
 
 class InvalidMessage(ValueError):
@@ -225,17 +225,19 @@ class Prediction(Message, frozen=True, kw_only=True):
 
 
 class Feedback(Message, frozen=True, kw_only=True):
-    """A correction (`inputs` and `target`), or an undo of earlier feedback, on `feedback`.
+    """A correction, an exception from one, or an undo of earlier feedback, on `feedback`.
 
-    `rephrases` are other words for the inputs of a correction: each becomes a key of the same edit. `undo` names the
-    feedback to take back by its id, `undo_author` takes back all that an author sent until then. An undo can be taken
-    back too.
+    A correction has `inputs` and `target`; `rephrases` are other words for its inputs, and each becomes a key of the
+    same edit. An exception has `inputs` and `except_from`, the id of a correction or of an entry: the edit does not
+    answer these inputs any more. `undo` names the feedback to take back by its id, `undo_author` takes back all that an
+    author sent until then. An exception and an undo can be taken back too.
     """
 
     feedback_id: Id
     inputs: Inputs | UnsetType = UNSET
     target: str | UnsetType = UNSET
     rephrases: tuple[Inputs, ...] = ()
+    except_from: Id | UnsetType = UNSET
     undo: Id | UnsetType = UNSET
     undo_author: Id | UnsetType = UNSET
     request_id: str | UnsetType = UNSET
@@ -245,16 +247,33 @@ class Feedback(Message, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_inputs(self.inputs)
-        corrects = self.inputs is not UNSET or self.target is not UNSET
-        if corrects + (self.undo is not UNSET) + (self.undo_author is not UNSET) > 1:
-            raise ValueError("feedback is either a correction (inputs, target) or one undo, not both")
-        if not self.undoes and (self.inputs is UNSET or self.target is UNSET):
-            raise ValueError("feedback needs `inputs` and `target`, or `undo`, or `undo_author`")
+        asks = (self.target, self.except_from, self.undo, self.undo_author)
+        if sum(one is not UNSET for one in asks) > 1 or (self.undoes and self.inputs is not UNSET):
+            raise ValueError(
+                "feedback is one of a correction (inputs, target), an exception (inputs, except_from) and an undo, not"
+                " several"
+            )
+        if not self.undoes and (self.inputs is UNSET or not (self.corrects or self.excepts)):
+            raise ValueError(
+                "feedback needs `inputs` and `target`, or `inputs` and `except_from`, or `undo`, or `undo_author`"
+            )
         if self.target is not UNSET and not self.target.strip():
             raise ValueError("`target` is empty")
-        if self.rephrases and self.undoes:
-            raise ValueError("`rephrases` belong to a correction, and this is an undo")
+        if self.rephrases and not self.corrects:
+            raise ValueError(
+                f"`rephrases` belong to a correction, and this is an {'undo' if self.undoes else 'exception'}"
+            )
         check_rephrases(self.rephrases, self.inputs)
+
+    @property
+    def corrects(self) -> bool:
+        """Whether it is a correction."""
+        return self.target is not UNSET
+
+    @property
+    def excepts(self) -> bool:
+        """Whether it is an exception from an edit."""
+        return self.except_from is not UNSET
 
     @property
     def undoes(self) -> bool:

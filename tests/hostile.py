@@ -196,7 +196,19 @@ ODD: tuple[Callable[[random.Random], Any], ...] = (
 
 def _with_odd_field(made: random.Random, kind: Kind, fields: dict[str, Any]) -> dict[str, Any]:
     """One or two fields of odd kinds, swapped, missing, or under other names."""
-    names = [f"{kind}_id", "v", "inputs", "target", "undo", "undo_author", "parameters", "min_seq", "note", "author"]
+    names = [
+        f"{kind}_id",
+        "v",
+        "inputs",
+        "target",
+        "except_from",
+        "undo",
+        "undo_author",
+        "parameters",
+        "min_seq",
+        "note",
+    ]
+    names.append("author")
     for _ in range(made.randint(1, 2)):
         name, other = made.choice(names), made.choice(sorted(fields) or names)
         match made.randrange(5):
@@ -254,7 +266,9 @@ def _odd_json(kind: Kind, count: int, start: int) -> list[bytes]:
     values = st.recursive(
         leaves, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner), max_leaves=8
     )
-    names = st.sampled_from([f"{kind}_id", "v", "inputs", "target", "undo", "parameters", "min_seq", "note"])
+    names = st.sampled_from(
+        [f"{kind}_id", "v", "inputs", "target", "except_from", "undo", "parameters", "min_seq", "note"]
+    )
     shaped = st.fixed_dictionaries({"v": st.just(1), "inputs": st.text(max_size=20)}, optional={"later": values})
     made: list[bytes] = []
 

@@ -326,6 +326,11 @@ class Story:
                 {"undo_author": author} if all_of else {"undo": f"f{self._random.randrange(number)}"}
             )
             return encode(Feedback(v=VERSION, feedback_id=f"f{number}", **taken_back))
+        if number and self._random.random() < 0.15:
+            edit = f"f{self._random.randrange(number)}"
+            return encode(
+                Feedback(v=VERSION, feedback_id=f"f{number}", inputs=self._point(), except_from=edit, author=author)
+            )
         name = "f0" if self._random.random() < 0.05 else f"f{number}"
         given = Feedback(v=VERSION, feedback_id=name, inputs=self._point(), target=str(target), author=author)
         return encode(given)

@@ -335,7 +335,9 @@ def test_the_difference_of_two_points_names_inputs_and_entries(story: Running, r
         (FIRST, None, "violin"),
     ]
     assert "there are no deltas up to 2020" in sentence(run("diff", "2020-01-01", "5", settings=story.settings))
-    assert lines(run("diff", "5", "5", "--json", settings=story.settings)) == [{"inputs": [], "entries": {}}]
+    assert lines(run("diff", "5", "5", "--json", settings=story.settings)) == [
+        {"inputs": [], "entries": {}, "exceptions": []}
+    ]
     assert "3 inputs are answered otherwise" in run("diff", "2", "5", settings=story.settings).told()
     assert "there is no 999 yet" in sentence(run("diff", "2", "999", settings=story.settings))
     assert "'yesterday'" in run("diff", "2", "yesterday", settings=story.settings).said()

@@ -33,6 +33,7 @@ REQUEST = {"v": 1, "request_id": "r", "inputs": "x"}
 CORRECTION = {"v": 1, "feedback_id": "f", "inputs": "x", "target": "y"}
 USER = {"role": "user", "content": "x"}
 UNDO = {"v": 1, "feedback_id": "f", "undo": "f0"}
+EXCEPTION = {"v": 1, "feedback_id": "f", "inputs": "x", "except_from": "f0"}
 ENTRY = {"entry_id": "e"}
 TENSOR = {"dtype": "float32", "shape": [2], "data": bytes(8)}
 DELTA = {"v": 1, "codebook": "c", "model": "m", "layer": "l", "term": 1, "seq": 1, "op": "add", "digest": GENESIS}
@@ -139,9 +140,17 @@ class TestBadRecords:
             (without(REQUEST | {"parameters": {"max_new_tokens": 0}}), Request, "max_new_tokens"),
             (without(REQUEST | {"min_seq": -1}), Request, "min_seq"),
             (without(REQUEST | {"min_seq": None}), Request, "min_seq"),
-            (without(CORRECTION, "target"), Feedback, "needs `inputs` and `target`, or `undo`"),
-            (without(CORRECTION, "inputs"), Feedback, "needs `inputs` and `target`, or `undo`"),
-            (without(UNDO, "undo"), Feedback, "needs `inputs` and `target`, or `undo`"),
+            (
+                without(CORRECTION, "target"),
+                Feedback,
+                "needs `inputs` and `target`, or `inputs` and `except_from`, or `undo`",
+            ),
+            (
+                without(CORRECTION, "inputs"),
+                Feedback,
+                "needs `inputs` and `target`, or `inputs` and `except_from`, or `undo`",
+            ),
+            (without(UNDO, "undo"), Feedback, "needs `inputs` and `target`, or `inputs` and `except_from`, or `undo`"),
             (without(CORRECTION | {"target": "\t"}), Feedback, "`target` is empty"),
             (without(CORRECTION | {"inputs": "\t"}), Feedback, "`inputs` is empty"),
             (without(CORRECTION | {"rephrases": "x"}), Feedback, r"got `str` - at `\$.rephrases`"),
@@ -168,9 +177,18 @@ class TestBadRecords:
                 Feedback,
                 "`rephrases` has 17 items; the limit is 16",
             ),
+            (
+                without(EXCEPTION | {"rephrases": ["z"]}),
+                Feedback,
+                "`rephrases` belong to a correction, and this is an exception",
+            ),
+            (without(EXCEPTION | {"target": "y"}), Feedback, "not several"),
+            (without(EXCEPTION | UNDO), Feedback, "not several"),
+            (without(EXCEPTION, "inputs"), Feedback, "needs `inputs` and `target`, or `inputs` and `except_from`"),
+            (without(EXCEPTION | {"except_from": ""}), Feedback, r"\$.except_from"),
             (without(UNDO | {"rephrases": ["z"]}), Feedback, "`rephrases` belong to a correction, and this is an undo"),
-            (without(CORRECTION | UNDO), Feedback, "not both"),
-            (without(UNDO | {"target": "y"}), Feedback, "not both"),
+            (without(CORRECTION | UNDO), Feedback, "one of a correction .* and an undo, not several"),
+            (without(UNDO | {"target": "y"}), Feedback, "one of a correction .* and an undo, not several"),
             (without(UNDO | {"undo": ""}), Feedback, r"\$.undo"),
         ],
         ids=lambda value: repr(value[:60]) if isinstance(value, bytes) else None,

@@ -17,6 +17,7 @@ from schemas.deltas import (
     Delta,
     EditChange,
     EntryChange,
+    ExceptionChange,
     RephraseKey,
     Seen,
     Standing,
@@ -175,7 +176,7 @@ class TestGoldenJson:
     def test_there_is_one_of_every_message_and_status(self) -> None:
         assert {kind_of(path) for path in JSON_RECORDS} == {Request, Prediction, Feedback, Outcome, SnapshotManifest}
         statuses = {json.loads(path.read_bytes())["status"] for path in V1.glob("edit-*.json")}
-        assert statuses == {"added", "expanded", "split", "replaced", "unchanged", "undone", "rejected"}
+        assert statuses == {"added", "expanded", "split", "replaced", "unchanged", "undone", "excepted", "rejected"}
 
     @by_stem
     def test_it_decodes_to_its_known_fields(self, path: Path) -> None:
@@ -284,12 +285,20 @@ class TestGoldenJson:
         assert decode((V1 / "feedback-undo-author.json").read_bytes(), Feedback) == Feedback(
             v=1, feedback_id="fb-11", undo_author="ada", author="grace"
         )
+        assert decode((V1 / "feedback-except-from.json").read_bytes(), Feedback) == Feedback(
+            v=1,
+            feedback_id="fb-18",
+            inputs="What is the late fee in 2021?",
+            except_from="fb-17",
+            request_id="req-5",
+            author="ada",
+        )
 
 
 class TestGoldenDeltas:
     def test_there_is_one_of_every_op(self) -> None:
         ops = {decode_delta(path.read_bytes()).op for path in DELTA_RECORDS}
-        assert ops == {"lead", "add", "expand", "split", "replace", "undo", "retune"}
+        assert ops == {"lead", "add", "expand", "split", "replace", "undo", "except", "retune"}
 
     def test_their_digests_link_from_genesis(self) -> None:
         digest = GENESIS
@@ -299,7 +308,7 @@ class TestGoldenDeltas:
             assert delta.seq == seq
             assert delta.digest == record[-32:] == chain(digest, record)
             digest = delta.digest
-        assert digest.hex() == "acedc96a9a725bcf076e3f1a86dc88e93bc9bf3d82130e45d6de586bc44c715e"
+        assert digest.hex() == "d2dbdf06dffa89d036e6ca8205710748f85088bb7c4fe10027c38626d33eecc0"
 
     def test_a_changed_byte_breaks_the_chain(self) -> None:
         record = bytearray((V1 / "delta-02-add.msgpack").read_bytes())
@@ -424,6 +433,28 @@ class TestGoldenDeltas:
         assert delta.decided == {"fb-9": Seen(radius=0.75, clearance={"fb-9": 0.625, "fb-1": None})}
         assert delta.cause == Cause(feedback_id="fb-10", offset=9, author="ada", undoes=("fb-7",))
 
+    def test_the_exception_and_its_end_are_these(self) -> None:
+        made, ended = (
+            decode_delta((V1 / f"delta-{name}.msgpack").read_bytes()) for name in ("18-except", "19-exception-ends")
+        )
+        wording = "What is the late fee in 2021?"
+        assert made.exceptions == (
+            ExceptionChange(
+                feedback_id="fb-18",
+                except_from="fb-17",
+                entry_ids=("fb-17",),
+                query=tensor(0, 0, 5, 0.375),
+                radius=2.0**-10,
+                wording=wording,
+            ),
+        )
+        assert made.cause == Cause(
+            feedback_id="fb-18", offset=20, author="ada", query=tensor(0, 0, 5, 0.375), wording=wording
+        )
+        assert ended.exceptions == (ExceptionChange(feedback_id="fb-18", removed=True),)
+        assert ended.cause is not msgspec.UNSET
+        assert ended.cause.supersedes == ("fb-18",)
+
 
 REQUEST = {"v": 1, "request_id": "r", "inputs": "x"}
 PREDICTION = {"v": 1, "request_id": "r", "codebook_seq": 0, "term": 0, "model": "m", "replica": "a", "latency_ms": 1.5}
@@ -469,6 +500,12 @@ BLANK = " \t\n"
         ("feedback", CORRECTION | {"undo": "f0"}),
         ("feedback", {"v": 1, "feedback_id": "f", "target": "y", "undo": "f0"}),
         ("feedback", {"v": 1, "feedback_id": "f", "inputs": "x", "undo": "f0"}),
+        ("feedback", CORRECTION | {"except_from": "f0"}),
+        ("feedback", {"v": 1, "feedback_id": "f", "except_from": "f0"}),
+        ("feedback", {"v": 1, "feedback_id": "f", "inputs": "x", "except_from": ""}),
+        ("feedback", {"v": 1, "feedback_id": "f", "inputs": "x", "except_from": "f0", "undo": "f0"}),
+        ("feedback", {"v": 1, "feedback_id": "f", "except_from": "f0", "undo_author": "a"}),
+        ("feedback", {"v": 1, "feedback_id": "f", "inputs": "x", "except_from": "f0", "rephrases": ["z"]}),
         ("feedback", {"v": 1, "feedback_id": "f", "undo": ""}),
         ("feedback", {"v": 1, "feedback_id": "f", "undo": "f0", "rephrases": ["z"]}),
         ("feedback", CORRECTION | {"rephrases": "z"}),
@@ -498,6 +535,7 @@ def test_decoder_and_schema_refuse_the_same(name: str, message: Any) -> None:
         ("prediction", PREDICTION),
         ("feedback", CORRECTION),
         ("feedback", {"v": 1, "feedback_id": "f", "undo": "f0"}),
+        ("feedback", {"v": 1, "feedback_id": "f", "inputs": "x", "except_from": "f0"}),
         ("feedback", {"v": 1, "feedback_id": "f", "undo": "f0", "rephrases": []}),
         ("feedback", CORRECTION | {"rephrases": [f"z{number}" for number in range(16)]}),
         ("edit", EDIT),

@@ -120,6 +120,8 @@ def _sent_words(sent: Request | Feedback) -> dict[str, str]:
         told = {"takes back": sent.undo}
     elif sent.undo_author is not UNSET:
         told = {"takes back": f"all by {sent.undo_author}"}
+    elif sent.except_from is not UNSET:
+        told = {"inputs": in_one_text(sent.inputs or ""), "except from": sent.except_from}
     else:
         told = {"inputs": in_one_text(sent.inputs or ""), "target": sent.target or ""}
     return {**told, "feedback": sent.feedback_id, "outcome": "no reply"}

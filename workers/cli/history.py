@@ -166,6 +166,12 @@ def compare(
         answers = (change.before or "(the model's own)", change.after or "(the model's own)")
         table.add_row(*map(cell, (change.inputs, *answers, change.feedback_id)))
     show(table)
+    if found.exceptions:
+        table = Table(*(Column(name, overflow="fold") for name in ("inputs", "exception", "feedback")))
+        for one in found.exceptions:
+            what = f"{'not answered' if one.excepted else 'may be answered again'} by {one.except_from}"
+            table.add_row(*map(cell, (one.inputs, what, one.feedback_id)))
+        show(table)
     title = counted(len(found.entries), "entry differs", "entries differ")
     table = Table(Column("entry", overflow="fold"), "what", title=title)
     for entry_id, what in found.entries.items():
@@ -180,8 +186,8 @@ def corrections(
 ) -> None:
     """Print the corrections in force, oldest first, as the JSON lines that `correct` takes: for another model or layer.
 
-    Those that were undone or corrected again are left out. One that is signed is printed as it was sent, byte for byte:
-    its signature is good where the codebook has the same name.
+    Exceptions from them are printed, too. Those that were undone or corrected again are left out. A signed one is
+    printed as it was sent, byte for byte: its signature is good where the codebook has the same name.
     Example: gracestream corrections --prefix old- | gracestream correct --prefix new-
     """
     from pipeline.in_force import in_force  # noqa: PLC0415  (torch takes seconds)

@@ -8,8 +8,9 @@ import typer
 from rich.table import Column, Table
 
 from pipeline.errors import UserError
-from pipeline.near_misses import Missed
+from pipeline.near_misses import Missed, Served, served_by
 from pipeline.near_misses import near_misses as missed_requests
+from pipeline.settings import Settings
 from schemas.messages import in_one_text
 from workers.cli.common import AsJson, Kafka, Prefix, cell, clock, connected, notes, say, shortened, show
 
@@ -17,6 +18,8 @@ MOST = 10_000
 """Near misses that are listed or searched at most, the newest."""
 
 ASKS_THE_SAME = "Print corrections that give the prompts of these requests the entry's target; may be repeated."
+
+ASKS_ELSE = "Print exceptions that keep the entry from answering the prompts of these requests; may be repeated."
 
 
 def register(app: typer.Typer) -> None:
@@ -28,6 +31,7 @@ def near_misses(
     entry: Annotated[str | None, typer.Argument(help="Only those of this entry.")] = None,
     most: Annotated[int, typer.Option("--limit", min=1, max=MOST, help="So many, the newest.")] = 50,
     same: Annotated[list[str] | None, typer.Option("--same", metavar="REQUEST", help=ASKS_THE_SAME)] = None,
+    excepted: Annotated[list[str] | None, typer.Option("--except", metavar="REQUEST", help=ASKS_ELSE)] = None,
     as_json: AsJson = False,
     kafka: Kafka = None,
     prefix: Prefix = None,
@@ -37,13 +41,13 @@ def near_misses(
     The reason `answer`: the prompt is within the entry's radius, but the entry did not give its target there. Another
     reason names the words by which the prompt asks for something else.
     With --same it prints the correction of each request that asks for the same, which gives its prompt a key.
+    With --except it prints an exception for each request that asks for something else: a near miss, or one that an
+    entry answered. The entry's edit answers that prompt no more.
     Example: gracestream near-misses --same REQUEST | gracestream correct
     """
     settings = connected(kafka=kafka, prefix=prefix)
-    if same:
-        found = {missed.request_id: missed for missed in missed_requests(settings, MOST, entry)}
-        for line in [_correction(found, request_id) for request_id in same]:
-            say(line)
+    if same or excepted:
+        _print_feedback(settings, same or [], excepted or [], entry)
         return
     listed = missed_requests(settings, most, entry)
     if as_json:
@@ -61,6 +65,28 @@ def near_misses(
         names = (clock(missed.timestamp), missed.request_id, missed.entry_id, missed.detail or missed.reason)
         table.add_row(*map(cell, (*names, *near, inputs, shortened(missed.answer), shortened(missed.target))))
     show(table)
+
+
+def _print_feedback(settings: Settings, same: list[str], excepted: list[str], entry: str | None) -> None:
+    """The lines that `correct` takes, once there is one for each request."""
+    found = {missed.request_id: missed for missed in missed_requests(settings, MOST, entry)} if same else {}
+    served = served_by(settings, excepted) if excepted else {}
+    lines = [_correction(found, request_id) for request_id in same]
+    for line in [*lines, *(_exception(served, request_id) for request_id in excepted)]:
+        say(line)
+
+
+def _exception(found: Mapping[str, Served], request_id: str) -> dict[str, object]:
+    served = found.get(request_id)
+    if served is None:
+        raise UserError(
+            f"no entry answered request {request_id!r}, and it is no near miss, as far as `predictions` tells;"
+            " list near misses without --except"
+        )
+    if served.inputs is None:
+        raise UserError(f"the inputs of request {request_id!r} are no longer in the topic `requests`")
+    inputs = msgspec.to_builtins(served.inputs)
+    return {"inputs": inputs, "except_from": served.entry_id, "request_id": request_id}
 
 
 def _correction(found: Mapping[str, Missed], request_id: str) -> dict[str, object]:

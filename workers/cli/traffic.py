@@ -75,6 +75,7 @@ def correct(
 
     `inputs` is a text, a pair of texts, or the messages of a chat: [{"role": "user", "content": "a text"}].
     `rephrases` may list up to 16 other inputs that ask the same; --rephrase adds texts to the list of a single line.
+    A line with `except_from` in place of `target` is an exception: the edit of that id does not answer these inputs.
 
     A line that `gracestream keys sign` has signed is sent as it is, byte for byte.
     Shows the outcomes in the order of the corrections: in a table at a terminal, elsewhere one a line in JSON.

@@ -110,7 +110,7 @@ class PointModel(EditableModel):
         self.module.requires_grad_(requires_grad=False)
         self.layer, self.dtype, self.fingerprint = "", "float32", MODEL
         self.queried, self.query_dtype = "last", "float32"
-        self._encoder = None
+        self._encoder, self.reads_text = None, False
         self.device = torch.device("cpu")
         self.task = PointTask(self.module, worded)
         self.adaptor = Adaptor(self.module, "last", "last")

@@ -10,6 +10,7 @@ from pipeline.case import Again
 from pipeline.edited import correction
 from pipeline.editing import EditEngine
 from pipeline.environment import environment
+from pipeline.excepting import except_from
 from pipeline.plan import Plan
 from pipeline.sight import together
 from pipeline.undo import undo
@@ -41,6 +42,8 @@ class Story:
         self.told.append(offset)
         if feedback.undoes:
             edited = undo(self.engine, feedback, offset, self, standing=standing)
+        elif feedback.excepts:
+            edited = except_from(self.engine, feedback, offset, standing)
         else:
             edited = self.engine.edit(feedback, offset, standing=standing)
         assert edited.outcome is not None
@@ -70,6 +73,9 @@ class Story:
         others = tuple(at(*other) for other in dict.fromkeys(rephrases) if at(*other) != at(*place))
         one = fields_of(correction(name, at(*place), str(label))) | {"rephrases": others}
         return self.take(Feedback(**(one if author is None else one | {"author": author})))
+
+    def except_from(self, name: str, place: tuple[float, ...], edit: str) -> Outcome:
+        return self.take(Feedback(v=1, feedback_id=name, inputs=at(*place), except_from=edit))
 
     def undo(self, name: str, taken_back: str) -> Outcome:
         return self.take(Feedback(v=1, feedback_id=name, undo=taken_back))
@@ -113,7 +119,11 @@ def without(told: Story, gone: set[str], *, sees_again: bool = True) -> Story:
             made.lead(one)
             continue
         feedback = told.feedback[one]
-        if not feedback.undoes and feedback.feedback_id not in gone:
+        if feedback.excepts and feedback.feedback_id not in gone:
+            edited = except_from(made.engine, feedback, one)
+            if edited.record is not None:
+                made.apply(edited.record)
+        elif feedback.corrects and feedback.feedback_id not in gone:
             edited = made.engine.edit(feedback, one, Again(seen[feedback.feedback_id]) if sees_again else None)
             if edited.record is None:
                 # Under the guard it lies too near an input that what is gone had corrected, and that is right now.
