@@ -14,9 +14,9 @@ from tests.bench.stream.corrections import Data
 DECIDING = (
     *(f"pipeline/{name}.py" for name in (
         "adaptor", "batch", "case", "codebook", "distance", "editing", "encoder", "forms", "generation", "index",
-        "layers", "maintenance", "memory", "negatives", "passes", "points", "relations", "rephrasing", "request",
-        "request_tail", "same_names", "same_words", "scope", "sieve", "sight", "subject", "tasks", "traffic",
-        "training", "wording",
+        "layers", "maintenance", "memory", "negatives", "passes", "points", "prompt_exceptions", "relations",
+        "rephrasing", "request", "request_tail", "same_names", "same_words", "scope", "sieve", "sight", "subject",
+        "tasks", "traffic", "training", "wording",
     )),
     "tests/bench/stream/edits.py",
 )  # fmt: skip
