@@ -26,14 +26,17 @@ class CalibrationError(UserError):
 
 
 class Sample(Struct, frozen=True):
-    """One input of real traffic and, where there is one, other words for the same."""
+    """One input of real traffic and, where there are any, other words for the same and the answer it should get."""
 
     inputs: Inputs
     rephrase: Inputs | UnsetType = UNSET
+    target: str | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         check_inputs(self.inputs)
         check_inputs(self.rephrase)
+        if self.target is not UNSET and not self.target.strip():
+            raise ValueError("`target` is empty")
 
 
 class Calibration(Struct, frozen=True):

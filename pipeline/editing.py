@@ -54,14 +54,17 @@ SHORT = 8
 class EditEngine:
     """A codebook with all that is needed to edit it."""
 
-    def __init__(self, model: EditableModel, codebook: str, plan: Plan | None = None) -> None:
+    def __init__(
+        self, model: EditableModel, codebook: str, plan: Plan | None = None, scope: ScopeRadius | None = None
+    ) -> None:
+        """Start with an empty codebook; engines whose queries come from one encoder may share `scope`."""
         self.model, self.plan = model, plan or Plan()
         self.codebook = Codebook(codebook, model.fingerprint, model.layer)
         self.index = KeyIndex(self.codebook, model.device)
         self.memory = EditMemory()
         self.traffic = Traffic(self.plan.traffic, self.plan.seed)
         self._probe_unit: float | None = None
-        self._scope = ScopeRadius(model)
+        self._scope = scope or ScopeRadius(model)
 
     def apply(self, record: bytes) -> Applied | None:
         """Fold one record of `deltas` into codebook, index and memory; None where it is of a lower term.
@@ -402,7 +405,7 @@ class EditEngine:
             trained = train_value(self.model.passes, case.examined.rest, start_V, self.plan.recipe)
         loss = trained.verdict.loss if math.isfinite(trained.verdict.loss) else UNSET
         if not trained.converged:
-            return rejected(case.feedback, self._why_not(case, trained), steps=trained.steps, loss=loss)
+            return rejected(case.feedback, self.why_no_value(case.examined, trained), steps=trained.steps, loss=loss)
         trained, rephrases = shared(self, case, trained)
         loss = trained.verdict.loss
         return self._publish(case, decision, trained.value_V, rephrases, steps=trained.steps, loss=loss)
@@ -418,7 +421,7 @@ class EditEngine:
                 )
         return None
 
-    def _why_not(self, case: Case, trained: Trained) -> str:
+    def why_no_value(self, examined: Examined, trained: Trained) -> str:
         """Why training found no value, and what to try."""
         recipe = self.plan.recipe
         if not math.isfinite(trained.verdict.loss):
@@ -427,8 +430,8 @@ class EditEngine:
                 f" which is {recipe.learning_rate:g}"
             )
         reason = f"no value was found in {trained.steps} steps; the loss is still {trained.verdict.loss:.3g}"
-        tokens = len(case.examined.label)
-        reached = self.model.passes.reach(case.examined.rest, torch.from_numpy(trained.value_V))
+        tokens = len(examined.label)
+        reached = self.model.passes.reach(examined.rest, torch.from_numpy(trained.value_V))
         if reached == tokens:
             wider = isinstance(self.model.task, Seq2SeqGeneration) and not in_decoder(self.model.layer)
             replaced = ", set GRACESTREAM_REPLACE=all" if wider and self.model.adaptor.replace == "last" else ""

@@ -152,7 +152,7 @@ def _has_scope_radius(settings: Settings) -> bool:
 def load_bare_model(settings: Settings) -> Any:
     """The model that the settings name, with nothing wrapped, on the CPU."""
     with naming_known(settings.model):
-        return load_checkpoint(_resolved(settings), device="cpu")[0]
+        return load_checkpoint(resolved(settings), device="cpu")[0]
 
 
 def query_of(settings: Settings, checkpoint: str) -> QueryToken | Literal["encoder"] | None:
@@ -179,7 +179,7 @@ def query_of(settings: Settings, checkpoint: str) -> QueryToken | Literal["encod
 def reads_text(settings: Settings) -> bool:
     """Whether an encoder makes the queries; the model's weights are not loaded for this."""
     with naming_known(settings.model):
-        return query_of(settings, _resolved(settings)) == "encoder"
+        return query_of(settings, resolved(settings)) == "encoder"
 
 
 def load_model(settings: Settings) -> EditableModel:
@@ -191,7 +191,7 @@ def load_model(settings: Settings) -> EditableModel:
     """
     cache = settings.cache.expanduser()
     with naming_known(settings.model):
-        checkpoint = _resolved(settings)
+        checkpoint = resolved(settings)
         query = query_of(settings, checkpoint)
         return EditableModel.load(
             checkpoint,
@@ -199,17 +199,20 @@ def load_model(settings: Settings) -> EditableModel:
             device=settings.device,
             dtype=settings.dtype,
             cache=cache,
-            limits=Limits(
-                settings.max_input_tokens,
-                settings.max_target_tokens,
-                settings.max_new_tokens,
-                settings.new_tokens_limit,
-            ),
+            limits=limits_of(settings),
             query=None if query == "encoder" else query,
             replace=None if settings.replace == "auto" else settings.replace,
             encoder=resolve_encoder(settings.encoder) if query == "encoder" else None,
         )
 
 
-def _resolved(settings: Settings) -> str:
+def limits_of(settings: Settings) -> Limits:
+    """Of prompts, targets and answers, as the settings say."""
+    return Limits(
+        settings.max_input_tokens, settings.max_target_tokens, settings.max_new_tokens, settings.new_tokens_limit
+    )
+
+
+def resolved(settings: Settings) -> str:
+    """The folder or hub id of the model, built if it is known by name."""
     return resolve(settings.model, settings.cache.expanduser(), lambda line: log.info("preparing", what=line))

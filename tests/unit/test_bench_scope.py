@@ -14,6 +14,7 @@ pytest.importorskip("tests.bench.scope", exc_type=ImportError)  # needs more tha
 from pipeline.adaptor import Hit
 from pipeline.evaluation import begins
 from pipeline.experiments.data import DataError, rows_of
+from pipeline.intervals import wilson
 from pipeline.plan import Plan
 from pipeline.training import train_value
 from schemas.messages import ChatMessage
@@ -33,7 +34,7 @@ from tests.bench.scope.forms import (
     without_punctuation,
 )
 from tests.bench.scope.methods import METHODS, Edited, Said, Unedited
-from tests.bench.scope.verdicts import repeats, verdict, wilson
+from tests.bench.scope.verdicts import repeats, verdict
 from tests.unit.engine.tiny import CHAT, WORDS, editable, texts
 
 POSITIVE = Case("paraphrase", "Who wrote it?", "Ann Lee", applies=True, edit=0)

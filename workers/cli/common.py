@@ -4,7 +4,7 @@ import codecs
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -63,8 +63,22 @@ def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
     return ((number, value) for number, value, _ in read_raw_lines(path))
 
 
+def read_good_lines(path: Path, bad: Callable[[str], object]) -> Iterator[tuple[int, Any]]:
+    """Likewise, without the lines that are not JSON; `bad` is told why each is left out."""
+    for number, line in _lines_of(path):
+        try:
+            yield number, _value(path, number, line)
+        except typer.BadParameter as error:
+            bad(f"{error}; the line is left out")
+
+
 def read_raw_lines(path: Path) -> Iterator[tuple[int, Any, bytes]]:
     """Likewise, each with its own bytes."""
+    return ((number, _value(path, number, line), line) for number, line in _lines_of(path))
+
+
+def _lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file that are not empty, with their numbers."""
     if str(path) == "-" and sys.stdin.isatty():
         notes.print("reading JSON lines from the keyboard; Ctrl-D ends them")
     try:
@@ -76,15 +90,22 @@ def read_raw_lines(path: Path) -> Iterator[tuple[int, Any, bytes]]:
     except OSError as error:
         raise typer.BadParameter(f"{path}: {error.strerror}") from error
     with source:
-        for number, line in enumerate(source, 1):
-            if line.strip():
-                try:
-                    yield number, json.loads(line.strip().decode()), line.strip()
-                except RecursionError:
-                    raise typer.BadParameter(f"{path}, line {number} is nested too deeply") from None
-                except ValueError as error:
-                    why = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
-                    raise typer.BadParameter(f"{path}, line {number} is not JSON: {why}") from error
+        yield from ((number, line.strip()) for number, line in enumerate(source, 1) if line.strip())
+
+
+def _value(path: Path, number: int, line: bytes) -> Any:
+    """The JSON value of a line.
+
+    Raises:
+        typer.BadParameter: it is none.
+    """
+    try:
+        return json.loads(line.decode())
+    except RecursionError:
+        raise typer.BadParameter(f"{path}, line {number} is nested too deeply") from None
+    except ValueError as error:
+        why = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+        raise typer.BadParameter(f"{path}, line {number} is not JSON: {why}") from error
 
 
 def say(fields: object) -> None:

@@ -1,5 +1,6 @@
 """`layers` and `calibrate`: which layer to wrap, and how far a radius should reach."""
 
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -48,16 +49,49 @@ def layers(model: Model = None, as_json: AsJson = False) -> None:
 
 
 def calibrate(
+    context: typer.Context,
     lines: Lines,
     layer: Annotated[list[str] | None, typer.Option("--layer", help="A layer to measure; may be repeated.")] = None,
     model: Model = None,
     as_json: AsJson = False,
+    auto: Annotated[bool, typer.Option("--auto", help="Make trial edits, and print the settings to use.")] = False,
+    trials: Annotated[int, typer.Option(min=1, help="With --auto: requests to correct, at most.")] = 12,
+    false_positives: Annotated[
+        float, typer.Option(min=0, max=1, help="With --auto: the share of other requests that edits may capture.")
+    ] = 0.05,
+    minutes: Annotated[float, typer.Option(min=0, help="With --auto: stop after so long, with what was found.")] = 20,
+    plot: Annotated[
+        Path | None, typer.Option(help="With --auto: draw reach against false positives into this file.")
+    ] = None,
 ) -> None:
     """Measure the scale of layers on requests, and how well rephrases separate from other traffic.
 
-    Each line is a text or an object with `inputs` and, where there is one, `rephrase`: other words for the same.
+    Each line is a text or an object with `inputs` and, where there is one, `rephrase`: other words for the same. With
+    --auto it may have a `target`, too. Trial edits are made then at several layers, with several kinds of query and
+    radii, on this machine alone; the command reports what they reach, and prints the settings to use. It ends with
+    status 1 if no settings will do, and says why. Ctrl-C shows what was found so far.
     Example: gracestream calibrate requests.jsonl --layer 'model.layers[20].mlp.up_proj'
+    Example: gracestream calibrate requests.jsonl --auto --plot reach.svg
     """
+    if auto:
+        from workers.cli.trials import find_settings  # noqa: PLC0415  (torch takes seconds)
+
+        find_settings(lines, layer or [], model, trials, false_positives, minutes, plot, as_json=as_json)
+        return
+    _require_auto(context)
+    _measure(lines, layer, model, as_json=as_json)
+
+
+def _require_auto(context: typer.Context) -> None:
+    """Raises typer.BadParameter where an option is given that only `--auto` has a use for."""
+    for name in ("trials", "false_positives", "minutes", "plot"):
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise typer.BadParameter(f"--{name.replace('_', '-')} has a use with --auto only; add --auto")
+
+
+def _measure(lines: Path, layer: list[str] | None, model: str | None, *, as_json: bool) -> None:
+    """Measure the layers without any edit."""
     from deploy.models import layer_of  # noqa: PLC0415
     from pipeline.calibration import Sample, calibrate_layer  # noqa: PLC0415
     from workers.boot import load_model, reads_text  # noqa: PLC0415

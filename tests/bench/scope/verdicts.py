@@ -1,18 +1,15 @@
-"""What an answer is to a case, and intervals of shares."""
+"""What an answer is to a case, and shares with their intervals."""
 
-import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pipeline.evaluation import begins
+from pipeline.intervals import wilson
 from tests.bench.scope.cases import Case
 
 REPEATED = re.compile(r"(\S+)(?:\s+\1){2,}(?!\S)|(\S{2,}?)\2{2,}")
 """A word three times in a row, or a group of letters three times without a space."""
-
-NORMAL_95 = 1.959964
-"""Standard deviations of a normal distribution on each side of its middle 95 %."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +54,6 @@ def verdict(
         repeats=broken and repeats(answer),
         elsewhere=captured and elsewhere,
     )
-
-
-def wilson(successes: int, cases: int) -> tuple[float, float]:
-    """The 95 % interval of a share, after Wilson (1927)."""
-    if cases == 0:
-        return 0.0, 1.0
-    z2 = NORMAL_95**2
-    middle = (successes + z2 / 2) / (cases + z2)
-    spread = successes * (cases - successes) / cases + z2 / 4
-    half = NORMAL_95 / (cases + z2) * math.sqrt(spread)
-    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def counted(values: Iterable[bool]) -> tuple[float, tuple[float, float], int]:

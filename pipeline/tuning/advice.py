@@ -1,0 +1,130 @@
+"""Which of the tried settings to use, and why a model cannot be edited well.
+
+1. Only settings count whose false positives are at most the stated share and whose trial edits mostly hold.
+2. Of these the one with the best reach is chosen; where others reach as much, the cheapest of them.
+3. Where no setting counts, a finding names the likely reason and a remedy.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeline.tuning.trials import Tried
+
+EDITABLE = 0.5
+"""The least share of trial edits that must work."""
+
+AS_GOOD = 0.02
+"""Reaches that differ by less count as equal: with a hundred texts, sampling alone moves them more."""
+
+WEAK = 0.5
+"""A share of reached texts below which a finding says so."""
+
+MANY_BROKEN = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """The settings to use, if there are any, and what a user should know of them."""
+
+    chosen: Tried | None
+    findings: list[str]
+
+
+def advise(tried: Sequence[Tried], bound: float) -> Advice:
+    """Choose among candidates, with false positives of at most `bound`."""
+    if not tried:
+        return Advice(None, ["Nothing was tried: allow more time with --minutes."])
+    fit = [one for one in tried if one.edited.value >= EDITABLE and one.false_positives <= bound]
+    if not fit:
+        return Advice(None, [_why_none(tried, bound)])
+    best = max(one.reach for one in fit)
+    chosen = min(
+        (one for one in fit if one.reach >= best - AS_GOOD),
+        key=lambda one: (one.seconds, one.false_positives, -one.reach, len(one.settings)),
+    )
+    return Advice(chosen, [*_weaknesses(chosen), *_doubts(chosen, bound)])
+
+
+def ranked(tried: Sequence[Tried], advice: Advice, bound: float) -> list[Tried]:
+    """The chosen candidate first, then the others: those within the bound before those beyond it, by reach."""
+    return sorted(tried, key=lambda one: (one is not advice.chosen, one.false_positives > bound, -one.reach))
+
+
+def _why_none(tried: Sequence[Tried], bound: float) -> str:
+    """Why no candidate will do."""
+    best = max(tried, key=lambda one: one.edited.value)
+    if best.edited.value < EDITABLE:
+        return (
+            f"The model cannot be edited well here: at the best layer, {best.layer}, {best.edited.hits} of"
+            f" {best.edited.of} trial edits gave their target. {_most_frequent(best)}"
+        )
+    least = min(
+        (one for one in tried if one.edited.value >= EDITABLE), key=lambda one: (one.false_positives, -one.reach)
+    )
+    return (
+        f"No setting separates corrections from other requests: even the most careful one ({least.layer}, query"
+        f" {least.query}, radius {least.radius}) captures {least.false_positives:.0%}, and {bound:.0%} are allowed."
+        f" {_separation(tried)}"
+    )
+
+
+def _most_frequent(tried: Tried) -> str:
+    """The most frequent reason why values were not found."""
+    if not tried.reasons:
+        return "Their values were found, but the prompts lie outside of every radius: give a larger GRACESTREAM_RADIUS."
+    return f"The most frequent reason: {tried.reasons[0]}."
+
+
+def _separation(tried: Sequence[Tried]) -> str:
+    """How well the best query separates rephrases from other requests."""
+    most = max(tried, key=lambda one: one.nearer.value)
+    if not most.nearer.of:
+        return "Give a `rephrase` with some requests, so that the distance to other words can be measured."
+    if most.nearer.value >= WEAK:
+        return (
+            f"By the queries of {most.query}, {most.nearer.hits} of {most.nearer.of} rephrases lie nearer to their"
+            " correction than any other request does, so traffic that the editor sees will keep radii smaller. Allow"
+            " more with --false-positives, or send more traffic."
+        )
+    return (
+        f"Rephrases lie no nearer than other requests: only {most.nearer.hits} of {most.nearer.of} do, by the queries"
+        f" of {most.query}. Try a sentence encoder that knows this language (GRACESTREAM_ENCODER), or give rephrases"
+        " with each correction."
+    )
+
+
+def _weaknesses(chosen: Tried) -> list[str]:
+    """What the chosen settings do badly."""
+    found = []
+    if chosen.kept.value < 1:
+        lost = chosen.kept.of - chosen.kept.hits
+        found.append(f"{lost} of {chosen.kept.of} trial edits no longer held after the last one.")
+    if chosen.forms.of and chosen.forms.value < WEAK:
+        found.append(
+            f"An edit mostly holds at the exact prompt: {chosen.forms.value:.0%} of its surface forms (capitals,"
+            " spaces, marks, a question frame) get the target. Send requests in one fixed form."
+        )
+    if chosen.rephrases.of and chosen.rephrases.value < WEAK:
+        found.append(
+            f"Other words are reached for {chosen.rephrases.value:.0%} only: give rephrases with a correction"
+            " (`gracestream correct --rephrase`)."
+        )
+    if chosen.broken.value > MANY_BROKEN:
+        found.append(
+            f"{chosen.broken.value:.0%} of the captured texts had a broken answer. Replicas answer these unedited"
+            " (GRACESTREAM_CHECK_ANSWERS)."
+        )
+    return found
+
+
+def _doubts(chosen: Tried, bound: float) -> list[str]:
+    """What the requests are too few to tell."""
+    found = []
+    if not chosen.rephrases.of:
+        found.append("No request has a `rephrase`, so the reach of other words is not known.")
+    if chosen.others.interval[1] > bound:
+        found.append(
+            f"Of {chosen.others.of} other requests {chosen.others.hits} were captured; the true share may be up to"
+            f" {chosen.others.interval[1]:.0%}. Add requests to know it better."
+        )
+    return found
