@@ -15,12 +15,13 @@ from msgspec import UNSET
 
 from pipeline.calibration import CalibrationError, Sample
 from pipeline.classification import Classification
+from pipeline.edited import correction
 from pipeline.editing import SHORT
 from pipeline.forms import forms_of
 from pipeline.generation import CausalGeneration
 from pipeline.negatives import COUNT, other_requests
 from pipeline.tasks import InputError, Task
-from schemas.messages import Inputs, in_one_text, is_chat
+from schemas.messages import Feedback, Inputs, in_one_text, is_chat
 
 MOST_OTHERS = 200
 """Held-out requests at most: with none of them captured, a share above .02 is ruled out."""
@@ -58,6 +59,10 @@ class Trial:
     rephrases: tuple[Inputs, ...] = ()
     forms: tuple[Inputs, ...] = ()
     about: tuple[Inputs, ...] = ()
+
+    def correction(self) -> Feedback:
+        """The feedback that makes it."""
+        return correction(self.name, self.inputs, self.target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,17 +144,6 @@ class Targets:
         self._task, self._answers = task, list(dict.fromkeys(answers))
         self._words = list(dict.fromkeys(word for one in requests for word in in_one_text(one).split()))
         self._used: set[str] = set()
-
-    def given(self, inputs: Inputs, target: str, unedited: str) -> str:
-        """The user's own target.
-
-        Raises:
-            InputError: the model cannot be taught it, or gives it already.
-        """
-        self._task.label(inputs, target)
-        if target == unedited:
-            raise InputError("the model gives this target already")
-        return target
 
     def made(self, number: int, inputs: Inputs, unedited: str) -> str:
         """A target for the trial of this number.

@@ -1,0 +1,22 @@
+"""Which layers are tried: what attention and MLP put out, late, and never a causal model's last block."""
+
+import pytest
+
+from pipeline.layers import find_layer
+from pipeline.tuning.layers import candidate_layers
+from tests.unit.engine.tiny import KINDS
+
+FOUND = {
+    "llama": ["model.layers.1.self_attn.o_proj", "model.layers.1.mlp.down_proj"],
+    "gpt2": ["transformer.h.1.attn.c_proj", "transformer.h.1.mlp.c_proj"],
+    "t5-encoder": ["encoder.block.2.layer.0.SelfAttention.o", "encoder.block.2.layer.1.DenseReluDense.wo"],
+    "bert": ["bert.encoder.layer.2.attention.output.dense", "bert.encoder.layer.2.output.dense"],
+}
+
+
+@pytest.mark.parametrize("kind", sorted(FOUND))
+def test_outputs_of_late_blocks_are_tried(kind: str) -> None:
+    model = KINDS[kind].build()
+    found = candidate_layers(model)
+    assert found == FOUND[kind]
+    assert all(find_layer(model, path) is not None for path in found)

@@ -1,0 +1,121 @@
+"""A user's requests become trials, traffic and held-out requests, and nothing is two of these."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import UNSET
+
+from pipeline.calibration import CalibrationError, Sample
+from pipeline.model import EditableModel
+from pipeline.tasks import InputError
+from pipeline.tuning.samples import MADE_UP, Requests, Targets, requests_about, surface_forms, usable
+from schemas.messages import ChatMessage
+from tests.unit.engine.tiny import WORDS, editable
+
+words = st.text("abcde", min_size=1, max_size=3)
+samples = st.lists(
+    st.builds(Sample, words, st.one_of(st.just(UNSET), words), st.one_of(st.just(UNSET), words)), max_size=30
+)
+
+
+@given(samples, st.integers(1, 20))
+def test_a_request_has_one_use_and_no_rephrase_of_a_trial_is_held_out(given_samples: list[Sample], count: int) -> None:
+    requests = Requests.of(given_samples)
+    distinct = {sample.inputs for sample in given_samples}
+    assert requests.rephrases.keys() == distinct
+    if len(distinct) < 2:
+        with pytest.raises(CalibrationError, match="add lines"):
+            requests.divided(count)
+        return
+    divided = requests.divided(count)
+    uses = [*divided.chosen, *divided.others, *divided.traffic]
+    reworded = {other for one in divided.chosen for other in requests.rephrases[one]}
+    assert len(divided.chosen) == min(count, len(distinct) // 2)
+    assert len(uses) == len(set(uses))
+    assert set(uses) | reworded >= distinct
+    assert not reworded & {*divided.others, *divided.traffic}
+
+
+@given(samples.flatmap(lambda some: st.tuples(st.just(some), st.permutations(some))), st.integers(1, 20))
+def test_the_order_of_lines_is_of_no_account(orders: Any, count: int) -> None:
+    given_samples, shuffled = orders
+    if len({sample.inputs for sample in given_samples}) >= 2:
+        one, other = (Requests.of(some).divided(count) for some in (given_samples, shuffled))
+        assert (set(one.chosen), one.others, one.traffic) == (set(other.chosen), other.others, other.traffic)
+
+
+def test_requests_with_rephrases_become_trials_first_and_have_all_of_them() -> None:
+    lines = [Sample(f"request {number}") for number in range(10)]
+    lines += [Sample("request 7", "other words"), Sample("request 7", "third words"), Sample("request 7", "request 7")]
+    requests = Requests.of([*lines, Sample("request 3", target=" right ")])
+    assert requests.divided(1).chosen == ["request 7"]
+    assert requests.rephrases["request 7"] == ("other words", "third words")
+    assert requests.divided(2).chosen == ["request 7", "request 3"]
+    assert requests.targets == {"request 3": "right"}
+
+
+def test_an_empty_target_is_refused() -> None:
+    with pytest.raises(msgspec.ValidationError, match="`target` is empty"):
+        msgspec.convert({"inputs": "a", "target": " "}, Sample)
+
+
+@pytest.fixture(scope="module")
+def llama() -> EditableModel:
+    return editable("llama")
+
+
+@pytest.fixture(scope="module")
+def bert() -> EditableModel:
+    return editable("bert")
+
+
+def test_targets_of_trials_differ_and_are_none_that_the_model_gives(llama: EditableModel) -> None:
+    targets = Targets(llama.task, [WORDS[0], WORDS[1]], [" ".join(WORDS[2:6])])
+    made = [targets.made(number, "the river", WORDS[0]) for number in range(4)]
+    assert len(set(made)) == 4
+    assert WORDS[0] not in made
+    assert not set(made) & set(MADE_UP), "the tiny tokenizer has no word for these"
+
+
+def test_a_classifiers_target_is_another_of_its_labels(bert: EditableModel) -> None:
+    targets = Targets(bert.task, ["wrong"], ["the river"])
+    made = {targets.made(number, "the river", "wrong") for number in range(6)}
+    assert made == {"right", "neither", "both"}
+
+
+def test_where_no_target_can_be_taught_the_user_is_asked_for_one(llama: EditableModel) -> None:
+    with pytest.raises(InputError, match="give a `target`"):
+        Targets(llama.task, [], []).made(0, "the river", "")
+
+
+def test_forms_differ_in_spaces_capitals_and_the_last_mark_and_a_generators_in_frames(
+    llama: EditableModel, bert: EditableModel
+) -> None:
+    text = "Where is it?"
+    generators = surface_forms(llama.task, text)
+    assert {"Where is it?\n", "Where is it? ", "WHERE IS IT?", "where is it?", "Where is it"} <= set(generators)
+    assert "Question: Where is it?\nAnswer:" in generators
+    assert all(isinstance(form, str) for form in generators)
+    assert set(surface_forms(bert.task, text)) <= set(generators)
+    assert not any("Question" in str(form) for form in surface_forms(bert.task, text))
+    assert surface_forms(bert.task, ("a", "pair")) == []
+    chat = surface_forms(llama.task, (ChatMessage("user", text),))
+    assert chat
+    assert all(not isinstance(form, str) for form in chat)
+
+
+def test_texts_with_the_same_tokens_count_once(llama: EditableModel) -> None:
+    one, other = WORDS[:2]
+    found = usable(llama.task, [one, f"{one} ", other, f" {other}", "x y"], lambda text: text != "x y")
+    assert found == (other,)
+
+
+def test_a_classifier_has_no_requests_about_a_subject(llama: EditableModel, bert: EditableModel) -> None:
+    text = "What is the capital of Mongolia?"
+    about = requests_about(llama.task, text)
+    assert about
+    assert all("Mongolia" in str(one) for one in about)
+    assert requests_about(bert.task, text) == []
