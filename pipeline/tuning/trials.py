@@ -73,7 +73,7 @@ class Tried(Struct, frozen=True):
         forms: Surface forms of trials that got the target.
         others: Held-out requests that an entry captures.
         about: Other requests about a trial's subject that an entry captures.
-        broken: Of all captured texts, answers that are neither the entry's target nor the unedited answer.
+        broken: Of captured rephrases and forms, answers that are neither the entry's target nor the unedited answer.
         nearer: Rephrases whose correction is nearer to them than any other request.
         seconds: Of training one edit, mean, with some edits trained at once: CPU seconds where the model runs there.
         reasons: Why values were not found, the most frequent first.
