@@ -11,7 +11,6 @@ from pipeline.classification import Classification
 from pipeline.editing import SHORT
 from pipeline.encoder import UNIT, Encoder
 from pipeline.layers import normal_path
-from pipeline.plan import Plan
 from pipeline.settings import Settings, as_environment
 from pipeline.tasks import InputError
 from pipeline.tuning.layers import candidate_layers
@@ -118,10 +117,12 @@ class Tuning:
         made = []
         for kind in kinds:
             query: dict[str, Any] = {} if kind == own else {"query": kind}
-            for radius in _radii(kind, generates=not isinstance(bench.task, Classification)):
+            scoped = kind == ENCODER and not isinstance(bench.task, Classification)
+            for radius in _radii(kind, scoped=scoped):
                 changed = {**query, **radius}
                 plan = plan_of(self._settings.model_copy(update=changed))
-                made.append(Choice(kind, _in_words(plan), changed, plan))
+                in_words = f"scope {plan.scope_alpha:g}" if scoped and plan.scope_radius else f"{plan.radius:g}"
+                made.append(Choice(kind, in_words, changed, plan))
         return made
 
 
@@ -140,14 +141,9 @@ def _tokens(bench: Workbench, requests: Requests) -> int:
     return min(max(lengths), bench.task.limits.new_tokens_limit)
 
 
-def _radii(kind: str, *, generates: bool) -> list[dict[str, Any]]:
-    """The settings of radii to try, the default first."""
-    if kind == ENCODER and generates:
+def _radii(kind: str, *, scoped: bool) -> list[dict[str, Any]]:
+    """The settings of radii to try, the default first; `scoped`: each correction has a radius of its own."""
+    if scoped:
         return list(SCOPES)
     unit = UNIT if kind == ENCODER else 1.0
     return [{} if multiple == 1.0 else {"radius": round(multiple * unit, 2)} for multiple in MULTIPLES]
-
-
-def _in_words(plan: Plan) -> str:
-    """A radius as the table shows it."""
-    return f"scope {plan.scope_alpha:g}" if plan.scope_radius else f"{plan.radius:g}"

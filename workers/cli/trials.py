@@ -113,7 +113,9 @@ def _tell(tuning: Tuning | None, found: Sequence[Tried], advice: Advice, bound: 
         )
     for finding in advice.findings:
         notes.print(finding)
-    if advice.chosen is not None:
+    if advice.chosen is not None and not variables:
+        notes.print("The defaults will do: no setting needs to be changed.")
+    elif advice.chosen is not None:
         notes.print("Settings to use, where they differ from the defaults; take a new codebook and prefix with them:")
         for name, value in variables.items():
             screen.print(f"{name}={value}", soft_wrap=True, markup=False, highlight=False)

@@ -44,9 +44,10 @@ def test_the_chosen_is_within_the_bound_and_none_there_reaches_more(tried: list[
     assert len(order) == len(tried)
 
 
-def test_of_equal_reach_the_cheapest_is_chosen() -> None:
+def test_of_equal_reach_the_cheapest_is_chosen_and_of_equal_cost_the_first() -> None:
     cheap = like(layer="layers.2", seconds=1.0)
-    assert advise([GOOD, cheap, like(seconds=3.0)], 0.05).chosen == cheap
+    tried = [GOOD, like(query="encoder", seconds=0.5), cheap, like(layer="layers.3", seconds=0.96)]
+    assert advise(tried, 0.05).chosen is cheap
 
 
 def test_reach_counts_rephrases_and_forms_alike_and_what_there_is_of_them() -> None:
