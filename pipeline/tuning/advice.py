@@ -31,10 +31,20 @@ class Advice:
     findings: list[str]
 
 
-def advise(tried: Sequence[Tried], bound: float) -> Advice:
-    """Choose among candidates, with false positives of at most `bound`."""
+def advise(tried: Sequence[Tried], bound: float, candidates: int) -> Advice:
+    """Choose among what was tried of so many candidates, with false positives of at most `bound`."""
     if not tried:
         return Advice(None, ["Nothing was tried: allow more time with --minutes."])
+    advice = _advice(tried, bound)
+    if len(tried) < candidates:
+        advice.findings.append(
+            f"Only {len(tried)} of {candidates} settings were tried: allow more time with --minutes, or name layers"
+            " with --layer."
+        )
+    return advice
+
+
+def _advice(tried: Sequence[Tried], bound: float) -> Advice:
     fit = [one for one in tried if one.edited.value >= EDITABLE and one.false_positives <= bound]
     if not fit:
         return Advice(None, [_why_none(tried, bound)])
@@ -47,11 +57,11 @@ def advise(tried: Sequence[Tried], bound: float) -> Advice:
 
 
 def _cost(one: Tried) -> tuple[object, ...]:
-    """What a candidate costs, by weight: a pass of an encoder for each request, an edit, false positives, reach.
+    """What a candidate costs: a pass of an encoder for each request, then seconds of an edit, then changed settings.
 
-    Of equal ones the earlier counts, which is the more usual. Seconds that differ by less than a tenth are equal.
+    Seconds are rounded to tenths: smaller differences are noise.
     """
-    return one.query == ENCODER, round(one.seconds, 1), one.false_positives, -one.reach, len(one.settings)
+    return one.query == ENCODER, round(one.seconds, 1), len(one.settings), one.false_positives, -one.reach
 
 
 def ranked(tried: Sequence[Tried], advice: Advice, bound: float) -> list[Tried]:

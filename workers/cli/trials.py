@@ -59,7 +59,7 @@ def find_settings(
             found.append(one)
             if as_json:
                 say(_plain(one))
-    advice = advise(found, bound)
+    advice = advise(found, bound, 0 if tuning is None else tuning.measuring.candidates(tuning.choices))
     if plot is not None and found:
         draw(found, advice.chosen, bound, plot)
     _tell(tuning, found, advice, bound, as_json=as_json)

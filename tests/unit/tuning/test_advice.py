@@ -31,7 +31,7 @@ candidates = st.builds(
 
 @given(st.lists(candidates, max_size=8), st.floats(0, 1))
 def test_the_chosen_is_within_the_bound_and_none_there_reaches_more(tried: list[Tried], bound: float) -> None:
-    advice = advise(tried, bound)
+    advice = advise(tried, bound, 1)
     fit = [one for one in tried if one.false_positives <= bound and one.edited.value >= 0.5]
     assert (advice.chosen is None) == (not fit)
     if advice.chosen is None:
@@ -47,7 +47,7 @@ def test_the_chosen_is_within_the_bound_and_none_there_reaches_more(tried: list[
 def test_of_equal_reach_the_cheapest_is_chosen_and_of_equal_cost_the_first() -> None:
     cheap = like(layer="layers.2", seconds=1.0)
     tried = [GOOD, like(query="encoder", seconds=0.5), cheap, like(layer="layers.3", seconds=0.96)]
-    assert advise(tried, 0.05).chosen is cheap
+    assert advise(tried, 0.05, 1).chosen is cheap
 
 
 def test_reach_counts_rephrases_and_forms_alike_and_what_there_is_of_them() -> None:
@@ -59,7 +59,7 @@ def test_reach_counts_rephrases_and_forms_alike_and_what_there_is_of_them() -> N
 def test_values_that_are_not_found_have_the_most_frequent_reason() -> None:
     reasons = ("at this layer a value reaches 1 of the target's 3 tokens: edit an earlier one", "training diverged")
     failing = like(edited=Share(3, 12), reasons=reasons)
-    advice = advise([failing, like(edited=Share(1, 12), reasons=("other",))], 0.05)
+    advice = advise([failing, like(edited=Share(1, 12), reasons=("other",))], 0.05, 1)
     assert advice.chosen is None
     (finding,) = advice.findings
     assert "3 of 12 trial edits" in finding
@@ -67,7 +67,7 @@ def test_values_that_are_not_found_have_the_most_frequent_reason() -> None:
 
 
 def test_an_edit_that_its_own_radius_misses_is_told_apart_from_one_without_a_value() -> None:
-    (finding,) = advise([like(edited=Share(0, 12))], 0.05).findings
+    (finding,) = advise([like(edited=Share(0, 12))], 0.05, 1).findings
     assert "outside of every radius" in finding
 
 
@@ -80,7 +80,7 @@ def test_an_edit_that_its_own_radius_misses_is_told_apart_from_one_without_a_val
     ],
 )
 def test_queries_that_do_not_separate_are_said_to(nearer: Share, said: str) -> None:
-    (finding,) = advise([like(about=Share(48, 96), nearer=nearer)], 0.05).findings
+    (finding,) = advise([like(about=Share(48, 96), nearer=nearer)], 0.05, 1).findings
     assert "even the most careful one (layers.1, query last, radius 1) captures 50%, and 5% are allowed" in finding
     assert said in finding
 
@@ -97,11 +97,16 @@ def test_queries_that_do_not_separate_are_said_to(nearer: Share, said: str) -> N
     ],
 )
 def test_a_weakness_of_the_chosen_is_named(changes: dict[str, Share], said: str) -> None:
-    assert advise([GOOD], 0.05).findings == []
-    advice = advise([like(**changes)], 0.05)
+    assert advise([GOOD], 0.05, 1).findings == []
+    advice = advise([like(**changes)], 0.05, 1)
     assert advice.chosen is not None
     assert [finding for finding in advice.findings if said in finding] == advice.findings
 
 
+def test_candidates_that_were_not_tried_are_counted() -> None:
+    (finding,) = advise([GOOD], 0.05, 3).findings
+    assert finding.startswith("Only 1 of 3 settings were tried: allow more time with --minutes")
+
+
 def test_where_no_time_was_left_the_remedy_is_more_of_it() -> None:
-    assert "--minutes" in advise([], 0.05).findings[0]
+    assert "--minutes" in advise([], 0.05, 8).findings[0]
