@@ -73,7 +73,7 @@ class Tried(Struct, frozen=True):
         forms: Surface forms of trials that got the target.
         others: Held-out requests that an entry captures.
         about: Other requests about a trial's subject that an entry captures.
-        broken: Of captured rephrases and forms, answers that are neither the entry's target nor the unedited answer.
+        broken: Of all captured texts, answers that are neither the entry's target nor the unedited answer.
         nearer: Rephrases whose correction is nearer to them than any other request.
         seconds: Of training one edit, mean, with some edits trained at once: CPU seconds where the model runs there.
         reasons: Why values were not found, the most frequent first.
@@ -202,10 +202,13 @@ class Measuring:
         self._traffic = [task.tokenize(one) for one in material.traffic]
         self._wordings: dict[Prompt, str] = {}
 
+    def candidates(self, choices: Sequence[Choice]) -> int:
+        """How many there are."""
+        return sum(choice.query in models for models in self._bench.models.values() for choice in choices)
+
     def steps(self, choices: Sequence[Choice]) -> int:
         """How often `step` is called at most."""
-        kinds = [choice.query for choice in choices]
-        return sum(len(self._trials) + sum(kind in models for kind in kinds) for models in self._bench.models.values())
+        return len(self._trials) * len(self._bench.models) + self.candidates(choices)
 
     def tried(self, choices: Sequence[Choice]) -> Iterator[Tried]:
         """Each candidate, layer by layer; those that time runs out for are missing."""

@@ -135,6 +135,7 @@ def test_ctrl_c_tells_what_was_found_so_far(folder: Path, requests: Path, checkp
     assert candidates
     assert last.keys() == {"settings", "findings"}
     assert "stopped" in command.said()
+    assert any("settings were tried" in finding for finding in last["findings"])
 
 
 def test_options_of_trial_edits_need_auto(run: Callable[..., Command], requests: Path) -> None:

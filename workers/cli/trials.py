@@ -108,8 +108,8 @@ def _tell(tuning: Tuning | None, found: Sequence[Tried], advice: Advice, bound: 
         notes.print(
             "Shares with 95 % intervals. 'edited': trial edits that work; 'kept': those that hold at the end;"
             " 'rephrases', 'forms': other words and other spellings that get the target; 'others', 'about': requests"
-            " captured that should not be, of your file and about the same subjects; 'broken': rephrases and forms"
-            f" captured with neither the target nor the unedited answer; 's/edit': CPU seconds{more}."
+            " captured that should not be, of your file and about the same subjects; 'broken': of all captured"
+            f" texts, those with neither the target nor the unedited answer; 's/edit': CPU seconds{more}."
         )
     for finding in advice.findings:
         notes.print(finding)

@@ -100,7 +100,7 @@ def test_a_radius_reaches_everything_or_nothing_but_the_prompt(kind: str) -> Non
     assert least.others.hits == least.rephrases.hits == 0
     assert least.rephrases.of == 4
     assert widest.seconds == least.seconds
-    assert widest.broken.of == widest.rephrases.of + widest.forms.of
+    assert widest.broken.of == widest.rephrases.of + widest.forms.of + widest.others.of + widest.about.of
     assert least.broken.of == 0
     assert widest.false_positives == 1
     assert least.false_positives == 0
