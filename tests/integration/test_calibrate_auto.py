@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.settings import Settings
+from pipeline.settings import load_settings
 from tests.integration.forked import Command, sentence, status_of
 from tests.integration.running import Checkpoint, wait_until
 from tests.unit.engine.tiny import WORDS, texts
@@ -22,7 +22,7 @@ TAUGHT = [
 ]
 LAYER = "model.layers[1].mlp.down_proj"
 
-NO_ENCODER = {"query": "encoder", "encoder": "/no/such/folder"}
+NO_ENCODER: dict[str, Any] = {"query": "encoder", "encoder": "/no/such/folder"}
 """Layers alone: an encoder takes seconds to load."""
 
 
@@ -64,7 +64,7 @@ def test_it_prints_a_table_and_settings_that_an_editor_takes(
     assert variables["GRACESTREAM_MAX_STEPS"] == "150", "what was set is a part of what was measured"
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert Settings().layer == "model.layers.1.mlp.down_proj"
+    assert load_settings().layer == "model.layers.1.mlp.down_proj"
     assert "reach" in plot.read_text()
 
 
