@@ -10,6 +10,7 @@ from pipeline.checkpoint import ModelError, load_checkpoint
 from pipeline.classification import Classification
 from pipeline.editing import SHORT
 from pipeline.encoder import UNIT, Encoder
+from pipeline.generation import CausalGeneration
 from pipeline.layers import normal_path
 from pipeline.settings import Settings, as_environment
 from pipeline.tasks import InputError
@@ -112,15 +113,16 @@ class Tuning:
 
     def _choices(self, bench: Workbench) -> list[Choice]:
         """All kinds of query with their radii."""
-        own = bench.task.query
+        causal = isinstance(bench.task, CausalGeneration)
+        default = ENCODER if causal and self._settings.policy != "paper" else bench.task.query  # as `query` auto has it
         kinds = dict.fromkeys(kind for models in bench.models.values() for kind in models)
         made = []
         for kind in kinds:
-            query: dict[str, Any] = {} if kind == own else {"query": kind}
+            query: dict[str, Any] = {} if kind == default else {"query": kind}
             scoped = kind == ENCODER and not isinstance(bench.task, Classification)
             for radius in _radii(kind, scoped=scoped):
                 changed = {**query, **radius}
-                plan = plan_of(self._settings.model_copy(update=changed))
+                plan = plan_of(self._settings.model_copy(update=changed), reads_text=kind == ENCODER)
                 in_words = f"scope {plan.scope_alpha:g}" if scoped and plan.scope_radius else f"{plan.radius:g}"
                 made.append(Choice(kind, in_words, changed, plan))
         return made

@@ -62,6 +62,7 @@ def test_it_prints_a_table_and_settings_that_an_editor_takes(
     variables = dict(line.split("=", 1) for line in told if line.startswith("GRACESTREAM_"))
     assert variables["GRACESTREAM_LAYER"] == "model.layers.1.mlp.down_proj"
     assert variables["GRACESTREAM_MAX_STEPS"] == "150", "what was set is a part of what was measured"
+    assert variables["GRACESTREAM_QUERY"] in ("last", "mean"), "the default of a causal model is an encoder"
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert load_settings().layer == "model.layers.1.mlp.down_proj"
