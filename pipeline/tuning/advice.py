@@ -1,7 +1,8 @@
 """Which of the tried settings to use, and why a model cannot be edited well.
 
 1. Only settings count whose false positives are at most the stated share and whose trial edits mostly hold.
-2. Of these the one with the best reach is chosen; where others reach as much, the cheapest of them.
+2. Of these the one with the best reach is chosen; where others reach as much, the one that changes the fewest settings,
+   and of these the cheapest.
 3. Where no setting counts, a finding names the likely reason and a remedy.
 """
 
@@ -57,11 +58,11 @@ def _advice(tried: Sequence[Tried], bound: float) -> Advice:
 
 
 def _cost(one: Tried) -> tuple[object, ...]:
-    """What a candidate costs: a pass of an encoder for each request, then seconds of an edit, then changed settings.
+    """What a candidate costs: settings to change, then a pass of an encoder for each request, then seconds of an edit.
 
     Seconds are rounded to tenths: smaller differences are noise.
     """
-    return one.query == ENCODER, round(one.seconds, 1), len(one.settings), one.false_positives, -one.reach
+    return len(one.settings), one.query == ENCODER, round(one.seconds, 1), one.false_positives, -one.reach
 
 
 def ranked(tried: Sequence[Tried], advice: Advice, bound: float) -> list[Tried]:

@@ -50,6 +50,12 @@ def test_of_equal_reach_the_cheapest_is_chosen_and_of_equal_cost_the_first() -> 
     assert advise(tried, 0.05, 1).chosen is cheap
 
 
+def test_of_equal_reach_the_settings_that_are_there_stay() -> None:
+    cheap = like(settings={"layer": "layers.2"}, seconds=0.1)
+    assert advise([cheap, GOOD], 0.05, 1).chosen is GOOD
+    assert advise([like(forms=Share(70, 72), settings={"layer": "layers.2"}), GOOD], 0.05, 1).chosen is not GOOD
+
+
 def test_reach_counts_rephrases_and_forms_alike_and_what_there_is_of_them() -> None:
     assert GOOD.reach == pytest.approx((9 / 12 + 60 / 72) / 2)
     assert like(rephrases=Share(0, 0)).reach == pytest.approx(60 / 72)
