@@ -119,3 +119,39 @@ def test_one_command_gives_a_near_miss_a_key_of_its_own(
         assert status_of(unknown) == 1
         assert unknown.told() == ""
         assert "'nothing' is no near miss" in unknown.said()
+
+
+def test_a_prompt_a_little_outside_the_radius_is_listed_and_one_in_the_same_words_is_served(
+    run: Callable[..., Command], deploy: Callable[..., Settings], prefix: str, folder: Path
+) -> None:
+    further, same_words = f"{PROMPT} people", f"{PROMPT} the"
+    settings = deploy("llama", prefix)
+    model = load_model(settings)
+    edited_D, further_D = model.queries([model.task.tokenize(text) for text in (PROMPT, further)])
+    radius = float((edited_D - further_D).norm()) / 1.2
+    settings = settings.model_copy(update={"radius": radius, "radius_unit": "absolute", "traffic": 0, "forms": False})
+    correction = json.dumps({"feedback_id": "a", "inputs": PROMPT, "target": "train"})
+    with Forked("editor", "edit", settings, folder) as editor, Forked("replica", "infer", settings, folder) as replica:
+        editor.wait_ready(90)
+        replica.wait_ready(90)
+        assert json.loads(run("correct", "--json", settings=settings, given=correction).told())["status"] == "added"
+
+        def asked(name: str, text: str) -> Prediction:
+            given = json.dumps({"request_id": name, "inputs": text})
+            return decode(run("send", "-", "--json", settings=settings, given=given).told().encode(), Prediction)
+
+        near_miss = asked("further", further).near_miss
+        assert near_miss is not UNSET
+        assert (near_miss.entry_id, near_miss.reason, near_miss.target) == ("a", "distance", "train")
+        assert near_miss.radius < near_miss.distance < 1.4 * near_miss.radius
+        served = asked("the same words", same_words)
+        entry = served.edit if served.edit is not UNSET else served.near_miss  # a value of one prompt may fail there
+        assert entry is not UNSET
+        assert entry.distance > entry.radius
+        assert served.near_miss is UNSET or served.near_miss.reason == "answer"
+        line = run("near-misses", "--same", "further", settings=settings).told()
+        outcome = json.loads(run("correct", "--json", settings=settings, given=line).told())
+        assert outcome["status"] in ("added", "expanded")
+        edit = asked("further again", further).edit
+        assert edit is not UNSET
+        assert edit.distance < edit.radius
