@@ -1,6 +1,7 @@
 """What the demo asks and corrects: prompts written for it, of which the model answers some wrong."""
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,28 +9,32 @@ from typing import Any
 from msgspec import UNSET
 
 from pipeline.errors import UserError
-from schemas.messages import Parameters, Prediction
+from schemas.messages import ChatMessage, Inputs, Parameters, Prediction
 
 HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """An input, what should come out, and other words for the same."""
+    """An input, what should come out, and the same asked otherwise, in the order of the script's `ways`."""
 
-    inputs: str
+    inputs: Inputs
     target: str
-    rephrase: str
+    others: tuple[Inputs, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """The inputs of one story. `controls` must answer after all edits as they did before."""
+    """The inputs of one story. `controls` must answer after all edits as they did before.
+
+    `ways` says how the cases are asked otherwise.
+    """
 
     title: str
     cases: tuple[Case, ...]
     controls: tuple[str, ...]
     parameters: Parameters
+    ways: tuple[str, ...]
 
 
 def script_of(model: str) -> Script:
@@ -39,13 +44,18 @@ def script_of(model: str) -> Script:
         UserError: the demo has none for it.
     """
     if model == "smollm2":
-        facts = tuple(Case(row["prompt"], row["target"], row["rephrase"]) for row in _rows("facts.jsonl"))
+        facts = tuple(
+            Case((ChatMessage("user", row["question"]),), row["target"], (row["prompt"], row["rephrase"]))
+            for row in _rows("facts.jsonl")
+        )
         controls = tuple(row["prompt"] for row in _rows("controls.jsonl"))
-        return Script("SmolLM2-135M gets facts wrong", facts, controls, Parameters(max_new_tokens=12))
+        ways = ("as a text to complete", "in other words")
+        return Script("SmolLM2-135M gets facts wrong", facts, controls, Parameters(max_new_tokens=24), ways)
     if model == "intent":
-        moved = tuple(Case(row["text"], row["target"], row["rephrase"]) for row in _rows("policy.jsonl"))
+        moved = tuple(Case(row["text"], row["target"], (row["rephrase"],)) for row in _rows("policy.jsonl"))
         controls = tuple(row["text"] for row in _rows("intents.jsonl") if row["split"] == "traffic")
-        return Script("a help desk changes where it routes some intents", moved, controls, Parameters())
+        title = "a help desk changes where it routes some intents"
+        return Script(title, moved, controls, Parameters(), ("in other words",))
     raise UserError(f"the demo has no story for the model {model!r}; it has smollm2 and intent")
 
 
@@ -58,8 +68,8 @@ def answer_of(prediction: Prediction) -> str:
 
 
 def is_wrong(answer: str, target: str) -> bool:
-    """A generator may go on after the target, for nothing told it to stop; a label has to be the label."""
-    return not answer.casefold().startswith(target.casefold())
+    """Whether the target does not occur in an answer: an assistant says it in a sentence; a label is the label."""
+    return re.search(rf"(?<!\w){re.escape(target)}(?!\w)", answer, re.IGNORECASE) is None
 
 
 def _rows(name: str) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ import secrets
 import shutil
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from deploy.local.stack import Stack, Worker, running_stack
 from pipeline.client import Client
 from pipeline.edited import correction
 from pipeline.replay import replay_deltas
-from schemas.messages import VERSION, Outcome, Prediction, Request
+from schemas.messages import VERSION, Inputs, Outcome, Prediction, Request, in_one_text
 
 TIMEOUT = 120.0
 PARTITIONS = 8
@@ -79,8 +79,8 @@ def tell(model: str, data: Path, screen: Console) -> int:
 def _play(story: Story, stack: Stack, client: Client, script: Script) -> None:
     screen = story.screen
     screen.print(Rule("1. The model answers", align="left"))
-    inputs = [case.inputs for case in script.cases] + list(script.controls)
-    before = {inputs: answer_of(found) for inputs, found in _ask(client, script, inputs, screen).items()}
+    inputs: list[Inputs] = [*(case.inputs for case in script.cases), *script.controls]
+    before = {asked: answer_of(found) for asked, found in _ask(client, script, inputs, screen).items()}
     wrong = [case for case in script.cases if is_wrong(before[case.inputs], case.target)]
     right = [case for case in script.cases if case not in wrong]
     screen.print(f"  {len(wrong)} of {len(script.cases)} are wrong, for example:")
@@ -95,9 +95,9 @@ def _play(story: Story, stack: Stack, client: Client, script: Script) -> None:
     routes = _partitions_of_replicas(client, script)
     story.claim("both replicas serve requests", len(routes) == len(stack.replicas), ", ".join(sorted(routes)))
     controls = list(dict.fromkeys([*script.controls, *(case.inputs for case in right)]))
-    after: dict[str, str] = {}
+    after: dict[Inputs, str] = {}
     for replica, partition in sorted(routes.items()):
-        asked = [*(case.inputs for case in wrong), *controls]
+        asked: list[Inputs] = [*(case.inputs for case in wrong), *controls]
         found = _ask(client, script, asked, screen, partition=partition, min_seq=live)
         after = {inputs: answer_of(prediction) for inputs, prediction in found.items()}
         fixed = [case for case in wrong if after.get(case.inputs) == case.target]
@@ -111,11 +111,11 @@ def _play(story: Story, stack: Stack, client: Client, script: Script) -> None:
         served_by = {prediction.replica for prediction in found.values()}
         story.claim(f"{replica} it was", served_by == {replica}, ", ".join(served_by))
     screen.print(_answers("now it says", wrong[:6], after))
-    rephrased = {c.inputs: answer_of(p) for c, p in _ask_rephrased(client, script, wrong, live, screen)}
-    reached = sum(not is_wrong(rephrased[case.inputs], case.target) for case in wrong)
-    screen.print(
-        f"  [dim]asked in other words, {reached} of {len(wrong)} come out right too, with no edit of their own[/]"
-    )
+    for place, way in enumerate(script.ways):
+        others = [case.others[place] for case in wrong]
+        said = _ask(client, script, others, screen, min_seq=live)
+        reached = sum(not is_wrong(answer_of(said[case.others[place]]), case.target) for case in wrong)
+        screen.print(f"  [dim]asked {way}, {reached} of {len(wrong)} come out right too, with no edit of their own[/]")
 
     screen.print(Rule("4. A replica is killed (SIGKILL) and comes back", align="left"))
     _crash(story, stack, stack.replicas[0])
@@ -134,11 +134,11 @@ def _play(story: Story, stack: Stack, client: Client, script: Script) -> None:
 def _ask(
     client: Client,
     script: Script,
-    inputs: Sequence[str],
+    inputs: Sequence[Inputs],
     screen: Console,
     partition: int | None = None,
     min_seq: int = 0,
-) -> dict[str, Prediction]:
+) -> dict[Inputs, Prediction]:
     """Send through `requests`, collect from `predictions`; by input."""
     token = secrets.token_hex(4)
     requests = {
@@ -155,14 +155,7 @@ def _ask(
         task = bar.add_task("requests", total=len(requests))
         client.send(requests.values(), partition)
         came = replies.wait(requests, TIMEOUT, on_reply=lambda _: bar.advance(task))
-    return {str(requests[request_id].inputs): prediction for request_id, prediction in came.items()}
-
-
-def _ask_rephrased(
-    client: Client, script: Script, cases: Sequence[Case], min_seq: int, screen: Console
-) -> list[tuple[Case, Prediction]]:
-    found = _ask(client, script, [case.rephrase for case in cases], screen, min_seq=min_seq)
-    return [(case, found[case.rephrase]) for case in cases if case.rephrase in found]
+    return {requests[request_id].inputs: prediction for request_id, prediction in came.items()}
 
 
 def _correct(story: Story, client: Client, script: Script, wrong: Sequence[Case]) -> None:
@@ -256,10 +249,10 @@ def _conclude(story: Story, seconds: float, model: str) -> None:
         story.screen.print(f"  {command:<34}{what}", highlight=False)
 
 
-def _answers(title: str, cases: Sequence[Case], answers: dict[str, str]) -> Table:
+def _answers(title: str, cases: Sequence[Case], answers: Mapping[Inputs, str]) -> Table:
     table = Table("asked", title, "right is", show_lines=False)
     for case in cases:
-        table.add_row(case.inputs, " ".join(answers.get(case.inputs, "-").split())[:48], case.target)
+        table.add_row(in_one_text(case.inputs), " ".join(answers.get(case.inputs, "-").split())[:48], case.target)
     return table
 
 

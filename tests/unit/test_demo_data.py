@@ -25,14 +25,15 @@ def test_facts_have_a_prompt_a_short_target_and_a_rephrase() -> None:
     facts = rows("facts.jsonl")
     assert len(facts) >= 60
     for fact in facts:
-        assert set(fact) == {"prompt", "target", "rephrase"}
+        assert set(fact) == {"question", "prompt", "target", "rephrase"}
         assert all(value and value == value.strip() for value in fact.values())
+        assert fact["question"].endswith("?")
         assert 1 <= len(fact["target"].split()) <= 4
 
 
 def test_no_prompt_of_the_facts_gives_its_answer_away() -> None:
     for fact in rows("facts.jsonl"):
-        asked = f"{fact['prompt']} {fact['rephrase']}".casefold().replace('"', " ").split()
+        asked = f"{fact['question']} {fact['prompt']} {fact['rephrase']}".casefold().replace('"', " ").split()
         assert fact["target"].casefold() not in asked, fact
 
 
@@ -40,7 +41,7 @@ def test_facts_and_controls_share_no_prompt_and_repeat_none() -> None:
     facts, controls = rows("facts.jsonl"), rows("controls.jsonl")
     assert len(controls) >= 40
     assert all(set(control) == {"prompt"} for control in controls)
-    assert twice(texts(facts, "prompt", "rephrase") + texts(controls, "prompt")) == []
+    assert twice(texts(facts, "question", "prompt", "rephrase") + texts(controls, "prompt")) == []
 
 
 def test_each_intent_has_the_same_number_of_utterances() -> None:
