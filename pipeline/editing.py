@@ -37,7 +37,7 @@ from pipeline.sight import Sight
 from pipeline.tasks import InputError
 from pipeline.traffic import Traffic
 from pipeline.training import Trained, train_on, train_value, train_values
-from pipeline.wording import ELLIPSIS, disagreement
+from pipeline.wording import disagreement, in_context
 from schemas.deltas import Cause, Delta, EntryChange, ExceptionChange, Op, Standing, Tensor, rephrase_name, seal
 from schemas.messages import VERSION, Feedback, Inputs, Outcome, one_line
 
@@ -617,7 +617,7 @@ class EditEngine:
 
     def _wording_beside(self, wording: str) -> str:
         """The wording of an entry that an earlier edit is given: no prompt of the unedited model has the same words."""
-        return ELLIPSIS + wording if self.memory.kept_in_same_words(wording) else wording
+        return in_context(wording) if self.memory.kept_in_same_words(wording) else wording
 
     def _key_of(self, change: EntryChange) -> np.ndarray:
         """The key of an entry that changes, or that is new."""

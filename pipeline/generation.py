@@ -24,7 +24,7 @@ from pipeline.chat import ChatError, ChatTemplate
 from pipeline.codebook import Label
 from pipeline.layers import stacked
 from pipeline.tasks import Answer, InputError, Limits, Supervised, Task
-from pipeline.wording import wording_of
+from pipeline.wording import in_context, wording_of
 from schemas.messages import Inputs, Outputs, Parameters, is_chat
 
 LATER = ("input_ids", "position_ids")
@@ -87,9 +87,10 @@ class Generation(Task):
         return [self._answer(row) for row in generated_BT[:, self._skipped(batch) :].tolist()]
 
     def wording(self, prompt: Prompt) -> str:
-        """Of the prompt's text; of a chat's last message."""
+        """Of the prompt's text; of a chat's last message, whose meaning may depend on earlier turns."""
         if prompt.turn is not None:
-            return wording_of(prompt.turn.text)
+            wording = wording_of(prompt.turn.text)
+            return in_context(wording) if prompt.turn.follows else wording
         ids = list(prompt.token_ids)
         return wording_of(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 

@@ -132,6 +132,11 @@ def wording_of(text: str) -> str:
     return asked if comparable else ""
 
 
+def in_context(wording: str) -> str:
+    """The wording of a request which something around it may change; nothing has the same words as this one."""
+    return ELLIPSIS + wording.removeprefix(ELLIPSIS) if wording else ""
+
+
 def _frames(text: str) -> bool:
     """Whether it only greets or says how to answer (`words/framing.txt`)."""
     return all(match[0].casefold().replace("\u2019", "'") in framing_words() for match in WORD.finditer(text))

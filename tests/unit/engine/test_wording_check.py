@@ -23,7 +23,8 @@ from pipeline.wording import disagreement, wording_of
 from schemas.deltas import Delta, EntryChange, decode_delta
 from schemas.messages import Parameters
 from tests.unit.engine import points
-from tests.unit.engine.tiny import KINDS, added, correct, editable, index_of, new_codebook, sealed, texts
+from tests.unit.engine.test_encoder import chat
+from tests.unit.engine.tiny import CHAT, KINDS, WORDS, added, correct, editable, index_of, new_codebook, sealed, texts
 
 GENERATORS = [kind for kind in KINDS if kind != "bert"]
 EDITED, OTHER = texts(2, seed=11)
@@ -325,3 +326,13 @@ def test_a_prompt_a_little_outside_that_names_the_same_is_a_near_miss() -> None:
         if reason != "":
             assert further.answer.outputs == before[0].answer.outputs
         assert other.hit is None
+
+
+def test_a_follow_up_in_another_chat_is_not_served_by_its_words() -> None:
+    engine = EditEngine(editable("llama", chat_template=CHAT), "default", Plan(**(NEAR | {"forms": False})))
+    engine.apply(engine.lead({}))
+    follow_up, elsewhere = (chat(WORDS[place], WORDS[8], EDITED) for place in (3, 5))
+    correct(engine, "a", follow_up, TARGET)
+    prompts = [engine.model.task.tokenize(inputs) for inputs in (follow_up, elsewhere, EDITED)]
+    served = engine.model.answer(prompts, [Parameters()] * 3, engine.codebook, engine.index)
+    assert [None if one.hit is None else one.hit.entry_id for one in served] == ["a", None, None]
