@@ -11,7 +11,7 @@ applied again at the same tokens. The codebook is never written here, and no ran
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -270,7 +270,7 @@ def matches(queries_BD: Tensor, codebook: Codebook, index: KeyIndex, asked: Aske
     found = index.covering(queries_BD)
     matched: list[Hit | None] = []
     for row, nearest in enumerate(zip(found.slots_B.tolist(), found.distances_B.tolist(), strict=True)):
-        query_D, wording = queries_BD[row], partial(asked, row)
+        query_D, wording = queries_BD[row], cache(partial(asked, row))
         match = None
         if nearest[0] != NO_SLOT:
             match = _within(_holding(nearest, query_D, index), query_D, codebook, wording)
@@ -308,7 +308,7 @@ def _outside(codebook: Codebook, known: tuple[int, float] | None) -> Hit | None:
     if known is None:
         return None
     hit = _hit(codebook, *known, OUTSIDE)
-    return hit if hit.distance < UNCERTAIN * hit.radius else None
+    return hit if hit.radius <= hit.distance < UNCERTAIN * hit.radius else None
 
 
 def _hit(codebook: Codebook, slot: int, distance: float, disagreement: str = "") -> Hit:

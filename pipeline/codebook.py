@@ -15,7 +15,7 @@ What `Codebook.apply` guarantees:
 import hashlib
 import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -170,11 +170,11 @@ class Codebook:
             return None
         self._check_place(delta, record)
         arrays = [self._checked(change) for change in delta.entries]
-        self._check_exceptions(delta)
         if len(arrays) > 1:
             for side in zip(*arrays, strict=True):
                 if len({array.shape for array in side if array is not None}) > 1:
                     raise DeltaFault(f"delta {delta.seq} has keys, or values, of different widths")
+        self._check_exceptions(delta, [key for key, _ in arrays if key is not None])
         return delta, arrays
 
     def restore(
@@ -316,27 +316,40 @@ class Codebook:
             raise DeltaFault(f"entry {change.entry_id!r} has the radius {change.radius}")
         return self._arrays(change)
 
-    def _check_exceptions(self, delta: Delta) -> None:
-        """Raises DeltaFault where an exception does not fit what the codebook holds."""
+    def _check_exceptions(self, delta: Delta, keys: Sequence[np.ndarray]) -> None:
+        """Raises DeltaFault where an exception does not fit what the codebook holds with the delta's entries."""
         names = [change.feedback_id for change in delta.exceptions]
         if len(set(names)) < len(names):
             raise DeltaFault(f"delta {delta.seq} names an exception twice")
+        added = {change.entry_id for change in delta.entries if not change.removed}
+        gone = {change.entry_id for change in delta.entries if change.removed} - added
+        width = keys[0].shape if keys else self._keys.shape[1:]
         for change in delta.exceptions:
             name = change.feedback_id
             if not all(0 < len(one) <= ID_LENGTH for one in (name, *change.entry_ids)):
                 raise DeltaFault(f"an exception has an id that has not 1 to {ID_LENGTH} characters")
-            if change.removed:
-                if name not in self.exceptions:
-                    raise DeltaFault(f"exception {name!r} cannot be removed: it is not there")
-                continue
-            if change.query is UNSET or not change.entry_ids:
-                raise DeltaFault(f"exception {name!r} lacks its query or its entries")
-            try:
-                query = change.query.array()
-            except ValueError as error:
-                raise DeltaFault(f"exception {name!r}: {error}") from error
-            if not _fits(query, self._keys):
-                raise DeltaFault(f"exception {name!r} has a query of shape {query.shape}, not {self._keys.shape[1:]}")
+            if not change.removed:
+                self._check_exception(change, lambda entry_id: entry_id in added or entry_id in self, gone, width)
+            elif name not in self.exceptions:
+                raise DeltaFault(f"exception {name!r} cannot be removed: it is not there")
+
+    @staticmethod
+    def _check_exception(
+        change: ExceptionChange, known: Callable[[str], bool], gone: Collection[str], width: tuple[int, ...]
+    ) -> None:
+        name = change.feedback_id
+        if change.query is UNSET or not change.entry_ids:
+            raise DeltaFault(f"exception {name!r} lacks its query or its entries")
+        if len(set(change.entry_ids)) < len(change.entry_ids):
+            raise DeltaFault(f"exception {name!r} names an entry twice")
+        if unknown := [one for one in change.entry_ids if one in gone or not known(one)]:
+            raise DeltaFault(f"exception {name!r} is of entry {unknown[0]!r}, which is not there")
+        try:
+            query = change.query.array()
+        except ValueError as error:
+            raise DeltaFault(f"exception {name!r}: {error}") from error
+        if query.shape != width:
+            raise DeltaFault(f"exception {name!r} has a query of shape {query.shape}, not {width}")
 
     def _arrays(self, change: EntryChange) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Key and value, each where it changes, once their shapes fit."""

@@ -39,7 +39,7 @@ ROOM = 2
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why there is no new exception: it is one already (`unchanged`), or it cannot be one."""
+    """Why there is no new exception: this feedback made it already (`unchanged`), or it cannot be one."""
 
     status: Literal["unchanged", "rejected"]
     reason: str
@@ -97,9 +97,9 @@ def exception_for(
 ) -> ExceptionChange | Refusal:
     """The exception of prompts with this query and wording from an edit, as the codebook is now."""
     noise, entry_ids = engine.noise(query_D), _entries(engine, edit)
-    for known in engine.codebook.exceptions.near(query_D, wording, -noise):
-        if entry_ids and set(entry_ids) <= set(known.entry_ids):
-            return Refusal("unchanged", f"it is an exception already, by feedback {known.feedback_id!r}")
+    known = engine.codebook.exceptions.get(feedback_id)
+    if known is not None and known in engine.codebook.exceptions.near(query_D, wording, -noise):
+        return Refusal("unchanged", "it is an exception already, by this feedback")
     radius = ROOM * noise + (_spellings(engine) if wording else 0.0)
     why_not = _why_not(engine, edit, entry_ids, query_D, wording) or _made_for(
         engine, entry_ids, query_D, wording, radius
@@ -162,9 +162,9 @@ def _made_for(
     """Why an exception would hold for a prompt that these entries were made for; None where it would not."""
     memory, noise = engine.memory, engine.noise(query_D)
     for name in sorted(memory.same_input(query_D, radius + ROOM * noise)):
-        if memory.serving_entry(name) not in entry_ids or not same_request(
-            wording.removeprefix(ELLIPSIS), memory.wording(name).removeprefix(ELLIPSIS)
-        ):
+        corrected = memory.wording(name).removeprefix(ELLIPSIS)
+        other = bool(corrected) and not same_request(wording.removeprefix(ELLIPSIS), corrected)
+        if other or memory.serving_entry(name) not in entry_ids:
             continue
         owner, distance = memory.feedback_of(name), exact_distance(query_D, memory.query(name))
         if wording or distance <= noise:

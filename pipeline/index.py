@@ -31,6 +31,9 @@ CELLS = 2**24
 CLOSE = 4
 """Keys that are looked at for each entry that is wanted, to tell how far the wanted ones lie where many radii hold."""
 
+MOST_WORDED = 64
+"""Entries in the same words that are compared for one prompt."""
+
 CROWD = 4
 """Where the sieve leaves more than one key in so many, all are searched."""
 
@@ -103,7 +106,7 @@ class KeyIndex:
         For a query that was looked up. `wording` tells its own; it is not called while no entry has one.
         """
         known = self._known_wordings()
-        return self._nearest_entry(query_D, known.words.named(wording()), wording) if known else None
+        return self._nearest_entry(query_D, known.words.named(wording(), MOST_WORDED), wording) if known else None
 
     def about_same(self, query_D: torch.Tensor, wording: Callable[[], str]) -> tuple[int, float] | None:
         """The slot of the nearest key whose entry's wording agrees and has no other names, and the distance."""

@@ -12,13 +12,19 @@ from dataclasses import dataclass
 LONGEST = 4000
 """Characters from the end of a text that are read."""
 
+ANNOUNCEMENT = 64
+"""Characters at the end in which an announcement of the answer is looked for."""
+
+SENTENCES = 64
+"""Sentences from the end that are looked at."""
+
 WORD = re.compile(r"[^\W_]+(?:['\u2019`.&/+-][^\W_]+)*[+#]*")
 """A word, with what stands inside it."""
 
 INITIAL = re.compile(r"(?:^|[\s.])(?:[^\W\d_]|[A-Z][a-z]{1,2})$")
 """What stands before a full stop that ends no sentence: an initial, or the short form of a title."""
 
-STOP = re.compile(r"[.!?…]+[\"”\u2019')\]]*(?=\s)|[。\uff1f\uff01]|\n+")
+STOP = re.compile(r"(?<![.!?…])[.!?…]++[\"”\u2019')\]]*(?=\s)|[。\uff1f\uff01]|\n+")
 """Where a sentence may end."""
 
 ANSWER = re.compile(
@@ -57,7 +63,7 @@ class Request:
 def request_in(text: str) -> Request:
     """The last sentence of more than two words, without a frame such as "Question: ... Answer:"."""
     far = max(len(text) - LONGEST, 0)
-    announced = ANSWER.search(text, far)
+    announced = _announced(text, far)
     end = len(text) if announced is None else announced.start()
     start, end = _last_sentence(text, far, end)
     label = LABEL.match(text, start, end)
@@ -69,6 +75,12 @@ def request_in(text: str) -> Request:
     return Request(text[:start], text[start:end], text[end:])
 
 
+def _announced(text: str, far: int) -> re.Match[str] | None:
+    """The word that announces the answer; it is looked for in a few characters, since white space may be long."""
+    end = len(text.rstrip())
+    return ANSWER.search(text, max(far, end - ANNOUNCEMENT)) if text[end - 1 : end] == ":" else None
+
+
 def _last_sentence(text: str, far: int, end: int) -> tuple[int, int]:
     """From the last sentence on that has more than two words, points back to none before it, and does not instruct."""
     ends = [far]
@@ -78,7 +90,7 @@ def _last_sentence(text: str, far: int, end: int) -> tuple[int, int]:
             continue
         ends.append(found.end())
     stop = end
-    for start in reversed(ends):
+    for start in reversed(ends[-SENTENCES:]):
         words = WORD.findall(text, start, stop)
         if len(words) <= 2:
             continue

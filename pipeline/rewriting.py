@@ -154,7 +154,8 @@ class Rewritten:
         elif delta.op in ("lead", "undo") or delta.cause is UNSET or delta.cause.feedback_id in self._without:
             pass
         elif self._stays(engine, delta, delta.cause):
-            engine.apply(engine.record(delta.op, entries=delta.entries, cause=delta.cause))
+            same = {"entries": delta.entries, "exceptions": delta.exceptions, "cause": delta.cause}
+            engine.apply(engine.record(delta.op, **same))
             return  # it did the same in both
         else:
             names |= self._decide_again(engine, delta, delta.cause)

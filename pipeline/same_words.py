@@ -4,18 +4,26 @@ A line break at the end, capitals, a typo or a greeting in front move a query, a
 keeps other requests out. But such a prompt asks for the same. So where no entry serves a prompt by distance, one whose
 wording has the same words does.
 
-1. Two wordings have the same words where their words are the same in order, but for articles and typos, and nothing
-   else tells them apart (`pipeline.wording.disagreement`).
-2. A typo swaps two neighbouring letters, or doubles one or leaves one of two out, in a word of at least `TYPO` letters.
-   Two words of which requests commonly consist are no typos of each other: "form" and "from".
+1. Two wordings have the same words where the same words and signs stand in the same order. Capitals, "the", quotation
+   marks, commas and marks at a word's end make no difference, and neither do typos.
+2. A typo swaps two neighbouring letters, or doubles one or leaves one of two out, in a word of at least `TYPO` ASCII
+   letters. Two words that are both known are no typos of each other (`words/confusable.txt`): "form" and "from".
 3. A wording with `ELLIPSIS` in front has the same words as none: what stands around its request may change it.
 
-Not promised: that a typo that leaves out a letter is found. "Johnson" and "Johnston" are different names.
+Not promised: that a typo that leaves out a letter is found. "Johnson" and "Johnston" are different names. Nor that
+words of which only a capital tells two meanings apart, "Turkey" and "turkey", are different ones.
 """
 
-from pipeline.wording import ELLIPSIS, TYPO, agrees, common_words, disagreement, parsed
+import unicodedata
+from functools import lru_cache
 
-ARTICLES = frozenset({"a", "an", "the"})
+from pipeline.wording import CACHED, ELLIPSIS, TYPO, agrees, common_words, confusable, disagreement
+
+IGNORED = frozenset({"the"})
+EDGES = "\"'\u201c\u201d\u2018\u2019\u00ab\u00bb,;:\u00bf\u00a1"
+"""Signs at the edges of a word that make no difference."""
+ENDS = ".?\u2026\u3002\uff1f\uff01"
+"""Marks at the end of a word that make no difference; "!" does not either, except after a number."""
 
 
 class SameWords:
@@ -23,7 +31,7 @@ class SameWords:
 
     def __init__(self) -> None:
         self._wordings: dict[str, tuple[str, ...]] = {}
-        self._names: dict[int, tuple[str, ...]] = {}
+        self._names: dict[int, set[str]] = {}
         """By the hash of what wordings with the same words have in common."""
 
     def __len__(self) -> int:
@@ -35,24 +43,22 @@ class SameWords:
         kept = tuple(wording for wording in wordings if comparable(wording))
         if kept:
             self._wordings[name] = kept
-            for common in {_common(wording) for wording in kept}:
-                self._names[common] = (*self._names.get(common, ()), name)
+            for common in set(map(_common, kept)):
+                self._names.setdefault(common, set()).add(name)
 
     def drop(self, name: str) -> None:
         """Forget a name, if it is known."""
-        for common in {_common(wording) for wording in self._wordings.pop(name, ())}:
-            others = tuple(other for other in self._names[common] if other != name)
-            if others:
-                self._names[common] = others
-            else:
+        for common in set(map(_common, self._wordings.pop(name, ()))):
+            self._names[common].remove(name)
+            if not self._names[common]:
                 del self._names[common]
 
-    def named(self, wording: str) -> list[str]:
-        """The names with the same words as this wording, sorted."""
+    def named(self, wording: str, most: int | None = None) -> list[str]:
+        """The names with the same words as this wording, sorted; of more than `most` candidates the first are tried."""
         if not self._wordings or not comparable(wording):
             return []
-        names = self._names.get(_common(wording), ())
-        return sorted(name for name in names if any(same_words(one, wording) for one in self._wordings[name]))
+        names = sorted(self._names.get(_common(wording), ()))[:most]
+        return [name for name in names if any(same_words(one, wording) for one in self._wordings[name])]
 
 
 def comparable(wording: str) -> bool:
@@ -79,8 +85,19 @@ def bounds_radius(wording: str, kept: str) -> bool:
     return agrees(wording, kept) and not same_words(wording, kept)
 
 
-def _words(wording: str) -> list[str]:
-    return [word for word in parsed(wording).words if word not in ARTICLES]
+@lru_cache(CACHED)
+def _words(wording: str) -> tuple[str, ...]:
+    """What is compared: in one case, with accents as they are."""
+    plain = unicodedata.normalize("NFC", unicodedata.normalize("NFC", wording).casefold())
+    words = map(_word, plain.split())
+    return tuple(word for word in words if word and word not in IGNORED)
+
+
+def _word(raw: str) -> str:
+    word = raw.strip(EDGES)
+    plain = word.rstrip(ENDS + EDGES + "!")
+    number = "!" in word[len(plain) :] and plain and not plain[-1].isalpha()
+    return word.rstrip(ENDS) if number else plain
 
 
 def _common(wording: str) -> int:
@@ -89,16 +106,23 @@ def _common(wording: str) -> int:
 
 
 def _letters(word: str) -> str:
-    return "".join(sorted(set(word))) if len(word) >= TYPO - 1 and word.isalpha() else word
+    return "".join(sorted(set(word))) if len(word) >= TYPO - 1 and _typed(word) else word
+
+
+def _typed(word: str) -> bool:
+    return word.isascii() and word.isalpha()
 
 
 def _mistyped(one: str, other: str) -> bool:
     """Whether one of two different words may be a typo of the other."""
     short, long = sorted((one, other), key=len)
-    if len(long) < TYPO or not (short.isalpha() and long.isalpha()) or {one, other} <= common_words():
+    if len(long) < TYPO or not (_typed(short) and _typed(long)):
+        return False
+    if {one, other} <= common_words() or tuple(sorted((one, other))) in confusable():
         return False
     start = next((place for place, (a, b) in enumerate(zip(short, long, strict=False)) if a != b), len(short))
     if len(short) == len(long):
         swapped = short[start : start + 2] == long[start : start + 2][::-1]
         return swapped and short[start + 2 :] == long[start + 2 :]
-    return len(long) == len(short) + 1 and short[start:] == long[start + 1 :] and long[start] == long[start - 1]
+    doubled = start > 0 and long[start] == long[start - 1]
+    return len(long) == len(short) + 1 and doubled and short[start:] == long[start + 1 :]

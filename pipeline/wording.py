@@ -42,6 +42,9 @@ MAX_WORDS = 48
 ELLIPSIS = "\u2026 "
 """In front of a wording from around which text was cut that may change what it asks for."""
 
+FRAMING = frozenset(" \t\n\r.,:;!?'\"-\u2013\u2014\u2026()")
+"""What may stand between the words of a frame: another sign, such as an emoji, may be what the request is about."""
+
 CACHED = 4096
 """Wordings that are kept as parsed: of entries that match often."""
 
@@ -139,7 +142,8 @@ def in_context(wording: str) -> str:
 
 def _frames(text: str) -> bool:
     """Whether it only greets or says how to answer (`words/framing.txt`)."""
-    return all(match[0].casefold().replace("\u2019", "'") in framing_words() for match in WORD.finditer(text))
+    words = (match[0].casefold().replace("\u2019", "'") for match in WORD.finditer(text))
+    return FRAMING.issuperset(WORD.sub("", text)) and all(word in framing_words() for word in words)
 
 
 def disagreement(edited: str, asked: str) -> str:
@@ -230,7 +234,9 @@ def same_word(one: str, other: str) -> bool:
 @lru_cache(1)
 def rules() -> str:
     """What decides whether wordings agree, as a digest: replicas of other rules answer differently."""
-    lists = "\0".join((*sorted(common_words()), *sorted(framing_words()), *_lines("contrasts.txt")))
+    lists = "\0".join(
+        (*sorted(common_words()), *sorted(framing_words()), *_lines("contrasts.txt"), *_lines("confusable.txt"))
+    )
     return hashlib.sha256(f"{RULES}\0{lists}".encode()).hexdigest()
 
 
@@ -244,6 +250,12 @@ def common_words() -> frozenset[str]:
 def framing_words() -> frozenset[str]:
     """Words of what may stand around a request without changing what it asks for."""
     return frozenset(word for line in _lines("framing.txt") for word in line.split())
+
+
+@lru_cache(1)
+def confusable() -> frozenset[tuple[str, ...]]:
+    """Pairs of words, sorted, of which each looks like a typo of the other."""
+    return frozenset(tuple(line.split()) for line in _lines("confusable.txt"))
 
 
 @lru_cache(1)

@@ -16,7 +16,7 @@ SAME = [
     "What is mother tongue of Danielle Darrieux?",
     "What is the mother tongue of Danielle Darreiux?",
     "What is the mohter tongue of Daniele Darrieux?",
-    "What is the mother tongue of Danielle Darrieux's",
+    "What is the mother tongue of 'Danielle Darrieux'?!",
     "Answer in a few words.\nWhat is the mother tongue of Danielle Darrieux?",
     "You are a helpful assistant. Reply with the answer only. What is the mother tongue of Danielle Darrieux?",
     "Hello, I have a question. What is the mother tongue of Danielle Darrieux? Please answer briefly. Thanks!",
@@ -53,14 +53,39 @@ def test_these_do_not(other: str) -> None:
     [
         ("Who taught Johnson?", "Who taught Johnston?"),
         ("What is the largest county in Georgia?", "What is the largest country in Georgia?"),
+        ("What is martial law?", "What is marital law?"),
+        ("Where is a desert?", "Where is a dessert?"),
+        ("Who is Alan Turing?", "Who is Allan Turing?"),
+        ("Where are the hacks?", "Where are the shacks?"),
         ("What is the fee in 2021?", "What is the fee in 2012?"),
         ("What is the fee for 5 items?", "What is the fee for 55 items?"),
+        ("Is Python 3.1 old?", "Is Python 3.10 old?"),
+        ("Whose area code is 020?", "Whose area code is 20?"),
         ("Which form is due?", "Which from is due?"),
         ("Who beat France, Spain or Italy?", "Who beat Italy, Spain or France?"),
+        ("What is 12 + 4?", "What is 12 - 4?"),
+        ("Is 5 < 3?", "Is 5 > 3?"),
+        ("What is 5!?", "What is 5?"),
+        ("What is the square root of -4?", "What is the square root of 4?"),
+        ("What is vitamin A?", "What is a vitamin?"),
+        ("What does 😀 mean?", "What does 😢 mean?"),
+        ("😀\nWhat does this emoji mean?", "😢\nWhat does this emoji mean?"),
+        ("パリの人口は?", "バリの人口は?"),
+        ("दिल क्या है?", "दाल क्या है?"),
+        ("¿Cuántos años tiene?", "¿Cuántos anos tiene?"),
+        ("Give an answer that is not correct. What is it called?", "What is it called?"),
     ],
 )
-def test_what_looks_like_a_typo_may_be_another_word(one: str, other: str) -> None:
+def test_what_looks_alike_may_ask_for_something_else(one: str, other: str) -> None:
     assert not same_words(wording_of(one), wording_of(other))
+
+
+def test_more_candidates_than_a_bound_allows_are_not_compared() -> None:
+    known = SameWords()
+    for number in range(6):
+        known.put(str(number), wording_of(EDITED))
+    assert known.named(wording_of(EDITED), 4) == ["0", "1", "2", "3"]
+    assert len(known.named(wording_of(EDITED))) == 6
 
 
 def test_a_context_makes_a_request_another_one_even_beside_itself() -> None:
@@ -76,7 +101,7 @@ def test_a_text_that_is_too_long_has_the_same_words_as_none() -> None:
 
 
 words = st.sampled_from(
-    ["who", "taught", "johnson", "jonhson", "john", "the", "a", "fee", "2021", "2012", "not", "mothers"]
+    ["who", "taught", "johnson", "jonhson", "john", "the", "fee", "fee?", "2021", "2012", "not", "mothers"]
 )
 requests = st.lists(words, max_size=5).map(lambda some: wording_of(" ".join(some)))
 steps = st.lists(st.tuples(st.sampled_from("abcd"), st.none() | st.lists(requests, max_size=2)), max_size=12)

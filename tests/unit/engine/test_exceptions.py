@@ -18,10 +18,10 @@ from pipeline.memory import BARE_MODEL
 from pipeline.model import Served
 from pipeline.plan import Plan
 from pipeline.prompt_exceptions import query_of
-from schemas.deltas import ExceptionChange, Standing, Tensor, decode_delta
+from schemas.deltas import EntryChange, ExceptionChange, Standing, Tensor, decode_delta
 from schemas.messages import Feedback, Outcome, Parameters
 from tests.unit.engine.points import PointModel, answer, at, point
-from tests.unit.engine.stories import Story, plan_of, story
+from tests.unit.engine.stories import Story, assert_same, plan_of, story, without
 from tests.unit.engine.tiny import CODEBOOK, added, correct, editable, index_of, new_codebook, sealed, texts
 
 EDITED, OTHER, THIRD = texts(3, seed=11)
@@ -158,14 +158,38 @@ class TestRejections:
         assert excepted(engine, "x", " ".join([EDITED] * 20), "a").status == "rejected"
 
 
-def test_the_same_exception_again_changes_nothing() -> None:
+def test_the_same_record_again_changes_nothing() -> None:
     told = wide()
     told.except_from("x", (1, 0), "a")
-    for name in ("x", "y"):
-        outcome = told.except_from(name, (1, 0), "a")
-        assert outcome.status == "unchanged"
-        assert "by feedback 'x'" in str(outcome.reason)
+    outcome = told.except_from("x", (1, 0), "a")
+    assert outcome.status == "unchanged"
+    assert "by this feedback" in str(outcome.reason)
     assert len(told.deltas) == 3
+
+
+def test_an_exception_that_two_reviewers_asked_for_outlives_an_undo_of_one() -> None:
+    told = wide()
+    for name in ("x", "y"):
+        assert told.except_from(name, (1, 0), "a").status == "excepted"
+    told.undo("u", "x")
+    assert answer(told.engine, 1, 0) == 0
+    assert_same(told, without(told, {"x"}))
+    told.undo("v", "y")
+    assert answer(told.engine, 1, 0) == 1
+
+
+@pytest.mark.parametrize("label", [0, 1, 2])
+def test_an_exception_that_a_correction_ended_stays_ended_in_a_history_without_others(label: int) -> None:
+    told = story(radius=3.0)
+    told.correct("w", (90, 0), 2, author="bob")
+    told.correct("a", (0, 0), 1)
+    told.except_from("x", (1, 0), "a")
+    told.correct("b", (1, 0), 1)  # ends it
+    assert len(told.engine.codebook.exceptions) == 0
+    told.correct("z", (1.3, 0), 2, author="bob")
+    told.correct("d", (1, 0), label)
+    assert told.undo_author("u", "bob").status == "undone"
+    assert_same(told, without(told, {"w", "z"}))
 
 
 class TestLaterCorrections:
@@ -327,6 +351,8 @@ def change(**fields: Any) -> ExceptionChange:
         ([change(query=UNSET)], "lacks its query or its entries"),
         ([change(removed=True)], "it is not there"),
         ([change(query=Tensor.of(point(1, 0, 0)))], r"of shape \(3,\), not \(2,\)"),
+        ([change(entry_ids=("a", "a"))], "names an entry twice"),
+        ([change(entry_ids=("a", "b"))], "entry 'b', which is not there"),
     ],
 )
 def test_a_delta_with_a_wrong_exception_is_not_applied(exceptions: list[ExceptionChange], reason: str) -> None:
@@ -338,6 +364,25 @@ def test_a_delta_with_a_wrong_exception_is_not_applied(exceptions: list[Exceptio
     assert (codebook.state_digest(), codebook.seq) == before
 
 
+def test_an_exception_of_no_entry_or_of_one_that_its_delta_removes_is_not_applied() -> None:
+    codebook = new_codebook()
+    before = codebook.state_digest()
+    with pytest.raises(DeltaFault, match="not there"):
+        codebook.apply(sealed(codebook, op="except", exceptions=(change(),)))
+    assert codebook.state_digest() == before
+    codebook.apply(sealed(codebook, added("a", [0.0, 0.0], 1.0)))
+    before = codebook.state_digest()
+    removed = EntryChange(entry_id="a", removed=True)
+    with pytest.raises(DeltaFault, match="not there"):
+        codebook.apply(sealed(codebook, removed, op="undo", exceptions=(change(),)))
+    assert codebook.state_digest() == before
+    wide_query = change(feedback_id="y", query=Tensor.of(point(1, 0, 0)))
+    fresh = new_codebook()
+    with pytest.raises(DeltaFault, match="of shape"):
+        fresh.apply(sealed(fresh, added("a", [0.0, 0.0], 1.0), op="undo", exceptions=(wide_query,)))
+    assert len(fresh) == 0
+
+
 def test_every_part_of_an_exception_counts_in_the_state_digest() -> None:
     digests = set()
     others: list[dict[str, Any]] = [
@@ -346,7 +391,7 @@ def test_every_part_of_an_exception_counts_in_the_state_digest() -> None:
     ]  # fmt: skip
     for fields in others:
         codebook = new_codebook()
-        codebook.apply(sealed(codebook, added("a", [0.0, 0.0], 1.0)))
+        codebook.apply(sealed(codebook, added("a", [0.0, 0.0], 1.0), added("b", [9.0, 0.0], 1.0)))
         codebook.apply(sealed(codebook, op="except", exceptions=(change(**fields),)))
         digests.add(codebook.state_digest())
     assert len(digests) == len(others)
