@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 from pipeline.generation import CausalGeneration
 from pipeline.model import EditableModel
+from pipeline.sentence_type import other_type
 from pipeline.tasks import InputError, Supervised
 from schemas.messages import ChatMessage, Inputs, is_chat
 
@@ -39,6 +40,7 @@ def _of_text(text: str) -> Iterator[Inputs]:
     core = text.rstrip()
     asked, framed = _frames(text)
     yield from (framed if asked == text.strip() else asked, f"{core}\n", _as_chat(asked))
+    yield from _other_type(asked)
     yield from (core, f"{core} ", text.upper(), text.lower())
 
 
@@ -46,9 +48,17 @@ def _of_chat(messages: tuple[ChatMessage, ...]) -> Iterator[Inputs]:
     text = messages[-1].content
     asked, framed = _frames(text)
     yield from (asked, framed)
+    yield from _other_type(asked)
     yield from ((*messages[:-1], ChatMessage("user", other)) for other in (asked, text.upper(), text.lower()))
     if len(messages) > 1:
         yield _as_chat(text)
+
+
+def _other_type(asked: str) -> Iterator[str]:
+    """The question as a statement, or the other way round, where a rule says how."""
+    other = other_type(asked)
+    if other is not None:
+        yield other
 
 
 def _frames(text: str) -> tuple[str, str]:
