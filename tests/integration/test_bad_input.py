@@ -112,7 +112,7 @@ FEEDBACK: dict[str, tuple[bytes | None, str, str | None]] = {
     "no target": (json(v=1, feedback_id="f-1", inputs=PROMPT), "needs `inputs` and `target`, or `inputs` and `except_from`, or `undo`", "f-1"),
     "a target of a wrong type": (json(v=1, feedback_id="f-2", inputs=PROMPT, target=[1]), "Expected `str`", "f-2"),
     "an empty target": (json(v=1, feedback_id="f-3", inputs=PROMPT, target="  "), "`target` is empty", "f-3"),
-    "both": (json(v=1, feedback_id="f-4", inputs="a", target="b", undo="c"), "not both", "f-4"),
+    "both": (json(v=1, feedback_id="f-4", inputs="a", target="b", undo="c"), "not several", "f-4"),
     "a target too long": (json(v=1, feedback_id="f-5", inputs=PROMPT, target="river " * 7), "limit is 6", "f-5"),
     "a prompt too long": (json(v=1, feedback_id="f-6", inputs=LONG, target="river"), "the limit is 40", "f-6"),
     "a pair": (json(v=1, feedback_id="f-7", inputs=["a", "b"], target="river"), "not a pair", "f-7"),
