@@ -109,7 +109,7 @@ FEEDBACK: dict[str, tuple[bytes | None, str, str | None]] = {
     "a tombstone": (None, "the record has no value", None),
     "Latin-1": ('{"v": 1, "feedback_id": "latin", "inputs": "café"}'.encode("latin-1"), "not UTF-8", None),
     "no id": (json(v=1, inputs=PROMPT, target="river"), "missing required field `feedback_id`", None),
-    "no target": (json(v=1, feedback_id="f-1", inputs=PROMPT), "needs `inputs` and `target`, or `inputs` and `except_from`, or `undo`", "f-1"),
+    "no target": (json(v=1, feedback_id="f-1", inputs=PROMPT), "or `inputs` and `except_from`, or `undo`", "f-1"),
     "a target of a wrong type": (json(v=1, feedback_id="f-2", inputs=PROMPT, target=[1]), "Expected `str`", "f-2"),
     "an empty target": (json(v=1, feedback_id="f-3", inputs=PROMPT, target="  "), "`target` is empty", "f-3"),
     "both": (json(v=1, feedback_id="f-4", inputs="a", target="b", undo="c"), "not several", "f-4"),
