@@ -408,3 +408,13 @@ def test_the_delta_tells_what_was_asked_and_holds_the_prompt() -> None:
     assert delta.cause is not UNSET
     assert (delta.cause.feedback_id, delta.cause.entry_id) == ("x", UNSET)
     assert delta.cause.query == exception.query
+
+
+def test_a_corrected_prompt_is_no_exception_where_the_log_has_no_wording_of_it() -> None:
+    told = story(worded=True, radius=3.0, wording=False)
+    told.correct("a", (0, 0), 1)
+    told.lead(plan_of(radius=3.0))
+    outcome = told.except_from("x", (0, 0), "a")
+    assert outcome.status == "rejected"
+    assert "undo it" in str(outcome.reason)
+    assert answer(told.engine, 0, 0) == 1
