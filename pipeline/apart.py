@@ -34,7 +34,7 @@ class Apart:
         self._served_by: dict[str, str] = {}
         self._serving: Counter[str] = Counter()
         self._bare = Points()  # of edits that the bare model serves, in either
-        self._words = SameWords()  # of these entries, and of edits that the bare model serves, in either
+        self._words = SameWords()  # of these entries, and of edits that the unedited model serves, in either
 
     def compare(self, names: Iterable[str], was: Fold, now: EditEngine) -> None:
         """Note which of these entries and edits are the same in both."""
@@ -63,7 +63,7 @@ class Apart:
         return bool(len(taken_over) or len(self._bare.within(key_D, reach + slack)))
 
     def has_words(self, wordings: Iterable[str]) -> bool:
-        """Whether one of these entries, or an edit that the bare model serves, has the same words as one of these.
+        """Whether one of these entries, or an edit that the unedited model serves, has the words of one of these.
 
         The guard gives an entry a wording that nothing has in common because of such an edit.
         """

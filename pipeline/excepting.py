@@ -1,8 +1,8 @@
 """Exceptions: a prompt that an edit answers, or nearly does, and is not to answer any more (design, section 4).
 
 1. An exception is of one edit: of every entry that bears its correction's name or its rephrases', or serves them.
-2. It holds for the same prompt: the same query, within the noise of batches. With the queries of an encoder it holds
-   for the same request with other white space and capitals, too, as the encoder's points are the same.
+2. It holds for the same prompt: the same query, within the noise of batches. An encoder that does not read capitals
+   makes one point of several spellings, so there it holds for other white space and capitals, too.
 3. It never holds for a prompt that the edit was made for: such an exception is rejected, and a later correction of the
    prompt ends it.
 4. New radii keep clear of it, as of an input that the unedited model answers rightly. So no copy of the entry, as the

@@ -203,8 +203,8 @@ class EditMemory:
     ) -> list[str]:
         """The edits that need an entry of their own before a decision is carried out, in a fixed order.
 
-        An edit does where one of these keys is nearer to its query than the one that serves it, where that entry's
-        ball would no longer reach it (`shrunk`: new radii), or where the entry gets another value (`relabelled`).
+        An edit does where one of these keys is nearer to its query than the one that serves it. It does, too, where the
+        radius of that entry would no longer hold it (`shrunk`), or the entry gets another value (`relabelled`).
         A key may be nearer before the decision, too: its entry did not serve the edit, as the wordings disagree or its
         radius does not hold it. An entry of its own is a new key too, so this is followed to its end; each edit is
         named once at most.

@@ -1,11 +1,13 @@
 """Requests that name what a correction is about, of which people may decide whether they ask for the same.
 
-No rule tells whether "What did Ann write?" asks for "the book by Ann". So a prompt a little outside the radius
-of an entry that names all that its wording names is a near miss (`pipeline.adaptor.matches`). Entries are found by
-their longest name, so that a prompt which names nothing of the kind costs a few look-ups.
+No rule tells whether "What did Ann write?" asks for "the book by Ann". A prompt is a near miss where it lies a little
+outside an entry's radius and has all names of its wording (`pipeline.adaptor.matches`). Entries are found by their
+longest name, so that a prompt without such a name costs a few look-ups.
 
 Not promised: that all near misses are found. A wording of common words has no names.
 """
+
+from heapq import nsmallest
 
 from pipeline.wording import agrees, parsed
 
@@ -34,17 +36,17 @@ class SameNames:
     def drop(self, entry_id: str) -> None:
         """Forget an entry, if it is known."""
         if (wording := self._wordings.pop(entry_id, None)) is not None:
-            others = self._entry_ids[_longest(wording)]
-            others.remove(entry_id)
-            if not others:
-                del self._entry_ids[_longest(wording)]
+            longest = _longest(wording)
+            self._entry_ids[longest].remove(entry_id)
+            if not self._entry_ids[longest]:
+                del self._entry_ids[longest]
 
     def named(self, wording: str) -> list[str]:
         """The entries whose wording agrees, and all of whose names this one has; sorted, at most `MOST`."""
         if not wording or not self._wordings:
             return []
         names = set(parsed(wording).names)
-        found = sorted({entry_id for name in names for entry_id in self._entry_ids.get(name, ())})[:MOST]
+        found = nsmallest(MOST, {entry_id for name in names for entry_id in self._entry_ids.get(name, ())})
         known = ((entry_id, self._wordings[entry_id]) for entry_id in found)
         return [one for one, kept in known if names.issuperset(parsed(kept).names) and agrees(kept, wording)]
 

@@ -1,8 +1,8 @@
 """Requests in the same words as a correction: a prompt that asks them is served, however far its query lies.
 
-A line break at the end, capitals, a typo or a greeting in front move a query, and at some layers out of any radius that
-keeps other requests out. But such a prompt asks for the same. So where no entry serves a prompt by distance, one whose
-wording has the same words does.
+A line break at the end, capitals, a typo or a greeting in front move a query. At some layers they move it out of any
+radius that keeps other requests out, though the prompt asks for the same. So where no entry serves a prompt by
+distance, one whose wording has the same words does.
 
 1. Two wordings have the same words where the same words and signs stand in the same order. Capitals, "the", quotation
    marks, commas and marks at a word's end make no difference, and neither do typos.

@@ -3,8 +3,8 @@
 `What is the capital of Mongolia?` and `The capital of Mongolia is` ask for the same. A model goes on from them in
 different ways, so a value that was trained on one often fails on the other.
 
-Not promised: that a request has another type. Only questions of `what`, `who` and `which` with a form of `be` or a
-regular verb, and statements that end in a form of `be`, are rewritten.
+Not promised: that a request has another type. Questions of `what`, `who` and `which` are rewritten that have a form of
+`be` or a regular verb, and statements that end in a form of `be`.
 """
 
 import re
