@@ -536,7 +536,7 @@ class EditEngine:
             author=case.feedback.author,
             entry_id=entry_id,
             query=UNSET if own_key else Tensor.of(case.query_D),
-            wording="" if own_key else self.wording(case.examined),
+            wording="" if own_key else case.examined.wording,
             supersedes=tuple(dict.fromkeys([*supersedes, *placed.supersedes])),
             together=() if case.ahead is None or op == "expand" else case.ahead.together,
             seen=case.sight.seen(nearest, case.distance),
@@ -600,7 +600,7 @@ class EditEngine:
         guarded = []
         for feedback_id in displaced:
             query_D = self.memory.query(feedback_id)
-            wording = self._wording_beside(self.memory.wording(feedback_id))
+            wording = self._wording_beside(self.memory.wording(feedback_id)) if self.plan.wording else ""
             server = self.codebook.entry(self.codebook.slot(self.memory.serving_entry(feedback_id)))
             policy = replace(case.policy, noise=self.noise(query_D))
             guarded.append(
@@ -634,7 +634,10 @@ class EditEngine:
         return not disagreement(self.codebook.wordings[case.slot], self.wording(case.examined))
 
     def wording(self, examined: Examined) -> str:
-        """What the log keeps of a prompt's wording: an entry without one serves all prompts within its radius."""
+        """The wording that an entry at this prompt is given: without one it serves all prompts within its radius.
+
+        The log keeps every prompt's wording, so that a later plan which compares words knows those of earlier edits.
+        """
         return examined.wording if self.plan.wording else ""
 
     def clearance(self, name: str, key_D: np.ndarray, wording: str, case: Case) -> float:

@@ -184,7 +184,7 @@ def place(
                 change = changes[served_by]
                 assert change.radius is not UNSET
                 changes[served_by] = with_fields(change, radius=max(reach, change.radius))
-            placed.keys.append(with_fields(nearest, entry_id=served_by, query=query, wording=wording))
+            placed.keys.append(with_fields(nearest, entry_id=served_by, query=query, wording=one.examined.wording))
         same_input = engine.memory.same_input(one.query_D, noise)
         placed.same_input += same_input
         placed.supersedes += engine.said_otherwise(same_input, label, wording)
@@ -208,7 +208,7 @@ def keep(engine: "EditEngine", case: Case) -> Placed:
         else:
             entry_id = UNSET if hit is None else hit.entry_id
             query = Tensor.of(one.query_D)
-            placed.keys.append(with_fields(nearest, entry_id=entry_id, query=query, wording=wording))
+            placed.keys.append(with_fields(nearest, entry_id=entry_id, query=query, wording=one.examined.wording))
             placed.supersedes += [
                 other
                 for other in engine.memory.same_input(one.query_D, own_case.policy.noise)

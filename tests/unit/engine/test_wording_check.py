@@ -289,6 +289,32 @@ def test_a_later_correction_supersedes_what_was_right_in_the_same_words() -> Non
     assert points.answer(made, 0.4, 0) == 1
 
 
+def test_an_edit_of_a_plan_without_words_is_superseded_by_its_words_later() -> None:
+    """The log keeps its wording, though no entry of that plan has one."""
+    without = points.engine(Plan(**(NEAR | {"wording": False})), worded=True)
+    later = points.engine(Plan(**NEAR), worded=True)
+    outcome, record = correct(without, "kept", points.at(0.4, 0), "0")
+    assert outcome.status == "unchanged"
+    assert record is not None
+    later.apply(record)
+    _, record = correct(later, "a", points.at(0, 0), "1")
+    assert record is not None
+    delta = decode_delta(record)
+    assert isinstance(delta, Delta)
+    assert delta.cause is not UNSET
+    assert delta.cause.supersedes == ("kept",)
+
+
+def test_no_entry_of_a_plan_without_words_has_a_wording() -> None:
+    """Not those that the guard gives, either: they serve all prompts within their radius."""
+    made = points.engine(Plan(radius=1.0, radius_unit="absolute", traffic=0, wording=False), worded=True)
+    correct(made, "a", points.at(0, 0), "1")
+    correct(made, "b", points.at(0.6, 0), "1")
+    correct(made, "c", points.at(0.5, 0), "2")
+    assert "b" in made.codebook.entry_ids
+    assert not any(made.codebook.wordings)
+
+
 def test_an_entry_that_the_guard_gives_leaves_what_was_right_in_the_same_words() -> None:
     made = points.engine(Plan(radius=1.0, radius_unit="absolute", traffic=0), worded=True)
     correct(made, "a", points.at(0, 0), "1")
