@@ -48,7 +48,7 @@ gpu:  ## whether gracestream works on this GPU, in any Python with torch; PYTHON
 	$(PYTHON) -m tests.gpu $(ARGS)
 
 schemas: setup  ## write the JSON Schemas and the AsyncAPI document anew
-	$(BIN)/python -m schemas.generate
+	$(BIN)/python -m gracestream.schemas.generate
 
 COMPILE := $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes --only-binary :all:
 

@@ -18,15 +18,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
 
-from deploy.checkpoints.classifiers import build_intent, build_scotus, intent_folder, scotus_folder
-from deploy.checkpoints.packages import ModelError, minilm_folder
-from deploy.checkpoints.smollm2 import build_smollm2
-from deploy.checkpoints.t5 import build_t5, t5_folder
-from deploy.checkpoints.training import Report
-from pipeline.checkpoint import ModelError as CheckpointError
-from pipeline.checkpoint import unreported
-from pipeline.encoder import REMEDY
-from pipeline.settings import Settings
+from gracestream.deploy.checkpoints.classifiers import build_intent, build_scotus, intent_folder, scotus_folder
+from gracestream.deploy.checkpoints.packages import ModelError, minilm_folder
+from gracestream.deploy.checkpoints.smollm2 import build_smollm2
+from gracestream.deploy.checkpoints.t5 import build_t5, t5_folder
+from gracestream.deploy.checkpoints.training import Report
+from gracestream.pipeline.checkpoint import ModelError as CheckpointError
+from gracestream.pipeline.checkpoint import unreported
+from gracestream.pipeline.encoder import REMEDY
+from gracestream.pipeline.settings import Settings
 
 DEMO = Path(__file__).parent / "demo"
 

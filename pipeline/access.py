@@ -8,10 +8,10 @@ from typing import Any
 
 from kafka.errors import GroupAuthorizationFailedError, KafkaError, TopicAuthorizationFailedError
 
-from pipeline.clients import RefusedError, admin
-from pipeline.security import WHO_MAY, kafka_user
-from pipeline.settings import Settings
-from pipeline.topics import (
+from gracestream.pipeline.clients import RefusedError, admin
+from gracestream.pipeline.security import WHO_MAY, kafka_user
+from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.topics import (
     DELTAS,
     EDITS,
     FEEDBACK,

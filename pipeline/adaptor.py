@@ -17,12 +17,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from pipeline.batch import Batch
-from pipeline.codebook import Codebook
-from pipeline.index import KeyIndex, on_host
-from pipeline.key_search import NO_SLOT
-from pipeline.layers import LayerError
-from pipeline.wording import disagreement
+from gracestream.pipeline.batch import Batch
+from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.index import KeyIndex, on_host
+from gracestream.pipeline.key_search import NO_SLOT
+from gracestream.pipeline.layers import LayerError
+from gracestream.pipeline.wording import disagreement
 
 QueryToken = Literal["last", "first", "mean"]
 Replaced = Literal["last", "all"]

@@ -9,10 +9,10 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pipeline.settings import Settings
-from pipeline.topics import PREDICTIONS, TOPICS
-from schemas.headers import HEADER_BYTES, MOST_HEADERS, OURS, REPLY_TO
-from schemas.messages import one_line
+from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.topics import PREDICTIONS, TOPICS
+from gracestream.schemas.headers import HEADER_BYTES, MOST_HEADERS, OURS, REPLY_TO
+from gracestream.schemas.messages import one_line
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,249}")
 

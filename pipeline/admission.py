@@ -34,16 +34,16 @@ from pathlib import Path
 
 from msgspec import UNSET, UnsetType
 
-from pipeline.authors import Author, Authors, AuthorsFile
-from pipeline.errors import UserError
-from pipeline.reading import read_topic
-from pipeline.roles import UNSIGNED
-from pipeline.settings import Settings, SettingsError
-from pipeline.signing import has_signature, verify
-from pipeline.spent import MarksSince, Spent, mark_header, mark_of_id, mark_of_record, marks_since
-from pipeline.topics import EDITS
-from schemas.deltas import Standing
-from schemas.messages import Feedback
+from gracestream.pipeline.authors import Author, Authors, AuthorsFile
+from gracestream.pipeline.errors import UserError
+from gracestream.pipeline.reading import read_topic
+from gracestream.pipeline.roles import UNSIGNED
+from gracestream.pipeline.settings import Settings, SettingsError
+from gracestream.pipeline.signing import has_signature, verify
+from gracestream.pipeline.spent import MarksSince, Spent, mark_header, mark_of_id, mark_of_record, marks_since
+from gracestream.pipeline.topics import EDITS
+from gracestream.schemas.deltas import Standing
+from gracestream.schemas.messages import Feedback
 
 MINUTE = 60_000
 """Milliseconds, as Kafka's timestamps are."""

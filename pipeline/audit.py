@@ -21,14 +21,14 @@ from typing import Literal
 from kafka import TopicPartition
 from msgspec import UNSET
 
-from pipeline.clients import consumer
-from pipeline.editor_log import feedback_offset
-from pipeline.follower import READING
-from pipeline.reading import read_topic
-from pipeline.settings import Settings
-from pipeline.topics import DELTAS, EDITS, FEEDBACK
-from schemas.deltas import decode_delta
-from schemas.messages import Outcome, decode, peek_id
+from gracestream.pipeline.clients import consumer
+from gracestream.pipeline.editor_log import feedback_offset
+from gracestream.pipeline.follower import READING
+from gracestream.pipeline.reading import read_topic
+from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.topics import DELTAS, EDITS, FEEDBACK
+from gracestream.schemas.deltas import decode_delta
+from gracestream.schemas.messages import Outcome, decode, peek_id
 
 SECOND_LOOK_SECONDS = 1.0
 """The brokers finish a transaction topic by topic, so what is missing now may be visible a moment later."""

@@ -23,10 +23,10 @@ import structlog
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from pipeline.errors import UserError
-from pipeline.signing import public_key
-from schemas.deltas import DEFAULT_ROLES, ROLES, Role
-from schemas.messages import Id
+from gracestream.pipeline.errors import UserError
+from gracestream.pipeline.signing import public_key
+from gracestream.schemas.deltas import DEFAULT_ROLES, ROLES, Role
+from gracestream.schemas.messages import Id
 
 log = structlog.get_logger()
 

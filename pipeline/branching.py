@@ -15,14 +15,14 @@ import msgspec
 from kafka import KafkaProducer
 from msgspec import UNSET
 
-from pipeline.clients import producer
-from pipeline.editor_log import OFFSET_HEADER, feedback_offset
-from pipeline.errors import UserError
-from pipeline.follower import read_history
-from pipeline.reading import read_topic
-from pipeline.settings import Settings
-from pipeline.topics import DELTAS, EDITS, FEEDBACK, create_topics, layout, timestamps_of_sender
-from schemas.deltas import GENESIS, Delta, decode_delta, seal
+from gracestream.pipeline.clients import producer
+from gracestream.pipeline.editor_log import OFFSET_HEADER, feedback_offset
+from gracestream.pipeline.errors import UserError
+from gracestream.pipeline.follower import read_history
+from gracestream.pipeline.reading import read_topic
+from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.topics import DELTAS, EDITS, FEEDBACK, create_topics, layout, timestamps_of_sender
+from gracestream.schemas.deltas import GENESIS, Delta, decode_delta, seal
 
 TRANSACTION_MS = 900_000
 """How long the copy may take; no broker allows more unless it is told to."""

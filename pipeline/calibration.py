@@ -7,14 +7,14 @@ import numpy as np
 import torch
 from msgspec import UNSET, Struct, UnsetType
 
-from pipeline.distance import exact_distances
-from pipeline.errors import UserError
-from pipeline.maintenance import TRAFFIC_SHARE
-from pipeline.model import EditableModel
-from pipeline.probe import TEXTS
-from pipeline.tasks import InputError
-from pipeline.traffic import median_nearest_distance
-from schemas.messages import Inputs, check_inputs
+from gracestream.pipeline.distance import exact_distances
+from gracestream.pipeline.errors import UserError
+from gracestream.pipeline.maintenance import TRAFFIC_SHARE
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.probe import TEXTS
+from gracestream.pipeline.tasks import InputError
+from gracestream.pipeline.traffic import median_nearest_distance
+from gracestream.schemas.messages import Inputs, check_inputs
 
 BATCH = 16
 RADII = tuple(round(0.1 * step, 1) for step in range(1, 41))

@@ -7,15 +7,15 @@ import numpy as np
 import torch
 from msgspec import UnsetType
 
-from pipeline.adaptor import Hit
-from pipeline.codebook import Label
-from pipeline.maintenance import Policy
-from pipeline.passes import Rest, Verdict
-from pipeline.sight import Sight
-from pipeline.tasks import Supervised
-from pipeline.training import Trained
-from schemas.deltas import Seen, Standing
-from schemas.messages import Feedback
+from gracestream.pipeline.adaptor import Hit
+from gracestream.pipeline.codebook import Label
+from gracestream.pipeline.maintenance import Policy
+from gracestream.pipeline.passes import Rest, Verdict
+from gracestream.pipeline.sight import Sight
+from gracestream.pipeline.tasks import Supervised
+from gracestream.pipeline.training import Trained
+from gracestream.schemas.deltas import Seen, Standing
+from gracestream.schemas.messages import Feedback
 
 PADDING = 1.25
 """Inputs are trained together where the longest has at most so many times the tokens of the shortest, or few more."""

@@ -19,9 +19,9 @@ from typing import Any
 
 from jinja2 import TemplateError, Undefined
 
-from pipeline.control_tokens import control_tokens
-from pipeline.errors import UserError
-from schemas.messages import ChatMessage, one_line
+from gracestream.pipeline.control_tokens import control_tokens
+from gracestream.pipeline.errors import UserError
+from gracestream.schemas.messages import ChatMessage, one_line
 
 MAX_STEPS = 200_000
 """Lines of a template and calls that one chat may take; 256 messages take some 10,000."""

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.adaptor import QueryToken
-from pipeline.batch import Batch, Prompt
-from pipeline.codebook import Label
-from pipeline.tasks import SEGMENTS, Answer, InputError, Limits, Supervised, Task
-from schemas.messages import Inputs, Outputs, Parameters, is_chat
+from gracestream.pipeline.adaptor import QueryToken
+from gracestream.pipeline.batch import Batch, Prompt
+from gracestream.pipeline.codebook import Label
+from gracestream.pipeline.tasks import SEGMENTS, Answer, InputError, Limits, Supervised, Task
+from gracestream.schemas.messages import Inputs, Outputs, Parameters, is_chat
 
 
 class Classification(Task):

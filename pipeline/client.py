@@ -15,10 +15,20 @@ from typing import Generic, TypeVar
 import msgspec
 from kafka import KafkaConsumer, TopicPartition
 
-from pipeline.clients import consumer, producer
-from pipeline.settings import Settings
-from pipeline.topics import EDITS, FEEDBACK, PREDICTIONS, REQUESTS, missing_topic
-from schemas.messages import VERSION, Feedback, InvalidMessage, Message, Outcome, Prediction, Request, decode, encode
+from gracestream.pipeline.clients import consumer, producer
+from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.topics import EDITS, FEEDBACK, PREDICTIONS, REQUESTS, missing_topic
+from gracestream.schemas.messages import (
+    VERSION,
+    Feedback,
+    InvalidMessage,
+    Message,
+    Outcome,
+    Prediction,
+    Request,
+    decode,
+    encode,
+)
 
 M = TypeVar("M", Prediction, Outcome)
 

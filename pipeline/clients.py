@@ -20,14 +20,14 @@ from kafka.errors import KafkaConnectionError, KafkaError
 from redis import Redis
 from redis.exceptions import RedisError
 
-from pipeline.errors import UserError
-from pipeline.patient import PatientConsumer, PatientNetClient
-from pipeline.records import BoundedFetcher, install_in_aiokafka
-from pipeline.redis_bounds import BoundedParser, asked
-from pipeline.security import kafka_refusal, kafka_security, redis_refusal, redis_security, without_password
-from pipeline.settings import Settings, SettingsError
-from pipeline.transactions import TransactionalProducer
-from schemas.deltas import MAX_DELTA_BYTES
+from gracestream.pipeline.errors import UserError
+from gracestream.pipeline.patient import PatientConsumer, PatientNetClient
+from gracestream.pipeline.records import BoundedFetcher, install_in_aiokafka
+from gracestream.pipeline.redis_bounds import BoundedParser, asked
+from gracestream.pipeline.security import kafka_refusal, kafka_security, redis_refusal, redis_security, without_password
+from gracestream.pipeline.settings import Settings, SettingsError
+from gracestream.pipeline.transactions import TransactionalProducer
+from gracestream.schemas.deltas import MAX_DELTA_BYTES
 
 _ADDRESS = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[^\s:/@\[\]]+):([0-9]{1,5})")
 

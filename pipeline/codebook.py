@@ -21,11 +21,11 @@ from dataclasses import dataclass
 import numpy as np
 from msgspec import UNSET, Struct
 
-from pipeline.errors import UserError
-from pipeline.prompt_exceptions import PromptExceptions
-from pipeline.wording import rules
-from schemas.deltas import GENESIS, Delta, EntryChange, ExceptionChange, chain, decode_delta
-from schemas.messages import ID_LENGTH, InvalidMessage
+from gracestream.pipeline.errors import UserError
+from gracestream.pipeline.prompt_exceptions import PromptExceptions
+from gracestream.pipeline.wording import rules
+from gracestream.schemas.deltas import GENESIS, Delta, EntryChange, ExceptionChange, chain, decode_delta
+from gracestream.schemas.messages import ID_LENGTH, InvalidMessage
 
 Label = tuple[int, ...]
 """Token ids of a target, or a class index. Labels are equal when every number is."""

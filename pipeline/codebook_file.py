@@ -20,9 +20,9 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save_file
 
-from pipeline.codebook import Codebook
-from pipeline.errors import UserError
-from schemas.deltas import DIGEST_BYTES, MAX_WORDING, Count, ExceptionChange
+from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.errors import UserError
+from gracestream.schemas.deltas import DIGEST_BYTES, MAX_WORDING, Count, ExceptionChange
 
 LAYOUT = {
     "header": (np.uint8, 1),

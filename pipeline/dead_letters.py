@@ -23,14 +23,14 @@ from typing import Any, Literal
 from kafka import TopicPartition
 from kafka.errors import MessageSizeTooLargeError
 
-from pipeline.clients import consumer, producer
-from pipeline.errors import UserError
-from pipeline.reading import read_topic
-from pipeline.records import KEPT_BYTES, LARGEST
-from pipeline.settings import Settings
-from pipeline.topics import FEEDBACK_DLQ, REQUESTS_DLQ, missing_topic
-from schemas.headers import UNANSWERED
-from schemas.messages import Truncated, peek_id, printable
+from gracestream.pipeline.clients import consumer, producer
+from gracestream.pipeline.errors import UserError
+from gracestream.pipeline.reading import read_topic
+from gracestream.pipeline.records import KEPT_BYTES, LARGEST
+from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.topics import FEEDBACK_DLQ, REQUESTS_DLQ, missing_topic
+from gracestream.schemas.headers import UNANSWERED
+from gracestream.schemas.messages import Truncated, peek_id, printable
 
 Source = Literal["requests", "feedback"]
 QUEUES: dict[Source, str] = {"requests": REQUESTS_DLQ, "feedback": FEEDBACK_DLQ}

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pipeline.errors import UserError
+from gracestream.pipeline.errors import UserError
 
 TF32_OVERRIDES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
 """Variables that turn TF32 on. Nothing can turn it off again under the first, and NVIDIA's images set the second."""

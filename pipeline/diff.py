@@ -5,14 +5,14 @@ from datetime import datetime
 
 from msgspec import UNSET, Struct
 
-from pipeline.codebook import Codebook, DeltaFault
-from pipeline.difference import Fold, entry_change, same_entry
-from pipeline.history import KafkaHistory
-from pipeline.memory import BARE_MODEL, EditMemory
-from pipeline.replay import replay_deltas
-from pipeline.settings import Settings
-from schemas.deltas import rephrase_name
-from schemas.messages import Feedback, Inputs, in_one_text
+from gracestream.pipeline.codebook import Codebook, DeltaFault
+from gracestream.pipeline.difference import Fold, entry_change, same_entry
+from gracestream.pipeline.history import KafkaHistory
+from gracestream.pipeline.memory import BARE_MODEL, EditMemory
+from gracestream.pipeline.replay import replay_deltas
+from gracestream.pipeline.settings import Settings
+from gracestream.schemas.deltas import rephrase_name
+from gracestream.schemas.messages import Feedback, Inputs, in_one_text
 
 
 class InputChange(Struct, frozen=True):

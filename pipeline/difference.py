@@ -2,9 +2,9 @@
 
 from msgspec import UNSET, UnsetType
 
-from pipeline.codebook import Codebook
-from pipeline.memory import EditMemory
-from schemas.deltas import Delta, EntryChange, ExceptionChange, Tensor
+from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.memory import EditMemory
+from gracestream.schemas.deltas import Delta, EntryChange, ExceptionChange, Tensor
 
 
 class Fold:

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from msgspec import UNSET
 
-from schemas.deltas import Delta, Op, Seen
-from schemas.messages import VERSION, Feedback, Inputs, LeftOut, Outcome, Status
+from gracestream.schemas.deltas import Delta, Op, Seen
+from gracestream.schemas.messages import VERSION, Feedback, Inputs, LeftOut, Outcome, Status
 
 STATUS: dict[Op, Status] = {
     "add": "added",

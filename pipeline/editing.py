@@ -15,31 +15,58 @@ import numpy as np
 import torch
 from msgspec import UNSET, UnsetType
 
-from pipeline.adaptor import matches, serving
-from pipeline.calibration import probe_unit
-from pipeline.case import Again, Ahead, Case, Examined, of_similar_length
-from pipeline.codebook import Applied, Codebook, DeltaFault, Label
-from pipeline.edited import STATUS, Edited, rejected, unchanged
-from pipeline.generation import Seq2SeqGeneration
-from pipeline.index import KeyIndex
-from pipeline.key_search import NO_SLOT
-from pipeline.layers import in_decoder
-from pipeline.maintenance import TRAFFIC_SHARE, Decision, Neighbour, Policy, batch_noise, decide, without_expanding
-from pipeline.memory import BARE_MODEL, EditMemory
-from pipeline.model import EditableModel
-from pipeline.passes import Verdict
-from pipeline.plan import Plan
-from pipeline.prompt_exceptions import same_request
-from pipeline.rephrasing import Placed, Rephrase, any_proved, examined_rephrases, keep, place, shared, with_forms
-from pipeline.roles import why_not_propose
-from pipeline.scope import ScopeRadius
-from pipeline.sight import Sight
-from pipeline.tasks import InputError
-from pipeline.traffic import Traffic
-from pipeline.training import Trained, train_on, train_value, train_values
-from pipeline.wording import disagreement, in_context
-from schemas.deltas import Cause, Delta, EntryChange, ExceptionChange, Op, Standing, Tensor, rephrase_name, seal
-from schemas.messages import VERSION, Feedback, Inputs, Outcome, one_line
+from gracestream.pipeline.adaptor import matches, serving
+from gracestream.pipeline.calibration import probe_unit
+from gracestream.pipeline.case import Again, Ahead, Case, Examined, of_similar_length
+from gracestream.pipeline.codebook import Applied, Codebook, DeltaFault, Label
+from gracestream.pipeline.edited import STATUS, Edited, rejected, unchanged
+from gracestream.pipeline.generation import Seq2SeqGeneration
+from gracestream.pipeline.index import KeyIndex
+from gracestream.pipeline.key_search import NO_SLOT
+from gracestream.pipeline.layers import in_decoder
+from gracestream.pipeline.maintenance import (
+    TRAFFIC_SHARE,
+    Decision,
+    Neighbour,
+    Policy,
+    batch_noise,
+    decide,
+    without_expanding,
+)
+from gracestream.pipeline.memory import BARE_MODEL, EditMemory
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.passes import Verdict
+from gracestream.pipeline.plan import Plan
+from gracestream.pipeline.prompt_exceptions import same_request
+from gracestream.pipeline.rephrasing import (
+    Placed,
+    Rephrase,
+    any_proved,
+    examined_rephrases,
+    keep,
+    place,
+    shared,
+    with_forms,
+)
+from gracestream.pipeline.roles import why_not_propose
+from gracestream.pipeline.scope import ScopeRadius
+from gracestream.pipeline.sight import Sight
+from gracestream.pipeline.tasks import InputError
+from gracestream.pipeline.traffic import Traffic
+from gracestream.pipeline.training import Trained, train_on, train_value, train_values
+from gracestream.pipeline.wording import disagreement, in_context
+from gracestream.schemas.deltas import (
+    Cause,
+    Delta,
+    EntryChange,
+    ExceptionChange,
+    Op,
+    Standing,
+    Tensor,
+    rephrase_name,
+    seal,
+)
+from gracestream.schemas.messages import VERSION, Feedback, Inputs, Outcome, one_line
 
 MAX_RECORD_BYTES = 60 * 2**20
 """A larger delta would not fit the topic; only one that gives thousands of edits entries of their own gets there."""

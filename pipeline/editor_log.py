@@ -36,13 +36,13 @@ from kafka.coordinator.assignors.sticky.sticky_assignor import StickyPartitionAs
 from kafka.errors import KafkaError, KafkaTimeoutError
 from kafka.structs import MemberState, OffsetAndMetadata
 
-from pipeline.clients import consumer, producer
-from pipeline.codebook import DeltaFault
-from pipeline.dead_letters import SOURCE_OFFSET, rejected
-from pipeline.reading import ANSWER_SECONDS, read_bulk
-from pipeline.settings import Settings
-from pipeline.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ
-from schemas.messages import Outcome, encode, peek_id
+from gracestream.pipeline.clients import consumer, producer
+from gracestream.pipeline.codebook import DeltaFault
+from gracestream.pipeline.dead_letters import SOURCE_OFFSET, rejected
+from gracestream.pipeline.reading import ANSWER_SECONDS, read_bulk
+from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ
+from gracestream.schemas.messages import Outcome, encode, peek_id
 
 log = structlog.get_logger()
 

@@ -7,10 +7,10 @@ import numpy as np
 import torch
 import transformers
 
-from pipeline.device import arithmetic, name_of
-from pipeline.key_search import faiss_library
-from pipeline.model import EditableModel
-from pipeline.plan import Plan
+from gracestream.pipeline.device import arithmetic, name_of
+from gracestream.pipeline.key_search import faiss_library
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.plan import Plan
 
 
 def environment(model: EditableModel, plan: Plan) -> dict[str, str]:

@@ -5,12 +5,12 @@ from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from pipeline.batch import Prompt
-from pipeline.codebook import Codebook
-from pipeline.errors import UserError
-from pipeline.index import KeyIndex
-from pipeline.model import EditableModel, Served
-from schemas.messages import Inputs, Parameters
+from gracestream.pipeline.batch import Prompt
+from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.errors import UserError
+from gracestream.pipeline.index import KeyIndex
+from gracestream.pipeline.model import EditableModel, Served
+from gracestream.schemas.messages import Inputs, Parameters
 
 BATCH = 16
 

@@ -20,18 +20,18 @@ import numpy as np
 import torch
 from msgspec import UNSET, UnsetType
 
-from pipeline.adaptor import matches
-from pipeline.distance import exact_distance
-from pipeline.edited import Edited, rejected
-from pipeline.editing import EditEngine
-from pipeline.encoder import MARK
-from pipeline.memory import BARE_MODEL
-from pipeline.prompt_exceptions import same_request
-from pipeline.roles import why_not_propose
-from pipeline.tasks import InputError
-from pipeline.wording import ELLIPSIS
-from schemas.deltas import Cause, ExceptionChange, Standing, Tensor, rephrase_name
-from schemas.messages import MAX_REPHRASES, VERSION, Feedback, Outcome, one_line
+from gracestream.pipeline.adaptor import matches
+from gracestream.pipeline.distance import exact_distance
+from gracestream.pipeline.edited import Edited, rejected
+from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.encoder import MARK
+from gracestream.pipeline.memory import BARE_MODEL
+from gracestream.pipeline.prompt_exceptions import same_request
+from gracestream.pipeline.roles import why_not_propose
+from gracestream.pipeline.tasks import InputError
+from gracestream.pipeline.wording import ELLIPSIS
+from gracestream.schemas.deltas import Cause, ExceptionChange, Standing, Tensor, rephrase_name
+from gracestream.schemas.messages import MAX_REPHRASES, VERSION, Feedback, Outcome, one_line
 
 ROOM = 2
 """In units of noise: two batches may move a query apart by so much."""

@@ -24,13 +24,13 @@ import structlog
 from kafka import TopicPartition
 from kafka.errors import KafkaError, KafkaTimeoutError
 
-from pipeline.clients import consumer
-from pipeline.codebook import DeltaFault
-from pipeline.reading import read_bulk, read_topic
-from pipeline.settings import Settings
-from pipeline.topics import DELTAS
-from schemas.deltas import decode_delta
-from schemas.messages import InvalidMessage
+from gracestream.pipeline.clients import consumer
+from gracestream.pipeline.codebook import DeltaFault
+from gracestream.pipeline.reading import read_bulk, read_topic
+from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.topics import DELTAS
+from gracestream.schemas.deltas import decode_delta
+from gracestream.schemas.messages import InvalidMessage
 
 log = structlog.get_logger()
 

@@ -13,11 +13,11 @@ Not promised: that a value gives the target at a form.
 import re
 from collections.abc import Iterator
 
-from pipeline.generation import CausalGeneration
-from pipeline.model import EditableModel
-from pipeline.sentence_type import other_type
-from pipeline.tasks import InputError, Supervised
-from schemas.messages import ChatMessage, Inputs, is_chat
+from gracestream.pipeline.generation import CausalGeneration
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.sentence_type import other_type
+from gracestream.pipeline.tasks import InputError, Supervised
+from gracestream.schemas.messages import ChatMessage, Inputs, is_chat
 
 MOST_TOKENS = 512
 """Of a correction's prompt and its forms, with padding. Passes over longer ones would cost more than the training."""

@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from pipeline.editor_log import feedback_offset
-from schemas.deltas import Seen, Standing
-from schemas.messages import Outcome, decode
+from gracestream.pipeline.editor_log import feedback_offset
+from gracestream.schemas.deltas import Seen, Standing
+from gracestream.schemas.messages import Outcome, decode
 
 TERM_HEADER, SEQ_HEADER, SEEN_HEADER, STANDING_HEADER = "term", "codebook_seq", "seen", "standing"
 

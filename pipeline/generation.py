@@ -18,14 +18,14 @@ from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import BaseModelOutput
 
-from pipeline.adaptor import Replaced, last_token
-from pipeline.batch import Batch, LastTurn, Prompt
-from pipeline.chat import ChatError, ChatTemplate
-from pipeline.codebook import Label
-from pipeline.layers import stacked
-from pipeline.tasks import Answer, InputError, Limits, Supervised, Task
-from pipeline.wording import in_context, wording_of
-from schemas.messages import Inputs, Outputs, Parameters, is_chat
+from gracestream.pipeline.adaptor import Replaced, last_token
+from gracestream.pipeline.batch import Batch, LastTurn, Prompt
+from gracestream.pipeline.chat import ChatError, ChatTemplate
+from gracestream.pipeline.codebook import Label
+from gracestream.pipeline.layers import stacked
+from gracestream.pipeline.tasks import Answer, InputError, Limits, Supervised, Task
+from gracestream.pipeline.wording import in_context, wording_of
+from gracestream.schemas.messages import Inputs, Outputs, Parameters, is_chat
 
 LATER = ("input_ids", "position_ids")
 """Of a causal model's arguments those that tell nothing of the positions before."""

@@ -17,8 +17,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from pipeline.errors import UserError
-from pipeline.metrics import READY, STUCK, exposition
+from gracestream.pipeline.errors import UserError
+from gracestream.pipeline.metrics import READY, STUCK, exposition
 
 
 class PortError(UserError):

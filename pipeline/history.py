@@ -6,13 +6,13 @@ from contextlib import suppress
 
 from kafka.errors import KafkaTimeoutError
 
-from pipeline.editor_log import feedback_offset
-from pipeline.follower import read_history
-from pipeline.fruitless import Fruitless, fruitless_in
-from pipeline.reading import ANSWER_SECONDS, read_topic
-from pipeline.settings import Settings
-from pipeline.topics import DELTAS, EDITS, FEEDBACK
-from schemas.messages import Feedback, InvalidMessage, Outcome, decode
+from gracestream.pipeline.editor_log import feedback_offset
+from gracestream.pipeline.follower import read_history
+from gracestream.pipeline.fruitless import Fruitless, fruitless_in
+from gracestream.pipeline.reading import ANSWER_SECONDS, read_topic
+from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.topics import DELTAS, EDITS, FEEDBACK
+from gracestream.schemas.messages import Feedback, InvalidMessage, Outcome, decode
 
 PAUSE_SECONDS = 0.02
 """Before the log is read on; a transaction is closed within milliseconds."""

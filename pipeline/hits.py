@@ -2,10 +2,10 @@
 
 from msgspec import UNSET, Struct
 
-from pipeline.reading import read_topic
-from pipeline.settings import Settings
-from pipeline.topics import PREDICTIONS
-from schemas.messages import InvalidMessage, Prediction, decode
+from gracestream.pipeline.reading import read_topic
+from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.topics import PREDICTIONS
+from gracestream.schemas.messages import InvalidMessage, Prediction, decode
 
 RECENT = 10
 

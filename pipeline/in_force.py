@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 
-from pipeline.codebook import Codebook
-from pipeline.memory import EditMemory
-from pipeline.reading import read_topic
-from pipeline.replay import replay_deltas
-from pipeline.settings import Settings
-from pipeline.topics import FEEDBACK
-from schemas.deltas import Delta
+from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.memory import EditMemory
+from gracestream.pipeline.reading import read_topic
+from gracestream.pipeline.replay import replay_deltas
+from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.topics import FEEDBACK
+from gracestream.schemas.deltas import Delta
 
 
 def in_force(settings: Settings, seq: int | None = None) -> Iterator[bytes]:

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pipeline.codebook import Applied, Codebook
-from pipeline.distance import exact_distances
-from pipeline.key_search import NO_SLOT, KeySearch, search_for
-from pipeline.same_names import SameNames
-from pipeline.same_words import SameWords
-from pipeline.sieve import Sieve
+from gracestream.pipeline.codebook import Applied, Codebook
+from gracestream.pipeline.distance import exact_distances
+from gracestream.pipeline.key_search import NO_SLOT, KeySearch, search_for
+from gracestream.pipeline.same_names import SameNames
+from gracestream.pipeline.same_words import SameWords
+from gracestream.pipeline.sieve import Sieve
 
 CANDIDATES = 8
 MOST_CANDIDATES = 512

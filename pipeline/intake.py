@@ -8,20 +8,20 @@ import structlog
 from kafka.errors import KafkaError
 from msgspec import UNSET, UnsetType
 
-from pipeline.admission import Admission, Copied, Refused
-from pipeline.case import Ahead
-from pipeline.device import raise_if_broken
-from pipeline.edited import Edited, committed_outcome, rejected
-from pipeline.editing import EditEngine
-from pipeline.errors import UserError
-from pipeline.excepting import except_from
-from pipeline.fruitless import Fruitless
-from pipeline.rewriting import History
-from pipeline.roles import may_propose
-from pipeline.spent import mark_header
-from pipeline.undo import undo
-from schemas.deltas import Delta, Standing, decode_delta
-from schemas.messages import VERSION, Feedback, InvalidMessage, Outcome, decode, one_line, peek_id
+from gracestream.pipeline.admission import Admission, Copied, Refused
+from gracestream.pipeline.case import Ahead
+from gracestream.pipeline.device import raise_if_broken
+from gracestream.pipeline.edited import Edited, committed_outcome, rejected
+from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.errors import UserError
+from gracestream.pipeline.excepting import except_from
+from gracestream.pipeline.fruitless import Fruitless
+from gracestream.pipeline.rewriting import History
+from gracestream.pipeline.roles import may_propose
+from gracestream.pipeline.spent import mark_header
+from gracestream.pipeline.undo import undo
+from gracestream.schemas.deltas import Delta, Standing, decode_delta
+from gracestream.schemas.messages import VERSION, Feedback, InvalidMessage, Outcome, decode, one_line, peek_id
 
 log = structlog.get_logger()
 

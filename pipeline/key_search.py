@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from pipeline.device import DeviceFault, prepare_cuda
-from pipeline.distance import exact_distances
+from gracestream.pipeline.device import DeviceFault, prepare_cuda
+from gracestream.pipeline.distance import exact_distances
 
 T = TypeVar("T")
 

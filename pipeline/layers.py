@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from pipeline.errors import UserError
+from gracestream.pipeline.errors import UserError
 
 
 class LayerError(UserError):

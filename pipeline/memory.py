@@ -11,12 +11,12 @@ from collections.abc import Collection, Mapping
 import numpy as np
 from msgspec import UNSET
 
-from pipeline.codebook import Codebook, DeltaFault
-from pipeline.distance import exact_distance
-from pipeline.points import Points
-from pipeline.same_words import SameWords, bounds_radius
-from pipeline.sight import together
-from schemas.deltas import Cause, Delta, Seen
+from gracestream.pipeline.codebook import Codebook, DeltaFault
+from gracestream.pipeline.distance import exact_distance
+from gracestream.pipeline.points import Points
+from gracestream.pipeline.same_words import SameWords, bounds_radius
+from gracestream.pipeline.sight import together
+from gracestream.schemas.deltas import Cause, Delta, Seen
 
 BARE_MODEL = ""
 """In place of an entry id: no entry serves the edit, because the model needs none."""

@@ -8,8 +8,8 @@ from typing import get_args
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from pipeline.codebook import Codebook
-from schemas.messages import Status
+from gracestream.pipeline.codebook import Codebook
+from gracestream.schemas.messages import Status
 
 REPLICA = CollectorRegistry()
 EDITOR = CollectorRegistry()

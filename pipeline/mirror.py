@@ -27,16 +27,16 @@ import structlog
 from kafka.errors import KafkaError
 from redis.exceptions import RedisError
 
-from pipeline import metrics
-from pipeline.codebook import Applied, Codebook, DeltaFault
-from pipeline.follower import Follower, fault_at
-from pipeline.index import KeyIndex
-from pipeline.radius_store import Head, RadiusStore
-from pipeline.settings import Settings
-from pipeline.snapshot_store import SnapshotError
-from pipeline.snapshots import Snapshot, newest
-from pipeline.topics import TopicError
-from schemas.messages import one_line
+from gracestream.pipeline import metrics
+from gracestream.pipeline.codebook import Applied, Codebook, DeltaFault
+from gracestream.pipeline.follower import Follower, fault_at
+from gracestream.pipeline.index import KeyIndex
+from gracestream.pipeline.radius_store import Head, RadiusStore
+from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.snapshot_store import SnapshotError
+from gracestream.pipeline.snapshots import Snapshot, newest
+from gracestream.pipeline.topics import TopicError
+from gracestream.schemas.messages import one_line
 
 log = structlog.get_logger()
 

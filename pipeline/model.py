@@ -14,20 +14,20 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from pipeline.adaptor import Adaptor, Hit, QueryToken, Replaced
-from pipeline.batch import Batch, Prompt
-from pipeline.checkpoint import ModelError, cached_fingerprint, fingerprint_of, load_checkpoint
-from pipeline.classification import Classification
-from pipeline.codebook import Codebook, Label
-from pipeline.encoder import Encoder
-from pipeline.generation import CausalGeneration, Seq2SeqGeneration
-from pipeline.index import KeyIndex
-from pipeline.layers import LayerError, find_layer, in_decoder, linear_layers, normal_path
-from pipeline.passes import Passes
-from pipeline.probe import TEXTS
-from pipeline.tasks import Answer, InputError, Limits, Supervised, Task
-from pipeline.trial import layer_fault
-from schemas.messages import Inputs, Parameters
+from gracestream.pipeline.adaptor import Adaptor, Hit, QueryToken, Replaced
+from gracestream.pipeline.batch import Batch, Prompt
+from gracestream.pipeline.checkpoint import ModelError, cached_fingerprint, fingerprint_of, load_checkpoint
+from gracestream.pipeline.classification import Classification
+from gracestream.pipeline.codebook import Codebook, Label
+from gracestream.pipeline.encoder import Encoder
+from gracestream.pipeline.generation import CausalGeneration, Seq2SeqGeneration
+from gracestream.pipeline.index import KeyIndex
+from gracestream.pipeline.layers import LayerError, find_layer, in_decoder, linear_layers, normal_path
+from gracestream.pipeline.passes import Passes
+from gracestream.pipeline.probe import TEXTS
+from gracestream.pipeline.tasks import Answer, InputError, Limits, Supervised, Task
+from gracestream.pipeline.trial import layer_fault
+from gracestream.schemas.messages import Inputs, Parameters
 
 SUGGESTED = 3
 """Layers that can be edited, which are named where one cannot."""

@@ -5,10 +5,10 @@ from collections.abc import Collection
 from msgspec import UNSET, Struct
 from msgspec.structs import replace
 
-from pipeline.reading import read_topic
-from pipeline.settings import Settings
-from pipeline.topics import PREDICTIONS, REQUESTS
-from schemas.messages import Inputs, InvalidMessage, Prediction, Request, decode, peek_id
+from gracestream.pipeline.reading import read_topic
+from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.topics import PREDICTIONS, REQUESTS
+from gracestream.schemas.messages import Inputs, InvalidMessage, Prediction, Request, decode, peek_id
 
 HELD = 10
 """Predictions that are held while reading, for each one that is wanted."""

@@ -11,11 +11,11 @@ from itertools import cycle, islice
 from msgspec import Struct
 from torch import Tensor, cat, stack, tensor
 
-from pipeline.batch import Prompt
-from pipeline.maintenance import batch_noise
-from pipeline.model import EditableModel
-from pipeline.probe import TEXTS
-from schemas.messages import Inputs
+from gracestream.pipeline.batch import Prompt
+from gracestream.pipeline.maintenance import batch_noise
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.probe import TEXTS
+from gracestream.schemas.messages import Inputs
 
 BATCHES = (1, 2, 32)
 """Rows of the batches that each input is queried in. In larger ones it stands beside longer and shorter inputs."""

@@ -14,16 +14,16 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from pipeline.adaptor import Adaptor, Session
-from pipeline.batch import Batch
-from pipeline.classification import Classification
-from pipeline.codebook import Codebook, Label
-from pipeline.device import raise_if_broken
-from pipeline.index import KeyIndex
-from pipeline.layers import Prefix
-from pipeline.narrowing import FirstToken
-from pipeline.probe import TEXTS
-from pipeline.tasks import InputError, Supervised, Task
+from gracestream.pipeline.adaptor import Adaptor, Session
+from gracestream.pipeline.batch import Batch
+from gracestream.pipeline.classification import Classification
+from gracestream.pipeline.codebook import Codebook, Label
+from gracestream.pipeline.device import raise_if_broken
+from gracestream.pipeline.index import KeyIndex
+from gracestream.pipeline.layers import Prefix
+from gracestream.pipeline.narrowing import FirstToken
+from gracestream.pipeline.probe import TEXTS
+from gracestream.pipeline.tasks import InputError, Supervised, Task
 
 
 @dataclass(frozen=True, slots=True)

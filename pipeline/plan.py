@@ -7,8 +7,8 @@ from typing import Literal
 
 import msgspec
 
-from pipeline.codebook import DeltaFault
-from pipeline.training import Recipe
+from gracestream.pipeline.codebook import DeltaFault
+from gracestream.pipeline.training import Recipe
 
 
 @dataclass(frozen=True, slots=True)

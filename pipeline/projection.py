@@ -6,10 +6,10 @@ import time
 import structlog
 from redis.exceptions import DataError, RedisError, ResponseError
 
-from pipeline.codebook import Applied, Codebook
-from pipeline.metrics import DEGRADED
-from pipeline.radius_store import Head, RadiusStore, StaleError
-from schemas.messages import one_line
+from gracestream.pipeline.codebook import Applied, Codebook
+from gracestream.pipeline.metrics import DEGRADED
+from gracestream.pipeline.radius_store import Head, RadiusStore, StaleError
+from gracestream.schemas.messages import one_line
 
 log = structlog.get_logger()
 

@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 from msgspec import UNSET
 
-from pipeline.distance import exact_distance
-from pipeline.points import Points
-from schemas.deltas import ExceptionChange
+from gracestream.pipeline.distance import exact_distance
+from gracestream.pipeline.points import Points
+from gracestream.schemas.deltas import ExceptionChange
 
 
 class PromptExceptions:

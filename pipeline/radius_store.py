@@ -18,10 +18,10 @@ import numpy as np
 from redis import Redis
 from redis.exceptions import DataError
 
-from pipeline.codebook import Applied, Codebook
-from pipeline.errors import UserError
-from pipeline.redis_bounds import asked
-from pipeline.settings import Settings
+from gracestream.pipeline.codebook import Applied, Codebook
+from gracestream.pipeline.errors import UserError
+from gracestream.pipeline.redis_bounds import asked
+from gracestream.pipeline.settings import Settings
 
 _HEAD = """
 local head = {}

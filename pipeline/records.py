@@ -44,8 +44,8 @@ from kafka.record import MemoryRecords
 from kafka.record.default_records import DefaultRecord, DefaultRecordBatch
 from kafka.record.util import calc_crc32c, decode_varint
 
-from schemas.deltas import MAX_DELTA_BYTES
-from schemas.messages import Truncated
+from gracestream.schemas.deltas import MAX_DELTA_BYTES
+from gracestream.schemas.messages import Truncated
 
 LARGEST = 2**20
 """Bytes of a key or a value that are kept whole, but for those of `deltas`: what Kafka takes uncompressed, unless it is

@@ -19,21 +19,21 @@ import torch
 from msgspec import UNSET
 from msgspec.structs import replace as with_fields
 
-from pipeline.case import Case, Examined
-from pipeline.codebook import Label
-from pipeline.distance import exact_distance
-from pipeline.forms import supervised_forms
-from pipeline.key_search import NO_SLOT
-from pipeline.maintenance import Decision, Neighbour, decide
-from pipeline.memory import BARE_MODEL
-from pipeline.tasks import InputError
-from pipeline.training import Texts, Trained, train_on
-from pipeline.wording import disagreement
-from schemas.deltas import EntryChange, RephraseKey, Tensor, rephrase_name
-from schemas.messages import Feedback, LeftOut, one_line
+from gracestream.pipeline.case import Case, Examined
+from gracestream.pipeline.codebook import Label
+from gracestream.pipeline.distance import exact_distance
+from gracestream.pipeline.forms import supervised_forms
+from gracestream.pipeline.key_search import NO_SLOT
+from gracestream.pipeline.maintenance import Decision, Neighbour, decide
+from gracestream.pipeline.memory import BARE_MODEL
+from gracestream.pipeline.tasks import InputError
+from gracestream.pipeline.training import Texts, Trained, train_on
+from gracestream.pipeline.wording import disagreement
+from gracestream.schemas.deltas import EntryChange, RephraseKey, Tensor, rephrase_name
+from gracestream.schemas.messages import Feedback, LeftOut, one_line
 
 if TYPE_CHECKING:
-    from pipeline.editing import EditEngine
+    from gracestream.pipeline.editing import EditEngine
 
 NO_VALUE = (
     "the model answers the inputs of the correction by itself, so there is no value; correct this text on its own"

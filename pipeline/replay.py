@@ -6,13 +6,13 @@ from datetime import datetime
 from msgspec import UNSET, Struct
 from msgspec.structs import replace
 
-from pipeline.codebook import Codebook, DeltaFault
-from pipeline.follower import read_history
-from pipeline.history import KafkaHistory
-from pipeline.settings import Settings
-from pipeline.snapshots import Snapshot
-from schemas.deltas import Delta, EntryChange, ExceptionChange, decode_delta
-from schemas.messages import InvalidMessage, in_one_text
+from gracestream.pipeline.codebook import Codebook, DeltaFault
+from gracestream.pipeline.follower import read_history
+from gracestream.pipeline.history import KafkaHistory
+from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.snapshots import Snapshot
+from gracestream.schemas.deltas import Delta, EntryChange, ExceptionChange, decode_delta
+from gracestream.schemas.messages import InvalidMessage, in_one_text
 
 OnApplied = Callable[[bytes, Delta, Codebook], object]
 """Called with each record that counts, what it says, and the codebook that has just applied it."""

@@ -16,14 +16,14 @@ import structlog
 from kafka import TopicPartition
 from kafka.errors import KafkaTimeoutError
 
-from pipeline.batch import Prompt
-from pipeline.clients import consumer
-from pipeline.device import raise_if_broken
-from pipeline.editing import EditEngine
-from pipeline.settings import Settings
-from pipeline.tasks import InputError
-from pipeline.topics import REQUESTS
-from schemas.messages import InvalidMessage, Request, decode
+from gracestream.pipeline.batch import Prompt
+from gracestream.pipeline.clients import consumer
+from gracestream.pipeline.device import raise_if_broken
+from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.tasks import InputError
+from gracestream.pipeline.topics import REQUESTS
+from gracestream.schemas.messages import InvalidMessage, Request, decode
 
 log = structlog.get_logger()
 

@@ -22,18 +22,18 @@ import numpy as np
 import torch
 from msgspec import UNSET, Struct, UnsetType
 
-from pipeline.case import Again, Ahead
-from pipeline.codebook import Codebook, DeltaFault, as_it_was
-from pipeline.edited import Edited
-from pipeline.editing import EditEngine
-from pipeline.excepting import except_from
-from pipeline.fruitless import Fruitless
-from pipeline.intake import failed
-from pipeline.model import EditableModel
-from pipeline.plan import Plan, plan_of
-from pipeline.undo import undo
-from schemas.deltas import Cause, Delta, EntryChange, Seen, Standing, Tensor, decode_delta
-from schemas.messages import Feedback
+from gracestream.pipeline.case import Again, Ahead
+from gracestream.pipeline.codebook import Codebook, DeltaFault, as_it_was
+from gracestream.pipeline.edited import Edited
+from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.excepting import except_from
+from gracestream.pipeline.fruitless import Fruitless
+from gracestream.pipeline.intake import failed
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.plan import Plan, plan_of
+from gracestream.pipeline.undo import undo
+from gracestream.schemas.deltas import Cause, Delta, EntryChange, Seen, Standing, Tensor, decode_delta
+from gracestream.schemas.messages import Feedback
 
 GROUPS = 64
 """Of values that were trained together; as many as an editor can have made at once."""

@@ -24,21 +24,21 @@ import numpy as np
 import torch
 from msgspec import UNSET, Struct, UnsetType
 
-from pipeline.apart import Apart
-from pipeline.case import Again
-from pipeline.codebook import Codebook, DeltaFault
-from pipeline.difference import Fold, entry_change, exception_change
-from pipeline.editing import EditEngine
-from pipeline.errors import UserError
-from pipeline.excepting import exception_for
-from pipeline.index import KeyIndex
-from pipeline.maintenance import TRAFFIC_SHARE
-from pipeline.memory import BARE_MODEL, EditMemory
-from pipeline.plan import plan_of
-from pipeline.prompt_exceptions import query_of
-from pipeline.sight import together
-from schemas.deltas import Cause, Delta, EditChange, EntryChange, ExceptionChange, Seen, Tensor
-from schemas.messages import Feedback
+from gracestream.pipeline.apart import Apart
+from gracestream.pipeline.case import Again
+from gracestream.pipeline.codebook import Codebook, DeltaFault
+from gracestream.pipeline.difference import Fold, entry_change, exception_change
+from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.errors import UserError
+from gracestream.pipeline.excepting import exception_for
+from gracestream.pipeline.index import KeyIndex
+from gracestream.pipeline.maintenance import TRAFFIC_SHARE
+from gracestream.pipeline.memory import BARE_MODEL, EditMemory
+from gracestream.pipeline.plan import plan_of
+from gracestream.pipeline.prompt_exceptions import query_of
+from gracestream.pipeline.sight import together
+from gracestream.schemas.deltas import Cause, Delta, EditChange, EntryChange, ExceptionChange, Seen, Tensor
+from gracestream.schemas.messages import Feedback
 
 
 class MissingFeedbackError(UserError):

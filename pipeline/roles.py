@@ -17,9 +17,9 @@ from collections.abc import Collection
 
 from msgspec import UNSET, UnsetType
 
-from pipeline.memory import EditMemory, still_undone
-from schemas.deltas import DEFAULT_ROLES, Standing
-from schemas.messages import Feedback
+from gracestream.pipeline.memory import EditMemory, still_undone
+from gracestream.schemas.deltas import DEFAULT_ROLES, Standing
+from gracestream.schemas.messages import Feedback
 
 UNSIGNED = Standing(roles=DEFAULT_ROLES)
 """Of feedback without a signature, where there is a list of authors and signatures are not required."""

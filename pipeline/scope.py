@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipeline.batch import Prompt
-from pipeline.classification import Classification
-from pipeline.model import EditableModel
-from pipeline.negatives import scope_radius
-from pipeline.subject import subject_of
-from pipeline.tasks import InputError
-from schemas.messages import Inputs, is_chat
+from gracestream.pipeline.batch import Prompt
+from gracestream.pipeline.classification import Classification
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.negatives import scope_radius
+from gracestream.pipeline.subject import subject_of
+from gracestream.pipeline.tasks import InputError
+from gracestream.schemas.messages import Inputs, is_chat
 
 AT_ONCE = 16
 """Prompts of one pass of the encoder, those of similar length together."""

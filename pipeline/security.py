@@ -17,7 +17,7 @@ from aiokafka.errors import (
 )
 from redis.exceptions import AuthenticationError, NoPermissionError
 
-from pipeline.settings import Settings, SettingsError
+from gracestream.pipeline.settings import Settings, SettingsError
 
 WHO_MAY = "deploy/acls.sh says who may do what"
 

@@ -14,20 +14,20 @@ import msgspec
 import structlog
 from msgspec import UNSET, UnsetType
 
-from pipeline import metrics
-from pipeline.adaptor import OUTSIDE, Hit
-from pipeline.addressing import ORDINARY, Address, Header, address_of
-from pipeline.batch import Prompt
-from pipeline.codebook import DeltaFault
-from pipeline.dead_letters import rejected
-from pipeline.device import raise_if_broken
-from pipeline.mirror import Mirror
-from pipeline.model import EditableModel, Served
-from pipeline.records import LARGEST
-from pipeline.settings import Settings
-from pipeline.tasks import InputError
-from pipeline.topics import PREDICTIONS, REQUESTS_DLQ
-from schemas.messages import (
+from gracestream.pipeline import metrics
+from gracestream.pipeline.adaptor import OUTSIDE, Hit
+from gracestream.pipeline.addressing import ORDINARY, Address, Header, address_of
+from gracestream.pipeline.batch import Prompt
+from gracestream.pipeline.codebook import DeltaFault
+from gracestream.pipeline.dead_letters import rejected
+from gracestream.pipeline.device import raise_if_broken
+from gracestream.pipeline.mirror import Mirror
+from gracestream.pipeline.model import EditableModel, Served
+from gracestream.pipeline.records import LARGEST
+from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.tasks import InputError
+from gracestream.pipeline.topics import PREDICTIONS, REQUESTS_DLQ
+from gracestream.schemas.messages import (
     VERSION,
     AppliedEdit,
     InvalidMessage,

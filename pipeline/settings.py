@@ -17,8 +17,8 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from pydantic_settings import SettingsError as SourceError
 
-from pipeline.errors import UserError
-from schemas.messages import one_line
+from gracestream.pipeline.errors import UserError
+from gracestream.schemas.messages import one_line
 
 
 class Settings(BaseSettings):

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.bounds import Asked, Codes, Keys, Products
-from pipeline.directions import CHUNK, Directions
+from gracestream.pipeline.bounds import Asked, Codes, Keys, Products
+from gracestream.pipeline.directions import CHUNK, Directions
 
 FIRST = 63
 """Directions that every key is looked at in: with the length beside them 64 bytes, a line of the cache."""

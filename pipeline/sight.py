@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 from msgspec import UNSET, UnsetType
 
-from pipeline.traffic import Traffic
-from schemas.deltas import Seen
+from gracestream.pipeline.traffic import Traffic
+from gracestream.schemas.deltas import Seen
 
 
 class Sight:

@@ -36,7 +36,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
-from pipeline.errors import UserError
+from gracestream.pipeline.errors import UserError
 
 PURPOSE = b"gracestream feedback"
 KEY_BYTES = 32

@@ -22,10 +22,10 @@ from pathlib import Path
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from pipeline.codebook import Codebook
-from pipeline.codebook_file import save
-from pipeline.errors import UserError
-from pipeline.security import url_secrets
+from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.codebook_file import save
+from gracestream.pipeline.errors import UserError
+from gracestream.pipeline.security import url_secrets
 
 _NAME = re.compile(r"[A-Za-z0-9._%~-]+\.safetensors")
 _STAGING = ".writing-"

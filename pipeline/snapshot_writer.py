@@ -10,10 +10,10 @@ import time
 
 import structlog
 
-from pipeline import metrics
-from pipeline.codebook import Codebook
-from pipeline.settings import Settings
-from pipeline.snapshots import Snapshot, manifests, offset_of, write
+from gracestream.pipeline import metrics
+from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.snapshots import Snapshot, manifests, offset_of, write
 
 log = structlog.get_logger()
 

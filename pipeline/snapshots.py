@@ -26,18 +26,18 @@ import structlog
 from kafka import TopicPartition
 from msgspec import UNSET
 
-from pipeline import metrics
-from pipeline.clients import consumer, producer
-from pipeline.codebook import Codebook
-from pipeline.codebook_file import FileError, parse
-from pipeline.follower import READING
-from pipeline.reading import read_topic
-from pipeline.security import url_secrets
-from pipeline.settings import Settings
-from pipeline.snapshot_store import SnapshotError, SnapshotStore
-from pipeline.topics import DELTAS, SNAPSHOTS
-from schemas.deltas import DIGEST_BYTES, decode_delta
-from schemas.messages import VERSION, InvalidMessage, SnapshotManifest, decode, encode
+from gracestream.pipeline import metrics
+from gracestream.pipeline.clients import consumer, producer
+from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.codebook_file import FileError, parse
+from gracestream.pipeline.follower import READING
+from gracestream.pipeline.reading import read_topic
+from gracestream.pipeline.security import url_secrets
+from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.snapshot_store import SnapshotError, SnapshotStore
+from gracestream.pipeline.topics import DELTAS, SNAPSHOTS
+from gracestream.schemas.deltas import DIGEST_BYTES, decode_delta
+from gracestream.schemas.messages import VERSION, InvalidMessage, SnapshotManifest, decode, encode
 
 log = structlog.get_logger()
 

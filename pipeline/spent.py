@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterable
 import msgspec
 import numpy as np
 
-from pipeline.editor_log import feedback_offset
-from pipeline.reading import read_topic
-from pipeline.settings import Settings
-from pipeline.topics import EDITS
+from gracestream.pipeline.editor_log import feedback_offset
+from gracestream.pipeline.reading import read_topic
+from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.topics import EDITS
 
 MARK_BYTES = 16
 MARK_HEADER = "spends"

@@ -13,12 +13,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from pipeline.adaptor import Asked, QueryToken, Replaced
-from pipeline.batch import Batch, Prompt
-from pipeline.codebook import Label
-from pipeline.control_tokens import text_tokenizer
-from pipeline.errors import UserError
-from schemas.messages import Inputs, Outputs, Parameters, is_chat
+from gracestream.pipeline.adaptor import Asked, QueryToken, Replaced
+from gracestream.pipeline.batch import Batch, Prompt
+from gracestream.pipeline.codebook import Label
+from gracestream.pipeline.control_tokens import text_tokenizer
+from gracestream.pipeline.errors import UserError
+from gracestream.schemas.messages import Inputs, Outputs, Parameters, is_chat
 
 
 class InputError(UserError):

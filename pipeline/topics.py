@@ -8,10 +8,10 @@ from typing import Any
 from kafka.admin import ConfigResource, ConfigResourceType, NewTopic
 from kafka.errors import TopicAlreadyExistsError
 
-from pipeline.clients import admin
-from pipeline.errors import UserError
-from pipeline.settings import Settings
-from schemas.deltas import MAX_DELTA_BYTES
+from gracestream.pipeline.clients import admin
+from gracestream.pipeline.errors import UserError
+from gracestream.pipeline.settings import Settings
+from gracestream.schemas.deltas import MAX_DELTA_BYTES
 
 KAFKAS_CLOCK = {"message.timestamp.type": "LogAppendTime"}
 SENDERS_CLOCK = {"message.timestamp.type": "CreateTime"}

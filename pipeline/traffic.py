@@ -12,9 +12,9 @@ from functools import partial
 import numpy as np
 import torch
 
-from pipeline.distance import exact_distances
-from pipeline.points import Points
-from pipeline.same_words import bounds_radius
+from gracestream.pipeline.distance import exact_distances
+from gracestream.pipeline.points import Points
+from gracestream.pipeline.same_words import bounds_radius
 
 FORGET_SECONDS = 3600.0
 """A request's odds of being held fall by e in this time."""

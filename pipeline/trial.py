@@ -7,13 +7,13 @@ It costs two forward passes over a few tokens, and a third for generators, which
 import torch
 from torch import Tensor
 
-from pipeline.adaptor import Adaptor
-from pipeline.classification import Classification
-from pipeline.device import raise_if_broken
-from pipeline.layers import LayerError
-from pipeline.probe import TEXTS
-from pipeline.tasks import InputError, Task
-from schemas.messages import Parameters, one_line
+from gracestream.pipeline.adaptor import Adaptor
+from gracestream.pipeline.classification import Classification
+from gracestream.pipeline.device import raise_if_broken
+from gracestream.pipeline.layers import LayerError
+from gracestream.pipeline.probe import TEXTS
+from gracestream.pipeline.tasks import InputError, Task
+from gracestream.schemas.messages import Parameters, one_line
 
 PROMPTS = (" ".join(TEXTS[0].split()[:5]), TEXTS[0].split()[1])
 """A short prompt, and a shorter one for models that take very few tokens."""

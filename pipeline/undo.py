@@ -10,13 +10,13 @@ from collections.abc import Callable, Collection, Sequence
 
 from msgspec import UNSET, UnsetType
 
-from pipeline.edited import Edited, rejected
-from pipeline.editing import EditEngine
-from pipeline.memory import EditMemory, still_undone
-from pipeline.rewriting import History, MissingFeedbackError, Rewritten
-from pipeline.roles import why_not_undo
-from schemas.deltas import Cause, Standing
-from schemas.messages import VERSION, Feedback, Outcome
+from gracestream.pipeline.edited import Edited, rejected
+from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.memory import EditMemory, still_undone
+from gracestream.pipeline.rewriting import History, MissingFeedbackError, Rewritten
+from gracestream.pipeline.roles import why_not_undo
+from gracestream.schemas.deltas import Cause, Standing
+from gracestream.schemas.messages import VERSION, Feedback, Outcome
 
 LISTED = 20
 """Names of feedback that stand in an outcome; all of them stand in the delta."""

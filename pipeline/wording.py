@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
 
-from pipeline.request import request_in
-from schemas.deltas import MAX_WORDING
+from gracestream.pipeline.request import request_in
+from gracestream.schemas.deltas import MAX_WORDING
 
 RULES = 2
 """The version of the rules in this module, and of which entries are compared (`pipeline.adaptor.matches`).
@@ -270,7 +270,7 @@ def contrasts() -> Mapping[str, tuple[tuple[int, int], ...]]:
 
 
 def _lines(name: str) -> Iterator[str]:
-    text = files("pipeline").joinpath("words", name).read_text(encoding="utf-8")
+    text = files("gracestream.pipeline").joinpath("words", name).read_text(encoding="utf-8")
     return (line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#"))
 
 

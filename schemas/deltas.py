@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from schemas.messages import InvalidMessage, Message, Truncated, Version, check_version, one_line
+from gracestream.schemas.messages import InvalidMessage, Message, Truncated, Version, check_version, one_line
 
 MAX_DELTA_BYTES = 64 * 2**20
 """A delta with its guard entries may be large; the topic, the producer and every reader allow this much."""

@@ -14,10 +14,10 @@ import msgspec
 import yaml
 from msgspec import Struct
 
-from schemas import deltas, messages
-from schemas.deltas import DIGEST_BYTES, Delta
-from schemas.headers import HEADER_BYTES, MOST_HEADERS, OURS, UNANSWERED
-from schemas.messages import (
+from gracestream.schemas import deltas, messages
+from gracestream.schemas.deltas import DIGEST_BYTES, Delta
+from gracestream.schemas.headers import HEADER_BYTES, MOST_HEADERS, OURS, UNANSWERED
+from gracestream.schemas.messages import (
     MAX_MESSAGES,
     MAX_REPHRASES,
     ROLES,

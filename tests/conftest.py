@@ -21,7 +21,7 @@ else:
 @pytest.fixture(scope="session")
 def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Address of the session's Kafka. Every test puts its `prefix` before the topics that it makes there."""
-    from deploy.local.backends import kafka_backend  # noqa: PLC0415 - tests of the engine alone run without it
+    from gracestream.deploy.local.backends import kafka_backend  # noqa: PLC0415 - tests of the engine alone run without it
 
     with kafka_backend(tmp_path_factory.mktemp("kafka")) as backend:
         yield backend.address
@@ -30,7 +30,7 @@ def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(scope="session")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """URL of the session's Redis or Valkey. Every test puts its `prefix` before the keys that it writes there."""
-    from deploy.local.backends import redis_backend  # noqa: PLC0415 - likewise
+    from gracestream.deploy.local.backends import redis_backend  # noqa: PLC0415 - likewise
 
     with redis_backend(tmp_path_factory.mktemp("redis")) as backend:
         yield backend.address
@@ -77,6 +77,6 @@ def _has_gpu() -> bool:
 
 @functools.cache
 def _has_docker() -> bool:
-    from deploy.local.containers import docker_answers  # noqa: PLC0415 - likewise
+    from gracestream.deploy.local.containers import docker_answers  # noqa: PLC0415 - likewise
 
     return docker_answers()

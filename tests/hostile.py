@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kafka.record.default_records import DefaultRecordBatchBuilder
 from kafka.record.util import encode_varint
 
-import schemas
+from gracestream import schemas
 
 FOLDER = Path(schemas.__file__).parent
 Kind = Literal["request", "feedback"]

@@ -12,25 +12,25 @@ from typing import Any, Literal
 
 import structlog
 
-from deploy.models import layer_of, naming_known, resolve, resolve_encoder
-from pipeline import metrics
-from pipeline.access import ACCESS, require_access
-from pipeline.adaptor import QueryToken
-from pipeline.checkpoint import is_causal, load_checkpoint
-from pipeline.clients import UnreachableError, await_kafka, await_redis
-from pipeline.device import driver_version, name_of, why_no_cuda
-from pipeline.encoder import FARTHEST, UNIT
-from pipeline.health import Health, HealthServer
-from pipeline.key_search import set_threads
-from pipeline.logs import configure_logs
-from pipeline.maintenance import ROUNDINGS
-from pipeline.model import EditableModel
-from pipeline.plan import Plan
-from pipeline.settings import Settings, SettingsError, misspelt
-from pipeline.tasks import Limits
-from pipeline.topics import require_topics
-from pipeline.training import Recipe
-from workers.ending import end_on_signals, end_when_stuck
+from gracestream.deploy.models import layer_of, naming_known, resolve, resolve_encoder
+from gracestream.pipeline import metrics
+from gracestream.pipeline.access import ACCESS, require_access
+from gracestream.pipeline.adaptor import QueryToken
+from gracestream.pipeline.checkpoint import is_causal, load_checkpoint
+from gracestream.pipeline.clients import UnreachableError, await_kafka, await_redis
+from gracestream.pipeline.device import driver_version, name_of, why_no_cuda
+from gracestream.pipeline.encoder import FARTHEST, UNIT
+from gracestream.pipeline.health import Health, HealthServer
+from gracestream.pipeline.key_search import set_threads
+from gracestream.pipeline.logs import configure_logs
+from gracestream.pipeline.maintenance import ROUNDINGS
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.plan import Plan
+from gracestream.pipeline.settings import Settings, SettingsError, misspelt
+from gracestream.pipeline.tasks import Limits
+from gracestream.pipeline.topics import require_topics
+from gracestream.pipeline.training import Recipe
+from gracestream.workers.ending import end_on_signals, end_when_stuck
 
 log = structlog.get_logger()
 

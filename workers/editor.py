@@ -19,25 +19,25 @@ import structlog
 from kafka.errors import KafkaError
 from msgspec import UNSET
 
-from pipeline import metrics
-from pipeline.admission import Admission
-from pipeline.case import Ahead
-from pipeline.clients import redis_client
-from pipeline.codebook import DeltaFault
-from pipeline.device import DeviceFault
-from pipeline.editing import EditEngine
-from pipeline.editor_log import EditorLog, Result, may_pass
-from pipeline.environment import environment
-from pipeline.follower import fault_at
-from pipeline.health import Health
-from pipeline.history import KafkaHistory
-from pipeline.intake import Intake, Read
-from pipeline.projection import Projection
-from pipeline.radius_store import RadiusStore, StaleError
-from pipeline.request_tail import RequestTail
-from pipeline.settings import Settings
-from pipeline.snapshot_writer import SnapshotWriter
-from workers.boot import Worker, plan_of, worker
+from gracestream.pipeline import metrics
+from gracestream.pipeline.admission import Admission
+from gracestream.pipeline.case import Ahead
+from gracestream.pipeline.clients import redis_client
+from gracestream.pipeline.codebook import DeltaFault
+from gracestream.pipeline.device import DeviceFault
+from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.editor_log import EditorLog, Result, may_pass
+from gracestream.pipeline.environment import environment
+from gracestream.pipeline.follower import fault_at
+from gracestream.pipeline.health import Health
+from gracestream.pipeline.history import KafkaHistory
+from gracestream.pipeline.intake import Intake, Read
+from gracestream.pipeline.projection import Projection
+from gracestream.pipeline.radius_store import RadiusStore, StaleError
+from gracestream.pipeline.request_tail import RequestTail
+from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.snapshot_writer import SnapshotWriter
+from gracestream.workers.boot import Worker, plan_of, worker
 
 log = structlog.get_logger()
 

@@ -9,19 +9,19 @@ from typing import Any
 
 import torch
 
-from deploy.local.stack import running_stack
-from pipeline.environment import environment
-from pipeline.experiments.editors.editor import Editor
-from pipeline.experiments.editors.known import EDITORS, REQUIRE
-from pipeline.experiments.editors.piped import Piped
-from pipeline.experiments.editors.serving import Served
-from pipeline.experiments.evaluation import Evaluation
-from pipeline.experiments.report import CODEBOOK, METRICS, Asked, Report, complete, in_words, read, write
-from pipeline.experiments.stream import Stream, first, fitting
-from pipeline.experiments.tasks import Task
-from pipeline.model import EditableModel
-from pipeline.settings import Settings, SettingsError, load_settings
-from workers.boot import load_model, plan_of
+from gracestream.deploy.local.stack import running_stack
+from gracestream.pipeline.environment import environment
+from gracestream.pipeline.experiments.editors.editor import Editor
+from gracestream.pipeline.experiments.editors.known import EDITORS, REQUIRE
+from gracestream.pipeline.experiments.editors.piped import Piped
+from gracestream.pipeline.experiments.editors.serving import Served
+from gracestream.pipeline.experiments.evaluation import Evaluation
+from gracestream.pipeline.experiments.report import CODEBOOK, METRICS, Asked, Report, complete, in_words, read, write
+from gracestream.pipeline.experiments.stream import Stream, first, fitting
+from gracestream.pipeline.experiments.tasks import Task
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.settings import Settings, SettingsError, load_settings
+from gracestream.workers.boot import load_model, plan_of
 
 OF_THE_MODEL = (
     "model", "layer", "query", "encoder", "replace", "device", "dtype", "max_input_tokens", "max_target_tokens",

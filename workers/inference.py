@@ -15,19 +15,19 @@ from typing import Literal
 
 import structlog
 
-from pipeline.clients import redis_client
-from pipeline.codebook import Codebook, DeltaFault
-from pipeline.device import DeviceFault
-from pipeline.follower import Follower
-from pipeline.index import KeyIndex
-from pipeline.mirror import Mirror
-from pipeline.radius_store import Head, RadiusStore
-from pipeline.serving import Part, Question, Record, Reply, Server, Work
-from pipeline.settings import Settings
-from schemas.messages import one_line
-from workers.boot import Worker, worker
-from workers.micro_batches import MicroBatches
-from workers.request_plane import RequestPlane
+from gracestream.pipeline.clients import redis_client
+from gracestream.pipeline.codebook import Codebook, DeltaFault
+from gracestream.pipeline.device import DeviceFault
+from gracestream.pipeline.follower import Follower
+from gracestream.pipeline.index import KeyIndex
+from gracestream.pipeline.mirror import Mirror
+from gracestream.pipeline.radius_store import Head, RadiusStore
+from gracestream.pipeline.serving import Part, Question, Record, Reply, Server, Work
+from gracestream.pipeline.settings import Settings
+from gracestream.schemas.messages import one_line
+from gracestream.workers.boot import Worker, worker
+from gracestream.workers.micro_batches import MicroBatches
+from gracestream.workers.request_plane import RequestPlane
 
 log = structlog.get_logger()
 

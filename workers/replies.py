@@ -33,12 +33,12 @@ from aiokafka.errors import (
 from aiokafka.protocol.metadata import MetadataRequest
 from faust.exceptions import ProducerSendError
 
-from pipeline import metrics
-from pipeline.security import kafka_security
-from pipeline.serving import Reply
-from pipeline.settings import Settings
-from schemas.deltas import MAX_DELTA_BYTES
-from schemas.messages import one_line
+from gracestream.pipeline import metrics
+from gracestream.pipeline.security import kafka_security
+from gracestream.pipeline.serving import Reply
+from gracestream.pipeline.settings import Settings
+from gracestream.schemas.deltas import MAX_DELTA_BYTES
+from gracestream.schemas.messages import one_line
 
 log = structlog.get_logger()
 

@@ -25,13 +25,13 @@ import faust
 import structlog
 from mode.utils.queues import ThrowableQueue
 
-from pipeline.records import install_in_aiokafka, record_bytes
-from pipeline.security import kafka_tls
-from pipeline.serving import Part, Record
-from pipeline.settings import Settings
-from pipeline.topics import REQUESTS
-from schemas.deltas import MAX_DELTA_BYTES
-from workers.replies import Replies
+from gracestream.pipeline.records import install_in_aiokafka, record_bytes
+from gracestream.pipeline.security import kafka_tls
+from gracestream.pipeline.serving import Part, Record
+from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.topics import REQUESTS
+from gracestream.schemas.deltas import MAX_DELTA_BYTES
+from gracestream.workers.replies import Replies
 
 log = structlog.get_logger()
 

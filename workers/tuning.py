@@ -4,21 +4,21 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from deploy.models import KNOWN, layer_of, naming_known, resolve_encoder
-from pipeline.calibration import Sample
-from pipeline.checkpoint import ModelError, load_checkpoint
-from pipeline.classification import Classification
-from pipeline.editing import SHORT
-from pipeline.encoder import UNIT, Encoder
-from pipeline.generation import CausalGeneration
-from pipeline.layers import normal_path
-from pipeline.settings import Settings, as_environment
-from pipeline.tasks import InputError
-from pipeline.tuning.layers import candidate_layers
-from pipeline.tuning.samples import Requests
-from pipeline.tuning.trials import Choice, Material, Measuring, Tried
-from pipeline.tuning.workbench import ENCODER, Answers, Checkpoint, Workbench
-from workers.boot import limits_of, plan_of, resolved
+from gracestream.deploy.models import KNOWN, layer_of, naming_known, resolve_encoder
+from gracestream.pipeline.calibration import Sample
+from gracestream.pipeline.checkpoint import ModelError, load_checkpoint
+from gracestream.pipeline.classification import Classification
+from gracestream.pipeline.editing import SHORT
+from gracestream.pipeline.encoder import UNIT, Encoder
+from gracestream.pipeline.generation import CausalGeneration
+from gracestream.pipeline.layers import normal_path
+from gracestream.pipeline.settings import Settings, as_environment
+from gracestream.pipeline.tasks import InputError
+from gracestream.pipeline.tuning.layers import candidate_layers
+from gracestream.pipeline.tuning.samples import Requests
+from gracestream.pipeline.tuning.trials import Choice, Material, Measuring, Tried
+from gracestream.pipeline.tuning.workbench import ENCODER, Answers, Checkpoint, Workbench
+from gracestream.workers.boot import limits_of, plan_of, resolved
 
 TUNED = frozenset({"layer", "query", "radius", "radius_unit", "scope_radius", "scope_alpha"})
 """Settings that are chosen here, whatever they were."""

@@ -3,7 +3,7 @@
 from importlib.util import find_spec
 from pathlib import Path
 
-from pipeline.errors import UserError
+from gracestream.pipeline.errors import UserError
 
 
 class ModelError(UserError):

@@ -15,9 +15,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
-from deploy.checkpoints.training import Report, deterministic, digest, reported
-from pipeline.experiments import tasks
-from pipeline.experiments.tasks import Example
+from gracestream.deploy.checkpoints.training import Report, deterministic, digest, reported
+from gracestream.pipeline.experiments import tasks
+from gracestream.pipeline.experiments.tasks import Example
 
 T = TypeVar("T")
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from msgspec import UNSET
 
-from pipeline.errors import UserError
-from schemas.messages import ChatMessage, Inputs, Parameters, Prediction
+from gracestream.pipeline.errors import UserError
+from gracestream.schemas.messages import ChatMessage, Inputs, Parameters, Prediction
 
 HERE = Path(__file__).parent
 

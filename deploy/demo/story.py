@@ -18,12 +18,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.rule import Rule
 from rich.table import Table
 
-from deploy.demo.cases import Case, Script, answer_of, is_wrong, script_of
-from deploy.local.stack import Stack, Worker, running_stack
-from pipeline.client import Client
-from pipeline.edited import correction
-from pipeline.replay import replay_deltas
-from schemas.messages import VERSION, Inputs, Outcome, Prediction, Request, in_one_text
+from gracestream.deploy.demo.cases import Case, Script, answer_of, is_wrong, script_of
+from gracestream.deploy.local.stack import Stack, Worker, running_stack
+from gracestream.pipeline.client import Client
+from gracestream.pipeline.edited import correction
+from gracestream.pipeline.replay import replay_deltas
+from gracestream.schemas.messages import VERSION, Inputs, Outcome, Prediction, Request, in_one_text
 
 TIMEOUT = 120.0
 PARTITIONS = 8

@@ -9,13 +9,13 @@ from typing import Literal
 from kafka.errors import KafkaError
 from redis.exceptions import RedisError
 
-from deploy.local.kafka import LocalKafka
-from deploy.local.processes import Child, StackError
-from deploy.local.redis import LocalRedis
-from deploy.local.server import silent
-from pipeline.clients import ask_kafka, ask_redis
-from pipeline.security import without_password
-from pipeline.settings import SettingsError, load_settings
+from gracestream.deploy.local.kafka import LocalKafka
+from gracestream.deploy.local.processes import Child, StackError
+from gracestream.deploy.local.redis import LocalRedis
+from gracestream.deploy.local.server import silent
+from gracestream.pipeline.clients import ask_kafka, ask_redis
+from gracestream.pipeline.security import without_password
+from gracestream.pipeline.settings import SettingsError, load_settings
 
 REACH_TIMEOUT = 10.0  # seconds that an existing cluster has to answer
 
@@ -148,7 +148,7 @@ def check_redis(url: str, timeout: float = REACH_TIMEOUT) -> None:
 def _in_docker(which: Literal["kafka", "redis"], report: Callable[[str], None]) -> Iterator[str | None]:
     """The address of a new container; None where no engine answers, or the engine cannot run the image."""
     try:
-        from deploy.local import containers  # noqa: PLC0415 - testcontainers is an option, and slow to import
+        from gracestream.deploy.local import containers  # noqa: PLC0415 - testcontainers is an option, and slow to import
     except ImportError:
         yield None
         return

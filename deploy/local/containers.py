@@ -15,7 +15,7 @@ from testcontainers.community.redis import RedisContainer
 from testcontainers.core.container import DockerContainer
 from testcontainers.core.docker_client import DockerClient
 
-from deploy.local.kafka import ONE_NODE, describe_cluster, kafka_version
+from gracestream.deploy.local.kafka import ONE_NODE, describe_cluster, kafka_version
 
 REDIS_IMAGE = "redis:8-alpine"
 PORT = 9092

@@ -14,9 +14,9 @@ from pathlib import Path
 from kafka import KafkaAdminClient
 from kafka.errors import KafkaError
 
-from deploy.local.processes import HOST, StackError, free_port, is_open
-from deploy.local.server import LocalServer, silent
-from pipeline.settings import load_settings
+from gracestream.deploy.local.processes import HOST, StackError, free_port, is_open
+from gracestream.deploy.local.server import LocalServer, silent
+from gracestream.pipeline.settings import load_settings
 
 BROKER = Path(__file__).parent / "broker"
 OLDEST_JAVA = 17  # of a broker, since Kafka 4.0

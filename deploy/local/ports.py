@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from deploy.local.processes import HOST, StackError, claim, free_port, is_free
+from gracestream.deploy.local.processes import HOST, StackError, claim, free_port, is_free
 
 FILE = "ports.json"
 """In the folder of a stack: the port of each of its servers in the last run."""

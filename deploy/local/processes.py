@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO, Self
 
-from pipeline.errors import UserError
-from pipeline.settings import as_environment
+from gracestream.pipeline.errors import UserError
+from gracestream.pipeline.settings import as_environment
 
 HOST = "127.0.0.1"
 

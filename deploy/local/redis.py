@@ -6,8 +6,8 @@ from typing import Any
 
 import redis
 
-from deploy.local.processes import HOST, StackError
-from deploy.local.server import LocalServer
+from gracestream.deploy.local.processes import HOST, StackError
+from gracestream.deploy.local.server import LocalServer
 
 
 class LocalRedis(LocalServer):

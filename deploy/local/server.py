@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO, ClassVar, Self
 
-from deploy.local.processes import HOST, Child, StackError, free_port, is_free
+from gracestream.deploy.local.processes import HOST, Child, StackError, free_port, is_free
 
 
 def silent(_message: str) -> None:

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy.local.backends import existing_kafka, existing_redis, kafka_backend, redis_backend
-from deploy.local.ports import stack_ports
-from deploy.local.processes import Child, StackError, answers_ok
-from deploy.local.processes import worker as worker_process
-from deploy.local.server import silent
-from deploy.models import layer_of, resolve
-from pipeline.admission import Admission
-from pipeline.security import without_password
-from pipeline.settings import Settings, load_settings
-from pipeline.topics import create_topics
+from gracestream.deploy.local.backends import existing_kafka, existing_redis, kafka_backend, redis_backend
+from gracestream.deploy.local.ports import stack_ports
+from gracestream.deploy.local.processes import Child, StackError, answers_ok
+from gracestream.deploy.local.processes import worker as worker_process
+from gracestream.deploy.local.server import silent
+from gracestream.deploy.models import layer_of, resolve
+from gracestream.pipeline.admission import Admission
+from gracestream.pipeline.security import without_password
+from gracestream.pipeline.settings import Settings, load_settings
+from gracestream.pipeline.topics import create_topics
 
 WORKER_TIMEOUT = 180.0
 """Seconds that a worker has to load its model and catch up."""
@@ -163,7 +163,9 @@ def running_stack(
             own = {"port": ports[name], "replica": name, "threads": threads}
             given = {field: getattr(settings, field) for field in settings.model_fields_set} | own
             worker = Worker(
-                worker_process(name, "workers.cli", command, log=data / "logs" / f"{name}.log", settings=given),
+                worker_process(
+                    name, "gracestream.workers.cli", command, log=data / "logs" / f"{name}.log", settings=given
+                ),
                 ports[name],
             )
             stack.callback(worker.child.stop)

@@ -9,7 +9,7 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from pipeline.errors import UserError
+from gracestream.pipeline.errors import UserError
 
 FOLDER = "GRACESTREAM_DATA"
 BESIDE = Path(__file__).resolve().parents[3] / "shared" / "data"

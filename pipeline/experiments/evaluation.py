@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from msgspec import UNSET
 
-from pipeline.experiments.editors.editor import Editor
-from pipeline.experiments.tasks import Example, Measure
-from pipeline.model import EditableModel
-from pipeline.passes import verdict
-from schemas.messages import Parameters
+from gracestream.pipeline.experiments.editors.editor import Editor
+from gracestream.pipeline.experiments.tasks import Example, Measure
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.passes import verdict
+from gracestream.schemas.messages import Parameters
 
 AT_ONCE = 16
 """Examples in one pass."""

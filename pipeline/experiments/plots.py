@@ -6,9 +6,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.errors import UserError
-from pipeline.experiments.editors.serving import Use
-from pipeline.experiments.stream import Point, Quality
+from gracestream.pipeline.errors import UserError
+from gracestream.pipeline.experiments.editors.serving import Use
+from gracestream.pipeline.experiments.stream import Point, Quality
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

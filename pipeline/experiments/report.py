@@ -10,13 +10,13 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from pipeline.codebook import Codebook
-from pipeline.codebook_file import save
-from pipeline.errors import UserError
-from pipeline.experiments.editors.editor import Made
-from pipeline.experiments.editors.serving import Use
-from pipeline.experiments.plots import draw_run
-from pipeline.experiments.stream import Point, Quality
+from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.codebook_file import save
+from gracestream.pipeline.errors import UserError
+from gracestream.pipeline.experiments.editors.editor import Made
+from gracestream.pipeline.experiments.editors.serving import Use
+from gracestream.pipeline.experiments.plots import draw_run
+from gracestream.pipeline.experiments.stream import Point, Quality
 
 COLUMNS = (
     "corrections", "edits", "failed", "entries", "ES", "ERR", "TRR", "ARR", "rephrases", "coming", "edits an entry",

@@ -6,13 +6,13 @@ from statistics import fmean
 
 import numpy as np
 
-from pipeline.errors import UserError
-from pipeline.experiments.editors.editor import Editor, Made
-from pipeline.experiments.evaluation import ANSWER, Evaluation, Score
-from pipeline.experiments.tasks import Edit, Example, Task
-from pipeline.model import EditableModel
-from pipeline.tasks import InputError
-from schemas.messages import Parameters
+from gracestream.pipeline.errors import UserError
+from gracestream.pipeline.experiments.editors.editor import Editor, Made
+from gracestream.pipeline.experiments.evaluation import ANSWER, Evaluation, Score
+from gracestream.pipeline.experiments.tasks import Edit, Example, Task
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.tasks import InputError
+from gracestream.schemas.messages import Parameters
 
 UNNEEDED = "unchanged"
 """The status of a correction that the model was right on already: it is no edit."""

@@ -8,10 +8,10 @@ from urllib.parse import quote
 
 import numpy as np
 
-from pipeline.errors import UserError
-from pipeline.experiments.plots import QUALITIES, REACH, Estimate, draw_sweep
-from pipeline.experiments.report import Report, markdown, number, writing
-from pipeline.experiments.stream import Point
+from gracestream.pipeline.errors import UserError
+from gracestream.pipeline.experiments.plots import QUALITIES, REACH, Estimate, draw_sweep
+from gracestream.pipeline.experiments.report import Report, markdown, number, writing
+from gracestream.pipeline.experiments.stream import Point
 
 QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """Of Student's t at 97.5 %, by degrees of freedom from 1; the last serves for more, and gives wider intervals then."""

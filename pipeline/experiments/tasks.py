@@ -13,7 +13,15 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from pipeline.experiments.data import BiographyRow, CaseRow, CounterFactRow, DataError, QuestionRow, ZsreRow, rows_of
+from gracestream.pipeline.experiments.data import (
+    BiographyRow,
+    CaseRow,
+    CounterFactRow,
+    DataError,
+    QuestionRow,
+    ZsreRow,
+    rows_of,
+)
 
 Measure = Literal["f1", "accuracy", "perplexity"]
 """How well a model does, as the paper measures it: of answers, of classes, and of sentences."""

@@ -9,8 +9,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.tuning.trials import Tried
-from pipeline.tuning.workbench import ENCODER
+from gracestream.pipeline.tuning.trials import Tried
+from gracestream.pipeline.tuning.workbench import ENCODER
 
 EDITABLE = 0.5
 """The least share of trial edits that must work."""

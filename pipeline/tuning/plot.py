@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from pipeline.errors import UserError
-from pipeline.tuning.trials import Tried
+from gracestream.pipeline.errors import UserError
+from gracestream.pipeline.tuning.trials import Tried
 
 
 class PlotError(UserError):

@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 
 from msgspec import UNSET
 
-from pipeline.calibration import CalibrationError, Sample
-from pipeline.classification import Classification
-from pipeline.edited import correction
-from pipeline.editing import SHORT
-from pipeline.forms import forms_of
-from pipeline.generation import CausalGeneration
-from pipeline.negatives import COUNT, other_requests
-from pipeline.tasks import InputError, Task
-from schemas.messages import Feedback, Inputs, in_one_text, is_chat
+from gracestream.pipeline.calibration import CalibrationError, Sample
+from gracestream.pipeline.classification import Classification
+from gracestream.pipeline.edited import correction
+from gracestream.pipeline.editing import SHORT
+from gracestream.pipeline.forms import forms_of
+from gracestream.pipeline.generation import CausalGeneration
+from gracestream.pipeline.negatives import COUNT, other_requests
+from gracestream.pipeline.tasks import InputError, Task
+from gracestream.schemas.messages import Feedback, Inputs, in_one_text, is_chat
 
 MOST_OTHERS = 200
 """Held-out requests at most: with none of them captured, a share above .02 is ruled out."""

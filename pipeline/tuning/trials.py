@@ -16,20 +16,20 @@ import numpy as np
 import torch
 from msgspec import Struct
 
-from pipeline.adaptor import Hit, matches, serving
-from pipeline.batch import Prompt
-from pipeline.calibration import CalibrationError
-from pipeline.case import Ahead
-from pipeline.codebook import Label
-from pipeline.editing import AT_ONCE, EditEngine
-from pipeline.intervals import wilson
-from pipeline.model import EditableModel
-from pipeline.plan import Plan
-from pipeline.scope import ScopeRadius
-from pipeline.tasks import InputError
-from pipeline.tuning.samples import MADE_UP, Requests, Targets, Trial, requests_about, surface_forms, usable
-from pipeline.tuning.workbench import ENCODER, NAME, Answers, Workbench, said
-from schemas.messages import Inputs
+from gracestream.pipeline.adaptor import Hit, matches, serving
+from gracestream.pipeline.batch import Prompt
+from gracestream.pipeline.calibration import CalibrationError
+from gracestream.pipeline.case import Ahead
+from gracestream.pipeline.codebook import Label
+from gracestream.pipeline.editing import AT_ONCE, EditEngine
+from gracestream.pipeline.intervals import wilson
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.plan import Plan
+from gracestream.pipeline.scope import ScopeRadius
+from gracestream.pipeline.tasks import InputError
+from gracestream.pipeline.tuning.samples import MADE_UP, Requests, Targets, Trial, requests_about, surface_forms, usable
+from gracestream.pipeline.tuning.workbench import ENCODER, NAME, Answers, Workbench, said
+from gracestream.schemas.messages import Inputs
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,16 +13,16 @@ import numpy as np
 import torch
 from msgspec import UNSET
 
-from pipeline.adaptor import QueryToken, Replaced, Session
-from pipeline.batch import Prompt
-from pipeline.classification import Classification
-from pipeline.encoder import Encoder
-from pipeline.errors import UserError
-from pipeline.layers import LayerError, in_decoder, normal_path
-from pipeline.model import EditableModel
-from pipeline.tasks import Answer, InputError, Limits, Task
-from pipeline.trial import layer_fault
-from schemas.messages import Inputs, Parameters
+from gracestream.pipeline.adaptor import QueryToken, Replaced, Session
+from gracestream.pipeline.batch import Prompt
+from gracestream.pipeline.classification import Classification
+from gracestream.pipeline.encoder import Encoder
+from gracestream.pipeline.errors import UserError
+from gracestream.pipeline.layers import LayerError, in_decoder, normal_path
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.tasks import Answer, InputError, Limits, Task
+from gracestream.pipeline.trial import layer_fault
+from gracestream.schemas.messages import Inputs, Parameters
 
 BATCH = 16
 

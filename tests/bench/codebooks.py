@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from pipeline.batch import Prompt
-from pipeline.codebook import Codebook
-from pipeline.model import EditableModel
-from schemas.deltas import GENESIS
+from gracestream.pipeline.batch import Prompt
+from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.model import EditableModel
+from gracestream.schemas.deltas import GENESIS
 
 
 def queries(model: EditableModel, prompts: Sequence[Prompt]) -> np.ndarray:

@@ -21,8 +21,8 @@ from typing import TypeVar
 
 import torch
 
-from pipeline.device import DeviceError, driver_version, prepare_cuda, why_no_cuda
-from pipeline.key_search import faiss_library
+from gracestream.pipeline.device import DeviceError, driver_version, prepare_cuda, why_no_cuda
+from gracestream.pipeline.key_search import faiss_library
 
 T = TypeVar("T")
 

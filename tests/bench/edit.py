@@ -21,12 +21,12 @@ from dataclasses import replace
 import numpy as np
 from msgspec import UNSET, UnsetType
 
-from pipeline.edited import correction
-from pipeline.editing import EditEngine
-from pipeline.model import EditableModel
-from pipeline.plan import Plan
-from pipeline.training import Recipe
-from schemas.deltas import Cause, EntryChange, Tensor
+from gracestream.pipeline.edited import correction
+from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.plan import Plan
+from gracestream.pipeline.training import Recipe
+from gracestream.schemas.deltas import Cause, EntryChange, Tensor
 from tests.bench.codebooks import queries, stored, value_width
 from tests.bench.device import timed
 from tests.bench.framework import BenchError, Options, Row

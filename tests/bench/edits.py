@@ -14,19 +14,19 @@ import numpy as np
 import torch
 from msgspec import UNSET
 
-from pipeline.codebook import Codebook
-from pipeline.edited import correction
-from pipeline.editing import EditEngine
-from pipeline.experiments.editors.queries import Queries
-from pipeline.index import KeyIndex
-from pipeline.key_search import NO_SLOT
-from pipeline.model import EditableModel
-from pipeline.passes import Passes, Rest
-from pipeline.plan import Plan
-from pipeline.settings import Settings
-from pipeline.training import Recipe, Trained, train_value
-from schemas.messages import Parameters
-from workers.boot import load_model
+from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.edited import correction
+from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.experiments.editors.queries import Queries
+from gracestream.pipeline.index import KeyIndex
+from gracestream.pipeline.key_search import NO_SLOT
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.passes import Passes, Rest
+from gracestream.pipeline.plan import Plan
+from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.training import Recipe, Trained, train_value
+from gracestream.schemas.messages import Parameters
+from gracestream.workers.boot import load_model
 
 ANSWER = 16
 """Tokens of an answer that is generated; the longest target has fewer."""
@@ -131,7 +131,7 @@ class Asked:
 def asked_at(settings: Settings, trained: Known) -> Iterator[Asked]:
     """The model, wrapped at the layer of the settings, whose engines train each value once."""
     asked = Asked(load_model(settings), trained)
-    with mock.patch("pipeline.editing.train_value", asked.train):
+    with mock.patch("gracestream.pipeline.editing.train_value", asked.train):
         yield asked
 
 

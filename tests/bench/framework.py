@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from pipeline.errors import UserError
+from gracestream.pipeline.errors import UserError
 from tests.bench.device import gpu_facts, version
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -27,17 +27,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from deploy.checkpoints.packages import minilm_folder
-from pipeline.adaptor import last_token
-from pipeline.encoder import Encoder
-from pipeline.experiments.stream import first, fitting
-from pipeline.experiments.tasks import TASKS
-from pipeline.layers import block_list
-from pipeline.model import EditableModel
-from pipeline.settings import load_settings
+from gracestream.deploy.checkpoints.packages import minilm_folder
+from gracestream.pipeline.adaptor import last_token
+from gracestream.pipeline.encoder import Encoder
+from gracestream.pipeline.experiments.stream import first, fitting
+from gracestream.pipeline.experiments.tasks import TASKS
+from gracestream.pipeline.layers import block_list
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.settings import load_settings
+from gracestream.workers.boot import load_model
 from tests.bench.device import timed
 from tests.bench.framework import Options, Row
-from workers.boot import load_model
 
 EDITS, QUICK, HELD_OUT, TIMED = 300, 40, 500, 40
 SHARE = 0.8

@@ -18,10 +18,10 @@ import torch
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from pipeline.codebook import Codebook
-from pipeline.index import KeyIndex
-from pipeline.memory import EditMemory
-from schemas.deltas import GENESIS, Cause, Delta, EntryChange, Tensor, seal
+from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.index import KeyIndex
+from gracestream.pipeline.memory import EditMemory
+from gracestream.schemas.deltas import GENESIS, Cause, Delta, EntryChange, Tensor, seal
 from tests.bench.device import held
 from tests.bench.framework import Options, Row
 from tests.bench.replay import Made

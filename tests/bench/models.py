@@ -5,14 +5,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from pipeline.batch import Prompt
-from pipeline.experiments.data import CounterFactRow, QuestionRow, ZsreRow, rows_of
-from pipeline.experiments.tasks import COUNTERFACT, NQ, ZSRE
-from pipeline.model import EditableModel
-from pipeline.settings import load_settings
+from gracestream.pipeline.batch import Prompt
+from gracestream.pipeline.experiments.data import CounterFactRow, QuestionRow, ZsreRow, rows_of
+from gracestream.pipeline.experiments.tasks import COUNTERFACT, NQ, ZSRE
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.settings import load_settings
+from gracestream.workers.boot import load_model
 from tests.bench.framework import BenchError, Options
 from tests.bench.random_models import BERT, GPT2, T5, RandomModel, prompts
-from workers.boot import load_model
 
 TOKENS = 20
 """Of a prompt for a model of random weights."""

@@ -28,13 +28,13 @@ from operator import sub, truediv
 import numpy as np
 import torch
 
-from pipeline.batch import Prompt
-from pipeline.bounds import exact_product
-from pipeline.codebook import Codebook
-from pipeline.index import KeyIndex
-from pipeline.key_search import NO_SLOT
-from pipeline.model import EditableModel
-from schemas.messages import Parameters
+from gracestream.pipeline.batch import Prompt
+from gracestream.pipeline.bounds import exact_product
+from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.index import KeyIndex
+from gracestream.pipeline.key_search import NO_SLOT
+from gracestream.pipeline.model import EditableModel
+from gracestream.schemas.messages import Parameters
 from tests.bench.codebooks import codebook_of, queries, stored
 from tests.bench.device import copy_rate, timed
 from tests.bench.framework import Options, Row

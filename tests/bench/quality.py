@@ -28,16 +28,16 @@ from statistics import mean
 
 import numpy as np
 
-from deploy.models import DEMO
-from pipeline.editing import EditEngine
-from pipeline.evaluation import begins
-from pipeline.experiments.tasks import zsre
-from pipeline.key_search import NO_SLOT
-from pipeline.plan import Plan
-from pipeline.settings import load_settings
+from gracestream.deploy.models import DEMO
+from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.evaluation import begins
+from gracestream.pipeline.experiments.tasks import zsre
+from gracestream.pipeline.key_search import NO_SLOT
+from gracestream.pipeline.plan import Plan
+from gracestream.pipeline.settings import load_settings
+from gracestream.workers.boot import plan_of
 from tests.bench.edits import Asked, Cost, Fact, Known, asked_at, correct, serving, share, started
 from tests.bench.framework import Options, Row
-from workers.boot import plan_of
 
 EDITS, QUICK, HELD_OUT, SAMPLE = 200, 50, 300, 48
 

@@ -20,10 +20,10 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from pipeline.batch import Prompt
-from pipeline.model import EditableModel
-from pipeline.passes import verdict
-from pipeline.tasks import Limits
+from gracestream.pipeline.batch import Prompt
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.passes import verdict
+from gracestream.pipeline.tasks import Limits
 
 FIRST_WORD = 10
 """Token ids below are special, or may be."""

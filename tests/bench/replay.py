@@ -28,21 +28,21 @@ import structlog
 import torch
 from aiokafka import AIOKafkaProducer
 
-from deploy.local.backends import kafka_backend
-from pipeline import snapshots
-from pipeline.clients import redis_client
-from pipeline.codebook import Codebook
-from pipeline.codebook_file import parse
-from pipeline.follower import Follower
-from pipeline.index import KeyIndex
-from pipeline.mirror import Mirror
-from pipeline.radius_store import RadiusStore
-from pipeline.replay import fold_log
-from pipeline.settings import Settings, load_settings
-from pipeline.snapshot_store import SnapshotStore
-from pipeline.snapshots import Snapshot
-from pipeline.topics import DELTAS, create_topics
-from schemas.deltas import GENESIS, MAX_DELTA_BYTES, Cause, Delta, EntryChange, Tensor, seal
+from gracestream.deploy.local.backends import kafka_backend
+from gracestream.pipeline import snapshots
+from gracestream.pipeline.clients import redis_client
+from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.codebook_file import parse
+from gracestream.pipeline.follower import Follower
+from gracestream.pipeline.index import KeyIndex
+from gracestream.pipeline.mirror import Mirror
+from gracestream.pipeline.radius_store import RadiusStore
+from gracestream.pipeline.replay import fold_log
+from gracestream.pipeline.settings import Settings, load_settings
+from gracestream.pipeline.snapshot_store import SnapshotStore
+from gracestream.pipeline.snapshots import Snapshot
+from gracestream.pipeline.topics import DELTAS, create_topics
+from gracestream.schemas.deltas import GENESIS, MAX_DELTA_BYTES, Cause, Delta, EntryChange, Tensor, seal
 from tests.bench.framework import BenchError, Options, Row
 
 ENTRIES, FEW = 100_000, 5_000

@@ -24,18 +24,18 @@ from typing import Literal
 import structlog
 import torch
 
-from deploy.local.backends import kafka_backend, redis_backend
-from deploy.local.processes import answers_ok, free_port
-from deploy.models import layer_of
-from pipeline import snapshots
-from pipeline.replay import fold_log
-from pipeline.settings import Settings, load_settings
-from pipeline.topics import create_topics
+from gracestream.deploy.local.backends import kafka_backend, redis_backend
+from gracestream.deploy.local.processes import answers_ok, free_port
+from gracestream.deploy.models import layer_of
+from gracestream.pipeline import snapshots
+from gracestream.pipeline.replay import fold_log
+from gracestream.pipeline.settings import Settings, load_settings
+from gracestream.pipeline.topics import create_topics
+from gracestream.workers.boot import load_model
 from tests.bench.framework import BenchError, Options, Row
 from tests.bench.replay import Made, fill
 from tests.bench.workers import worker
 from tests.integration.running import status
-from workers.boot import load_model
 
 MODEL = "smollm2"
 ENTRIES, FEW = 100_000, 5_000

@@ -31,21 +31,21 @@ from pathlib import Path
 import torch
 from kafka import TopicPartition
 
-from deploy.local.backends import kafka_backend, redis_backend
-from deploy.local.processes import Child, answers_ok, free_port
-from deploy.models import DEMO, layer_of
-from pipeline.batch import Prompt
-from pipeline.clients import consumer, producer
-from pipeline.model import EditableModel
-from pipeline.settings import Settings, load_settings
-from pipeline.topics import create_topics
-from schemas.messages import Parameters
+from gracestream.deploy.local.backends import kafka_backend, redis_backend
+from gracestream.deploy.local.processes import Child, answers_ok, free_port
+from gracestream.deploy.models import DEMO, layer_of
+from gracestream.pipeline.batch import Prompt
+from gracestream.pipeline.clients import consumer, producer
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.settings import Settings, load_settings
+from gracestream.pipeline.topics import create_topics
+from gracestream.schemas.messages import Parameters
+from gracestream.workers.boot import load_model
+from gracestream.workers.micro_batches import next_batch
+from gracestream.workers.request_plane import AHEAD
 from tests.bench.framework import Options, Row
 from tests.bench.workers import worker
 from tests.integration.running import metric
-from workers.boot import load_model
-from workers.micro_batches import next_batch
-from workers.request_plane import AHEAD
 
 REQUESTS = {"intent": 4000, "smollm2": 160}
 QUERIES = {"intent": "first", "smollm2": "last"}

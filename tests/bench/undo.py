@@ -11,14 +11,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from pipeline.codebook import Codebook
-from pipeline.difference import Fold
-from pipeline.editing import EditEngine
-from pipeline.memory import EditMemory
-from pipeline.plan import Plan
-from pipeline.undo import undo
-from schemas.deltas import decode_delta
-from schemas.messages import Feedback
+from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.difference import Fold
+from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.memory import EditMemory
+from gracestream.pipeline.plan import Plan
+from gracestream.pipeline.undo import undo
+from gracestream.schemas.deltas import decode_delta
+from gracestream.schemas.messages import Feedback
 from tests.bench.framework import BenchError, Options, Row
 from tests.unit.engine.points import PointModel
 from tests.unit.engine.stories import Story

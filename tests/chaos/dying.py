@@ -12,18 +12,18 @@ from typing import Any, Literal
 
 import structlog
 
-from pipeline import editing
-from pipeline.editing import EditEngine
-from pipeline.editor_log import EditorLog
-from pipeline.follower import Follower
-from pipeline.passes import Passes
-from pipeline.projection import Projection
-from pipeline.radius_store import RadiusStore
-from pipeline.rewriting import Rewritten
-from pipeline.snapshot_store import SnapshotStore
-from pipeline.topics import EDITS
-from pipeline.transactions import TransactionalProducer
-from workers import ending
+from gracestream.pipeline import editing
+from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.editor_log import EditorLog
+from gracestream.pipeline.follower import Follower
+from gracestream.pipeline.passes import Passes
+from gracestream.pipeline.projection import Projection
+from gracestream.pipeline.radius_store import RadiusStore
+from gracestream.pipeline.rewriting import Rewritten
+from gracestream.pipeline.snapshot_store import SnapshotStore
+from gracestream.pipeline.topics import EDITS
+from gracestream.pipeline.transactions import TransactionalProducer
+from gracestream.workers import ending
 
 log = structlog.get_logger()
 

@@ -13,16 +13,16 @@ from kafka import TopicPartition
 from kafka.errors import KafkaError
 from msgspec import UNSET
 
-from deploy.local.kafka import LocalKafka
-from deploy.local.redis import LocalRedis
-from pipeline.client import Client
-from pipeline.clients import consumer, redis_client
-from pipeline.follower import Follower as DeltaFollower
-from pipeline.radius_store import RadiusStore
-from pipeline.settings import Settings
-from pipeline.snapshots import manifests
-from pipeline.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ, PREDICTIONS
-from schemas.messages import Feedback, Prediction, Request, SnapshotManifest, decode
+from gracestream.deploy.local.kafka import LocalKafka
+from gracestream.deploy.local.redis import LocalRedis
+from gracestream.pipeline.client import Client
+from gracestream.pipeline.clients import consumer, redis_client
+from gracestream.pipeline.follower import Follower as DeltaFollower
+from gracestream.pipeline.radius_store import RadiusStore
+from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.snapshots import manifests
+from gracestream.pipeline.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ, PREDICTIONS
+from gracestream.schemas.messages import Feedback, Prediction, Request, SnapshotManifest, decode
 from tests.chaos.dying import arm
 from tests.doubles.checker import Fault, Follower, Left, faults
 from tests.integration.forked import Forked

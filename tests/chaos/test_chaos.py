@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local.kafka import LocalKafka
-from deploy.local.redis import LocalRedis
-from pipeline.clients import redis_client
-from pipeline.topics import create_topics
+from gracestream.deploy.local.kafka import LocalKafka
+from gracestream.deploy.local.redis import LocalRedis
+from gracestream.pipeline.clients import redis_client
+from gracestream.pipeline.topics import create_topics
 from tests.chaos.dying import STEPS, read_slowly
 from tests.chaos.site import Site
 from tests.integration.running import BUDGETS, save_checkpoint, settings_for, wait_until

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from kafka import TopicPartition
 
-from deploy.local.kafka import LocalKafka
-from pipeline.clients import consumer, redis_client
-from pipeline.radius_store import RadiusStore
-from pipeline.settings import Settings
-from pipeline.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ, create_topics
+from gracestream.deploy.local.kafka import LocalKafka
+from gracestream.pipeline.clients import consumer, redis_client
+from gracestream.pipeline.radius_store import RadiusStore
+from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ, create_topics
 from tests.doubles.checker import Follower, Left, faults
 from tests.integration.forked import Forked
 from tests.integration.kafka_proxy import PLANS, Fault, KafkaProxy, proxied_kafka

@@ -15,8 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from deploy.local.containers import docker_answers
-from pipeline.settings import load_settings
+from gracestream.deploy.local.containers import docker_answers
+from gracestream.pipeline.settings import load_settings
 
 COMPOSE = "v2.40.3"
 COMPOSE_MODULE = "github.com/docker/compose/v2"

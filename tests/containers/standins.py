@@ -19,9 +19,9 @@ from pathlib import Path
 
 import docker  # type: ignore[import-untyped]
 
-from deploy.local.containers import kafka_image
-from deploy.local.kafka import fetch_jars
-from pipeline.settings import load_settings
+from gracestream.deploy.local.containers import kafka_image
+from gracestream.deploy.local.kafka import fetch_jars
+from gracestream.pipeline.settings import load_settings
 from tests.containers.engine import EngineError, cache, compile_go, install
 from tests.unit.deploy.files import compose
 

@@ -16,8 +16,8 @@ import pytest
 import yaml
 from msgspec import UNSET, UnsetType
 
-from pipeline.client import Client
-from schemas.messages import Outcome, Prediction
+from gracestream.pipeline.client import Client
+from gracestream.schemas.messages import Outcome, Prediction
 from tests.containers.engine import EngineError
 from tests.containers.running import IMAGE, Compose
 from tests.containers.standins import require_images

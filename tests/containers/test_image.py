@@ -10,10 +10,10 @@ import docker  # type: ignore[import-untyped]
 import pytest
 from msgspec import UNSET
 
-from deploy.models import resolve_encoder
-from pipeline.encoder import Encoder
-from pipeline.settings import as_environment
-from pipeline.topics import create_topics
+from gracestream.deploy.models import resolve_encoder
+from gracestream.pipeline.encoder import Encoder
+from gracestream.pipeline.settings import as_environment
+from gracestream.pipeline.topics import create_topics
 from tests.containers.engine import EngineError
 from tests.containers.running import build_image
 from tests.containers.standins import require_images

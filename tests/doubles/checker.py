@@ -12,11 +12,11 @@ from typing import Any, Literal
 import numpy as np
 from msgspec import UNSET
 
-from pipeline.codebook import Codebook, DeltaFault
-from pipeline.editor_log import OFFSET_HEADER
-from pipeline.radius_store import Head
-from schemas.deltas import Delta, decode_delta
-from schemas.messages import Feedback, InvalidMessage, Outcome, Prediction, decode, peek_id
+from gracestream.pipeline.codebook import Codebook, DeltaFault
+from gracestream.pipeline.editor_log import OFFSET_HEADER
+from gracestream.pipeline.radius_store import Head
+from gracestream.schemas.deltas import Delta, decode_delta
+from gracestream.schemas.messages import Feedback, InvalidMessage, Outcome, Prediction, decode, peek_id
 
 Kind = Literal["lost", "doubled", "aborted", "offset", "chain", "digest", "served"]
 

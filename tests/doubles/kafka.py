@@ -27,7 +27,7 @@ from kafka.errors import (
 )
 from kafka.structs import ConsumerGroupMetadata, MemberState, OffsetAndMetadata
 
-from pipeline.settings import Settings
+from gracestream.pipeline.settings import Settings
 
 T = TypeVar("T")
 Headers = Sequence[tuple[str, bytes]]

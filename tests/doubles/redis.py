@@ -6,7 +6,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pipeline import radius_store
+from gracestream.pipeline import radius_store
 from tests.doubles.kafka import Step, straight_on
 
 

@@ -27,26 +27,26 @@ from kafka.errors import (
 from msgspec import UNSET
 from redis.exceptions import TimeoutError as RedisTimeout
 
-from pipeline.admission import Admission
-from pipeline.editing import EditEngine
-from pipeline.editor_log import EditorLog
-from pipeline.health import Health
-from pipeline.intake import Intake
-from pipeline.plan import Plan
-from pipeline.projection import Projection
-from pipeline.radius_store import RadiusStore, StaleError
-from pipeline.request_tail import RequestTail
-from pipeline.settings import Settings, load_settings
-from pipeline.snapshot_writer import SnapshotWriter
-from pipeline.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ, REQUESTS, TOPICS
-from schemas.deltas import decode_delta
-from schemas.messages import VERSION, Feedback, InvalidMessage, Request, decode, encode
+from gracestream.pipeline.admission import Admission
+from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.editor_log import EditorLog
+from gracestream.pipeline.health import Health
+from gracestream.pipeline.intake import Intake
+from gracestream.pipeline.plan import Plan
+from gracestream.pipeline.projection import Projection
+from gracestream.pipeline.radius_store import RadiusStore, StaleError
+from gracestream.pipeline.request_tail import RequestTail
+from gracestream.pipeline.settings import Settings, load_settings
+from gracestream.pipeline.snapshot_writer import SnapshotWriter
+from gracestream.pipeline.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ, REQUESTS, TOPICS
+from gracestream.schemas.deltas import decode_delta
+from gracestream.schemas.messages import VERSION, Feedback, InvalidMessage, Request, decode, encode
+from gracestream.workers.editor import Editor, Parts
 from tests.doubles.checker import Follower, Left
 from tests.doubles.kafka import Epochs, MemoryKafka, Passage
 from tests.doubles.redis import MemoryRedis
 from tests.unit.engine.points import CLASSES, PointModel, at
 from tests.unit.engine.tiny import CODEBOOK
-from workers.editor import Editor, Parts
 
 SETTINGS = load_settings(codebook=CODEBOOK, traffic=4)
 PLANS = [Plan(policy, radius=0.5, radius_unit="absolute", traffic=4) for policy in ("nearest", "paper")]

@@ -4,12 +4,12 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.edited import correction
-from pipeline.editing import EditEngine
-from pipeline.model import EditableModel
-from pipeline.plan import Plan
-from pipeline.training import Recipe
-from schemas.messages import Feedback, Outcome
+from gracestream.pipeline.edited import correction
+from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.plan import Plan
+from gracestream.pipeline.training import Recipe
+from gracestream.schemas.messages import Feedback, Outcome
 from tests.bench.random_models import RandomModel
 
 FACTS = Path(__file__).parents[2] / "deploy" / "demo" / "facts.jsonl"

@@ -7,10 +7,10 @@ from itertools import zip_longest
 import numpy as np
 from msgspec import UNSET
 
-from pipeline.model import EditableModel
-from pipeline.plan import Plan
-from schemas.deltas import decode_delta
-from schemas.messages import Feedback, Outcome
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.plan import Plan
+from gracestream.schemas.deltas import decode_delta
+from gracestream.schemas.messages import Feedback, Outcome
 from tests.bench.framework import Row
 from tests.bench.random_models import RandomModel
 from tests.gpu.corrections import PLAN, edit_all, engine_of, facts, wrong_ones

@@ -6,9 +6,9 @@ from functools import partial
 import numpy as np
 import torch
 
-from pipeline.codebook import Codebook
-from pipeline.index import KeyIndex
-from schemas.messages import Parameters
+from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.index import KeyIndex
+from gracestream.schemas.messages import Parameters
 from tests.bench.codebooks import filled
 from tests.bench.device import held, peak
 from tests.bench.framework import Row

@@ -6,8 +6,8 @@ from importlib.util import find_spec
 
 import torch
 
-from pipeline.model import EditableModel
-from pipeline.tasks import Limits
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.tasks import Limits
 from tests.bench.framework import Row
 from tests.bench.random_models import BERT, T5, TINY, RandomModel, gpt2_xl
 
@@ -73,9 +73,9 @@ def smollm2(device: torch.device, max_new_tokens: int = 16, dtype: str = "float3
     """
     if find_spec("pydantic_settings") is None:
         raise SkipError("SmolLM2 needs the package pydantic-settings: pip install pydantic-settings")
-    from deploy.checkpoints.packages import ModelError  # noqa: PLC0415 - likewise
-    from deploy.models import KNOWN, prepare  # noqa: PLC0415 - needs more than the engine does
-    from pipeline.settings import load_settings  # noqa: PLC0415 - likewise
+    from gracestream.deploy.checkpoints.packages import ModelError  # noqa: PLC0415 - likewise
+    from gracestream.deploy.models import KNOWN, prepare  # noqa: PLC0415 - needs more than the engine does
+    from gracestream.pipeline.settings import load_settings  # noqa: PLC0415 - likewise
 
     try:
         folder = prepare("smollm2", load_settings().cache, lambda _line: None)

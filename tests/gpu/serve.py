@@ -7,11 +7,11 @@ from operator import truediv
 
 import torch
 
-from pipeline.batch import Prompt
-from pipeline.codebook import Codebook
-from pipeline.index import KeyIndex
-from pipeline.model import EditableModel
-from schemas.messages import Parameters
+from gracestream.pipeline.batch import Prompt
+from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.index import KeyIndex
+from gracestream.pipeline.model import EditableModel
+from gracestream.schemas.messages import Parameters
 from tests.bench.codebooks import codebook_of, queries, stored
 from tests.bench.device import timed
 from tests.bench.framework import Row

@@ -6,10 +6,10 @@ from functools import partial
 
 import torch
 
-from pipeline.maintenance import ROUNDINGS
-from pipeline.model import EditableModel
-from pipeline.noise import query_noise
-from pipeline.probe import TEXTS
+from gracestream.pipeline.maintenance import ROUNDINGS
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.noise import query_noise
+from gracestream.pipeline.probe import TEXTS
 from tests.bench.framework import Row
 from tests.bench.random_models import RandomModel, texts
 from tests.gpu.rig import Case, CheckError, Rig, smollm2

@@ -8,12 +8,12 @@ from typing import Any
 from kafka.admin import MemberToRemove
 from kafka.structs import OffsetAndMetadata
 
-from pipeline.clients import admin, producer
-from pipeline.dead_letters import SOURCE_OFFSET
-from pipeline.editor_log import EditorLog
-from pipeline.settings import Settings
-from pipeline.topics import DELTAS, EDITS, FEEDBACK_DLQ
-from schemas.messages import Outcome, decode
+from gracestream.pipeline.clients import admin, producer
+from gracestream.pipeline.dead_letters import SOURCE_OFFSET
+from gracestream.pipeline.editor_log import EditorLog
+from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.topics import DELTAS, EDITS, FEEDBACK_DLQ
+from gracestream.schemas.messages import Outcome, decode
 from tests.doubles.kafka import MemoryKafka
 from tests.integration.running import records, wait_until
 

@@ -10,15 +10,15 @@ import structlog
 import torch
 from structlog.typing import EventDict
 
-from deploy.local.kafka import LocalKafka
-from pipeline.clients import redis_client
-from pipeline.codebook import Codebook
-from pipeline.follower import Follower
-from pipeline.index import KeyIndex
-from pipeline.mirror import Mirror
-from pipeline.radius_store import RadiusStore
-from pipeline.settings import Settings, load_settings
-from pipeline.topics import TOPICS, create_topics
+from gracestream.deploy.local.kafka import LocalKafka
+from gracestream.pipeline.clients import redis_client
+from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.follower import Follower
+from gracestream.pipeline.index import KeyIndex
+from gracestream.pipeline.mirror import Mirror
+from gracestream.pipeline.radius_store import RadiusStore
+from gracestream.pipeline.settings import Settings, load_settings
+from gracestream.pipeline.topics import TOPICS, create_topics
 from tests.doubles.kafka import MemoryKafka
 from tests.integration.cluster import Cluster
 from tests.integration.forked import Command, as_given

@@ -18,12 +18,19 @@ from typing import Any, Self
 
 import pytest
 
-from deploy.local.processes import answers_ok, free_port
-from pipeline.settings import Settings, as_environment
+from gracestream.deploy.local.processes import answers_ok, free_port
+from gracestream.pipeline.settings import Settings, as_environment
 from tests.integration.running import PATIENCE, status, wait_until
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["workers.cli.app", "workers.editor", "workers.inference", "pipeline.calibration"])
+_CONTEXT.set_forkserver_preload(
+    [
+        "gracestream.workers.cli.app",
+        "gracestream.workers.editor",
+        "gracestream.workers.inference",
+        "gracestream.pipeline.calibration",
+    ]
+)
 
 
 def _command(
@@ -44,7 +51,7 @@ def _command(
     os.chdir(output.parent)
     output.with_suffix(".in").write_bytes(given)
     sys.stdin = output.with_suffix(".in").open(encoding="utf-8")
-    from workers.cli import main  # noqa: PLC0415 - after the output is in place
+    from gracestream.workers.cli import main  # noqa: PLC0415 - after the output is in place
 
     if sabotage is not None:
         sabotage()

@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.clients import producer, redis_client
-from pipeline.codebook import Applied, Codebook
-from pipeline.radius_store import RadiusStore
-from pipeline.settings import Settings
-from schemas.deltas import Cause, EntryChange
-from schemas.messages import Feedback, encode
+from gracestream.pipeline.clients import producer, redis_client
+from gracestream.pipeline.codebook import Applied, Codebook
+from gracestream.pipeline.radius_store import RadiusStore
+from gracestream.pipeline.settings import Settings
+from gracestream.schemas.deltas import Cause, EntryChange
+from gracestream.schemas.messages import Feedback, encode
 from tests.unit.engine.tiny import LAYER, MODEL, added, sealed
 
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
-from deploy.local.kafka import LocalKafka
-from deploy.local.processes import HOST, free_port
+from gracestream.deploy.local.kafka import LocalKafka
+from gracestream.deploy.local.processes import HOST, free_port
 
 T = TypeVar("T")
 

@@ -16,12 +16,12 @@ import torch
 from kafka import TopicPartition
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
-from deploy.local.kafka import LocalKafka
-from pipeline.client import Client
-from pipeline.clients import admin, consumer
-from pipeline.settings import Settings, load_settings
-from schemas.deltas import Delta, decode_delta
-from schemas.messages import Feedback, Outcome, Prediction, Request, decode
+from gracestream.deploy.local.kafka import LocalKafka
+from gracestream.pipeline.client import Client
+from gracestream.pipeline.clients import admin, consumer
+from gracestream.pipeline.settings import Settings, load_settings
+from gracestream.schemas.deltas import Delta, decode_delta
+from gracestream.schemas.messages import Feedback, Outcome, Prediction, Request, decode
 from tests.unit.engine.tiny import CHAT, SIZE, bert, tokenizer
 
 T = TypeVar("T")

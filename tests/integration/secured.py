@@ -12,11 +12,11 @@ from typing import Any, Self
 import redis
 from kafka.admin import ScramMechanism, UserScramCredentialUpsertion
 
-from deploy.local.kafka import LocalKafka, fetch_jars, find_java, kafka_version
-from deploy.local.processes import HOST, free_port
-from deploy.local.redis import LocalRedis
-from pipeline.clients import admin
-from pipeline.settings import load_settings
+from gracestream.deploy.local.kafka import LocalKafka, fetch_jars, find_java, kafka_version
+from gracestream.deploy.local.processes import HOST, free_port
+from gracestream.deploy.local.redis import LocalRedis
+from gracestream.pipeline.clients import admin
+from gracestream.pipeline.settings import load_settings
 from tests.certificates import Certificates
 
 ACLS = Path(__file__).parents[2] / "deploy" / "acls.sh"

@@ -13,11 +13,11 @@ from kafka.admin import NewTopic
 from kafka.errors import GroupAuthorizationFailedError, KafkaError, TransactionalIdAuthorizationFailedError
 from msgspec import UNSET
 
-from pipeline.access import ACCESS
-from pipeline.clients import admin, consumer, producer
-from pipeline.settings import Settings, load_settings
-from pipeline.topics import TOPICS, create_topics
-from schemas.messages import Prediction, Request, decode, encode
+from gracestream.pipeline.access import ACCESS
+from gracestream.pipeline.clients import admin, consumer, producer
+from gracestream.pipeline.settings import Settings, load_settings
+from gracestream.pipeline.topics import TOPICS, create_topics
+from gracestream.schemas.messages import Prediction, Request, decode, encode
 from tests.integration.forked import Command, Forked, sentence, status_of
 from tests.integration.running import PATIENCE, Checkpoint, records, wait_until
 from tests.integration.secured import ROLES, SUPER_USER, SecuredKafka

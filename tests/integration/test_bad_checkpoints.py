@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.settings import Settings
+from gracestream.pipeline.settings import Settings
 from tests.integration.forked import Command, sentence
 from tests.integration.running import save_checkpoint
 

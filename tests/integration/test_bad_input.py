@@ -10,20 +10,22 @@ import numpy as np
 import pytest
 from msgspec import UNSET
 
-from pipeline.admission import Admission
-from pipeline.batch import Prompt
-from pipeline.clients import producer, redis_client
-from pipeline.codebook import Codebook
-from pipeline.follower import Follower
-from pipeline.health import Health
-from pipeline.index import KeyIndex
-from pipeline.mirror import Mirror
-from pipeline.model import EditableModel
-from pipeline.radius_store import RadiusStore
-from pipeline.serving import Record, Server
-from pipeline.settings import Settings
-from schemas.deltas import EntryChange
-from schemas.messages import NearMiss, Prediction, decode, encode
+from gracestream.pipeline.admission import Admission
+from gracestream.pipeline.batch import Prompt
+from gracestream.pipeline.clients import producer, redis_client
+from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.follower import Follower
+from gracestream.pipeline.health import Health
+from gracestream.pipeline.index import KeyIndex
+from gracestream.pipeline.mirror import Mirror
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.radius_store import RadiusStore
+from gracestream.pipeline.serving import Record, Server
+from gracestream.pipeline.settings import Settings
+from gracestream.schemas.deltas import EntryChange
+from gracestream.schemas.messages import NearMiss, Prediction, decode, encode
+from gracestream.workers.boot import Worker
+from gracestream.workers.editor import editor_of
 from tests.integration.forked import Forked
 from tests.integration.running import (
     PATIENCE,
@@ -38,8 +40,6 @@ from tests.integration.running import (
     wait_until_settled,
 )
 from tests.unit.engine.tiny import added, changed, editable, new_codebook, texts
-from workers.boot import Worker
-from workers.editor import editor_of
 
 PROMPT = "The train to the coast leaves at seven"
 LONG = " ".join(["river"] * 41)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.settings import load_settings
+from gracestream.pipeline.settings import load_settings
 from tests.integration.forked import Command, sentence, status_of
 from tests.integration.running import Checkpoint, wait_until
 from tests.unit.engine.tiny import WORDS, texts

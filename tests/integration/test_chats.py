@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from msgspec import UNSET
 
-from pipeline.clients import producer
-from pipeline.settings import Settings
-from schemas.messages import ChatMessage, Feedback, Outputs, Prediction, decode, encode
+from gracestream.pipeline.clients import producer
+from gracestream.pipeline.settings import Settings
+from gracestream.schemas.messages import ChatMessage, Feedback, Outputs, Prediction, decode, encode
 from tests.integration.forked import Command, Forked, status_of
 from tests.integration.running import (
     Users,

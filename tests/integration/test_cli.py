@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 from kafka.admin import ConfigResource, ConfigResourceType, NewTopic
 
-from deploy.models import KNOWN
-from pipeline.clients import admin
-from pipeline.codebook_file import load
-from pipeline.replay import describe, replay_deltas
-from pipeline.settings import Settings, as_environment
-from pipeline.topics import TOPICS, require_topics
+from gracestream.deploy.models import KNOWN
+from gracestream.pipeline.clients import admin
+from gracestream.pipeline.codebook_file import load
+from gracestream.pipeline.replay import describe, replay_deltas
+from gracestream.pipeline.settings import Settings, as_environment
+from gracestream.pipeline.topics import TOPICS, require_topics
+from gracestream.workers.cli import main
 from tests.integration.forked import Command, Forked, as_given, sentence, status_of
 from tests.integration.running import Checkpoint, outcomes_in_log, records, settings_for
 from tests.unit.engine.tiny import texts
-from workers.cli import main
 
 PROMPTS = texts(12, seed=21, shortest=6, longest=9)
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from deploy.local.kafka import LocalKafka
-from deploy.local.processes import free_port
-from pipeline import reading
-from pipeline.clients import producer
-from pipeline.reading import Batch
-from pipeline.settings import Settings
-from pipeline.topics import create_topics
+from gracestream.deploy.local.kafka import LocalKafka
+from gracestream.deploy.local.processes import free_port
+from gracestream.pipeline import reading
+from gracestream.pipeline.clients import producer
+from gracestream.pipeline.reading import Batch
+from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.topics import create_topics
 from tests.integration.forked import Command, as_given, sentence, status_of
 from tests.integration.running import PATIENCE, Checkpoint, settings_for, wait_until
 
@@ -113,7 +113,7 @@ def test_a_model_that_does_not_exist(run: Callable[..., Command], deployment: Se
 def test_output_that_there_is_no_room_for() -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "workers.cli", "--help"],
+            [sys.executable, "-m", "gracestream.workers.cli", "--help"],
             stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False,
         )  # fmt: skip
     assert (done.returncode, done.stderr) == (1, "gracestream: cannot write: No space left on device\n")
@@ -123,7 +123,7 @@ def test_output_that_there_is_no_room_for() -> None:
 def test_a_model_of_a_hub_that_cannot_be_reached(tmp_path: Path, offline: str) -> None:
     own = {"HF_ENDPOINT": f"http://127.0.0.1:{free_port()}", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": offline}
     done = subprocess.run(
-        [sys.executable, "-m", "workers.cli", "layers", "--model", "bert-base-cased"],
+        [sys.executable, "-m", "gracestream.workers.cli", "layers", "--model", "bert-base-cased"],
         capture_output=True,
         text=True,
         env={**os.environ, **own},
@@ -145,7 +145,7 @@ def test_a_model_of_a_hub_is_that_of_the_revision_that_is_asked_for(
     kept = tmp_path / "hub" / "models--org--tiny" / "snapshots" / ONE
     shutil.copytree(checkpoints["bert"].folder, kept)
     done = subprocess.run(
-        [sys.executable, "-m", "workers.cli", "layers", "--model", f"org/tiny@{revision}"],
+        [sys.executable, "-m", "gracestream.workers.cli", "layers", "--model", f"org/tiny@{revision}"],
         capture_output=True,
         text=True,
         env={**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
@@ -299,7 +299,7 @@ class TestUp:
 
 def test_ctrl_c_while_a_command_is_still_being_loaded(tmp_path: Path) -> None:
     errors = tmp_path / "errors"
-    argv = [sys.executable, "-m", "workers.cli", "inspect", "--kafka", f"127.0.0.1:{free_port()}"]
+    argv = [sys.executable, "-m", "gracestream.workers.cli", "inspect", "--kafka", f"127.0.0.1:{free_port()}"]
     with errors.open("wb") as written, subprocess.Popen(argv, stderr=written) as child:
         loaded = Path(f"/proc/{child.pid}/maps")
         wait_until(lambda: "msgspec" in loaded.read_text(encoding="utf-8"))  # which is loaded among the first

@@ -13,9 +13,9 @@ import redis
 from testcontainers.core.config import ConnectionMode, testcontainers_config
 from testcontainers.core.container import DockerContainer
 
-from deploy.local import containers
-from deploy.local.containers import redis_container
-from deploy.local.redis import _binary
+from gracestream.deploy.local import containers
+from gracestream.deploy.local.containers import redis_container
+from gracestream.deploy.local.redis import _binary
 from tests.integration.running import wait_until
 
 pytestmark = pytest.mark.docker

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from deploy.local.processes import free_port
-from pipeline.clients import producer
-from pipeline.dead_letters import letters, rejected
-from pipeline.records import KEPT_BYTES, LARGEST
-from pipeline.settings import Settings
-from schemas.messages import encode
+from gracestream.deploy.local.processes import free_port
+from gracestream.pipeline.clients import producer
+from gracestream.pipeline.dead_letters import letters, rejected
+from gracestream.pipeline.records import KEPT_BYTES, LARGEST
+from gracestream.pipeline.settings import Settings
+from gracestream.schemas.messages import encode
 from tests.hostile import Hostile, Unreadable
 from tests.integration.forked import Command, Forked, sentence, status_of
 from tests.integration.running import Users, flag, headers_of, question, records, settings_for, wait_until

@@ -6,16 +6,16 @@ import threading
 import pytest
 import torch
 
-from pipeline.admission import Admission
-from pipeline.device import DeviceFault
-from pipeline.health import Health
-from pipeline.model import EditableModel
-from pipeline.settings import Settings
+from gracestream.pipeline.admission import Admission
+from gracestream.pipeline.device import DeviceFault
+from gracestream.pipeline.health import Health
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.settings import Settings
+from gracestream.workers.boot import Worker
+from gracestream.workers.editor import editor_of
+from gracestream.workers.inference import Replica
 from tests.integration.running import Users, flag, members, outcomes_in_log, question, records, wait_until
 from tests.unit.engine.tiny import Failing, editable, texts
-from workers.boot import Worker
-from workers.editor import editor_of
-from workers.inference import Replica
 
 PROMPTS = texts(6, seed=4)
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline import device
-from pipeline.device import name_of
-from pipeline.settings import Settings
+from gracestream.pipeline import device
+from gracestream.pipeline.device import name_of
+from gracestream.pipeline.settings import Settings
 from tests.integration.forked import Forked, sentence
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU that torch can use")

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from msgspec import UNSET
 
-from deploy.local.kafka import LocalKafka
-from pipeline.codebook import Codebook
-from pipeline.replay import replay_deltas
-from pipeline.settings import Settings
-from pipeline.topics import EDITS, REQUESTS, create_topics
-from schemas.messages import Feedback
+from gracestream.deploy.local.kafka import LocalKafka
+from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.replay import replay_deltas
+from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.topics import EDITS, REQUESTS, create_topics
+from gracestream.schemas.messages import Feedback
 from tests.chaos.dying import hang, train_slowly, undo_slowly
 from tests.integration.forked import Forked
 from tests.integration.history import History

@@ -16,15 +16,16 @@ import pytest
 from kafka import TopicPartition
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from deploy.local.kafka import LocalKafka
-from deploy.local.processes import free_port
-from deploy.local.redis import LocalRedis
-from pipeline.clients import consumer
-from pipeline.model import EditableModel
-from pipeline.settings import Settings
-from pipeline.snapshot_store import SnapshotStore
-from pipeline.topics import create_topics
-from schemas.messages import Feedback, Parameters, Prediction, Request, decode
+from gracestream.deploy.local.kafka import LocalKafka
+from gracestream.deploy.local.processes import free_port
+from gracestream.deploy.local.redis import LocalRedis
+from gracestream.pipeline.clients import consumer
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.snapshot_store import SnapshotStore
+from gracestream.pipeline.topics import create_topics
+from gracestream.schemas.messages import Feedback, Parameters, Prediction, Request, decode
+from gracestream.workers.inference import Replica
 from tests.chaos.dying import arm, train_slowly
 from tests.integration.forked import Forked
 from tests.integration.history import History
@@ -42,7 +43,6 @@ from tests.integration.running import (
     ways_to_leave,
 )
 from tests.unit.engine.tiny import SIZE, texts, tokenizer
-from workers.inference import Replica
 
 PROMPTS = texts(20, seed=11)
 LATE = 15.0

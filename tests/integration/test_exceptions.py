@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from msgspec import UNSET
 
-from pipeline.settings import Settings
-from pipeline.wording import disagreement, wording_of
-from schemas.messages import Prediction, decode
+from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.wording import disagreement, wording_of
+from gracestream.schemas.messages import Prediction, decode
 from tests.integration.forked import Command, Forked, status_of
 from tests.integration.running import metric, wait_until
 from tests.unit.engine.tiny import texts

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from pipeline.codebook_file import load
-from pipeline.encoder import MARKS
-from pipeline.experiments.report import alone, made
-from pipeline.settings import Settings
+from gracestream.pipeline.codebook_file import load
+from gracestream.pipeline.encoder import MARKS
+from gracestream.pipeline.experiments.report import alone, made
+from gracestream.pipeline.settings import Settings
 from tests.integration.forked import Command, sentence, status_of
 from tests.integration.running import Checkpoint
 from tests.unit.engine.tiny import texts

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from msgspec import UNSET
 
-from pipeline.model import EditableModel
-from pipeline.settings import Settings
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.settings import Settings
 from tests.hostile import Unreadable
 from tests.integration.forked import Forked
 from tests.integration.history import History

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from pipeline.codebook import DeltaFault
-from pipeline.follower import HELD_BYTES, Follower
-from pipeline.mirror import Mirror
-from pipeline.settings import Settings
+from gracestream.pipeline.codebook import DeltaFault
+from gracestream.pipeline.follower import HELD_BYTES, Follower
+from gracestream.pipeline.mirror import Mirror
+from gracestream.pipeline.settings import Settings
 from tests.integration.history import History, same
 from tests.integration.running import wait_until
 from tests.unit.engine.tiny import added

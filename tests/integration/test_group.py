@@ -2,8 +2,8 @@
 
 import pytest
 
-from pipeline.editor_log import EditorLog
-from pipeline.topics import FEEDBACK
+from gracestream.pipeline.editor_log import EditorLog
+from gracestream.pipeline.topics import FEEDBACK
 from tests.integration.cluster import Cluster
 from tests.integration.running import wait_until
 

@@ -13,12 +13,12 @@ import msgspec
 import pytest
 from msgspec import UNSET
 
-from pipeline.branching import branch
-from pipeline.replay import replay_deltas
-from pipeline.settings import Settings
-from pipeline.topics import TopicError, create_topics, layout, require_topics
-from schemas.deltas import GENESIS, EntryChange, Tensor, decode_delta, seal
-from schemas.messages import Feedback, decode
+from gracestream.pipeline.branching import branch
+from gracestream.pipeline.replay import replay_deltas
+from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.topics import TopicError, create_topics, layout, require_topics
+from gracestream.schemas.deltas import GENESIS, EntryChange, Tensor, decode_delta, seal
+from gracestream.schemas.messages import Feedback, decode
 from tests.integration.forked import Command, Forked, sentence, status_of
 from tests.integration.history import History
 from tests.integration.running import Users, deltas_in_log, flag, outcomes_in_log, question, records, wait_until

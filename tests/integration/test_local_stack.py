@@ -17,15 +17,15 @@ import redis
 from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer, TopicPartition
 from kafka.admin import NewTopic
 
-from deploy.local import backends
-from deploy.local import kafka as local_kafka
-from deploy.local.backends import kafka_backend, redis_backend
-from deploy.local.containers import REDIS_IMAGE, kafka_image
-from deploy.local.kafka import LocalKafka, describe_cluster
-from deploy.local.ports import stack_ports
-from deploy.local.processes import Child, StackError, answers_ok, free_port, is_free, worker
-from deploy.local.redis import LocalRedis
-from deploy.local.server import silent
+from gracestream.deploy.local import backends
+from gracestream.deploy.local import kafka as local_kafka
+from gracestream.deploy.local.backends import kafka_backend, redis_backend
+from gracestream.deploy.local.containers import REDIS_IMAGE, kafka_image
+from gracestream.deploy.local.kafka import LocalKafka, describe_cluster
+from gracestream.deploy.local.ports import stack_ports
+from gracestream.deploy.local.processes import Child, StackError, answers_ok, free_port, is_free, worker
+from gracestream.deploy.local.redis import LocalRedis
+from gracestream.deploy.local.server import silent
 
 SLEEP = [sys.executable, "-c", "import time; print('awake', flush=True); time.sleep(600)"]
 STUBBORN = [
@@ -353,7 +353,7 @@ class TestChild:
     def test_it_dies_with_a_parent_that_is_killed(self, tmp_path: Path) -> None:
         code = f"""
 import pathlib, time
-from deploy.local.processes import Child
+from gracestream.deploy.local.processes import Child
 child = Child("sleeper", {SLEEP!r}, log=pathlib.Path({str(tmp_path / "log")!r}))
 child.start()
 child.wait_for(lambda: child.tail() == "awake", timeout=10)

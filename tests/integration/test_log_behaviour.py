@@ -3,10 +3,10 @@
 import pytest
 from kafka.errors import KafkaError, KafkaTimeoutError
 
-from pipeline.codebook import DeltaFault
-from pipeline.editor_log import ForeignRecordError, PlaceLostError, Result, may_pass
-from pipeline.settings import load_settings
-from pipeline.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ, TOPICS
+from gracestream.pipeline.codebook import DeltaFault
+from gracestream.pipeline.editor_log import ForeignRecordError, PlaceLostError, Result, may_pass
+from gracestream.pipeline.settings import load_settings
+from gracestream.pipeline.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ, TOPICS
 from tests.doubles.kafka import MemoryKafka
 from tests.integration.cluster import Cluster, half_written, next_offset, outcome_of, outcomes, values_of
 from tests.integration.running import PATIENCE, headers_of, wait_until
@@ -65,7 +65,7 @@ class TestTransactions:
     def test_nobody_leads_while_records_of_another_writer_are_undecided(
         self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("pipeline.editor_log.ANSWER_SECONDS", 2.0)
+        monkeypatch.setattr("gracestream.pipeline.editor_log.ANSWER_SECONDS", 2.0)
         other = cluster.producer(transactional_id=f"{cluster.settings.prefix}another")
         other.init_transactions()
         other.begin_transaction()
@@ -106,7 +106,7 @@ class TestLostControlRecords:
     def test_another_editor_does_not_write_on(
         self, kafka: MemoryKafka, prefix: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("pipeline.editor_log.ANSWER_SECONDS", 0.2)
+        monkeypatch.setattr("gracestream.pipeline.editor_log.ANSWER_SECONDS", 0.2)
         cluster = Cluster(load_settings(prefix=prefix), kafka)
         log = cluster.leader()
         kafka.skips_markers = True

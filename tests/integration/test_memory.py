@@ -11,19 +11,19 @@ import numpy as np
 import psutil
 import pytest
 
-from pipeline.clients import producer
-from pipeline.codebook import DeltaFault
-from pipeline.follower import Follower
-from pipeline.records import BATCH_BYTES, KEPT_BYTES, record_bytes
-from pipeline.settings import Settings, as_environment
-from pipeline.topics import DELTAS, FEEDBACK, FEEDBACK_DLQ, PREDICTIONS, REQUESTS, REQUESTS_DLQ
+from gracestream.pipeline.clients import producer
+from gracestream.pipeline.codebook import DeltaFault
+from gracestream.pipeline.follower import Follower
+from gracestream.pipeline.records import BATCH_BYTES, KEPT_BYTES, record_bytes
+from gracestream.pipeline.settings import Settings, as_environment
+from gracestream.pipeline.topics import DELTAS, FEEDBACK, FEEDBACK_DLQ, PREDICTIONS, REQUESTS, REQUESTS_DLQ
+from gracestream.workers.editor import ENOUGH_BYTES
 from tests.hostile import Hostile, crowded_batches
 from tests.integration.forked import Forked, as_given
 from tests.integration.history import History
 from tests.integration.running import Users, flag, headers_of, question, records, wait_until, wait_until_settled
 from tests.integration.test_poison import send, wait_until_done
 from tests.unit.engine.tiny import added, sealed, texts
-from workers.editor import ENOUGH_BYTES
 
 MIB = 2**20
 LARGE = {"gzip": 200 * MIB, "lz4": 200 * MIB, "zstd": 200 * MIB, "snappy": 20 * MIB}
@@ -44,8 +44,8 @@ READ = """
 import json, sys
 from pathlib import Path
 from typing import Any
-import pipeline.reading as reading
-from pipeline.settings import load_settings
+import gracestream.pipeline.reading as reading
+from gracestream.pipeline.settings import load_settings
 
 def memory(name):
     lines = Path("/proc/self/status").read_text().splitlines()

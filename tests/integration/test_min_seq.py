@@ -5,8 +5,8 @@ from pathlib import Path
 
 from msgspec import UNSET
 
-from pipeline.model import EditableModel
-from pipeline.settings import Settings
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.settings import Settings
 from tests.integration.forked import Forked
 from tests.integration.history import History
 from tests.integration.running import Users, question

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from deploy.local.processes import free_port
-from pipeline.clients import redis_client
-from pipeline.codebook import Codebook, DeltaFault
-from pipeline.metrics import RADIUS_MISMATCH
-from pipeline.mirror import CATCH_UP_SECONDS, Mirror
-from pipeline.radius_store import RadiusStore, StaleError
-from pipeline.settings import Settings, load_settings
+from gracestream.deploy.local.processes import free_port
+from gracestream.pipeline.clients import redis_client
+from gracestream.pipeline.codebook import Codebook, DeltaFault
+from gracestream.pipeline.metrics import RADIUS_MISMATCH
+from gracestream.pipeline.mirror import CATCH_UP_SECONDS, Mirror
+from gracestream.pipeline.radius_store import RadiusStore, StaleError
+from gracestream.pipeline.settings import Settings, load_settings
 from tests.integration.history import History, same
 from tests.integration.running import wait_until
 from tests.unit.engine.tiny import LAYER, MODEL, added, sealed

@@ -15,24 +15,24 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from deploy import models
-from deploy.checkpoints import classifiers
-from deploy.checkpoints import t5 as answering
-from deploy.checkpoints.classifiers import INTENTS
-from deploy.checkpoints.packages import ModelError
-from deploy.checkpoints.training import Report, reported
-from deploy.models import DEMO, KNOWN, prepare, resolve, resolve_encoder
-from pipeline.encoder import Encoder
-from pipeline.errors import UserError
-from pipeline.experiments import tasks
-from pipeline.experiments.data import FOLDER, DataError
-from pipeline.experiments.tasks import AREAS, NQ, TASKS, ZSRE, Example
-from pipeline.model import EditableModel
-from pipeline.settings import load_settings
-from schemas.messages import Parameters
+from gracestream.deploy import models
+from gracestream.deploy.checkpoints import classifiers
+from gracestream.deploy.checkpoints import t5 as answering
+from gracestream.deploy.checkpoints.classifiers import INTENTS
+from gracestream.deploy.checkpoints.packages import ModelError
+from gracestream.deploy.checkpoints.training import Report, reported
+from gracestream.deploy.models import DEMO, KNOWN, prepare, resolve, resolve_encoder
+from gracestream.pipeline.encoder import Encoder
+from gracestream.pipeline.errors import UserError
+from gracestream.pipeline.experiments import tasks
+from gracestream.pipeline.experiments.data import FOLDER, DataError
+from gracestream.pipeline.experiments.tasks import AREAS, NQ, TASKS, ZSRE, Example
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.settings import load_settings
+from gracestream.schemas.messages import Parameters
+from gracestream.workers.boot import load_model
 from tests.integration.forked import Command, status_of
 from tests.integration.running import Checkpoint
-from workers.boot import load_model
 
 pytestmark = pytest.mark.model
 

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from msgspec import UNSET
 
-from pipeline.clients import producer
-from pipeline.editing import EditEngine
-from pipeline.settings import Settings
-from pipeline.wording import disagreement, wording_of
-from schemas.messages import NearMiss, Prediction, decode, encode
+from gracestream.pipeline.clients import producer
+from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.wording import disagreement, wording_of
+from gracestream.schemas.messages import NearMiss, Prediction, decode, encode
+from gracestream.workers.boot import load_model
 from tests.integration.forked import Command, Forked, status_of
 from tests.integration.running import question, records, wait_until
 from tests.unit.engine.tiny import added, sealed, texts
-from workers.boot import load_model
 
 PROMPT, OTHER = texts(2, seed=21, shortest=6, longest=9)
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.clients import producer
-from pipeline.settings import Settings
-from schemas.messages import Prediction, decode, encode
+from gracestream.pipeline.clients import producer
+from gracestream.pipeline.settings import Settings
+from gracestream.schemas.messages import Prediction, decode, encode
 from tests.hostile import Unreadable, odd_batches
 from tests.integration.forked import Forked
 from tests.integration.running import flag, outcomes_in_log, question, records, wait_until

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from deploy.local.kafka import LocalKafka
-from pipeline.clients import producer
-from pipeline.settings import Settings
-from pipeline.topics import FEEDBACK, create_topics
+from gracestream.deploy.local.kafka import LocalKafka
+from gracestream.pipeline.clients import producer
+from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.topics import FEEDBACK, create_topics
 from tests.integration.forked import Forked
 from tests.integration.running import Users, flag, metric, wait_until
 

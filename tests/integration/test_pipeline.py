@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from msgspec import UNSET
 
-from deploy.local.stack import running_stack
-from pipeline.clients import producer, redis_client
-from pipeline.radius_store import RadiusStore
-from pipeline.replay import replay_deltas
-from pipeline.settings import Settings
-from schemas.messages import Feedback, Request
+from gracestream.deploy.local.stack import running_stack
+from gracestream.pipeline.clients import producer, redis_client
+from gracestream.pipeline.radius_store import RadiusStore
+from gracestream.pipeline.replay import replay_deltas
+from gracestream.pipeline.settings import Settings
+from gracestream.schemas.messages import Feedback, Request
 from tests.integration.forked import Forked
 from tests.integration.running import (
     PATIENCE,

@@ -11,9 +11,9 @@ import pytest
 from kafka import TopicPartition
 from msgspec import UNSET
 
-from pipeline.clients import consumer, producer
-from pipeline.settings import Settings
-from schemas.messages import Feedback, Outcome, Prediction, Request, decode, encode
+from gracestream.pipeline.clients import consumer, producer
+from gracestream.pipeline.settings import Settings
+from gracestream.schemas.messages import Feedback, Outcome, Prediction, Request, decode, encode
 from tests.hostile import Hostile, Unreadable, hostile, readable_id, verdict
 from tests.integration.forked import Forked
 from tests.integration.running import Users, flag, headers_of, question, records, wait_until, wait_until_settled

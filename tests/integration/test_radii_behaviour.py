@@ -9,17 +9,17 @@ import torch
 from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from pipeline import radius_store
-from pipeline.clients import redis_client
-from pipeline.codebook import Applied, Codebook
-from pipeline.follower import Follower
-from pipeline.index import KeyIndex
-from pipeline.metrics import RADIUS_MISMATCH
-from pipeline.mirror import Mirror
-from pipeline.projection import Projection
-from pipeline.radius_store import Head, RadiusStore, StaleError
-from pipeline.settings import load_settings
-from schemas.deltas import EntryChange
+from gracestream.pipeline import radius_store
+from gracestream.pipeline.clients import redis_client
+from gracestream.pipeline.codebook import Applied, Codebook
+from gracestream.pipeline.follower import Follower
+from gracestream.pipeline.index import KeyIndex
+from gracestream.pipeline.metrics import RADIUS_MISMATCH
+from gracestream.pipeline.mirror import Mirror
+from gracestream.pipeline.projection import Projection
+from gracestream.pipeline.radius_store import Head, RadiusStore, StaleError
+from gracestream.pipeline.settings import load_settings
+from gracestream.schemas.deltas import EntryChange
 from tests.doubles.redis import MemoryRedis
 from tests.integration.running import settings_for
 from tests.unit.engine.tiny import LAYER, MODEL, added, sealed

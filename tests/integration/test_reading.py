@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from deploy.local.kafka import LocalKafka
-from pipeline import reading
-from pipeline.clients import bulk_consumer, producer
-from pipeline.mirror import Mirror
-from pipeline.reading import Batch, read_topic
-from pipeline.replay import replay_deltas
-from pipeline.settings import Settings, load_settings
-from pipeline.topics import DELTAS, PREDICTIONS, TopicError, create_topics
+from gracestream.deploy.local.kafka import LocalKafka
+from gracestream.pipeline import reading
+from gracestream.pipeline.clients import bulk_consumer, producer
+from gracestream.pipeline.mirror import Mirror
+from gracestream.pipeline.reading import Batch, read_topic
+from gracestream.pipeline.replay import replay_deltas
+from gracestream.pipeline.settings import Settings, load_settings
+from gracestream.pipeline.topics import DELTAS, PREDICTIONS, TopicError, create_topics
 from tests.hostile import Unreadable, odd_batches
 from tests.integration.history import History, same
 from tests.integration.running import records, settings_for, wait_until_settled, ways_to_leave
@@ -209,7 +209,7 @@ def test_ctrl_c_is_not_lost_in_the_bulk(
 def test_replay_and_a_starting_replica_read_in_bulk(
     deployment: Settings, by_aiokafka: list[int], mirror_of: Callable[..., Mirror], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.follower.read_bulk", reading.read_bulk)
+    monkeypatch.setattr("gracestream.pipeline.follower.read_bulk", reading.read_bulk)
     history = History(deployment)
     try:
         history.lead()

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from pipeline.clients import producer
-from pipeline.codebook import Codebook, DeltaFault
-from pipeline.codebook_file import FileError, load, save
-from pipeline.history import KafkaHistory
-from pipeline.replay import describe, replay_deltas
-from pipeline.settings import Settings
-from schemas.deltas import Cause, EntryChange, decode_delta
+from gracestream.pipeline.clients import producer
+from gracestream.pipeline.codebook import Codebook, DeltaFault
+from gracestream.pipeline.codebook_file import FileError, load, save
+from gracestream.pipeline.history import KafkaHistory
+from gracestream.pipeline.replay import describe, replay_deltas
+from gracestream.pipeline.settings import Settings
+from gracestream.schemas.deltas import Cause, EntryChange, decode_delta
 from tests.integration.history import History, same
 from tests.integration.running import flag, records
 from tests.unit.engine.tiny import LAYER, MODEL, added, sealed

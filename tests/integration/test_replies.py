@@ -9,12 +9,12 @@ import pytest
 from kafka.admin import ConfigResource, ConfigResourceType, NewTopic
 from msgspec import UNSET
 
-from deploy.local.kafka import LocalKafka
-from pipeline.clients import admin, producer
-from pipeline.settings import Settings
-from pipeline.topics import TOPICS, create_topics
-from schemas.headers import HEADER_BYTES, MOST_HEADERS, OURS
-from schemas.messages import ID_LENGTH, Parameters, Prediction, Request, decode, encode
+from gracestream.deploy.local.kafka import LocalKafka
+from gracestream.pipeline.clients import admin, producer
+from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.topics import TOPICS, create_topics
+from gracestream.schemas.headers import HEADER_BYTES, MOST_HEADERS, OURS
+from gracestream.schemas.messages import ID_LENGTH, Parameters, Prediction, Request, decode, encode
 from tests.integration.forked import Command, Forked, status_of
 from tests.integration.running import BUILDERS, Users, llama, metric, question, records, wait_until
 from tests.unit.engine.tiny import texts, tokenizer

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from kafka import TopicPartition
 
-from pipeline.clients import consumer, producer
-from pipeline.serving import Part, Record, Reply
-from pipeline.settings import Settings
+from gracestream.pipeline.clients import consumer, producer
+from gracestream.pipeline.serving import Part, Record, Reply
+from gracestream.pipeline.settings import Settings
+from gracestream.workers.request_plane import AHEAD, BUFFERED, OPEN, RequestPlane
 from tests.integration.running import PATIENCE, records
-from workers.request_plane import AHEAD, BUFFERED, OPEN, RequestPlane
 
 BATCH = 8
 PARTITIONS = 4

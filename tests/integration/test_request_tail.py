@@ -8,17 +8,17 @@ from kafka.admin import NewPartitions
 from structlog.testing import capture_logs
 from torch import Tensor
 
-from deploy.local.kafka import LocalKafka
-from pipeline import request_tail
-from pipeline.batch import Prompt
-from pipeline.clients import admin, producer
-from pipeline.editing import EditEngine
-from pipeline.plan import Plan
-from pipeline.request_tail import AT_ONCE, RANKED, TAIL, RequestTail
-from pipeline.settings import Settings
-from pipeline.topics import create_topics
-from pipeline.traffic import Traffic, score
-from schemas.messages import ChatMessage, encode
+from gracestream.deploy.local.kafka import LocalKafka
+from gracestream.pipeline import request_tail
+from gracestream.pipeline.batch import Prompt
+from gracestream.pipeline.clients import admin, producer
+from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.plan import Plan
+from gracestream.pipeline.request_tail import AT_ONCE, RANKED, TAIL, RequestTail
+from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.topics import create_topics
+from gracestream.pipeline.traffic import Traffic, score
+from gracestream.schemas.messages import ChatMessage, encode
 from tests.integration.running import PATIENCE, go_on, hang, question, records, wait_until
 from tests.unit.engine.tiny import CHAT, editable, texts
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from msgspec import UNSET
 
-from pipeline.client import SignedFeedback
-from pipeline.settings import Settings
-from schemas.messages import Feedback, encode
+from gracestream.pipeline.client import SignedFeedback
+from gracestream.pipeline.settings import Settings
+from gracestream.schemas.messages import Feedback, encode
 from tests.integration.forked import Command, status_of
 from tests.integration.signers import ANN, BOB, CARL, PROMPTS, Deployment, line, signed, signed_as
 

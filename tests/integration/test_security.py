@@ -10,11 +10,11 @@ import pytest
 from redis.exceptions import NoPermissionError, ResponseError
 from structlog.typing import EventDict
 
-from pipeline.clients import await_kafka, await_redis, redis_client
-from pipeline.codebook import Codebook
-from pipeline.projection import Projection
-from pipeline.radius_store import Head, RadiusStore
-from pipeline.settings import Settings, load_settings
+from gracestream.pipeline.clients import await_kafka, await_redis, redis_client
+from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.projection import Projection
+from gracestream.pipeline.radius_store import Head, RadiusStore
+from gracestream.pipeline.settings import Settings, load_settings
 from tests.certificates import Certificates
 from tests.integration.forked import Command, Forked, sentence, status_of
 from tests.integration.running import PATIENCE, Checkpoint, wait_until

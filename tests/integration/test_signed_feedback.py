@@ -9,8 +9,8 @@ import pytest
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from msgspec import UNSET
 
-from pipeline.client import SignedFeedback
-from pipeline.settings import Settings
+from gracestream.pipeline.client import SignedFeedback
+from gracestream.pipeline.settings import Settings
 from tests.integration.forked import Command, Forked, sentence, status_of
 from tests.integration.running import (
     Users,

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.client import SignedFeedback
-from pipeline.settings import Settings
-from schemas.messages import Outcome
+from gracestream.pipeline.client import SignedFeedback
+from gracestream.pipeline.settings import Settings
+from gracestream.schemas.messages import Outcome
 from tests.integration.forked import Forked
 from tests.integration.running import deltas_in_log, headers_of, records
 from tests.integration.signers import ANN, BOB, CARL, PROMPTS, Deployment, line, signed, signed_as

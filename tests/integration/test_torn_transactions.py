@@ -8,11 +8,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pipeline.clients import producer
-from pipeline.editor_log import Result
-from pipeline.settings import Settings
-from pipeline.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ
-from schemas.messages import encode
+from gracestream.pipeline.clients import producer
+from gracestream.pipeline.editor_log import Result
+from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ
+from gracestream.schemas.messages import encode
 from tests.chaos.dying import tear
 from tests.doubles.checker import Left, faults
 from tests.integration.cluster import Cluster, outcome_of

@@ -11,10 +11,10 @@ from kafka import TopicPartition
 from kafka.errors import KafkaTimeoutError
 from kafka.structs import OffsetAndMetadata
 
-from deploy.local.kafka import LocalKafka
-from pipeline.clients import producer
-from pipeline.settings import Settings
-from pipeline.topics import EDITS, FEEDBACK, create_topics
+from gracestream.deploy.local.kafka import LocalKafka
+from gracestream.pipeline.clients import producer
+from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.topics import EDITS, FEEDBACK, create_topics
 from tests.integration.running import hang, records, wait_until_settled
 
 AWAY = 3.0

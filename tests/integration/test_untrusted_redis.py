@@ -15,14 +15,14 @@ import pytest
 from msgspec import UNSET
 from redis.exceptions import RedisError
 
-from deploy.local.redis import LocalRedis
-from pipeline.clients import UnreachableError, await_redis, redis_client
-from pipeline.codebook import DeltaFault
-from pipeline.mirror import MOST_GOOD, Mirror
-from pipeline.projection import Projection
-from pipeline.radius_store import Head, RadiusStore, StaleError
-from pipeline.redis_bounds import ANSWER_BYTES
-from pipeline.settings import Settings, load_settings
+from gracestream.deploy.local.redis import LocalRedis
+from gracestream.pipeline.clients import UnreachableError, await_redis, redis_client
+from gracestream.pipeline.codebook import DeltaFault
+from gracestream.pipeline.mirror import MOST_GOOD, Mirror
+from gracestream.pipeline.projection import Projection
+from gracestream.pipeline.radius_store import Head, RadiusStore, StaleError
+from gracestream.pipeline.redis_bounds import ANSWER_BYTES
+from gracestream.pipeline.settings import Settings, load_settings
 from tests.integration.forked import Forked
 from tests.integration.history import History, same
 from tests.integration.running import Users, flag, metric, question, wait_until
@@ -503,7 +503,9 @@ class TestARedisThatHangs:
     def test_batches_ask_again_after_several_good_answers_and_more_each_time(
         self, quick: Settings, mirror_of: Callable[..., Mirror], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("pipeline.mirror.HEAD_SECONDS", 30)  # a busy machine may take long; a hang fails anyway
+        monkeypatch.setattr(
+            "gracestream.pipeline.mirror.HEAD_SECONDS", 30
+        )  # a busy machine may take long; a hang fails anyway
         fitful = Fitful()
         with listening(fitful) as listener:
             mirror = mirror_of(quick.model_copy(update={"redis": listener.url}))

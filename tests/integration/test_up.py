@@ -15,13 +15,13 @@ from typing import Any
 import psutil
 import pytest
 
-from deploy.local.processes import is_free
+from gracestream.deploy.local.processes import is_free
 from tests.integration.running import wait_until
 
 pytestmark = [pytest.mark.kafka, pytest.mark.model]
 
 ROOT = Path(__file__).parents[2]
-COMMAND = [sys.executable, "-m", "workers.cli"]
+COMMAND = [sys.executable, "-m", "gracestream.workers.cli"]
 
 
 def own_environment() -> dict[str, str]:

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.addressing import ORDINARY, address_of
-from pipeline.admission import ADMITTED_HEADER, AUTHOR_HEADER
-from pipeline.fruitless import SEEN_HEADER, SEQ_HEADER, STANDING_HEADER, TERM_HEADER
-from pipeline.settings import load_settings
-from pipeline.spent import MARK_HEADER
-from pipeline.topics import TOPICS
-from schemas.headers import HEADER_BYTES, MOST_HEADERS, OURS
+from gracestream.pipeline.addressing import ORDINARY, address_of
+from gracestream.pipeline.admission import ADMITTED_HEADER, AUTHOR_HEADER
+from gracestream.pipeline.fruitless import SEEN_HEADER, SEQ_HEADER, STANDING_HEADER, TERM_HEADER
+from gracestream.pipeline.settings import load_settings
+from gracestream.pipeline.spent import MARK_HEADER
+from gracestream.pipeline.topics import TOPICS
+from gracestream.schemas.headers import HEADER_BYTES, MOST_HEADERS, OURS
 
 headers = st.lists(
     st.tuples(st.text(max_size=300) | st.sampled_from(sorted(OURS)), st.none() | st.binary(max_size=3000)), max_size=50

@@ -11,12 +11,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.admission import MINUTE, Admission, Admitted, Copied, LastMinute, Refused
-from pipeline.authors import Author, AuthorsError
-from pipeline.settings import SettingsError, load_settings
-from pipeline.signing import sign
-from pipeline.spent import mark_of_id, mark_of_record
-from schemas.messages import Feedback, decode, encode
+from gracestream.pipeline.admission import MINUTE, Admission, Admitted, Copied, LastMinute, Refused
+from gracestream.pipeline.authors import Author, AuthorsError
+from gracestream.pipeline.settings import SettingsError, load_settings
+from gracestream.pipeline.signing import sign
+from gracestream.pipeline.spent import mark_of_id, mark_of_record
+from gracestream.schemas.messages import Feedback, decode, encode
 
 CODEBOOK = "default"
 ANNS, ANNS_NEW, BOBS, STRANGERS = (Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32) for number in range(4))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from pipeline.audit import _damage
+from gracestream.pipeline.audit import _damage
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from pipeline.device import CUDA_DEFAULTS
+from gracestream.pipeline.device import CUDA_DEFAULTS
 from tests.bench import __main__ as command
 from tests.bench import framework
 from tests.bench.framework import BENCHES, BenchError, Options, Row, bench, machine, records, write

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 pytest.importorskip("tests.bench.scope", exc_type=ImportError)  # needs more than the engine does
 
-from pipeline.adaptor import Hit
-from pipeline.evaluation import begins
-from pipeline.experiments.data import DataError, rows_of
-from pipeline.intervals import wilson
-from pipeline.plan import Plan
-from pipeline.training import train_value
-from schemas.messages import ChatMessage
+from gracestream.pipeline.adaptor import Hit
+from gracestream.pipeline.evaluation import begins
+from gracestream.pipeline.experiments.data import DataError, rows_of
+from gracestream.pipeline.intervals import wilson
+from gracestream.pipeline.plan import Plan
+from gracestream.pipeline.training import train_value
+from gracestream.schemas.messages import ChatMessage
 from tests.bench import __main__ as command
 from tests.bench import edits
 from tests.bench.framework import BenchError, Options, Row, read, write

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 pytest.importorskip("tests.bench.stream", exc_type=ImportError)  # needs more than the engine does
 
-from pipeline.codebook import Codebook
-from pipeline.editing import EditEngine
-from pipeline.experiments.data import DataError
-from pipeline.plan import Plan
-from schemas.deltas import EntryChange
+from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.experiments.data import DataError
+from gracestream.pipeline.plan import Plan
+from gracestream.schemas.deltas import EntryChange
 from tests.bench.framework import ROOT, BenchError, Options, Row, machine, write
 from tests.bench.page import pages
 from tests.bench.stream import corrections, edits, identity, measure, report
@@ -268,9 +268,11 @@ def test_the_files_of_the_digests_are_there_and_no_part_of_the_engine_is_forgott
     assert len(identity.code_digest([*identity.DECIDING, *identity.MEASURING])) == 16
     tree = ast.parse((ROOT / "pipeline" / "editing.py").read_text())
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
-    named = {f"pipeline.{Path(path).stem}" for path in (*identity.DECIDING, *identity.MEASURING)}
+    named = {f"gracestream.pipeline.{Path(path).stem}" for path in (*identity.DECIDING, *identity.MEASURING)}
     idle = {"calibration", "edited", "key_search", "model", "plan", "roles"}
-    assert {one for one in imported if one.startswith("pipeline.")} - named == {f"pipeline.{one}" for one in idle}
+    assert {one for one in imported if one.startswith("gracestream.pipeline.")} - named == {
+        f"gracestream.pipeline.{one}" for one in idle
+    }
 
 
 ANN = Correction("The mother tongue of Ann Lee is", "French", "Ann Lee", {"same": ("Ann Lee speaks",)})

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
-from pipeline import codebook_file
-from pipeline.codebook import Codebook, DeltaFault
-from pipeline.codebook_file import FileError, load, parse, save
-from schemas.deltas import EntryChange, Tensor
+from gracestream.pipeline import codebook_file
+from gracestream.pipeline.codebook import Codebook, DeltaFault
+from gracestream.pipeline.codebook_file import FileError, load, parse, save
+from gracestream.schemas.deltas import EntryChange, Tensor
 from tests.integration.history import same
 from tests.unit.engine.tiny import CODEBOOK, LAYER, MODEL, added, filled, new_codebook, sealed
 

@@ -3,8 +3,8 @@
 import json
 from collections import Counter
 
-from deploy.checkpoints.classifiers import INTENTS
-from deploy.models import DEMO
+from gracestream.deploy.checkpoints.classifiers import INTENTS
+from gracestream.deploy.models import DEMO
 
 Row = dict[str, str]
 

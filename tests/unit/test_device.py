@@ -10,19 +10,26 @@ import pytest
 import torch
 from msgspec import UNSET
 
-from pipeline import device
-from pipeline.checkpoint import ModelError, device_of
-from pipeline.clients import redis_client
-from pipeline.codebook import Codebook, DeltaFault
-from pipeline.device import CUDA_DEFAULTS, TF32_OVERRIDES, DeviceError, DeviceFault, prepare_cuda, raise_if_broken
-from pipeline.follower import Follower
-from pipeline.index import KeyIndex
-from pipeline.key_search import with_room
-from pipeline.mirror import Mirror
-from pipeline.radius_store import RadiusStore
-from pipeline.serving import Record, Server
-from pipeline.settings import load_settings
-from schemas.messages import Prediction, Request, decode, encode
+from gracestream.pipeline import device
+from gracestream.pipeline.checkpoint import ModelError, device_of
+from gracestream.pipeline.clients import redis_client
+from gracestream.pipeline.codebook import Codebook, DeltaFault
+from gracestream.pipeline.device import (
+    CUDA_DEFAULTS,
+    TF32_OVERRIDES,
+    DeviceError,
+    DeviceFault,
+    prepare_cuda,
+    raise_if_broken,
+)
+from gracestream.pipeline.follower import Follower
+from gracestream.pipeline.index import KeyIndex
+from gracestream.pipeline.key_search import with_room
+from gracestream.pipeline.mirror import Mirror
+from gracestream.pipeline.radius_store import RadiusStore
+from gracestream.pipeline.serving import Record, Server
+from gracestream.pipeline.settings import load_settings
+from gracestream.schemas.messages import Prediction, Request, decode, encode
 from tests.unit.engine.tiny import Failing, editable, texts
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from kafka.errors import KafkaTimeoutError
 
-from pipeline.health import Health
-from workers import editor
-from workers.editor import Editor
+from gracestream.pipeline.health import Health
+from gracestream.workers import editor
+from gracestream.workers.editor import Editor
 
 
 class AwayLog:

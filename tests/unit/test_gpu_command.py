@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.device import CUDA_DEFAULTS
+from gracestream.pipeline.device import CUDA_DEFAULTS
 from tests.bench.framework import ROOT, Row
 from tests.gpu import __main__ as command
 from tests.gpu import worker

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from workers.cli.grid import grid
+from gracestream.workers.cli.grid import grid
 
 HEAD = ("seq", "inputs", "entries")
 WORDS = st.text("ab ü漢", min_size=1, max_size=30)

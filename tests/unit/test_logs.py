@@ -9,7 +9,7 @@ import pytest
 import structlog
 from kafka.net.selector import NetworkSelector
 
-from pipeline.logs import SELDOM, configure_logs
+from gracestream.pipeline.logs import SELDOM, configure_logs
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from msgspec import UNSET
 
-from schemas.deltas import GENESIS, Tensor, decode_delta
-from schemas.messages import (
+from gracestream.schemas.deltas import GENESIS, Tensor, decode_delta
+from gracestream.schemas.messages import (
     JSON_MESSAGES,
     Feedback,
     InvalidMessage,

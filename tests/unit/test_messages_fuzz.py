@@ -14,10 +14,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec import UNSET
 
-import schemas
-from schemas.deltas import GENESIS, Cause, Delta, EntryChange, Op, Tensor, chain, decode_delta, seal
-from schemas.generate import SCHEMAS, json_schema
-from schemas.messages import (
+from gracestream import schemas
+from gracestream.schemas.deltas import GENESIS, Cause, Delta, EntryChange, Op, Tensor, chain, decode_delta, seal
+from gracestream.schemas.generate import SCHEMAS, json_schema
+from gracestream.schemas.messages import (
     JSON_MESSAGES,
     AppliedEdit,
     ChatMessage,

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.batch import Prompt
-from pipeline.serving import Question, Record, Reply
-from schemas.messages import Request
+from gracestream.pipeline.batch import Prompt
+from gracestream.pipeline.serving import Question, Record, Reply
+from gracestream.schemas.messages import Request
+from gracestream.workers.micro_batches import MicroBatches, next_batch
 from tests.unit.engine.tiny import tokenizer
-from workers.micro_batches import MicroBatches, next_batch
 
 WAITING = st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 30)), min_size=1, max_size=40)
 

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from pipeline.clients import redis_client
-from pipeline.codebook import Codebook
-from pipeline.follower import Follower
-from pipeline.index import KeyIndex
-from pipeline.mirror import Mirror
-from pipeline.radius_store import Head, RadiusStore
-from pipeline.settings import load_settings
-from schemas.deltas import EntryChange
+from gracestream.pipeline.clients import redis_client
+from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.follower import Follower
+from gracestream.pipeline.index import KeyIndex
+from gracestream.pipeline.mirror import Mirror
+from gracestream.pipeline.radius_store import Head, RadiusStore
+from gracestream.pipeline.settings import load_settings
+from gracestream.schemas.deltas import EntryChange
 from tests.unit.engine.tiny import LAYER, MODEL, added, sealed
 
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.encoder import FARTHEST
-from pipeline.negatives import (
+from gracestream.pipeline.encoder import FARTHEST
+from gracestream.pipeline.negatives import (
     COUNT,
     COUNT_OF_LONG,
     FEWEST,
@@ -20,7 +20,7 @@ from pipeline.negatives import (
     share,
     templates,
 )
-from pipeline.relations import SUBJECT, relations
+from gracestream.pipeline.relations import SUBJECT, relations
 
 DISTANCES = st.lists(st.floats(0, 2), min_size=FEWEST, max_size=60)
 ALPHAS = st.floats(SHARES[0][0], SHARES[-1][0])

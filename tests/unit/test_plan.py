@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.encoder import FARTHEST, UNIT
-from pipeline.plan import Plan
-from pipeline.settings import Settings, SettingsError, as_environment, load_settings, misspelt
-from pipeline.training import Recipe
-from workers.boot import plan_of
+from gracestream.pipeline.encoder import FARTHEST, UNIT
+from gracestream.pipeline.plan import Plan
+from gracestream.pipeline.settings import Settings, SettingsError, as_environment, load_settings, misspelt
+from gracestream.pipeline.training import Recipe
+from gracestream.workers.boot import plan_of
 
 CHOSEN = Plan(
     policy="paper",

@@ -8,9 +8,9 @@ import pytest
 from kafka import TopicPartition
 from kafka.errors import KafkaTimeoutError
 
-from pipeline import reading
-from pipeline.reading import read_topic
-from pipeline.settings import load_settings
+from gracestream.pipeline import reading
+from gracestream.pipeline.reading import read_topic
+from gracestream.pipeline.settings import load_settings
 
 END = 10
 

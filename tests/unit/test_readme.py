@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import typer
 
-from pipeline.settings import Settings
-from pipeline.topics import TOPICS
-from workers.cli.app import app
+from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.topics import TOPICS
+from gracestream.workers.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -9,8 +9,8 @@ from aiokafka.record.default_records import DefaultRecordBatch as RawBatch
 from kafka import TopicPartition
 from kafka.record.default_records import DefaultRecordBatchBuilder
 
-import pipeline.records as records_module
-from pipeline.records import (
+import gracestream.pipeline.records as records_module
+from gracestream.pipeline.records import (
     BATCH_HEADERS,
     HANDED_BYTES,
     HEADER_COST,
@@ -24,7 +24,7 @@ from pipeline.records import (
     record_bytes,
     whole_bytes,
 )
-from schemas.messages import Truncated
+from gracestream.schemas.messages import Truncated
 from tests.hostile import Unreadable, crowded_batch, odd_batches
 
 NAMES = ("name", Unreadable("name"))

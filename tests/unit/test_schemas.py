@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import yaml
 
-import schemas
-from schemas.deltas import (
+from gracestream import schemas
+from gracestream.schemas.deltas import (
     GENESIS,
     Cause,
     Delta,
@@ -26,8 +26,8 @@ from schemas.deltas import (
     decode_delta,
     seal,
 )
-from schemas.generate import SCHEMAS, documents, generate
-from schemas.messages import (
+from gracestream.schemas.generate import SCHEMAS, documents, generate
+from gracestream.schemas.messages import (
     AppliedEdit,
     ChatMessage,
     Feedback,

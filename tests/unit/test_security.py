@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.security import kafka_security, plainly, redis_security, without_password
-from pipeline.settings import Settings, SettingsError, as_environment, load_settings
+from gracestream.pipeline.security import kafka_security, plainly, redis_security, without_password
+from gracestream.pipeline.settings import Settings, SettingsError, as_environment, load_settings
 from tests.certificates import Certificates
 
 SASL = {"kafka_security_protocol": "SASL_SSL", "kafka_username": "editor", "kafka_password": "hush"}

@@ -19,10 +19,10 @@ from cryptography.hazmat.primitives.serialization import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import schemas
-from pipeline.client import feedback_text
-from pipeline.signing import KeyFileError, new_key_file, public_key, read_key_file, sign, spelled, verify
-from schemas.messages import Feedback, InvalidMessage, decode, encode
+from gracestream import schemas
+from gracestream.pipeline.client import feedback_text
+from gracestream.pipeline.signing import KeyFileError, new_key_file, public_key, read_key_file, sign, spelled, verify
+from gracestream.schemas.messages import Feedback, InvalidMessage, decode, encode
 
 GOLDEN = Path(schemas.__file__).parent / "golden" / "v1" / "feedback-signed.json"
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))

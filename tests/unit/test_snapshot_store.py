@@ -4,8 +4,8 @@ import os
 import time
 from pathlib import Path
 
-from pipeline.codebook import Codebook
-from pipeline.snapshot_store import ABANDONED_SECONDS, SnapshotStore
+from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.snapshot_store import ABANDONED_SECONDS, SnapshotStore
 from tests.unit.engine.tiny import LAYER, MODEL
 
 

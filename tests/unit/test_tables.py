@@ -5,7 +5,7 @@ import sys
 import pytest
 from rich.table import Column, Table
 
-from workers.cli.common import counted, notes, show, tell
+from gracestream.workers.cli.common import counted, notes, show, tell
 
 WIDE = "w" * 300
 

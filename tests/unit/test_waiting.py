@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import pytest
 from kafka.errors import KafkaConnectionError
 
-from pipeline import clients
-from pipeline.clients import UnreachableError, await_kafka
-from pipeline.settings import SettingsError, load_settings
+from gracestream.pipeline import clients
+from gracestream.pipeline.clients import UnreachableError, await_kafka
+from gracestream.pipeline.settings import SettingsError, load_settings
 
 
 class Clock:

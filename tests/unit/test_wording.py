@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.wording import MAX_WORDS, common_words, contrasts, disagreement, same_word, wording_of
-from schemas.deltas import MAX_WORDING
+from gracestream.pipeline.wording import MAX_WORDS, common_words, contrasts, disagreement, same_word, wording_of
+from gracestream.schemas.deltas import MAX_WORDING
 
 QUESTION = "Who manages the branch in Leeds?"
 

@@ -1,5 +1,5 @@
 """`python -m workers.cli` is `gracestream`."""
 
-from workers.cli import main
+from gracestream.workers.cli import main
 
 main()

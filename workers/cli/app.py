@@ -11,9 +11,9 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from pipeline.logs import silence_libraries
-from pipeline.security import plainly
-from workers.cli import (
+from gracestream.pipeline.logs import silence_libraries
+from gracestream.pipeline.security import plainly
+from gracestream.workers.cli import (
     audit,
     dead_letters,
     evaluation,
@@ -27,7 +27,7 @@ from workers.cli import (
     tuning,
     work,
 )
-from workers.cli.common import EXPECTED
+from gracestream.workers.cli.common import EXPECTED
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """There is no room for what is written, on standard output or elsewhere."""

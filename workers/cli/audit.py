@@ -6,10 +6,10 @@ from typing import Annotated
 import typer
 from rich.table import Column, Table
 
-from pipeline.audit import Damage, Finding
-from pipeline.audit import audit as find_damage
-from pipeline.errors import UserError
-from workers.cli.common import AsJson, Kafka, Prefix, cell, connected, counted, notes, say, show
+from gracestream.pipeline.audit import Damage, Finding
+from gracestream.pipeline.audit import audit as find_damage
+from gracestream.pipeline.errors import UserError
+from gracestream.workers.cli.common import AsJson, Kafka, Prefix, cell, connected, counted, notes, say, show
 
 REMEDY: dict[Damage, str] = {
     "no outcome": "send it again: gracestream correct",

@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from pipeline.clients import await_kafka
-from pipeline.errors import UserError
-from pipeline.settings import Settings, load_settings
-from schemas.messages import printable
+from gracestream.pipeline.clients import await_kafka
+from gracestream.pipeline.errors import UserError
+from gracestream.pipeline.settings import Settings, load_settings
+from gracestream.schemas.messages import printable
 
 EXPECTED = (UserError, KafkaError, RedisError)
 """What can go wrong without a defect in the program: one sentence, and exit status 1."""

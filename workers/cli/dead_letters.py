@@ -7,8 +7,20 @@ from typing import Annotated
 import typer
 from rich.table import Column, Table
 
-from pipeline.dead_letters import QUEUES, DeadLetterError, Letter, Source, letters, replay
-from workers.cli.common import SHOWN, AsJson, Kafka, Prefix, cell, connected, notes, say, screen, shortened, show
+from gracestream.pipeline.dead_letters import QUEUES, DeadLetterError, Letter, Source, letters, replay
+from gracestream.workers.cli.common import (
+    SHOWN,
+    AsJson,
+    Kafka,
+    Prefix,
+    cell,
+    connected,
+    notes,
+    say,
+    screen,
+    shortened,
+    show,
+)
 
 Of = Annotated[Source | None, typer.Argument(help="Whose; else of both.", show_default=False)]
 

@@ -9,9 +9,9 @@ import typer
 from rich.progress import Progress
 from rich.table import Column, Table
 
-from pipeline.errors import UserError
-from schemas.messages import in_one_text
-from workers.cli.common import (
+from gracestream.pipeline.errors import UserError
+from gracestream.schemas.messages import in_one_text
+from gracestream.workers.cli.common import (
     NO_DELTAS,
     AsJson,
     Kafka,
@@ -29,8 +29,8 @@ from workers.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from pipeline.evaluation import CaseResult, EvaluationCase
-    from pipeline.model import EditableModel
+    from gracestream.pipeline.evaluation import CaseResult, EvaluationCase
+    from gracestream.pipeline.model import EditableModel
 
 
 def register(app: typer.Typer) -> None:
@@ -54,10 +54,10 @@ def evaluate(
     asks. With --json each case is a line, and the last line counts them.
     Example: gracestream evaluate cases.jsonl
     """
-    from pipeline.evaluation import evaluate as answered  # noqa: PLC0415  (torch takes seconds)
-    from pipeline.evaluation import summary  # noqa: PLC0415
-    from pipeline.replay import replay_deltas  # noqa: PLC0415
-    from workers.boot import load_model  # noqa: PLC0415
+    from gracestream.pipeline.evaluation import evaluate as answered  # noqa: PLC0415  (torch takes seconds)
+    from gracestream.pipeline.evaluation import summary  # noqa: PLC0415
+    from gracestream.pipeline.replay import replay_deltas  # noqa: PLC0415
+    from gracestream.workers.boot import load_model  # noqa: PLC0415
 
     cases = _read(lines)
     settings = connected(kafka=kafka, prefix=prefix, model=model, layer=layer)
@@ -99,7 +99,7 @@ def _read(path: Path) -> dict[int, "EvaluationCase"]:
     Raises:
         typer.BadParameter: a line is no case, or there is none.
     """
-    from pipeline.evaluation import EvaluationCase  # noqa: PLC0415
+    from gracestream.pipeline.evaluation import EvaluationCase  # noqa: PLC0415
 
     cases = {}
     for number, fields in read_lines(path):
@@ -114,7 +114,7 @@ def _read(path: Path) -> dict[int, "EvaluationCase"]:
 
 def _require_taken(model: "EditableModel", cases: Mapping[int, "EvaluationCase"], path: Path) -> None:
     """Raises typer.BadParameter where the model cannot answer a case."""
-    from pipeline.tasks import InputError  # noqa: PLC0415
+    from gracestream.pipeline.tasks import InputError  # noqa: PLC0415
 
     for number, case in cases.items():
         try:

@@ -14,10 +14,10 @@ import typer
 from msgspec import UNSET
 from rich.table import Column, Table
 
-from pipeline.client import Client, Replies, SignedFeedback
-from pipeline.settings import Settings
-from schemas.messages import Feedback, Outcome, Prediction, Request, decode, in_one_text
-from workers.cli.common import cell, notes, say, show
+from gracestream.pipeline.client import Client, Replies, SignedFeedback
+from gracestream.pipeline.settings import Settings
+from gracestream.schemas.messages import Feedback, Outcome, Prediction, Request, decode, in_one_text
+from gracestream.workers.cli.common import cell, notes, say, show
 
 Sent = Request | Feedback | SignedFeedback
 R = TypeVar("R", Prediction, Outcome)

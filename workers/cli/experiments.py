@@ -13,11 +13,11 @@ import typer
 from rich.progress import Progress
 from rich.table import Table
 
-from pipeline.experiments.data import FOLDER
-from workers.cli.common import AsJson, Layer, Model, notes, say, show
+from gracestream.pipeline.experiments.data import FOLDER
+from gracestream.workers.cli.common import AsJson, Layer, Model, notes, say, show
 
 if TYPE_CHECKING:
-    from pipeline.experiments.report import Asked
+    from gracestream.pipeline.experiments.report import Asked
 
 
 MOST_SEED = 2**32 - 1
@@ -93,11 +93,11 @@ def experiment(
     The settings of an editor apply. A run whose results are there already is not run again.
     Example: gracestream experiment zsre --edits 200 --retention 200 --sweep policy=paper,nearest --sweep seed=1,2,3
     """
-    from pipeline.experiments.plots import require_plots  # noqa: PLC0415  (torch takes seconds)
-    from pipeline.experiments.report import VERSION, Asked, alone, columns_of, made, plain, read  # noqa: PLC0415
-    from pipeline.experiments.sweep import Sweep, title  # noqa: PLC0415
-    from pipeline.experiments.tasks import TASKS  # noqa: PLC0415
-    from workers.experiments import Runner  # noqa: PLC0415
+    from gracestream.pipeline.experiments.plots import require_plots  # noqa: PLC0415  (torch takes seconds)
+    from gracestream.pipeline.experiments.report import VERSION, Asked, alone, columns_of, made, plain, read  # noqa: PLC0415
+    from gracestream.pipeline.experiments.sweep import Sweep, title  # noqa: PLC0415
+    from gracestream.pipeline.experiments.tasks import TASKS  # noqa: PLC0415
+    from gracestream.workers.experiments import Runner  # noqa: PLC0415
 
     if data is not None:
         os.environ[FOLDER] = str(data)
@@ -145,8 +145,8 @@ def _runs(
     base: "Asked", sweep: Sequence[str], given: Mapping[str, str | None], chosen: AbstractSet[str]
 ) -> list[tuple[dict[str, str], "Asked"]]:
     """What a grid asks for, by its combinations; `chosen` names the options on the command line."""
-    from pipeline.experiments.sweep import grid, title  # noqa: PLC0415
-    from workers.experiments import SWEPT, settings_of  # noqa: PLC0415
+    from gracestream.pipeline.experiments.sweep import grid, title  # noqa: PLC0415
+    from gracestream.workers.experiments import SWEPT, settings_of  # noqa: PLC0415
 
     runs: list[tuple[dict[str, str], Asked]] = []
     for cell in grid(sweep, (*SWEPT, "editor", "seed")):

@@ -10,16 +10,16 @@ from msgspec import UNSET
 from rich.progress import track
 from rich.table import Column, Table
 
-from pipeline.codebook import Codebook, query_in
-from pipeline.codebook_file import save
-from pipeline.errors import UserError
-from pipeline.history import KafkaHistory
-from pipeline.hits import hits
-from pipeline.replay import Step, describe, replay_deltas
-from pipeline.settings import Settings, load_settings
-from schemas.deltas import Delta, decode_delta
-from schemas.messages import Feedback, decode, printable
-from workers.cli.common import (
+from gracestream.pipeline.codebook import Codebook, query_in
+from gracestream.pipeline.codebook_file import save
+from gracestream.pipeline.errors import UserError
+from gracestream.pipeline.history import KafkaHistory
+from gracestream.pipeline.hits import hits
+from gracestream.pipeline.replay import Step, describe, replay_deltas
+from gracestream.pipeline.settings import Settings, load_settings
+from gracestream.schemas.deltas import Delta, decode_delta
+from gracestream.schemas.messages import Feedback, decode, printable
+from gracestream.workers.cli.common import (
     NO_DELTAS,
     AsJson,
     Kafka,
@@ -38,7 +38,7 @@ from workers.cli.common import (
     tell,
     width,
 )
-from workers.cli.grid import grid
+from gracestream.workers.cli.grid import grid
 
 HEAD = ("seq", "term", "time", "outcome", "feedback", "inputs", "target", "entries")
 """Of the columns of `inspect`."""
@@ -153,7 +153,7 @@ def compare(
     Example: gracestream diff 12 41
     """
     points = _point(before), _point(after)
-    from pipeline.diff import diff  # noqa: PLC0415  (torch takes seconds that other commands need not wait)
+    from gracestream.pipeline.diff import diff  # noqa: PLC0415  (torch takes seconds that other commands need not wait)
 
     found = diff(connected(kafka=kafka, prefix=prefix), *points)
     if as_json:
@@ -190,7 +190,7 @@ def corrections(
     printed as it was sent, byte for byte: its signature is good where the codebook has the same name.
     Example: gracestream corrections --prefix old- | gracestream correct --prefix new-
     """
-    from pipeline.in_force import in_force  # noqa: PLC0415  (torch takes seconds)
+    from gracestream.pipeline.in_force import in_force  # noqa: PLC0415  (torch takes seconds)
 
     for record in in_force(connected(kafka=kafka, prefix=prefix), seq):
         feedback = decode(record, Feedback)
@@ -202,10 +202,10 @@ def corrections(
 
 def _retrained(settings: Settings, records: list[bytes]) -> tuple[Codebook, list[bytes], dict[str, Any]]:
     """The codebook that training anew gives, its records, and how they compare."""
-    from pipeline.environment import environment  # noqa: PLC0415
-    from pipeline.layers import LayerError  # noqa: PLC0415
-    from pipeline.retraining import Retraining  # noqa: PLC0415
-    from workers.boot import load_model  # noqa: PLC0415
+    from gracestream.pipeline.environment import environment  # noqa: PLC0415
+    from gracestream.pipeline.layers import LayerError  # noqa: PLC0415
+    from gracestream.pipeline.retraining import Retraining  # noqa: PLC0415
+    from gracestream.workers.boot import load_model  # noqa: PLC0415
 
     lead = decode_delta(records[0])
     settings = _with_those_of(lead, settings)
@@ -237,7 +237,7 @@ def _with_those_of(lead: Delta, settings: Settings) -> Settings:
 
 
 def _branched(settings: Settings, prefix: str, codebook: str, records: list[bytes], replication: int | None) -> str:
-    from pipeline.branching import branch  # noqa: PLC0415
+    from gracestream.pipeline.branching import branch  # noqa: PLC0415
 
     target = load_settings(kafka=settings.kafka, prefix=prefix, codebook=codebook)
     return branch(settings, target, records, replication)

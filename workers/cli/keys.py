@@ -7,12 +7,12 @@ from typing import Annotated
 import msgspec
 import typer
 
-from pipeline.client import feedback_text
-from pipeline.settings import load_settings
-from pipeline.signing import new_key_file, read_key_file, sign, spelled
-from schemas.deltas import DEFAULT_ROLES
-from schemas.messages import Id, InvalidMessage
-from workers.cli.common import Codebook, Lines, notes, read_lines
+from gracestream.pipeline.client import feedback_text
+from gracestream.pipeline.settings import load_settings
+from gracestream.pipeline.signing import new_key_file, read_key_file, sign, spelled
+from gracestream.schemas.deltas import DEFAULT_ROLES
+from gracestream.schemas.messages import Id, InvalidMessage
+from gracestream.workers.cli.common import Codebook, Lines, notes, read_lines
 
 Author = Annotated[str, typer.Option("--author", help="The author's name, as in the list of authors.")]
 

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from pipeline.settings import Settings
-from workers.cli.common import AsJson, Layer, Model, Prefix, notes, say, screen, show
-from workers.cli.work import PARTITIONS
+from gracestream.pipeline.settings import Settings
+from gracestream.workers.cli.common import AsJson, Layer, Model, Prefix, notes, say, screen, show
+from gracestream.workers.cli.work import PARTITIONS
 
 Data = Annotated[Path, typer.Option("--data", help="Folder for logs and the data of a local Kafka and Redis.")]
 Replicas = Annotated[int, typer.Option("--replicas", min=1, max=64, help="Inference replicas.")]
@@ -41,7 +41,7 @@ def up(
     the port that it had in the last run with the same --data.
     Example: gracestream up --replicas 3 --model smollm2 --port 9092
     """
-    from deploy.local.stack import running_stack  # noqa: PLC0415
+    from gracestream.deploy.local.stack import running_stack  # noqa: PLC0415
 
     _end_by_sigterm()
     chosen = {"model": model, "layer": layer, "prefix": prefix}
@@ -76,10 +76,10 @@ def demo(
 
     Example: gracestream demo --model intent
     """
-    from deploy.demo.cases import script_of  # noqa: PLC0415
+    from gracestream.deploy.demo.cases import script_of  # noqa: PLC0415
 
     script_of(model)  # a model that has no story is told before the rest is loaded, which takes a while
-    from deploy.demo.story import tell  # noqa: PLC0415
+    from gracestream.deploy.demo.story import tell  # noqa: PLC0415
 
     _end_by_sigterm()
     raise typer.Exit(tell(model, data, screen))
@@ -91,8 +91,8 @@ def _check_model(settings: Settings) -> None:
     Raises:
         ModelError, LayerError: it cannot be loaded, or has no such layer, or there is no such device.
     """
-    from pipeline.checkpoint import device_of  # noqa: PLC0415
-    from workers.boot import load_model  # noqa: PLC0415
+    from gracestream.pipeline.checkpoint import device_of  # noqa: PLC0415
+    from gracestream.workers.boot import load_model  # noqa: PLC0415
 
     notes.print(f"checking the model {settings.model} and its layer {settings.layer}; a large model takes a minute")
     device_of(settings.device)

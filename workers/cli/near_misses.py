@@ -7,12 +7,12 @@ import msgspec
 import typer
 from rich.table import Column, Table
 
-from pipeline.errors import UserError
-from pipeline.near_misses import Missed, Served, served_by
-from pipeline.near_misses import near_misses as missed_requests
-from pipeline.settings import Settings
-from schemas.messages import in_one_text
-from workers.cli.common import AsJson, Kafka, Prefix, cell, clock, connected, notes, say, shortened, show
+from gracestream.pipeline.errors import UserError
+from gracestream.pipeline.near_misses import Missed, Served, served_by
+from gracestream.pipeline.near_misses import near_misses as missed_requests
+from gracestream.pipeline.settings import Settings
+from gracestream.schemas.messages import in_one_text
+from gracestream.workers.cli.common import AsJson, Kafka, Prefix, cell, clock, connected, notes, say, shortened, show
 
 MOST = 10_000
 """Near misses that are listed or searched at most, the newest."""

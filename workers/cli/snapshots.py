@@ -5,11 +5,11 @@ from typing import Annotated
 import msgspec
 import typer
 
-from pipeline.errors import UserError
-from pipeline.replay import fold_log
-from pipeline.snapshot_store import SnapshotError
-from pipeline.snapshots import write
-from workers.cli.common import NO_DELTAS, AsJson, Kafka, Prefix, connected, tell
+from gracestream.pipeline.errors import UserError
+from gracestream.pipeline.replay import fold_log
+from gracestream.pipeline.snapshot_store import SnapshotError
+from gracestream.pipeline.snapshots import write
+from gracestream.workers.cli.common import NO_DELTAS, AsJson, Kafka, Prefix, connected, tell
 
 
 def register(app: typer.Typer) -> None:

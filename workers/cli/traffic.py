@@ -9,12 +9,12 @@ from typing import Annotated, Any, TypeVar
 import typer
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from pipeline.client import Client, SignedFeedback, feedback, feedback_text, request, signed_feedback
-from pipeline.settings import load_settings
-from pipeline.signing import read_key_file, sign
-from schemas.messages import Feedback, InvalidMessage, Request
-from workers.cli.common import Codebook, Kafka, Lines, Prefix, connected, read_raw_lines
-from workers.cli.exchange import exchange, id_of
+from gracestream.pipeline.client import Client, SignedFeedback, feedback, feedback_text, request, signed_feedback
+from gracestream.pipeline.settings import load_settings
+from gracestream.pipeline.signing import read_key_file, sign
+from gracestream.schemas.messages import Feedback, InvalidMessage, Request
+from gracestream.workers.cli.common import Codebook, Kafka, Lines, Prefix, connected, read_raw_lines
+from gracestream.workers.cli.exchange import exchange, id_of
 
 M = TypeVar("M", Request, Feedback | SignedFeedback)
 

@@ -10,13 +10,13 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
-from pipeline.calibration import Sample
-from pipeline.settings import load_settings
-from pipeline.tuning.advice import Advice, advise, ranked
-from pipeline.tuning.plot import draw, require_plot
-from pipeline.tuning.trials import Share, Tried
-from workers.cli.common import counted, notes, read_good_lines, say, screen, show
-from workers.tuning import Tuning
+from gracestream.pipeline.calibration import Sample
+from gracestream.pipeline.settings import load_settings
+from gracestream.pipeline.tuning.advice import Advice, advise, ranked
+from gracestream.pipeline.tuning.plot import draw, require_plot
+from gracestream.pipeline.tuning.trials import Share, Tried
+from gracestream.workers.cli.common import counted, notes, read_good_lines, say, screen, show
+from gracestream.workers.tuning import Tuning
 
 SHOWN = 12
 """Rows of the table; --json has all of them."""

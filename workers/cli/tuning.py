@@ -7,8 +7,8 @@ import msgspec
 import typer
 from rich.table import Column, Table
 
-from pipeline.settings import load_settings
-from workers.cli.common import AsJson, Lines, Model, counted, notes, read_lines, say, screen, show
+from gracestream.pipeline.settings import load_settings
+from gracestream.workers.cli.common import AsJson, Lines, Model, counted, notes, read_lines, say, screen, show
 
 
 def register(app: typer.Typer) -> None:
@@ -24,7 +24,7 @@ def prepare(
 
     Example: gracestream prepare scotus
     """
-    from deploy import models  # noqa: PLC0415
+    from gracestream.deploy import models  # noqa: PLC0415
 
     print(models.prepare(name, load_settings().cache, notes.print))
 
@@ -34,8 +34,8 @@ def layers(model: Model = None, as_json: AsJson = False) -> None:
 
     Example: gracestream layers --model smollm2
     """
-    from pipeline.layers import linear_layers  # noqa: PLC0415  (torch takes seconds that other commands need not wait)
-    from workers.boot import load_bare_model  # noqa: PLC0415
+    from gracestream.pipeline.layers import linear_layers  # noqa: PLC0415  (torch takes seconds that other commands need not wait)
+    from gracestream.workers.boot import load_bare_model  # noqa: PLC0415
 
     found = linear_layers(load_bare_model(load_settings(model=model)))
     if as_json:
@@ -74,7 +74,7 @@ def calibrate(
     Example: gracestream calibrate requests.jsonl --auto --plot reach.svg
     """
     if auto:
-        from workers.cli.trials import find_settings  # noqa: PLC0415  (torch takes seconds)
+        from gracestream.workers.cli.trials import find_settings  # noqa: PLC0415  (torch takes seconds)
 
         find_settings(lines, layer or [], model, trials, false_positives, minutes, plot, as_json=as_json)
         return
@@ -92,9 +92,9 @@ def _require_auto(context: typer.Context) -> None:
 
 def _measure(lines: Path, layer: list[str] | None, model: str | None, *, as_json: bool) -> None:
     """Measure the layers without any edit."""
-    from deploy.models import layer_of  # noqa: PLC0415
-    from pipeline.calibration import Sample, calibrate_layer  # noqa: PLC0415
-    from workers.boot import load_model, reads_text  # noqa: PLC0415
+    from gracestream.deploy.models import layer_of  # noqa: PLC0415
+    from gracestream.pipeline.calibration import Sample, calibrate_layer  # noqa: PLC0415
+    from gracestream.workers.boot import load_model, reads_text  # noqa: PLC0415
 
     samples = []
     for number, fields in read_lines(lines):

@@ -5,9 +5,20 @@ from typing import Annotated
 
 import typer
 
-from pipeline.settings import Settings, load_settings
-from pipeline.topics import BROKERS_CHOICE, DELTAS, REQUESTS, TopicError, create_topics, layout
-from workers.cli.common import Codebook, Kafka, Layer, Model, Prefix, Redis, connected, counted, notes, screen
+from gracestream.pipeline.settings import Settings, load_settings
+from gracestream.pipeline.topics import BROKERS_CHOICE, DELTAS, REQUESTS, TopicError, create_topics, layout
+from gracestream.workers.cli.common import (
+    Codebook,
+    Kafka,
+    Layer,
+    Model,
+    Prefix,
+    Redis,
+    connected,
+    counted,
+    notes,
+    screen,
+)
 
 PARTITIONS = 8
 
@@ -55,7 +66,7 @@ def infer(settings: Settings) -> int:
 
     Example: gracestream infer --kafka broker:9092 --redis redis://cache:6379/0 --model ./checkpoint --layer LAYER
     """
-    from workers.inference import run  # noqa: PLC0415  (faust takes a second that other commands need not wait)
+    from gracestream.workers.inference import run  # noqa: PLC0415  (faust takes a second that other commands need not wait)
 
     return run(settings)
 
@@ -65,7 +76,7 @@ def edit(settings: Settings) -> int:
 
     Example: gracestream edit --kafka broker:9092 --redis redis://cache:6379/0 --model ./checkpoint --layer LAYER
     """
-    from workers.editor import run  # noqa: PLC0415
+    from gracestream.workers.editor import run  # noqa: PLC0415
 
     return run(settings)
 

@@ -16,12 +16,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from pipeline.experiments.editors.editor import STEPS
-from pipeline.experiments.editors.weights import WeightEditor
-from pipeline.experiments.tasks import Example
-from pipeline.model import EditableModel
-from pipeline.passes import verdict
-from pipeline.tasks import InputError, Supervised
+from gracestream.pipeline.experiments.editors.editor import STEPS
+from gracestream.pipeline.experiments.editors.weights import WeightEditor
+from gracestream.pipeline.experiments.tasks import Example
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.passes import verdict
+from gracestream.pipeline.tasks import InputError, Supervised
 
 LEARNING_RATE = 1e-2
 """The paper's, of those that it tried the best for finetuning."""

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 
 from msgspec import UNSET
 
-from pipeline.edited import correction
-from pipeline.editing import EditEngine
-from pipeline.experiments.editors.editor import Made
-from pipeline.experiments.editors.serving import Served
-from pipeline.experiments.tasks import Example
-from pipeline.model import EditableModel
-from pipeline.plan import Plan
+from gracestream.pipeline.edited import correction
+from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.experiments.editors.editor import Made
+from gracestream.pipeline.experiments.editors.serving import Served
+from gracestream.pipeline.experiments.tasks import Example
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.plan import Plan
 
 
 class Grace(Served):

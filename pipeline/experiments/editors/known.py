@@ -3,14 +3,14 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pipeline.experiments.editors.editor import Editor
-from pipeline.experiments.editors.finetuning import ElasticWeights, FineTuning, Retraining
-from pipeline.experiments.editors.grace import Grace
-from pipeline.experiments.editors.mend import Mend
-from pipeline.experiments.editors.predicting import Defer, Memory
-from pipeline.experiments.editors.rome import Rome
-from pipeline.model import EditableModel
-from pipeline.plan import Plan
+from gracestream.pipeline.experiments.editors.editor import Editor
+from gracestream.pipeline.experiments.editors.finetuning import ElasticWeights, FineTuning, Retraining
+from gracestream.pipeline.experiments.editors.grace import Grace
+from gracestream.pipeline.experiments.editors.mend import Mend
+from gracestream.pipeline.experiments.editors.predicting import Defer, Memory
+from gracestream.pipeline.experiments.editors.rome import Rome
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.plan import Plan
 
 Make = Callable[[EditableModel, Plan, Sequence[str], dict[str, Any]], Editor]
 """Of the model that it edits, the plan of an editor worker, requests that nobody flagged, and what was chosen of its

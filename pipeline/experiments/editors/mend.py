@@ -12,12 +12,12 @@ and what the network adds to it is nothing at first. So the first change goes, t
 import torch
 from torch import Tensor, nn
 
-from pipeline.experiments.editors.editor import STEPS
-from pipeline.experiments.editors.weights import LinearEditor
-from pipeline.experiments.tasks import Example
-from pipeline.model import EditableModel
-from pipeline.passes import verdict
-from pipeline.tasks import Supervised
+from gracestream.pipeline.experiments.editors.editor import STEPS
+from gracestream.pipeline.experiments.editors.weights import LinearEditor
+from gracestream.pipeline.experiments.tasks import Example
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.passes import verdict
+from gracestream.pipeline.tasks import Supervised
 
 LEARNING_RATE = 1e-2
 """The paper's, of those that it tried the best for MEND."""

@@ -13,18 +13,18 @@ from typing import Self
 
 from msgspec import UNSET
 
-from pipeline.classification import Classification
-from pipeline.client import Client
-from pipeline.codebook import Codebook
-from pipeline.experiments.editors.editor import EditorError, Made
-from pipeline.experiments.editors.serving import Served
-from pipeline.experiments.evaluation import Score
-from pipeline.experiments.tasks import Example
-from pipeline.follower import Follower
-from pipeline.index import KeyIndex
-from pipeline.model import EditableModel
-from pipeline.settings import Settings
-from schemas.messages import VERSION, Feedback, Outcome, Parameters, Prediction, Request
+from gracestream.pipeline.classification import Classification
+from gracestream.pipeline.client import Client
+from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.experiments.editors.editor import EditorError, Made
+from gracestream.pipeline.experiments.editors.serving import Served
+from gracestream.pipeline.experiments.evaluation import Score
+from gracestream.pipeline.experiments.tasks import Example
+from gracestream.pipeline.follower import Follower
+from gracestream.pipeline.index import KeyIndex
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.settings import Settings
+from gracestream.schemas.messages import VERSION, Feedback, Outcome, Parameters, Prediction, Request
 
 PATIENCE = 600.0
 """Seconds within which an editor or the replicas have to answer something."""

@@ -16,14 +16,14 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
-from pipeline.batch import Batch
-from pipeline.experiments.editors.editor import STEPS, Made
-from pipeline.experiments.editors.queries import Queries
-from pipeline.experiments.tasks import Example
-from pipeline.model import EditableModel
-from pipeline.passes import verdict
-from pipeline.probe import TEXTS
-from pipeline.tasks import Supervised
+from gracestream.pipeline.batch import Batch
+from gracestream.pipeline.experiments.editors.editor import STEPS, Made
+from gracestream.pipeline.experiments.editors.queries import Queries
+from gracestream.pipeline.experiments.tasks import Example
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.passes import verdict
+from gracestream.pipeline.probe import TEXTS
+from gracestream.pipeline.tasks import Supervised
 
 MEMORIES = 50
 MEMORY_RATE, DEFER_RATE = 1e-2, 1.0

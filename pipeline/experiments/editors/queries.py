@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipeline.model import EditableModel
+from gracestream.pipeline.model import EditableModel
 
 AT_ONCE = 16
 """Texts whose queries are taken in one pass."""

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
-from pipeline.batch import Batch
-from pipeline.codebook import Codebook
-from pipeline.experiments.editors.editor import Made
-from pipeline.experiments.editors.queries import Queries
-from pipeline.experiments.tasks import Edit, Example
-from pipeline.index import KeyIndex
-from pipeline.key_search import NO_SLOT
-from pipeline.model import EditableModel
+from gracestream.pipeline.batch import Batch
+from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.experiments.editors.editor import Made
+from gracestream.pipeline.experiments.editors.queries import Queries
+from gracestream.pipeline.experiments.tasks import Edit, Example
+from gracestream.pipeline.index import KeyIndex
+from gracestream.pipeline.key_search import NO_SLOT
+from gracestream.pipeline.model import EditableModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,18 +13,18 @@ import numpy as np
 import torch
 from msgspec import UNSET
 
-from pipeline.adaptor import Hit, matches, serving
-from pipeline.batch import Prompt
-from pipeline.codebook import Codebook
-from pipeline.editing import EditEngine
-from pipeline.index import KeyIndex
-from pipeline.maintenance import TRAFFIC_SHARE
-from pipeline.model import EditableModel
-from pipeline.settings import Settings
-from schemas.messages import ChatMessage, Parameters
+from gracestream.pipeline.adaptor import Hit, matches, serving
+from gracestream.pipeline.batch import Prompt
+from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.index import KeyIndex
+from gracestream.pipeline.maintenance import TRAFFIC_SHARE
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.settings import Settings
+from gracestream.schemas.messages import ChatMessage, Parameters
+from gracestream.workers.boot import plan_of
 from tests.bench.edits import ANSWER, Asked, Cost, Fact, Known, asked_at, correct, started
 from tests.bench.scope.cases import Case, Stream
-from workers.boot import plan_of
 
 AT_ONCE = 16
 

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import mean
 
-from pipeline.experiments.data import DataError
-from pipeline.experiments.plots import require_plots
-from pipeline.settings import load_settings
+from gracestream.pipeline.experiments.data import DataError
+from gracestream.pipeline.experiments.plots import require_plots
+from gracestream.pipeline.settings import load_settings
 from tests.bench.edits import Known
 from tests.bench.framework import BenchError, Options, Row
 from tests.bench.scope.cases import Case, Part, Stream

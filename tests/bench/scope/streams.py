@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from pipeline.experiments.data import CounterFactRow, path_of, rows_of
-from pipeline.experiments.tasks import COUNTERFACT, Edit, as_question, counterfact, zsre
+from gracestream.pipeline.experiments.data import CounterFactRow, path_of, rows_of
+from gracestream.pipeline.experiments.tasks import COUNTERFACT, Edit, as_question, counterfact, zsre
 from tests.bench.scope.cases import Case, Correction, Part, Stream
 from tests.bench.scope.forms import FORMS, ITSELF, Kind, related
 

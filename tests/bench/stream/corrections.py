@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from pipeline.experiments.data import BiographyRow, CounterFactRow, ZsreRow, rows_of
-from pipeline.experiments.tasks import COUNTERFACT, ZSRE, as_question, zsre
+from gracestream.pipeline.experiments.data import BiographyRow, CounterFactRow, ZsreRow, rows_of
+from gracestream.pipeline.experiments.tasks import COUNTERFACT, ZSRE, as_question, zsre
 from tests.bench.scope.streams import KNOWEDIT, KnowEditRow, restatements
 
 COUNTERFACTS = (COUNTERFACT, "counterfact_edit_8000.jsonl.gz")

@@ -14,18 +14,18 @@ import numpy as np
 import torch
 from msgspec import UNSET
 
-from pipeline.adaptor import Hit, matches, serving
-from pipeline.case import Again, Ahead
-from pipeline.codebook import Label
-from pipeline.edited import Edited, correction
-from pipeline.editing import EditEngine
-from pipeline.memory import BARE_MODEL
-from pipeline.model import EditableModel
-from pipeline.plan import Plan
-from pipeline.tasks import InputError
-from pipeline.training import Trained
-from schemas.deltas import Seen
-from schemas.messages import Feedback
+from gracestream.pipeline.adaptor import Hit, matches, serving
+from gracestream.pipeline.case import Again, Ahead
+from gracestream.pipeline.codebook import Label
+from gracestream.pipeline.edited import Edited, correction
+from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.memory import BARE_MODEL
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.plan import Plan
+from gracestream.pipeline.tasks import InputError
+from gracestream.pipeline.training import Trained
+from gracestream.schemas.deltas import Seen
+from gracestream.schemas.messages import Feedback
 from tests.bench.device import timed
 from tests.bench.stream.corrections import Correction, authors
 from tests.bench.stream.log import Made

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from pipeline.model import EditableModel
-from pipeline.plan import Plan
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.plan import Plan
 from tests.bench.framework import ROOT
 from tests.bench.stream.corrections import Data
 

@@ -7,11 +7,11 @@ from statistics import mean
 
 import torch
 
-from pipeline.adaptor import Hit
-from pipeline.codebook import Codebook
-from pipeline.editing import EditEngine
-from pipeline.memory import BARE_MODEL
-from schemas.messages import Feedback
+from gracestream.pipeline.adaptor import Hit
+from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.memory import BARE_MODEL
+from gracestream.schemas.messages import Feedback
 from tests.bench.device import held, timed
 from tests.bench.framework import Row
 from tests.bench.scope.verdicts import counted

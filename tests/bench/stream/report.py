@@ -9,11 +9,12 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline.editing import EditEngine
-from pipeline.environment import environment
-from pipeline.model import EditableModel
-from pipeline.plan import Plan
-from pipeline.settings import load_settings
+from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.environment import environment
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.plan import Plan
+from gracestream.pipeline.settings import load_settings
+from gracestream.workers.boot import load_model, plan_of
 from tests.bench.framework import BenchError, Options, Row
 from tests.bench.stream.corrections import Data, stream_data
 from tests.bench.stream.edits import CODEBOOK, WAYS, Texts, Way, begun, feedback_of, made
@@ -21,7 +22,6 @@ from tests.bench.stream.identity import MEASURING, code_digest, stream_key
 from tests.bench.stream.log import Led, Made, Measured, StreamLog
 from tests.bench.stream.measure import Past, checkpoint
 from tests.bench.stream.undone import undo_rows
-from workers.boot import load_model, plan_of
 
 SETTINGS: dict[str, object] = {"query": "encoder"}
 """What differs from the defaults."""

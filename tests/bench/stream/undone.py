@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 from msgspec import UNSET
 
-from pipeline.case import Again
-from pipeline.codebook import Codebook
-from pipeline.difference import Fold
-from pipeline.editing import EditEngine
-from pipeline.memory import EditMemory
-from pipeline.sight import together
-from pipeline.undo import undo
-from schemas.deltas import Delta, Seen, decode_delta
-from schemas.messages import Feedback
+from gracestream.pipeline.case import Again
+from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.difference import Fold
+from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.memory import EditMemory
+from gracestream.pipeline.sight import together
+from gracestream.pipeline.undo import undo
+from gracestream.schemas.deltas import Delta, Seen, decode_delta
+from gracestream.schemas.messages import Feedback
 from tests.bench.framework import BenchError, Row
 from tests.bench.stream.corrections import AUTHORS
 from tests.bench.stream.edits import begun

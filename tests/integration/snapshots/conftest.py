@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.settings import Settings
-from schemas.deltas import EntryChange
+from gracestream.pipeline.settings import Settings
+from gracestream.schemas.deltas import EntryChange
 from tests.integration.history import History
 from tests.unit.engine.tiny import added
 

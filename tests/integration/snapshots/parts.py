@@ -5,11 +5,11 @@ from pathlib import Path
 
 from structlog.typing import EventDict
 
-from pipeline.replay import fold_log
-from pipeline.settings import Settings
-from pipeline.snapshots import write
-from pipeline.topics import SNAPSHOTS
-from schemas.messages import SnapshotManifest, encode
+from gracestream.pipeline.replay import fold_log
+from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.snapshots import write
+from gracestream.pipeline.topics import SNAPSHOTS
+from gracestream.schemas.messages import SnapshotManifest, encode
 from tests.integration.history import History
 
 

@@ -6,11 +6,11 @@ import msgspec
 import pytest
 from structlog.typing import EventDict
 
-from deploy.local.processes import free_port
-from pipeline.security import url_secrets
-from pipeline.snapshot_store import SnapshotError, SnapshotStore
-from pipeline.snapshots import newest
-from pipeline.topics import SNAPSHOTS
+from gracestream.deploy.local.processes import free_port
+from gracestream.pipeline.security import url_secrets
+from gracestream.pipeline.snapshot_store import SnapshotError, SnapshotStore
+from gracestream.pipeline.snapshots import newest
+from gracestream.pipeline.topics import SNAPSHOTS
 from tests.integration.forked import Command
 from tests.integration.history import History
 from tests.integration.running import records

@@ -6,12 +6,12 @@ from pathlib import Path
 import torch
 from structlog.typing import EventDict
 
-from pipeline.clients import admin
-from pipeline.mirror import Mirror
-from pipeline.replay import replay_deltas
-from pipeline.settings import Settings
-from pipeline.snapshots import newest
-from pipeline.topics import DELTAS, create_topics
+from gracestream.pipeline.clients import admin
+from gracestream.pipeline.mirror import Mirror
+from gracestream.pipeline.replay import replay_deltas
+from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.snapshots import newest
+from gracestream.pipeline.topics import DELTAS, create_topics
 from tests.integration.history import History, same
 from tests.integration.running import wait_until
 from tests.integration.snapshots.parts import file_of, loaded, reasons, snapshot

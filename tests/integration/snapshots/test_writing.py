@@ -10,12 +10,12 @@ import msgspec
 import pytest
 from structlog.typing import EventDict
 
-from pipeline.mirror import Mirror
-from pipeline.settings import Settings
-from pipeline.snapshot_store import SnapshotError
-from pipeline.snapshot_writer import SnapshotWriter
-from pipeline.snapshots import manifests, offset_of
-from schemas.messages import SnapshotManifest
+from gracestream.pipeline.mirror import Mirror
+from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.snapshot_store import SnapshotError
+from gracestream.pipeline.snapshot_writer import SnapshotWriter
+from gracestream.pipeline.snapshots import manifests, offset_of
+from gracestream.schemas.messages import SnapshotManifest
 from tests.integration.forked import Command, Forked, sentence, status_of
 from tests.integration.history import History, same
 from tests.integration.running import Users, flag, wait_until

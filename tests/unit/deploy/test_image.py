@@ -7,7 +7,7 @@ from fnmatch import fnmatch
 
 import pytest
 
-from deploy.models import MINILM
+from gracestream.deploy.models import MINILM
 from tests.unit.deploy.files import (
     DEPLOY,
     PROJECT,

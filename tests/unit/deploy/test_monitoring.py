@@ -8,8 +8,9 @@ import pytest
 import yaml
 from prometheus_client.metrics import MetricWrapperBase
 
-from pipeline import metrics
-from schemas.messages import Status
+from gracestream.pipeline import metrics
+from gracestream.schemas.messages import Status
+from gracestream.workers.editor import BLOCKED_REMEDY
 from tests.unit.deploy.files import (
     DASHBOARD,
     DEPLOY,
@@ -18,7 +19,6 @@ from tests.unit.deploy.files import (
     in_compose,
     pods,
 )
-from workers.editor import BLOCKED_REMEDY
 
 
 def exported() -> dict[str, set[str]]:

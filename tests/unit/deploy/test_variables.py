@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.settings import SECRET, Settings, load_settings
+from gracestream.pipeline.settings import SECRET, Settings, load_settings
 from tests.unit.deploy.files import (
     ACLS,
     COMPOSE,

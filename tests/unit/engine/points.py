@@ -10,16 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipeline.adaptor import Adaptor, Asked
-from pipeline.batch import Batch, Prompt
-from pipeline.codebook import Label
-from pipeline.editing import EditEngine
-from pipeline.model import EditableModel
-from pipeline.passes import Passes
-from pipeline.plan import Plan
-from pipeline.tasks import Answer, InputError, Supervised, Task
-from pipeline.wording import common_words, contrasts
-from schemas.messages import Inputs, Outputs, Parameters
+from gracestream.pipeline.adaptor import Adaptor, Asked
+from gracestream.pipeline.batch import Batch, Prompt
+from gracestream.pipeline.codebook import Label
+from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.passes import Passes
+from gracestream.pipeline.plan import Plan
+from gracestream.pipeline.tasks import Answer, InputError, Supervised, Task
+from gracestream.pipeline.wording import common_words, contrasts
+from gracestream.schemas.messages import Inputs, Outputs, Parameters
 from tests.unit.engine.tiny import CODEBOOK, MODEL
 
 CLASSES = 4

@@ -6,20 +6,20 @@ from typing import Any
 
 import msgspec
 
-from pipeline.admission import MINUTE, Admission
-from pipeline.authors import Authors
-from pipeline.case import Ahead
-from pipeline.edited import correction
-from pipeline.editing import EditEngine
-from pipeline.editor_log import OFFSET_HEADER
-from pipeline.environment import environment
-from pipeline.fruitless import Fruitless, fruitless_in
-from pipeline.intake import Intake, Read
-from pipeline.model import EditableModel
-from pipeline.plan import Plan
-from pipeline.retraining import Retraining
-from schemas.deltas import decode_delta, seal
-from schemas.messages import Feedback, InvalidMessage, Outcome, decode, encode
+from gracestream.pipeline.admission import MINUTE, Admission
+from gracestream.pipeline.authors import Authors
+from gracestream.pipeline.case import Ahead
+from gracestream.pipeline.edited import correction
+from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.editor_log import OFFSET_HEADER
+from gracestream.pipeline.environment import environment
+from gracestream.pipeline.fruitless import Fruitless, fruitless_in
+from gracestream.pipeline.intake import Intake, Read
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.plan import Plan
+from gracestream.pipeline.retraining import Retraining
+from gracestream.schemas.deltas import decode_delta, seal
+from gracestream.schemas.messages import Feedback, InvalidMessage, Outcome, decode, encode
 from tests.doubles.kafka import Stored
 from tests.unit.engine.points import PointModel, at, point
 from tests.unit.engine.tiny import CODEBOOK

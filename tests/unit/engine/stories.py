@@ -6,16 +6,16 @@ from typing import Any
 
 from msgspec import UNSET, UnsetType
 
-from pipeline.case import Again
-from pipeline.edited import correction
-from pipeline.editing import EditEngine
-from pipeline.environment import environment
-from pipeline.excepting import except_from
-from pipeline.plan import Plan
-from pipeline.sight import together
-from pipeline.undo import undo
-from schemas.deltas import Standing, decode_delta
-from schemas.messages import Feedback, Outcome
+from gracestream.pipeline.case import Again
+from gracestream.pipeline.edited import correction
+from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.environment import environment
+from gracestream.pipeline.excepting import except_from
+from gracestream.pipeline.plan import Plan
+from gracestream.pipeline.sight import together
+from gracestream.pipeline.undo import undo
+from gracestream.schemas.deltas import Standing, decode_delta
+from gracestream.schemas.messages import Feedback, Outcome
 from tests.unit.engine.points import PointModel, at, point
 from tests.unit.engine.tiny import CODEBOOK
 

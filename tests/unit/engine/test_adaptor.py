@@ -9,15 +9,15 @@ import torch
 from msgspec import UNSET
 from torch import nn
 
-from pipeline.adaptor import Adaptor, last_token
-from pipeline.batch import Batch, Prompt
-from pipeline.codebook import Codebook
-from pipeline.index import KeyIndex, Nearest
-from pipeline.layers import LayerError
-from pipeline.maintenance import batch_noise
-from pipeline.model import EditableModel, Served
-from schemas.deltas import EntryChange
-from schemas.messages import Parameters
+from gracestream.pipeline.adaptor import Adaptor, last_token
+from gracestream.pipeline.batch import Batch, Prompt
+from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.index import KeyIndex, Nearest
+from gracestream.pipeline.layers import LayerError
+from gracestream.pipeline.maintenance import batch_noise
+from gracestream.pipeline.model import EditableModel, Served
+from gracestream.schemas.deltas import EntryChange
+from gracestream.schemas.messages import Parameters
 from tests.unit.engine.tiny import KINDS, added, changed, editable, index_of, new_codebook, sealed, texts
 
 GENERATORS = [kind for kind in KINDS if kind != "bert"]

@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.codebook import Label
-from pipeline.editing import EditEngine
-from pipeline.model import EditableModel, Served
-from pipeline.tasks import Answer
-from schemas.messages import Outputs, Parameters
+from gracestream.pipeline.codebook import Label
+from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.model import EditableModel, Served
+from gracestream.pipeline.tasks import Answer
+from gracestream.schemas.messages import Outputs, Parameters
 from tests.unit.engine.tiny import KINDS, added, correct, editable, index_of, new_codebook, sealed, texts
 
 GENERATORS = [kind for kind in KINDS if kind != "bert"]

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.chat import END, START, ChatError, ChatTemplate
-from pipeline.checkpoint import fingerprint_of
-from pipeline.control_tokens import control_tokens, text_tokenizer
-from pipeline.editing import EditEngine
-from pipeline.plan import Plan
-from pipeline.probe import TEXTS
-from pipeline.tasks import InputError
-from schemas.messages import ChatMessage, Feedback, Inputs, Parameters
+from gracestream.pipeline.chat import END, START, ChatError, ChatTemplate
+from gracestream.pipeline.checkpoint import fingerprint_of
+from gracestream.pipeline.control_tokens import control_tokens, text_tokenizer
+from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.plan import Plan
+from gracestream.pipeline.probe import TEXTS
+from gracestream.pipeline.tasks import InputError
+from gracestream.schemas.messages import ChatMessage, Feedback, Inputs, Parameters
 from tests.unit.engine.test_control_tokens import FAMILIES, PARTS, spellings
 from tests.unit.engine.tiny import CHAT, CODEBOOK, correct, editable
 

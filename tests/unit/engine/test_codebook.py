@@ -12,8 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pipeline.codebook import Codebook, DeltaFault
-from schemas.deltas import GENESIS, Delta, EntryChange, Tensor, decode_delta
+from gracestream.pipeline.codebook import Codebook, DeltaFault
+from gracestream.schemas.deltas import GENESIS, Delta, EntryChange, Tensor, decode_delta
 from tests.unit.engine.tiny import CODEBOOK, LAYER, MODEL, added, filled, new_codebook, sealed
 
 KEYS = np.arange(12, dtype=np.float32).reshape(4, 3)

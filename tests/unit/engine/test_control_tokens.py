@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, BertConfig, BertModel, ByT5Tokenizer, PreTrainedTokenizerFast
 
-from deploy.checkpoints.packages import minilm_folder
-from pipeline.control_tokens import control_tokens, text_tokenizer
-from pipeline.encoder import Encoder
-from pipeline.model import EditableModel
-from pipeline.probe import TEXTS
+from gracestream.deploy.checkpoints.packages import minilm_folder
+from gracestream.pipeline.control_tokens import control_tokens, text_tokenizer
+from gracestream.pipeline.encoder import Encoder
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.probe import TEXTS
 from tests.unit.engine.tiny import KINDS, LIMITS, MODEL, editable
 
 CHARACTERS = sorted(set(string.ascii_letters + string.digits + "<>/|[]_.,?'"))

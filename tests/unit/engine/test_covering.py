@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.codebook import Codebook
-from pipeline.distance import exact_distances
-from pipeline.index import KeyIndex
-from pipeline.key_search import NO_SLOT, TorchSearch
-from pipeline.sieve import Sieve
-from schemas.deltas import EntryChange
+from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.distance import exact_distances
+from gracestream.pipeline.index import KeyIndex
+from gracestream.pipeline.key_search import NO_SLOT, TorchSearch
+from gracestream.pipeline.sieve import Sieve
+from gracestream.schemas.deltas import EntryChange
 from tests.unit.engine.tiny import added, changed, filled, index_of, new_codebook, sealed
 
 MANY = settings(deadline=None, max_examples=60)
@@ -164,7 +164,7 @@ def test_a_query_in_no_ball_is_told_so_without_a_look_at_any_key(monkeypatch: py
     generator = np.random.default_rng(4)
     keys_ND = generator.standard_normal((5000, 64)).astype(np.float32)
     index = index_of(filled(keys_ND, np.full(5000, 0.5)))
-    monkeypatch.setattr("pipeline.index.exact_distances", lambda *_: pytest.fail("a key was looked at"))
+    monkeypatch.setattr("gracestream.pipeline.index.exact_distances", lambda *_: pytest.fail("a key was looked at"))
     queries_BD = torch.from_numpy(generator.standard_normal((40, 64)).astype(np.float32))
     assert set(index.covering(queries_BD).slots_B.tolist()) == {NO_SLOT}
 

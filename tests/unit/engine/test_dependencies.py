@@ -24,11 +24,11 @@ import torch
 if hasattr(torch.cpu, "get_capabilities"):
     del torch.cpu.get_capabilities  # as below torch 2.12
 for name in ("calibration", "checkpoint", "codebook_file", "rewriting", "trial", "undo"):
-    importlib.import_module(f"pipeline.{name}")
-from pipeline.editing import EditEngine
-from pipeline.environment import environment
-from pipeline.key_search import TorchSearch, search_for
-from schemas.messages import Parameters
+    importlib.import_module(f"gracestream.pipeline.{name}")
+from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.environment import environment
+from gracestream.pipeline.key_search import TorchSearch, search_for
+from gracestream.schemas.messages import Parameters
 from tests.unit.engine.tiny import correct, editable
 
 model = editable("llama")

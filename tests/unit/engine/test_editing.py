@@ -8,14 +8,14 @@ import pytest
 import torch
 from msgspec import UNSET
 
-from pipeline.codebook import DeltaFault
-from pipeline.editing import EditEngine
-from pipeline.model import EditableModel
-from pipeline.plan import Plan
-from pipeline.tasks import InputError, Limits
-from pipeline.training import Recipe
-from schemas.deltas import decode_delta
-from schemas.messages import VERSION, Feedback, Outcome, Parameters
+from gracestream.pipeline.codebook import DeltaFault
+from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.plan import Plan
+from gracestream.pipeline.tasks import InputError, Limits
+from gracestream.pipeline.training import Recipe
+from gracestream.schemas.deltas import decode_delta
+from gracestream.schemas.messages import VERSION, Feedback, Outcome, Parameters
 from tests.unit.engine.tiny import CODEBOOK, WORDS, correct, editable, retuned, texts
 
 TEXTS = texts(40, seed=11)

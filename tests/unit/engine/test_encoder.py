@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import BertConfig, BertModel, GPT2Config, GPT2Model
 
-from pipeline.checkpoint import ModelError
-from pipeline.editing import EditEngine
-from pipeline.encoder import MARK, MARKS, Encoder, marks
-from pipeline.maintenance import batch_noise
-from pipeline.model import EditableModel
-from pipeline.plan import Plan
-from schemas.messages import ChatMessage, Inputs, Parameters
+from gracestream.pipeline.checkpoint import ModelError
+from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.encoder import MARK, MARKS, Encoder, marks
+from gracestream.pipeline.maintenance import batch_noise
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.plan import Plan
+from gracestream.schemas.messages import ChatMessage, Inputs, Parameters
 from tests.unit.engine.tiny import CHAT, CODEBOOK, KINDS, SIZE, WORDS, correct, editable, texts, tokenizer
 
 INPUTS = texts(9, seed=3)

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import UNSET
 
-from pipeline.codebook import Codebook
-from pipeline.editing import EditEngine
-from pipeline.evaluation import EvaluationCase, EvaluationError, begins, evaluate, summary
-from pipeline.model import EditableModel
-from pipeline.plan import Plan
-from schemas.deltas import EntryChange, Tensor
+from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.evaluation import EvaluationCase, EvaluationError, begins, evaluate, summary
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.plan import Plan
+from gracestream.schemas.deltas import EntryChange, Tensor
 from tests.unit.engine.tiny import CODEBOOK, WORDS, correct, texts
 
 TEXTS = texts(12, seed=23)

@@ -9,17 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import UNSET
 
-from pipeline.adaptor import matches
-from pipeline.codebook import DeltaFault
-from pipeline.codebook_file import load, save
-from pipeline.editing import EditEngine
-from pipeline.excepting import Refusal, except_from, exception_for
-from pipeline.memory import BARE_MODEL
-from pipeline.model import Served
-from pipeline.plan import Plan
-from pipeline.prompt_exceptions import query_of
-from schemas.deltas import EntryChange, ExceptionChange, Standing, Tensor, decode_delta
-from schemas.messages import Feedback, Outcome, Parameters
+from gracestream.pipeline.adaptor import matches
+from gracestream.pipeline.codebook import DeltaFault
+from gracestream.pipeline.codebook_file import load, save
+from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.excepting import Refusal, except_from, exception_for
+from gracestream.pipeline.memory import BARE_MODEL
+from gracestream.pipeline.model import Served
+from gracestream.pipeline.plan import Plan
+from gracestream.pipeline.prompt_exceptions import query_of
+from gracestream.schemas.deltas import EntryChange, ExceptionChange, Standing, Tensor, decode_delta
+from gracestream.schemas.messages import Feedback, Outcome, Parameters
 from tests.unit.engine.points import PointModel, answer, at, point
 from tests.unit.engine.stories import Story, assert_same, plan_of, story, without
 from tests.unit.engine.tiny import CODEBOOK, added, correct, editable, index_of, new_codebook, sealed, texts

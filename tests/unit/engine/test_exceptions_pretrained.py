@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 from msgspec import UNSET
 
-from deploy.models import KNOWN, resolve, resolve_encoder
-from pipeline.editing import EditEngine
-from pipeline.excepting import except_from
-from pipeline.model import EditableModel, Served
-from pipeline.plan import Plan
-from schemas.messages import Feedback, Parameters
+from gracestream.deploy.models import KNOWN, resolve, resolve_encoder
+from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.excepting import except_from
+from gracestream.pipeline.model import EditableModel, Served
+from gracestream.pipeline.plan import Plan
+from gracestream.schemas.messages import Feedback, Parameters
 from tests.unit.engine.tiny import CODEBOOK, correct
 
 pytestmark = pytest.mark.model

@@ -10,16 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import UNSET
 
-from pipeline.edited import correction
-from pipeline.editing import EditEngine
-from pipeline.forms import MOST_TOKENS, forms_of, supervised_forms
-from pipeline.model import EditableModel
-from pipeline.passes import Passes
-from pipeline.plan import Plan
-from pipeline.tasks import Limits, Supervised
-from pipeline.training import OWN_MARGIN, Recipe, Texts, train_on, train_value
-from schemas.deltas import Delta, decode_delta
-from schemas.messages import ChatMessage, Feedback, Inputs, encode
+from gracestream.pipeline.edited import correction
+from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.forms import MOST_TOKENS, forms_of, supervised_forms
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.passes import Passes
+from gracestream.pipeline.plan import Plan
+from gracestream.pipeline.tasks import Limits, Supervised
+from gracestream.pipeline.training import OWN_MARGIN, Recipe, Texts, train_on, train_value
+from gracestream.schemas.deltas import Delta, decode_delta
+from gracestream.schemas.messages import ChatMessage, Feedback, Inputs, encode
 from tests.unit.engine.recorded import Recorded
 from tests.unit.engine.tiny import CHAT, CODEBOOK, KINDS, WORDS, editable, texts
 
@@ -163,7 +163,7 @@ def test_a_form_that_fails_rejects_nothing_and_leaves_the_value_as_it_was(monkey
         return [model.supervised(inputs, WORDS[number])[1] for number in (20, 21)]
 
     usual = edited(model, ONE_PROMPT, text)
-    monkeypatch.setattr("pipeline.rephrasing.supervised_forms", other)
+    monkeypatch.setattr("gracestream.pipeline.rephrasing.supervised_forms", other)
     assert torch.equal(value(edited(model, PLAN, text)), value(usual))
 
 
@@ -220,7 +220,7 @@ def test_what_runs_before_the_layer_runs_once_for_each_form(monkeypatch: pytest.
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_rows_of_unequal_lengths_that_pass_apart_are_those_of_one_pass(kind: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr("pipeline.passes.PASS", 1)
+    monkeypatch.setattr("gracestream.pipeline.passes.PASS", 1)
     model = editable(kind)
     given_texts = [" ".join(WORDS[:words]) for words in (30, 3, 20, 4)]
     targets = ["1"] * 4 if kind == "bert" else [" ".join(WORDS[5 : 6 + number]) for number in range(4)]

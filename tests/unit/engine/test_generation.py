@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.editing import EditEngine
-from pipeline.model import EditableModel
-from pipeline.probe import TEXTS
-from schemas.messages import Parameters
+from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.probe import TEXTS
+from gracestream.schemas.messages import Parameters
 from tests.unit.engine.tiny import KINDS, LIMITS, MODEL, SPECIALS, WORDS, correct, tokenizer
 
 TARGET = "train"  # which the prompt has, so that a penalty on repetition would tell

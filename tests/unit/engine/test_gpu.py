@@ -17,16 +17,16 @@ from msgspec import UNSET
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertConfig, BertModel
 
-from pipeline import index as key_index
-from pipeline.codebook import Codebook
-from pipeline.device import CUDA_DEFAULTS, arithmetic, prepare_cuda
-from pipeline.distance import exact_distances
-from pipeline.edited import correction
-from pipeline.editing import EditEngine
-from pipeline.encoder import Encoder
-from pipeline.environment import environment
-from pipeline.index import CANDIDATES, MOST_CANDIDATES, KeyIndex
-from pipeline.key_search import (
+from gracestream.pipeline import index as key_index
+from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.device import CUDA_DEFAULTS, arithmetic, prepare_cuda
+from gracestream.pipeline.distance import exact_distances
+from gracestream.pipeline.edited import correction
+from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.encoder import Encoder
+from gracestream.pipeline.environment import environment
+from gracestream.pipeline.index import CANDIDATES, MOST_CANDIDATES, KeyIndex
+from gracestream.pipeline.key_search import (
     FAISS_BYTES,
     FAISS_KEYS,
     Candidates,
@@ -38,13 +38,13 @@ from pipeline.key_search import (
     queries_of_a_call,
     search_for,
 )
-from pipeline.model import EditableModel
-from pipeline.noise import query_noise
-from pipeline.plan import Plan
-from pipeline.probe import TEXTS
-from pipeline.training import Recipe
-from schemas.deltas import EntryChange, Tensor, decode_delta
-from schemas.messages import Feedback, Parameters
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.noise import query_noise
+from gracestream.pipeline.plan import Plan
+from gracestream.pipeline.probe import TEXTS
+from gracestream.pipeline.training import Recipe
+from gracestream.schemas.deltas import EntryChange, Tensor, decode_delta
+from gracestream.schemas.messages import Feedback, Parameters
 from tests.unit.engine.stories import Story
 from tests.unit.engine.tiny import (
     KINDS,
@@ -214,7 +214,7 @@ def test_odd_queries_and_an_empty_codebook_have_no_nearest_key(way: Way) -> None
 
 
 def test_an_index_follows_what_a_codebook_adds_and_removes(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.key_search.ROOM", 8)
+    monkeypatch.setattr("gracestream.pipeline.key_search.ROOM", 8)
     generator = np.random.default_rng(3)
     codebook = new_codebook()
     index = way.index(codebook)
@@ -311,7 +311,8 @@ def test_the_same_stream_gives_the_same_records_to_the_byte(way: Way, kind: str)
 def test_a_history_that_is_trained_anew_gives_its_records_to_the_byte(way: Way, kind: str) -> None:
     """As `replay --retrain` does, with another copy of the model; also what an undo decides again."""
     retraining = pytest.importorskip(
-        "pipeline.retraining", reason="training anew reads outcomes too, and needs what a worker needs: `pip install .`"
+        "gracestream.pipeline.retraining",
+        reason="training anew reads outcomes too, and needs what a worker needs: `pip install .`",
     )
     told = way.story(editable(kind, device=way.device))
     statuses, records = corrected(told.engine, kind)
@@ -420,7 +421,7 @@ def test_a_batch_that_faiss_has_no_memory_for_is_searched_in_parts(monkeypatch: 
     index = KeyIndex(codebook, torch.device("cpu"), FaissRehearsed)
     search = index._search
     assert isinstance(search, FaissRehearsed)
-    monkeypatch.setattr("pipeline.key_search.FAISS_BYTES", 2**19)
+    monkeypatch.setattr("gracestream.pipeline.key_search.FAISS_BYTES", 2**19)
     index._settle_search()
     search.calls = []
     search.search(torch.from_numpy(queries_BD), CANDIDATES)

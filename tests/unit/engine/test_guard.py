@@ -10,14 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.codebook import Codebook
-from pipeline.editing import EditEngine
-from pipeline.key_search import NO_SLOT
-from pipeline.maintenance import batch_noise
-from pipeline.memory import BARE_MODEL, EditMemory
-from pipeline.plan import Plan
-from pipeline.same_words import same_words
-from schemas.messages import Status
+from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.key_search import NO_SLOT
+from gracestream.pipeline.maintenance import batch_noise
+from gracestream.pipeline.memory import BARE_MODEL, EditMemory
+from gracestream.pipeline.plan import Plan
+from gracestream.pipeline.same_words import same_words
+from gracestream.schemas.messages import Status
 from tests.unit.engine.points import CLASSES, answer, at, engine, point
 from tests.unit.engine.tiny import CODEBOOK, correct, editable, texts
 

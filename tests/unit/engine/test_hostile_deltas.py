@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from pipeline.codebook import Codebook, DeltaFault
-from schemas.deltas import DIGEST_BYTES, EntryChange, chain
+from gracestream.pipeline.codebook import Codebook, DeltaFault
+from gracestream.schemas.deltas import DIGEST_BYTES, EntryChange, chain
 from tests.hostile import mutated_bytes
 from tests.unit.engine.tiny import CODEBOOK, LAYER, MODEL, added, retuned, sealed
 

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from pipeline.bounds import Products
-from pipeline.distance import exact_distances
-from pipeline.index import CANDIDATES, KeyIndex, Nearest
-from pipeline.key_search import NO_SLOT, Candidates, TorchSearch
-from schemas.deltas import EntryChange
+from gracestream.pipeline.bounds import Products
+from gracestream.pipeline.distance import exact_distances
+from gracestream.pipeline.index import CANDIDATES, KeyIndex, Nearest
+from gracestream.pipeline.key_search import NO_SLOT, Candidates, TorchSearch
+from gracestream.schemas.deltas import EntryChange
 from tests.unit.engine.tiny import added, changed, filled, index_of, new_codebook
 
 MANY = settings(deadline=None, max_examples=60)
@@ -248,8 +248,8 @@ def test_one_key_of_a_huge_norm_does_not_make_every_search_a_full_scan(monkeypat
         looked_at.append(keys_BKD.shape[1])
         return exact_distances(queries_BD, keys_BKD)
 
-    monkeypatch.setattr("pipeline.index.exact_distances", counting)
-    monkeypatch.setattr("pipeline.key_search.exact_distances", counting)
+    monkeypatch.setattr("gracestream.pipeline.index.exact_distances", counting)
+    monkeypatch.setattr("gracestream.pipeline.key_search.exact_distances", counting)
     found = both_ways(index, torch.from_numpy(keys_ND[20:30]))
     assert found.slots_B.tolist() == list(range(20, 30))
     assert max(looked_at) <= CANDIDATES * 8
@@ -258,7 +258,7 @@ def test_one_key_of_a_huge_norm_does_not_make_every_search_a_full_scan(monkeypat
 def test_of_keys_that_are_all_compared_few_are_copied_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where all lie within rounding of each other, and no search by products tells them apart."""
     index = index_of(filled(np.full((50, 4), 1e4)))
-    monkeypatch.setattr("pipeline.index.ROWS", 10)
+    monkeypatch.setattr("gracestream.pipeline.index.ROWS", 10)
     copies: list[weakref.ref[torch.Tensor]] = []
 
     def watched(queries_BD: torch.Tensor, keys_BKD: torch.Tensor) -> torch.Tensor:
@@ -267,7 +267,7 @@ def test_of_keys_that_are_all_compared_few_are_copied_at_a_time(monkeypatch: pyt
             assert sum(copy() is not None for copy in copies) <= 2
         return exact_distances(queries_BD, keys_BKD)
 
-    monkeypatch.setattr("pipeline.index.exact_distances", watched)
+    monkeypatch.setattr("gracestream.pipeline.index.exact_distances", watched)
     index._nearest_of(torch.full((1, 4), 1e4), {0: np.arange(50)})
     assert len(copies) == 5
 
@@ -287,7 +287,7 @@ class Away(TorchSearch):
 
 def test_keys_on_a_device_follow_by_the_slots_that_a_delta_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     """They outgrow their room there several times, and are else moved one by one."""
-    monkeypatch.setattr("pipeline.key_search.ROOM", 8)
+    monkeypatch.setattr("gracestream.pipeline.key_search.ROOM", 8)
     generator = np.random.default_rng(6)
     codebook = new_codebook()
     index = KeyIndex(codebook, torch.device("cpu"), Away)
@@ -336,9 +336,9 @@ def test_keys_far_from_the_origin_need_few_candidates(norm: float, monkeypatch: 
 @pytest.mark.parametrize("count", [5, 100, 700])
 def test_products_in_parts_find_the_same(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys and queries by the few: each part proposes candidates, of which the best count."""
-    monkeypatch.setattr("pipeline.key_search.FEWEST_KEYS", 16)
-    monkeypatch.setattr("pipeline.key_search.PRODUCTS", 1)
-    monkeypatch.setattr("pipeline.key_search.CELLS", 8)
+    monkeypatch.setattr("gracestream.pipeline.key_search.FEWEST_KEYS", 16)
+    monkeypatch.setattr("gracestream.pipeline.key_search.PRODUCTS", 1)
+    monkeypatch.setattr("gracestream.pipeline.key_search.CELLS", 8)
     generator = np.random.default_rng(10)
     keys_ND = generator.standard_normal((count, 12)).astype(np.float32)
     keys_ND[count // 2 :] = keys_ND[: count - count // 2]  # each twice, and so never proven by distance alone
@@ -358,7 +358,7 @@ def test_keys_that_no_codes_tell_apart_are_looked_at_once_for_one_query(monkeypa
             looks.append(len(queries_BD))
             super().__init__(keys_ND, center_D, queries_BD)
 
-    monkeypatch.setattr("pipeline.sieve.Products", Counted)
+    monkeypatch.setattr("gracestream.pipeline.sieve.Products", Counted)
     query_1D = torch.from_numpy(np.random.default_rng(8).standard_normal((1, 400), np.float32))
     for _ in range(2):
         index.covering(query_1D)

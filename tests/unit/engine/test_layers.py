@@ -7,9 +7,17 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.adaptor import QueryToken
-from pipeline.layers import LayerError, Prefix, block_list, find_layer, in_decoder, linear_layers, normal_path
-from pipeline.model import EditableModel
+from gracestream.pipeline.adaptor import QueryToken
+from gracestream.pipeline.layers import (
+    LayerError,
+    Prefix,
+    block_list,
+    find_layer,
+    in_decoder,
+    linear_layers,
+    normal_path,
+)
+from gracestream.pipeline.model import EditableModel
 from tests.unit.engine.tiny import KINDS, editable, texts
 
 TEXT = texts(1, seed=3)[0]

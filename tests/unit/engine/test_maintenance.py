@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.maintenance import (
+from gracestream.pipeline.maintenance import (
     TRAFFIC_SHARE,
     Decision,
     Neighbour,

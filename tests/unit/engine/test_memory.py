@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from pipeline.codebook import Codebook, DeltaFault
-from pipeline.memory import EditMemory
-from schemas.deltas import Cause, EntryChange, Tensor
+from gracestream.pipeline.codebook import Codebook, DeltaFault
+from gracestream.pipeline.memory import EditMemory
+from gracestream.schemas.deltas import Cause, EntryChange, Tensor
 from tests.unit.engine.points import point
 from tests.unit.engine.tiny import added, new_codebook, sealed
 

@@ -20,11 +20,11 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-from pipeline.layers import Prefix
-from pipeline.model import EditableModel
-from pipeline.narrowing import FirstToken
-from pipeline.passes import Rest
-from pipeline.training import Recipe, train_value
+from gracestream.pipeline.layers import Prefix
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.narrowing import FirstToken
+from gracestream.pipeline.passes import Rest
+from gracestream.pipeline.training import Recipe, train_value
 from tests.unit.engine.tiny import END, KINDS, LIMITS, SIZE, WORDS, editable, index_of, new_codebook, texts, tokenizer
 
 TEXT = texts(1, seed=3)[0]

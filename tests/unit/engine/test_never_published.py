@@ -4,13 +4,13 @@ import math
 
 import pytest
 
-from pipeline import editing
-from pipeline.edited import correction
-from pipeline.editing import EditEngine
-from pipeline.model import EditableModel
-from pipeline.plan import Plan
-from pipeline.probe import TEXTS
-from pipeline.tasks import InputError
+from gracestream.pipeline import editing
+from gracestream.pipeline.edited import correction
+from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.plan import Plan
+from gracestream.pipeline.probe import TEXTS
+from gracestream.pipeline.tasks import InputError
 from tests.unit.engine.tiny import KINDS, MODEL, correct, editable, texts
 
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.batch import Prompt
-from pipeline.maintenance import ROUNDINGS
-from pipeline.model import EditableModel
-from pipeline.noise import query_noise
-from pipeline.probe import TEXTS
+from gracestream.pipeline.batch import Prompt
+from gracestream.pipeline.maintenance import ROUNDINGS
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.noise import query_noise
+from gracestream.pipeline.probe import TEXTS
 from tests.unit.engine.tiny import LIMITS, MODEL, editable
 
 

@@ -8,16 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import UNSET
 
-from deploy.models import KNOWN, resolve, resolve_encoder
-from pipeline.control_tokens import control_tokens
-from pipeline.editing import EditEngine
-from pipeline.encoder import UNIT, Encoder
-from pipeline.maintenance import ROUNDINGS, batch_noise
-from pipeline.model import EditableModel
-from pipeline.noise import query_noise
-from pipeline.plan import Plan
-from pipeline.probe import TEXTS
-from schemas.messages import ChatMessage, Inputs, Parameters
+from gracestream.deploy.models import KNOWN, resolve, resolve_encoder
+from gracestream.pipeline.control_tokens import control_tokens
+from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.encoder import UNIT, Encoder
+from gracestream.pipeline.maintenance import ROUNDINGS, batch_noise
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.noise import query_noise
+from gracestream.pipeline.plan import Plan
+from gracestream.pipeline.probe import TEXTS
+from gracestream.schemas.messages import ChatMessage, Inputs, Parameters
 from tests.unit.engine.tiny import CODEBOOK, correct
 
 pytestmark = pytest.mark.model

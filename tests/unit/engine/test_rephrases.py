@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import UNSET
 
-from pipeline.edited import committed_outcome, correction
-from pipeline.training import Recipe
-from schemas.deltas import decode_delta
-from schemas.messages import Feedback, Outcome, encode
+from gracestream.pipeline.edited import committed_outcome, correction
+from gracestream.pipeline.training import Recipe
+from gracestream.schemas.deltas import decode_delta
+from gracestream.schemas.messages import Feedback, Outcome, encode
 from tests.unit.engine.points import CLASSES, answer, at
 from tests.unit.engine.recorded import PLAN, Recorded
 from tests.unit.engine.stories import assert_same, fields_of, plan_of, see, story, without

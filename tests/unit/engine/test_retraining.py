@@ -9,11 +9,11 @@ import pytest
 import torch
 from msgspec import UNSET
 
-from pipeline.codebook import DeltaFault
-from pipeline.edited import correction
-from pipeline.environment import environment
-from pipeline.plan import Plan, plan_of
-from schemas.deltas import Delta, EntryChange, Tensor, decode_delta
+from gracestream.pipeline.codebook import DeltaFault
+from gracestream.pipeline.edited import correction
+from gracestream.pipeline.environment import environment
+from gracestream.pipeline.plan import Plan, plan_of
+from gracestream.schemas.deltas import Delta, EntryChange, Tensor, decode_delta
 from tests.unit.engine.points import at
 from tests.unit.engine.recorded import PLAN, Recorded
 

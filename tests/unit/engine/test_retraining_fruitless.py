@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.codebook import DeltaFault
-from pipeline.edited import correction
-from pipeline.environment import environment
-from pipeline.plan import Plan
-from pipeline.training import Recipe
-from schemas.messages import Feedback, Outcome, decode, encode
+from gracestream.pipeline.codebook import DeltaFault
+from gracestream.pipeline.edited import correction
+from gracestream.pipeline.environment import environment
+from gracestream.pipeline.plan import Plan
+from gracestream.pipeline.training import Recipe
+from gracestream.schemas.messages import Feedback, Outcome, decode, encode
 from tests.unit.engine.points import at
 from tests.unit.engine.recorded import PLAN, Recorded
 

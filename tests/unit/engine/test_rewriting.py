@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from msgspec import UNSET
 
-from pipeline import editing, rewriting
-from pipeline.editing import EditEngine
-from pipeline.plan import Plan
-from pipeline.training import Recipe
-from schemas.deltas import decode_delta
-from schemas.messages import Feedback
+from gracestream.pipeline import editing, rewriting
+from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.plan import Plan
+from gracestream.pipeline.training import Recipe
+from gracestream.schemas.deltas import decode_delta
+from gracestream.schemas.messages import Feedback
 from tests.unit.engine.points import CLASSES
 from tests.unit.engine.stories import assert_same, plan_of, see, story, without
 

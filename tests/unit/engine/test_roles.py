@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import UNSET
 
-from pipeline.authors import Author, Authors
-from pipeline.roles import UNSIGNED
-from pipeline.signing import sign
-from schemas.deltas import Role, Standing, decode_delta
-from schemas.messages import Feedback, Outcome, encode
+from gracestream.pipeline.authors import Author, Authors
+from gracestream.pipeline.roles import UNSIGNED
+from gracestream.pipeline.signing import sign
+from gracestream.schemas.deltas import Role, Standing, decode_delta
+from gracestream.schemas.messages import Feedback, Outcome, encode
 from tests.unit.engine.points import at
 from tests.unit.engine.recorded import Recorded
 from tests.unit.engine.stories import Story, story

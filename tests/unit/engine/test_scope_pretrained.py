@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deploy.models import resolve_encoder
-from pipeline.encoder import MARK, Encoder
-from pipeline.negatives import COUNT, other_requests, radius_of
+from gracestream.deploy.models import resolve_encoder
+from gracestream.pipeline.encoder import MARK, Encoder
+from gracestream.pipeline.negatives import COUNT, other_requests, radius_of
 
 pytestmark = pytest.mark.model
 

@@ -10,16 +10,16 @@ import torch
 from msgspec import UNSET
 from transformers import ConvBertConfig, ConvBertForSequenceClassification
 
-from pipeline.adaptor import Hit
-from pipeline.edited import correction
-from pipeline.editing import EditEngine
-from pipeline.model import EditableModel
-from pipeline.passes import Rest, Verdict
-from pipeline.plan import Plan
-from pipeline.tasks import Supervised
-from pipeline.training import Recipe, Trained, train_value, train_values
-from schemas.deltas import Cause, Delta, decode_delta
-from schemas.messages import Feedback, encode
+from gracestream.pipeline.adaptor import Hit
+from gracestream.pipeline.edited import correction
+from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.passes import Rest, Verdict
+from gracestream.pipeline.plan import Plan
+from gracestream.pipeline.tasks import Supervised
+from gracestream.pipeline.training import Recipe, Trained, train_value, train_values
+from gracestream.schemas.deltas import Cause, Delta, decode_delta
+from gracestream.schemas.messages import Feedback, encode
 from tests.unit.engine.points import PointModel, at, engine
 from tests.unit.engine.recorded import PLAN, Recorded
 from tests.unit.engine.tiny import CODEBOOK, LIMITS, SIZE, WORDS, editable, index_of, new_codebook, texts, tokenizer

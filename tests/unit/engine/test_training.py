@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.device import reproducible
-from pipeline.editing import EditEngine
-from pipeline.layers import Prefix
-from pipeline.model import EditableModel
-from pipeline.passes import Rest, verdict
-from pipeline.tasks import InputError
-from pipeline.training import Recipe, Trained, train_value, train_values
+from gracestream.pipeline.device import reproducible
+from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.layers import Prefix
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.passes import Rest, verdict
+from gracestream.pipeline.tasks import InputError
+from gracestream.pipeline.training import Recipe, Trained, train_value, train_values
 from tests.unit.engine.tiny import LIMITS, MODEL, WORDS, correct, editable, index_of, new_codebook, texts
 
 TEXT = texts(1, seed=3)[0]
@@ -47,7 +47,7 @@ def losses(model: EditableModel, kind: str, skip: bool) -> tuple[list[float], Tr
         return found, loss
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipeline.passes.verdict", listening)
+        patch.setattr("gracestream.pipeline.passes.verdict", listening)
         return seen, train_value(model.passes, rest, start_V, SHORT)
 
 
@@ -177,7 +177,7 @@ def test_a_tie_at_the_start_is_trained_away(gpt2_model: EditableModel, monkeypat
         found, loss = verdict(logits_LC, label_L)
         return (dataclasses.replace(found, margin=0.0) if first.pop() else found, loss) if first else (found, loss)
 
-    monkeypatch.setattr("pipeline.passes.verdict", tied)
+    monkeypatch.setattr("gracestream.pipeline.passes.verdict", tied)
     assert train_value(gpt2_model.passes, rest, start_V, Recipe(margin=0.0)).steps > 0
 
 
@@ -259,7 +259,7 @@ def test_training_as_on_a_gpu_gives_the_same_bits_each_time(
         fused = attention.flash_sdp_enabled() or attention.mem_efficient_sdp_enabled()
         inside.append((torch.are_deterministic_algorithms_enabled(), fused))
 
-    monkeypatch.setattr("pipeline.training.reproducible", lambda _: reproducible(torch.device("cuda")))
+    monkeypatch.setattr("gracestream.pipeline.training.reproducible", lambda _: reproducible(torch.device("cuda")))
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # such as of an operation that has no deterministic kernel
         found = [train_values(model.passes, rest, [start_V], SHORT, look)[0] for _ in range(2)]

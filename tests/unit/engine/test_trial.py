@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.editing import EditEngine
-from pipeline.layers import LayerError, linear_layers
-from pipeline.model import EditableModel
-from pipeline.plan import Plan
-from pipeline.probe import TEXTS
-from pipeline.tasks import Limits
-from pipeline.training import Recipe
-from pipeline.trial import layer_fault
-from schemas.messages import Parameters
+from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.layers import LayerError, linear_layers
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.plan import Plan
+from gracestream.pipeline.probe import TEXTS
+from gracestream.pipeline.tasks import Limits
+from gracestream.pipeline.training import Recipe
+from gracestream.pipeline.trial import layer_fault
+from gracestream.schemas.messages import Parameters
 from tests.unit.engine.tiny import CODEBOOK, KINDS, LIMITS, WORDS, correct, editable
 
 NOT_CALLED = "the model does not call it when it answers"

@@ -7,12 +7,12 @@ import pytest
 import torch
 from msgspec import UNSET
 
-from pipeline.codebook import DeltaFault
-from pipeline.index import KeyIndex
-from pipeline.training import Recipe
-from pipeline.undo import undo
-from schemas.deltas import decode_delta
-from schemas.messages import Feedback
+from gracestream.pipeline.codebook import DeltaFault
+from gracestream.pipeline.index import KeyIndex
+from gracestream.pipeline.training import Recipe
+from gracestream.pipeline.undo import undo
+from gracestream.schemas.deltas import decode_delta
+from gracestream.schemas.messages import Feedback
 from tests.unit.engine.points import answer
 from tests.unit.engine.stories import Story, assert_same, plan_of, story
 from tests.unit.engine.tiny import retuned

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import UNSET
 
-from pipeline.editing import EditEngine
-from pipeline.plan import Plan
-from schemas.deltas import decode_delta
-from schemas.messages import Feedback
+from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.plan import Plan
+from gracestream.schemas.deltas import decode_delta
+from gracestream.schemas.messages import Feedback
 from tests.unit.engine.points import CLASSES, PointModel
 from tests.unit.engine.stories import Story, assert_same, plan_of, see, story, without
 from tests.unit.engine.tiny import CODEBOOK

@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from pipeline.adaptor import MOST_COMPARED, OUTSIDE, matches
-from pipeline.codebook_file import load, save
-from pipeline.editing import EditEngine
-from pipeline.evaluation import EvaluationCase, evaluate
-from pipeline.index import KeyIndex
-from pipeline.key_search import TorchSearch
-from pipeline.model import Served
-from pipeline.plan import Plan
-from pipeline.traffic import Traffic
-from pipeline.wording import disagreement, wording_of
-from schemas.deltas import Delta, EntryChange, decode_delta
-from schemas.messages import Parameters
+from gracestream.pipeline.adaptor import MOST_COMPARED, OUTSIDE, matches
+from gracestream.pipeline.codebook_file import load, save
+from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.evaluation import EvaluationCase, evaluate
+from gracestream.pipeline.index import KeyIndex
+from gracestream.pipeline.key_search import TorchSearch
+from gracestream.pipeline.model import Served
+from gracestream.pipeline.plan import Plan
+from gracestream.pipeline.traffic import Traffic
+from gracestream.pipeline.wording import disagreement, wording_of
+from gracestream.schemas.deltas import Delta, EntryChange, decode_delta
+from gracestream.schemas.messages import Parameters
 from tests.unit.engine import points
 from tests.unit.engine.test_encoder import chat
 from tests.unit.engine.tiny import CHAT, KINDS, WORDS, added, correct, editable, index_of, new_codebook, sealed, texts
@@ -195,7 +195,7 @@ def test_a_saved_codebook_compares_the_same_words(tmp_path: Path, monkeypatch: p
     assert loaded.state_digest() == engine.codebook.state_digest()
     before = loaded.state_digest()
     with monkeypatch.context() as changed:
-        changed.setattr("pipeline.codebook.rules", lambda: "other rules")
+        changed.setattr("gracestream.pipeline.codebook.rules", lambda: "other rules")
         assert loaded.state_digest() != before, "a replica with other rules answers differently"
     loaded.wordings[0] = ""
     assert loaded.state_digest() != engine.codebook.state_digest(), "they answer differently"

@@ -20,15 +20,15 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from pipeline.codebook import Applied, Codebook, Label
-from pipeline.edited import correction
-from pipeline.editing import EditEngine
-from pipeline.index import KeyIndex
-from pipeline.model import EditableModel
-from pipeline.probe import TEXTS
-from pipeline.tasks import Limits
-from schemas.deltas import Cause, Delta, EntryChange, Op, Tensor, seal
-from schemas.messages import Inputs, Outcome
+from gracestream.pipeline.codebook import Applied, Codebook, Label
+from gracestream.pipeline.edited import correction
+from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.index import KeyIndex
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.probe import TEXTS
+from gracestream.pipeline.tasks import Limits
+from gracestream.schemas.deltas import Cause, Delta, EntryChange, Op, Tensor, seal
+from gracestream.schemas.messages import Inputs, Outcome
 
 WORDS = sorted({word for text in TEXTS for word in text.split()})
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "</s>"]

@@ -5,10 +5,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from pipeline.experiments.editors.finetuning import SAMPLE, ElasticWeights, FineTuning, Retraining
-from pipeline.experiments.evaluation import Evaluation
-from pipeline.experiments.tasks import Example
-from pipeline.model import EditableModel
+from gracestream.pipeline.experiments.editors.finetuning import SAMPLE, ElasticWeights, FineTuning, Retraining
+from gracestream.pipeline.experiments.evaluation import Evaluation
+from gracestream.pipeline.experiments.tasks import Example
+from gracestream.pipeline.model import EditableModel
 from tests.unit.engine.tiny import KINDS, editable, texts
 from tests.unit.experiments.toy import examples_of
 

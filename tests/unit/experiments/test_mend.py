@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.experiments.editors.editor import EditorError
-from pipeline.experiments.editors.mend import STEP_SIZE, Mend
-from pipeline.experiments.evaluation import Evaluation
+from gracestream.pipeline.experiments.editors.editor import EditorError
+from gracestream.pipeline.experiments.editors.mend import STEP_SIZE, Mend
+from gracestream.pipeline.experiments.evaluation import Evaluation
 from tests.unit.engine.tiny import KINDS, editable, texts
 from tests.unit.experiments.toy import examples_of
 

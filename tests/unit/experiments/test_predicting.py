@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.experiments.editors.predicting import Defer, Memory, Predicting
-from pipeline.experiments.evaluation import Evaluation
-from pipeline.model import EditableModel
+from gracestream.pipeline.experiments.editors.predicting import Defer, Memory, Predicting
+from gracestream.pipeline.experiments.evaluation import Evaluation
+from gracestream.pipeline.model import EditableModel
 from tests.unit.engine.tiny import KINDS, editable, texts
 from tests.unit.experiments.toy import examples_of
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.experiments.editors.editor import EditorError
-from pipeline.experiments.editors.rome import Rome
-from pipeline.experiments.evaluation import Evaluation
-from pipeline.experiments.tasks import Example
-from pipeline.model import EditableModel
+from gracestream.pipeline.experiments.editors.editor import EditorError
+from gracestream.pipeline.experiments.editors.rome import Rome
+from gracestream.pipeline.experiments.evaluation import Evaluation
+from gracestream.pipeline.experiments.tasks import Example
+from gracestream.pipeline.model import EditableModel
 from tests.unit.engine.tiny import editable, texts
 from tests.unit.experiments.toy import examples_of
 

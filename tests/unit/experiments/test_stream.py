@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.batch import Batch
-from pipeline.experiments.editors.editor import Made
-from pipeline.experiments.editors.grace import Grace
-from pipeline.experiments.editors.known import EDITORS
-from pipeline.experiments.evaluation import Evaluation
-from pipeline.experiments.stream import Point, Stream, fitting
-from pipeline.experiments.tasks import TASKS, Edit, Example, Task
-from pipeline.plan import Plan
+from gracestream.pipeline.batch import Batch
+from gracestream.pipeline.experiments.editors.editor import Made
+from gracestream.pipeline.experiments.editors.grace import Grace
+from gracestream.pipeline.experiments.editors.known import EDITORS
+from gracestream.pipeline.experiments.evaluation import Evaluation
+from gracestream.pipeline.experiments.stream import Point, Stream, fitting
+from gracestream.pipeline.experiments.tasks import TASKS, Edit, Example, Task
+from gracestream.pipeline.plan import Plan
+from gracestream.workers.cli.experiments import Method, Name
 from tests.unit.engine.tiny import editable, texts
-from workers.cli.experiments import Method, Name
 
 TEXTS = texts(30, seed=11)
 NAMES = ["right", "wrong", "both"]

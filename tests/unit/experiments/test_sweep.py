@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.experiments import plots
-from pipeline.experiments.editors.serving import Use
-from pipeline.experiments.plots import PlotError, draw_run, require_plots
-from pipeline.experiments.report import METRICS, VERSION, Asked, Report, read, write
-from pipeline.experiments.stream import Point, Quality
-from pipeline.experiments.sweep import Sweep, SweepError, estimate, grid, title
+from gracestream.pipeline.experiments import plots
+from gracestream.pipeline.experiments.editors.serving import Use
+from gracestream.pipeline.experiments.plots import PlotError, draw_run, require_plots
+from gracestream.pipeline.experiments.report import METRICS, VERSION, Asked, Report, read, write
+from gracestream.pipeline.experiments.stream import Point, Quality
+from gracestream.pipeline.experiments.sweep import Sweep, SweepError, estimate, grid, title
 
 ASKED = Asked(
     experiment="zsre", data="d", editor="grace", edits=1, retention=1, every=1, seed=0, settings={}, version=VERSION

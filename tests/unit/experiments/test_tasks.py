@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.experiments import data
-from pipeline.experiments.data import DataError, QuestionRow, rows_of
-from pipeline.experiments.tasks import (
+from gracestream.pipeline.experiments import data
+from gracestream.pipeline.experiments.data import DataError, QuestionRow, rows_of
+from gracestream.pipeline.experiments.tasks import (
     ACCURATE,
     AREAS,
     RETENTION,

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from pipeline.experiments.tasks import Example
+from gracestream.pipeline.experiments.tasks import Example
 
 
 def examples_of(kind: str, inputs: Sequence[str]) -> list[Example]:

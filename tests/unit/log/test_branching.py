@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import UNSET
 
-from pipeline.branching import _moved, _named
-from schemas.deltas import Cause, Delta
+from gracestream.pipeline.branching import _moved, _named
+from gracestream.schemas.deltas import Cause, Delta
 
 LEAD = Delta(v=1, codebook="c", model="m", layer="l", term=1, seq=1, op="lead", digest=b"")
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from msgspec import UNSET
 
-from pipeline.codebook import Codebook
-from pipeline.edited import correction
-from pipeline.radius_store import Head
-from schemas.deltas import Cause
-from schemas.messages import AppliedEdit, Outcome, Prediction, encode
+from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.edited import correction
+from gracestream.pipeline.radius_store import Head
+from gracestream.schemas.deltas import Cause
+from gracestream.schemas.messages import AppliedEdit, Outcome, Prediction, encode
 from tests.doubles.checker import Follower, Left, faults
 from tests.doubles.kafka import Stored
 from tests.unit.engine.tiny import LAYER, MODEL, added, sealed

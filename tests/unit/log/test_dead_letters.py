@@ -8,12 +8,12 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-import schemas
-from pipeline import dead_letters
-from pipeline.dead_letters import LONGEST_REASON, rejected
-from pipeline.records import KEPT_BYTES, LARGEST
-from schemas.deltas import MAX_DELTA_BYTES
-from schemas.messages import one_line, printable
+from gracestream import schemas
+from gracestream.pipeline import dead_letters
+from gracestream.pipeline.dead_letters import LONGEST_REASON, rejected
+from gracestream.pipeline.records import KEPT_BYTES, LARGEST
+from gracestream.schemas.deltas import MAX_DELTA_BYTES
+from gracestream.schemas.messages import one_line, printable
 
 DOCUMENT = yaml.safe_load((Path(schemas.__file__).parent / "asyncapi.yaml").read_text(encoding="utf-8"))
 PUBLISHED = DOCUMENT["components"]["messages"]["rejected"]["headers"]

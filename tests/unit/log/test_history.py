@@ -5,11 +5,11 @@ from collections.abc import Callable
 import pytest
 from kafka.errors import KafkaTimeoutError
 
-from pipeline import history
-from pipeline.codebook import DeltaFault
-from pipeline.editor_log import may_pass
-from pipeline.history import KafkaHistory
-from pipeline.settings import Settings, load_settings
+from gracestream.pipeline import history
+from gracestream.pipeline.codebook import DeltaFault
+from gracestream.pipeline.editor_log import may_pass
+from gracestream.pipeline.history import KafkaHistory
+from gracestream.pipeline.settings import Settings, load_settings
 
 SETTINGS = load_settings()
 RECORDS = [b"1", b"2", b"3"]

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.client import feedback, request
-from schemas.messages import InvalidMessage
+from gracestream.pipeline.client import feedback, request
+from gracestream.schemas.messages import InvalidMessage
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()),

@@ -8,7 +8,7 @@ import pytest
 import structlog
 from msgspec import UNSET
 
-from schemas.deltas import decode_delta
+from gracestream.schemas.deltas import decode_delta
 from tests.doubles.checker import faults
 from tests.doubles.world import PASSAGES, TROUBLES, Story
 

@@ -9,11 +9,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-import schemas
-from pipeline import topics
-from pipeline.settings import SettingsError, load_settings
-from pipeline.topics import TOPICS, Topic, layout
-from schemas.deltas import MAX_DELTA_BYTES
+from gracestream import schemas
+from gracestream.pipeline import topics
+from gracestream.pipeline.settings import SettingsError, load_settings
+from gracestream.pipeline.topics import TOPICS, Topic, layout
+from gracestream.schemas.deltas import MAX_DELTA_BYTES
 
 DOCUMENT = yaml.safe_load((Path(schemas.__file__).parent / "asyncapi.yaml").read_text(encoding="utf-8"))
 by_topic = pytest.mark.parametrize("topic", TOPICS, ids=lambda topic: topic.name)

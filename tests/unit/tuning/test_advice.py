@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.tuning.advice import AS_GOOD, advise, ranked
-from pipeline.tuning.trials import Share, Tried
+from gracestream.pipeline.tuning.advice import AS_GOOD, advise, ranked
+from gracestream.pipeline.tuning.trials import Share, Tried
 
 GOOD = Tried(
     layer="layers.1", query="last", radius="1", settings={}, edited=Share(12, 12), kept=Share(12, 12),

@@ -2,8 +2,8 @@
 
 import pytest
 
-from pipeline.layers import find_layer
-from pipeline.tuning.layers import candidate_layers
+from gracestream.pipeline.layers import find_layer
+from gracestream.pipeline.tuning.layers import candidate_layers
 from tests.unit.engine.tiny import KINDS
 
 FOUND = {

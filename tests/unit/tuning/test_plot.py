@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.tuning import plot
-from pipeline.tuning.plot import PlotError, draw, require_plot
-from pipeline.tuning.trials import Share
+from gracestream.pipeline.tuning import plot
+from gracestream.pipeline.tuning.plot import PlotError, draw, require_plot
+from gracestream.pipeline.tuning.trials import Share
 from tests.unit.tuning.test_advice import GOOD, like
 
 

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import UNSET
 
-from pipeline.calibration import CalibrationError, Sample
-from pipeline.model import EditableModel
-from pipeline.tasks import InputError
-from pipeline.tuning.samples import MADE_UP, Requests, Targets, requests_about, surface_forms, usable
-from schemas.messages import ChatMessage
+from gracestream.pipeline.calibration import CalibrationError, Sample
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.tasks import InputError
+from gracestream.pipeline.tuning.samples import MADE_UP, Requests, Targets, requests_about, surface_forms, usable
+from gracestream.schemas.messages import ChatMessage
 from tests.unit.engine.tiny import WORDS, editable
 
 words = st.text("abcde", min_size=1, max_size=3)

@@ -10,18 +10,18 @@ import pytest
 import torch
 from msgspec import UNSET
 
-from pipeline.calibration import CalibrationError, Sample
-from pipeline.codebook import Codebook
-from pipeline.editing import EditEngine
-from pipeline.encoder import Encoder
-from pipeline.evaluation import EvaluationCase, evaluate
-from pipeline.model import EditableModel
-from pipeline.plan import Plan
-from pipeline.training import Recipe
-from pipeline.tuning import workbench
-from pipeline.tuning.samples import Requests
-from pipeline.tuning.trials import Choice, Material, Measuring, Share, Tried
-from pipeline.tuning.workbench import ENCODER, Answers, Checkpoint, Workbench, WorkbenchError
+from gracestream.pipeline.calibration import CalibrationError, Sample
+from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.encoder import Encoder
+from gracestream.pipeline.evaluation import EvaluationCase, evaluate
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.plan import Plan
+from gracestream.pipeline.training import Recipe
+from gracestream.pipeline.tuning import workbench
+from gracestream.pipeline.tuning.samples import Requests
+from gracestream.pipeline.tuning.trials import Choice, Material, Measuring, Share, Tried
+from gracestream.pipeline.tuning.workbench import ENCODER, Answers, Checkpoint, Workbench, WorkbenchError
 from tests.unit.engine.test_encoder import encoder
 from tests.unit.engine.tiny import KINDS, LIMITS, WORDS, editable, texts, tokenizer
 

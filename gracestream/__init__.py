@@ -1,0 +1,57 @@
+"""Correct deployed transformer models live.
+
+The public API:
+
+- `Client` sends requests, corrections and undos to Kafka, and reads predictions and outcomes.
+- `Request`, `ChatMessage`, `Parameters`, `Prediction`, `Feedback` and `Outcome` are its messages.
+- `Settings` and `load_settings` say where Kafka is; a `Client` takes them.
+- `load_codebook` reads a codebook that `gracestream replay --output` wrote.
+
+Each name is imported on first use: a `Client` needs no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gracestream.pipeline.client import Client as Client
+    from gracestream.pipeline.codebook_file import load as load_codebook
+    from gracestream.pipeline.settings import Settings as Settings
+    from gracestream.pipeline.settings import load_settings as load_settings
+    from gracestream.schemas.messages import ChatMessage as ChatMessage
+    from gracestream.schemas.messages import Feedback as Feedback
+    from gracestream.schemas.messages import Outcome as Outcome
+    from gracestream.schemas.messages import Parameters as Parameters
+    from gracestream.schemas.messages import Prediction as Prediction
+    from gracestream.schemas.messages import Request as Request
+
+__all__ = [
+    "ChatMessage",
+    "Client",
+    "Feedback",
+    "Outcome",
+    "Parameters",
+    "Prediction",
+    "Request",
+    "Settings",
+    "load_codebook",
+    "load_settings",
+]
+
+_MODULES = {
+    "Client": "gracestream.pipeline.client",
+    "Settings": "gracestream.pipeline.settings",
+    "load_settings": "gracestream.pipeline.settings",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name == "load_codebook":
+        return import_module("gracestream.pipeline.codebook_file").load
+    if name in __all__:
+        return getattr(import_module(_MODULES.get(name, "gracestream.schemas.messages")), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]
