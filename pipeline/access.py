@@ -8,8 +8,8 @@ from typing import Any
 
 from kafka.errors import GroupAuthorizationFailedError, KafkaError, TopicAuthorizationFailedError
 
-from gracestream.pipeline.clients import RefusedError, admin
-from gracestream.pipeline.security import WHO_MAY, kafka_user
+from gracestream.pipeline.clients import admin
+from gracestream.pipeline.security import ACL_HINT, kafka_user
 from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.topics import (
     DELTAS,
@@ -22,6 +22,7 @@ from gracestream.pipeline.topics import (
     SNAPSHOTS,
     TOPICS,
 )
+from gracestream.pipeline.waiting import AccessDeniedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ def require_access(settings: Settings, access: Access) -> None:
     """What a worker does before it starts; a topic that is not there at all is not this function's to report.
 
     Raises:
-        RefusedError: something is not allowed.
+        AccessDeniedError: something is not allowed.
     """
     wanted = [(settings.topic(name), "READ") for name in access.reads]
     wanted += [(settings.topic(name), "WRITE") for name in access.writes]
@@ -70,8 +71,8 @@ def require_access(settings: Settings, access: Access) -> None:
     finally:
         client.close()
     if lacking:
-        raise RefusedError(
-            f"Kafka at {settings.kafka} does not allow {kafka_user(settings)} to {', '.join(lacking)}; {WHO_MAY}"
+        raise AccessDeniedError(
+            f"Kafka at {settings.kafka} does not allow {kafka_user(settings)} to {', '.join(lacking)}; {ACL_HINT}"
         )
 
 

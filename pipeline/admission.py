@@ -30,28 +30,19 @@ import datetime as dt
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from msgspec import UNSET, UnsetType
 
-from gracestream.pipeline.authors import Author, Authors, AuthorsFile
+from gracestream.pipeline.authors import Author, Authors
 from gracestream.pipeline.errors import UserError
-from gracestream.pipeline.reading import read_topic
-from gracestream.pipeline.roles import UNSIGNED
-from gracestream.pipeline.settings import Settings, SettingsError
 from gracestream.pipeline.signing import has_signature, verify
-from gracestream.pipeline.spent import MarksSince, Spent, mark_header, mark_of_id, mark_of_record, marks_since
-from gracestream.pipeline.topics import EDITS
-from gracestream.schemas.deltas import Standing
+from gracestream.pipeline.spent import MarksSince, Spent, mark_header, mark_of_id, mark_of_record
+from gracestream.schemas import headers
+from gracestream.schemas.deltas import UNSIGNED, Standing
 from gracestream.schemas.messages import Feedback
 
 MINUTE = 60_000
 """Milliseconds, as Kafka's timestamps are."""
-
-CLOCKS_APART = MINUTE
-"""How far the clocks of two brokers may disagree; `feedback` and `edits` may have different leaders."""
-
-AUTHOR_HEADER, ADMITTED_HEADER = "author", "admitted"
 
 
 class Refused(UserError):
@@ -87,7 +78,7 @@ class Admitted:
 
     def headers(self) -> list[tuple[str, bytes]]:
         """What the outcome carries, for the next editor."""
-        counted = [(AUTHOR_HEADER, self.author.encode()), (ADMITTED_HEADER, str(self.time).encode())]
+        counted = [(headers.AUTHOR, self.author.encode()), (headers.ADMITTED, str(self.time).encode())]
         return counted if self.mark is None else [*counted, mark_header(self.mark)]
 
 
@@ -171,25 +162,6 @@ class Admission:
         self._require_signature, self._per_minute, self._earlier = require_signature, per_minute, earlier
         self._last_minute: LastMinute | None = None
         self._spent, self._knows_spent = Spent(marks), False
-
-    @classmethod
-    def of(cls, settings: Settings) -> "Admission":
-        """As the settings say.
-
-        Raises:
-            SettingsError: signatures are required, and no list says whose.
-            AuthorsError: the list of authors cannot be used.
-        """
-        if settings.require_signature and not settings.authors:
-            raise SettingsError("GRACESTREAM_REQUIRE_SIGNATURE needs a list of authors; set GRACESTREAM_AUTHORS")
-        return cls(
-            settings.codebook,
-            AuthorsFile(Path(settings.authors).expanduser()).current if settings.authors else None,
-            require_signature=settings.require_signature,
-            per_minute=settings.edits_per_minute,
-            earlier=lambda since: admitted_since(settings, since),
-            marks=lambda since: marks_since(settings, since),
-        )
 
     def forget(self) -> None:
         """Another editor may have written since: the next record is judged by what `edits` says then."""
@@ -285,11 +257,3 @@ class Admission:
         if not verify(record, author.keys, self._codebook):
             raise Refused(f"its signature is not one by author {name!r} over this record for this codebook")
         return author
-
-
-def admitted_since(settings: Settings, since: int) -> list[Admitted]:
-    """The admitted records from a time in ms on, as the headers of their outcomes tell."""
-    headers = [dict(record.headers) for record in read_topic(settings, EDITS, time=max(0, since - CLOCKS_APART))]
-    outcomes = [found for found in headers if ADMITTED_HEADER in found]
-    admitted = [Admitted(found[AUTHOR_HEADER].decode(), int(found[ADMITTED_HEADER])) for found in outcomes]
-    return [one for one in admitted if one.time > since]

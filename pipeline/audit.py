@@ -22,12 +22,12 @@ from kafka import TopicPartition
 from msgspec import UNSET
 
 from gracestream.pipeline.clients import consumer
-from gracestream.pipeline.editor_log import feedback_offset
-from gracestream.pipeline.follower import READING
+from gracestream.pipeline.delta_reader import DELTA_OPTIONS
 from gracestream.pipeline.reading import read_topic
 from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.topics import DELTAS, EDITS, FEEDBACK
 from gracestream.schemas.deltas import decode_delta
+from gracestream.schemas.headers import feedback_offset
 from gracestream.schemas.messages import Outcome, decode, peek_id
 
 SECOND_LOOK_SECONDS = 1.0
@@ -78,7 +78,7 @@ def audit(settings: Settings) -> Audit:
 
 def _look(settings: Settings, committed: int) -> Audit:
     made: dict[tuple[str, int], list[int]] = {}
-    for record in read_topic(settings, DELTAS, **READING):
+    for record in read_topic(settings, DELTAS, **DELTA_OPTIONS):
         delta = decode_delta(record.value)
         if delta.cause is not UNSET:
             made.setdefault((delta.cause.feedback_id, delta.cause.offset), []).append(delta.seq)

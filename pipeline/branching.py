@@ -16,13 +16,13 @@ from kafka import KafkaProducer
 from msgspec import UNSET
 
 from gracestream.pipeline.clients import producer
-from gracestream.pipeline.editor_log import OFFSET_HEADER, feedback_offset
+from gracestream.pipeline.delta_reader import read_history
 from gracestream.pipeline.errors import UserError
-from gracestream.pipeline.follower import read_history
 from gracestream.pipeline.reading import read_topic
 from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.topics import DELTAS, EDITS, FEEDBACK, create_topics, layout, timestamps_of_sender
 from gracestream.schemas.deltas import GENESIS, Delta, decode_delta, seal
+from gracestream.schemas.headers import FEEDBACK_OFFSET, feedback_offset
 
 TRANSACTION_MS = 900_000
 """How long the copy may take; no broker allows more unless it is told to."""
@@ -69,7 +69,7 @@ def branch(source: Settings, target: Settings, records: Sequence[bytes], replica
             copied: list[tuple[int, Any]] = []
             for record in outcomes:
                 moved = str(offsets[feedback_offset(record)]).encode()
-                headers = [(name, moved if name == OFFSET_HEADER else value) for name, value in record.headers]
+                headers = [(name, moved if name == FEEDBACK_OFFSET else value) for name, value in record.headers]
                 copied.append((record.timestamp, _copy(writer, target, EDITS, record, headers)))
             digest = GENESIS
             for delta in deltas:

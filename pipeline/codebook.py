@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from msgspec import UNSET, Struct
 
-from gracestream.pipeline.errors import UserError
+from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.prompt_exceptions import PromptExceptions
 from gracestream.pipeline.wording import rules
 from gracestream.schemas.deltas import GENESIS, Delta, EntryChange, ExceptionChange, chain, decode_delta
@@ -62,10 +62,6 @@ def as_it_was(delta: Delta) -> str:
     """The words "as it was" of an error, with the value of `GRACESTREAM_QUERY` where the delta tells it."""
     query = query_in(delta)
     return "as it was" if query is None else f"as it was (GRACESTREAM_QUERY={query} in that history)"
-
-
-class DeltaFault(UserError):
-    """A delta that cannot be applied; skipping it would let replicas diverge, so whoever meets one stops."""
 
 
 class Applied(Struct, frozen=True):
@@ -144,7 +140,7 @@ class Codebook:
         """Fold one record of `deltas` in; None when it is of a lower term and dropped.
 
         Raises:
-            DeltaFault: the record cannot be applied; the codebook is as before.
+            HistoryError: the record cannot be applied; the codebook is as before.
         """
         checked = self._check(record)
         if checked is None:
@@ -165,7 +161,7 @@ class Codebook:
         try:
             delta = decode_delta(record)
         except InvalidMessage as error:
-            raise DeltaFault(str(error)) from error
+            raise HistoryError(str(error)) from error
         if delta.term < self.term:
             return None
         self._check_place(delta, record)
@@ -173,7 +169,7 @@ class Codebook:
         if len(arrays) > 1:
             for side in zip(*arrays, strict=True):
                 if len({array.shape for array in side if array is not None}) > 1:
-                    raise DeltaFault(f"delta {delta.seq} has keys, or values, of different widths")
+                    raise HistoryError(f"delta {delta.seq} has keys, or values, of different widths")
         self._check_exceptions(delta, [key for key, _ in arrays if key is not None])
         return delta, arrays
 
@@ -281,57 +277,57 @@ class Codebook:
             field, held, named = next(
                 found for found in zip(("codebook", "model", "layer"), ours, its, strict=True) if found[1] != found[2]
             )
-            raise DeltaFault(
+            raise HistoryError(
                 f"delta {delta.seq} is of {field} {named!r}; this one is {held!r}:"
                 f" set {SETTINGS[field]} {as_it_was(delta)}, or another GRACESTREAM_PREFIX"
             )
         if delta.seq != self.seq + 1:
-            raise DeltaFault(f"delta {delta.seq} of term {delta.term} follows {self.seq} of term {self.term}: a gap")
+            raise HistoryError(f"delta {delta.seq} of term {delta.term} follows {self.seq} of term {self.term}: a gap")
         if (delta.op == "lead") != (delta.term > self.term):
-            raise DeltaFault(f"delta {delta.seq} ({delta.op}) is of term {delta.term} after term {self.term}")
+            raise HistoryError(f"delta {delta.seq} ({delta.op}) is of term {delta.term} after term {self.term}")
         if chain(self.digest, record) != delta.digest:
-            raise DeltaFault(f"delta {delta.seq} does not continue the chain of digests")
+            raise HistoryError(f"delta {delta.seq} does not continue the chain of digests")
         if len(delta.entries) > 1 and len({change.entry_id for change in delta.entries}) < len(delta.entries):
-            raise DeltaFault(f"delta {delta.seq} names an entry twice")
+            raise HistoryError(f"delta {delta.seq} names an entry twice")
 
     def _checked(self, change: EntryChange) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Key and value as arrays, once the change fits what the codebook holds."""
         if not 0 < len(change.entry_id) <= ID_LENGTH:
-            raise DeltaFault(f"an entry's id has {len(change.entry_id)} characters, not 1 to {ID_LENGTH}")
+            raise HistoryError(f"an entry's id has {len(change.entry_id)} characters, not 1 to {ID_LENGTH}")
         known = change.entry_id in self._slots
         if change.removed:
             if not known:
-                raise DeltaFault(f"entry {change.entry_id!r} cannot be removed: it is not there")
+                raise HistoryError(f"entry {change.entry_id!r} cannot be removed: it is not there")
             return None, None
         fields = (change.key, change.value, change.radius, change.label)
         if not known and UNSET in fields:
-            raise DeltaFault(f"the new entry {change.entry_id!r} lacks its key, value, radius or label")
+            raise HistoryError(f"the new entry {change.entry_id!r} lacks its key, value, radius or label")
         if fields.count(UNSET) == len(fields) and change.wording is UNSET:
-            raise DeltaFault(f"entry {change.entry_id!r} is named, but nothing of it changes")
+            raise HistoryError(f"entry {change.entry_id!r} is named, but nothing of it changes")
         if change.label is not UNSET and len(change.label) > LABEL_LENGTH:
-            raise DeltaFault(
+            raise HistoryError(
                 f"entry {change.entry_id!r} has a label of {len(change.label)} numbers, over {LABEL_LENGTH}"
             )
         if change.radius is not UNSET and not (0 <= change.radius < np.inf and math.copysign(1, change.radius) > 0):
-            raise DeltaFault(f"entry {change.entry_id!r} has the radius {change.radius}")
+            raise HistoryError(f"entry {change.entry_id!r} has the radius {change.radius}")
         return self._arrays(change)
 
     def _check_exceptions(self, delta: Delta, keys: Sequence[np.ndarray]) -> None:
-        """Raises DeltaFault where an exception does not fit what the codebook holds with the delta's entries."""
+        """Raises HistoryError where an exception does not fit what the codebook holds with the delta's entries."""
         names = [change.feedback_id for change in delta.exceptions]
         if len(set(names)) < len(names):
-            raise DeltaFault(f"delta {delta.seq} names an exception twice")
+            raise HistoryError(f"delta {delta.seq} names an exception twice")
         added = {change.entry_id for change in delta.entries if not change.removed}
         gone = {change.entry_id for change in delta.entries if change.removed} - added
         width = keys[0].shape if keys else self._keys.shape[1:]
         for change in delta.exceptions:
             name = change.feedback_id
             if not all(0 < len(one) <= ID_LENGTH for one in (name, *change.entry_ids)):
-                raise DeltaFault(f"an exception has an id that has not 1 to {ID_LENGTH} characters")
+                raise HistoryError(f"an exception has an id that has not 1 to {ID_LENGTH} characters")
             if not change.removed:
                 self._check_exception(change, lambda entry_id: entry_id in added or entry_id in self, gone, width)
             elif name not in self.exceptions:
-                raise DeltaFault(f"exception {name!r} cannot be removed: it is not there")
+                raise HistoryError(f"exception {name!r} cannot be removed: it is not there")
 
     @staticmethod
     def _check_exception(
@@ -339,17 +335,17 @@ class Codebook:
     ) -> None:
         name = change.feedback_id
         if change.query is UNSET or not change.entry_ids:
-            raise DeltaFault(f"exception {name!r} lacks its query or its entries")
+            raise HistoryError(f"exception {name!r} lacks its query or its entries")
         if len(set(change.entry_ids)) < len(change.entry_ids):
-            raise DeltaFault(f"exception {name!r} names an entry twice")
+            raise HistoryError(f"exception {name!r} names an entry twice")
         if unknown := [one for one in change.entry_ids if one in gone or not known(one)]:
-            raise DeltaFault(f"exception {name!r} is of entry {unknown[0]!r}, which is not there")
+            raise HistoryError(f"exception {name!r} is of entry {unknown[0]!r}, which is not there")
         try:
             query = change.query.array()
         except ValueError as error:
-            raise DeltaFault(f"exception {name!r}: {error}") from error
+            raise HistoryError(f"exception {name!r}: {error}") from error
         if query.shape != width:
-            raise DeltaFault(f"exception {name!r} has a query of shape {query.shape}, not {width}")
+            raise HistoryError(f"exception {name!r} has a query of shape {query.shape}, not {width}")
 
     def _arrays(self, change: EntryChange) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Key and value, each where it changes, once their shapes fit."""
@@ -357,10 +353,12 @@ class Codebook:
             key = None if change.key is UNSET else change.key.array()
             value = None if change.value is UNSET else change.value.array()
         except ValueError as error:
-            raise DeltaFault(f"entry {change.entry_id!r}: {error}") from error
+            raise HistoryError(f"entry {change.entry_id!r}: {error}") from error
         for what, array, held in (("key", key, self._keys), ("value", value, self._values)):
             if array is not None and not _fits(array, held):
-                raise DeltaFault(f"entry {change.entry_id!r} has a {what} of shape {array.shape}, not {held.shape[1:]}")
+                raise HistoryError(
+                    f"entry {change.entry_id!r} has a {what} of shape {array.shape}, not {held.shape[1:]}"
+                )
         return key, value
 
     def _change(self, delta: Delta, arrays: list[tuple[np.ndarray | None, np.ndarray | None]]) -> Applied:

@@ -29,7 +29,7 @@ from gracestream.pipeline.reading import read_topic
 from gracestream.pipeline.records import KEPT_BYTES, LARGEST
 from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.topics import FEEDBACK_DLQ, REQUESTS_DLQ, missing_topic
-from gracestream.schemas.headers import UNANSWERED
+from gracestream.schemas.headers import REASON, REPLAYED_FROM, SOURCE_OFFSET, SOURCE_PARTITION, SOURCE_TOPIC, UNANSWERED
 from gracestream.schemas.messages import Truncated, peek_id, printable
 
 Source = Literal["requests", "feedback"]
@@ -38,12 +38,6 @@ QUEUES: dict[Source, str] = {"requests": REQUESTS_DLQ, "feedback": FEEDBACK_DLQ}
 
 LONGEST_REASON = 1000
 """Characters of a reason that are kept."""
-
-SOURCE_OFFSET = "source_offset"
-"""Header of a dead letter: where in its topic the record lies."""
-
-REPLAYED_FROM = "replayed_from"
-"""Header of a record that was sent again: the queue and the offset of its dead letter."""
 
 
 class DeadLetterError(UserError):
@@ -106,9 +100,9 @@ def rejected(
     `unanswered`: no topic took an answer, so the record's sender got none.
     """
     headers = [
-        ("reason", printable(reason)[:LONGEST_REASON].encode()),
-        ("source_topic", topic.encode()),
-        ("source_partition", str(partition).encode()),
+        (REASON, printable(reason)[:LONGEST_REASON].encode()),
+        (SOURCE_TOPIC, topic.encode()),
+        (SOURCE_PARTITION, str(partition).encode()),
         (SOURCE_OFFSET, str(offset).encode()),
     ]
     if unanswered:
@@ -248,8 +242,8 @@ def _letter(record: Any, source: Source) -> Letter:
         timestamp=record.timestamp / 1000,
         key=record.key,
         value=record.value,
-        reason=headers.get("reason", ""),
-        source_partition=number("source_partition", -1),
+        reason=headers.get(REASON, ""),
+        source_partition=number(SOURCE_PARTITION, -1),
         source_offset=number(SOURCE_OFFSET, -1),
         size=number("value_bytes", len(record.value or b"")),
         cut="value_bytes" in headers or "key_bytes" in headers,

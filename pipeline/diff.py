@@ -5,8 +5,9 @@ from datetime import datetime
 
 from msgspec import UNSET, Struct
 
-from gracestream.pipeline.codebook import Codebook, DeltaFault
+from gracestream.pipeline.codebook import Codebook
 from gracestream.pipeline.difference import Fold, entry_change, same_entry
+from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.history import KafkaHistory
 from gracestream.pipeline.memory import BARE_MODEL, EditMemory
 from gracestream.pipeline.replay import replay_deltas
@@ -49,7 +50,7 @@ def diff(settings: Settings, before: Point, after: Point) -> Diff:
     """Compare two points of the history; the second may be the earlier one.
 
     Raises:
-        DeltaFault: the log does not fold, or does not reach a point.
+        HistoryError: the log does not fold, or does not reach a point.
     """
     was, now = _fold(settings, before), _fold(settings, after)
     corrections = KafkaHistory(settings).corrections(0)
@@ -91,7 +92,7 @@ def _fold(settings: Settings, point: Point) -> Fold:
     codebook = replay_deltas(settings, seq, until, lambda _record, delta, codebook: memory.fold(delta, codebook))
     if codebook is None:
         if point != 0:
-            raise DeltaFault(f"there are no deltas up to {point}")
+            raise HistoryError(f"there are no deltas up to {point}")
         codebook = Codebook(settings.codebook, model="", layer="")  # before the first delta: without an entry
     return Fold(codebook, memory)
 

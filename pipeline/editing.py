@@ -18,8 +18,9 @@ from msgspec import UNSET, UnsetType
 from gracestream.pipeline.adaptor import matches, serving
 from gracestream.pipeline.calibration import probe_unit
 from gracestream.pipeline.case import Again, Ahead, Case, Examined, of_similar_length
-from gracestream.pipeline.codebook import Applied, Codebook, DeltaFault, Label
+from gracestream.pipeline.codebook import Applied, Codebook, Label
 from gracestream.pipeline.edited import STATUS, Edited, rejected, unchanged
+from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.generation import Seq2SeqGeneration
 from gracestream.pipeline.index import KeyIndex
 from gracestream.pipeline.key_search import NO_SLOT
@@ -97,7 +98,7 @@ class EditEngine:
         """Fold one record of `deltas` into codebook, index and memory; None where it is of a lower term.
 
         Raises:
-            DeltaFault: the record does not continue this codebook's history.
+            HistoryError: the record does not continue this codebook's history.
         """
         applied = self.codebook.apply(record)
         if applied is not None:
@@ -600,7 +601,7 @@ class EditEngine:
         record = self.record(op, **fields)
         try:
             self.codebook.check(record)  # what is committed can never be taken back
-        except DeltaFault as fault:
+        except HistoryError as fault:
             return rejected(feedback, f"no reader would take its delta: {fault}")
         if len(record) > MAX_RECORD_BYTES:
             return rejected(feedback, f"its delta would have {len(record)} bytes; {MAX_RECORD_BYTES} are allowed")

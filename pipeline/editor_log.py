@@ -37,16 +37,15 @@ from kafka.errors import KafkaError, KafkaTimeoutError
 from kafka.structs import MemberState, OffsetAndMetadata
 
 from gracestream.pipeline.clients import consumer, producer
-from gracestream.pipeline.codebook import DeltaFault
-from gracestream.pipeline.dead_letters import SOURCE_OFFSET, rejected
+from gracestream.pipeline.dead_letters import rejected
+from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.reading import ANSWER_SECONDS, read_bulk
 from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ
+from gracestream.schemas.headers import FEEDBACK_OFFSET, SOURCE_OFFSET, offset_in
 from gracestream.schemas.messages import Outcome, encode, peek_id
 
 log = structlog.get_logger()
-
-OFFSET_HEADER = "feedback_offset"
 
 FETCH_WAIT_MS = 5
 """What a fetch waits for where there is nothing to read, when what there is to read is known."""
@@ -266,7 +265,7 @@ class EditorLog:
         Raises:
             PlaceLostError: the work on them took too long.
             ForeignRecordError: there is something on `deltas` to be read first.
-            DeltaFault: `deltas` has lost records.
+            HistoryError: `deltas` has lost records.
         """
         if (taken := time.monotonic() - self._polled) > self._settings.stuck_after:
             raise PlaceLostError(
@@ -278,7 +277,7 @@ class EditorLog:
             if result.delta is not None:
                 records.append((DELTAS, result.delta, None, []))
             if result.outcome is not None:
-                headers = [(OFFSET_HEADER, str(result.offset).encode()), *result.headers]
+                headers = [(FEEDBACK_OFFSET, str(result.offset).encode()), *result.headers]
                 records.append((EDITS, encode(result.outcome), result.outcome.feedback_id.encode(), headers))
             if result.rejected is not None:
                 letter = rejected(result.rejected, result.key, result.feedback, self._feedback.topic, 0, result.offset)
@@ -302,7 +301,7 @@ class EditorLog:
            `pipeline.transactions` may have committed an offset alone. So these records are decided now.
         """
         end = self._end(FEEDBACK)
-        decided = min(self._after_last(EDITS, OFFSET_HEADER), end)
+        decided = min(self._after_last(EDITS, FEEDBACK_OFFSET), end)
         committed = self._member.committed(self._feedback, timeout_ms=int(1000 * ANSWER_SECONDS)) or 0
         passed = max(decided, committed, min(self._after_last(FEEDBACK_DLQ, SOURCE_OFFSET), end))
         for record in self._read(FEEDBACK, decided, min(passed, end)):
@@ -371,7 +370,7 @@ class EditorLog:
             end -= 1  # the control record that was expected there did not come: see `_await_decided`
         for offset in offsets:
             if offset < end:
-                raise DeltaFault(f"{name} ends at offset {offset}, and was read up to {end}: it has lost records")
+                raise HistoryError(f"{name} ends at offset {offset}, and was read up to {end}: it has lost records")
             if offset > end:
                 raise ForeignRecordError(f"somebody else has written to {name} at offset {end}")
             end += 1
@@ -455,7 +454,7 @@ class EditorLog:
         start, window = end, 16
         while start > 0:
             start = max(0, start - window)
-            last = max((_offset_in(header, record) for record in self._read(topic, start, end)), default=-1)
+            last = max((offset_in(header, record) for record in self._read(topic, start, end)), default=-1)
             if last >= 0:
                 return last + 1
             window *= 8
@@ -475,14 +474,3 @@ class _Rebalances(ConsumerRebalanceListener):  # type: ignore[misc]
 
     def on_partitions_revoked(self, revoked: object) -> None:
         """Each rebalance begins so; what it leads to is seen at its end."""
-
-
-def feedback_offset(record: Any) -> int:
-    """Which feedback record an outcome on `edits` belongs to; -1 where it does not say."""
-    return _offset_in(OFFSET_HEADER, record)
-
-
-def _offset_in(header: str, record: Any) -> int:
-    """What a header says; -1 where it says no offset."""
-    said = dict(record.headers).get(header) or b""
-    return int(said) if said.isdigit() and len(said) < 19 else -1

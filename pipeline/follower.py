@@ -16,7 +16,6 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
@@ -25,8 +24,9 @@ from kafka import TopicPartition
 from kafka.errors import KafkaError, KafkaTimeoutError
 
 from gracestream.pipeline.clients import consumer
-from gracestream.pipeline.codebook import DeltaFault
-from gracestream.pipeline.reading import read_bulk, read_topic
+from gracestream.pipeline.delta_reader import DELTA_OPTIONS
+from gracestream.pipeline.errors import HistoryError
+from gracestream.pipeline.reading import read_bulk
 from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.topics import DELTAS
 from gracestream.schemas.deltas import decode_delta
@@ -40,10 +40,6 @@ HELD_BYTES = 64 * 2**20
 END_MS = 1000
 """How long Kafka has to say where the topic ends."""
 
-READING: dict[str, Any] = {"check_crcs": False, "max_poll_records": 2000}
-"""Of every reader of `deltas`. Kafka's CRC takes kafka-python nine tenths of a replay, and the chain of digests covers
-every byte of a delta."""
-
 
 class Follower:
     """A thread that keeps what `deltas` holds until it is taken. Start it once; close it at the end."""
@@ -53,7 +49,7 @@ class Follower:
         self._waiting: deque[tuple[int, int, bytes]] = deque()
         self._held = 0
         self._news = threading.Condition()
-        self._fault: DeltaFault | None = None
+        self._fault: HistoryError | None = None
         self._term = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="follower", daemon=True)
@@ -90,7 +86,7 @@ class Follower:
         """Offsets and records not taken yet, up to delta `seq`; waits up to `timeout` seconds until there is one.
 
         Raises:
-            DeltaFault: the next record cannot be read.
+            HistoryError: the next record cannot be read.
         """
         deadline = time.monotonic() + timeout
         with self._news:
@@ -107,7 +103,7 @@ class Follower:
         return taken
 
     def raise_fault(self) -> None:
-        """Raises DeltaFault where reading met one and all before it has been taken."""
+        """Raises HistoryError where reading met one and all before it has been taken."""
         with self._news:
             if self._fault is not None and not self._waiting:
                 raise self._fault
@@ -116,7 +112,7 @@ class Follower:
         """Offset and record of what `take` hands out next, whether it is live or not.
 
         Raises:
-            DeltaFault: reading met a record that cannot be read, be it this one or a later one.
+            HistoryError: reading met a record that cannot be read, be it this one or a later one.
         """
         with self._news:
             if self._fault is not None:
@@ -130,12 +126,12 @@ class Follower:
             except (KafkaError, OSError) as error:
                 log.warning("deltas_unreachable", error=str(error) or type(error).__name__, offset=self.offset)
                 self._stop.wait(1.0)
-            except DeltaFault as fault:
+            except HistoryError as fault:
                 self._fail(fault)
             except Exception as error:  # noqa: BLE001  (a thread that ends unseen would leave the replica behind)
-                self._fail(DeltaFault(f"reading {DELTAS} failed at offset {self.offset}: {error!r}"))
+                self._fail(HistoryError(f"reading {DELTAS} failed at offset {self.offset}: {error!r}"))
 
-    def _fail(self, fault: DeltaFault) -> None:
+    def _fail(self, fault: HistoryError) -> None:
         log.error("deltas_fault", reason=str(fault), offset=self.offset)
         with self._news:
             self._fault = fault
@@ -145,11 +141,11 @@ class Follower:
 
     def _read(self) -> None:
         partition = TopicPartition(self._settings.topic(DELTAS), 0)
-        reader = consumer(self._settings, fetch_max_wait_ms=100, **READING)
+        reader = consumer(self._settings, fetch_max_wait_ms=100, **DELTA_OPTIONS)
         try:
             reader.assign([partition])
             self.end = reader.end_offsets([partition])[partition]
-            with closing(read_bulk(self._settings, partition, self.offset, self.end, **READING)) as bulk:
+            with closing(read_bulk(self._settings, partition, self.offset, self.end, **DELTA_OPTIONS)) as bulk:
                 for records, following in bulk:
                     self._keep([(record.offset, record.value) for record in records])
                     if self._stop.is_set():
@@ -186,7 +182,7 @@ class Follower:
                 try:
                     delta = decode_delta(record)
                 except InvalidMessage as error:
-                    raise DeltaFault(f"the record at offset {offset} of {DELTAS} cannot be read: {error}") from error
+                    raise HistoryError(f"the record at offset {offset} of {DELTAS} cannot be read: {error}") from error
                 self.offset = offset + 1
                 if delta.term < self._term:
                     log.warning("delta_dropped", seq=delta.seq, term=delta.term, newer=self._term)
@@ -196,26 +192,3 @@ class Follower:
                 self._held += len(record)
                 self.latest_seq = max(delta.seq, self.latest_seq)
             self._news.notify_all()
-
-
-def fault_at(offset: int, fault: DeltaFault) -> DeltaFault:
-    """The fault, with which record of `deltas` it is about."""
-    return DeltaFault(f"the record at offset {offset} of {DELTAS} cannot be applied: {fault}")
-
-
-def read_history(settings: Settings, on_record: Callable[[bytes, int, int], object], since: int = 0) -> None:
-    """Every record of `deltas` from offset `since` to its present end: `on_record(record, offset, timestamp in ms)`.
-
-    Reading ends early when `on_record` returns False.
-
-    Raises:
-        TopicError: there is no such topic.
-        DeltaFault: as `on_record` raised it, with the offset.
-    """
-    with closing(read_topic(settings, DELTAS, since, **READING)) as records:
-        for record in records:
-            try:
-                if on_record(record.value, record.offset, record.timestamp) is False:
-                    return
-            except DeltaFault as fault:
-                raise fault_at(record.offset, fault) from fault

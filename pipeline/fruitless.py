@@ -12,11 +12,9 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from gracestream.pipeline.editor_log import feedback_offset
 from gracestream.schemas.deltas import Seen, Standing
+from gracestream.schemas.headers import CODEBOOK_SEQ, SEEN, STANDING, TERM, feedback_offset
 from gracestream.schemas.messages import Outcome, decode
-
-TERM_HEADER, SEQ_HEADER, SEEN_HEADER, STANDING_HEADER = "term", "codebook_seq", "seen", "standing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,26 +30,26 @@ class Fruitless:
 
     def headers(self) -> list[tuple[str, bytes]]:
         """What the outcome carries, beside the feedback's offset."""
-        headers = [(TERM_HEADER, str(self.term).encode()), (SEQ_HEADER, str(self.seq).encode())]
+        headers = [(TERM, str(self.term).encode()), (CODEBOOK_SEQ, str(self.seq).encode())]
         if self.seen is not None:
-            headers.append((SEEN_HEADER, msgspec.json.encode(self.seen)))
+            headers.append((SEEN, msgspec.json.encode(self.seen)))
         if self.standing is not UNSET:
-            headers.append((STANDING_HEADER, msgspec.json.encode(self.standing)))
+            headers.append((STANDING, msgspec.json.encode(self.standing)))
         return headers
 
 
 def fruitless_in(record: Any) -> Fruitless | None:
     """The decision that a record of `edits` tells of; None where it left a delta, or nothing was decided."""
     headers = dict(record.headers)
-    if SEQ_HEADER not in headers:
+    if CODEBOOK_SEQ not in headers:
         return None
     return Fruitless(
         offset=feedback_offset(record),
-        term=int(headers[TERM_HEADER]),
-        seq=int(headers[SEQ_HEADER]),
+        term=int(headers[TERM]),
+        seq=int(headers[CODEBOOK_SEQ]),
         outcome=decode(record.value, Outcome),
-        seen=_seen(headers.get(SEEN_HEADER)),
-        standing=msgspec.json.decode(headers[STANDING_HEADER], type=Standing) if STANDING_HEADER in headers else UNSET,
+        seen=_seen(headers.get(SEEN)),
+        standing=msgspec.json.decode(headers[STANDING], type=Standing) if STANDING in headers else UNSET,
     )
 
 

@@ -18,7 +18,7 @@ def in_force(settings: Settings, seq: int | None = None) -> Iterator[bytes]:
     fulfilled already are some: they too are to stay right.
 
     Raises:
-        DeltaFault: the log is not one history, or there is no such delta.
+        HistoryError: the log is not one history, or there is no such delta.
         KafkaError: it cannot be read.
     """
     memory = EditMemory()

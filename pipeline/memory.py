@@ -11,11 +11,11 @@ from collections.abc import Collection, Mapping
 import numpy as np
 from msgspec import UNSET
 
-from gracestream.pipeline.codebook import Codebook, DeltaFault
+from gracestream.pipeline.codebook import Codebook
 from gracestream.pipeline.distance import exact_distance
+from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.points import Points
 from gracestream.pipeline.same_words import SameWords, bounds_radius
-from gracestream.pipeline.sight import together
 from gracestream.schemas.deltas import Cause, Delta, Seen
 
 BARE_MODEL = ""
@@ -106,12 +106,12 @@ class EditMemory:
         """Take over what a delta did, after `codebook` has applied it.
 
         Raises:
-            DeltaFault: it names an edit or an entry that is not there, or holds a query that does not fit.
+            HistoryError: it names an edit or an entry that is not there, or holds a query that does not fit.
         """
         try:
             self._fold(delta, codebook)
         except (KeyError, ValueError) as error:
-            raise DeltaFault(f"delta {delta.seq} does not fit the edits before it: {error!r}") from error
+            raise HistoryError(f"delta {delta.seq} does not fit the edits before it: {error!r}") from error
 
     def _fold(self, delta: Delta, codebook: Codebook) -> None:
         cause = delta.cause
@@ -285,3 +285,8 @@ def _at_key(entry_id: str, codebook: Codebook) -> tuple[np.ndarray, str, Codeboo
     """What `EditMemory._put` takes of an edit that lies at the key of the entry that serves it."""
     slot = codebook.slot(entry_id)
     return codebook.keys_ND[slot], entry_id, codebook, codebook.wordings[slot]
+
+
+def together(first: Seen, later: Seen) -> Seen:
+    """What a decision saw when it was made, and what it saw beside that when it was made again."""
+    return Seen(radius=first.radius, clearance=later.clearance | first.clearance)

@@ -8,7 +8,6 @@ from typing import get_args
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from gracestream.pipeline.codebook import Codebook
 from gracestream.schemas.messages import Status
 
 REPLICA = CollectorRegistry()
@@ -86,11 +85,11 @@ for _status in (*get_args(Status), "unreadable"):
     FEEDBACK.labels(_status)
 
 
-def show(codebook: Codebook) -> None:
-    """Set the gauges of the codebook in use."""
-    CODEBOOK_SEQ.set(codebook.seq)
-    CODEBOOK_TERM.set(codebook.term)
-    CODEBOOK_ENTRIES.set(len(codebook))
+def show_codebook(seq: int, term: int, entries: int) -> None:
+    """Set the gauges of the codebook in use: its newest delta, that delta's term, and its number of entries."""
+    CODEBOOK_SEQ.set(seq)
+    CODEBOOK_TERM.set(term)
+    CODEBOOK_ENTRIES.set(entries)
 
 
 def exposition(*own: CollectorRegistry) -> bytes:

@@ -28,8 +28,10 @@ from kafka.errors import KafkaError
 from redis.exceptions import RedisError
 
 from gracestream.pipeline import metrics
-from gracestream.pipeline.codebook import Applied, Codebook, DeltaFault
-from gracestream.pipeline.follower import Follower, fault_at
+from gracestream.pipeline.codebook import Applied, Codebook
+from gracestream.pipeline.delta_reader import error_at
+from gracestream.pipeline.errors import HistoryError
+from gracestream.pipeline.follower import Follower
 from gracestream.pipeline.index import KeyIndex
 from gracestream.pipeline.radius_store import Head, RadiusStore
 from gracestream.pipeline.settings import Settings
@@ -154,7 +156,7 @@ class Mirror:
         False after `patience` seconds in which nothing came of the log; a log that takes longer is waited for.
 
         Raises:
-            DeltaFault: the history cannot be followed that far.
+            HistoryError: the history cannot be followed that far.
         """
         head, asked = self.read_head(), time.monotonic()
         progress = Progress(self.codebook.seq)
@@ -179,7 +181,7 @@ class Mirror:
         """Apply what has become live, before the next batch.
 
         Raises:
-            DeltaFault: the history cannot be followed; the replica must stop.
+            HistoryError: the history cannot be followed; the replica must stop.
         """
         goal = head.seq if isinstance(head, Head) else 0
         if self._follows_log():
@@ -192,7 +194,7 @@ class Mirror:
             self._note_unread(head.seq)
             self._compare(head)
         self._judge(head)
-        metrics.show(self.codebook)
+        metrics.show_codebook(self.codebook.seq, self.codebook.term, len(self.codebook))
 
     def state(self) -> dict[str, object]:
         """Which codebook this is, for `/state`."""
@@ -234,7 +236,7 @@ class Mirror:
         """Believe Redis or not, by what it says and what the log holds.
 
         Raises:
-            DeltaFault: there are two histories.
+            HistoryError: there are two histories.
         """
         now, doubt = time.monotonic(), self._doubt_of(head)
         if doubt != self._doubt:
@@ -260,7 +262,7 @@ class Mirror:
             self.degraded = False
         metrics.DEGRADED.set(int(self.degraded))
         if overdue:
-            raise DeltaFault(
+            raise HistoryError(
                 f"Redis and the log have disagreed on the digest of delta {self.codebook.seq} for"
                 f" {now - self._reason_at:.0f} s: are they of one cluster? Set GRACESTREAM_REDIS, or delete the key"
                 f" {self._store.head_key}, and start this replica again"
@@ -318,8 +320,8 @@ class Mirror:
             for offset, record in records:
                 try:
                     applied = self.codebook.apply(record)
-                except DeltaFault as fault:
-                    raise fault_at(offset, fault) from fault
+                except HistoryError as fault:
+                    raise error_at(offset, fault) from fault
                 if applied is None:
                     log.warning("delta_dropped", seq=self.codebook.seq, term=self.codebook.term)
                 else:
@@ -341,8 +343,8 @@ class Mirror:
             offset, record = waiting
             try:
                 self.codebook.check(record)
-            except DeltaFault as fault:
-                raise fault_at(offset, fault) from fault
+            except HistoryError as fault:
+                raise error_at(offset, fault) from fault
 
     def _compare(self, head: Head) -> None:
         """Count and log radii that are not the log's."""

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from gracestream.pipeline.codebook import DeltaFault
+from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.training import Recipe
 
 
@@ -43,5 +43,5 @@ def plan_of(environment: Mapping[str, str]) -> Plan:
     try:
         made: Plan = msgspec.convert({**known, "recipe": recipe}, Plan, strict=False)
     except msgspec.ValidationError as error:
-        raise DeltaFault(f"the plan in a lead delta cannot be read: {error}") from error
+        raise HistoryError(f"the plan in a lead delta cannot be read: {error}") from error
     return made

@@ -6,8 +6,9 @@ from datetime import datetime
 from msgspec import UNSET, Struct
 from msgspec.structs import replace
 
-from gracestream.pipeline.codebook import Codebook, DeltaFault
-from gracestream.pipeline.follower import read_history
+from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.delta_reader import read_history
+from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.history import KafkaHistory
 from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.snapshots import Snapshot
@@ -49,7 +50,7 @@ def replay_deltas(
     """Fold the log up to delta `seq`, or to the last one of `until`; None where there is nothing up to there.
 
     Raises:
-        DeltaFault: the log does not fold: a gap, a broken digest, a record that cannot be read.
+        HistoryError: the log does not fold: a gap, a broken digest, a record that cannot be read.
     """
     folded = fold_log(settings, seq, until, on_applied)
     return None if folded is None else folded.codebook
@@ -82,7 +83,7 @@ def fold_log(
 
     read_history(settings, fold)
     if codebook is not None and seq is not None and codebook.seq < seq:
-        raise DeltaFault(f"the log ends at delta {codebook.seq}; there is no {seq} yet")
+        raise HistoryError(f"the log ends at delta {codebook.seq}; there is no {seq} yet")
     return Snapshot(codebook, last) if codebook is not None and codebook.seq else None
 
 
@@ -144,7 +145,7 @@ def _decoded(record: bytes) -> Delta:
     try:
         return decode_delta(record)
     except InvalidMessage as error:
-        raise DeltaFault(str(error)) from error
+        raise HistoryError(str(error)) from error
 
 
 def _words(change: EntryChange, known: Collection[str]) -> str:

@@ -23,9 +23,10 @@ import torch
 from msgspec import UNSET, Struct, UnsetType
 
 from gracestream.pipeline.case import Again, Ahead
-from gracestream.pipeline.codebook import Codebook, DeltaFault, as_it_was
+from gracestream.pipeline.codebook import Codebook, as_it_was
 from gracestream.pipeline.edited import Edited
 from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.excepting import except_from
 from gracestream.pipeline.fruitless import Fruitless
 from gracestream.pipeline.intake import failed
@@ -106,7 +107,7 @@ class Retraining:
         """Decide on what was decided up to the next record, and by it; False once a decision has come out otherwise.
 
         Raises:
-            DeltaFault: the record cannot be read, or the history is of another model.
+            HistoryError: the record cannot be read, or the history is of another model.
         """
         delta = decode_delta(record)
         if delta.term < self._term:
@@ -133,7 +134,7 @@ class Retraining:
         """Whether a decision that left a delta leaves the same one again, numbers apart; which is applied then."""
         cause = delta.cause
         if cause is UNSET:
-            raise DeltaFault(f"no feedback is behind delta {delta.seq}, so it cannot be decided anew")
+            raise HistoryError(f"no feedback is behind delta {delta.seq}, so it cannot be decided anew")
         self.compared.decisions += 1
         place = f"delta {delta.seq}"
         feedback = self._feedback(cause.offset, place)
@@ -177,7 +178,7 @@ class Retraining:
             torch.set_num_threads(int(environment["threads"]))  # sums come out otherwise with another number of them
         if self._engine is None:
             if (delta.model, delta.layer) != (self._model.fingerprint, self._model.layer):
-                raise DeltaFault(
+                raise HistoryError(
                     f"the history is of model {delta.model[:12]}… at {delta.layer}; this one is"
                     f" {self._model.fingerprint[:12]}… at {self._model.layer}: set --model, --layer,"
                     f" GRACESTREAM_QUERY, _ENCODER and _REPLACE each {as_it_was(delta)}"
@@ -192,7 +193,7 @@ class Retraining:
 
     def _feedback(self, offset: int, what: str) -> Feedback:
         if offset not in self._corrections:
-            raise DeltaFault(f"the feedback behind {what} is not there, so it cannot be decided anew")
+            raise HistoryError(f"the feedback behind {what} is not there, so it cannot be decided anew")
         return self._corrections[offset]
 
     def _decide(

@@ -26,17 +26,16 @@ from msgspec import UNSET, Struct, UnsetType
 
 from gracestream.pipeline.apart import Apart
 from gracestream.pipeline.case import Again
-from gracestream.pipeline.codebook import Codebook, DeltaFault
+from gracestream.pipeline.codebook import Codebook
 from gracestream.pipeline.difference import Fold, entry_change, exception_change
 from gracestream.pipeline.editing import EditEngine
-from gracestream.pipeline.errors import UserError
+from gracestream.pipeline.errors import HistoryError, UserError
 from gracestream.pipeline.excepting import exception_for
 from gracestream.pipeline.index import KeyIndex
 from gracestream.pipeline.maintenance import TRAFFIC_SHARE
-from gracestream.pipeline.memory import BARE_MODEL, EditMemory
+from gracestream.pipeline.memory import BARE_MODEL, EditMemory, together
 from gracestream.pipeline.plan import plan_of
 from gracestream.pipeline.prompt_exceptions import query_of
-from gracestream.pipeline.sight import together
 from gracestream.schemas.deltas import Cause, Delta, EditChange, EntryChange, ExceptionChange, Seen, Tensor
 from gracestream.schemas.messages import Feedback
 
@@ -104,11 +103,11 @@ class Rewritten:
         """What turns the codebook and the memory as they were into what they would be.
 
         Raises:
-            DeltaFault: the log that was folded is not the engine's own.
+            HistoryError: the log that was folded is not the engine's own.
         """
         was, ours = self._was.codebook, self._engine.codebook
         if was.digest != ours.digest:
-            raise DeltaFault(
+            raise HistoryError(
                 f"the log folds to delta {was.seq} ({was.digest.hex()[:12]}…), but the editor holds {ours.seq}"
                 f" ({ours.digest.hex()[:12]}…)"
             )

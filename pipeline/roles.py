@@ -18,11 +18,8 @@ from collections.abc import Collection
 from msgspec import UNSET, UnsetType
 
 from gracestream.pipeline.memory import EditMemory, still_undone
-from gracestream.schemas.deltas import DEFAULT_ROLES, Standing
+from gracestream.schemas.deltas import Standing
 from gracestream.schemas.messages import Feedback
-
-UNSIGNED = Standing(roles=DEFAULT_ROLES)
-"""Of feedback without a signature, where there is a list of authors and signatures are not required."""
 
 
 def may_propose(standing: Standing | UnsetType) -> bool:

@@ -18,9 +18,9 @@ from gracestream.pipeline import metrics
 from gracestream.pipeline.adaptor import OUTSIDE, Hit
 from gracestream.pipeline.addressing import ORDINARY, Address, Header, address_of
 from gracestream.pipeline.batch import Prompt
-from gracestream.pipeline.codebook import DeltaFault
 from gracestream.pipeline.dead_letters import rejected
 from gracestream.pipeline.device import raise_if_broken
+from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.mirror import Mirror
 from gracestream.pipeline.model import EditableModel, Served
 from gracestream.pipeline.records import LARGEST
@@ -166,7 +166,7 @@ class Server:
                 where the requests are then run one by one.
 
         Raises:
-            DeltaFault: `settle` found a history that cannot be followed, so none of these is an answer.
+            HistoryError: `settle` found a history that cannot be followed, so none of these is an answer.
             DeviceFault: the device is broken: likewise.
         """
         metrics.BATCH_SIZE.observe(len(questions))
@@ -180,7 +180,7 @@ class Server:
                     settle,
                     checked=self._settings.check_answers,
                 )
-        except DeltaFault:
+        except HistoryError:
             raise
         except Exception as error:  # noqa: BLE001  (whatever one request does to the model, the others are answered)
             raise_if_broken(error)

@@ -55,8 +55,3 @@ class Sight:
         """As much of it as the kind of a decision rests on: the initial radius, and the clearance of these keys."""
         asked = {name: self._clearance[name] for name in names if name in self._clearance}
         return Seen(radius=self.radius, clearance=asked)
-
-
-def together(first: Seen, later: Seen) -> Seen:
-    """What a decision saw when it was made, and what it saw beside that when it was made again."""
-    return Seen(radius=first.radius, clearance=later.clearance | first.clearance)

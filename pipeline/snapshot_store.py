@@ -18,6 +18,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import unquote
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
@@ -25,13 +26,24 @@ from fsspec.implementations.local import LocalFileSystem
 from gracestream.pipeline.codebook import Codebook
 from gracestream.pipeline.codebook_file import save
 from gracestream.pipeline.errors import UserError
-from gracestream.pipeline.security import url_secrets
 
 _NAME = re.compile(r"[A-Za-z0-9._%~-]+\.safetensors")
 _STAGING = ".writing-"
 
 ABANDONED_SECONDS = 3600.0
 """No writer is at one file for so long, unless it was killed."""
+
+_URL_USER = re.compile(r"(?<=://)(?:([^/@]*):(.*)|([^/@]*))@", re.DOTALL)
+"""User and password, which may hold any character, since secret keys of S3 have slashes."""
+
+
+def url_secrets(url: str) -> tuple[str, list[str]]:
+    """A URL of snapshots as it may be shown, without user, password and options; and what was left out of it."""
+    if "://" not in url or url.startswith("file://"):
+        return url, []
+    shown, _, options = _URL_USER.sub("", url).partition("?")
+    found = [part for match in _URL_USER.finditer(url) for part in (match[0], *match.groups()) if part]
+    return shown, [*found, *(unquote(part) for part in found), *([options] if options else [])]
 
 
 class SnapshotError(UserError):

@@ -30,11 +30,10 @@ from gracestream.pipeline import metrics
 from gracestream.pipeline.clients import consumer, producer
 from gracestream.pipeline.codebook import Codebook
 from gracestream.pipeline.codebook_file import FileError, parse
-from gracestream.pipeline.follower import READING
+from gracestream.pipeline.delta_reader import DELTA_OPTIONS
 from gracestream.pipeline.reading import read_topic
-from gracestream.pipeline.security import url_secrets
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.snapshot_store import SnapshotError, SnapshotStore
+from gracestream.pipeline.snapshot_store import SnapshotError, SnapshotStore, url_secrets
 from gracestream.pipeline.topics import DELTAS, SNAPSHOTS
 from gracestream.schemas.deltas import DIGEST_BYTES, decode_delta
 from gracestream.schemas.messages import VERSION, InvalidMessage, SnapshotManifest, decode, encode
@@ -208,7 +207,7 @@ def _check_log(settings: Settings, manifest: SnapshotManifest, offset: int) -> N
 @contextmanager
 def _reading_deltas(settings: Settings) -> Iterator[tuple[Any, TopicPartition]]:
     partition = TopicPartition(settings.topic(DELTAS), 0)
-    reader = consumer(settings, **READING)
+    reader = consumer(settings, **DELTA_OPTIONS)
     try:
         reader.assign([partition])
         yield reader, partition

@@ -21,13 +21,9 @@ from collections.abc import Callable, Iterable
 import msgspec
 import numpy as np
 
-from gracestream.pipeline.editor_log import feedback_offset
-from gracestream.pipeline.reading import read_topic
-from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.topics import EDITS
+from gracestream.schemas.headers import SPENDS
 
 MARK_BYTES = 16
-MARK_HEADER = "spends"
 
 RECENT = 2**16
 """Marks in a dict, which is quick to change, before they go into an array, which is small."""
@@ -45,22 +41,11 @@ def mark_of_record(record: bytes) -> bytes:
 
 def mark_header(mark: bytes) -> tuple[str, bytes]:
     """The header of the outcome."""
-    return MARK_HEADER, mark.hex().encode()
+    return SPENDS, mark.hex().encode()
 
 
 MarksSince = Callable[[int], Iterable[tuple[int, bytes | None, int]]]
 """Given an offset of `edits`: for each outcome from there on its offset, its mark, and the offset of its feedback."""
-
-
-def marks_since(settings: Settings, since: int) -> Iterable[tuple[int, bytes | None, int]]:
-    """The marks in `edits`, as `MarksSince` has them.
-
-    Raises:
-        KafkaError: it cannot be read.
-    """
-    for record in read_topic(settings, EDITS, since):
-        header = dict(record.headers).get(MARK_HEADER)
-        yield record.offset, None if header is None else bytes.fromhex(header.decode()), feedback_offset(record)
 
 
 class Spent:

@@ -36,7 +36,7 @@ def undo(
     long history takes its time.
 
     Raises:
-        DeltaFault: the log does not fold to what the engine holds.
+        HistoryError: the log does not fold to what the engine holds.
     """
     memory = engine.memory
     taken = engine.why_not_named(feedback)

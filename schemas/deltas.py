@@ -122,6 +122,10 @@ class Standing(Struct, frozen=True, kw_only=True, omit_defaults=True):
     signed: bool = False
 
 
+UNSIGNED = Standing(roles=DEFAULT_ROLES)
+"""Of feedback without a signature, where there is a list of authors and signatures are not required."""
+
+
 class RephraseKey(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a decision made of one rephrase of its correction.
 

@@ -1,10 +1,36 @@
-"""Headers of requests and of what comes back for them."""
+"""Headers that gracestream gives a meaning, on any of its topics. Values are UTF-8 text, numbers in decimal."""
+
+from typing import Any
 
 REPLY_TO = "reply_to"
-"""Header of a request: the whole name of the topic for its answer. Of several the last counts."""
+"""Of a request: the whole name of the topic for its answer. Of several the last counts."""
+
+FEEDBACK_OFFSET = "feedback_offset"
+"""Of an outcome: the offset of its feedback."""
+
+AUTHOR, ADMITTED = "author", "admitted"
+"""Of an outcome whose feedback was accepted: its author, and the time in ms at which it counts for the rate limit."""
+
+SPENDS = "spends"
+"""Of an outcome of signed feedback: the mark by which a copy of that feedback is known, in hex."""
+
+TERM, CODEBOOK_SEQ, SEEN, STANDING = "term", "codebook_seq", "seen", "standing"
+"""Of the outcome of a decision without a delta: what that decision saw. `seen` and `standing` are JSON."""
+
+REASON = "reason"
+"""Of a dead letter: what is wrong with the record, in one line."""
+
+SOURCE_TOPIC, SOURCE_PARTITION, SOURCE_OFFSET = "source_topic", "source_partition", "source_offset"
+"""Of a dead letter: where the record lies."""
 
 UNANSWERED = "unanswered"
-"""Header of a dead letter on `requests.dlq`: no topic took an answer to this request, so its sender got none."""
+"""Of a dead letter on `requests.dlq`: no topic took an answer to this request, so its sender got none."""
+
+REPLAYED_FROM = "replayed_from"
+"""Of a record that was sent again: the queue and the offset of its dead letter."""
+
+CUT = tuple(f"{part}_{what}" for part in ("key", "value") for what in ("bytes", "sha256"))
+"""Of a dead letter that was cut: the size and the digest of the whole key and value."""
 
 MOST_HEADERS = 32
 """Headers that are copied to an answer."""
@@ -15,15 +41,32 @@ HEADER_BYTES = 8192
 OURS = frozenset(
     {
         REPLY_TO,
+        FEEDBACK_OFFSET,
+        AUTHOR,
+        ADMITTED,
+        SPENDS,
+        TERM,
+        CODEBOOK_SEQ,
+        SEEN,
+        STANDING,
+        REASON,
+        SOURCE_TOPIC,
+        SOURCE_PARTITION,
+        SOURCE_OFFSET,
         UNANSWERED,
-        "reason",
-        "source_topic",
-        "source_partition",
-        "source_offset",
-        "replayed_from",
-        "feedback_offset",
+        REPLAYED_FROM,
+        *CUT,
     }
-    | {"author", "admitted", "spends", "term", "codebook_seq", "seen", "standing"}
-    | {"key_bytes", "key_sha256", "value_bytes", "value_sha256"}
 )
-"""Names of headers that gracestream gives a meaning, on any of its topics."""
+"""All of them: a client's own headers of these names are not copied to an answer."""
+
+
+def feedback_offset(record: Any) -> int:
+    """The offset of the feedback that an outcome on `edits` belongs to; -1 where it does not say."""
+    return offset_in(FEEDBACK_OFFSET, record)
+
+
+def offset_in(header: str, record: Any) -> int:
+    """The offset in a header of a record; -1 where it has none."""
+    said = dict(record.headers).get(header) or b""
+    return int(said) if said.isdigit() and len(said) < 19 else -1

@@ -17,7 +17,7 @@ from gracestream.pipeline import metrics
 from gracestream.pipeline.access import ACCESS, require_access
 from gracestream.pipeline.adaptor import QueryToken
 from gracestream.pipeline.checkpoint import is_causal, load_checkpoint
-from gracestream.pipeline.clients import UnreachableError, await_kafka, await_redis
+from gracestream.pipeline.clients import wait_for_kafka
 from gracestream.pipeline.device import driver_version, name_of, why_no_cuda
 from gracestream.pipeline.encoder import FARTHEST, UNIT
 from gracestream.pipeline.health import Health, HealthServer
@@ -26,10 +26,12 @@ from gracestream.pipeline.logs import configure_logs
 from gracestream.pipeline.maintenance import ROUNDINGS
 from gracestream.pipeline.model import EditableModel
 from gracestream.pipeline.plan import Plan
+from gracestream.pipeline.redis_client import wait_for_redis
 from gracestream.pipeline.settings import Settings, SettingsError, misspelt
 from gracestream.pipeline.tasks import Limits
 from gracestream.pipeline.topics import require_topics
 from gracestream.pipeline.training import Recipe
+from gracestream.pipeline.waiting import UnreachableError
 from gracestream.workers.ending import end_on_signals, end_when_stuck
 
 log = structlog.get_logger()
@@ -71,11 +73,11 @@ def worker(kind: Literal["inference", "editor"], settings: Settings) -> Iterator
     server = HealthServer(health, settings.host, settings.port)
     try:
         log.info("starting", url=server.url)
-        await_kafka(settings, report=lambda line: log.info("waiting", what=line), await_name=True)
+        wait_for_kafka(settings, report=lambda line: log.info("waiting", what=line), await_name=True)
         require_access(settings, ACCESS[kind])
         require_topics(settings)
         try:
-            await_redis(settings, report=lambda line: log.info("waiting", what=line))
+            wait_for_redis(settings, report=lambda line: log.info("waiting", what=line))
         except UnreachableError as error:
             log.warning("starting_without_redis", reason=str(error))
         if settings.threads:

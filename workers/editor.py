@@ -20,20 +20,21 @@ from kafka.errors import KafkaError
 from msgspec import UNSET
 
 from gracestream.pipeline import metrics
+from gracestream.pipeline.accepted_feedback import admission_from_settings
 from gracestream.pipeline.admission import Admission
 from gracestream.pipeline.case import Ahead
-from gracestream.pipeline.clients import redis_client
-from gracestream.pipeline.codebook import DeltaFault
+from gracestream.pipeline.delta_reader import error_at
 from gracestream.pipeline.device import DeviceFault
 from gracestream.pipeline.editing import EditEngine
 from gracestream.pipeline.editor_log import EditorLog, Result, may_pass
 from gracestream.pipeline.environment import environment
-from gracestream.pipeline.follower import fault_at
+from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.health import Health
 from gracestream.pipeline.history import KafkaHistory
 from gracestream.pipeline.intake import Intake, Read
 from gracestream.pipeline.projection import Projection
 from gracestream.pipeline.radius_store import RadiusStore, StaleError
+from gracestream.pipeline.redis_client import redis_client
 from gracestream.pipeline.request_tail import RequestTail
 from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.snapshot_writer import SnapshotWriter
@@ -68,11 +69,13 @@ STAY_SECONDS = 1.0
 
 def run(settings: Settings) -> int:
     """Run the editor until it is told to stop, or another one takes over; the exit status."""
-    admission = Admission.of(settings)  # a list of authors that cannot be read is told before a model is loaded
+    admission = admission_from_settings(
+        settings
+    )  # a list of authors that cannot be read is told before a model is loaded
     with worker("editor", settings) as started:
         try:
             editor_of(started, settings, admission).run(started.stop)
-        except (DeltaFault, DeviceFault, StaleError, KafkaError) as error:
+        except (HistoryError, DeviceFault, StaleError, KafkaError) as error:
             started.health.not_ready(str(error))
             log.error("editor_stopped", reason=str(error) or type(error).__name__)  # noqa: TRY400  (no defect)
             return 1
@@ -138,7 +141,7 @@ class Editor:
         """Stand by, lead and edit until told to stop; where Kafka failed, begin again.
 
         Raises:
-            DeltaFault: the history is not of this editor's codebook, model or layer, or it is broken; also where that
+            HistoryError: the history is not of this editor's codebook, model or layer, or it is broken; also where that
                 comes to pass while this editor leads.
             DeviceFault: the device that runs the model failed.
             StaleError: another editor has led since this one did, or Redis holds a newer history.
@@ -183,7 +186,7 @@ class Editor:
             if place == "standby" and self._role != "standby":
                 self._turn("standby")
             parts.traffic.read(0.05)
-            metrics.show(parts.engine.codebook)
+            metrics.show_codebook(parts.engine.codebook.seq, parts.engine.codebook.term, len(parts.engine.codebook))
         return False
 
     def _take_over(self, stop: threading.Event) -> None:
@@ -205,8 +208,8 @@ class Editor:
         for offset, record in self._parts.log.deltas():
             try:
                 applied = self._parts.engine.apply(record)
-            except DeltaFault as fault:
-                raise fault_at(offset, fault) from fault
+            except HistoryError as fault:
+                raise error_at(offset, fault) from fault
             if applied is not None and applied.delta.op == "lead" and self._lead not in (None, record):
                 raise StaleError(f"another editor has taken the lead, in term {applied.delta.term}")
 
@@ -225,7 +228,7 @@ class Editor:
             parts.snapshots.offer(parts.engine.codebook)
             self._count()
             metrics.TRAFFIC.set(len(parts.engine.traffic))
-            metrics.show(parts.engine.codebook)
+            metrics.show_codebook(parts.engine.codebook.seq, parts.engine.codebook.term, len(parts.engine.codebook))
 
     def _waiting(self) -> list[Record]:
         """The feedback records that wait, up to as many as are trained together; waits for a first one."""

@@ -15,13 +15,14 @@ from typing import Literal
 
 import structlog
 
-from gracestream.pipeline.clients import redis_client
-from gracestream.pipeline.codebook import Codebook, DeltaFault
+from gracestream.pipeline.codebook import Codebook
 from gracestream.pipeline.device import DeviceFault
+from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.follower import Follower
 from gracestream.pipeline.index import KeyIndex
 from gracestream.pipeline.mirror import Mirror
 from gracestream.pipeline.radius_store import Head, RadiusStore
+from gracestream.pipeline.redis_client import redis_client
 from gracestream.pipeline.serving import Part, Question, Record, Reply, Server, Work
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.messages import one_line
@@ -66,7 +67,7 @@ class Replica:
         self._head_thread = ThreadPoolExecutor(2, thread_name_prefix="head")
         self._micro_batches = MicroBatches(self._run, settings.batch, self._model_thread)
         self._waiting = 0
-        self._fault: DeltaFault | DeviceFault | None = None
+        self._fault: HistoryError | DeviceFault | None = None
         started.health.state = self._mirror.state
 
     async def run(self) -> int:
@@ -80,10 +81,10 @@ class Replica:
                 log.error("not_caught_up", seq=self._mirror.codebook.seq, read=self._follower.latest_seq)
                 return 1
             in_order = await self._serve()
-        except DeltaFault as fault:
+        except HistoryError as fault:
             self._note(fault)
             in_order = False
-        while isinstance(self._fault, DeltaFault) and not await self._to_stop():
+        while isinstance(self._fault, HistoryError) and not await self._to_stop():
             pass
         self._worker.stop.set()
         self._follower.close()
@@ -139,7 +140,7 @@ class Replica:
             async with aclosing(self._micro_batches.answer(questions)) as answers:
                 async for replies in answers:
                     yield replies
-        except (DeltaFault, DeviceFault) as fault:
+        except (HistoryError, DeviceFault) as fault:
             await self._give_up(fault)
 
     def _run(self, questions: list[Question]) -> list[Reply]:
@@ -181,10 +182,10 @@ class Replica:
 
         try:
             await loop.run_in_executor(self._model_thread, advance)
-        except (DeltaFault, DeviceFault) as fault:
+        except (HistoryError, DeviceFault) as fault:
             await self._give_up(fault)
 
-    async def _give_up(self, fault: DeltaFault | DeviceFault) -> None:
+    async def _give_up(self, fault: HistoryError | DeviceFault) -> None:
         """Never returns: what it was at is not done. Another replica does it, or this one mended."""
         self._note(fault)
         await asyncio.Event().wait()
@@ -205,13 +206,13 @@ class Replica:
             health.become_ready()
             log.info("ready", seq=mirror.codebook.seq, entries=len(mirror.codebook))
 
-    def _note(self, fault: DeltaFault | DeviceFault) -> None:
+    def _note(self, fault: HistoryError | DeviceFault) -> None:
         if self._fault is not None:
             return
         self._fault = fault
         self._worker.idle.clear()  # from now on it stays to be looked at, and ends with status 1
         self._worker.health.not_ready(str(fault))
-        event = "history_fault" if isinstance(fault, DeltaFault) else "device_fault"
+        event = "history_fault" if isinstance(fault, HistoryError) else "device_fault"
         log.error(event, reason=str(fault), seq=self._mirror.codebook.seq)
 
 

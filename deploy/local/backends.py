@@ -13,8 +13,8 @@ from gracestream.deploy.local.kafka import LocalKafka
 from gracestream.deploy.local.processes import Child, StackError
 from gracestream.deploy.local.redis import LocalRedis
 from gracestream.deploy.local.server import silent
-from gracestream.pipeline.clients import ask_kafka, ask_redis
-from gracestream.pipeline.security import without_password
+from gracestream.pipeline.clients import ping_kafka
+from gracestream.pipeline.redis_client import ping_redis, without_password
 from gracestream.pipeline.settings import SettingsError, load_settings
 
 REACH_TIMEOUT = 10.0  # seconds that an existing cluster has to answer
@@ -120,7 +120,7 @@ def check_kafka(bootstrap: str, timeout: float = REACH_TIMEOUT) -> None:
         RefusedError: it does not take us, or is not trusted.
     """
     try:
-        ask_kafka(load_settings(kafka=bootstrap), timeout)
+        ping_kafka(load_settings(kafka=bootstrap), timeout)
     except (KafkaError, OSError, ValueError) as error:
         raise StackError(
             f"GRACESTREAM_KAFKA is {bootstrap!r}, and no Kafka answers there ({error}); start it, correct the variable,"
@@ -136,7 +136,7 @@ def check_redis(url: str, timeout: float = REACH_TIMEOUT) -> None:
         RefusedError: it does not take us, or is not trusted.
     """
     try:
-        ask_redis(load_settings(redis=url), timeout)
+        ping_redis(load_settings(redis=url), timeout)
     except (RedisError, OSError, SettingsError) as error:
         raise StackError(
             f"GRACESTREAM_REDIS is {without_password(url)!r}, and no Redis answers there ({error}); start it, correct"

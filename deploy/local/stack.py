@@ -17,8 +17,8 @@ from gracestream.deploy.local.processes import Child, StackError, answers_ok
 from gracestream.deploy.local.processes import worker as worker_process
 from gracestream.deploy.local.server import silent
 from gracestream.deploy.models import layer_of, resolve
-from gracestream.pipeline.admission import Admission
-from gracestream.pipeline.security import without_password
+from gracestream.pipeline.accepted_feedback import admission_from_settings
+from gracestream.pipeline.redis_client import without_password
 from gracestream.pipeline.settings import Settings, load_settings
 from gracestream.pipeline.topics import create_topics
 
@@ -142,7 +142,7 @@ def running_stack(
     with ExitStack() as stack:
         stack.enter_context(_held(data))
         first = load_settings(**chosen)
-        Admission.of(first)
+        admission_from_settings(first)
         existing_kafka()
         existing_redis()
         commands = {"editor": "edit", **{f"replica-{n + 1}": "infer" for n in range(replicas)}}

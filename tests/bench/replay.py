@@ -30,13 +30,13 @@ from aiokafka import AIOKafkaProducer
 
 from gracestream.deploy.local.backends import kafka_backend
 from gracestream.pipeline import snapshots
-from gracestream.pipeline.clients import redis_client
 from gracestream.pipeline.codebook import Codebook
 from gracestream.pipeline.codebook_file import parse
 from gracestream.pipeline.follower import Follower
 from gracestream.pipeline.index import KeyIndex
 from gracestream.pipeline.mirror import Mirror
 from gracestream.pipeline.radius_store import RadiusStore
+from gracestream.pipeline.redis_client import redis_client
 from gracestream.pipeline.replay import fold_log
 from gracestream.pipeline.settings import Settings, load_settings
 from gracestream.pipeline.snapshot_store import SnapshotStore

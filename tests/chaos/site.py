@@ -16,9 +16,10 @@ from msgspec import UNSET
 from gracestream.deploy.local.kafka import LocalKafka
 from gracestream.deploy.local.redis import LocalRedis
 from gracestream.pipeline.client import Client
-from gracestream.pipeline.clients import consumer, redis_client
+from gracestream.pipeline.clients import consumer
 from gracestream.pipeline.follower import Follower as DeltaFollower
 from gracestream.pipeline.radius_store import RadiusStore
+from gracestream.pipeline.redis_client import redis_client
 from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.snapshots import manifests
 from gracestream.pipeline.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ, PREDICTIONS

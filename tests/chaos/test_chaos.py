@@ -18,7 +18,7 @@ import pytest
 
 from gracestream.deploy.local.kafka import LocalKafka
 from gracestream.deploy.local.redis import LocalRedis
-from gracestream.pipeline.clients import redis_client
+from gracestream.pipeline.redis_client import redis_client
 from gracestream.pipeline.topics import create_topics
 from tests.chaos.dying import STEPS, read_slowly
 from tests.chaos.site import Site

@@ -15,8 +15,9 @@ import pytest
 from kafka import TopicPartition
 
 from gracestream.deploy.local.kafka import LocalKafka
-from gracestream.pipeline.clients import consumer, redis_client
+from gracestream.pipeline.clients import consumer
 from gracestream.pipeline.radius_store import RadiusStore
+from gracestream.pipeline.redis_client import redis_client
 from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ, create_topics
 from tests.doubles.checker import Follower, Left, faults

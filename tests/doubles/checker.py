@@ -12,10 +12,11 @@ from typing import Any, Literal
 import numpy as np
 from msgspec import UNSET
 
-from gracestream.pipeline.codebook import Codebook, DeltaFault
-from gracestream.pipeline.editor_log import OFFSET_HEADER
+from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.radius_store import Head
 from gracestream.schemas.deltas import Delta, decode_delta
+from gracestream.schemas.headers import FEEDBACK_OFFSET
 from gracestream.schemas.messages import Feedback, InvalidMessage, Outcome, Prediction, decode, peek_id
 
 Kind = Literal["lost", "doubled", "aborted", "offset", "chain", "digest", "served"]
@@ -81,13 +82,13 @@ def faults(left: Left) -> list[Fault]:
     states = {0: State(0, {})}
     try:
         codebook = _folded(left, deltas, states)
-    except DeltaFault as fault:
+    except HistoryError as fault:
         return [*found, Fault("chain", str(fault))]
     return [*found, *_of_states(left, codebook), *_of_predictions(left, states)]
 
 
 def _of_outcomes(left: Left) -> Iterator[Fault]:
-    offsets = [_header(record, OFFSET_HEADER) for record in left.edits]
+    offsets = [_header(record, FEEDBACK_OFFSET) for record in left.edits]
     for offset, times in Counter(offsets).items():
         if times > 1:
             yield Fault("doubled", f"feedback {offset} has {times} outcomes")
@@ -148,7 +149,7 @@ def _of_causes(left: Left, deltas: Sequence[Delta]) -> Iterator[Fault]:
             yield Fault("offset", f"a delta names {cause.feedback_id!r} at {cause.offset}, where it is not")
     made = {delta.cause.offset: delta.seq for delta in deltas if delta.cause is not UNSET}
     said = {
-        _header(record, OFFSET_HEADER): outcome.seq
+        _header(record, FEEDBACK_OFFSET): outcome.seq
         for record in left.edits
         if (outcome := decode(record.value, Outcome)).seq is not UNSET
     }
@@ -165,7 +166,7 @@ def _folded(left: Left, deltas: Sequence[Delta], states: dict[int, State]) -> Co
     codebook = Codebook(deltas[0].codebook, deltas[0].model, deltas[0].layer)
     for record in left.deltas:
         if codebook.apply(record.value) is None:
-            raise DeltaFault(f"the delta at offset {record.offset} is of a lower term: two have written at once")
+            raise HistoryError(f"the delta at offset {record.offset} is of a lower term: two have written at once")
         if codebook.seq in named:
             radii = dict(zip(codebook.entry_ids, codebook.radii_N.tolist(), strict=True))
             states[codebook.seq] = State(codebook.term, radii)

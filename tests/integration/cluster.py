@@ -9,10 +9,10 @@ from kafka.admin import MemberToRemove
 from kafka.structs import OffsetAndMetadata
 
 from gracestream.pipeline.clients import admin, producer
-from gracestream.pipeline.dead_letters import SOURCE_OFFSET
 from gracestream.pipeline.editor_log import EditorLog
 from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.topics import DELTAS, EDITS, FEEDBACK_DLQ
+from gracestream.schemas.headers import SOURCE_OFFSET
 from gracestream.schemas.messages import Outcome, decode
 from tests.doubles.kafka import MemoryKafka
 from tests.integration.running import records, wait_until

@@ -11,12 +11,12 @@ import torch
 from structlog.typing import EventDict
 
 from gracestream.deploy.local.kafka import LocalKafka
-from gracestream.pipeline.clients import redis_client
 from gracestream.pipeline.codebook import Codebook
 from gracestream.pipeline.follower import Follower
 from gracestream.pipeline.index import KeyIndex
 from gracestream.pipeline.mirror import Mirror
 from gracestream.pipeline.radius_store import RadiusStore
+from gracestream.pipeline.redis_client import redis_client
 from gracestream.pipeline.settings import Settings, load_settings
 from gracestream.pipeline.topics import TOPICS, create_topics
 from tests.doubles.kafka import MemoryKafka

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from msgspec import UNSET
 
-from gracestream.pipeline.admission import Admission
+from gracestream.pipeline.accepted_feedback import admission_from_settings
 from gracestream.pipeline.batch import Prompt
-from gracestream.pipeline.clients import producer, redis_client
+from gracestream.pipeline.clients import producer
 from gracestream.pipeline.codebook import Codebook
 from gracestream.pipeline.follower import Follower
 from gracestream.pipeline.health import Health
@@ -20,6 +20,7 @@ from gracestream.pipeline.index import KeyIndex
 from gracestream.pipeline.mirror import Mirror
 from gracestream.pipeline.model import EditableModel
 from gracestream.pipeline.radius_store import RadiusStore
+from gracestream.pipeline.redis_client import redis_client
 from gracestream.pipeline.serving import Record, Server
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.deltas import EntryChange
@@ -268,7 +269,7 @@ def test_feedback_on_which_the_model_fails_is_rejected_and_the_next_is_taken(
 
     monkeypatch.setattr(model.passes, "examine", fragile)
     stop = threading.Event()
-    editor = editor_of(Worker("editor", Health(), model, stop), deployment, Admission.of(deployment))
+    editor = editor_of(Worker("editor", Health(), model, stop), deployment, admission_from_settings(deployment))
     working = threading.Thread(target=editor.run, args=[stop])
     working.start()
     try:

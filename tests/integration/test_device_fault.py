@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from gracestream.pipeline.admission import Admission
+from gracestream.pipeline.accepted_feedback import admission_from_settings
 from gracestream.pipeline.device import DeviceFault
 from gracestream.pipeline.health import Health
 from gracestream.pipeline.model import EditableModel
@@ -58,7 +58,7 @@ def test_an_editor_ends_and_its_feedback_is_decided_by_the_next(
     users.client.send([flag("f", PROMPTS[0], "river")])
     for model, expected in ((broken, []), (editable("llama"), ["f"])):
         stop = threading.Event()
-        editor = editor_of(Worker("editor", Health(), model, stop), deployment, Admission.of(deployment))
+        editor = editor_of(Worker("editor", Health(), model, stop), deployment, admission_from_settings(deployment))
         if expected:
             working = threading.Thread(target=editor.run, args=[stop])
             working.start()

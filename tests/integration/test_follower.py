@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from gracestream.pipeline.codebook import DeltaFault
+from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.follower import HELD_BYTES, Follower
 from gracestream.pipeline.mirror import Mirror
 from gracestream.pipeline.settings import Settings
@@ -48,7 +48,7 @@ def test_a_start_beyond_the_end_of_a_log_that_was_cut_is_a_fault(history: Histor
     follower.start(10**6, history.codebook.seq, history.codebook.term)
     try:
         _, first = wait_until(lambda: follower.take(10**6, 0.1))[0]
-        with pytest.raises(DeltaFault, match="delta 3 of term 2 follows 4 of term 2: a gap"):
+        with pytest.raises(HistoryError, match="delta 3 of term 2 follows 4 of term 2: a gap"):
             history.codebook.apply(first)
     finally:
         follower.close()

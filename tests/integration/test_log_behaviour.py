@@ -3,8 +3,8 @@
 import pytest
 from kafka.errors import KafkaError, KafkaTimeoutError
 
-from gracestream.pipeline.codebook import DeltaFault
 from gracestream.pipeline.editor_log import ForeignRecordError, PlaceLostError, Result, may_pass
+from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.settings import load_settings
 from gracestream.pipeline.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ, TOPICS
 from tests.doubles.kafka import MemoryKafka
@@ -206,7 +206,7 @@ def test_a_log_that_has_lost_records_is_not_gone_on_with(prefix: str) -> None:
     log = Cluster(settings, double).leader()
     log.commit(Result(0, outcome_of("f0"), b"first"))
     double.topics[settings.topic(DELTAS)].clear()
-    with pytest.raises(DeltaFault, match="deltas ends at offset 0, and was read up to 4: it has lost records"):
+    with pytest.raises(HistoryError, match="deltas ends at offset 0, and was read up to 4: it has lost records"):
         log.commit(Result(1, outcome_of("f1"), b"second"))
     log.close()
     assert not list(double.committed(settings.topic(DELTAS)))

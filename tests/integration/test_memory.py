@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from gracestream.pipeline.clients import producer
-from gracestream.pipeline.codebook import DeltaFault
+from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.follower import Follower
 from gracestream.pipeline.records import BATCH_BYTES, KEPT_BYTES, record_bytes
 from gracestream.pipeline.settings import Settings, as_environment
@@ -253,7 +253,7 @@ def test_a_follower_hands_out_nothing_behind_a_batch_of_deltas_beyond_the_bound(
         taken = follower.take(history.codebook.seq, 0)
         assert [offset for offset, _ in taken] == [0, first]
         assert taken[1][1] == together[0]
-        with pytest.raises(DeltaFault, match=re.escape(fault_of(second))):
+        with pytest.raises(HistoryError, match=re.escape(fault_of(second))):
             follower.take(history.codebook.seq, 0)
     finally:
         follower.close()

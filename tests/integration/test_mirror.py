@@ -11,11 +11,12 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from gracestream.deploy.local.processes import free_port
-from gracestream.pipeline.clients import redis_client
-from gracestream.pipeline.codebook import Codebook, DeltaFault
+from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.metrics import RADIUS_MISMATCH
 from gracestream.pipeline.mirror import CATCH_UP_SECONDS, Mirror
 from gracestream.pipeline.radius_store import RadiusStore, StaleError
+from gracestream.pipeline.redis_client import redis_client
 from gracestream.pipeline.settings import Settings, load_settings
 from tests.integration.history import History, same
 from tests.integration.running import wait_until
@@ -166,7 +167,7 @@ class TestStart:
         self, history: History, mirror_of: Callable[..., Mirror]
     ) -> None:
         history.write(b"no delta")
-        with pytest.raises(DeltaFault, match="the record at offset 0 of deltas cannot be read: not a valid delta"):
+        with pytest.raises(HistoryError, match="the record at offset 0 of deltas cannot be read: not a valid delta"):
             mirror_of(history.settings).catch_up(20)
 
     def test_a_head_that_the_log_does_not_hold_is_not_waited_for_before_the_log_was_read(

@@ -15,8 +15,9 @@ import pytest
 from msgspec import UNSET
 
 from gracestream.deploy.local.stack import running_stack
-from gracestream.pipeline.clients import producer, redis_client
+from gracestream.pipeline.clients import producer
 from gracestream.pipeline.radius_store import RadiusStore
+from gracestream.pipeline.redis_client import redis_client
 from gracestream.pipeline.replay import replay_deltas
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.messages import Feedback, Request

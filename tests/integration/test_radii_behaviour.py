@@ -10,7 +10,6 @@ from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from gracestream.pipeline import radius_store
-from gracestream.pipeline.clients import redis_client
 from gracestream.pipeline.codebook import Applied, Codebook
 from gracestream.pipeline.follower import Follower
 from gracestream.pipeline.index import KeyIndex
@@ -18,6 +17,7 @@ from gracestream.pipeline.metrics import RADIUS_MISMATCH
 from gracestream.pipeline.mirror import Mirror
 from gracestream.pipeline.projection import Projection
 from gracestream.pipeline.radius_store import Head, RadiusStore, StaleError
+from gracestream.pipeline.redis_client import redis_client
 from gracestream.pipeline.settings import load_settings
 from gracestream.schemas.deltas import EntryChange
 from tests.doubles.redis import MemoryRedis

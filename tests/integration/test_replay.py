@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from gracestream.pipeline.clients import producer
-from gracestream.pipeline.codebook import Codebook, DeltaFault
+from gracestream.pipeline.codebook import Codebook
 from gracestream.pipeline.codebook_file import FileError, load, save
+from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.history import KafkaHistory
 from gracestream.pipeline.replay import describe, replay_deltas
 from gracestream.pipeline.settings import Settings
@@ -84,7 +85,7 @@ class TestStates:
         assert list(describe(deployment)) == []
 
     def test_a_seq_that_is_not_there_yet_is_named(self, history: History) -> None:
-        with pytest.raises(DeltaFault, match="the log ends at delta 7; there is no 8 yet"):
+        with pytest.raises(HistoryError, match="the log ends at delta 7; there is no 8 yet"):
             replay_deltas(history.settings, 8)
 
     def test_what_a_fenced_editor_left_behind_does_not_count(self, history: History) -> None:
@@ -102,33 +103,33 @@ class TestFaults:
     def test_a_record_that_is_no_delta(self, history: History) -> None:
         history.write(b"\xc1")
         history.add("d", [2.0, 2.0])
-        with pytest.raises(DeltaFault, match="not a valid delta"):
+        with pytest.raises(HistoryError, match="not a valid delta"):
             replay_deltas(history.settings)
-        with pytest.raises(DeltaFault, match="the record at offset 7 of deltas cannot be applied: not a valid delta"):
+        with pytest.raises(HistoryError, match="the record at offset 7 of deltas cannot be applied: not a valid delta"):
             list(describe(history.settings))
         assert same(replayed(history.settings, 7), folded(history, 7)), "what lies before it can be replayed"
 
     def test_a_tombstone(self, history: History) -> None:
         history._producer.send(history.settings.topic("deltas"), key=b"k", value=None, partition=0).get(30)
-        with pytest.raises(DeltaFault, match="the record has no value"):
+        with pytest.raises(HistoryError, match="the record has no value"):
             replay_deltas(history.settings)
 
     def test_a_gap(self, history: History) -> None:
         history.codebook.apply(sealed(history.codebook, added("lost", [2.0, 2.0], 1.0)))
         history.add("d", [2.0, 2.0])
-        with pytest.raises(DeltaFault, match="delta 9 of term 2 follows 7 of term 2: a gap"):
+        with pytest.raises(HistoryError, match="delta 9 of term 2 follows 7 of term 2: a gap"):
             replay_deltas(history.settings)
 
     def test_one_bit_that_is_another(self, history: History) -> None:
         record = bytearray(sealed(history.codebook, added("d", [2.0, 2.0], 1.0)))
         record[record.index(b"d", 40)] ^= 1
         history.write(bytes(record))
-        with pytest.raises(DeltaFault):
+        with pytest.raises(HistoryError):
             replay_deltas(history.settings)
 
     def test_a_delta_of_another_model(self, history: History) -> None:
         history.write(sealed(history.codebook, added("d", [2.0, 2.0], 1.0), model="0" * 64))
-        with pytest.raises(DeltaFault, match="delta 8 is of model '000"):
+        with pytest.raises(HistoryError, match="delta 8 is of model '000"):
             replay_deltas(history.settings)
 
 

@@ -10,10 +10,11 @@ import pytest
 from redis.exceptions import NoPermissionError, ResponseError
 from structlog.typing import EventDict
 
-from gracestream.pipeline.clients import await_kafka, await_redis, redis_client
+from gracestream.pipeline.clients import wait_for_kafka
 from gracestream.pipeline.codebook import Codebook
 from gracestream.pipeline.projection import Projection
 from gracestream.pipeline.radius_store import Head, RadiusStore
+from gracestream.pipeline.redis_client import redis_client, wait_for_redis
 from gracestream.pipeline.settings import Settings, load_settings
 from tests.certificates import Certificates
 from tests.integration.forked import Command, Forked, sentence, status_of
@@ -137,7 +138,7 @@ class TestKafka:
         "way", ["SCRAM-SHA-512", "SCRAM-SHA-256", "PLAIN", "certificate", "certificate with a locked key"]
     )
     def test_it_lets_in_whoever_it_knows(self, way: str, identities: dict[str, dict[str, Any]]) -> None:
-        await_kafka(in_time(**identities[way]), report=pytest.fail)
+        wait_for_kafka(in_time(**identities[way]), report=pytest.fail)
 
     @pytest.mark.parametrize("way", ["SCRAM-SHA-512", "SCRAM-SHA-256", "PLAIN"])
     def test_a_wrong_password_ends_a_command_at_once(
@@ -178,7 +179,7 @@ class TestKafka:
         address = identity["kafka"].replace("127.0.0.1", "localhost")
         said = refused(run, identity, kafka=address)
         assert f"Kafka at {address} is not trusted: Hostname mismatch" in said
-        await_kafka(in_time(**{**identity, "kafka": address, "kafka_check_hostname": False}), report=pytest.fail)
+        wait_for_kafka(in_time(**{**identity, "kafka": address, "kafka_check_hostname": False}), report=pytest.fail)
 
     def test_a_client_without_a_certificate_or_with_a_strangers(
         self, identities: dict[str, dict[str, Any]], run: Callable[..., Command], tmp_path: Path
@@ -231,7 +232,7 @@ class TestRedis:
         stores = {}
         for role in ("editor", "replica"):
             settings = in_time(**redis_server.as_worker(role, prefix), prefix=prefix)
-            await_redis(settings, report=pytest.fail)
+            wait_for_redis(settings, report=pytest.fail)
             stores[role] = RadiusStore(redis_client(settings), settings)
             assert stores[role].head(0) is None
         with pytest.raises(ResponseError, match="has no permissions"):
@@ -275,7 +276,7 @@ class TestRedis:
         redis_server.add_workers(prefix)
         chosen = redis_server.as_worker("editor", prefix)
         assert chosen["redis_password"] == password_of(f"{prefix}editor")
-        await_redis(in_time(**chosen), report=pytest.fail)
+        wait_for_redis(in_time(**chosen), report=pytest.fail)
 
     @pytest.mark.parametrize("where", ["url", "setting"])
     def test_a_wrong_password_ends_a_worker(

@@ -16,13 +16,14 @@ from msgspec import UNSET
 from redis.exceptions import RedisError
 
 from gracestream.deploy.local.redis import LocalRedis
-from gracestream.pipeline.clients import UnreachableError, await_redis, redis_client
-from gracestream.pipeline.codebook import DeltaFault
+from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.mirror import MOST_GOOD, Mirror
 from gracestream.pipeline.projection import Projection
 from gracestream.pipeline.radius_store import Head, RadiusStore, StaleError
 from gracestream.pipeline.redis_bounds import ANSWER_BYTES
+from gracestream.pipeline.redis_client import redis_client, wait_for_redis
 from gracestream.pipeline.settings import Settings, load_settings
+from gracestream.pipeline.waiting import UnreachableError
 from tests.integration.forked import Forked
 from tests.integration.history import History, same
 from tests.integration.running import Users, flag, metric, question, wait_until
@@ -152,7 +153,7 @@ class TestAReplica:
             assert step(mirror) == 2
         wait_until(lambda: step(mirror) == 2 and not mirror.degraded)
         history.redis.hset(history.redis_key("head"), "digest", "f" * 64)
-        with pytest.raises(DeltaFault, match=r"have disagreed on the digest of delta 2 for \d+ s"):
+        with pytest.raises(HistoryError, match=r"have disagreed on the digest of delta 2 for \d+ s"):
             wait_until(lambda: step(mirror) != 2)
 
     def test_no_fault_comes_of_a_wrong_digest_while_the_end_of_the_log_is_unknown(
@@ -449,7 +450,7 @@ class TestAServerThatIsNone:
         with listening(serve) as listener:
             settings = load_settings(redis=listener.url, redis_grace=0.5)
             with pytest.raises(UnreachableError, match=r"does not answer \(Redis could not be asked, or its answer"):
-                await_redis(settings, lambda _line: None)
+                wait_for_redis(settings, lambda _line: None)
 
     def test_a_radius_that_no_float_can_hold_makes_an_answer_unreadable(self) -> None:
         with (

@@ -7,12 +7,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gracestream.pipeline.addressing import ORDINARY, address_of
-from gracestream.pipeline.admission import ADMITTED_HEADER, AUTHOR_HEADER
-from gracestream.pipeline.fruitless import SEEN_HEADER, SEQ_HEADER, STANDING_HEADER, TERM_HEADER
 from gracestream.pipeline.settings import load_settings
-from gracestream.pipeline.spent import MARK_HEADER
 from gracestream.pipeline.topics import TOPICS
-from gracestream.schemas.headers import HEADER_BYTES, MOST_HEADERS, OURS
+from gracestream.schemas.headers import (
+    ADMITTED,
+    AUTHOR,
+    CODEBOOK_SEQ,
+    HEADER_BYTES,
+    MOST_HEADERS,
+    OURS,
+    SEEN,
+    SPENDS,
+    STANDING,
+    TERM,
+)
 
 headers = st.lists(
     st.tuples(st.text(max_size=300) | st.sampled_from(sorted(OURS)), st.none() | st.binary(max_size=3000)), max_size=50
@@ -47,8 +55,8 @@ def test_a_name_that_only_ends_in_the_letters_of_ours_is_chosen(topic: str) -> N
 
 
 def test_the_headers_of_an_outcome_are_ours() -> None:
-    given = [(name, b"1") for name in (MARK_HEADER, STANDING_HEADER, TERM_HEADER, SEQ_HEADER, SEEN_HEADER)]
-    given += [(name, b"1") for name in (AUTHOR_HEADER, ADMITTED_HEADER)]
+    given = [(name, b"1") for name in (SPENDS, STANDING, TERM, CODEBOOK_SEQ, SEEN)]
+    given += [(name, b"1") for name in (AUTHOR, ADMITTED)]
     assert address_of(given, load_settings(prefix="p-")).headers == ()
 
 

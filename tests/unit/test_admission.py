@@ -11,6 +11,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gracestream.pipeline.accepted_feedback import admission_from_settings
 from gracestream.pipeline.admission import MINUTE, Admission, Admitted, Copied, LastMinute, Refused
 from gracestream.pipeline.authors import Author, AuthorsError
 from gracestream.pipeline.settings import SettingsError, load_settings
@@ -188,11 +189,11 @@ class TestSpent:
 class TestSettings:
     def test_signatures_need_a_list(self) -> None:
         with pytest.raises(SettingsError, match=r"GRACESTREAM_REQUIRE_SIGNATURE needs .* set GRACESTREAM_AUTHORS"):
-            Admission.of(load_settings(require_signature=True))
+            admission_from_settings(load_settings(require_signature=True))
 
     def test_a_list_that_cannot_be_read_is_an_error_at_start(self, tmp_path: Path) -> None:
         with pytest.raises(AuthorsError, match="cannot be read"):
-            Admission.of(load_settings(authors=str(tmp_path / "none.toml")))
+            admission_from_settings(load_settings(authors=str(tmp_path / "none.toml")))
 
 
 class TestLimit:

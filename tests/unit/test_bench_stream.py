@@ -269,7 +269,7 @@ def test_the_files_of_the_digests_are_there_and_no_part_of_the_engine_is_forgott
     tree = ast.parse((ROOT / "pipeline" / "editing.py").read_text())
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
     named = {f"gracestream.pipeline.{Path(path).stem}" for path in (*identity.DECIDING, *identity.MEASURING)}
-    idle = {"calibration", "edited", "key_search", "model", "plan", "roles"}
+    idle = {"calibration", "errors", "edited", "key_search", "model", "plan", "roles"}
     assert {one for one in imported if one.startswith("gracestream.pipeline.")} - named == {
         f"gracestream.pipeline.{one}" for one in idle
     }

@@ -13,8 +13,9 @@ from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
 from gracestream.pipeline import codebook_file
-from gracestream.pipeline.codebook import Codebook, DeltaFault
+from gracestream.pipeline.codebook import Codebook
 from gracestream.pipeline.codebook_file import FileError, load, parse, save
+from gracestream.pipeline.errors import HistoryError
 from gracestream.schemas.deltas import EntryChange, Tensor
 from tests.integration.history import same
 from tests.unit.engine.tiny import CODEBOOK, LAYER, MODEL, added, filled, new_codebook, sealed
@@ -82,7 +83,7 @@ def test_one_whose_entries_are_all_gone_still_knows_their_width(tmp_path: Path) 
     codebook.apply(sealed(codebook, *(EntryChange(entry_id=f"e{row}", removed=True) for row in range(4)), op="undo"))
     save(codebook, tmp_path / "codebook")
     for one in (codebook, load(tmp_path / "codebook")):
-        with pytest.raises(DeltaFault, match=r"a key of shape \(2,\), not \(3,\)"):
+        with pytest.raises(HistoryError, match=r"a key of shape \(2,\), not \(3,\)"):
             one.apply(sealed(one, added("new", [1, 2], 1.0)))
         assert one.apply(sealed(one, added("new", [1, 2, 3], 1.0))) is not None
 

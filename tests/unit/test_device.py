@@ -12,8 +12,7 @@ from msgspec import UNSET
 
 from gracestream.pipeline import device
 from gracestream.pipeline.checkpoint import ModelError, device_of
-from gracestream.pipeline.clients import redis_client
-from gracestream.pipeline.codebook import Codebook, DeltaFault
+from gracestream.pipeline.codebook import Codebook
 from gracestream.pipeline.device import (
     CUDA_DEFAULTS,
     TF32_OVERRIDES,
@@ -22,11 +21,13 @@ from gracestream.pipeline.device import (
     prepare_cuda,
     raise_if_broken,
 )
+from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.follower import Follower
 from gracestream.pipeline.index import KeyIndex
 from gracestream.pipeline.key_search import with_room
 from gracestream.pipeline.mirror import Mirror
 from gracestream.pipeline.radius_store import RadiusStore
+from gracestream.pipeline.redis_client import redis_client
 from gracestream.pipeline.serving import Record, Server
 from gracestream.pipeline.settings import load_settings
 from gracestream.schemas.messages import Prediction, Request, decode, encode
@@ -187,9 +188,9 @@ def test_a_dead_context_answers_nothing() -> None:
 
 def test_a_history_that_cannot_be_followed_answers_nothing() -> None:
     def settle() -> None:
-        raise DeltaFault("delta 3 does not follow delta 1")
+        raise HistoryError("delta 3 does not follow delta 1")
 
-    with failing(RuntimeError("none"), room=4) as (server, layer), pytest.raises(DeltaFault, match="delta 3"):
+    with failing(RuntimeError("none"), room=4) as (server, layer), pytest.raises(HistoryError, match="delta 3"):
         server.answer(batch(server), settle)
     assert not layer.batches, "nothing after the edited layer was run"
 

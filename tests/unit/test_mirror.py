@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from gracestream.pipeline.clients import redis_client
 from gracestream.pipeline.codebook import Codebook
 from gracestream.pipeline.follower import Follower
 from gracestream.pipeline.index import KeyIndex
 from gracestream.pipeline.mirror import Mirror
 from gracestream.pipeline.radius_store import Head, RadiusStore
+from gracestream.pipeline.redis_client import redis_client
 from gracestream.pipeline.settings import load_settings
 from gracestream.schemas.deltas import EntryChange
 from tests.unit.engine.tiny import LAYER, MODEL, added, sealed

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracestream.pipeline.security import kafka_security, plainly, redis_security, without_password
+from gracestream.pipeline.redis_client import redis_security, without_password
+from gracestream.pipeline.security import describe_error, kafka_security
 from gracestream.pipeline.settings import Settings, SettingsError, as_environment, load_settings
 from tests.certificates import Certificates
 
@@ -218,8 +219,8 @@ class TestUrls:
 
 def test_a_refused_request_is_not_printed_whole() -> None:
     error = RuntimeError("[Error 29] TopicAuthorizationFailedError: Request 'CreateTopicsRequest(...)' failed")
-    assert plainly(error) == (
+    assert describe_error(error) == (
         "Kafka does not allow this user to do this (TopicAuthorizationFailed); deploy/acls.sh says who may do what"
     )
-    assert plainly(RuntimeError("anything else")) == "anything else"
-    assert plainly(RuntimeError()) == "RuntimeError"
+    assert describe_error(RuntimeError("anything else")) == "anything else"
+    assert describe_error(RuntimeError()) == "RuntimeError"

@@ -7,8 +7,9 @@ import pytest
 from kafka.errors import KafkaConnectionError
 
 from gracestream.pipeline import clients
-from gracestream.pipeline.clients import UnreachableError, await_kafka
+from gracestream.pipeline.clients import wait_for_kafka
 from gracestream.pipeline.settings import SettingsError, load_settings
+from gracestream.pipeline.waiting import UnreachableError
 
 
 class Clock:
@@ -34,7 +35,7 @@ def told(monkeypatch: pytest.MonkeyPatch, reasons: Iterator[str]) -> list[str]:
     monkeypatch.setattr(clients, "ask_kafka", ask)
     lines: list[str] = []
     with pytest.raises(UnreachableError, match="Kafka at broker:9092 does not answer over PLAINTEXT"):
-        await_kafka(load_settings(kafka="broker:9092", startup_timeout=12), lines.append)
+        wait_for_kafka(load_settings(kafka="broker:9092", startup_timeout=12), lines.append)
     return lines
 
 
@@ -60,7 +61,7 @@ def test_whoever_has_set_no_kafka_is_told_how_to_get_one(monkeypatch: pytest.Mon
     monkeypatch.setattr(clients, "time", Clock())
     monkeypatch.setattr(clients, "ask_kafka", ask)
     with pytest.raises(UnreachableError, match=r"; GRACESTREAM_KAFKA is not set: set it to .* `gracestream up` prints"):
-        await_kafka(load_settings(), lambda _: None)
+        wait_for_kafka(load_settings(), lambda _: None)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,7 @@ def test_whoever_has_set_no_kafka_is_told_how_to_get_one(monkeypatch: pytest.Mon
 def test_what_is_no_address_is_not_waited_for(kafka: str, named: str) -> None:
     lines: list[str] = []
     with pytest.raises(SettingsError) as caught:
-        await_kafka(load_settings(kafka=kafka), lines.append)
+        wait_for_kafka(load_settings(kafka=kafka), lines.append)
     assert str(caught.value).startswith(f"GRACESTREAM_KAFKA: {named} is no host:port; set it to ")
     assert lines == []
 

@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from gracestream.pipeline.logs import silence_libraries
-from gracestream.pipeline.security import plainly
+from gracestream.pipeline.security import describe_error
 from gracestream.workers.cli import (
     audit,
     dead_letters,
@@ -78,7 +78,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     try:
         app(args=list(given), standalone_mode=True)
     except EXPECTED as error:
-        _fail(_in_terms_of(given, plainly(error)))
+        _fail(_in_terms_of(given, describe_error(error)))
     except OSError as error:
         if error.errno not in FULL:
             raise

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from gracestream.pipeline.clients import await_kafka
+from gracestream.pipeline.clients import wait_for_kafka
 from gracestream.pipeline.errors import UserError
 from gracestream.pipeline.settings import Settings, load_settings
 from gracestream.schemas.messages import printable
@@ -50,7 +50,7 @@ notes = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
 def connected(*, await_name: bool = False, **options: object) -> Settings:
     """Settings, once their Kafka answers; with `await_name` also once its host name is known."""
     settings = load_settings(**options)
-    await_kafka(settings, report=notes.print, await_name=await_name)
+    wait_for_kafka(settings, report=notes.print, await_name=await_name)
     return settings
 
 

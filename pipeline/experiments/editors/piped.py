@@ -35,7 +35,7 @@ class Piped(Served):
 
     Raises:
         EditorError: the replicas do not answer, or the editor does not.
-        DeltaFault: the deployment's codebook is one of another model.
+        HistoryError: the deployment's codebook is one of another model.
     """
 
     def __init__(self, model: EditableModel, settings: Settings, traffic: Sequence[str]) -> None:

@@ -14,8 +14,7 @@ from gracestream.pipeline.case import Again
 from gracestream.pipeline.codebook import Codebook
 from gracestream.pipeline.difference import Fold
 from gracestream.pipeline.editing import EditEngine
-from gracestream.pipeline.memory import EditMemory
-from gracestream.pipeline.sight import together
+from gracestream.pipeline.memory import EditMemory, together
 from gracestream.pipeline.undo import undo
 from gracestream.schemas.deltas import Delta, Seen, decode_delta
 from gracestream.schemas.messages import Feedback

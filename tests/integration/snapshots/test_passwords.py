@@ -7,8 +7,7 @@ import pytest
 from structlog.typing import EventDict
 
 from gracestream.deploy.local.processes import free_port
-from gracestream.pipeline.security import url_secrets
-from gracestream.pipeline.snapshot_store import SnapshotError, SnapshotStore
+from gracestream.pipeline.snapshot_store import SnapshotError, SnapshotStore, url_secrets
 from gracestream.pipeline.snapshots import newest
 from gracestream.pipeline.topics import SNAPSHOTS
 from tests.integration.forked import Command

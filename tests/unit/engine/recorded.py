@@ -11,7 +11,6 @@ from gracestream.pipeline.authors import Authors
 from gracestream.pipeline.case import Ahead
 from gracestream.pipeline.edited import correction
 from gracestream.pipeline.editing import EditEngine
-from gracestream.pipeline.editor_log import OFFSET_HEADER
 from gracestream.pipeline.environment import environment
 from gracestream.pipeline.fruitless import Fruitless, fruitless_in
 from gracestream.pipeline.intake import Intake, Read
@@ -19,6 +18,7 @@ from gracestream.pipeline.model import EditableModel
 from gracestream.pipeline.plan import Plan
 from gracestream.pipeline.retraining import Retraining
 from gracestream.schemas.deltas import decode_delta, seal
+from gracestream.schemas.headers import FEEDBACK_OFFSET
 from gracestream.schemas.messages import Feedback, InvalidMessage, Outcome, decode, encode
 from tests.doubles.kafka import Stored
 from tests.unit.engine.points import PointModel, at, point
@@ -77,7 +77,7 @@ class Recorded:
         taken = self._intake.decide(one, ahead)
         outcome = taken.edited.outcome
         if outcome is not None:
-            headers = [(OFFSET_HEADER, str(one.offset).encode()), *taken.headers]
+            headers = [(FEEDBACK_OFFSET, str(one.offset).encode()), *taken.headers]
             self.edits.append(Stored("edits", len(self.edits), None, encode(outcome), headers, "committed"))
         if taken.edited.record is not None:
             self._apply(taken.edited.record)

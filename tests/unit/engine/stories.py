@@ -11,8 +11,8 @@ from gracestream.pipeline.edited import correction
 from gracestream.pipeline.editing import EditEngine
 from gracestream.pipeline.environment import environment
 from gracestream.pipeline.excepting import except_from
+from gracestream.pipeline.memory import together
 from gracestream.pipeline.plan import Plan
-from gracestream.pipeline.sight import together
 from gracestream.pipeline.undo import undo
 from gracestream.schemas.deltas import Standing, decode_delta
 from gracestream.schemas.messages import Feedback, Outcome

@@ -12,7 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from gracestream.pipeline.codebook import Codebook, DeltaFault
+from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.errors import HistoryError
 from gracestream.schemas.deltas import GENESIS, Delta, EntryChange, Tensor, decode_delta
 from tests.unit.engine.tiny import CODEBOOK, LAYER, MODEL, added, filled, new_codebook, sealed
 
@@ -142,7 +143,7 @@ REASONS = {
 def test_a_faulty_record_raises_and_leaves_the_codebook_as_it_was(reason: str, fault: str) -> None:
     codebook = filled(KEYS)
     before = state(codebook)
-    with pytest.raises(DeltaFault, match=re.escape(reason)) as caught:
+    with pytest.raises(HistoryError, match=re.escape(reason)) as caught:
         codebook.apply(FAULTS[fault](codebook))
     assert len(str(caught.value)) < 400, "the reason is short, whatever the record holds"
     assert state(codebook) == before
@@ -157,7 +158,7 @@ def test_every_fault_has_a_reason() -> None:
 def test_a_fault_in_a_later_change_undoes_the_earlier_ones_of_its_record(bad: EntryChange) -> None:
     codebook = filled(KEYS)
     before = state(codebook)
-    with pytest.raises(DeltaFault):
+    with pytest.raises(HistoryError):
         codebook.apply(
             sealed(codebook, GOOD, EntryChange(entry_id="e1", removed=True), altered(NEW, entry_id="x"), bad)
         )
@@ -167,7 +168,7 @@ def test_a_fault_in_a_later_change_undoes_the_earlier_ones_of_its_record(bad: En
 def test_the_first_entries_of_a_codebook_agree_in_width_too() -> None:
     codebook = new_codebook()
     before = state(codebook)
-    with pytest.raises(DeltaFault):
+    with pytest.raises(HistoryError):
         codebook.apply(sealed(codebook, added("a", [1, 2], 1.0), added("b", [1, 2, 3], 1.0, value=[1, 2])))
     assert state(codebook) == before
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from msgspec import UNSET
 
-from gracestream.pipeline.codebook import DeltaFault
 from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.model import EditableModel
 from gracestream.pipeline.plan import Plan
 from gracestream.pipeline.tasks import InputError, Limits
@@ -265,7 +265,7 @@ def test_fault_saving_loses_keys_radii_and_labels(bert: EditableModel, init: str
 def test_a_record_that_does_not_follow_is_a_fault_and_changes_nothing(bert: EditableModel) -> None:
     engine, other = engine_of(bert), engine_of(bert)
     records = [record for _, record in stream(other, 8) if record is not None]
-    with pytest.raises(DeltaFault):
+    with pytest.raises(HistoryError):
         engine.apply(records[1])
     assert (engine.codebook.seq, len(engine.memory)) == (1, 0)
 

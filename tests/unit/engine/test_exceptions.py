@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from msgspec import UNSET
 
 from gracestream.pipeline.adaptor import matches
-from gracestream.pipeline.codebook import DeltaFault
 from gracestream.pipeline.codebook_file import load, save
 from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.excepting import Refusal, except_from, exception_for
 from gracestream.pipeline.memory import BARE_MODEL
 from gracestream.pipeline.model import Served
@@ -359,7 +359,7 @@ def test_a_delta_with_a_wrong_exception_is_not_applied(exceptions: list[Exceptio
     codebook = new_codebook()
     codebook.apply(sealed(codebook, added("a", [0.0, 0.0], 1.0)))
     before = codebook.state_digest(), codebook.seq
-    with pytest.raises(DeltaFault, match=reason):
+    with pytest.raises(HistoryError, match=reason):
         codebook.apply(sealed(codebook, op="except", exceptions=tuple(exceptions)))
     assert (codebook.state_digest(), codebook.seq) == before
 
@@ -367,18 +367,18 @@ def test_a_delta_with_a_wrong_exception_is_not_applied(exceptions: list[Exceptio
 def test_an_exception_of_no_entry_or_of_one_that_its_delta_removes_is_not_applied() -> None:
     codebook = new_codebook()
     before = codebook.state_digest()
-    with pytest.raises(DeltaFault, match="not there"):
+    with pytest.raises(HistoryError, match="not there"):
         codebook.apply(sealed(codebook, op="except", exceptions=(change(),)))
     assert codebook.state_digest() == before
     codebook.apply(sealed(codebook, added("a", [0.0, 0.0], 1.0)))
     before = codebook.state_digest()
     removed = EntryChange(entry_id="a", removed=True)
-    with pytest.raises(DeltaFault, match="not there"):
+    with pytest.raises(HistoryError, match="not there"):
         codebook.apply(sealed(codebook, removed, op="undo", exceptions=(change(),)))
     assert codebook.state_digest() == before
     wide_query = change(feedback_id="y", query=Tensor.of(point(1, 0, 0)))
     fresh = new_codebook()
-    with pytest.raises(DeltaFault, match="of shape"):
+    with pytest.raises(HistoryError, match="of shape"):
         fresh.apply(sealed(fresh, added("a", [0.0, 0.0], 1.0), op="undo", exceptions=(wide_query,)))
     assert len(fresh) == 0
 

@@ -9,7 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from gracestream.pipeline.codebook import Codebook, DeltaFault
+from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.errors import HistoryError
 from gracestream.schemas.deltas import DIGEST_BYTES, EntryChange, chain
 from tests.hostile import mutated_bytes
 from tests.unit.engine.tiny import CODEBOOK, LAYER, MODEL, added, retuned, sealed
@@ -83,7 +84,7 @@ def test_a_mutant_is_never_applied(seed: int) -> None:
         try:
             assert book.apply(mutant) is None, mutant
             met["of a lower term"] += 1
-        except DeltaFault as fault:
+        except HistoryError as fault:
             met["refused" if str(fault) else "without a reason"] += 1
         assert (book.seq, book.term, book.digest) == states[place][:3]
         assert book.state_digest() == states[place][3]
@@ -104,7 +105,7 @@ def test_a_mutant_that_continues_the_chain_is_applied_whole_or_not_at_all() -> N
         forged = blank[:-DIGEST_BYTES] + chain(book.digest, blank)
         try:
             applied = book.apply(forged)
-        except DeltaFault:
+        except HistoryError:
             applied = None
         if applied is None:
             assert (book.seq, book.state_digest()) == (place, before)

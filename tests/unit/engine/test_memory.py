@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from gracestream.pipeline.codebook import Codebook, DeltaFault
+from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.memory import EditMemory
 from gracestream.schemas.deltas import Cause, EntryChange, Tensor
 from tests.unit.engine.points import point
@@ -166,5 +167,5 @@ def test_the_memory_holds_more_edits_than_its_first_room() -> None:
     ],
 )
 def test_a_delta_that_does_not_fit_the_edits_before_it_is_a_fault(log: Log, cause: Cause) -> None:
-    with pytest.raises(DeltaFault, match="delta 4 does not fit the edits before it"):
+    with pytest.raises(HistoryError, match="delta 4 does not fit the edits before it"):
         log.write(cause=cause)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from msgspec import UNSET
 
-from gracestream.pipeline.codebook import DeltaFault
 from gracestream.pipeline.edited import correction
 from gracestream.pipeline.environment import environment
+from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.plan import Plan, plan_of
 from gracestream.schemas.deltas import Delta, EntryChange, Tensor, decode_delta
 from tests.unit.engine.points import at
@@ -140,17 +140,17 @@ def test_the_plan_of_a_term_is_read_back_from_its_lead_delta(history: Recorded) 
     assert told is not UNSET
     assert plan_of(told) == PLAN
     assert plan_of({}) == replace(Plan(), forms=False, wording=False), "it is of an editor that had neither"
-    with pytest.raises(DeltaFault, match="the plan in a lead delta cannot be read"):
+    with pytest.raises(HistoryError, match="the plan in a lead delta cannot be read"):
         plan_of({"radius": "wide"})
 
 
 def test_feedback_that_is_gone_is_a_fault(history: Recorded) -> None:
     del history.feedback[1]
-    with pytest.raises(DeltaFault, match="the feedback behind delta 3 is not there"):
+    with pytest.raises(HistoryError, match="the feedback behind delta 3 is not there"):
         history.retrained()
 
 
 def test_another_model_is_a_fault(history: Recorded) -> None:
     history.rewrite(1, model="0" * 64)
-    with pytest.raises(DeltaFault, match="the history is of model 000000000000"):
+    with pytest.raises(HistoryError, match="the history is of model 000000000000"):
         history.retrained()

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from gracestream.pipeline.codebook import DeltaFault
 from gracestream.pipeline.edited import correction
 from gracestream.pipeline.environment import environment
+from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.plan import Plan
 from gracestream.pipeline.training import Recipe
 from gracestream.schemas.messages import Feedback, Outcome, decode, encode
@@ -212,5 +212,5 @@ def test_feedback_that_is_gone_is_a_fault() -> None:
     history = Recorded()
     history.correct("x", (9, 9), 7)
     del history.feedback[0]
-    with pytest.raises(DeltaFault, match="the feedback behind a decision after delta 1 is not there"):
+    with pytest.raises(HistoryError, match="the feedback behind a decision after delta 1 is not there"):
         history.retrained()

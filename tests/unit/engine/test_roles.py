@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from msgspec import UNSET
 
 from gracestream.pipeline.authors import Author, Authors
-from gracestream.pipeline.roles import UNSIGNED
 from gracestream.pipeline.signing import sign
-from gracestream.schemas.deltas import Role, Standing, decode_delta
+from gracestream.schemas.deltas import UNSIGNED, Role, Standing, decode_delta
 from gracestream.schemas.messages import Feedback, Outcome, encode
 from tests.unit.engine.points import at
 from tests.unit.engine.recorded import Recorded

@@ -7,7 +7,7 @@ import pytest
 import torch
 from msgspec import UNSET
 
-from gracestream.pipeline.codebook import DeltaFault
+from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.index import KeyIndex
 from gracestream.pipeline.training import Recipe
 from gracestream.pipeline.undo import undo
@@ -189,7 +189,7 @@ def test_a_log_that_is_not_the_engines_own_is_a_fault() -> None:
     told = story()
     told.correct("a", (1, 1), 2)
     told.deltas.pop()
-    with pytest.raises(DeltaFault, match=r"the log folds to delta 1 \(.*\), but the editor holds 2"):
+    with pytest.raises(HistoryError, match=r"the log folds to delta 1 \(.*\), but the editor holds 2"):
         told.undo("u", "a")
 
 

@@ -6,8 +6,8 @@ import pytest
 from kafka.errors import KafkaTimeoutError
 
 from gracestream.pipeline import history
-from gracestream.pipeline.codebook import DeltaFault
 from gracestream.pipeline.editor_log import may_pass
+from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.history import KafkaHistory
 from gracestream.pipeline.settings import Settings, load_settings
 
@@ -68,8 +68,8 @@ def test_a_log_that_never_shows_it_counts_as_kafka_being_away(
 
 def test_a_fault_is_one_at_once(shown: list[int]) -> None:
     def refuse(_: bytes) -> bool:
-        raise DeltaFault("a gap")
+        raise HistoryError("a gap")
 
     shown.append(2)
-    with pytest.raises(DeltaFault):
+    with pytest.raises(HistoryError):
         KafkaHistory(SETTINGS).each_delta(refuse)

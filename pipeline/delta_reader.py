@@ -1,0 +1,37 @@
+"""Reads `deltas` from an offset to its present end, and says which record an error is about."""
+
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+from gracestream.pipeline.errors import HistoryError
+from gracestream.pipeline.reading import read_topic
+from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.topics import DELTAS
+
+DELTA_OPTIONS: dict[str, Any] = {"check_crcs": False, "max_poll_records": 2000}
+"""Options of every consumer of `deltas`. Kafka's CRC would take nine tenths of a replay, and the chain of digests
+covers every byte of a delta."""
+
+
+def error_at(offset: int, fault: HistoryError) -> HistoryError:
+    """The fault, with which record of `deltas` it is about."""
+    return HistoryError(f"the record at offset {offset} of {DELTAS} cannot be applied: {fault}")
+
+
+def read_history(settings: Settings, on_record: Callable[[bytes, int, int], object], since: int = 0) -> None:
+    """Every record of `deltas` from offset `since` to its present end: `on_record(record, offset, timestamp in ms)`.
+
+    Reading ends early when `on_record` returns False.
+
+    Raises:
+        TopicError: there is no such topic.
+        HistoryError: as `on_record` raised it, with the offset.
+    """
+    with closing(read_topic(settings, DELTAS, since, **DELTA_OPTIONS)) as records:
+        for record in records:
+            try:
+                if on_record(record.value, record.offset, record.timestamp) is False:
+                    return
+            except HistoryError as fault:
+                raise error_at(record.offset, fault) from fault
