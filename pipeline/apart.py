@@ -9,9 +9,8 @@ from gracestream.pipeline.codebook import Label
 from gracestream.pipeline.difference import Fold, exception_change, same_edit, same_entry
 from gracestream.pipeline.editing import EditEngine
 from gracestream.pipeline.memory import BARE_MODEL
-from gracestream.pipeline.points import Points
-from gracestream.pipeline.same_words import SameWords
-from gracestream.pipeline.wording import ELLIPSIS
+from gracestream.pipeline.search import Points
+from gracestream.pipeline.wording import ELLIPSIS, SameWords
 
 _ENTRY, _EDIT = "entry ", "edit "
 """In front of names among the wordings: an edit may bear the name of an entry."""

@@ -7,11 +7,11 @@ import numpy as np
 import torch
 from msgspec import UNSET, Struct, UnsetType
 
-from gracestream.pipeline.distance import exact_distances
 from gracestream.pipeline.errors import UserError
 from gracestream.pipeline.maintenance import TRAFFIC_SHARE
 from gracestream.pipeline.model import EditableModel
 from gracestream.pipeline.probe import TEXTS
+from gracestream.pipeline.search import exact_distances
 from gracestream.pipeline.tasks import InputError
 from gracestream.pipeline.traffic import median_nearest_distance
 from gracestream.schemas.messages import Inputs, check_inputs

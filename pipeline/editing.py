@@ -23,7 +23,6 @@ from gracestream.pipeline.edited import STATUS, Edited, rejected, unchanged
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.generation import Seq2SeqGeneration
 from gracestream.pipeline.index import KeyIndex
-from gracestream.pipeline.key_search import NO_SLOT
 from gracestream.pipeline.layers import in_decoder
 from gracestream.pipeline.maintenance import (
     TRAFFIC_SHARE,
@@ -51,6 +50,7 @@ from gracestream.pipeline.rephrasing import (
 )
 from gracestream.pipeline.roles import why_not_propose
 from gracestream.pipeline.scope import ScopeRadius
+from gracestream.pipeline.search import NO_SLOT
 from gracestream.pipeline.sight import Sight
 from gracestream.pipeline.tasks import InputError
 from gracestream.pipeline.traffic import Traffic

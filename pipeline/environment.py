@@ -8,9 +8,9 @@ import torch
 import transformers
 
 from gracestream.pipeline.device import arithmetic, name_of
-from gracestream.pipeline.key_search import faiss_library
 from gracestream.pipeline.model import EditableModel
 from gracestream.pipeline.plan import Plan
+from gracestream.pipeline.search import faiss_library
 
 
 def environment(model: EditableModel, plan: Plan) -> dict[str, str]:

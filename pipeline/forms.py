@@ -15,8 +15,8 @@ from collections.abc import Iterator
 
 from gracestream.pipeline.generation import CausalGeneration
 from gracestream.pipeline.model import EditableModel
-from gracestream.pipeline.sentence_type import other_type
 from gracestream.pipeline.tasks import InputError, Supervised
+from gracestream.pipeline.wording import other_type
 from gracestream.schemas.messages import ChatMessage, Inputs, is_chat
 
 MOST_TOKENS = 512

@@ -1,7 +1,7 @@
 """The key index: which key is nearest to a query, exactly (design, section 4, Lookup).
 
 On a CPU a sieve rules nearly all keys out. Where it leaves too many, and on a GPU always, all keys are searched
-(`pipeline.key_search`): a product proposes candidates. Their number grows until the error bound proves that no other
+(`pipeline.search`): a product proposes candidates. Their number grows until the error bound proves that no other
 key can win. The winner is found by direct difference. So the answer equals brute force, whatever the norms.
 """
 
@@ -12,11 +12,8 @@ import numpy as np
 import torch
 
 from gracestream.pipeline.codebook import Applied, Codebook
-from gracestream.pipeline.distance import exact_distances
-from gracestream.pipeline.key_search import NO_SLOT, KeySearch, search_for
-from gracestream.pipeline.same_names import SameNames
-from gracestream.pipeline.same_words import SameWords
-from gracestream.pipeline.sieve import Sieve
+from gracestream.pipeline.search import NO_SLOT, KeySearch, Sieve, exact_distances, search_for
+from gracestream.pipeline.wording import SameNames, SameWords
 
 CANDIDATES = 8
 MOST_CANDIDATES = 512

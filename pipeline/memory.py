@@ -12,10 +12,9 @@ import numpy as np
 from msgspec import UNSET
 
 from gracestream.pipeline.codebook import Codebook
-from gracestream.pipeline.distance import exact_distance
 from gracestream.pipeline.errors import HistoryError
-from gracestream.pipeline.points import Points
-from gracestream.pipeline.same_words import SameWords, bounds_radius
+from gracestream.pipeline.search import Points, exact_distance
+from gracestream.pipeline.wording import SameWords, bounds_radius
 from gracestream.schemas.deltas import Cause, Delta, Seen
 
 BARE_MODEL = ""

@@ -22,9 +22,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from gracestream.pipeline.encoder import FARTHEST
-from gracestream.pipeline.relations import SUBJECT, relations
-from gracestream.pipeline.request import request_in
-from gracestream.pipeline.subject import subject_of
+from gracestream.pipeline.wording import SUBJECT, relations, request_in, subject_of
 
 COUNT = 25
 """Templates that one radius takes; with 45 or 90, measured figures are the same."""

@@ -13,8 +13,7 @@ import msgspec
 import numpy as np
 from msgspec import UNSET
 
-from gracestream.pipeline.distance import exact_distance
-from gracestream.pipeline.points import Points
+from gracestream.pipeline.search import Points, exact_distance
 from gracestream.schemas.deltas import ExceptionChange
 
 

@@ -21,11 +21,10 @@ from msgspec.structs import replace as with_fields
 
 from gracestream.pipeline.case import Case, Examined
 from gracestream.pipeline.codebook import Label
-from gracestream.pipeline.distance import exact_distance
 from gracestream.pipeline.forms import supervised_forms
-from gracestream.pipeline.key_search import NO_SLOT
 from gracestream.pipeline.maintenance import Decision, Neighbour, decide
 from gracestream.pipeline.memory import BARE_MODEL
+from gracestream.pipeline.search import NO_SLOT, exact_distance
 from gracestream.pipeline.tasks import InputError
 from gracestream.pipeline.training import Texts, Trained, train_on
 from gracestream.pipeline.wording import disagreement

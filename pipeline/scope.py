@@ -13,8 +13,8 @@ from gracestream.pipeline.batch import Prompt
 from gracestream.pipeline.classification import Classification
 from gracestream.pipeline.model import EditableModel
 from gracestream.pipeline.negatives import scope_radius
-from gracestream.pipeline.subject import subject_of
 from gracestream.pipeline.tasks import InputError
+from gracestream.pipeline.wording import subject_of
 from gracestream.schemas.messages import Inputs, is_chat
 
 AT_ONCE = 16

@@ -12,9 +12,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from gracestream.pipeline.distance import exact_distances
-from gracestream.pipeline.points import Points
-from gracestream.pipeline.same_words import bounds_radius
+from gracestream.pipeline.search import Points, exact_distances
+from gracestream.pipeline.wording import bounds_radius
 
 FORGET_SECONDS = 3600.0
 """A request's odds of being held fall by e in this time."""

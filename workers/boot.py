@@ -21,12 +21,12 @@ from gracestream.pipeline.clients import wait_for_kafka
 from gracestream.pipeline.device import driver_version, name_of, why_no_cuda
 from gracestream.pipeline.encoder import FARTHEST, UNIT
 from gracestream.pipeline.health import Health, HealthServer
-from gracestream.pipeline.key_search import set_threads
 from gracestream.pipeline.logs import configure_logs
 from gracestream.pipeline.maintenance import ROUNDINGS
 from gracestream.pipeline.model import EditableModel
 from gracestream.pipeline.plan import Plan
 from gracestream.pipeline.redis_client import wait_for_redis
+from gracestream.pipeline.search import set_threads
 from gracestream.pipeline.settings import Settings, SettingsError, misspelt
 from gracestream.pipeline.tasks import Limits
 from gracestream.pipeline.topics import require_topics

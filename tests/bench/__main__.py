@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from gracestream.pipeline.errors import UserError
-from gracestream.pipeline.key_search import set_threads
+from gracestream.pipeline.search.key_search import set_threads
 from tests.bench.device import why_no_gpu
 from tests.bench.framework import BENCHES, KEPT, ROOT, BenchError, Options, bench, machine, plot_of, read, shown, write
 from tests.bench.page import write_pages

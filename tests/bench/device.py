@@ -22,7 +22,7 @@ from typing import TypeVar
 import torch
 
 from gracestream.pipeline.device import DeviceError, driver_version, prepare_cuda, why_no_cuda
-from gracestream.pipeline.key_search import faiss_library
+from gracestream.pipeline.search.key_search import faiss_library
 
 T = TypeVar("T")
 

@@ -19,10 +19,10 @@ from gracestream.pipeline.edited import correction
 from gracestream.pipeline.editing import EditEngine
 from gracestream.pipeline.experiments.editors.queries import Queries
 from gracestream.pipeline.index import KeyIndex
-from gracestream.pipeline.key_search import NO_SLOT
 from gracestream.pipeline.model import EditableModel
 from gracestream.pipeline.passes import Passes, Rest
 from gracestream.pipeline.plan import Plan
+from gracestream.pipeline.search.key_search import NO_SLOT
 from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.training import Recipe, Trained, train_value
 from gracestream.schemas.messages import Parameters

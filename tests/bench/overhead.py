@@ -29,11 +29,11 @@ import numpy as np
 import torch
 
 from gracestream.pipeline.batch import Prompt
-from gracestream.pipeline.bounds import exact_product
 from gracestream.pipeline.codebook import Codebook
 from gracestream.pipeline.index import KeyIndex
-from gracestream.pipeline.key_search import NO_SLOT
 from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.search.key_search import NO_SLOT
+from gracestream.pipeline.search.quantized_bounds import exact_product
 from gracestream.schemas.messages import Parameters
 from tests.bench.codebooks import codebook_of, queries, stored
 from tests.bench.device import copy_rate, timed

@@ -32,8 +32,8 @@ from gracestream.deploy.models import DEMO
 from gracestream.pipeline.editing import EditEngine
 from gracestream.pipeline.evaluation import begins
 from gracestream.pipeline.experiments.tasks import zsre
-from gracestream.pipeline.key_search import NO_SLOT
 from gracestream.pipeline.plan import Plan
+from gracestream.pipeline.search.key_search import NO_SLOT
 from gracestream.pipeline.settings import load_settings
 from gracestream.workers.boot import plan_of
 from tests.bench.edits import Asked, Cost, Fact, Known, asked_at, correct, serving, share, started

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from gracestream.pipeline.index import KeyIndex
-from gracestream.pipeline.key_search import NO_SLOT, KeySearch, TorchSearch, search_for
+from gracestream.pipeline.search.key_search import NO_SLOT, KeySearch, TorchSearch, search_for
 from tests.bench.codebooks import filled
 from tests.bench.device import copy_rate, timed
 from tests.bench.framework import Row

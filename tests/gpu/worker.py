@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from gracestream.pipeline.key_search import search_for
+from gracestream.pipeline.search.key_search import search_for
 from tests.bench.device import available, version, why_no_gpu
 from tests.bench.framework import Row, machine, shown
 from tests.gpu.report import PARTS, CaseReport, PartReport, Report

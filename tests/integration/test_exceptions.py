@@ -10,7 +10,7 @@ import pytest
 from msgspec import UNSET
 
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.wording import disagreement, wording_of
+from gracestream.pipeline.wording.comparison import disagreement, wording_of
 from gracestream.schemas.messages import Prediction, decode
 from tests.integration.forked import Command, Forked, status_of
 from tests.integration.running import metric, wait_until

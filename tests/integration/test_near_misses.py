@@ -11,7 +11,7 @@ from msgspec import UNSET
 from gracestream.pipeline.clients import producer
 from gracestream.pipeline.editing import EditEngine
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.wording import disagreement, wording_of
+from gracestream.pipeline.wording.comparison import disagreement, wording_of
 from gracestream.schemas.messages import NearMiss, Prediction, decode, encode
 from gracestream.workers.boot import load_model
 from tests.integration.forked import Command, Forked, status_of

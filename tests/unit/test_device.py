@@ -24,10 +24,10 @@ from gracestream.pipeline.device import (
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.follower import Follower
 from gracestream.pipeline.index import KeyIndex
-from gracestream.pipeline.key_search import with_room
 from gracestream.pipeline.mirror import Mirror
 from gracestream.pipeline.radius_store import RadiusStore
 from gracestream.pipeline.redis_client import redis_client
+from gracestream.pipeline.search.key_search import with_room
 from gracestream.pipeline.serving import Record, Server
 from gracestream.pipeline.settings import load_settings
 from gracestream.schemas.messages import Prediction, Request, decode, encode

@@ -20,7 +20,7 @@ from gracestream.pipeline.negatives import (
     share,
     templates,
 )
-from gracestream.pipeline.relations import SUBJECT, relations
+from gracestream.pipeline.wording.relations import SUBJECT, relations
 
 DISTANCES = st.lists(st.floats(0, 2), min_size=FEWEST, max_size=60)
 ALPHAS = st.floats(SHARES[0][0], SHARES[-1][0])

@@ -1,6 +1,6 @@
 """The templates that the package ships."""
 
-from gracestream.pipeline.relations import SUBJECT, relations, usual_words
+from gracestream.pipeline.wording.relations import SUBJECT, relations, usual_words
 
 
 def test_every_template_has_one_place_for_the_subject_and_stands_once_in_its_relation() -> None:

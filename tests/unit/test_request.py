@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracestream.pipeline.request import request_in
+from gracestream.pipeline.wording.request import request_in
 
 CASES = {
     "Where is Łódź?": "Where is Łódź?",

@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracestream.pipeline.same_names import MOST, SameNames
-from gracestream.pipeline.wording import agrees, parsed, wording_of
+from gracestream.pipeline.wording.comparison import agrees, parsed, wording_of
+from gracestream.pipeline.wording.same_names import MOST, SameNames
 
 
 def test_a_wording_with_the_same_names_is_found() -> None:

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracestream.pipeline.same_words import SameWords, bounds_radius, same_words
-from gracestream.pipeline.wording import ELLIPSIS, MAX_WORDS, wording_of
+from gracestream.pipeline.wording.comparison import ELLIPSIS, MAX_WORDS, wording_of
+from gracestream.pipeline.wording.same_words import SameWords, bounds_radius, same_words
 
 EDITED = "Question: What is the mother tongue of Danielle Darrieux? Answer:"
 

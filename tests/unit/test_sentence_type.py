@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracestream.pipeline.sentence_type import other_type
+from gracestream.pipeline.wording.sentence_type import other_type
 
 BOTH_WAYS = [
     ("What is the capital of Mongolia?", "The capital of Mongolia is"),

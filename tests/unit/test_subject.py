@@ -4,8 +4,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gracestream.pipeline.request import request_in
-from gracestream.pipeline.subject import subject_of
+from gracestream.pipeline.wording.request import request_in
+from gracestream.pipeline.wording.subject import subject_of
 
 SUBJECTS = {
     "Where was Petteri Pennanen born?": "Petteri Pennanen",

@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracestream.pipeline.wording import MAX_WORDS, common_words, contrasts, disagreement, same_word, wording_of
+from gracestream.pipeline.wording.comparison import (
+    MAX_WORDS,
+    common_words,
+    contrasts,
+    disagreement,
+    same_word,
+    wording_of,
+)
 from gracestream.schemas.deltas import MAX_WORDING
 
 QUESTION = "Who manages the branch in Leeds?"

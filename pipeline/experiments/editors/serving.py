@@ -14,8 +14,8 @@ from gracestream.pipeline.experiments.editors.editor import Made
 from gracestream.pipeline.experiments.editors.queries import Queries
 from gracestream.pipeline.experiments.tasks import Edit, Example
 from gracestream.pipeline.index import KeyIndex
-from gracestream.pipeline.key_search import NO_SLOT
 from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.search import NO_SLOT
 
 
 @dataclass(frozen=True, slots=True)

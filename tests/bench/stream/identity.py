@@ -11,15 +11,14 @@ from gracestream.pipeline.plan import Plan
 from tests.bench.framework import ROOT
 from tests.bench.stream.corrections import Data
 
+PACKAGES = ("wording", "search", "codebook", "model", "editing")
+
 DECIDING = (
-    *(f"pipeline/{name}.py" for name in (
-        "adaptor", "batch", "case", "codebook", "distance", "editing", "encoder", "forms", "generation", "index",
-        "layers", "maintenance", "memory", "negatives", "passes", "points", "prompt_exceptions", "relations",
-        "rephrasing", "request", "request_tail", "same_names", "same_words", "scope", "sieve", "sight", "subject",
-        "tasks", "traffic", "training", "wording",
-    )),
+    *sorted(
+        str(path.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / "pipeline" / package).rglob("*.py")
+    ),
     "tests/bench/stream/edits.py",
-)  # fmt: skip
+)
 """The code that decides what comes of a correction."""
 
 MEASURING = (
@@ -32,7 +31,9 @@ MEASURING = (
 def stream_key(model: EditableModel, plan: Plan, data: Data) -> str:
     """The name of a stream's folder."""
     sent = [(one.text, one.target) for one in data.corrections]
-    words = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "pipeline" / "words").glob("*.txt"))]
+    words = [
+        path.read_text(encoding="utf-8") for path in sorted((ROOT / "pipeline" / "wording" / "words").glob("*.txt"))
+    ]
     what = (model.fingerprint, model.layer, model.dtype, model.device.type, plan, sent, data.traffic, words)
     return _digest(msgspec.json.encode((what, code_digest(DECIDING))))
 

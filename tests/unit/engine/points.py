@@ -18,7 +18,7 @@ from gracestream.pipeline.model import EditableModel
 from gracestream.pipeline.passes import Passes
 from gracestream.pipeline.plan import Plan
 from gracestream.pipeline.tasks import Answer, InputError, Supervised, Task
-from gracestream.pipeline.wording import common_words, contrasts
+from gracestream.pipeline.wording.comparison import common_words, contrasts
 from gracestream.schemas.messages import Inputs, Outputs, Parameters
 from tests.unit.engine.tiny import CODEBOOK, MODEL
 

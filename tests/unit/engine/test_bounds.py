@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracestream.pipeline import bounds
-from gracestream.pipeline.bounds import ROUGHLY, Asked, Codes, Keys, Products
-from gracestream.pipeline.distance import exact_distances
+from gracestream.pipeline.search import quantized_bounds as bounds
+from gracestream.pipeline.search.distance import exact_distances
+from gracestream.pipeline.search.quantized_bounds import ROUGHLY, Asked, Codes, Keys, Products
 
 Scene = tuple[np.ndarray, np.ndarray]
 Left = Callable[[np.ndarray, np.ndarray, np.ndarray, Asked], list[np.ndarray | None]]

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracestream.pipeline.codebook import Codebook
-from gracestream.pipeline.distance import exact_distances
 from gracestream.pipeline.index import KeyIndex
-from gracestream.pipeline.key_search import NO_SLOT, TorchSearch
-from gracestream.pipeline.sieve import Sieve
+from gracestream.pipeline.search.distance import exact_distances
+from gracestream.pipeline.search.key_search import NO_SLOT, TorchSearch
+from gracestream.pipeline.search.prefilter import Sieve
 from gracestream.schemas.deltas import EntryChange
 from tests.unit.engine.tiny import added, changed, filled, index_of, new_codebook, sealed
 

@@ -27,7 +27,7 @@ for name in ("calibration", "checkpoint", "codebook_file", "rewriting", "trial",
     importlib.import_module(f"gracestream.pipeline.{name}")
 from gracestream.pipeline.editing import EditEngine
 from gracestream.pipeline.environment import environment
-from gracestream.pipeline.key_search import TorchSearch, search_for
+from gracestream.pipeline.search.key_search import TorchSearch, search_for
 from gracestream.schemas.messages import Parameters
 from tests.unit.engine.tiny import correct, editable
 

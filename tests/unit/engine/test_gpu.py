@@ -20,13 +20,17 @@ from transformers import BertConfig, BertModel
 from gracestream.pipeline import index as key_index
 from gracestream.pipeline.codebook import Codebook
 from gracestream.pipeline.device import CUDA_DEFAULTS, arithmetic, prepare_cuda
-from gracestream.pipeline.distance import exact_distances
 from gracestream.pipeline.edited import correction
 from gracestream.pipeline.editing import EditEngine
 from gracestream.pipeline.encoder import Encoder
 from gracestream.pipeline.environment import environment
 from gracestream.pipeline.index import CANDIDATES, MOST_CANDIDATES, KeyIndex
-from gracestream.pipeline.key_search import (
+from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.noise import query_noise
+from gracestream.pipeline.plan import Plan
+from gracestream.pipeline.probe import TEXTS
+from gracestream.pipeline.search.distance import exact_distances
+from gracestream.pipeline.search.key_search import (
     FAISS_BYTES,
     FAISS_KEYS,
     Candidates,
@@ -38,10 +42,6 @@ from gracestream.pipeline.key_search import (
     queries_of_a_call,
     search_for,
 )
-from gracestream.pipeline.model import EditableModel
-from gracestream.pipeline.noise import query_noise
-from gracestream.pipeline.plan import Plan
-from gracestream.pipeline.probe import TEXTS
 from gracestream.pipeline.training import Recipe
 from gracestream.schemas.deltas import EntryChange, Tensor, decode_delta
 from gracestream.schemas.messages import Feedback, Parameters
@@ -214,7 +214,7 @@ def test_odd_queries_and_an_empty_codebook_have_no_nearest_key(way: Way) -> None
 
 
 def test_an_index_follows_what_a_codebook_adds_and_removes(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gracestream.pipeline.key_search.ROOM", 8)
+    monkeypatch.setattr("gracestream.pipeline.search.key_search.ROOM", 8)
     generator = np.random.default_rng(3)
     codebook = new_codebook()
     index = way.index(codebook)
@@ -421,7 +421,7 @@ def test_a_batch_that_faiss_has_no_memory_for_is_searched_in_parts(monkeypatch: 
     index = KeyIndex(codebook, torch.device("cpu"), FaissRehearsed)
     search = index._search
     assert isinstance(search, FaissRehearsed)
-    monkeypatch.setattr("gracestream.pipeline.key_search.FAISS_BYTES", 2**19)
+    monkeypatch.setattr("gracestream.pipeline.search.key_search.FAISS_BYTES", 2**19)
     index._settle_search()
     search.calls = []
     search.search(torch.from_numpy(queries_BD), CANDIDATES)

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from gracestream.pipeline.codebook import Codebook
 from gracestream.pipeline.editing import EditEngine
-from gracestream.pipeline.key_search import NO_SLOT
 from gracestream.pipeline.maintenance import batch_noise
 from gracestream.pipeline.memory import BARE_MODEL, EditMemory
 from gracestream.pipeline.plan import Plan
-from gracestream.pipeline.same_words import same_words
+from gracestream.pipeline.search.key_search import NO_SLOT
+from gracestream.pipeline.wording.same_words import same_words
 from gracestream.schemas.messages import Status
 from tests.unit.engine.points import CLASSES, answer, at, engine, point
 from tests.unit.engine.tiny import CODEBOOK, correct, editable, texts

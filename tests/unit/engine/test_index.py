@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from gracestream.pipeline.bounds import Products
-from gracestream.pipeline.distance import exact_distances
 from gracestream.pipeline.index import CANDIDATES, KeyIndex, Nearest
-from gracestream.pipeline.key_search import NO_SLOT, Candidates, TorchSearch
+from gracestream.pipeline.search.distance import exact_distances
+from gracestream.pipeline.search.key_search import NO_SLOT, Candidates, TorchSearch
+from gracestream.pipeline.search.quantized_bounds import Products
 from gracestream.schemas.deltas import EntryChange
 from tests.unit.engine.tiny import added, changed, filled, index_of, new_codebook
 
@@ -249,7 +249,7 @@ def test_one_key_of_a_huge_norm_does_not_make_every_search_a_full_scan(monkeypat
         return exact_distances(queries_BD, keys_BKD)
 
     monkeypatch.setattr("gracestream.pipeline.index.exact_distances", counting)
-    monkeypatch.setattr("gracestream.pipeline.key_search.exact_distances", counting)
+    monkeypatch.setattr("gracestream.pipeline.search.key_search.exact_distances", counting)
     found = both_ways(index, torch.from_numpy(keys_ND[20:30]))
     assert found.slots_B.tolist() == list(range(20, 30))
     assert max(looked_at) <= CANDIDATES * 8
@@ -287,7 +287,7 @@ class Away(TorchSearch):
 
 def test_keys_on_a_device_follow_by_the_slots_that_a_delta_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     """They outgrow their room there several times, and are else moved one by one."""
-    monkeypatch.setattr("gracestream.pipeline.key_search.ROOM", 8)
+    monkeypatch.setattr("gracestream.pipeline.search.key_search.ROOM", 8)
     generator = np.random.default_rng(6)
     codebook = new_codebook()
     index = KeyIndex(codebook, torch.device("cpu"), Away)
@@ -336,9 +336,9 @@ def test_keys_far_from_the_origin_need_few_candidates(norm: float, monkeypatch: 
 @pytest.mark.parametrize("count", [5, 100, 700])
 def test_products_in_parts_find_the_same(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys and queries by the few: each part proposes candidates, of which the best count."""
-    monkeypatch.setattr("gracestream.pipeline.key_search.FEWEST_KEYS", 16)
-    monkeypatch.setattr("gracestream.pipeline.key_search.PRODUCTS", 1)
-    monkeypatch.setattr("gracestream.pipeline.key_search.CELLS", 8)
+    monkeypatch.setattr("gracestream.pipeline.search.key_search.FEWEST_KEYS", 16)
+    monkeypatch.setattr("gracestream.pipeline.search.key_search.PRODUCTS", 1)
+    monkeypatch.setattr("gracestream.pipeline.search.key_search.CELLS", 8)
     generator = np.random.default_rng(10)
     keys_ND = generator.standard_normal((count, 12)).astype(np.float32)
     keys_ND[count // 2 :] = keys_ND[: count - count // 2]  # each twice, and so never proven by distance alone
@@ -358,7 +358,7 @@ def test_keys_that_no_codes_tell_apart_are_looked_at_once_for_one_query(monkeypa
             looks.append(len(queries_BD))
             super().__init__(keys_ND, center_D, queries_BD)
 
-    monkeypatch.setattr("gracestream.pipeline.sieve.Products", Counted)
+    monkeypatch.setattr("gracestream.pipeline.search.prefilter.Products", Counted)
     query_1D = torch.from_numpy(np.random.default_rng(8).standard_normal((1, 400), np.float32))
     for _ in range(2):
         index.covering(query_1D)

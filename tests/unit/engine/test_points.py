@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracestream.pipeline.points import Points
+from gracestream.pipeline.search.point_set import Points
 
 MANY = settings(deadline=None, max_examples=80)
 

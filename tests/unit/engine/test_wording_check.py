@@ -15,11 +15,11 @@ from gracestream.pipeline.codebook_file import load, save
 from gracestream.pipeline.editing import EditEngine
 from gracestream.pipeline.evaluation import EvaluationCase, evaluate
 from gracestream.pipeline.index import KeyIndex
-from gracestream.pipeline.key_search import TorchSearch
 from gracestream.pipeline.model import Served
 from gracestream.pipeline.plan import Plan
+from gracestream.pipeline.search.key_search import TorchSearch
 from gracestream.pipeline.traffic import Traffic
-from gracestream.pipeline.wording import disagreement, wording_of
+from gracestream.pipeline.wording.comparison import disagreement, wording_of
 from gracestream.schemas.deltas import Delta, EntryChange, decode_delta
 from gracestream.schemas.messages import Parameters
 from tests.unit.engine import points

@@ -9,7 +9,7 @@ Not promised: that all near misses are found. A wording of common words has no n
 
 from heapq import nsmallest
 
-from gracestream.pipeline.wording import agrees, parsed
+from gracestream.pipeline.wording.comparison import agrees, parsed
 
 MOST = 64
 """Entries that are compared for one prompt; of more the first, by their ids."""

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from gracestream.pipeline.device import DeviceFault, prepare_cuda
-from gracestream.pipeline.distance import exact_distances
+from gracestream.pipeline.search.distance import exact_distances
 
 T = TypeVar("T")
 

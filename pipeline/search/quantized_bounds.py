@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from gracestream.pipeline.directions import lengths
+from gracestream.pipeline.search.projection import lengths
 
 PRODUCT = 2**18
 """Numbers of a product that are looked at together: they stay in the cache."""

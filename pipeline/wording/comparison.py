@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
 
-from gracestream.pipeline.request import request_in
+from gracestream.pipeline.wording.request import request_in
 from gracestream.schemas.deltas import MAX_WORDING
 
 RULES = 2
@@ -123,7 +123,7 @@ class Wording:
 
 
 def wording_of(text: str) -> str:
-    """What a prompt asks for (`pipeline.request`) in one line, as entries keep it; empty where it is too long.
+    """What a prompt asks for (`pipeline.wording.request`) in one line, as entries keep it; empty where it is too long.
 
     It begins with `ELLIPSIS` where around the request stands more than a frame.
     """
@@ -270,7 +270,7 @@ def contrasts() -> Mapping[str, tuple[tuple[int, int], ...]]:
 
 
 def _lines(name: str) -> Iterator[str]:
-    text = files("gracestream.pipeline").joinpath("words", name).read_text(encoding="utf-8")
+    text = files("gracestream.pipeline.wording").joinpath("words", name).read_text(encoding="utf-8")
     return (line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#"))
 
 

@@ -17,7 +17,15 @@ words of which only a capital tells two meanings apart, "Turkey" and "turkey", a
 import unicodedata
 from functools import lru_cache
 
-from gracestream.pipeline.wording import CACHED, ELLIPSIS, TYPO, agrees, common_words, confusable, disagreement
+from gracestream.pipeline.wording.comparison import (
+    CACHED,
+    ELLIPSIS,
+    TYPO,
+    agrees,
+    common_words,
+    confusable,
+    disagreement,
+)
 
 IGNORED = frozenset({"the"})
 EDGES = "\"'\u201c\u201d\u2018\u2019\u00ab\u00bb,;:\u00bf\u00a1"

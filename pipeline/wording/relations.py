@@ -15,7 +15,12 @@ SUBJECT = "{s}"
 @cache
 def relations() -> tuple[tuple[str, ...], ...]:
     """The templates of each relation, in the order of the file."""
-    lines = files("gracestream.pipeline").joinpath("words", "relations.txt").read_text(encoding="utf-8").splitlines()
+    lines = (
+        files("gracestream.pipeline.wording")
+        .joinpath("words", "relations.txt")
+        .read_text(encoding="utf-8")
+        .splitlines()
+    )
     rows = [line.split("|") for line in lines if line.strip() and not line.startswith("[")]
     return tuple(tuple(one.strip() for one in row[1:]) for row in rows)
 

@@ -11,8 +11,8 @@ from itertools import islice
 import numpy as np
 import torch
 
-from gracestream.pipeline.distance import exact_distances
-from gracestream.pipeline.sieve import Sieve
+from gracestream.pipeline.search.distance import exact_distances
+from gracestream.pipeline.search.prefilter import Sieve
 
 Counts = Callable[[str], bool]
 """Whether the point of a name counts."""

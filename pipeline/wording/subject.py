@@ -12,8 +12,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gracestream.pipeline.relations import usual_words
-from gracestream.pipeline.request import WORD, request_in
+from gracestream.pipeline.wording.relations import usual_words
+from gracestream.pipeline.wording.request import WORD, request_in
 
 
 def _words(text: str) -> frozenset[str]:

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gracestream.pipeline.bounds import Asked, Codes, Keys, Products
-from gracestream.pipeline.directions import CHUNK, Directions
+from gracestream.pipeline.search.projection import CHUNK, Directions
+from gracestream.pipeline.search.quantized_bounds import Asked, Codes, Keys, Products
 
 FIRST = 63
 """Directions that every key is looked at in: with the length beside them 64 bytes, a line of the cache."""
