@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gracestream.pipeline.client import Client as Client
-    from gracestream.pipeline.codebook_file import load as load_codebook
+    from gracestream.pipeline.codebook.file import load as load_codebook
     from gracestream.pipeline.settings import Settings as Settings
     from gracestream.pipeline.settings import load_settings as load_settings
     from gracestream.schemas.messages import ChatMessage as ChatMessage
@@ -47,7 +47,7 @@ _MODULES = {
 
 def __getattr__(name: str) -> object:
     if name == "load_codebook":
-        return import_module("gracestream.pipeline.codebook_file").load
+        return import_module("gracestream.pipeline.codebook.file").load
     if name in __all__:
         return getattr(import_module(_MODULES.get(name, "gracestream.schemas.messages")), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gracestream.pipeline.batch import Batch
-from gracestream.pipeline.codebook import Codebook
-from gracestream.pipeline.index import KeyIndex, on_host
+from gracestream.pipeline.codebook import Codebook, KeyIndex, on_host
 from gracestream.pipeline.layers import LayerError
 from gracestream.pipeline.search import NO_SLOT
 from gracestream.pipeline.wording import disagreement

@@ -5,10 +5,8 @@ from collections.abc import Collection, Iterable
 
 import numpy as np
 
-from gracestream.pipeline.codebook import Label
-from gracestream.pipeline.difference import Fold, exception_change, same_edit, same_entry
+from gracestream.pipeline.codebook import BARE_MODEL, Fold, Label, exception_change, same_edit, same_entry
 from gracestream.pipeline.editing import EditEngine
-from gracestream.pipeline.memory import BARE_MODEL
 from gracestream.pipeline.search import Points
 from gracestream.pipeline.wording import ELLIPSIS, SameWords
 

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from msgspec import UNSET, Struct, UnsetType
 
+from gracestream.pipeline.codebook import TRAFFIC_SHARE
 from gracestream.pipeline.errors import UserError
-from gracestream.pipeline.maintenance import TRAFFIC_SHARE
 from gracestream.pipeline.model import EditableModel
 from gracestream.pipeline.probe import TEXTS
 from gracestream.pipeline.search import exact_distances

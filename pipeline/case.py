@@ -8,8 +8,7 @@ import torch
 from msgspec import UnsetType
 
 from gracestream.pipeline.adaptor import Hit
-from gracestream.pipeline.codebook import Label
-from gracestream.pipeline.maintenance import Policy
+from gracestream.pipeline.codebook import Label, Policy
 from gracestream.pipeline.passes import Rest, Verdict
 from gracestream.pipeline.sight import Sight
 from gracestream.pipeline.tasks import Supervised

@@ -5,11 +5,9 @@ from datetime import datetime
 
 from msgspec import UNSET, Struct
 
-from gracestream.pipeline.codebook import Codebook
-from gracestream.pipeline.difference import Fold, entry_change, same_entry
+from gracestream.pipeline.codebook import BARE_MODEL, Codebook, EditMemory, Fold, entry_change, same_entry
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.history import KafkaHistory
-from gracestream.pipeline.memory import BARE_MODEL, EditMemory
 from gracestream.pipeline.replay import replay_deltas
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.deltas import rephrase_name

@@ -18,26 +18,29 @@ from msgspec import UNSET, UnsetType
 from gracestream.pipeline.adaptor import matches, serving
 from gracestream.pipeline.calibration import probe_unit
 from gracestream.pipeline.case import Again, Ahead, Case, Examined, of_similar_length
-from gracestream.pipeline.codebook import Applied, Codebook, Label
-from gracestream.pipeline.edited import STATUS, Edited, rejected, unchanged
-from gracestream.pipeline.errors import HistoryError
-from gracestream.pipeline.generation import Seq2SeqGeneration
-from gracestream.pipeline.index import KeyIndex
-from gracestream.pipeline.layers import in_decoder
-from gracestream.pipeline.maintenance import (
+from gracestream.pipeline.codebook import (
+    BARE_MODEL,
     TRAFFIC_SHARE,
+    Applied,
+    Codebook,
     Decision,
+    EditMemory,
+    KeyIndex,
+    Label,
     Neighbour,
     Policy,
     batch_noise,
     decide,
+    same_request,
     without_expanding,
 )
-from gracestream.pipeline.memory import BARE_MODEL, EditMemory
+from gracestream.pipeline.edited import STATUS, Edited, rejected, unchanged
+from gracestream.pipeline.errors import HistoryError
+from gracestream.pipeline.generation import Seq2SeqGeneration
+from gracestream.pipeline.layers import in_decoder
 from gracestream.pipeline.model import EditableModel
 from gracestream.pipeline.passes import Verdict
 from gracestream.pipeline.plan import Plan
-from gracestream.pipeline.prompt_exceptions import same_request
 from gracestream.pipeline.rephrasing import (
     Placed,
     Rephrase,

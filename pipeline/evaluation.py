@@ -6,9 +6,8 @@ from typing import Literal
 from msgspec import UNSET, Struct, UnsetType
 
 from gracestream.pipeline.batch import Prompt
-from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.codebook import Codebook, KeyIndex
 from gracestream.pipeline.errors import UserError
-from gracestream.pipeline.index import KeyIndex
 from gracestream.pipeline.model import EditableModel, Served
 from gracestream.schemas.messages import Inputs, Parameters
 

@@ -21,11 +21,10 @@ import torch
 from msgspec import UNSET, UnsetType
 
 from gracestream.pipeline.adaptor import matches
+from gracestream.pipeline.codebook import BARE_MODEL, same_request
 from gracestream.pipeline.edited import Edited, rejected
 from gracestream.pipeline.editing import EditEngine
 from gracestream.pipeline.encoder import MARK
-from gracestream.pipeline.memory import BARE_MODEL
-from gracestream.pipeline.prompt_exceptions import same_request
 from gracestream.pipeline.roles import why_not_propose
 from gracestream.pipeline.search import exact_distance
 from gracestream.pipeline.tasks import InputError

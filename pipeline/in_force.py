@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 
-from gracestream.pipeline.codebook import Codebook
-from gracestream.pipeline.memory import EditMemory
+from gracestream.pipeline.codebook import Codebook, EditMemory
 from gracestream.pipeline.reading import read_topic
 from gracestream.pipeline.replay import replay_deltas
 from gracestream.pipeline.settings import Settings

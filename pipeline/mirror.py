@@ -27,12 +27,11 @@ import structlog
 from kafka.errors import KafkaError
 from redis.exceptions import RedisError
 
-from gracestream.pipeline import metrics
-from gracestream.pipeline.codebook import Applied, Codebook
+from gracestream.pipeline.codebook import Applied, Codebook, KeyIndex
 from gracestream.pipeline.delta_reader import error_at
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.follower import Follower
-from gracestream.pipeline.index import KeyIndex
+from gracestream.pipeline.observability import metrics
 from gracestream.pipeline.radius_store import Head, RadiusStore
 from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.snapshot_store import SnapshotError

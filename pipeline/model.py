@@ -18,10 +18,9 @@ from gracestream.pipeline.adaptor import Adaptor, Hit, QueryToken, Replaced
 from gracestream.pipeline.batch import Batch, Prompt
 from gracestream.pipeline.checkpoint import ModelError, cached_fingerprint, fingerprint_of, load_checkpoint
 from gracestream.pipeline.classification import Classification
-from gracestream.pipeline.codebook import Codebook, Label
+from gracestream.pipeline.codebook import Codebook, KeyIndex, Label
 from gracestream.pipeline.encoder import Encoder
 from gracestream.pipeline.generation import CausalGeneration, Seq2SeqGeneration
-from gracestream.pipeline.index import KeyIndex
 from gracestream.pipeline.layers import LayerError, find_layer, in_decoder, linear_layers, normal_path
 from gracestream.pipeline.passes import Passes
 from gracestream.pipeline.probe import TEXTS

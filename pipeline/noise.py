@@ -1,7 +1,7 @@
 """The noise of queries: how far a batch, its padding and the device move the query of one input.
 
 A key is the query of an input that the editor ran alone. Queries within the tolerance of it count as the same input
-(`pipeline.maintenance.ROUNDINGS`). This measures whether the tolerance covers the noise: on one device, or between
+(`pipeline.codebook.policy.ROUNDINGS`). This measures whether the tolerance covers the noise: on one device, or between
 devices where an editor on a GPU serves replicas on CPUs.
 """
 
@@ -12,7 +12,7 @@ from msgspec import Struct
 from torch import Tensor, cat, stack, tensor
 
 from gracestream.pipeline.batch import Prompt
-from gracestream.pipeline.maintenance import batch_noise
+from gracestream.pipeline.codebook import batch_noise
 from gracestream.pipeline.model import EditableModel
 from gracestream.pipeline.probe import TEXTS
 from gracestream.schemas.messages import Inputs

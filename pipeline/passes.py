@@ -17,9 +17,8 @@ from torch import Tensor
 from gracestream.pipeline.adaptor import Adaptor, Session
 from gracestream.pipeline.batch import Batch
 from gracestream.pipeline.classification import Classification
-from gracestream.pipeline.codebook import Codebook, Label
+from gracestream.pipeline.codebook import Codebook, KeyIndex, Label
 from gracestream.pipeline.device import raise_if_broken
-from gracestream.pipeline.index import KeyIndex
 from gracestream.pipeline.layers import Prefix
 from gracestream.pipeline.narrowing import FirstToken
 from gracestream.pipeline.probe import TEXTS

@@ -7,7 +7,7 @@ import structlog
 from redis.exceptions import DataError, RedisError, ResponseError
 
 from gracestream.pipeline.codebook import Applied, Codebook
-from gracestream.pipeline.metrics import DEGRADED
+from gracestream.pipeline.observability import DEGRADED
 from gracestream.pipeline.radius_store import Head, RadiusStore, StaleError
 from gracestream.schemas.messages import one_line
 

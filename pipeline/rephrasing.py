@@ -20,10 +20,8 @@ from msgspec import UNSET
 from msgspec.structs import replace as with_fields
 
 from gracestream.pipeline.case import Case, Examined
-from gracestream.pipeline.codebook import Label
+from gracestream.pipeline.codebook import BARE_MODEL, Decision, Label, Neighbour, decide
 from gracestream.pipeline.forms import supervised_forms
-from gracestream.pipeline.maintenance import Decision, Neighbour, decide
-from gracestream.pipeline.memory import BARE_MODEL
 from gracestream.pipeline.search import NO_SLOT, exact_distance
 from gracestream.pipeline.tasks import InputError
 from gracestream.pipeline.training import Texts, Trained, train_on

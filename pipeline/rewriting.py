@@ -26,16 +26,22 @@ from msgspec import UNSET, Struct, UnsetType
 
 from gracestream.pipeline.apart import Apart
 from gracestream.pipeline.case import Again
-from gracestream.pipeline.codebook import Codebook
-from gracestream.pipeline.difference import Fold, entry_change, exception_change
+from gracestream.pipeline.codebook import (
+    BARE_MODEL,
+    TRAFFIC_SHARE,
+    Codebook,
+    EditMemory,
+    Fold,
+    KeyIndex,
+    entry_change,
+    exception_change,
+    query_of,
+    together,
+)
 from gracestream.pipeline.editing import EditEngine
 from gracestream.pipeline.errors import HistoryError, UserError
 from gracestream.pipeline.excepting import exception_for
-from gracestream.pipeline.index import KeyIndex
-from gracestream.pipeline.maintenance import TRAFFIC_SHARE
-from gracestream.pipeline.memory import BARE_MODEL, EditMemory, together
 from gracestream.pipeline.plan import plan_of
-from gracestream.pipeline.prompt_exceptions import query_of
 from gracestream.schemas.deltas import Cause, Delta, EditChange, EntryChange, ExceptionChange, Seen, Tensor
 from gracestream.schemas.messages import Feedback
 

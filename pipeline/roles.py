@@ -17,7 +17,7 @@ from collections.abc import Collection
 
 from msgspec import UNSET, UnsetType
 
-from gracestream.pipeline.memory import EditMemory, still_undone
+from gracestream.pipeline.codebook import EditMemory, still_undone
 from gracestream.schemas.deltas import Standing
 from gracestream.schemas.messages import Feedback
 

@@ -23,8 +23,7 @@ from urllib.parse import unquote
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from gracestream.pipeline.codebook import Codebook
-from gracestream.pipeline.codebook_file import save
+from gracestream.pipeline.codebook import Codebook, save
 from gracestream.pipeline.errors import UserError
 
 _NAME = re.compile(r"[A-Za-z0-9._%~-]+\.safetensors")

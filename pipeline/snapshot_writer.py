@@ -10,8 +10,8 @@ import time
 
 import structlog
 
-from gracestream.pipeline import metrics
 from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.observability import metrics
 from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.snapshots import Snapshot, manifests, offset_of, write
 

@@ -26,11 +26,10 @@ import structlog
 from kafka import TopicPartition
 from msgspec import UNSET
 
-from gracestream.pipeline import metrics
 from gracestream.pipeline.clients import consumer, producer
-from gracestream.pipeline.codebook import Codebook
-from gracestream.pipeline.codebook_file import FileError, parse
+from gracestream.pipeline.codebook import Codebook, FileError, parse
 from gracestream.pipeline.delta_reader import DELTA_OPTIONS
+from gracestream.pipeline.observability import metrics
 from gracestream.pipeline.reading import read_topic
 from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.snapshot_store import SnapshotError, SnapshotStore, url_secrets

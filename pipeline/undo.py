@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection, Sequence
 
 from msgspec import UNSET, UnsetType
 
+from gracestream.pipeline.codebook import EditMemory, still_undone
 from gracestream.pipeline.edited import Edited, rejected
 from gracestream.pipeline.editing import EditEngine
-from gracestream.pipeline.memory import EditMemory, still_undone
 from gracestream.pipeline.rewriting import History, MissingFeedbackError, Rewritten
 from gracestream.pipeline.roles import why_not_undo
 from gracestream.schemas.deltas import Cause, Standing

@@ -13,17 +13,15 @@ from typing import Any, Literal
 import structlog
 
 from gracestream.deploy.models import layer_of, naming_known, resolve, resolve_encoder
-from gracestream.pipeline import metrics
 from gracestream.pipeline.access import ACCESS, require_access
 from gracestream.pipeline.adaptor import QueryToken
 from gracestream.pipeline.checkpoint import is_causal, load_checkpoint
 from gracestream.pipeline.clients import wait_for_kafka
+from gracestream.pipeline.codebook import ROUNDINGS
 from gracestream.pipeline.device import driver_version, name_of, why_no_cuda
 from gracestream.pipeline.encoder import FARTHEST, UNIT
-from gracestream.pipeline.health import Health, HealthServer
-from gracestream.pipeline.logs import configure_logs
-from gracestream.pipeline.maintenance import ROUNDINGS
 from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.observability import Health, HealthServer, configure_logs, metrics
 from gracestream.pipeline.plan import Plan
 from gracestream.pipeline.redis_client import wait_for_redis
 from gracestream.pipeline.search import set_threads

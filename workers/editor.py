@@ -19,7 +19,6 @@ import structlog
 from kafka.errors import KafkaError
 from msgspec import UNSET
 
-from gracestream.pipeline import metrics
 from gracestream.pipeline.accepted_feedback import admission_from_settings
 from gracestream.pipeline.admission import Admission
 from gracestream.pipeline.case import Ahead
@@ -29,9 +28,9 @@ from gracestream.pipeline.editing import EditEngine
 from gracestream.pipeline.editor_log import EditorLog, Result, may_pass
 from gracestream.pipeline.environment import environment
 from gracestream.pipeline.errors import HistoryError
-from gracestream.pipeline.health import Health
 from gracestream.pipeline.history import KafkaHistory
 from gracestream.pipeline.intake import Intake, Read
+from gracestream.pipeline.observability import Health, metrics
 from gracestream.pipeline.projection import Projection
 from gracestream.pipeline.radius_store import RadiusStore, StaleError
 from gracestream.pipeline.redis_client import redis_client

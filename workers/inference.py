@@ -15,11 +15,10 @@ from typing import Literal
 
 import structlog
 
-from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.codebook import Codebook, KeyIndex
 from gracestream.pipeline.device import DeviceFault
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.follower import Follower
-from gracestream.pipeline.index import KeyIndex
 from gracestream.pipeline.mirror import Mirror
 from gracestream.pipeline.radius_store import Head, RadiusStore
 from gracestream.pipeline.redis_client import redis_client

@@ -33,7 +33,7 @@ from aiokafka.errors import (
 from aiokafka.protocol.metadata import MetadataRequest
 from faust.exceptions import ProducerSendError
 
-from gracestream.pipeline import metrics
+from gracestream.pipeline.observability import metrics
 from gracestream.pipeline.security import kafka_security
 from gracestream.pipeline.serving import Reply
 from gracestream.pipeline.settings import Settings

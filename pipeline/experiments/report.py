@@ -10,8 +10,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from gracestream.pipeline.codebook import Codebook
-from gracestream.pipeline.codebook_file import save
+from gracestream.pipeline.codebook import Codebook, save
 from gracestream.pipeline.errors import UserError
 from gracestream.pipeline.experiments.editors.editor import Made
 from gracestream.pipeline.experiments.editors.serving import Use

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from gracestream.pipeline.batch import Prompt
-from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.model import EditableModel
 from gracestream.schemas.deltas import GENESIS
 

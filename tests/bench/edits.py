@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from msgspec import UNSET
 
-from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.codebook.codebook import Codebook
+from gracestream.pipeline.codebook.key_index import KeyIndex
 from gracestream.pipeline.edited import correction
 from gracestream.pipeline.editing import EditEngine
 from gracestream.pipeline.experiments.editors.queries import Queries
-from gracestream.pipeline.index import KeyIndex
 from gracestream.pipeline.model import EditableModel
 from gracestream.pipeline.passes import Passes, Rest
 from gracestream.pipeline.plan import Plan

@@ -18,9 +18,9 @@ import torch
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from gracestream.pipeline.codebook import Codebook
-from gracestream.pipeline.index import KeyIndex
-from gracestream.pipeline.memory import EditMemory
+from gracestream.pipeline.codebook.codebook import Codebook
+from gracestream.pipeline.codebook.edit_memory import EditMemory
+from gracestream.pipeline.codebook.key_index import KeyIndex
 from gracestream.schemas.deltas import GENESIS, Cause, Delta, EntryChange, Tensor, seal
 from tests.bench.device import held
 from tests.bench.framework import Options, Row

@@ -29,8 +29,8 @@ import numpy as np
 import torch
 
 from gracestream.pipeline.batch import Prompt
-from gracestream.pipeline.codebook import Codebook
-from gracestream.pipeline.index import KeyIndex
+from gracestream.pipeline.codebook.codebook import Codebook
+from gracestream.pipeline.codebook.key_index import KeyIndex
 from gracestream.pipeline.model import EditableModel
 from gracestream.pipeline.search.key_search import NO_SLOT
 from gracestream.pipeline.search.quantized_bounds import exact_product

@@ -30,10 +30,10 @@ from aiokafka import AIOKafkaProducer
 
 from gracestream.deploy.local.backends import kafka_backend
 from gracestream.pipeline import snapshots
-from gracestream.pipeline.codebook import Codebook
-from gracestream.pipeline.codebook_file import parse
+from gracestream.pipeline.codebook.codebook import Codebook
+from gracestream.pipeline.codebook.file import parse
+from gracestream.pipeline.codebook.key_index import KeyIndex
 from gracestream.pipeline.follower import Follower
-from gracestream.pipeline.index import KeyIndex
 from gracestream.pipeline.mirror import Mirror
 from gracestream.pipeline.radius_store import RadiusStore
 from gracestream.pipeline.redis_client import redis_client

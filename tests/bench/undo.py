@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from gracestream.pipeline.codebook import Codebook
-from gracestream.pipeline.difference import Fold
+from gracestream.pipeline.codebook.codebook import Codebook
+from gracestream.pipeline.codebook.compare import Fold
+from gracestream.pipeline.codebook.edit_memory import EditMemory
 from gracestream.pipeline.editing import EditEngine
-from gracestream.pipeline.memory import EditMemory
 from gracestream.pipeline.plan import Plan
 from gracestream.pipeline.undo import undo
 from gracestream.schemas.deltas import decode_delta

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from msgspec import UNSET
 
-from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.radius_store import Head
 from gracestream.schemas.deltas import Delta, decode_delta

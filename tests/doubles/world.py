@@ -30,8 +30,8 @@ from redis.exceptions import TimeoutError as RedisTimeout
 from gracestream.pipeline.admission import Admission
 from gracestream.pipeline.editing import EditEngine
 from gracestream.pipeline.editor_log import EditorLog
-from gracestream.pipeline.health import Health
 from gracestream.pipeline.intake import Intake
+from gracestream.pipeline.observability.health import Health
 from gracestream.pipeline.plan import Plan
 from gracestream.pipeline.projection import Projection
 from gracestream.pipeline.radius_store import RadiusStore, StaleError

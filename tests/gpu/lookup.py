@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from gracestream.pipeline.index import KeyIndex
+from gracestream.pipeline.codebook.key_index import KeyIndex
 from gracestream.pipeline.search.key_search import NO_SLOT, KeySearch, TorchSearch, search_for
 from tests.bench.codebooks import filled
 from tests.bench.device import copy_rate, timed

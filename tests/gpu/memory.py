@@ -6,8 +6,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from gracestream.pipeline.codebook import Codebook
-from gracestream.pipeline.index import KeyIndex
+from gracestream.pipeline.codebook.codebook import Codebook
+from gracestream.pipeline.codebook.key_index import KeyIndex
 from gracestream.schemas.messages import Parameters
 from tests.bench.codebooks import filled
 from tests.bench.device import held, peak

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from gracestream.pipeline.maintenance import ROUNDINGS
+from gracestream.pipeline.codebook.policy import ROUNDINGS
 from gracestream.pipeline.model import EditableModel
 from gracestream.pipeline.noise import query_noise
 from gracestream.pipeline.probe import TEXTS

@@ -11,9 +11,9 @@ import torch
 from structlog.typing import EventDict
 
 from gracestream.deploy.local.kafka import LocalKafka
-from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.codebook.codebook import Codebook
+from gracestream.pipeline.codebook.key_index import KeyIndex
 from gracestream.pipeline.follower import Follower
-from gracestream.pipeline.index import KeyIndex
 from gracestream.pipeline.mirror import Mirror
 from gracestream.pipeline.radius_store import RadiusStore
 from gracestream.pipeline.redis_client import redis_client

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from gracestream.pipeline.clients import producer
-from gracestream.pipeline.codebook import Applied, Codebook
+from gracestream.pipeline.codebook.codebook import Applied, Codebook
 from gracestream.pipeline.radius_store import RadiusStore
 from gracestream.pipeline.redis_client import redis_client
 from gracestream.pipeline.settings import Settings

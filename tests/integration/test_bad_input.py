@@ -13,12 +13,12 @@ from msgspec import UNSET
 from gracestream.pipeline.accepted_feedback import admission_from_settings
 from gracestream.pipeline.batch import Prompt
 from gracestream.pipeline.clients import producer
-from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.codebook.codebook import Codebook
+from gracestream.pipeline.codebook.key_index import KeyIndex
 from gracestream.pipeline.follower import Follower
-from gracestream.pipeline.health import Health
-from gracestream.pipeline.index import KeyIndex
 from gracestream.pipeline.mirror import Mirror
 from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.observability.health import Health
 from gracestream.pipeline.radius_store import RadiusStore
 from gracestream.pipeline.redis_client import redis_client
 from gracestream.pipeline.serving import Record, Server

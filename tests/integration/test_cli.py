@@ -12,7 +12,7 @@ from kafka.admin import ConfigResource, ConfigResourceType, NewTopic
 
 from gracestream.deploy.models import KNOWN
 from gracestream.pipeline.clients import admin
-from gracestream.pipeline.codebook_file import load
+from gracestream.pipeline.codebook.file import load
 from gracestream.pipeline.replay import describe, replay_deltas
 from gracestream.pipeline.settings import Settings, as_environment
 from gracestream.pipeline.topics import TOPICS, require_topics

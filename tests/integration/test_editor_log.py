@@ -12,7 +12,7 @@ import pytest
 from msgspec import UNSET
 
 from gracestream.deploy.local.kafka import LocalKafka
-from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.replay import replay_deltas
 from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.topics import EDITS, REQUESTS, create_topics

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from gracestream.pipeline.codebook_file import load
+from gracestream.pipeline.codebook.file import load
 from gracestream.pipeline.encoder import MARKS
 from gracestream.pipeline.experiments.report import alone, made
 from gracestream.pipeline.settings import Settings

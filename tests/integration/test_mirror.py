@@ -11,10 +11,10 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from gracestream.deploy.local.processes import free_port
-from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.errors import HistoryError
-from gracestream.pipeline.metrics import RADIUS_MISMATCH
 from gracestream.pipeline.mirror import CATCH_UP_SECONDS, Mirror
+from gracestream.pipeline.observability.metrics import RADIUS_MISMATCH
 from gracestream.pipeline.radius_store import RadiusStore, StaleError
 from gracestream.pipeline.redis_client import redis_client
 from gracestream.pipeline.settings import Settings, load_settings

@@ -10,11 +10,11 @@ from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from gracestream.pipeline import radius_store
-from gracestream.pipeline.codebook import Applied, Codebook
+from gracestream.pipeline.codebook.codebook import Applied, Codebook
+from gracestream.pipeline.codebook.key_index import KeyIndex
 from gracestream.pipeline.follower import Follower
-from gracestream.pipeline.index import KeyIndex
-from gracestream.pipeline.metrics import RADIUS_MISMATCH
 from gracestream.pipeline.mirror import Mirror
+from gracestream.pipeline.observability.metrics import RADIUS_MISMATCH
 from gracestream.pipeline.projection import Projection
 from gracestream.pipeline.radius_store import Head, RadiusStore, StaleError
 from gracestream.pipeline.redis_client import redis_client

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from gracestream.pipeline.clients import producer
-from gracestream.pipeline.codebook import Codebook
-from gracestream.pipeline.codebook_file import FileError, load, save
+from gracestream.pipeline.codebook.codebook import Codebook
+from gracestream.pipeline.codebook.file import FileError, load, save
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.history import KafkaHistory
 from gracestream.pipeline.replay import describe, replay_deltas

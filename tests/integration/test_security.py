@@ -11,7 +11,7 @@ from redis.exceptions import NoPermissionError, ResponseError
 from structlog.typing import EventDict
 
 from gracestream.pipeline.clients import wait_for_kafka
-from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.projection import Projection
 from gracestream.pipeline.radius_store import Head, RadiusStore
 from gracestream.pipeline.redis_client import redis_client, wait_for_redis

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("tests.bench.stream", exc_type=ImportError)  # needs more than the engine does
 
-from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.editing import EditEngine
 from gracestream.pipeline.experiments.data import DataError
 from gracestream.pipeline.plan import Plan

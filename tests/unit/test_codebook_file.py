@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
-from gracestream.pipeline import codebook_file
-from gracestream.pipeline.codebook import Codebook
-from gracestream.pipeline.codebook_file import FileError, load, parse, save
+from gracestream.pipeline.codebook import file as codebook_file
+from gracestream.pipeline.codebook.codebook import Codebook
+from gracestream.pipeline.codebook.file import FileError, load, parse, save
 from gracestream.pipeline.errors import HistoryError
 from gracestream.schemas.deltas import EntryChange, Tensor
 from tests.integration.history import same

@@ -12,7 +12,8 @@ from msgspec import UNSET
 
 from gracestream.pipeline import device
 from gracestream.pipeline.checkpoint import ModelError, device_of
-from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.codebook.codebook import Codebook
+from gracestream.pipeline.codebook.key_index import KeyIndex
 from gracestream.pipeline.device import (
     CUDA_DEFAULTS,
     TF32_OVERRIDES,
@@ -23,7 +24,6 @@ from gracestream.pipeline.device import (
 )
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.follower import Follower
-from gracestream.pipeline.index import KeyIndex
 from gracestream.pipeline.mirror import Mirror
 from gracestream.pipeline.radius_store import RadiusStore
 from gracestream.pipeline.redis_client import redis_client

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from kafka.errors import KafkaTimeoutError
 
-from gracestream.pipeline.health import Health
+from gracestream.pipeline.observability.health import Health
 from gracestream.workers import editor
 from gracestream.workers.editor import Editor
 

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from gracestream.pipeline import metrics
-from gracestream.pipeline.health import Health, HealthServer
+from gracestream.pipeline.observability import metrics
+from gracestream.pipeline.observability.health import Health, HealthServer
 
 STUCK_AFTER = 0.2
 
@@ -125,7 +125,7 @@ def test_an_address_may_be_one_of_ipv6(health: Health) -> None:
 
 
 def test_who_connects_and_says_nothing_is_let_go(health: Health, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gracestream.pipeline.health._Handler.timeout", 0.2)
+    monkeypatch.setattr("gracestream.pipeline.observability.health._Handler.timeout", 0.2)
     server = HealthServer(health, "127.0.0.1", 0)
     with socket.create_connection(("127.0.0.1", urlsplit(server.url).port or 0), timeout=10) as silent:
         assert silent.recv(1) == b""

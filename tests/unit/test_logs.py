@@ -9,7 +9,7 @@ import pytest
 import structlog
 from kafka.net.selector import NetworkSelector
 
-from gracestream.pipeline.logs import SELDOM, configure_logs
+from gracestream.pipeline.observability.logs import SELDOM, configure_logs
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ import os
 import time
 from pathlib import Path
 
-from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.snapshot_store import ABANDONED_SECONDS, SnapshotStore
 from tests.unit.engine.tiny import LAYER, MODEL
 

@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from gracestream.pipeline.logs import silence_libraries
+from gracestream.pipeline.observability import silence_libraries
 from gracestream.pipeline.security import describe_error
 from gracestream.workers.cli import (
     audit,

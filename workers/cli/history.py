@@ -10,8 +10,7 @@ from msgspec import UNSET
 from rich.progress import track
 from rich.table import Column, Table
 
-from gracestream.pipeline.codebook import Codebook, query_in
-from gracestream.pipeline.codebook_file import save
+from gracestream.pipeline.codebook import Codebook, query_in, save
 from gracestream.pipeline.errors import UserError
 from gracestream.pipeline.history import KafkaHistory
 from gracestream.pipeline.hits import hits

@@ -15,10 +15,10 @@ from msgspec import UNSET
 
 from gracestream.pipeline.adaptor import Hit, matches, serving
 from gracestream.pipeline.batch import Prompt
-from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.codebook.codebook import Codebook
+from gracestream.pipeline.codebook.key_index import KeyIndex
+from gracestream.pipeline.codebook.policy import TRAFFIC_SHARE
 from gracestream.pipeline.editing import EditEngine
-from gracestream.pipeline.index import KeyIndex
-from gracestream.pipeline.maintenance import TRAFFIC_SHARE
 from gracestream.pipeline.model import EditableModel
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.messages import ChatMessage, Parameters

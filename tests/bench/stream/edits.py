@@ -16,10 +16,10 @@ from msgspec import UNSET
 
 from gracestream.pipeline.adaptor import Hit, matches, serving
 from gracestream.pipeline.case import Again, Ahead
-from gracestream.pipeline.codebook import Label
+from gracestream.pipeline.codebook.codebook import Label
+from gracestream.pipeline.codebook.edit_memory import BARE_MODEL
 from gracestream.pipeline.edited import Edited, correction
 from gracestream.pipeline.editing import EditEngine
-from gracestream.pipeline.memory import BARE_MODEL
 from gracestream.pipeline.model import EditableModel
 from gracestream.pipeline.plan import Plan
 from gracestream.pipeline.tasks import InputError

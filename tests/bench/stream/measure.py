@@ -8,9 +8,9 @@ from statistics import mean
 import torch
 
 from gracestream.pipeline.adaptor import Hit
-from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.codebook.codebook import Codebook
+from gracestream.pipeline.codebook.edit_memory import BARE_MODEL
 from gracestream.pipeline.editing import EditEngine
-from gracestream.pipeline.memory import BARE_MODEL
 from gracestream.schemas.messages import Feedback
 from tests.bench.device import held, timed
 from tests.bench.framework import Row

@@ -11,10 +11,10 @@ import numpy as np
 from msgspec import UNSET
 
 from gracestream.pipeline.case import Again
-from gracestream.pipeline.codebook import Codebook
-from gracestream.pipeline.difference import Fold
+from gracestream.pipeline.codebook.codebook import Codebook
+from gracestream.pipeline.codebook.compare import Fold
+from gracestream.pipeline.codebook.edit_memory import EditMemory, together
 from gracestream.pipeline.editing import EditEngine
-from gracestream.pipeline.memory import EditMemory, together
 from gracestream.pipeline.undo import undo
 from gracestream.schemas.deltas import Delta, Seen, decode_delta
 from gracestream.schemas.messages import Feedback

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from prometheus_client.metrics import MetricWrapperBase
 
-from gracestream.pipeline import metrics
+from gracestream.pipeline.observability import metrics
 from gracestream.schemas.messages import Status
 from gracestream.workers.editor import BLOCKED_REMEDY
 from tests.unit.deploy.files import (

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gracestream.pipeline.adaptor import Adaptor, Asked
 from gracestream.pipeline.batch import Batch, Prompt
-from gracestream.pipeline.codebook import Label
+from gracestream.pipeline.codebook.codebook import Label
 from gracestream.pipeline.editing import EditEngine
 from gracestream.pipeline.model import EditableModel
 from gracestream.pipeline.passes import Passes

@@ -7,11 +7,11 @@ from typing import Any
 from msgspec import UNSET, UnsetType
 
 from gracestream.pipeline.case import Again
+from gracestream.pipeline.codebook.edit_memory import together
 from gracestream.pipeline.edited import correction
 from gracestream.pipeline.editing import EditEngine
 from gracestream.pipeline.environment import environment
 from gracestream.pipeline.excepting import except_from
-from gracestream.pipeline.memory import together
 from gracestream.pipeline.plan import Plan
 from gracestream.pipeline.undo import undo
 from gracestream.schemas.deltas import Standing, decode_delta

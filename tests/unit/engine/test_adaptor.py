@@ -11,10 +11,10 @@ from torch import nn
 
 from gracestream.pipeline.adaptor import Adaptor, last_token
 from gracestream.pipeline.batch import Batch, Prompt
-from gracestream.pipeline.codebook import Codebook
-from gracestream.pipeline.index import KeyIndex, Nearest
+from gracestream.pipeline.codebook.codebook import Codebook
+from gracestream.pipeline.codebook.key_index import KeyIndex, Nearest
+from gracestream.pipeline.codebook.policy import batch_noise
 from gracestream.pipeline.layers import LayerError
-from gracestream.pipeline.maintenance import batch_noise
 from gracestream.pipeline.model import EditableModel, Served
 from gracestream.schemas.deltas import EntryChange
 from gracestream.schemas.messages import Parameters

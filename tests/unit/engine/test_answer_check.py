@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gracestream.pipeline.codebook import Label
+from gracestream.pipeline.codebook.codebook import Label
 from gracestream.pipeline.editing import EditEngine
 from gracestream.pipeline.model import EditableModel, Served
 from gracestream.pipeline.tasks import Answer

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.errors import HistoryError
 from gracestream.schemas.deltas import GENESIS, Delta, EntryChange, Tensor, decode_delta
 from tests.unit.engine.tiny import CODEBOOK, LAYER, MODEL, added, filled, new_codebook, sealed

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracestream.pipeline.codebook import Codebook
-from gracestream.pipeline.index import KeyIndex
+from gracestream.pipeline.codebook.codebook import Codebook
+from gracestream.pipeline.codebook.key_index import KeyIndex
 from gracestream.pipeline.search.distance import exact_distances
 from gracestream.pipeline.search.key_search import NO_SLOT, TorchSearch
 from gracestream.pipeline.search.prefilter import Sieve
@@ -164,7 +164,9 @@ def test_a_query_in_no_ball_is_told_so_without_a_look_at_any_key(monkeypatch: py
     generator = np.random.default_rng(4)
     keys_ND = generator.standard_normal((5000, 64)).astype(np.float32)
     index = index_of(filled(keys_ND, np.full(5000, 0.5)))
-    monkeypatch.setattr("gracestream.pipeline.index.exact_distances", lambda *_: pytest.fail("a key was looked at"))
+    monkeypatch.setattr(
+        "gracestream.pipeline.codebook.key_index.exact_distances", lambda *_: pytest.fail("a key was looked at")
+    )
     queries_BD = torch.from_numpy(generator.standard_normal((40, 64)).astype(np.float32))
     assert set(index.covering(queries_BD).slots_B.tolist()) == {NO_SLOT}
 

@@ -14,9 +14,9 @@ from tokenizers import Tokenizer
 from transformers import BertConfig, BertModel, GPT2Config, GPT2Model
 
 from gracestream.pipeline.checkpoint import ModelError
+from gracestream.pipeline.codebook.policy import batch_noise
 from gracestream.pipeline.editing import EditEngine
 from gracestream.pipeline.encoder import MARK, MARKS, Encoder, marks
-from gracestream.pipeline.maintenance import batch_noise
 from gracestream.pipeline.model import EditableModel
 from gracestream.pipeline.plan import Plan
 from gracestream.schemas.messages import ChatMessage, Inputs, Parameters

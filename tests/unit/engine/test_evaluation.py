@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import UNSET
 
-from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.editing import EditEngine
 from gracestream.pipeline.evaluation import EvaluationCase, EvaluationError, begins, evaluate, summary
 from gracestream.pipeline.model import EditableModel

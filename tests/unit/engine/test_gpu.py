@@ -17,14 +17,14 @@ from msgspec import UNSET
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertConfig, BertModel
 
-from gracestream.pipeline import index as key_index
-from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.codebook import key_index
+from gracestream.pipeline.codebook.codebook import Codebook
+from gracestream.pipeline.codebook.key_index import CANDIDATES, MOST_CANDIDATES, KeyIndex
 from gracestream.pipeline.device import CUDA_DEFAULTS, arithmetic, prepare_cuda
 from gracestream.pipeline.edited import correction
 from gracestream.pipeline.editing import EditEngine
 from gracestream.pipeline.encoder import Encoder
 from gracestream.pipeline.environment import environment
-from gracestream.pipeline.index import CANDIDATES, MOST_CANDIDATES, KeyIndex
 from gracestream.pipeline.model import EditableModel
 from gracestream.pipeline.noise import query_noise
 from gracestream.pipeline.plan import Plan

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.errors import HistoryError
 from gracestream.schemas.deltas import DIGEST_BYTES, EntryChange, chain
 from tests.hostile import mutated_bytes

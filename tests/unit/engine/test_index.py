@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from gracestream.pipeline.index import CANDIDATES, KeyIndex, Nearest
+from gracestream.pipeline.codebook.key_index import CANDIDATES, KeyIndex, Nearest
 from gracestream.pipeline.search.distance import exact_distances
 from gracestream.pipeline.search.key_search import NO_SLOT, Candidates, TorchSearch
 from gracestream.pipeline.search.quantized_bounds import Products
@@ -248,7 +248,7 @@ def test_one_key_of_a_huge_norm_does_not_make_every_search_a_full_scan(monkeypat
         looked_at.append(keys_BKD.shape[1])
         return exact_distances(queries_BD, keys_BKD)
 
-    monkeypatch.setattr("gracestream.pipeline.index.exact_distances", counting)
+    monkeypatch.setattr("gracestream.pipeline.codebook.key_index.exact_distances", counting)
     monkeypatch.setattr("gracestream.pipeline.search.key_search.exact_distances", counting)
     found = both_ways(index, torch.from_numpy(keys_ND[20:30]))
     assert found.slots_B.tolist() == list(range(20, 30))
@@ -258,7 +258,7 @@ def test_one_key_of_a_huge_norm_does_not_make_every_search_a_full_scan(monkeypat
 def test_of_keys_that_are_all_compared_few_are_copied_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where all lie within rounding of each other, and no search by products tells them apart."""
     index = index_of(filled(np.full((50, 4), 1e4)))
-    monkeypatch.setattr("gracestream.pipeline.index.ROWS", 10)
+    monkeypatch.setattr("gracestream.pipeline.codebook.key_index.ROWS", 10)
     copies: list[weakref.ref[torch.Tensor]] = []
 
     def watched(queries_BD: torch.Tensor, keys_BKD: torch.Tensor) -> torch.Tensor:
@@ -267,7 +267,7 @@ def test_of_keys_that_are_all_compared_few_are_copied_at_a_time(monkeypatch: pyt
             assert sum(copy() is not None for copy in copies) <= 2
         return exact_distances(queries_BD, keys_BKD)
 
-    monkeypatch.setattr("gracestream.pipeline.index.exact_distances", watched)
+    monkeypatch.setattr("gracestream.pipeline.codebook.key_index.exact_distances", watched)
     index._nearest_of(torch.full((1, 4), 1e4), {0: np.arange(50)})
     assert len(copies) == 5
 

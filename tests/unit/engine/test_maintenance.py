@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracestream.pipeline.maintenance import (
+from gracestream.pipeline.codebook.policy import (
     TRAFFIC_SHARE,
     Decision,
     Neighbour,

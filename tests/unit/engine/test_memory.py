@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.codebook.codebook import Codebook
+from gracestream.pipeline.codebook.edit_memory import EditMemory
 from gracestream.pipeline.errors import HistoryError
-from gracestream.pipeline.memory import EditMemory
 from gracestream.schemas.deltas import Cause, EntryChange, Tensor
 from tests.unit.engine.points import point
 from tests.unit.engine.tiny import added, new_codebook, sealed

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gracestream.pipeline.batch import Prompt
-from gracestream.pipeline.maintenance import ROUNDINGS
+from gracestream.pipeline.codebook.policy import ROUNDINGS
 from gracestream.pipeline.model import EditableModel
 from gracestream.pipeline.noise import query_noise
 from gracestream.pipeline.probe import TEXTS

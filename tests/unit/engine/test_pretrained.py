@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from msgspec import UNSET
 
 from gracestream.deploy.models import KNOWN, resolve, resolve_encoder
+from gracestream.pipeline.codebook.policy import ROUNDINGS, batch_noise
 from gracestream.pipeline.control_tokens import control_tokens
 from gracestream.pipeline.editing import EditEngine
 from gracestream.pipeline.encoder import UNIT, Encoder
-from gracestream.pipeline.maintenance import ROUNDINGS, batch_noise
 from gracestream.pipeline.model import EditableModel
 from gracestream.pipeline.noise import query_noise
 from gracestream.pipeline.plan import Plan

@@ -7,8 +7,8 @@ import pytest
 import torch
 from msgspec import UNSET
 
+from gracestream.pipeline.codebook.key_index import KeyIndex
 from gracestream.pipeline.errors import HistoryError
-from gracestream.pipeline.index import KeyIndex
 from gracestream.pipeline.training import Recipe
 from gracestream.pipeline.undo import undo
 from gracestream.schemas.deltas import decode_delta

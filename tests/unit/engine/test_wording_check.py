@@ -11,10 +11,10 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from gracestream.pipeline.adaptor import MOST_COMPARED, OUTSIDE, matches
-from gracestream.pipeline.codebook_file import load, save
+from gracestream.pipeline.codebook.file import load, save
+from gracestream.pipeline.codebook.key_index import KeyIndex
 from gracestream.pipeline.editing import EditEngine
 from gracestream.pipeline.evaluation import EvaluationCase, evaluate
-from gracestream.pipeline.index import KeyIndex
 from gracestream.pipeline.model import Served
 from gracestream.pipeline.plan import Plan
 from gracestream.pipeline.search.key_search import TorchSearch
@@ -195,7 +195,7 @@ def test_a_saved_codebook_compares_the_same_words(tmp_path: Path, monkeypatch: p
     assert loaded.state_digest() == engine.codebook.state_digest()
     before = loaded.state_digest()
     with monkeypatch.context() as changed:
-        changed.setattr("gracestream.pipeline.codebook.rules", lambda: "other rules")
+        changed.setattr("gracestream.pipeline.codebook.codebook.rules", lambda: "other rules")
         assert loaded.state_digest() != before, "a replica with other rules answers differently"
     loaded.wordings[0] = ""
     assert loaded.state_digest() != engine.codebook.state_digest(), "they answer differently"

@@ -20,10 +20,10 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from gracestream.pipeline.codebook import Applied, Codebook, Label
+from gracestream.pipeline.codebook.codebook import Applied, Codebook, Label
+from gracestream.pipeline.codebook.key_index import KeyIndex
 from gracestream.pipeline.edited import correction
 from gracestream.pipeline.editing import EditEngine
-from gracestream.pipeline.index import KeyIndex
 from gracestream.pipeline.model import EditableModel
 from gracestream.pipeline.probe import TEXTS
 from gracestream.pipeline.tasks import Limits

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec import UNSET
 
-from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.edited import correction
 from gracestream.pipeline.radius_store import Head
 from gracestream.schemas.deltas import Cause

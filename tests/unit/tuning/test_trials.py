@@ -11,7 +11,7 @@ import torch
 from msgspec import UNSET
 
 from gracestream.pipeline.calibration import CalibrationError, Sample
-from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.editing import EditEngine
 from gracestream.pipeline.encoder import Encoder
 from gracestream.pipeline.evaluation import EvaluationCase, evaluate

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save_file
 
-from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.errors import UserError
 from gracestream.schemas.deltas import DIGEST_BYTES, MAX_WORDING, Count, ExceptionChange
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 import numpy as np
 from msgspec import UNSET
 
-from gracestream.pipeline.codebook import Codebook
+from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.search import Points, exact_distance
 from gracestream.pipeline.wording import SameWords, bounds_radius

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 from msgspec import UNSET, Struct
 
+from gracestream.pipeline.codebook.prompt_exceptions import PromptExceptions
 from gracestream.pipeline.errors import HistoryError
-from gracestream.pipeline.prompt_exceptions import PromptExceptions
 from gracestream.pipeline.wording import rules
 from gracestream.schemas.deltas import GENESIS, Delta, EntryChange, ExceptionChange, chain, decode_delta
 from gracestream.schemas.messages import ID_LENGTH, InvalidMessage

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from gracestream.pipeline.codebook import Applied, Codebook
+from gracestream.pipeline.codebook.codebook import Applied, Codebook
 from gracestream.pipeline.search import NO_SLOT, KeySearch, Sieve, exact_distances, search_for
 from gracestream.pipeline.wording import SameNames, SameWords
 

@@ -2,8 +2,8 @@
 
 from msgspec import UNSET, UnsetType
 
-from gracestream.pipeline.codebook import Codebook
-from gracestream.pipeline.memory import EditMemory
+from gracestream.pipeline.codebook.codebook import Codebook
+from gracestream.pipeline.codebook.edit_memory import EditMemory
 from gracestream.schemas.deltas import Delta, EntryChange, ExceptionChange, Tensor
 
 

@@ -18,7 +18,7 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from gracestream.pipeline.errors import UserError
-from gracestream.pipeline.metrics import READY, STUCK, exposition
+from gracestream.pipeline.observability.metrics import READY, STUCK, exposition
 
 
 class PortError(UserError):
