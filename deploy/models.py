@@ -23,9 +23,8 @@ from gracestream.deploy.checkpoints.packages import ModelError, minilm_folder
 from gracestream.deploy.checkpoints.smollm2 import build_smollm2
 from gracestream.deploy.checkpoints.t5 import build_t5, t5_folder
 from gracestream.deploy.checkpoints.training import Report
-from gracestream.pipeline.checkpoint import ModelError as CheckpointError
-from gracestream.pipeline.checkpoint import unreported
-from gracestream.pipeline.encoder import REMEDY
+from gracestream.pipeline.model import REMEDY, unreported
+from gracestream.pipeline.model import ModelError as CheckpointError
 from gracestream.pipeline.settings import Settings
 
 DEMO = Path(__file__).parent / "demo"

@@ -9,10 +9,8 @@ from msgspec import UNSET, Struct, UnsetType
 
 from gracestream.pipeline.codebook import TRAFFIC_SHARE
 from gracestream.pipeline.errors import UserError
-from gracestream.pipeline.model import EditableModel
-from gracestream.pipeline.probe import TEXTS
+from gracestream.pipeline.model import TEXTS, EditableModel, InputError
 from gracestream.pipeline.search import exact_distances
-from gracestream.pipeline.tasks import InputError
 from gracestream.pipeline.traffic import median_nearest_distance
 from gracestream.schemas.messages import Inputs, check_inputs
 

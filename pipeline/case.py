@@ -7,11 +7,9 @@ import numpy as np
 import torch
 from msgspec import UnsetType
 
-from gracestream.pipeline.adaptor import Hit
 from gracestream.pipeline.codebook import Label, Policy
-from gracestream.pipeline.passes import Rest, Verdict
+from gracestream.pipeline.model import Hit, Rest, Supervised, Verdict
 from gracestream.pipeline.sight import Sight
-from gracestream.pipeline.tasks import Supervised
 from gracestream.pipeline.training import Trained
 from gracestream.schemas.deltas import Seen, Standing
 from gracestream.schemas.messages import Feedback

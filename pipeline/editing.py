@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from msgspec import UNSET, UnsetType
 
-from gracestream.pipeline.adaptor import matches, serving
 from gracestream.pipeline.calibration import probe_unit
 from gracestream.pipeline.case import Again, Ahead, Case, Examined, of_similar_length
 from gracestream.pipeline.codebook import (
@@ -36,10 +35,15 @@ from gracestream.pipeline.codebook import (
 )
 from gracestream.pipeline.edited import STATUS, Edited, rejected, unchanged
 from gracestream.pipeline.errors import HistoryError
-from gracestream.pipeline.generation import Seq2SeqGeneration
-from gracestream.pipeline.layers import in_decoder
-from gracestream.pipeline.model import EditableModel
-from gracestream.pipeline.passes import Verdict
+from gracestream.pipeline.model import (
+    EditableModel,
+    InputError,
+    Seq2SeqGeneration,
+    Verdict,
+    in_decoder,
+    matches,
+    serving,
+)
 from gracestream.pipeline.plan import Plan
 from gracestream.pipeline.rephrasing import (
     Placed,
@@ -55,7 +59,6 @@ from gracestream.pipeline.roles import why_not_propose
 from gracestream.pipeline.scope import ScopeRadius
 from gracestream.pipeline.search import NO_SLOT
 from gracestream.pipeline.sight import Sight
-from gracestream.pipeline.tasks import InputError
 from gracestream.pipeline.traffic import Traffic
 from gracestream.pipeline.training import Trained, train_on, train_value, train_values
 from gracestream.pipeline.wording import disagreement, in_context

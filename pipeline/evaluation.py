@@ -5,10 +5,9 @@ from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from gracestream.pipeline.batch import Prompt
 from gracestream.pipeline.codebook import Codebook, KeyIndex
 from gracestream.pipeline.errors import UserError
-from gracestream.pipeline.model import EditableModel, Served
+from gracestream.pipeline.model import EditableModel, Prompt, Served
 from gracestream.schemas.messages import Inputs, Parameters
 
 BATCH = 16

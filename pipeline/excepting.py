@@ -20,14 +20,12 @@ import numpy as np
 import torch
 from msgspec import UNSET, UnsetType
 
-from gracestream.pipeline.adaptor import matches
 from gracestream.pipeline.codebook import BARE_MODEL, same_request
 from gracestream.pipeline.edited import Edited, rejected
 from gracestream.pipeline.editing import EditEngine
-from gracestream.pipeline.encoder import MARK
+from gracestream.pipeline.model import MARK, InputError, matches
 from gracestream.pipeline.roles import why_not_propose
 from gracestream.pipeline.search import exact_distance
-from gracestream.pipeline.tasks import InputError
 from gracestream.pipeline.wording import ELLIPSIS
 from gracestream.schemas.deltas import Cause, ExceptionChange, Standing, Tensor, rephrase_name
 from gracestream.schemas.messages import MAX_REPHRASES, VERSION, Feedback, Outcome, one_line

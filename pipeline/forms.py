@@ -13,9 +13,7 @@ Not promised: that a value gives the target at a form.
 import re
 from collections.abc import Iterator
 
-from gracestream.pipeline.generation import CausalGeneration
-from gracestream.pipeline.model import EditableModel
-from gracestream.pipeline.tasks import InputError, Supervised
+from gracestream.pipeline.model import CausalGeneration, EditableModel, InputError, Supervised
 from gracestream.pipeline.wording import other_type
 from gracestream.schemas.messages import ChatMessage, Inputs, is_chat
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from gracestream.pipeline.encoder import FARTHEST
+from gracestream.pipeline.model import FARTHEST
 from gracestream.pipeline.wording import SUBJECT, relations, request_in, subject_of
 
 COUNT = 25

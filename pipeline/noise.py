@@ -11,10 +11,8 @@ from itertools import cycle, islice
 from msgspec import Struct
 from torch import Tensor, cat, stack, tensor
 
-from gracestream.pipeline.batch import Prompt
 from gracestream.pipeline.codebook import batch_noise
-from gracestream.pipeline.model import EditableModel
-from gracestream.pipeline.probe import TEXTS
+from gracestream.pipeline.model import TEXTS, EditableModel, Prompt
 from gracestream.schemas.messages import Inputs
 
 BATCHES = (1, 2, 32)

@@ -22,8 +22,8 @@ from msgspec.structs import replace as with_fields
 from gracestream.pipeline.case import Case, Examined
 from gracestream.pipeline.codebook import BARE_MODEL, Decision, Label, Neighbour, decide
 from gracestream.pipeline.forms import supervised_forms
+from gracestream.pipeline.model import InputError
 from gracestream.pipeline.search import NO_SLOT, exact_distance
-from gracestream.pipeline.tasks import InputError
 from gracestream.pipeline.training import Texts, Trained, train_on
 from gracestream.pipeline.wording import disagreement
 from gracestream.schemas.deltas import EntryChange, RephraseKey, Tensor, rephrase_name

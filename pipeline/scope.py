@@ -9,11 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gracestream.pipeline.batch import Prompt
-from gracestream.pipeline.classification import Classification
-from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.model import Classification, EditableModel, InputError, Prompt
 from gracestream.pipeline.negatives import scope_radius
-from gracestream.pipeline.tasks import InputError
 from gracestream.pipeline.wording import subject_of
 from gracestream.schemas.messages import Inputs, is_chat
 

@@ -14,18 +14,15 @@ import msgspec
 import structlog
 from msgspec import UNSET, UnsetType
 
-from gracestream.pipeline.adaptor import OUTSIDE, Hit
 from gracestream.pipeline.addressing import ORDINARY, Address, Header, address_of
-from gracestream.pipeline.batch import Prompt
 from gracestream.pipeline.dead_letters import rejected
 from gracestream.pipeline.device import raise_if_broken
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.mirror import Mirror
-from gracestream.pipeline.model import EditableModel, Served
+from gracestream.pipeline.model import OUTSIDE, EditableModel, Hit, InputError, Prompt, Served
 from gracestream.pipeline.observability import metrics
 from gracestream.pipeline.records import LARGEST
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.tasks import InputError
 from gracestream.pipeline.topics import PREDICTIONS, REQUESTS_DLQ
 from gracestream.schemas.messages import (
     VERSION,

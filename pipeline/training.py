@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from gracestream.pipeline.device import reproducible
-from gracestream.pipeline.passes import Passes, Rest, Verdict
-from gracestream.pipeline.tasks import Supervised
+from gracestream.pipeline.model import Passes, Rest, Supervised, Verdict
 
 LOSS_SCALE = 2.0**12
 """A model in float16 is given its loss so many times: its gradients are as small as 1e-8, which float16 takes for 0."""

@@ -14,19 +14,15 @@ import structlog
 
 from gracestream.deploy.models import layer_of, naming_known, resolve, resolve_encoder
 from gracestream.pipeline.access import ACCESS, require_access
-from gracestream.pipeline.adaptor import QueryToken
-from gracestream.pipeline.checkpoint import is_causal, load_checkpoint
 from gracestream.pipeline.clients import wait_for_kafka
 from gracestream.pipeline.codebook import ROUNDINGS
 from gracestream.pipeline.device import driver_version, name_of, why_no_cuda
-from gracestream.pipeline.encoder import FARTHEST, UNIT
-from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.model import FARTHEST, UNIT, EditableModel, Limits, QueryToken, is_causal, load_checkpoint
 from gracestream.pipeline.observability import Health, HealthServer, configure_logs, metrics
 from gracestream.pipeline.plan import Plan
 from gracestream.pipeline.redis_client import wait_for_redis
 from gracestream.pipeline.search import set_threads
 from gracestream.pipeline.settings import Settings, SettingsError, misspelt
-from gracestream.pipeline.tasks import Limits
 from gracestream.pipeline.topics import require_topics
 from gracestream.pipeline.training import Recipe
 from gracestream.pipeline.waiting import UnreachableError

@@ -6,14 +6,18 @@ from typing import Any
 
 from gracestream.deploy.models import KNOWN, layer_of, naming_known, resolve_encoder
 from gracestream.pipeline.calibration import Sample
-from gracestream.pipeline.checkpoint import ModelError, load_checkpoint
-from gracestream.pipeline.classification import Classification
 from gracestream.pipeline.editing import SHORT
-from gracestream.pipeline.encoder import UNIT, Encoder
-from gracestream.pipeline.generation import CausalGeneration
-from gracestream.pipeline.layers import normal_path
+from gracestream.pipeline.model import (
+    UNIT,
+    CausalGeneration,
+    Classification,
+    Encoder,
+    InputError,
+    ModelError,
+    load_checkpoint,
+    normal_path,
+)
 from gracestream.pipeline.settings import Settings, as_environment
-from gracestream.pipeline.tasks import InputError
 from gracestream.pipeline.tuning.layers import candidate_layers
 from gracestream.pipeline.tuning.samples import Requests
 from gracestream.pipeline.tuning.trials import Choice, Material, Measuring, Tried

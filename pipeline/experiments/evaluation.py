@@ -12,8 +12,7 @@ from msgspec import UNSET
 
 from gracestream.pipeline.experiments.editors.editor import Editor
 from gracestream.pipeline.experiments.tasks import Example, Measure
-from gracestream.pipeline.model import EditableModel
-from gracestream.pipeline.passes import verdict
+from gracestream.pipeline.model import EditableModel, verdict
 from gracestream.schemas.messages import Parameters
 
 AT_ONCE = 16

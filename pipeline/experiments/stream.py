@@ -10,8 +10,7 @@ from gracestream.pipeline.errors import UserError
 from gracestream.pipeline.experiments.editors.editor import Editor, Made
 from gracestream.pipeline.experiments.evaluation import ANSWER, Evaluation, Score
 from gracestream.pipeline.experiments.tasks import Edit, Example, Task
-from gracestream.pipeline.model import EditableModel
-from gracestream.pipeline.tasks import InputError
+from gracestream.pipeline.model import EditableModel, InputError
 from gracestream.schemas.messages import Parameters
 
 UNNEEDED = "unchanged"

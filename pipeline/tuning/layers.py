@@ -6,7 +6,7 @@ Earlier layers see too little of a request. The last block of a causal model rea
 from collections.abc import Iterator
 from typing import Any
 
-from gracestream.pipeline.layers import LayerRange, in_decoder, linear_layers
+from gracestream.pipeline.model import LayerRange, in_decoder, linear_layers
 
 OUTPUTS = frozenset({
     "o", "o_proj", "out_proj", "out_lin", "c_proj", "dense", "down_proj", "fc2", "wo", "lin2", "dense_4h_to_h",

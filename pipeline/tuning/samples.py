@@ -14,13 +14,11 @@ from dataclasses import dataclass, field
 from msgspec import UNSET
 
 from gracestream.pipeline.calibration import CalibrationError, Sample
-from gracestream.pipeline.classification import Classification
 from gracestream.pipeline.edited import correction
 from gracestream.pipeline.editing import SHORT
 from gracestream.pipeline.forms import forms_of
-from gracestream.pipeline.generation import CausalGeneration
+from gracestream.pipeline.model import CausalGeneration, Classification, InputError, Task
 from gracestream.pipeline.negatives import COUNT, other_requests
-from gracestream.pipeline.tasks import InputError, Task
 from gracestream.schemas.messages import Feedback, Inputs, in_one_text, is_chat
 
 MOST_OTHERS = 200

@@ -16,17 +16,14 @@ import numpy as np
 import torch
 from msgspec import Struct
 
-from gracestream.pipeline.adaptor import Hit, matches, serving
-from gracestream.pipeline.batch import Prompt
 from gracestream.pipeline.calibration import CalibrationError
 from gracestream.pipeline.case import Ahead
 from gracestream.pipeline.codebook import Label
 from gracestream.pipeline.editing import AT_ONCE, EditEngine
 from gracestream.pipeline.intervals import wilson
-from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.model import EditableModel, Hit, InputError, Prompt, matches, serving
 from gracestream.pipeline.plan import Plan
 from gracestream.pipeline.scope import ScopeRadius
-from gracestream.pipeline.tasks import InputError
 from gracestream.pipeline.tuning.samples import MADE_UP, Requests, Targets, Trial, requests_about, surface_forms, usable
 from gracestream.pipeline.tuning.workbench import ENCODER, NAME, Answers, Workbench, said
 from gracestream.schemas.messages import Inputs

@@ -13,15 +13,24 @@ import numpy as np
 import torch
 from msgspec import UNSET
 
-from gracestream.pipeline.adaptor import QueryToken, Replaced, Session
-from gracestream.pipeline.batch import Prompt
-from gracestream.pipeline.classification import Classification
-from gracestream.pipeline.encoder import Encoder
 from gracestream.pipeline.errors import UserError
-from gracestream.pipeline.layers import LayerError, in_decoder, normal_path
-from gracestream.pipeline.model import EditableModel
-from gracestream.pipeline.tasks import Answer, InputError, Limits, Task
-from gracestream.pipeline.trial import layer_fault
+from gracestream.pipeline.model import (
+    Answer,
+    Classification,
+    EditableModel,
+    Encoder,
+    InputError,
+    LayerError,
+    Limits,
+    Prompt,
+    QueryToken,
+    Replaced,
+    Session,
+    Task,
+    in_decoder,
+    layer_fault,
+    normal_path,
+)
 from gracestream.schemas.messages import Inputs, Parameters
 
 BATCH = 16

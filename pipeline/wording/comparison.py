@@ -31,7 +31,7 @@ from gracestream.pipeline.wording.request import request_in
 from gracestream.schemas.deltas import MAX_WORDING
 
 RULES = 2
-"""The version of the rules in this module, and of which entries are compared (`pipeline.adaptor.matches`).
+"""The version of the rules in this module, and of which entries are compared (`pipeline.model.adaptor.matches`).
 
 Raise it with every change of what they decide.
 """

@@ -1,7 +1,7 @@
 """Requests that name what a correction is about, of which people may decide whether they ask for the same.
 
 No rule tells whether "What did Ann write?" asks for "the book by Ann". A prompt is a near miss where it lies a little
-outside an entry's radius and has all names of its wording (`pipeline.adaptor.matches`). Entries are found by their
+outside an entry's radius and has all names of its wording (`pipeline.model.matches`). Entries are found by their
 longest name, so that a prompt without such a name costs a few look-ups.
 
 Not promised: that all near misses are found. A wording of common words has no names.

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from gracestream.pipeline.batch import Prompt
 from gracestream.pipeline.codebook.codebook import Codebook
-from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.model.batch import Prompt
+from gracestream.pipeline.model.editable import EditableModel
 from gracestream.schemas.deltas import GENESIS
 
 

@@ -19,8 +19,8 @@ from gracestream.pipeline.codebook.key_index import KeyIndex
 from gracestream.pipeline.edited import correction
 from gracestream.pipeline.editing import EditEngine
 from gracestream.pipeline.experiments.editors.queries import Queries
-from gracestream.pipeline.model import EditableModel
-from gracestream.pipeline.passes import Passes, Rest
+from gracestream.pipeline.model.editable import EditableModel
+from gracestream.pipeline.model.suffix_pass import Passes, Rest
 from gracestream.pipeline.plan import Plan
 from gracestream.pipeline.search.key_search import NO_SLOT
 from gracestream.pipeline.settings import Settings

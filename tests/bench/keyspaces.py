@@ -28,12 +28,12 @@ import numpy as np
 import torch
 
 from gracestream.deploy.checkpoints.packages import minilm_folder
-from gracestream.pipeline.adaptor import last_token
-from gracestream.pipeline.encoder import Encoder
 from gracestream.pipeline.experiments.stream import first, fitting
 from gracestream.pipeline.experiments.tasks import TASKS
-from gracestream.pipeline.layers import block_list
-from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.model.adaptor import last_token
+from gracestream.pipeline.model.editable import EditableModel
+from gracestream.pipeline.model.layers import block_list
+from gracestream.pipeline.model.sentence_encoder import Encoder
 from gracestream.pipeline.settings import load_settings
 from gracestream.workers.boot import load_model
 from tests.bench.device import timed

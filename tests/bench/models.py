@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from gracestream.pipeline.batch import Prompt
 from gracestream.pipeline.experiments.data import CounterFactRow, QuestionRow, ZsreRow, rows_of
 from gracestream.pipeline.experiments.tasks import COUNTERFACT, NQ, ZSRE
-from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.model.batch import Prompt
+from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.settings import load_settings
 from gracestream.workers.boot import load_model
 from tests.bench.framework import BenchError, Options

@@ -28,10 +28,10 @@ from operator import sub, truediv
 import numpy as np
 import torch
 
-from gracestream.pipeline.batch import Prompt
 from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.codebook.key_index import KeyIndex
-from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.model.batch import Prompt
+from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.search.key_search import NO_SLOT
 from gracestream.pipeline.search.quantized_bounds import exact_product
 from gracestream.schemas.messages import Parameters

@@ -20,10 +20,10 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from gracestream.pipeline.batch import Prompt
-from gracestream.pipeline.model import EditableModel
-from gracestream.pipeline.passes import verdict
-from gracestream.pipeline.tasks import Limits
+from gracestream.pipeline.model.batch import Prompt
+from gracestream.pipeline.model.editable import EditableModel
+from gracestream.pipeline.model.suffix_pass import verdict
+from gracestream.pipeline.model.tasks.base import Limits
 
 FIRST_WORD = 10
 """Token ids below are special, or may be."""

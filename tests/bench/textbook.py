@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gracestream.pipeline.model import EditableModel
-from gracestream.pipeline.tasks import Supervised
+from gracestream.pipeline.model.editable import EditableModel
+from gracestream.pipeline.model.tasks.base import Supervised
 
 
 class TextbookGrace:

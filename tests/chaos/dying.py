@@ -16,7 +16,7 @@ from gracestream.pipeline import editing
 from gracestream.pipeline.editing import EditEngine
 from gracestream.pipeline.editor_log import EditorLog
 from gracestream.pipeline.follower import Follower
-from gracestream.pipeline.passes import Passes
+from gracestream.pipeline.model.suffix_pass import Passes
 from gracestream.pipeline.projection import Projection
 from gracestream.pipeline.radius_store import RadiusStore
 from gracestream.pipeline.rewriting import Rewritten

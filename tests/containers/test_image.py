@@ -11,7 +11,7 @@ import pytest
 from msgspec import UNSET
 
 from gracestream.deploy.models import resolve_encoder
-from gracestream.pipeline.encoder import Encoder
+from gracestream.pipeline.model.sentence_encoder import Encoder
 from gracestream.pipeline.settings import as_environment
 from gracestream.pipeline.topics import create_topics
 from tests.containers.engine import EngineError

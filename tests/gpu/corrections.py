@@ -6,7 +6,7 @@ from pathlib import Path
 
 from gracestream.pipeline.edited import correction
 from gracestream.pipeline.editing import EditEngine
-from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.plan import Plan
 from gracestream.pipeline.training import Recipe
 from gracestream.schemas.messages import Feedback, Outcome

@@ -6,8 +6,8 @@ from importlib.util import find_spec
 
 import torch
 
-from gracestream.pipeline.model import EditableModel
-from gracestream.pipeline.tasks import Limits
+from gracestream.pipeline.model.editable import EditableModel
+from gracestream.pipeline.model.tasks.base import Limits
 from tests.bench.framework import Row
 from tests.bench.random_models import BERT, T5, TINY, RandomModel, gpt2_xl
 

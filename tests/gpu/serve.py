@@ -7,10 +7,10 @@ from operator import truediv
 
 import torch
 
-from gracestream.pipeline.batch import Prompt
 from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.codebook.key_index import KeyIndex
-from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.model.batch import Prompt
+from gracestream.pipeline.model.editable import EditableModel
 from gracestream.schemas.messages import Parameters
 from tests.bench.codebooks import codebook_of, queries, stored
 from tests.bench.device import timed

@@ -8,7 +8,7 @@ import torch
 
 from gracestream.pipeline.accepted_feedback import admission_from_settings
 from gracestream.pipeline.device import DeviceFault
-from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.observability.health import Health
 from gracestream.pipeline.settings import Settings
 from gracestream.workers.boot import Worker

@@ -20,7 +20,7 @@ from gracestream.deploy.local.kafka import LocalKafka
 from gracestream.deploy.local.processes import free_port
 from gracestream.deploy.local.redis import LocalRedis
 from gracestream.pipeline.clients import consumer
-from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.snapshot_store import SnapshotStore
 from gracestream.pipeline.topics import create_topics

@@ -11,8 +11,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from gracestream.pipeline.codebook.file import load
-from gracestream.pipeline.encoder import MARKS
 from gracestream.pipeline.experiments.report import alone, made
+from gracestream.pipeline.model.sentence_encoder import MARKS
 from gracestream.pipeline.settings import Settings
 from tests.integration.forked import Command, sentence, status_of
 from tests.integration.running import Checkpoint

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from msgspec import UNSET
 
-from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.settings import Settings
 from tests.hostile import Unreadable
 from tests.integration.forked import Forked

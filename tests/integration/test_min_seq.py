@@ -5,7 +5,7 @@ from pathlib import Path
 
 from msgspec import UNSET
 
-from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.settings import Settings
 from tests.integration.forked import Forked
 from tests.integration.history import History

@@ -22,12 +22,12 @@ from gracestream.deploy.checkpoints.classifiers import INTENTS
 from gracestream.deploy.checkpoints.packages import ModelError
 from gracestream.deploy.checkpoints.training import Report, reported
 from gracestream.deploy.models import DEMO, KNOWN, prepare, resolve, resolve_encoder
-from gracestream.pipeline.encoder import Encoder
 from gracestream.pipeline.errors import UserError
 from gracestream.pipeline.experiments import tasks
 from gracestream.pipeline.experiments.data import FOLDER, DataError
 from gracestream.pipeline.experiments.tasks import AREAS, NQ, TASKS, ZSRE, Example
-from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.model.editable import EditableModel
+from gracestream.pipeline.model.sentence_encoder import Encoder
 from gracestream.pipeline.settings import load_settings
 from gracestream.schemas.messages import Parameters
 from gracestream.workers.boot import load_model

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from gracestream.deploy.local.kafka import LocalKafka
 from gracestream.pipeline import request_tail
-from gracestream.pipeline.batch import Prompt
 from gracestream.pipeline.clients import admin, producer
 from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.model.batch import Prompt
 from gracestream.pipeline.plan import Plan
 from gracestream.pipeline.request_tail import AT_ONCE, RANKED, TAIL, RequestTail
 from gracestream.pipeline.settings import Settings

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 pytest.importorskip("tests.bench.scope", exc_type=ImportError)  # needs more than the engine does
 
-from gracestream.pipeline.adaptor import Hit
 from gracestream.pipeline.evaluation import begins
 from gracestream.pipeline.experiments.data import DataError, rows_of
 from gracestream.pipeline.intervals import wilson
+from gracestream.pipeline.model.adaptor import Hit
 from gracestream.pipeline.plan import Plan
 from gracestream.pipeline.training import train_value
 from gracestream.schemas.messages import ChatMessage

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from gracestream.pipeline.checkpoint import cached_fingerprint, fingerprint_of, load_checkpoint
+from gracestream.pipeline.model.checkpoint import cached_fingerprint, fingerprint_of, load_checkpoint
 from tests.unit.engine.tiny import KINDS
 from tests.unit.engine.tiny import tokenizer as tokenizer_of
 

@@ -11,7 +11,6 @@ import torch
 from msgspec import UNSET
 
 from gracestream.pipeline import device
-from gracestream.pipeline.checkpoint import ModelError, device_of
 from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.codebook.key_index import KeyIndex
 from gracestream.pipeline.device import (
@@ -25,6 +24,7 @@ from gracestream.pipeline.device import (
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.follower import Follower
 from gracestream.pipeline.mirror import Mirror
+from gracestream.pipeline.model.checkpoint import ModelError, device_of
 from gracestream.pipeline.radius_store import RadiusStore
 from gracestream.pipeline.redis_client import redis_client
 from gracestream.pipeline.search.key_search import with_room

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracestream.pipeline.batch import Prompt
+from gracestream.pipeline.model.batch import Prompt
 from gracestream.pipeline.serving import Question, Record, Reply
 from gracestream.schemas.messages import Request
 from gracestream.workers.micro_batches import MicroBatches, next_batch

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracestream.pipeline.encoder import FARTHEST
+from gracestream.pipeline.model.sentence_encoder import FARTHEST
 from gracestream.pipeline.negatives import (
     COUNT,
     COUNT_OF_LONG,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gracestream.pipeline.encoder import FARTHEST, UNIT
+from gracestream.pipeline.model.sentence_encoder import FARTHEST, UNIT
 from gracestream.pipeline.plan import Plan
 from gracestream.pipeline.settings import Settings, SettingsError, as_environment, load_settings, misspelt
 from gracestream.pipeline.training import Recipe

@@ -114,7 +114,7 @@ def _read(path: Path) -> dict[int, "EvaluationCase"]:
 
 def _require_taken(model: "EditableModel", cases: Mapping[int, "EvaluationCase"], path: Path) -> None:
     """Raises typer.BadParameter where the model cannot answer a case."""
-    from gracestream.pipeline.tasks import InputError  # noqa: PLC0415
+    from gracestream.pipeline.model import InputError  # noqa: PLC0415
 
     for number, case in cases.items():
         try:

@@ -202,7 +202,7 @@ def corrections(
 def _retrained(settings: Settings, records: list[bytes]) -> tuple[Codebook, list[bytes], dict[str, Any]]:
     """The codebook that training anew gives, its records, and how they compare."""
     from gracestream.pipeline.environment import environment  # noqa: PLC0415
-    from gracestream.pipeline.layers import LayerError  # noqa: PLC0415
+    from gracestream.pipeline.model import LayerError  # noqa: PLC0415
     from gracestream.pipeline.retraining import Retraining  # noqa: PLC0415
     from gracestream.workers.boot import load_model  # noqa: PLC0415
 

@@ -91,7 +91,7 @@ def _check_model(settings: Settings) -> None:
     Raises:
         ModelError, LayerError: it cannot be loaded, or has no such layer, or there is no such device.
     """
-    from gracestream.pipeline.checkpoint import device_of  # noqa: PLC0415
+    from gracestream.pipeline.model import device_of  # noqa: PLC0415
     from gracestream.workers.boot import load_model  # noqa: PLC0415
 
     notes.print(f"checking the model {settings.model} and its layer {settings.layer}; a large model takes a minute")

@@ -34,7 +34,7 @@ def layers(model: Model = None, as_json: AsJson = False) -> None:
 
     Example: gracestream layers --model smollm2
     """
-    from gracestream.pipeline.layers import linear_layers  # noqa: PLC0415  (torch takes seconds that other commands need not wait)
+    from gracestream.pipeline.model import linear_layers  # noqa: PLC0415  (torch takes seconds that other commands need not wait)
     from gracestream.workers.boot import load_bare_model  # noqa: PLC0415
 
     found = linear_layers(load_bare_model(load_settings(model=model)))

@@ -5,9 +5,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from gracestream.pipeline.batch import Batch
 from gracestream.pipeline.errors import UserError
 from gracestream.pipeline.experiments.tasks import Example
+from gracestream.pipeline.model import Batch
 
 STEPS = 100
 """Optimisation steps for one correction, at most (paper, appendix A)."""

@@ -19,9 +19,7 @@ from torch import Tensor
 from gracestream.pipeline.experiments.editors.editor import STEPS
 from gracestream.pipeline.experiments.editors.weights import WeightEditor
 from gracestream.pipeline.experiments.tasks import Example
-from gracestream.pipeline.model import EditableModel
-from gracestream.pipeline.passes import verdict
-from gracestream.pipeline.tasks import InputError, Supervised
+from gracestream.pipeline.model import EditableModel, InputError, Supervised, verdict
 
 LEARNING_RATE = 1e-2
 """The paper's, of those that it tried the best for finetuning."""

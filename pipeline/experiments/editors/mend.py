@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from gracestream.pipeline.experiments.editors.editor import STEPS
 from gracestream.pipeline.experiments.editors.weights import LinearEditor
 from gracestream.pipeline.experiments.tasks import Example
-from gracestream.pipeline.model import EditableModel
-from gracestream.pipeline.passes import verdict
-from gracestream.pipeline.tasks import Supervised
+from gracestream.pipeline.model import EditableModel, Supervised, verdict
 
 LEARNING_RATE = 1e-2
 """The paper's, of those that it tried the best for MEND."""

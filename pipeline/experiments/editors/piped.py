@@ -13,7 +13,6 @@ from typing import Self
 
 from msgspec import UNSET
 
-from gracestream.pipeline.classification import Classification
 from gracestream.pipeline.client import Client
 from gracestream.pipeline.codebook import Codebook, KeyIndex
 from gracestream.pipeline.experiments.editors.editor import EditorError, Made
@@ -21,7 +20,7 @@ from gracestream.pipeline.experiments.editors.serving import Served
 from gracestream.pipeline.experiments.evaluation import Score
 from gracestream.pipeline.experiments.tasks import Example
 from gracestream.pipeline.follower import Follower
-from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.model import Classification, EditableModel
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.messages import VERSION, Feedback, Outcome, Parameters, Prediction, Request
 

@@ -16,14 +16,10 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
-from gracestream.pipeline.batch import Batch
 from gracestream.pipeline.experiments.editors.editor import STEPS, Made
 from gracestream.pipeline.experiments.editors.queries import Queries
 from gracestream.pipeline.experiments.tasks import Example
-from gracestream.pipeline.model import EditableModel
-from gracestream.pipeline.passes import verdict
-from gracestream.pipeline.probe import TEXTS
-from gracestream.pipeline.tasks import Supervised
+from gracestream.pipeline.model import TEXTS, Batch, EditableModel, Supervised, verdict
 
 MEMORIES = 50
 MEMORY_RATE, DEFER_RATE = 1e-2, 1.0

@@ -13,14 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gracestream.pipeline.adaptor import last_token
 from gracestream.pipeline.experiments.editors.editor import EditorError
 from gracestream.pipeline.experiments.editors.weights import LinearEditor
 from gracestream.pipeline.experiments.tasks import Example
-from gracestream.pipeline.generation import CausalGeneration
-from gracestream.pipeline.model import EditableModel
-from gracestream.pipeline.passes import verdict
-from gracestream.pipeline.tasks import InputError, Supervised
+from gracestream.pipeline.model import CausalGeneration, EditableModel, InputError, Supervised, last_token, verdict
 
 STEPS = 20
 LEARNING_RATE = 0.5

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from gracestream.pipeline.batch import Batch
 from gracestream.pipeline.codebook import Codebook, KeyIndex
 from gracestream.pipeline.experiments.editors.editor import Made
 from gracestream.pipeline.experiments.editors.queries import Queries
 from gracestream.pipeline.experiments.tasks import Edit, Example
-from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.model import Batch, EditableModel
 from gracestream.pipeline.search import NO_SLOT
 
 

@@ -14,12 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from gracestream.pipeline.batch import Batch
 from gracestream.pipeline.experiments.editors.editor import EditorError, Made
 from gracestream.pipeline.experiments.tasks import Example
-from gracestream.pipeline.model import EditableModel
-from gracestream.pipeline.passes import Verdict, verdict
-from gracestream.pipeline.tasks import Supervised
+from gracestream.pipeline.model import Batch, EditableModel, Supervised, Verdict, verdict
 
 
 class WeightEditor(ABC):

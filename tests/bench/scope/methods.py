@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from msgspec import UNSET
 
-from gracestream.pipeline.adaptor import Hit, matches, serving
-from gracestream.pipeline.batch import Prompt
 from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.codebook.key_index import KeyIndex
 from gracestream.pipeline.codebook.policy import TRAFFIC_SHARE
 from gracestream.pipeline.editing import EditEngine
-from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.model.adaptor import Hit, matches, serving
+from gracestream.pipeline.model.batch import Prompt
+from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.messages import ChatMessage, Parameters
 from gracestream.workers.boot import plan_of

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.plan import Plan
 from tests.bench.framework import ROOT
 from tests.bench.stream.corrections import Data

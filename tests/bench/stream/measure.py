@@ -7,10 +7,10 @@ from statistics import mean
 
 import torch
 
-from gracestream.pipeline.adaptor import Hit
 from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.codebook.edit_memory import BARE_MODEL
 from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.model.adaptor import Hit
 from gracestream.schemas.messages import Feedback
 from tests.bench.device import held, timed
 from tests.bench.framework import Row

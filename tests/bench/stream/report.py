@@ -11,7 +11,7 @@ import msgspec
 
 from gracestream.pipeline.editing import EditEngine
 from gracestream.pipeline.environment import environment
-from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.plan import Plan
 from gracestream.pipeline.settings import load_settings
 from gracestream.workers.boot import load_model, plan_of

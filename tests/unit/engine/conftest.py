@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.model.editable import EditableModel
 from tests.unit.engine.tiny import KINDS, editable
 
 

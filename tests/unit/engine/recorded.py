@@ -14,7 +14,7 @@ from gracestream.pipeline.editing import EditEngine
 from gracestream.pipeline.environment import environment
 from gracestream.pipeline.fruitless import Fruitless, fruitless_in
 from gracestream.pipeline.intake import Intake, Read
-from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.plan import Plan
 from gracestream.pipeline.retraining import Retraining
 from gracestream.schemas.deltas import decode_delta, seal

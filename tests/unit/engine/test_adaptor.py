@@ -9,13 +9,13 @@ import torch
 from msgspec import UNSET
 from torch import nn
 
-from gracestream.pipeline.adaptor import Adaptor, last_token
-from gracestream.pipeline.batch import Batch, Prompt
 from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.codebook.key_index import KeyIndex, Nearest
 from gracestream.pipeline.codebook.policy import batch_noise
-from gracestream.pipeline.layers import LayerError
-from gracestream.pipeline.model import EditableModel, Served
+from gracestream.pipeline.model.adaptor import Adaptor, last_token
+from gracestream.pipeline.model.batch import Batch, Prompt
+from gracestream.pipeline.model.editable import EditableModel, Served
+from gracestream.pipeline.model.layers import LayerError
 from gracestream.schemas.deltas import EntryChange
 from gracestream.schemas.messages import Parameters
 from tests.unit.engine.tiny import KINDS, added, changed, editable, index_of, new_codebook, sealed, texts

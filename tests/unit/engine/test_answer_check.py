@@ -7,8 +7,8 @@ import pytest
 
 from gracestream.pipeline.codebook.codebook import Label
 from gracestream.pipeline.editing import EditEngine
-from gracestream.pipeline.model import EditableModel, Served
-from gracestream.pipeline.tasks import Answer
+from gracestream.pipeline.model.editable import EditableModel, Served
+from gracestream.pipeline.model.tasks.base import Answer
 from gracestream.schemas.messages import Outputs, Parameters
 from tests.unit.engine.tiny import KINDS, added, correct, editable, index_of, new_codebook, sealed, texts
 

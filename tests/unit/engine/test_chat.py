@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracestream.pipeline.chat import END, START, ChatError, ChatTemplate
-from gracestream.pipeline.checkpoint import fingerprint_of
-from gracestream.pipeline.control_tokens import control_tokens, text_tokenizer
 from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.model.chat import END, START, ChatError, ChatTemplate
+from gracestream.pipeline.model.checkpoint import fingerprint_of
+from gracestream.pipeline.model.control_tokens import control_tokens, text_tokenizer
+from gracestream.pipeline.model.probe_texts import TEXTS
+from gracestream.pipeline.model.tasks.base import InputError
 from gracestream.pipeline.plan import Plan
-from gracestream.pipeline.probe import TEXTS
-from gracestream.pipeline.tasks import InputError
 from gracestream.schemas.messages import ChatMessage, Feedback, Inputs, Parameters
 from tests.unit.engine.test_control_tokens import FAMILIES, PARTS, spellings
 from tests.unit.engine.tiny import CHAT, CODEBOOK, correct, editable

@@ -13,10 +13,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import AutoTokenizer, BertConfig, BertModel, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from gracestream.deploy.checkpoints.packages import minilm_folder
-from gracestream.pipeline.control_tokens import control_tokens, text_tokenizer
-from gracestream.pipeline.encoder import Encoder
-from gracestream.pipeline.model import EditableModel
-from gracestream.pipeline.probe import TEXTS
+from gracestream.pipeline.model.control_tokens import control_tokens, text_tokenizer
+from gracestream.pipeline.model.editable import EditableModel
+from gracestream.pipeline.model.probe_texts import TEXTS
+from gracestream.pipeline.model.sentence_encoder import Encoder
 from tests.unit.engine.tiny import KINDS, LIMITS, MODEL, editable
 
 CHARACTERS = sorted(set(string.ascii_letters + string.digits + "<>/|[]_.,?'"))

@@ -10,9 +10,9 @@ from msgspec import UNSET
 
 from gracestream.pipeline.editing import EditEngine
 from gracestream.pipeline.errors import HistoryError
-from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.model.editable import EditableModel
+from gracestream.pipeline.model.tasks.base import InputError, Limits
 from gracestream.pipeline.plan import Plan
-from gracestream.pipeline.tasks import InputError, Limits
 from gracestream.pipeline.training import Recipe
 from gracestream.schemas.deltas import decode_delta
 from gracestream.schemas.messages import VERSION, Feedback, Outcome, Parameters

@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import BertConfig, BertModel, GPT2Config, GPT2Model
 
-from gracestream.pipeline.checkpoint import ModelError
 from gracestream.pipeline.codebook.policy import batch_noise
 from gracestream.pipeline.editing import EditEngine
-from gracestream.pipeline.encoder import MARK, MARKS, Encoder, marks
-from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.model.checkpoint import ModelError
+from gracestream.pipeline.model.editable import EditableModel
+from gracestream.pipeline.model.sentence_encoder import MARK, MARKS, Encoder, marks
 from gracestream.pipeline.plan import Plan
 from gracestream.schemas.messages import ChatMessage, Inputs, Parameters
 from tests.unit.engine.tiny import CHAT, CODEBOOK, KINDS, SIZE, WORDS, correct, editable, texts, tokenizer

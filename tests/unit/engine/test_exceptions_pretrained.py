@@ -8,7 +8,7 @@ from msgspec import UNSET
 from gracestream.deploy.models import KNOWN, resolve, resolve_encoder
 from gracestream.pipeline.editing import EditEngine
 from gracestream.pipeline.excepting import except_from
-from gracestream.pipeline.model import EditableModel, Served
+from gracestream.pipeline.model.editable import EditableModel, Served
 from gracestream.pipeline.plan import Plan
 from gracestream.schemas.messages import Feedback, Parameters
 from tests.unit.engine.tiny import CODEBOOK, correct

@@ -13,10 +13,10 @@ from msgspec import UNSET
 from gracestream.pipeline.edited import correction
 from gracestream.pipeline.editing import EditEngine
 from gracestream.pipeline.forms import MOST_TOKENS, forms_of, supervised_forms
-from gracestream.pipeline.model import EditableModel
-from gracestream.pipeline.passes import Passes
+from gracestream.pipeline.model.editable import EditableModel
+from gracestream.pipeline.model.suffix_pass import Passes
+from gracestream.pipeline.model.tasks.base import Limits, Supervised
 from gracestream.pipeline.plan import Plan
-from gracestream.pipeline.tasks import Limits, Supervised
 from gracestream.pipeline.training import OWN_MARGIN, Recipe, Texts, train_on, train_value
 from gracestream.schemas.deltas import Delta, decode_delta
 from gracestream.schemas.messages import ChatMessage, Feedback, Inputs, encode
@@ -220,7 +220,7 @@ def test_what_runs_before_the_layer_runs_once_for_each_form(monkeypatch: pytest.
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_rows_of_unequal_lengths_that_pass_apart_are_those_of_one_pass(kind: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr("gracestream.pipeline.passes.PASS", 1)
+    monkeypatch.setattr("gracestream.pipeline.model.suffix_pass.PASS", 1)
     model = editable(kind)
     given_texts = [" ".join(WORDS[:words]) for words in (30, 3, 20, 4)]
     targets = ["1"] * 4 if kind == "bert" else [" ".join(WORDS[5 : 6 + number]) for number in range(4)]

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from gracestream.pipeline.editing import EditEngine
-from gracestream.pipeline.model import EditableModel
-from gracestream.pipeline.probe import TEXTS
+from gracestream.pipeline.model.editable import EditableModel
+from gracestream.pipeline.model.probe_texts import TEXTS
 from gracestream.schemas.messages import Parameters
 from tests.unit.engine.tiny import KINDS, LIMITS, MODEL, SPECIALS, WORDS, correct, tokenizer
 

@@ -23,12 +23,12 @@ from gracestream.pipeline.codebook.key_index import CANDIDATES, MOST_CANDIDATES,
 from gracestream.pipeline.device import CUDA_DEFAULTS, arithmetic, prepare_cuda
 from gracestream.pipeline.edited import correction
 from gracestream.pipeline.editing import EditEngine
-from gracestream.pipeline.encoder import Encoder
 from gracestream.pipeline.environment import environment
-from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.model.editable import EditableModel
+from gracestream.pipeline.model.probe_texts import TEXTS
+from gracestream.pipeline.model.sentence_encoder import Encoder
 from gracestream.pipeline.noise import query_noise
 from gracestream.pipeline.plan import Plan
-from gracestream.pipeline.probe import TEXTS
 from gracestream.pipeline.search.distance import exact_distances
 from gracestream.pipeline.search.key_search import (
     FAISS_BYTES,

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from gracestream.pipeline.adaptor import QueryToken
-from gracestream.pipeline.layers import (
+from gracestream.pipeline.model.adaptor import QueryToken
+from gracestream.pipeline.model.editable import EditableModel
+from gracestream.pipeline.model.layers import (
     LayerError,
     Prefix,
     block_list,
@@ -17,7 +18,6 @@ from gracestream.pipeline.layers import (
     linear_layers,
     normal_path,
 )
-from gracestream.pipeline.model import EditableModel
 from tests.unit.engine.tiny import KINDS, editable, texts
 
 TEXT = texts(1, seed=3)[0]

@@ -20,10 +20,10 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-from gracestream.pipeline.layers import Prefix
-from gracestream.pipeline.model import EditableModel
-from gracestream.pipeline.narrowing import FirstToken
-from gracestream.pipeline.passes import Rest
+from gracestream.pipeline.model.cls_attention import FirstToken
+from gracestream.pipeline.model.editable import EditableModel
+from gracestream.pipeline.model.layers import Prefix
+from gracestream.pipeline.model.suffix_pass import Rest
 from gracestream.pipeline.training import Recipe, train_value
 from tests.unit.engine.tiny import END, KINDS, LIMITS, SIZE, WORDS, editable, index_of, new_codebook, texts, tokenizer
 

@@ -7,10 +7,10 @@ import pytest
 from gracestream.pipeline import editing
 from gracestream.pipeline.edited import correction
 from gracestream.pipeline.editing import EditEngine
-from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.model.editable import EditableModel
+from gracestream.pipeline.model.probe_texts import TEXTS
+from gracestream.pipeline.model.tasks.base import InputError
 from gracestream.pipeline.plan import Plan
-from gracestream.pipeline.probe import TEXTS
-from gracestream.pipeline.tasks import InputError
 from tests.unit.engine.tiny import KINDS, MODEL, correct, editable, texts
 
 

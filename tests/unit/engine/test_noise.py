@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from gracestream.pipeline.batch import Prompt
 from gracestream.pipeline.codebook.policy import ROUNDINGS
-from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.model.batch import Prompt
+from gracestream.pipeline.model.editable import EditableModel
+from gracestream.pipeline.model.probe_texts import TEXTS
 from gracestream.pipeline.noise import query_noise
-from gracestream.pipeline.probe import TEXTS
 from tests.unit.engine.tiny import LIMITS, MODEL, editable
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gracestream.deploy.models import resolve_encoder
-from gracestream.pipeline.encoder import MARK, Encoder
+from gracestream.pipeline.model.sentence_encoder import MARK, Encoder
 from gracestream.pipeline.negatives import COUNT, other_requests, radius_of
 
 pytestmark = pytest.mark.model

@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gracestream.pipeline.device import reproducible
 from gracestream.pipeline.editing import EditEngine
-from gracestream.pipeline.layers import Prefix
-from gracestream.pipeline.model import EditableModel
-from gracestream.pipeline.passes import Rest, verdict
-from gracestream.pipeline.tasks import InputError
+from gracestream.pipeline.model.editable import EditableModel
+from gracestream.pipeline.model.layers import Prefix
+from gracestream.pipeline.model.suffix_pass import Rest, verdict
+from gracestream.pipeline.model.tasks.base import InputError
 from gracestream.pipeline.training import Recipe, Trained, train_value, train_values
 from tests.unit.engine.tiny import LIMITS, MODEL, WORDS, correct, editable, index_of, new_codebook, texts
 
@@ -47,7 +47,7 @@ def losses(model: EditableModel, kind: str, skip: bool) -> tuple[list[float], Tr
         return found, loss
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gracestream.pipeline.passes.verdict", listening)
+        patch.setattr("gracestream.pipeline.model.suffix_pass.verdict", listening)
         return seen, train_value(model.passes, rest, start_V, SHORT)
 
 
@@ -177,7 +177,7 @@ def test_a_tie_at_the_start_is_trained_away(gpt2_model: EditableModel, monkeypat
         found, loss = verdict(logits_LC, label_L)
         return (dataclasses.replace(found, margin=0.0) if first.pop() else found, loss) if first else (found, loss)
 
-    monkeypatch.setattr("gracestream.pipeline.passes.verdict", tied)
+    monkeypatch.setattr("gracestream.pipeline.model.suffix_pass.verdict", tied)
     assert train_value(gpt2_model.passes, rest, start_V, Recipe(margin=0.0)).steps > 0
 
 

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from gracestream.pipeline.adaptor import MOST_COMPARED, OUTSIDE, matches
 from gracestream.pipeline.codebook.file import load, save
 from gracestream.pipeline.codebook.key_index import KeyIndex
 from gracestream.pipeline.editing import EditEngine
 from gracestream.pipeline.evaluation import EvaluationCase, evaluate
-from gracestream.pipeline.model import Served
+from gracestream.pipeline.model.adaptor import MOST_COMPARED, OUTSIDE, matches
+from gracestream.pipeline.model.editable import Served
 from gracestream.pipeline.plan import Plan
 from gracestream.pipeline.search.key_search import TorchSearch
 from gracestream.pipeline.traffic import Traffic

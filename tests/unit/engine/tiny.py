@@ -24,9 +24,9 @@ from gracestream.pipeline.codebook.codebook import Applied, Codebook, Label
 from gracestream.pipeline.codebook.key_index import KeyIndex
 from gracestream.pipeline.edited import correction
 from gracestream.pipeline.editing import EditEngine
-from gracestream.pipeline.model import EditableModel
-from gracestream.pipeline.probe import TEXTS
-from gracestream.pipeline.tasks import Limits
+from gracestream.pipeline.model.editable import EditableModel
+from gracestream.pipeline.model.probe_texts import TEXTS
+from gracestream.pipeline.model.tasks.base import Limits
 from gracestream.schemas.deltas import Cause, Delta, EntryChange, Op, Tensor, seal
 from gracestream.schemas.messages import Inputs, Outcome
 

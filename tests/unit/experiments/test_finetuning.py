@@ -8,7 +8,7 @@ import torch
 from gracestream.pipeline.experiments.editors.finetuning import SAMPLE, ElasticWeights, FineTuning, Retraining
 from gracestream.pipeline.experiments.evaluation import Evaluation
 from gracestream.pipeline.experiments.tasks import Example
-from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.model.editable import EditableModel
 from tests.unit.engine.tiny import KINDS, editable, texts
 from tests.unit.experiments.toy import examples_of
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from gracestream.pipeline.experiments.editors.predicting import Defer, Memory, Predicting
 from gracestream.pipeline.experiments.evaluation import Evaluation
-from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.model.editable import EditableModel
 from tests.unit.engine.tiny import KINDS, editable, texts
 from tests.unit.experiments.toy import examples_of
 

@@ -10,7 +10,7 @@ from gracestream.pipeline.experiments.editors.editor import EditorError
 from gracestream.pipeline.experiments.editors.rome import Rome
 from gracestream.pipeline.experiments.evaluation import Evaluation
 from gracestream.pipeline.experiments.tasks import Example
-from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.model.editable import EditableModel
 from tests.unit.engine.tiny import editable, texts
 from tests.unit.experiments.toy import examples_of
 

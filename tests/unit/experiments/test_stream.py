@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from gracestream.pipeline.batch import Batch
 from gracestream.pipeline.experiments.editors.editor import Made
 from gracestream.pipeline.experiments.editors.grace import Grace
 from gracestream.pipeline.experiments.editors.known import EDITORS
 from gracestream.pipeline.experiments.evaluation import Evaluation
 from gracestream.pipeline.experiments.stream import Point, Stream, fitting
 from gracestream.pipeline.experiments.tasks import TASKS, Edit, Example, Task
+from gracestream.pipeline.model.batch import Batch
 from gracestream.pipeline.plan import Plan
 from gracestream.workers.cli.experiments import Method, Name
 from tests.unit.engine.tiny import editable, texts

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gracestream.pipeline.layers import find_layer
+from gracestream.pipeline.model.layers import find_layer
 from gracestream.pipeline.tuning.layers import candidate_layers
 from tests.unit.engine.tiny import KINDS
 

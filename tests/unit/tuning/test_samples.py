@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from msgspec import UNSET
 
 from gracestream.pipeline.calibration import CalibrationError, Sample
-from gracestream.pipeline.model import EditableModel
-from gracestream.pipeline.tasks import InputError
+from gracestream.pipeline.model.editable import EditableModel
+from gracestream.pipeline.model.tasks.base import InputError
 from gracestream.pipeline.tuning.samples import MADE_UP, Requests, Targets, requests_about, surface_forms, usable
 from gracestream.schemas.messages import ChatMessage
 from tests.unit.engine.tiny import WORDS, editable

@@ -13,9 +13,9 @@ from msgspec import UNSET
 from gracestream.pipeline.calibration import CalibrationError, Sample
 from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.editing import EditEngine
-from gracestream.pipeline.encoder import Encoder
 from gracestream.pipeline.evaluation import EvaluationCase, evaluate
-from gracestream.pipeline.model import EditableModel
+from gracestream.pipeline.model.editable import EditableModel
+from gracestream.pipeline.model.sentence_encoder import Encoder
 from gracestream.pipeline.plan import Plan
 from gracestream.pipeline.training import Recipe
 from gracestream.pipeline.tuning import workbench

@@ -17,9 +17,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gracestream.pipeline.batch import Batch
 from gracestream.pipeline.codebook import Codebook, KeyIndex, on_host
-from gracestream.pipeline.layers import LayerError
+from gracestream.pipeline.model.batch import Batch
+from gracestream.pipeline.model.layers import LayerError
 from gracestream.pipeline.search import NO_SLOT
 from gracestream.pipeline.wording import disagreement
 

@@ -7,12 +7,12 @@ It costs two forward passes over a few tokens, and a third for generators, which
 import torch
 from torch import Tensor
 
-from gracestream.pipeline.adaptor import Adaptor
-from gracestream.pipeline.classification import Classification
 from gracestream.pipeline.device import raise_if_broken
-from gracestream.pipeline.layers import LayerError
-from gracestream.pipeline.probe import TEXTS
-from gracestream.pipeline.tasks import InputError, Task
+from gracestream.pipeline.model.adaptor import Adaptor
+from gracestream.pipeline.model.layers import LayerError
+from gracestream.pipeline.model.probe_texts import TEXTS
+from gracestream.pipeline.model.tasks.base import InputError, Task
+from gracestream.pipeline.model.tasks.classification import Classification
 from gracestream.schemas.messages import Parameters, one_line
 
 PROMPTS = (" ".join(TEXTS[0].split()[:5]), TEXTS[0].split()[1])

@@ -14,18 +14,18 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from gracestream.pipeline.adaptor import Adaptor, Hit, QueryToken, Replaced
-from gracestream.pipeline.batch import Batch, Prompt
-from gracestream.pipeline.checkpoint import ModelError, cached_fingerprint, fingerprint_of, load_checkpoint
-from gracestream.pipeline.classification import Classification
 from gracestream.pipeline.codebook import Codebook, KeyIndex, Label
-from gracestream.pipeline.encoder import Encoder
-from gracestream.pipeline.generation import CausalGeneration, Seq2SeqGeneration
-from gracestream.pipeline.layers import LayerError, find_layer, in_decoder, linear_layers, normal_path
-from gracestream.pipeline.passes import Passes
-from gracestream.pipeline.probe import TEXTS
-from gracestream.pipeline.tasks import Answer, InputError, Limits, Supervised, Task
-from gracestream.pipeline.trial import layer_fault
+from gracestream.pipeline.model.adaptor import Adaptor, Hit, QueryToken, Replaced
+from gracestream.pipeline.model.batch import Batch, Prompt
+from gracestream.pipeline.model.checkpoint import ModelError, cached_fingerprint, fingerprint_of, load_checkpoint
+from gracestream.pipeline.model.layers import LayerError, find_layer, in_decoder, linear_layers, normal_path
+from gracestream.pipeline.model.probe_texts import TEXTS
+from gracestream.pipeline.model.sentence_encoder import Encoder
+from gracestream.pipeline.model.suffix_pass import Passes
+from gracestream.pipeline.model.tasks.base import Answer, InputError, Limits, Supervised, Task
+from gracestream.pipeline.model.tasks.classification import Classification
+from gracestream.pipeline.model.tasks.generation import CausalGeneration, Seq2SeqGeneration
+from gracestream.pipeline.model.trial import layer_fault
 from gracestream.schemas.messages import Inputs, Parameters
 
 SUGGESTED = 3

@@ -13,11 +13,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from gracestream.pipeline.adaptor import Asked, QueryToken, Replaced
-from gracestream.pipeline.batch import Batch, Prompt
 from gracestream.pipeline.codebook import Label
-from gracestream.pipeline.control_tokens import text_tokenizer
 from gracestream.pipeline.errors import UserError
+from gracestream.pipeline.model.adaptor import Asked, QueryToken, Replaced
+from gracestream.pipeline.model.batch import Batch, Prompt
+from gracestream.pipeline.model.control_tokens import text_tokenizer
 from gracestream.schemas.messages import Inputs, Outputs, Parameters, is_chat
 
 

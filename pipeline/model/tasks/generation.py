@@ -18,12 +18,12 @@ from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import BaseModelOutput
 
-from gracestream.pipeline.adaptor import Replaced, last_token
-from gracestream.pipeline.batch import Batch, LastTurn, Prompt
-from gracestream.pipeline.chat import ChatError, ChatTemplate
 from gracestream.pipeline.codebook import Label
-from gracestream.pipeline.layers import stacked
-from gracestream.pipeline.tasks import Answer, InputError, Limits, Supervised, Task
+from gracestream.pipeline.model.adaptor import Replaced, last_token
+from gracestream.pipeline.model.batch import Batch, LastTurn, Prompt
+from gracestream.pipeline.model.chat import ChatError, ChatTemplate
+from gracestream.pipeline.model.layers import stacked
+from gracestream.pipeline.model.tasks.base import Answer, InputError, Limits, Supervised, Task
 from gracestream.pipeline.wording import in_context, wording_of
 from gracestream.schemas.messages import Inputs, Outputs, Parameters, is_chat
 

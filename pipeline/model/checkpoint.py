@@ -23,7 +23,9 @@ from transformers import (
 from transformers.utils import cached_file, has_file
 from transformers.utils import logging as transformers_logging
 
-from gracestream.pipeline.checkpoint_faults import (
+from gracestream.pipeline.device import prepare_cuda, why_no_cuda
+from gracestream.pipeline.errors import UserError
+from gracestream.pipeline.model.checkpoint_faults import (
     NO_GGUF,
     TELLING,
     broken_config,
@@ -35,8 +37,6 @@ from gracestream.pipeline.checkpoint_faults import (
     unreadable,
     unsupported_config,
 )
-from gracestream.pipeline.device import prepare_cuda, why_no_cuda
-from gracestream.pipeline.errors import UserError
 
 T = TypeVar("T")
 

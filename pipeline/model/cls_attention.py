@@ -12,8 +12,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from gracestream.pipeline.adaptor import Replaced
-from gracestream.pipeline.layers import block_list
+from gracestream.pipeline.model.adaptor import Replaced
+from gracestream.pipeline.model.layers import block_list
 
 MAPS = ("query", "key", "value")
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gracestream.pipeline.adaptor import QueryToken
-from gracestream.pipeline.batch import Batch, Prompt
 from gracestream.pipeline.codebook import Label
-from gracestream.pipeline.tasks import SEGMENTS, Answer, InputError, Limits, Supervised, Task
+from gracestream.pipeline.model.adaptor import QueryToken
+from gracestream.pipeline.model.batch import Batch, Prompt
+from gracestream.pipeline.model.tasks.base import SEGMENTS, Answer, InputError, Limits, Supervised, Task
 from gracestream.schemas.messages import Inputs, Outputs, Parameters, is_chat
 
 

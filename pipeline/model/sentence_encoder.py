@@ -24,9 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gracestream.pipeline.checkpoint import ModelError, cached_fingerprint, device_of, load_encoder
-from gracestream.pipeline.control_tokens import text_tokenizer
-from gracestream.pipeline.probe import TEXTS
+from gracestream.pipeline.model.checkpoint import ModelError, cached_fingerprint, device_of, load_encoder
+from gracestream.pipeline.model.control_tokens import text_tokenizer
+from gracestream.pipeline.model.probe_texts import TEXTS
 
 MARKS = 32
 """Numbers of a mark: so many that of many long ones no two lie close together."""

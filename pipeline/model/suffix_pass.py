@@ -14,15 +14,15 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from gracestream.pipeline.adaptor import Adaptor, Session
-from gracestream.pipeline.batch import Batch
-from gracestream.pipeline.classification import Classification
 from gracestream.pipeline.codebook import Codebook, KeyIndex, Label
 from gracestream.pipeline.device import raise_if_broken
-from gracestream.pipeline.layers import Prefix
-from gracestream.pipeline.narrowing import FirstToken
-from gracestream.pipeline.probe import TEXTS
-from gracestream.pipeline.tasks import InputError, Supervised, Task
+from gracestream.pipeline.model.adaptor import Adaptor, Session
+from gracestream.pipeline.model.batch import Batch
+from gracestream.pipeline.model.cls_attention import FirstToken
+from gracestream.pipeline.model.layers import Prefix
+from gracestream.pipeline.model.probe_texts import TEXTS
+from gracestream.pipeline.model.tasks.base import InputError, Supervised, Task
+from gracestream.pipeline.model.tasks.classification import Classification
 
 
 @dataclass(frozen=True, slots=True)

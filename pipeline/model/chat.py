@@ -19,8 +19,8 @@ from typing import Any
 
 from jinja2 import TemplateError, Undefined
 
-from gracestream.pipeline.control_tokens import control_tokens
 from gracestream.pipeline.errors import UserError
+from gracestream.pipeline.model.control_tokens import control_tokens
 from gracestream.schemas.messages import ChatMessage, one_line
 
 MAX_STEPS = 200_000
@@ -49,7 +49,7 @@ class ChatTemplate:
     """The chat template of one tokenizer. Threads may share it."""
 
     def __init__(self, tokenizer: Any, text_tokenizer: Any) -> None:
-        """Wrap a tokenizer, and the one made of it for text (`pipeline.control_tokens`)."""
+        """Wrap a tokenizer, and the one made of it for text (`pipeline.model.control_tokens`)."""
         self._tokenizer, self._text_tokenizer = tokenizer, text_tokenizer
         self._control = control_tokens(tokenizer)
         self._ids = {str(token): token_id for token_id, token in self._control.items()}
