@@ -5,7 +5,7 @@
 #   BOOTSTRAP=kafka:9093 COMMAND_CONFIG=admin.properties deploy/acls.sh
 #
 # A principal is the user of SASL, or what the broker makes of a client certificate (`ssl.principal.mapping.rules`).
-# Workers ask at their start for the rights below (pipeline/access.py), and name those that they lack.
+# Workers ask at their start for the rights below (pipeline/kafka/permissions.py), and name those that they lack.
 #
 # A branch of a history (`gracestream replay --to`) writes every topic of another prefix: that is for a super user.
 #

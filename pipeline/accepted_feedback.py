@@ -3,11 +3,9 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from gracestream.pipeline.admission import MINUTE, Admission, Admitted
-from gracestream.pipeline.authors import AuthorsFile
-from gracestream.pipeline.reading import read_topic
+from gracestream.pipeline.auth import MINUTE, Admission, Admitted, AuthorsFile
+from gracestream.pipeline.kafka import EDITS, read_topic
 from gracestream.pipeline.settings import Settings, SettingsError
-from gracestream.pipeline.topics import EDITS
 from gracestream.schemas import headers
 from gracestream.schemas.headers import SPENDS, feedback_offset
 

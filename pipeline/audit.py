@@ -6,7 +6,8 @@ What is checked, for each feedback record with an id that lies before the editor
 2. It made one delta at most.
 3. Its outcome names the delta that it made, and no other.
 
-How damage comes about: a producer that keeps its epoch may commit a part of a transaction (`pipeline.transactions`).
+How damage comes about: a producer that keeps its epoch may commit a part of a transaction
+(`pipeline.kafka.transactions`).
 Deployments of gracestream before that module existed may have lost corrections in this way.
 
 Not promised: a check of dead letters, which Kafka deletes by age, or of feedback whose id cannot be read. Digests are
@@ -21,11 +22,8 @@ from typing import Literal
 from kafka import TopicPartition
 from msgspec import UNSET
 
-from gracestream.pipeline.clients import consumer
-from gracestream.pipeline.delta_reader import DELTA_OPTIONS
-from gracestream.pipeline.reading import read_topic
+from gracestream.pipeline.kafka import DELTA_OPTIONS, DELTAS, EDITS, FEEDBACK, consumer, read_topic
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.topics import DELTAS, EDITS, FEEDBACK
 from gracestream.schemas.deltas import decode_delta
 from gracestream.schemas.headers import feedback_offset
 from gracestream.schemas.messages import Outcome, decode, peek_id

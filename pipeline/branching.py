@@ -15,12 +15,19 @@ import msgspec
 from kafka import KafkaProducer
 from msgspec import UNSET
 
-from gracestream.pipeline.clients import producer
-from gracestream.pipeline.delta_reader import read_history
 from gracestream.pipeline.errors import UserError
-from gracestream.pipeline.reading import read_topic
+from gracestream.pipeline.kafka import (
+    DELTAS,
+    EDITS,
+    FEEDBACK,
+    create_topics,
+    layout,
+    producer,
+    read_history,
+    read_topic,
+    timestamps_of_sender,
+)
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.topics import DELTAS, EDITS, FEEDBACK, create_topics, layout, timestamps_of_sender
 from gracestream.schemas.deltas import GENESIS, Delta, decode_delta, seal
 from gracestream.schemas.headers import FEEDBACK_OFFSET, feedback_offset
 

@@ -15,9 +15,8 @@ from typing import Generic, TypeVar
 import msgspec
 from kafka import KafkaConsumer, TopicPartition
 
-from gracestream.pipeline.clients import consumer, producer
+from gracestream.pipeline.kafka import EDITS, FEEDBACK, PREDICTIONS, REQUESTS, consumer, missing_topic, producer
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.topics import EDITS, FEEDBACK, PREDICTIONS, REQUESTS, missing_topic
 from gracestream.schemas.messages import (
     VERSION,
     Feedback,
@@ -149,7 +148,7 @@ def feedback(fields: Mapping[str, object] | str) -> Feedback:
 
 
 def feedback_text(fields: Mapping[str, object] | str, author: str) -> bytes:
-    """What an author signs (`pipeline.signing`): likewise, in JSON of ASCII alone, with all fields that are given.
+    """What an author signs (`pipeline.auth.signing`): likewise, in JSON of ASCII alone, with all fields that are given.
 
     Raises:
         InvalidMessage: it is no feedback, is signed already, or names another author.

@@ -36,12 +36,19 @@ from kafka.coordinator.assignors.sticky.sticky_assignor import StickyPartitionAs
 from kafka.errors import KafkaError, KafkaTimeoutError
 from kafka.structs import MemberState, OffsetAndMetadata
 
-from gracestream.pipeline.clients import consumer, producer
-from gracestream.pipeline.dead_letters import rejected
 from gracestream.pipeline.errors import HistoryError
-from gracestream.pipeline.reading import ANSWER_SECONDS, read_bulk
+from gracestream.pipeline.kafka import (
+    ANSWER_SECONDS,
+    DELTAS,
+    EDITS,
+    FEEDBACK,
+    FEEDBACK_DLQ,
+    consumer,
+    producer,
+    read_bulk,
+    rejected,
+)
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ
 from gracestream.schemas.headers import FEEDBACK_OFFSET, SOURCE_OFFSET, offset_in
 from gracestream.schemas.messages import Outcome, encode, peek_id
 
@@ -121,7 +128,7 @@ class EditorLog:
 
     Args:
         settings: Which cluster, and the prefix of names.
-        consumer: Makes a consumer, as `pipeline.clients.consumer` does.
+        consumer: Makes a consumer, as `pipeline.kafka.clients.consumer` does.
         producer: Makes a producer, likewise.
     """
 
@@ -298,7 +305,7 @@ class EditorLog:
         1. Outcomes are committed in the order of feedback. So every record before the last outcome is decided.
         2. The group's offset and the last dead letter may lie further on: records without an id get no outcome.
         3. Neither proves that the readable records in between are decided. A writer without the guarantees of
-           `pipeline.transactions` may have committed an offset alone. So these records are decided now.
+           `pipeline.kafka.transactions` may have committed an offset alone. So these records are decided now.
         """
         end = self._end(FEEDBACK)
         decided = min(self._after_last(EDITS, FEEDBACK_OFFSET), end)

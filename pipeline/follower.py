@@ -23,12 +23,9 @@ import structlog
 from kafka import TopicPartition
 from kafka.errors import KafkaError, KafkaTimeoutError
 
-from gracestream.pipeline.clients import consumer
-from gracestream.pipeline.delta_reader import DELTA_OPTIONS
 from gracestream.pipeline.errors import HistoryError
-from gracestream.pipeline.reading import read_bulk
+from gracestream.pipeline.kafka import DELTA_OPTIONS, DELTAS, consumer, read_bulk
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.topics import DELTAS
 from gracestream.schemas.deltas import decode_delta
 from gracestream.schemas.messages import InvalidMessage
 

@@ -6,11 +6,9 @@ from contextlib import suppress
 
 from kafka.errors import KafkaTimeoutError
 
-from gracestream.pipeline.delta_reader import read_history
 from gracestream.pipeline.fruitless import Fruitless, fruitless_in
-from gracestream.pipeline.reading import ANSWER_SECONDS, read_topic
+from gracestream.pipeline.kafka import ANSWER_SECONDS, DELTAS, EDITS, FEEDBACK, read_history, read_topic
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.topics import DELTAS, EDITS, FEEDBACK
 from gracestream.schemas.headers import feedback_offset
 from gracestream.schemas.messages import Feedback, InvalidMessage, Outcome, decode
 

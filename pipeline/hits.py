@@ -2,9 +2,8 @@
 
 from msgspec import UNSET, Struct
 
-from gracestream.pipeline.reading import read_topic
+from gracestream.pipeline.kafka import PREDICTIONS, read_topic
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.topics import PREDICTIONS
 from gracestream.schemas.messages import InvalidMessage, Prediction, decode
 
 RECENT = 10

@@ -3,10 +3,9 @@
 from collections.abc import Iterator
 
 from gracestream.pipeline.codebook import Codebook, EditMemory
-from gracestream.pipeline.reading import read_topic
+from gracestream.pipeline.kafka import FEEDBACK, read_topic
 from gracestream.pipeline.replay import replay_deltas
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.topics import FEEDBACK
 from gracestream.schemas.deltas import Delta
 
 

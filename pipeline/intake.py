@@ -8,7 +8,7 @@ import structlog
 from kafka.errors import KafkaError
 from msgspec import UNSET, UnsetType
 
-from gracestream.pipeline.admission import Admission, Copied, Refused
+from gracestream.pipeline.auth import Admission, Copied, Refused, mark_header
 from gracestream.pipeline.case import Ahead
 from gracestream.pipeline.device import raise_if_broken
 from gracestream.pipeline.edited import Edited, committed_outcome, rejected
@@ -18,7 +18,6 @@ from gracestream.pipeline.excepting import except_from
 from gracestream.pipeline.fruitless import Fruitless
 from gracestream.pipeline.rewriting import History
 from gracestream.pipeline.roles import may_propose
-from gracestream.pipeline.spent import mark_header
 from gracestream.pipeline.undo import undo
 from gracestream.schemas.deltas import Delta, Standing, decode_delta
 from gracestream.schemas.messages import VERSION, Feedback, InvalidMessage, Outcome, decode, one_line, peek_id

@@ -28,15 +28,12 @@ from kafka.errors import KafkaError
 from redis.exceptions import RedisError
 
 from gracestream.pipeline.codebook import Applied, Codebook, KeyIndex
-from gracestream.pipeline.delta_reader import error_at
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.follower import Follower
+from gracestream.pipeline.kafka import TopicError, error_at
 from gracestream.pipeline.observability import metrics
-from gracestream.pipeline.radius_store import Head, RadiusStore
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.snapshot_store import SnapshotError
-from gracestream.pipeline.snapshots import Snapshot, newest
-from gracestream.pipeline.topics import TopicError
+from gracestream.pipeline.stores import Head, RadiusStore, Snapshot, SnapshotError, newest
 from gracestream.schemas.messages import one_line
 
 log = structlog.get_logger()

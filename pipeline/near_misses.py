@@ -5,9 +5,8 @@ from collections.abc import Collection
 from msgspec import UNSET, Struct
 from msgspec.structs import replace
 
-from gracestream.pipeline.reading import read_topic
+from gracestream.pipeline.kafka import PREDICTIONS, REQUESTS, read_topic
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.topics import PREDICTIONS, REQUESTS
 from gracestream.schemas.messages import Inputs, InvalidMessage, Prediction, Request, decode, peek_id
 
 HELD = 10

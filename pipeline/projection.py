@@ -8,7 +8,7 @@ from redis.exceptions import DataError, RedisError, ResponseError
 
 from gracestream.pipeline.codebook import Applied, Codebook
 from gracestream.pipeline.observability import DEGRADED
-from gracestream.pipeline.radius_store import Head, RadiusStore, StaleError
+from gracestream.pipeline.stores import Head, RadiusStore, StaleError
 from gracestream.schemas.messages import one_line
 
 log = structlog.get_logger()

@@ -7,11 +7,11 @@ from msgspec import UNSET, Struct
 from msgspec.structs import replace
 
 from gracestream.pipeline.codebook import Codebook
-from gracestream.pipeline.delta_reader import read_history
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.history import KafkaHistory
+from gracestream.pipeline.kafka import read_history
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.snapshots import Snapshot
+from gracestream.pipeline.stores import Snapshot
 from gracestream.schemas.deltas import Delta, EntryChange, ExceptionChange, decode_delta
 from gracestream.schemas.messages import InvalidMessage, in_one_text
 

@@ -16,12 +16,11 @@ import structlog
 from kafka import TopicPartition
 from kafka.errors import KafkaTimeoutError
 
-from gracestream.pipeline.clients import consumer
 from gracestream.pipeline.device import raise_if_broken
 from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.kafka import REQUESTS, consumer
 from gracestream.pipeline.model import InputError, Prompt
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.topics import REQUESTS
 from gracestream.schemas.messages import InvalidMessage, Request, decode
 
 log = structlog.get_logger()

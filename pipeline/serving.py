@@ -2,7 +2,7 @@
 
 Reading (`read`) and answering (`answer`) are apart, so that some requests are read while the model runs others. What
 cannot be read goes to the dead letter queue; what fails on its own is answered with `error`; neither touches its
-neighbours. An answer takes along its request's headers, and goes where they say (`pipeline.addressing`).
+neighbours. An answer takes along its request's headers, and goes where they say (`pipeline.kafka.reply_addressing`).
 """
 
 import time
@@ -14,16 +14,22 @@ import msgspec
 import structlog
 from msgspec import UNSET, UnsetType
 
-from gracestream.pipeline.addressing import ORDINARY, Address, Header, address_of
-from gracestream.pipeline.dead_letters import rejected
 from gracestream.pipeline.device import raise_if_broken
 from gracestream.pipeline.errors import HistoryError
+from gracestream.pipeline.kafka import (
+    LARGEST,
+    ORDINARY,
+    PREDICTIONS,
+    REQUESTS_DLQ,
+    Address,
+    Header,
+    address_of,
+    rejected,
+)
 from gracestream.pipeline.mirror import Mirror
 from gracestream.pipeline.model import OUTSIDE, EditableModel, Hit, InputError, Prompt, Served
 from gracestream.pipeline.observability import metrics
-from gracestream.pipeline.records import LARGEST
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.topics import PREDICTIONS, REQUESTS_DLQ
 from gracestream.schemas.messages import (
     VERSION,
     AppliedEdit,

@@ -13,7 +13,7 @@ import structlog
 from gracestream.pipeline.codebook import Codebook
 from gracestream.pipeline.observability import metrics
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.snapshots import Snapshot, manifests, offset_of, write
+from gracestream.pipeline.stores import Snapshot, manifests, offset_of, write
 
 log = structlog.get_logger()
 

@@ -243,7 +243,7 @@ class Feedback(Message, frozen=True, kw_only=True):
     request_id: str | UnsetType = UNSET
     author: Id | UnsetType = UNSET
     note: str | UnsetType = UNSET
-    signature: str | UnsetType = UNSET  # the last, as `pipeline.signing` has it
+    signature: str | UnsetType = UNSET  # the last, as `pipeline.auth.signing` has it
 
     def __post_init__(self) -> None:
         check_inputs(self.inputs)

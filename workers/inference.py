@@ -20,10 +20,9 @@ from gracestream.pipeline.device import DeviceFault
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.follower import Follower
 from gracestream.pipeline.mirror import Mirror
-from gracestream.pipeline.radius_store import Head, RadiusStore
-from gracestream.pipeline.redis_client import redis_client
 from gracestream.pipeline.serving import Part, Question, Record, Reply, Server, Work
 from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.stores import Head, RadiusStore, redis_client
 from gracestream.schemas.messages import one_line
 from gracestream.workers.boot import Worker, worker
 from gracestream.workers.micro_batches import MicroBatches

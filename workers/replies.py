@@ -33,8 +33,8 @@ from aiokafka.errors import (
 from aiokafka.protocol.metadata import MetadataRequest
 from faust.exceptions import ProducerSendError
 
+from gracestream.pipeline.kafka import kafka_security
 from gracestream.pipeline.observability import metrics
-from gracestream.pipeline.security import kafka_security
 from gracestream.pipeline.serving import Reply
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.deltas import MAX_DELTA_BYTES

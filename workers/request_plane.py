@@ -9,7 +9,7 @@ What it guarantees:
 3. Requests that wait for something hold up no other request, but `OPEN` batches that are not done hold up the next.
 4. What waits in the process is bounded, however much waits in Kafka: the records of a few batches, of at most
    `HELD_BYTES` and one record before they are taken, and `HELD_BYTES` and one batch after that; and for each partition
-   one fetch, as Kafka stores it (`pipeline.records` says how it is read).
+   one fetch, as Kafka stores it (`pipeline.kafka.lenient_records` says how it is read).
 """
 
 import asyncio
@@ -25,11 +25,9 @@ import faust
 import structlog
 from mode.utils.queues import ThrowableQueue
 
-from gracestream.pipeline.records import install_in_aiokafka, record_bytes
-from gracestream.pipeline.security import kafka_tls
+from gracestream.pipeline.kafka import REQUESTS, install_in_aiokafka, kafka_tls, record_bytes
 from gracestream.pipeline.serving import Part, Record
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.topics import REQUESTS
 from gracestream.schemas.deltas import MAX_DELTA_BYTES
 from gracestream.workers.replies import Replies
 

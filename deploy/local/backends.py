@@ -13,9 +13,9 @@ from gracestream.deploy.local.kafka import LocalKafka
 from gracestream.deploy.local.processes import Child, StackError
 from gracestream.deploy.local.redis import LocalRedis
 from gracestream.deploy.local.server import silent
-from gracestream.pipeline.clients import ping_kafka
-from gracestream.pipeline.redis_client import ping_redis, without_password
+from gracestream.pipeline.kafka import ping_kafka
 from gracestream.pipeline.settings import SettingsError, load_settings
+from gracestream.pipeline.stores import ping_redis, without_password
 
 REACH_TIMEOUT = 10.0  # seconds that an existing cluster has to answer
 

@@ -18,9 +18,9 @@ from gracestream.deploy.local.processes import worker as worker_process
 from gracestream.deploy.local.server import silent
 from gracestream.deploy.models import layer_of, resolve
 from gracestream.pipeline.accepted_feedback import admission_from_settings
-from gracestream.pipeline.redis_client import without_password
+from gracestream.pipeline.kafka import create_topics
 from gracestream.pipeline.settings import Settings, load_settings
-from gracestream.pipeline.topics import create_topics
+from gracestream.pipeline.stores import without_password
 
 WORKER_TIMEOUT = 180.0
 """Seconds that a worker has to load its model and catch up."""

@@ -22,9 +22,9 @@ from kafka import KafkaProducer
 
 from gracestream.deploy.local.backends import kafka_backend, redis_backend
 from gracestream.deploy.local.processes import answers_ok, free_port
-from gracestream.pipeline.clients import producer
+from gracestream.pipeline.kafka.clients import producer
+from gracestream.pipeline.kafka.topics import TOPICS, create_topics
 from gracestream.pipeline.settings import Settings, load_settings
-from gracestream.pipeline.topics import TOPICS, create_topics
 from tests.bench.framework import BenchError, Options, Row
 from tests.bench.workers import worker
 from tests.integration.running import llama, status

@@ -31,8 +31,8 @@ from msgspec import UNSET
 
 from gracestream.deploy.local.backends import kafka_backend, redis_backend
 from gracestream.deploy.local.processes import Child, answers_ok, free_port
+from gracestream.pipeline.kafka.topics import create_topics
 from gracestream.pipeline.settings import Settings, load_settings
-from gracestream.pipeline.topics import create_topics
 from tests.bench.framework import BenchError, Options, Row
 from tests.bench.workers import worker
 from tests.integration.running import PATIENCE, Users, flag, llama, question, status, wait_until

@@ -29,19 +29,19 @@ import torch
 from aiokafka import AIOKafkaProducer
 
 from gracestream.deploy.local.backends import kafka_backend
-from gracestream.pipeline import snapshots
 from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.codebook.file import parse
 from gracestream.pipeline.codebook.key_index import KeyIndex
 from gracestream.pipeline.follower import Follower
+from gracestream.pipeline.kafka.topics import DELTAS, create_topics
 from gracestream.pipeline.mirror import Mirror
-from gracestream.pipeline.radius_store import RadiusStore
-from gracestream.pipeline.redis_client import redis_client
 from gracestream.pipeline.replay import fold_log
 from gracestream.pipeline.settings import Settings, load_settings
-from gracestream.pipeline.snapshot_store import SnapshotStore
-from gracestream.pipeline.snapshots import Snapshot
-from gracestream.pipeline.topics import DELTAS, create_topics
+from gracestream.pipeline.stores import snapshots
+from gracestream.pipeline.stores.redis_client import redis_client
+from gracestream.pipeline.stores.redis_head import RadiusStore
+from gracestream.pipeline.stores.snapshot_files import SnapshotStore
+from gracestream.pipeline.stores.snapshots import Snapshot
 from gracestream.schemas.deltas import GENESIS, MAX_DELTA_BYTES, Cause, Delta, EntryChange, Tensor, seal
 from tests.bench.framework import BenchError, Options, Row
 

@@ -34,11 +34,11 @@ from kafka import TopicPartition
 from gracestream.deploy.local.backends import kafka_backend, redis_backend
 from gracestream.deploy.local.processes import Child, answers_ok, free_port
 from gracestream.deploy.models import DEMO, layer_of
-from gracestream.pipeline.clients import consumer, producer
+from gracestream.pipeline.kafka.clients import consumer, producer
+from gracestream.pipeline.kafka.topics import create_topics
 from gracestream.pipeline.model.batch import Prompt
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.settings import Settings, load_settings
-from gracestream.pipeline.topics import create_topics
 from gracestream.schemas.messages import Parameters
 from gracestream.workers.boot import load_model
 from gracestream.workers.micro_batches import next_batch

@@ -16,13 +16,13 @@ from gracestream.pipeline import editing
 from gracestream.pipeline.editing import EditEngine
 from gracestream.pipeline.editor_log import EditorLog
 from gracestream.pipeline.follower import Follower
+from gracestream.pipeline.kafka.topics import EDITS
+from gracestream.pipeline.kafka.transactions import TransactionalProducer
 from gracestream.pipeline.model.suffix_pass import Passes
 from gracestream.pipeline.projection import Projection
-from gracestream.pipeline.radius_store import RadiusStore
 from gracestream.pipeline.rewriting import Rewritten
-from gracestream.pipeline.snapshot_store import SnapshotStore
-from gracestream.pipeline.topics import EDITS
-from gracestream.pipeline.transactions import TransactionalProducer
+from gracestream.pipeline.stores.redis_head import RadiusStore
+from gracestream.pipeline.stores.snapshot_files import SnapshotStore
 from gracestream.workers import ending
 
 log = structlog.get_logger()

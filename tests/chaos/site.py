@@ -16,13 +16,13 @@ from msgspec import UNSET
 from gracestream.deploy.local.kafka import LocalKafka
 from gracestream.deploy.local.redis import LocalRedis
 from gracestream.pipeline.client import Client
-from gracestream.pipeline.clients import consumer
 from gracestream.pipeline.follower import Follower as DeltaFollower
-from gracestream.pipeline.radius_store import RadiusStore
-from gracestream.pipeline.redis_client import redis_client
+from gracestream.pipeline.kafka.clients import consumer
+from gracestream.pipeline.kafka.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ, PREDICTIONS
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.snapshots import manifests
-from gracestream.pipeline.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ, PREDICTIONS
+from gracestream.pipeline.stores.redis_client import redis_client
+from gracestream.pipeline.stores.redis_head import RadiusStore
+from gracestream.pipeline.stores.snapshots import manifests
 from gracestream.schemas.messages import Feedback, Prediction, Request, SnapshotManifest, decode
 from tests.chaos.dying import arm
 from tests.doubles.checker import Fault, Follower, Left, faults

@@ -18,8 +18,8 @@ import pytest
 
 from gracestream.deploy.local.kafka import LocalKafka
 from gracestream.deploy.local.redis import LocalRedis
-from gracestream.pipeline.redis_client import redis_client
-from gracestream.pipeline.topics import create_topics
+from gracestream.pipeline.kafka.topics import create_topics
+from gracestream.pipeline.stores.redis_client import redis_client
 from tests.chaos.dying import STEPS, read_slowly
 from tests.chaos.site import Site
 from tests.integration.running import BUDGETS, save_checkpoint, settings_for, wait_until

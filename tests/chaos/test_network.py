@@ -15,11 +15,11 @@ import pytest
 from kafka import TopicPartition
 
 from gracestream.deploy.local.kafka import LocalKafka
-from gracestream.pipeline.clients import consumer
-from gracestream.pipeline.radius_store import RadiusStore
-from gracestream.pipeline.redis_client import redis_client
+from gracestream.pipeline.kafka.clients import consumer
+from gracestream.pipeline.kafka.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ, create_topics
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ, create_topics
+from gracestream.pipeline.stores.redis_client import redis_client
+from gracestream.pipeline.stores.redis_head import RadiusStore
 from tests.doubles.checker import Follower, Left, faults
 from tests.integration.forked import Forked
 from tests.integration.kafka_proxy import PLANS, Fault, KafkaProxy, proxied_kafka

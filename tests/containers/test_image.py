@@ -11,9 +11,9 @@ import pytest
 from msgspec import UNSET
 
 from gracestream.deploy.models import resolve_encoder
+from gracestream.pipeline.kafka.topics import create_topics
 from gracestream.pipeline.model.sentence_encoder import Encoder
 from gracestream.pipeline.settings import as_environment
-from gracestream.pipeline.topics import create_topics
 from tests.containers.engine import EngineError
 from tests.containers.running import build_image
 from tests.containers.standins import require_images

@@ -14,7 +14,7 @@ from msgspec import UNSET
 
 from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.errors import HistoryError
-from gracestream.pipeline.radius_store import Head
+from gracestream.pipeline.stores.redis_head import Head
 from gracestream.schemas.deltas import Delta, decode_delta
 from gracestream.schemas.headers import FEEDBACK_OFFSET
 from gracestream.schemas.messages import Feedback, InvalidMessage, Outcome, Prediction, decode, peek_id

@@ -39,7 +39,7 @@ Epochs = Literal["per end", "after a resent end", "per producer"]
 """How long a producer's epoch lasts.
 
 per end: EndTxn raises it, as `transaction.version` 2 does. after a resent end: the client raises it, as
-`pipeline.transactions` does on older clusters. per producer: nobody raises it, as with kafka-python alone.
+`pipeline.kafka.transactions` does on older clusters. per producer: nobody raises it, as with kafka-python alone.
 """
 
 Passage = Literal["arrives", "arrives later", "arrives twice", "arrives too late"]
@@ -136,12 +136,12 @@ class MemoryKafka:
         self._member_ids = 0
 
     def consumer(self, settings: Settings, step: Step = straight_on, **options: Any) -> "MemoryConsumer":
-        """A consumer that reads committed records only, as `pipeline.clients.consumer` makes them."""
+        """A consumer that reads committed records only, as `pipeline.kafka.clients.consumer` makes them."""
         del settings
         return MemoryConsumer(self, step, options)
 
     def producer(self, settings: Settings, step: Step = straight_on, **options: Any) -> "MemoryProducer":
-        """A producer, as `pipeline.clients.producer` makes them."""
+        """A producer, as `pipeline.kafka.clients.producer` makes them."""
         del settings
         return MemoryProducer(self, step, options.get("transactional_id"))
 

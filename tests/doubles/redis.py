@@ -1,4 +1,4 @@
-"""Redis in memory: the three keys of a codebook and the two scripts of `pipeline.radius_store`.
+"""Redis in memory: the three keys of a codebook and the two scripts of `pipeline.stores.redis_head`.
 
 `tests/integration/test_radii_behaviour.py` holds it and the real Redis to the same behaviour.
 """
@@ -6,7 +6,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gracestream.pipeline import radius_store
+from gracestream.pipeline.stores import redis_head as radius_store
 from tests.doubles.kafka import Step, straight_on
 
 

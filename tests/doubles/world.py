@@ -27,18 +27,18 @@ from kafka.errors import (
 from msgspec import UNSET
 from redis.exceptions import TimeoutError as RedisTimeout
 
-from gracestream.pipeline.admission import Admission
+from gracestream.pipeline.auth.admission import Admission
 from gracestream.pipeline.editing import EditEngine
 from gracestream.pipeline.editor_log import EditorLog
 from gracestream.pipeline.intake import Intake
+from gracestream.pipeline.kafka.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ, REQUESTS, TOPICS
 from gracestream.pipeline.observability.health import Health
 from gracestream.pipeline.plan import Plan
 from gracestream.pipeline.projection import Projection
-from gracestream.pipeline.radius_store import RadiusStore, StaleError
 from gracestream.pipeline.request_tail import RequestTail
 from gracestream.pipeline.settings import Settings, load_settings
 from gracestream.pipeline.snapshot_writer import SnapshotWriter
-from gracestream.pipeline.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ, REQUESTS, TOPICS
+from gracestream.pipeline.stores.redis_head import RadiusStore, StaleError
 from gracestream.schemas.deltas import decode_delta
 from gracestream.schemas.messages import VERSION, Feedback, InvalidMessage, Request, decode, encode
 from gracestream.workers.editor import Editor, Parts

@@ -8,10 +8,10 @@ from typing import Any
 from kafka.admin import MemberToRemove
 from kafka.structs import OffsetAndMetadata
 
-from gracestream.pipeline.clients import admin, producer
 from gracestream.pipeline.editor_log import EditorLog
+from gracestream.pipeline.kafka.clients import admin, producer
+from gracestream.pipeline.kafka.topics import DELTAS, EDITS, FEEDBACK_DLQ
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.topics import DELTAS, EDITS, FEEDBACK_DLQ
 from gracestream.schemas.headers import SOURCE_OFFSET
 from gracestream.schemas.messages import Outcome, decode
 from tests.doubles.kafka import MemoryKafka

@@ -14,11 +14,11 @@ from gracestream.deploy.local.kafka import LocalKafka
 from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.codebook.key_index import KeyIndex
 from gracestream.pipeline.follower import Follower
+from gracestream.pipeline.kafka.topics import TOPICS, create_topics
 from gracestream.pipeline.mirror import Mirror
-from gracestream.pipeline.radius_store import RadiusStore
-from gracestream.pipeline.redis_client import redis_client
 from gracestream.pipeline.settings import Settings, load_settings
-from gracestream.pipeline.topics import TOPICS, create_topics
+from gracestream.pipeline.stores.redis_client import redis_client
+from gracestream.pipeline.stores.redis_head import RadiusStore
 from tests.doubles.kafka import MemoryKafka
 from tests.integration.cluster import Cluster
 from tests.integration.forked import Command, as_given

@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from gracestream.pipeline.clients import producer
 from gracestream.pipeline.codebook.codebook import Applied, Codebook
-from gracestream.pipeline.radius_store import RadiusStore
-from gracestream.pipeline.redis_client import redis_client
+from gracestream.pipeline.kafka.clients import producer
 from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.stores.redis_client import redis_client
+from gracestream.pipeline.stores.redis_head import RadiusStore
 from gracestream.schemas.deltas import Cause, EntryChange
 from gracestream.schemas.messages import Feedback, encode
 from tests.unit.engine.tiny import LAYER, MODEL, added, sealed

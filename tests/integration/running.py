@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForCondition
 
 from gracestream.deploy.local.kafka import LocalKafka
 from gracestream.pipeline.client import Client
-from gracestream.pipeline.clients import admin, consumer
+from gracestream.pipeline.kafka.clients import admin, consumer
 from gracestream.pipeline.settings import Settings, load_settings
 from gracestream.schemas.deltas import Delta, decode_delta
 from gracestream.schemas.messages import Feedback, Outcome, Prediction, Request, decode

@@ -15,7 +15,7 @@ from kafka.admin import ScramMechanism, UserScramCredentialUpsertion
 from gracestream.deploy.local.kafka import LocalKafka, fetch_jars, find_java, kafka_version
 from gracestream.deploy.local.processes import HOST, free_port
 from gracestream.deploy.local.redis import LocalRedis
-from gracestream.pipeline.clients import admin
+from gracestream.pipeline.kafka.clients import admin
 from gracestream.pipeline.settings import load_settings
 from tests.certificates import Certificates
 

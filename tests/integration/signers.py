@@ -6,9 +6,9 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from gracestream.pipeline.auth.signing import sign, spelled
 from gracestream.pipeline.client import SignedFeedback, feedback_text, signed_feedback
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.signing import sign, spelled
 from gracestream.schemas.messages import Outcome
 from tests.integration.forked import Forked
 from tests.integration.running import PATIENCE, Users, deltas_in_log

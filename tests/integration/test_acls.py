@@ -13,10 +13,10 @@ from kafka.admin import NewTopic
 from kafka.errors import GroupAuthorizationFailedError, KafkaError, TransactionalIdAuthorizationFailedError
 from msgspec import UNSET
 
-from gracestream.pipeline.access import ACCESS
-from gracestream.pipeline.clients import admin, consumer, producer
+from gracestream.pipeline.kafka.clients import admin, consumer, producer
+from gracestream.pipeline.kafka.permissions import ACCESS
+from gracestream.pipeline.kafka.topics import TOPICS, create_topics
 from gracestream.pipeline.settings import Settings, load_settings
-from gracestream.pipeline.topics import TOPICS, create_topics
 from gracestream.schemas.messages import Prediction, Request, decode, encode
 from tests.integration.forked import Command, Forked, sentence, status_of
 from tests.integration.running import PATIENCE, Checkpoint, records, wait_until

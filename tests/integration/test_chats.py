@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from msgspec import UNSET
 
-from gracestream.pipeline.clients import producer
+from gracestream.pipeline.kafka.clients import producer
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.messages import ChatMessage, Feedback, Outputs, Prediction, decode, encode
 from tests.integration.forked import Command, Forked, status_of

@@ -16,11 +16,11 @@ import pytest
 
 from gracestream.deploy.local.kafka import LocalKafka
 from gracestream.deploy.local.processes import free_port
-from gracestream.pipeline import reading
-from gracestream.pipeline.clients import producer
-from gracestream.pipeline.reading import Batch
+from gracestream.pipeline.kafka import reader as reading
+from gracestream.pipeline.kafka.clients import producer
+from gracestream.pipeline.kafka.reader import Batch
+from gracestream.pipeline.kafka.topics import create_topics
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.topics import create_topics
 from tests.integration.forked import Command, as_given, sentence, status_of
 from tests.integration.running import PATIENCE, Checkpoint, settings_for, wait_until
 

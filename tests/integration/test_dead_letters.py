@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from gracestream.deploy.local.processes import free_port
-from gracestream.pipeline.clients import producer
-from gracestream.pipeline.dead_letters import letters, rejected
-from gracestream.pipeline.records import KEPT_BYTES, LARGEST
+from gracestream.pipeline.kafka.clients import producer
+from gracestream.pipeline.kafka.dead_letters import letters, rejected
+from gracestream.pipeline.kafka.lenient_records import KEPT_BYTES, LARGEST
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.messages import encode
 from tests.hostile import Hostile, Unreadable

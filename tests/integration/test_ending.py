@@ -19,11 +19,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from gracestream.deploy.local.kafka import LocalKafka
 from gracestream.deploy.local.processes import free_port
 from gracestream.deploy.local.redis import LocalRedis
-from gracestream.pipeline.clients import consumer
+from gracestream.pipeline.kafka.clients import consumer
+from gracestream.pipeline.kafka.topics import create_topics
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.snapshot_store import SnapshotStore
-from gracestream.pipeline.topics import create_topics
+from gracestream.pipeline.stores.snapshot_files import SnapshotStore
 from gracestream.schemas.messages import Feedback, Parameters, Prediction, Request, decode
 from gracestream.workers.inference import Replica
 from tests.chaos.dying import arm, train_slowly

@@ -14,9 +14,9 @@ import pytest
 from msgspec import UNSET
 
 from gracestream.pipeline.branching import branch
+from gracestream.pipeline.kafka.topics import TopicError, create_topics, layout, require_topics
 from gracestream.pipeline.replay import replay_deltas
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.topics import TopicError, create_topics, layout, require_topics
 from gracestream.schemas.deltas import GENESIS, EntryChange, Tensor, decode_delta, seal
 from gracestream.schemas.messages import Feedback, decode
 from tests.integration.forked import Command, Forked, sentence, status_of

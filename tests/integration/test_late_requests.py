@@ -8,10 +8,10 @@ from kafka import TopicPartition
 from kafka.structs import OffsetAndMetadata
 
 from gracestream.deploy.local.kafka import LocalKafka
-from gracestream.pipeline.clients import admin, consumer, producer
+from gracestream.pipeline.kafka.clients import admin, consumer, producer
+from gracestream.pipeline.kafka.topics import EDITS, FEEDBACK, create_topics
+from gracestream.pipeline.kafka.transactions import TransactionalProducer
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.topics import EDITS, FEEDBACK, create_topics
-from gracestream.pipeline.transactions import TransactionalProducer
 from tests.integration.kafka_proxy import Api, Fault, KafkaProxy, Moment, proxied_kafka
 from tests.integration.running import records, wait_until, wait_until_settled
 

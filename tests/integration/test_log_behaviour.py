@@ -5,8 +5,8 @@ from kafka.errors import KafkaError, KafkaTimeoutError
 
 from gracestream.pipeline.editor_log import ForeignRecordError, PlaceLostError, Result, may_pass
 from gracestream.pipeline.errors import HistoryError
+from gracestream.pipeline.kafka.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ, TOPICS
 from gracestream.pipeline.settings import load_settings
-from gracestream.pipeline.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ, TOPICS
 from tests.doubles.kafka import MemoryKafka
 from tests.integration.cluster import Cluster, half_written, next_offset, outcome_of, outcomes, values_of
 from tests.integration.running import PATIENCE, headers_of, wait_until

@@ -11,12 +11,12 @@ import numpy as np
 import psutil
 import pytest
 
-from gracestream.pipeline.clients import producer
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.follower import Follower
-from gracestream.pipeline.records import BATCH_BYTES, KEPT_BYTES, record_bytes
+from gracestream.pipeline.kafka.clients import producer
+from gracestream.pipeline.kafka.lenient_records import BATCH_BYTES, KEPT_BYTES, record_bytes
+from gracestream.pipeline.kafka.topics import DELTAS, FEEDBACK, FEEDBACK_DLQ, PREDICTIONS, REQUESTS, REQUESTS_DLQ
 from gracestream.pipeline.settings import Settings, as_environment
-from gracestream.pipeline.topics import DELTAS, FEEDBACK, FEEDBACK_DLQ, PREDICTIONS, REQUESTS, REQUESTS_DLQ
 from gracestream.workers.editor import ENOUGH_BYTES
 from tests.hostile import Hostile, crowded_batches
 from tests.integration.forked import Forked, as_given
@@ -44,7 +44,7 @@ READ = """
 import json, sys
 from pathlib import Path
 from typing import Any
-import gracestream.pipeline.reading as reading
+import gracestream.pipeline.kafka.reader as reading
 from gracestream.pipeline.settings import load_settings
 
 def memory(name):

@@ -15,9 +15,9 @@ from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.mirror import CATCH_UP_SECONDS, Mirror
 from gracestream.pipeline.observability.metrics import RADIUS_MISMATCH
-from gracestream.pipeline.radius_store import RadiusStore, StaleError
-from gracestream.pipeline.redis_client import redis_client
 from gracestream.pipeline.settings import Settings, load_settings
+from gracestream.pipeline.stores.redis_client import redis_client
+from gracestream.pipeline.stores.redis_head import RadiusStore, StaleError
 from tests.integration.history import History, same
 from tests.integration.running import wait_until
 from tests.unit.engine.tiny import LAYER, MODEL, added, sealed

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from msgspec import UNSET
 
-from gracestream.pipeline.clients import producer
 from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.kafka.clients import producer
 from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.wording.comparison import disagreement, wording_of
 from gracestream.schemas.messages import NearMiss, Prediction, decode, encode

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gracestream.pipeline.clients import producer
+from gracestream.pipeline.kafka.clients import producer
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.messages import Prediction, decode, encode
 from tests.hostile import Unreadable, odd_batches

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gracestream.deploy.local.kafka import LocalKafka
-from gracestream.pipeline.clients import producer
+from gracestream.pipeline.kafka.clients import producer
+from gracestream.pipeline.kafka.topics import FEEDBACK, create_topics
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.topics import FEEDBACK, create_topics
 from tests.integration.forked import Forked
 from tests.integration.running import Users, flag, metric, wait_until
 

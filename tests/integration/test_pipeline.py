@@ -15,11 +15,11 @@ import pytest
 from msgspec import UNSET
 
 from gracestream.deploy.local.stack import running_stack
-from gracestream.pipeline.clients import producer
-from gracestream.pipeline.radius_store import RadiusStore
-from gracestream.pipeline.redis_client import redis_client
+from gracestream.pipeline.kafka.clients import producer
 from gracestream.pipeline.replay import replay_deltas
 from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.stores.redis_client import redis_client
+from gracestream.pipeline.stores.redis_head import RadiusStore
 from gracestream.schemas.messages import Feedback, Request
 from tests.integration.forked import Forked
 from tests.integration.running import (

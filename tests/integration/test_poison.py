@@ -11,7 +11,7 @@ import pytest
 from kafka import TopicPartition
 from msgspec import UNSET
 
-from gracestream.pipeline.clients import consumer, producer
+from gracestream.pipeline.kafka.clients import consumer, producer
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.messages import Feedback, Outcome, Prediction, Request, decode, encode
 from tests.hostile import Hostile, Unreadable, hostile, readable_id, verdict

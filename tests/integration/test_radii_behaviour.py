@@ -9,16 +9,16 @@ import torch
 from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from gracestream.pipeline import radius_store
 from gracestream.pipeline.codebook.codebook import Applied, Codebook
 from gracestream.pipeline.codebook.key_index import KeyIndex
 from gracestream.pipeline.follower import Follower
 from gracestream.pipeline.mirror import Mirror
 from gracestream.pipeline.observability.metrics import RADIUS_MISMATCH
 from gracestream.pipeline.projection import Projection
-from gracestream.pipeline.radius_store import Head, RadiusStore, StaleError
-from gracestream.pipeline.redis_client import redis_client
 from gracestream.pipeline.settings import load_settings
+from gracestream.pipeline.stores import redis_head as radius_store
+from gracestream.pipeline.stores.redis_client import redis_client
+from gracestream.pipeline.stores.redis_head import Head, RadiusStore, StaleError
 from gracestream.schemas.deltas import EntryChange
 from tests.doubles.redis import MemoryRedis
 from tests.integration.running import settings_for

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from gracestream.deploy.local.kafka import LocalKafka
-from gracestream.pipeline import reading
-from gracestream.pipeline.clients import bulk_consumer, producer
+from gracestream.pipeline.kafka import reader as reading
+from gracestream.pipeline.kafka.clients import bulk_consumer, producer
+from gracestream.pipeline.kafka.reader import Batch, read_topic
+from gracestream.pipeline.kafka.topics import DELTAS, PREDICTIONS, TopicError, create_topics
 from gracestream.pipeline.mirror import Mirror
-from gracestream.pipeline.reading import Batch, read_topic
 from gracestream.pipeline.replay import replay_deltas
 from gracestream.pipeline.settings import Settings, load_settings
-from gracestream.pipeline.topics import DELTAS, PREDICTIONS, TopicError, create_topics
 from tests.hostile import Unreadable, odd_batches
 from tests.integration.history import History, same
 from tests.integration.running import records, settings_for, wait_until_settled, ways_to_leave

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from gracestream.pipeline.clients import producer
 from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.codebook.file import FileError, load, save
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.history import KafkaHistory
+from gracestream.pipeline.kafka.clients import producer
 from gracestream.pipeline.replay import describe, replay_deltas
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.deltas import Cause, EntryChange, decode_delta

@@ -10,9 +10,9 @@ from kafka.admin import ConfigResource, ConfigResourceType, NewTopic
 from msgspec import UNSET
 
 from gracestream.deploy.local.kafka import LocalKafka
-from gracestream.pipeline.clients import admin, producer
+from gracestream.pipeline.kafka.clients import admin, producer
+from gracestream.pipeline.kafka.topics import TOPICS, create_topics
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.topics import TOPICS, create_topics
 from gracestream.schemas.headers import HEADER_BYTES, MOST_HEADERS, OURS
 from gracestream.schemas.messages import ID_LENGTH, Parameters, Prediction, Request, decode, encode
 from tests.integration.forked import Command, Forked, status_of

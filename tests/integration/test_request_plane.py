@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from kafka import TopicPartition
 
-from gracestream.pipeline.clients import consumer, producer
+from gracestream.pipeline.kafka.clients import consumer, producer
 from gracestream.pipeline.serving import Part, Record, Reply
 from gracestream.pipeline.settings import Settings
 from gracestream.workers.request_plane import AHEAD, BUFFERED, OPEN, RequestPlane

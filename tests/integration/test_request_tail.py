@@ -10,13 +10,13 @@ from torch import Tensor
 
 from gracestream.deploy.local.kafka import LocalKafka
 from gracestream.pipeline import request_tail
-from gracestream.pipeline.clients import admin, producer
 from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.kafka.clients import admin, producer
+from gracestream.pipeline.kafka.topics import create_topics
 from gracestream.pipeline.model.batch import Prompt
 from gracestream.pipeline.plan import Plan
 from gracestream.pipeline.request_tail import AT_ONCE, RANKED, TAIL, RequestTail
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.topics import create_topics
 from gracestream.pipeline.traffic import Traffic, score
 from gracestream.schemas.messages import ChatMessage, encode
 from tests.integration.running import PATIENCE, go_on, hang, question, records, wait_until

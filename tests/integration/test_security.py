@@ -10,12 +10,12 @@ import pytest
 from redis.exceptions import NoPermissionError, ResponseError
 from structlog.typing import EventDict
 
-from gracestream.pipeline.clients import wait_for_kafka
 from gracestream.pipeline.codebook.codebook import Codebook
+from gracestream.pipeline.kafka.clients import wait_for_kafka
 from gracestream.pipeline.projection import Projection
-from gracestream.pipeline.radius_store import Head, RadiusStore
-from gracestream.pipeline.redis_client import redis_client, wait_for_redis
 from gracestream.pipeline.settings import Settings, load_settings
+from gracestream.pipeline.stores.redis_client import redis_client, wait_for_redis
+from gracestream.pipeline.stores.redis_head import Head, RadiusStore
 from tests.certificates import Certificates
 from tests.integration.forked import Command, Forked, sentence, status_of
 from tests.integration.running import PATIENCE, Checkpoint, wait_until

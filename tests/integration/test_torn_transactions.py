@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gracestream.pipeline.clients import producer
 from gracestream.pipeline.editor_log import Result
+from gracestream.pipeline.kafka.clients import producer
+from gracestream.pipeline.kafka.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ
 from gracestream.schemas.messages import encode
 from tests.chaos.dying import tear
 from tests.doubles.checker import Left, faults

@@ -12,9 +12,9 @@ from kafka.errors import KafkaTimeoutError
 from kafka.structs import OffsetAndMetadata
 
 from gracestream.deploy.local.kafka import LocalKafka
-from gracestream.pipeline.clients import producer
+from gracestream.pipeline.kafka.clients import producer
+from gracestream.pipeline.kafka.topics import EDITS, FEEDBACK, create_topics
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.topics import EDITS, FEEDBACK, create_topics
 from tests.integration.running import hang, records, wait_until_settled
 
 AWAY = 3.0

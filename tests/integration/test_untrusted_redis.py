@@ -17,13 +17,13 @@ from redis.exceptions import RedisError
 
 from gracestream.deploy.local.redis import LocalRedis
 from gracestream.pipeline.errors import HistoryError
+from gracestream.pipeline.kafka.waiting import UnreachableError
 from gracestream.pipeline.mirror import MOST_GOOD, Mirror
 from gracestream.pipeline.projection import Projection
-from gracestream.pipeline.radius_store import Head, RadiusStore, StaleError
-from gracestream.pipeline.redis_bounds import ANSWER_BYTES
-from gracestream.pipeline.redis_client import redis_client, wait_for_redis
 from gracestream.pipeline.settings import Settings, load_settings
-from gracestream.pipeline.waiting import UnreachableError
+from gracestream.pipeline.stores.redis_bounds import ANSWER_BYTES
+from gracestream.pipeline.stores.redis_client import redis_client, wait_for_redis
+from gracestream.pipeline.stores.redis_head import Head, RadiusStore, StaleError
 from tests.integration.forked import Forked
 from tests.integration.history import History, same
 from tests.integration.running import Users, flag, metric, question, wait_until

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracestream.pipeline.addressing import ORDINARY, address_of
+from gracestream.pipeline.kafka.reply_addressing import ORDINARY, address_of
+from gracestream.pipeline.kafka.topics import TOPICS
 from gracestream.pipeline.settings import load_settings
-from gracestream.pipeline.topics import TOPICS
 from gracestream.schemas.headers import (
     ADMITTED,
     AUTHOR,

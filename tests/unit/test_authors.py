@@ -8,8 +8,8 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from structlog.testing import capture_logs
 
-from gracestream.pipeline.authors import AuthorsError, AuthorsFile, parse
-from gracestream.pipeline.signing import spelled
+from gracestream.pipeline.auth.authors import AuthorsError, AuthorsFile, parse
+from gracestream.pipeline.auth.signing import spelled
 
 KEYS = [Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32).public_key() for number in range(3)]
 ANN = f'ann = {{ keys = ["{spelled(KEYS[0])}"] }}\n'

@@ -25,11 +25,11 @@ from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.follower import Follower
 from gracestream.pipeline.mirror import Mirror
 from gracestream.pipeline.model.checkpoint import ModelError, device_of
-from gracestream.pipeline.radius_store import RadiusStore
-from gracestream.pipeline.redis_client import redis_client
 from gracestream.pipeline.search.key_search import with_room
 from gracestream.pipeline.serving import Record, Server
 from gracestream.pipeline.settings import load_settings
+from gracestream.pipeline.stores.redis_client import redis_client
+from gracestream.pipeline.stores.redis_head import RadiusStore
 from gracestream.schemas.messages import Prediction, Request, decode, encode
 from tests.unit.engine.tiny import Failing, editable, texts
 

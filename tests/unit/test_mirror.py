@@ -7,9 +7,9 @@ from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.codebook.key_index import KeyIndex
 from gracestream.pipeline.follower import Follower
 from gracestream.pipeline.mirror import Mirror
-from gracestream.pipeline.radius_store import Head, RadiusStore
-from gracestream.pipeline.redis_client import redis_client
 from gracestream.pipeline.settings import load_settings
+from gracestream.pipeline.stores.redis_client import redis_client
+from gracestream.pipeline.stores.redis_head import Head, RadiusStore
 from gracestream.schemas.deltas import EntryChange
 from tests.unit.engine.tiny import LAYER, MODEL, added, sealed
 

@@ -8,8 +8,8 @@ import pytest
 from kafka import TopicPartition
 from kafka.errors import KafkaTimeoutError
 
-from gracestream.pipeline import reading
-from gracestream.pipeline.reading import read_topic
+from gracestream.pipeline.kafka import reader as reading
+from gracestream.pipeline.kafka.reader import read_topic
 from gracestream.pipeline.settings import load_settings
 
 END = 10

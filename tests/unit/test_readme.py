@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import typer
 
+from gracestream.pipeline.kafka.topics import TOPICS
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.topics import TOPICS
 from gracestream.workers.cli.app import app
 
 ROOT = Path(__file__).parents[2]

@@ -9,8 +9,8 @@ from aiokafka.record.default_records import DefaultRecordBatch as RawBatch
 from kafka import TopicPartition
 from kafka.record.default_records import DefaultRecordBatchBuilder
 
-import gracestream.pipeline.records as records_module
-from gracestream.pipeline.records import (
+import gracestream.pipeline.kafka.lenient_records as records_module
+from gracestream.pipeline.kafka.lenient_records import (
     BATCH_HEADERS,
     HANDED_BYTES,
     HEADER_COST,

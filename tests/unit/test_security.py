@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracestream.pipeline.redis_client import redis_security, without_password
-from gracestream.pipeline.security import describe_error, kafka_security
+from gracestream.pipeline.kafka.security import describe_error, kafka_security
 from gracestream.pipeline.settings import Settings, SettingsError, as_environment, load_settings
+from gracestream.pipeline.stores.redis_client import redis_security, without_password
 from tests.certificates import Certificates
 
 SASL = {"kafka_security_protocol": "SASL_SSL", "kafka_username": "editor", "kafka_password": "hush"}

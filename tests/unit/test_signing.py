@@ -20,8 +20,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracestream import schemas
+from gracestream.pipeline.auth.signing import (
+    KeyFileError,
+    new_key_file,
+    public_key,
+    read_key_file,
+    sign,
+    spelled,
+    verify,
+)
 from gracestream.pipeline.client import feedback_text
-from gracestream.pipeline.signing import KeyFileError, new_key_file, public_key, read_key_file, sign, spelled, verify
 from gracestream.schemas.messages import Feedback, InvalidMessage, decode, encode
 
 GOLDEN = Path(schemas.__file__).parent / "golden" / "v1" / "feedback-signed.json"

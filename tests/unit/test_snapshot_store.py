@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from gracestream.pipeline.codebook.codebook import Codebook
-from gracestream.pipeline.snapshot_store import ABANDONED_SECONDS, SnapshotStore
+from gracestream.pipeline.stores.snapshot_files import ABANDONED_SECONDS, SnapshotStore
 from tests.unit.engine.tiny import LAYER, MODEL
 
 

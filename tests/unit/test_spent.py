@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracestream.pipeline import spent
-from gracestream.pipeline.spent import Spent, mark_of_id, mark_of_record
+from gracestream.pipeline.auth import spent_signatures as spent
+from gracestream.pipeline.auth.spent_signatures import Spent, mark_of_id, mark_of_record
 
 marks = st.lists(
     st.sampled_from([bytes(16), b"\0" * 15 + b"\1", b"\1" + b"\0" * 15, *(bytes([n]) * 16 for n in range(9))])

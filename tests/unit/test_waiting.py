@@ -6,10 +6,10 @@ from collections.abc import Iterator
 import pytest
 from kafka.errors import KafkaConnectionError
 
-from gracestream.pipeline import clients
-from gracestream.pipeline.clients import wait_for_kafka
+from gracestream.pipeline.kafka import clients
+from gracestream.pipeline.kafka.clients import wait_for_kafka
+from gracestream.pipeline.kafka.waiting import UnreachableError
 from gracestream.pipeline.settings import SettingsError, load_settings
-from gracestream.pipeline.waiting import UnreachableError
 
 
 class Clock:

@@ -11,8 +11,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from gracestream.pipeline.kafka import describe_error
 from gracestream.pipeline.observability import silence_libraries
-from gracestream.pipeline.security import describe_error
 from gracestream.workers.cli import (
     audit,
     dead_letters,

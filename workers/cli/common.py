@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from gracestream.pipeline.clients import wait_for_kafka
 from gracestream.pipeline.errors import UserError
+from gracestream.pipeline.kafka import wait_for_kafka
 from gracestream.pipeline.settings import Settings, load_settings
 from gracestream.schemas.messages import printable
 

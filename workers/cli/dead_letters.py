@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.table import Column, Table
 
-from gracestream.pipeline.dead_letters import QUEUES, DeadLetterError, Letter, Source, letters, replay
+from gracestream.pipeline.kafka import QUEUES, DeadLetterError, Letter, Source, letters, replay
 from gracestream.workers.cli.common import (
     SHOWN,
     AsJson,

@@ -7,9 +7,9 @@ from typing import Annotated
 import msgspec
 import typer
 
+from gracestream.pipeline.auth import new_key_file, read_key_file, sign, spelled
 from gracestream.pipeline.client import feedback_text
 from gracestream.pipeline.settings import load_settings
-from gracestream.pipeline.signing import new_key_file, read_key_file, sign, spelled
 from gracestream.schemas.deltas import DEFAULT_ROLES
 from gracestream.schemas.messages import Id, InvalidMessage
 from gracestream.workers.cli.common import Codebook, Lines, notes, read_lines

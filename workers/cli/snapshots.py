@@ -7,8 +7,7 @@ import typer
 
 from gracestream.pipeline.errors import UserError
 from gracestream.pipeline.replay import fold_log
-from gracestream.pipeline.snapshot_store import SnapshotError
-from gracestream.pipeline.snapshots import write
+from gracestream.pipeline.stores import SnapshotError, write
 from gracestream.workers.cli.common import NO_DELTAS, AsJson, Kafka, Prefix, connected, tell
 
 

@@ -9,9 +9,9 @@ from typing import Annotated, Any, TypeVar
 import typer
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from gracestream.pipeline.auth import read_key_file, sign
 from gracestream.pipeline.client import Client, SignedFeedback, feedback, feedback_text, request, signed_feedback
 from gracestream.pipeline.settings import load_settings
-from gracestream.pipeline.signing import read_key_file, sign
 from gracestream.schemas.messages import Feedback, InvalidMessage, Request
 from gracestream.workers.cli.common import Codebook, Kafka, Lines, Prefix, connected, read_raw_lines
 from gracestream.workers.cli.exchange import exchange, id_of

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
+from gracestream.pipeline.kafka import BROKERS_CHOICE, DELTAS, REQUESTS, TopicError, create_topics, layout
 from gracestream.pipeline.settings import Settings, load_settings
-from gracestream.pipeline.topics import BROKERS_CHOICE, DELTAS, REQUESTS, TopicError, create_topics, layout
 from gracestream.workers.cli.common import (
     Codebook,
     Kafka,

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from structlog.typing import EventDict
 
+from gracestream.pipeline.kafka.topics import SNAPSHOTS
 from gracestream.pipeline.replay import fold_log
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.snapshots import write
-from gracestream.pipeline.topics import SNAPSHOTS
+from gracestream.pipeline.stores.snapshots import write
 from gracestream.schemas.messages import SnapshotManifest, encode
 from tests.integration.history import History
 

@@ -10,11 +10,11 @@ from kafka.admin import NewTopic
 from msgspec import UNSET
 from structlog.typing import EventDict
 
-from gracestream.pipeline.clients import admin
+from gracestream.pipeline.kafka.clients import admin
+from gracestream.pipeline.kafka.topics import SNAPSHOTS
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.snapshot_store import SnapshotError, SnapshotStore
-from gracestream.pipeline.snapshots import manifests, newest
-from gracestream.pipeline.topics import SNAPSHOTS
+from gracestream.pipeline.stores.snapshot_files import SnapshotError, SnapshotStore
+from gracestream.pipeline.stores.snapshots import manifests, newest
 from tests.integration.history import History
 from tests.integration.running import records, wait_until
 from tests.integration.snapshots.parts import publish, reasons, snapshot

@@ -7,9 +7,9 @@ import pytest
 from structlog.typing import EventDict
 
 from gracestream.deploy.local.processes import free_port
-from gracestream.pipeline.snapshot_store import SnapshotError, SnapshotStore, url_secrets
-from gracestream.pipeline.snapshots import newest
-from gracestream.pipeline.topics import SNAPSHOTS
+from gracestream.pipeline.kafka.topics import SNAPSHOTS
+from gracestream.pipeline.stores.snapshot_files import SnapshotError, SnapshotStore, url_secrets
+from gracestream.pipeline.stores.snapshots import newest
 from tests.integration.forked import Command
 from tests.integration.history import History
 from tests.integration.running import records

@@ -6,12 +6,12 @@ from pathlib import Path
 import torch
 from structlog.typing import EventDict
 
-from gracestream.pipeline.clients import admin
+from gracestream.pipeline.kafka.clients import admin
+from gracestream.pipeline.kafka.topics import DELTAS, create_topics
 from gracestream.pipeline.mirror import Mirror
 from gracestream.pipeline.replay import replay_deltas
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.snapshots import newest
-from gracestream.pipeline.topics import DELTAS, create_topics
+from gracestream.pipeline.stores.snapshots import newest
 from tests.integration.history import History, same
 from tests.integration.running import wait_until
 from tests.integration.snapshots.parts import file_of, loaded, reasons, snapshot

@@ -12,9 +12,9 @@ from structlog.typing import EventDict
 
 from gracestream.pipeline.mirror import Mirror
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.snapshot_store import SnapshotError
 from gracestream.pipeline.snapshot_writer import SnapshotWriter
-from gracestream.pipeline.snapshots import manifests, offset_of
+from gracestream.pipeline.stores.snapshot_files import SnapshotError
+from gracestream.pipeline.stores.snapshots import manifests, offset_of
 from gracestream.schemas.messages import SnapshotManifest
 from tests.integration.forked import Command, Forked, sentence, status_of
 from tests.integration.history import History, same

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from gracestream.pipeline.admission import MINUTE, Admission
-from gracestream.pipeline.authors import Authors
+from gracestream.pipeline.auth.admission import MINUTE, Admission
+from gracestream.pipeline.auth.authors import Authors
 from gracestream.pipeline.case import Ahead
 from gracestream.pipeline.edited import correction
 from gracestream.pipeline.editing import EditEngine

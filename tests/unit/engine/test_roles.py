@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import UNSET
 
-from gracestream.pipeline.authors import Author, Authors
-from gracestream.pipeline.signing import sign
+from gracestream.pipeline.auth.authors import Author, Authors
+from gracestream.pipeline.auth.signing import sign
 from gracestream.schemas.deltas import UNSIGNED, Role, Standing, decode_delta
 from gracestream.schemas.messages import Feedback, Outcome, encode
 from tests.unit.engine.points import at

@@ -9,7 +9,7 @@ from msgspec import UNSET
 
 from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.edited import correction
-from gracestream.pipeline.radius_store import Head
+from gracestream.pipeline.stores.redis_head import Head
 from gracestream.schemas.deltas import Cause
 from gracestream.schemas.messages import AppliedEdit, Outcome, Prediction, encode
 from tests.doubles.checker import Follower, Left, faults

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gracestream import schemas
-from gracestream.pipeline import dead_letters
-from gracestream.pipeline.dead_letters import LONGEST_REASON, rejected
-from gracestream.pipeline.records import KEPT_BYTES, LARGEST
+from gracestream.pipeline.kafka import dead_letters
+from gracestream.pipeline.kafka.dead_letters import LONGEST_REASON, rejected
+from gracestream.pipeline.kafka.lenient_records import KEPT_BYTES, LARGEST
 from gracestream.schemas.deltas import MAX_DELTA_BYTES
 from gracestream.schemas.messages import one_line, printable
 

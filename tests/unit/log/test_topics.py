@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gracestream import schemas
-from gracestream.pipeline import topics
+from gracestream.pipeline.kafka import topics
+from gracestream.pipeline.kafka.topics import TOPICS, Topic, layout
 from gracestream.pipeline.settings import SettingsError, load_settings
-from gracestream.pipeline.topics import TOPICS, Topic, layout
 from gracestream.schemas.deltas import MAX_DELTA_BYTES
 
 DOCUMENT = yaml.safe_load((Path(schemas.__file__).parent / "asyncapi.yaml").read_text(encoding="utf-8"))

@@ -15,12 +15,12 @@ from aiokafka.errors import KafkaError as RawKafkaError
 from kafka import KafkaAdminClient, KafkaProducer
 from kafka.errors import KafkaConnectionError, KafkaError
 
-from gracestream.pipeline.patient import PatientConsumer, PatientNetClient
-from gracestream.pipeline.records import BoundedFetcher, install_in_aiokafka
-from gracestream.pipeline.security import kafka_refusal, kafka_security
+from gracestream.pipeline.kafka.client_fixes import PatientConsumer, PatientNetClient
+from gracestream.pipeline.kafka.lenient_records import BoundedFetcher, install_in_aiokafka
+from gracestream.pipeline.kafka.security import kafka_refusal, kafka_security
+from gracestream.pipeline.kafka.transactions import TransactionalProducer
+from gracestream.pipeline.kafka.waiting import AccessDeniedError, ProgressCallback, is_unresolved, wait_until_reachable
 from gracestream.pipeline.settings import Settings, SettingsError
-from gracestream.pipeline.transactions import TransactionalProducer
-from gracestream.pipeline.waiting import AccessDeniedError, ProgressCallback, is_unresolved, wait_until_reachable
 from gracestream.schemas.deltas import MAX_DELTA_BYTES
 
 _ADDRESS = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[^\s:/@\[\]]+):([0-9]{1,5})")

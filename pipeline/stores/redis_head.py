@@ -20,8 +20,8 @@ from redis.exceptions import DataError
 
 from gracestream.pipeline.codebook import Applied, Codebook
 from gracestream.pipeline.errors import UserError
-from gracestream.pipeline.redis_bounds import asked
 from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.stores.redis_bounds import asked
 
 _HEAD = """
 local head = {}

@@ -15,8 +15,8 @@ from aiokafka.errors import (
     UnsupportedSaslMechanismError,
 )
 
+from gracestream.pipeline.kafka.tls import load_client_cert, message_of, tls_refusal, trust_context
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.tls import load_client_cert, message_of, tls_refusal, trust_context
 
 ACL_HINT = "deploy/acls.sh says who may do what"
 

@@ -23,8 +23,8 @@ import structlog
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from gracestream.pipeline.auth.signing import public_key
 from gracestream.pipeline.errors import UserError
-from gracestream.pipeline.signing import public_key
 from gracestream.schemas.deltas import DEFAULT_ROLES, ROLES, Role
 from gracestream.schemas.messages import Id
 

@@ -17,7 +17,7 @@ the signature off the record again. What follows from that:
 4. A record that names a field twice is not accepted, because JSON libraries differ in which of the two they take.
 
 Not promised: that a record is new. Whoever may write to `feedback` can send a signed record again; that a copy has no
-effect is the work of `pipeline.spent`.
+effect is the work of `pipeline.auth.spent_signatures`.
 """
 
 import base64

@@ -11,10 +11,17 @@ from typing import Any
 from redis import Redis
 from redis.exceptions import AuthenticationError, NoPermissionError, RedisError
 
-from gracestream.pipeline.redis_bounds import BoundedParser, asked
+from gracestream.pipeline.kafka import (
+    AccessDeniedError,
+    ProgressCallback,
+    load_client_cert,
+    message_of,
+    tls_refusal,
+    trust_context,
+    wait_until_reachable,
+)
 from gracestream.pipeline.settings import Settings, SettingsError
-from gracestream.pipeline.tls import load_client_cert, message_of, tls_refusal, trust_context
-from gracestream.pipeline.waiting import AccessDeniedError, ProgressCallback, wait_until_reachable
+from gracestream.pipeline.stores.redis_bounds import BoundedParser, asked
 
 
 def redis_client(settings: Settings, timeout: float = 1.0) -> Redis:

@@ -1,4 +1,4 @@
-"""Workarounds for two faults of kafka-python 3.0.12; `pipeline.transactions` has those of its transactions.
+"""Workarounds for two faults of kafka-python 3.0.12; `pipeline.kafka.transactions` has those of its transactions.
 
 1. While the coordinator cannot be connected to, the producer's I/O thread drops the current transactional request.
    The caller then waits forever. A node that is merely not ready keeps the request.

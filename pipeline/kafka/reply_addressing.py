@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from gracestream.pipeline.kafka.topics import PREDICTIONS, TOPICS
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.topics import PREDICTIONS, TOPICS
 from gracestream.schemas.headers import HEADER_BYTES, MOST_HEADERS, OURS, REPLY_TO
 from gracestream.schemas.messages import one_line
 

@@ -8,10 +8,9 @@ from typing import Any
 
 from kafka.errors import GroupAuthorizationFailedError, KafkaError, TopicAuthorizationFailedError
 
-from gracestream.pipeline.clients import admin
-from gracestream.pipeline.security import ACL_HINT, kafka_user
-from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.topics import (
+from gracestream.pipeline.kafka.clients import admin
+from gracestream.pipeline.kafka.security import ACL_HINT, kafka_user
+from gracestream.pipeline.kafka.topics import (
     DELTAS,
     EDITS,
     FEEDBACK,
@@ -22,7 +21,8 @@ from gracestream.pipeline.topics import (
     SNAPSHOTS,
     TOPICS,
 )
-from gracestream.pipeline.waiting import AccessDeniedError
+from gracestream.pipeline.kafka.waiting import AccessDeniedError
+from gracestream.pipeline.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ from contextlib import closing
 from typing import Any
 
 from gracestream.pipeline.errors import HistoryError
-from gracestream.pipeline.reading import read_topic
+from gracestream.pipeline.kafka.reader import read_topic
+from gracestream.pipeline.kafka.topics import DELTAS
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.topics import DELTAS
 
 DELTA_OPTIONS: dict[str, Any] = {"check_crcs": False, "max_poll_records": 2000}
 """Options of every consumer of `deltas`. Kafka's CRC would take nine tenths of a replay, and the chain of digests

@@ -8,7 +8,7 @@ A record is refused, with an outcome `rejected` that says why and without any ef
 - it is signed, and not by a key of the listed author whom it names, over just these bytes;
 - it is not signed, and signatures are required, or the author whom it names is on the list: a listed name is no one
   else's to use;
-- it is signed, and its id is spent: a signed record counts once (`pipeline.spent`);
+- it is signed, and its id is spent: a signed record counts once (`pipeline.auth.spent_signatures`);
 - its author has had as many records admitted in the last minute as the limit allows. Records without an author share
   one limit; an author on the list may have one of their own.
 
@@ -33,10 +33,10 @@ from dataclasses import dataclass, replace
 
 from msgspec import UNSET, UnsetType
 
-from gracestream.pipeline.authors import Author, Authors
+from gracestream.pipeline.auth.authors import Author, Authors
+from gracestream.pipeline.auth.signing import has_signature, verify
+from gracestream.pipeline.auth.spent_signatures import MarksSince, Spent, mark_header, mark_of_id, mark_of_record
 from gracestream.pipeline.errors import UserError
-from gracestream.pipeline.signing import has_signature, verify
-from gracestream.pipeline.spent import MarksSince, Spent, mark_header, mark_of_id, mark_of_record
 from gracestream.schemas import headers
 from gracestream.schemas.deltas import UNSIGNED, Standing
 from gracestream.schemas.messages import Feedback

@@ -8,8 +8,8 @@ from typing import Any
 from kafka.admin import ConfigResource, ConfigResourceType, NewTopic
 from kafka.errors import TopicAlreadyExistsError
 
-from gracestream.pipeline.clients import admin
 from gracestream.pipeline.errors import UserError
+from gracestream.pipeline.kafka.clients import admin
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.deltas import MAX_DELTA_BYTES
 

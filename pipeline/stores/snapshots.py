@@ -26,14 +26,11 @@ import structlog
 from kafka import TopicPartition
 from msgspec import UNSET
 
-from gracestream.pipeline.clients import consumer, producer
 from gracestream.pipeline.codebook import Codebook, FileError, parse
-from gracestream.pipeline.delta_reader import DELTA_OPTIONS
+from gracestream.pipeline.kafka import DELTA_OPTIONS, DELTAS, SNAPSHOTS, consumer, producer, read_topic
 from gracestream.pipeline.observability import metrics
-from gracestream.pipeline.reading import read_topic
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.snapshot_store import SnapshotError, SnapshotStore, url_secrets
-from gracestream.pipeline.topics import DELTAS, SNAPSHOTS
+from gracestream.pipeline.stores.snapshot_files import SnapshotError, SnapshotStore, url_secrets
 from gracestream.schemas.deltas import DIGEST_BYTES, decode_delta
 from gracestream.schemas.messages import VERSION, InvalidMessage, SnapshotManifest, decode, encode
 

@@ -23,12 +23,12 @@ from typing import Any, Literal
 from kafka import TopicPartition
 from kafka.errors import MessageSizeTooLargeError
 
-from gracestream.pipeline.clients import consumer, producer
 from gracestream.pipeline.errors import UserError
-from gracestream.pipeline.reading import read_topic
-from gracestream.pipeline.records import KEPT_BYTES, LARGEST
+from gracestream.pipeline.kafka.clients import consumer, producer
+from gracestream.pipeline.kafka.lenient_records import KEPT_BYTES, LARGEST
+from gracestream.pipeline.kafka.reader import read_topic
+from gracestream.pipeline.kafka.topics import FEEDBACK_DLQ, REQUESTS_DLQ, missing_topic
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.topics import FEEDBACK_DLQ, REQUESTS_DLQ, missing_topic
 from gracestream.schemas.headers import REASON, REPLAYED_FROM, SOURCE_OFFSET, SOURCE_PARTITION, SOURCE_TOPIC, UNANSWERED
 from gracestream.schemas.messages import Truncated, peek_id, printable
 

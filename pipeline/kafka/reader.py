@@ -17,9 +17,9 @@ from aiokafka.errors import KafkaError as RawKafkaError
 from kafka import TopicPartition
 from kafka.errors import KafkaError, KafkaTimeoutError
 
-from gracestream.pipeline.clients import bulk_consumer, consumer
+from gracestream.pipeline.kafka.clients import bulk_consumer, consumer
+from gracestream.pipeline.kafka.topics import missing_topic
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.topics import missing_topic
 
 BULK = 5000
 """Offsets in a partition from which on aiokafka is worth a connection of its own."""
