@@ -15,14 +15,13 @@ import structlog
 from gracestream.deploy.models import layer_of, naming_known, resolve, resolve_encoder
 from gracestream.pipeline.codebook import ROUNDINGS
 from gracestream.pipeline.device import driver_version, name_of, why_no_cuda
+from gracestream.pipeline.editing import Plan, Recipe
 from gracestream.pipeline.kafka import ACCESS, UnreachableError, require_access, require_topics, wait_for_kafka
 from gracestream.pipeline.model import FARTHEST, UNIT, EditableModel, Limits, QueryToken, is_causal, load_checkpoint
 from gracestream.pipeline.observability import Health, HealthServer, configure_logs, metrics
-from gracestream.pipeline.plan import Plan
 from gracestream.pipeline.search import set_threads
 from gracestream.pipeline.settings import Settings, SettingsError, misspelt
 from gracestream.pipeline.stores import wait_for_redis
-from gracestream.pipeline.training import Recipe
 from gracestream.workers.ending import end_on_signals, end_when_stuck
 
 log = structlog.get_logger()

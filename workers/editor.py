@@ -19,22 +19,25 @@ import structlog
 from kafka.errors import KafkaError
 from msgspec import UNSET
 
-from gracestream.pipeline.accepted_feedback import admission_from_settings
 from gracestream.pipeline.auth import Admission
-from gracestream.pipeline.case import Ahead
 from gracestream.pipeline.device import DeviceFault
-from gracestream.pipeline.editing import EditEngine
-from gracestream.pipeline.editor_log import EditorLog, Result, may_pass
-from gracestream.pipeline.environment import environment
+from gracestream.pipeline.editing import Ahead, EditEngine, environment
+from gracestream.pipeline.editor import (
+    EditorLog,
+    Intake,
+    Projection,
+    Read,
+    RequestTail,
+    Result,
+    SnapshotWriter,
+    admission_from_settings,
+    may_pass,
+)
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.history import KafkaHistory
-from gracestream.pipeline.intake import Intake, Read
 from gracestream.pipeline.kafka import error_at
 from gracestream.pipeline.observability import Health, metrics
-from gracestream.pipeline.projection import Projection
-from gracestream.pipeline.request_tail import RequestTail
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.snapshot_writer import SnapshotWriter
 from gracestream.pipeline.stores import RadiusStore, StaleError, redis_client
 from gracestream.workers.boot import Worker, plan_of, worker
 

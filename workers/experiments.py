@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from gracestream.deploy.local.stack import running_stack
-from gracestream.pipeline.environment import environment
+from gracestream.pipeline.editing import environment
 from gracestream.pipeline.experiments.editors.editor import Editor
 from gracestream.pipeline.experiments.editors.known import EDITORS, REQUIRE
 from gracestream.pipeline.experiments.editors.piped import Piped

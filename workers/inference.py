@@ -18,9 +18,7 @@ import structlog
 from gracestream.pipeline.codebook import Codebook, KeyIndex
 from gracestream.pipeline.device import DeviceFault
 from gracestream.pipeline.errors import HistoryError
-from gracestream.pipeline.follower import Follower
-from gracestream.pipeline.mirror import Mirror
-from gracestream.pipeline.serving import Part, Question, Record, Reply, Server, Work
+from gracestream.pipeline.replica import Follower, Mirror, Part, Question, Record, Reply, Server, Work
 from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.stores import Head, RadiusStore, redis_client
 from gracestream.schemas.messages import one_line

@@ -26,7 +26,7 @@ import structlog
 from mode.utils.queues import ThrowableQueue
 
 from gracestream.pipeline.kafka import REQUESTS, install_in_aiokafka, kafka_tls, record_bytes
-from gracestream.pipeline.serving import Part, Record
+from gracestream.pipeline.replica import Part, Record
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.deltas import MAX_DELTA_BYTES
 from gracestream.workers.replies import Replies

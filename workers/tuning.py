@@ -5,8 +5,7 @@ from contextlib import suppress
 from typing import Any
 
 from gracestream.deploy.models import KNOWN, layer_of, naming_known, resolve_encoder
-from gracestream.pipeline.calibration import Sample
-from gracestream.pipeline.editing import SHORT
+from gracestream.pipeline.editing import SHORT, Sample
 from gracestream.pipeline.model import (
     UNIT,
     CausalGeneration,

@@ -21,8 +21,8 @@ from rich.table import Table
 from gracestream.deploy.demo.cases import Case, Script, answer_of, is_wrong, script_of
 from gracestream.deploy.local.stack import Stack, Worker, running_stack
 from gracestream.pipeline.client import Client
-from gracestream.pipeline.edited import correction
-from gracestream.pipeline.replay import replay_deltas
+from gracestream.pipeline.editing import correction
+from gracestream.pipeline.history import replay_deltas
 from gracestream.schemas.messages import VERSION, Inputs, Outcome, Prediction, Request, in_one_text
 
 TIMEOUT = 120.0

@@ -17,7 +17,7 @@ from gracestream.deploy.local.processes import Child, StackError, answers_ok
 from gracestream.deploy.local.processes import worker as worker_process
 from gracestream.deploy.local.server import silent
 from gracestream.deploy.models import layer_of, resolve
-from gracestream.pipeline.accepted_feedback import admission_from_settings
+from gracestream.pipeline.editor import admission_from_settings
 from gracestream.pipeline.kafka import create_topics
 from gracestream.pipeline.settings import Settings, load_settings
 from gracestream.pipeline.stores import without_password

@@ -1,7 +1,7 @@
 """Admission: whether a feedback record may edit at all, before the engine sees it (design, section 6).
 
 What its sender may do is passed on with an admitted record; whether that is enough is the engine's to decide
-(`pipeline.roles`).
+(`pipeline.editing.roles`).
 
 A record is refused, with an outcome `rejected` that says why and without any effect, where
 

@@ -5,7 +5,7 @@ A TOML file with one entry for each author; several keys let an author change fr
     ann = { keys = ["qMZ9…="] }
     "review-bot@example.org" = { keys = ["1rT0…=", "Zk3v…="], roles = ["propose"], per_minute = 120 }
 
-An author without `roles` has `propose` and `undo_own`, one with an empty list of them may do nothing: `pipeline.roles`
+An author without `roles` has `propose` and `undo_own`. One with an empty list may do nothing. `pipeline.editing.roles`
 says what each allows.
 
 The file is read again for each feedback record as it is taken in, so that an author who is taken off it is refused from

@@ -18,8 +18,8 @@ TRAFFIC_SHARE = 0.8
 class Rounding:
     """How far batch composition and padding move an activation, relative to its norm, and where that was measured.
 
-    `measured` are kinds of devices (`cpu`, `cuda`), of one or of several together as `pipeline.noise` measures them.
-    Elsewhere the share is an assumption.
+    `measured` are kinds of devices (`cpu`, `cuda`), of one or of several together, as
+    `pipeline.editing.tolerance` measures them. Elsewhere the share is an assumption.
     """
 
     share: float

@@ -13,12 +13,8 @@ from dataclasses import dataclass, field
 
 from msgspec import UNSET
 
-from gracestream.pipeline.calibration import CalibrationError, Sample
-from gracestream.pipeline.edited import correction
-from gracestream.pipeline.editing import SHORT
-from gracestream.pipeline.forms import forms_of
+from gracestream.pipeline.editing import COUNT, SHORT, CalibrationError, Sample, correction, forms_of, other_requests
 from gracestream.pipeline.model import CausalGeneration, Classification, InputError, Task
-from gracestream.pipeline.negatives import COUNT, other_requests
 from gracestream.schemas.messages import Feedback, Inputs, in_one_text, is_chat
 
 MOST_OTHERS = 200

@@ -16,14 +16,10 @@ import numpy as np
 import torch
 from msgspec import Struct
 
-from gracestream.pipeline.calibration import CalibrationError
-from gracestream.pipeline.case import Ahead
 from gracestream.pipeline.codebook import Label
-from gracestream.pipeline.editing import AT_ONCE, EditEngine
-from gracestream.pipeline.intervals import wilson
+from gracestream.pipeline.editing import AT_ONCE, Ahead, CalibrationError, EditEngine, Plan, ScopeRadius
 from gracestream.pipeline.model import EditableModel, Hit, InputError, Prompt, matches, serving
-from gracestream.pipeline.plan import Plan
-from gracestream.pipeline.scope import ScopeRadius
+from gracestream.pipeline.tuning.intervals import wilson
 from gracestream.pipeline.tuning.samples import MADE_UP, Requests, Targets, Trial, requests_about, surface_forms, usable
 from gracestream.pipeline.tuning.workbench import ENCODER, NAME, Answers, Workbench, said
 from gracestream.schemas.messages import Inputs

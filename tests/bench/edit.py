@@ -21,11 +21,11 @@ from dataclasses import replace
 import numpy as np
 from msgspec import UNSET, UnsetType
 
-from gracestream.pipeline.edited import correction
-from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.engine import EditEngine
+from gracestream.pipeline.editing.result import correction
+from gracestream.pipeline.editing.value_training import Recipe
 from gracestream.pipeline.model.editable import EditableModel
-from gracestream.pipeline.plan import Plan
-from gracestream.pipeline.training import Recipe
 from gracestream.schemas.deltas import Cause, EntryChange, Tensor
 from tests.bench.codebooks import queries, stored, value_width
 from tests.bench.device import timed

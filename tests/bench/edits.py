@@ -16,15 +16,15 @@ from msgspec import UNSET
 
 from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.codebook.key_index import KeyIndex
-from gracestream.pipeline.edited import correction
-from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.engine import EditEngine
+from gracestream.pipeline.editing.result import correction
+from gracestream.pipeline.editing.value_training import Recipe, Trained, train_value
 from gracestream.pipeline.experiments.editors.queries import Queries
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.model.suffix_pass import Passes, Rest
-from gracestream.pipeline.plan import Plan
 from gracestream.pipeline.search.key_search import NO_SLOT
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.training import Recipe, Trained, train_value
 from gracestream.schemas.messages import Parameters
 from gracestream.workers.boot import load_model
 
@@ -131,7 +131,7 @@ class Asked:
 def asked_at(settings: Settings, trained: Known) -> Iterator[Asked]:
     """The model, wrapped at the layer of the settings, whose engines train each value once."""
     asked = Asked(load_model(settings), trained)
-    with mock.patch("gracestream.pipeline.editing.train_value", asked.train):
+    with mock.patch("gracestream.pipeline.editing.engine.train_value", asked.train):
         yield asked
 
 

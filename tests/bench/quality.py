@@ -29,12 +29,12 @@ from statistics import mean
 import numpy as np
 
 from gracestream.deploy.models import DEMO
-from gracestream.pipeline.editing import EditEngine
-from gracestream.pipeline.evaluation import begins
+from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.experiments.tasks import zsre
-from gracestream.pipeline.plan import Plan
 from gracestream.pipeline.search.key_search import NO_SLOT
 from gracestream.pipeline.settings import load_settings
+from gracestream.pipeline.tuning.evaluation import begins
 from gracestream.workers.boot import plan_of
 from tests.bench.edits import Asked, Cost, Fact, Known, asked_at, correct, serving, share, started
 from tests.bench.framework import Options, Row

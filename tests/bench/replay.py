@@ -32,10 +32,10 @@ from gracestream.deploy.local.backends import kafka_backend
 from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.codebook.file import parse
 from gracestream.pipeline.codebook.key_index import KeyIndex
-from gracestream.pipeline.follower import Follower
+from gracestream.pipeline.history.replay import fold_log
 from gracestream.pipeline.kafka.topics import DELTAS, create_topics
-from gracestream.pipeline.mirror import Mirror
-from gracestream.pipeline.replay import fold_log
+from gracestream.pipeline.replica.codebook_replica import Mirror
+from gracestream.pipeline.replica.delta_follower import Follower
 from gracestream.pipeline.settings import Settings, load_settings
 from gracestream.pipeline.stores import snapshots
 from gracestream.pipeline.stores.redis_client import redis_client

@@ -27,8 +27,8 @@ import torch
 from gracestream.deploy.local.backends import kafka_backend, redis_backend
 from gracestream.deploy.local.processes import answers_ok, free_port
 from gracestream.deploy.models import layer_of
+from gracestream.pipeline.history.replay import fold_log
 from gracestream.pipeline.kafka.topics import create_topics
-from gracestream.pipeline.replay import fold_log
 from gracestream.pipeline.settings import Settings, load_settings
 from gracestream.pipeline.stores import snapshots
 from gracestream.workers.boot import load_model

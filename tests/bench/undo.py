@@ -14,9 +14,9 @@ import numpy as np
 from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.codebook.compare import Fold
 from gracestream.pipeline.codebook.edit_memory import EditMemory
-from gracestream.pipeline.editing import EditEngine
-from gracestream.pipeline.plan import Plan
-from gracestream.pipeline.undo import undo
+from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.engine import EditEngine
+from gracestream.pipeline.editing.undo import undo
 from gracestream.schemas.deltas import decode_delta
 from gracestream.schemas.messages import Feedback
 from tests.bench.framework import BenchError, Options, Row

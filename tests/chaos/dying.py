@@ -12,15 +12,15 @@ from typing import Any, Literal
 
 import structlog
 
-from gracestream.pipeline import editing
-from gracestream.pipeline.editing import EditEngine
-from gracestream.pipeline.editor_log import EditorLog
-from gracestream.pipeline.follower import Follower
+from gracestream.pipeline.editing import engine as editing
+from gracestream.pipeline.editing.counterfactual import Rewritten
+from gracestream.pipeline.editing.engine import EditEngine
+from gracestream.pipeline.editor.log import EditorLog
+from gracestream.pipeline.editor.redis_publisher import Projection
 from gracestream.pipeline.kafka.topics import EDITS
 from gracestream.pipeline.kafka.transactions import TransactionalProducer
 from gracestream.pipeline.model.suffix_pass import Passes
-from gracestream.pipeline.projection import Projection
-from gracestream.pipeline.rewriting import Rewritten
+from gracestream.pipeline.replica.delta_follower import Follower
 from gracestream.pipeline.stores.redis_head import RadiusStore
 from gracestream.pipeline.stores.snapshot_files import SnapshotStore
 from gracestream.workers import ending

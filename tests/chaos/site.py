@@ -16,9 +16,9 @@ from msgspec import UNSET
 from gracestream.deploy.local.kafka import LocalKafka
 from gracestream.deploy.local.redis import LocalRedis
 from gracestream.pipeline.client import Client
-from gracestream.pipeline.follower import Follower as DeltaFollower
 from gracestream.pipeline.kafka.clients import consumer
 from gracestream.pipeline.kafka.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ, PREDICTIONS
+from gracestream.pipeline.replica.delta_follower import Follower as DeltaFollower
 from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.stores.redis_client import redis_client
 from gracestream.pipeline.stores.redis_head import RadiusStore

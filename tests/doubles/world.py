@@ -28,16 +28,16 @@ from msgspec import UNSET
 from redis.exceptions import TimeoutError as RedisTimeout
 
 from gracestream.pipeline.auth.admission import Admission
-from gracestream.pipeline.editing import EditEngine
-from gracestream.pipeline.editor_log import EditorLog
-from gracestream.pipeline.intake import Intake
+from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.engine import EditEngine
+from gracestream.pipeline.editor.feedback_processor import Intake
+from gracestream.pipeline.editor.log import EditorLog
+from gracestream.pipeline.editor.redis_publisher import Projection
+from gracestream.pipeline.editor.snapshot_writer import SnapshotWriter
+from gracestream.pipeline.editor.traffic_reader import RequestTail
 from gracestream.pipeline.kafka.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ, REQUESTS, TOPICS
 from gracestream.pipeline.observability.health import Health
-from gracestream.pipeline.plan import Plan
-from gracestream.pipeline.projection import Projection
-from gracestream.pipeline.request_tail import RequestTail
 from gracestream.pipeline.settings import Settings, load_settings
-from gracestream.pipeline.snapshot_writer import SnapshotWriter
 from gracestream.pipeline.stores.redis_head import RadiusStore, StaleError
 from gracestream.schemas.deltas import decode_delta
 from gracestream.schemas.messages import VERSION, Feedback, InvalidMessage, Request, decode, encode

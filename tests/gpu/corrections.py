@@ -4,11 +4,11 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from gracestream.pipeline.edited import correction
-from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.engine import EditEngine
+from gracestream.pipeline.editing.result import correction
+from gracestream.pipeline.editing.value_training import Recipe
 from gracestream.pipeline.model.editable import EditableModel
-from gracestream.pipeline.plan import Plan
-from gracestream.pipeline.training import Recipe
 from gracestream.schemas.messages import Feedback, Outcome
 from tests.bench.random_models import RandomModel
 

@@ -7,8 +7,8 @@ from itertools import zip_longest
 import numpy as np
 from msgspec import UNSET
 
+from gracestream.pipeline.editing.config import Plan
 from gracestream.pipeline.model.editable import EditableModel
-from gracestream.pipeline.plan import Plan
 from gracestream.schemas.deltas import decode_delta
 from gracestream.schemas.messages import Feedback, Outcome
 from tests.bench.framework import Row

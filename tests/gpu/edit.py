@@ -6,7 +6,7 @@ from functools import partial
 
 from msgspec import UNSET
 
-from gracestream.pipeline.plan import Plan
+from gracestream.pipeline.editing.config import Plan
 from tests.bench.device import timed
 from tests.bench.framework import Row
 from tests.bench.random_models import RandomModel

@@ -7,9 +7,9 @@ from functools import partial
 import torch
 
 from gracestream.pipeline.codebook.policy import ROUNDINGS
+from gracestream.pipeline.editing.tolerance import query_noise
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.model.probe_texts import TEXTS
-from gracestream.pipeline.noise import query_noise
 from tests.bench.framework import Row
 from tests.bench.random_models import RandomModel, texts
 from tests.gpu.rig import Case, CheckError, Rig, smollm2

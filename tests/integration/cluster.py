@@ -8,7 +8,7 @@ from typing import Any
 from kafka.admin import MemberToRemove
 from kafka.structs import OffsetAndMetadata
 
-from gracestream.pipeline.editor_log import EditorLog
+from gracestream.pipeline.editor.log import EditorLog
 from gracestream.pipeline.kafka.clients import admin, producer
 from gracestream.pipeline.kafka.topics import DELTAS, EDITS, FEEDBACK_DLQ
 from gracestream.pipeline.settings import Settings

@@ -28,7 +28,7 @@ _CONTEXT.set_forkserver_preload(
         "gracestream.workers.cli.app",
         "gracestream.workers.editor",
         "gracestream.workers.inference",
-        "gracestream.pipeline.calibration",
+        "gracestream.pipeline.editing.calibration",
     ]
 )
 

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from msgspec import UNSET
 
-from gracestream.pipeline.accepted_feedback import admission_from_settings
 from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.codebook.key_index import KeyIndex
-from gracestream.pipeline.follower import Follower
+from gracestream.pipeline.editor.accepted_feedback import admission_from_settings
 from gracestream.pipeline.kafka.clients import producer
-from gracestream.pipeline.mirror import Mirror
 from gracestream.pipeline.model.batch import Prompt
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.observability.health import Health
-from gracestream.pipeline.serving import Record, Server
+from gracestream.pipeline.replica.codebook_replica import Mirror
+from gracestream.pipeline.replica.delta_follower import Follower
+from gracestream.pipeline.replica.request_handler import Record, Server
 from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.stores.redis_client import redis_client
 from gracestream.pipeline.stores.redis_head import RadiusStore

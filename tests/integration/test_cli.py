@@ -12,9 +12,9 @@ from kafka.admin import ConfigResource, ConfigResourceType, NewTopic
 
 from gracestream.deploy.models import KNOWN
 from gracestream.pipeline.codebook.file import load
+from gracestream.pipeline.history.replay import describe, replay_deltas
 from gracestream.pipeline.kafka.clients import admin
 from gracestream.pipeline.kafka.topics import TOPICS, require_topics
-from gracestream.pipeline.replay import describe, replay_deltas
 from gracestream.pipeline.settings import Settings, as_environment
 from gracestream.workers.cli import main
 from tests.integration.forked import Command, Forked, as_given, sentence, status_of

@@ -6,8 +6,8 @@ import threading
 import pytest
 import torch
 
-from gracestream.pipeline.accepted_feedback import admission_from_settings
 from gracestream.pipeline.device import DeviceFault
+from gracestream.pipeline.editor.accepted_feedback import admission_from_settings
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.observability.health import Health
 from gracestream.pipeline.settings import Settings

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from gracestream.pipeline.errors import HistoryError
-from gracestream.pipeline.follower import HELD_BYTES, Follower
-from gracestream.pipeline.mirror import Mirror
+from gracestream.pipeline.replica.codebook_replica import Mirror
+from gracestream.pipeline.replica.delta_follower import HELD_BYTES, Follower
 from gracestream.pipeline.settings import Settings
 from tests.integration.history import History, same
 from tests.integration.running import wait_until

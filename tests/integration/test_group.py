@@ -2,7 +2,7 @@
 
 import pytest
 
-from gracestream.pipeline.editor_log import EditorLog
+from gracestream.pipeline.editor.log import EditorLog
 from gracestream.pipeline.kafka.topics import FEEDBACK
 from tests.integration.cluster import Cluster
 from tests.integration.running import wait_until

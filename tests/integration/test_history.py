@@ -13,9 +13,9 @@ import msgspec
 import pytest
 from msgspec import UNSET
 
-from gracestream.pipeline.branching import branch
+from gracestream.pipeline.history.branch import branch
+from gracestream.pipeline.history.replay import replay_deltas
 from gracestream.pipeline.kafka.topics import TopicError, create_topics, layout, require_topics
-from gracestream.pipeline.replay import replay_deltas
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.deltas import GENESIS, EntryChange, Tensor, decode_delta, seal
 from gracestream.schemas.messages import Feedback, decode

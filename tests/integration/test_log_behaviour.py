@@ -3,7 +3,7 @@
 import pytest
 from kafka.errors import KafkaError, KafkaTimeoutError
 
-from gracestream.pipeline.editor_log import ForeignRecordError, PlaceLostError, Result, may_pass
+from gracestream.pipeline.editor.log import ForeignRecordError, PlaceLostError, Result, may_pass
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.kafka.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ, TOPICS
 from gracestream.pipeline.settings import load_settings
@@ -65,7 +65,7 @@ class TestTransactions:
     def test_nobody_leads_while_records_of_another_writer_are_undecided(
         self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("gracestream.pipeline.editor_log.ANSWER_SECONDS", 2.0)
+        monkeypatch.setattr("gracestream.pipeline.editor.log.ANSWER_SECONDS", 2.0)
         other = cluster.producer(transactional_id=f"{cluster.settings.prefix}another")
         other.init_transactions()
         other.begin_transaction()
@@ -106,7 +106,7 @@ class TestLostControlRecords:
     def test_another_editor_does_not_write_on(
         self, kafka: MemoryKafka, prefix: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("gracestream.pipeline.editor_log.ANSWER_SECONDS", 0.2)
+        monkeypatch.setattr("gracestream.pipeline.editor.log.ANSWER_SECONDS", 0.2)
         cluster = Cluster(load_settings(prefix=prefix), kafka)
         log = cluster.leader()
         kafka.skips_markers = True

@@ -12,10 +12,10 @@ import psutil
 import pytest
 
 from gracestream.pipeline.errors import HistoryError
-from gracestream.pipeline.follower import Follower
 from gracestream.pipeline.kafka.clients import producer
 from gracestream.pipeline.kafka.lenient_records import BATCH_BYTES, KEPT_BYTES, record_bytes
 from gracestream.pipeline.kafka.topics import DELTAS, FEEDBACK, FEEDBACK_DLQ, PREDICTIONS, REQUESTS, REQUESTS_DLQ
+from gracestream.pipeline.replica.delta_follower import Follower
 from gracestream.pipeline.settings import Settings, as_environment
 from gracestream.workers.editor import ENOUGH_BYTES
 from tests.hostile import Hostile, crowded_batches

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from gracestream.deploy.local.processes import free_port
 from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.errors import HistoryError
-from gracestream.pipeline.mirror import CATCH_UP_SECONDS, Mirror
 from gracestream.pipeline.observability.metrics import RADIUS_MISMATCH
+from gracestream.pipeline.replica.codebook_replica import CATCH_UP_SECONDS, Mirror
 from gracestream.pipeline.settings import Settings, load_settings
 from gracestream.pipeline.stores.redis_client import redis_client
 from gracestream.pipeline.stores.redis_head import RadiusStore, StaleError

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from msgspec import UNSET
 
-from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.kafka.clients import producer
 from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.wording.comparison import disagreement, wording_of

@@ -11,10 +11,10 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from gracestream.pipeline.codebook.codebook import Applied, Codebook
 from gracestream.pipeline.codebook.key_index import KeyIndex
-from gracestream.pipeline.follower import Follower
-from gracestream.pipeline.mirror import Mirror
+from gracestream.pipeline.editor.redis_publisher import Projection
 from gracestream.pipeline.observability.metrics import RADIUS_MISMATCH
-from gracestream.pipeline.projection import Projection
+from gracestream.pipeline.replica.codebook_replica import Mirror
+from gracestream.pipeline.replica.delta_follower import Follower
 from gracestream.pipeline.settings import load_settings
 from gracestream.pipeline.stores import redis_head as radius_store
 from gracestream.pipeline.stores.redis_client import redis_client

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from gracestream.deploy.local.kafka import LocalKafka
+from gracestream.pipeline.history.replay import replay_deltas
 from gracestream.pipeline.kafka import reader as reading
 from gracestream.pipeline.kafka.clients import bulk_consumer, producer
 from gracestream.pipeline.kafka.reader import Batch, read_topic
 from gracestream.pipeline.kafka.topics import DELTAS, PREDICTIONS, TopicError, create_topics
-from gracestream.pipeline.mirror import Mirror
-from gracestream.pipeline.replay import replay_deltas
+from gracestream.pipeline.replica.codebook_replica import Mirror
 from gracestream.pipeline.settings import Settings, load_settings
 from tests.hostile import Unreadable, odd_batches
 from tests.integration.history import History, same
@@ -209,7 +209,7 @@ def test_ctrl_c_is_not_lost_in_the_bulk(
 def test_replay_and_a_starting_replica_read_in_bulk(
     deployment: Settings, by_aiokafka: list[int], mirror_of: Callable[..., Mirror], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gracestream.pipeline.follower.read_bulk", reading.read_bulk)
+    monkeypatch.setattr("gracestream.pipeline.replica.delta_follower.read_bulk", reading.read_bulk)
     history = History(deployment)
     try:
         history.lead()

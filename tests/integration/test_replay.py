@@ -12,9 +12,9 @@ import pytest
 from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.codebook.file import FileError, load, save
 from gracestream.pipeline.errors import HistoryError
-from gracestream.pipeline.history import KafkaHistory
+from gracestream.pipeline.history.kafka_history import KafkaHistory
+from gracestream.pipeline.history.replay import describe, replay_deltas
 from gracestream.pipeline.kafka.clients import producer
-from gracestream.pipeline.replay import describe, replay_deltas
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.deltas import Cause, EntryChange, decode_delta
 from tests.integration.history import History, same

@@ -9,15 +9,15 @@ from structlog.testing import capture_logs
 from torch import Tensor
 
 from gracestream.deploy.local.kafka import LocalKafka
-from gracestream.pipeline import request_tail
-from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.engine import EditEngine
+from gracestream.pipeline.editing.traffic_reservoir import Traffic, score
+from gracestream.pipeline.editor import traffic_reader as request_tail
+from gracestream.pipeline.editor.traffic_reader import AT_ONCE, RANKED, TAIL, RequestTail
 from gracestream.pipeline.kafka.clients import admin, producer
 from gracestream.pipeline.kafka.topics import create_topics
 from gracestream.pipeline.model.batch import Prompt
-from gracestream.pipeline.plan import Plan
-from gracestream.pipeline.request_tail import AT_ONCE, RANKED, TAIL, RequestTail
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.traffic import Traffic, score
 from gracestream.schemas.messages import ChatMessage, encode
 from tests.integration.running import PATIENCE, go_on, hang, question, records, wait_until
 from tests.unit.engine.tiny import CHAT, editable, texts

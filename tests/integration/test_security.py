@@ -11,8 +11,8 @@ from redis.exceptions import NoPermissionError, ResponseError
 from structlog.typing import EventDict
 
 from gracestream.pipeline.codebook.codebook import Codebook
+from gracestream.pipeline.editor.redis_publisher import Projection
 from gracestream.pipeline.kafka.clients import wait_for_kafka
-from gracestream.pipeline.projection import Projection
 from gracestream.pipeline.settings import Settings, load_settings
 from gracestream.pipeline.stores.redis_client import redis_client, wait_for_redis
 from gracestream.pipeline.stores.redis_head import Head, RadiusStore

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gracestream.pipeline.editor_log import Result
+from gracestream.pipeline.editor.log import Result
 from gracestream.pipeline.kafka.clients import producer
 from gracestream.pipeline.kafka.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ
 from gracestream.pipeline.settings import Settings

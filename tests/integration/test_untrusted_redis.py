@@ -16,10 +16,10 @@ from msgspec import UNSET
 from redis.exceptions import RedisError
 
 from gracestream.deploy.local.redis import LocalRedis
+from gracestream.pipeline.editor.redis_publisher import Projection
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.kafka.waiting import UnreachableError
-from gracestream.pipeline.mirror import MOST_GOOD, Mirror
-from gracestream.pipeline.projection import Projection
+from gracestream.pipeline.replica.codebook_replica import MOST_GOOD, Mirror
 from gracestream.pipeline.settings import Settings, load_settings
 from gracestream.pipeline.stores.redis_bounds import ANSWER_BYTES
 from gracestream.pipeline.stores.redis_client import redis_client, wait_for_redis
@@ -505,7 +505,7 @@ class TestARedisThatHangs:
         self, quick: Settings, mirror_of: Callable[..., Mirror], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(
-            "gracestream.pipeline.mirror.HEAD_SECONDS", 30
+            "gracestream.pipeline.replica.codebook_replica.HEAD_SECONDS", 30
         )  # a busy machine may take long; a hang fails anyway
         fitful = Fitful()
         with listening(fitful) as listener:

@@ -5,7 +5,7 @@ import time
 import pytest
 from kafka.errors import KafkaError
 
-from gracestream.pipeline.editor_log import PlaceLostError, Result, may_pass
+from gracestream.pipeline.editor.log import PlaceLostError, Result, may_pass
 from gracestream.pipeline.kafka.topics import DELTAS, EDITS, FEEDBACK
 from tests.integration.cluster import Cluster, half_written, next_offset, outcome_of, outcomes, take_session
 from tests.integration.running import PATIENCE, headers_of, wait_until

@@ -11,11 +11,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracestream.pipeline.accepted_feedback import admission_from_settings
 from gracestream.pipeline.auth.admission import MINUTE, Admission, Admitted, Copied, LastMinute, Refused
 from gracestream.pipeline.auth.authors import Author, AuthorsError
 from gracestream.pipeline.auth.signing import sign
 from gracestream.pipeline.auth.spent_signatures import mark_of_id, mark_of_record
+from gracestream.pipeline.editor.accepted_feedback import admission_from_settings
 from gracestream.pipeline.settings import SettingsError, load_settings
 from gracestream.schemas.messages import Feedback, decode, encode
 

@@ -1,10 +1,10 @@
-"""What `pipeline.audit` calls damage, for every number of deltas and outcomes."""
+"""What `pipeline.history.audit` calls damage, for every number of deltas and outcomes."""
 
 from collections.abc import Sequence
 
 import pytest
 
-from gracestream.pipeline.audit import _damage
+from gracestream.pipeline.history.audit import _damage
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 pytest.importorskip("tests.bench.scope", exc_type=ImportError)  # needs more than the engine does
 
-from gracestream.pipeline.evaluation import begins
+from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.value_training import train_value
 from gracestream.pipeline.experiments.data import DataError, rows_of
-from gracestream.pipeline.intervals import wilson
 from gracestream.pipeline.model.adaptor import Hit
-from gracestream.pipeline.plan import Plan
-from gracestream.pipeline.training import train_value
+from gracestream.pipeline.tuning.evaluation import begins
+from gracestream.pipeline.tuning.intervals import wilson
 from gracestream.schemas.messages import ChatMessage
 from tests.bench import __main__ as command
 from tests.bench import edits

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 pytest.importorskip("tests.bench.stream", exc_type=ImportError)  # needs more than the engine does
 
 from gracestream.pipeline.codebook.codebook import Codebook
-from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.experiments.data import DataError
-from gracestream.pipeline.plan import Plan
 from gracestream.schemas.deltas import EntryChange
 from tests.bench.framework import BenchError, Options, Row, machine, write
 from tests.bench.page import pages

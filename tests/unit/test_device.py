@@ -22,11 +22,11 @@ from gracestream.pipeline.device import (
     raise_if_broken,
 )
 from gracestream.pipeline.errors import HistoryError
-from gracestream.pipeline.follower import Follower
-from gracestream.pipeline.mirror import Mirror
 from gracestream.pipeline.model.checkpoint import ModelError, device_of
+from gracestream.pipeline.replica.codebook_replica import Mirror
+from gracestream.pipeline.replica.delta_follower import Follower
+from gracestream.pipeline.replica.request_handler import Record, Server
 from gracestream.pipeline.search.key_search import with_room
-from gracestream.pipeline.serving import Record, Server
 from gracestream.pipeline.settings import load_settings
 from gracestream.pipeline.stores.redis_client import redis_client
 from gracestream.pipeline.stores.redis_head import RadiusStore

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gracestream.pipeline.model.batch import Prompt
-from gracestream.pipeline.serving import Question, Record, Reply
+from gracestream.pipeline.replica.request_handler import Question, Record, Reply
 from gracestream.schemas.messages import Request
 from gracestream.workers.micro_batches import MicroBatches, next_batch
 from tests.unit.engine.tiny import tokenizer

@@ -5,8 +5,8 @@ import torch
 
 from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.codebook.key_index import KeyIndex
-from gracestream.pipeline.follower import Follower
-from gracestream.pipeline.mirror import Mirror
+from gracestream.pipeline.replica.codebook_replica import Mirror
+from gracestream.pipeline.replica.delta_follower import Follower
 from gracestream.pipeline.settings import load_settings
 from gracestream.pipeline.stores.redis_client import redis_client
 from gracestream.pipeline.stores.redis_head import Head, RadiusStore

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracestream.pipeline.model.sentence_encoder import FARTHEST
-from gracestream.pipeline.negatives import (
+from gracestream.pipeline.editing.negatives import (
     COUNT,
     COUNT_OF_LONG,
     FEWEST,
@@ -20,6 +19,7 @@ from gracestream.pipeline.negatives import (
     share,
     templates,
 )
+from gracestream.pipeline.model.sentence_encoder import FARTHEST
 from gracestream.pipeline.wording.relations import SUBJECT, relations
 
 DISTANCES = st.lists(st.floats(0, 2), min_size=FEWEST, max_size=60)

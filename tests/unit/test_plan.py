@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.value_training import Recipe
 from gracestream.pipeline.model.sentence_encoder import FARTHEST, UNIT
-from gracestream.pipeline.plan import Plan
 from gracestream.pipeline.settings import Settings, SettingsError, as_environment, load_settings, misspelt
-from gracestream.pipeline.training import Recipe
 from gracestream.workers.boot import plan_of
 
 CHOSEN = Plan(

@@ -6,9 +6,9 @@ from typing import Annotated
 import typer
 from rich.table import Column, Table
 
-from gracestream.pipeline.audit import Damage, Finding
-from gracestream.pipeline.audit import audit as find_damage
 from gracestream.pipeline.errors import UserError
+from gracestream.pipeline.history import Damage, Finding
+from gracestream.pipeline.history import audit as find_damage
 from gracestream.workers.cli.common import AsJson, Kafka, Prefix, cell, connected, counted, notes, say, show
 
 REMEDY: dict[Damage, str] = {

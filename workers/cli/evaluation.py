@@ -29,8 +29,8 @@ from gracestream.workers.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from gracestream.pipeline.evaluation import CaseResult, EvaluationCase
     from gracestream.pipeline.model import EditableModel
+    from gracestream.pipeline.tuning.evaluation import CaseResult, EvaluationCase
 
 
 def register(app: typer.Typer) -> None:
@@ -54,9 +54,9 @@ def evaluate(
     asks. With --json each case is a line, and the last line counts them.
     Example: gracestream evaluate cases.jsonl
     """
-    from gracestream.pipeline.evaluation import evaluate as answered  # noqa: PLC0415  (torch takes seconds)
-    from gracestream.pipeline.evaluation import summary  # noqa: PLC0415
-    from gracestream.pipeline.replay import replay_deltas  # noqa: PLC0415
+    from gracestream.pipeline.history import replay_deltas  # noqa: PLC0415
+    from gracestream.pipeline.tuning.evaluation import evaluate as answered  # noqa: PLC0415  (torch takes seconds)
+    from gracestream.pipeline.tuning.evaluation import summary  # noqa: PLC0415
     from gracestream.workers.boot import load_model  # noqa: PLC0415
 
     cases = _read(lines)
@@ -99,7 +99,7 @@ def _read(path: Path) -> dict[int, "EvaluationCase"]:
     Raises:
         typer.BadParameter: a line is no case, or there is none.
     """
-    from gracestream.pipeline.evaluation import EvaluationCase  # noqa: PLC0415
+    from gracestream.pipeline.tuning.evaluation import EvaluationCase  # noqa: PLC0415
 
     cases = {}
     for number, fields in read_lines(path):

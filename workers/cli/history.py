@@ -12,9 +12,7 @@ from rich.table import Column, Table
 
 from gracestream.pipeline.codebook import Codebook, query_in, save
 from gracestream.pipeline.errors import UserError
-from gracestream.pipeline.history import KafkaHistory
-from gracestream.pipeline.hits import hits
-from gracestream.pipeline.replay import Step, describe, replay_deltas
+from gracestream.pipeline.history import KafkaHistory, Step, describe, hits, replay_deltas
 from gracestream.pipeline.settings import Settings, load_settings
 from gracestream.schemas.deltas import Delta, decode_delta
 from gracestream.schemas.messages import Feedback, decode, printable
@@ -152,7 +150,7 @@ def compare(
     Example: gracestream diff 12 41
     """
     points = _point(before), _point(after)
-    from gracestream.pipeline.diff import diff  # noqa: PLC0415  (torch takes seconds that other commands need not wait)
+    from gracestream.pipeline.history import diff  # noqa: PLC0415  (torch takes seconds that other commands need not wait)
 
     found = diff(connected(kafka=kafka, prefix=prefix), *points)
     if as_json:
@@ -189,7 +187,7 @@ def corrections(
     printed as it was sent, byte for byte: its signature is good where the codebook has the same name.
     Example: gracestream corrections --prefix old- | gracestream correct --prefix new-
     """
-    from gracestream.pipeline.in_force import in_force  # noqa: PLC0415  (torch takes seconds)
+    from gracestream.pipeline.history import in_force  # noqa: PLC0415  (torch takes seconds)
 
     for record in in_force(connected(kafka=kafka, prefix=prefix), seq):
         feedback = decode(record, Feedback)
@@ -201,9 +199,9 @@ def corrections(
 
 def _retrained(settings: Settings, records: list[bytes]) -> tuple[Codebook, list[bytes], dict[str, Any]]:
     """The codebook that training anew gives, its records, and how they compare."""
-    from gracestream.pipeline.environment import environment  # noqa: PLC0415
+    from gracestream.pipeline.editing import environment  # noqa: PLC0415
+    from gracestream.pipeline.history import Retraining  # noqa: PLC0415
     from gracestream.pipeline.model import LayerError  # noqa: PLC0415
-    from gracestream.pipeline.retraining import Retraining  # noqa: PLC0415
     from gracestream.workers.boot import load_model  # noqa: PLC0415
 
     lead = decode_delta(records[0])
@@ -236,7 +234,7 @@ def _with_those_of(lead: Delta, settings: Settings) -> Settings:
 
 
 def _branched(settings: Settings, prefix: str, codebook: str, records: list[bytes], replication: int | None) -> str:
-    from gracestream.pipeline.branching import branch  # noqa: PLC0415
+    from gracestream.pipeline.history import branch  # noqa: PLC0415
 
     target = load_settings(kafka=settings.kafka, prefix=prefix, codebook=codebook)
     return branch(settings, target, records, replication)

@@ -8,8 +8,8 @@ import typer
 from rich.table import Column, Table
 
 from gracestream.pipeline.errors import UserError
-from gracestream.pipeline.near_misses import Missed, Served, served_by
-from gracestream.pipeline.near_misses import near_misses as missed_requests
+from gracestream.pipeline.history import Missed, Served, served_by
+from gracestream.pipeline.history import near_misses as missed_requests
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.messages import in_one_text
 from gracestream.workers.cli.common import AsJson, Kafka, Prefix, cell, clock, connected, notes, say, shortened, show

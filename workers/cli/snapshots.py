@@ -6,7 +6,7 @@ import msgspec
 import typer
 
 from gracestream.pipeline.errors import UserError
-from gracestream.pipeline.replay import fold_log
+from gracestream.pipeline.history import fold_log
 from gracestream.pipeline.stores import SnapshotError, write
 from gracestream.workers.cli.common import NO_DELTAS, AsJson, Kafka, Prefix, connected, tell
 

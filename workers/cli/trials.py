@@ -10,7 +10,7 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
-from gracestream.pipeline.calibration import Sample
+from gracestream.pipeline.editing import Sample
 from gracestream.pipeline.settings import load_settings
 from gracestream.pipeline.tuning.advice import Advice, advise, ranked
 from gracestream.pipeline.tuning.plot import draw, require_plot

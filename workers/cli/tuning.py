@@ -93,7 +93,7 @@ def _require_auto(context: typer.Context) -> None:
 def _measure(lines: Path, layer: list[str] | None, model: str | None, *, as_json: bool) -> None:
     """Measure the layers without any edit."""
     from gracestream.deploy.models import layer_of  # noqa: PLC0415
-    from gracestream.pipeline.calibration import Sample, calibrate_layer  # noqa: PLC0415
+    from gracestream.pipeline.editing import Sample, calibrate_layer  # noqa: PLC0415
     from gracestream.workers.boot import load_model, reads_text  # noqa: PLC0415
 
     samples = []

@@ -5,13 +5,11 @@ from collections.abc import Sequence
 
 from msgspec import UNSET
 
-from gracestream.pipeline.edited import correction
-from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.editing import EditEngine, Plan, correction
 from gracestream.pipeline.experiments.editors.editor import Made
 from gracestream.pipeline.experiments.editors.serving import Served
 from gracestream.pipeline.experiments.tasks import Example
 from gracestream.pipeline.model import EditableModel
-from gracestream.pipeline.plan import Plan
 
 
 class Grace(Served):

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from gracestream.pipeline.editing import Plan
 from gracestream.pipeline.experiments.editors.editor import Editor
 from gracestream.pipeline.experiments.editors.finetuning import ElasticWeights, FineTuning, Retraining
 from gracestream.pipeline.experiments.editors.grace import Grace
@@ -10,7 +11,6 @@ from gracestream.pipeline.experiments.editors.mend import Mend
 from gracestream.pipeline.experiments.editors.predicting import Defer, Memory
 from gracestream.pipeline.experiments.editors.rome import Rome
 from gracestream.pipeline.model import EditableModel
-from gracestream.pipeline.plan import Plan
 
 Make = Callable[[EditableModel, Plan, Sequence[str], dict[str, Any]], Editor]
 """Of the model that it edits, the plan of an editor worker, requests that nobody flagged, and what was chosen of its

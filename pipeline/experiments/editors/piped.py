@@ -19,8 +19,8 @@ from gracestream.pipeline.experiments.editors.editor import EditorError, Made
 from gracestream.pipeline.experiments.editors.serving import Served
 from gracestream.pipeline.experiments.evaluation import Score
 from gracestream.pipeline.experiments.tasks import Example
-from gracestream.pipeline.follower import Follower
 from gracestream.pipeline.model import Classification, EditableModel
+from gracestream.pipeline.replica import Follower
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.messages import VERSION, Feedback, Outcome, Parameters, Prediction, Request
 

@@ -16,7 +16,7 @@ from msgspec import UNSET
 from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.codebook.key_index import KeyIndex
 from gracestream.pipeline.codebook.policy import TRAFFIC_SHARE
-from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.model.adaptor import Hit, matches, serving
 from gracestream.pipeline.model.batch import Prompt
 from gracestream.pipeline.model.editable import EditableModel

@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from gracestream.pipeline.evaluation import begins
-from gracestream.pipeline.intervals import wilson
+from gracestream.pipeline.tuning.evaluation import begins
+from gracestream.pipeline.tuning.intervals import wilson
 from tests.bench.scope.cases import Case
 
 REPEATED = re.compile(r"(\S+)(?:\s+\1){2,}(?!\S)|(\S{2,}?)\2{2,}")

@@ -14,16 +14,16 @@ import numpy as np
 import torch
 from msgspec import UNSET
 
-from gracestream.pipeline.case import Again, Ahead
 from gracestream.pipeline.codebook.codebook import Label
 from gracestream.pipeline.codebook.edit_memory import BARE_MODEL
-from gracestream.pipeline.edited import Edited, correction
-from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.editing.candidate import Again, Ahead
+from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.engine import EditEngine
+from gracestream.pipeline.editing.result import Edited, correction
+from gracestream.pipeline.editing.value_training import Trained
 from gracestream.pipeline.model.adaptor import Hit, matches, serving
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.model.tasks.base import InputError
-from gracestream.pipeline.plan import Plan
-from gracestream.pipeline.training import Trained
 from gracestream.schemas.deltas import Seen
 from gracestream.schemas.messages import Feedback
 from tests.bench.device import timed

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import msgspec
 
+from gracestream.pipeline.editing.config import Plan
 from gracestream.pipeline.model.editable import EditableModel
-from gracestream.pipeline.plan import Plan
 from tests.bench.framework import ROOT
 from tests.bench.stream.corrections import Data
 
@@ -23,7 +23,7 @@ DECIDING = (
 
 MEASURING = (
     "tests/bench/stream/corrections.py", "tests/bench/stream/measure.py", "tests/bench/stream/undone.py",
-    "pipeline/undo.py", "pipeline/rewriting.py", "pipeline/apart.py",
+    "pipeline/editing/undo.py", "pipeline/editing/counterfactual.py", "pipeline/editing/divergence.py",
 )  # fmt: skip
 """The code that decides the rows of a checkpoint."""
 

@@ -9,7 +9,7 @@ import torch
 
 from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.codebook.edit_memory import BARE_MODEL
-from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.model.adaptor import Hit
 from gracestream.schemas.messages import Feedback
 from tests.bench.device import held, timed

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import msgspec
 
-from gracestream.pipeline.editing import EditEngine
-from gracestream.pipeline.environment import environment
+from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.engine import EditEngine
+from gracestream.pipeline.editing.provenance import environment
 from gracestream.pipeline.model.editable import EditableModel
-from gracestream.pipeline.plan import Plan
 from gracestream.pipeline.settings import load_settings
 from gracestream.workers.boot import load_model, plan_of
 from tests.bench.framework import BenchError, Options, Row

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 from msgspec import UNSET
 
-from gracestream.pipeline.case import Again
 from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.codebook.compare import Fold
 from gracestream.pipeline.codebook.edit_memory import EditMemory, together
-from gracestream.pipeline.editing import EditEngine
-from gracestream.pipeline.undo import undo
+from gracestream.pipeline.editing.candidate import Again
+from gracestream.pipeline.editing.engine import EditEngine
+from gracestream.pipeline.editing.undo import undo
 from gracestream.schemas.deltas import Delta, Seen, decode_delta
 from gracestream.schemas.messages import Feedback
 from tests.bench.framework import BenchError, Row

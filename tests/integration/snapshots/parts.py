@@ -5,8 +5,8 @@ from pathlib import Path
 
 from structlog.typing import EventDict
 
+from gracestream.pipeline.history.replay import fold_log
 from gracestream.pipeline.kafka.topics import SNAPSHOTS
-from gracestream.pipeline.replay import fold_log
 from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.stores.snapshots import write
 from gracestream.schemas.messages import SnapshotManifest, encode

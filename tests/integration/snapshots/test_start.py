@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 from structlog.typing import EventDict
 
+from gracestream.pipeline.history.replay import replay_deltas
 from gracestream.pipeline.kafka.clients import admin
 from gracestream.pipeline.kafka.topics import DELTAS, create_topics
-from gracestream.pipeline.mirror import Mirror
-from gracestream.pipeline.replay import replay_deltas
+from gracestream.pipeline.replica.codebook_replica import Mirror
 from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.stores.snapshots import newest
 from tests.integration.history import History, same

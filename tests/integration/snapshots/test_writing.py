@@ -10,9 +10,9 @@ import msgspec
 import pytest
 from structlog.typing import EventDict
 
-from gracestream.pipeline.mirror import Mirror
+from gracestream.pipeline.editor.snapshot_writer import SnapshotWriter
+from gracestream.pipeline.replica.codebook_replica import Mirror
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.snapshot_writer import SnapshotWriter
 from gracestream.pipeline.stores.snapshot_files import SnapshotError
 from gracestream.pipeline.stores.snapshots import manifests, offset_of
 from gracestream.schemas.messages import SnapshotManifest

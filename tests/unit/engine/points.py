@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from gracestream.pipeline.codebook.codebook import Label
-from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.model.adaptor import Adaptor, Asked
 from gracestream.pipeline.model.batch import Batch, Prompt
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.model.suffix_pass import Passes
 from gracestream.pipeline.model.tasks.base import Answer, InputError, Supervised, Task
-from gracestream.pipeline.plan import Plan
 from gracestream.pipeline.wording.comparison import common_words, contrasts
 from gracestream.schemas.messages import Inputs, Outputs, Parameters
 from tests.unit.engine.tiny import CODEBOOK, MODEL

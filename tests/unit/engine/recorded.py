@@ -8,15 +8,15 @@ import msgspec
 
 from gracestream.pipeline.auth.admission import MINUTE, Admission
 from gracestream.pipeline.auth.authors import Authors
-from gracestream.pipeline.case import Ahead
-from gracestream.pipeline.edited import correction
-from gracestream.pipeline.editing import EditEngine
-from gracestream.pipeline.environment import environment
-from gracestream.pipeline.fruitless import Fruitless, fruitless_in
-from gracestream.pipeline.intake import Intake, Read
+from gracestream.pipeline.editing.candidate import Ahead
+from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.engine import EditEngine
+from gracestream.pipeline.editing.no_change import Fruitless, fruitless_in
+from gracestream.pipeline.editing.provenance import environment
+from gracestream.pipeline.editing.result import correction
+from gracestream.pipeline.editor.feedback_processor import Intake, Read
+from gracestream.pipeline.history.reproduce import Retraining
 from gracestream.pipeline.model.editable import EditableModel
-from gracestream.pipeline.plan import Plan
-from gracestream.pipeline.retraining import Retraining
 from gracestream.schemas.deltas import decode_delta, seal
 from gracestream.schemas.headers import FEEDBACK_OFFSET
 from gracestream.schemas.messages import Feedback, InvalidMessage, Outcome, decode, encode

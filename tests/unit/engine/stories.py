@@ -6,14 +6,14 @@ from typing import Any
 
 from msgspec import UNSET, UnsetType
 
-from gracestream.pipeline.case import Again
 from gracestream.pipeline.codebook.edit_memory import together
-from gracestream.pipeline.edited import correction
-from gracestream.pipeline.editing import EditEngine
-from gracestream.pipeline.environment import environment
-from gracestream.pipeline.excepting import except_from
-from gracestream.pipeline.plan import Plan
-from gracestream.pipeline.undo import undo
+from gracestream.pipeline.editing.candidate import Again
+from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.engine import EditEngine
+from gracestream.pipeline.editing.exceptions import except_from
+from gracestream.pipeline.editing.provenance import environment
+from gracestream.pipeline.editing.result import correction
+from gracestream.pipeline.editing.undo import undo
 from gracestream.schemas.deltas import Standing, decode_delta
 from gracestream.schemas.messages import Feedback, Outcome
 from tests.unit.engine.points import PointModel, at, point

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gracestream.pipeline.codebook.codebook import Label
-from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.model.editable import EditableModel, Served
 from gracestream.pipeline.model.tasks.base import Answer
 from gracestream.schemas.messages import Outputs, Parameters

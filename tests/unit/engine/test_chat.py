@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.model.chat import END, START, ChatError, ChatTemplate
 from gracestream.pipeline.model.checkpoint import fingerprint_of
 from gracestream.pipeline.model.control_tokens import control_tokens, text_tokenizer
 from gracestream.pipeline.model.probe_texts import TEXTS
 from gracestream.pipeline.model.tasks.base import InputError
-from gracestream.pipeline.plan import Plan
 from gracestream.schemas.messages import ChatMessage, Feedback, Inputs, Parameters
 from tests.unit.engine.test_control_tokens import FAMILIES, PARTS, spellings
 from tests.unit.engine.tiny import CHAT, CODEBOOK, correct, editable

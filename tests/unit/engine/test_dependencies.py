@@ -25,8 +25,8 @@ if hasattr(torch.cpu, "get_capabilities"):
     del torch.cpu.get_capabilities  # as below torch 2.12
 for name in ("calibration", "checkpoint", "codebook_file", "rewriting", "trial", "undo"):
     importlib.import_module(f"gracestream.pipeline.{name}")
-from gracestream.pipeline.editing import EditEngine
-from gracestream.pipeline.environment import environment
+from gracestream.pipeline.editing.engine import EditEngine
+from gracestream.pipeline.editing.provenance import environment
 from gracestream.pipeline.search.key_search import TorchSearch, search_for
 from gracestream.schemas.messages import Parameters
 from tests.unit.engine.tiny import correct, editable

@@ -8,12 +8,12 @@ import pytest
 import torch
 from msgspec import UNSET
 
-from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.engine import EditEngine
+from gracestream.pipeline.editing.value_training import Recipe
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.model.tasks.base import InputError, Limits
-from gracestream.pipeline.plan import Plan
-from gracestream.pipeline.training import Recipe
 from gracestream.schemas.deltas import decode_delta
 from gracestream.schemas.messages import VERSION, Feedback, Outcome, Parameters
 from tests.unit.engine.tiny import CODEBOOK, WORDS, correct, editable, retuned, texts

@@ -14,11 +14,11 @@ from tokenizers import Tokenizer
 from transformers import BertConfig, BertModel, GPT2Config, GPT2Model
 
 from gracestream.pipeline.codebook.policy import batch_noise
-from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.model.checkpoint import ModelError
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.model.sentence_encoder import MARK, MARKS, Encoder, marks
-from gracestream.pipeline.plan import Plan
 from gracestream.schemas.messages import ChatMessage, Inputs, Parameters
 from tests.unit.engine.tiny import CHAT, CODEBOOK, KINDS, SIZE, WORDS, correct, editable, texts, tokenizer
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from msgspec import UNSET
 
 from gracestream.pipeline.codebook.codebook import Codebook
-from gracestream.pipeline.editing import EditEngine
-from gracestream.pipeline.evaluation import EvaluationCase, EvaluationError, begins, evaluate, summary
+from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.model.editable import EditableModel
-from gracestream.pipeline.plan import Plan
+from gracestream.pipeline.tuning.evaluation import EvaluationCase, EvaluationError, begins, evaluate, summary
 from gracestream.schemas.deltas import EntryChange, Tensor
 from tests.unit.engine.tiny import CODEBOOK, WORDS, correct, texts
 

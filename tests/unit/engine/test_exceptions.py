@@ -12,12 +12,12 @@ from msgspec import UNSET
 from gracestream.pipeline.codebook.edit_memory import BARE_MODEL
 from gracestream.pipeline.codebook.file import load, save
 from gracestream.pipeline.codebook.prompt_exceptions import query_of
-from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.engine import EditEngine
+from gracestream.pipeline.editing.exceptions import Refusal, except_from, exception_for
 from gracestream.pipeline.errors import HistoryError
-from gracestream.pipeline.excepting import Refusal, except_from, exception_for
 from gracestream.pipeline.model.adaptor import matches
 from gracestream.pipeline.model.editable import Served
-from gracestream.pipeline.plan import Plan
 from gracestream.schemas.deltas import EntryChange, ExceptionChange, Standing, Tensor, decode_delta
 from gracestream.schemas.messages import Feedback, Outcome, Parameters
 from tests.unit.engine.points import PointModel, answer, at, point

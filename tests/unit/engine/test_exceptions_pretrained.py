@@ -6,10 +6,10 @@ import pytest
 from msgspec import UNSET
 
 from gracestream.deploy.models import KNOWN, resolve, resolve_encoder
-from gracestream.pipeline.editing import EditEngine
-from gracestream.pipeline.excepting import except_from
+from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.engine import EditEngine
+from gracestream.pipeline.editing.exceptions import except_from
 from gracestream.pipeline.model.editable import EditableModel, Served
-from gracestream.pipeline.plan import Plan
 from gracestream.schemas.messages import Feedback, Parameters
 from tests.unit.engine.tiny import CODEBOOK, correct
 

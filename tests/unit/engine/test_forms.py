@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import UNSET
 
-from gracestream.pipeline.edited import correction
-from gracestream.pipeline.editing import EditEngine
-from gracestream.pipeline.forms import MOST_TOKENS, forms_of, supervised_forms
+from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.engine import EditEngine
+from gracestream.pipeline.editing.forms import MOST_TOKENS, forms_of, supervised_forms
+from gracestream.pipeline.editing.result import correction
+from gracestream.pipeline.editing.value_training import OWN_MARGIN, Recipe, Texts, train_on, train_value
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.model.suffix_pass import Passes
 from gracestream.pipeline.model.tasks.base import Limits, Supervised
-from gracestream.pipeline.plan import Plan
-from gracestream.pipeline.training import OWN_MARGIN, Recipe, Texts, train_on, train_value
 from gracestream.schemas.deltas import Delta, decode_delta
 from gracestream.schemas.messages import ChatMessage, Feedback, Inputs, encode
 from tests.unit.engine.recorded import Recorded
@@ -163,7 +163,7 @@ def test_a_form_that_fails_rejects_nothing_and_leaves_the_value_as_it_was(monkey
         return [model.supervised(inputs, WORDS[number])[1] for number in (20, 21)]
 
     usual = edited(model, ONE_PROMPT, text)
-    monkeypatch.setattr("gracestream.pipeline.rephrasing.supervised_forms", other)
+    monkeypatch.setattr("gracestream.pipeline.editing.rephrases.supervised_forms", other)
     assert torch.equal(value(edited(model, PLAN, text)), value(usual))
 
 

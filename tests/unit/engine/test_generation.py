@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.model.probe_texts import TEXTS
 from gracestream.schemas.messages import Parameters

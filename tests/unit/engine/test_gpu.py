@@ -21,14 +21,15 @@ from gracestream.pipeline.codebook import key_index
 from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.codebook.key_index import CANDIDATES, MOST_CANDIDATES, KeyIndex
 from gracestream.pipeline.device import CUDA_DEFAULTS, arithmetic, prepare_cuda
-from gracestream.pipeline.edited import correction
-from gracestream.pipeline.editing import EditEngine
-from gracestream.pipeline.environment import environment
+from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.engine import EditEngine
+from gracestream.pipeline.editing.provenance import environment
+from gracestream.pipeline.editing.result import correction
+from gracestream.pipeline.editing.tolerance import query_noise
+from gracestream.pipeline.editing.value_training import Recipe
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.model.probe_texts import TEXTS
 from gracestream.pipeline.model.sentence_encoder import Encoder
-from gracestream.pipeline.noise import query_noise
-from gracestream.pipeline.plan import Plan
 from gracestream.pipeline.search.distance import exact_distances
 from gracestream.pipeline.search.key_search import (
     FAISS_BYTES,
@@ -42,7 +43,6 @@ from gracestream.pipeline.search.key_search import (
     queries_of_a_call,
     search_for,
 )
-from gracestream.pipeline.training import Recipe
 from gracestream.schemas.deltas import EntryChange, Tensor, decode_delta
 from gracestream.schemas.messages import Feedback, Parameters
 from tests.unit.engine.stories import Story
@@ -311,7 +311,7 @@ def test_the_same_stream_gives_the_same_records_to_the_byte(way: Way, kind: str)
 def test_a_history_that_is_trained_anew_gives_its_records_to_the_byte(way: Way, kind: str) -> None:
     """As `replay --retrain` does, with another copy of the model; also what an undo decides again."""
     retraining = pytest.importorskip(
-        "gracestream.pipeline.retraining",
+        "gracestream.pipeline.history.reproduce",
         reason="training anew reads outcomes too, and needs what a worker needs: `pip install .`",
     )
     told = way.story(editable(kind, device=way.device))

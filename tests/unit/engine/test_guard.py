@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.codebook.edit_memory import BARE_MODEL, EditMemory
 from gracestream.pipeline.codebook.policy import batch_noise
-from gracestream.pipeline.editing import EditEngine
-from gracestream.pipeline.plan import Plan
+from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.search.key_search import NO_SLOT
 from gracestream.pipeline.wording.same_words import same_words
 from gracestream.schemas.messages import Status

@@ -20,11 +20,11 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
+from gracestream.pipeline.editing.value_training import Recipe, train_value
 from gracestream.pipeline.model.cls_attention import FirstToken
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.model.layers import Prefix
 from gracestream.pipeline.model.suffix_pass import Rest
-from gracestream.pipeline.training import Recipe, train_value
 from tests.unit.engine.tiny import END, KINDS, LIMITS, SIZE, WORDS, editable, index_of, new_codebook, texts, tokenizer
 
 TEXT = texts(1, seed=3)[0]

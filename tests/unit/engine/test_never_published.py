@@ -4,13 +4,13 @@ import math
 
 import pytest
 
-from gracestream.pipeline import editing
-from gracestream.pipeline.edited import correction
-from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.editing import engine as editing
+from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.engine import EditEngine
+from gracestream.pipeline.editing.result import correction
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.model.probe_texts import TEXTS
 from gracestream.pipeline.model.tasks.base import InputError
-from gracestream.pipeline.plan import Plan
 from tests.unit.engine.tiny import KINDS, MODEL, correct, editable, texts
 
 

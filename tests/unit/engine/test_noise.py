@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from gracestream.pipeline.codebook.policy import ROUNDINGS
+from gracestream.pipeline.editing.tolerance import query_noise
 from gracestream.pipeline.model.batch import Prompt
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.model.probe_texts import TEXTS
-from gracestream.pipeline.noise import query_noise
 from tests.unit.engine.tiny import LIMITS, MODEL, editable
 
 

@@ -10,13 +10,13 @@ from msgspec import UNSET
 
 from gracestream.deploy.models import KNOWN, resolve, resolve_encoder
 from gracestream.pipeline.codebook.policy import ROUNDINGS, batch_noise
-from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.engine import EditEngine
+from gracestream.pipeline.editing.tolerance import query_noise
 from gracestream.pipeline.model.control_tokens import control_tokens
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.model.probe_texts import TEXTS
 from gracestream.pipeline.model.sentence_encoder import UNIT, Encoder
-from gracestream.pipeline.noise import query_noise
-from gracestream.pipeline.plan import Plan
 from gracestream.schemas.messages import ChatMessage, Inputs, Parameters
 from tests.unit.engine.tiny import CODEBOOK, correct
 

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import UNSET
 
-from gracestream.pipeline.edited import committed_outcome, correction
-from gracestream.pipeline.training import Recipe
+from gracestream.pipeline.editing.result import committed_outcome, correction
+from gracestream.pipeline.editing.value_training import Recipe
 from gracestream.schemas.deltas import decode_delta
 from gracestream.schemas.messages import Feedback, Outcome, encode
 from tests.unit.engine.points import CLASSES, answer, at

@@ -9,10 +9,10 @@ import pytest
 import torch
 from msgspec import UNSET
 
-from gracestream.pipeline.edited import correction
-from gracestream.pipeline.environment import environment
+from gracestream.pipeline.editing.config import Plan, plan_of
+from gracestream.pipeline.editing.provenance import environment
+from gracestream.pipeline.editing.result import correction
 from gracestream.pipeline.errors import HistoryError
-from gracestream.pipeline.plan import Plan, plan_of
 from gracestream.schemas.deltas import Delta, EntryChange, Tensor, decode_delta
 from tests.unit.engine.points import at
 from tests.unit.engine.recorded import PLAN, Recorded

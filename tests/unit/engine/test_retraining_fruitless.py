@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from gracestream.pipeline.edited import correction
-from gracestream.pipeline.environment import environment
+from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.provenance import environment
+from gracestream.pipeline.editing.result import correction
+from gracestream.pipeline.editing.value_training import Recipe
 from gracestream.pipeline.errors import HistoryError
-from gracestream.pipeline.plan import Plan
-from gracestream.pipeline.training import Recipe
 from gracestream.schemas.messages import Feedback, Outcome, decode, encode
 from tests.unit.engine.points import at
 from tests.unit.engine.recorded import PLAN, Recorded

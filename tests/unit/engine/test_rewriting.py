@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from msgspec import UNSET
 
-from gracestream.pipeline import editing, rewriting
-from gracestream.pipeline.editing import EditEngine
-from gracestream.pipeline.plan import Plan
-from gracestream.pipeline.training import Recipe
+from gracestream.pipeline.editing import counterfactual as rewriting
+from gracestream.pipeline.editing import engine as editing
+from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.engine import EditEngine
+from gracestream.pipeline.editing.value_training import Recipe
 from gracestream.schemas.deltas import decode_delta
 from gracestream.schemas.messages import Feedback
 from tests.unit.engine.points import CLASSES

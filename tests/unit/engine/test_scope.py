@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gracestream.pipeline.edited import correction
-from gracestream.pipeline.editing import EditEngine
-from gracestream.pipeline.environment import environment
-from gracestream.pipeline.negatives import other_requests, radius_of
-from gracestream.pipeline.plan import Plan, plan_of
-from gracestream.pipeline.retraining import Retraining
+from gracestream.pipeline.editing.config import Plan, plan_of
+from gracestream.pipeline.editing.engine import EditEngine
+from gracestream.pipeline.editing.negatives import other_requests, radius_of
+from gracestream.pipeline.editing.provenance import environment
+from gracestream.pipeline.editing.result import correction
+from gracestream.pipeline.history.reproduce import Retraining
 from gracestream.schemas.deltas import Delta, decode_delta
 from gracestream.schemas.messages import Inputs
 from tests.unit.engine.stories import Story
@@ -31,7 +31,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append(text)
         return other_requests(text, count)
 
-    monkeypatch.setattr("gracestream.pipeline.negatives.other_requests", noted)
+    monkeypatch.setattr("gracestream.pipeline.editing.negatives.other_requests", noted)
     return found
 
 
@@ -152,7 +152,7 @@ def test_no_other_radius_grows_for_a_correction_beyond_its_own(monkeypatch: pyte
     key_D, query_D = (model.queries([model.task.tokenize(text)])[0] for text in (ASKED, OTHER))
     apart = float((key_D - query_D).norm())
     for own, keys in ((0.6 * apart, ["a", "b"]), (1.1 * apart, ["a"])):
-        monkeypatch.setattr("gracestream.pipeline.scope.scope_radius", lambda *_, own=own: own)
+        monkeypatch.setattr("gracestream.pipeline.editing.scope.scope_radius", lambda *_, own=own: own)
         made = story(replace(PLAN, wording=False))
         made.take(correction("a", ASKED, WORDS[9]))
         made.take(correction("b", OTHER, WORDS[9]))

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from gracestream.deploy.models import resolve_encoder
+from gracestream.pipeline.editing.negatives import COUNT, other_requests, radius_of
 from gracestream.pipeline.model.sentence_encoder import MARK, Encoder
-from gracestream.pipeline.negatives import COUNT, other_requests, radius_of
 
 pytestmark = pytest.mark.model
 

@@ -10,14 +10,14 @@ import torch
 from msgspec import UNSET
 from transformers import ConvBertConfig, ConvBertForSequenceClassification
 
-from gracestream.pipeline.edited import correction
-from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.engine import EditEngine
+from gracestream.pipeline.editing.result import correction
+from gracestream.pipeline.editing.value_training import Recipe, Trained, train_value, train_values
 from gracestream.pipeline.model.adaptor import Hit
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.model.suffix_pass import Rest, Verdict
 from gracestream.pipeline.model.tasks.base import Supervised
-from gracestream.pipeline.plan import Plan
-from gracestream.pipeline.training import Recipe, Trained, train_value, train_values
 from gracestream.schemas.deltas import Cause, Delta, decode_delta
 from gracestream.schemas.messages import Feedback, encode
 from tests.unit.engine.points import PointModel, at, engine

@@ -5,7 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracestream.pipeline.traffic import ENOUGH, FORGET_SECONDS, Traffic, median_nearest_distance, score
+from gracestream.pipeline.editing.traffic_reservoir import (
+    ENOUGH,
+    FORGET_SECONDS,
+    Traffic,
+    median_nearest_distance,
+    score,
+)
 from tests.unit.engine.points import point
 
 NOISE = 1e-3

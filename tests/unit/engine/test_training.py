@@ -10,12 +10,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gracestream.pipeline.device import reproducible
-from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.editing.engine import EditEngine
+from gracestream.pipeline.editing.value_training import Recipe, Trained, train_value, train_values
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.model.layers import Prefix
 from gracestream.pipeline.model.suffix_pass import Rest, verdict
 from gracestream.pipeline.model.tasks.base import InputError
-from gracestream.pipeline.training import Recipe, Trained, train_value, train_values
 from tests.unit.engine.tiny import LIMITS, MODEL, WORDS, correct, editable, index_of, new_codebook, texts
 
 TEXT = texts(1, seed=3)[0]
@@ -259,7 +259,9 @@ def test_training_as_on_a_gpu_gives_the_same_bits_each_time(
         fused = attention.flash_sdp_enabled() or attention.mem_efficient_sdp_enabled()
         inside.append((torch.are_deterministic_algorithms_enabled(), fused))
 
-    monkeypatch.setattr("gracestream.pipeline.training.reproducible", lambda _: reproducible(torch.device("cuda")))
+    monkeypatch.setattr(
+        "gracestream.pipeline.editing.value_training.reproducible", lambda _: reproducible(torch.device("cuda"))
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # such as of an operation that has no deterministic kernel
         found = [train_values(model.passes, rest, [start_V], SHORT, look)[0] for _ in range(2)]

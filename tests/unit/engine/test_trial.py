@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.engine import EditEngine
+from gracestream.pipeline.editing.value_training import Recipe
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.model.layers import LayerError, linear_layers
 from gracestream.pipeline.model.probe_texts import TEXTS
 from gracestream.pipeline.model.tasks.base import Limits
 from gracestream.pipeline.model.trial import layer_fault
-from gracestream.pipeline.plan import Plan
-from gracestream.pipeline.training import Recipe
 from gracestream.schemas.messages import Parameters
 from tests.unit.engine.tiny import CODEBOOK, KINDS, LIMITS, WORDS, correct, editable
 

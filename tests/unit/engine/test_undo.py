@@ -8,9 +8,9 @@ import torch
 from msgspec import UNSET
 
 from gracestream.pipeline.codebook.key_index import KeyIndex
+from gracestream.pipeline.editing.undo import undo
+from gracestream.pipeline.editing.value_training import Recipe
 from gracestream.pipeline.errors import HistoryError
-from gracestream.pipeline.training import Recipe
-from gracestream.pipeline.undo import undo
 from gracestream.schemas.deltas import decode_delta
 from gracestream.schemas.messages import Feedback
 from tests.unit.engine.points import answer

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import UNSET
 
-from gracestream.pipeline.editing import EditEngine
-from gracestream.pipeline.plan import Plan
+from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.schemas.deltas import decode_delta
 from gracestream.schemas.messages import Feedback
 from tests.unit.engine.points import CLASSES, PointModel

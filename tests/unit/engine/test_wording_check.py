@@ -12,13 +12,13 @@ from msgspec.structs import replace
 
 from gracestream.pipeline.codebook.file import load, save
 from gracestream.pipeline.codebook.key_index import KeyIndex
-from gracestream.pipeline.editing import EditEngine
-from gracestream.pipeline.evaluation import EvaluationCase, evaluate
+from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.engine import EditEngine
+from gracestream.pipeline.editing.traffic_reservoir import Traffic
 from gracestream.pipeline.model.adaptor import MOST_COMPARED, OUTSIDE, matches
 from gracestream.pipeline.model.editable import Served
-from gracestream.pipeline.plan import Plan
 from gracestream.pipeline.search.key_search import TorchSearch
-from gracestream.pipeline.traffic import Traffic
+from gracestream.pipeline.tuning.evaluation import EvaluationCase, evaluate
 from gracestream.pipeline.wording.comparison import disagreement, wording_of
 from gracestream.schemas.deltas import Delta, EntryChange, decode_delta
 from gracestream.schemas.messages import Parameters

@@ -22,8 +22,8 @@ from transformers import (
 
 from gracestream.pipeline.codebook.codebook import Applied, Codebook, Label
 from gracestream.pipeline.codebook.key_index import KeyIndex
-from gracestream.pipeline.edited import correction
-from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.editing.engine import EditEngine
+from gracestream.pipeline.editing.result import correction
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.model.probe_texts import TEXTS
 from gracestream.pipeline.model.tasks.base import Limits

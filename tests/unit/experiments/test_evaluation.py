@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gracestream.pipeline.editing.config import Plan
 from gracestream.pipeline.experiments.editors.finetuning import FineTuning
 from gracestream.pipeline.experiments.editors.grace import Grace
 from gracestream.pipeline.experiments.evaluation import Evaluation, Score, f1
 from gracestream.pipeline.experiments.tasks import Measure
-from gracestream.pipeline.plan import Plan
 from tests.unit.engine.tiny import KINDS, editable, texts
 from tests.unit.experiments.toy import examples_of
 

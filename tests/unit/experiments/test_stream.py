@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from gracestream.pipeline.editing.config import Plan
 from gracestream.pipeline.experiments.editors.editor import Made
 from gracestream.pipeline.experiments.editors.grace import Grace
 from gracestream.pipeline.experiments.editors.known import EDITORS
@@ -14,7 +15,6 @@ from gracestream.pipeline.experiments.evaluation import Evaluation
 from gracestream.pipeline.experiments.stream import Point, Stream, fitting
 from gracestream.pipeline.experiments.tasks import TASKS, Edit, Example, Task
 from gracestream.pipeline.model.batch import Batch
-from gracestream.pipeline.plan import Plan
 from gracestream.workers.cli.experiments import Method, Name
 from tests.unit.engine.tiny import editable, texts
 

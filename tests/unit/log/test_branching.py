@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import UNSET
 
-from gracestream.pipeline.branching import _moved, _named
+from gracestream.pipeline.history.branch import _moved, _named
 from gracestream.schemas.deltas import Cause, Delta
 
 LEAD = Delta(v=1, codebook="c", model="m", layer="l", term=1, seq=1, op="lead", digest=b"")

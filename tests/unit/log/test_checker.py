@@ -8,7 +8,7 @@ import pytest
 from msgspec import UNSET
 
 from gracestream.pipeline.codebook.codebook import Codebook
-from gracestream.pipeline.edited import correction
+from gracestream.pipeline.editing.result import correction
 from gracestream.pipeline.stores.redis_head import Head
 from gracestream.schemas.deltas import Cause
 from gracestream.schemas.messages import AppliedEdit, Outcome, Prediction, encode

@@ -5,10 +5,10 @@ from collections.abc import Callable
 import pytest
 from kafka.errors import KafkaTimeoutError
 
-from gracestream.pipeline import history
-from gracestream.pipeline.editor_log import may_pass
+from gracestream.pipeline.editor.log import may_pass
 from gracestream.pipeline.errors import HistoryError
-from gracestream.pipeline.history import KafkaHistory
+from gracestream.pipeline.history import kafka_history as history
+from gracestream.pipeline.history.kafka_history import KafkaHistory
 from gracestream.pipeline.settings import Settings, load_settings
 
 SETTINGS = load_settings()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import UNSET
 
-from gracestream.pipeline.calibration import CalibrationError, Sample
+from gracestream.pipeline.editing.calibration import CalibrationError, Sample
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.model.tasks.base import InputError
 from gracestream.pipeline.tuning.samples import MADE_UP, Requests, Targets, requests_about, surface_forms, usable

@@ -10,15 +10,15 @@ import pytest
 import torch
 from msgspec import UNSET
 
-from gracestream.pipeline.calibration import CalibrationError, Sample
 from gracestream.pipeline.codebook.codebook import Codebook
-from gracestream.pipeline.editing import EditEngine
-from gracestream.pipeline.evaluation import EvaluationCase, evaluate
+from gracestream.pipeline.editing.calibration import CalibrationError, Sample
+from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.engine import EditEngine
+from gracestream.pipeline.editing.value_training import Recipe
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.model.sentence_encoder import Encoder
-from gracestream.pipeline.plan import Plan
-from gracestream.pipeline.training import Recipe
 from gracestream.pipeline.tuning import workbench
+from gracestream.pipeline.tuning.evaluation import EvaluationCase, evaluate
 from gracestream.pipeline.tuning.samples import Requests
 from gracestream.pipeline.tuning.trials import Choice, Material, Measuring, Share, Tried
 from gracestream.pipeline.tuning.workbench import ENCODER, Answers, Checkpoint, Workbench, WorkbenchError

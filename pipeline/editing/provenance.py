@@ -8,8 +8,8 @@ import torch
 import transformers
 
 from gracestream.pipeline.device import arithmetic, name_of
+from gracestream.pipeline.editing.config import Plan
 from gracestream.pipeline.model import EditableModel
-from gracestream.pipeline.plan import Plan
 from gracestream.pipeline.search import faiss_library
 
 

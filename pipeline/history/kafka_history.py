@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from kafka.errors import KafkaTimeoutError
 
-from gracestream.pipeline.fruitless import Fruitless, fruitless_in
+from gracestream.pipeline.editing import Fruitless, fruitless_in
 from gracestream.pipeline.kafka import ANSWER_SECONDS, DELTAS, EDITS, FEEDBACK, read_history, read_topic
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.headers import feedback_offset

@@ -1,4 +1,4 @@
-"""The radius of a correction's own, as an engine asks for it (`pipeline.negatives`; design, section 4).
+"""The radius of a correction's own, as an engine asks for it (`pipeline.editing.negatives`; design, section 4).
 
 The requests about the correction's subject pass through the model's tokenizer and the encoder as a replica's prompts
 do, marks and all, so that their distances are those which a lookup compares. A classifier's corrections have none:
@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from gracestream.pipeline.editing.negatives import scope_radius
 from gracestream.pipeline.model import Classification, EditableModel, InputError, Prompt
-from gracestream.pipeline.negatives import scope_radius
 from gracestream.pipeline.wording import subject_of
 from gracestream.schemas.messages import Inputs, is_chat
 

@@ -2,7 +2,7 @@
 
 1. A rephrase joins the edit only where the edit's value gives the target there. The outcome names the others. Where the
    value of the correction alone fails at some, it is trained on for all of them and the correction's forms
-   (`pipeline.forms`) at once, and kept if it serves more.
+   (`pipeline.editing.forms`) at once, and kept if it serves more.
 2. Each gets an entry of its own, named by `rephrase_name`, with a copy of the value. Where a key lies at it already,
    within the noise of batches, that entry serves it, with the edit's value if its own is not right.
 3. All of it stands in the delta of the correction. So an undo of the correction takes every key back.
@@ -19,18 +19,18 @@ import torch
 from msgspec import UNSET
 from msgspec.structs import replace as with_fields
 
-from gracestream.pipeline.case import Case, Examined
 from gracestream.pipeline.codebook import BARE_MODEL, Decision, Label, Neighbour, decide
-from gracestream.pipeline.forms import supervised_forms
+from gracestream.pipeline.editing.candidate import Case, Examined
+from gracestream.pipeline.editing.forms import supervised_forms
+from gracestream.pipeline.editing.value_training import Texts, Trained, train_on
 from gracestream.pipeline.model import InputError
 from gracestream.pipeline.search import NO_SLOT, exact_distance
-from gracestream.pipeline.training import Texts, Trained, train_on
 from gracestream.pipeline.wording import disagreement
 from gracestream.schemas.deltas import EntryChange, RephraseKey, Tensor, rephrase_name
 from gracestream.schemas.messages import Feedback, LeftOut, one_line
 
 if TYPE_CHECKING:
-    from gracestream.pipeline.editing import EditEngine
+    from gracestream.pipeline.editing.engine import EditEngine
 
 NO_VALUE = (
     "the model answers the inputs of the correction by itself, so there is no value; correct this text on its own"

@@ -11,7 +11,7 @@ How damage comes about: a producer that keeps its epoch may commit a part of a t
 Deployments of gracestream before that module existed may have lost corrections in this way.
 
 Not promised: a check of dead letters, which Kafka deletes by age, or of feedback whose id cannot be read. Digests are
-checked by `pipeline.replay`. Memory grows by some 300 bytes for each feedback record that has an outcome.
+checked by `pipeline.history.replay`. Memory grows by some 300 bytes for each feedback record that has an outcome.
 """
 
 import time

@@ -26,9 +26,9 @@ from gracestream.pipeline.kafka import (
     address_of,
     rejected,
 )
-from gracestream.pipeline.mirror import Mirror
 from gracestream.pipeline.model import OUTSIDE, EditableModel, Hit, InputError, Prompt, Served
 from gracestream.pipeline.observability import metrics
+from gracestream.pipeline.replica.codebook_replica import Mirror
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.messages import (
     VERSION,

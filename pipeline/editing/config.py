@@ -7,8 +7,8 @@ from typing import Literal
 
 import msgspec
 
+from gracestream.pipeline.editing.value_training import Recipe
 from gracestream.pipeline.errors import HistoryError
-from gracestream.pipeline.training import Recipe
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from msgspec import UNSET, Struct
 
 from gracestream.pipeline.codebook import BARE_MODEL, Codebook, EditMemory, Fold, entry_change, same_entry
 from gracestream.pipeline.errors import HistoryError
-from gracestream.pipeline.history import KafkaHistory
-from gracestream.pipeline.replay import replay_deltas
+from gracestream.pipeline.history.kafka_history import KafkaHistory
+from gracestream.pipeline.history.replay import replay_deltas
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.deltas import rephrase_name
 from gracestream.schemas.messages import Feedback, Inputs, in_one_text

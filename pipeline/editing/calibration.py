@@ -8,10 +8,10 @@ import torch
 from msgspec import UNSET, Struct, UnsetType
 
 from gracestream.pipeline.codebook import TRAFFIC_SHARE
+from gracestream.pipeline.editing.traffic_reservoir import median_nearest_distance
 from gracestream.pipeline.errors import UserError
 from gracestream.pipeline.model import TEXTS, EditableModel, InputError
 from gracestream.pipeline.search import exact_distances
-from gracestream.pipeline.traffic import median_nearest_distance
 from gracestream.schemas.messages import Inputs, check_inputs
 
 BATCH = 16

@@ -2,8 +2,8 @@
 
 An undo covers feedback of lower offsets than its own, whenever it is decided on.
 
-The log is folded twice, side by side: as it was, and without the feedback that is taken back (`pipeline.rewriting`).
-What differs between the two in the end is the `undo` delta.
+The log is folded twice, side by side: as it was, and without the feedback that is taken back
+(`pipeline.editing.counterfactual`). What differs between the two in the end is the `undo` delta.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -11,10 +11,10 @@ from collections.abc import Callable, Collection, Sequence
 from msgspec import UNSET, UnsetType
 
 from gracestream.pipeline.codebook import EditMemory, still_undone
-from gracestream.pipeline.edited import Edited, rejected
-from gracestream.pipeline.editing import EditEngine
-from gracestream.pipeline.rewriting import History, MissingFeedbackError, Rewritten
-from gracestream.pipeline.roles import why_not_undo
+from gracestream.pipeline.editing.counterfactual import History, MissingFeedbackError, Rewritten
+from gracestream.pipeline.editing.engine import EditEngine
+from gracestream.pipeline.editing.result import Edited, rejected
+from gracestream.pipeline.editing.roles import why_not_undo
 from gracestream.schemas.deltas import Cause, Standing
 from gracestream.schemas.messages import VERSION, Feedback, Outcome
 
@@ -32,8 +32,8 @@ def undo(
 ) -> Edited:
     """Decide on one undo; nothing changes before the engine applies the record.
 
-    `standing` says what its sender is allowed (`pipeline.roles`). `at_work` is called with each delta that is read: a
-    long history takes its time.
+    `standing` says what its sender is allowed (`pipeline.editing.roles`). `at_work` is called with each delta
+    that is read: a long history takes its time.
 
     Raises:
         HistoryError: the log does not fold to what the engine holds.

@@ -8,9 +8,9 @@ import torch
 from msgspec import UnsetType
 
 from gracestream.pipeline.codebook import Label, Policy
+from gracestream.pipeline.editing.context import Sight
+from gracestream.pipeline.editing.value_training import Trained
 from gracestream.pipeline.model import Hit, Rest, Supervised, Verdict
-from gracestream.pipeline.sight import Sight
-from gracestream.pipeline.training import Trained
 from gracestream.schemas.deltas import Seen, Standing
 from gracestream.schemas.messages import Feedback
 

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from msgspec import UNSET, UnsetType
 
-from gracestream.pipeline.traffic import Traffic
+from gracestream.pipeline.editing.traffic_reservoir import Traffic
 from gracestream.schemas.deltas import Seen
 
 

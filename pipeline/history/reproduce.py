@@ -22,17 +22,11 @@ import numpy as np
 import torch
 from msgspec import UNSET, Struct, UnsetType
 
-from gracestream.pipeline.case import Again, Ahead
 from gracestream.pipeline.codebook import Codebook, as_it_was
-from gracestream.pipeline.edited import Edited
-from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.editing import Again, Ahead, Edited, EditEngine, Fruitless, Plan, except_from, plan_of, undo
+from gracestream.pipeline.editor import failed
 from gracestream.pipeline.errors import HistoryError
-from gracestream.pipeline.excepting import except_from
-from gracestream.pipeline.fruitless import Fruitless
-from gracestream.pipeline.intake import failed
 from gracestream.pipeline.model import EditableModel
-from gracestream.pipeline.plan import Plan, plan_of
-from gracestream.pipeline.undo import undo
 from gracestream.schemas.deltas import Cause, Delta, EntryChange, Seen, Standing, Tensor, decode_delta
 from gracestream.schemas.messages import Feedback
 

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from gracestream.pipeline.codebook import Codebook
 from gracestream.pipeline.errors import HistoryError
-from gracestream.pipeline.history import KafkaHistory
+from gracestream.pipeline.history.kafka_history import KafkaHistory
 from gracestream.pipeline.kafka import read_history
 from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.stores import Snapshot

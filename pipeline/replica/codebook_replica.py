@@ -29,9 +29,9 @@ from redis.exceptions import RedisError
 
 from gracestream.pipeline.codebook import Applied, Codebook, KeyIndex
 from gracestream.pipeline.errors import HistoryError
-from gracestream.pipeline.follower import Follower
 from gracestream.pipeline.kafka import TopicError, error_at
 from gracestream.pipeline.observability import metrics
+from gracestream.pipeline.replica.delta_follower import Follower
 from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.stores import Head, RadiusStore, Snapshot, SnapshotError, newest
 from gracestream.schemas.messages import one_line

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 import numpy as np
 
 from gracestream.pipeline.codebook import BARE_MODEL, Fold, Label, exception_change, same_edit, same_entry
-from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.search import Points
 from gracestream.pipeline.wording import ELLIPSIS, SameWords
 

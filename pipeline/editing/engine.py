@@ -15,8 +15,6 @@ import numpy as np
 import torch
 from msgspec import UNSET, UnsetType
 
-from gracestream.pipeline.calibration import probe_unit
-from gracestream.pipeline.case import Again, Ahead, Case, Examined, of_similar_length
 from gracestream.pipeline.codebook import (
     BARE_MODEL,
     TRAFFIC_SHARE,
@@ -33,7 +31,25 @@ from gracestream.pipeline.codebook import (
     same_request,
     without_expanding,
 )
-from gracestream.pipeline.edited import STATUS, Edited, rejected, unchanged
+from gracestream.pipeline.editing.calibration import probe_unit
+from gracestream.pipeline.editing.candidate import Again, Ahead, Case, Examined, of_similar_length
+from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.context import Sight
+from gracestream.pipeline.editing.rephrases import (
+    Placed,
+    Rephrase,
+    any_proved,
+    examined_rephrases,
+    keep,
+    place,
+    shared,
+    with_forms,
+)
+from gracestream.pipeline.editing.result import STATUS, Edited, rejected, unchanged
+from gracestream.pipeline.editing.roles import why_not_propose
+from gracestream.pipeline.editing.scope import ScopeRadius
+from gracestream.pipeline.editing.traffic_reservoir import Traffic
+from gracestream.pipeline.editing.value_training import Trained, train_on, train_value, train_values
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.model import (
     EditableModel,
@@ -44,23 +60,7 @@ from gracestream.pipeline.model import (
     matches,
     serving,
 )
-from gracestream.pipeline.plan import Plan
-from gracestream.pipeline.rephrasing import (
-    Placed,
-    Rephrase,
-    any_proved,
-    examined_rephrases,
-    keep,
-    place,
-    shared,
-    with_forms,
-)
-from gracestream.pipeline.roles import why_not_propose
-from gracestream.pipeline.scope import ScopeRadius
 from gracestream.pipeline.search import NO_SLOT
-from gracestream.pipeline.sight import Sight
-from gracestream.pipeline.traffic import Traffic
-from gracestream.pipeline.training import Trained, train_on, train_value, train_values
 from gracestream.pipeline.wording import disagreement, in_context
 from gracestream.schemas.deltas import (
     Cause,
@@ -178,7 +178,7 @@ class EditEngine:
         """Decide on one correction and train what it takes; nothing changes before `apply`.
 
         `again` says what a decision that is made another time saw and had the first time; `ahead` is what
-        `train_ahead` found for it; `standing` what its sender is allowed (`pipeline.roles`).
+        `train_ahead` found for it; `standing` what its sender is allowed (`pipeline.editing.roles`).
         """
         if (forbidden := why_not_propose(feedback, standing)) is not None:
             return rejected(feedback, forbidden)

@@ -9,16 +9,20 @@ from kafka.errors import KafkaError
 from msgspec import UNSET, UnsetType
 
 from gracestream.pipeline.auth import Admission, Copied, Refused, mark_header
-from gracestream.pipeline.case import Ahead
 from gracestream.pipeline.device import raise_if_broken
-from gracestream.pipeline.edited import Edited, committed_outcome, rejected
-from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.editing import (
+    Ahead,
+    Edited,
+    EditEngine,
+    Fruitless,
+    History,
+    committed_outcome,
+    except_from,
+    may_propose,
+    rejected,
+    undo,
+)
 from gracestream.pipeline.errors import UserError
-from gracestream.pipeline.excepting import except_from
-from gracestream.pipeline.fruitless import Fruitless
-from gracestream.pipeline.rewriting import History
-from gracestream.pipeline.roles import may_propose
-from gracestream.pipeline.undo import undo
 from gracestream.schemas.deltas import Delta, Standing, decode_delta
 from gracestream.schemas.messages import VERSION, Feedback, InvalidMessage, Outcome, decode, one_line, peek_id
 

@@ -24,8 +24,6 @@ import numpy as np
 import torch
 from msgspec import UNSET, Struct, UnsetType
 
-from gracestream.pipeline.apart import Apart
-from gracestream.pipeline.case import Again
 from gracestream.pipeline.codebook import (
     BARE_MODEL,
     TRAFFIC_SHARE,
@@ -38,10 +36,12 @@ from gracestream.pipeline.codebook import (
     query_of,
     together,
 )
-from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.editing.candidate import Again
+from gracestream.pipeline.editing.config import plan_of
+from gracestream.pipeline.editing.divergence import Apart
+from gracestream.pipeline.editing.engine import EditEngine
+from gracestream.pipeline.editing.exceptions import exception_for
 from gracestream.pipeline.errors import HistoryError, UserError
-from gracestream.pipeline.excepting import exception_for
-from gracestream.pipeline.plan import plan_of
 from gracestream.schemas.deltas import Cause, Delta, EditChange, EntryChange, ExceptionChange, Seen, Tensor
 from gracestream.schemas.messages import Feedback
 

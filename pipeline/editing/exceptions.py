@@ -21,10 +21,10 @@ import torch
 from msgspec import UNSET, UnsetType
 
 from gracestream.pipeline.codebook import BARE_MODEL, same_request
-from gracestream.pipeline.edited import Edited, rejected
-from gracestream.pipeline.editing import EditEngine
+from gracestream.pipeline.editing.engine import EditEngine
+from gracestream.pipeline.editing.result import Edited, rejected
+from gracestream.pipeline.editing.roles import why_not_propose
 from gracestream.pipeline.model import MARK, InputError, matches
-from gracestream.pipeline.roles import why_not_propose
 from gracestream.pipeline.search import exact_distance
 from gracestream.pipeline.wording import ELLIPSIS
 from gracestream.schemas.deltas import Cause, ExceptionChange, Standing, Tensor, rephrase_name
@@ -45,7 +45,7 @@ class Refusal:
 def except_from(engine: EditEngine, feedback: Feedback, offset: int, standing: Standing | UnsetType = UNSET) -> Edited:
     """Decide on one exception; nothing changes before the engine applies the record.
 
-    `standing` says what its sender is allowed (`pipeline.roles`).
+    `standing` says what its sender is allowed (`pipeline.editing.roles`).
     """
     if (forbidden := why_not_propose(feedback, standing)) is not None:
         return rejected(feedback, forbidden)
