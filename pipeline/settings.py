@@ -60,8 +60,8 @@ class Settings(BaseSettings):
     model: str = Field(
         "smollm2", description="A local folder, a hub id, `id@revision`, or a name that `gracestream up` knows."
     )
-    layer: str = Field(
-        "model.layers.23.self_attn.o_proj", description="The module to wrap, as `gracestream layers` lists."
+    layer: str | None = Field(
+        None, description="The module to wrap, as `gracestream layers` lists; by default that of a model known by name."
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the model runs.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="The model's weights.")

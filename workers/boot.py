@@ -12,12 +12,23 @@ from typing import Any, Literal
 
 import structlog
 
-from gracestream.deploy.models import layer_of, naming_known, resolve, resolve_encoder
 from gracestream.pipeline.codebook import ROUNDINGS
 from gracestream.pipeline.device import driver_version, name_of, why_no_cuda
 from gracestream.pipeline.editing import Plan, Recipe
 from gracestream.pipeline.kafka import ACCESS, UnreachableError, require_access, require_topics, wait_for_kafka
-from gracestream.pipeline.model import FARTHEST, UNIT, EditableModel, Limits, QueryToken, is_causal, load_checkpoint
+from gracestream.pipeline.model import (
+    FARTHEST,
+    UNIT,
+    EditableModel,
+    Limits,
+    QueryToken,
+    is_causal,
+    layer_of,
+    load_checkpoint,
+    naming_known,
+    resolve,
+    resolve_encoder,
+)
 from gracestream.pipeline.observability import Health, HealthServer, configure_logs, metrics
 from gracestream.pipeline.search import set_threads
 from gracestream.pipeline.settings import Settings, SettingsError, misspelt
@@ -187,7 +198,7 @@ def load_model(settings: Settings) -> EditableModel:
         query = query_of(settings, checkpoint)
         return EditableModel.load(
             checkpoint,
-            layer_of(settings),
+            layer_of(settings.model, settings.layer),
             device=settings.device,
             dtype=settings.dtype,
             cache=cache,

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from gracestream.deploy.models import KNOWN, layer_of, naming_known, resolve_encoder
 from gracestream.pipeline.editing import SHORT, Sample
 from gracestream.pipeline.model import (
     UNIT,
@@ -13,8 +12,10 @@ from gracestream.pipeline.model import (
     Encoder,
     InputError,
     ModelError,
+    known_layer,
     load_checkpoint,
-    normal_path,
+    naming_known,
+    resolve_encoder,
 )
 from gracestream.pipeline.settings import Settings, as_environment
 from gracestream.pipeline.tuning.layers import candidate_layers
@@ -83,7 +84,7 @@ class Tuning:
         if chosen.query != ENCODER:
             known.pop("encoder")
         defaults = {name: field.default for name, field in Settings.model_fields.items()}
-        defaults["layer"] = normal_path(layer_of(self._settings))
+        defaults["layer"] = known_layer(self._settings.model)
         return as_environment({name: value for name, value in known.items() if value != defaults[name]})
 
     def _checkpoint(self) -> Checkpoint:
@@ -111,8 +112,8 @@ class Tuning:
 
     def _layers(self, settings: Settings, module: Any) -> list[str]:
         """The layer that is set or known for this model, and the candidates."""
-        chosen = "layer" in settings.model_fields_set or settings.model in KNOWN
-        return [*([layer_of(settings)] if chosen else []), *candidate_layers(module)]
+        chosen = settings.layer or known_layer(settings.model)
+        return [*([chosen] if chosen else []), *candidate_layers(module)]
 
     def _choices(self, bench: Workbench) -> list[Choice]:
         """All kinds of query with their radii."""

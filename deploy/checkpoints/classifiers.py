@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from gracestream.deploy.checkpoints.packages import minilm_folder
-from gracestream.deploy.checkpoints.training import Report, deterministic, digest, reported
+from gracestream.deploy.checkpoints.training import deterministic, digest, reported
 from gracestream.pipeline.experiments import tasks
+from gracestream.pipeline.model import Report, minilm_folder
 
 INTENTS = Path(__file__).parents[1] / "demo" / "intents.jsonl"
 

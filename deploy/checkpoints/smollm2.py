@@ -6,8 +6,7 @@ import torch
 from tokenizers import decoders, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerFast
 
-from gracestream.deploy.checkpoints.packages import package_folder
-from gracestream.deploy.checkpoints.training import Report
+from gracestream.pipeline.model import Report, package_folder
 
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 

@@ -15,9 +15,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
-from gracestream.deploy.checkpoints.training import Report, deterministic, digest, reported
+from gracestream.deploy.checkpoints.training import deterministic, digest, reported
 from gracestream.pipeline.experiments import tasks
 from gracestream.pipeline.experiments.tasks import Example
+from gracestream.pipeline.model import Report
 
 T = TypeVar("T")
 

@@ -2,16 +2,16 @@
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
 
+from gracestream.pipeline.model import Report
+
 T = TypeVar("T")
 
-Report = Callable[[str], None]
-"""Takes a line of text for the person who waits."""
 
 REPORTS = 20
 """Lines of one part of a build: one for every twentieth of it."""

@@ -1,1 +1,5 @@
 """The demo: its prompts, and the story it tells."""
+
+from pathlib import Path
+
+FOLDER = Path(__file__).parent

@@ -3,15 +3,13 @@
 import json
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from msgspec import UNSET
 
+from gracestream.deploy.demo import FOLDER
 from gracestream.pipeline.errors import UserError
 from gracestream.schemas.messages import ChatMessage, Inputs, Parameters, Prediction
-
-HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,4 +71,4 @@ def is_wrong(answer: str, target: str) -> bool:
 
 
 def _rows(name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (HERE / name).read_text(encoding="utf-8").splitlines() if line.strip()]
+    return [json.loads(line) for line in (FOLDER / name).read_text(encoding="utf-8").splitlines() if line.strip()]

@@ -6,6 +6,17 @@ from gracestream.pipeline.model.checkpoint import ModelError, device_of, is_caus
 from gracestream.pipeline.model.editable import EditableModel, Served
 from gracestream.pipeline.model.layers import LayerError, LayerRange, in_decoder, linear_layers, normal_path
 from gracestream.pipeline.model.probe_texts import TEXTS
+from gracestream.pipeline.model.registry import (
+    Report,
+    known_layer,
+    layer_of,
+    minilm_folder,
+    naming_known,
+    package_folder,
+    prepare,
+    resolve,
+    resolve_encoder,
+)
 from gracestream.pipeline.model.sentence_encoder import FARTHEST, MARK, REMEDY, UNIT, Encoder
 from gracestream.pipeline.model.suffix_pass import Passes, Rest, Verdict, verdict
 from gracestream.pipeline.model.tasks.base import Answer, InputError, Limits, Supervised, Task
@@ -36,6 +47,7 @@ __all__ = [
     "Prompt",
     "QueryToken",
     "Replaced",
+    "Report",
     "Rest",
     "Seq2SeqGeneration",
     "Served",
@@ -46,12 +58,20 @@ __all__ = [
     "device_of",
     "in_decoder",
     "is_causal",
+    "known_layer",
     "last_token",
     "layer_fault",
+    "layer_of",
     "linear_layers",
     "load_checkpoint",
     "matches",
+    "minilm_folder",
+    "naming_known",
     "normal_path",
+    "package_folder",
+    "prepare",
+    "resolve",
+    "resolve_encoder",
     "serving",
     "unreported",
     "verdict",

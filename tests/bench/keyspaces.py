@@ -27,12 +27,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from gracestream.deploy.checkpoints.packages import minilm_folder
 from gracestream.pipeline.experiments.stream import first, fitting
 from gracestream.pipeline.experiments.tasks import TASKS
 from gracestream.pipeline.model.adaptor import last_token
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.model.layers import block_list
+from gracestream.pipeline.model.registry import minilm_folder
 from gracestream.pipeline.model.sentence_encoder import Encoder
 from gracestream.pipeline.settings import load_settings
 from gracestream.workers.boot import load_model

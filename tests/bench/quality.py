@@ -28,10 +28,11 @@ from statistics import mean
 
 import numpy as np
 
-from gracestream.deploy.models import DEMO
+from gracestream.deploy.demo import FOLDER
 from gracestream.pipeline.editing.config import Plan
 from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.experiments.tasks import zsre
+from gracestream.pipeline.model.registry import known_layer
 from gracestream.pipeline.search.key_search import NO_SLOT
 from gracestream.pipeline.settings import load_settings
 from gracestream.pipeline.tuning.evaluation import begins
@@ -59,7 +60,8 @@ class Zsre:
 
 def run(options: Options) -> Iterator[Row]:
     """The rows of `quality`."""
-    settings = load_settings(device=options.device, query="last")
+    settings = load_settings(device=options.device, query="last", layer=known_layer("smollm2"))
+    assert settings.layer is not None
     whole = zsre_data(QUICK if options.quick else EDITS)
     few = replace(whole, facts=whole.facts[:QUICK])
     plan = plan_of(settings, reads_text=False)
@@ -170,7 +172,7 @@ def demo_rows(setting: str, asked: Asked, plan: Plan) -> Iterator[Row]:
 
 def demo_data(name: str) -> list[dict[str, str]]:
     """A file of the demo."""
-    return [json.loads(line) for line in (DEMO / name).read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in (FOLDER / name).read_text(encoding="utf-8").splitlines()]
 
 
 def cost_rows(setting: str, engine: EditEngine, cost: Cost) -> Iterator[Row]:

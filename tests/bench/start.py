@@ -26,9 +26,9 @@ import torch
 
 from gracestream.deploy.local.backends import kafka_backend, redis_backend
 from gracestream.deploy.local.processes import answers_ok, free_port
-from gracestream.deploy.models import layer_of
 from gracestream.pipeline.history.replay import fold_log
 from gracestream.pipeline.kafka.topics import create_topics
+from gracestream.pipeline.model.registry import known_layer
 from gracestream.pipeline.settings import Settings, load_settings
 from gracestream.pipeline.stores import snapshots
 from gracestream.workers.boot import load_model
@@ -56,7 +56,7 @@ def run(options: Options) -> Iterator[Row]:
             "kafka": kafka.address, "redis": redis.address, "model": MODEL, "query": "last", "threads": 1,
             "device": options.device,
         }  # fmt: skip
-        none = load_settings(**common, prefix=f"bench-{os.getpid()}-none-", layer=layer_of(load_settings(model=MODEL)))
+        none = load_settings(**common, prefix=f"bench-{os.getpid()}-none-", layer=known_layer(MODEL))
         full = none.model_copy(update={"prefix": f"bench-{os.getpid()}-"})
         made = _history_of(none)
         for settings in (none, full):

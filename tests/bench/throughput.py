@@ -31,13 +31,14 @@ from pathlib import Path
 import torch
 from kafka import TopicPartition
 
+from gracestream.deploy.demo import FOLDER
 from gracestream.deploy.local.backends import kafka_backend, redis_backend
 from gracestream.deploy.local.processes import Child, answers_ok, free_port
-from gracestream.deploy.models import DEMO, layer_of
 from gracestream.pipeline.kafka.clients import consumer, producer
 from gracestream.pipeline.kafka.topics import create_topics
 from gracestream.pipeline.model.batch import Prompt
 from gracestream.pipeline.model.editable import EditableModel
+from gracestream.pipeline.model.registry import known_layer
 from gracestream.pipeline.settings import Settings, load_settings
 from gracestream.schemas.messages import Parameters
 from gracestream.workers.boot import load_model
@@ -65,7 +66,7 @@ def run(options: Options) -> Iterator[Row]:
         for kind, count in REQUESTS.items():
             settings = load_settings(
                 kafka=kafka.address, redis=redis.address, prefix=f"bench-{os.getpid()}-{kind}-", model=kind,
-                layer=layer_of(load_settings(model=kind)), max_new_tokens=NEW_TOKENS, threads=1,
+                layer=known_layer(kind), max_new_tokens=NEW_TOKENS, threads=1,
                 device=options.device, port=free_port(), query=QUERIES[kind],
             )  # fmt: skip
             create_topics(settings, 1, 1)
@@ -155,4 +156,4 @@ def _model_seconds(settings: Settings) -> float:
 
 def _texts(kind: str) -> list[str]:
     file, field = ("intents.jsonl", "text") if kind == "intent" else ("facts.jsonl", "prompt")
-    return [json.loads(line)[field] for line in (DEMO / file).read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line)[field] for line in (FOLDER / file).read_text(encoding="utf-8").splitlines()]

@@ -10,8 +10,8 @@ import docker  # type: ignore[import-untyped]
 import pytest
 from msgspec import UNSET
 
-from gracestream.deploy.models import resolve_encoder
 from gracestream.pipeline.kafka.topics import create_topics
+from gracestream.pipeline.model.registry import resolve_encoder
 from gracestream.pipeline.model.sentence_encoder import Encoder
 from gracestream.pipeline.settings import as_environment
 from tests.containers.engine import EngineError

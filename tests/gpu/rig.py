@@ -73,8 +73,8 @@ def smollm2(device: torch.device, max_new_tokens: int = 16, dtype: str = "float3
     """
     if find_spec("pydantic_settings") is None:
         raise SkipError("SmolLM2 needs the package pydantic-settings: pip install pydantic-settings")
-    from gracestream.deploy.checkpoints.packages import ModelError  # noqa: PLC0415 - likewise
-    from gracestream.deploy.models import KNOWN, prepare  # noqa: PLC0415 - needs more than the engine does
+    from gracestream.pipeline.model.checkpoint import ModelError  # noqa: PLC0415 - likewise
+    from gracestream.pipeline.model.registry import KNOWN, prepare  # noqa: PLC0415 - likewise
     from gracestream.pipeline.settings import load_settings  # noqa: PLC0415 - likewise
 
     try:

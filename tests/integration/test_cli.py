@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from kafka.admin import ConfigResource, ConfigResourceType, NewTopic
 
-from gracestream.deploy.models import KNOWN
 from gracestream.pipeline.codebook.file import load
 from gracestream.pipeline.history.replay import describe, replay_deltas
 from gracestream.pipeline.kafka.clients import admin
 from gracestream.pipeline.kafka.topics import TOPICS, require_topics
+from gracestream.pipeline.model.registry import KNOWN
 from gracestream.pipeline.settings import Settings, as_environment
 from gracestream.workers.cli import main
 from tests.integration.forked import Command, Forked, as_given, sentence, status_of

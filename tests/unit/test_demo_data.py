@@ -4,13 +4,13 @@ import json
 from collections import Counter
 
 from gracestream.deploy.checkpoints.classifiers import INTENTS
-from gracestream.deploy.models import DEMO
+from gracestream.deploy.demo import FOLDER
 
 Row = dict[str, str]
 
 
 def rows(name: str) -> list[Row]:
-    return [json.loads(line) for line in (DEMO / name).read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in (FOLDER / name).read_text(encoding="utf-8").splitlines()]
 
 
 def texts(data: list[Row], *fields: str) -> list[str]:

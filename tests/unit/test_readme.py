@@ -18,7 +18,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 def settings_table() -> str:
     rows = ["| variable | default | what it is |", "|---|---|---|"]
     for name, field in Settings.model_fields.items():
-        default = f"`{field.default}`" if str(field.default) else "(empty)"
+        default = "(none)" if field.default is None else f"`{field.default}`" if str(field.default) else "(empty)"
         rows.append(f"| `GRACESTREAM_{name.upper()}` | {default} | {field.description} |")
     return "\n".join(rows)
 

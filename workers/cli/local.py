@@ -60,7 +60,7 @@ def up(
             for replica in endpoints["replicas"]:
                 table.add_row("replica", replica)
             table.add_row("model", stack.settings.model)
-            table.add_row("layer", stack.settings.layer)
+            table.add_row("layer", str(stack.settings.layer))
             table.add_row("logs", str(data / "logs"))
             show(table)
         with suppress(KeyboardInterrupt):

@@ -24,9 +24,9 @@ def prepare(
 
     Example: gracestream prepare scotus
     """
-    from gracestream.deploy import models  # noqa: PLC0415
+    from gracestream.pipeline.model import prepare as build  # noqa: PLC0415
 
-    print(models.prepare(name, load_settings().cache, notes.print))
+    print(build(name, load_settings().cache, notes.print))
 
 
 def layers(model: Model = None, as_json: AsJson = False) -> None:
@@ -92,7 +92,6 @@ def _require_auto(context: typer.Context) -> None:
 
 def _measure(lines: Path, layer: list[str] | None, model: str | None, *, as_json: bool) -> None:
     """Measure the layers without any edit."""
-    from gracestream.deploy.models import layer_of  # noqa: PLC0415
     from gracestream.pipeline.editing import Sample, calibrate_layer  # noqa: PLC0415
     from gracestream.workers.boot import load_model, reads_text  # noqa: PLC0415
 
@@ -108,8 +107,8 @@ def _measure(lines: Path, layer: list[str] | None, model: str | None, *, as_json
             "an encoder makes the queries, the same for all layers: name one, or set GRACESTREAM_QUERY=last to compare"
             " layers"
         )
-    for path in layer or [layer_of(load_settings(model=model))]:
-        loaded = load_model(load_settings(model=model, layer=path))
+    for settings in [load_settings(model=model, layer=path) for path in layer or (None,)]:
+        loaded = load_model(settings)
         measured.append(calibrate_layer(loaded, samples))
     if as_json:
         for row in measured:

@@ -7,7 +7,7 @@ from fnmatch import fnmatch
 
 import pytest
 
-from gracestream.deploy.models import MINILM
+from gracestream.pipeline.model.registry import MINILM
 from tests.unit.deploy.files import (
     DEPLOY,
     PROJECT,

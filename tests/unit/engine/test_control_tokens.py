@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, BertConfig, BertModel, ByT5Tokenizer, PreTrainedTokenizerFast
 
-from gracestream.deploy.checkpoints.packages import minilm_folder
 from gracestream.pipeline.model.control_tokens import control_tokens, text_tokenizer
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.model.probe_texts import TEXTS
+from gracestream.pipeline.model.registry import minilm_folder
 from gracestream.pipeline.model.sentence_encoder import Encoder
 from tests.unit.engine.tiny import KINDS, LIMITS, MODEL, editable
 

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from msgspec import UNSET
 
-from gracestream.deploy.models import KNOWN, resolve, resolve_encoder
 from gracestream.pipeline.editing.config import Plan
 from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.editing.exceptions import except_from
 from gracestream.pipeline.model.editable import EditableModel, Served
+from gracestream.pipeline.model.registry import KNOWN, resolve, resolve_encoder
 from gracestream.schemas.messages import Feedback, Parameters
 from tests.unit.engine.tiny import CODEBOOK, correct
 

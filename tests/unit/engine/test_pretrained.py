@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import UNSET
 
-from gracestream.deploy.models import KNOWN, resolve, resolve_encoder
 from gracestream.pipeline.codebook.policy import ROUNDINGS, batch_noise
 from gracestream.pipeline.editing.config import Plan
 from gracestream.pipeline.editing.engine import EditEngine
@@ -16,6 +15,7 @@ from gracestream.pipeline.editing.tolerance import query_noise
 from gracestream.pipeline.model.control_tokens import control_tokens
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.model.probe_texts import TEXTS
+from gracestream.pipeline.model.registry import KNOWN, resolve, resolve_encoder
 from gracestream.pipeline.model.sentence_encoder import UNIT, Encoder
 from gracestream.schemas.messages import ChatMessage, Inputs, Parameters
 from tests.unit.engine.tiny import CODEBOOK, correct

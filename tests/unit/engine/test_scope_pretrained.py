@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gracestream.deploy.models import resolve_encoder
 from gracestream.pipeline.editing.negatives import COUNT, other_requests, radius_of
+from gracestream.pipeline.model.registry import resolve_encoder
 from gracestream.pipeline.model.sentence_encoder import MARK, Encoder
 
 pytestmark = pytest.mark.model

