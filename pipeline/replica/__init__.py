@@ -2,6 +2,7 @@
 
 from gracestream.pipeline.replica.codebook_replica import Mirror
 from gracestream.pipeline.replica.delta_follower import Follower
+from gracestream.pipeline.replica.replica import Replica
 from gracestream.pipeline.replica.request_handler import Part, Question, Record, Reply, Server, Work
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "Part",
     "Question",
     "Record",
+    "Replica",
     "Reply",
     "Server",
     "Work",

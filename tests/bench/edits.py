@@ -26,7 +26,7 @@ from gracestream.pipeline.model.suffix_pass import Passes, Rest
 from gracestream.pipeline.search.key_search import NO_SLOT
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.messages import Parameters
-from gracestream.workers.boot import load_model
+from gracestream.workers.bootstrap import load_model
 
 ANSWER = 16
 """Tokens of an answer that is generated; the longest target has fewer."""

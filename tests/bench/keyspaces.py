@@ -35,7 +35,7 @@ from gracestream.pipeline.model.layers import block_list
 from gracestream.pipeline.model.registry import minilm_folder
 from gracestream.pipeline.model.sentence_encoder import Encoder
 from gracestream.pipeline.settings import load_settings
-from gracestream.workers.boot import load_model
+from gracestream.workers.bootstrap import load_model
 from tests.bench.device import timed
 from tests.bench.framework import Options, Row
 

@@ -10,7 +10,7 @@ from gracestream.pipeline.experiments.tasks import COUNTERFACT, NQ, ZSRE
 from gracestream.pipeline.model.batch import Prompt
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.settings import load_settings
-from gracestream.workers.boot import load_model
+from gracestream.workers.bootstrap import load_model
 from tests.bench.framework import BenchError, Options
 from tests.bench.random_models import BERT, GPT2, T5, RandomModel, prompts
 

@@ -36,7 +36,7 @@ from gracestream.pipeline.model.registry import known_layer
 from gracestream.pipeline.search.key_search import NO_SLOT
 from gracestream.pipeline.settings import load_settings
 from gracestream.pipeline.tuning.evaluation import begins
-from gracestream.workers.boot import plan_of
+from gracestream.workers.bootstrap import plan_of
 from tests.bench.edits import Asked, Cost, Fact, Known, asked_at, correct, serving, share, started
 from tests.bench.framework import Options, Row
 

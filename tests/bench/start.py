@@ -31,7 +31,7 @@ from gracestream.pipeline.kafka.topics import create_topics
 from gracestream.pipeline.model.registry import known_layer
 from gracestream.pipeline.settings import Settings, load_settings
 from gracestream.pipeline.stores import snapshots
-from gracestream.workers.boot import load_model
+from gracestream.workers.bootstrap import load_model
 from tests.bench.framework import BenchError, Options, Row
 from tests.bench.replay import Made, fill
 from tests.bench.workers import worker

@@ -39,11 +39,11 @@ from gracestream.pipeline.kafka.topics import create_topics
 from gracestream.pipeline.model.batch import Prompt
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.model.registry import known_layer
+from gracestream.pipeline.replica.micro_batches import next_batch
+from gracestream.pipeline.replica.request_plane import AHEAD
 from gracestream.pipeline.settings import Settings, load_settings
 from gracestream.schemas.messages import Parameters
-from gracestream.workers.boot import load_model
-from gracestream.workers.micro_batches import next_batch
-from gracestream.workers.request_plane import AHEAD
+from gracestream.workers.bootstrap import load_model
 from tests.bench.framework import Options, Row
 from tests.bench.workers import worker
 from tests.integration.running import metric

@@ -23,7 +23,7 @@ from gracestream.pipeline.model.suffix_pass import Passes
 from gracestream.pipeline.replica.delta_follower import Follower
 from gracestream.pipeline.stores.redis_head import RadiusStore
 from gracestream.pipeline.stores.snapshot_files import SnapshotStore
-from gracestream.workers import ending
+from gracestream.workers import shutdown as ending
 
 log = structlog.get_logger()
 

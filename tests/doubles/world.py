@@ -30,6 +30,7 @@ from redis.exceptions import TimeoutError as RedisTimeout
 from gracestream.pipeline.auth.admission import Admission
 from gracestream.pipeline.editing.config import Plan
 from gracestream.pipeline.editing.engine import EditEngine
+from gracestream.pipeline.editor.editor import Editor, EditorServices
 from gracestream.pipeline.editor.feedback_processor import Intake
 from gracestream.pipeline.editor.log import EditorLog
 from gracestream.pipeline.editor.redis_publisher import Projection
@@ -41,7 +42,6 @@ from gracestream.pipeline.settings import Settings, load_settings
 from gracestream.pipeline.stores.redis_head import RadiusStore, StaleError
 from gracestream.schemas.deltas import decode_delta
 from gracestream.schemas.messages import VERSION, Feedback, InvalidMessage, Request, decode, encode
-from gracestream.workers.editor import Editor, Parts
 from tests.doubles.checker import Follower, Left
 from tests.doubles.kafka import Epochs, MemoryKafka, Passage
 from tests.doubles.redis import MemoryRedis
@@ -160,7 +160,7 @@ class Process:
         log = EditorLog(SETTINGS, new_consumer, new_producer)
         history, at_work = History(story.kafka), partial(log.stay, 0.0)
         traffic = RequestTail(SETTINGS, self.engine, new_consumer)
-        parts = Parts(
+        parts = EditorServices(
             engine=self.engine,
             log=log,
             intake=Intake(self.engine, admission, history, SETTINGS.max_record_bytes, traffic.see, at_work),

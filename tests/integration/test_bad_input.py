@@ -25,8 +25,8 @@ from gracestream.pipeline.stores.redis_client import redis_client
 from gracestream.pipeline.stores.redis_head import RadiusStore
 from gracestream.schemas.deltas import EntryChange
 from gracestream.schemas.messages import NearMiss, Prediction, decode, encode
-from gracestream.workers.boot import Worker
-from gracestream.workers.editor import editor_of
+from gracestream.workers.bootstrap import Worker
+from gracestream.workers.editor import build_editor
 from tests.integration.forked import Forked
 from tests.integration.running import (
     PATIENCE,
@@ -269,7 +269,7 @@ def test_feedback_on_which_the_model_fails_is_rejected_and_the_next_is_taken(
 
     monkeypatch.setattr(model.passes, "examine", fragile)
     stop = threading.Event()
-    editor = editor_of(Worker("editor", Health(), model, stop), deployment, admission_from_settings(deployment))
+    editor = build_editor(Worker("editor", Health(), model, stop), deployment, admission_from_settings(deployment))
     working = threading.Thread(target=editor.run, args=[stop])
     working.start()
     try:

@@ -11,9 +11,9 @@ from gracestream.pipeline.editor.accepted_feedback import admission_from_setting
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.observability.health import Health
 from gracestream.pipeline.settings import Settings
-from gracestream.workers.boot import Worker
-from gracestream.workers.editor import editor_of
-from gracestream.workers.inference import Replica
+from gracestream.workers.bootstrap import Worker
+from gracestream.workers.editor import build_editor
+from gracestream.workers.inference import build_replica
 from tests.integration.running import Users, flag, members, outcomes_in_log, question, records, wait_until
 from tests.unit.engine.tiny import Failing, editable, texts
 
@@ -34,7 +34,7 @@ def test_a_replica_ends_with_the_reason_and_leaves_its_batch(
 ) -> None:
     users.client.send([question(f"q{number}", prompt) for number, prompt in enumerate(PROMPTS)])
     worker = Worker("replica", Health(), broken, threading.Event())
-    assert asyncio.run(Replica(worker, deployment).run()) == 1
+    assert asyncio.run(build_replica(worker, deployment).run()) == 1
     assert not worker.health.ready
     assert worker.health.reason == "the device failed: CUDA error: unspecified launch failure"
     assert records(deployment, "predictions") == []
@@ -43,7 +43,7 @@ def test_a_replica_ends_with_the_reason_and_leaves_its_batch(
     mended = Worker("replica", Health(), editable("llama"), threading.Event())
 
     async def serve() -> int:
-        running = asyncio.create_task(Replica(mended, deployment).run())
+        running = asyncio.create_task(build_replica(mended, deployment).run())
         while len(await asyncio.to_thread(records, deployment, "predictions")) < len(PROMPTS):
             await asyncio.sleep(0.1)
         mended.stop.set()
@@ -58,7 +58,7 @@ def test_an_editor_ends_and_its_feedback_is_decided_by_the_next(
     users.client.send([flag("f", PROMPTS[0], "river")])
     for model, expected in ((broken, []), (editable("llama"), ["f"])):
         stop = threading.Event()
-        editor = editor_of(Worker("editor", Health(), model, stop), deployment, admission_from_settings(deployment))
+        editor = build_editor(Worker("editor", Health(), model, stop), deployment, admission_from_settings(deployment))
         if expected:
             working = threading.Thread(target=editor.run, args=[stop])
             working.start()

@@ -22,10 +22,10 @@ from gracestream.deploy.local.redis import LocalRedis
 from gracestream.pipeline.kafka.clients import consumer
 from gracestream.pipeline.kafka.topics import create_topics
 from gracestream.pipeline.model.editable import EditableModel
+from gracestream.pipeline.replica.replica import Replica
 from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.stores.snapshot_files import SnapshotStore
 from gracestream.schemas.messages import Feedback, Parameters, Prediction, Request, decode
-from gracestream.workers.inference import Replica
 from tests.chaos.dying import arm, train_slowly
 from tests.integration.forked import Forked
 from tests.integration.history import History

@@ -11,13 +11,13 @@ import numpy as np
 import psutil
 import pytest
 
+from gracestream.pipeline.editor.editor import MAX_UNCOMMITTED_BYTES
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.kafka.clients import producer
 from gracestream.pipeline.kafka.lenient_records import BATCH_BYTES, KEPT_BYTES, record_bytes
 from gracestream.pipeline.kafka.topics import DELTAS, FEEDBACK, FEEDBACK_DLQ, PREDICTIONS, REQUESTS, REQUESTS_DLQ
 from gracestream.pipeline.replica.delta_follower import Follower
 from gracestream.pipeline.settings import Settings, as_environment
-from gracestream.workers.editor import ENOUGH_BYTES
 from tests.hostile import Hostile, crowded_batches
 from tests.integration.forked import Forked, as_given
 from tests.integration.history import History
@@ -218,7 +218,7 @@ def test_large_keys_are_committed_in_bounded_transactions_and_memory(
     assert {letter.key for letter in letters} == {key[:KEPT_BYTES]}
     assert {headers_of(letter)["key_bytes"] for letter in letters} == {str(KEY_BYTES)}
     sizes = [sum(map(record_bytes, together)) for together in transactions(letters)]
-    assert max(sizes) < ENOUGH_BYTES + 8 * KEPT_BYTES, "one record more than enough, and the headers of all"
+    assert max(sizes) < MAX_UNCOMMITTED_BYTES + 8 * KEPT_BYTES, "one record more than enough, and the headers of all"
     assert grown < 5 * BOUND, f"{grown / MIB:.0f} MiB"
 
 

@@ -31,7 +31,7 @@ from gracestream.pipeline.model.registry import KNOWN, Report, prepare, resolve,
 from gracestream.pipeline.model.sentence_encoder import Encoder
 from gracestream.pipeline.settings import load_settings
 from gracestream.schemas.messages import Parameters
-from gracestream.workers.boot import load_model
+from gracestream.workers.bootstrap import load_model
 from tests.integration.forked import Command, status_of
 from tests.integration.running import Checkpoint
 

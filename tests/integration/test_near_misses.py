@@ -13,7 +13,7 @@ from gracestream.pipeline.kafka.clients import producer
 from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.wording.comparison import disagreement, wording_of
 from gracestream.schemas.messages import NearMiss, Prediction, decode, encode
-from gracestream.workers.boot import load_model
+from gracestream.workers.bootstrap import load_model
 from tests.integration.forked import Command, Forked, status_of
 from tests.integration.running import question, records, wait_until
 from tests.unit.engine.tiny import added, sealed, texts

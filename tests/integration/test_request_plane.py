@@ -10,8 +10,8 @@ from kafka import TopicPartition
 
 from gracestream.pipeline.kafka.clients import consumer, producer
 from gracestream.pipeline.replica.request_handler import Part, Record, Reply
+from gracestream.pipeline.replica.request_plane import AHEAD, BUFFERED, OPEN, RequestPlane
 from gracestream.pipeline.settings import Settings
-from gracestream.workers.request_plane import AHEAD, BUFFERED, OPEN, RequestPlane
 from tests.integration.running import PATIENCE, records
 
 BATCH = 8

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from gracestream.pipeline.client import SignedFeedback
 from gracestream.schemas.messages import AppliedEdit, Feedback, Outcome, Outputs, Prediction, Request, encode
-from gracestream.workers.cli.exchange import Sent, _failed, _table, _tell
+from gracestream.workers.cli.send_and_wait import Sent, _failed, _table, _tell
 
 SERVED: dict[str, Any] = {"v": 1, "codebook_seq": 3, "term": 1, "model": "m", "replica": "r", "latency_ms": 1.0}
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gracestream.pipeline.model.batch import Prompt
+from gracestream.pipeline.replica.micro_batches import MicroBatches, next_batch
 from gracestream.pipeline.replica.request_handler import Question, Record, Reply
 from gracestream.schemas.messages import Request
-from gracestream.workers.micro_batches import MicroBatches, next_batch
 from tests.unit.engine.tiny import tokenizer
 
 WAITING = st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 30)), min_size=1, max_size=40)

@@ -10,7 +10,7 @@ from gracestream.pipeline.editing.config import Plan
 from gracestream.pipeline.editing.value_training import Recipe
 from gracestream.pipeline.model.sentence_encoder import FARTHEST, UNIT
 from gracestream.pipeline.settings import Settings, SettingsError, as_environment, load_settings, misspelt
-from gracestream.workers.boot import plan_of
+from gracestream.workers.bootstrap import plan_of
 
 CHOSEN = Plan(
     policy="paper",

@@ -16,16 +16,16 @@ from gracestream.pipeline.observability import silence_libraries
 from gracestream.workers.cli import (
     audit,
     dead_letters,
+    deployment,
     evaluation,
     experiments,
+    feedback,
     history,
     keys,
-    local,
+    model,
     near_misses,
     snapshots,
-    traffic,
-    tuning,
-    work,
+    stack,
 )
 from gracestream.workers.cli.common import EXPECTED
 
@@ -63,8 +63,19 @@ def options(
 
 
 GROUPS = (
-    local, work, traffic, keys, dead_letters, history, near_misses, audit, snapshots, tuning, evaluation, experiments,
-)  # fmt: skip
+    stack,
+    deployment,
+    feedback,
+    keys,
+    dead_letters,
+    history,
+    near_misses,
+    audit,
+    snapshots,
+    model,
+    evaluation,
+    experiments,
+)
 for group in GROUPS:
     group.register(app)
 

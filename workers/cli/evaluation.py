@@ -57,7 +57,7 @@ def evaluate(
     from gracestream.pipeline.history import replay_deltas  # noqa: PLC0415
     from gracestream.pipeline.tuning.evaluation import evaluate as answered  # noqa: PLC0415  (torch takes seconds)
     from gracestream.pipeline.tuning.evaluation import summary  # noqa: PLC0415
-    from gracestream.workers.boot import load_model  # noqa: PLC0415
+    from gracestream.workers.bootstrap import load_model  # noqa: PLC0415
 
     cases = _read(lines)
     settings = connected(kafka=kafka, prefix=prefix, model=model, layer=layer)

@@ -97,7 +97,7 @@ def experiment(
     from gracestream.pipeline.experiments.report import VERSION, Asked, alone, columns_of, made, plain, read  # noqa: PLC0415
     from gracestream.pipeline.experiments.sweep import Sweep, title  # noqa: PLC0415
     from gracestream.pipeline.experiments.tasks import TASKS  # noqa: PLC0415
-    from gracestream.workers.experiments import Runner  # noqa: PLC0415
+    from gracestream.workers.cli.experiment_runner import Runner  # noqa: PLC0415
 
     if data is not None:
         os.environ[FOLDER] = str(data)
@@ -146,7 +146,7 @@ def _runs(
 ) -> list[tuple[dict[str, str], "Asked"]]:
     """What a grid asks for, by its combinations; `chosen` names the options on the command line."""
     from gracestream.pipeline.experiments.sweep import grid, title  # noqa: PLC0415
-    from gracestream.workers.experiments import SWEPT, settings_of  # noqa: PLC0415
+    from gracestream.workers.cli.experiment_runner import SWEPT, settings_of  # noqa: PLC0415
 
     runs: list[tuple[dict[str, str], Asked]] = []
     for cell in grid(sweep, (*SWEPT, "editor", "seed")):

@@ -202,7 +202,7 @@ def _retrained(settings: Settings, records: list[bytes]) -> tuple[Codebook, list
     from gracestream.pipeline.editing import environment  # noqa: PLC0415
     from gracestream.pipeline.history import Retraining  # noqa: PLC0415
     from gracestream.pipeline.model import LayerError  # noqa: PLC0415
-    from gracestream.workers.boot import load_model  # noqa: PLC0415
+    from gracestream.workers.bootstrap import load_model  # noqa: PLC0415
 
     lead = decode_delta(records[0])
     settings = _with_those_of(lead, settings)

@@ -16,7 +16,7 @@ from gracestream.pipeline.tuning.advice import Advice, advise, ranked
 from gracestream.pipeline.tuning.plot import draw, require_plot
 from gracestream.pipeline.tuning.trials import Share, Tried
 from gracestream.workers.cli.common import counted, notes, read_good_lines, say, screen, show
-from gracestream.workers.tuning import Tuning
+from gracestream.workers.cli.trial_runner import Tuning
 
 SHOWN = 12
 """Rows of the table; --json has all of them."""

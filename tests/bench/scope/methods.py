@@ -22,7 +22,7 @@ from gracestream.pipeline.model.batch import Prompt
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.messages import ChatMessage, Parameters
-from gracestream.workers.boot import plan_of
+from gracestream.workers.bootstrap import plan_of
 from tests.bench.edits import ANSWER, Asked, Cost, Fact, Known, asked_at, correct, started
 from tests.bench.scope.cases import Case, Stream
 

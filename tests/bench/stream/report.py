@@ -14,7 +14,7 @@ from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.editing.provenance import environment
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.settings import load_settings
-from gracestream.workers.boot import load_model, plan_of
+from gracestream.workers.bootstrap import load_model, plan_of
 from tests.bench.framework import BenchError, Options, Row
 from tests.bench.stream.corrections import Data, stream_data
 from tests.bench.stream.edits import CODEBOOK, WAYS, Texts, Way, begun, feedback_of, made

@@ -8,9 +8,9 @@ import pytest
 import yaml
 from prometheus_client.metrics import MetricWrapperBase
 
+from gracestream.pipeline.editor.editor import BLOCKED_REMEDY
 from gracestream.pipeline.observability import metrics
 from gracestream.schemas.messages import Status
-from gracestream.workers.editor import BLOCKED_REMEDY
 from tests.unit.deploy.files import (
     DASHBOARD,
     DEPLOY,

@@ -33,7 +33,7 @@ from gracestream.pipeline.observability import Health, HealthServer, configure_l
 from gracestream.pipeline.search import set_threads
 from gracestream.pipeline.settings import Settings, SettingsError, misspelt
 from gracestream.pipeline.stores import wait_for_redis
-from gracestream.workers.ending import end_on_signals, end_when_stuck
+from gracestream.workers.shutdown import end_on_signals, end_when_stuck
 
 log = structlog.get_logger()
 

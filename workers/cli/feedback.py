@@ -14,7 +14,7 @@ from gracestream.pipeline.client import Client, SignedFeedback, feedback, feedba
 from gracestream.pipeline.settings import load_settings
 from gracestream.schemas.messages import Feedback, InvalidMessage, Request
 from gracestream.workers.cli.common import Codebook, Kafka, Lines, Prefix, connected, read_raw_lines
-from gracestream.workers.cli.exchange import exchange, id_of
+from gracestream.workers.cli.send_and_wait import exchange, id_of
 
 M = TypeVar("M", Request, Feedback | SignedFeedback)
 

@@ -21,7 +21,7 @@ from gracestream.pipeline.experiments.stream import Stream, first, fitting
 from gracestream.pipeline.experiments.tasks import Task
 from gracestream.pipeline.model import EditableModel
 from gracestream.pipeline.settings import Settings, SettingsError, load_settings
-from gracestream.workers.boot import load_model, plan_of
+from gracestream.workers.bootstrap import load_model, plan_of
 
 OF_THE_MODEL = (
     "model", "layer", "query", "encoder", "replace", "device", "dtype", "max_input_tokens", "max_target_tokens",

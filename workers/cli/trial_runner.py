@@ -22,7 +22,7 @@ from gracestream.pipeline.tuning.layers import candidate_layers
 from gracestream.pipeline.tuning.samples import Requests
 from gracestream.pipeline.tuning.trials import Choice, Material, Measuring, Tried
 from gracestream.pipeline.tuning.workbench import ENCODER, Answers, Checkpoint, Workbench
-from gracestream.workers.boot import limits_of, plan_of, resolved
+from gracestream.workers.bootstrap import limits_of, plan_of, resolved
 
 TUNED = frozenset({"layer", "query", "radius", "radius_unit", "scope_radius", "scope_alpha"})
 """Settings that are chosen here, whatever they were."""

@@ -27,9 +27,9 @@ from mode.utils.queues import ThrowableQueue
 
 from gracestream.pipeline.kafka import REQUESTS, install_in_aiokafka, kafka_tls, record_bytes
 from gracestream.pipeline.replica import Part, Record
+from gracestream.pipeline.replica.replies import Replies
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.deltas import MAX_DELTA_BYTES
-from gracestream.workers.replies import Replies
 
 log = structlog.get_logger()
 

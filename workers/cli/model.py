@@ -35,7 +35,7 @@ def layers(model: Model = None, as_json: AsJson = False) -> None:
     Example: gracestream layers --model smollm2
     """
     from gracestream.pipeline.model import linear_layers  # noqa: PLC0415  (torch takes seconds that other commands need not wait)
-    from gracestream.workers.boot import load_bare_model  # noqa: PLC0415
+    from gracestream.workers.bootstrap import load_bare_model  # noqa: PLC0415
 
     found = linear_layers(load_bare_model(load_settings(model=model)))
     if as_json:
@@ -93,7 +93,7 @@ def _require_auto(context: typer.Context) -> None:
 def _measure(lines: Path, layer: list[str] | None, model: str | None, *, as_json: bool) -> None:
     """Measure the layers without any edit."""
     from gracestream.pipeline.editing import Sample, calibrate_layer  # noqa: PLC0415
-    from gracestream.workers.boot import load_model, reads_text  # noqa: PLC0415
+    from gracestream.workers.bootstrap import load_model, reads_text  # noqa: PLC0415
 
     samples = []
     for number, fields in read_lines(lines):

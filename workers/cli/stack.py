@@ -10,7 +10,7 @@ from rich.table import Table
 
 from gracestream.pipeline.settings import Settings
 from gracestream.workers.cli.common import AsJson, Layer, Model, Prefix, notes, say, screen, show
-from gracestream.workers.cli.work import PARTITIONS
+from gracestream.workers.cli.deployment import PARTITIONS
 
 Data = Annotated[Path, typer.Option("--data", help="Folder for logs and the data of a local Kafka and Redis.")]
 Replicas = Annotated[int, typer.Option("--replicas", min=1, max=64, help="Inference replicas.")]
@@ -92,7 +92,7 @@ def _check_model(settings: Settings) -> None:
         ModelError, LayerError: it cannot be loaded, or has no such layer, or there is no such device.
     """
     from gracestream.pipeline.model import device_of  # noqa: PLC0415
-    from gracestream.workers.boot import load_model  # noqa: PLC0415
+    from gracestream.workers.bootstrap import load_model  # noqa: PLC0415
 
     notes.print(f"checking the model {settings.model} and its layer {settings.layer}; a large model takes a minute")
     device_of(settings.device)
