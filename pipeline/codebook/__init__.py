@@ -5,6 +5,7 @@ from gracestream.pipeline.codebook.compare import Fold, entry_change, exception_
 from gracestream.pipeline.codebook.edit_memory import BARE_MODEL, EditMemory, still_undone, together
 from gracestream.pipeline.codebook.file import FileError, parse, save
 from gracestream.pipeline.codebook.key_index import KeyIndex, on_host
+from gracestream.pipeline.codebook.lookup import OUTSIDE, Asked, CodebookLookup, Hit, serving
 from gracestream.pipeline.codebook.policy import (
     ROUNDINGS,
     TRAFFIC_SHARE,
@@ -19,14 +20,18 @@ from gracestream.pipeline.codebook.prompt_exceptions import query_of, same_reque
 
 __all__ = [
     "BARE_MODEL",
+    "OUTSIDE",
     "ROUNDINGS",
     "TRAFFIC_SHARE",
     "Applied",
+    "Asked",
     "Codebook",
+    "CodebookLookup",
     "Decision",
     "EditMemory",
     "FileError",
     "Fold",
+    "Hit",
     "KeyIndex",
     "Label",
     "Neighbour",
@@ -44,6 +49,7 @@ __all__ = [
     "same_entry",
     "same_request",
     "save",
+    "serving",
     "still_undone",
     "together",
     "without_expanding",

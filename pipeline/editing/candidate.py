@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from msgspec import UnsetType
 
-from gracestream.pipeline.codebook import Label, Policy
+from gracestream.pipeline.codebook import Hit, Label, Policy
 from gracestream.pipeline.editing.context import Sight
 from gracestream.pipeline.editing.value_training import Trained
-from gracestream.pipeline.model import Hit, Rest, Supervised, Verdict
+from gracestream.pipeline.model import Rest, Supervised, Verdict
 from gracestream.schemas.deltas import Seen, Standing
 from gracestream.schemas.messages import Feedback
 

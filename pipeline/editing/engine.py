@@ -20,6 +20,7 @@ from gracestream.pipeline.codebook import (
     TRAFFIC_SHARE,
     Applied,
     Codebook,
+    CodebookLookup,
     Decision,
     EditMemory,
     KeyIndex,
@@ -29,6 +30,7 @@ from gracestream.pipeline.codebook import (
     batch_noise,
     decide,
     same_request,
+    serving,
     without_expanding,
 )
 from gracestream.pipeline.editing.calibration import probe_unit
@@ -51,15 +53,7 @@ from gracestream.pipeline.editing.scope import ScopeRadius
 from gracestream.pipeline.editing.traffic_reservoir import Traffic
 from gracestream.pipeline.editing.value_training import Trained, train_on, train_value, train_values
 from gracestream.pipeline.errors import HistoryError
-from gracestream.pipeline.model import (
-    EditableModel,
-    InputError,
-    Seq2SeqGeneration,
-    Verdict,
-    in_decoder,
-    matches,
-    serving,
-)
+from gracestream.pipeline.model import EditableModel, InputError, Seq2SeqGeneration, Verdict, in_decoder
 from gracestream.pipeline.search import NO_SLOT
 from gracestream.pipeline.wording import disagreement, in_context
 from gracestream.schemas.deltas import (
@@ -95,6 +89,7 @@ class EditEngine:
         self.model, self.plan = model, plan or Plan()
         self.codebook = Codebook(codebook, model.fingerprint, model.layer)
         self.index = KeyIndex(self.codebook, model.device)
+        self.lookup = CodebookLookup(self.codebook, self.index)
         self.memory = EditMemory()
         self.traffic = Traffic(self.plan.traffic, self.plan.seed)
         self._probe_unit: float | None = None
@@ -136,7 +131,7 @@ class EditEngine:
 
     def observe(self, rank: float, query_D: np.ndarray, wording: str = "") -> None:
         """Hold a query of unflagged traffic (`Traffic.wants` gave its rank), unless an entry answers it already."""
-        (match,) = matches(torch.from_numpy(query_D)[None], self.codebook, self.index, lambda _row: wording)
+        (match,) = self.lookup.matches(torch.from_numpy(query_D)[None], lambda _row: wording)
         if serving(match) is None:
             self.traffic.hold(rank, query_D, self.noise(query_D), wording)
 
@@ -327,7 +322,7 @@ class EditEngine:
             InputError: the model cannot take them.
         """
         label, supervised = self.model.supervised(inputs, target)
-        verdict, session, rest = self.model.passes.examine(supervised, self.codebook, self.index)
+        verdict, session, rest = self.model.passes.examine(supervised, self.lookup)
         hit = session.hits[0]
         return Examined(
             label=label,
@@ -344,7 +339,7 @@ class EditEngine:
     def _stands(self, examined: Examined) -> bool:
         """Whether the codebook as it now is would tell the same."""
         query_1D = torch.from_numpy(examined.query_D)[None]
-        (match,) = matches(query_1D, self.codebook, self.index, lambda _row: examined.wording)
+        (match,) = self.lookup.matches(query_1D, lambda _row: examined.wording)
         hit = serving(match)
         if hit is None or examined.hit is None:
             return hit is None and examined.hit is None

@@ -24,7 +24,7 @@ from gracestream.pipeline.codebook import BARE_MODEL, same_request
 from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.editing.result import Edited, rejected
 from gracestream.pipeline.editing.roles import why_not_propose
-from gracestream.pipeline.model import MARK, InputError, matches
+from gracestream.pipeline.model import MARK, InputError
 from gracestream.pipeline.search import exact_distance
 from gracestream.pipeline.wording import ELLIPSIS
 from gracestream.schemas.deltas import Cause, ExceptionChange, Standing, Tensor, rephrase_name
@@ -139,7 +139,7 @@ def _why_not(
             f"no edit {edit!r} is in force; `except_from` names a correction, or the entry that a prediction names in"
             " `edit` or `near_miss`"
         )
-    (match,) = matches(torch.from_numpy(query_D.copy())[None], codebook, engine.index, lambda _row: wording)
+    (match,) = engine.lookup.matches(torch.from_numpy(query_D.copy())[None], lambda _row: wording)
     if match is not None and match.entry_id in entry_ids:
         return None
     slots = [codebook.slot(entry_id) for entry_id in entry_ids]

@@ -1,6 +1,6 @@
 """Models that can be edited: how they are loaded, read, and made to answer with a codebook."""
 
-from gracestream.pipeline.model.adaptor import OUTSIDE, Hit, QueryToken, Replaced, Session, last_token, matches, serving
+from gracestream.pipeline.model.adaptor import QueryToken, Replaced, Session, last_token
 from gracestream.pipeline.model.batch import Batch, Prompt
 from gracestream.pipeline.model.checkpoint import ModelError, device_of, is_causal, load_checkpoint, unreported
 from gracestream.pipeline.model.editable import EditableModel, Served
@@ -27,7 +27,6 @@ from gracestream.pipeline.model.trial import layer_fault
 __all__ = [
     "FARTHEST",
     "MARK",
-    "OUTSIDE",
     "REMEDY",
     "TEXTS",
     "UNIT",
@@ -37,7 +36,6 @@ __all__ = [
     "Classification",
     "EditableModel",
     "Encoder",
-    "Hit",
     "InputError",
     "LayerError",
     "LayerRange",
@@ -64,7 +62,6 @@ __all__ = [
     "layer_of",
     "linear_layers",
     "load_checkpoint",
-    "matches",
     "minilm_folder",
     "naming_known",
     "normal_path",
@@ -72,7 +69,6 @@ __all__ = [
     "prepare",
     "resolve",
     "resolve_encoder",
-    "serving",
     "unreported",
     "verdict",
 ]

@@ -8,20 +8,17 @@ so no decode step ever queries. Where the whole sequence runs again (generation 
 applied again at the same tokens. The codebook is never written here, and no random number is drawn.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from gracestream.pipeline.codebook import Codebook, KeyIndex, on_host
+from gracestream.pipeline.codebook import Asked, CodebookLookup, Hit, serving
 from gracestream.pipeline.model.batch import Batch
 from gracestream.pipeline.model.layers import LayerError
-from gracestream.pipeline.search import NO_SLOT
-from gracestream.pipeline.wording import disagreement
 
 QueryToken = Literal["last", "first", "mean"]
 Replaced = Literal["last", "all"]
@@ -29,43 +26,12 @@ Replaced = Literal["last", "all"]
 Encode = Callable[[Batch], Tensor]
 """Queries (B, D), float32, of a batch's prompts."""
 
-Asked = Callable[[int], str]
-"""The wording of a batch's row (`pipeline.wording`); empty where nothing is to be compared."""
-
 Lookup = Callable[[Tensor], tuple[Tensor, Tensor] | None]
 """Of queries (B, D): which rows take a value (B), and values (B, V) that count in those; None where no row does."""
 
 
-UNCERTAIN = 1.4
-"""Radii within which a prompt that names the same is a near miss: as far away lie most other requests of a subject."""
-
-OUTSIDE = "it names the same, and lies a little outside the radius"
-
-MOST_COMPARED = 16
-"""Entries whose wordings are compared with that of one prompt, at most."""
-
-
 class Observed(Exception):
     """Ends a forward pass at the wrapped module."""
-
-
-@dataclass(frozen=True, slots=True)
-class Hit:
-    """The entry within whose radius one row's query lies, or that has the same words: its key is `distance` away.
-
-    It serves the row unless there is a `disagreement` of the wordings, which says why not.
-    """
-
-    slot: int
-    entry_id: str
-    distance: float
-    radius: float
-    disagreement: str = ""
-
-    @property
-    def by_words(self) -> bool:
-        """Whether the query lies outside the radius, so that the words are the same."""
-        return not self.distance < self.radius
 
 
 @dataclass(slots=True)
@@ -119,23 +85,20 @@ class Adaptor:
     def serving(
         self,
         batch: Batch,
-        codebook: Codebook,
-        index: KeyIndex,
-        settle: Callable[[], None] = lambda: None,
+        codebook: CodebookLookup,
         *,
         asked: Asked,
         measured: bool = False,
     ) -> Iterator[Session]:
-        """Answer from the codebook, as `settle` leaves it just before the look-up, where an entry serves a row.
+        """Put the value of the entry that serves a row in place, where one does.
 
         `asked` tells the wording of a row that lies within the radius of an entry.
         """
         session = Session(batch, measured=measured)
 
         def lookup(queries_BD: Tensor) -> tuple[Tensor, Tensor] | None:
-            settle()
-            session.matches = matches(queries_BD, codebook, index, asked)
-            return _values(session.hits, codebook)
+            session.matches = codebook.matches(queries_BD, asked)
+            return codebook.values(session.hits)
 
         session.lookup = lookup
         with self._open(session):
@@ -256,74 +219,3 @@ def _hidden(candidate: Any, module: nn.Module) -> Tensor:
             f"{type(module).__name__} does not map (batch, tokens, width) to the like: its input or output is {found}"
         )
     return candidate
-
-
-def matches(queries_BD: Tensor, codebook: Codebook, index: KeyIndex, asked: Asked) -> list[Hit | None]:
-    """For each query the entry that may serve it.
-
-    If the radius of the nearest entry holds the query, the entries whose radius holds it are compared, nearest first.
-    The first whose wording agrees serves. If none of the first `MOST_COMPARED` agrees, the nearest one with the same
-    words serves. Else it is the nearest one, which the wording rules out, or one that the query lies a little outside
-    of, which tells why. Entries from which the prompt is an exception are passed over.
-    """
-    found = index.covering(queries_BD)
-    matched: list[Hit | None] = []
-    for row, nearest in enumerate(zip(found.slots_B.tolist(), found.distances_B.tolist(), strict=True)):
-        query_D, wording = queries_BD[row], cache(partial(asked, row))
-        match = None
-        if nearest[0] != NO_SLOT:
-            match = _within(_holding(nearest, query_D, index), query_D, codebook, wording)
-        if serving(match) is None:
-            known = index.in_same_words(query_D, wording)
-            match = match if known is None else _hit(codebook, *known)
-        matched.append(match or _outside(codebook, index.about_same(query_D, wording)))
-    return matched
-
-
-def _holding(nearest: tuple[int, float], query_D: Tensor, index: KeyIndex) -> Iterator[tuple[int, float]]:
-    """The entries whose radius holds a query, nearest first; those beyond the nearest are looked up when asked for."""
-    yield nearest
-    yield from index.holding(query_D, MOST_COMPARED)[1:]
-
-
-def _within(
-    holding: Iterable[tuple[int, float]], query_D: Tensor, codebook: Codebook, asked: Callable[[], str]
-) -> Hit | None:
-    """Of these entries the first that serves a prompt, or else the first that misses it by its wording."""
-    missed = None
-    for slot, distance in holding:
-        if codebook.exceptions.exempt(codebook.entry_ids[slot], lambda: on_host(query_D), asked):
-            continue
-        wording = codebook.wordings[slot]
-        hit = _hit(codebook, slot, distance, disagreement(wording, asked()) if wording else "")
-        if serving(hit):
-            return hit
-        missed = missed or hit
-    return missed
-
-
-def _outside(codebook: Codebook, known: tuple[int, float] | None) -> Hit | None:
-    """The entry that names the same, if the query lies a little outside its radius."""
-    if known is None:
-        return None
-    hit = _hit(codebook, *known, OUTSIDE)
-    return hit if hit.radius <= hit.distance < UNCERTAIN * hit.radius else None
-
-
-def _hit(codebook: Codebook, slot: int, distance: float, disagreement: str = "") -> Hit:
-    return Hit(slot, codebook.entry_ids[slot], distance, float(codebook.radii_N[slot]), disagreement)
-
-
-def serving(match: Hit | None) -> Hit | None:
-    """The match, if its entry serves the row."""
-    return None if match is None or match.disagreement else match
-
-
-def _values(hits: Sequence[Hit | None], codebook: Codebook) -> tuple[Tensor, Tensor] | None:
-    """The rows that are served (B), and their entries' values (B, V), zeros in the others; None where none is."""
-    rows = [row for row, hit in enumerate(hits) if hit is not None]
-    if not rows:
-        return None
-    values_BV = torch.zeros(len(hits), codebook.values_NV.shape[1])
-    values_BV[rows] = torch.from_numpy(codebook.values_NV[[hit.slot for hit in hits if hit is not None]])
-    return torch.tensor([hit is not None for hit in hits]), values_BV

@@ -6,7 +6,7 @@ was.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -14,8 +14,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from gracestream.pipeline.codebook import Codebook, KeyIndex, Label
-from gracestream.pipeline.model.adaptor import Adaptor, Hit, QueryToken, Replaced
+from gracestream.pipeline.codebook import CodebookLookup, Hit, Label
+from gracestream.pipeline.model.adaptor import Adaptor, QueryToken, Replaced
 from gracestream.pipeline.model.batch import Batch, Prompt
 from gracestream.pipeline.model.checkpoint import ModelError, cached_fingerprint, fingerprint_of, load_checkpoint
 from gracestream.pipeline.model.layers import LayerError, find_layer, in_decoder, linear_layers, normal_path
@@ -193,25 +193,17 @@ class EditableModel:
         self,
         prompts: Sequence[Prompt],
         parameters: Sequence[Parameters],
-        codebook: Codebook,
-        index: KeyIndex,
-        settle: Callable[[], None] = lambda: None,
+        codebook: CodebookLookup,
         *,
         checked: bool = False,
     ) -> list[Served]:
         """Answer a batch of tokenised prompts of one group from the edited model.
 
-        `settle` is called once the layers before the edited one have run, and may bring codebook and index up to date.
         With `checked`, rows that an entry serves without giving its target are answered again by the unedited model.
         A value was trained on its correction's prompts, and may give any text on another prompt within its radius.
         """
         batch = self.task.batch(prompts)
-
-        def settle_first() -> None:
-            with torch.inference_mode(mode=False):  # what it puts into the index may be changed outside
-                settle()
-
-        serving = self.adaptor.serving(batch, codebook, index, settle_first, asked=self.task.asked(batch))
+        serving = self.adaptor.serving(batch, codebook, asked=self.task.asked(batch))
         with torch.inference_mode(), serving as session:
             answers = self.task.run(batch, parameters)
         served = [
@@ -225,13 +217,13 @@ class EditableModel:
         served: list[Served],
         prompts: Sequence[Prompt],
         parameters: Sequence[Parameters],
-        codebook: Codebook,
+        codebook: CodebookLookup,
     ) -> list[Served]:
         """The same, with the unedited model's answer where an entry did not give its target."""
         failed = {
             row: one.hit
             for row, one in enumerate(served)
-            if one.hit is not None and not self.task.gives(one.answer, codebook.labels[one.hit.slot], parameters[row])
+            if one.hit is not None and not self.task.gives(one.answer, codebook.label(one.hit), parameters[row])
         }
         if not failed:
             return served

@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from gracestream.pipeline.codebook import Codebook, KeyIndex, Label
+from gracestream.pipeline.codebook import CodebookLookup, Label
 from gracestream.pipeline.device import raise_if_broken
 from gracestream.pipeline.model.adaptor import Adaptor, Session
 from gracestream.pipeline.model.batch import Batch
@@ -78,12 +78,12 @@ class Passes:
         """What may be kept of a pass, once a probe has told."""
         self._pads: bool | None = None
 
-    def examine(self, supervised: Supervised, codebook: Codebook, index: KeyIndex) -> tuple[Verdict, Session, Rest]:
+    def examine(self, supervised: Supervised, codebook: CodebookLookup) -> tuple[Verdict, Session, Rest]:
         """Whether the edited model gives the label, what the wrapped module saw, and the rest for other values."""
         if self._shortcuts is None:
             self._shortcuts = self._sound_shortcuts()
         batch = supervised.batch
-        serving = self._adaptor.serving(batch, codebook, index, asked=self._task.asked(batch), measured=True)
+        serving = self._adaptor.serving(batch, codebook, asked=self._task.asked(batch), measured=True)
         with torch.no_grad(), serving as session:
             logits, rest = self._passed(supervised, self._shortcuts)
         return verdict(logits[0], supervised.labels[0])[0], session, rest

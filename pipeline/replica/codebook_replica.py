@@ -2,8 +2,8 @@
 
 The contract:
 
-1. It changes in `advance` alone, in the thread that runs the model, never between the look-up of a micro-batch and its
-   answers; at start, before there are any, it may begin as a snapshot that is no further than the head.
+1. It changes in `advance` alone, in the thread that runs the model, between micro-batches. At start, before there are
+   any, it may begin as a snapshot that is no further than the head.
 2. It holds what the head names, and never less than it held before: a Redis that went backwards is not followed.
 3. Redis is untrusted input. While it does not answer, or says otherwise than the log, the codebook stays as it is, and
    after a grace period follows the log's end; `degraded` says so. A head behind the log begins a new grace period only
@@ -27,7 +27,7 @@ import structlog
 from kafka.errors import KafkaError
 from redis.exceptions import RedisError
 
-from gracestream.pipeline.codebook import Applied, Codebook, KeyIndex
+from gracestream.pipeline.codebook import Applied, Codebook, CodebookLookup, KeyIndex
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.kafka import TopicError, error_at
 from gracestream.pipeline.observability import metrics
@@ -72,6 +72,7 @@ class Mirror:
         self, codebook: Codebook, index: KeyIndex, store: RadiusStore, follower: Follower, settings: Settings
     ) -> None:
         self.codebook, self.index = codebook, index
+        self.lookup = CodebookLookup(codebook, index)
         self.degraded = False
         self.unread = 0
         """The delta that is live but could not be read in time; 0: none."""

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from gracestream.pipeline.replica import Question, Reply
+from gracestream.pipeline.replica.request_handler import Question, Reply
 
 
 def next_batch(waiting: Sequence[tuple[object, int]], size: int) -> list[int]:

@@ -1,10 +1,11 @@
 """An inference replica: requests in, predictions out, from the codebook that is live (design, sections 1 and 5).
 
 While the model is at one micro-batch, the next requests are taken, decoded and tokenised in another thread, and the
-answers before are sent, so that the model never waits for Kafka. Redis is asked for the head while the layers before
-the edited one run; there the codebook moves to that head, and the whole micro-batch is answered from it. Only when
-every answer is in Kafka does a batch that was taken count as done: a replica killed at any point leaves it to another.
-Requests that wait for a delta (`min_seq`) are answered when it has come, the others of their batch at once.
+answers before are sent, so that the model never waits for Kafka. Before each micro-batch the replica reads the head
+from Redis, and the codebook moves to it. So one codebook answers the whole micro-batch, and a request that was sent
+after a delta was published is answered with it. Only when every answer is in Kafka does a batch that was taken count
+as done: a replica killed at any point leaves it to another. Requests that wait for a delta (`min_seq`) are answered
+when it has come, the others of their batch at once.
 """
 
 import asyncio
@@ -151,7 +152,8 @@ class Replica:
         with self._health.working("model"):
             mirror = self._mirror
             head = None if mirror.redis_away else self._head_thread.submit(mirror.read_head)
-            return self._server.answer(questions, lambda: mirror.advance(mirror.head_in_time(head)))
+            mirror.advance(mirror.head_in_time(head))
+            return self._server.answer(questions)
 
     async def _wait_for_first(self, work: Work, started: float) -> bool:
         """Wait until the first of the deltas that these need is live; whether it is of use to wait for the others."""

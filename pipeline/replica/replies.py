@@ -35,7 +35,7 @@ from faust.exceptions import ProducerSendError
 
 from gracestream.pipeline.kafka import kafka_security
 from gracestream.pipeline.observability import metrics
-from gracestream.pipeline.replica import Reply
+from gracestream.pipeline.replica.request_handler import Reply
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.deltas import MAX_DELTA_BYTES
 from gracestream.schemas.messages import one_line

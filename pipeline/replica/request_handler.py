@@ -14,8 +14,8 @@ import msgspec
 import structlog
 from msgspec import UNSET, UnsetType
 
+from gracestream.pipeline.codebook import OUTSIDE, Hit
 from gracestream.pipeline.device import raise_if_broken
-from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.kafka import (
     LARGEST,
     ORDINARY,
@@ -26,7 +26,7 @@ from gracestream.pipeline.kafka import (
     address_of,
     rejected,
 )
-from gracestream.pipeline.model import OUTSIDE, EditableModel, Hit, InputError, Prompt, Served
+from gracestream.pipeline.model import EditableModel, InputError, Prompt, Served
 from gracestream.pipeline.observability import metrics
 from gracestream.pipeline.replica.codebook_replica import Mirror
 from gracestream.pipeline.settings import Settings
@@ -160,17 +160,11 @@ class Server:
             for question in questions
         ]
 
-    def answer(self, questions: Sequence[Question], settle: Callable[[], None] = lambda: None) -> list[Reply]:
-        """Answer requests of one group, one reply each, from the codebook as `settle` leaves it.
-
-        Args:
-            questions: The micro-batch.
-            settle: Brings the codebook up to date; called when the layers before the edited one have run, and again
-                where the requests are then run one by one.
+    def answer(self, questions: Sequence[Question]) -> list[Reply]:
+        """Answer requests of one group, one reply each, all from the codebook as it is now.
 
         Raises:
-            HistoryError: `settle` found a history that cannot be followed, so none of these is an answer.
-            DeviceFault: the device is broken: likewise.
+            DeviceFault: the device is broken, so none of these is an answer.
         """
         metrics.BATCH_SIZE.observe(len(questions))
         try:
@@ -178,13 +172,9 @@ class Server:
                 served = self._model.answer(
                     [question.prompt for question in questions],
                     [question.request.parameters for question in questions],
-                    self._mirror.codebook,
-                    self._mirror.index,
-                    settle,
+                    self._mirror.lookup,
                     checked=self._settings.check_answers,
                 )
-        except HistoryError:
-            raise
         except Exception as error:  # noqa: BLE001  (whatever one request does to the model, the others are answered)
             raise_if_broken(error)
             failure = f"{type(error).__name__}: {one_line(error)}"
@@ -194,7 +184,7 @@ class Server:
         if len(questions) == 1:
             log.warning("request_failed", request_id=questions[0].request.request_id, error=failure)
             return [self._failed(questions[0], f"the model failed: {failure}")]
-        return [reply for question in questions for reply in self.answer([question], settle)]
+        return [reply for question in questions for reply in self.answer([question])]
 
     def _answered(self, question: Question, served: Served) -> Reply:
         metrics.REQUESTS.labels("ok").inc()

@@ -26,8 +26,8 @@ import structlog
 from mode.utils.queues import ThrowableQueue
 
 from gracestream.pipeline.kafka import REQUESTS, install_in_aiokafka, kafka_tls, record_bytes
-from gracestream.pipeline.replica import Part, Record
 from gracestream.pipeline.replica.replies import Replies
+from gracestream.pipeline.replica.request_handler import Part, Record
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.deltas import MAX_DELTA_BYTES
 

@@ -5,7 +5,7 @@ from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from gracestream.pipeline.codebook import Codebook, KeyIndex
+from gracestream.pipeline.codebook import Codebook, CodebookLookup, KeyIndex
 from gracestream.pipeline.errors import UserError
 from gracestream.pipeline.model import EditableModel, Prompt, Served
 from gracestream.schemas.messages import Inputs, Parameters
@@ -163,7 +163,7 @@ def _answers(
     checked: bool = False,
 ) -> list[Served]:
     """An answer to each prompt, in their order; those of similar length share a batch."""
-    index = KeyIndex(codebook, model.device)
+    lookup = CodebookLookup(codebook, KeyIndex(codebook, model.device))
     groups: dict[object, list[int]] = {}
     for place, (prompt, case) in enumerate(zip(prompts, cases, strict=True)):
         groups.setdefault(model.task.admit(prompt, case.parameters), []).append(place)
@@ -175,8 +175,7 @@ def _answers(
             served = model.answer(
                 [prompts[place] for place in batch],
                 [cases[place].parameters for place in batch],
-                codebook,
-                index,
+                lookup,
                 checked=checked,
             )
             found |= zip(batch, served, strict=True)

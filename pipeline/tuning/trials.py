@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from msgspec import Struct
 
-from gracestream.pipeline.codebook import Label
+from gracestream.pipeline.codebook import Hit, Label, serving
 from gracestream.pipeline.editing import AT_ONCE, Ahead, CalibrationError, EditEngine, Plan, ScopeRadius
-from gracestream.pipeline.model import EditableModel, Hit, InputError, Prompt, matches, serving
+from gracestream.pipeline.model import EditableModel, InputError, Prompt
 from gracestream.pipeline.tuning.intervals import wilson
 from gracestream.pipeline.tuning.samples import MADE_UP, Requests, Targets, Trial, requests_about, surface_forms, usable
 from gracestream.pipeline.tuning.workbench import ENCODER, NAME, Answers, Workbench, said
@@ -363,8 +363,7 @@ class Lookup:
         if not prompts:
             return []
         queries_BD = torch.from_numpy(np.stack([self._queries[prompt] for prompt in prompts]))
-        codebook = self._engine.codebook
-        found = matches(queries_BD, codebook, self._engine.index, lambda row: self._wording(prompts[row]))
+        found = self._engine.lookup.matches(queries_BD, lambda row: self._wording(prompts[row]))
         return [self._entry(serving(match)) for match in found]
 
     def _entry(self, hit: Hit | None) -> Entry | None:

@@ -16,6 +16,7 @@ from msgspec import UNSET
 
 from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.codebook.key_index import KeyIndex
+from gracestream.pipeline.codebook.lookup import CodebookLookup
 from gracestream.pipeline.editing.config import Plan
 from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.editing.result import correction
@@ -82,7 +83,7 @@ class Asked:
         """The text as the unedited model sees it."""
         if (text, target) not in self._seen:
             supervised = self.model.supervised(text, target)[1]
-            verdict, session, rest = self.model.passes.examine(supervised, self.empty, self._no_index)
+            verdict, session, rest = self.model.passes.examine(supervised, CodebookLookup(self.empty, self._no_index))
             query_D = session.queries_BD[0].cpu().numpy()
             self._seen[text, target] = Seen(rest, query_D, verdict.right)
         return self._seen[text, target]
@@ -108,7 +109,7 @@ class Asked:
         for start in range(0, len(texts), 16):
             prompts = [self.model.task.tokenize(text) for text in texts[start : start + 16]]
             parameters = [Parameters(max_new_tokens=ANSWER)] * len(prompts)
-            for served in self.model.answer(prompts, parameters, codebook, index):
+            for served in self.model.answer(prompts, parameters, CodebookLookup(codebook, index)):
                 text = served.answer.outputs.text
                 said.append("" if text is UNSET else text)
         return said

@@ -30,6 +30,7 @@ import torch
 
 from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.codebook.key_index import KeyIndex
+from gracestream.pipeline.codebook.lookup import CodebookLookup
 from gracestream.pipeline.model.batch import Prompt
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.search.key_search import NO_SLOT
@@ -111,7 +112,7 @@ def _measured(
         return 0
 
     def ours(some: Sequence[Prompt]) -> int:
-        return sum(served.hit is not None for served in model.answer(some, parameters, codebook, index))
+        return sum(served.hit is not None for served in model.answer(some, parameters, CodebookLookup(codebook, index)))
 
     ways: dict[str, Callable[[Sequence[Prompt]], int]] = {"unedited": bare, "edited": ours}
     if 0 < len(codebook) <= TEXTBOOK_MOST:

@@ -8,6 +8,7 @@ import torch
 
 from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.codebook.key_index import KeyIndex
+from gracestream.pipeline.codebook.lookup import CodebookLookup
 from gracestream.schemas.messages import Parameters
 from tests.bench.codebooks import filled
 from tests.bench.device import held, peak
@@ -56,7 +57,7 @@ def _model(rig: Rig, shape: RandomModel) -> Iterator[Row]:
     asked = prompts(model, BATCH, TOKENS)
     empty = Codebook("default", model.fingerprint, model.layer)
     index = KeyIndex(empty, model.device)
-    added = peak(rig.device, partial(model.answer, asked, [Parameters()] * BATCH, empty, index))
+    added = peak(rig.device, partial(model.answer, asked, [Parameters()] * BATCH, CodebookLookup(empty, index)))
     yield Row(f"{path}/batch{BATCH}-adds", added / 1e6, "MB")
     given = wrong_ones(shape, model, rig.some(WAITING))
     added = peak(rig.device, partial(edit_all, engine_of(model), given, together=True))

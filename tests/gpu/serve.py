@@ -9,6 +9,7 @@ import torch
 
 from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.codebook.key_index import KeyIndex
+from gracestream.pipeline.codebook.lookup import CodebookLookup
 from gracestream.pipeline.model.batch import Prompt
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.schemas.messages import Parameters
@@ -76,4 +77,4 @@ def _unedited(model: EditableModel, asked: Sequence[Prompt]) -> None:
 
 
 def _edited(model: EditableModel, asked: Sequence[Prompt], codebook: Codebook, index: KeyIndex) -> None:
-    model.answer(asked, [Parameters()] * len(asked), codebook, index)
+    model.answer(asked, [Parameters()] * len(asked), CodebookLookup(codebook, index))

@@ -57,7 +57,7 @@ def test_near_misses_are_answered_unedited_counted_and_listed(
     model = load_model(failing)
     engine = EditEngine(model, failing.codebook)
     prompts = [model.task.tokenize(one.inputs) for one in asked]
-    unedited = model.answer(prompts, [one.parameters for one in asked], engine.codebook, engine.index)
+    unedited = model.answer(prompts, [one.parameters for one in asked], engine.lookup)
     for request, served in zip(asked, unedited, strict=True):
         answer = answers[request.request_id]
         assert answer.edit is UNSET

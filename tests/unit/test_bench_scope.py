@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 pytest.importorskip("tests.bench.scope", exc_type=ImportError)  # needs more than the engine does
 
+from gracestream.pipeline.codebook.lookup import Hit
 from gracestream.pipeline.editing.config import Plan
 from gracestream.pipeline.editing.value_training import train_value
 from gracestream.pipeline.experiments.data import DataError, rows_of
-from gracestream.pipeline.model.adaptor import Hit
 from gracestream.pipeline.tuning.evaluation import begins
 from gracestream.pipeline.tuning.intervals import wilson
 from gracestream.schemas.messages import ChatMessage

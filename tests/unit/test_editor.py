@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from kafka.errors import KafkaTimeoutError
 
+from gracestream.pipeline.editor import editor
 from gracestream.pipeline.editor.editor import Editor
 from gracestream.pipeline.observability.health import Health
-from gracestream.workers import editor
 
 
 class AwayLog:

@@ -105,6 +105,20 @@ def test_names_of_another_package_come_from_the_package(folder: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize("package", ALLOWED)
+def test_a_module_imports_its_neighbours_not_its_package(package: str) -> None:
+    """The package imports the module, so the other way round is a circle."""
+    wrong = [
+        f"{file.relative_to(ROOT)}:{line}"
+        for file in modules("pipeline")
+        if package_of_file(file) == package and file.name != "__init__.py"
+        for line, module, names in imports(file)
+        if module == PIPELINE + package
+        and any(not (ROOT / "pipeline" / package / f"{one}.py").exists() for one in names)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 @pytest.mark.parametrize("package", sorted({*ALLOWED} - EVERYBODY - APPLICATIONS - {"settings", "client"}))
 def test_a_package_says_what_it_is_and_lists_its_names(package: str) -> None:
     tree = ast.parse((ROOT / "pipeline" / package / "__init__.py").read_text(encoding="utf-8"))

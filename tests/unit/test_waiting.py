@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from kafka.errors import KafkaConnectionError
 
-from gracestream.pipeline.kafka import clients
+from gracestream.pipeline.kafka import clients, waiting
 from gracestream.pipeline.kafka.clients import wait_for_kafka
 from gracestream.pipeline.kafka.waiting import UnreachableError
 from gracestream.pipeline.settings import SettingsError, load_settings
@@ -31,8 +31,8 @@ def told(monkeypatch: pytest.MonkeyPatch, reasons: Iterator[str]) -> list[str]:
     def ask(*_: object) -> None:
         raise KafkaConnectionError(next(reasons))
 
-    monkeypatch.setattr(clients, "time", Clock())
-    monkeypatch.setattr(clients, "ask_kafka", ask)
+    monkeypatch.setattr(waiting, "time", Clock())
+    monkeypatch.setattr(clients, "ping_kafka", ask)
     lines: list[str] = []
     with pytest.raises(UnreachableError, match="Kafka at broker:9092 does not answer over PLAINTEXT"):
         wait_for_kafka(load_settings(kafka="broker:9092", startup_timeout=12), lines.append)
@@ -58,8 +58,8 @@ def test_whoever_has_set_no_kafka_is_told_how_to_get_one(monkeypatch: pytest.Mon
         raise KafkaConnectionError("gone")
 
     monkeypatch.delenv("GRACESTREAM_KAFKA", raising=False)
-    monkeypatch.setattr(clients, "time", Clock())
-    monkeypatch.setattr(clients, "ask_kafka", ask)
+    monkeypatch.setattr(waiting, "time", Clock())
+    monkeypatch.setattr(clients, "ping_kafka", ask)
     with pytest.raises(UnreachableError, match=r"; GRACESTREAM_KAFKA is not set: set it to .* `gracestream up` prints"):
         wait_for_kafka(load_settings(), lambda _: None)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gracestream.pipeline.codebook import Codebook, KeyIndex
+from gracestream.pipeline.codebook import Codebook, CodebookLookup, KeyIndex
 from gracestream.pipeline.experiments.editors.editor import Made
 from gracestream.pipeline.experiments.editors.queries import Queries
 from gracestream.pipeline.experiments.tasks import Edit, Example
@@ -48,7 +48,9 @@ class Served(ABC):
 
     def serving(self, batch: Batch) -> AbstractContextManager[object]:
         """The adaptor's session, with a lookup for each row."""
-        return self.model.adaptor.serving(batch, self.codebook, self.index, asked=self.model.task.asked(batch))
+        return self.model.adaptor.serving(
+            batch, CodebookLookup(self.codebook, self.index), asked=self.model.task.asked(batch)
+        )
 
     def serving_slots(self, texts: Sequence[str]) -> list[int]:
         """The slot of the entry that serves each text; -1: none."""

@@ -13,9 +13,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from gracestream.pipeline.codebook import Label
+from gracestream.pipeline.codebook import Asked, Label
 from gracestream.pipeline.errors import UserError
-from gracestream.pipeline.model.adaptor import Asked, QueryToken, Replaced
+from gracestream.pipeline.model.adaptor import QueryToken, Replaced
 from gracestream.pipeline.model.batch import Batch, Prompt
 from gracestream.pipeline.model.control_tokens import text_tokenizer
 from gracestream.schemas.messages import Inputs, Outputs, Parameters, is_chat

@@ -15,9 +15,9 @@ from msgspec import UNSET
 
 from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.codebook.key_index import KeyIndex
+from gracestream.pipeline.codebook.lookup import CodebookLookup, Hit, serving
 from gracestream.pipeline.codebook.policy import TRAFFIC_SHARE
 from gracestream.pipeline.editing.engine import EditEngine
-from gracestream.pipeline.model.adaptor import Hit, matches, serving
 from gracestream.pipeline.model.batch import Prompt
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.settings import Settings
@@ -102,7 +102,7 @@ class Edited:
         """The entry whose radius holds each prompt."""
         queries_BD = torch.from_numpy(self.queries(prompts))
         asked = self.model.task.asked(self.model.task.batch(prompts))
-        found = matches(queries_BD, self.engine.codebook, self.engine.index, asked)
+        found = self.engine.lookup.matches(queries_BD, asked)
         return [serving(match) for match in found]
 
     def answers(self, prompts: Sequence[Prompt]) -> list[Said]:
@@ -177,7 +177,7 @@ def generated(model: EditableModel, prompts: Sequence[Prompt], codebook: Codeboo
     for start in range(0, len(order), AT_ONCE):
         places = order[start : start + AT_ONCE]
         some = [prompts[place] for place in places]
-        answers = model.answer(some, [PARAMETERS] * len(some), codebook, index, checked=True)
+        answers = model.answer(some, [PARAMETERS] * len(some), CodebookLookup(codebook, index), checked=True)
         for place, served in zip(places, answers, strict=True):
             outputs = served.answer.outputs
             said = outputs.label if outputs.text is UNSET else outputs.text

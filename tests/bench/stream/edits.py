@@ -16,12 +16,12 @@ from msgspec import UNSET
 
 from gracestream.pipeline.codebook.codebook import Label
 from gracestream.pipeline.codebook.edit_memory import BARE_MODEL
+from gracestream.pipeline.codebook.lookup import Hit, serving
 from gracestream.pipeline.editing.candidate import Again, Ahead
 from gracestream.pipeline.editing.config import Plan
 from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.editing.result import Edited, correction
 from gracestream.pipeline.editing.value_training import Trained
-from gracestream.pipeline.model.adaptor import Hit, matches, serving
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.model.tasks.base import InputError
 from gracestream.schemas.deltas import Seen
@@ -86,7 +86,7 @@ class Texts:
             some = texts[start : start + AT_ONCE]
             queries_BD = torch.from_numpy(self.queries(some))
             wording = partial(_of_row, self.wording, some)
-            found += matches(queries_BD, engine.codebook, engine.index, wording)
+            found += engine.lookup.matches(queries_BD, wording)
         return [serving(match) for match in found]
 
 

@@ -9,8 +9,8 @@ import torch
 
 from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.codebook.edit_memory import BARE_MODEL
+from gracestream.pipeline.codebook.lookup import Hit
 from gracestream.pipeline.editing.engine import EditEngine
-from gracestream.pipeline.model.adaptor import Hit
 from gracestream.schemas.messages import Feedback
 from tests.bench.device import held, timed
 from tests.bench.framework import Row

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from gracestream.pipeline.codebook.codebook import Label
+from gracestream.pipeline.codebook.lookup import Asked
 from gracestream.pipeline.editing.config import Plan
 from gracestream.pipeline.editing.engine import EditEngine
-from gracestream.pipeline.model.adaptor import Adaptor, Asked
+from gracestream.pipeline.model.adaptor import Adaptor
 from gracestream.pipeline.model.batch import Batch, Prompt
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.model.suffix_pass import Passes
@@ -132,9 +133,7 @@ def at(*coordinates: float) -> str:
 def answer(made: EditEngine, *point: float) -> int:
     """The class that the edited model gives a point."""
     supervised = made.model.task.supervised(at(*point), (0,))
-    with made.model.adaptor.serving(
-        supervised.batch, made.codebook, made.index, asked=made.model.task.asked(supervised.batch)
-    ):
+    with made.model.adaptor.serving(supervised.batch, made.lookup, asked=made.model.task.asked(supervised.batch)):
         return int(made.model.task.run(supervised.batch, [])[0].outputs.label)  # type: ignore[arg-type]
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.codebook.key_index import KeyIndex, Nearest
+from gracestream.pipeline.codebook.lookup import CodebookLookup
 from gracestream.pipeline.codebook.policy import batch_noise
 from gracestream.pipeline.model.adaptor import Adaptor, last_token
 from gracestream.pipeline.model.batch import Batch, Prompt
@@ -18,7 +19,7 @@ from gracestream.pipeline.model.editable import EditableModel, Served
 from gracestream.pipeline.model.layers import LayerError
 from gracestream.schemas.deltas import EntryChange
 from gracestream.schemas.messages import Parameters
-from tests.unit.engine.tiny import KINDS, added, changed, editable, index_of, new_codebook, sealed, texts
+from tests.unit.engine.tiny import KINDS, added, editable, index_of, new_codebook, sealed, texts
 
 GENERATORS = [kind for kind in KINDS if kind != "bert"]
 INPUTS = texts(33, seed=5)
@@ -36,33 +37,7 @@ def edited(model: EditableModel, inputs: list[str], radius: float = 0.01) -> tup
 
 def ask(model: EditableModel, inputs: list[str], codebook: Codebook, index: KeyIndex, **fields: int) -> list[Served]:
     prompts = [model.task.tokenize(text) for text in inputs]
-    return model.answer(prompts, [Parameters(**fields)] * len(prompts), codebook, index)
-
-
-@pytest.mark.parametrize("kind", list(KINDS))
-def test_what_becomes_live_while_the_first_layers_run_is_in_force(kind: str) -> None:
-    model = editable(kind)
-    codebook = new_codebook(model.fingerprint, model.layer)
-    index = index_of(codebook)
-    prompts = [model.task.tokenize(text) for text in INPUTS[:3]]
-    (query_D,) = model.queries(prompts[1:2]).cpu().numpy()
-    seen: list[str] = []
-    hooks = [
-        module.register_forward_hook(lambda *_: seen.append("embedded"))
-        for module in model.module.modules()
-        if isinstance(module, nn.Embedding)
-    ]
-
-    def settle() -> None:
-        seen.append("settled")
-        index.refresh(changed(codebook, added("e0", query_D, 0.01, value=np.ones(model.module.config.hidden_size))))
-
-    served = model.answer(prompts, [Parameters()] * 3, codebook, index, settle)
-    for hook in hooks:
-        hook.remove()
-    assert [one.hit and one.hit.entry_id for one in served] == [None, "e0", None]
-    assert seen[0] == "embedded"
-    assert seen.count("settled") == 1
+    return model.answer(prompts, [Parameters(**fields)] * len(prompts), CodebookLookup(codebook, index))
 
 
 def said(row: Served) -> str:
@@ -223,7 +198,10 @@ def test_a_removed_adaptor_leaves_the_model_as_it_was() -> None:
     codebook, index = edited(model, INPUTS[:1])
     model.adaptor.remove()
     batch = model.task.batch([model.task.tokenize(INPUTS[0])])
-    with torch.no_grad(), model.adaptor.serving(batch, codebook, index, asked=model.task.asked(batch)) as session:
+    with (
+        torch.no_grad(),
+        model.adaptor.serving(batch, CodebookLookup(codebook, index), asked=model.task.asked(batch)) as session,
+    ):
         model.module(**batch.kwargs)
     assert session.hits == []
 
@@ -233,7 +211,7 @@ def test_a_failed_batch_leaves_the_adaptor_usable(model: EditableModel) -> None:
     prompt = model.task.tokenize(INPUTS[0])
     good = said(ask(model, INPUTS[:1], codebook, index)[0])
     with pytest.raises(IndexError):
-        model.answer([prompt, Prompt((10**6,))], [Parameters()] * 2, codebook, index)
+        model.answer([prompt, Prompt((10**6,))], [Parameters()] * 2, CodebookLookup(codebook, index))
     assert said(ask(model, INPUTS[:1], codebook, index)[0]) == good
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from gracestream.pipeline.codebook.codebook import Label
+from gracestream.pipeline.codebook.lookup import CodebookLookup
 from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.model.editable import EditableModel, Served
 from gracestream.pipeline.model.tasks.base import Answer
@@ -21,7 +22,7 @@ def ask(engine: EditEngine, *inputs: str, checked: bool = True, **fields: Any) -
     model = engine.model
     prompts = [model.task.tokenize(text) for text in inputs]
     parameters = [Parameters(**fields)] * len(prompts)
-    return model.answer(prompts, parameters, engine.codebook, engine.index, checked=checked)
+    return model.answer(prompts, parameters, engine.lookup, checked=checked)
 
 
 def said(row: Served) -> tuple[object, object]:
@@ -37,7 +38,7 @@ def loud(model: EditableModel, before: Served) -> tuple[np.ndarray, np.ndarray, 
         codebook = new_codebook(model.fingerprint, model.layer)
         value_V = 20 * np.random.default_rng(seed).standard_normal(model.module.config.hidden_size)
         codebook.apply(sealed(codebook, added("loud", query_D, 0.01, value=value_V)))
-        (served,) = model.answer([prompt], [Parameters()], codebook, index_of(codebook))
+        (served,) = model.answer([prompt], [Parameters()], CodebookLookup(codebook, index_of(codebook)))
         if said(served) != said(before):
             return query_D, value_V, served
     raise AssertionError("no random value changes the answer")

@@ -226,7 +226,7 @@ class TestModels:
         outcome, record = correct(engine, "f1", messages, target)
         assert (outcome.status, record is not None) == ("added", True)
         prompt = model.task.tokenize(messages)
-        (served,) = model.answer([prompt], [Parameters()], engine.codebook, engine.index)
+        (served,) = model.answer([prompt], [Parameters()], engine.lookup)
         assert served.answer.outputs.text == target
         assert served.hit is not None
 
@@ -248,7 +248,7 @@ class TestModels:
             assert edited.record is not None
             engine.apply(edited.record)
             prompts = [model.task.tokenize(asked) for asked in (inputs, rephrase)]
-            served = model.answer(prompts, [Parameters()] * 2, engine.codebook, engine.index)
+            served = model.answer(prompts, [Parameters()] * 2, engine.lookup)
             assert [one.answer.outputs.text for one in served] == ["river", "river"]
             assert [one.hit and one.hit.entry_id for one in served] == ["f", "f#1"]
 

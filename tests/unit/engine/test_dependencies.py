@@ -38,7 +38,7 @@ outcome, record = correct(engine, "f1", "the capital of France is", "river")
 assert (outcome.status, record is None) == ("added", False), outcome
 assert search_for(model.device) is TorchSearch
 prompt = model.task.tokenize("the capital of France is")
-(served,) = model.answer([prompt], [Parameters()], engine.codebook, engine.index)
+(served,) = model.answer([prompt], [Parameters()], engine.lookup)
 assert (served.answer.outputs.text, served.hit.entry_id) == ("river", "f1"), served
 """
 

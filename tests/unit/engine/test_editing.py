@@ -30,7 +30,7 @@ def engine_of(model: EditableModel, **plan: Any) -> EditEngine:
 
 def said(engine: EditEngine, text: str) -> str:
     model = engine.model
-    served = model.answer([model.task.tokenize(text)], [Parameters()], engine.codebook, engine.index)[0]
+    served = model.answer([model.task.tokenize(text)], [Parameters()], engine.lookup)[0]
     outputs = served.answer.outputs
     return str(outputs.text if outputs.label is UNSET else outputs.label)
 
@@ -167,7 +167,7 @@ def test_a_pair_of_texts_is_corrected_as_one_input(bert: EditableModel) -> None:
     engine = engine_of(bert)
     pair = (TEXTS[0], TEXTS[1])
     prompt = bert.task.tokenize(pair)
-    label = bert.answer([prompt], [], engine.codebook, engine.index)[0].answer.outputs.label
+    label = bert.answer([prompt], [], engine.lookup)[0].answer.outputs.label
     target = next(name for name in NAMES if name != label)
     assert engine.edit(Feedback(v=VERSION, feedback_id="a", inputs=pair, target=target), 0).record is not None
 

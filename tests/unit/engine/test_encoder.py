@@ -95,7 +95,7 @@ def test_the_query_is_the_prompts_and_not_its_paddings_or_its_targets(kind: str)
     engine = EditEngine(model, CODEBOOK, Plan())
     for text, expected_D in zip(INPUTS, expected_BD, strict=True):
         target = "wrong" if kind == "bert" else WORDS[7]
-        _, session, _ = model.passes.examine(model.supervised(text, target)[1], engine.codebook, engine.index)
+        _, session, _ = model.passes.examine(model.supervised(text, target)[1], engine.lookup)
         assert torch.allclose(session.queries_BD[0], expected_D, atol=1e-6)
 
 
@@ -126,7 +126,7 @@ def test_an_edit_serves_its_prompt_in_any_batch_and_asks_the_encoder_once(kind: 
 
 def said(engine: EditEngine, inputs: list[str]) -> list[str]:
     prompts = [engine.model.task.tokenize(text) for text in inputs]
-    served = engine.model.answer(prompts, [Parameters()] * len(prompts), engine.codebook, engine.index)
+    served = engine.model.answer(prompts, [Parameters()] * len(prompts), engine.lookup)
     return [str(row.answer.outputs.text or row.answer.outputs.label) for row in served]
 
 
@@ -352,6 +352,6 @@ def chat_engine() -> EditEngine:
 def served(engine: EditEngine, inputs: list[Inputs]) -> list[str | None]:
     """The entry that serves each, in one batch."""
     prompts = [engine.model.task.tokenize(one) for one in inputs]
-    rows = engine.model.answer(prompts, [Parameters()] * len(prompts), engine.codebook, engine.index)
+    rows = engine.model.answer(prompts, [Parameters()] * len(prompts), engine.lookup)
     assert torch.equal(engine.model.queries(prompts).isfinite().all(dim=1), torch.ones(len(inputs), dtype=torch.bool))
     return [None if row.hit is None else row.hit.entry_id for row in rows]

@@ -11,12 +11,12 @@ from msgspec import UNSET
 
 from gracestream.pipeline.codebook.edit_memory import BARE_MODEL
 from gracestream.pipeline.codebook.file import load, save
+from gracestream.pipeline.codebook.lookup import CodebookLookup
 from gracestream.pipeline.codebook.prompt_exceptions import query_of
 from gracestream.pipeline.editing.config import Plan
 from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.editing.exceptions import Refusal, except_from, exception_for
 from gracestream.pipeline.errors import HistoryError
-from gracestream.pipeline.model.adaptor import matches
 from gracestream.pipeline.model.editable import Served
 from gracestream.schemas.deltas import EntryChange, ExceptionChange, Standing, Tensor, decode_delta
 from gracestream.schemas.messages import Feedback, Outcome, Parameters
@@ -45,7 +45,7 @@ def started(kind: str, **plan: Any) -> EditEngine:
 
 def ask(engine: EditEngine, *inputs: str) -> list[Served]:
     prompts = [engine.model.task.tokenize(text) for text in inputs]
-    return engine.model.answer(prompts, [Parameters()] * len(prompts), engine.codebook, engine.index)
+    return engine.model.answer(prompts, [Parameters()] * len(prompts), engine.lookup)
 
 
 def excepted(engine: EditEngine, name: str, inputs: str, edit: str, standing: Any = UNSET) -> Outcome:
@@ -298,7 +298,7 @@ def test_every_edit_and_every_exception_holds_after_every_step(
         for exception in engine.codebook.exceptions:
             query_D = query_of(exception)
             wording = task.wording(task.tokenize(at(*query_D.tolist())))
-            (match,) = matches(torch.from_numpy(query_D.copy())[None], engine.codebook, engine.index, lambda _: wording)  # noqa: B023
+            (match,) = engine.lookup.matches(torch.from_numpy(query_D.copy())[None], lambda _: wording)  # noqa: B023
             assert match is None or match.entry_id not in exception.entry_ids
 
 
@@ -325,7 +325,7 @@ def test_a_prompt_with_other_words_is_no_exception_though_its_query_is_the_same(
     index = index_of(codebook)
 
     def serves(place: float, asked: str) -> bool:
-        (match,) = matches(torch.tensor([[place, 0.0]]), codebook, index, lambda _row: asked)
+        (match,) = CodebookLookup(codebook, index).matches(torch.tensor([[place, 0.0]]), lambda _row: asked)
         return match is not None
 
     assert not serves(1, "the fee in 2021")

@@ -38,7 +38,7 @@ def engine() -> EditEngine:
 def ask(engine: EditEngine, *inputs: str) -> list[Served]:
     prompts = [engine.model.task.tokenize(text) for text in inputs]
     parameters = [Parameters(max_new_tokens=4)] * len(prompts)
-    return engine.model.answer(prompts, parameters, engine.codebook, engine.index)
+    return engine.model.answer(prompts, parameters, engine.lookup)
 
 
 def test_it_holds_for_the_same_request_in_other_white_space_and_capitals(engine: EditEngine) -> None:

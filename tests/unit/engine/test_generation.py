@@ -29,7 +29,7 @@ def edited_answer(kind: str, **settings: Any) -> str:
     outcome, _ = correct(engine, "f0", TEXTS[0], TARGET)
     assert outcome.status == "added", outcome
     prompt = model.task.tokenize(TEXTS[0])
-    served = model.answer([prompt], [Parameters(max_new_tokens=6)], engine.codebook, engine.index)[0]
+    served = model.answer([prompt], [Parameters(max_new_tokens=6)], engine.lookup)[0]
     assert served.hit is not None
     return str(served.answer.outputs.text)
 

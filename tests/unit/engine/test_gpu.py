@@ -43,7 +43,7 @@ from gracestream.pipeline.search.key_search import (
     queries_of_a_call,
     search_for,
 )
-from gracestream.schemas.deltas import EntryChange, Tensor, decode_delta
+from gracestream.schemas.deltas import EntryChange, decode_delta
 from gracestream.schemas.messages import Feedback, Parameters
 from tests.unit.engine.stories import Story
 from tests.unit.engine.tiny import (
@@ -227,24 +227,6 @@ def test_an_index_follows_what_a_codebook_adds_and_removes(way: Way, monkeypatch
             assert found.slots_B.tolist() == brute_force(queries_BD, codebook)[0]
 
 
-def test_what_became_live_during_an_answer_can_be_changed_after_it(way: Way) -> None:
-    model = editable("llama", device=way.device)
-    codebook = new_codebook(model.fingerprint, model.layer)
-    index = way.index(codebook)
-    prompt = model.task.tokenize(TEXTS[0])
-    (query_D,) = model.queries([prompt]).cpu().numpy()
-
-    def settle() -> None:
-        index.refresh(changed(codebook, added("e0", query_D, 0.01, value=np.ones(model.module.config.hidden_size))))
-
-    (served,) = model.answer([prompt], [Parameters()], codebook, index, settle)
-    assert served.hit is not None
-    grown = EntryChange(entry_id="e0", key=Tensor.of(query_D + 1))
-    index.refresh(changed(codebook, grown, op="expand"))
-    (served,) = model.answer([prompt], [Parameters()], codebook, index)
-    assert served.hit is None
-
-
 def targets(kind: str) -> list[str]:
     some = ["right", "wrong", "both"] if kind == "bert" else ["train", "river", "bridge"]
     return [some[number % 3] for number in range(12)]
@@ -280,7 +262,7 @@ def answers(engine: EditEngine, batch: int = 5) -> list[tuple[str, str | None]]:
     prompts = [engine.model.task.tokenize(text) for text in TEXTS[:20]]
     for start in range(0, len(prompts), batch):
         asked = prompts[start : start + batch]
-        served = engine.model.answer(asked, [Parameters()] * len(asked), engine.codebook, engine.index)
+        served = engine.model.answer(asked, [Parameters()] * len(asked), engine.lookup)
         for one in served:
             outputs = one.answer.outputs
             said = outputs.text if isinstance(outputs.text, str) else outputs.label

@@ -277,7 +277,7 @@ def test_a_real_classifier_keeps_every_edit_of_a_long_random_stream(policy: Lite
         elif text in said:
             assert said[text] == target
     prompts = [made.model.task.tokenize(text) for text in said]
-    served = made.model.answer(prompts, [], made.codebook, made.index)
+    served = made.model.answer(prompts, [], made.lookup)
     assert [row.answer.outputs.label for row in served] == list(said.values())
     assert {text for text, row in zip(said, served, strict=True) if row.hit is None} == by_model
     assert 0 < len(by_model) < len(said)

@@ -20,6 +20,7 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
+from gracestream.pipeline.codebook.lookup import CodebookLookup
 from gracestream.pipeline.editing.value_training import Recipe, train_value
 from gracestream.pipeline.model.cls_attention import FirstToken
 from gracestream.pipeline.model.editable import EditableModel
@@ -54,7 +55,7 @@ def of(module: Any, layer: str, **adaptor: Any) -> EditableModel:
 def rest_of(model: EditableModel, target: str = "3") -> tuple[Rest, Tensor]:
     _, supervised = model.supervised(TEXT, target)
     nothing = new_codebook(model.fingerprint, model.layer)
-    _, session, rest = model.passes.examine(supervised, nothing, index_of(nothing))
+    _, session, rest = model.passes.examine(supervised, CodebookLookup(nothing, index_of(nothing)))
     return rest, session.outputs_BV[0]
 
 

@@ -51,7 +51,7 @@ def engine(smollm2: EditableModel) -> EditEngine:
 def say(engine: EditEngine, inputs: list[str], tokens: int = 12) -> list[str]:
     prompts = [engine.model.task.tokenize(text) for text in inputs]
     parameters = [Parameters(max_new_tokens=tokens)] * len(prompts)
-    served = engine.model.answer(prompts, parameters, engine.codebook, engine.index)
+    served = engine.model.answer(prompts, parameters, engine.lookup)
     return [str(row.answer.outputs.text) for row in served]
 
 

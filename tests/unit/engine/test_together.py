@@ -10,11 +10,11 @@ import torch
 from msgspec import UNSET
 from transformers import ConvBertConfig, ConvBertForSequenceClassification
 
+from gracestream.pipeline.codebook.lookup import CodebookLookup, Hit
 from gracestream.pipeline.editing.config import Plan
 from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.editing.result import correction
 from gracestream.pipeline.editing.value_training import Recipe, Trained, train_value, train_values
-from gracestream.pipeline.model.adaptor import Hit
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.model.suffix_pass import Rest, Verdict
 from gracestream.pipeline.model.tasks.base import Supervised
@@ -41,7 +41,7 @@ def passes(model: EditableModel, kind: str) -> list[Supervised]:
 
 def start(model: EditableModel, supervised: Supervised) -> torch.Tensor:
     nothing = new_codebook(model.fingerprint, model.layer)
-    return model.passes.examine(supervised, nothing, index_of(nothing))[1].outputs_BV[0]
+    return model.passes.examine(supervised, CodebookLookup(nothing, index_of(nothing)))[1].outputs_BV[0]
 
 
 def alone(model: EditableModel, one: Supervised, recipe: Recipe) -> Trained:

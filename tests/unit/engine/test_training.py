@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gracestream.pipeline.codebook.lookup import CodebookLookup
 from gracestream.pipeline.device import reproducible
 from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.editing.value_training import Recipe, Trained, train_value, train_values
@@ -30,7 +31,7 @@ def target(kind: str) -> str:
 def prepared(model: EditableModel, text: str, wanted: str) -> tuple[Rest, torch.Tensor]:
     _, supervised = model.supervised(text, wanted)
     nothing = new_codebook(model.fingerprint, model.layer)
-    _, session, rest = model.passes.examine(supervised, nothing, index_of(nothing))
+    _, session, rest = model.passes.examine(supervised, CodebookLookup(nothing, index_of(nothing)))
     return rest, session.outputs_BV[0]
 
 
@@ -218,7 +219,7 @@ def test_each_step_runs_the_last_prompt_token_and_the_target_alone(model: Editab
     """What lies before the token that takes the value never changes: its keys and values are kept."""
     label, supervised = model.supervised(TEXT, f"{WORDS[5]} {WORDS[9]}")
     nothing = new_codebook(model.fingerprint, model.layer)
-    _, session, rest = model.passes.examine(supervised, nothing, index_of(nothing))
+    _, session, rest = model.passes.examine(supervised, CodebookLookup(nothing, index_of(nothing)))
     widths: list[int] = []
     model.module.get_submodule(model.layer).register_forward_hook(lambda _m, args, _o: widths.append(args[0].shape[1]))
     train_value(model.passes, rest, session.outputs_BV[0], SHORT)

@@ -12,10 +12,10 @@ from msgspec.structs import replace
 
 from gracestream.pipeline.codebook.file import load, save
 from gracestream.pipeline.codebook.key_index import KeyIndex
+from gracestream.pipeline.codebook.lookup import MOST_COMPARED, OUTSIDE, CodebookLookup
 from gracestream.pipeline.editing.config import Plan
 from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.editing.traffic_reservoir import Traffic
-from gracestream.pipeline.model.adaptor import MOST_COMPARED, OUTSIDE, matches
 from gracestream.pipeline.model.editable import Served
 from gracestream.pipeline.search.key_search import TorchSearch
 from gracestream.pipeline.tuning.evaluation import EvaluationCase, evaluate
@@ -42,7 +42,7 @@ def started(kind: str, **plan: Any) -> EditEngine:
 
 def ask(engine: EditEngine, *inputs: str) -> list[Served]:
     prompts = [engine.model.task.tokenize(text) for text in inputs]
-    return engine.model.answer(prompts, [Parameters()] * len(prompts), engine.codebook, engine.index)
+    return engine.model.answer(prompts, [Parameters()] * len(prompts), engine.lookup)
 
 
 def test_the_prompts_of_these_tests_disagree() -> None:
@@ -97,7 +97,7 @@ def test_the_nearest_entry_that_holds_a_prompt_and_agrees_serves_it(data: st.Dat
         codebook.apply(sealed(codebook, *order))
         for search in (None, TorchSearch):
             index = KeyIndex(codebook, torch.device("cpu"), search)
-            (match,) = matches(torch.zeros(1, 2), codebook, index, lambda _row: asked)
+            (match,) = CodebookLookup(codebook, index).matches(torch.zeros(1, 2), lambda _row: asked)
             found = match if match is None or match.disagreement != OUTSIDE else None
             assert (found and (found.entry_id, not found.disagreement)) == expected
 
@@ -109,7 +109,7 @@ def test_no_more_entries_are_compared_than_is_promised() -> None:
         others = [added(f"e{row}", [0.1 + 0.01 * row], 9.0) for row in range(farther)]
         agreeing = replace(added("z", [1.0], 9.0), wording=WORDINGS[1])
         codebook.apply(sealed(codebook, *(replace(one, wording=WORDINGS[2]) for one in others), agreeing))
-        (match,) = matches(torch.zeros(1, 1), codebook, index_of(codebook), lambda _row: ASKED[0])
+        (match,) = CodebookLookup(codebook, index_of(codebook)).matches(torch.zeros(1, 1), lambda _row: ASKED[0])
         assert match is not None
         assert match.entry_id == ("z" if serves else "e0")
         assert bool(match.disagreement) is not serves
@@ -200,7 +200,7 @@ def test_a_saved_codebook_compares_the_same_words(tmp_path: Path, monkeypatch: p
     loaded.wordings[0] = ""
     assert loaded.state_digest() != engine.codebook.state_digest(), "they answer differently"
     prompts = [engine.model.task.tokenize(OTHER)]
-    (served,) = engine.model.answer(prompts, [Parameters()], loaded, index_of(loaded))
+    (served,) = engine.model.answer(prompts, [Parameters()], CodebookLookup(loaded, index_of(loaded)))
     assert served.hit is not None
 
 
@@ -360,5 +360,5 @@ def test_a_follow_up_in_another_chat_is_not_served_by_its_words() -> None:
     follow_up, elsewhere = (chat(WORDS[place], WORDS[8], EDITED) for place in (3, 5))
     correct(engine, "a", follow_up, TARGET)
     prompts = [engine.model.task.tokenize(inputs) for inputs in (follow_up, elsewhere, EDITED)]
-    served = engine.model.answer(prompts, [Parameters()] * 3, engine.codebook, engine.index)
+    served = engine.model.answer(prompts, [Parameters()] * 3, engine.lookup)
     assert [None if one.hit is None else one.hit.entry_id for one in served] == ["a", None, None]
