@@ -247,6 +247,25 @@ def seal(delta: Delta, previous: bytes) -> tuple[bytes, Delta]:
     return blank[:-DIGEST_BYTES] + digest, msgspec.structs.replace(delta, digest=digest)
 
 
+class DecodedDelta(bytes):
+    """A record of `deltas` that keeps its delta, so that no later reader decodes it again."""
+
+    delta: Delta
+
+    @classmethod
+    def of(cls, record: bytes | None) -> "DecodedDelta":
+        """Read one record.
+
+        Raises:
+            InvalidMessage: as `decode_delta`.
+        """
+        delta = decode_delta(record)
+        assert record is not None
+        made = cls(record)
+        made.delta = delta
+        return made
+
+
 def decode_delta(record: bytes | None) -> Delta:
     """Read one record; whether it continues the chain is the codebook's to check (`chain`).
 
@@ -255,6 +274,8 @@ def decode_delta(record: bytes | None) -> Delta:
     """
     if record is None:
         raise InvalidMessage("the record has no value")
+    if isinstance(record, DecodedDelta):
+        return record.delta
     if isinstance(record, Truncated):
         raise InvalidMessage(record.reason or f"the record has {record.size} bytes; the limit is {MAX_DELTA_BYTES}")
     try:

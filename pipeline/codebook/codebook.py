@@ -64,6 +64,10 @@ def as_it_was(delta: Delta) -> str:
     return "as it was" if query is None else f"as it was (GRACESTREAM_QUERY={query} in that history)"
 
 
+Checked = tuple[Delta, list[tuple[np.ndarray | None, np.ndarray | None]]]
+"""A delta that can be applied, and the key and the value of each of its changes."""
+
+
 class Applied(Struct, frozen=True):
     """What one delta did: the slots that now hold something new, if only an entry that had another slot before."""
 
@@ -95,6 +99,8 @@ class Codebook:
         self.exceptions = PromptExceptions()
         self._slots: dict[str, int] = {}
         self._version = 0  # odd while a delta is being applied
+        self._checked_ahead: tuple[bytes, int, Checked | None] | None = None
+        """The record that `check` has seen last, the version that it was checked against, and the result."""
         self._told: tuple[int, str] | None = None  # the state digest, and the version that it is of
         self._keys = np.empty((0, 0), np.float32)
         self._values = np.empty((0, 0), np.float32)
@@ -146,6 +152,7 @@ class Codebook:
         if checked is None:
             return None
         delta, arrays = checked
+        self._checked_ahead = None
         self._version += 1
         applied = self._change(delta, arrays)
         self.seq, self.term, self.digest = delta.seq, delta.term, delta.digest
@@ -155,9 +162,13 @@ class Codebook:
     def check(self, record: bytes) -> Delta | None:
         """The delta that `apply` would take, or None; raises where `apply` would, and changes nothing."""
         checked = self._check(record)
+        self._checked_ahead = record, self._version, checked
         return None if checked is None else checked[0]
 
-    def _check(self, record: bytes) -> tuple[Delta, list[tuple[np.ndarray | None, np.ndarray | None]]] | None:
+    def _check(self, record: bytes) -> Checked | None:
+        ahead = self._checked_ahead
+        if ahead is not None and ahead[0] is record and ahead[1] == self._version:
+            return ahead[2]
         try:
             delta = decode_delta(record)
         except InvalidMessage as error:

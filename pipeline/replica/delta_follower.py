@@ -26,13 +26,13 @@ from kafka.errors import KafkaError, KafkaTimeoutError
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.kafka import DELTA_OPTIONS, DELTAS, consumer, read_bulk
 from gracestream.pipeline.settings import Settings
-from gracestream.schemas.deltas import decode_delta
+from gracestream.schemas.deltas import DecodedDelta
 from gracestream.schemas.messages import InvalidMessage
 
 log = structlog.get_logger()
 
 HELD_BYTES = 64 * 2**20
-"""What a follower holds that was not taken yet."""
+"""What a follower holds that was not taken yet: the records, and what they are decoded to."""
 
 END_MS = 1000
 """How long Kafka has to say where the topic ends."""
@@ -93,7 +93,7 @@ class Follower:
             taken = []
             while self._waiting and self._waiting[0][0] <= seq:
                 taken.append(self._waiting.popleft()[1:])
-            self._held -= sum(len(record) for _, record in taken)
+            self._held -= sum(2 * len(record) for _, record in taken)
             self._news.notify_all()
         if not taken:
             self.raise_fault()
@@ -177,15 +177,16 @@ class Follower:
                 if self._stop.is_set():
                     return
                 try:
-                    delta = decode_delta(record)
+                    decoded = DecodedDelta.of(record)
                 except InvalidMessage as error:
                     raise HistoryError(f"the record at offset {offset} of {DELTAS} cannot be read: {error}") from error
                 self.offset = offset + 1
+                delta = decoded.delta
                 if delta.term < self._term:
                     log.warning("delta_dropped", seq=delta.seq, term=delta.term, newer=self._term)
                     continue
                 self._term = delta.term
-                self._waiting.append((delta.seq, offset, record))
-                self._held += len(record)
+                self._waiting.append((delta.seq, offset, decoded))
+                self._held += 2 * len(record)
                 self.latest_seq = max(delta.seq, self.latest_seq)
             self._news.notify_all()
