@@ -89,7 +89,6 @@ class EditEngine:
         self.model, self.plan = model, plan or Plan()
         self.codebook = Codebook(codebook, model.fingerprint, model.layer)
         self.index = KeyIndex(self.codebook, model.device)
-        self.lookup = CodebookLookup(self.codebook, self.index)
         self.memory = EditMemory()
         self.traffic = Traffic(self.plan.traffic, self.plan.seed)
         self._probe_unit: float | None = None
@@ -113,6 +112,11 @@ class EditEngine:
                     query_D = self.memory.query(name)
                     self.traffic.forget(query_D, self.noise(query_D))
         return applied
+
+    @property
+    def lookup(self) -> CodebookLookup:
+        """Looks prompts up in the codebook; an undo gives its branch another codebook and index."""
+        return CodebookLookup(self.codebook, self.index)
 
     def lead(self, environment: dict[str, str]) -> bytes:
         """The record by which this editor takes the next term. It is not applied yet."""

@@ -23,7 +23,7 @@ import importlib
 import torch
 if hasattr(torch.cpu, "get_capabilities"):
     del torch.cpu.get_capabilities  # as below torch 2.12
-for name in ("calibration", "checkpoint", "codebook_file", "rewriting", "trial", "undo"):
+for name in ("codebook.file", "editing.calibration", "editing.undo", "model.checkpoint", "model.trial"):
     importlib.import_module(f"gracestream.pipeline.{name}")
 from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.editing.provenance import environment
