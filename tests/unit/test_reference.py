@@ -1,0 +1,19 @@
+"""The committed pages of `docs/reference` are those that the code gives."""
+
+from pathlib import Path
+
+import pytest
+
+from gracestream.workers.cli.reference import FOLDER, generate, pages
+
+PAGES = pages()
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_committed_page_is_current(name: str) -> None:
+    assert (FOLDER / name).read_text(encoding="utf-8") == PAGES[name], "run `make reference`"
+
+
+def test_it_writes_every_page(tmp_path: Path) -> None:
+    generate(tmp_path / "reference")
+    assert {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "reference").iterdir()} == PAGES
