@@ -9,7 +9,7 @@ ROUNDS ?= 5
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test chaos containers bench gpu lock schemas clean
+.PHONY: help setup demo test chaos containers bench gpu lock schemas reference docs clean
 
 help:  ## what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -50,6 +50,12 @@ gpu:  ## whether gracestream works on this GPU, in any Python with torch; PYTHON
 schemas: setup  ## write the JSON Schemas and the AsyncAPI document anew
 	$(BIN)/python -m gracestream.schemas.generate
 
+reference: setup  ## write docs/reference anew from settings, messages, metrics, alerts and commands
+	$(BIN)/python -m gracestream.workers.cli.reference
+
+docs: reference  ## build the documentation's site in site/; a broken link is an error
+	$(BIN)/zensical build --strict
+
 COMPILE := $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes --only-binary :all:
 
 lock: setup  ## pin the requirements anew
@@ -61,4 +67,4 @@ lock: setup  ## pin the requirements anew
 	$(COMPILE) --no-deps $(REQUIREMENTS)/uv.in -o $(REQUIREMENTS)/uv.txt
 
 clean:  ## remove the virtual environment, caches and local data
-	rm -rf .venv .gracestream .mypy_cache .ruff_cache .pytest_cache .hypothesis results
+	rm -rf .venv .cache site .gracestream .mypy_cache .ruff_cache .pytest_cache .hypothesis results
