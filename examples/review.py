@@ -1,0 +1,60 @@
+"""Review answers: show each request of the last minutes with its answer, and send a correction where it is wrong.
+
+An empty line means that the answer is right; anything else is the right answer. GRACESTREAM_KAFKA names the cluster:
+
+    GRACESTREAM_KAFKA=127.0.0.1:9092 .venv/bin/python examples/review.py --author ann --minutes 30
+"""
+
+import argparse
+import json
+import time
+import uuid
+from typing import Any
+
+from kafka import KafkaConsumer, TopicPartition
+
+from gracestream import Client, Feedback, Settings, load_settings
+
+
+def recent(settings: Settings, topic: str, minutes: float) -> list[dict[str, Any]]:
+    """The JSON records that a topic got in the last minutes."""
+    name, since = settings.prefix + topic, int(1000 * (time.time() - 60 * minutes))
+    consumer = KafkaConsumer(bootstrap_servers=settings.kafka, isolation_level="read_committed")
+    partitions = [TopicPartition(name, number) for number in consumer.partitions_for_topic(name) or ()]
+    consumer.assign(partitions)
+    ends = consumer.end_offsets(partitions)
+    for partition, start in consumer.offsets_for_times(dict.fromkeys(partitions, since)).items():
+        consumer.seek(partition, ends[partition] if start is None else start.offset)
+    found = []
+    while any(consumer.position(partition) < ends[partition] for partition in partitions):
+        found += [json.loads(record.value) for some in consumer.poll(timeout_ms=500).values() for record in some]
+    consumer.close()
+    return found
+
+
+def main() -> None:
+    """Ask a person about each answer, send the corrections, and print their outcomes."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--author", required=True)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    options = parser.parse_args()
+    settings = load_settings()
+    answers = {one["request_id"]: one.get("outputs") for one in recent(settings, "predictions", options.minutes)}
+    corrections = []
+    requests = {json.dumps(one["inputs"]): one for one in recent(settings, "requests", options.minutes)}
+    for request in requests.values():  # the newest of those that ask the same
+        if answer := answers.get(request["request_id"]):
+            target = input(f"{request['inputs']}\n  {answer.get('text', answer.get('label'))}\n  right answer: ")
+            if target:
+                given = {"inputs": request["inputs"], "target": target, "author": options.author}
+                corrections.append(Feedback(v=1, feedback_id=str(uuid.uuid4()), **given))
+    client = Client(settings)
+    with client.outcomes() as replies:
+        client.send(corrections)
+        for outcome in replies.wait([one.feedback_id for one in corrections], 120.0).values():
+            print(json.dumps({"status": outcome.status, "seq": outcome.seq or None, "reason": outcome.reason or None}))
+    client.close()
+
+
+if __name__ == "__main__":
+    main()
