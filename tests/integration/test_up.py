@@ -83,9 +83,12 @@ def test_another_up_on_the_same_folder_is_told_who_has_it(
     assert process.poll() is None
 
 
-def test_the_example_of_the_readme_corrects_an_answer(up: tuple[subprocess.Popen[str], dict[str, Any]]) -> None:
+@pytest.mark.parametrize(("page", "target"), [("README.md", "Canberra"), ("docs/how-to/your-kafka.md", "Ulaanbaatar")])
+def test_the_example_of_a_page_corrects_an_answer(
+    up: tuple[subprocess.Popen[str], dict[str, Any]], page: str, target: str
+) -> None:
     _, endpoints = up
-    found = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    found = re.search(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
     assert found is not None
     environment = {**own_environment(), "GRACESTREAM_KAFKA": endpoints["kafka"]}
     done = subprocess.run(
@@ -98,9 +101,9 @@ def test_the_example_of_the_readme_corrects_an_answer(up: tuple[subprocess.Popen
     )
     assert done.returncode == 0, done.stderr
     before, edit, after = done.stdout.splitlines()
-    assert "Ulaanbaatar" not in before
+    assert target not in before
     assert "added" in edit
-    assert "'text': 'Ulaanbaatar'" in after
+    assert re.search(f"text(=|': )'{target}'", after)
 
 
 def test_a_worker_that_ends_is_told_of_while_the_others_go_on(

@@ -8,23 +8,17 @@ import pytest
 import typer
 
 from gracestream.pipeline.kafka.topics import TOPICS
-from gracestream.pipeline.settings import Settings
 from gracestream.workers.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+WRITTEN = {page: page.read_text(encoding="utf-8") for page in PAGES}
+TEXT = "\n".join(WRITTEN.values())
 
 
-def settings_table() -> str:
-    rows = ["| variable | default | what it is |", "|---|---|---|"]
-    for name, field in Settings.model_fields.items():
-        default = "(none)" if field.default is None else f"`{field.default}`" if str(field.default) else "(empty)"
-        rows.append(f"| `GRACESTREAM_{name.upper()}` | {default} | {field.description} |")
-    return "\n".join(rows)
-
-
-def test_the_table_of_settings_is_current() -> None:
-    assert settings_table() in README, f"put this table under Settings:\n{settings_table()}"
+def test_the_readme_is_read_in_five_minutes() -> None:
+    assert len(README.split()) <= 1200
 
 
 def commands_of(group: Any, path: str = "") -> dict[str, Any]:
@@ -42,7 +36,7 @@ def uses() -> list[tuple[str, str]]:
     """Each command that stands in the README, and the rest of its line up to the next one."""
     groups = "|".join({name.split()[0] for name in COMMANDS if " " in name})
     pattern = rf"(?:^ +|\.venv/bin/)gracestream ((?:(?:{groups}) )?\w[\w-]*)([^#\n|]*)"
-    return re.findall(pattern, README, re.MULTILINE)
+    return re.findall(pattern, TEXT, re.MULTILINE)
 
 
 def test_every_command_it_names_exists_and_every_command_has_help_with_an_example() -> None:
@@ -59,12 +53,27 @@ def test_every_option_it_uses_exists() -> None:
 
 def test_every_make_target_it_names_exists() -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    assert set(re.findall(r"^ +make ([a-z]+)", README, re.MULTILINE)) <= targets
+    assert set(re.findall(r"^(?: +)?make ([a-z]+)", TEXT, re.MULTILINE)) <= targets
 
 
-@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\((?!http|#)([^)]+)\)", README))))
-def test_every_link_leads_somewhere(link: str) -> None:
-    assert (ROOT / link).exists()
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", WRITTEN[page], flags=re.DOTALL)
+    for link in re.findall(r"\]\((?!http)([^)]+)\)", text):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        if anchor and target.suffix == ".md":
+            assert anchor in anchors(target), link
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    }
 
 
 @pytest.mark.parametrize("topic", [topic.name for topic in TOPICS if topic.name != "snapshots"])

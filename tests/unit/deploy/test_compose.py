@@ -47,8 +47,12 @@ class TestCompose:
         ]
         assert problems == []
 
-    def test_the_override_of_the_readme_is_valid_and_mounts_a_model(self) -> None:
-        found = re.search(r"^    x-model:.*?(?=^\S)", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    def test_the_override_of_the_documentation_is_valid_and_mounts_a_model(self) -> None:
+        found = re.search(
+            r"^    x-model:.*?(?=^\S)",
+            (ROOT / "docs" / "how-to" / "production.md").read_text(),
+            re.MULTILINE | re.DOTALL,
+        )
         assert found
         override = yaml.safe_load(dedent(found[0]))
         schema = json.loads((ROOT / "tests" / "data" / "compose-spec.json").read_text())
