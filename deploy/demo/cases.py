@@ -36,7 +36,7 @@ class Script:
 
 
 def script_of(model: str) -> Script:
-    """The script for a model of `deploy.models`.
+    """The script for a model known by name.
 
     Raises:
         UserError: the demo has none for it.

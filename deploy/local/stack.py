@@ -18,7 +18,7 @@ from gracestream.deploy.local.processes import worker as worker_process
 from gracestream.deploy.local.server import silent
 from gracestream.pipeline.editor import admission_from_settings
 from gracestream.pipeline.kafka import create_topics
-from gracestream.pipeline.model import layer_of, resolve
+from gracestream.pipeline.model import known_layer, resolve
 from gracestream.pipeline.settings import Settings, load_settings
 from gracestream.pipeline.stores import without_password
 
@@ -147,7 +147,7 @@ def running_stack(
         existing_redis()
         commands = {"editor": "edit", **{f"replica-{n + 1}": "infer" for n in range(replicas)}}
         ports = stack_ports(data, ["kafka", "redis", *commands], port, report)
-        chosen["layer"] = layer_of(first.model, first.layer)
+        chosen["layer"] = first.layer or known_layer(first.model)
         chosen["model"] = resolve(first.model, first.cache, report)
         check(load_settings(**chosen))
         cache = first.cache.expanduser()

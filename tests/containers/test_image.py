@@ -88,7 +88,7 @@ def test_it_is_small_for_it_has_no_cuda(engine: docker.DockerClient) -> None:
 @pytest.mark.usefixtures("engine")
 def test_it_holds_the_encoder_and_needs_no_network_for_it() -> None:
     program = (
-        "from deploy.models import resolve_encoder; from pipeline.encoder import Encoder;"
+        "from gracestream.pipeline.model import Encoder, resolve_encoder;"
         " print(Encoder.load(resolve_encoder('minilm'), device='cpu').fingerprint)"
     )
     ran = run("--network", "none", "--entrypoint", "python", IMAGE, "-c", program)
@@ -111,7 +111,7 @@ def test_a_change_of_the_code_is_a_small_layer(engine: docker.DockerClient) -> N
         for path in filter(None, tracked.stdout.split("\0")):
             if (ROOT / path).exists():
                 (context / path).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(ROOT / path, context / path)
+                shutil.copy(ROOT / path, context / path, follow_symlinks=False)
         with (context / "workers" / "editor.py").open("a") as source:
             source.write("\n# changed\n")
         build_image(context, changed)
