@@ -96,10 +96,6 @@ class Client:
         for future in sent:
             future.get(timeout=30)
 
-    def send_raw(self, topic: str, value: bytes | None) -> None:
-        """Send bytes as they are: for what is no message."""
-        self._producer.send(self._settings.topic(topic), value=value).get(timeout=30)
-
     @contextmanager
     def predictions(self) -> Iterator[Replies[Prediction]]:
         """What `predictions` gets from now on."""
