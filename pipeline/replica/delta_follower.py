@@ -7,7 +7,8 @@ What it guarantees:
 2. `take(seq)` hands out only records up to that delta; none of a later one.
 3. A record that cannot be read is a fault: `take` raises it at that place and hands out nothing after it;
    `next_record` tells of it at once.
-4. It holds at most some 64 MiB that were not taken yet, or one record, and reads on as they are taken.
+4. It holds records of at most some 64 MiB that were not taken yet, or one record, with what they are decoded to, and
+   reads on as they are taken.
 
 It does not judge whether a record continues the history: that is the codebook's to say.
 """
@@ -32,7 +33,7 @@ from gracestream.schemas.messages import InvalidMessage
 log = structlog.get_logger()
 
 HELD_BYTES = 64 * 2**20
-"""What a follower holds that was not taken yet: the records, and what they are decoded to."""
+"""Of the records that a follower holds and that were not taken yet; what they are decoded to takes as much again."""
 
 END_MS = 1000
 """How long Kafka has to say where the topic ends."""
@@ -93,7 +94,7 @@ class Follower:
             taken = []
             while self._waiting and self._waiting[0][0] <= seq:
                 taken.append(self._waiting.popleft()[1:])
-            self._held -= sum(2 * len(record) for _, record in taken)
+            self._held -= sum(len(record) for _, record in taken)
             self._news.notify_all()
         if not taken:
             self.raise_fault()
@@ -187,6 +188,6 @@ class Follower:
                     continue
                 self._term = delta.term
                 self._waiting.append((delta.seq, offset, decoded))
-                self._held += 2 * len(record)
+                self._held += len(record)
                 self.latest_seq = max(delta.seq, self.latest_seq)
             self._news.notify_all()
