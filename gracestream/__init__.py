@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gracestream.pipeline.client import Client as Client
-    from gracestream.pipeline.codebook.file import load as load_codebook
+    from gracestream.pipeline.codebook import load_codebook as load_codebook
     from gracestream.pipeline.settings import Settings as Settings
     from gracestream.pipeline.settings import load_settings as load_settings
     from gracestream.schemas.messages import ChatMessage as ChatMessage
@@ -38,18 +38,18 @@ __all__ = [
     "load_settings",
 ]
 
-_MODULES = {
+_SOURCES = {
     "Client": "gracestream.pipeline.client",
     "Settings": "gracestream.pipeline.settings",
+    "load_codebook": "gracestream.pipeline.codebook",
     "load_settings": "gracestream.pipeline.settings",
 }
+"""The module of each public name that is no message."""
 
 
 def __getattr__(name: str) -> object:
-    if name == "load_codebook":
-        return import_module("gracestream.pipeline.codebook.file").load
     if name in __all__:
-        return getattr(import_module(_MODULES.get(name, "gracestream.schemas.messages")), name)
+        return getattr(import_module(_SOURCES.get(name, "gracestream.schemas.messages")), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

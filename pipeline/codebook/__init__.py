@@ -3,7 +3,7 @@
 from gracestream.pipeline.codebook.codebook import Applied, Codebook, Label, as_it_was, query_in
 from gracestream.pipeline.codebook.compare import Fold, entry_change, exception_change, same_edit, same_entry
 from gracestream.pipeline.codebook.edit_memory import BARE_MODEL, EditMemory, still_undone, together
-from gracestream.pipeline.codebook.file import FileError, parse, save
+from gracestream.pipeline.codebook.file import FileError, load_codebook, parse, save
 from gracestream.pipeline.codebook.key_index import KeyIndex, on_host
 from gracestream.pipeline.codebook.lookup import OUTSIDE, Asked, CodebookLookup, Hit, serving
 from gracestream.pipeline.codebook.policy import (
@@ -41,6 +41,7 @@ __all__ = [
     "decide",
     "entry_change",
     "exception_change",
+    "load_codebook",
     "on_host",
     "parse",
     "query_in",

@@ -98,7 +98,7 @@ def save(codebook: Codebook, path: Path) -> None:
         raise FileError(f"the codebook cannot be written to {path}: {error}") from error
 
 
-def load(path: Path) -> Codebook:
+def load_codebook(path: Path) -> Codebook:
     """Read a codebook back, bit for bit.
 
     Raises:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from kafka.admin import ConfigResource, ConfigResourceType, NewTopic
 
-from gracestream.pipeline.codebook.file import load
+from gracestream.pipeline.codebook.file import load_codebook
 from gracestream.pipeline.history.replay import describe, replay_deltas
 from gracestream.pipeline.kafka.clients import admin
 from gracestream.pipeline.kafka.topics import TOPICS, require_topics
@@ -315,7 +315,7 @@ class TestHistory:
         (told,) = lines(command.told())
         codebook = replay_deltas(running)
         assert codebook is not None
-        assert told == codebook.facts() == load(path).facts()
+        assert told == codebook.facts() == load_codebook(path).facts()
         assert codebook.layer in run("replay", settings=running).told()
 
     def test_evaluate_measures_the_codebook_on_cases(

@@ -6,8 +6,12 @@ import re
 import secrets
 import subprocess
 import sys
+import threading
+import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -85,3 +89,30 @@ def test_the_nightly_check_finds_equal_states_and_tells_of_others(deployment: De
     done = deployment.run("nightly_replay.py", *workers)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [json.loads(line)["equal"] for line in done.stdout.splitlines()] == [True, True]
+    with urllib.request.urlopen(f"{workers[0]}/state", timeout=10) as answer:
+        other = json.load(answer) | {"state_digest": "0" * 64}
+    with answering(json.dumps(other).encode()) as wrong:
+        done = deployment.run("nightly_replay.py", workers[0], wrong)
+    assert done.returncode == 1
+    assert [json.loads(line)["equal"] for line in done.stdout.splitlines()] == [True, False]
+
+
+@contextmanager
+def answering(body: bytes) -> Iterator[str]:
+    """The address of a server that answers every request with these bytes."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()

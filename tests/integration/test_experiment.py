@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from gracestream.pipeline.codebook.file import load
+from gracestream.pipeline.codebook.file import load_codebook
 from gracestream.pipeline.experiments.report import alone, made
 from gracestream.pipeline.model.sentence_encoder import MARKS
 from gracestream.pipeline.settings import Settings
@@ -61,7 +61,7 @@ def test_it_writes_metrics_a_table_and_the_codebook(
     assert before["es"]["value"] is None
     assert after["es"]["value"] < before["coming"]["value"], "the targets are likelier than they were"
     assert len(metrics["made"]) == 6
-    codebook = load(out / "codebook.safetensors")
+    codebook = load_codebook(out / "codebook.safetensors")
     assert len(codebook) == after["entries"] > 0
     assert np.isfinite(codebook.keys_ND).all()
     assert len((out / "table.md").read_text().splitlines()) == 2 + len(points)
@@ -126,7 +126,7 @@ def test_through_the_whole_pipeline_it_comes_to_the_same(
     assert "added" in dict(decisions[0])
     points = [[{**point, "seconds": None} for point in told["points"]] for told in metrics.values()]
     assert points[0] == points[1]
-    codebooks = [load(tmp_path / through / "codebook.safetensors") for through in metrics]
+    codebooks = [load_codebook(tmp_path / through / "codebook.safetensors") for through in metrics]
     for array in ("keys_ND", "values_NV", "radii_N"):
         np.testing.assert_array_equal(*(getattr(codebook, array) for codebook in codebooks))
     assert codebooks[0].keys_ND.shape[1] == (48 + MARKS if query == "encoder" else 384)

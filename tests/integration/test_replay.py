@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gracestream.pipeline.codebook.codebook import Codebook
-from gracestream.pipeline.codebook.file import FileError, load, save
+from gracestream.pipeline.codebook.file import FileError, load_codebook, save
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.history.kafka_history import KafkaHistory
 from gracestream.pipeline.history.replay import describe, replay_deltas
@@ -190,13 +190,13 @@ class TestFiles:
         for seq in range(1, 8):
             codebook = replayed(history.settings, seq)
             save(codebook, tmp_path / "codebook")
-            assert same(load(tmp_path / "codebook"), codebook)
+            assert same(load_codebook(tmp_path / "codebook"), codebook)
         assert [path.name for path in tmp_path.iterdir()] == ["codebook"]
 
     def test_one_that_was_loaded_goes_on_with_the_rest_of_the_log(self, history: History, tmp_path: Path) -> None:
         for seq in range(1, 7):
             save(replayed(history.settings, seq), tmp_path / "codebook")
-            codebook = load(tmp_path / "codebook")
+            codebook = load_codebook(tmp_path / "codebook")
             for record in records(history.settings, "deltas")[seq:]:
                 codebook.apply(record.value)
             assert same(codebook, history.codebook)
@@ -204,16 +204,16 @@ class TestFiles:
     def test_a_file_that_is_none_or_not_whole_is_a_fault(self, history: History, tmp_path: Path) -> None:
         path = tmp_path / "codebook"
         with pytest.raises(FileError, match="is no codebook"):
-            load(path)
+            load_codebook(path)
         save(replayed(history.settings), path)
         whole = path.read_bytes()
         for broken in (b"", b"what is this", whole[:100], whole[:-1], whole[: len(whole) // 2], whole + b"more"):
             path.write_bytes(broken)
             with pytest.raises(FileError):
-                load(path)
+                load_codebook(path)
         for place in range(len(whole) - 40, len(whole)):
             flipped = bytearray(whole)
             flipped[place] ^= 1
             path.write_bytes(flipped)
             with pytest.raises(FileError):
-                load(path)
+                load_codebook(path)

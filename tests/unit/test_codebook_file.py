@@ -14,7 +14,7 @@ from safetensors.numpy import save as save_tensors
 
 from gracestream.pipeline.codebook import file as codebook_file
 from gracestream.pipeline.codebook.codebook import Codebook
-from gracestream.pipeline.codebook.file import FileError, load, parse, save
+from gracestream.pipeline.codebook.file import FileError, load_codebook, parse, save
 from gracestream.pipeline.errors import HistoryError
 from gracestream.schemas.deltas import EntryChange, Tensor
 from tests.integration.history import same
@@ -71,7 +71,7 @@ def test_a_file_at_any_cut_and_the_tail_give_the_whole_fold(
         before.apply(delta)
     path = tmp_path_factory.mktemp("cut") / "codebook"
     save(before, path)
-    resumed = load(path)
+    resumed = load_codebook(path)
     assert same(resumed, before)
     for delta in records[cut:]:
         resumed.apply(delta)
@@ -82,7 +82,7 @@ def test_one_whose_entries_are_all_gone_still_knows_their_width(tmp_path: Path) 
     codebook = filled(KEYS)
     codebook.apply(sealed(codebook, *(EntryChange(entry_id=f"e{row}", removed=True) for row in range(4)), op="undo"))
     save(codebook, tmp_path / "codebook")
-    for one in (codebook, load(tmp_path / "codebook")):
+    for one in (codebook, load_codebook(tmp_path / "codebook")):
         with pytest.raises(HistoryError, match=r"a key of shape \(2,\), not \(3,\)"):
             one.apply(sealed(one, added("new", [1, 2], 1.0)))
         assert one.apply(sealed(one, added("new", [1, 2, 3], 1.0))) is not None

@@ -12,7 +12,7 @@ from gracestream.workers.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 WRITTEN = {page: page.read_text(encoding="utf-8") for page in PAGES}
 TEXT = "\n".join(WRITTEN.values())
 

@@ -82,8 +82,8 @@ def _settings() -> str:
     ]
     return _page(
         "Settings",
-        "Every process reads its settings from environment variables, once, at its start. A setting may also stand in a"
-        " file of that name, in the folder that `GRACESTREAM_SECRETS` names; a variable of the environment wins."
+        "Every process reads its settings from environment variables, once, at its start. A file of that name in the"
+        " folder that `GRACESTREAM_SECRETS` names may hold it instead; a variable of the environment wins."
         " Options of a command overrule both. A worker logs the event `unknown_setting` for a variable that only looks"
         " like one of these.",
         _table(("variable", "default", "what it is"), rows),
@@ -254,7 +254,7 @@ def _alerts() -> str:
     return _page(
         "Alerts",
         "Prometheus evaluates these rules. Alerts reach nobody until `deploy/prometheus/prometheus.yml` names an"
-        " Alertmanager. [Troubleshooting](../how-to/troubleshooting.md) says what to do about each.",
+        " Alertmanager. The descriptions say what happens meanwhile, and where to look.",
         *parts,
     )
 

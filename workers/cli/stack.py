@@ -34,7 +34,7 @@ def up(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Start Kafka, Redis, an editor and replicas, keep them running until Ctrl-C, and tell of each that ends before.
+    """Start Kafka, Redis, an editor and replicas, keep them running until Ctrl-C, and report each that ends early.
 
     Kafka and Redis come from GRACESTREAM_KAFKA and GRACESTREAM_REDIS, else from Docker, else they run locally. The
     model, its layer, the list of authors and the ports are checked before anything starts. Without --port each keeps

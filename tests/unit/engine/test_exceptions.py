@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec import UNSET
 
 from gracestream.pipeline.codebook.edit_memory import BARE_MODEL
-from gracestream.pipeline.codebook.file import load, save
+from gracestream.pipeline.codebook.file import load_codebook, save
 from gracestream.pipeline.codebook.lookup import CodebookLookup
 from gracestream.pipeline.codebook.prompt_exceptions import query_of
 from gracestream.pipeline.editing.config import Plan
@@ -310,7 +310,7 @@ def test_replicas_and_snapshots_hold_the_same(tmp_path: Path) -> None:
     for record in told.deltas:
         folded.apply(record)
     save(codebook, tmp_path / "codebook.safetensors")
-    for other in (folded.codebook, load(tmp_path / "codebook.safetensors"), codebook.copy()):
+    for other in (folded.codebook, load_codebook(tmp_path / "codebook.safetensors"), codebook.copy()):
         assert other.state_digest() == codebook.state_digest()
         assert list(other.exceptions) == list(codebook.exceptions)
         assert other.facts()["exceptions"] == 1

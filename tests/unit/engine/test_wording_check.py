@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from gracestream.pipeline.codebook.file import load, save
+from gracestream.pipeline.codebook.file import load_codebook, save
 from gracestream.pipeline.codebook.key_index import KeyIndex
 from gracestream.pipeline.codebook.lookup import MOST_COMPARED, OUTSIDE, CodebookLookup
 from gracestream.pipeline.editing.config import Plan
@@ -190,7 +190,7 @@ def test_a_saved_codebook_compares_the_same_words(tmp_path: Path, monkeypatch: p
     engine = started("llama")
     correct(engine, "a", EDITED, TARGET)
     save(engine.codebook, tmp_path / "codebook.safetensors")
-    loaded = load(tmp_path / "codebook.safetensors")
+    loaded = load_codebook(tmp_path / "codebook.safetensors")
     assert loaded.wordings == [wording_of(EDITED)]
     assert loaded.state_digest() == engine.codebook.state_digest()
     before = loaded.state_digest()
