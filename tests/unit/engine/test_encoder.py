@@ -39,14 +39,14 @@ class Counted(Encoder):
         return super().__call__(prompts, texts, alone)
 
 
-def module(seed: int = 0) -> BertModel:
+def module(seed: int = 0, *, pooler: bool = True) -> BertModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = BertConfig(
             vocab_size=SIZE, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
             max_position_embeddings=ROOM, initializer_range=0.3, pad_token_id=0,
         )  # fmt: skip
-        return BertModel(config)
+        return BertModel(config, add_pooling_layer=pooler)
 
 
 def encoder(seed: int = 0) -> Counted:
@@ -207,8 +207,7 @@ def test_noise_of_queries_is_the_encoders_and_not_that_of_the_models_weights() -
 
 def test_a_loaded_encoder_is_told_by_what_is_read_of_it(tmp_path: Path) -> None:
     """BertModel draws a pooler where the checkpoint has none."""
-    bare = BertModel(module().config, add_pooling_layer=False)
-    bare.save_pretrained(tmp_path / "one")
+    module(pooler=False).save_pretrained(tmp_path / "one")
     tokenizer("bert").save_pretrained(tmp_path / "one")
     first, second = (Encoder.load(str(tmp_path / "one"), device="cpu") for _ in range(2))
     assert first.fingerprint == second.fingerprint
