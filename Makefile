@@ -35,11 +35,11 @@ test: setup  ## lint, types and all tests, on a real Kafka and a real Valkey
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 chaos: setup  ## kill, hang and cut off everything, and hold, cut and copy requests, several times; ROUNDS=5
-	$(BIN)/pytest -s tests/chaos tests/integration/test_late_requests.py --chaos $(ROUNDS)
+	$(BIN)/pytest -s tests/chaos tests/integration/kafka/test_late_requests.py --chaos $(ROUNDS)
 
 containers: setup  ## build the image, with stand-ins where no registry answers, and test it and the Compose file
 	$(BIN)/python -m tests.containers.engine
-	$(BIN)/pytest tests/containers tests/integration/test_containers.py --containers
+	$(BIN)/pytest tests/containers tests/integration/deploy/test_containers.py --containers
 
 bench: setup  ## measurements; NAME=quality, scope, edit, overhead, memory, throughput, lag, ...; ARGS=--quick
 	$(BIN)/python -m tests.bench $(NAME) $(ARGS)

@@ -12,8 +12,6 @@ from msgspec import Meta, Struct
 from gracestream.pipeline.errors import UserError
 
 FOLDER = "GRACESTREAM_DATA"
-BESIDE = Path(__file__).resolve().parents[3] / "shared" / "data"
-"""Where the data are looked for, unless `GRACESTREAM_DATA` names a folder: beside the repository."""
 
 
 class DataError(UserError):
@@ -73,12 +71,14 @@ def path_of(name: str) -> Path:
     """The path of a file in the folder that `GRACESTREAM_DATA` names.
 
     Raises:
-        DataError: the file is not there.
+        DataError: the variable is not set, or the folder has no such file.
     """
-    named = os.environ.get(FOLDER)
-    path = Path(named or BESIDE) / name
+    folder = os.environ.get(FOLDER)
+    if not folder:
+        raise DataError(f"this needs {name}: set {FOLDER} to its folder")
+    path = Path(folder) / name
     if not path.is_file():
-        raise DataError(f"this needs {name}: " + (f"it is not in {named}" if named else f"set {FOLDER} to its folder"))
+        raise DataError(f"this needs {name}: it is not in {folder}")
     return path
 
 

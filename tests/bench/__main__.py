@@ -1,6 +1,7 @@
 """Run one benchmark: `python -m tests.bench NAME [--quick] [--only MODEL] [--commit] [--device cuda]`."""
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from tests.bench.device import why_no_gpu
 from tests.bench.framework import BENCHES, KEPT, ROOT, BenchError, Options, bench, machine, plot_of, read, shown, write
 from tests.bench.page import write_pages
 from tests.bench.table import show
+from tests.support.repository import DATA
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.development and given.commit:
             raise BenchError("--development rows are no result; leave --commit out")
         set_threads(given.threads)
+        os.environ.setdefault("GRACESTREAM_DATA", str(DATA))
         rows = []
         options = Options(
             quick=given.quick, only=given.only, development=given.development, device=given.device, tell=tell

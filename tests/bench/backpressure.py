@@ -27,8 +27,8 @@ from gracestream.pipeline.kafka.topics import TOPICS, create_topics
 from gracestream.pipeline.settings import Settings, load_settings
 from tests.bench.framework import BenchError, Options, Row
 from tests.bench.workers import worker
-from tests.integration.running import llama, status
-from tests.unit.engine.tiny import WORDS, tokenizer
+from tests.support.running import llama, status
+from tests.support.tiny_models import WORDS, tokenizer
 
 PARTITIONS = 8
 MIB = 2**20

@@ -35,8 +35,8 @@ from gracestream.pipeline.kafka.topics import create_topics
 from gracestream.pipeline.settings import Settings, load_settings
 from tests.bench.framework import BenchError, Options, Row
 from tests.bench.workers import worker
-from tests.integration.running import PATIENCE, Users, flag, llama, question, status, wait_until
-from tests.unit.engine.tiny import WORDS, tokenizer
+from tests.support.running import PATIENCE, Users, flag, llama, question, status, wait_until
+from tests.support.tiny_models import WORDS, tokenizer
 
 CORRECTIONS, FEW = 60, 10
 TAKE_OVERS = 3

@@ -35,7 +35,7 @@ from gracestream.workers.bootstrap import load_model
 from tests.bench.framework import BenchError, Options, Row
 from tests.bench.replay import Made, fill
 from tests.bench.workers import worker
-from tests.integration.running import status
+from tests.support.running import status
 
 MODEL = "smollm2"
 ENTRIES, FEW = 100_000, 5_000

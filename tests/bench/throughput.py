@@ -46,7 +46,7 @@ from gracestream.schemas.messages import Parameters
 from gracestream.workers.bootstrap import load_model
 from tests.bench.framework import Options, Row
 from tests.bench.workers import worker
-from tests.integration.running import metric
+from tests.support.running import metric
 
 REQUESTS = {"intent": 4000, "smollm2": 160}
 QUERIES = {"intent": "first", "smollm2": "last"}

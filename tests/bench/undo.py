@@ -20,9 +20,9 @@ from gracestream.pipeline.editing.undo import undo
 from gracestream.schemas.deltas import decode_delta
 from gracestream.schemas.messages import Feedback
 from tests.bench.framework import BenchError, Options, Row
-from tests.unit.engine.points import PointModel
-from tests.unit.engine.stories import Story
-from tests.unit.engine.tiny import CODEBOOK
+from tests.support.chosen_queries import PointModel
+from tests.support.editing_stories import Story
+from tests.support.tiny_models import CODEBOOK
 
 WIDTH = 64
 AUTHORS = ("ann", "bob")

@@ -25,10 +25,10 @@ from gracestream.pipeline.stores.redis_head import RadiusStore
 from gracestream.pipeline.stores.snapshots import manifests
 from gracestream.schemas.messages import Feedback, Prediction, Request, SnapshotManifest, decode
 from tests.chaos.dying import arm
-from tests.doubles.checker import Fault, Follower, Left, faults
-from tests.integration.forked import Forked
-from tests.integration.running import flag, question, records, wait_until
-from tests.unit.engine.tiny import texts
+from tests.support.doubles.checker import Fault, Follower, Left, faults
+from tests.support.forked_commands import Forked
+from tests.support.running import flag, question, records, wait_until
+from tests.support.tiny_models import texts
 
 PAUSE = 0.05
 """Seconds between two requests of the load."""

@@ -22,7 +22,7 @@ from gracestream.pipeline.kafka.topics import create_topics
 from gracestream.pipeline.stores.redis_client import redis_client
 from tests.chaos.dying import STEPS, read_slowly
 from tests.chaos.site import Site
-from tests.integration.running import BUDGETS, save_checkpoint, settings_for, wait_until
+from tests.support.running import BUDGETS, save_checkpoint, settings_for, wait_until
 
 SILENCE = 2.0
 """Seconds for which a server or a network is away, beside those until a session ends."""

@@ -20,10 +20,10 @@ from gracestream.pipeline.kafka.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_
 from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.stores.redis_client import redis_client
 from gracestream.pipeline.stores.redis_head import RadiusStore
-from tests.doubles.checker import Follower, Left, faults
-from tests.integration.forked import Forked
-from tests.integration.kafka_proxy import PLANS, Fault, KafkaProxy, proxied_kafka
-from tests.integration.running import (
+from tests.support.doubles.checker import Follower, Left, faults
+from tests.support.forked_commands import Forked
+from tests.support.kafka_proxy import PLANS, Fault, KafkaProxy, proxied_kafka
+from tests.support.running import (
     BUDGETS,
     Users,
     deltas_in_log,
@@ -34,7 +34,7 @@ from tests.integration.running import (
     wait_until,
     wait_until_settled,
 )
-from tests.unit.engine.tiny import texts
+from tests.support.tiny_models import texts
 
 CORRECTIONS = 4
 """In each round."""

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.containers.engine import EngineError, require_compose
-from tests.unit.deploy.files import DOCKERFILE, PROJECT, ROOT
+from tests.support.deployment_files import DOCKERFILE, PROJECT
+from tests.support.repository import ROOT
 
 IMAGE = f"gracestream-cpu:{PROJECT['version']}"
 

@@ -23,7 +23,7 @@ from gracestream.deploy.local.containers import kafka_image
 from gracestream.deploy.local.kafka import fetch_jars
 from gracestream.pipeline.settings import load_settings
 from tests.containers.engine import EngineError, cache, compile_go, install
-from tests.unit.deploy.files import compose
+from tests.support.deployment_files import compose
 
 LABEL = "gracestream.stand-in"
 RECIPE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()

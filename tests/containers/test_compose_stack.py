@@ -21,7 +21,10 @@ from gracestream.schemas.messages import Outcome, Prediction
 from tests.containers.engine import EngineError
 from tests.containers.running import IMAGE, Compose
 from tests.containers.standins import require_images
-from tests.integration.running import (
+from tests.support.deployment_files import COMPOSE_EXTERNAL, COMPOSE_GPU
+from tests.support.monitoring import alerts, expressions
+from tests.support.repository import ROOT
+from tests.support.running import (
     BUDGETS,
     Checkpoint,
     Users,
@@ -32,9 +35,7 @@ from tests.integration.running import (
     settings_for,
     wait_until,
 )
-from tests.unit.deploy.files import COMPOSE_EXTERNAL, COMPOSE_GPU, ROOT
-from tests.unit.deploy.test_monitoring import alerts, expressions
-from tests.unit.engine.tiny import texts
+from tests.support.tiny_models import texts
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(900)]
 

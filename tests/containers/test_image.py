@@ -17,10 +17,11 @@ from gracestream.pipeline.settings import as_environment
 from tests.containers.engine import EngineError
 from tests.containers.running import build_image
 from tests.containers.standins import require_images
-from tests.integration.forked import as_given
-from tests.integration.running import Checkpoint, Users, flag, question, save_checkpoint, settings_for
-from tests.unit.deploy.files import PROJECT, ROOT
-from tests.unit.engine.tiny import texts
+from tests.support.deployment_files import PROJECT
+from tests.support.forked_commands import as_given
+from tests.support.repository import ROOT
+from tests.support.running import Checkpoint, Users, flag, question, save_checkpoint, settings_for
+from tests.support.tiny_models import texts
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(900)]
 

@@ -1,160 +1,33 @@
-"""Fixtures of the integration tests: checkpoints that load in a moment, and deployments of them."""
+"""Fixtures of the integration tests."""
 
-import secrets
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from tests.support.deployment_fixtures import (
+    checkpoints,
+    cluster,
+    deploy,
+    deployment,
+    folder,
+    logged,
+    mirror_of,
+    own_kafka,
+    quick,
+    run,
+    secured_kafka,
+    users,
+    users_of,
+)
 
-import pytest
-import structlog
-import torch
-from structlog.typing import EventDict
-
-from gracestream.deploy.local.kafka import LocalKafka
-from gracestream.pipeline.codebook.codebook import Codebook
-from gracestream.pipeline.codebook.key_index import KeyIndex
-from gracestream.pipeline.kafka.topics import TOPICS, create_topics
-from gracestream.pipeline.replica.codebook_replica import Mirror
-from gracestream.pipeline.replica.delta_follower import Follower
-from gracestream.pipeline.settings import Settings, load_settings
-from gracestream.pipeline.stores.redis_client import redis_client
-from gracestream.pipeline.stores.redis_head import RadiusStore
-from tests.doubles.kafka import MemoryKafka
-from tests.integration.cluster import Cluster
-from tests.integration.forked import Command, as_given
-from tests.integration.running import Checkpoint, Users, go_on, save_checkpoint, settings_for
-from tests.integration.secured import SecuredKafka
-from tests.unit.engine.tiny import LAYER, MODEL
-
-
-@pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
-    """A tiny model of each kind."""
-    return {kind: save_checkpoint(kind, tmp_path_factory.mktemp(kind)) for kind in ("llama", "chat", "bert", "t5")}
-
-
-@pytest.fixture(scope="session")
-def deploy(
-    kafka: str, redis_url: str, checkpoints: dict[str, Checkpoint], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., Settings]:
-    """Settings of a deployment of one kind of model, whose topics exist; nothing runs yet."""
-    cache = tmp_path_factory.mktemp("cache")
-
-    def deployed(kind: str, prefix: str, **chosen: object) -> Settings:
-        given = {**checkpoints[kind].settings(), "cache": cache, **chosen}
-        settings = settings_for(kafka, redis_url, prefix, **given)
-        create_topics(settings, partitions=4, replication=1)
-        return settings
-
-    return deployed
-
-
-@pytest.fixture(scope="session")
-def secured_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredKafka]:
-    """A Kafka that lets in only users and certificates it knows, and allows them only what a rule allows."""
-    secured = SecuredKafka(tmp_path_factory.mktemp("secured"))
-    secured.start()
-    yield secured
-    secured.server.stop()
-
-
-@pytest.fixture
-def own_kafka(tmp_path: Path) -> Iterator[LocalKafka]:
-    """A Kafka of the test's own, which may hang."""
-    with LocalKafka(tmp_path / "kafka") as local:
-        yield local
-        go_on(local)
-
-
-@pytest.fixture(params=["double", pytest.param("kafka", marks=pytest.mark.kafka)])
-def cluster(request: pytest.FixtureRequest, prefix: str) -> Iterator[Cluster]:
-    """Topics of one deployment, on the double and on the real Kafka."""
-    if request.param == "double":
-        settings = load_settings(prefix=prefix)
-        made = Cluster(settings, MemoryKafka([settings.topic(topic.name) for topic in TOPICS]))
-    else:
-        settings = settings_for(request.getfixturevalue("kafka"), "redis://unused", prefix, session_timeout=10.0)
-        create_topics(settings, partitions=1, replication=1)
-        made = Cluster(settings, None)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def deployment(deploy: Callable[..., Settings], prefix: str) -> Settings:
-    """A deployment of the language model for one test."""
-    return deploy("llama", prefix)
-
-
-@pytest.fixture
-def quick(deploy: Callable[..., Settings], prefix: str) -> Settings:
-    """A deployment that follows the log soon after Redis is lost, and does not wait long for a delta."""
-    return deploy("llama", prefix, redis_grace=0.6, min_seq_wait=2.0)
-
-
-@pytest.fixture
-def users_of() -> Iterator[Callable[[Settings], Users]]:
-    """Users of any deployment, gone at the end of the test."""
-    present: list[Users] = []
-
-    def users(settings: Settings) -> Users:
-        present.append(Users(settings))
-        return present[-1]
-
-    yield users
-    for one in present:
-        one.close()
-
-
-@pytest.fixture
-def users(deployment: Settings, users_of: Callable[[Settings], Users]) -> Users:
-    """Users of the test's deployment."""
-    return users_of(deployment)
-
-
-@pytest.fixture
-def mirror_of() -> Iterator[Callable[..., Mirror]]:
-    """Mirrors that have started as a replica's does, whose followers are closed at the end of the test."""
-    followers: list[Follower] = []
-
-    def mirror(settings: Settings, model: str = MODEL, layer: str = LAYER) -> Mirror:
-        codebook = Codebook(settings.codebook, model, layer)
-        followers.append(Follower(settings))
-        store = RadiusStore(redis_client(settings), settings)
-        made = Mirror(codebook, KeyIndex(codebook, torch.device("cpu")), store, followers[-1], settings)
-        made.start()
-        return made
-
-    yield mirror
-    for follower in followers:
-        follower.close()
-
-
-@pytest.fixture
-def logged() -> Iterator[list[EventDict]]:
-    """The events of this process's log."""
-    with structlog.testing.capture_logs() as events:
-        yield events
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Where the workers of a test run and log."""
-    return tmp_path
-
-
-@pytest.fixture
-def run(folder: Path) -> Callable[..., Command]:
-    """Runs a command of `gracestream` to its end, in a folder of its own."""
-
-    def ran(
-        *arguments: str, settings: Settings | None = None, given: str = "", within: float = 90, **chosen: Any
-    ) -> Command:
-        own = folder / secrets.token_hex(4)
-        own.mkdir()
-        known = {} if settings is None else as_given(settings)
-        command = Command(arguments[0], arguments, own, given.encode(), **(known | chosen))
-        command.run(within)
-        return command
-
-    return ran
+__all__ = [
+    "checkpoints",
+    "cluster",
+    "deploy",
+    "deployment",
+    "folder",
+    "logged",
+    "mirror_of",
+    "own_kafka",
+    "quick",
+    "run",
+    "secured_kafka",
+    "users",
+    "users_of",
+]

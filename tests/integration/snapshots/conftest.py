@@ -8,8 +8,8 @@ import pytest
 
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.deltas import EntryChange
-from tests.integration.history import History
-from tests.unit.engine.tiny import added
+from tests.support.tiny_models import added
+from tests.support.written_history import History
 
 
 @pytest.fixture(params=["a folder", "a file:// URL", "memory://"])

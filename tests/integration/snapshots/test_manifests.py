@@ -15,10 +15,10 @@ from gracestream.pipeline.kafka.topics import SNAPSHOTS
 from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.stores.snapshot_files import SnapshotError, SnapshotStore
 from gracestream.pipeline.stores.snapshots import manifests, newest
-from tests.integration.history import History
-from tests.integration.running import records, wait_until
-from tests.integration.snapshots.parts import publish, reasons, snapshot
-from tests.unit.engine.tiny import LAYER, MODEL
+from tests.integration.snapshots.snapshot_parts import publish, reasons, snapshot
+from tests.support.running import records, wait_until
+from tests.support.tiny_models import LAYER, MODEL
+from tests.support.written_history import History
 
 LIES: dict[str, tuple[dict[str, Any], str]] = {
     "another model": ({"model": "0" * 64}, "it is of model"),

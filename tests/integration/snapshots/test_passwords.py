@@ -10,11 +10,11 @@ from gracestream.deploy.local.processes import free_port
 from gracestream.pipeline.kafka.topics import SNAPSHOTS
 from gracestream.pipeline.stores.snapshot_files import SnapshotError, SnapshotStore, url_secrets
 from gracestream.pipeline.stores.snapshots import newest
-from tests.integration.forked import Command
-from tests.integration.history import History
-from tests.integration.running import records
-from tests.integration.snapshots.parts import publish, snapshot
-from tests.unit.engine.tiny import LAYER, MODEL
+from tests.integration.snapshots.snapshot_parts import publish, snapshot
+from tests.support.forked_commands import Command
+from tests.support.running import records
+from tests.support.tiny_models import LAYER, MODEL
+from tests.support.written_history import History
 
 PASSWORD = "pass/w%2Frd"
 

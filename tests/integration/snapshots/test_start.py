@@ -12,10 +12,10 @@ from gracestream.pipeline.kafka.topics import DELTAS, create_topics
 from gracestream.pipeline.replica.codebook_replica import Mirror
 from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.stores.snapshots import newest
-from tests.integration.history import History, same
-from tests.integration.running import wait_until
-from tests.integration.snapshots.parts import file_of, loaded, reasons, snapshot
-from tests.unit.engine.tiny import LAYER, MODEL
+from tests.integration.snapshots.snapshot_parts import file_of, loaded, reasons, snapshot
+from tests.support.running import wait_until
+from tests.support.tiny_models import LAYER, MODEL
+from tests.support.written_history import History, same
 
 
 class TestStart:

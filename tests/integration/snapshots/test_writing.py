@@ -16,11 +16,11 @@ from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.stores.snapshot_files import SnapshotError
 from gracestream.pipeline.stores.snapshots import manifests, offset_of
 from gracestream.schemas.messages import SnapshotManifest
-from tests.integration.forked import Command, Forked, sentence, status_of
-from tests.integration.history import History, same
-from tests.integration.running import Users, flag, wait_until
-from tests.integration.snapshots.parts import file_of
-from tests.unit.engine.tiny import added, sealed, texts
+from tests.integration.snapshots.snapshot_parts import file_of
+from tests.support.forked_commands import Command, Forked, sentence, status_of
+from tests.support.running import Users, flag, wait_until
+from tests.support.tiny_models import added, sealed, texts
+from tests.support.written_history import History, same
 
 PROMPTS = texts(12, seed=7, shortest=6, longest=9)
 

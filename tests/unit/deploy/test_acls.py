@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from tests.unit.deploy.files import (
+from tests.support.deployment_files import (
     ACLS,
 )
 

@@ -9,17 +9,17 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from tests.unit.deploy.files import (
+from tests.support.deployment_files import (
     COMPOSE,
     COMPOSE_EXTERNAL,
     COMPOSE_GPU,
     DEPLOY,
     DOCKERFILE,
     PROJECT,
-    ROOT,
     compose,
     published,
 )
+from tests.support.repository import ROOT
 
 COMPOSE_FILES = [
     pytest.param((), id="cpu"),

@@ -8,12 +8,12 @@ from fnmatch import fnmatch
 import pytest
 
 from gracestream.pipeline.model.registry import MINILM
-from tests.unit.deploy.files import (
+from tests.support.deployment_files import (
     DEPLOY,
     PROJECT,
-    ROOT,
     instructions,
 )
+from tests.support.repository import ROOT
 
 
 def copied(variant: str) -> list[str]:

@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from tests.unit.deploy.files import (
+from tests.support.deployment_files import (
     KUBERNETES,
     PROJECT,
     compose,

@@ -2,7 +2,7 @@
 
 import json
 import re
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import yaml
@@ -11,7 +11,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from gracestream.pipeline.editor.editor import BLOCKED_REMEDY
 from gracestream.pipeline.observability import metrics
 from gracestream.schemas.messages import Status
-from tests.unit.deploy.files import (
+from tests.support.deployment_files import (
     DASHBOARD,
     DEPLOY,
     PROMETHEUS,
@@ -19,6 +19,7 @@ from tests.unit.deploy.files import (
     in_compose,
     pods,
 )
+from tests.support.monitoring import alerts, expressions, panels
 
 
 def exported() -> dict[str, set[str]]:
@@ -54,20 +55,6 @@ def unknown_names(expression: str) -> set[str]:
     rest = re.sub(r"\{[^}]*\}|\[[^\]]*\]", " ", re.sub(grouping, " ", bare))
     identifiers = re.findall(r"\b[A-Za-z_]\w*\b(?!\s*\()", rest)
     return wrong | (set(identifiers) - SERIES.keys() - KEYWORDS)
-
-
-def alerts() -> dict[str, dict[str, Any]]:
-    files = [yaml.safe_load((PROMETHEUS / name).read_text()) for name in ("alerts.yml", "compose-alerts.yml")]
-    return {rule["alert"]: rule for file in files for group in file["groups"] for rule in group["rules"]}
-
-
-def panels() -> list[dict[str, Any]]:
-    return [panel for panel in json.loads(DASHBOARD.read_text())["panels"] if panel["type"] != "row"]
-
-
-def expressions() -> list[str]:
-    shown = [target["expr"] for panel in panels() for target in panel["targets"]]
-    return [*(rule["expr"] for rule in alerts().values()), *shown]
 
 
 class TestMonitoring:

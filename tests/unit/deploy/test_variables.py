@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gracestream.pipeline.settings import SECRET, Settings, load_settings
-from tests.unit.deploy.files import (
+from tests.support.deployment_files import (
     ACLS,
     COMPOSE,
     COMPOSE_EXTERNAL,

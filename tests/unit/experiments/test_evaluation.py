@@ -13,8 +13,8 @@ from gracestream.pipeline.experiments.editors.finetuning import FineTuning
 from gracestream.pipeline.experiments.editors.grace import Grace
 from gracestream.pipeline.experiments.evaluation import Evaluation, Score, f1
 from gracestream.pipeline.experiments.tasks import Measure
-from tests.unit.engine.tiny import KINDS, editable, texts
-from tests.unit.experiments.toy import examples_of
+from tests.support.tiny_models import KINDS, editable, texts
+from tests.support.toy_corrections import examples_of
 
 TEXTS = texts(12, seed=3)
 WORDS = st.lists(st.sampled_from(["river", "train", "The", "a", "bridge!", "Water"]), max_size=6).map(" ".join)

@@ -9,8 +9,8 @@ from gracestream.pipeline.experiments.editors.finetuning import SAMPLE, ElasticW
 from gracestream.pipeline.experiments.evaluation import Evaluation
 from gracestream.pipeline.experiments.tasks import Example
 from gracestream.pipeline.model.editable import EditableModel
-from tests.unit.engine.tiny import KINDS, editable, texts
-from tests.unit.experiments.toy import examples_of
+from tests.support.tiny_models import KINDS, editable, texts
+from tests.support.toy_corrections import examples_of
 
 TEXTS = texts(40, seed=17)
 MAKE: dict[str, Callable[[EditableModel], FineTuning]] = {

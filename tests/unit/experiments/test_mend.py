@@ -7,8 +7,8 @@ from torch import Tensor
 from gracestream.pipeline.experiments.editors.editor import EditorError
 from gracestream.pipeline.experiments.editors.mend import STEP_SIZE, Mend
 from gracestream.pipeline.experiments.evaluation import Evaluation
-from tests.unit.engine.tiny import KINDS, editable, texts
-from tests.unit.experiments.toy import examples_of
+from tests.support.tiny_models import KINDS, editable, texts
+from tests.support.toy_corrections import examples_of
 
 TEXTS = texts(24, seed=17)
 

@@ -9,8 +9,8 @@ from torch import nn
 from gracestream.pipeline.experiments.editors.predicting import Defer, Memory, Predicting
 from gracestream.pipeline.experiments.evaluation import Evaluation
 from gracestream.pipeline.model.editable import EditableModel
-from tests.unit.engine.tiny import KINDS, editable, texts
-from tests.unit.experiments.toy import examples_of
+from tests.support.tiny_models import KINDS, editable, texts
+from tests.support.toy_corrections import examples_of
 
 TEXTS = texts(24, seed=17)
 OTHERS = TEXTS[8:]

@@ -11,8 +11,8 @@ from gracestream.pipeline.experiments.editors.rome import Rome
 from gracestream.pipeline.experiments.evaluation import Evaluation
 from gracestream.pipeline.experiments.tasks import Example
 from gracestream.pipeline.model.editable import EditableModel
-from tests.unit.engine.tiny import editable, texts
-from tests.unit.experiments.toy import examples_of
+from tests.support.tiny_models import editable, texts
+from tests.support.toy_corrections import examples_of
 
 TEXTS = texts(60, seed=17)
 TRAFFIC = TEXTS[20:]

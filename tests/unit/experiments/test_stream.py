@@ -16,7 +16,7 @@ from gracestream.pipeline.experiments.stream import Point, Stream, fitting
 from gracestream.pipeline.experiments.tasks import TASKS, Edit, Example, Task
 from gracestream.pipeline.model.batch import Batch
 from gracestream.workers.cli.experiments import Method, Name
-from tests.unit.engine.tiny import editable, texts
+from tests.support.tiny_models import editable, texts
 
 TEXTS = texts(30, seed=11)
 NAMES = ["right", "wrong", "both"]

@@ -21,6 +21,7 @@ from gracestream.pipeline.experiments.tasks import (
     scotus_training,
     zsre_training,
 )
+from tests.support.repository import DATA
 
 NOTHING = "nothing.jsonl.gz"
 
@@ -48,13 +49,8 @@ def test_data_that_is_not_there_is_named(folder: Path) -> None:
         rows_of(NOTHING, QuestionRow)
 
 
-def test_data_lies_beside_the_repository_unless_a_folder_is_named(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert Path(__file__).parents[4] / "shared" / "data" == data.BESIDE
-    monkeypatch.delenv(data.FOLDER)
-    monkeypatch.setattr(data, "BESIDE", folder)
-    assert rows_of("nq_open_dev_3610.jsonl.gz", QuestionRow)
+def test_without_the_variable_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(data.FOLDER, raising=False)
     with pytest.raises(DataError, match=rf"^this needs nothing\.jsonl\.gz: set {data.FOLDER} to its folder$"):
         rows_of(NOTHING, QuestionRow)
 
@@ -184,12 +180,12 @@ def test_scotus_is_edited_in_the_order_of_its_terms_and_relabels_what_it_trains_
     ]  # fmt: skip
 
 
-@pytest.mark.skipif(not data.BESIDE.is_dir(), reason="the experiments' data are not beside the repository")
+@pytest.mark.skipif(not DATA.is_dir(), reason="the experiments' data are not on this machine")
 @pytest.mark.parametrize("name", TASKS)
 class TestRealData:
     @pytest.fixture
     def task(self, name: str, monkeypatch: pytest.MonkeyPatch) -> Task:
-        monkeypatch.delenv(data.FOLDER, raising=False)
+        monkeypatch.setenv(data.FOLDER, str(DATA))
         return TASKS[name]()
 
     def test_no_edit_is_among_what_must_stay(self, task: Task) -> None:

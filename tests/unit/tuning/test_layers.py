@@ -4,7 +4,7 @@ import pytest
 
 from gracestream.pipeline.model.layers import find_layer
 from gracestream.pipeline.tuning.layers import candidate_layers
-from tests.unit.engine.tiny import KINDS
+from tests.support.tiny_models import KINDS
 
 FOUND = {
     "llama": ["model.layers.1.self_attn.o_proj", "model.layers.1.mlp.down_proj"],

@@ -13,7 +13,7 @@ from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.model.tasks.base import InputError
 from gracestream.pipeline.tuning.samples import MADE_UP, Requests, Targets, requests_about, surface_forms, usable
 from gracestream.schemas.messages import ChatMessage
-from tests.unit.engine.tiny import WORDS, editable
+from tests.support.tiny_models import WORDS, editable
 
 words = st.text("abcde", min_size=1, max_size=3)
 samples = st.lists(

@@ -22,8 +22,8 @@ from gracestream.pipeline.tuning.evaluation import EvaluationCase, evaluate
 from gracestream.pipeline.tuning.samples import Requests
 from gracestream.pipeline.tuning.trials import Choice, Material, Measuring, Share, Tried
 from gracestream.pipeline.tuning.workbench import ENCODER, Answers, Checkpoint, Workbench, WorkbenchError
-from tests.unit.engine.test_encoder import encoder
-from tests.unit.engine.tiny import KINDS, LIMITS, WORDS, editable, texts, tokenizer
+from tests.support.tiny_encoder import encoder
+from tests.support.tiny_models import KINDS, LIMITS, WORDS, editable, texts, tokenizer
 
 PROMPTS = texts(24, seed=7, shortest=5, longest=9)
 REWORDED = texts(4, seed=8, shortest=5, longest=9)

@@ -1,0 +1,141 @@
+"""Who may write to the editor's log, and until when; on the real Kafka and on its double alike."""
+
+import time
+
+import pytest
+from kafka.errors import KafkaError
+
+from gracestream.pipeline.editor.log import PlaceLostError, Result, may_pass
+from gracestream.pipeline.kafka.topics import DELTAS, EDITS, FEEDBACK
+from tests.support.editor_clusters import Cluster, half_written, next_offset, outcome_of, outcomes, take_session
+from tests.support.running import PATIENCE, headers_of, wait_until
+
+
+class TestOneWriter:
+    def test_a_second_editor_stands_by_and_takes_over_when_the_first_leaves(self, cluster: Cluster) -> None:
+        first = cluster.leader()
+        second = cluster.member()
+        assert first.poll(0.05) is None
+        first.commit(Result(0, outcome_of("f0")))
+        assert second.place(0.05) == "standby"
+        first.close()
+        cluster.take_over(second)
+        second.commit(Result(1, outcome_of("f1")))
+        assert [headers_of(record)["feedback_offset"] for record in cluster.records(EDITS)] == ["0", "1"]
+
+    def test_who_is_fenced_writes_no_more(self, cluster: Cluster) -> None:
+        first = cluster.leader()
+        second = cluster.editor()
+        second.fence()
+        with pytest.raises(KafkaError) as raised:
+            first.commit(Result(0, outcome_of("f0"), b"too late"))
+        assert may_pass(raised.value)
+        with pytest.raises(KafkaError):
+            first.commit(Result(0, outcome_of("f0"), b"too late"))
+        assert cluster.values(DELTAS) == [b"lead"]
+        assert cluster.values(EDITS) == []
+        assert first._member.committed(first._feedback) == 0
+
+    def test_who_is_fenced_in_the_middle_of_a_transaction_commits_none_of_it(self, cluster: Cluster) -> None:
+        first = cluster.leader()
+        half_written(cluster, first)
+        second = cluster.member()
+        second.fence()
+        with pytest.raises(KafkaError):
+            first._writer.send(cluster.settings.topic(DELTAS), value=b"too late", partition=0).get(timeout=PATIENCE)
+        first.close()  # which fences nobody, though kafka-python would ask for another epoch here
+        cluster.settle(second, "chosen")
+        list(second.deltas())
+        second.lead(b"lead again")
+        second.commit(Result(0, outcome_of("f0"), b"by the second"))
+        assert cluster.values(DELTAS) == [b"lead", b"lead again", b"by the second"]
+        assert [outcome.feedback_id for outcome in outcomes(cluster)] == ["f0"]
+
+    def test_who_is_of_another_generation_or_no_member_is_refused(self, cluster: Cluster) -> None:
+        log = cluster.leader()
+        now = log._metadata
+        for stale in (now._replace(generation_id=now.generation_id + 1), now._replace(member_id="somebody else")):
+            log._metadata = stale
+            with pytest.raises(KafkaError) as raised:
+                log.commit(Result(0, outcome_of("f0"), b"too late"))
+            assert may_pass(raised.value)
+            log.fence()
+            list(log.deltas())
+        log._metadata = now
+        log.commit(Result(0, outcome_of("f0"), b"in time"))
+        assert cluster.values(DELTAS) == [b"lead", b"in time"]
+
+    def test_who_says_no_generation_is_not_checked(self, cluster: Cluster) -> None:
+        """Which is why a log holds on to the generation in which it was chosen."""
+        log = cluster.leader()
+        log._metadata = log._metadata._replace(generation_id=-1, member_id="")
+        log.commit(Result(0, None, b"unchecked"))
+        assert cluster.values(DELTAS) == [b"lead", b"unchecked"]
+
+    def test_who_falls_out_of_the_group_learns_it_from_poll(self, cluster: Cluster) -> None:
+        log = cluster.leader()
+        take_session(cluster, log)
+        with pytest.raises(KafkaError) as raised:
+            wait_until(lambda: log.poll(0.05) is not None)
+        assert may_pass(raised.value)
+        with pytest.raises(KafkaError):
+            log.commit(Result(0, outcome_of("f0"), b"too late"))
+        assert cluster.values(DELTAS) == [b"lead"]
+
+
+class TestStaying:
+    """An editor at work on one record for long."""
+
+    def test_who_stays_is_handed_out_nothing_and_loses_nothing(self, cluster: Cluster) -> None:
+        log = cluster.leader()
+        cluster.send(FEEDBACK, b"f0", b"f1", b"f2")
+        assert next_offset(log) == 0
+        for _ in range(20):
+            log.stay(0.0)
+        log.commit(Result(0, outcome_of("f0"), b"took long"))
+        assert [next_offset(log), next_offset(log)] == [1, 2]
+
+    def test_who_stays_lets_a_standby_in_and_keeps_its_place(self, cluster: Cluster) -> None:
+        cluster.send(FEEDBACK, b"f0", b"f1")
+        log = cluster.leader()
+        assert next_offset(log) == 0
+        standby = cluster.editor()
+        list(standby.deltas())
+        standby.join()
+
+        def settled() -> bool:
+            log.stay(0.0)
+            return standby._stable() and log._metadata.generation_id == standby._member.group_metadata().generation_id
+
+        with cluster.others_polling(log):
+            wait_until(settled)
+        assert standby.place(0.05) == "standby"
+        log.commit(Result(0, outcome_of("f0"), b"took long"))
+        assert next_offset(log) == 1
+
+    def test_who_stays_learns_that_it_fell_out_of_the_group(self, cluster: Cluster) -> None:
+        cluster.send(FEEDBACK, b"f0")
+        log = cluster.leader()
+        assert next_offset(log) == 0
+        take_session(cluster, log)
+
+        def lost() -> bool:
+            try:
+                log.stay(0.0)
+            except KafkaError as error:
+                return may_pass(error)
+            return False
+
+        wait_until(lost)
+        with pytest.raises(KafkaError):
+            log.commit(Result(0, outcome_of("f0"), b"too late"))
+        assert cluster.values(DELTAS) == [b"lead"]
+
+    def test_what_took_too_long_is_not_committed_and_the_setting_named(self, cluster: Cluster) -> None:
+        log = cluster.leader()
+        log._settings = log._settings.model_copy(update={"stuck_after": 0.1})
+        time.sleep(0.2)
+        with pytest.raises(PlaceLostError, match="set GRACESTREAM_STUCK_AFTER higher") as raised:
+            log.commit(Result(0, outcome_of("f0"), b"took long"))
+        assert may_pass(raised.value)
+        assert cluster.values(EDITS) == []

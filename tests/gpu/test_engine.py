@@ -1,0 +1,537 @@
+"""The engine on an NVIDIA GPU gives what it gives on the CPU, as fast as its design says: one wait for each look-up.
+
+Each test runs on the CPU too, by the code that a GPU runs: a search of all keys by torch, without the sieve.
+"""
+
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from msgspec import UNSET
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import BertConfig, BertModel
+
+from gracestream.pipeline.codebook import key_index
+from gracestream.pipeline.codebook.codebook import Codebook
+from gracestream.pipeline.codebook.key_index import CANDIDATES, MOST_CANDIDATES, KeyIndex
+from gracestream.pipeline.device import CUDA_DEFAULTS, arithmetic, prepare_cuda
+from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.engine import EditEngine
+from gracestream.pipeline.editing.provenance import environment
+from gracestream.pipeline.editing.result import correction
+from gracestream.pipeline.editing.tolerance import query_noise
+from gracestream.pipeline.editing.value_training import Recipe
+from gracestream.pipeline.model.editable import EditableModel
+from gracestream.pipeline.model.probe_texts import TEXTS
+from gracestream.pipeline.model.sentence_encoder import Encoder
+from gracestream.pipeline.search.distance import exact_distances
+from gracestream.pipeline.search.key_search import (
+    FAISS_BYTES,
+    FAISS_KEYS,
+    Candidates,
+    FaissOnGpu,
+    KeySearch,
+    TorchSearch,
+    _gpu_resources,
+    faiss_library,
+    queries_of_a_call,
+    search_for,
+)
+from gracestream.schemas.deltas import EntryChange, decode_delta
+from gracestream.schemas.messages import Feedback, Parameters
+from tests.support.editing_stories import Story
+from tests.support.tiny_models import (
+    KINDS,
+    LIMITS,
+    MODEL,
+    SIZE,
+    added,
+    changed,
+    editable,
+    filled,
+    new_codebook,
+    sealed,
+    tokenizer,
+)
+
+HALVES = [torch.float16, torch.bfloat16]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A device, and the search of all keys on it; None: as the product searches there."""
+
+    device: str
+    search: type[KeySearch] | None
+
+    def index(self, codebook: Codebook) -> KeyIndex:
+        return KeyIndex(codebook, torch.device(self.device), self.search)
+
+    def story(self, model: EditableModel) -> Story:
+        """The history of an engine, in its first term."""
+        engine = EditEngine(model, "default", Plan())
+        engine.index = self.index(engine.codebook)
+        told = Story(engine)
+        told.lead(engine.plan)
+        return told
+
+    def engine(self, model: EditableModel) -> EditEngine:
+        """In its first term."""
+        return self.story(model).engine
+
+
+WAYS = [
+    pytest.param(Way("cpu", TorchSearch), id="cpu"),
+    pytest.param(Way("cuda", TorchSearch), id="cuda", marks=pytest.mark.gpu),
+    pytest.param(Way("cuda", FaissOnGpu), id="cuda-faiss", marks=pytest.mark.gpu),
+]
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> Way:
+    found: Way = request.param
+    if found.search is FaissOnGpu and not hasattr(faiss_library(), "StandardGpuResources"):
+        pytest.skip("faiss-gpu is not installed")
+    if found.device == "cuda":
+        prepare_cuda()
+    return found
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a search for CUDA sets is put back, where there is no GPU that other tests use."""
+    was = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    for name, value in CUDA_DEFAULTS.items():
+        monkeypatch.setenv(name, value)
+    yield
+    torch.set_float32_matmul_precision(was[0])
+    torch.backends.cudnn.allow_tf32 = was[1]
+
+
+def scene(seed: int, norm: float, spread: float, count: int = 3000, clusters: int = 4) -> tuple[np.ndarray, Codebook]:
+    """Queries in, near and far from balls; keys in clusters off the origin, many of them twice."""
+    generator = np.random.default_rng(seed)
+    centers = norm * generator.standard_normal((clusters, 48))
+    keys_ND = centers[generator.integers(0, clusters, count)] + spread * generator.standard_normal((count, 48))
+    keys_ND = keys_ND[generator.integers(0, count, count)].astype(np.float32)
+    near_BD = keys_ND[:60] + spread * generator.uniform(0, 2, (60, 1)) * generator.standard_normal((60, 48))
+    queries_BD = np.concatenate([near_BD, keys_ND[:8], centers]).astype(np.float32)
+    return queries_BD, filled(keys_ND, spread * 48**0.5 * generator.random(count))
+
+
+def brute_force(queries_BD: np.ndarray, codebook: Codebook) -> tuple[list[int], np.ndarray]:
+    """The nearest key of each query, and how far it is."""
+    distances_BN = exact_distances(torch.from_numpy(queries_BD), torch.from_numpy(codebook.keys_ND)[None]).numpy()
+    slots = [
+        min(np.flatnonzero(distances_N == distances_N.min()), key=codebook.entry_ids.__getitem__)
+        for distances_N in distances_BN
+    ]
+    return list(map(int, slots)), distances_BN.min(axis=1)
+
+
+@pytest.mark.parametrize(("norm", "spread"), [(0.0, 1.0), (100.0, 1.0), (1e4, 0.05), (1e4, 100.0)])
+def test_look_ups_are_those_of_brute_force(way: Way, norm: float, spread: float) -> None:
+    queries_BD, codebook = scene(1, norm, spread)
+    index, on_host = way.index(codebook), KeyIndex(codebook, torch.device("cpu"))
+    asked_BD = torch.from_numpy(queries_BD).to(way.device)
+    slots, distances_B = brute_force(queries_BD, codebook)
+    nearest, covering = index.nearest(asked_BD), index.covering(asked_BD)
+    assert nearest.slots_B.tolist() == slots
+    np.testing.assert_allclose(nearest.distances_B.numpy(), distances_B, rtol=2e-7)
+    expected = on_host.covering(torch.from_numpy(queries_BD))
+    assert covering.slots_B.tolist() == expected.slots_B.tolist()
+    torch.testing.assert_close(covering.distances_B, expected.distances_B)
+    assert 0 < sum(slot >= 0 for slot in covering.slots_B.tolist()) < len(queries_BD)
+
+
+def test_the_last_resort_is_not_taken_where_candidates_decide(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Off the origin as well, where a product of the keys as they are would tell nothing apart."""
+    queries_BD, codebook = scene(7, 1e3, 1.0, clusters=1)
+    index = way.index(codebook)
+    monkeypatch.setattr(key_index, "_roughly", lambda *_: pytest.fail("all keys were compared"))
+    index.covering(torch.from_numpy(queries_BD).to(way.device))
+
+
+def test_a_look_up_is_one_search_and_one_wait(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waits are counted on a GPU, but for those that FAISS makes itself."""
+    generator = np.random.default_rng(5)
+    index = way.index(filled(generator.standard_normal((3000, 48), np.float32), 6.0))
+    asked_BD = torch.from_numpy(generator.standard_normal((32, 48), np.float32)).to(way.device)
+    index.covering(asked_BD[:1])  # moves the keys
+    searches, search = [], index._search.search
+
+    def counting(queries_BD: torch.Tensor, count: int) -> Candidates:
+        searches.append(count)
+        return search(queries_BD, count)
+
+    monkeypatch.setattr(index._search, "search", counting)
+    with warnings.catch_warnings(record=True) as told, waits_told(way.device):
+        warnings.simplefilter("always")
+        index.covering(asked_BD)
+    assert searches == [CANDIDATES]
+    if way.search is TorchSearch:
+        assert sum("synchroniz" in str(one.message) for one in told) == (way.device == "cuda")
+
+
+@contextmanager
+def waits_told(device: str) -> Iterator[None]:
+    """Torch warns of each operation that waits for the GPU."""
+    if device == "cuda":
+        torch.cuda.set_sync_debug_mode("warn")
+    try:
+        yield
+    finally:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("copies", [2, CANDIDATES + 1, MOST_CANDIDATES + 100])
+def test_of_equal_distances_the_first_id_wins(way: Way, copies: int) -> None:
+    """Also of more than one search proposes, where all keys are compared at last."""
+    generator = np.random.default_rng(2)
+    far_ND = 1000 + generator.standard_normal((300, 8))
+    keys_ND = np.concatenate([far_ND, np.tile(generator.standard_normal(8), (copies, 1))]).astype(np.float32)
+    codebook = filled(keys_ND)
+    first = min(range(300, 300 + copies), key=codebook.entry_ids.__getitem__)
+    found = way.index(codebook).nearest(torch.zeros(2, 8, device=way.device))
+    assert found.slots_B.tolist() == [first, first]
+
+
+def test_odd_queries_and_an_empty_codebook_have_no_nearest_key(way: Way) -> None:
+    queries_BD = torch.zeros(3, 4, device=way.device)
+    queries_BD[1, 2] = torch.nan
+    assert way.index(filled(np.ones((50, 4)))).nearest(queries_BD).slots_B.tolist() == [0, -1, 0]
+    assert way.index(new_codebook()).covering(queries_BD).slots_B.tolist() == [-1, -1, -1]
+    huge = np.full((40, 4), 1e25) * np.arange(1, 41)[:, None]
+    found = way.index(filled(huge)).nearest(torch.full((1, 4), 3e25, device=way.device))
+    assert found.slots_B.tolist() == [2]
+
+
+def test_an_index_follows_what_a_codebook_adds_and_removes(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gracestream.pipeline.search.key_search.ROOM", 8)
+    generator = np.random.default_rng(3)
+    codebook = new_codebook()
+    index = way.index(codebook)
+    for step in range(120):
+        gone = [EntryChange(entry_id=f"e{step - 20}", removed=True)] if f"e{step - 20}" in codebook else []
+        index.refresh(changed(codebook, added(f"e{step}", generator.normal(size=3), 1.0), *gone, op="undo"))
+        if step % 7 == 0:
+            queries_BD = generator.normal(size=(4, 3)).astype(np.float32)
+            found = index.nearest(torch.from_numpy(queries_BD).to(way.device))
+            assert found.slots_B.tolist() == brute_force(queries_BD, codebook)[0]
+
+
+def targets(kind: str) -> list[str]:
+    some = ["right", "wrong", "both"] if kind == "bert" else ["train", "river", "bridge"]
+    return [some[number % 3] for number in range(12)]
+
+
+def corrections(kind: str) -> list[tuple[Feedback, int]]:
+    """A dozen, with their offsets."""
+    return [
+        (correction(f"f{number}", text, target), number)
+        for number, (text, target) in enumerate(zip(TEXTS, targets(kind), strict=False))
+    ]
+
+
+def corrected(engine: EditEngine, kind: str) -> tuple[list[str], list[bytes]]:
+    """What becomes of a dozen corrections, of which the first half wait and are trained together; and the records."""
+    asked = corrections(kind)
+    ahead = engine.train_ahead(asked[:6])
+    statuses: list[str] = []
+    records = []
+    for feedback, offset in asked:
+        edited = engine.edit(feedback, offset, ahead=ahead.get(offset))
+        assert edited.outcome is not None
+        statuses.append(edited.outcome.status)
+        if edited.record is not None:
+            engine.apply(edited.record)
+            records.append(edited.record)
+    return statuses, records
+
+
+def answers(engine: EditEngine, batch: int = 5) -> list[tuple[str, str | None]]:
+    """What all inputs are answered with, and by which entry."""
+    found = []
+    prompts = [engine.model.task.tokenize(text) for text in TEXTS[:20]]
+    for start in range(0, len(prompts), batch):
+        asked = prompts[start : start + batch]
+        served = engine.model.answer(asked, [Parameters()] * len(asked), engine.lookup)
+        for one in served:
+            outputs = one.answer.outputs
+            said = outputs.text if isinstance(outputs.text, str) else outputs.label
+            found.append((str(said), None if one.hit is None else one.hit.entry_id))
+    return found
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_stream_of_edits_is_decided_and_answered_as_on_the_cpu(way: Way, kind: str) -> None:
+    engine, usual = way.engine(editable(kind, device=way.device)), EditEngine(editable(kind), "default", Plan())
+    usual.apply(usual.lead({}))
+    statuses, _ = corrected(engine, kind)
+    assert statuses == corrected(usual, kind)[0]
+    assert answers(engine) == answers(usual)
+    made = [row for row, status in enumerate(statuses) if status != "rejected"]
+    assert len(made) > 4
+    assert [answers(engine)[row][0] for row in made] == [targets(kind)[row] for row in made]
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_the_same_stream_gives_the_same_records_to_the_byte(way: Way, kind: str) -> None:
+    first, again = (corrected(way.engine(editable(kind, device=way.device)), kind)[1] for _ in range(2))
+    assert first == again
+    assert first
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_history_that_is_trained_anew_gives_its_records_to_the_byte(way: Way, kind: str) -> None:
+    """As `replay --retrain` does, with another copy of the model; also what an undo decides again."""
+    retraining = pytest.importorskip(
+        "gracestream.pipeline.history.reproduce",
+        reason="training anew reads outcomes too, and needs what a worker needs: `pip install .`",
+    )
+    told = way.story(editable(kind, device=way.device))
+    statuses, records = corrected(told.engine, kind)
+    told.deltas += records
+    told.feedback += [feedback for feedback, _ in corrections(kind)]
+    assert told.undo("u", f"f{statuses.index('added')}").status == "undone"
+    model = editable(kind, device=way.device)
+    anew = retraining.Retraining(model, dict(enumerate(told.feedback)), lambda plan: environment(model, plan))
+    assert all(map(anew.fold, told.deltas)), anew.compared
+    assert anew.records == told.deltas
+    assert anew.compared.decisions == anew.compared.same_records == len(told.deltas) - 1
+    assert (anew.compared.value_difference, anew.compared.other_environment) == (0.0, {})
+    values = [change for record in told.deltas for change in decode_delta(record).entries if change.value is not UNSET]
+    assert len(values) > 4
+
+
+def replaced(way: Way, others: int) -> Story:
+    """So many entries far from all queries; and a correction, and another one of the same input."""
+    told = way.story(editable("bert", device=way.device))
+    model, book = told.engine.model, told.engine.codebook
+    width = model.queries([model.task.tokenize(TEXTS[0])]).shape[1]
+    keys_ND = 1e3 + np.random.default_rng(8).standard_normal((others, width), np.float32)
+    value_V = np.zeros(model.module.config.hidden_size)
+    told.apply(sealed(book, *(added(f"other{row}", key_D, 1.0, value=value_V) for row, key_D in enumerate(keys_ND))))
+    for name, target in (("first", "wrong"), ("second", "both")):
+        assert told.take(correction(name, TEXTS[0], target)).status in ("added", "replaced")
+    return told
+
+
+def test_an_undo_is_decided_as_on_the_cpu(way: Way) -> None:
+    told, usual = replaced(way, 300), replaced(Way("cpu", None), 300)
+    for one in (told, usual):
+        assert one.undo("u", "first").status == "undone"
+        assert set(decode_delta(one.deltas[-1]).decided) == {"second"}
+    assert told.engine.codebook.entry_ids == usual.engine.codebook.entry_ids
+    assert answers(told.engine) == answers(usual.engine)
+    assert answers(told.engine)[0] == ("both", "second")
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("kind", ["llama", "t5-decoder", "bert"])
+def test_edits_of_a_model_in_half_precision_are_served(way: Way, kind: str, dtype: torch.dtype) -> None:
+    engine = way.engine(editable(kind, device=way.device, dtype=dtype))
+    engine.plan = Plan(recipe=Recipe(learning_rate=0.5))
+    statuses, _ = corrected(engine, kind)
+    made = [row for row, status in enumerate(statuses) if status != "rejected"]
+    assert len(made) > 6
+    for batch in (1, 20):
+        said = answers(engine, batch)
+        assert [said[row][0] for row in made] == [targets(kind)[row] for row in made]
+
+
+def encoder(device: str) -> Encoder:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = BertConfig(
+            vocab_size=SIZE, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            max_position_embeddings=24, initializer_range=0.3, pad_token_id=0,
+        )  # fmt: skip
+        module = BertModel(config)
+    return Encoder(module.to(device), tokenizer("bert"), "encoder")
+
+
+def test_an_encoders_queries_and_edits_are_those_of_the_cpu(way: Way) -> None:
+    engine = way.engine(editable("llama", device=way.device, encoder=encoder(way.device)))
+    usual = EditEngine(editable("llama", encoder=encoder("cpu")), "default", Plan())
+    usual.apply(usual.lead({}))
+    ours_BD, theirs_BD = (
+        one.model.queries([one.model.task.tokenize(text) for text in TEXTS[:12]]).cpu() for one in (engine, usual)
+    )
+    torch.testing.assert_close(ours_BD, theirs_BD, atol=1e-5, rtol=1e-5)
+    assert corrected(engine, "llama")[0] == corrected(usual, "llama")[0]
+    assert answers(engine) == answers(usual)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+@pytest.mark.parametrize("kind", ["llama", "t5-encoder", "bert"])
+def test_the_tolerance_covers_the_noise_of_queries(way: Way, kind: str, dtype: torch.dtype) -> None:
+    """On the device, and between it and a CPU."""
+    model = editable(kind, device=way.device, dtype=dtype)
+    alone, between = query_noise(model), query_noise(model, editable(kind, dtype=dtype))
+    assert alone.of_tolerance <= 1, alone
+    assert between.of_tolerance <= 1, between
+
+
+def test_keys_on_a_gpu_are_never_searched_on_the_host() -> None:
+    """Not even beside faiss-cpu, which takes numpy arrays alone."""
+    on_gpu = FaissOnGpu if hasattr(faiss_library(), "StandardGpuResources") else TorchSearch
+    assert search_for(torch.device("cuda")) is on_gpu
+
+
+class FaissRehearsed(FaissOnGpu):
+    """Its calls of FAISS's are answered by FAISS on the host, and noted."""
+
+    calls: list[int]
+
+    def _knn(self, points_BD: torch.Tensor, points_ND: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.calls = [*getattr(self, "calls", []), len(points_BD)]
+        faiss: Any = faiss_library()
+        squares_BK, slots_BK = faiss.knn(points_BD.numpy(), points_ND.numpy(), count)
+        return torch.from_numpy(squares_BK), torch.from_numpy(slots_BK)
+
+
+def test_a_batch_that_faiss_has_no_memory_for_is_searched_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    queries_BD, codebook = scene(1, 100.0, 1.0)
+    index = KeyIndex(codebook, torch.device("cpu"), FaissRehearsed)
+    search = index._search
+    assert isinstance(search, FaissRehearsed)
+    monkeypatch.setattr("gracestream.pipeline.search.key_search.FAISS_BYTES", 2**19)
+    index._settle_search()
+    search.calls = []
+    search.search(torch.from_numpy(queries_BD), CANDIDATES)
+    assert len(search.calls) > 2
+    assert sum(search.calls) == len(queries_BD)
+    assert max(search.calls) == queries_of_a_call(len(codebook), CANDIDATES)
+    assert index.nearest(torch.from_numpy(queries_BD)).slots_B.tolist() == brute_force(queries_BD, codebook)[0]
+
+
+@pytest.mark.parametrize("count", [CANDIDATES, MOST_CANDIDATES])
+@pytest.mark.parametrize("keys", [1000, FAISS_KEYS, 2_000_000])
+def test_a_call_of_faiss_needs_no_more_than_its_memory(keys: int, count: int) -> None:
+    """By the arrays that FAISS's `runDistance` makes, each rounded up; a usual batch is one call."""
+    queries = queries_of_a_call(keys, count)
+    compared = min(keys, FAISS_KEYS)
+    tiles = math.ceil(keys / compared)
+    numbers = [queries * compared, queries * tiles * count, 2 * queries * tiles * count]
+    arrays = [4 * number for number in (keys, queries, *numbers, *numbers)]
+    assert sum(256 * math.ceil(size / 256) for size in arrays) <= FAISS_BYTES
+    assert queries >= 64
+
+
+class Transfers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what is copied to the host."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor) and found.device.type == "cpu":
+            given = [one for one in (*args, *(kwargs or {}).values()) if isinstance(one, torch.Tensor)]
+            self.count += any(one.device.type != "cpu" for one in given)
+        return found
+
+
+@pytest.mark.usefixtures("prepared")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the tests on the GPU show it")
+class TestOnTorchsModelOfAGpu:
+    """It holds no numbers: what mixes devices raises there, and so does what waits for a number."""
+
+    @pytest.fixture(autouse=True)
+    def modelled(self) -> Iterator[None]:
+        from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415 - slow to import
+
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+
+    def test_a_search_waits_once(self) -> None:
+        held = np.ones((40, 6), np.float32)
+        search = TorchSearch(torch.device("cuda"), lambda: held)
+        search.settle(None)
+        search.settle([3, 5])
+        with Transfers() as transfers:  # type: ignore[no-untyped-call]
+            found = search.search(torch.empty(7, 6, device="cuda"), CANDIDATES)
+        assert transfers.count == 1
+        assert (found.summary_B4.device.type, found.summary_B4.shape) == ("cpu", (7, 4))
+        assert (found.slots_BK.device.type, found.slots_BK.shape) == ("cuda", (7, CANDIDATES))
+
+    @pytest.mark.parametrize("kind", list(KINDS))
+    def test_passes_through_a_model_mix_no_devices(self, kind: str) -> None:
+        with torch.device("cuda"):
+            module = KINDS[kind].build()
+        model = EditableModel(
+            module, tokenizer(KINDS[kind].special_tokens), KINDS[kind].layer, limits=LIMITS, fingerprint=MODEL
+        )
+        prompts = [model.task.tokenize(text) for text in TEXTS[:3]]
+        assert model.queries(prompts).device.type == "cuda"
+        supervised = model.supervised(TEXTS[0], targets(kind)[0])[1]
+        causal = kind in ("llama", "gpt2")  # what it keeps of a pass depends on a number: where the prompt ends
+        with torch.no_grad():
+            with model.adaptor.watching(supervised.batch) as session:
+                logits, rest = model.passes._passed(supervised, "none" if causal else "all")
+            edited = model.passes._edited(rest, session.outputs_BV)
+        assert {one.device.type for one in (*logits, *edited, session.outputs_BV)} == {"cuda"}
+        batch, values_BV = model.task.batch(prompts), torch.zeros(3, session.outputs_BV.shape[1], device="cpu")
+        on_host = torch.tensor([True, False, True]), values_BV
+        with torch.inference_mode(), model.adaptor.predicting(batch, lambda _: on_host) as session:
+            model.task.observe(batch)
+        assert session.replaced_B is not None
+        assert {session.queries_BD.device.type, session.replaced_B.device.type} == {"cuda"}
+
+
+@pytest.mark.gpu
+class TestOnAGpu:
+    """What only a GPU can show."""
+
+    def test_keys_take_twice_their_memory_and_a_search_little_more(self) -> None:
+        count, width = 50_000, 512
+        keys_ND = np.random.default_rng(6).standard_normal((count, width), np.float32)
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        search = TorchSearch(torch.device("cuda"), lambda: keys_ND)
+        search.settle(None)
+        held = torch.cuda.memory_allocated() - before
+        assert held < 1.3 * 2 * keys_ND.nbytes
+        torch.cuda.reset_peak_memory_stats()
+        search.search(torch.zeros(32, width, device="cuda"), MOST_CANDIDATES)
+        assert torch.cuda.max_memory_allocated() - before - held < 500 * 2**20
+
+    def test_an_undo_makes_no_second_copy_of_the_keys(self) -> None:
+        told = replaced(Way("cuda", TorchSearch), 30_000)
+        keys_bytes = told.engine.codebook.keys_ND.nbytes
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        assert told.undo("u", "first").status == "undone"
+        assert set(decode_delta(told.deltas[-1]).decided) == {"second"}
+        assert torch.cuda.max_memory_allocated() - before < keys_bytes / 2
+
+    def test_a_large_batch_fits_the_memory_that_faiss_keeps(self, capfd: pytest.CaptureFixture[str]) -> None:
+        if not hasattr(faiss_library(), "StandardGpuResources"):
+            pytest.skip("faiss-gpu is not installed")
+        keys_ND = np.random.default_rng(6).standard_normal((FAISS_KEYS + 1000, 64), np.float32)
+        search = FaissOnGpu(torch.device("cuda"), lambda: keys_ND)
+        search.settle(None)
+        resources = _gpu_resources()
+        resources.setLogMemoryAllocations(True)
+        try:
+            search.search(torch.zeros(512, 64, device="cuda"), MOST_CANDIDATES)
+        finally:
+            resources.setLogMemoryAllocations(False)
+        said = capfd.readouterr().out
+        assert "alloc ok" in said
+        assert "no temp space" not in said
+
+    def test_the_environment_names_what_decides_the_bits(self) -> None:
+        prepare_cuda()
+        told = arithmetic(torch.device("cuda"))
+        assert told["tf32"] == "False"
+        assert told["cublas_workspace"] == ":4096:8"
+        assert told["driver"] != "unknown"
+        assert told["cuda"] == torch.version.cuda

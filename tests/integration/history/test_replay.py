@@ -1,0 +1,219 @@
+"""Replay: any state of the history comes back from `deltas`, and a history that does not fold is a fault."""
+
+import threading
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gracestream.pipeline.codebook.codebook import Codebook
+from gracestream.pipeline.codebook.file import FileError, load_codebook, save
+from gracestream.pipeline.errors import HistoryError
+from gracestream.pipeline.history.kafka_history import KafkaHistory
+from gracestream.pipeline.history.replay import describe, replay_deltas
+from gracestream.pipeline.kafka.clients import producer
+from gracestream.pipeline.settings import Settings
+from gracestream.schemas.deltas import Cause, EntryChange, decode_delta
+from tests.support.running import flag, records
+from tests.support.tiny_models import LAYER, MODEL, added, sealed
+from tests.support.written_history import History, same
+
+
+@pytest.fixture
+def history(deployment: Settings) -> Iterator[History]:
+    """Two terms of edits."""
+    made = History(deployment)
+    steps: list[tuple[tuple[EntryChange, ...], dict[str, Any]]] = [
+        ((), {"op": "lead"}),
+        ((added("a", [1.0, 0.0], 0.1),), {"feedback": flag("a", "who?", "me")}),
+        ((added("b", [0.0, 1.0], 0.3),), {"feedback": flag("b", "what?", "this")}),
+        ((EntryChange(entry_id="a", radius=0.7),), {"op": "expand"}),
+        ((), {"op": "lead"}),
+        ((EntryChange(entry_id="b", removed=True),), {"op": "undo"}),
+        ((added("c", [0.5, 0.5], 1 / 3),), {"feedback": flag("c", "where?", "here")}),
+    ]
+    for seq, (entries, fields) in enumerate(steps, start=1):
+        assert made.step(*entries, **fields) == seq
+        time.sleep(0.005)  # no two of them are of one millisecond of Kafka's clock
+    yield made
+    made.close()
+
+
+def folded(history: History, count: int) -> Codebook:
+    """The fold of the first records, by hand."""
+    codebook = Codebook(history.settings.codebook, MODEL, LAYER)
+    for record in records(history.settings, "deltas")[:count]:
+        codebook.apply(record.value)
+    return codebook
+
+
+def moment(history: History, seq: int) -> datetime:
+    """When Kafka took a delta."""
+    milliseconds: int = records(history.settings, "deltas")[seq - 1].timestamp
+    return datetime.fromtimestamp(milliseconds / 1000, UTC)
+
+
+def replayed(settings: Settings, seq: int | None = None, until: datetime | None = None) -> Codebook:
+    codebook = replay_deltas(settings, seq, until)
+    assert codebook is not None
+    return codebook
+
+
+class TestStates:
+    def test_all_of_the_log_gives_the_codebook_of_now(self, history: History) -> None:
+        assert same(replayed(history.settings), history.codebook)
+
+    def test_every_seq_gives_the_codebook_of_then(self, history: History) -> None:
+        for seq in (1, 2, 4, 5, 6, 7):
+            assert same(replayed(history.settings, seq), folded(history, seq))
+
+    def test_every_time_gives_the_codebook_of_then(self, history: History) -> None:
+        for seq in (1, 3, 5, 7):
+            for milliseconds in (0, 1):
+                at = moment(history, seq) + timedelta(milliseconds=milliseconds)
+                assert same(replayed(history.settings, until=at), folded(history, seq))
+
+    def test_there_is_nothing_before_the_first_delta(self, history: History) -> None:
+        assert replay_deltas(history.settings, 0) is None
+        assert replay_deltas(history.settings, until=moment(history, 1) - timedelta(milliseconds=1)) is None
+
+    def test_there_is_nothing_in_an_empty_log(self, deployment: Settings) -> None:
+        assert replay_deltas(deployment) is None
+        assert list(describe(deployment)) == []
+
+    def test_a_seq_that_is_not_there_yet_is_named(self, history: History) -> None:
+        with pytest.raises(HistoryError, match="the log ends at delta 7; there is no 8 yet"):
+            replay_deltas(history.settings, 8)
+
+    def test_what_a_fenced_editor_left_behind_does_not_count(self, history: History) -> None:
+        stale = folded(history, 4)
+        for _ in range(5):
+            record = sealed(stale, added(f"stale-{stale.seq}", [9.0, 9.0], 1.0))
+            stale.apply(record)
+            history.write(record)
+        history.add("d", [2.0, 2.0])
+        assert same(replayed(history.settings), history.codebook)
+        assert [step.seq for step in describe(history.settings)] == list(range(1, 9))
+
+
+class TestFaults:
+    def test_a_record_that_is_no_delta(self, history: History) -> None:
+        history.write(b"\xc1")
+        history.add("d", [2.0, 2.0])
+        with pytest.raises(HistoryError, match="not a valid delta"):
+            replay_deltas(history.settings)
+        with pytest.raises(HistoryError, match="the record at offset 7 of deltas cannot be applied: not a valid delta"):
+            list(describe(history.settings))
+        assert same(replayed(history.settings, 7), folded(history, 7)), "what lies before it can be replayed"
+
+    def test_a_tombstone(self, history: History) -> None:
+        history._producer.send(history.settings.topic("deltas"), key=b"k", value=None, partition=0).get(30)
+        with pytest.raises(HistoryError, match="the record has no value"):
+            replay_deltas(history.settings)
+
+    def test_a_gap(self, history: History) -> None:
+        history.codebook.apply(sealed(history.codebook, added("lost", [2.0, 2.0], 1.0)))
+        history.add("d", [2.0, 2.0])
+        with pytest.raises(HistoryError, match="delta 9 of term 2 follows 7 of term 2: a gap"):
+            replay_deltas(history.settings)
+
+    def test_one_bit_that_is_another(self, history: History) -> None:
+        record = bytearray(sealed(history.codebook, added("d", [2.0, 2.0], 1.0)))
+        record[record.index(b"d", 40)] ^= 1
+        history.write(bytes(record))
+        with pytest.raises(HistoryError):
+            replay_deltas(history.settings)
+
+    def test_a_delta_of_another_model(self, history: History) -> None:
+        history.write(sealed(history.codebook, added("d", [2.0, 2.0], 1.0), model="0" * 64))
+        with pytest.raises(HistoryError, match="delta 8 is of model '000"):
+            replay_deltas(history.settings)
+
+
+class TestWords:
+    def test_each_step_is_told_with_the_correction_behind_it(self, history: History) -> None:
+        steps = list(describe(history.settings))
+        assert [step.op for step in steps] == ["lead", "add", "add", "expand", "lead", "undo", "add"]
+        assert [step.term for step in steps] == [1, 1, 1, 1, 2, 2, 2]
+        assert (steps[1].feedback_id, steps[1].inputs, steps[1].target) == ("a", "who?", "me")
+        assert [step.entries for step in steps[1:4]] == [
+            {"a": "new, radius 0.1"},
+            {"b": "new, radius 0.3"},
+            {"a": "radius 0.7"},
+        ]
+        assert steps[5].entries == {"b": "removed"}
+        assert steps[1].timestamp == moment(history, 2).timestamp()
+
+    def test_an_entry_that_comes_again_after_it_was_removed_is_new(self, history: History) -> None:
+        history.add("b", [0.0, 1.0], 0.9)
+        assert list(describe(history.settings))[-1].entries == {"b": "new, radius 0.9"}
+
+    def test_a_correction_that_cannot_be_read_any_more_leaves_the_step(self, history: History) -> None:
+        offset = history.write(b"not feedback", "feedback")
+        for feedback_id, at in (("d", offset), ("e", 999)):
+            cause = Cause(feedback_id=feedback_id, offset=at, entry_id=feedback_id)
+            history.step(added(feedback_id, [2.0, 2.0], 1.0), cause=cause)
+        history.step(added("f", [2.0, 3.0], 1.0), feedback=flag("f", ("one", "two"), "three"))
+        last = list(describe(history.settings))[-3:]
+        assert [step.feedback_id for step in last] == ["d", "e", "f"]
+        assert [step.inputs for step in last] == [None, None, "one | two"]
+
+
+def test_a_history_is_read_on_past_a_transaction_that_was_still_open(history: History) -> None:
+    """Kafka shows nothing after the start of an open transaction, and the last one may be open for a moment more."""
+    writer = producer(history.settings, transactional_id=history.settings.topic("late"))
+    writer.init_transactions()
+    writer.begin_transaction()
+    writer.send(history.settings.topic("deltas"), value=b"aborted", partition=0)
+    writer.flush()
+    last = history.add("d", [0.25, 0.25])
+    assert len(records(history.settings, "deltas")) < last
+    ending = threading.Timer(1.0, writer.abort_transaction)
+    ending.start()
+    found: list[int] = []
+
+    def more(record: bytes) -> bool:
+        found.append(decode_delta(record).seq)
+        return found[-1] < last
+
+    KafkaHistory(history.settings).each_delta(more)
+    ending.join()
+    writer.close(timeout=5)
+    assert found == list(range(1, last + 1))
+
+
+class TestFiles:
+    def test_a_codebook_comes_back_bit_for_bit(self, history: History, tmp_path: Path) -> None:
+        for seq in range(1, 8):
+            codebook = replayed(history.settings, seq)
+            save(codebook, tmp_path / "codebook")
+            assert same(load_codebook(tmp_path / "codebook"), codebook)
+        assert [path.name for path in tmp_path.iterdir()] == ["codebook"]
+
+    def test_one_that_was_loaded_goes_on_with_the_rest_of_the_log(self, history: History, tmp_path: Path) -> None:
+        for seq in range(1, 7):
+            save(replayed(history.settings, seq), tmp_path / "codebook")
+            codebook = load_codebook(tmp_path / "codebook")
+            for record in records(history.settings, "deltas")[seq:]:
+                codebook.apply(record.value)
+            assert same(codebook, history.codebook)
+
+    def test_a_file_that_is_none_or_not_whole_is_a_fault(self, history: History, tmp_path: Path) -> None:
+        path = tmp_path / "codebook"
+        with pytest.raises(FileError, match="is no codebook"):
+            load_codebook(path)
+        save(replayed(history.settings), path)
+        whole = path.read_bytes()
+        for broken in (b"", b"what is this", whole[:100], whole[:-1], whole[: len(whole) // 2], whole + b"more"):
+            path.write_bytes(broken)
+            with pytest.raises(FileError):
+                load_codebook(path)
+        for place in range(len(whole) - 40, len(whole)):
+            flipped = bytearray(whole)
+            flipped[place] ^= 1
+            path.write_bytes(flipped)
+            with pytest.raises(FileError):
+                load_codebook(path)

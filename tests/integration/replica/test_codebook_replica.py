@@ -1,0 +1,260 @@
+"""A replica's mirror: it holds what is live, never less than before, and stops where the history cannot be followed."""
+
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from gracestream.deploy.local.processes import free_port
+from gracestream.pipeline.codebook.codebook import Codebook
+from gracestream.pipeline.errors import HistoryError
+from gracestream.pipeline.observability.metrics import RADIUS_MISMATCH
+from gracestream.pipeline.replica.codebook_replica import CATCH_UP_SECONDS, Mirror
+from gracestream.pipeline.settings import Settings, load_settings
+from gracestream.pipeline.stores.redis_client import redis_client
+from gracestream.pipeline.stores.redis_head import RadiusStore, StaleError
+from tests.support.running import wait_until
+from tests.support.tiny_models import LAYER, MODEL, added, sealed
+from tests.support.written_history import History, same
+
+
+@pytest.fixture
+def history(quick: Settings) -> Iterator[History]:
+    made = History(quick)
+    yield made
+    made.close()
+
+
+def step(mirror: Mirror) -> int:
+    """What a replica does before each batch; the seq that it then holds."""
+    mirror.advance(mirror.read_head())
+    return mirror.codebook.seq
+
+
+def lost(settings: Settings) -> Settings:
+    """The same deployment, where Redis does not answer."""
+    return settings.model_copy(update={"redis": f"redis://127.0.0.1:{free_port()}/0"})
+
+
+class TestFollowing:
+    def test_it_holds_what_is_live_and_nothing_beyond(self, history: History, mirror_of: Callable[..., Mirror]) -> None:
+        mirror = mirror_of(history.settings)
+        history.lead()
+        history.add("a", [1.0, 0.0])
+        history.make_live()
+        history.add("b", [0.0, 1.0])
+        wait_until(lambda: mirror._follower.latest_seq == 3)
+        assert step(mirror) == 2
+        assert mirror.codebook.entry_ids == ["a"]
+        history.make_live()
+        assert step(mirror) == 3
+        assert same(mirror.codebook, history.codebook)
+        nearest = mirror.index.nearest(torch.tensor([[0.1, 0.9]]))
+        assert mirror.codebook.entry_ids[int(nearest.slots_B[0])] == "b"
+
+    def test_it_never_goes_backwards(self, history: History, mirror_of: Callable[..., Mirror]) -> None:
+        mirror = mirror_of(history.settings)
+        history.lead()
+        for entry_id in "abc":
+            history.add(entry_id, [1.0, 0.0])
+        history.make_live()
+        assert step(mirror) == 4
+        older = Codebook(history.settings.codebook, MODEL, LAYER)
+        older.apply(sealed(older, op="lead"))
+        history.empty_redis()
+        history.store.rebuild(older)
+        assert step(mirror) == 4
+        assert not mirror.degraded
+        history.make_live()
+        with pytest.raises(StaleError, match="delta 1 of term 1 is not made live: Redis has a newer one"):
+            history.store.rebuild(older)
+
+    def test_a_record_of_a_lower_term_is_passed_over(self, history: History, mirror_of: Callable[..., Mirror]) -> None:
+        mirror = mirror_of(history.settings)
+        history.lead()
+        history.add("a", [1.0, 0.0])
+        stale = Codebook(history.settings.codebook, MODEL, LAYER)
+        stale.apply(sealed(stale, op="lead"))
+        history.lead()
+        for _ in range(4):  # what an editor that was not fenced would go on writing
+            record = sealed(stale, added(f"stale-{stale.seq}", [5.0, 5.0], 1.0))
+            stale.apply(record)
+            history.write(record)
+        history.add("b", [0.0, 1.0])
+        history.make_live()
+        wait_until(lambda: step(mirror) == history.codebook.seq, 8, "the head")
+        assert same(mirror.codebook, history.codebook)
+
+    def test_radii_in_redis_that_are_not_the_logs_are_counted_and_not_served(
+        self, history: History, mirror_of: Callable[..., Mirror]
+    ) -> None:
+        mirror = mirror_of(history.settings)
+        history.lead()
+        history.add("a", [1.0, 0.0], radius=0.1)
+        history.make_live()
+        history.redis.hset(history.redis_key("radii"), "a", "99")
+        before = RADIUS_MISMATCH._value.get()
+        assert step(mirror) == 2
+        assert RADIUS_MISMATCH._value.get() == before + 1
+        assert mirror.codebook.radii_N.tolist() == [np.float32(0.1)]
+
+    def test_a_min_seq_is_waited_for_longer_once_its_delta_was_read(
+        self, history: History, mirror_of: Callable[..., Mirror]
+    ) -> None:
+        mirror = mirror_of(history.settings)
+        history.lead()
+        history.make_live()
+        history.add("a", [1.0, 0.0])
+        wait_until(lambda: mirror._follower.latest_seq == 2)
+        assert [mirror.may_reach(2, waited) for waited in (0.0, 1.9, 2.1)] == [True, True, False]
+        assert [mirror.may_reach(3, waited) for waited in (0.0, 0.4, 0.6)] == [True, True, False]
+
+    def test_a_live_delta_that_cannot_be_read_is_told_and_waited_for_once(
+        self, history: History, mirror_of: Callable[..., Mirror], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        mirror = mirror_of(history.settings)
+        history.lead()
+        unwritten = sealed(history.codebook, added("a", [1.0, 0.0], 1.0))
+        history.codebook.apply(unwritten)
+        history.store.rebuild(history.codebook)
+        waits: list[float] = []
+        take = mirror._follower.take
+
+        def noted(seq: int, timeout: float) -> list[tuple[int, bytes]]:
+            waits.append(timeout)
+            return take(seq, min(timeout, 0.5))
+
+        monkeypatch.setattr(mirror._follower, "take", noted)
+        wait_until(lambda: mirror._follower.latest_seq == 1)
+        assert [step(mirror), step(mirror)] == [1, 1]
+        assert mirror.unread == 2
+        assert len(waits) == 3, "for what was read already, in vain for the rest, and not again"
+        assert waits[0] <= CATCH_UP_SECONDS
+        assert 0 < waits[1] <= waits[0]
+        assert waits[2] == 0
+        history.write(unwritten)
+        wait_until(lambda: step(mirror) == 2)
+        assert mirror.unread == 0
+
+
+class TestStart:
+    @pytest.mark.parametrize("redis", ["with a head", "empty", "lost"])
+    def test_it_has_read_the_log_before_it_is_caught_up(
+        self, history: History, mirror_of: Callable[..., Mirror], redis: str
+    ) -> None:
+        history.lead()
+        for number in range(50):
+            history.add(f"e{number}", [float(number), 0.0])
+        if redis == "with a head":
+            history.make_live()
+        mirror = mirror_of(lost(history.settings) if redis == "lost" else history.settings)
+        assert mirror.catch_up(20)
+        assert same(mirror.codebook, history.codebook)
+
+    def test_it_is_caught_up_with_a_log_that_is_empty(self, quick: Settings, mirror_of: Callable[..., Mirror]) -> None:
+        mirror = mirror_of(quick)
+        assert mirror.catch_up(20)
+        assert mirror.codebook.seq == 0
+        mirror.advance(mirror.read_head())
+        assert not mirror.degraded
+
+    def test_a_first_record_that_cannot_be_read_is_a_fault(
+        self, history: History, mirror_of: Callable[..., Mirror]
+    ) -> None:
+        history.write(b"no delta")
+        with pytest.raises(HistoryError, match="the record at offset 0 of deltas cannot be read: not a valid delta"):
+            mirror_of(history.settings).catch_up(20)
+
+    def test_a_head_that_the_log_does_not_hold_is_not_waited_for_before_the_log_was_read(
+        self, history: History, mirror_of: Callable[..., Mirror]
+    ) -> None:
+        history.lead()
+        ahead = Codebook(history.settings.codebook, MODEL, LAYER)
+        ahead.apply(sealed(ahead, op="lead"))
+        ahead.apply(sealed(ahead, added("a", [1.0], 1.0)))
+        history.store.rebuild(ahead)
+        mirror = mirror_of(history.settings.model_copy(update={"redis_grace": 600.0}))
+        assert not mirror.catch_up(1), "within the grace period it may be on its way"
+        mirror = mirror_of(history.settings)
+        assert mirror.catch_up(20)
+        assert mirror.degraded
+        assert mirror.codebook.seq == 1
+
+
+class TestWithoutRedis:
+    def test_it_stays_for_a_grace_then_follows_the_log_and_says_so(
+        self, history: History, mirror_of: Callable[..., Mirror]
+    ) -> None:
+        mirror = mirror_of(history.settings)
+        history.lead()
+        history.make_live()
+        assert step(mirror) == 1
+        with_redis = mirror._store
+        mirror._store = RadiusStore(redis_client(lost(history.settings)), history.settings)
+        history.add("a", [1.0, 0.0])
+        wait_until(lambda: mirror._follower.latest_seq == 2)
+        lost_at = time.monotonic()
+        assert step(mirror) == 1
+        assert mirror.degraded
+        wait_until(lambda: step(mirror) == 2)
+        assert time.monotonic() - lost_at > history.settings.redis_grace
+        assert mirror.degraded
+        mirror._store = with_redis
+        assert step(mirror) == 2, "Redis is back, and a step behind"
+        assert not mirror.degraded
+        history.make_live()
+        assert step(mirror) == 2
+
+    def test_an_emptied_redis_is_as_good_as_lost(self, history: History, mirror_of: Callable[..., Mirror]) -> None:
+        mirror = mirror_of(history.settings)
+        history.lead()
+        history.make_live()
+        assert step(mirror) == 1
+        history.empty_redis()
+        assert step(mirror) == 1
+        assert mirror.degraded
+
+    def test_what_gracestream_never_wrote_is_no_head(self, history: History, mirror_of: Callable[..., Mirror]) -> None:
+        mirror = mirror_of(history.settings)
+        history.lead()
+        history.make_live()
+        assert step(mirror) == 1
+        history.redis.hset(history.redis_key("head"), "seq", "many")
+        assert mirror.read_head() == "lost"
+        history.redis.set(history.redis_key("head"), "of another type")
+        assert mirror.read_head() == "lost"
+        assert step(mirror) == 1
+        assert mirror.degraded
+
+    def test_a_batch_is_not_held_up_by_a_lost_redis(self, quick: Settings, mirror_of: Callable[..., Mirror]) -> None:
+        mirror = mirror_of(lost(quick))
+        assert mirror.read_head() == "lost"
+        assert mirror.redis_away
+        assert mirror.head_in_time(None) == "lost"
+
+
+finite = st.floats(min_value=0, width=32, allow_nan=False, allow_infinity=False)
+
+
+@hypothesis_settings(deadline=None, max_examples=30)
+@given(radii=st.lists(finite, min_size=1, max_size=200))
+def test_radii_come_back_from_redis_bit_for_bit(redis_url: str, radii: list[float]) -> None:
+    settings = load_settings(redis=redis_url, prefix="bits-")
+    codebook = Codebook(settings.codebook, MODEL, LAYER)
+    codebook.apply(sealed(codebook, op="lead"))
+    codebook.apply(sealed(codebook, *(added(f"e{n}", [1.0], radius) for n, radius in enumerate(radii))))
+    with redis_client(settings) as client:
+        store = RadiusStore(client, settings)
+        client.delete(*store._keys)
+        store.rebuild(codebook)
+        head = store.head(0)
+        assert head is not None
+        for found in (store.radii(), head.changed):
+            bits = [np.float32(found[f"e{n}"]).tobytes() for n in range(len(radii))]
+            assert bits == [radius.tobytes() for radius in codebook.radii_N]
+        client.delete(*store._keys)

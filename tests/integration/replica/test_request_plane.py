@@ -1,0 +1,155 @@
+"""The request plane: bounded however much waits, and never committed past what is not done."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from kafka import TopicPartition
+
+from gracestream.pipeline.kafka.clients import consumer, producer
+from gracestream.pipeline.replica.request_handler import Part, Record, Reply
+from gracestream.pipeline.replica.request_plane import AHEAD, BUFFERED, OPEN, RequestPlane
+from gracestream.pipeline.settings import Settings
+from tests.support.running import PATIENCE, records
+
+BATCH = 8
+PARTITIONS = 4
+RECORD = 4096
+
+
+@pytest.fixture
+def flooded(deploy: Callable[..., Settings], prefix: str) -> Settings:
+    """A deployment in which far more requests wait than a replica may hold."""
+    settings = deploy("llama", prefix, batch=BATCH, max_record_bytes=RECORD)
+    with sending(settings) as send:
+        for number in range(4000):
+            send(number, b"x" * 1000)
+    return settings
+
+
+@contextmanager
+def sending(settings: Settings) -> Iterator[Callable[[int, bytes], Any]]:
+    """Sends numbered records, spread over the partitions."""
+    sender = producer(settings)
+    yield lambda number, value: sender.send(
+        settings.topic("requests"), key=str(number).encode(), value=value, partition=number % PARTITIONS
+    )
+    sender.flush()
+    sender.close()
+
+
+async def until(found: Callable[[], object]) -> None:
+    """Wait for it, with patience."""
+    async with asyncio.timeout(2 * PATIENCE):
+        while not found():
+            await asyncio.sleep(0.02)
+
+
+def echo(batch: list[Record]) -> Part:
+    """A reply with the key of each record."""
+    return Part([Reply("predictions", record.key, record.key) for record in batch], len(batch))
+
+
+def committed(settings: Settings) -> dict[int, int]:
+    """The group's offsets by partition."""
+    reader = consumer(settings, group_id=settings.topic("inference"))
+    try:
+        partitions = [TopicPartition(settings.topic("requests"), number) for number in range(PARTITIONS)]
+        return {partition.partition: reader.committed(partition) or 0 for partition in partitions}
+    finally:
+        reader.close()
+
+
+def test_what_a_replica_holds_does_not_grow_with_what_waits(flooded: Settings) -> None:
+    taken: list[int] = []
+    go_on = asyncio.Event()
+
+    async def answer(batch: list[Record]) -> AsyncGenerator[Part, None]:
+        taken.append(len(batch))
+        await go_on.wait()
+        yield echo(batch)
+
+    async def run() -> None:
+        plane = RequestPlane(flooded, answer)
+        app: Any = plane._app
+        await plane.start()
+        try:
+            (channel,) = app.topics
+            await until(lambda: taken and channel.queue.full())
+            for _ in range(50):
+                await asyncio.sleep(0.02)
+                assert channel.queue.qsize() <= BUFFERED * BATCH
+                assert len(app.consumer.unacked) <= (AHEAD + 2) * BATCH
+                read = sum(offset or 0 for offset in app.consumer._read_offset.values())
+                assert read <= (BUFFERED + AHEAD + 4) * BATCH
+            assert AHEAD * BATCH < sum(taken) <= (AHEAD + 1) * BATCH, "a first batch may be short"
+            go_on.set()
+            await until(lambda: sum(taken) == 4000)
+        finally:
+            assert await plane.stop(10, 10)
+
+    asyncio.run(run())
+    assert len(records(flooded, "predictions")) == 4000
+    assert sum(committed(flooded).values()) == 4000
+
+
+def test_requests_that_wait_hold_up_no_other_and_are_not_committed_before_they_are_done(flooded: Settings) -> None:
+    release = asyncio.Event()
+    late: list[bytes | None] = []
+
+    async def answer(batch: list[Record]) -> AsyncGenerator[Part, None]:
+        waiting = [record for record in batch if record.offset == 10 and record.partition == 0]
+        yield Part(echo([record for record in batch if record not in waiting]).replies, len(batch))
+        if waiting:
+            late.extend(record.key for record in waiting)
+            await release.wait()
+            yield Part(echo(waiting).replies, 0)
+
+    async def crash() -> int:
+        plane = RequestPlane(flooded, answer)
+        await plane.start()
+        await until(lambda: late and len(plane._open) == OPEN)
+        assert not await plane.stop(0, 10), "something is left"
+        return len(plane._open)
+
+    assert asyncio.run(crash()) == OPEN
+    assert committed(flooded)[0] <= 10
+    first = [record.key for record in records(flooded, "predictions")]
+    assert len(first) >= (OPEN - 1) * BATCH, "those after it were answered"
+    assert not set(late) & set(first)
+
+    release = asyncio.Event()
+    release.set()
+
+    async def go_on() -> None:
+        plane = RequestPlane(flooded, answer)
+        await plane.start()
+        while len({record.key for record in await asyncio.to_thread(records, flooded, "predictions")}) < 4000:
+            await asyncio.sleep(0.2)
+        assert await plane.stop(10, 10)
+
+    asyncio.run(go_on())
+    assert sum(committed(flooded).values()) == 4000
+
+
+def test_a_batch_whose_answer_fails_is_tried_again_while_others_are_answered(flooded: Settings) -> None:
+    tried: list[tuple[int, int]] = []
+
+    async def answer(batch: list[Record]) -> AsyncGenerator[Part, None]:
+        tried.append((batch[0].partition, batch[0].offset))
+        if len(tried) == 1:
+            raise RuntimeError("Kafka was away")
+        yield echo(batch)
+
+    async def run() -> None:
+        plane = RequestPlane(flooded, answer)
+        await plane.start()
+        await until(lambda: len(tried) > 2)
+        assert await plane.stop(10, 10)
+
+    asyncio.run(run())
+    assert tried.count(tried[0]) == 2
+    found = [record.key for record in records(flooded, "predictions")]
+    assert len(found) == len(set(found)) == sum(committed(flooded).values())

@@ -1,0 +1,39 @@
+"""Parts that the tests of snapshots share."""
+
+import secrets
+from pathlib import Path
+
+from structlog.typing import EventDict
+
+from gracestream.pipeline.history.replay import fold_log
+from gracestream.pipeline.kafka.topics import SNAPSHOTS
+from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.stores.snapshots import write
+from gracestream.schemas.messages import SnapshotManifest, encode
+from tests.support.written_history import History
+
+
+def snapshot(settings: Settings, seq: int | None = None) -> SnapshotManifest:
+    """Write one, as the command does."""
+    folded = fold_log(settings, seq)
+    assert folded is not None
+    return write(settings, folded)
+
+
+def file_of(manifest: SnapshotManifest) -> Path:
+    return Path(manifest.uri.removeprefix("file://"))
+
+
+def publish(history: History, manifest: SnapshotManifest | bytes, key: bytes | None = None) -> None:
+    """A record on `snapshots` that no writer of ours would write."""
+    value = manifest if isinstance(manifest, bytes) else encode(manifest)
+    topic = history.settings.topic(SNAPSHOTS)
+    history._producer.send(topic, key=key or secrets.token_bytes(4), value=value, partition=0).get(30)
+
+
+def reasons(events: list[EventDict]) -> list[str]:
+    return [event["reason"] for event in events if event["event"] == "snapshot_refused"]
+
+
+def loaded(events: list[EventDict]) -> list[int]:
+    return [event["seq"] for event in events if event["event"] == "snapshot_loaded"]

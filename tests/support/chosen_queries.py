@@ -1,0 +1,141 @@
+"""A model whose queries a test chooses: the inputs are coordinates, the wrapped module sees them as they are.
+
+Everything else is real: torch module, adaptor, value training, engine. Unedited, the model answers class 0.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gracestream.pipeline.codebook.codebook import Label
+from gracestream.pipeline.codebook.lookup import Asked
+from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.engine import EditEngine
+from gracestream.pipeline.model.adaptor import Adaptor
+from gracestream.pipeline.model.batch import Batch, Prompt
+from gracestream.pipeline.model.editable import EditableModel
+from gracestream.pipeline.model.suffix_pass import Passes
+from gracestream.pipeline.model.tasks.base import Answer, InputError, Supervised, Task
+from gracestream.pipeline.wording.comparison import common_words, contrasts
+from gracestream.schemas.messages import Inputs, Outputs, Parameters
+from tests.support.tiny_models import CODEBOOK, MODEL
+
+CLASSES = 4
+
+
+COMMON = tuple(sorted(word for word in common_words() if len(word) > 1 and not contrasts().get(word)))
+"""Words in which wordings may differ that agree."""
+
+
+class PointTask(Task):
+    """Inputs are numbers, `0.5 -1 2`; a target is a class."""
+
+    def __init__(self, module: nn.Module, worded: bool) -> None:
+        self.model, self.worded = module, worded
+
+    def _logits(self, points_B1D: Tensor) -> Tensor:
+        """What the module gives, tilted a little by the input: no value is as good for one input as for another."""
+        logits_B1C: Tensor = self.model(points_B1D)
+        return logits_B1C + 0.3 * torch.cos(points_B1D.sum(dim=-1, keepdim=True) * torch.arange(1, CLASSES + 1))
+
+    def tokenize(self, inputs: Inputs) -> Prompt:
+        """Tenths."""
+        return Prompt(tuple(round(10 * float(number)) for number in str(inputs).split()))
+
+    def batch(self, prompts: Sequence[Prompt]) -> Batch:
+        return Batch({"points_B1D": torch.tensor([prompt.token_ids for prompt in prompts])[:, None] / 10}, None)
+
+    def wording(self, prompt: Prompt) -> str:
+        """Where points are `worded`: even or odd, by the sum of the tenths, and the region. Even and odd disagree.
+
+        Points of one region that are both even or both odd have the same words; those of others have other words.
+        """
+        if not self.worded:
+            return ""
+        region = sum(7**place * round(tenths / 10) for place, tenths in enumerate(prompt.token_ids))
+        return f"place {sum(prompt.token_ids) % 2} {COMMON[region % len(COMMON)]}"
+
+    def asked(self, batch: Batch) -> Asked:
+        if not self.worded:
+            return lambda _row: ""
+        return lambda row: self.wording(self.tokenize(at(*batch.kwargs["points_B1D"][row, 0].tolist())))
+
+    def observe(self, batch: Batch) -> None:
+        self.model(batch.kwargs["points_B1D"])
+
+    def run(self, batch: Batch, parameters: Sequence[Parameters]) -> list[Answer]:
+        del parameters
+        classes_B = self._logits(batch.kwargs["points_B1D"])[:, 0].argmax(dim=-1)
+        return [Answer(Outputs(label=str(found))) for found in classes_B.tolist()]
+
+    def admit(self, prompt: Prompt, parameters: Parameters) -> object:
+        del prompt, parameters
+        return None
+
+    def gives(self, answer: Answer, label: Label, parameters: Parameters) -> bool:
+        del parameters
+        return answer.outputs.label == self.text(label)
+
+    def label(self, inputs: Inputs, target: str) -> Label:
+        del inputs
+        if int(target) >= CLASSES:
+            raise InputError(f"no class {target}")
+        return (int(target),)
+
+    def text(self, label: Label) -> str:
+        return str(label[0])
+
+    def supervised(self, inputs: Inputs, label: Label) -> Supervised:
+        points_11D = torch.tensor([[[float(number) for number in str(inputs).split()]]])
+        return Supervised(Batch({"points_B1D": points_11D}, None), (torch.tensor(label),), 1)
+
+    def logits(self, supervised: Supervised) -> list[Tensor]:
+        return list(self._logits(supervised.batch.kwargs["points_B1D"]))
+
+    def _padding(self, name: str) -> int:
+        del name
+        return 0
+
+
+class PointModel(EditableModel):
+    """`(1, 1, D)` points through one linear map to `(1, 1, C)` logits; the map is what is edited."""
+
+    def __init__(self, width: int, *, worded: bool = False) -> None:
+        self.module: Any = nn.Linear(width, CLASSES)
+        # So small that the bias decides, and yet the output, which values are trained from, tells the inputs apart.
+        self.module.weight.data = 1e-3 * torch.arange(1.0, CLASSES * width + 1).reshape(CLASSES, width).cos()
+        self.module.bias.data = torch.eye(CLASSES)[0]
+        self.module.requires_grad_(requires_grad=False)
+        self.layer, self.dtype, self.fingerprint = "", "float32", MODEL
+        self.queried, self.query_dtype = "last", "float32"
+        self._encoder, self.reads_text = None, False
+        self.device = torch.device("cpu")
+        self.task = PointTask(self.module, worded)
+        self.adaptor = Adaptor(self.module, "last", "last")
+        self.passes = Passes(self.module, self.layer, self.task, self.adaptor)
+        self.passes._shortcuts, self.passes._pads = "none", True
+
+
+def engine(plan: Plan, width: int = 2, *, worded: bool = False) -> EditEngine:
+    """An engine in its first term."""
+    made = EditEngine(PointModel(width, worded=worded), CODEBOOK, plan)
+    made.apply(made.lead({}))
+    return made
+
+
+def at(*coordinates: float) -> str:
+    return " ".join(repr(float(number)) for number in coordinates)
+
+
+def answer(made: EditEngine, *point: float) -> int:
+    """The class that the edited model gives a point."""
+    supervised = made.model.task.supervised(at(*point), (0,))
+    with made.model.adaptor.serving(supervised.batch, made.lookup, asked=made.model.task.asked(supervised.batch)):
+        return int(made.model.task.run(supervised.batch, [])[0].outputs.label)  # type: ignore[arg-type]
+
+
+def point(*coordinates: float) -> np.ndarray:
+    return np.array(coordinates, np.float32)

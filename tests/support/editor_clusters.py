@@ -1,0 +1,169 @@
+"""Editors' logs on one cluster, the real Kafka or its double: what the behaviour of both is tested with."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kafka.admin import MemberToRemove
+from kafka.structs import OffsetAndMetadata
+
+from gracestream.pipeline.editor.log import EditorLog
+from gracestream.pipeline.kafka.clients import admin, producer
+from gracestream.pipeline.kafka.topics import DELTAS, EDITS, FEEDBACK_DLQ
+from gracestream.pipeline.settings import Settings
+from gracestream.schemas.headers import SOURCE_OFFSET
+from gracestream.schemas.messages import Outcome, decode
+from tests.support.doubles.kafka import MemoryKafka
+from tests.support.running import records, wait_until
+
+
+def outcome_of(feedback_id: str) -> Outcome:
+    return Outcome(v=1, feedback_id=feedback_id, status="rejected", reason="a test")
+
+
+class Cluster:
+    """One deployment's topics, and the editors' logs that were opened on it."""
+
+    def __init__(self, settings: Settings, double: MemoryKafka | None) -> None:
+        self.settings, self.double = settings, double
+        self._logs: list[EditorLog] = []
+
+    def editor(self) -> EditorLog:
+        """An editor's log; nothing is open yet."""
+        if self.double is None:
+            made = EditorLog(self.settings)
+        else:
+            made = EditorLog(self.settings, self.double.consumer, self.double.producer)
+        self._logs.append(made)
+        return made
+
+    def member(self) -> EditorLog:
+        """One that is in the group and whose place is decided."""
+        made = self.editor()
+        list(made.deltas())
+        made.join()
+        self.settle(made, "chosen", "standby")
+        return made
+
+    def leader(self, lead: bytes = b"lead") -> EditorLog:
+        """One that leads."""
+        return self.take_over(self.member(), lead)
+
+    def take_over(self, log: EditorLog, lead: bytes = b"lead") -> EditorLog:
+        """Let a standby lead, once it is chosen."""
+        self.settle(log, "chosen")
+        log.fence()
+        list(log.deltas())
+        log.lead(lead)
+        return log
+
+    def settle(self, log: EditorLog, *places: str) -> None:
+        """Wait until an editor has one of these places; the others poll meanwhile, each in its own time."""
+        with self.others_polling(log):
+            wait_until(lambda: log.place(0.05) in places, what=f"a place among {places}")
+
+    @contextmanager
+    def others_polling(self, log: EditorLog) -> Iterator[None]:
+        """All editors of the group but this one poll in threads of their own.
+
+        Members that take turns in one thread need not come to rest: a join that ends between two polls begins anew.
+        """
+        done = threading.Event()
+
+        def take_part(other: EditorLog) -> None:
+            while not done.is_set():
+                other._poll(0.05)
+
+        others = [other for other in self._logs if other is not log and other._member is not None]
+        threads = [threading.Thread(target=take_part, args=[other]) for other in others]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            for thread in threads:
+                thread.join()
+
+    def producer(self, **options: Any) -> Any:
+        """One of somebody else's."""
+        return (
+            producer(self.settings, **options)
+            if self.double is None
+            else self.double.producer(self.settings, **options)
+        )
+
+    def send(self, topic: str, *values: bytes) -> None:
+        """Records as users send them."""
+        writer = self.producer()
+        for value in values:
+            writer.send(self.settings.topic(topic), value=value, partition=0)
+        writer.flush()
+        writer.close(timeout=5)
+
+    def send_letter(self, source_offset: bytes | None) -> None:
+        """A dead letter of feedback that says this of where it came from."""
+        writer = self.producer()
+        headers = [] if source_offset is None else [(SOURCE_OFFSET, source_offset)]
+        writer.send(self.settings.topic(FEEDBACK_DLQ), value=b"?", headers=headers, partition=0)
+        writer.flush()
+        writer.close(timeout=5)
+
+    def records(self, topic: str) -> list[Any]:
+        """What a reader of committed records sees."""
+        if self.double is not None:
+            return list(self.double.committed(self.settings.topic(topic)))
+        return records(self.settings, topic)
+
+    def values(self, topic: str) -> list[bytes]:
+        return [record.value for record in self.records(topic)]
+
+    def forget_group(self) -> None:
+        """What Kafka does to a group that was idle for a week."""
+        if self.double is not None:
+            self.double.forget(self.settings.topic("editor"))
+            return
+        client = admin(self.settings)
+        client.delete_groups([self.settings.topic("editor")])
+        client.close()
+
+    def close(self) -> None:
+        for log in self._logs:
+            log.close()
+
+
+def values_of(log: EditorLog) -> list[bytes]:
+    """The records that an editor is handed out now."""
+    return [record for _, record in log.deltas()]
+
+
+def outcomes(cluster: Cluster) -> list[Outcome]:
+    return [decode(record.value, Outcome) for record in cluster.records(EDITS)]
+
+
+def half_written(cluster: Cluster, log: EditorLog) -> None:
+    """All of a transaction but its end."""
+    log._writer.begin_transaction()
+    for topic in (DELTAS, EDITS):
+        log._writer.send(cluster.settings.topic(topic), value=b"half", partition=0)
+    log._writer.flush()
+    log._writer.send_offsets_to_transaction({log._feedback: OffsetAndMetadata(7, "", -1)}, log._metadata)
+
+
+def take_session(cluster: Cluster, log: EditorLog) -> None:
+    """End an editor's session, as its silence would."""
+    name, member_id = cluster.settings.topic("editor"), log._metadata.member_id
+    if cluster.double is not None:
+        cluster.double.remove(name, member_id)
+        return
+    client = admin(cluster.settings)
+    client.remove_group_members(name, [MemberToRemove(member_id)])
+    client.close()
+
+
+def next_offset(log: EditorLog) -> int:
+    """Where the next feedback record lies."""
+    record = wait_until(lambda: log.poll(0.5))
+    assert record is not None
+    return record[0]

@@ -1,0 +1,207 @@
+"""`gracestream` commands as real processes that start in a moment.
+
+Importing torch and transformers takes a process some ten seconds of a core. Here one server imports them once and
+every command is forked from it: a process of its own, with its own id, signals, memory and log.
+"""
+
+import ctypes
+import json
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import pytest
+
+from gracestream.deploy.local.processes import answers_ok, free_port
+from gracestream.pipeline.settings import Settings, as_environment
+from tests.support.running import PATIENCE, status, wait_until
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(
+    [
+        "gracestream.workers.cli.app",
+        "gracestream.workers.editor",
+        "gracestream.workers.inference",
+        "gracestream.pipeline.editing.calibration",
+    ]
+)
+
+
+def _command(
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    given: bytes,
+    output: Path,
+    errors: Path,
+    sabotage: Callable[[], None] | None,
+) -> None:
+    """The child: what `gracestream` does, with its input from a file and its output in files."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # ends with the server it was forked from
+    for path, number in ((output, 1), (errors, 2)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    for name in [name for name in os.environ if name.startswith("GRACESTREAM_")]:
+        del os.environ[name]
+    os.environ.update({**environment, "COLUMNS": "200"})
+    os.chdir(output.parent)
+    output.with_suffix(".in").write_bytes(given)
+    sys.stdin = output.with_suffix(".in").open(encoding="utf-8")
+    from gracestream.workers.cli import main  # noqa: PLC0415 - after the output is in place
+
+    if sabotage is not None:
+        sabotage()
+    main(list(arguments))
+
+
+def as_given(settings: Settings) -> dict[str, Any]:
+    """The settings that are not left as they are."""
+    return {field: getattr(settings, field) for field in settings.model_fields_set}
+
+
+class Command:
+    """A command that can be run. `folder` is its working directory and gets its output; `given` is its input.
+
+    `sabotage` runs in its process before it begins, such as `tests.chaos.dying` has.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        folder: Path,
+        given: bytes = b"",
+        sabotage: Callable[[], None] | None = None,
+        **settings: Any,
+    ) -> None:
+        self.name, self.folder, self._given, self._sabotage = name, folder, given, sabotage
+        self.output, self.errors = folder / f"{name}.out", folder / f"{name}.err"
+        self._arguments = list(arguments)
+        self._environment = as_environment(settings)
+        self._process: ForkServerProcess | None = None
+
+    @property
+    def process(self) -> ForkServerProcess:
+        """The process of the last start."""
+        assert self._process is not None, f"{self.name} was never started"
+        return self._process
+
+    @property
+    def running(self) -> bool:
+        """Whether it is there."""
+        return self._process is not None and self._process.is_alive()
+
+    def start(self) -> None:
+        """Start it, and return at once."""
+        arguments = (self._arguments, self._environment, self._given, self.output, self.errors, self._sabotage)
+        self._process = _CONTEXT.Process(target=_command, args=arguments, daemon=True)
+        self._process.start()
+
+    def wait(self, timeout: float = PATIENCE) -> int:
+        """Its exit status, once it has ended."""
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            pytest.fail(f"{self.name} still runs after {timeout:g} s; {self.said()}")
+        return self.process.exitcode
+
+    def run(self, timeout: float = PATIENCE) -> int:
+        """Start it and wait for its end; the exit status."""
+        self.start()
+        return self.wait(timeout)
+
+    def kill(self) -> None:
+        """End it as a crash would."""
+        self.process.kill()
+        self.process.join()
+
+    def stop(self) -> int:
+        """Ask it to end, and wait; the exit status."""
+        self.process.terminate()
+        return self.wait()
+
+    def pause(self) -> None:
+        """Let it hang."""
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Let it run again."""
+        self._signal(signal.SIGCONT)
+
+    def told(self) -> str:
+        """What stands on its standard output."""
+        return self.output.read_text(encoding="utf-8") if self.output.exists() else ""
+
+    def said(self) -> str:
+        """What stands on its standard error."""
+        return self.errors.read_text(encoding="utf-8") if self.errors.exists() else ""
+
+    def events(self) -> list[dict[str, Any]]:
+        """A worker's own log: nothing stands on its standard error beside it but what a library said."""
+        events = [json.loads(line) for line in self.said().splitlines()]
+        return [event for event in events if "logger" not in event]
+
+    def _signal(self, signum: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signum)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self.running:
+            self.process.terminate()
+            self.go_on()
+            self.process.join(10)
+        if self.running:
+            self.kill()
+
+
+class Forked(Command):
+    """A worker, `infer` or `edit`, of a deployment."""
+
+    def __init__(self, name: str, command: str, settings: Settings, folder: Path, **chosen: Any) -> None:
+        self.port = free_port()
+        own = {"port": self.port, "replica": name, "threads": 1, **chosen}
+        super().__init__(name, [command], folder, **(as_given(settings) | own))
+
+    def wait_ready(self, timeout: float = PATIENCE) -> None:
+        """Wait until `/ready` answers 200; the test fails where it ends first."""
+
+        def ready() -> bool:
+            if not self.running:
+                pytest.fail(f"{self.name} ended with {self.process.exitcode}: {self.said()}")
+            return answers_ok(self.port, "/ready")
+
+        wait_until(ready, timeout, f"{self.name}, which says {self.said()[-2000:]},")
+
+    def state(self) -> dict[str, Any]:
+        """What `/state` says."""
+        found: dict[str, Any] = json.loads(status(self.port, "/state")[1])
+        return found
+
+    def ready(self) -> tuple[int, str]:
+        """What `/ready` says: status and reason."""
+        return status(self.port, "/ready")
+
+    def live(self) -> tuple[int, str]:
+        """What `/live` says: status and reason."""
+        return status(self.port, "/live")
+
+
+def status_of(command: Command) -> int | None:
+    """Exit status of a command that was run."""
+    return command.process.exitcode
+
+
+def sentence(command: Command) -> str:
+    """The one line on standard error of a command that failed; the events of a worker's log stand beside it."""
+    assert status_of(command) == 1, command.said()
+    said = [line for line in command.said().splitlines() if not line.startswith(("{", "waiting for "))]
+    assert len(said) == 1, command.said()
+    assert said[0].startswith("gracestream: ")
+    return said[0].removeprefix("gracestream: ")

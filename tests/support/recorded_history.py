@@ -1,0 +1,130 @@
+"""A history to be retrained: the records of `deltas`, `feedback` and `edits` that an editor would have written."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from gracestream.pipeline.auth.admission import MINUTE, Admission
+from gracestream.pipeline.auth.authors import Authors
+from gracestream.pipeline.editing.candidate import Ahead
+from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.engine import EditEngine
+from gracestream.pipeline.editing.no_change import Fruitless, fruitless_in
+from gracestream.pipeline.editing.provenance import environment
+from gracestream.pipeline.editing.result import correction
+from gracestream.pipeline.editor.feedback_processor import Intake, Read
+from gracestream.pipeline.history.reproduce import Retraining
+from gracestream.pipeline.model.editable import EditableModel
+from gracestream.schemas.deltas import decode_delta, seal
+from gracestream.schemas.headers import FEEDBACK_OFFSET
+from gracestream.schemas.messages import Feedback, InvalidMessage, Outcome, decode, encode
+from tests.support.chosen_queries import PointModel, at, point
+from tests.support.doubles.kafka import Stored
+from tests.support.tiny_models import CODEBOOK
+
+PLAN = Plan(policy="nearest", radius=1.5, radius_unit="absolute", guard=True, traffic=8, init="random", seed=7)
+
+
+class Recorded:
+    """A history with its feedback, made by an engine under a plan; of each author one record a minute is let in."""
+
+    def __init__(
+        self,
+        plan: Plan = PLAN,
+        authors: Authors | None = None,
+        model: Callable[[], EditableModel] = lambda: PointModel(2),
+        **environment_of_term: str,
+    ) -> None:
+        self._model = model
+        self.engine = EditEngine(model(), CODEBOOK, plan)
+        self.deltas: list[bytes] = []
+        self.feedback: dict[int, Feedback] = {}
+        self.edits: list[Stored] = []
+        listed = None if authors is None else lambda: authors
+        admission = Admission(
+            CODEBOOK, listed, require_signature=False, per_minute=1, earlier=lambda _: (), marks=lambda _: ()
+        )
+        self._intake = Intake(self.engine, admission, self, max_bytes=10_000)
+        self._offset = self._minute = 0
+        self.lead(plan, **environment_of_term)
+
+    def each_delta(self, on_record: Callable[[bytes], bool]) -> None:
+        all(map(on_record, self.deltas))
+
+    def corrections(self, since: int) -> dict[int, Feedback]:
+        return {offset: one for offset, one in self.feedback.items() if offset >= since}
+
+    def lead(self, plan: Plan, **told: str) -> None:
+        """A new term, under a plan; `told` is what else its `lead` delta says, be it true or not."""
+        self.engine.plan = plan
+        self._apply(self.engine.lead({**environment(self.engine.model, plan), "editor": "one", **told}))
+
+    def send(self, *values: bytes, minutes: int = 1) -> list[Outcome | None]:
+        """What becomes of records that come so long after each other; of several, which are waiting, together."""
+        read: list[Read] = []
+        for value in values:
+            offset, self._offset = self._offset, self._offset + 1
+            self._minute += minutes
+            with suppress(InvalidMessage):
+                self.feedback[offset] = decode(value, Feedback)
+            read.append(self._intake.read(offset, self._minute * MINUTE, value))
+        ahead = self._intake.train_ahead(read)
+        return [self._decide(one, ahead.get(one.offset)) for one in read]
+
+    def _decide(self, one: Read, ahead: Ahead | None) -> Outcome | None:
+        taken = self._intake.decide(one, ahead)
+        outcome = taken.edited.outcome
+        if outcome is not None:
+            headers = [(FEEDBACK_OFFSET, str(one.offset).encode()), *taken.headers]
+            self.edits.append(Stored("edits", len(self.edits), None, encode(outcome), headers, "committed"))
+        if taken.edited.record is not None:
+            self._apply(taken.edited.record)
+        return outcome
+
+    def take(self, one: Feedback) -> Outcome:
+        (outcome,) = self.send(encode(one))
+        assert outcome is not None
+        return outcome
+
+    def correct(self, name: str, place: tuple[float, float], label: int) -> Outcome:
+        return self.take(correction(name, at(*place), str(label)))
+
+    def undo(self, name: str, taken_back: str) -> Outcome:
+        return self.take(Feedback(v=1, feedback_id=name, undo=taken_back))
+
+    def see(self, offset: int, *place: float) -> None:
+        rank = self.engine.traffic.wants(0, offset, 0.0)
+        assert rank is not None
+        self.engine.observe(rank, point(*place))
+
+    def fruitless(self) -> list[Fruitless]:
+        """What stands on `edits` of decisions that left no delta."""
+        return [found for found in map(fruitless_in, self.edits) if found is not None]
+
+    def retrained(self, deltas: int | None = None) -> Retraining:
+        """All of it, or as far as so many records of `deltas` go."""
+        engine = self.engine
+        made = Retraining(
+            self._model(), self.corrections(0), lambda plan: environment(engine.model, plan), self.fruitless()
+        )
+        if all(map(made.fold, self.deltas[:deltas])):
+            made.settle()
+        return made
+
+    def rewrite(self, seq: int, **fields: Any) -> None:
+        """Make the history say something else at one delta; all later digests follow."""
+        digest, changed = bytes(32), []
+        for record in self.deltas:
+            delta = decode_delta(record)
+            if delta.seq == seq:
+                delta = msgspec.structs.replace(delta, **fields)
+            sealed, made = seal(delta, digest)
+            changed.append(sealed)
+            digest = made.digest
+        self.deltas = changed
+
+    def _apply(self, record: bytes) -> None:
+        self.deltas.append(record)
+        self.engine.apply(record)

@@ -1,0 +1,251 @@
+"""Parts that the integration tests share: tiny checkpoints on disk, running stacks, and patience with a deadline."""
+
+import dataclasses
+import logging
+import os
+import signal
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from kafka import TopicPartition
+from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+
+from gracestream.deploy.local.kafka import LocalKafka
+from gracestream.pipeline.client import Client
+from gracestream.pipeline.kafka.clients import admin, consumer
+from gracestream.pipeline.settings import Settings, load_settings
+from gracestream.schemas.deltas import Delta, decode_delta
+from gracestream.schemas.messages import Feedback, Outcome, Prediction, Request, decode
+from tests.support.tiny_models import CHAT, SIZE, bert, tokenizer
+
+T = TypeVar("T")
+PATIENCE = 60.0
+"""Seconds that something may take on a busy machine before a test gives up on it."""
+
+BUDGETS = {
+    "max_input_tokens": 40,
+    "max_target_tokens": 6,
+    "max_new_tokens": 6,
+    "session_timeout": 8.0,
+    "shutdown_timeout": 25.0,
+}
+"""Of a deployment; what it says of time is said anew where a test is about that."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model on disk, and the settings under which the tests edit it.
+
+    The queries of causal models are the layer's, so that tests load no encoder unless they are about its queries.
+    """
+
+    folder: Path
+    layer: str
+    replace: str = "auto"
+    query: str = "auto"
+
+    def settings(self) -> dict[str, Any]:
+        """What a deployment of it sets."""
+        own = {"layer": self.layer, "replace": self.replace, "query": self.query}
+        return {**BUDGETS, "model": str(self.folder), **own}
+
+
+def llama(positions: int = 64) -> Any:
+    """Wide enough that every edit of one word trains to success, whatever the random weights."""
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=SIZE, hidden_size=192, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4,
+            num_key_value_heads=4, max_position_embeddings=positions, initializer_range=0.1, pad_token_id=0,
+            bos_token_id=2, eos_token_id=4,
+        )
+    )  # fmt: skip
+
+
+def t5() -> Any:
+    """Likewise."""
+    return T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=SIZE, d_model=192, d_kv=12, d_ff=384, num_layers=3, num_decoder_layers=3, num_heads=4,
+            pad_token_id=0, eos_token_id=4, decoder_start_token_id=0, initializer_factor=2.0,
+        )
+    )  # fmt: skip
+
+
+BUILDERS: dict[str, tuple[Callable[[], Any], str, str, str]] = {
+    "llama": (llama, "", "model.layers[0].mlp.down_proj", "auto"),
+    "chat": (llama, "", "model.layers[0].mlp.down_proj", "auto"),
+    "bert": (bert, "bert", "bert.encoder.layer[1].output.dense", "auto"),
+    "t5": (t5, "t5", "encoder.block[0].layer[1].DenseReluDense.wo", "all"),
+}
+
+
+def save_checkpoint(kind: str, folder: Path) -> Checkpoint:
+    """A tiny model of one kind, with random weights that are the same each time."""
+    build, special_tokens, layer, replace = BUILDERS[kind]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = build()
+    model.save_pretrained(folder)
+    tokenizer(special_tokens, chat_template=CHAT if kind == "chat" else None).save_pretrained(folder)
+    return Checkpoint(folder, layer, replace, "last" if build is llama else "auto")
+
+
+def wait_until(found: Callable[[], T], timeout: float = PATIENCE, what: str = "") -> T:
+    """The first truthy answer of `found`, which is asked every 50 ms; the test fails after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while True:
+        late = time.monotonic() > deadline
+        if answer := found():
+            return answer
+        if late:
+            pytest.fail(f"{what or 'it'} did not come about in {timeout:g} s; the last answer was {answer!r}")
+        time.sleep(0.05)
+
+
+def records(settings: Settings, topic: str) -> list[Any]:
+    """Every committed record of a topic, in order of partition and offset."""
+    reader = consumer(settings, fetch_max_wait_ms=50)
+    try:
+        name = settings.topic(topic)
+        partitions = [TopicPartition(name, number) for number in sorted(reader.partitions_for_topic(name))]
+        reader.assign(partitions)
+        reader.seek_to_beginning()
+        ends = reader.end_offsets(partitions)
+        found: list[Any] = []
+        while any(reader.position(partition) < end for partition, end in ends.items()):
+            for some in reader.poll(timeout_ms=500).values():
+                found += some
+        return sorted(found, key=lambda record: (record.partition, record.offset))
+    finally:
+        reader.close()
+
+
+def wait_until_settled(settings: Settings, *topics: str) -> None:
+    """Until no transaction is open on any of the topics: Kafka ends one partition after partition."""
+    committed, whole = consumer(settings), consumer(settings, isolation_level="read_uncommitted")
+    try:
+        names = [settings.topic(topic) for topic in topics]
+        partitions = [TopicPartition(name, each) for name in names for each in whole.partitions_for_topic(name)]
+        wait_until(
+            lambda: committed.end_offsets(partitions) == whole.end_offsets(partitions), what="the end of transactions"
+        )
+    finally:
+        committed.close()
+        whole.close()
+
+
+def headers_of(record: Any) -> dict[str, str]:
+    """A record's headers as text."""
+    return {name: value.decode() for name, value in record.headers}
+
+
+def outcomes_in_log(settings: Settings) -> list[Outcome]:
+    """Every outcome on `edits`, in order."""
+    return [decode(record.value, Outcome) for record in records(settings, "edits")]
+
+
+def deltas_in_log(settings: Settings) -> list[Delta]:
+    """Every record of `deltas`, in order, once no transaction is open there."""
+    wait_until_settled(settings, "deltas")
+    return [decode_delta(record.value) for record in records(settings, "deltas")]
+
+
+def settings_for(kafka: str, redis_url: str, prefix: str, **chosen: Any) -> Settings:
+    """Settings of a deployment of one test."""
+    return load_settings(kafka=kafka, redis=redis_url, prefix=prefix, **{"startup_timeout": PATIENCE, **chosen})
+
+
+def status(port: int, path: str) -> tuple[int, str]:
+    """Status and body of `GET path`; 0 where nothing answers."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=PATIENCE) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+    except OSError as error:
+        return 0, str(error)
+
+
+def metric(port: int, name: str) -> float:
+    """The value of one metric without labels."""
+    lines = status(port, "/metrics")[1].splitlines()
+    return next(float(line.split()[-1]) for line in lines if line.split(" ")[0] == name)
+
+
+def members(settings: Settings) -> list[str]:
+    """Who is in the replicas' consumer group."""
+    logging.getLogger("kafka.admin").setLevel(
+        logging.ERROR
+    )  # it cannot read faust's own metadata, and says so at length
+    client = admin(settings)
+    try:
+        group = settings.topic("inference")
+        described = client.describe_groups([group])
+        group_of = described[group] if isinstance(described, dict) else described[0]
+        found = group_of["members"] if isinstance(group_of, dict) else group_of.members
+        return [member["member_id"] if isinstance(member, dict) else member.member_id for member in found]
+    finally:
+        client.close()
+
+
+def hang(kafka: LocalKafka) -> None:
+    """Stop its process where it is; on return all of its threads have stopped."""
+    kafka.child.send(signal.SIGSTOP)
+    os.waitid(os.P_PID, kafka.child.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+
+
+def go_on(kafka: LocalKafka) -> None:
+    """Let it go on, if it hangs, until it answers: its controller may have given its broker up meanwhile."""
+    kafka.child.send(signal.SIGCONT)
+    if kafka.child.running:
+        wait_until(lambda: kafka.answers(PATIENCE))
+
+
+ways_to_leave = pytest.mark.parametrize(
+    ("leave", "come_back"), [(hang, go_on), (LocalKafka.kill, LocalKafka.start)], ids=["hangs", "is dead"]
+)
+"""How a Kafka of the test's own is away for a while."""
+
+
+class Users:
+    """The people at the other end: they ask, they correct, and they wait for what becomes of it."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.client = Client(settings)
+
+    def ask(self, *requests: Request, timeout: float = PATIENCE) -> dict[str, Prediction]:
+        """The first prediction for each request; a test fails where one is missing."""
+        with self.client.predictions() as replies:
+            self.client.send(requests)
+            found = replies.wait([request.request_id for request in requests], timeout)
+        assert found.keys() == {request.request_id for request in requests}, "a request got no prediction"
+        return found
+
+    def correct(self, *feedback: Feedback, timeout: float = PATIENCE) -> dict[str, Outcome]:
+        """The first outcome of each feedback record; a test fails where one is missing."""
+        with self.client.outcomes() as replies:
+            self.client.send(feedback)
+            found = replies.wait([one.feedback_id for one in feedback], timeout)
+        assert found.keys() == {one.feedback_id for one in feedback}, "feedback got no outcome"
+        return found
+
+    def close(self) -> None:
+        """Leave."""
+        self.client.close()
+
+
+def question(request_id: str, inputs: Any, **fields: Any) -> Request:
+    """A request."""
+    return Request(v=1, request_id=request_id, inputs=inputs, **fields)
+
+
+def flag(feedback_id: str, inputs: Any, target: str) -> Feedback:
+    """A correction."""
+    return Feedback(v=1, feedback_id=feedback_id, inputs=inputs, target=target)

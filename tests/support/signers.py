@@ -1,0 +1,55 @@
+"""People who sign what they send, the list of them, and an editor that knows the list."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from gracestream.pipeline.auth.signing import sign, spelled
+from gracestream.pipeline.client import SignedFeedback, feedback_text, signed_feedback
+from gracestream.pipeline.settings import Settings
+from gracestream.schemas.messages import Outcome
+from tests.support.forked_commands import Forked
+from tests.support.running import PATIENCE, Users, deltas_in_log
+from tests.support.tiny_models import texts
+
+PROMPTS = texts(30, seed=31, shortest=6, longest=9)
+ANN, BOB, CARL, STRANGER = (Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32) for number in range(4))
+
+
+def line(author: str, key: Ed25519PrivateKey, per_minute: int = 0, roles: Sequence[str] | None = None) -> str:
+    """An author's entry in the list."""
+    more = "" if roles is None else f", roles = {list(roles)}"
+    return f'{author} = {{ keys = ["{spelled(key.public_key())}"], per_minute = {per_minute}{more} }}\n'
+
+
+def signed(author: str, prompt: str, key: Ed25519PrivateKey, codebook: str = "default") -> SignedFeedback:
+    """A correction."""
+    return signed_as(author, key, codebook, inputs=prompt, target="museum", reviewed=["by", author])
+
+
+def signed_as(author: str, key: Ed25519PrivateKey, codebook: str = "default", **fields: Any) -> SignedFeedback:
+    """Any feedback."""
+    return signed_feedback(sign(feedback_text(fields, author), key, codebook))
+
+
+class Deployment:
+    """An editor that takes what is signed by those on its list, its users, and the list."""
+
+    def __init__(self, settings: Settings, folder: Path) -> None:
+        self.settings, self.authors = settings, Path(settings.authors)
+        self.users = Users(settings)
+        self.editor = Forked("editor", "edit", settings, folder)
+
+    def send(self, *feedback: SignedFeedback) -> list[Outcome]:
+        """What becomes of these, in their order."""
+        with self.users.client.outcomes() as replies:
+            self.users.client.send(feedback)
+            found = replies.wait([one.feedback_id for one in feedback], PATIENCE)
+        assert len(found) == len(feedback), "feedback got no outcome"
+        return list(found.values())
+
+    def deltas(self) -> int:
+        """How many there are, but for those of new terms."""
+        return sum(delta.op != "lead" for delta in deltas_in_log(self.settings))

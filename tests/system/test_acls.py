@@ -1,0 +1,291 @@
+"""deploy/acls.sh, run against a Kafka with an authorizer: everyone can do their own work, and nothing else."""
+
+import json
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kafka import TopicPartition
+from kafka.admin import NewTopic
+from kafka.errors import GroupAuthorizationFailedError, KafkaError, TransactionalIdAuthorizationFailedError
+from msgspec import UNSET
+
+from gracestream.pipeline.kafka.clients import admin, consumer, producer
+from gracestream.pipeline.kafka.permissions import ACCESS
+from gracestream.pipeline.kafka.topics import TOPICS, create_topics
+from gracestream.pipeline.settings import Settings, load_settings
+from gracestream.schemas.messages import Prediction, Request, decode, encode
+from tests.support.forked_commands import Command, Forked, sentence, status_of
+from tests.support.running import PATIENCE, Checkpoint, records, wait_until
+from tests.support.secured_servers import ROLES, SUPER_USER, SecuredKafka
+from tests.support.tiny_models import texts
+
+pytestmark = pytest.mark.kafka
+
+PROMPT = texts(1, seed=32, shortest=6, longest=9)[0]
+
+# Who reads and who writes, by topic.
+TABLE = {
+    #               editor  replica user   corrector operator resender
+    "requests":     ("R",   "R",    "W",   "",       "R",     "W"),
+    "predictions":  ("",    "W",    "R",   "",       "R",     ""),
+    "feedback":     ("R",   "",     "",    "W",      "R",     "W"),
+    "edits":        ("RW",  "",     "R",   "R",      "R",     ""),
+    "deltas":       ("RW",  "R",    "",    "",       "R",     ""),
+    "snapshots":    ("RW",  "R",    "",    "",       "RW",    ""),
+    "requests.dlq": ("",    "W",    "",    "",       "R",     "R"),
+    "feedback.dlq": ("RW",  "",     "",    "",       "R",     "R"),
+}  # fmt: skip
+
+# What they may do to topics as such; to describe one comes with reading or writing it.
+BESIDE = {
+    "editor": {"DESCRIBE", "DESCRIBE_CONFIGS"},
+    "replica": {"DESCRIBE", "DESCRIBE_CONFIGS"},
+    "operator": {"DESCRIBE", "DESCRIBE_CONFIGS", "CREATE", "ALTER_CONFIGS"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Realm:
+    """A deployment whose people have one user each."""
+
+    kafka: SecuredKafka
+    common: dict[str, Any]
+    printed: str
+
+    def settings(self, role: str) -> Settings:
+        """Those of one of them."""
+        return load_settings(**self.common, **self.kafka.as_user(self.common["prefix"] + role))
+
+
+@pytest.fixture(scope="module")
+def realm(
+    secured_kafka: SecuredKafka,
+    redis_url: str,
+    checkpoints: dict[str, Checkpoint],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Realm:
+    prefix = f"t{secrets.token_hex(4)}-"
+    secured_kafka.add_users(*(prefix + role for role in ROLES))
+    settings = load_settings()
+    printed = secured_kafka.set_acls(prefix, settings.cache.expanduser())
+    common = {
+        **checkpoints["llama"].settings(),
+        "prefix": prefix,
+        "redis": redis_url,
+        "cache": tmp_path_factory.mktemp("cache"),
+        "startup_timeout": PATIENCE,
+    }
+    return Realm(secured_kafka, common, printed)
+
+
+@pytest.fixture(scope="module")
+def topics(realm: Realm) -> None:
+    """The topics, which the operator has created."""
+    create_topics(realm.settings("operator"), partitions=2, replication=1)
+
+
+def rights(settings: Settings) -> dict[str, set[str]]:
+    """What the broker says that a user may do, by topic; one that it may not even see is missing."""
+    client = admin(settings)
+    try:
+        found = {topic["name"]: set(topic["authorized_operations"]) for topic in client.describe_topics()}
+    finally:
+        client.close()
+    own = {name: operations for name, operations in found.items() if name.startswith(settings.prefix)}
+    return {name.removeprefix(settings.prefix): operations for name, operations in own.items()}
+
+
+@pytest.mark.usefixtures("topics")
+class TestRights:
+    @pytest.mark.parametrize("role", ROLES)
+    def test_everyone_may_do_exactly_what_the_table_says(self, realm: Realm, role: str) -> None:
+        words = {"R": "READ", "W": "WRITE"}
+        expected = {}
+        for topic, columns in TABLE.items():
+            operations = {words[letter] for letter in columns[ROLES.index(role)]}
+            if operations or role in BESIDE:
+                expected[topic] = operations | BESIDE.get(role, {"DESCRIBE"})
+        assert rights(realm.settings(role)) == expected
+
+    def test_the_table_has_every_topic(self) -> None:
+        assert TABLE.keys() == {topic.name for topic in TOPICS}
+
+    @pytest.mark.parametrize(("role", "kind"), [("editor", "editor"), ("replica", "inference")])
+    def test_workers_ask_for_what_they_are_allowed(self, role: str, kind: str) -> None:
+        letters = {topic: columns[ROLES.index(role)] for topic, columns in TABLE.items()}
+        assert set(ACCESS[kind].reads) == {topic for topic, may in letters.items() if "R" in may}
+        assert set(ACCESS[kind].writes) == {topic for topic, may in letters.items() if "W" in may}
+
+    @pytest.mark.parametrize(
+        ("role", "topic"),
+        [
+            *((role, topic) for role in ROLES if role != "editor" for topic in ("deltas", "edits")),
+            *((role, "snapshots") for role in ROLES if role not in {"editor", "operator"}),
+        ],
+    )
+    def test_nobody_else_writes_what_makes_an_edit_live(self, realm: Realm, role: str, topic: str) -> None:
+        settings = realm.settings(role)
+        end = ends(realm.settings("operator"), topic)
+        writer = producer(settings)
+        with pytest.raises(KafkaError, match="AuthorizationFailed"):
+            writer.send(settings.topic(topic), b"forged", partition=0).get(timeout=PATIENCE)
+        writer.close(timeout=5)
+        assert ends(realm.settings("operator"), topic) == end
+
+    @pytest.mark.parametrize("role", [role for role in ROLES if role != "editor"])
+    def test_nobody_else_can_fence_the_editor(self, realm: Realm, role: str) -> None:
+        settings = realm.settings(role)
+        rival = producer(settings, transactional_id=settings.topic("editor"))
+        with pytest.raises(TransactionalIdAuthorizationFailedError):
+            rival.init_transactions()
+        rival.close(timeout=5)
+
+    @pytest.mark.parametrize(
+        ("role", "groups"),
+        [
+            ("editor", {"editor"}),
+            ("replica", {"inference"}),
+            ("user", {"user-analytics"}),
+            ("corrector", {"user-analytics"}),
+            ("operator", set()),
+            ("resender", set()),
+        ],
+    )
+    def test_groups_are_kept_apart(self, realm: Realm, role: str, groups: set[str]) -> None:
+        settings = realm.settings(role)
+        topic = TopicPartition(settings.topic("edits" if role == "corrector" else "requests"), 0)
+        for group in ("editor", "inference", "user-analytics", "elsewhere"):
+            member = consumer(settings, group_id=settings.topic(group))
+            try:
+                if group in groups:
+                    assert member.committed(topic) is None
+                else:
+                    with pytest.raises(GroupAuthorizationFailedError):
+                        member.committed(topic)
+            finally:
+                member.close()
+
+
+def ends(settings: Settings, topic: str) -> dict[TopicPartition, int]:
+    """Where a topic ends."""
+    reader = consumer(settings)
+    try:
+        found: dict[TopicPartition, int] = reader.end_offsets([TopicPartition(settings.topic(topic), 0)])
+        return found
+    finally:
+        reader.close()
+
+
+@pytest.mark.usefixtures("topics")
+class TestCommands:
+    def test_each_works_for_whom_it_is_meant(self, realm: Realm, run: Callable[..., Command], folder: Path) -> None:
+        editor = Forked("editor", "edit", realm.settings("editor"), folder)
+        replica = Forked("replica", "infer", realm.settings("replica"), folder)
+        assert run("topics", settings=realm.settings("operator")).told() == "all topics are there\n"
+        with editor, replica:
+            editor.wait_ready()
+            replica.wait_ready()
+            correction = json.dumps({"inputs": PROMPT, "target": "museum"})
+            corrected = run("correct", settings=realm.settings("corrector"), given=correction)
+            seq = json.loads(corrected.told())["seq"]
+            question = json.dumps({"inputs": PROMPT, "min_seq": seq})
+            asked = run("send", settings=realm.settings("user"), given=question)
+            assert json.loads(asked.told())["outputs"] == {"text": "museum"}
+            replayed = run("replay", "--json", settings=realm.settings("operator"))
+            assert json.loads(replayed.told())["digest"] == replica.state()["digest"]
+            inspected = run("inspect", "--json", settings=realm.settings("operator"))
+            assert json.loads(inspected.told().splitlines()[-1])["target"] == "museum"
+            kept = run(
+                "snapshot", "--json", settings=realm.settings("operator"), snapshot_url=str(folder / "snapshots")
+            )
+            assert json.loads(kept.told())["digest"] == replica.state()["digest"]
+            assert editor.stop() == replica.stop() == 0
+
+    def test_an_editor_leads_again_after_feedback_was_set_aside(
+        self, realm: Realm, run: Callable[..., Command], folder: Path
+    ) -> None:
+        corrector, operator, resender = (realm.settings(role) for role in ("corrector", "operator", "resender"))
+        sender = producer(corrector)
+        sender.send(corrector.topic("feedback"), b"what is this", partition=0).get(timeout=PATIENCE)
+        sender.close(timeout=5)
+        with Forked("editor", "edit", realm.settings("editor"), folder) as editor:
+            wait_until(lambda: records(operator, "feedback.dlq"), what="a dead letter")
+            assert editor.stop() == 0
+            editor.start()
+            editor.wait_ready()
+            assert editor.state()["role"] == "leading"
+            assert status_of(run("dlq", "replay", "feedback", "--all", settings=resender)) == 0
+            wait_until(lambda: len(records(operator, "feedback.dlq")) == 2, what="the letter that comes back")
+            assert editor.stop() == 0
+
+    @pytest.mark.parametrize(
+        ("role", "command", "given", "complaint"),
+        [
+            ("user", "infer", "", "-user' to READ topic {prefix}requests, READ topic {prefix}deltas, "),
+            (
+                "operator",
+                "infer",
+                "",
+                " to WRITE topic {prefix}predictions, WRITE topic {prefix}requests.dlq, READ group",
+            ),
+            ("replica", "edit", "", " WRITE topic {prefix}deltas, "),
+            (
+                "user",
+                "correct",
+                '{"inputs": "a", "target": "b"}',
+                "not allow this user to do this (TopicAuthorizationF",
+            ),
+            ("corrector", "send", '{"inputs": "a"}', "there is no topic '{prefix}predictions' that we may see"),
+            ("user", "replay", "", "there is no topic '{prefix}deltas' that we may see"),
+        ],
+    )
+    def test_others_are_told_in_one_sentence(
+        self, realm: Realm, run: Callable[..., Command], role: str, command: str, given: str, complaint: str
+    ) -> None:
+        said = sentence(run(command, settings=realm.settings(role), given=given))
+        assert complaint.format(prefix=realm.common["prefix"]) in said
+
+
+def test_nobody_but_an_operator_creates_topics(realm: Realm, run: Callable[..., Command]) -> None:
+    said = sentence(run("topics", settings=realm.settings("user"), prefix=f"{realm.common['prefix']}user-"))
+    assert "Kafka does not allow this user to do this (" in said
+
+
+def test_the_script_lists_what_is_in_force_and_may_run_again(realm: Realm) -> None:
+    assert realm.printed.count("Adding ACLs") >= len(ROLES)
+    listed = realm.kafka.set_acls(realm.common["prefix"], load_settings().cache.expanduser(), ["--list"])
+    for role in ROLES:
+        assert f"User:{realm.common['prefix']}{role}" in listed
+    assert SUPER_USER not in listed
+
+
+def test_a_replica_replies_only_to_topics_that_the_script_was_given(
+    realm: Realm, secured_kafka: SecuredKafka, folder: Path
+) -> None:
+    prefix = f"t{secrets.token_hex(4)}-"
+    secured_kafka.add_users(*(prefix + role for role in ("replica", "user", "operator")))
+    secured_kafka.set_acls(prefix, load_settings().cache.expanduser(), REPLY_TOPICS="answers more-answers")
+    common = {**realm.common, "prefix": prefix}
+    root = load_settings(**common, **secured_kafka.as_user(SUPER_USER))
+    replica, user = (load_settings(**common, **secured_kafka.as_user(prefix + role)) for role in ("replica", "user"))
+    create_topics(root, partitions=1, replication=1)
+    client = admin(root)
+    client.create_topics([NewTopic(f"{prefix}{name}", 1, 1) for name in ("answers", "hidden")])
+    client.close()
+    sender = producer(user)
+    with Forked("replica", "infer", replica, folder) as worker:
+        worker.wait_ready(90)
+        for name in ("answers", "hidden"):
+            request = encode(Request(v=1, request_id=name, inputs=PROMPT))
+            sender.send(f"{prefix}requests", request, headers=[("reply_to", f"{prefix}{name}".encode())])
+        (answer,) = wait_until(lambda: records(user, "answers"))
+        assert decode(answer.value, Prediction).error is UNSET
+        (refusal,) = wait_until(lambda: records(user, "predictions"))
+        assert f"the topic {prefix}hidden" in str(decode(refusal.value, Prediction).error)
+        assert "deploy/acls.sh" in str(decode(refusal.value, Prediction).error)
+        assert worker.stop() == 0
+    sender.close(timeout=5)

@@ -1,0 +1,493 @@
+"""The command line: what it prints, and that everything that can go wrong is one sentence and a status."""
+
+import json
+import secrets
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kafka.admin import ConfigResource, ConfigResourceType, NewTopic
+
+from gracestream.pipeline.codebook.file import load_codebook
+from gracestream.pipeline.history.replay import describe, replay_deltas
+from gracestream.pipeline.kafka.clients import admin
+from gracestream.pipeline.kafka.topics import TOPICS, require_topics
+from gracestream.pipeline.model.registry import KNOWN
+from gracestream.pipeline.settings import Settings, as_environment
+from gracestream.workers.cli import main
+from tests.support.forked_commands import Command, Forked, as_given, sentence, status_of
+from tests.support.running import Checkpoint, outcomes_in_log, records, settings_for
+from tests.support.tiny_models import texts
+
+PROMPTS = texts(12, seed=21, shortest=6, longest=9)
+
+KEPT = {"retention.ms": "-1"}
+
+
+def lines(text: str) -> list[Any]:
+    """JSON lines, read."""
+    return [json.loads(line) for line in text.splitlines()]
+
+
+class TestTopics:
+    def test_they_are_created_once(self, run: Callable[..., Command], kafka: str, redis_url: str, prefix: str) -> None:
+        settings = settings_for(kafka, redis_url, prefix)
+        first = run("topics", "--partitions", "3", settings=settings)
+        assert status_of(first) == 0
+        assert all(settings.topic(topic.name) in first.told() for topic in TOPICS)
+        client = admin(settings)
+        described = client.describe_topics([settings.topic(topic.name) for topic in TOPICS])
+        client.close()
+        assert {topic["name"].removeprefix(prefix): len(topic["partitions"]) for topic in described} == {
+            topic.name: topic.partitions or 3 for topic in TOPICS
+        }
+        assert first.said().startswith("there is one copy of each topic: ")
+        again = run("topics", "--partitions", "3", settings=settings)
+        assert (status_of(again), again.told(), again.said()) == (0, "all topics are there\n", "")
+        more = sentence(run("topics", "--partitions", "4", settings=settings))
+        assert more == f"{prefix}requests has 3 partitions, not 4; kafka-topics.sh adds some"
+        safer = sentence(run("topics", "--replication", "3", settings=settings))
+        assert safer.startswith(f"{prefix}deltas has 1 copy of its partition, not 3; kafka-reassign-partitions.sh")
+        assert status_of(run("topics", settings=settings)) == 0
+
+    @pytest.mark.parametrize(
+        ("name", "partitions", "config", "complaint"),
+        [
+            ("deltas", 3, {}, "deltas' has 3 partitions and must have 1; choose another GRACESTREAM_PREFIX, or delete"),
+            ("feedback", 1, {}, "feedback' has retention.ms=604800000 and must have retention.ms=-1; set it with"),
+            ("edits", 1, {**KEPT, "cleanup.policy": "compact"}, "has cleanup.policy=compact and must have"),
+            ("requests", 4, {"message.timestamp.type": "CreateTime"}, "has message.timestamp.type=CreateTime and must"),
+            ("requests.dlq", 1, {}, "has max.message.bytes=1048588 and must have max.message.bytes=67108864; set"),
+            ("deltas", 1, KEPT, "has max.message.bytes=1048588 and must have max.message.bytes=67108864; set it"),
+            ("snapshots", 1, {}, "has cleanup.policy=delete and must have cleanup.policy=compact; set it with"),
+        ],
+    )
+    def test_one_that_is_not_as_it_must_be_is_named(
+        self,
+        run: Callable[..., Command],
+        kafka: str,
+        redis_url: str,
+        prefix: str,
+        name: str,
+        partitions: int,
+        config: dict[str, str],
+        complaint: str,
+    ) -> None:
+        settings = settings_for(kafka, redis_url, prefix)
+        client = admin(settings)
+        config = {"message.timestamp.type": "LogAppendTime", **config}
+        client.create_topics([NewTopic(settings.topic(name), partitions, 1, topic_configs=config)])
+        client.close()
+        assert complaint in sentence(run("topics", settings=settings))
+
+    def test_a_worker_does_not_start_on_a_topic_that_is_not_as_it_must_be_and_says_what_mends_it(
+        self, run: Callable[..., Command], deployment: Settings
+    ) -> None:
+        client = admin(deployment)
+        topic = deployment.topic("requests.dlq")
+        changed = {"message.timestamp.type": "CreateTime", "max.message.bytes": "1000"}
+        client.alter_configs([ConfigResource(ConfigResourceType.TOPIC, topic, configs=changed)])
+        for command in ("infer", "edit"):
+            said = sentence(run(command, settings=deployment))
+            assert said == (
+                f"topic {topic!r} has message.timestamp.type=CreateTime,max.message.bytes=1000 and must have"
+                " message.timestamp.type=LogAppendTime,max.message.bytes=67108864; set it with `kafka-configs.sh"
+                f" --bootstrap-server {deployment.kafka} --alter --entity-type topics --entity-name {topic}"
+                " --add-config message.timestamp.type=LogAppendTime,max.message.bytes=67108864`"
+            )
+        wanted = {"message.timestamp.type": "LogAppendTime", "max.message.bytes": str(2**27), "retention.ms": "1000"}
+        client.alter_configs([ConfigResource(ConfigResourceType.TOPIC, topic, configs=wanted)])
+        client.close()
+        require_topics(deployment)
+
+
+@pytest.fixture(scope="module")
+def running(deploy: Callable[..., Settings], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Settings]:
+    """A deployment with an editor and one replica."""
+    settings = deploy("llama", f"t{secrets.token_hex(4)}-")
+    folder = tmp_path_factory.mktemp("running")
+    with Forked("editor", "edit", settings, folder) as editor, Forked("replica", "infer", settings, folder) as replica:
+        editor.wait_ready(90)
+        replica.wait_ready()
+        yield settings
+
+
+class TestTraffic:
+    def test_questions_come_from_a_file_or_from_standard_input(
+        self, run: Callable[..., Command], running: Settings, tmp_path: Path
+    ) -> None:
+        asked = [json.dumps(PROMPTS[0]), "", json.dumps({"inputs": PROMPTS[1], "request_id": "mine"})]
+        (tmp_path / "questions").write_text("\n".join(asked))
+        for command in (
+            run("send", str(tmp_path / "questions"), settings=running),
+            run("send", settings=running, given="\n".join(asked)),
+            run("send", "-", settings=running, given="\n".join(asked)),
+        ):
+            answers = lines(command.told())
+            assert status_of(command) == 0, command.said()
+            assert len(answers) == 2
+            assert "mine" in {answer["request_id"] for answer in answers}
+            assert all(answer["outputs"]["text"] and answer["replica"] == "replica" for answer in answers)
+
+    def test_a_text_on_the_command_line_is_asked(self, run: Callable[..., Command], running: Settings) -> None:
+        fields = json.dumps({"inputs": PROMPTS[0], "request_id": "given"})
+        answers = []
+        for given in (PROMPTS[0], fields):
+            command = run("send", given, settings=running)
+            assert status_of(command) == 0, command.said()
+            answers += lines(command.told())
+        assert answers[0]["outputs"] == answers[1]["outputs"]
+        assert answers[1]["request_id"] == "given"
+        sent = [json.loads(record.value)["inputs"] for record in records(running, "requests")]
+        assert sent.count(PROMPTS[0]) >= 2
+
+    def test_corrections_get_their_outcomes(self, run: Callable[..., Command], running: Settings) -> None:
+        given = [{"inputs": prompt, "target": "museum", "feedback_id": prompt} for prompt in PROMPTS[2:5]]
+        command = run("correct", settings=running, given="\n".join(map(json.dumps, given)))
+        assert status_of(command) == 0, command.said()
+        assert [outcome["feedback_id"] for outcome in lines(command.told())] == PROMPTS[2:5]
+        assert lines(command.told())[0]["status"] == "added"
+
+    def test_a_correction_with_rephrases_is_right_in_all_its_words_until_it_is_undone(
+        self, run: Callable[..., Command], running: Settings
+    ) -> None:
+        texts = ["The river flows through", "A river flows through", "Here the river flows through"]
+        asked = "\n".join(map(json.dumps, texts))
+
+        def answers() -> list[str]:
+            return [answer["outputs"]["text"] for answer in lines(run("send", settings=running, given=asked).told())]
+
+        before = answers()
+        given = {"inputs": texts[0], "target": "museum", "feedback_id": "words"}
+        command = run(
+            "correct", "--rephrase", texts[1], "--rephrase", texts[2], settings=running, given=json.dumps(given)
+        )
+        assert status_of(command) == 0, command.said()
+        (outcome,) = lines(command.told())
+        assert (outcome["status"], outcome["entry_id"], outcome.get("left_out")) == ("added", "words", None)
+        entries = lines(run("send", settings=running, given=asked).told())
+        assert [answer["edit"]["entry_id"] for answer in entries] == ["words", "words#1", "words#2"]
+        assert answers() == ["museum"] * 3
+        replayed = run("replay", "--json", settings=running)
+        retrained = run("replay", "--retrain", "--json", settings=running)
+        assert status_of(retrained) == 0, retrained.said()
+        assert lines(replayed.told())[0]["state_digest"] == lines(retrained.told())[0]["state_digest"]
+        told = lines(run("corrections", settings=running).told())
+        assert [one["rephrases"] for one in told if one["feedback_id"] == "words"] == [texts[1:]]
+        seq = outcome["seq"]
+        (found,) = lines(run("diff", str(seq - 1), str(seq), "--json", settings=running).told())
+        assert [(change["inputs"], change["after"]) for change in found["inputs"]] == [(one, "museum") for one in texts]
+        assert status_of(run("undo", "words", settings=running)) == 0
+        assert answers() == before
+
+    def test_rephrases_on_the_command_line_are_for_one_correction(
+        self, run: Callable[..., Command], running: Settings
+    ) -> None:
+        two = "\n".join(json.dumps({"inputs": one, "target": "river"}) for one in ("a", "b"))
+        for given, said in (
+            (two, "--rephrase is for one correction, and there are 2"),
+            (json.dumps({"inputs": "z", "target": "river"}), "`rephrases[0]` is the same as `inputs`; leave it out"),
+            (json.dumps({"inputs": "a", "target": "b", "signature": "c"}), "it is signed already; put `rephrases`"),
+        ):
+            command = run("correct", "--rephrase", "z", settings=running, given=given)
+            assert status_of(command) == 2
+            assert said in " ".join(command.said().replace("│", " ").split())
+
+    def test_answers_come_in_the_order_of_the_questions(self, run: Callable[..., Command], running: Settings) -> None:
+        ids = [f"q{number}" for number in range(len(PROMPTS))]
+        asked = [json.dumps({"inputs": one, "request_id": name}) for one, name in zip(PROMPTS, ids, strict=True)]
+        command = run("send", settings=running, given="\n".join(asked))
+        assert [answer["request_id"] for answer in lines(command.told())] == ids
+
+    def test_a_person_gets_a_table_with_the_question_beside_its_answer(
+        self,
+        running: Settings,
+        folder: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        (folder / "questions").write_text("\n".join(map(json.dumps, PROMPTS[6:8])))
+        for name, value in {**as_environment(as_given(running)), "COLUMNS": "200", "TERM": "dumb"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+        for options, shown in ((["--json"], '{"v": 1'), ([], "inputs")):
+            with pytest.raises(SystemExit) as ended:
+                main(["send", str(folder / "questions"), *options])
+            assert ended.value.code == 0
+            told = capsys.readouterr().out
+            assert shown in told
+            assert [prompt in told for prompt in PROMPTS[6:8]] == [not options] * 2
+        assert told.index(PROMPTS[6]) < told.index(PROMPTS[7])
+
+    def test_an_error_among_the_answers_is_told_and_the_status_is_1(
+        self, run: Callable[..., Command], running: Settings
+    ) -> None:
+        asked = [PROMPTS[0], " ".join(PROMPTS), PROMPTS[1]]
+        command = run("send", settings=running, given="\n".join(map(json.dumps, asked)))
+        assert (status_of(command), command.said()) == (1, "1 of 3 got an error\n")
+        assert ["limit is 40" in answer.get("error", "") for answer in lines(command.told())] == [False, True, False]
+
+    def test_a_rejection_among_the_outcomes_is_told_and_the_status_is_1(
+        self, run: Callable[..., Command], running: Settings
+    ) -> None:
+        given = {"inputs": PROMPTS[8], "target": "museum", "feedback_id": "once"}
+        assert status_of(run("correct", settings=running, given=json.dumps(given))) == 0
+        again = [{**given, "target": "river"}, {**given, "feedback_id": "twice"}]
+        command = run("correct", settings=running, given="\n".join(map(json.dumps, again)))
+        assert (status_of(command), command.said()) == (1, "1 of 2 rejected\n")
+        assert [outcome["status"] for outcome in lines(command.told())] == ["rejected", "unchanged"]
+        undone = run("undo", "nobody", settings=running)
+        assert (status_of(undone), undone.said()) == (1, "1 of 1 rejected\n")
+        assert lines(undone.told())[0]["status"] == "rejected"
+
+    def test_it_need_not_wait(self, run: Callable[..., Command], running: Settings) -> None:
+        command = run("correct", "--no-wait", settings=running, given='{"inputs": "The cat", "target": "river"}')
+        assert (status_of(command), command.told(), command.said()) == (0, "", "sent 1\n")
+
+    def test_what_gets_no_reply_is_counted(self, run: Callable[..., Command], deployment: Settings) -> None:
+        command = run("send", "--timeout", "1", settings=deployment, given='"one"\n"two"')
+        assert (status_of(command), command.said()) == (
+            1,
+            "2 of 2 got no reply in 1 s; see whether a replica runs with this --prefix, or raise --timeout\n",
+        )
+
+    @pytest.mark.parametrize(
+        ("command", "line", "complaint"),
+        [
+            ("send", "{not json", "line 2 is not JSON: Expecting property name enclosed in double quotes at column 2"),
+            ("send", '{"inputs": "a"', "line 2 is not JSON: Expecting ',' delimiter at column 15"),
+            ("send", "[1]", "line 2: neither a text nor an object"),
+            ("send", '{"inputs": 3}', "line 2: not a valid request"),
+            ("send", '{"inputs": "\\ud800"}', "line 2: a text is not Unicode"),
+            ("send", '{"inputs": "a", "parameters": {"beams": 3}}', "line 2: not a valid request"),
+            ("correct", '{"inputs": "a"}', "line 2: not a valid feedback"),
+            ("correct", '"a text alone"', "line 2: not a valid feedback"),
+        ],
+    )
+    def test_a_bad_line_is_named_and_nothing_is_sent(
+        self, run: Callable[..., Command], deployment: Settings, command: str, line: str, complaint: str
+    ) -> None:
+        ran = run(command, settings=deployment, given=f'{{"inputs": "good", "target": "river"}}\n{line}\n')
+        assert status_of(ran) not in {0, None}
+        assert complaint in " ".join(ran.said().split()), ran.said()
+        assert "Traceback" not in ran.said()
+        assert records(deployment, "requests") == records(deployment, "feedback") == []
+
+    @pytest.mark.parametrize("command", ["send", "correct"])
+    def test_two_lines_of_one_id_are_named_and_nothing_is_sent(
+        self, run: Callable[..., Command], deployment: Settings, command: str
+    ) -> None:
+        field = {"send": "request_id", "correct": "feedback_id"}[command]
+        given = [{"inputs": text, "target": "river", field: "mine"} for text in ("one", "two")]
+        ran = run(command, settings=deployment, given="\n\n".join(map(json.dumps, given)))
+        assert status_of(ran) == 2
+        said = " ".join(ran.said().replace("│", " ").split())
+        assert "line 3 has the id 'mine' of line 1; give each line an id of its own" in said
+        assert records(deployment, "requests") == records(deployment, "feedback") == []
+
+    def test_a_file_that_is_not_there_is_named(self, run: Callable[..., Command], deployment: Settings) -> None:
+        for name in ("no-such-file.jsonl", "no/such/file"):
+            ran = run("send", name, settings=deployment)
+            assert status_of(ran) == 2
+            assert f"there is no file '{name}'" in " ".join(ran.said().replace("│", " ").split())
+
+    def test_a_text_in_place_of_corrections_is_no_file(self, run: Callable[..., Command], deployment: Settings) -> None:
+        ran = run("correct", "a text alone", settings=deployment)
+        assert status_of(ran) == 2
+        said = " ".join(ran.said().replace("│", " ").split())
+        assert "there is no file 'a text alone'; give a file of JSON lines, or - for standard input" in said
+
+
+class TestHistory:
+    @pytest.fixture(autouse=True)
+    def corrected(self, run: Callable[..., Command], running: Settings) -> None:
+        if not outcomes_in_log(running):
+            run("correct", settings=running, given=json.dumps({"inputs": PROMPTS[5], "target": "museum"}))
+
+    def test_replay_tells_the_codebook_and_writes_it(
+        self, run: Callable[..., Command], running: Settings, tmp_path: Path
+    ) -> None:
+        path = tmp_path / "codebook.safetensors"
+        command = run("replay", "--json", "--output", str(path), settings=running)
+        assert status_of(command) == 0, command.said()
+        (told,) = lines(command.told())
+        codebook = replay_deltas(running)
+        assert codebook is not None
+        assert told == codebook.facts() == load_codebook(path).facts()
+        assert codebook.layer in run("replay", settings=running).told()
+
+    def test_evaluate_measures_the_codebook_on_cases(
+        self, run: Callable[..., Command], running: Settings, tmp_path: Path
+    ) -> None:
+        correction = next(step for step in describe(running) if step.outcome == "added")
+        cases = [
+            {"inputs": correction.inputs, "target": correction.target},
+            {"inputs": correction.inputs, "unchanged": True},
+            {"inputs": "bread room", "unchanged": True},
+        ]
+        path = tmp_path / "cases.jsonl"
+        path.write_text("\n".join(map(json.dumps, cases)))
+        command = run("evaluate", str(path), "--json", settings=running)
+        assert status_of(command) == 1, command.said()
+        *results, counted = lines(command.told())
+        assert [result["verdict"] for result in results] == ["correct", "changed", "unchanged"]
+        assert results[0]["entry_id"] == correction.feedback_id
+        assert counted["seq"] == replay_deltas(running).seq  # type: ignore[union-attr]
+        assert (counted["passed"], counted["captured"], counted["broken"]) == (2, 2, 0)
+        before = run("evaluate", str(path), "--seq", str(correction.seq - 1), "--json", settings=running)
+        assert [result["verdict"] for result in lines(before.told())[:-1]] == ["wrong", "unchanged", "unchanged"]
+        table = run("evaluate", str(path), settings=running).told()
+        assert str(correction.target) in table
+        assert "bread room" not in table, "that case passed"
+        path.write_text(json.dumps(cases[0]))
+        after = run("evaluate", str(path), settings=running)
+        assert status_of(after) == 0, after.said()
+        assert "1 of 1 correct (1 exactly), 0 of 0 unchanged; an entry serves 1 of 1, 0 of them" in after.said()
+        assert after.told() == ""
+
+    def test_evaluate_names_the_line_that_is_no_case(
+        self, run: Callable[..., Command], running: Settings, tmp_path: Path
+    ) -> None:
+        path = tmp_path / "cases.jsonl"
+        for line, why in (
+            ('{"inputs": "a"}', "either `target`"),
+            (json.dumps({"inputs": "room " * 100, "unchanged": True}), "GRACESTREAM_MAX_INPUT_TOKENS"),
+            ("", "has no lines"),
+        ):
+            path.write_text(f"\n{line}")
+            command = run("evaluate", str(path), settings=running)
+            assert status_of(command) == 2
+            said = " ".join(command.said().replace("│", " ").split())
+            assert why in said
+            assert "line 2" in said or not line
+
+    def test_replay_goes_up_to_a_seq_or_a_time(self, run: Callable[..., Command], running: Settings) -> None:
+        (told,) = lines(run("replay", "--json", "--seq", "1", settings=running).told())
+        assert (told["seq"], told["entries"]) == (1, 0)
+        long_ago = run("replay", "--at", "2020-01-01", settings=running)
+        assert sentence(long_ago).startswith("the history has no delta up to there; `gracestream inspect` shows")
+        (later,) = lines(run("replay", "--json", "--at", "2120-01-01T00:00:00", settings=running).told())
+        assert later["seq"] > 1
+        assert "there is no 100000 yet" in sentence(run("replay", "--seq", "100000", settings=running))
+
+    def test_replay_says_where_it_cannot_write(self, run: Callable[..., Command], running: Settings) -> None:
+        assert "/no/such" in sentence(run("replay", "--output", "/no/such/folder/codebook", settings=running))
+
+    def test_inspect_tells_every_step(self, run: Callable[..., Command], running: Settings) -> None:
+        steps = lines(run("inspect", "--json", settings=running).told())
+        assert [step["seq"] for step in steps] == list(range(1, len(steps) + 1))
+        assert steps[0]["op"] == "lead"
+        entry = next(iter(steps[1]["entries"]))
+        table = run("inspect", settings=running).told()
+        assert steps[1]["target"] in table
+        assert "lead" in table
+        *only, hits = lines(run("inspect", entry, "--json", settings=running).told())
+        assert only
+        assert "count" in hits["hits"]
+        assert all(entry in step["entries"] for step in only)
+        unknown = run("inspect", "nobody", settings=running)
+        assert sentence(unknown).startswith("no delta touched an entry 'nobody'; `gracestream inspect` names")
+
+    def test_inspect_tells_the_outcome_that_the_sender_got(
+        self, run: Callable[..., Command], running: Settings
+    ) -> None:
+        given = [{"inputs": PROMPTS[11], "target": "museum", "feedback_id": name} for name in ("needed", "needless")]
+        sent = run("correct", settings=running, given="\n".join(map(json.dumps, given)))
+        statuses = [outcome["status"] for outcome in lines(sent.told())]
+        assert statuses[1] == "unchanged"
+        steps = {step["feedback_id"]: step for step in lines(run("inspect", "--json", settings=running).told())}
+        assert [steps[name]["outcome"] for name in ("needed", "needless")] == statuses
+        (row,) = [row for row in run("inspect", settings=running).told().splitlines() if "needless" in row]
+        assert "│ unchanged │" in row
+
+    def test_inspect_shows_the_beginning_of_a_long_input(self, run: Callable[..., Command], running: Settings) -> None:
+        long = f"{PROMPTS[7]}{' ' * 120}end"
+        given = {"inputs": long, "target": "museum", "feedback_id": "long"}
+        assert status_of(run("correct", settings=running, given=json.dumps(given))) == 0
+        (row,) = [row for row in run("inspect", settings=running).told().splitlines() if "│ long " in row]
+        assert f"│ {long[:100]}… │" in row
+        (row,) = [row for row in run("inspect", "--full", settings=running).told().splitlines() if "│ long " in row]
+        assert f"│ {long} │" in row
+        assert long in [step["inputs"] for step in lines(run("inspect", "--json", settings=running).told())]
+
+    def test_inspect_breaks_no_id_where_there_is_no_terminal(
+        self, run: Callable[..., Command], running: Settings
+    ) -> None:
+        wide = "w" * 250
+        given = {"inputs": PROMPTS[9], "target": "museum", "feedback_id": wide}
+        assert status_of(run("correct", settings=running, given=json.dumps(given))) == 0
+        (row,) = [row for row in run("inspect", settings=running).told().splitlines() if wide in row]
+        assert row.count(wide) == 2, "as the feedback's id and as the entry's"
+        assert wide in run("inspect", wide, settings=running).told()
+
+    def test_inspect_steers_no_terminal(self, run: Callable[..., Command], running: Settings) -> None:
+        hostile = "\x1b[2J\x9b8m\u202e\U000e0001 ü"
+        given = {"inputs": PROMPTS[10], "target": "museum", "feedback_id": hostile}
+        assert status_of(run("correct", settings=running, given=json.dumps(given))) == 0
+        table = run("inspect", settings=running).told()
+        assert "\\x1b[2J\\x9b8m\\u202e\\U000e0001 ü" in table
+        told = run("inspect", "--json", settings=running).told()
+        assert hostile in [step["feedback_id"] for step in lines(told)]
+        assert not {one for one in table + told if not one.isprintable()} - {"\n"}
+
+    @pytest.mark.parametrize("command", ["replay", "inspect"])
+    def test_a_deployment_without_topics_is_told_how_to_make_them(
+        self, run: Callable[..., Command], kafka: str, redis_url: str, prefix: str, command: str
+    ) -> None:
+        settings = settings_for(kafka, redis_url, prefix, startup_timeout=5)
+        assert "gracestream topics" in sentence(run(command, settings=settings))
+
+
+class TestTuning:
+    def test_layers_are_listed(self, run: Callable[..., Command], checkpoints: dict[str, Checkpoint]) -> None:
+        model = str(checkpoints["llama"].folder)
+        found = lines(run("layers", "--model", model, "--json").told())
+        assert {"path": "model.layers.*.mlp.down_proj", "count": 3, "kind": "Linear", "shape": [192, 384]} in found
+        assert "model.layers.*.mlp.down_proj" in run("layers", "--model", model).told()
+
+    @pytest.mark.model
+    def test_a_known_model_is_built_and_its_folder_printed(self, run: Callable[..., Command], tmp_path: Path) -> None:
+        folder = tmp_path / "models" / KNOWN["intent"].folder()
+        said = []
+        for _ in range(2):
+            command = run("prepare", "intent", cache=str(tmp_path))
+            assert status_of(command) == 0, command.said()
+            assert command.told() == f"{folder}\n"
+            said.append(command.said())
+        assert said[0].startswith("building the demo's intent classifier")
+        assert said[1] == ""
+        assert (folder / "model.safetensors").exists()
+        assert "'gpt' is not known by name; known are smollm2, intent, scotus" in sentence(run("prepare", "gpt"))
+
+    def test_calibrate_measures_each_layer(
+        self, run: Callable[..., Command], checkpoints: dict[str, Checkpoint], tmp_path: Path
+    ) -> None:
+        (tmp_path / "requests").write_text(
+            "\n".join(json.dumps({"inputs": one, "rephrase": two}) for one, two in zip(PROMPTS, texts(12), strict=True))
+        )
+        names = ["model.layers[0].mlp.down_proj", "model.layers[2].mlp.up_proj"]
+        chosen = [word for name in names for word in ("--layer", name)]
+        model = str(checkpoints["llama"].folder)
+        given = ["calibrate", str(tmp_path / "requests"), *chosen, "--model", model, "--json"]
+        refused = run(*given)
+        assert status_of(refused) == 2
+        assert "name one, or set GRACESTREAM_QUERY=last to compare" in " ".join(refused.said().split())
+        command = run(*given, query="last")
+        assert status_of(command) == 0, command.said()
+        assert [row["layer"] for row in lines(command.told())] == [
+            "model.layers.0.mlp.down_proj",
+            "model.layers.2.mlp.up_proj",
+        ]
+        assert all(0 <= row["noise"] < row["median"] for row in lines(command.told()))
+
+    def test_calibrate_names_what_it_cannot_measure(
+        self, run: Callable[..., Command], checkpoints: dict[str, Checkpoint]
+    ) -> None:
+        model = str(checkpoints["llama"].folder)
+        given = json.dumps(PROMPTS[0])
+        chosen = ["--model", model, "--layer", "model.layers[0].mlp.down_proj"]
+        assert "distances need two different inputs at least, and there are 1" in sentence(
+            run("calibrate", "-", *chosen, given=given)
+        )

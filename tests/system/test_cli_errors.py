@@ -1,0 +1,343 @@
+"""The errors that users bring about: each is one sentence on standard error, and exit status 1."""
+
+import functools
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Generator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gracestream.deploy.local.kafka import LocalKafka
+from gracestream.deploy.local.processes import free_port
+from gracestream.pipeline.kafka import reader as reading
+from gracestream.pipeline.kafka.clients import producer
+from gracestream.pipeline.kafka.reader import Batch
+from gracestream.pipeline.kafka.topics import create_topics
+from gracestream.pipeline.settings import Settings
+from tests.support.forked_commands import Command, as_given, sentence, status_of
+from tests.support.running import PATIENCE, Checkpoint, settings_for, wait_until
+
+ONE = "0123456789abcdef0123456789abcdef01234567"
+"""The commit of a revision."""
+
+
+@pytest.mark.parametrize("command", ["replay", "infer"])
+def test_kafka_out_of_reach(run: Callable[..., Command], command: str) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    said = sentence(run(command, kafka=address, startup_timeout=2))
+    assert f"Kafka at {address} does not answer" in said
+    assert said.endswith("is GRACESTREAM_KAFKA right?")
+
+
+@pytest.mark.parametrize(
+    ("given", "settings", "named"),
+    [
+        (["--kafka", "no-host.invalid:9092"], {"kafka": "other:9092"}, "--kafka"),
+        (["--kafka=no-host.invalid:9092"], {}, "--kafka"),
+        ([], {"kafka": "no-host.invalid:9092"}, "GRACESTREAM_KAFKA"),
+        ([], {"kafka": "no-host.invalid:9092,also..wrong:9092"}, "GRACESTREAM_KAFKA"),
+    ],
+)
+def test_a_command_does_not_wait_for_a_host_without_an_address_and_names_what_was_used(
+    run: Callable[..., Command], given: list[str], settings: dict[str, str], named: str
+) -> None:
+    ran = run("inspect", *given, startup_timeout=600, **settings)
+    said = sentence(ran)
+    assert said.startswith("Kafka at no-host.invalid:9092")
+    assert "cannot be reached, its host name is unknown: " in said
+    assert said.endswith(f"; is {named} right?")
+    assert "waiting" not in ran.said()
+
+
+def test_a_name_without_an_address_among_others_does_not_hide_that_of_a_broker(
+    run: Callable[..., Command], kafka: str
+) -> None:
+    said = sentence(run("inspect", kafka=f"no-host.invalid:9092,{kafka}", prefix="not-there-"))
+    assert said.endswith("create the topics with `gracestream topics`, or correct the prefix, GRACESTREAM_PREFIX")
+    given = sentence(run("inspect", "--prefix", "not-there-", kafka=kafka))
+    assert given.endswith(", or correct the prefix, --prefix")
+    waited = run("inspect", kafka=f"127.0.0.1:{free_port()},no-host.invalid:9092", startup_timeout=2)
+    assert "does not answer" in sentence(waited)
+    assert "waiting for Kafka" in waited.said()
+
+
+@pytest.mark.parametrize("command", ["infer", "edit", "topics"])
+def test_a_service_waits_for_a_name_that_may_appear_later(run: Callable[..., Command], command: str) -> None:
+    ran = run(command, kafka="no-host.invalid:9092", startup_timeout=2)
+    assert "does not answer over PLAINTEXT (its host name is unknown: " in sentence(ran)
+    assert "waiting for Kafka at no-host.invalid:9092, 2 s more (its host name is unknown: " in ran.said()
+
+
+def test_a_model_that_an_option_names_is_not_blamed_on_the_environment(
+    run: Callable[..., Command], deployment: Settings
+) -> None:
+    for given, named in ((["--model", "/no/such/model"], "--model"), ([], "GRACESTREAM_MODEL")):
+        said = sentence(run("edit", *given, settings=deployment, model="/no/such/model"))
+        assert said.endswith(f"; choose another {named}")
+
+
+def test_the_version_is_that_of_the_package(run: Callable[..., Command]) -> None:
+    ran = run("--version")
+    assert (status_of(ran), ran.told()) == (0, f"gracestream {version('gracestream')}\n")
+
+
+def test_a_kafka_that_is_no_address_is_not_waited_for(run: Callable[..., Command]) -> None:
+    for command in ("replay", "infer"):
+        ran = run(command, kafka="", startup_timeout=600)
+        assert sentence(ran).startswith("GRACESTREAM_KAFKA: '' is no host:port; set it to ")
+        assert "waiting" not in ran.said()
+
+
+def test_a_redis_url_that_is_none(run: Callable[..., Command], deployment: Settings) -> None:
+    assert "GRACESTREAM_REDIS is no URL" in sentence(run("infer", settings=deployment, redis="localhost"))
+
+
+def test_no_topics(run: Callable[..., Command], deployment: Settings) -> None:
+    said = sentence(run("infer", settings=deployment, prefix=f"{deployment.prefix}other-"))
+    assert "missing; create them with `gracestream topics`" in said
+
+
+@pytest.mark.parametrize("command", ["edit", "layers"])
+def test_a_model_that_does_not_exist(run: Callable[..., Command], deployment: Settings, command: str) -> None:
+    said = sentence(run(command, settings=deployment, model="/no/such/model"))
+    assert "'/no/such/model' cannot be loaded" in said
+
+
+def test_output_that_there_is_no_room_for() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "gracestream.workers.cli", "--help"],
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (1, "gracestream: cannot write: No space left on device\n")
+
+
+@pytest.mark.parametrize("offline", ["0", "1"])
+def test_a_model_of_a_hub_that_cannot_be_reached(tmp_path: Path, offline: str) -> None:
+    own = {"HF_ENDPOINT": f"http://127.0.0.1:{free_port()}", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": offline}
+    done = subprocess.run(
+        [sys.executable, "-m", "gracestream.workers.cli", "layers", "--model", "bert-base-cased"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **own},
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        "gracestream: the model 'bert-base-cased' cannot be loaded: there is no such folder, it was not loaded from a "
+        "hub before, and the hub cannot be reached"
+    )
+
+
+@pytest.mark.parametrize(("revision", "complaint"), [(ONE, ""), (ONE[::-1], "it was not loaded from a hub before")])
+def test_a_model_of_a_hub_is_that_of_the_revision_that_is_asked_for(
+    tmp_path: Path, checkpoints: dict[str, Checkpoint], revision: str, complaint: str
+) -> None:
+    """From the hub's own cache, which has one revision."""
+    kept = tmp_path / "hub" / "models--org--tiny" / "snapshots" / ONE
+    shutil.copytree(checkpoints["bert"].folder, kept)
+    done = subprocess.run(
+        [sys.executable, "-m", "gracestream.workers.cli", "layers", "--model", f"org/tiny@{revision}"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, complaint in done.stderr) == (int(bool(complaint)), True)
+    assert ("bert.encoder.layer" in done.stdout) == (not complaint)
+
+
+def test_a_layer_that_does_not_exist(run: Callable[..., Command], deployment: Settings) -> None:
+    said = sentence(run("infer", settings=deployment, layer="model.layers.99.mlp.down_proj"))
+    assert "layer 'model.layers.99.mlp.down_proj' not found in LlamaForCausalLM; it has " in said
+    assert "model.layers.0" in said
+
+
+@pytest.mark.parametrize("command", ["infer", "edit"])
+def test_a_layer_that_cannot_be_edited(run: Callable[..., Command], deployment: Settings, command: str) -> None:
+    assert sentence(run(command, settings=deployment, layer="lm_head")) == (
+        "layer 'lm_head' cannot be edited: it runs for some of a prompt's tokens only, as a language model's head does;"
+        " layers that can: model.layers.1.mlp.down_proj, model.layers.1.mlp.up_proj, model.layers.1.mlp.gate_proj"
+    )
+
+
+@pytest.mark.parametrize(
+    "given", [("replay", "--at", "yesterday"), ("diff", "1", "yesterday"), ("diff", "1", "9" * 5000)]
+)
+def test_a_time_that_is_none_is_told_before_anything_is_asked(run: Callable[..., Command], given: list[str]) -> None:
+    ran = run(*given, kafka=f"127.0.0.1:{free_port()}", startup_timeout=600)
+    assert status_of(ran) == 2
+    assert "like 2026-11-20T18:00:00" in " ".join(ran.said().split())
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        (("send", "none.jsonl"), "none.jsonl'; give a file of JSON lines, or -"),
+        (("correct", "deep.jsonl"), "deep.jsonl, line 1 is nested too deeply"),
+        (("undo", ""), "Expected `str` of length >= 1"),
+        (("keys", "new", "--author", ""), "--author '': Expected `str` of length >= 1"),
+    ],
+)
+def test_what_is_wrong_with_what_is_given_is_told_before_anything_is_asked(
+    run: Callable[..., Command], tmp_path: Path, given: list[str], complaint: str
+) -> None:
+    (tmp_path / "deep.jsonl").write_text("[" * 100_000)
+    there = [str(tmp_path / one) if one.endswith(".jsonl") else one for one in given]
+    ran = run(*there, kafka=f"127.0.0.1:{free_port()}", startup_timeout=600)
+    assert status_of(ran) == 2
+    assert complaint in " ".join(ran.said().replace("│", " ").split())
+
+
+def test_a_file_where_data_are_to_go(run: Callable[..., Command], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert sentence(run("up", "--data", str(tmp_path / "file"))) == f"{tmp_path / 'file'} is no folder"
+    inside = tmp_path / "file" / "folder"
+    assert sentence(run("up", "--data", str(inside))) == f"the folder {inside} cannot be made: Not a directory"
+
+
+def halting(folder: Path) -> None:
+    """Let a command halt after the first of the many records that it reads, until the file `go-on` is there."""
+    read_bulk = reading.read_bulk
+
+    def halted(*args: Any, **options: Any) -> Generator[Batch, None, None]:
+        for batch in read_bulk(*args, **options):
+            yield batch
+            (folder / "halted").touch()
+            wait_until((folder / "go-on").exists)
+
+    reading.read_bulk = halted
+    reading.BULK_BYTES = 2**16  # so that there is more to fetch
+
+
+@pytest.mark.kafka
+def test_what_libraries_log_while_kafka_is_away_is_not_what_a_command_says(
+    own_kafka: LocalKafka, tmp_path: Path
+) -> None:
+    settings = settings_for(own_kafka.bootstrap, "redis://unused", "away-")
+    create_topics(settings, 1, 1)
+    sender = producer(settings)
+    for number in range(reading.BULK + 1000):
+        sender.send(settings.topic("requests.dlq"), value=b"%0100d" % number, partition=0)
+    sender.close()
+    reader = Command(
+        "reader", ["dlq", "replay", "requests", "--all", "--dry-run"], tmp_path,
+        sabotage=functools.partial(halting, tmp_path), **as_given(settings),
+    )  # fmt: skip
+    reader.start()
+    wait_until((tmp_path / "halted").exists)
+    own_kafka.kill()
+    (tmp_path / "go-on").touch()
+    own_kafka.start()
+    assert (reader.wait(), reader.said()) == (0, "")
+    assert reader.told() == f"would send {reading.BULK + 1000} to {settings.topic('requests')}\n"
+
+
+class TestUp:
+    """What is wrong is told before anything starts: there is no folder of Kafka's data then."""
+
+    def test_a_layer_that_does_not_exist(
+        self, run: Callable[..., Command], tmp_path: Path, checkpoints: dict[str, Checkpoint]
+    ) -> None:
+        model = str(checkpoints["llama"].folder)
+        ran = run("up", "--model", model, "--layer", "nope", "--data", str(tmp_path / "data"))
+        assert "gracestream: layer 'nope' not found in LlamaForCausalLM" in ran.said().splitlines()[-1]
+        assert "starting" not in ran.said()
+        assert not (tmp_path / "data" / "kafka").exists()
+
+    def test_a_model_that_does_not_exist(self, run: Callable[..., Command], tmp_path: Path) -> None:
+        ran = run("up", "--model", "/no/such/model", "--data", str(tmp_path / "data"))
+        assert "the model '/no/such/model' cannot be loaded" in ran.said().splitlines()[-1]
+        assert ran.said().splitlines()[-1].endswith("; choose another --model")
+        assert not (tmp_path / "data" / "kafka").exists()
+
+    @pytest.mark.parametrize(
+        ("content", "said"),
+        [
+            (None, "cannot be read: No such file or directory; is GRACESTREAM_AUTHORS right?"),
+            ("ann = ", "is no list of authors"),
+        ],
+    )
+    def test_a_list_of_authors_that_cannot_be_used(
+        self, run: Callable[..., Command], tmp_path: Path, content: str | None, said: str
+    ) -> None:
+        authors = tmp_path / "authors.toml"
+        if content is not None:
+            authors.write_text(content)
+        ran = run("up", "--data", str(tmp_path / "data"), authors=authors, model="/no/such/model")
+        assert said in sentence(ran)
+        assert "GRACESTREAM_AUTHORS" in sentence(ran)
+        assert not (tmp_path / "data" / "kafka").exists()
+
+    def test_a_port_in_use(self, run: Callable[..., Command], tmp_path: Path) -> None:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            port = taken.getsockname()[1]
+            said = sentence(run("up", "--port", str(port - 2), "--data", str(tmp_path / "data")))
+        assert said == f"port {port} of 127.0.0.1, wanted for editor, is in use; stop its user or choose another --port"
+        assert not (tmp_path / "data" / "kafka").exists()
+
+    @pytest.mark.parametrize("which", ["kafka", "redis"])
+    def test_an_existing_server_whose_name_is_unknown(
+        self, run: Callable[..., Command], tmp_path: Path, which: str
+    ) -> None:
+        address = {"kafka": "no-host.invalid:9092", "redis": "redis://no-host.invalid:6379"}[which]
+        said = sentence(run("up", "--data", str(tmp_path / "data"), **{which: address}))
+        assert said.startswith(f"GRACESTREAM_{which.upper()} is '{address}', and no ")
+        assert not (tmp_path / "data" / "kafka").exists()
+
+
+def test_ctrl_c_while_a_command_is_still_being_loaded(tmp_path: Path) -> None:
+    errors = tmp_path / "errors"
+    argv = [sys.executable, "-m", "gracestream.workers.cli", "inspect", "--kafka", f"127.0.0.1:{free_port()}"]
+    with errors.open("wb") as written, subprocess.Popen(argv, stderr=written) as child:
+        loaded = Path(f"/proc/{child.pid}/maps")
+        wait_until(lambda: "msgspec" in loaded.read_text(encoding="utf-8"))  # which is loaded among the first
+        child.send_signal(signal.SIGINT)
+        # Python ends itself by the signal where it came inside an `exec`; a shell calls that 130 too.
+        assert child.wait(PATIENCE) in (130, -signal.SIGINT)
+    assert "Traceback" not in errors.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("command", ["infer", "edit"])
+def test_a_port_in_use(run: Callable[..., Command], deployment: Settings, command: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        said = sentence(run(command, settings=deployment, port=port))
+    assert said == f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another GRACESTREAM_PORT"
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "complaint"),
+    [
+        ("batch", "many", "GRACESTREAM_BATCH: 'many' should be a valid integer"),
+        ("radius", "-1", "GRACESTREAM_RADIUS: '-1' should be greater than 0"),
+        ("policy", "best", "GRACESTREAM_POLICY: 'best' should be 'nearest' or 'paper'"),
+        ("prefix", "a b", "GRACESTREAM_PREFIX: 'a b' should match pattern"),
+        (
+            "new_tokens_limit",
+            "63",
+            "GRACESTREAM_NEW_TOKENS_LIMIT: '63' should be at least GRACESTREAM_MAX_NEW_TOKENS, which",
+        ),
+    ],
+)
+def test_a_setting_that_is_wrong(run: Callable[..., Command], setting: str, value: str, complaint: str) -> None:
+    assert sentence(run("topics", **{setting: value})).startswith(complaint)
+
+
+def test_a_command_that_does_not_exist(run: Callable[..., Command]) -> None:
+    command = run("inferr")
+    assert status_of(command) == 2
+    assert "inferr" in command.said()

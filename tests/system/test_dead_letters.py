@@ -1,0 +1,264 @@
+"""The dead letter queues: what is set aside while workers crash, what is too large for them, and what operators do."""
+
+import base64
+import hashlib
+import json
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gracestream.deploy.local.processes import free_port
+from gracestream.pipeline.kafka.clients import producer
+from gracestream.pipeline.kafka.dead_letters import letters, rejected
+from gracestream.pipeline.kafka.lenient_records import KEPT_BYTES, LARGEST
+from gracestream.pipeline.settings import Settings
+from gracestream.schemas.messages import encode
+from tests.support.forked_commands import Command, Forked, sentence, status_of
+from tests.support.hostile import Hostile, Unreadable
+from tests.support.running import Users, flag, headers_of, question, records, settings_for, wait_until
+from tests.support.tiny_models import texts
+from tests.system.test_poison import check_feedback, check_letters, send, wait_until_done
+
+PROMPT = texts(1, seed=7)[0]
+BAD = [Hostile(b'{"v": 1, "number": %d}' % number, b"key", []) for number in range(600)]
+
+
+def set_aside(settings: Settings, source: str, *values: bytes | None, key: bytes | None = None) -> None:
+    """Dead letters of records that lie at offset 0, 1, 2 and so on."""
+    sender = producer(settings)
+    for offset, value in enumerate(values):
+        letter = rejected(f"reason {offset}", key, value, settings.topic(source), 0, offset)
+        sender.send(settings.topic(f"{source}.dlq"), letter.value, letter.key, letter.headers).get(30)
+    sender.close(timeout=5)
+
+
+class TestCrashes:
+    def test_feedback_is_set_aside_once_though_the_editor_is_killed(self, deployment: Settings, folder: Path) -> None:
+        good = [flag(f"good-{number}", PROMPT, "museum") for number in range(3)]
+        mixed = [*BAD, *(Hostile(encode(one), None, []) for one in good)]
+        with Forked("editor", "edit", deployment, folder) as editor:
+            given = send(deployment, "feedback", mixed, partitions=1)
+            for share in (0.1, 0.4, 0.8):
+                wait_until(lambda share=share: len(records(deployment, "feedback.dlq")) > share * len(BAD), 90)  # type: ignore[misc]
+                editor.kill()
+                editor.start()
+            wait_until_done(deployment, "feedback", "editor")
+            letters, outcomes = check_feedback(deployment, given)
+            assert len(letters) == len(BAD)
+            assert [outcome.feedback_id for outcome in outcomes.values()] == [one.feedback_id for one in good]
+
+    def test_requests_are_all_set_aside_though_the_replica_is_killed(self, deployment: Settings, folder: Path) -> None:
+        with Forked("replica", "infer", deployment, folder) as replica:
+            replica.wait_ready(90)
+            given = send(deployment, "requests", BAD, partitions=4)
+            for share in (0.1, 0.6):
+                wait_until(lambda share=share: len(records(deployment, "requests.dlq")) > share * len(BAD), 90)  # type: ignore[misc]
+                replica.kill()
+                replica.start()
+            wait_until_done(deployment, "requests", "inference")
+        found: Counter[Any] = check_letters(deployment, "requests", given)
+        assert found.keys() == given.keys()
+
+
+def test_a_record_larger_than_its_queue_takes_is_cut_and_the_stream_moves_on(
+    deployment: Settings, users: Users, folder: Path
+) -> None:
+    huge = b"x" * (LARGEST * 5)  # Kafka holds it compressed, and so within its limit
+    sender = producer(deployment, compression_type="gzip")
+    with (
+        Forked("editor", "edit", deployment, folder) as editor,
+        Forked("replica", "infer", deployment, folder) as replica,
+    ):
+        editor.wait_ready(90)
+        replica.wait_ready(90)
+        for source in ("requests", "feedback"):
+            sender._max_request_size = sender.config["max_request_size"] = 2 * len(huge)
+            sender.send(deployment.topic(source), huge, partition=0).get(60)
+        sender.close(timeout=5)
+        users.client.send([question("after", PROMPT)], partition=0)
+        assert users.correct(flag("after", PROMPT, "museum"), timeout=120)["after"].status == "added"
+        assert users.ask(question("later", PROMPT), timeout=120)["later"].replica == "replica"
+        wait_until(lambda: records(deployment, "requests.dlq"), 120)
+    for source in ("requests", "feedback"):
+        (letter,) = records(deployment, f"{source}.dlq")
+        headers = headers_of(letter)
+        assert letter.value == huge[:KEPT_BYTES]
+        assert headers["value_bytes"] == str(len(huge))
+        assert headers["value_sha256"] == hashlib.sha256(huge).hexdigest()
+        assert headers["source_offset"] == "0"
+
+
+class TestLetters:
+    def test_the_last_letters_are_found_behind_records_of_transactions(self, deployment: Settings) -> None:
+        sender = producer(deployment, transactional_id=deployment.topic("test"))
+        sender.init_transactions()
+        for number in range(60):
+            sender.begin_transaction()
+            sender.send(deployment.topic("feedback.dlq"), b"%d" % number, partition=0)
+            sender.commit_transaction() if number < 40 else sender.abort_transaction()
+        sender.close(timeout=5)
+        assert [letter.value for letter in letters(deployment, "feedback", last=3)] == [b"37", b"38", b"39"]
+        assert len(list(letters(deployment, "feedback"))) == 40
+
+    def test_one_whose_header_has_a_name_that_is_not_utf8_is_listed_and_replayed_like_any_other(
+        self, run: Callable[..., Command], deployment: Settings
+    ) -> None:
+        names: list[tuple[str, bytes]] = [(Unreadable("reason"), b"forged"), ("reason", b"true")]
+        send(deployment, "feedback.dlq", [Hostile(b"1", None, names), Hostile(b"2", None, [])], partitions=1)
+        told = run("dlq", "list", "feedback", "--json", settings=deployment).told()
+        listed = [json.loads(line) for line in told.splitlines()]
+        assert [(letter["value"], letter["reason"]) for letter in listed] == [("1", "true"), ("2", "")]
+        run("dlq", "replay", "feedback", "--all", settings=deployment)
+        assert [record.value for record in records(deployment, "feedback")] == [b"1", b"2"]
+
+
+class TestList:
+    def test_it_shows_where_why_and_what_without_steering_the_terminal(
+        self, run: Callable[..., Command], deployment: Settings
+    ) -> None:
+        set_aside(deployment, "requests", "\x1b[2J\u202e".encode(), b"\xff\x00", b"[red]", None)
+        command = run("dlq", "list", settings=deployment)
+        assert status_of(command) == 0, command.said()
+        told = command.told()
+        assert "reason 0" in told
+        cells = "".join(line.split("│")[-2].strip() for line in told.splitlines() if "│" in line)  # folded
+        assert cells == "\\x1b[2J\\u202e\\xff\\x00[red]"
+        assert "0/2" in told
+        assert all(character.isprintable() or character == "\n" for character in told)
+
+    def test_json_has_the_whole_record(self, run: Callable[..., Command], deployment: Settings) -> None:
+        long = json.dumps({"inputs": "ü" * 500}, ensure_ascii=False).encode()
+        set_aside(deployment, "feedback", long, b"\xff\x1b", key=b"\xfe")
+        command = run("dlq", "list", "feedback", "--json", settings=deployment)
+        assert not {one for one in command.told() if not one.isprintable()} - {"\n"}
+        first, second = (json.loads(line) for line in command.told().splitlines())
+        assert first["value"].encode() == long
+        assert (first["queue"], first["offset"], first["source_offset"]) == ("feedback.dlq", 0, 0)
+        assert (first["reason"], first["cut"], first["size"]) == ("reason 0", False, len(long))
+        assert base64.b64decode(second["value_base64"]) == b"\xff\x1b"
+        assert base64.b64decode(second["key_base64"]) == b"\xfe"
+
+    def test_it_shows_the_last_ones(self, run: Callable[..., Command], deployment: Settings) -> None:
+        set_aside(deployment, "requests", *(b"%d" % number for number in range(30)))
+        command = run("dlq", "list", "requests", "--limit", "2", "--json", settings=deployment)
+        assert [json.loads(line)["value"] for line in command.told().splitlines()] == ["28", "29"]
+
+    def test_an_empty_queue_is_no_error(self, run: Callable[..., Command], deployment: Settings) -> None:
+        command = run("dlq", "list", settings=deployment)
+        assert (status_of(command), command.told()) == (0, "")
+        assert command.said() == "no dead letters of requests or feedback\n"
+        assert run("dlq", "list", "--json", settings=deployment).told() == ""
+
+
+class TestReplay:
+    def test_it_sends_the_record_as_it_was_and_says_where_it_lay(
+        self, run: Callable[..., Command], deployment: Settings
+    ) -> None:
+        set_aside(deployment, "requests", b"one", b"\xff two", None, key=b"\x00key")
+        command = run("dlq", "replay", "requests", "--offset", "1", "--offset", "2", settings=deployment)
+        assert command.told() == f"sent 2 to {deployment.topic('requests')}\n", command.said()
+        sent = {headers_of(record)["replayed_from"]: record for record in records(deployment, "requests")}
+        assert sent.keys() == {"requests.dlq/1", "requests.dlq/2"}
+        assert sent["requests.dlq/1"].value == b"\xff two"
+        assert sent["requests.dlq/2"].value is None
+        assert {record.key for record in sent.values()} == {b"\x00key"}
+        assert len(records(deployment, "requests.dlq")) == 3, "the letters stay"
+
+    def test_it_sends_equal_letters_once_so_what_came_back_is_not_multiplied(
+        self, run: Callable[..., Command], deployment: Settings
+    ) -> None:
+        set_aside(deployment, "feedback", b"one", b"two", b"one", b"one")
+        command = run("dlq", "replay", "feedback", "--all", settings=deployment)
+        told = f"sent 2 to {deployment.topic('feedback')}; left out 2, each equal to one that was sent\n"
+        assert command.told() == told, command.said()
+        assert [record.value for record in records(deployment, "feedback")] == [b"one", b"two"]
+
+    def test_a_dry_run_sends_nothing(self, run: Callable[..., Command], deployment: Settings) -> None:
+        set_aside(deployment, "requests", b"one")
+        command = run("dlq", "replay", "--all", "--dry-run", settings=deployment)
+        names = [deployment.topic(source) for source in ("requests", "feedback")]
+        assert command.told() == f"would send 1 to {names[0]}\nwould send 0 to {names[1]}\n"
+        assert records(deployment, "requests") == []
+
+    def test_one_that_was_cut_is_never_sent(self, run: Callable[..., Command], deployment: Settings) -> None:
+        set_aside(deployment, "requests", b"one", b"x" * (LARGEST + 1))
+        said = sentence(run("dlq", "replay", "requests", "--offset", "0", "--offset", "1", settings=deployment))
+        assert f"offset 1 of requests.dlq had {LARGEST + 1} bytes and was cut" in said
+        assert records(deployment, "requests") == [], "all or nothing"
+        command = run("dlq", "replay", "requests", "--all", settings=deployment)
+        assert command.told() == f"sent 1 to {deployment.topic('requests')}; 1 were cut and cannot be sent\n"
+
+    def test_one_that_its_topic_does_not_take_is_named_and_the_others_are_sent(
+        self, run: Callable[..., Command], deployment: Settings
+    ) -> None:
+        large = random.Random(0).randbytes(LARGEST)  # with what surrounds it, more than Kafka takes
+        set_aside(deployment, "requests", b"one", large, b"x" * len(large))
+        command = run("dlq", "replay", "requests", "--all", settings=deployment)
+        told = f"sent 2 to {deployment.topic('requests')}; larger than that topic takes: those at offset 1\n"
+        assert (status_of(command), command.told()) == (1, told)
+        assert sorted(len(record.value) for record in records(deployment, "requests")) == [3, len(large)]
+
+    def test_after_the_cause_is_gone_it_is_answered(
+        self, run: Callable[..., Command], deployment: Settings, users: Users, folder: Path
+    ) -> None:
+        asked = question("long", " ".join([PROMPT] * 3))
+        small = {"max_input_tokens": len(PROMPT.split()) * 3 - 1}
+        with Forked("strict", "infer", deployment, folder, **small) as replica:
+            replica.wait_ready(90)
+            assert "the limit is" in str(users.ask(asked)["long"].error)
+        (letter,) = letters(deployment, "requests")
+        assert "the limit is" in letter.reason
+        with Forked("lenient", "infer", deployment, folder) as replica, users.client.predictions() as replies:
+            replica.wait_ready(90)
+            left_out = run("dlq", "replay", "requests", "--all", settings=deployment)
+            assert left_out.told() == (
+                f"sent 0 to {deployment.topic('requests')}; left out 1 whose sender got an error for an answer"
+                " (--answered sends them too)\n"
+            )
+            assert len(records(deployment, "requests")) == 1
+            assert status_of(run("dlq", "replay", "requests", "--all", "--answered", settings=deployment)) == 0
+            assert replies.wait(["long"], 30)["long"].outputs
+
+    def test_one_that_is_named_by_its_offset_is_sent_though_it_was_answered(
+        self, run: Callable[..., Command], deployment: Settings
+    ) -> None:
+        with_id = b'{"v": 1, "request_id": "known", "inputs": 3}'
+        set_aside(deployment, "requests", with_id, b"without an id")
+        set_aside(deployment, "feedback", b'{"v": 1, "feedback_id": "known", "request_id": "known"}')
+        assert run("dlq", "replay", "--all", settings=deployment).told() == (
+            f"sent 1 to {deployment.topic('requests')}; left out 1 whose sender got an error for an answer"
+            f" (--answered sends them too)\nsent 1 to {deployment.topic('feedback')}\n"
+        )
+        run("dlq", "replay", "requests", "--offset", "0", settings=deployment)
+        assert {record.value for record in records(deployment, "requests")} == {b"without an id", with_id}
+
+    @pytest.mark.parametrize(
+        ("arguments", "complaint"),
+        [
+            (["requests"], "say which dead letters: --offset, which may be repeated, or --all"),
+            (["requests", "--all", "--offset", "1"], "say which dead letters"),
+            (["--offset", "1"], "say whose offset that is"),
+            (["feedback", "--offset", "7"], "there is no dead letter at offset 7 of"),
+            (["feedback", "--offset", "7", "--answered"], "--answered goes with --all"),
+        ],
+    )
+    def test_what_cannot_be_done_is_one_sentence(
+        self, run: Callable[..., Command], deployment: Settings, arguments: list[str], complaint: str
+    ) -> None:
+        assert complaint in sentence(run("dlq", "replay", *arguments, settings=deployment))
+
+    @pytest.mark.parametrize("command", [["list"], ["replay", "--all"]])
+    def test_a_deployment_without_topics_is_told_how_to_make_them(
+        self, run: Callable[..., Command], kafka: str, redis_url: str, prefix: str, command: list[str]
+    ) -> None:
+        settings = settings_for(kafka, redis_url, prefix, startup_timeout=5)
+        assert "gracestream topics" in sentence(run("dlq", *command, settings=settings))
+
+    @pytest.mark.parametrize("command", [["list"], ["replay", "--all"]])
+    def test_kafka_out_of_reach(self, run: Callable[..., Command], command: list[str]) -> None:
+        address = f"127.0.0.1:{free_port()}"
+        assert f"Kafka at {address} does not answer" in sentence(run("dlq", *command, kafka=address, startup_timeout=2))

@@ -1,0 +1,38 @@
+"""A worker says which device its model is on, and does not quietly run on the CPU where a GPU was meant."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from gracestream.pipeline import device
+from gracestream.pipeline.device import name_of
+from gracestream.pipeline.settings import Settings
+from tests.support.forked_commands import Forked, sentence
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU that torch can use")
+
+
+def load_driver(file: Path) -> None:
+    """An NVIDIA driver is loaded, and no GPU is there, as in a container that was given none."""
+    file.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  999.65.06  Release Build\n")
+    device.DRIVER_FILE = file
+
+
+def test_a_worker_logs_its_device_and_warns_of_a_gpu_that_it_cannot_use(deployment: Settings, folder: Path) -> None:
+    driver = partial(load_driver, folder / "version")
+    with Forked("replica", "infer", deployment, folder, device="auto", sabotage=driver) as replica:
+        replica.wait_ready(90)
+        events = {event["event"]: event for event in replica.events()}
+    loaded, warned = events["model_loaded"], events["gpu_not_used"]
+    assert (loaded["device"], loaded["dtype"]) == (name_of(torch.device("cpu")), "float32")
+    assert (warned["level"], warned["driver"]) == ("warning", "999.65.06")
+
+
+def test_an_editor_that_is_to_train_on_a_gpu_ends_where_there_is_none(deployment: Settings, folder: Path) -> None:
+    driver = partial(load_driver, folder / "version")
+    editor = Forked("editor", "edit", deployment, folder, device="cuda", sabotage=driver)
+    assert editor.run() == 1
+    expected = "GRACESTREAM_DEVICE is cuda, but torch can use no CUDA device: NVIDIA driver 999.65.06 is loaded, but"
+    assert sentence(editor).startswith(expected)

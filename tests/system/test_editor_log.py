@@ -1,0 +1,386 @@
+"""The editor's end of the log: all of a correction or nothing, one writer, and no feedback lost or taken twice."""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import pytest
+from msgspec import UNSET
+
+from gracestream.deploy.local.kafka import LocalKafka
+from gracestream.pipeline.codebook.codebook import Codebook
+from gracestream.pipeline.history.replay import replay_deltas
+from gracestream.pipeline.kafka.topics import EDITS, REQUESTS, create_topics
+from gracestream.pipeline.settings import Settings
+from gracestream.schemas.messages import Feedback
+from tests.chaos.dying import hang, train_slowly, undo_slowly
+from tests.support.forked_commands import Forked
+from tests.support.running import (
+    Users,
+    deltas_in_log,
+    flag,
+    metric,
+    outcomes_in_log,
+    question,
+    records,
+    wait_until,
+    wait_until_settled,
+)
+from tests.support.tiny_models import LAYER, MODEL, added, sealed, texts
+from tests.support.written_history import History
+
+PROMPTS = texts(40, seed=11, shortest=6, longest=9)
+
+SESSION = 15.0
+"""Seconds, of the pair."""
+
+ALLOWANCE = 14.0
+"""Seconds that a take-over may take on a busy machine once the place is free."""
+
+
+def leads(editor: Forked) -> bool:
+    """Whether it says so."""
+    return bool(editor.state()["role"] == "leading")
+
+
+def test_an_editor_killed_again_and_again_gives_every_feedback_record_one_outcome(
+    deployment: Settings, users: Users, folder: Path
+) -> None:
+    given = [flag(f"f{number}", prompt, "museum") for number, prompt in enumerate(PROMPTS)]
+    editor = Forked("editor", "edit", deployment, folder)
+    with editor:
+        users.client.send(given)
+        for share in (0.1, 0.4, 0.75):
+            wait_until(lambda share=share: len(records(deployment, EDITS)) > share * len(given), 60)  # type: ignore[misc]
+            editor.kill()
+            editor.start()
+            editor.wait_ready()
+        wait_until(lambda: len(records(deployment, EDITS)) >= len(given), what="every outcome")
+        editor.wait_ready()
+        wait_until(lambda: editor.state()["seq"] == deltas_in_log(deployment)[-1].seq)
+        outcomes, deltas = outcomes_in_log(deployment), deltas_in_log(deployment)
+        assert [outcome.feedback_id for outcome in outcomes] == [one.feedback_id for one in given]
+        assert [delta.seq for delta in deltas] == list(range(1, len(deltas) + 1))
+        assert [delta.term for delta in deltas if delta.op == "lead"] == [1, 2, 3, 4]
+        causes = Counter(delta.cause.feedback_id for delta in deltas if delta.cause is not UNSET)
+        assert max(causes.values()) == 1
+        assert {o.feedback_id: o.seq for o in outcomes if o.seq is not UNSET} == {
+            delta.cause.feedback_id: delta.seq for delta in deltas if delta.cause is not UNSET
+        }
+        replayed = replay_deltas(deployment)
+        assert replayed is not None
+        assert replayed.digest.hex() == editor.state()["digest"]
+        assert replayed.state_digest() == editor.state()["state_digest"]
+
+
+@pytest.fixture
+def pair(deployment: Settings, folder: Path) -> Iterator[tuple[Forked, Forked]]:
+    """One editor that leads, and one that stands by, with sessions so long that two of them would be too late."""
+    deployment = deployment.model_copy(update={"session_timeout": SESSION})
+    with Forked("first", "edit", deployment, folder) as first:
+        first.wait_ready(90)
+        assert leads(first)
+        with Forked("second", "edit", deployment, folder) as second:
+            second.wait_ready(90)
+            assert second.state()["role"] == "standby"
+            yield first, second
+
+
+class TestStandby:
+    """Two editors of one codebook: one leads, and the other knows all that it knows."""
+
+    def test_it_follows_and_takes_over_at_once_when_the_leader_stops(
+        self, deployment: Settings, users: Users, pair: tuple[Forked, Forked]
+    ) -> None:
+        first, second = pair
+        assert users.correct(flag("f0", PROMPTS[0], "museum"))["f0"].seq == 2
+        wait_until(lambda: second.state()["seq"] == first.state()["seq"] == 2)
+        assert second.state()["state_digest"] == first.state()["state_digest"]
+        assert not second.state()["degraded"], "it writes no radii, so it leaves none out"
+        assert leads(first)
+        assert first.stop() == 0
+        assert users.correct(flag("f1", PROMPTS[1], "river"))["f1"].seq == 4
+        assert leads(second)
+        assert [delta.term for delta in deltas_in_log(deployment)] == [1, 1, 2, 2]
+
+    def test_it_takes_over_when_the_leader_is_killed(
+        self, deployment: Settings, users: Users, pair: tuple[Forked, Forked]
+    ) -> None:
+        first, second = pair
+        given = [flag(f"f{number}", prompt, "museum") for number, prompt in enumerate(PROMPTS[:12])]
+        users.client.send(given)
+        wait_until(lambda: len(outcomes_in_log(deployment)) > 3)
+        first.kill()
+        wait_until(lambda: leads(second), SESSION + ALLOWANCE, "a take-over in time")
+        wait_until(lambda: len(outcomes_in_log(deployment)) == len(given), 60)
+        assert [outcome.feedback_id for outcome in outcomes_in_log(deployment)] == [one.feedback_id for one in given]
+
+    def test_a_leader_that_hung_stops_when_it_wakes_and_changes_nothing(
+        self, deployment: Settings, users: Users, pair: tuple[Forked, Forked]
+    ) -> None:
+        first, second = pair
+        users.client.send([flag(f"f{number}", PROMPTS[number], "museum") for number in range(12)])
+        wait_until(lambda: len(outcomes_in_log(deployment)) > 1)
+        first.pause()
+        wait_until(lambda: leads(second), SESSION + ALLOWANCE, "a take-over in time")
+        wait_until(lambda: len(outcomes_in_log(deployment)) == 12, 60)
+        first.go_on()
+        assert first.wait() == 1
+        assert leads(second)
+        assert users.correct(flag("after", PROMPTS[20], "river"))["after"].status != "rejected"
+        assert [outcome.feedback_id for outcome in outcomes_in_log(deployment)] == [
+            *(f"f{number}" for number in range(12)),
+            "after",
+        ]
+        assert [delta.term for delta in deltas_in_log(deployment) if delta.op == "lead"] == [1, 2]
+        assert [event["event"] for event in first.events()].count("editor_stopped") == 1
+        assert not [event for event in first.events() if "exception" in event]
+
+    def test_one_of_another_layer_stops_before_it_disturbs_anybody(
+        self, deployment: Settings, users: Users, folder: Path
+    ) -> None:
+        with Forked("first", "edit", deployment, folder) as first:
+            first.wait_ready(90)
+            users.correct(flag("f0", PROMPTS[0], "museum"))
+            other = Forked("other", "edit", deployment, folder, layer="model.layers[0].mlp.up_proj")
+            assert other.run(90) == 1
+            assert "is of layer" in other.said() or "is of model" in other.said()
+            assert users.correct(flag("f1", PROMPTS[1], "river"))["f1"].seq == 3
+            assert leads(first)
+        assert [delta.term for delta in deltas_in_log(deployment)] == [1, 1, 1]
+
+
+def test_of_three_editors_one_leads_and_another_takes_over_each_time(
+    deployment: Settings, users: Users, folder: Path
+) -> None:
+    given = [flag(f"f{number}", prompt, "museum") for number, prompt in enumerate(PROMPTS)]
+    with ExitStack() as running:
+        editors = [running.enter_context(Forked(name, "edit", deployment, folder)) for name in ("one", "two", "three")]
+        for editor in editors:
+            editor.wait_ready(90)
+        users.client.send(given)
+        for share in (0.2, 0.6):
+            wait_until(lambda share=share: len(outcomes_in_log(deployment)) > share * len(given), 60)  # type: ignore[misc]
+            (leader,) = filter(leads, editors)
+            editors.remove(leader)
+            assert {editor.state()["role"] for editor in editors} == {"standby"}
+            leader.kill()
+            bound = deployment.session_timeout + ALLOWANCE
+            wait_until(lambda: any(leads(editor) for editor in editors), bound, "a take-over in time")
+        wait_until(lambda: len(outcomes_in_log(deployment)) == len(given), 60)
+        assert leads(editors[0])
+        deltas = deltas_in_log(deployment)
+        assert [outcome.feedback_id for outcome in outcomes_in_log(deployment)] == [one.feedback_id for one in given]
+        assert [delta.seq for delta in deltas] == list(range(1, len(deltas) + 1))
+        assert [delta.term for delta in deltas if delta.op == "lead"] == [1, 2, 3]
+        assert max(Counter(delta.cause.feedback_id for delta in deltas if delta.cause is not UNSET).values()) == 1
+
+
+def test_an_edit_longer_than_two_sessions_keeps_its_editor_in_the_lead(
+    deployment: Settings, users: Users, folder: Path
+) -> None:
+    seconds = 2 * deployment.session_timeout
+    with Forked("slow", "edit", deployment, folder, sabotage=partial(train_slowly, seconds)) as slow:
+        slow.wait_ready(90)
+        with Forked("standby", "edit", deployment, folder) as standby, users.client.outcomes() as outcomes:
+            standby.wait_ready(90)
+            users.client.send([flag("f", PROMPTS[0], "museum")])
+
+            def decided() -> bool:
+                assert (leads(slow), leads(standby)) == (True, False)
+                assert slow.live() == (200, "ok\n")
+                return bool(outcomes.wait(["f"], 0.2))
+
+            wait_until(decided, 6 * seconds)
+            taken = outcomes.wait(["f"], 0)["f"].seconds
+            assert taken is not UNSET
+            assert taken >= seconds
+            assert users.correct(Feedback(v=1, feedback_id="undo", undo="f"))["undo"].status == "undone"
+            assert decided()
+    assert [outcome.feedback_id for outcome in outcomes_in_log(deployment)] == ["f", "undo"]
+    assert [(delta.term, delta.op) for delta in deltas_in_log(deployment)] == [(1, "lead"), (1, "add"), (1, "undo")]
+
+
+def test_a_leader_whose_edit_does_not_end_loses_the_lead_in_time_and_stops_when_it_does(
+    deployment: Settings, users: Users, folder: Path
+) -> None:
+    settings = deployment.model_copy(update={"stuck_after": 8.0})
+    with Forked("stuck", "edit", settings, folder, sabotage=partial(train_slowly, 35.0)) as stuck:
+        stuck.wait_ready(90)
+        with Forked("standby", "edit", settings, folder) as standby:
+            standby.wait_ready(90)
+            users.client.send([flag("f", PROMPTS[0], "museum")])
+            wait_until(lambda: "training_slowly" in stuck.said())
+            wait_until(lambda: leads(standby), settings.stuck_after + ALLOWANCE, "a take-over in time")
+            assert stuck.live()[0] == 503
+            assert metric(stuck.port, "gracestream_stuck") == 1
+            assert metric(stuck.port, "gracestream_feedback_lag") == 1
+            wait_until(lambda: outcomes_in_log(settings))
+            assert stuck.wait(60) == 1
+            assert "set GRACESTREAM_STUCK_AFTER higher" in stuck.said()
+            assert "another editor has taken the lead, in term 2" in stuck.said()
+            assert users.correct(flag("g", PROMPTS[1], "river"))["g"].seq == 4
+    assert [outcome.feedback_id for outcome in outcomes_in_log(settings)] == ["f", "g"]
+    assert [(delta.term, delta.op) for delta in deltas_in_log(settings)][:3] == [(1, "lead"), (2, "lead"), (2, "add")]
+
+
+def test_an_editor_whose_edit_does_not_end_ends_itself(deployment: Settings, users: Users, folder: Path) -> None:
+    settings = deployment.model_copy(update={"stuck_after": 3.0})
+    with Forked("stuck", "edit", settings, folder, sabotage=partial(hang, 2.0)) as stuck:
+        stuck.wait_ready(90)
+        assert metric(stuck.port, "gracestream_stuck") == 0
+        users.client.send([flag("f", PROMPTS[0], "museum")])
+        assert stuck.wait(60) == 1
+        assert "ended_as_stuck" in stuck.said()
+        assert "the editor is stuck: it has been at one thing for" in stuck.said()
+    with Forked("next", "edit", settings, folder), users.client.outcomes() as outcomes:
+        assert outcomes.wait(["f"], 60)["f"].status == "added"
+
+
+def test_an_undo_may_take_longer_than_an_edit(deployment: Settings, users: Users, folder: Path) -> None:
+    settings = deployment.model_copy(update={"stuck_after": 8.0})
+    with Forked("slow", "edit", settings, folder, sabotage=partial(undo_slowly, 3.0)) as slow:
+        slow.wait_ready(90)
+        users.correct(*(flag(f"f{number}", PROMPTS[number], "museum") for number in range(6)))
+        seconds = 3.0 * len(deltas_in_log(settings))
+        assert seconds > 2 * settings.stuck_after
+        with Forked("standby", "edit", settings, folder) as standby, users.client.outcomes() as outcomes:
+            standby.wait_ready(90)
+            users.client.send([Feedback(v=1, feedback_id="undo", undo="f0"), flag("after", PROMPTS[6], "river")])
+
+            def decided() -> bool:
+                assert (leads(slow), leads(standby)) == (True, False)
+                assert slow.live() == (200, "ok\n")
+                return len(outcomes.wait(["undo", "after"], 0.2)) == 2
+
+            wait_until(decided, 4 * seconds)
+            found = outcomes.wait(["undo", "after"], 0)
+    assert found["undo"].status == "undone"
+    assert found["after"].seq is not UNSET
+    assert {delta.term for delta in deltas_in_log(settings)} == {1}
+
+
+def test_an_editor_goes_on_after_kafka_was_restarted(
+    deployment: Settings, users_of: Callable[[Settings], Users], folder: Path
+) -> None:
+    with LocalKafka(folder / "kafka") as kafka:
+        settings = deployment.model_copy(update={"kafka": kafka.bootstrap})
+        create_topics(settings, partitions=1, replication=1)
+        users = users_of(settings)
+        with Forked("editor", "edit", settings, folder) as editor:
+            editor.wait_ready(90)
+            users.client.send([flag(f"f{number}", PROMPTS[number], "museum") for number in range(12)])
+            wait_until(lambda: len(outcomes_in_log(settings)) > 1)
+            kafka.kill()
+            kafka.start()
+            users.client.send([flag("after", PROMPTS[20], "museum")])
+            wait_until(lambda: len(outcomes_in_log(settings)) == 13, 60, "every outcome")
+            assert editor.running
+        given = [*(f"f{number}" for number in range(12)), "after"]
+        assert [outcome.feedback_id for outcome in outcomes_in_log(settings)] == given
+
+
+class TestRedis:
+    """What an editor makes of a Redis that is not where the log is."""
+
+    def in_redis(self, history: History) -> Codebook:
+        """The codebook of the log, once Redis holds all of it."""
+        wait_until_settled(history.settings, "deltas")
+        replayed = replay_deltas(history.settings)
+        assert replayed is not None
+        radii = {entry: float(radius) for entry, radius in zip(replayed.entry_ids, replayed.radii_N, strict=True)}
+        head = wait_until(lambda: history.store.head(0))
+        wait_until(lambda: (found := history.store.head(0)) is not None and found.seq == replayed.seq)
+        assert history.store.radii() == pytest.approx(radii, rel=1e-6)
+        head = history.store.head(0)
+        assert head is not None
+        assert (head.term, head.digest) == (replayed.term, replayed.digest.hex())
+        return replayed
+
+    def test_an_emptied_one_is_filled_and_one_that_is_behind_brought_up(
+        self, deployment: Settings, users: Users, folder: Path
+    ) -> None:
+        history = History(deployment)
+        with Forked("editor", "edit", deployment, folder) as editor:
+            editor.wait_ready(90)
+            users.correct(*(flag(f"f{number}", prompt, "museum") for number, prompt in enumerate(PROMPTS[:4])))
+            before = self.in_redis(history)
+
+            editor.kill()
+            history.empty_redis()
+            editor.start()
+            editor.wait_ready()
+            assert self.in_redis(history).seq == before.seq + 1, "a new term"
+
+            editor.kill()
+            older = replay_deltas(deployment, seq=3)
+            assert older is not None
+            history.empty_redis()
+            history.store.rebuild(older)
+            editor.start()
+            editor.wait_ready()
+            assert len(self.in_redis(history)) == len(before)
+
+            history.empty_redis()
+            assert len(self.in_redis(history)) == len(before), "an idle editor fills it again"
+
+            editor.pause()
+            users.client.send([flag(f"f{number}", PROMPTS[number], "museum") for number in (4, 5)])
+            history.empty_redis()
+            editor.go_on()
+            wait_until(lambda: len(outcomes_in_log(deployment)) == 6)
+            assert len(self.in_redis(history)) > len(before), "and so does one that is at work"
+        history.close()
+
+    def test_one_that_is_ahead_of_the_log_stops_the_editor(self, deployment: Settings, folder: Path) -> None:
+        history = History(deployment)
+        elsewhere = Codebook(deployment.codebook, MODEL, LAYER)
+        elsewhere.apply(sealed(elsewhere, op="lead", term=7))
+        elsewhere.apply(sealed(elsewhere, added("e", [1.0], 1.0)))
+        history.store.rebuild(elsewhere)
+        editor = Forked("editor", "edit", deployment, folder)
+        assert editor.run(90) == 1
+        assert "Redis has delta 2 of term 7, and the log ends with delta 0 of term 0: another editor" in editor.said()
+        assert deltas_in_log(deployment) == []
+        assert not [event for event in editor.events() if "exception" in event]
+        history.close()
+
+
+def test_what_was_asked_before_a_correction_is_seen_when_it_is_decided(
+    deployment: Settings, users: Users, folder: Path
+) -> None:
+    with Forked("editor", "edit", deployment, folder) as editor:
+        editor.wait_ready()
+        editor.pause()
+        users.client.send([question(f"q{number}", text) for number, text in enumerate(PROMPTS)])
+        users.client.send([flag("f0", PROMPTS[0], "museum")])
+        editor.go_on()
+        wait_until(lambda: outcomes_in_log(deployment))
+        cause = deltas_in_log(deployment)[-1].cause
+        assert cause is not UNSET
+        assert cause.traffic == dict(Counter(str(record.partition) for record in records(deployment, REQUESTS)))
+
+
+def test_an_editor_becomes_ready_while_traffic_flows(deployment: Settings, users: Users, folder: Path) -> None:
+    stop = threading.Event()
+
+    def traffic() -> None:
+        number = 0
+        while not stop.is_set():
+            users.client.send([question(f"q{number}", PROMPTS[number % len(PROMPTS)])])
+            number += 1
+            time.sleep(0.01)
+
+    flowing = threading.Thread(target=traffic)
+    flowing.start()
+    try:
+        with Forked("editor", "edit", deployment, folder) as editor:
+            editor.wait_ready(60)
+            wait_until(lambda: editor.state()["traffic"] > 0)
+    finally:
+        stop.set()
+        flowing.join(10)

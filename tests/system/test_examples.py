@@ -1,0 +1,118 @@
+"""Every script in `examples/` runs against a deployment and does what it says."""
+
+import json
+import os
+import re
+import secrets
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from gracestream.pipeline.settings import Settings
+from tests.support.forked_commands import Forked
+from tests.support.repository import ROOT
+from tests.support.tiny_models import texts
+
+pytestmark = pytest.mark.kafka
+
+EXAMPLES = ROOT / "examples"
+PROMPTS = texts(4, seed=51, shortest=6, longest=9)
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A deployment with an editor and a replica, and how to run a script beside it."""
+
+    settings: Settings
+    workers: tuple[Forked, ...]
+
+    def run(self, script: str, *arguments: str, given: str = "") -> subprocess.CompletedProcess[str]:
+        own = {"GRACESTREAM_KAFKA": self.settings.kafka, "GRACESTREAM_PREFIX": self.settings.prefix}
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("GRACESTREAM_")}
+        return subprocess.run(
+            [sys.executable, str(EXAMPLES / script), *arguments],
+            input=given,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            cwd=ROOT,
+            env={**inherited, "PYTHONPATH": str(ROOT), **own},
+            check=False,
+        )
+
+
+@pytest.fixture(scope="module")
+def deployment(deploy: Callable[..., Settings], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    settings = deploy("llama", f"t{secrets.token_hex(4)}-")
+    folder = tmp_path_factory.mktemp("examples")
+    with Forked("editor", "edit", settings, folder) as editor, Forked("replica", "infer", settings, folder) as replica:
+        editor.wait_ready(90)
+        replica.wait_ready()
+        yield Deployment(settings, (editor, replica))
+
+
+def test_every_example_has_a_test() -> None:
+    source = Path(__file__).read_text(encoding="utf-8")
+    assert all(f'"{script.name}"' in source for script in EXAMPLES.glob("*.py"))
+
+
+def test_the_client_sees_its_own_correction(deployment: Deployment) -> None:
+    done = deployment.run("client.py", PROMPTS[0], "museum")
+    assert done.returncode == 0, done.stderr
+    before, edit, after = done.stdout.splitlines()
+    assert "museum" not in before
+    assert edit.startswith("edit:   added as delta ")
+    assert "text='museum'" in after
+
+
+def test_a_review_corrects_the_answers_that_a_person_calls_wrong(deployment: Deployment) -> None:
+    for prompt in PROMPTS[1:3]:
+        assert deployment.run("client.py", prompt, "river").returncode == 0
+    done = deployment.run("review.py", "--author", "ann", given="\nmuseum\nmuseum\n")
+    assert done.returncode == 0, done.stderr
+    assert all(prompt in done.stdout for prompt in PROMPTS[:3])
+    outcomes = [json.loads(found) for found in re.findall(r'\{"status".*\}', done.stdout)]
+    assert len(outcomes) == 2
+    assert {outcome["status"] for outcome in outcomes} <= {"replaced", "unchanged"}
+
+
+def test_the_nightly_check_finds_equal_states_and_tells_of_others(deployment: Deployment) -> None:
+    workers = [f"http://127.0.0.1:{worker.port}" for worker in deployment.workers]
+    done = deployment.run("nightly_replay.py", *workers)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [json.loads(line)["equal"] for line in done.stdout.splitlines()] == [True, True]
+    with urllib.request.urlopen(f"{workers[0]}/state", timeout=10) as answer:
+        other = json.load(answer) | {"state_digest": "0" * 64}
+    with answering(json.dumps(other).encode()) as wrong:
+        done = deployment.run("nightly_replay.py", workers[0], wrong)
+    assert done.returncode == 1
+    assert [json.loads(line)["equal"] for line in done.stdout.splitlines()] == [True, False]
+
+
+@contextmanager
+def answering(body: bytes) -> Iterator[str]:
+    """The address of a server that answers every request with these bytes."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()

@@ -1,0 +1,393 @@
+"""A history taken back, trained anew, branched, compared and inspected, by the commands that users type."""
+
+import json
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec import UNSET
+
+from gracestream.pipeline.history.branch import branch
+from gracestream.pipeline.history.replay import replay_deltas
+from gracestream.pipeline.kafka.topics import TopicError, create_topics, layout, require_topics
+from gracestream.pipeline.settings import Settings
+from gracestream.schemas.deltas import GENESIS, EntryChange, Tensor, decode_delta, seal
+from gracestream.schemas.messages import Feedback, decode
+from tests.support.forked_commands import Command, Forked, sentence, status_of
+from tests.support.running import Users, deltas_in_log, flag, outcomes_in_log, question, records, wait_until
+from tests.support.tiny_models import texts
+from tests.support.written_history import History
+
+FIRST, SECOND, THIRD = texts(3, seed=33, shortest=6, longest=9)
+WIDER = FIRST.replace(" temperature ", " bridge ")
+"""3.0 away from the query of `FIRST`."""
+
+APART = FIRST.replace(" day ", " bridge ")
+"""4.9 away from it."""
+
+LONG = " ".join([FIRST] * 5)
+"""Of more tokens than the editor takes, and fewer than the model can."""
+
+CREATE_TIME, LOG_APPEND_TIME = 0, 1
+"""Whose clock Kafka says a record's timestamp is of: the sender's, or its own."""
+
+Run = Callable[..., Command]
+
+
+@dataclass(frozen=True)
+class Running:
+    """A deployment with an editor and a replica, and its users."""
+
+    settings: Settings
+    users: Users
+    editor: Forked
+    replica: Forked
+
+    def answer(self, inputs: str, seq: int) -> Any:
+        """The prediction for an input by a codebook that has seen a delta."""
+        (found,) = self.users.ask(question(secrets.token_hex(4), inputs, min_seq=seq)).values()
+        return found
+
+
+@pytest.fixture(scope="module")
+def running(deploy: Callable[..., Settings], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    settings = deploy("llama", f"t{secrets.token_hex(4)}-", radius_unit="absolute", radius=2.5)
+    folder = tmp_path_factory.mktemp("history")
+    with Forked("editor", "edit", settings, folder) as editor, Forked("replica", "infer", settings, folder) as replica:
+        editor.wait_ready(90)
+        replica.wait_ready()
+        users = Users(settings)
+        yield Running(settings, users, editor, replica)
+        users.close()
+
+
+@pytest.fixture(scope="module")
+def story(running: Running) -> Running:
+    """One correction of each kind, by two authors, and one that is rejected."""
+    for name, author, inputs, target, status in (
+        ("first", "ann", FIRST, "museum", "added"),
+        ("second", "bob", SECOND, "bridge", "added"),
+        ("third", "ann", THIRD, "train", "added"),
+        ("again", "bob", FIRST, "violin", "replaced"),
+        ("long", "bob", LONG, "violin", "rejected"),
+        ("wider", "bob", WIDER, "violin", "expanded"),
+        ("apart", "bob", APART, "train", "split"),
+    ):
+        one = Feedback(v=1, feedback_id=name, inputs=inputs, target=target, author=author)
+        (outcome,) = running.users.correct(one).values()
+        assert outcome.status == status
+    return running
+
+
+def lines(command: Command) -> list[Any]:
+    assert status_of(command) == 0, command.said()
+    return [json.loads(line) for line in command.told().splitlines()]
+
+
+def test_an_undo_is_in_force_on_the_replica_and_comes_back_when_it_is_undone(story: Running, run: Run) -> None:
+    seq = len(deltas_in_log(story.settings))
+    assert story.answer(FIRST, seq).outputs.text == "violin"
+    (outcome,) = lines(run("undo", "again", settings=story.settings))
+    assert outcome["status"] == "undone"
+    assert story.answer(FIRST, outcome["seq"]).outputs.text == "museum"
+    (back,) = lines(run("undo", outcome["feedback_id"], "--by", "carl", settings=story.settings))
+    assert back["status"] == "undone"
+    assert story.answer(FIRST, back["seq"]).outputs.text == "violin"
+    wait_until(lambda: story.replica.state()["state_digest"] == story.editor.state()["state_digest"])
+
+
+def test_all_of_an_author_goes_and_comes_back(story: Running, run: Run) -> None:
+    untouched = story.answer(SECOND, len(deltas_in_log(story.settings))).outputs
+    (gone,) = lines(run("undo", "--author", "ann", settings=story.settings))
+    assert story.answer(THIRD, gone["seq"]).outputs.text != "train"
+    assert story.answer(FIRST, gone["seq"]).outputs.text == "violin", "bob's correction stands on its own"
+    assert story.answer(SECOND, gone["seq"]).outputs == untouched
+    (back,) = lines(run("undo", gone["feedback_id"], settings=story.settings))
+    assert story.answer(THIRD, back["seq"]).outputs.text == "train"
+
+
+def test_what_cannot_be_undone_is_an_outcome_with_a_reason(story: Running, run: Run) -> None:
+    refused = run("undo", "nobody", settings=story.settings)
+    assert status_of(refused) == 1
+    outcome = json.loads(refused.told())
+    assert (outcome["status"], outcome["reason"]) == (
+        "rejected",
+        "no feedback 'nobody' has had an effect, so there is nothing to undo",
+    )
+    assert "name the feedback to take back" in run("undo", settings=story.settings).said()
+
+
+def test_the_corrections_in_force_can_be_made_elsewhere(story: Running, run: Run, folder: Path) -> None:
+    printed = run("corrections", settings=story.settings).told()
+    told = [decode(line.encode(), Feedback) for line in printed.splitlines()]
+    assert [one.feedback_id for one in told] == ["second", "third", "again", "wider", "apart"]
+    sent = [decode(record.value, Feedback) for record in records(story.settings, "feedback")]
+    assert all(one in sent for one in told)
+    other = {"prefix": f"{story.settings.prefix}anew-", "layer": "model.layers[0].mlp.up_proj"}
+    there = story.settings.model_copy(update=other)
+    create_topics(there, partitions=4, replication=1)
+    with Forked("anew", "edit", there, folder), Forked("answers", "infer", there, folder):
+        seq = lines(run("correct", settings=there, given=printed))[-1]["seq"]
+        asked = "\n".join(json.dumps({"inputs": one.inputs, "min_seq": seq}) for one in told)
+        answers = lines(run("send", settings=there, given=asked))
+    assert [one["outputs"]["text"] for one in answers] == [one.target for one in told]
+    assert run("corrections", settings=there).told() == printed
+
+
+def test_corrections_that_held_earlier_are_told_and_those_that_were_undone_are_not(story: Running, run: Run) -> None:
+    def ids(*options: str) -> list[str]:
+        return [one["feedback_id"] for one in lines(run("corrections", *options, settings=story.settings))]
+
+    assert ids("--seq", "1") == []
+    assert ids("--seq", "4") == ["first", "second", "third"]
+    assert ids("--seq", "5") == ["second", "third", "again"]
+
+
+def test_training_anew_gives_the_recorded_history_bit_for_bit(story: Running, run: Run) -> None:
+    (told,) = lines(run("replay", "--retrain", "--json", settings=story.settings))
+    assert told["same_records"] >= 6
+    assert told["same_fruitless"] == len([one for one in outcomes_in_log(story.settings) if one.status == "rejected"])
+    assert told["decisions"] == told["same_decisions"] == told["same_records"] + told["same_fruitless"]
+    assert told["first_difference"] is None
+    assert told["digest"] == told["recorded_digest"]
+
+
+def test_training_anew_up_to_a_delta_with_the_queries_that_the_history_names(story: Running, run: Run) -> None:
+    unset = story.settings.model_copy(update={"query": "auto"})
+    (told,) = lines(run("replay", "--retrain", "--seq", "3", "--json", settings=unset))
+    assert (told["seq"], told["decisions"], told["same_records"]) == (3, 2, 2)
+
+
+@pytest.mark.parametrize("role", ["edit", "evaluate"])
+def test_a_history_of_the_layers_queries_names_the_setting_that_serves_it(story: Running, run: Run, role: str) -> None:
+    unset = story.settings.model_copy(update={"query": "auto"})
+    given, remedy = ["edit"], "(GRACESTREAM_QUERY=last in that history), or another GRACESTREAM_PREFIX"
+    if role == "evaluate":
+        given, remedy = ["evaluate", "-"], "(GRACESTREAM_QUERY=last where the layer makes the queries)"
+    ran = run(*given, settings=unset, given=json.dumps({"inputs": FIRST, "unchanged": True}))
+    assert status_of(ran) == 1
+    assert remedy in ran.said()
+
+
+def test_training_anew_tries_what_was_rejected_again(story: Running, run: Run) -> None:
+    """It is met before what came after it, and ends the retraining."""
+    ended = run("replay", "--retrain", "--json", settings=story.settings, max_input_tokens=48)
+    assert status_of(ended) == 1
+    told = json.loads(ended.told())
+    assert told["first_difference"] == (
+        "after delta 5 (feedback 'long', offset 4): it was 'rejected' (the prompt has 45 tokens; the limit is 40"
+        " (GRACESTREAM_MAX_INPUT_TOKENS)) and is 'added' now"
+    )
+    assert (told["seq"], told["decisions"], told["same_decisions"], told["same_fruitless"]) == (5, 5, 4, 0)
+
+
+def rewritten(story: Running, prefix: str, how: Callable[[EntryChange], EntryChange], **fields: Any) -> Settings:
+    """A history, sealed as any other, whose third delta says something else."""
+    there = story.settings.model_copy(update={"prefix": story.settings.prefix + prefix})
+    deltas = [decode_delta(record.value) for record in records(story.settings, "deltas")[:5]]
+    entries = tuple(map(how, deltas[2].entries))
+    deltas[2] = msgspec.structs.replace(deltas[2], entries=entries, **fields)
+    branch(story.settings, there, [seal(delta, GENESIS)[0] for delta in deltas])  # a branch is a chain of its own
+    return there
+
+
+@pytest.mark.parametrize(
+    ("fields", "how", "difference"),
+    [
+        ({"op": "split"}, {}, "it was 'split' and is 'add' now"),
+        ({}, {"label": (7,)}, "it changes 'second' to another target, or other fields of it"),
+    ],
+)
+def test_training_anew_ends_at_the_first_decision_that_differs(
+    story: Running, run: Run, fields: dict[str, Any], how: dict[str, Any], difference: str
+) -> None:
+    prefix = f"differs-{secrets.token_hex(4)}-"
+    there = rewritten(story, prefix, lambda change: msgspec.structs.replace(change, **how), **fields)
+    branched = f"{there.prefix}branch-"
+    ended = run("replay", "--retrain", "--to", branched, "--json", settings=there)
+    assert status_of(ended) == 1
+    told = json.loads(ended.told())
+    assert told["first_difference"] == f"delta 3 (feedback 'second', offset 1): {difference}"
+    assert (told["seq"], told["decisions"], told["same_decisions"], told["same_records"]) == (2, 2, 1, 1)
+    assert told["digest"] != told["recorded_digest"]
+    assert "copied_to" not in told
+    with pytest.raises(TopicError):
+        replay_deltas(there.model_copy(update={"prefix": branched}))
+
+
+def test_values_trained_anew_are_compared_and_can_be_branched(story: Running, run: Run) -> None:
+    def altered(change: EntryChange) -> EntryChange:
+        assert isinstance(change.value, Tensor)
+        return msgspec.structs.replace(change, value=Tensor.of(change.value.array() + 0.25))
+
+    there = rewritten(story, "altered-", altered)
+    mended = there.model_copy(update={"prefix": f"{there.prefix}mended-"})
+    (told,) = lines(run("replay", "--retrain", "--to", mended.prefix, "--json", settings=there))
+    assert (told["decisions"], told["same_decisions"], told["same_records"]) == (4, 4, 3)
+    assert told["value_difference"] == pytest.approx(0.25, abs=1e-4)
+    assert told["first_difference"] is None
+    theirs, ours = replay_deltas(story.settings, 5), replay_deltas(mended)
+    assert theirs is not None
+    assert ours is not None
+    assert told["recorded_digest"] != told["digest"] == told["copied_digest"] == ours.digest.hex()
+    assert (ours.digest, ours.state_digest()) == (theirs.digest, theirs.state_digest())
+
+
+@pytest.mark.parametrize("retrain", [[], ["--retrain"]])
+def test_what_a_fenced_editor_left_is_neither_trained_anew_nor_copied(
+    story: Running, run: Run, prefix: str, retrain: list[str]
+) -> None:
+    there, copy = (story.settings.model_copy(update={"prefix": prefix + name}) for name in ("fenced-", "copy-"))
+    create_topics(there, partitions=4, replication=1)
+    *before, left = [record.value for record in records(story.settings, "deltas")[:5]]
+    lead, again, digest = decode_delta(before[0]), decode_delta(left), decode_delta(before[-1]).digest
+    lead_record, lead = seal(msgspec.structs.replace(lead, term=2, seq=5), digest)
+    again_record, again = seal(msgspec.structs.replace(again, term=2, seq=6), lead.digest)
+    with closing(History(there)) as log:
+        for feedback in records(story.settings, "feedback")[:4]:
+            log.write(feedback.value, "feedback")
+        for delta in (*before, lead_record, left, again_record):
+            log.write(delta)
+    (told,) = lines(run("replay", *retrain, "--to", copy.prefix, "--json", settings=there))
+    assert told["digest"] == told["copied_digest"] == again.digest.hex()
+    assert told.get("decisions") == told.get("same_records") == (4 if retrain else None)
+    assert [record.value for record in records(copy, "deltas")] == [*before, lead_record, again_record]
+
+
+def test_a_history_is_not_trained_anew_on_another_model(story: Running, run: Run) -> None:
+    other = story.settings.model_copy(update={"layer": "model.layers[0].mlp.up_proj"})
+    assert "the history is of model" in sentence(run("replay", "--retrain", settings=other))
+
+
+def test_a_branch_has_the_same_codebook_and_an_editor_of_another_policy_goes_on_from_it(
+    story: Running, run: Run, folder: Path, users_of: Callable[[Settings], Users]
+) -> None:
+    there = story.settings.model_copy(update={"prefix": f"{story.settings.prefix}branch-"})
+    seq = 4
+    told = lines(run("replay", "--seq", str(seq), "--to", there.prefix, "--json", settings=story.settings))[0]
+    assert told["copied_digest"] == told["digest"]
+    ours, theirs = replay_deltas(there), replay_deltas(story.settings, seq)
+    assert ours is not None
+    assert theirs is not None
+    assert (ours.digest, ours.state_digest()) == (theirs.digest, theirs.state_digest())
+    assert [outcome.feedback_id for outcome in outcomes_in_log(there)] == ["first", "second", "third"]
+    for topic, most in (("deltas", seq), ("feedback", 3), ("edits", 3)):
+        source = [record.timestamp for record in records(story.settings, topic)[:most]]
+        assert [record.timestamp for record in records(there, topic)] == source
+    at = datetime.fromtimestamp(records(story.settings, "deltas")[2].timestamp / 1000, UTC).isoformat()
+    (then,) = lines(run("replay", "--at", at, "--json", settings=there))
+    assert [then] == lines(run("replay", "--at", at, "--json", settings=story.settings))
+    assert then["seq"] == 3
+    require_topics(there)  # which have Kafka's clock again
+    assert layout(there) == layout(story.settings) == (4, 1)
+    assert "has records already" in sentence(run("replay", "--to", there.prefix, settings=story.settings))
+    with Forked("branch", "edit", there, folder, policy="paper") as editor:
+        editor.wait_ready(90)
+        users = users_of(there)
+        assert users.correct(flag("fourth", WIDER, "train"))["fourth"].status == "split"
+        undone = users.correct(Feedback(v=1, feedback_id="u", undo="second"))["u"]
+        assert undone.status == "undone"
+        assert undone.seq == seq + 3
+        wait_until(lambda: editor.state()["seq"] == undone.seq)
+    assert [record.timestamp_type for record in records(there, "feedback")] == [CREATE_TIME] * 3 + [LOG_APPEND_TIME] * 2
+    made, split = lines(run("inspect", "first", "--json", settings=there))[:-1]
+    assert (made["op"], made["entries"]) == ("add", {"first": "new, radius 2.5"})
+    assert (split["op"], split["feedback_id"], split["entries"].keys()) == ("split", "fourth", {"first", "fourth"})
+    assert split["entries"]["first"].startswith("radius 1.49")
+
+
+def test_a_branch_of_another_codebook_has_its_own_digests_and_the_same_entries(story: Running, run: Run) -> None:
+    there = story.settings.model_copy(update={"prefix": f"{story.settings.prefix}other-", "codebook": "other"})
+    arguments = ("--to", there.prefix, "--to-codebook", "other", "--json")
+    (told,) = lines(run("replay", *arguments, settings=story.settings))
+    assert told["copied_digest"] != told["digest"]
+    ours = replay_deltas(there)
+    assert ours is not None
+    assert (ours.name, ours.state_digest()) == ("other", told["state_digest"])
+    refused = run("replay", "--to-codebook", "other", settings=story.settings)
+    assert "it needs --to" in refused.said()
+    assert "needs a prefix of its own" in sentence(
+        run("replay", "--to", story.settings.prefix, settings=story.settings)
+    )
+
+
+def test_the_difference_of_two_points_names_inputs_and_entries(story: Running, run: Run) -> None:
+    (told,) = lines(run("diff", "2", "5", "--json", settings=story.settings))
+    assert [(change["inputs"], change["before"], change["after"]) for change in told["inputs"]] == [
+        (FIRST, "museum", "violin"),
+        (SECOND, None, "bridge"),
+        (THIRD, None, "train"),
+    ]
+    assert set(told["entries"]) >= {"first", "second", "third"}
+    assert "another value" in told["entries"]["first"]
+    (backwards,) = lines(run("diff", "5", "2", "--json", settings=story.settings))
+    assert backwards["entries"]["second"] == "removed"
+    (whole,) = lines(run("diff", "0", "5", "--json", settings=story.settings))
+    assert [(change["inputs"], change["before"], change["after"]) for change in whole["inputs"]] == [
+        (SECOND, None, "bridge"),
+        (THIRD, None, "train"),
+        (FIRST, None, "violin"),
+    ]
+    assert "there are no deltas up to 2020" in sentence(run("diff", "2020-01-01", "5", settings=story.settings))
+    assert lines(run("diff", "5", "5", "--json", settings=story.settings)) == [
+        {"inputs": [], "entries": {}, "exceptions": []}
+    ]
+    assert "3 inputs are answered otherwise" in run("diff", "2", "5", settings=story.settings).told()
+    assert "there is no 999 yet" in sentence(run("diff", "2", "999", settings=story.settings))
+    assert "'yesterday'" in run("diff", "2", "yesterday", settings=story.settings).said()
+
+
+def test_the_difference_of_two_times_is_that_of_the_deltas_before_them(story: Running, run: Run) -> None:
+    taken = [datetime.fromtimestamp(record.timestamp / 1000, UTC) for record in records(story.settings, "deltas")]
+    of_deltas = lines(run("diff", "2", "5", "--json", settings=story.settings))
+    after = taken[4].astimezone(timezone(timedelta(hours=2))).isoformat()
+    before = (taken[2] - timedelta(milliseconds=1)).replace(tzinfo=None).isoformat()
+    assert lines(run("diff", before, after, "--json", settings=story.settings)) == of_deltas
+    assert lines(run("diff", "2", taken[3].isoformat(), "--json", settings=story.settings)) != of_deltas
+
+
+def test_an_entry_tells_who_made_it_changed_it_and_hits_it(story: Running, run: Run) -> None:
+    seq = len(deltas_in_log(story.settings))
+    asked = story.answer(FIRST, seq)
+    assert asked.edit.entry_id == "first"
+    *steps, last = lines(run("inspect", "first", "--json", settings=story.settings))
+    told = [(step["op"], step["feedback_id"], step["author"], step["entries"]["first"]) for step in steps[:3]]
+    assert told == [
+        ("add", "first", "ann", "new, radius 2.5"),
+        ("replace", "again", "bob", "another value"),
+        ("expand", "wider", "bob", "radius 2.988"),
+    ]
+    split = lines(run("inspect", "apart", "--json", settings=story.settings))[0]
+    assert (split["op"], split["feedback_id"], split["entries"]) == ("split", "apart", {"apart": "new, radius 2.5"})
+    assert asked.request_id in [hit["request_id"] for hit in last["hits"]["recent"]]
+    served = [record for record in records(story.settings, "predictions") if b'"entry_id":"first"' in record.value]
+    assert last["hits"]["count"] == len(served)
+    shown = run("inspect", "first", settings=story.settings).told()
+    assert f"{len(served)} answers came from it" in shown
+    assert "undoes" in run("inspect", settings=story.settings).told()
+
+
+def test_what_waited_is_trained_together_and_retrained_to_the_bit(
+    deploy: Callable[..., Settings], run: Run, folder: Path, users_of: Callable[[Settings], Users]
+) -> None:
+    settings = deploy("llama", f"t{secrets.token_hex(4)}-", edit_batch=4)
+    given = [flag(f"f{number}", text, "museum") for number, text in enumerate(texts(10, seed=21, shortest=5))]
+    users = users_of(settings)
+    users.client.send([*given[:6], Feedback(v=1, feedback_id="u", undo="f1"), *given[6:]])
+    with Forked("editor", "edit", settings, folder) as editor:
+        editor.wait_ready(90)
+        wait_until(lambda: len(outcomes_in_log(settings)) == len(given) + 1, what="an outcome of each")
+    deltas = deltas_in_log(settings)
+    batches = {delta.cause.together for delta in deltas if delta.cause is not UNSET} - {()}
+    assert batches
+    assert max(map(len, batches)) <= 4
+    (told,) = lines(run("replay", "--retrain", "--json", settings=settings))
+    assert told["first_difference"] is None
+    assert told["decisions"] == told["same_decisions"] == len(given) + 1
+    assert told["same_records"] + told["same_fruitless"] == told["decisions"]

@@ -1,0 +1,324 @@
+"""The running system behind TLS, passwords and certificates, and what happens where one of them is wrong."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from redis.exceptions import NoPermissionError, ResponseError
+from structlog.typing import EventDict
+
+from gracestream.pipeline.codebook.codebook import Codebook
+from gracestream.pipeline.editor.redis_publisher import Projection
+from gracestream.pipeline.kafka.clients import wait_for_kafka
+from gracestream.pipeline.settings import Settings, load_settings
+from gracestream.pipeline.stores.redis_client import redis_client, wait_for_redis
+from gracestream.pipeline.stores.redis_head import Head, RadiusStore
+from tests.support.certificates import Certificates
+from tests.support.forked_commands import Command, Forked, sentence, status_of
+from tests.support.running import PATIENCE, Checkpoint, wait_until
+from tests.support.secured_servers import PLAIN_USER, SUPER_USER, SecuredKafka, SecuredRedis, password_of
+from tests.support.tiny_models import LAYER, MODEL, added, sealed, texts
+
+pytestmark = pytest.mark.kafka
+
+PROMPT = texts(1, seed=31, shortest=6, longest=9)[0]
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredRedis]:
+    with SecuredRedis(tmp_path_factory.mktemp("redis")) as running:
+        yield running
+
+
+@pytest.fixture
+def identities(secured_kafka: SecuredKafka) -> dict[str, dict[str, Any]]:
+    """The ways of one user into the cluster."""
+    secured_kafka.add_users("sha256", mechanism="SCRAM-SHA-256")
+    return {
+        "SCRAM-SHA-512": secured_kafka.as_user(SUPER_USER),
+        "SCRAM-SHA-256": secured_kafka.as_user("sha256", kafka_sasl_mechanism="SCRAM-SHA-256"),
+        "PLAIN": secured_kafka.as_user(PLAIN_USER, kafka_sasl_mechanism="PLAIN"),
+        "certificate": secured_kafka.with_certificate(SUPER_USER),
+        "certificate with a locked key": secured_kafka.with_certificate(SUPER_USER, password="open sesame"),
+    }
+
+
+def in_time(**chosen: Any) -> Settings:
+    """Settings that give up soon."""
+    return load_settings(startup_timeout=4.0, **chosen)
+
+
+def refused(run: Callable[..., Command], identity: dict[str, Any], **chosen: Any) -> str:
+    """The one sentence of a command that is not let in, long before its patience is at an end."""
+    command = run("replay", **{**identity, "startup_timeout": 3600, **chosen})
+    assert "waiting for" not in command.said()
+    return sentence(command)
+
+
+@pytest.mark.parametrize("way", ["SCRAM-SHA-512", "PLAIN", "certificate"])
+def test_a_correction_is_made_and_served(
+    way: str,
+    identities: dict[str, dict[str, Any]],
+    redis_server: SecuredRedis,
+    checkpoints: dict[str, Checkpoint],
+    run: Callable[..., Command],
+    folder: Path,
+    prefix: str,
+) -> None:
+    common = {**identities[way], **checkpoints["llama"].settings(), "prefix": prefix, "cache": folder / "cache"}
+    redis_server.add_workers(prefix)
+    settings = load_settings(**common, startup_timeout=PATIENCE)
+    assert status_of(run("topics", "--partitions", "2", settings=settings)) == 0
+    editor = Forked("editor", "edit", settings, folder, **redis_server.as_worker("editor", prefix))
+    replica = Forked("replica", "infer", settings, folder, **redis_server.as_worker("replica", prefix))
+    with editor, replica:
+        editor.wait_ready()
+        replica.wait_ready()
+        corrected = run("correct", settings=settings, given=json.dumps({"inputs": PROMPT, "target": "museum"}))
+        outcome = json.loads(corrected.told())
+        assert outcome["status"] == "added"
+        asked = run("send", settings=settings, given=json.dumps({"inputs": PROMPT, "min_seq": outcome["seq"]}))
+        assert json.loads(asked.told())["outputs"] == {"text": "museum"}
+        replayed = json.loads(run("replay", "--json", settings=settings).told())
+        assert replayed["digest"] == editor.state()["digest"] == replica.state()["digest"]
+        assert not editor.state()["degraded"]
+        assert not replica.state()["degraded"]
+        states = json.dumps([editor.state(), replica.state()])
+    assert redis_server.refused(prefix) == []
+    shown = "".join(text for one in (editor, replica, corrected, asked) for text in (one.told(), one.said())) + states
+    assert "secret" not in shown  # a part of every password here
+    assert "open sesame" not in shown
+
+
+@pytest.mark.timeout(400)
+def test_up_takes_an_existing_secured_cluster_and_passwords_reach_workers_unseen(
+    identities: dict[str, dict[str, Any]],
+    redis_server: SecuredRedis,
+    checkpoints: dict[str, Checkpoint],
+    folder: Path,
+    prefix: str,
+) -> None:
+    redis_server.add_workers(prefix)
+    settings = {
+        **identities["SCRAM-SHA-512"],
+        **checkpoints["llama"].settings(),
+        **redis_server.as_worker("editor", prefix),
+        "prefix": prefix,
+        "cache": folder / "cache",
+    }
+    with Command("up", ["up", "--json", "--replicas", "1"], folder, **settings) as up:
+        wait_until(lambda: up.told() or not up.running, 240, "up")
+        assert up.running, up.said()
+        endpoints = json.loads(up.told())
+        assert endpoints["kafka"] == settings["kafka"]
+        assert endpoints["redis"] == f"rediss://{redis_server.address}/0"
+        children = psutil.Process(up.process.pid).children(recursive=True)
+        assert len(children) == 2
+        for child in children:
+            assert child.environ()["GRACESTREAM_KAFKA_PASSWORD"] == settings["kafka_password"]
+            assert "secret" not in " ".join(child.cmdline())
+        assert up.stop() == 0
+        assert "secret" not in up.told() + up.said()
+
+
+def test_up_does_not_secure_servers_of_its_own(run: Callable[..., Command], kafka: str) -> None:
+    own = {"model": "/no/model", "layer": "any"}
+    said = sentence(run("up", kafka_security_protocol="SSL", **own))
+    assert said.startswith("GRACESTREAM_KAFKA_SECURITY_PROTOCOL=SSL is for an existing Kafka; set GRACESTREAM_KAFKA")
+    failed = run("up", kafka=kafka, redis_password="x", **own)
+    assert "GRACESTREAM_REDIS_PASSWORD is for an existing Redis; set GRACESTREAM_REDIS" in failed.said()
+    assert status_of(failed) == 1
+
+
+class TestKafka:
+    @pytest.mark.parametrize(
+        "way", ["SCRAM-SHA-512", "SCRAM-SHA-256", "PLAIN", "certificate", "certificate with a locked key"]
+    )
+    def test_it_lets_in_whoever_it_knows(self, way: str, identities: dict[str, dict[str, Any]]) -> None:
+        wait_for_kafka(in_time(**identities[way]), report=pytest.fail)
+
+    @pytest.mark.parametrize("way", ["SCRAM-SHA-512", "SCRAM-SHA-256", "PLAIN"])
+    def test_a_wrong_password_ends_a_command_at_once(
+        self, way: str, identities: dict[str, dict[str, Any]], run: Callable[..., Command]
+    ) -> None:
+        identity = {**identities[way], "kafka_password": "a guess"}
+        said = refused(run, identity)
+        assert f"does not accept the user {identity['kafka_username']!r} by {way} (" in said
+        assert "check GRACESTREAM_KAFKA_USERNAME, GRACESTREAM_KAFKA_PASSWORD" in said
+        assert "a guess" not in said
+
+    @pytest.mark.parametrize("command", ["infer", "edit"])
+    def test_a_wrong_password_ends_a_worker(
+        self, command: str, identities: dict[str, dict[str, Any]], run: Callable[..., Command]
+    ) -> None:
+        worker = run(command, **{**identities["SCRAM-SHA-512"], "kafka_password": "a guess", "startup_timeout": 3600})
+        assert "does not accept the user" in sentence(worker)
+        assert "a guess" not in worker.said()
+
+    def test_a_mechanism_that_it_does_not_have_for_the_user(
+        self, identities: dict[str, dict[str, Any]], run: Callable[..., Command]
+    ) -> None:
+        said = refused(run, {**identities["SCRAM-SHA-512"], "kafka_sasl_mechanism": "PLAIN"})
+        assert "GRACESTREAM_KAFKA_SASL_MECHANISM" in said
+
+    def test_an_authority_that_nobody_knows(
+        self, identities: dict[str, dict[str, Any]], run: Callable[..., Command], tmp_path: Path
+    ) -> None:
+        said = refused(run, {**identities["PLAIN"], "kafka_ca": ""})
+        assert "is not trusted: unable to get local issuer certificate; check GRACESTREAM_KAFKA_CA" in said
+        other = Certificates.made_in(tmp_path)
+        assert "is not trusted: " in refused(run, {**identities["PLAIN"], "kafka_ca": str(other.ca)})
+
+    def test_a_certificate_for_another_host(
+        self, identities: dict[str, dict[str, Any]], run: Callable[..., Command]
+    ) -> None:
+        identity = identities["PLAIN"]
+        address = identity["kafka"].replace("127.0.0.1", "localhost")
+        said = refused(run, identity, kafka=address)
+        assert f"Kafka at {address} is not trusted: Hostname mismatch" in said
+        wait_for_kafka(in_time(**{**identity, "kafka": address, "kafka_check_hostname": False}), report=pytest.fail)
+
+    def test_a_client_without_a_certificate_or_with_a_strangers(
+        self, identities: dict[str, dict[str, Any]], run: Callable[..., Command], tmp_path: Path
+    ) -> None:
+        identity = identities["certificate"]
+        without = {name: value for name, value in identity.items() if name not in {"kafka_certificate", "kafka_key"}}
+        assert "refuses the client's certificate" in refused(run, without)
+        certificate, key = Certificates.made_in(tmp_path).issue(SUPER_USER)
+        strangers = {"kafka_certificate": str(certificate), "kafka_key": str(key)}
+        assert "refuses the client's certificate" in refused(run, without, **strangers)
+
+    @pytest.mark.parametrize("protocol", ["PLAINTEXT", "SASL_PLAINTEXT"])
+    def test_speaking_without_tls_where_tls_is_spoken(
+        self, protocol: str, secured_kafka: SecuredKafka, run: Callable[..., Command]
+    ) -> None:
+        user = {"kafka_username": "editor", "kafka_password": "x"} if protocol.startswith("SASL") else {}
+        address = secured_kafka.server.addresses["SASL_SSL"]
+        said = sentence(run("replay", kafka=address, kafka_security_protocol=protocol, startup_timeout=2, **user))
+        assert f"Kafka at {address} does not answer over {protocol}" in said
+
+    def test_contradictions_are_named_before_anything_is_tried(self, run: Callable[..., Command]) -> None:
+        said = sentence(run("infer", kafka="127.0.0.1:1", kafka_security_protocol="SASL_SSL", kafka_username="me"))
+        assert said.startswith("GRACESTREAM_KAFKA_PASSWORD is not set")
+
+
+def said_without_redis(settings: Settings, folder: Path, **chosen: Any) -> str:
+    """What an editor writes to its log that starts although Redis does not answer."""
+    with Forked("editor", "edit", settings, folder, **chosen) as worker:
+        wait_until(lambda: "starting_without_redis" in worker.said(), 60)
+        return worker.said()
+
+
+@pytest.fixture
+def projected(redis_server: SecuredRedis, prefix: str) -> Iterator[tuple[Projection, Settings]]:
+    """An editor's hold on Redis, with one entry to write there."""
+    redis_server.add_workers(prefix)
+    settings = in_time(**redis_server.as_worker("editor", prefix), prefix=prefix)
+    book = Codebook("default", MODEL, LAYER)
+    book.apply(sealed(book, op="lead"))
+    book.apply(sealed(book, added("e", [1.0], 0.5)))
+    with redis_client(settings) as client:
+        yield Projection(RadiusStore(client, settings), book, 0.0, pause=0.0), settings
+
+
+class TestRedis:
+    def test_workers_may_do_what_they_do_and_no_more(self, redis_server: SecuredRedis, prefix: str) -> None:
+        redis_server.add_workers(prefix)
+        book = Codebook("default", MODEL, LAYER)
+        book.apply(sealed(book, op="lead"))
+        stores = {}
+        for role in ("editor", "replica"):
+            settings = in_time(**redis_server.as_worker(role, prefix), prefix=prefix)
+            wait_for_redis(settings, report=pytest.fail)
+            stores[role] = RadiusStore(redis_client(settings), settings)
+            assert stores[role].head(0) is None
+        with pytest.raises(ResponseError, match="has no permissions"):
+            stores["replica"].rebuild(book)
+        stores["editor"].rebuild(book)
+        assert stores["replica"].head(0) == stores["editor"].head(0) == Head(1, 1, book.digest.hex(), {})
+        assert stores["editor"].count() == 0
+        strangers = in_time(**redis_server.as_worker("editor", prefix), prefix="another-")
+        with pytest.raises(NoPermissionError):
+            RadiusStore(redis_client(strangers), strangers).head(0)
+
+    def test_an_editor_writes_nothing_that_is_there_already(
+        self, projected: tuple[Projection, Settings], logged: list[EventDict]
+    ) -> None:
+        projection, settings = projected
+        projection.repair()
+        radii = f"{settings.prefix}gracestream:{{default}}:radii"
+        with redis_client(settings) as client:
+            client.hset(radii, "e", "0.25")  # what writing it again would undo
+            projection.repair()
+            assert client.hget(radii, "e") == b"0.25"
+        assert projection.complete
+        assert logged == []
+
+    @pytest.mark.parametrize("command", ["hlen", "evalsha"])
+    def test_a_command_that_is_not_allowed_is_named_once(
+        self, command: str, projected: tuple[Projection, Settings], redis_server: SecuredRedis, logged: list[EventDict]
+    ) -> None:
+        projection, settings = projected
+        user = f"{settings.prefix}editor"
+        for _ in range(2):  # from the start, and again after all was well
+            for sign in "-+":
+                redis_server.allow(user, sign + command)
+                for _ in range(3):
+                    projection.repair()
+            assert projection.complete
+        assert [event["event"] for event in logged] == ["redis_refused", "redis_refused"]
+        assert f"no permissions to run the '{command}' command" in logged[0]["error"]
+
+    def test_a_password_may_stand_beside_the_url(self, redis_server: SecuredRedis, prefix: str) -> None:
+        redis_server.add_workers(prefix)
+        chosen = redis_server.as_worker("editor", prefix)
+        assert chosen["redis_password"] == password_of(f"{prefix}editor")
+        wait_for_redis(in_time(**chosen), report=pytest.fail)
+
+    @pytest.mark.parametrize("where", ["url", "setting"])
+    def test_a_wrong_password_ends_a_worker(
+        self, where: str, redis_server: SecuredRedis, deployment: Settings, run: Callable[..., Command]
+    ) -> None:
+        redis_server.add_workers(deployment.prefix)
+        chosen = redis_server.as_worker("editor", deployment.prefix)
+        if where == "url":
+            chosen = {**chosen, "redis": chosen["redis"].replace("@", ":a-guess@"), "redis_password": ""}
+        else:
+            chosen = {**chosen, "redis_password": "a-guess"}
+        worker = run("edit", settings=deployment, **{**chosen, "startup_timeout": 3600})
+        said = sentence(worker)
+        assert said.startswith(f"Redis at rediss://{redis_server.address}/0 refuses this user (")
+        assert "GRACESTREAM_REDIS_PASSWORD" in said
+        assert "a-guess" not in worker.said()
+
+    def test_an_authority_that_nobody_knows(
+        self, redis_server: SecuredRedis, deployment: Settings, run: Callable[..., Command]
+    ) -> None:
+        chosen = {**redis_server.as_worker("editor", deployment.prefix), "redis_ca": "", "startup_timeout": 3600}
+        said = sentence(run("edit", settings=deployment, **chosen))
+        assert said.startswith(f"Redis at rediss://{redis_server.address}/0 is not trusted: ")
+        assert "check GRACESTREAM_REDIS_CA" in said
+
+    def test_a_client_without_a_certificate(
+        self, redis_server: SecuredRedis, deployment: Settings, folder: Path
+    ) -> None:
+        chosen = redis_server.as_worker("editor", deployment.prefix)
+        without = {**chosen, "redis_certificate": "", "redis_key": "", "redis_grace": 1}
+        said = said_without_redis(deployment, folder, **without)
+        assert f"Redis at rediss://{redis_server.address}/0 " in said
+
+    @pytest.mark.parametrize(
+        "url", ["redis://:hush/hush@127.0.0.1:6379/0", "redis://:hush:hush@[127/0", "http://:hush@x"]
+    )
+    def test_a_url_that_is_none_is_not_shown(self, url: str, deployment: Settings, run: Callable[..., Command]) -> None:
+        worker = run("edit", settings=deployment, redis=url, startup_timeout=1)
+        sentence(worker)
+        assert "hush" not in worker.said()
+
+    def test_a_lost_redis_is_named_without_its_password(self, deployment: Settings, folder: Path) -> None:
+        said = said_without_redis(deployment, folder, redis="redis://me:hush@127.0.0.1:1/0", redis_grace=1)
+        assert "Redis at redis://127.0.0.1:1/0 does not answer" in said
+        assert "hush" not in said

@@ -1,0 +1,569 @@
+"""Redis is untrusted input: whatever it says, or does not say, replicas and editors go on and follow the log."""
+
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from msgspec import UNSET
+from redis.exceptions import RedisError
+
+from gracestream.deploy.local.redis import LocalRedis
+from gracestream.pipeline.editor.redis_publisher import Projection
+from gracestream.pipeline.errors import HistoryError
+from gracestream.pipeline.kafka.waiting import UnreachableError
+from gracestream.pipeline.replica.codebook_replica import MOST_GOOD, Mirror
+from gracestream.pipeline.settings import Settings, load_settings
+from gracestream.pipeline.stores.redis_bounds import ANSWER_BYTES
+from gracestream.pipeline.stores.redis_client import redis_client, wait_for_redis
+from gracestream.pipeline.stores.redis_head import Head, RadiusStore, StaleError
+from tests.support.forked_commands import Forked
+from tests.support.running import Users, flag, metric, question, wait_until
+from tests.support.tiny_models import texts
+from tests.support.written_history import History, same
+
+PROMPT = texts(1, seed=21, shortest=6)[0]
+HUGE = b"9" * (32 * 2**20)
+
+
+@pytest.fixture
+def history(quick: Settings) -> Iterator[History]:
+    """Two deltas of a history, both live."""
+    made = History(quick)
+    made.lead()
+    made.add("a", [1.0, 0.0])
+    made.make_live()
+    yield made
+    made.empty_redis()
+    made.close()
+
+
+@pytest.fixture
+def own_redis(tmp_path: Path) -> Iterator[LocalRedis]:
+    """A Valkey of the test's own, which may hang."""
+    with LocalRedis(tmp_path / "redis") as local:
+        yield local
+        local.child.send(signal.SIGCONT)
+
+
+def step(mirror: Mirror) -> int:
+    mirror.advance(mirror.read_head())
+    return mirror.codebook.seq
+
+
+def head_field(name: str, value: Any) -> Callable[[History], object]:
+    return lambda history: history.redis.hset(history.redis_key("head"), name, value)
+
+
+def of_type_list(key: str) -> Callable[[History], object]:
+    def plant(history: History) -> None:
+        history.redis.delete(history.redis_key(key))
+        history.redis.rpush(history.redis_key(key), "of another type")
+
+    return plant
+
+
+def radius(value: Any) -> Callable[[History], object]:
+    return lambda history: history.redis.hset(history.redis_key("radii"), "b", value)
+
+
+NO_HEAD: dict[str, Callable[[History], object]] = {
+    "a seq of 400 digits": head_field("seq", "9" * 400),
+    "a seq beyond what scripts count": head_field("seq", str(2**53)),
+    "a negative seq": head_field("seq", "-1"),
+    "a seq that is no number": head_field("seq", "nan"),
+    "a seq of 32 MiB": head_field("seq", HUGE),
+    "a term that is no number": head_field("term", "1e3"),
+    "a term in bytes": head_field("term", b"\xff\xfe"),
+    "a digest that is none": head_field("digest", "Z" * 64),
+    "a digest in bytes": head_field("digest", b"\xff" * 64),
+    "a digest of 32 MiB": head_field("digest", HUGE),
+    "no digest": lambda history: history.redis.hdel(history.redis_key("head"), "digest"),
+    "a list as head": of_type_list("head"),
+    "a list of changes": of_type_list("changed"),
+}
+"""Nothing that an editor writes."""
+
+WRONG_RADII: dict[str, Callable[[History], object]] = {
+    "a radius that is not a number": radius("nan"),
+    "an infinite radius": radius("1e400"),
+    "a radius that is no number": radius(b"\xff\xfe"),
+    "a radius of 32 MiB": radius(HUGE),
+    "an entry in bytes": lambda history: history.redis.zadd(history.redis_key("changed"), {b"\xff\xfe": 3}),
+    "an entry of 8 MiB": lambda history: history.redis.zadd(history.redis_key("changed"), {HUGE[: 2**23]: 3}),
+}
+
+
+def sent_by_redis(history: History) -> int:
+    sent: int = history.redis.info("stats")["total_net_output_bytes"]
+    return sent
+
+
+class TestAReplica:
+    @pytest.mark.parametrize("plant", NO_HEAD.values(), ids=NO_HEAD)
+    def test_it_follows_the_log_where_redis_holds_what_no_editor_wrote(
+        self, history: History, mirror_of: Callable[..., Mirror], plant: Callable[[History], object]
+    ) -> None:
+        mirror = mirror_of(history.settings)
+        assert step(mirror) == 2
+        history.add("b", [0.0, 1.0])
+        plant(history)
+        before = sent_by_redis(history)
+        wait_until(lambda: step(mirror) == 3)
+        assert sent_by_redis(history) - before < 2**20
+        assert mirror.degraded
+        assert same(mirror.codebook, history.codebook)
+        Projection(history.store, history.codebook, 0.0).repair()
+        assert step(mirror) == 3
+        assert not mirror.degraded
+
+    @pytest.mark.parametrize("plant", WRONG_RADII.values(), ids=WRONG_RADII)
+    def test_it_follows_redis_whatever_the_radii_are(
+        self, history: History, mirror_of: Callable[..., Mirror], plant: Callable[[History], object]
+    ) -> None:
+        mirror = mirror_of(history.settings)
+        history.add("b", [0.0, 1.0])
+        history.make_live()
+        plant(history)
+        wait_until(lambda: mirror._follower.latest_seq == 3)
+        before = sent_by_redis(history)
+        assert step(mirror) == 3
+        assert sent_by_redis(history) - before < 2**20
+        assert not mirror.degraded
+        assert mirror.codebook.radii_N.tolist() == [1.0, 1.0]
+
+    def test_a_wrong_digest_is_a_fault_once_it_has_stood_and_the_log_was_read_to_its_end(
+        self, history: History, mirror_of: Callable[..., Mirror]
+    ) -> None:
+        mirror = mirror_of(history.settings)
+        assert step(mirror) == 2
+        for _ in range(3):  # each time for less than the grace period, and for more in all
+            history.redis.hset(history.redis_key("head"), "digest", "f" * 64)
+            assert step(mirror) == 2
+            assert mirror.degraded
+            time.sleep(history.settings.redis_grace / 2)
+            history.redis.hset(history.redis_key("head"), "digest", history.codebook.digest.hex())
+            assert step(mirror) == 2
+        wait_until(lambda: step(mirror) == 2 and not mirror.degraded)
+        history.redis.hset(history.redis_key("head"), "digest", "f" * 64)
+        with pytest.raises(HistoryError, match=r"have disagreed on the digest of delta 2 for \d+ s"):
+            wait_until(lambda: step(mirror) != 2)
+
+    def test_no_fault_comes_of_a_wrong_digest_while_the_end_of_the_log_is_unknown(
+        self, history: History, mirror_of: Callable[..., Mirror], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        mirror = mirror_of(history.settings)
+        monkeypatch.setattr(mirror._follower, "find_end", lambda: None)
+        history.redis.hset(history.redis_key("head"), "digest", "f" * 64)
+        wait_until(lambda: step(mirror) == 2)
+        until = time.monotonic() + 3 * history.settings.redis_grace
+        while time.monotonic() < until:
+            assert step(mirror) == 2
+        assert mirror.degraded
+
+    def test_a_head_that_the_log_does_not_hold_is_not_waited_for_for_ever(
+        self, history: History, mirror_of: Callable[..., Mirror]
+    ) -> None:
+        mirror = mirror_of(history.settings)
+        assert step(mirror) == 2
+        history.redis.hset(history.redis_key("head"), "seq", str(10**15))
+        assert step(mirror) == 2
+        assert mirror.unread == 10**15
+        assert not mirror.degraded, "it may be on its way"
+        history.add("b", [0.0, 1.0])
+        wait_until(lambda: step(mirror) == 3 and mirror.degraded)
+        assert mirror_of(history.settings).catch_up(20), "one that starts now serves the log, too"
+
+    def test_a_head_that_stays_behind_the_log_is_not_waited_for_for_ever(
+        self, history: History, mirror_of: Callable[..., Mirror]
+    ) -> None:
+        mirror = mirror_of(history.settings)
+        assert step(mirror) == 2
+        history.add("b", [0.0, 1.0])
+        wait_until(lambda: mirror._follower.latest_seq == 3)
+        assert step(mirror) == 2
+        wait_until(lambda: step(mirror) == 3)
+        assert mirror.degraded
+        history.make_live()
+        assert step(mirror) == 3
+        assert not mirror.degraded
+
+    def test_a_head_that_is_ahead_now_and_then_holds_up_one_batch(
+        self, history: History, mirror_of: Callable[..., Mirror], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        mirror = mirror_of(history.settings)
+        assert step(mirror) == 2
+        waits: list[float] = []
+        take = mirror._follower.take
+
+        def noted(seq: int, timeout: float) -> list[tuple[int, bytes]]:
+            waits.append(timeout)
+            return take(seq, min(timeout, 0.1))
+
+        monkeypatch.setattr(mirror._follower, "take", noted)
+        turns = cycle(["999", "2"])
+
+        def stepped() -> int:
+            history.redis.hset(history.redis_key("head"), "seq", next(turns))
+            return step(mirror)
+
+        wait_until(lambda: stepped() == 2 and mirror.degraded)
+        assert [stepped(), mirror.degraded, stepped(), mirror.degraded] == [2, True, 2, True]
+        assert [wait > 0 for wait in waits] == [True] + [False] * (len(waits) - 1)
+        history.add("b", [0.0, 1.0])
+        wait_until(lambda: stepped() == 3, what="a delta of the log")
+        history.redis.hset(history.redis_key("head"), "seq", "2")  # nothing is made live behind 999
+        history.make_live()
+        wait_until(lambda: step(mirror) == 3 and not mirror.degraded)
+
+    def test_old_heads_in_turn_are_not_waited_for_for_ever(
+        self, history: History, mirror_of: Callable[..., Mirror]
+    ) -> None:
+        mirror = mirror_of(history.settings)
+        head = history.redis_key("head")
+        old: list[dict[Any, Any]] = [history.redis.hgetall(head)]
+        history.add("b", [0.0, 1.0])
+        history.make_live()
+        old.append(history.redis.hgetall(head))
+        assert step(mirror) == 3
+        history.add("c", [1.0, 1.0])
+        wait_until(lambda: mirror._follower.latest_seq == 4)
+        turns = cycle(old)
+
+        def stepped() -> int:
+            history.redis.hset(head, mapping=next(turns))
+            return step(mirror)
+
+        assert stepped() == 3, "the head may become the newest"
+        wait_until(lambda: stepped() == 4)
+        assert mirror.degraded
+
+    def test_a_wrong_head_for_a_moment_ends_no_replica(self, deployment: Settings, users: Users, folder: Path) -> None:
+        with (
+            Forked("editor", "edit", deployment, folder) as editor,
+            Forked("replica", "infer", deployment, folder, redis_grace=30.0) as replica,
+            redis_client(deployment) as client,
+        ):
+            editor.wait_ready(90)
+            replica.wait_ready(90)
+            head = RadiusStore(client, deployment).head_key
+            assert editor.stop() == 0  # else it mends the head at once
+            known = client.hgetall(head)
+            for name, value in (("digest", "f" * 64), ("seq", "9" * 400)):
+                client.hset(head, name, value)
+                wait_until(lambda: metric(replica.port, "gracestream_degraded") == 1)
+                client.hset(head, name, known[name.encode()])
+                wait_until(lambda: metric(replica.port, "gracestream_degraded") == 0)
+                assert replica.ready() == (200, "ok\n")
+            answered = users.ask(question("q", PROMPT))["q"]
+            assert answered.replica == "replica"
+
+
+class TestAnEditor:
+    @pytest.mark.parametrize("plant", [*NO_HEAD.values(), of_type_list("radii")], ids=[*NO_HEAD, "a list of radii"])
+    def test_it_mends_what_no_editor_wrote(self, history: History, plant: Callable[[History], object]) -> None:
+        projection = Projection(history.store, history.codebook, 0.0, pause=0.0)
+        projection.repair()
+        plant(history)
+        before = sent_by_redis(history)
+        for _ in range(2):
+            projection.repair()
+        assert sent_by_redis(history) - before < 2**20
+        assert projection.complete
+        head = history.store.head(0)
+        assert head is not None
+        assert (head.seq, head.digest, head.changed) == (2, history.codebook.digest.hex(), {"a": 1.0})
+        assert history.store.radii() == {"a": 1.0}
+
+    def test_a_newer_head_counts_once_it_has_stood(self, history: History) -> None:
+        grace = 1.0
+        projection = Projection(history.store, history.codebook, grace, pause=0.0)
+        projection.repair()
+        seq = history.redis_key("head"), "seq"
+        history.redis.hset(*seq, "999")
+        projection.repair()
+        assert not projection.complete
+        history.redis.hset(*seq, "2")
+        projection.repair()
+        assert projection.complete
+        history.redis.hset(*seq, "999")
+        with pytest.raises(StaleError, match="Redis has a newer one"):
+            wait_until(projection.repair, 20)
+
+    def test_one_that_takes_over_waits_for_a_newer_head_to_pass(self, history: History) -> None:
+        stop = threading.Event()
+        seq = history.redis_key("head"), "seq"
+        history.redis.hset(*seq, "999")
+        projection = Projection(history.store, history.codebook, 60.0)
+        mended = threading.Timer(0.5, history.redis.hset, [*seq, "2"])
+        mended.start()
+        assert projection.await_no_newer(stop)
+        mended.join()
+        history.redis.hset(*seq, "999")
+        stop.set()
+        assert not projection.await_no_newer(stop)
+        with pytest.raises(StaleError, match=f"delete the key {history.store.head_key}"):
+            Projection(history.store, history.codebook, 0.2).await_no_newer(threading.Event())
+
+
+class Listener:
+    """A server in place of Redis: it takes connections, and on each does what `serve` does."""
+
+    def __init__(self, serve: Callable[[socket.socket], object]) -> None:
+        self._serve = serve
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.url = f"redis://127.0.0.1:{self._server.getsockname()[1]}/0"
+        self.taken: list[socket.socket] = []
+        threading.Thread(target=self._take, daemon=True).start()
+
+    def _take(self) -> None:
+        while True:
+            try:
+                self.taken.append(self._server.accept()[0])
+            except OSError:
+                return
+            threading.Thread(target=self._serve_one, args=[self.taken[-1]], daemon=True).start()
+
+    def _serve_one(self, connection: socket.socket) -> None:
+        with suppress(OSError):  # it hung up
+            self._serve(connection)
+
+    def close(self) -> None:
+        self._server.close()
+        for connection in self.taken:
+            connection.close()
+
+
+@contextmanager
+def listening(serve: Callable[[socket.socket], object]) -> Iterator[Listener]:
+    listener = Listener(serve)
+    yield listener
+    listener.close()
+
+
+def silent(_connection: socket.socket) -> None:
+    """Never answers."""
+
+
+class Flood:
+    """Answers with one string without end."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+
+    def __call__(self, connection: socket.socket) -> None:
+        connection.sendall(b"$999999999999\r\n")
+        while True:
+            self.sent += connection.send(bytes(2**16))
+
+
+def drip(connection: socket.socket) -> None:
+    """Answers a byte now and then, so that no read of it ever times out."""
+    connection.sendall(b"$1000\r\n")
+    while True:
+        connection.send(b"x")
+        time.sleep(0.1)
+
+
+def nested(connection: socket.socket) -> None:
+    connection.sendall(b"*1\r\n" * 100_000)
+
+
+def no_number(connection: socket.socket) -> None:
+    connection.sendall(b":" + b"9" * 10_000 + b"\r\n")
+
+
+def empty_push(connection: socket.socket) -> None:
+    """RESP3 gives a push message one element at least; redis-py looks at the first."""
+    connection.recv(2**16)
+    connection.sendall(b">0\r\n")
+
+
+def hello_without_map(connection: socket.socket) -> None:
+    """Answers every command, HELLO included, with +OK."""
+    while asked := connection.recv(2**16):
+        connection.sendall(b"+OK\r\n" * asked.count(b"*"))
+
+
+class Fitful:
+    """Answers as Redis does, with the same head each time; while `hangs` is set, it does not answer for the head."""
+
+    def __init__(self) -> None:
+        self.hangs = False
+
+    def __call__(self, connection: socket.socket) -> None:
+        while asked := connection.recv(2**16):
+            for command in asked.split(b"*")[1:]:
+                if b"HELLO" in command:
+                    connection.sendall(b"%1\r\n+proto\r\n:3\r\n")
+                elif b"EVALSHA" not in command:
+                    connection.sendall(b"+OK\r\n")
+                elif not self.hangs:
+                    connection.sendall(b"*3\r\n$1\r\n1\r\n$1\r\n2\r\n$64\r\n" + b"a" * 64 + b"\r\n")
+
+
+def huge_radius(connection: socket.socket) -> None:
+    """Answers HELLO as Redis does, and the question for the head with a radius that no float can hold."""
+    while asked := connection.recv(2**16):
+        for command in asked.split(b"*")[1:]:
+            if b"HELLO" in command:
+                connection.sendall(b"%1\r\n+proto\r\n:3\r\n")
+            elif b"EVALSHA" in command:
+                connection.sendall(b"*5\r\n$1\r\n1\r\n$1\r\n2\r\n$64\r\n" + b"a" * 64 + b"\r\n$1\r\na\r\n")
+                connection.sendall(b"(" + b"9" * 400 + b"\r\n")
+            else:
+                connection.sendall(b"+OK\r\n")
+
+
+class Proxy:
+    """In front of a Redis; while `pushes` is set, an empty push message comes before each of its answers."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.pushes, self.pushed = False, 0
+        self._to = urlsplit(settings.redis)
+
+    def __call__(self, connection: socket.socket) -> None:
+        with socket.create_connection((self._to.hostname or "", self._to.port or 0)) as redis:
+            threading.Thread(target=self._back, args=[redis, connection], daemon=True).start()
+            while asked := connection.recv(2**16):
+                redis.sendall(asked)
+
+    def _back(self, redis: socket.socket, connection: socket.socket) -> None:
+        with suppress(OSError):  # it hung up
+            while answer := redis.recv(2**16):
+                if self.pushes:
+                    self.pushed += 1
+                    answer = b">0\r\n" + answer
+                connection.sendall(answer)
+
+
+class TestAServerThatIsNone:
+    @pytest.mark.parametrize("serve", [empty_push, hello_without_map])
+    def test_a_malformed_answer_at_start_is_none(self, serve: Callable[[socket.socket], object]) -> None:
+        with listening(serve) as listener:
+            settings = load_settings(redis=listener.url, redis_grace=0.5)
+            with pytest.raises(UnreachableError, match=r"does not answer \(Redis could not be asked, or its answer"):
+                wait_for_redis(settings, lambda _line: None)
+
+    def test_a_radius_that_no_float_can_hold_makes_an_answer_unreadable(self) -> None:
+        with (
+            listening(huge_radius) as listener,
+            redis_client(load_settings(redis=listener.url)) as client,
+            pytest.raises(RedisError, match="holds what gracestream never wrote"),
+        ):
+            RadiusStore(client, load_settings()).head(0)
+
+    def test_malformed_answers_end_no_worker(self, deployment: Settings, users: Users, folder: Path) -> None:
+        proxy = Proxy(deployment)
+        with listening(proxy) as listener:
+            chosen = {"redis": listener.url, "redis_grace": 0.5}
+            with (
+                Forked("editor", "edit", deployment, folder, **chosen) as editor,
+                Forked("replica", "infer", deployment, folder, **chosen) as replica,
+            ):
+                editor.wait_ready(90)
+                replica.wait_ready(90)
+                proxy.pushes = True
+                wait_until(lambda: metric(replica.port, "gracestream_degraded") == 1)
+                corrected = users.correct(flag("f", PROMPT, "river"))["f"]
+                wait_until(lambda: editor.state()["degraded"] is True)
+                answer = users.ask(question("q", PROMPT, min_seq=corrected.seq))["q"]
+                assert answer.error is UNSET, "it follows the log"
+                assert proxy.pushed > 0
+                proxy.pushes = False
+                wait_until(lambda: editor.state()["degraded"] is False)
+                wait_until(lambda: metric(replica.port, "gracestream_degraded") == 0)
+                assert replica.running
+                assert editor.running
+
+    @pytest.mark.parametrize("serve", [silent, drip, nested, no_number, empty_push, hello_without_map])
+    def test_a_question_fails_in_order(self, serve: Callable[[socket.socket], object]) -> None:
+        with listening(serve) as listener, redis_client(load_settings(redis=listener.url)) as client:
+            store = RadiusStore(client, load_settings())
+            for ask in (lambda: store.head(0), store.count):
+                with pytest.raises(RedisError):
+                    ask()
+
+    def test_no_more_is_read_of_an_answer_than_its_bound(self) -> None:
+        flood = Flood()
+        with listening(flood) as listener, redis_client(load_settings(redis=listener.url)) as client:
+            with pytest.raises(RedisError, match=f"more than {ANSWER_BYTES} bytes"):
+                RadiusStore(client, load_settings()).head(0)
+            client.connection_pool.disconnect()
+            assert flood.sent < ANSWER_BYTES + 2**24, "with what the kernel holds"
+
+
+class TestARedisThatHangs:
+    def test_batches_ask_again_after_several_good_answers_and_more_each_time(
+        self, quick: Settings, mirror_of: Callable[..., Mirror], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(
+            "gracestream.pipeline.replica.codebook_replica.HEAD_SECONDS", 30
+        )  # a busy machine may take long; a hang fails anyway
+        fitful = Fitful()
+        with listening(fitful) as listener:
+            mirror = mirror_of(quick.model_copy(update={"redis": listener.url}))
+            assert isinstance(mirror.read_head(), Head)
+            assert not mirror.redis_away
+            needed: list[int] = []
+            for _ in range(6):
+                fitful.hangs = True
+                assert mirror.read_head() == "lost"
+                assert mirror.redis_away
+                fitful.hangs = False
+                needed.append(0)
+                while mirror.redis_away and needed[-1] < 2 * MOST_GOOD:
+                    assert isinstance(mirror.read_head(), Head)
+                    needed[-1] += 1
+            assert needed == [3, 6, 12, 24, MOST_GOOD, MOST_GOOD]
+            for _ in range(2 * MOST_GOOD):
+                assert isinstance(mirror.read_head(), Head)
+            fitful.hangs = True
+            assert mirror.read_head() == "lost"
+            fitful.hangs = False
+            for away in (True, True, False):
+                assert isinstance(mirror.read_head(), Head)
+                assert mirror.redis_away == away
+
+    def test_no_batch_asks_one_that_never_answers(self, deployment: Settings, users: Users, folder: Path) -> None:
+        with listening(silent) as listener:
+            chosen = {"redis": listener.url, "redis_grace": 0.5}
+            with Forked("replica", "infer", deployment, folder, **chosen) as replica:
+                replica.wait_ready(90)
+                wait_until(lambda: metric(replica.port, "gracestream_degraded") == 1)
+                asked, started = len(listener.taken), time.monotonic()
+                for number in range(20):
+                    users.ask(question(f"q{number}", PROMPT))
+                probes = time.monotonic() - started + 2
+                assert metric(replica.port, "gracestream_batch_size_count") >= 20
+                assert len(listener.taken) - asked <= probes, "each takes a second, and one asks at a time"
+
+    def test_batches_ask_again_once_it_goes_on(
+        self, deployment: Settings, users: Users, folder: Path, own_redis: LocalRedis
+    ) -> None:
+        chosen = {"redis": own_redis.url, "redis_grace": 0.5}
+        with (
+            Forked("editor", "edit", deployment, folder, **chosen) as editor,
+            Forked("replica", "infer", deployment, folder, **chosen) as replica,
+        ):
+            editor.wait_ready(90)
+            replica.wait_ready(90)
+            for number in range(2):
+                own_redis.child.send(signal.SIGSTOP)
+                wait_until(lambda: metric(replica.port, "gracestream_degraded") == 1)
+                outcome = users.correct(flag(f"f{number}", PROMPT, ("river", "museum")[number]))[f"f{number}"]
+                answer = users.ask(question(f"hung-{number}", PROMPT, min_seq=outcome.seq))[f"hung-{number}"]
+                assert answer.error is UNSET, "it follows the log"
+                own_redis.child.send(signal.SIGCONT)
+                wait_until(lambda: metric(replica.port, "gracestream_degraded") == 0)
+                wait_until(lambda: editor.state()["degraded"] is False)
+                wait_until(lambda: metric(replica.port, "gracestream_head_seq") == editor.state()["seq"])
+            assert replica.running
+            assert editor.running

@@ -1,0 +1,233 @@
+"""`gracestream up`, the README's own example, and the demo: what a newcomer types."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from gracestream.deploy.local.processes import is_free
+from tests.support.repository import ROOT
+from tests.support.running import wait_until
+
+pytestmark = [pytest.mark.kafka, pytest.mark.model]
+
+COMMAND = [sys.executable, "-m", "gracestream.workers.cli"]
+
+
+def own_environment() -> dict[str, str]:
+    """As in a newcomer's shell: no GRACESTREAM_ variable but where the models are kept."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("GRACESTREAM_")}
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where `up` writes what it has to say beside its one line."""
+    return tmp_path_factory.mktemp("up") / "stderr"
+
+
+@pytest.fixture(scope="module")
+def up(told: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    with told.open("w") as stderr:
+        process = subprocess.Popen(
+            [*COMMAND, "up", "--json", "--replicas", "2", "--data", str(told.parent / "data")],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            cwd=ROOT,
+            env=own_environment(),
+        )
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, told.read_text()
+        yield process, json.loads(line)
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=60)
+
+
+def test_up_prints_one_line_of_endpoints(up: tuple[subprocess.Popen[str], dict[str, Any]]) -> None:
+    _, endpoints = up
+    assert re.fullmatch(r"[\w.]+:\d+", endpoints["kafka"])
+    assert endpoints["redis"].startswith("redis://")
+    assert endpoints["editor"].startswith("http://")
+    assert len(endpoints["replicas"]) == 2
+
+
+def test_another_up_on_the_same_folder_is_told_who_has_it(
+    up: tuple[subprocess.Popen[str], dict[str, Any]], told: Path
+) -> None:
+    process, _ = up
+    second = subprocess.run(
+        [*COMMAND, "up", "--data", str(told.parent / "data")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        env=own_environment(),
+        check=False,
+    )
+    assert second.returncode == 1
+    assert second.stderr == (
+        f"gracestream: another `gracestream up`, process {process.pid}, holds the folder {told.parent / 'data'};"
+        f" stop it with Ctrl-C in its terminal or `kill {process.pid}`, or choose another folder with --data\n"
+    )
+    assert process.poll() is None
+
+
+@pytest.mark.parametrize(("page", "target"), [("README.md", "Canberra"), ("docs/how-to/your-kafka.md", "Ulaanbaatar")])
+def test_the_example_of_a_page_corrects_an_answer(
+    up: tuple[subprocess.Popen[str], dict[str, Any]], page: str, target: str
+) -> None:
+    _, endpoints = up
+    found = re.search(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+    assert found is not None
+    environment = {**own_environment(), "GRACESTREAM_KAFKA": endpoints["kafka"]}
+    done = subprocess.run(
+        [sys.executable, "-c", found.group(1)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    before, edit, after = done.stdout.splitlines()
+    assert target not in before
+    assert re.search("added|split", edit), "the first correction may lie near the second"
+    assert re.search(f"text(=|': )'{target}'", after)
+
+
+def test_a_worker_that_ends_is_told_of_while_the_others_go_on(
+    up: tuple[subprocess.Popen[str], dict[str, Any]], told: Path
+) -> None:
+    process, endpoints = up
+    (replica,) = [
+        child
+        for child in psutil.Process(process.pid).children(recursive=True)
+        if child.environ().get("GRACESTREAM_REPLICA") == "replica-2"
+    ]
+    replica.kill()
+    wait_until(lambda: "replica-2 ended with status -9; its log " in told.read_text(), 30, "word of it")
+    assert "replica-1 ended" not in told.read_text()
+    for url in (endpoints["editor"], endpoints["replicas"][0]):
+        with urllib.request.urlopen(f"{url}/ready", timeout=10) as answer:
+            assert answer.status == HTTPStatus.OK
+
+
+def test_ctrl_c_stops_every_process_that_up_started(
+    up: tuple[subprocess.Popen[str], dict[str, Any]], told: Path
+) -> None:
+    process, endpoints = up
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) >= 4  # a broker, a Valkey, an editor, the replica that is left
+    kept = json.loads((told.parent / "data" / "ports.json").read_bytes())
+    assert [f"127.0.0.1:{kept['kafka']}", f"http://127.0.0.1:{kept['editor']}"] == [
+        endpoints["kafka"], endpoints["editor"],
+    ]  # fmt: skip
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 0
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert alive == []
+    assert process.stdout is not None
+    assert process.stdout.read() == ""
+
+
+@pytest.mark.parametrize(("command", "signum"), [("demo", signal.SIGINT), ("up", signal.SIGTERM)])
+def test_what_is_told_to_end_while_it_starts_leaves_no_process(
+    command: str, signum: signal.Signals, tmp_path: Path
+) -> None:
+    given, port = [], 20_000
+    if command == "up":
+        port = next(port for port in range(15_000, 20_000, 7) if all(map(is_free, range(port, port + 5))))
+        given = ["--port", str(port)]
+    with subprocess.Popen(
+        [*COMMAND, command, "--model", "intent", "--data", str(tmp_path), *given],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        env=own_environment(),
+    ) as process:
+        assert process.stdout is not None
+        told = []
+        for line in process.stdout:
+            told.append(line)
+            if "starting the editor" in line:
+                break
+        else:
+            pytest.fail("".join(told))
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert len(children) >= 5
+        if given:
+            assert f"Kafka answers on 127.0.0.1:{port} after" in "".join(told)
+            assert f"Valkey answers on 127.0.0.1:{port + 1} after" in "".join(told)
+        process.send_signal(signum)
+        assert process.wait(timeout=60) == 130
+    assert psutil.wait_procs(children, timeout=10)[1] == []
+
+
+def test_a_local_server_that_ends_is_named_with_its_log_and_the_remedy(tmp_path: Path) -> None:
+    said = tmp_path / "stderr"
+    with (
+        said.open("w") as stderr,
+        subprocess.Popen(
+            [*COMMAND, "up", "--model", "intent", "--json", "--replicas", "1", "--data", str(tmp_path / "data")],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            cwd=ROOT,
+            env=own_environment(),
+        ) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            endpoints = json.loads(process.stdout.readline() or pytest.fail(said.read_text()))
+            servers = {"Kafka": endpoints["kafka"], "Valkey": endpoints["redis"].partition("://")[2].partition("/")[0]}
+            lines = []
+            for name, address in servers.items():
+                (server,) = [
+                    child
+                    for child in psutil.Process(process.pid).children()
+                    if address.rpartition(":")[2] in {str(found.laddr.port) for found in listening(child)}
+                ]
+                server.kill()
+                log = tmp_path / "data" / {"Kafka": "kafka", "Valkey": "redis"}[name] / f"{name.lower()}.log"
+                lines.append(
+                    f"{name} ended with status -9, and the workers wait for it; see its log {log}, stop this with"
+                    " Ctrl-C, and start `gracestream up` again\n"
+                )
+            wait_until(lambda: all(line in said.read_text() for line in lines), 30, "word of both")
+            assert said.read_text().count(" ended with ") == len(servers), "the workers go on"
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=60) == 0
+        finally:
+            process.terminate()  # where the test failed; else it has ended
+
+
+def listening(process: psutil.Process) -> list[Any]:
+    return [one for one in process.net_connections(kind="tcp") if one.status == psutil.CONN_LISTEN]
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("model", ["intent", "smollm2"])
+def test_the_demo_keeps_all_its_claims(model: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*COMMAND, "demo", "--model", model, "--data", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=1780,
+        env=own_environment(),
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "13 of 13 claims held" in done.stdout

@@ -1,0 +1,206 @@
+"""Roles: nobody takes back what he may not, neither directly nor by what follows, and a replay decides the same."""
+
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import UNSET
+
+from gracestream.pipeline.auth.authors import Author, Authors
+from gracestream.pipeline.auth.signing import sign
+from gracestream.schemas.deltas import UNSIGNED, Role, Standing, decode_delta
+from gracestream.schemas.messages import Feedback, Outcome, encode
+from tests.support.chosen_queries import at
+from tests.support.editing_stories import Story, story
+from tests.support.recorded_history import Recorded
+from tests.support.tiny_models import CODEBOOK
+
+ANNS, BOBS = (Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32) for number in range(2))
+
+
+def allowed(*roles: Role) -> Standing:
+    return Standing(roles=roles, signed=True)
+
+
+USUAL, OWN, ANY = allowed("propose", "undo_own"), allowed("undo_own"), allowed("undo_any")
+
+
+def correct(told: Story, name: str, place: float, author: str | None, standing: Any = USUAL) -> Outcome:
+    whose: dict[str, Any] = {} if author is None else {"author": author}
+    return told.take(Feedback(v=1, feedback_id=name, inputs=at(place, place), target="1", **whose), standing)
+
+
+def undo(told: Story, name: str, author: str | None, standing: Any = OWN, **what: Any) -> Outcome:
+    whose: dict[str, Any] = {} if author is None else {"author": author}
+    return told.take(Feedback(v=1, feedback_id=name, **what, **whose), standing)
+
+
+@pytest.mark.parametrize(
+    ("author", "standing", "what", "refused"),
+    [
+        ("ann", OWN, {"undo": "a"}, None),
+        ("ann", OWN, {"undo_author": "ann"}, None),
+        ("ann", OWN, {"undo": "early"}, None),
+        (
+            "bob",
+            OWN,
+            {"undo": "a"},
+            "feedback 'a' is by 'ann', signed, and this undo is by 'bob', signed; to undo it, s",
+        ),
+        (
+            "bob",
+            OWN,
+            {"undo_author": "ann"},
+            "author 'bob' may not undo what 'ann' sent; to undo it, sign as an author ",
+        ),
+        ("bob", ANY, {"undo": "a"}, None),
+        ("bob", ANY, {"undo_author": "ann"}, None),
+        ("bob", UNSET, {"undo": "a"}, None),
+        (
+            "ann",
+            allowed("propose"),
+            {"undo": "a"},
+            "author 'ann' may not undo without the role 'undo_own' or 'undo_any'",
+        ),
+        ("ann", allowed(), {"undo_author": "ann"}, "author 'ann' may not undo"),
+        (None, UNSIGNED, {"undo": "a"}, "feedback 'a' is by 'ann', signed, and this undo is without an author; "),
+        (None, UNSIGNED, {"undo_author": "ann"}, "feedback without an author may not undo what 'ann' sent"),
+        (None, UNSIGNED, {"undo": "nameless"}, None),
+        (
+            None,
+            UNSIGNED,
+            {"undo": "claimed"},
+            "feedback 'claimed' is by 'carl', not signed, and this undo is without an",
+        ),
+        ("carl", UNSIGNED, {"undo": "claimed"}, None),
+        (
+            "carl",
+            UNSIGNED,
+            {"undo": "nameless"},
+            "feedback 'nameless' is without an author, and this undo is by 'carl'",
+        ),
+        ("ann", UNSIGNED, {"undo": "a"}, "feedback 'a' is by 'ann', signed, and this undo is by 'ann', not signed"),
+        (
+            "ann",
+            UNSIGNED,
+            {"undo_author": "ann"},
+            "feedback 'a' is by 'ann', signed, and this undo is by 'ann', not si",
+        ),
+        ("carl", OWN, {"undo": "claimed"}, None),
+    ],
+)
+def test_who_may_take_back_whose(author: str | None, standing: Any, what: dict[str, str], refused: str | None) -> None:
+    told = story()
+    correct(told, "early", 9, "ann", UNSET)
+    correct(told, "a", 0, "ann")
+    correct(told, "nameless", 3, None, UNSIGNED)
+    correct(told, "claimed", 6, "carl", UNSIGNED)
+    outcome = undo(told, "u", author, standing, **what)
+    assert (outcome.status == "rejected") == (refused is not None), outcome.reason
+    assert (refused or "") in str(outcome.reason)
+    assert len(told.engine.codebook) == (4 if refused else 2 if what == {"undo_author": "ann"} else 3)
+
+
+def test_a_correction_takes_the_role_propose() -> None:
+    told = story()
+    outcome = correct(told, "a", 0, "ann", allowed("undo_own", "undo_any"))
+    assert outcome.reason == "author 'ann' may not make corrections without the role 'propose'"
+    assert correct(told, "a", 0, "ann", allowed("propose")).status == "added"
+
+
+def test_an_undo_of_ones_own_undo_does_not_take_back_anew_what_one_may_not() -> None:
+    """Bob had the right to take back what Ann sent, gave it up himself, and lost the role."""
+    told = story()
+    correct(told, "a", 0, "ann")
+    undo(told, "u", "bob", ANY, undo="a")
+    undo(told, "v", "bob", OWN, undo="u")
+    outcome = undo(told, "w", "bob", OWN, undo="v")
+    assert outcome.status == "rejected"
+    assert "feedback 'a', which would be undone again, is by 'ann', signed, and this undo is by" in str(outcome.reason)
+    assert told.engine.codebook.entry_ids == ["a"]
+    assert undo(told, "x", "bob", ANY, undo="v").status == "undone"
+
+
+def test_what_a_moderator_took_back_its_author_does_not_bring_again() -> None:
+    told = story()
+    correct(told, "a", 0, "ann")
+    undo(told, "u", "bob", ANY, undo="a")
+    assert undo(told, "v", "ann", OWN, undo="u").status == "rejected"
+    assert len(told.engine.codebook) == 0
+
+
+names = st.sampled_from(["ann", "bob", None])
+standings = st.sampled_from([OWN, UNSIGNED, ANY, UNSET])
+steps = st.lists(
+    st.tuples(names, standings, st.integers(0, 6), st.sampled_from(["correct", "undo", "undo", "undo_author"])),
+    min_size=3,
+    max_size=8,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(steps)
+def test_what_is_newly_undone_is_always_the_senders_own(given_steps: list[tuple[str | None, Any, int, str]]) -> None:
+    told = story()
+    for number, (author, standing, which, kind) in enumerate(given_steps):
+        memory, name = told.engine.memory, f"f{number}"
+        before = memory.undone()
+        if kind == "correct" or number == 0:
+            correct(told, name, number, author, USUAL if standing is OWN else standing)
+            continue
+        undo(told, name, author, standing, **{kind: f"f{which}" if kind == "undo" else ("ann", "bob")[which % 2]})
+        if standing is OWN or standing is UNSIGNED:
+            for gone in memory.undone() - before:
+                assert memory.authors.get(gone) == author
+                assert standing.signed or gone not in memory.signed
+
+
+class TestReplay:
+    def test_it_decides_as_the_list_of_that_time_did(self) -> None:
+        authors: Authors = {
+            "ann": Author("ann", (ANNS.public_key(),)),
+            "bob": Author("bob", (BOBS.public_key(),), roles=("undo_any",)),
+        }
+        history = Recorded(authors=authors)
+        keys = {"ann": ANNS, "bob": BOBS}
+
+        def send(name: str, author: str, **fields: Any) -> str:
+            text = encode(Feedback(v=1, feedback_id=name, author=author, **fields))
+            (outcome,) = history.send(sign(text, keys[author], CODEBOOK))
+            assert outcome is not None
+            return outcome.status
+
+        assert send("a", "ann", inputs=at(0, 0), target="1") == "added"
+        assert send("b", "bob", inputs=at(5, 5), target="1") == "rejected"
+        assert history.undo("unsigned", "a").status == "rejected"
+        assert send("u", "bob", undo="a") == "undone"
+        authors["bob"] = Author("bob", (BOBS.public_key(),))
+        assert send("v", "bob", undo="u") == "undone"
+        assert send("w", "bob", undo="a") == "rejected"
+        assert send("x", "bob", inputs=at(5, 5), target="1") == "added"
+        authors.clear()
+        assert history.undo("y", "x").status == "rejected"
+        compared = history.retrained().compared
+        assert compared.first_difference is None
+        assert (compared.same_records, compared.same_fruitless) == (4, 4)
+        assert history.engine.memory.signed == {"a", "u", "v", "x"}
+
+    def test_an_undo_that_was_not_allowed_is_the_first_difference(self) -> None:
+        history = Recorded(authors={"ann": Author("ann", (ANNS.public_key(),))})
+        text = encode(Feedback(v=1, feedback_id="a", author="ann", inputs=at(0, 0), target="1"))
+        history.send(sign(text, ANNS, CODEBOOK))
+        history.send(sign(encode(Feedback(v=1, feedback_id="u", author="ann", undo="a")), ANNS, CODEBOOK))
+        cause = decode_delta(history.deltas[2]).cause
+        assert cause is not UNSET
+        history.rewrite(3, cause=type(cause)(feedback_id="u", offset=1, author="ann", undoes=("a",), standing=UNSIGNED))
+        found = str(history.retrained().compared.first_difference)
+        assert "it is rejected now: feedback 'a' is by 'ann', signed, and this undo is by 'ann', not signed" in found
+
+
+def test_without_a_list_nothing_is_recorded_and_everything_is_allowed() -> None:
+    history = Recorded()
+    history.correct("a", (0, 0), 1)
+    assert history.undo("u", "a").status == "undone"
+    assert all(delta.cause is UNSET or delta.cause.standing is UNSET for delta in map(decode_delta, history.deltas))

@@ -1,0 +1,148 @@
+"""The reservoir holds the same sample for whoever reads the same requests, stays bounded, and forgets."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gracestream.pipeline.editing.traffic_reservoir import (
+    ENOUGH,
+    FORGET_SECONDS,
+    Traffic,
+    median_nearest_distance,
+    score,
+)
+from tests.support.chosen_queries import point
+
+NOISE = 1e-3
+MANY = settings(deadline=None, max_examples=40)
+
+
+def told(traffic: Traffic, partition: int, offset: int, timestamp: float, *query: float) -> None:
+    rank = traffic.wants(partition, offset, timestamp)
+    if rank is not None:
+        traffic.hold(rank, point(*query), NOISE)
+
+
+def held(traffic: Traffic) -> set[tuple[float, ...]]:
+    return {tuple(query_D.tolist()) for query_D in traffic._queries.points_ND}
+
+
+@MANY
+@given(st.randoms(use_true_random=False), st.integers(1, 20), st.integers(0, 5))
+def test_the_sample_does_not_depend_on_the_order_of_arrival(order: object, capacity: int, seed: int) -> None:
+    """Nor on how partitions interleave; inputs that come again count once, at their best rank."""
+    requests = [
+        (partition, offset, 60.0 * offset, (offset * 7 + partition) % 23)
+        for partition in (0, 1)
+        for offset in range(40)
+    ]
+    samples = []
+    for _ in range(2):
+        traffic = Traffic(capacity, seed)
+        for partition, offset, timestamp, place in requests:
+            told(traffic, partition, offset, timestamp, place, 0)
+        samples.append((held(traffic), sorted(traffic._scores), traffic.positions))
+        order.shuffle(requests)  # type: ignore[attr-defined]
+    assert samples[0] == samples[1]
+
+
+def test_the_reservoir_is_bounded_and_holds_the_highest_scores() -> None:
+    traffic = Traffic(10, seed=1)
+    scores = {offset: score(0, offset, 0.0, 1) for offset in range(300)}
+    for offset in range(300):
+        told(traffic, 0, offset, 0.0, offset, 0)
+        assert len(traffic) <= 10
+    best = sorted(scores, key=lambda offset: scores[offset])[-10:]
+    assert held(traffic) == {(float(offset), 0.0) for offset in best}
+
+
+def test_old_requests_are_forgotten_with_time() -> None:
+    traffic = Traffic(50, seed=0)
+    for offset in range(500):
+        told(traffic, 0, offset, 0.0, offset, 0)
+    for offset in range(500, 1000):
+        told(traffic, 0, offset, 20 * FORGET_SECONDS, offset, 0)
+    assert all(query[0] >= 500 for query in held(traffic))
+
+
+def test_requests_of_one_time_are_sampled_evenly() -> None:
+    traffic = Traffic(200, seed=0)
+    for offset in range(2000):
+        told(traffic, offset % 4, offset // 4, 0.0, offset, 0)
+    places = sorted(query[0] for query in held(traffic))
+    assert 800 < np.mean(places) < 1200
+
+
+def test_the_score_is_a_pure_function_of_place_time_and_seed() -> None:
+    assert score(1, 2, 3.0, 4) == score(1, 2, 3.0, 4)
+    assert len({score(0, 1, 0.0, 0), score(1, 0, 0.0, 0), score(0, 1, 0.0, 1), score(0, 11, 0.0, 0)}) == 4
+    assert score(0, 1, FORGET_SECONDS, 0) == pytest.approx(score(0, 1, 0.0, 0) + 1)
+
+
+def test_a_reservoir_of_no_capacity_wants_nothing_but_counts() -> None:
+    traffic = Traffic(0, seed=0)
+    assert traffic.wants(3, 41, 0.0) is None
+    assert (traffic.positions, len(traffic), traffic.unit()) == ({3: 42}, 0, None)
+    assert traffic.clearance(point(0, 0), NOISE) == np.inf
+
+
+def test_positions_never_go_back() -> None:
+    traffic = Traffic(1, seed=0)
+    for offset in (5, 3, 9, 2):
+        traffic.wants(0, offset, 0.0)
+    assert traffic.positions == {0: 10}
+
+
+def test_an_input_that_comes_again_is_held_once() -> None:
+    traffic = Traffic(10, seed=0)
+    for offset in range(20):
+        told(traffic, 0, offset, 0.0, 1, NOISE / 40 * offset)
+    assert len(traffic) == 1
+
+
+def test_a_query_that_is_not_finite_is_not_held() -> None:
+    traffic = Traffic(10, seed=0)
+    told(traffic, 0, 0, 0.0, np.nan, 0)
+    told(traffic, 0, 1, 0.0, np.inf, 0)
+    assert len(traffic) == 0
+
+
+def test_clearance_is_the_distance_to_the_nearest_other_input() -> None:
+    traffic = Traffic(10, seed=0)
+    for offset, place in enumerate((0.0, 3.0, 5.0)):
+        told(traffic, 0, offset, 0.0, place, 0)
+    assert traffic.clearance(point(1, 0), NOISE) == 1.0
+    assert traffic.clearance(point(0, NOISE / 2), NOISE) == pytest.approx(3.0)
+    assert traffic.clearance(point(0, 0), NOISE, but_not=point(3, 0)) == 5.0
+
+
+def test_a_flagged_input_is_forgotten() -> None:
+    traffic = Traffic(10, seed=0)
+    for offset, place in enumerate((0.0, 3.0)):
+        told(traffic, 0, offset, 0.0, place, 0)
+    traffic.forget(point(3, NOISE / 2), NOISE)
+    assert held(traffic) == {(0.0, 0.0)}
+    traffic.forget(point(1, 0), NOISE)
+    assert len(traffic) == 1
+
+
+def test_the_unit_is_the_median_nearest_distance_once_there_is_enough() -> None:
+    traffic = Traffic(100, seed=0)
+    for offset in range(ENOUGH - 1):
+        told(traffic, 0, offset, 0.0, 2 * offset, 0)
+    assert traffic.unit() is None
+    told(traffic, 0, ENOUGH, 0.0, 2 * ENOUGH, 0)
+    assert traffic.unit() == 2.0
+    for place in range(ENOUGH):
+        told(traffic, 1, place, 0.0, 2 * place, 0.5)
+    assert traffic.unit() == 0.5
+
+
+@MANY
+@given(st.integers(2, 40), st.integers(0, 2**32))
+def test_the_median_is_that_of_brute_force(count: int, seed: int) -> None:
+    queries_RD = np.random.default_rng(seed).standard_normal((count, 5)).astype(np.float32)
+    distances_RR = np.linalg.norm(queries_RD[:, None].astype(np.float64) - queries_RD[None], axis=-1)
+    np.fill_diagonal(distances_RR, np.inf)
+    assert median_nearest_distance(queries_RD) == pytest.approx(np.median(distances_RR.min(axis=1)), rel=1e-5)

@@ -1,0 +1,94 @@
+"""A thousand random stories of editors that are killed, paused, cut off and doubled; a checker reads how each ends."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import structlog
+from msgspec import UNSET
+
+from gracestream.schemas.deltas import decode_delta
+from tests.support.doubles.checker import faults
+from tests.support.doubles.world import PASSAGES, TROUBLES, Story
+
+SEEDS = 1000
+AT_ONCE = 50
+"""Seeds of one test, so that a run shows how far it has come."""
+
+
+OPERATIONS = {
+    *("begin", "begin done", "send", "send done", "write", "send offsets", "send offsets done"),
+    *("commit", "committed", "commit done", "fence", "fence done"),
+    *("poll", "end offsets", "redis", "redis done"),
+}
+"""At which each editor is killed in some story, and each call fails in some."""
+
+REQUESTS = {"fence", "add partition", "write", "send offsets", "commit"}
+"""Each arrives twice in some story, and too late in some."""
+
+
+@pytest.fixture(scope="module")
+def struck() -> Counter[tuple[str, str]]:
+    """What befell editors in all stories told so far, and at which operation; the seeds are counted under `told`."""
+    return Counter()
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """A thousand stories say too much."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
+    yield
+    structlog.reset_defaults()
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, AT_ONCE))
+def test_whatever_happens_each_feedback_record_is_done_once_and_all_agree(
+    first: int, struck: Counter[tuple[str, str]]
+) -> None:
+    for seed in range(first, first + AT_ONCE):
+        story = Story(seed)
+        try:
+            story.tell()
+            left = story.left()
+            found, outlived = faults(left), story.outlived()
+        finally:
+            story.finish()
+        assert not found, (seed, story.happened)
+        assert not story.errors(), (seed, story.happened)
+        assert not outlived, (seed, story.happened)
+        assert not story.kafka.unplaced, (seed, story.happened)
+        assert not story.kafka.torn, (seed, story.happened)
+        struck.update((kind, operation) for _, kind, operation in story.happened)
+        struck["", "told"] += 1
+        struck["", "trained together"] += any(map(trained_together, left.deltas))
+        struck["", "saw traffic"] += any(len(process.engine.traffic) for process in story.processes)
+
+
+def trained_together(record: Any) -> bool:
+    cause = decode_delta(record.value).cause
+    return cause is not UNSET and len(cause.together) > 1
+
+
+def test_the_stories_spare_no_step(struck: Counter[tuple[str, str]]) -> None:
+    if struck["", "told"] < SEEDS:
+        pytest.skip("only some of the stories were told")
+    wanted = {(kind, operation) for kind in ("kill", "fail") for operation in OPERATIONS}
+    wanted |= {(passage, operation) for passage in PASSAGES for operation in REQUESTS}
+    assert wanted - {what for what, times in struck.items() if times > 2} == set()
+    assert {kind for kind, _ in struck} - {""} == set(TROUBLES) | set(PASSAGES)
+    assert struck["", "trained together"] > SEEDS / 10
+    assert struck["", "saw traffic"] > SEEDS / 2
+
+
+def test_the_stories_tear_transactions_of_a_producer_that_keeps_its_epoch() -> None:
+    """Such is kafka-python alone. So the stories above would show a product that lets a late end take effect."""
+    torn = 0
+    for seed in range(200):
+        story = Story(seed, "per producer", torn=0.3)
+        try:
+            story.tell()
+            torn += story.kafka.torn
+        finally:
+            story.finish()
+    assert torn > 0

@@ -1,0 +1,37 @@
+"""A fingerprint that is kept is that of the very files."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from gracestream.pipeline.model.checkpoint import cached_fingerprint, fingerprint_of, load_checkpoint
+from tests.support.tiny_models import KINDS
+from tests.support.tiny_models import tokenizer as tokenizer_of
+
+
+def test_other_weights_of_the_same_size_and_time_have_another_fingerprint(tmp_path: Path) -> None:
+    folder, cache = tmp_path / "model", tmp_path / "cache"
+    for saved in (KINDS["bert"].build(), tokenizer_of(KINDS["bert"].special_tokens)):
+        saved.save_pretrained(folder)
+    model, tokenizer = load_checkpoint(str(folder), device="cpu")
+    first = cached_fingerprint(model, tokenizer, folder, cache)
+    assert cached_fingerprint(model, tokenizer, folder, cache) == first
+    weights = folder / "model.safetensors"
+    before = weights.stat()
+    with torch.no_grad():
+        next(model.parameters()).add_(1.0)
+    model.save_pretrained(folder)
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert weights.stat().st_size == before.st_size
+    assert cached_fingerprint(model, tokenizer, folder, cache) != first
+
+
+def test_a_cache_that_cannot_be_used_costs_time_alone(tmp_path: Path) -> None:
+    """As under a read-only root; this one fails for root, too."""
+    folder, cache = tmp_path / "model", tmp_path / "file"
+    for saved in (KINDS["bert"].build(), tokenizer_of(KINDS["bert"].special_tokens)):
+        saved.save_pretrained(folder)
+    cache.write_text("no folder")
+    model, tokenizer = load_checkpoint(str(folder), device="cpu")
+    assert cached_fingerprint(model, tokenizer, folder, cache) == fingerprint_of(model, tokenizer)

@@ -1,0 +1,202 @@
+"""A fault of the device is told from a fault of one input: only the second becomes an answer."""
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec import UNSET
+
+from gracestream.pipeline import device
+from gracestream.pipeline.codebook.codebook import Codebook
+from gracestream.pipeline.codebook.key_index import KeyIndex
+from gracestream.pipeline.device import (
+    CUDA_DEFAULTS,
+    TF32_OVERRIDES,
+    DeviceError,
+    DeviceFault,
+    prepare_cuda,
+    raise_if_broken,
+)
+from gracestream.pipeline.model.checkpoint import ModelError, device_of
+from gracestream.pipeline.replica.codebook_replica import Mirror
+from gracestream.pipeline.replica.delta_follower import Follower
+from gracestream.pipeline.replica.request_handler import Record, Server
+from gracestream.pipeline.search.key_search import with_room
+from gracestream.pipeline.settings import load_settings
+from gracestream.pipeline.stores.redis_client import redis_client
+from gracestream.pipeline.stores.redis_head import RadiusStore
+from gracestream.schemas.messages import Prediction, Request, decode, encode
+from tests.support.tiny_models import Failing, editable, texts
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("CUDA error: device-side assert triggered\nCompile with TORCH_USE_CUDA_DSA"),
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("CUBLAS_STATUS_EXECUTION_FAILED when calling cublasGemmEx"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"),
+        RuntimeError("Error in void runL2Norm() at L2Norm.cu:230: Error: 'err == cudaSuccess' failed: CUDA error 700"),
+    ],
+    ids=repr,
+)
+def test_an_error_that_leaves_a_dead_context_is_a_fault_of_the_device(error: RuntimeError) -> None:
+    with pytest.raises(DeviceFault, match=r"^the device failed: ") as raised:
+        raise_if_broken(error)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"),
+        RuntimeError("a tensor of no shape"),
+        ValueError("CUDA error: as a prompt may say"),
+        MemoryError(),
+    ],
+    ids=repr,
+)
+def test_an_error_of_an_input_is_none(error: Exception) -> None:
+    raise_if_broken(error)
+
+
+def test_a_fault_of_the_device_stays_one() -> None:
+    with pytest.raises(DeviceFault, match="no memory left for FAISS"):
+        raise_if_broken(DeviceFault("the device has no memory left for FAISS"))
+
+
+FULL = (
+    "Error in virtual void* allocMemory(): StandardGpuResources: alloc fail type TemporaryMemoryOverflow\n(cudaMalloc"
+)
+
+
+def faults(*errors: Exception | None) -> Any:
+    """Raises these errors in turn; gives 1 where there is none."""
+    left = list(errors)
+
+    def search() -> int:
+        if (error := left.pop(0)) is not None:
+            raise error
+        return 1
+
+    return search
+
+
+def test_a_search_without_memory_runs_again_once_torch_has_given_back_its_cache() -> None:
+    assert with_room(faults(RuntimeError(FULL), None)) == 1
+    with pytest.raises(DeviceFault, match=r"^the device has no memory left for FAISS: Error in virtual") as raised:
+        with_room(faults(RuntimeError(FULL), RuntimeError(FULL)))
+    assert "\n" not in str(raised.value)
+    with pytest.raises(RuntimeError, match="of no shape"):
+        with_room(faults(RuntimeError("a tensor of no shape")))
+    with pytest.raises(RuntimeError, match="of no shape"):
+        with_room(faults(RuntimeError(FULL), RuntimeError("a tensor of no shape")))
+
+
+@pytest.fixture
+def precision(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Torch's precision, and the variables that CUDA reads, as they are by default; and put back."""
+    was = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    for name in (*TF32_OVERRIDES, *CUDA_DEFAULTS):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "0")  # so that what a test sets is taken back
+        monkeypatch.delenv(name)
+    yield
+    torch.set_float32_matmul_precision(was[0])
+    torch.backends.cudnn.allow_tf32 = was[1]
+
+
+@pytest.mark.usefixtures("precision")
+class TestFullFloat32:
+    def test_tf32_is_off_and_the_workspace_is_fixed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        torch.set_float32_matmul_precision("high")
+        monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+        prepare_cuda()
+        assert not torch.backends.cuda.matmul.allow_tf32
+        assert not torch.backends.cudnn.allow_tf32
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:64"
+
+    @pytest.mark.parametrize("name", TF32_OVERRIDES)
+    def test_an_environment_that_forces_tf32_is_refused(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(name, "1")
+        with pytest.raises(DeviceError, match=f"^{name}=1 turns TF32 on, .*; unset it, or set it to 0$"):
+            prepare_cuda()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU that torch can use")
+class TestWithoutCuda:
+    @pytest.mark.parametrize(
+        ("driver", "expected"),
+        [
+            (None, r"no NVIDIA driver is loaded here; torch's CUDA [\d.]+ needs NVIDIA driver \d+ or newer"),
+            ("Kernel Module  470.57.02  Tue Jul 13", r"NVIDIA driver 470.57.02 is too old; torch's CUDA"),
+            ("Open Kernel Module for x86_64  999.65.06  Release", r"NVIDIA driver 999.65.06 is loaded, but no GPU is"),
+        ],
+        ids=["none", "old", "no GPU"],
+    )
+    def test_a_gpu_that_was_asked_for_is_missed_with_the_driver_that_it_needs(
+        self, driver: str | None, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        if torch.version.cuda is None:
+            expected = "this torch was built without CUDA"
+        monkeypatch.setattr(device, "DRIVER_FILE", tmp_path / "version")
+        if driver is not None:
+            (tmp_path / "version").write_text(f"NVRM version: NVIDIA UNIX {driver}\nGCC version: gcc version 12.2.0\n")
+        with pytest.raises(ModelError, match=f"^GRACESTREAM_DEVICE is cuda, but .*{expected}"):
+            device_of("cuda")
+        assert device_of("auto") == "cpu"
+
+
+@contextlib.contextmanager
+def failing(error: Exception, room: int) -> Any:
+    """A server of a model of which one layer fails, that layer, and a batch of four records."""
+    model = editable("llama")
+    layers = model.module.model.layers
+    layers[2].mlp = Failing(layers[2].mlp, error, room)
+    settings = load_settings()
+    codebook = Codebook("default", model.fingerprint, model.layer)
+    with redis_client(settings) as client:
+        mirror = Mirror(
+            codebook, KeyIndex(codebook, model.device), RadiusStore(client, settings), Follower(settings), settings
+        )
+        yield Server(model, mirror, settings, "replica"), layers[2].mlp
+
+
+def batch(server: Server) -> Any:
+    prompts = texts(4, seed=2)
+    requests = [Request(v=1, request_id=f"q{number}", inputs=prompt) for number, prompt in enumerate(prompts)]
+    work = server.read(Record(encode(one), "requests", 0, place, 0.0) for place, one in enumerate(requests))
+    return work.questions
+
+
+def answers(replies: Sequence[Any]) -> dict[str, Prediction]:
+    return {prediction.request_id: prediction for prediction in (decode(reply.value, Prediction) for reply in replies)}
+
+
+def test_a_dead_context_answers_nothing() -> None:
+    error = torch.AcceleratorError("CUDA error: unspecified launch failure")
+    with failing(error, room=0) as (server, _), pytest.raises(DeviceFault, match="unspecified launch failure"):
+        server.answer(batch(server))
+
+
+def test_a_batch_that_does_not_fit_is_answered_one_by_one() -> None:
+    with failing(torch.OutOfMemoryError("CUDA out of memory"), room=1) as (server, layer):
+        found = answers(server.answer(batch(server)))
+    assert layer.batches[0] == 4
+    assert set(layer.batches[1:]) == {1}
+    assert sorted(found) == ["q0", "q1", "q2", "q3"]
+    assert all(prediction.error is UNSET for prediction in found.values())
+
+
+def test_a_request_that_does_not_fit_alone_is_told_so() -> None:
+    with failing(torch.OutOfMemoryError("CUDA out of memory"), room=0) as (server, _):
+        found = answers(server.answer(batch(server)))
+    assert {prediction.error for prediction in found.values()} == {
+        "the model failed: OutOfMemoryError: CUDA out of memory"
+    }
