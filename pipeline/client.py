@@ -15,10 +15,10 @@ from typing import Generic, TypeVar
 import msgspec
 from kafka import KafkaConsumer, TopicPartition
 
-from gracestream.pipeline.kafka import EDITS, FEEDBACK, PREDICTIONS, REQUESTS, consumer, missing_topic, producer
+from gracestream.pipeline.kafka import EDITS, FEEDBACK, PREDICTIONS, REQUESTS, consumer, missing_topic_error, producer
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.messages import (
-    VERSION,
+    SCHEMA_VERSION,
     Feedback,
     InvalidMessage,
     Message,
@@ -40,34 +40,34 @@ class SignedFeedback:
     record: bytes
 
 
-class Replies(Generic[M]):
+class ReplyCollector(Generic[M]):
     """What comes back on one topic from the moment this was opened; the first reply to an id counts."""
 
-    def __init__(self, reader: KafkaConsumer, kind: type[M], id_of: Callable[[M], str]) -> None:
+    def __init__(self, reader: KafkaConsumer, message_type: type[M], get_id: Callable[[M], str]) -> None:
         self._reader = reader
-        self._kind: type[M] = kind
-        self._id_of: Callable[[M], str] = id_of
-        self._seen: dict[str, M] = {}
+        self._message_type: type[M] = message_type
+        self._get_id: Callable[[M], str] = get_id
+        self._replies_by_id: dict[str, M] = {}
 
     def wait(self, ids: Collection[str], timeout: float, on_reply: Callable[[M], None] | None = None) -> dict[str, M]:
         """The replies to these ids; after `timeout` seconds without a new one, those that came."""
-        missing = set(ids) - self._seen.keys()
+        missing = set(ids) - self._replies_by_id.keys()
         deadline = time.monotonic() + timeout
         while missing and time.monotonic() < deadline:
             for records in self._reader.poll(timeout_ms=100).values():
                 for record in records:
                     try:
-                        reply = decode(record.value, self._kind)
+                        reply = decode(record.value, self._message_type)
                     except InvalidMessage:
                         continue  # not of this pipeline's making
-                    reply_id = self._id_of(reply)
-                    self._seen.setdefault(reply_id, reply)
+                    reply_id = self._get_id(reply)
+                    self._replies_by_id.setdefault(reply_id, reply)
                     if reply_id in missing:
                         missing.discard(reply_id)
                         deadline = time.monotonic() + timeout
                         if on_reply is not None:
                             on_reply(reply)
-        return {reply_id: self._seen[reply_id] for reply_id in ids if reply_id in self._seen}
+        return {reply_id: self._replies_by_id[reply_id] for reply_id in ids if reply_id in self._replies_by_id}
 
 
 class Client:
@@ -97,25 +97,25 @@ class Client:
             future.get(timeout=30)
 
     @contextmanager
-    def predictions(self) -> Iterator[Replies[Prediction]]:
+    def predictions(self) -> Iterator[ReplyCollector[Prediction]]:
         """What `predictions` gets from now on."""
-        with self._from_now(PREDICTIONS) as reader:
-            yield Replies(reader, Prediction, lambda prediction: prediction.request_id)
+        with self._open_at_end(PREDICTIONS) as reader:
+            yield ReplyCollector(reader, Prediction, lambda prediction: prediction.request_id)
 
     @contextmanager
-    def outcomes(self) -> Iterator[Replies[Outcome]]:
+    def outcomes(self) -> Iterator[ReplyCollector[Outcome]]:
         """What `edits` gets from now on."""
-        with self._from_now(EDITS) as reader:
-            yield Replies(reader, Outcome, lambda outcome: outcome.feedback_id)
+        with self._open_at_end(EDITS) as reader:
+            yield ReplyCollector(reader, Outcome, lambda outcome: outcome.feedback_id)
 
     @contextmanager
-    def _from_now(self, topic: str) -> Iterator[KafkaConsumer]:
+    def _open_at_end(self, topic: str) -> Iterator[KafkaConsumer]:
         name = self._settings.topic(topic)
         reader = consumer(self._settings, fetch_max_wait_ms=50)
         try:
             numbers = reader.partitions_for_topic(name)
             if not numbers:
-                raise missing_topic(name)
+                raise missing_topic_error(name)
             partitions = [TopicPartition(name, number) for number in sorted(numbers)]
             reader.assign(partitions)
             for partition, end in reader.end_offsets(partitions).items():
@@ -125,31 +125,31 @@ class Client:
             reader.close()
 
 
-def request(fields: Mapping[str, object] | str) -> Request:
+def build_request(fields: Mapping[str, object] | str) -> Request:
     """A request from what a person writes: a text alone, or an object that may lack `v` and `request_id`.
 
     Raises:
         InvalidMessage: it is no request.
     """
-    return _complete(fields, Request, "request_id", "inputs")
+    return _build_message(fields, Request, "request_id", "inputs")
 
 
-def feedback(fields: Mapping[str, object] | str) -> Feedback:
+def build_feedback(fields: Mapping[str, object] | str) -> Feedback:
     """Feedback from what a person writes: an object that may lack `v` and `feedback_id`.
 
     Raises:
         InvalidMessage: it is no feedback.
     """
-    return _complete(fields, Feedback, "feedback_id", "inputs")
+    return _build_message(fields, Feedback, "feedback_id", "inputs")
 
 
-def feedback_text(fields: Mapping[str, object] | str, author: str) -> bytes:
+def feedback_to_sign(fields: Mapping[str, object] | str, author: str) -> bytes:
     """What an author signs (`pipeline.auth.signing`): likewise, in JSON of ASCII alone, with all fields that are given.
 
     Raises:
         InvalidMessage: it is no feedback, is signed already, or names another author.
     """
-    whole = _whole(fields, "feedback_id", "inputs")
+    whole = _with_defaults(fields, "feedback_id", "inputs")
     if "signature" in whole:
         raise InvalidMessage("it is signed already")
     if whole.setdefault("author", author) != author:
@@ -159,7 +159,7 @@ def feedback_text(fields: Mapping[str, object] | str, author: str) -> bytes:
     return text
 
 
-def signed_feedback(record: bytes) -> SignedFeedback:
+def parse_signed_feedback(record: bytes) -> SignedFeedback:
     """Feedback that was signed: a whole record, to which nothing can be added.
 
     Raises:
@@ -171,15 +171,15 @@ def signed_feedback(record: bytes) -> SignedFeedback:
 W = TypeVar("W", bound=Message)
 
 
-def _complete(fields: Mapping[str, object] | str, kind: type[W], id_field: str, text_field: str) -> W:
+def _build_message(fields: Mapping[str, object] | str, message_type: type[W], id_field: str, text_field: str) -> W:
     try:
-        return decode(msgspec.json.encode(_whole(fields, id_field, text_field)), kind)
+        return decode(msgspec.json.encode(_with_defaults(fields, id_field, text_field)), message_type)
     except UnicodeEncodeError as error:
         raise InvalidMessage(f"a text is not Unicode: {error.reason}") from error
 
 
-def _whole(fields: Mapping[str, object] | str, id_field: str, text_field: str) -> dict[str, object]:
+def _with_defaults(fields: Mapping[str, object] | str, id_field: str, text_field: str) -> dict[str, object]:
     if not isinstance(fields, str | Mapping):
         raise InvalidMessage("neither a text nor an object")
     given = {text_field: fields} if isinstance(fields, str) else fields
-    return {"v": VERSION, id_field: str(uuid.uuid4()), **given}
+    return {"v": SCHEMA_VERSION, id_field: str(uuid.uuid4()), **given}

@@ -5,7 +5,7 @@ it. Such a fault must become neither an answer nor an outcome. Memory that ran o
 lives, and a smaller batch may fit.
 
 On a GPU float32 products are full float32 (`prepare_cuda`), and training gives the same bits each time
-(`reproducible`).
+(`deterministic_algorithms`).
 """
 
 import os
@@ -24,21 +24,31 @@ from gracestream.pipeline.errors import UserError
 TF32_OVERRIDES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
 """Variables that turn TF32 on. Nothing can turn it off again under the first, and NVIDIA's images set the second."""
 
-CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+CUBLAS_WORKSPACE_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 """With a workspace of fixed size, cuBLAS gives the same bits each time."""
 
-CUDA_DEFAULTS = {CUBLAS_WORKSPACE: ":4096:8", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+CUDA_ENVIRONMENT_DEFAULTS = {
+    CUBLAS_WORKSPACE_VARIABLE: ":4096:8",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+}
 """What is set where the user has not set it. Expandable segments let a larger array reuse the room of a smaller one."""
 
-DRIVERS = {"12": 525, "13": 580}
+MIN_DRIVER_VERSIONS = {"12": 525, "13": 580}
 """The oldest NVIDIA driver on Linux for each major version of CUDA."""
 
-CUDA_STUBS = "libcuda_stubs.so"
+CUDA_STUB_LIBRARY = "libcuda_stubs.so"
 """The library that replaces CUDA's in an image without a GPU (deploy/image/stub_cuda.py)."""
 
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
-_SIGNS = ("CUDA error", "CUDA driver error", "CUBLAS_STATUS_", "CUDNN_STATUS_", "CUSPARSE_STATUS_", "NCCL error")
+_CUDA_ERROR_MARKERS = (
+    "CUDA error",
+    "CUDA driver error",
+    "CUBLAS_STATUS_",
+    "CUDNN_STATUS_",
+    "CUSPARSE_STATUS_",
+    "NCCL error",
+)
 """What messages say where a library of CUDA failed and torch has no class for it; FAISS says it too."""
 
 
@@ -46,23 +56,25 @@ class DeviceError(UserError):
     """A device that cannot be used as it is set up; the text says why and what to do."""
 
 
-class DeviceFault(Exception):
+class DeviceLostError(Exception):
     """The device can no longer be used by this process; what it was at must be done anew by another one."""
 
 
-def raise_if_broken(error: Exception) -> None:
+def raise_if_device_lost(error: Exception) -> None:
     """To be asked about every failure of a model before it is blamed on the input.
 
     Raises:
-        DeviceFault: the device is broken.
+        DeviceLostError: the device is broken.
     """
-    if isinstance(error, DeviceFault):
+    if isinstance(error, DeviceLostError):
         raise error
     if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, RuntimeError):
         return
-    if isinstance(error, getattr(torch, "AcceleratorError", ())) or any(sign in str(error) for sign in _SIGNS):
+    if isinstance(error, getattr(torch, "AcceleratorError", ())) or any(
+        sign in str(error) for sign in _CUDA_ERROR_MARKERS
+    ):
         first_line = str(error).strip().split("\n")[0]
-        raise DeviceFault(f"the device failed: {first_line}") from error
+        raise DeviceLostError(f"the device failed: {first_line}") from error
 
 
 def prepare_cuda() -> None:
@@ -80,14 +92,14 @@ def prepare_cuda() -> None:
                 f"{name}={os.environ[name]} turns TF32 on, under which no nearest key can be proven; unset it, or set"
                 " it to 0"
             )
-    for name, value in CUDA_DEFAULTS.items():
+    for name, value in CUDA_ENVIRONMENT_DEFAULTS.items():
         os.environ.setdefault(name, value)
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
 
 
 @contextmanager
-def reproducible(device: torch.device) -> Iterator[None]:
+def deterministic_algorithms(device: torch.device) -> Iterator[None]:
     """Inside, the same work on the same GPU model gives the same bits each time, as on a CPU it does anyhow.
 
     The backward pass of torch's fused attention adds in no fixed order, so attention is by plain products here. An
@@ -109,7 +121,7 @@ def reproducible(device: torch.device) -> Iterator[None]:
         fill.fill_uninitialized_memory = filled
 
 
-def arithmetic(device: torch.device) -> dict[str, str]:
+def arithmetic_settings(device: torch.device) -> dict[str, str]:
     """What decides the bits of results on a device, beside the versions of libraries: names and values, all texts."""
     if device.type != "cuda":
         return {}
@@ -118,12 +130,12 @@ def arithmetic(device: torch.device) -> dict[str, str]:
         "driver": driver_version() or "unknown",
         "capability": ".".join(map(str, torch.cuda.get_device_capability(device))),
         "tf32": str(torch.backends.cuda.matmul.allow_tf32),
-        "cublas_workspace": os.environ.get(CUBLAS_WORKSPACE, "unset"),
+        "cublas_workspace": os.environ.get(CUBLAS_WORKSPACE_VARIABLE, "unset"),
         "training_attention": "math",
     }
 
 
-def name_of(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
     """The device as a person knows it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -139,13 +151,13 @@ def driver_version() -> str | None:
     return None if found is None else found.group()
 
 
-def why_no_cuda() -> str:
+def cuda_unavailable_reason() -> str:
     """Why torch can use no CUDA device, as far as this process can see."""
     if torch.version.cuda is None:
         return "this torch was built without CUDA"
-    if (Path(torch.__file__).parent / "lib" / CUDA_STUBS).exists():
+    if (Path(torch.__file__).parent / "lib" / CUDA_STUB_LIBRARY).exists():
         return "this image has no CUDA: build it with VARIANT=gpu (deploy/image/Dockerfile)"
-    oldest = DRIVERS.get(torch.version.cuda.split(".")[0])
+    oldest = MIN_DRIVER_VERSIONS.get(torch.version.cuda.split(".")[0])
     needed = f"torch's CUDA {torch.version.cuda} needs NVIDIA driver {oldest or 'of its time'} or newer"
     driver = driver_version()
     if driver is None:

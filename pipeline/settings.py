@@ -18,7 +18,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from pydantic_settings import SettingsError as SourceError
 
 from gracestream.pipeline.errors import UserError
-from gracestream.schemas.messages import one_line
+from gracestream.schemas.messages import to_one_line
 
 
 class Settings(BaseSettings):
@@ -192,7 +192,7 @@ class Settings(BaseSettings):
 
     @field_validator("new_tokens_limit")
     @classmethod
-    def _allows_the_default(cls, limit: int, info: ValidationInfo) -> int:
+    def _check_new_tokens_limit(cls, limit: int, info: ValidationInfo) -> int:
         if limit < info.data.get("max_new_tokens", 0):
             raise ValueError(f"be at least GRACESTREAM_MAX_NEW_TOKENS, which is {info.data['max_new_tokens']}")
         return limit
@@ -202,7 +202,7 @@ class Settings(BaseSettings):
         return self.prefix + name
 
 
-ALIKE = 0.8
+TYPO_CUTOFF = 0.8
 """How like a setting's name is (of 1) that may be a slip."""
 
 
@@ -223,9 +223,9 @@ def load_settings(**overrides: object) -> Settings:
     try:
         settings = Settings(_secrets_dir=folder or None, **chosen)  # type: ignore[call-arg,arg-type]
     except ValidationError as error:
-        raise SettingsError("\n".join(_complaint(problem) for problem in error.errors())) from error
+        raise SettingsError("\n".join(_describe_problem(problem) for problem in error.errors())) from error
     except (OSError, SourceError) as error:
-        raise SettingsError(_unreadable_secret(error)) from error
+        raise SettingsError(_describe_secret_error(error)) from error
     contradictions = (
         *_model_contradictions(settings),
         *_kafka_contradictions(settings),
@@ -236,16 +236,16 @@ def load_settings(**overrides: object) -> Settings:
     return settings
 
 
-def misspelt(environment: Iterable[str]) -> dict[str, str]:
+def unknown_variables(environment: Iterable[str]) -> dict[str, str]:
     """Of these variables those that are none of gracestream's and look like one, which is given."""
     ours = "GRACESTREAM_"
     known = [name.upper() for name in Settings.model_fields]
     unknown = [name for name in environment if name.startswith(ours) and name.removeprefix(ours) not in known]
-    found = {name: get_close_matches(name.removeprefix(ours), known, n=1, cutoff=ALIKE) for name in unknown}
+    found = {name: get_close_matches(name.removeprefix(ours), known, n=1, cutoff=TYPO_CUTOFF) for name in unknown}
     return {name: ours + close[0] for name, close in found.items() if close}
 
 
-def as_environment(values: Mapping[str, object]) -> dict[str, str]:
+def to_environment_variables(values: Mapping[str, object]) -> dict[str, str]:
     """Fields of `Settings` as the variables that a child process reads them from, secrets in plain text."""
     return {
         f"GRACESTREAM_{name.upper()}": value.get_secret_value() if isinstance(value, SecretStr) else str(value)
@@ -253,24 +253,24 @@ def as_environment(values: Mapping[str, object]) -> dict[str, str]:
     }
 
 
-def _unreadable_secret(error: Exception) -> str:
+def _describe_secret_error(error: Exception) -> str:
     """Why a file of `GRACESTREAM_SECRETS` cannot be read; pydantic-settings names the field, and has the reason."""
     reason = error if isinstance(error, OSError) else error.__cause__
     if not isinstance(reason, OSError):
-        return f"GRACESTREAM_SECRETS: {one_line(error)}: its file holds no text in UTF-8"
+        return f"GRACESTREAM_SECRETS: {to_one_line(error)}: its file holds no text in UTF-8"
     user = f"; the user {os.geteuid()} must have the right to read it" if isinstance(reason, PermissionError) else ""
     return f"GRACESTREAM_SECRETS: {reason.filename!r} cannot be read: {reason.strerror}{user}"
 
 
-SECRET = {"redis", "snapshot_url", "kafka_password", "kafka_key_password", "redis_password"}
+SECRET_FIELDS = {"redis", "snapshot_url", "kafka_password", "kafka_key_password", "redis_password"}
 """Settings whose value no error shows."""
 
-FILES = ("kafka_ca", "kafka_certificate", "kafka_key", "redis_ca", "redis_certificate", "redis_key")
+FILE_FIELDS = ("kafka_ca", "kafka_certificate", "kafka_key", "redis_ca", "redis_certificate", "redis_key")
 
 
-def _complaint(problem: ErrorDetails) -> str:
+def _describe_problem(problem: ErrorDetails) -> str:
     field = str(problem["loc"][0])
-    value = "its value" if field in SECRET else repr(problem["input"])
+    value = "its value" if field in SECRET_FIELDS else repr(problem["input"])
     rule = re.sub(r"^(Value error,|\w+ should) ", "should ", problem["msg"])
     return f"GRACESTREAM_{field.upper()}: {value} {rule}"
 
@@ -321,7 +321,7 @@ def _redis_contradictions(settings: Settings) -> Iterator[str]:
 
 
 def _unreadable_files(settings: Settings) -> Iterator[str]:
-    for field in FILES:
+    for field in FILE_FIELDS:
         path = getattr(settings, field)
         if path and not (Path(path).is_file() and os.access(path, os.R_OK)):
             yield f"GRACESTREAM_{field.upper()}: {path!r} is no file that can be read"

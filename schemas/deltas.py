@@ -17,15 +17,15 @@ import msgspec
 import numpy as np
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from gracestream.schemas.messages import InvalidMessage, Message, Truncated, Version, check_version, one_line
+from gracestream.schemas.messages import InvalidMessage, Message, TruncatedBytes, Version, check_version, to_one_line
 
 MAX_DELTA_BYTES = 64 * 2**20
 """A delta with its guard entries may be large; the topic, the producer and every reader allow this much."""
 
 DIGEST_BYTES = 32
-GENESIS = bytes(DIGEST_BYTES)
+GENESIS_DIGEST = bytes(DIGEST_BYTES)
 
-Count = Annotated[int, Meta(ge=1, le=2**53 - 1)]
+PositiveInt = Annotated[int, Meta(ge=1, le=2**53 - 1)]
 """What Redis' scripts and readers of JSON, whose numbers are float64, still count exactly."""
 
 Radius = Annotated[float, Meta(ge=0, le=float(np.finfo(np.float32).max))]
@@ -51,7 +51,7 @@ class Tensor(Struct, frozen=True, kw_only=True):
     data: bytes
 
     @classmethod
-    def of(cls, array: np.ndarray) -> Self:
+    def from_array(cls, array: np.ndarray) -> Self:
         """Raises ValueError unless every number is finite in float32."""
         with np.errstate(over="ignore"):
             narrow = np.asarray(array, "<f4")
@@ -106,7 +106,7 @@ Role = Literal["propose", "undo_own", "undo_any"]
 """What the list of authors lets someone do: make corrections, take back feedback of one's own, or anyone's."""
 
 
-ROLES: tuple[Role, ...] = get_args(Role)
+AUTHOR_ROLES: tuple[Role, ...] = get_args(Role)
 
 DEFAULT_ROLES: tuple[Role, ...] = ("propose", "undo_own")
 """Of an author whose entry in the list names none."""
@@ -122,7 +122,7 @@ class Standing(Struct, frozen=True, kw_only=True, omit_defaults=True):
     signed: bool = False
 
 
-UNSIGNED = Standing(roles=DEFAULT_ROLES)
+UNSIGNED_STANDING = Standing(roles=DEFAULT_ROLES)
 """Of feedback without a signature, where there is a list of authors and signatures are not required."""
 
 
@@ -175,7 +175,7 @@ class Cause(Struct, frozen=True, kw_only=True, omit_defaults=True):
     standing: Standing | UnsetType = UNSET
     rephrases: tuple[RephraseKey, ...] = ()
 
-    def named_rephrases(self) -> dict[str, RephraseKey]:
+    def rephrases_by_name(self) -> dict[str, RephraseKey]:
         """What was made of each rephrase, by the name of its key."""
         return {rephrase_name(self.feedback_id, number): one for number, one in enumerate(self.rephrases, 1)}
 
@@ -223,8 +223,8 @@ class Delta(Struct, frozen=True, kw_only=True, omit_defaults=True):
     codebook: str
     model: str
     layer: str
-    term: Count
-    seq: Count
+    term: PositiveInt
+    seq: PositiveInt
     op: Op
     entries: tuple[EntryChange, ...] = ()
     edits: tuple[EditChange, ...] = ()
@@ -235,15 +235,15 @@ class Delta(Struct, frozen=True, kw_only=True, omit_defaults=True):
     digest: bytes
 
 
-def chain(previous: bytes, record: bytes) -> bytes:
-    """The digest that `record` must carry after a record of digest `previous`."""
-    return hashlib.sha256(previous + record[:-DIGEST_BYTES]).digest()
+def chain_digest(previous_digest: bytes, record: bytes) -> bytes:
+    """The digest that `record` must carry after a record of digest `previous_digest`."""
+    return hashlib.sha256(previous_digest + record[:-DIGEST_BYTES]).digest()
 
 
-def seal(delta: Delta, previous: bytes) -> tuple[bytes, Delta]:
+def seal_delta(delta: Delta, previous_digest: bytes) -> tuple[bytes, Delta]:
     """The record's bytes, and the delta with its digest in place."""
-    blank = msgspec.msgpack.encode(msgspec.structs.replace(delta, digest=GENESIS))
-    digest = chain(previous, blank)
+    blank = msgspec.msgpack.encode(msgspec.structs.replace(delta, digest=GENESIS_DIGEST))
+    digest = chain_digest(previous_digest, blank)
     return blank[:-DIGEST_BYTES] + digest, msgspec.structs.replace(delta, digest=digest)
 
 
@@ -253,7 +253,7 @@ class DecodedDelta(bytes):
     delta: Delta
 
     @classmethod
-    def of(cls, record: bytes | None) -> "DecodedDelta":
+    def from_record(cls, record: bytes | None) -> "DecodedDelta":
         """Read one record.
 
         Raises:
@@ -267,7 +267,7 @@ class DecodedDelta(bytes):
 
 
 def decode_delta(record: bytes | None) -> Delta:
-    """Read one record; whether it continues the chain is the codebook's to check (`chain`).
+    """Read one record; whether it continues the chain is the codebook's to check (`chain_digest`).
 
     Raises:
         InvalidMessage: no MessagePack, a field missing or of a wrong type, an unknown version, a misplaced digest.
@@ -276,7 +276,7 @@ def decode_delta(record: bytes | None) -> Delta:
         raise InvalidMessage("the record has no value")
     if isinstance(record, DecodedDelta):
         return record.delta
-    if isinstance(record, Truncated):
+    if isinstance(record, TruncatedBytes):
         raise InvalidMessage(record.reason or f"the record has {record.size} bytes; the limit is {MAX_DELTA_BYTES}")
     try:
         try:
@@ -285,7 +285,7 @@ def decode_delta(record: bytes | None) -> Delta:
             check_version(msgspec.msgpack.decode(record, type=Message).v)  # a newer schema may know other ops
             raise
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidMessage(f"not a valid delta: {one_line(error)}") from error
+        raise InvalidMessage(f"not a valid delta: {to_one_line(error)}") from error
     check_version(delta.v)
     if len(delta.digest) != DIGEST_BYTES or record[-DIGEST_BYTES:] != delta.digest:
         raise InvalidMessage("the record does not end with its digest")

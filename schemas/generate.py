@@ -16,12 +16,12 @@ from msgspec import Struct
 
 from gracestream.schemas import deltas, messages
 from gracestream.schemas.deltas import DIGEST_BYTES, Delta
-from gracestream.schemas.headers import HEADER_BYTES, MOST_HEADERS, OURS, UNANSWERED
+from gracestream.schemas.headers import MAX_COPIED_HEADER_BYTES, MAX_COPIED_HEADERS, RESERVED_HEADERS, UNANSWERED_HEADER
 from gracestream.schemas.messages import (
+    CHAT_ROLES,
     MAX_MESSAGES,
     MAX_REPHRASES,
-    ROLES,
-    VERSION,
+    SCHEMA_VERSION,
     Feedback,
     Outcome,
     Prediction,
@@ -29,10 +29,10 @@ from gracestream.schemas.messages import (
     SnapshotManifest,
 )
 
-HERE = Path(__file__).parent
+SCHEMAS_FOLDER = Path(__file__).parent
 Json = dict[str, Any]
 
-SCHEMAS: dict[str, type[Struct]] = {
+SCHEMA_TYPES: dict[str, type[Struct]] = {
     "request": Request,
     "prediction": Prediction,
     "feedback": Feedback,
@@ -43,7 +43,7 @@ SCHEMAS: dict[str, type[Struct]] = {
 """The types that travel, under the names that the design gives them."""
 
 
-def _rules() -> dict[str, Json]:
+def _constraints_by_type() -> dict[str, Json]:
     """What the decoders check in code, by type: keywords of the type, and under `properties` whole properties."""
     text = {"type": "string", "pattern": r"\S"}
     message = {"$ref": "#/definitions/ChatMessage"}
@@ -70,17 +70,17 @@ def _rules() -> dict[str, Json]:
     }
     binary = {"type": "string", "contentEncoding": "base64"}
     return {
-        "ChatMessage": {"properties": {"role": {"type": "string", "enum": list(ROLES)}, "content": text}},
+        "ChatMessage": {"properties": {"role": {"type": "string", "enum": list(CHAT_ROLES)}, "content": text}},
         "Request": {"properties": {"inputs": inputs}},
         "Feedback": {
             "properties": {"inputs": inputs, "target": text, "rephrases": rephrases, "signature": signature},
             "oneOf": [
-                _kind("correction", "inputs", "target"),
-                _kind("exception", "inputs", "except_from"),
-                _kind("undo", "undo"),
-                _kind("undo by author", "undo_author"),
+                _feedback_kind("correction", "inputs", "target"),
+                _feedback_kind("exception", "inputs", "except_from"),
+                _feedback_kind("undo", "undo"),
+                _feedback_kind("undo by author", "undo_author"),
             ],
-            "if": _any_of("except_from", "undo", "undo_author"),
+            "if": _any_required("except_from", "undo", "undo_author"),
             "then": {"properties": {"rephrases": {"maxItems": 0}}},
         },
         "Delta": {
@@ -103,26 +103,26 @@ def _rules() -> dict[str, Json]:
     }
 
 
-def _kind(title: str, *fields: str) -> Json:
+def _feedback_kind(title: str, *fields: str) -> Json:
     """One kind of feedback: it has these fields, and none of another kind."""
     others = [name for name in ("inputs", "target", "except_from", "undo", "undo_author") if name not in fields]
-    return {"title": title, "required": list(fields), "not": _any_of(*others)}
+    return {"title": title, "required": list(fields), "not": _any_required(*others)}
 
 
-def _any_of(*fields: str) -> Json:
+def _any_required(*fields: str) -> Json:
     return {"anyOf": [{"required": [field]} for field in fields]}
 
 
 def json_schema(kind: type[Struct]) -> Json:
     """The JSON Schema of one type, with the types that it holds under `definitions`."""
     _, components = msgspec.json.schema_components([kind], ref_template="#/definitions/{name}")
-    rules = _rules()
+    rules = _constraints_by_type()
     for name, component in components.items():
         doc = inspect.getdoc(getattr(deltas, name, None) or getattr(messages, name))
         component["description"] = doc
         component.setdefault("additionalProperties", True)
         if "v" in component["properties"]:
-            component["properties"]["v"] |= {"description": "Version of the schema.", "maximum": VERSION}
+            component["properties"]["v"] |= {"description": "Version of the schema.", "maximum": SCHEMA_VERSION}
         rule = rules.get(name, {})
         component["properties"] |= rule.get("properties", {})
         component |= {keyword: value for keyword, value in rule.items() if keyword != "properties"}
@@ -214,7 +214,7 @@ def _message(name: str, title: str, key: str, content: str = "application/json",
     }
 
 
-def _rejected() -> Json:
+def _dead_letter_message() -> Json:
     """A dead letter; Kafka's header values are bytes, here UTF-8 text and decimal numbers."""
     number = r"^[0-9]+$"
     required = {
@@ -233,7 +233,7 @@ def _rejected() -> Json:
         )
     }
     told = "Only of a request: no topic took an answer, an error included, so its sender got none."
-    unanswered = {UNANSWERED: {"type": "string", "const": "true", "description": told}}
+    unanswered = {UNANSWERED_HEADER: {"type": "string", "const": "true", "description": told}}
     return {
         "name": "rejected",
         "title": "A record that could not be read",
@@ -244,7 +244,7 @@ def _rejected() -> Json:
     }
 
 
-def _of_an_edit() -> Json:
+def _outcome_headers() -> Json:
     """Headers of an outcome, as UTF-8 text."""
     number = {"type": "string", "pattern": r"^[0-9]+$"}
     decided = "Only of feedback that was decided on and changed nothing: "
@@ -267,29 +267,29 @@ def _of_an_edit() -> Json:
     return {"type": "object", "required": ["feedback_offset"], "properties": properties}
 
 
-def _of_a_request() -> Json:
+def _request_headers() -> Json:
     """Headers of a request, which may be a dead letter that was sent again."""
     described = (
         "Whole name of the topic for the answer, in place of `predictions`; of several the last. It begins with the "
         "prefix, exists, is none of gracestream's own, and replicas may write to it; else the answer is an error on "
         "`predictions`."
     )
-    headers = _replayed()
+    headers = _replayed_headers()
     headers["properties"]["reply_to"] = {"type": "string", "maxLength": 249, "description": described}
     return headers
 
 
-def _of_a_prediction() -> Json:
+def _prediction_headers() -> Json:
     """Headers of an answer."""
     return {
         "type": "object",
         "additionalProperties": True,
-        "description": f"Those of the request, in their order: the first {MOST_HEADERS} that fit into {HEADER_BYTES} "
-        f"bytes of names and values, and none named {', '.join(sorted(OURS))}.",
+        "description": f"Those of the request, in their order: the first {MAX_COPIED_HEADERS} that fit into "
+        f"{MAX_COPIED_HEADER_BYTES} bytes of names and values, and none named {', '.join(sorted(RESERVED_HEADERS))}.",
     }
 
 
-def _replayed() -> Json:
+def _replayed_headers() -> Json:
     """Headers of a record that may be a dead letter which was sent again."""
     told = "Only of a dead letter that was sent again: its queue and its offset there, as `feedback.dlq/17`."
     return {"type": "object", "properties": {"replayed_from": {"type": "string", "description": told}}}
@@ -299,13 +299,13 @@ def _operation(action: str, channel: str, summary: str) -> Json:
     return {"action": action, "channel": {"$ref": f"#/channels/{channel}"}, "summary": summary}
 
 
-def asyncapi() -> Json:
+def asyncapi_document() -> Json:
     """The topics, who writes and reads them, and what they hold (design, section 1)."""
     return {
         "asyncapi": "3.0.0",
         "info": {
             "title": "gracestream",
-            "version": f"{VERSION}.0.0",
+            "version": f"{SCHEMA_VERSION}.0.0",
             "description": "Corrects deployed transformer models while they serve. Fields that a reader does not know "
             "are ignored; `v` is the version of a message's schema. Record timestamps are Kafka's. "
             "Operations are those of gracestream; users do the counterpart.",
@@ -340,19 +340,21 @@ def asyncapi() -> Json:
                 "prefix": {"default": "", "description": "GRACESTREAM_PREFIX, so that deployments can share a cluster."}
             },
             "messages": {
-                "request": _message("request", "A question to the model", "Any.", headers=_of_a_request()),
+                "request": _message("request", "A question to the model", "Any.", headers=_request_headers()),
                 "prediction": _message(
-                    "prediction", "The answer to one request", "`request_id`.", headers=_of_a_prediction()
+                    "prediction", "The answer to one request", "`request_id`.", headers=_prediction_headers()
                 ),
                 "feedback": _message(
-                    "feedback", "A correction, an exception from one, or an undo", "Any.", headers=_replayed()
+                    "feedback", "A correction, an exception from one, or an undo", "Any.", headers=_replayed_headers()
                 ),
-                "edit": _message("edit", "What became of one feedback record", "`feedback_id`.", headers=_of_an_edit()),
+                "edit": _message(
+                    "edit", "What became of one feedback record", "`feedback_id`.", headers=_outcome_headers()
+                ),
                 "delta": _message("delta", "One step of a codebook's history", "Any.", "application/msgpack"),
                 "snapshot": _message(
                     "snapshot", "Where a snapshot of a codebook lies", "What compaction keeps one of."
                 ),
-                "rejected": _rejected(),
+                "rejected": _dead_letter_message(),
             },
         },
     }
@@ -365,24 +367,24 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-def documents() -> Mapping[str, str]:
+def render_documents() -> Mapping[str, str]:
     """The text of every generated file, by its path below `schemas/`."""
     texts = {
         f"json/{name}.schema.json": json.dumps(json_schema(kind), indent=2, ensure_ascii=False) + "\n"
-        for name, kind in SCHEMAS.items()
+        for name, kind in SCHEMA_TYPES.items()
     }
     head = "# Written by `make schemas` from the message types.\n"
-    body = yaml.dump(asyncapi(), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    body = yaml.dump(asyncapi_document(), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
     return texts | {"asyncapi.yaml": head + body}
 
 
-def generate(folder: Path = HERE) -> None:
+def write_documents(folder: Path = SCHEMAS_FOLDER) -> None:
     """Write every document below `folder`."""
-    for path, text in documents().items():
+    for path, text in render_documents().items():
         target = folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8", newline="\n")
 
 
 if __name__ == "__main__":
-    generate()
+    write_documents()

@@ -11,13 +11,13 @@ from typing import Annotated, Literal, Self, TypeGuard, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-VERSION = 1
+SCHEMA_VERSION = 1
 
 Version = Annotated[int, Meta(ge=1, le=2**63 - 1)]
-ID_LENGTH = 256
-Id = Annotated[str, Meta(min_length=1, max_length=ID_LENGTH)]
+MAX_ID_LENGTH = 256
+Id = Annotated[str, Meta(min_length=1, max_length=MAX_ID_LENGTH)]
 
-ROLES = ("system", "user", "assistant")
+CHAT_ROLES = ("system", "user", "assistant")
 MAX_MESSAGES = 256
 """Messages of one chat, at most."""
 
@@ -39,7 +39,7 @@ Inputs = str | tuple[str | ChatMessage, ...]
 process where a union holds both a constrained string and a fixed tuple.
 """
 
-CHAT_FORM = 'a message of a chat is {"role": "user", "content": "a text"}'
+CHAT_MESSAGE_HINT = 'a message of a chat is {"role": "user", "content": "a text"}'
 
 Status = Literal["added", "expanded", "split", "replaced", "unchanged", "undone", "excepted", "rejected"]
 
@@ -48,7 +48,7 @@ class InvalidMessage(ValueError):
     """A record that is no message of its type; the text says what is wrong, in one line."""
 
 
-class Truncated(bytes):
+class TruncatedBytes(bytes):
     """The start of a key or a value whose rest was not kept, since it is larger than any message may be.
 
     Attributes:
@@ -101,8 +101,10 @@ def _check_chat(messages: list[ChatMessage], field: str) -> None:
             f"`{field}` has {len(messages)} messages; the limit is {MAX_MESSAGES}: leave out the earliest turns"
         )
     for place, message in enumerate(messages):
-        if message.role not in ROLES:
-            raise ValueError(f"`{field}[{place}].role` is {message.role!r}; use {', '.join(ROLES[:-1])} or {ROLES[-1]}")
+        if message.role not in CHAT_ROLES:
+            raise ValueError(
+                f"`{field}[{place}].role` is {message.role!r}; use {', '.join(CHAT_ROLES[:-1])} or {CHAT_ROLES[-1]}"
+            )
         if message.role == "system" and place > 0:
             raise ValueError(f"`{field}[{place}].role` is 'system'; only the first message can be the system's")
         if not message.content.strip():
@@ -126,7 +128,7 @@ def check_rephrases(rephrases: tuple[Inputs, ...], inputs: Inputs | UnsetType) -
             raise ValueError(f"`rephrases[{place}]` is the same as `rephrases[{first}]`; leave it out")
 
 
-def in_one_text(inputs: Inputs) -> str:
+def to_display_text(inputs: Inputs) -> str:
     """Inputs as a person reads them: of a chat each message after its role."""
     if isinstance(inputs, str):
         return inputs
@@ -248,35 +250,35 @@ class Feedback(Message, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         check_inputs(self.inputs)
         asks = (self.target, self.except_from, self.undo, self.undo_author)
-        if sum(one is not UNSET for one in asks) > 1 or (self.undoes and self.inputs is not UNSET):
+        if sum(one is not UNSET for one in asks) > 1 or (self.is_undo and self.inputs is not UNSET):
             raise ValueError(
                 "feedback is one of a correction (inputs, target), an exception (inputs, except_from) and an undo, not"
                 " several"
             )
-        if not self.undoes and (self.inputs is UNSET or not (self.corrects or self.excepts)):
+        if not self.is_undo and (self.inputs is UNSET or not (self.is_correction or self.is_exception)):
             raise ValueError(
                 "feedback needs `inputs` and `target`, or `inputs` and `except_from`, or `undo`, or `undo_author`"
             )
         if self.target is not UNSET and not self.target.strip():
             raise ValueError("`target` is empty")
-        if self.rephrases and not self.corrects:
+        if self.rephrases and not self.is_correction:
             raise ValueError(
-                f"`rephrases` belong to a correction, and this is an {'undo' if self.undoes else 'exception'}"
+                f"`rephrases` belong to a correction, and this is an {'undo' if self.is_undo else 'exception'}"
             )
         check_rephrases(self.rephrases, self.inputs)
 
     @property
-    def corrects(self) -> bool:
+    def is_correction(self) -> bool:
         """Whether it is a correction."""
         return self.target is not UNSET
 
     @property
-    def excepts(self) -> bool:
+    def is_exception(self) -> bool:
         """Whether it is an exception from an edit."""
         return self.except_from is not UNSET
 
     @property
-    def undoes(self) -> bool:
+    def is_undo(self) -> bool:
         """Whether it takes something back."""
         return self.undo is not UNSET or self.undo_author is not UNSET
 
@@ -332,18 +334,18 @@ JSON_MESSAGES: tuple[type[Message], ...] = (Request, Prediction, Feedback, Outco
 
 def check_version(v: int) -> None:
     """Raises InvalidMessage for a version newer than any known here."""
-    if v > VERSION:
-        raise InvalidMessage(f"schema version {v} is newer than {VERSION}, the newest known here")
+    if v > SCHEMA_VERSION:
+        raise InvalidMessage(f"schema version {v} is newer than {SCHEMA_VERSION}, the newest known here")
 
 
-def printable(text: str) -> str:
+def escape_unprintable(text: str) -> str:
     """With escapes for what a terminal or a log should not be sent, such as control characters and half surrogates."""
     return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
 
 
-def one_line(error: Exception | str) -> str:
+def to_one_line(error: Exception | str) -> str:
     """What an error says, in one short printable line: msgspec quotes names and values of the record, however long."""
-    text = printable(" ".join(str(error).split()))
+    text = escape_unprintable(" ".join(str(error).split()))
     return text if len(text) <= 300 else f"{text[:200]}…{text[-80:]}"  # the end says where in the record
 
 
@@ -365,8 +367,8 @@ def decode(raw: bytes | None, kind: type[M], max_bytes: int | None = None) -> M:
     """
     if raw is None:
         raise InvalidMessage("the record has no value")
-    size = raw.size if isinstance(raw, Truncated) else len(raw)
-    if isinstance(raw, Truncated) and (raw.reason or max_bytes is None):
+    size = raw.size if isinstance(raw, TruncatedBytes) else len(raw)
+    if isinstance(raw, TruncatedBytes) and (raw.reason or max_bytes is None):
         raise InvalidMessage(raw.reason or f"the record has {size} bytes, of which {len(raw)} were read")
     if max_bytes is not None and size > max_bytes:
         raise InvalidMessage(f"the record has {size} bytes; the limit is {max_bytes} (GRACESTREAM_MAX_RECORD_BYTES)")
@@ -378,13 +380,13 @@ def decode(raw: bytes | None, kind: type[M], max_bytes: int | None = None) -> M:
         check_version(msgspec.json.decode(text, type=Message).v)  # first: in a newer schema anything may be different
         return msgspec.json.decode(text, type=kind)
     except (msgspec.MsgspecError, RecursionError) as error:
-        reason = one_line(error)
+        reason = to_one_line(error)
         if "`$.inputs[" in reason or "`$.rephrases[" in reason:  # msgspec names the field alone
-            reason = f"{reason}; {CHAT_FORM}"
+            reason = f"{reason}; {CHAT_MESSAGE_HINT}"
         raise InvalidMessage(f"not a valid {kind.__name__.lower()}: {reason}") from error
 
 
-class _Ids(Struct):
+class _RecordIds(Struct):
     """Of a record."""
 
     request_id: object = None
@@ -398,7 +400,7 @@ def peek_id(raw: bytes | None, field: Literal["request_id", "feedback_id"]) -> s
     """
     try:
         text = (raw or b"").decode()  # all of it, since msgspec does not look into what it passes over
-        found = getattr(msgspec.json.decode(text, type=_Ids), field)
+        found = getattr(msgspec.json.decode(text, type=_RecordIds), field)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-    return found if isinstance(found, str) and 0 < len(found) <= ID_LENGTH else None
+    return found if isinstance(found, str) and 0 < len(found) <= MAX_ID_LENGTH else None

@@ -77,6 +77,6 @@ def _has_gpu() -> bool:
 
 @functools.cache
 def _has_docker() -> bool:
-    from gracestream.deploy.local.containers import docker_answers  # noqa: PLC0415 - likewise
+    from gracestream.deploy.local.containers import is_docker_available  # noqa: PLC0415 - likewise
 
-    return docker_answers()
+    return is_docker_available()

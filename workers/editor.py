@@ -4,24 +4,24 @@ import structlog
 from kafka.errors import KafkaError
 
 from gracestream.pipeline.auth import Admission
-from gracestream.pipeline.device import DeviceFault
-from gracestream.pipeline.editing import EditEngine, environment
+from gracestream.pipeline.device import DeviceLostError
+from gracestream.pipeline.editing import EditEngine, describe_environment
 from gracestream.pipeline.editor import (
-    STAY_SECONDS,
+    KEEP_ALIVE_SECONDS,
     Editor,
     EditorLog,
     EditorServices,
-    Intake,
-    Projection,
-    RequestTail,
+    FeedbackProcessor,
+    RedisPublisher,
     SnapshotWriter,
+    TrafficReader,
     admission_from_settings,
 )
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.history import KafkaHistory
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.stores import RadiusStore, StaleError, redis_client
-from gracestream.workers.bootstrap import Worker, plan_of, worker
+from gracestream.pipeline.stores import RedisHeadStore, StaleHeadError, redis_client
+from gracestream.workers.bootstrap import WorkerContext, edit_config_from_settings, start_worker
 
 log = structlog.get_logger()
 
@@ -31,33 +31,37 @@ def run(settings: Settings) -> int:
     admission = admission_from_settings(
         settings
     )  # a list of authors that cannot be read is told before a model is loaded
-    with worker("editor", settings) as started:
+    with start_worker("editor", settings) as started:
         try:
             build_editor(started, settings, admission).run(started.stop)
-        except (HistoryError, DeviceFault, StaleError, KafkaError) as error:
-            started.health.not_ready(str(error))
+        except (HistoryError, DeviceLostError, StaleHeadError, KafkaError) as error:
+            started.health.set_not_ready(str(error))
             log.error("editor_stopped", reason=str(error) or type(error).__name__)  # noqa: TRY400  (no defect)
             return 1
         return 0
 
 
-def build_editor(started: Worker, settings: Settings, admission: Admission) -> "Editor":
+def build_editor(worker: WorkerContext, settings: Settings, admission: Admission) -> "Editor":
     """The editor of a started worker, on the Kafka and the Redis that the settings name."""
-    plan = plan_of(settings, reads_text=started.model.reads_text)
-    engine, editor_log = EditEngine(started.model, settings.codebook, plan), EditorLog(settings)
+    plan = edit_config_from_settings(settings, uses_encoder=worker.model.reads_text)
+    engine, editor_log = EditEngine(worker.model, settings.codebook, plan), EditorLog(settings)
 
     def at_work() -> None:
-        started.health.at_work("editor")
-        editor_log.stay(STAY_SECONDS)
+        worker.health.begin("editor")
+        editor_log.keep_alive(KEEP_ALIVE_SECONDS)
 
-    traffic, history = RequestTail(settings, engine), KafkaHistory(settings)
+    traffic, history = TrafficReader(settings, engine), KafkaHistory(settings)
     services = EditorServices(
         engine=engine,
         log=editor_log,
-        intake=Intake(engine, admission, history, settings.max_record_bytes, traffic.see, at_work),
-        traffic=traffic,
-        projection=Projection(RadiusStore(redis_client(settings), settings), engine.codebook, settings.redis_grace),
-        snapshots=SnapshotWriter(settings),
-        environment={"editor": started.name, **environment(started.model, engine.plan)},
+        feedback_processor=FeedbackProcessor(
+            engine, admission, history, settings.max_record_bytes, traffic.catch_up_to_now, at_work
+        ),
+        traffic_reader=traffic,
+        redis_publisher=RedisPublisher(
+            RedisHeadStore(redis_client(settings), settings), engine.codebook, settings.redis_grace
+        ),
+        snapshot_writer=SnapshotWriter(settings),
+        environment={"editor": worker.name, **describe_environment(worker.model, engine.config)},
     )
-    return Editor(services, started.health, settings.edit_batch, started.idle)
+    return Editor(services, worker.health, settings.edit_batch, worker.idle)

@@ -4,22 +4,22 @@ import asyncio
 
 from gracestream.pipeline.replica import Replica
 from gracestream.pipeline.settings import Settings
-from gracestream.workers.bootstrap import Worker, worker
+from gracestream.workers.bootstrap import WorkerContext, start_worker
 
 
 def run(settings: Settings) -> int:
     """Run one replica until it is told to stop; the exit status."""
-    with worker("inference", settings) as started:
+    with start_worker("inference", settings) as started:
         return asyncio.run(build_replica(started, settings).run())
 
 
-def build_replica(started: Worker, settings: Settings) -> Replica:
+def build_replica(worker: WorkerContext, settings: Settings) -> Replica:
     """The replica of a started worker, on the Kafka and the Redis that the settings name."""
     return Replica(
-        started.model,
+        worker.model,
         settings,
-        name=started.name,
-        health=started.health,
-        stop=started.stop,
-        idle=started.idle,
+        name=worker.name,
+        health=worker.health,
+        stop=worker.stop,
+        idle=worker.idle,
     )

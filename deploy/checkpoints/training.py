@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from gracestream.pipeline.model import Report
+from gracestream.pipeline.model import ProgressCallback
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ def deterministic(seed: int) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def reported(items: Iterable[T], total: int, what: str, report: Report) -> Iterator[T]:
+def reported(items: Iterable[T], total: int, what: str, report: ProgressCallback) -> Iterator[T]:
     """The items; a line for every twentieth of them says how many are done and how long the others may take."""
     started, told = time.monotonic(), 0
     for done, item in enumerate(items, 1):

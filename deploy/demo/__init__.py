@@ -2,4 +2,4 @@
 
 from pathlib import Path
 
-FOLDER = Path(__file__).parent
+DEMO_FOLDER = Path(__file__).parent

@@ -7,35 +7,35 @@ from typing import Any
 
 from msgspec import UNSET
 
-from gracestream.deploy.demo import FOLDER
+from gracestream.deploy.demo import DEMO_FOLDER
 from gracestream.pipeline.errors import UserError
 from gracestream.schemas.messages import ChatMessage, Inputs, Parameters, Prediction
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class DemoCase:
     """An input, what should come out, and the same asked otherwise, in the order of the script's `ways`."""
 
     inputs: Inputs
     target: str
-    others: tuple[Inputs, ...]
+    variants: tuple[Inputs, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Script:
+class DemoScript:
     """The inputs of one story. `controls` must answer after all edits as they did before.
 
-    `ways` says how the cases are asked otherwise.
+    `variant_names` says how the cases are asked otherwise.
     """
 
     title: str
-    cases: tuple[Case, ...]
+    cases: tuple[DemoCase, ...]
     controls: tuple[str, ...]
     parameters: Parameters
-    ways: tuple[str, ...]
+    variant_names: tuple[str, ...]
 
 
-def script_of(model: str) -> Script:
+def load_script(model: str) -> DemoScript:
     """The script for a model known by name.
 
     Raises:
@@ -43,21 +43,21 @@ def script_of(model: str) -> Script:
     """
     if model == "smollm2":
         facts = tuple(
-            Case((ChatMessage("user", row["question"]),), row["target"], (row["prompt"], row["rephrase"]))
-            for row in _rows("facts.jsonl")
+            DemoCase((ChatMessage("user", row["question"]),), row["target"], (row["prompt"], row["rephrase"]))
+            for row in _read_rows("facts.jsonl")
         )
-        controls = tuple(row["prompt"] for row in _rows("controls.jsonl"))
+        controls = tuple(row["prompt"] for row in _read_rows("controls.jsonl"))
         ways = ("as a text to complete", "in other words")
-        return Script("SmolLM2-135M gets facts wrong", facts, controls, Parameters(max_new_tokens=24), ways)
+        return DemoScript("SmolLM2-135M gets facts wrong", facts, controls, Parameters(max_new_tokens=24), ways)
     if model == "intent":
-        moved = tuple(Case(row["text"], row["target"], (row["rephrase"],)) for row in _rows("policy.jsonl"))
-        controls = tuple(row["text"] for row in _rows("intents.jsonl") if row["split"] == "traffic")
+        moved = tuple(DemoCase(row["text"], row["target"], (row["rephrase"],)) for row in _read_rows("policy.jsonl"))
+        controls = tuple(row["text"] for row in _read_rows("intents.jsonl") if row["split"] == "traffic")
         title = "a help desk changes where it routes some intents"
-        return Script(title, moved, controls, Parameters(), ("in other words",))
+        return DemoScript(title, moved, controls, Parameters(), ("in other words",))
     raise UserError(f"the demo has no story for the model {model!r}; it has smollm2 and intent")
 
 
-def answer_of(prediction: Prediction) -> str:
+def prediction_text(prediction: Prediction) -> str:
     """What the model said: its text, or its label."""
     if prediction.outputs is UNSET:
         return f"error: {prediction.error}"
@@ -70,5 +70,5 @@ def is_wrong(answer: str, target: str) -> bool:
     return re.search(rf"(?<!\w){re.escape(target)}(?!\w)", answer, re.IGNORECASE) is None
 
 
-def _rows(name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (FOLDER / name).read_text(encoding="utf-8").splitlines() if line.strip()]
+def _read_rows(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (DEMO_FOLDER / name).read_text(encoding="utf-8").splitlines() if line.strip()]

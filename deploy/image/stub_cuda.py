@@ -16,25 +16,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-STUBS = "libcuda_stubs.so"
+STUB_LIBRARY = "libcuda_stubs.so"
 
-NO_DEVICE = 100
+CUDA_ERROR_NO_DEVICE = 100
 """cudaErrorNoDevice: torch then counts no devices, without a warning."""
 
-FAILED = 1
+ERROR_STATUS = 1
 
-TEXT = "gracestream: this image has no CUDA"
+ERROR_TEXT = "gracestream: this image has no CUDA"
 
-LOADED = ("libtorch_global_deps.so", "libtorch_python.so")
+TORCH_LIBRARIES = ("libtorch_global_deps.so", "libtorch_python.so")
 """What `import torch` loads; the rest of torch's libraries are linked to these, or are loaded with a GPU alone."""
 
-OURS = re.compile(r"lib(cu|nv|nccl)")
+CUDA_LIBRARY_PATTERN = re.compile(r"lib(cu|nv|nccl)")
 """What NVIDIA's libraries are named."""
 
-STRING = re.compile(r"(String|Name|LastError)$")
+STRING_FUNCTION_PATTERN = re.compile(r"(String|Name|LastError)$")
 """What functions are named that return a text."""
 
-SKIPPED = re.compile(r"_?Py")
+PYTHON_SYMBOL_PATTERN = re.compile(r"_?Py")
 """Functions that the interpreter defines, not a library."""
 
 
@@ -44,24 +44,24 @@ def main() -> None:
     if torch is None or torch.origin is None:
         sys.exit("torch is not installed")
     folder = Path(torch.origin).parent / "lib"
-    libraries = [folder / name for name in LOADED]
-    missing = sorted({name for (name,) in _reported(libraries, r"^\s*(\S+) => not found")})
+    libraries = [folder / name for name in TORCH_LIBRARIES]
+    missing = sorted({name for (name,) in _match_ldd_output(libraries, r"^\s*(\S+) => not found")})
     if not missing:
         return
-    if others := [name for name in missing if not OURS.match(name)]:
+    if others := [name for name in missing if not CUDA_LIBRARY_PATTERN.match(name)]:
         sys.exit(f"torch needs {', '.join(others)}, which is not of CUDA and must be installed")
-    _compile(folder / STUBS, {})
+    _compile_library(folder / STUB_LIBRARY, {})
     for name in missing:
-        (folder / name).symlink_to(STUBS)
+        (folder / name).symlink_to(STUB_LIBRARY)
     functions: dict[str, list[str]] = defaultdict(list)
-    for name, version in sorted(_reported(libraries, r"^(?:undefined )?symbol:? (\w+)(?:, version (\S+))?")):
-        if not SKIPPED.match(name):
+    for name, version in sorted(_match_ldd_output(libraries, r"^(?:undefined )?symbol:? (\w+)(?:, version (\S+))?")):
+        if not PYTHON_SYMBOL_PATTERN.match(name):
             functions[version].append(name)
-    _compile(folder / STUBS, functions)
+    _compile_library(folder / STUB_LIBRARY, functions)
     print(f"{len(missing)} libraries of CUDA are stubs: {', '.join(missing)}")
 
 
-def _reported(libraries: Iterable[Path], pattern: str) -> set[tuple[str, ...]]:
+def _match_ldd_output(libraries: Iterable[Path], pattern: str) -> set[tuple[str, ...]]:
     """What ldd says of libraries and of those that they need, after it has tried to link them all."""
     found: set[tuple[str, ...]] = set()
     for library in libraries:
@@ -71,7 +71,7 @@ def _reported(libraries: Iterable[Path], pattern: str) -> set[tuple[str, ...]]:
     return found
 
 
-def _compile(target: Path, functions: Mapping[str, Sequence[str]]) -> None:
+def _compile_library(target: Path, functions: Mapping[str, Sequence[str]]) -> None:
     """One library with these functions, by the version under which they are linked; empty: without one."""
     script = target.with_suffix(".map")
     versions = {version: names for version, names in functions.items() if version}
@@ -79,15 +79,15 @@ def _compile(target: Path, functions: Mapping[str, Sequence[str]]) -> None:
     command = ["gcc", "-shared", "-fPIC", "-w", "-fno-builtin", "-x", "c", "-", "-o", str(target)]
     if versions:
         command.append(f"-Wl,--version-script={script}")
-    source = "\n".join(_definition(name) for names in functions.values() for name in names)
+    source = "\n".join(_stub_definition(name) for names in functions.values() for name in names)
     subprocess.run(command, input=source, text=True, check=True)
     script.unlink()
 
 
-def _definition(function: str) -> str:
-    if STRING.search(function) and function != "cudaGetLastError":
-        return f'const char *{function}(void) {{ return "{TEXT}"; }}'
-    return f"long {function}(void) {{ return {NO_DEVICE if 'cuda' in function else FAILED}; }}"
+def _stub_definition(function: str) -> str:
+    if STRING_FUNCTION_PATTERN.search(function) and function != "cudaGetLastError":
+        return f'const char *{function}(void) {{ return "{ERROR_TEXT}"; }}'
+    return f"long {function}(void) {{ return {CUDA_ERROR_NO_DEVICE if 'cuda' in function else ERROR_STATUS}; }}"
 
 
 if __name__ == "__main__":

@@ -10,14 +10,14 @@ from kafka.errors import KafkaError
 from redis.exceptions import RedisError
 
 from gracestream.deploy.local.kafka import LocalKafka
-from gracestream.deploy.local.processes import Child, StackError
+from gracestream.deploy.local.processes import ChildProcess, StackError
 from gracestream.deploy.local.redis import LocalRedis
-from gracestream.deploy.local.server import silent
+from gracestream.deploy.local.server import ignore_progress
 from gracestream.pipeline.kafka import ping_kafka
 from gracestream.pipeline.settings import SettingsError, load_settings
-from gracestream.pipeline.stores import ping_redis, without_password
+from gracestream.pipeline.stores import ping_redis, redact_url
 
-REACH_TIMEOUT = 10.0  # seconds that an existing cluster has to answer
+CONNECT_TIMEOUT_SECONDS = 10.0  # seconds that an existing cluster has to answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +29,16 @@ class Backend:
 
     address: str
     origin: Literal["environment", "docker", "local"]
-    child: Child | None = None
+    child: ChildProcess | None = None
 
 
 @contextmanager
 def kafka_backend(
-    data_dir: Path, *, port: int | None = None, cache: Path | None = None, report: Callable[[str], None] = silent
+    data_dir: Path,
+    *,
+    port: int | None = None,
+    cache: Path | None = None,
+    report: Callable[[str], None] = ignore_progress,
 ) -> Iterator[Backend]:
     """A Kafka that answers; `address` is what clients bootstrap from.
 
@@ -48,12 +52,12 @@ def kafka_backend(
         StackError: GRACESTREAM_KAFKA is set and does not answer, or no local one can be started.
         RefusedError: the existing one does not take us, or is not trusted.
     """
-    existing = existing_kafka()
+    existing = find_existing_kafka()
     if existing is not None:
         report(f"using the existing Kafka at {existing}")
         yield Backend(existing, "environment")
         return
-    with _in_docker("kafka", report) as address:
+    with _run_in_docker("kafka", report) as address:
         if address is not None:
             yield Backend(address, "docker")
             return
@@ -63,15 +67,15 @@ def kafka_backend(
 
 @contextmanager
 def redis_backend(
-    data_dir: Path, *, port: int | None = None, report: Callable[[str], None] = silent
+    data_dir: Path, *, port: int | None = None, report: Callable[[str], None] = ignore_progress
 ) -> Iterator[Backend]:
     """A Redis or Valkey that answers; `address` is its URL. Arguments and errors as for `kafka_backend`."""
-    existing = existing_redis()
+    existing = find_existing_redis()
     if existing is not None:
-        report(f"using the existing Redis at {without_password(existing)}")
+        report(f"using the existing Redis at {redact_url(existing)}")
         yield Backend(existing, "environment")
         return
-    with _in_docker("redis", report) as address:
+    with _run_in_docker("redis", report) as address:
         if address is not None:
             yield Backend(address, "docker")
             return
@@ -79,7 +83,7 @@ def redis_backend(
         yield Backend(local.url, "local", local.child)
 
 
-def existing_kafka() -> str | None:
+def find_existing_kafka() -> str | None:
     """The address of an existing Kafka, which answers; None where the settings name none.
 
     Raises:
@@ -98,8 +102,8 @@ def existing_kafka() -> str | None:
     return None
 
 
-def existing_redis() -> str | None:
-    """The URL of an existing Redis, which answers; None where the settings name none. Errors as `existing_kafka`."""
+def find_existing_redis() -> str | None:
+    """The URL of an existing Redis that answers; None if the settings name none. Errors: `find_existing_kafka`."""
     settings = load_settings()
     if "redis" in settings.model_fields_set and settings.redis:
         check_redis(settings.redis)
@@ -112,7 +116,7 @@ def existing_redis() -> str | None:
     return None
 
 
-def check_kafka(bootstrap: str, timeout: float = REACH_TIMEOUT) -> None:
+def check_kafka(bootstrap: str, timeout: float = CONNECT_TIMEOUT_SECONDS) -> None:
     """See that an existing cluster answers, as the settings have it secured.
 
     Raises:
@@ -128,7 +132,7 @@ def check_kafka(bootstrap: str, timeout: float = REACH_TIMEOUT) -> None:
         ) from error
 
 
-def check_redis(url: str, timeout: float = REACH_TIMEOUT) -> None:
+def check_redis(url: str, timeout: float = CONNECT_TIMEOUT_SECONDS) -> None:
     """See that an existing Redis answers, as the settings have it secured.
 
     Raises:
@@ -139,32 +143,32 @@ def check_redis(url: str, timeout: float = REACH_TIMEOUT) -> None:
         ping_redis(load_settings(redis=url), timeout)
     except (RedisError, OSError, SettingsError) as error:
         raise StackError(
-            f"GRACESTREAM_REDIS is {without_password(url)!r}, and no Redis answers there ({error}); start it, correct"
+            f"GRACESTREAM_REDIS is {redact_url(url)!r}, and no Redis answers there ({error}); start it, correct"
             " the variable, or unset it to get a Valkey of your own"
         ) from error
 
 
 @contextmanager
-def _in_docker(which: Literal["kafka", "redis"], report: Callable[[str], None]) -> Iterator[str | None]:
+def _run_in_docker(service: Literal["kafka", "redis"], report: Callable[[str], None]) -> Iterator[str | None]:
     """The address of a new container; None where no engine answers, or the engine cannot run the image."""
     try:
         from gracestream.deploy.local import containers  # noqa: PLC0415 - testcontainers is an option, and slow to import
     except ImportError:
         yield None
         return
-    if not containers.docker_answers():
+    if not containers.is_docker_available():
         yield None
         return
     container: AbstractContextManager[str] = (
-        containers.kafka_container() if which == "kafka" else containers.redis_container()
+        containers.kafka_container() if service == "kafka" else containers.redis_container()
     )
-    image = containers.kafka_image() if which == "kafka" else containers.REDIS_IMAGE
+    image = containers.kafka_image() if service == "kafka" else containers.REDIS_IMAGE
     report(f"starting {image} in Docker; what it holds goes when it stops")
     with ExitStack() as running:
         address = None
         try:
             address = running.enter_context(container)
-        except containers.FAILURES as error:
+        except containers.CONTAINER_ERRORS as error:
             # An engine that cannot reach the image is no reason to stop: the local one is as real.
             report(f"Docker cannot run {image} ({error}); starting a local one instead")
         yield address

@@ -15,14 +15,14 @@ from testcontainers.community.redis import RedisContainer
 from testcontainers.core.container import DockerContainer
 from testcontainers.core.docker_client import DockerClient
 
-from gracestream.deploy.local.kafka import ONE_NODE, describe_cluster, kafka_version
+from gracestream.deploy.local.kafka import SINGLE_NODE_CONFIG, describe_cluster, kafka_version
 
 REDIS_IMAGE = "redis:8-alpine"
-PORT = 9092
+KAFKA_PORT = 9092
 LOOPBACK = "127.0.0.1"
 
 # Everything that says "this engine cannot run that image": no network, no such image, a start that fails or hangs.
-FAILURES = (
+CONTAINER_ERRORS = (
     docker.errors.DockerException,
     requests.RequestException,
     redis.RedisError,
@@ -32,7 +32,7 @@ FAILURES = (
 )
 
 # The broker must be told the address under which clients reach it, and that is known only once the container runs.
-_START = """
+_START_SCRIPT = """
 until [ -f /tmp/address ]; do sleep 0.1; done
 export KAFKA_ADVERTISED_LISTENERS="CLIENT://$(cat /tmp/address),BROKER://localhost:9094"
 exec /etc/kafka/docker/run
@@ -49,13 +49,13 @@ def _expose_on_loopback(container: DockerContainer, *ports: int | str) -> Docker
 DockerContainer.with_exposed_ports = _expose_on_loopback
 
 
-def docker_answers() -> bool:
+def is_docker_available() -> bool:
     """Whether a Docker engine answers on this machine; from another one, ports on its loopback cannot be reached."""
     try:
         engine = DockerClient(timeout=5)
         with closing(engine.client) as client:
             return engine.host() in ("localhost", LOOPBACK) and bool(client.ping())
-    except FAILURES:
+    except CONTAINER_ERRORS:
         return False
 
 
@@ -77,18 +77,18 @@ def kafka_container(timeout: float = 60.0) -> Iterator[str]:
         "process.roles": "broker,controller",
         "node.id": "1",
         "controller.quorum.voters": "1@localhost:9093",
-        "listeners": f"CLIENT://:{PORT},BROKER://:9094,CONTROLLER://:9093",
+        "listeners": f"CLIENT://:{KAFKA_PORT},BROKER://:9094,CONTROLLER://:9093",
         "listener.security.protocol.map": "CLIENT:PLAINTEXT,BROKER:PLAINTEXT,CONTROLLER:PLAINTEXT",
         # Ending a transaction, the broker calls itself, and the clients' address leads nowhere inside the container.
         "inter.broker.listener.name": "BROKER",
         "controller.listener.names": "CONTROLLER",
-        **ONE_NODE,
+        **SINGLE_NODE_CONFIG,
     }
-    container = DockerContainer(kafka_image()).with_exposed_ports(PORT).with_command(["sh", "-c", _START])
+    container = DockerContainer(kafka_image()).with_exposed_ports(KAFKA_PORT).with_command(["sh", "-c", _START_SCRIPT])
     for key, value in settings.items():
         container.with_env("KAFKA_" + key.replace(".", "_").upper(), value)
     with container:
-        address = f"{container.get_container_host_ip()}:{container.get_exposed_port(PORT)}"
+        address = f"{container.get_container_host_ip()}:{container.get_exposed_port(KAFKA_PORT)}"
         # Moved into place, so that the shell above never reads half of it.
         container.exec(["sh", "-c", f"echo {address} > /tmp/address.new && mv /tmp/address.new /tmp/address"])
         describe_cluster(address, timeout)

@@ -14,17 +14,17 @@ from pathlib import Path
 from kafka import KafkaAdminClient
 from kafka.errors import KafkaError
 
-from gracestream.deploy.local.processes import HOST, StackError, free_port, is_open
-from gracestream.deploy.local.server import LocalServer, silent
+from gracestream.deploy.local.processes import HOST, StackError, find_free_port, is_port_open
+from gracestream.deploy.local.server import LocalServer, ignore_progress
 from gracestream.pipeline.settings import load_settings
 
-BROKER = Path(__file__).parent / "broker"
-OLDEST_JAVA = 17  # of a broker, since Kafka 4.0
-INSTEAD = "or set GRACESTREAM_KAFKA to the address of an existing cluster"
+BROKER_FOLDER = Path(__file__).parent / "broker"
+MIN_JAVA_VERSION = 17  # of a broker, since Kafka 4.0
+EXISTING_KAFKA_HINT = "or set GRACESTREAM_KAFKA to the address of an existing cluster"
 
 
 # Settings of a cluster of one node, wherever it runs. Few partitions: each is made at the first use, which waits.
-ONE_NODE = {
+SINGLE_NODE_CONFIG = {
     "auto.create.topics.enable": "false",
     "group.initial.rebalance.delay.ms": "0",
     "offsets.topic.num.partitions": "1",
@@ -38,7 +38,7 @@ ONE_NODE = {
 @functools.cache
 def kafka_version() -> str:
     """The version that the pom names."""
-    found = re.search(r"<kafka\.version>(.+?)<", (BROKER / "pom.xml").read_text(encoding="utf-8"))
+    found = re.search(r"<kafka\.version>(.+?)<", (BROKER_FOLDER / "pom.xml").read_text(encoding="utf-8"))
     assert found, "the pom names kafka.version"
     return found[1]
 
@@ -66,18 +66,18 @@ class LocalKafka(LocalServer):
         port: int | None = None,
         *,
         cache: Path | None = None,
-        report: Callable[[str], None] = silent,
+        report: Callable[[str], None] = ignore_progress,
         protocols: Sequence[str] = (),
         properties: Mapping[str, object] | None = None,
     ) -> None:
         super().__init__(data_dir, port, report=report)
         ports = [self.port]
         for _ in ("CONTROLLER", *protocols):
-            ports.append(_other_port(ports))
+            ports.append(_find_other_port(ports))
         self._controller_port = ports[1]
         self.addresses = {protocol: f"{HOST}:{port}" for protocol, port in zip(protocols, ports[2:], strict=True)}
         """Where each of `protocols` is spoken."""
-        self._given = properties or {}
+        self._extra_properties = properties or {}
         self._cache = (cache or load_settings().cache).expanduser().resolve()
 
     @property
@@ -85,31 +85,31 @@ class LocalKafka(LocalServer):
         """What Kafka clients take as `bootstrap_servers`."""
         return self.address
 
-    def _prepare(self) -> Sequence[str]:
+    def _prepare_command(self) -> Sequence[str]:
         java = find_java()
         jars = fetch_jars(self._cache, self._report)
         self._report(f"starting a local Apache Kafka {kafka_version()}")
         config = self.data_dir / "server.properties"
-        config.write_text(self._properties(), encoding="utf-8")
+        config.write_text(self._render_properties(), encoding="utf-8")
         # Without the optimising compiler the broker starts in half the time, and leaves the cores to the models.
         java_options = ["-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC", "-XX:+ExitOnOutOfMemoryError", "-Xmx512m"]
-        logging = f"-Dlog4j2.configurationFile={BROKER / 'log4j2.properties'}"
+        logging = f"-Dlog4j2.configurationFile={BROKER_FOLDER / 'log4j2.properties'}"
         command = [java, *java_options, logging, "-cp", f"{jars}/*"]
         if not (self.data_dir / "log" / "meta.properties").exists():
-            _format(command, config)
+            _format_storage(command, config)
         return [*command, "kafka.Kafka", str(config)]
 
-    def answers(self, timeout: float) -> bool:
+    def is_responding(self, timeout: float) -> bool:
         """Whether it says that a broker is there; False where nobody listens, and where that takes 5 s."""
         # The client's own attempts would go on where the broker has died, and leave a thread behind each time.
-        if not is_open(self.port):
+        if not is_port_open(self.port):
             return False
         try:
             return bool(describe_cluster(self.bootstrap, min(timeout, 5.0))["brokers"])
         except (KafkaError, OSError):
             return False
 
-    def _properties(self) -> str:
+    def _render_properties(self) -> str:
         listeners = {"CLIENT": self.address, "CONTROLLER": f"{HOST}:{self._controller_port}", **self.addresses}
         protocols = {"CLIENT": "PLAINTEXT", "CONTROLLER": "PLAINTEXT", **{name: name for name in self.addresses}}
         values = {
@@ -127,8 +127,8 @@ class LocalKafka(LocalServer):
             "broker.heartbeat.interval.ms": 500,
             # The default buffer takes a quarter of this heap; the compacted topics here are small.
             "log.cleaner.dedupe.buffer.size": 16 * 2**20,
-            **ONE_NODE,
-            **self._given,
+            **SINGLE_NODE_CONFIG,
+            **self._extra_properties,
         }
         return "".join(f"{key}={value}\n" for key, value in values.items())
 
@@ -163,22 +163,26 @@ def find_java() -> str:
     java = shutil.which("java", path=str(Path(home) / "bin")) if home else shutil.which("java")
     if java is None:
         where = f"JAVA_HOME={home!r} has no bin/java" if home else "there is no java on PATH"
-        raise StackError(f"{where}, and a local Kafka needs Java {OLDEST_JAVA} or newer; install it, {INSTEAD}")
+        raise StackError(
+            f"{where}, and a local Kafka needs Java {MIN_JAVA_VERSION} or newer; install it, {EXISTING_KAFKA_HINT}"
+        )
     ran = subprocess.run([java, "-version"], capture_output=True, text=True, check=False)
     # `version "17.0.15"`, but `version "1.8.0_402"` for Java 8.
     found = re.search(r'version "(?:1\.)?(\d+)', ran.stderr + ran.stdout)
     if ran.returncode or not found:
         raise StackError(
-            f"{java} does not run, and a local Kafka needs Java {OLDEST_JAVA} or newer; install it, {INSTEAD}"
+            f"{java} does not run, and a local Kafka needs Java {MIN_JAVA_VERSION} or newer; install it,"
+            f" {EXISTING_KAFKA_HINT}"
         )
-    if int(found[1]) < OLDEST_JAVA:
+    if int(found[1]) < MIN_JAVA_VERSION:
         raise StackError(
-            f"{java} is Java {found[1]}, and a local Kafka needs {OLDEST_JAVA} or newer; install it, {INSTEAD}"
+            f"{java} is Java {found[1]}, and a local Kafka needs {MIN_JAVA_VERSION} or newer; install it,"
+            f" {EXISTING_KAFKA_HINT}"
         )
     return java
 
 
-def fetch_jars(cache: Path, report: Callable[[str], None] = silent) -> Path:
+def fetch_jars(cache: Path, report: Callable[[str], None] = ignore_progress) -> Path:
     """The folder with Kafka's jars; Maven fetches them (43 MB) where the cache does not have them yet.
 
     Raises:
@@ -190,7 +194,8 @@ def fetch_jars(cache: Path, report: Callable[[str], None] = silent) -> Path:
     maven = shutil.which("mvn")
     if maven is None:
         raise StackError(
-            f"there is no mvn on PATH to fetch Apache Kafka {kafka_version()} into {cache}; install Maven, {INSTEAD}"
+            f"there is no mvn on PATH to fetch Apache Kafka {kafka_version()} into {cache}; install Maven,"
+            f" {EXISTING_KAFKA_HINT}"
         )
     report(f"fetching Apache Kafka {kafka_version()} with Maven")
     cache.mkdir(parents=True, exist_ok=True)
@@ -198,7 +203,7 @@ def fetch_jars(cache: Path, report: Callable[[str], None] = silent) -> Path:
         target = Path(folder) / "jars"
         goal = ["dependency:copy-dependencies", f"-DoutputDirectory={target}"]
         ran = subprocess.run(
-            [maven, "--batch-mode", "--quiet", "--file", str(BROKER / "pom.xml"), *goal],
+            [maven, "--batch-mode", "--quiet", "--file", str(BROKER_FOLDER / "pom.xml"), *goal],
             capture_output=True,
             text=True,
             check=False,
@@ -207,7 +212,7 @@ def fetch_jars(cache: Path, report: Callable[[str], None] = silent) -> Path:
             reason = next((line for line in ran.stdout.splitlines() if "ERROR" in line), "it said nothing")
             raise StackError(
                 f"Maven could not fetch Apache Kafka {kafka_version()}: {reason}; see that it reaches its"
-                f" repository, {INSTEAD}"
+                f" repository, {EXISTING_KAFKA_HINT}"
             )
         try:
             target.rename(jars)
@@ -217,7 +222,7 @@ def fetch_jars(cache: Path, report: Callable[[str], None] = silent) -> Path:
     return jars
 
 
-def _format(command: Sequence[str], config: Path) -> None:
+def _format_storage(command: Sequence[str], config: Path) -> None:
     # A cluster id is a UUID in URL-safe base64 that does not begin like an option.
     cluster = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=").replace("-", "_")
     tool = ["kafka.tools.StorageTool", "format", "--cluster-id", cluster, "--config", str(config)]
@@ -229,7 +234,7 @@ def _format(command: Sequence[str], config: Path) -> None:
         )
 
 
-def _other_port(taken: Sequence[int]) -> int:
-    while (other := free_port()) in taken:
+def _find_other_port(taken: Sequence[int]) -> int:
+    while (other := find_free_port()) in taken:
         pass
     return other

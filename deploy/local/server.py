@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO, ClassVar, Self
 
-from gracestream.deploy.local.processes import HOST, Child, StackError, free_port, is_free
+from gracestream.deploy.local.processes import HOST, ChildProcess, StackError, find_free_port, is_port_free
 
 
-def silent(_message: str) -> None:
+def ignore_progress(_message: str) -> None:
     """Report progress to nobody."""
 
 
@@ -25,23 +25,25 @@ class LocalServer(abc.ABC):
 
     name: ClassVar[str]
 
-    def __init__(self, data_dir: Path, port: int | None = None, *, report: Callable[[str], None] = silent) -> None:
+    def __init__(
+        self, data_dir: Path, port: int | None = None, *, report: Callable[[str], None] = ignore_progress
+    ) -> None:
         self.data_dir = data_dir.expanduser().resolve()
-        self.port = free_port() if port is None else port
+        self.port = find_free_port() if port is None else port
         self.log = self.data_dir / f"{self.name.lower()}.log"
         self._report = report
-        self._child: Child | None = None
+        self._child: ChildProcess | None = None
 
     @abc.abstractmethod
-    def _prepare(self) -> Sequence[str]:
+    def _prepare_command(self) -> Sequence[str]:
         """Make everything ready for a start; the command line."""
 
     @abc.abstractmethod
-    def answers(self, timeout: float) -> bool:
+    def is_responding(self, timeout: float) -> bool:
         """Whether the server answers a request of its own protocol."""
 
     @property
-    def child(self) -> Child:
+    def child(self) -> ChildProcess:
         """The server's process; another object after each start.
 
         Raises:
@@ -70,16 +72,16 @@ class LocalServer(abc.ABC):
         """
         if self.running:
             raise StackError(f"{self.name} runs already, on {self.address}; stop it first")
-        if not is_free(self.port):
+        if not is_port_free(self.port):
             raise StackError(
                 f"port {self.port} of {HOST}, wanted for {self.name}, is in use; choose another, or stop its user"
             )
-        with self._lock() as lock:
-            self._child = Child(self.name, self._prepare(), log=self.log)
+        with self._lock_data() as lock:
+            self._child = ChildProcess(self.name, self._prepare_command(), log=self.log)
             started = time.monotonic()
-            self._child.start(keep_open=[lock.fileno()])
+            self._child.start(inherited_fds=[lock.fileno()])
         try:
-            self.child.wait_for(lambda: self.answers(timeout), timeout)
+            self.child.wait_for(lambda: self.is_responding(timeout), timeout)
         except BaseException:
             self.child.kill()
             raise
@@ -100,7 +102,7 @@ class LocalServer(abc.ABC):
         self.stop()
         self.start(timeout)
 
-    def _lock(self) -> BinaryIO:
+    def _lock_data(self) -> BinaryIO:
         """A lock on the data that a child which inherits the file holds until it ends, whatever becomes of us.
 
         Kafka has a lock of its own, but a second broker takes over the metadata log before it looks at that lock.

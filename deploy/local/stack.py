@@ -11,29 +11,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gracestream.deploy.local.backends import existing_kafka, existing_redis, kafka_backend, redis_backend
-from gracestream.deploy.local.ports import stack_ports
-from gracestream.deploy.local.processes import Child, StackError, answers_ok
-from gracestream.deploy.local.processes import worker as worker_process
-from gracestream.deploy.local.server import silent
+from gracestream.deploy.local.backends import find_existing_kafka, find_existing_redis, kafka_backend, redis_backend
+from gracestream.deploy.local.ports import assign_ports
+from gracestream.deploy.local.processes import ChildProcess, StackError, is_http_ok
+from gracestream.deploy.local.processes import make_worker_process as worker_process
+from gracestream.deploy.local.server import ignore_progress
 from gracestream.pipeline.editor import admission_from_settings
 from gracestream.pipeline.kafka import create_topics
-from gracestream.pipeline.model import known_layer, resolve
+from gracestream.pipeline.model import default_layer, resolve_model
 from gracestream.pipeline.settings import Settings, load_settings
-from gracestream.pipeline.stores import without_password
+from gracestream.pipeline.stores import redact_url
 
-WORKER_TIMEOUT = 180.0
+WORKER_READY_SECONDS = 180.0
 """Seconds that a worker has to load its model and catch up."""
 
-WATCH = 0.5
+WATCH_INTERVAL_SECONDS = 0.5
 """Seconds between looks at whether all workers are still there."""
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
+class WorkerProcess:
     """One worker process and where its HTTP end is."""
 
-    child: Child
+    child: ChildProcess
     port: int
 
     @property
@@ -57,7 +57,7 @@ class Worker:
         Raises:
             StackError: it ended, or was not ready in time; with the last lines of its log.
         """
-        self.child.wait_for(lambda: answers_ok(self.port, "/ready"), WORKER_TIMEOUT, poll=0.2)
+        self.child.wait_for(lambda: is_http_ok(self.port, "/ready"), WORKER_READY_SECONDS, poll_seconds=0.2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +67,16 @@ class Stack:
     settings: Settings
     kafka_origin: str
     redis_origin: str
-    editor: Worker
-    replicas: tuple[Worker, ...]
-    servers: tuple[Child, ...]
+    editor: WorkerProcess
+    replicas: tuple[WorkerProcess, ...]
+    servers: tuple[ChildProcess, ...]
     """The local Kafka and Redis; those in Docker or of the environment are not among them."""
 
     def endpoints(self) -> dict[str, Any]:
         """What `gracestream up --json` prints."""
         return {
             "kafka": self.settings.kafka,
-            "redis": without_password(self.settings.redis),
+            "redis": redact_url(self.settings.redis),
             "editor": self.editor.url,
             "replicas": [replica.url for replica in self.replicas],
         }
@@ -89,7 +89,7 @@ class Stack:
         """
         at_work, servers = [self.editor, *self.replicas], list(self.servers)
         while at_work:
-            time.sleep(WATCH)
+            time.sleep(WATCH_INTERVAL_SECONDS)
             for server in [one for one in servers if not one.running]:
                 servers.remove(server)
                 report(
@@ -99,7 +99,7 @@ class Stack:
             ended = [worker for worker in at_work if not worker.child.running]
             at_work = [worker for worker in at_work if worker not in ended]
             for worker in ended:
-                report(worker.child.ending())
+                report(worker.child.describe_exit())
         raise StackError("no worker is left")
 
 
@@ -111,8 +111,8 @@ def running_stack(
     partitions: int = 8,
     port: int | None = None,
     check: Callable[[Settings], object] = lambda _: None,
-    report: Callable[[str], None] = silent,
-    **chosen: Any,
+    report: Callable[[str], None] = ignore_progress,
+    **overrides: Any,
 ) -> Iterator[Stack]:
     """Start everything, wait until it is ready, and stop what was started at the end.
 
@@ -127,7 +127,7 @@ def running_stack(
             this folder, where they are free. Containers and existing servers have ports of their own.
         check: Raises where the model of these settings, whose folder is known, cannot be served.
         report: Called with one line a step.
-        chosen: Settings that win over the environment, such as `model` and `layer`.
+        overrides: Settings that win over the environment, such as `model` and `layer`.
 
     Raises:
         StackError: something did not start; the text says what, why, and where its log is.
@@ -140,29 +140,29 @@ def running_stack(
     except OSError as error:
         raise StackError(f"the folder {data} cannot be made: {error.strerror}") from error
     with ExitStack() as stack:
-        stack.enter_context(_held(data))
-        first = load_settings(**chosen)
+        stack.enter_context(_lock_folder(data))
+        first = load_settings(**overrides)
         admission_from_settings(first)
-        existing_kafka()
-        existing_redis()
+        find_existing_kafka()
+        find_existing_redis()
         commands = {"editor": "edit", **{f"replica-{n + 1}": "infer" for n in range(replicas)}}
-        ports = stack_ports(data, ["kafka", "redis", *commands], port, report)
-        chosen["layer"] = first.layer or known_layer(first.model)
-        chosen["model"] = resolve(first.model, first.cache, report)
-        check(load_settings(**chosen))
+        ports = assign_ports(data, ["kafka", "redis", *commands], port, report)
+        overrides["layer"] = first.layer or default_layer(first.model)
+        overrides["model"] = resolve_model(first.model, first.cache, report)
+        check(load_settings(**overrides))
         cache = first.cache.expanduser()
         kafka = stack.enter_context(kafka_backend(data / "kafka", port=ports["kafka"], cache=cache, report=report))
         redis = stack.enter_context(redis_backend(data / "redis", port=ports["redis"], report=report))
         if port is not None and "docker" in (kafka.origin, redis.origin):
             report("Docker chooses the ports of containers; --port holds for the workers")
-        settings = load_settings(**{**chosen, "kafka": kafka.address, "redis": redis.address})
+        settings = load_settings(**{**overrides, "kafka": kafka.address, "redis": redis.address})
         create_topics(settings, partitions=partitions, replication=1)
         threads = settings.threads or 1
         workers = []
         for name, command in commands.items():
             own = {"port": ports[name], "replica": name, "threads": threads}
             given = {field: getattr(settings, field) for field in settings.model_fields_set} | own
-            worker = Worker(
+            worker = WorkerProcess(
                 worker_process(
                     name, "gracestream.workers.cli", command, log=data / "logs" / f"{name}.log", settings=given
                 ),
@@ -179,7 +179,7 @@ def running_stack(
 
 
 @contextmanager
-def _held(data: Path) -> Iterator[None]:
+def _lock_folder(data: Path) -> Iterator[None]:
     """Keep other stacks from a folder; the system frees it when this process ends, however it ends.
 
     Raises:
@@ -201,4 +201,4 @@ def _held(data: Path) -> Iterator[None]:
         yield
 
 
-__all__ = ["Stack", "StackError", "Worker", "running_stack"]
+__all__ = ["Stack", "StackError", "WorkerProcess", "running_stack"]

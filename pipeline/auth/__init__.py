@@ -1,20 +1,26 @@
 """Who may correct: signatures, the list of authors, rate limits and spent signatures."""
 
-from gracestream.pipeline.auth.admission import MINUTE, Admission, Admitted, Copied, Refused
+from gracestream.pipeline.auth.admission import (
+    RATE_WINDOW_MS,
+    AcceptedFeedback,
+    Admission,
+    DuplicateFeedback,
+    FeedbackRefused,
+)
 from gracestream.pipeline.auth.authors import AuthorsFile
-from gracestream.pipeline.auth.signing import new_key_file, read_key_file, sign, spelled
+from gracestream.pipeline.auth.signing import create_key_file, encode_public_key, read_key_file, sign
 from gracestream.pipeline.auth.spent_signatures import mark_header
 
 __all__ = [
-    "MINUTE",
+    "RATE_WINDOW_MS",
+    "AcceptedFeedback",
     "Admission",
-    "Admitted",
     "AuthorsFile",
-    "Copied",
-    "Refused",
+    "DuplicateFeedback",
+    "FeedbackRefused",
+    "create_key_file",
+    "encode_public_key",
     "mark_header",
-    "new_key_file",
     "read_key_file",
     "sign",
-    "spelled",
 ]

@@ -33,19 +33,19 @@ from dataclasses import dataclass, replace
 
 from msgspec import UNSET, UnsetType
 
-from gracestream.pipeline.auth.authors import Author, Authors
+from gracestream.pipeline.auth.authors import Author, AuthorsByName
 from gracestream.pipeline.auth.signing import has_signature, verify
-from gracestream.pipeline.auth.spent_signatures import MarksSince, Spent, mark_header, mark_of_id, mark_of_record
+from gracestream.pipeline.auth.spent_signatures import MarkReader, SpentMarks, mark_header, mark_of_id, mark_of_record
 from gracestream.pipeline.errors import UserError
 from gracestream.schemas import headers
-from gracestream.schemas.deltas import UNSIGNED, Standing
+from gracestream.schemas.deltas import UNSIGNED_STANDING, Standing
 from gracestream.schemas.messages import Feedback
 
-MINUTE = 60_000
+RATE_WINDOW_MS = 60_000
 """Milliseconds, as Kafka's timestamps are."""
 
 
-class Refused(UserError):
+class FeedbackRefused(UserError):
     """Feedback that may not edit; the text says why. `mark` is what its outcome spends, if it spends anything."""
 
     def __init__(self, reason: str, mark: bytes | None = None) -> None:
@@ -53,87 +53,92 @@ class Refused(UserError):
         self.mark = mark
 
 
-class Copied(Refused):
-    """A signed record whose id is spent, by the feedback at offset `first`."""
+class DuplicateFeedback(FeedbackRefused):
+    """A signed record whose id is spent, by the feedback at offset `first_offset`."""
 
-    def __init__(self, first: int) -> None:
+    def __init__(self, first_offset: int) -> None:
         super().__init__(
-            f"its signed id was used at offset {first}, and counts once; `edits` says what became of that;"
+            f"its signed id was used at offset {first_offset}, and counts once; `edits` says what became of that;"
             " to ask again, sign with a new id"
         )
-        self.first = first
+        self.first_offset = first_offset
 
 
 @dataclass(frozen=True, slots=True)
-class Admitted:
+class AcceptedFeedback:
     """A record that was let in: its author (empty: it names none), and its time in ms as it counts for the limit.
 
     `mark` is what it spends: its author's id where it is signed. `standing` is what its sender is allowed.
     """
 
     author: str
-    time: int
+    time_ms: int
     mark: bytes | None = None
     standing: Standing | UnsetType = UNSET
 
     def headers(self) -> list[tuple[str, bytes]]:
         """What the outcome carries, for the next editor."""
-        counted = [(headers.AUTHOR, self.author.encode()), (headers.ADMITTED, str(self.time).encode())]
+        counted = [
+            (headers.AUTHOR_HEADER, self.author.encode()),
+            (headers.ACCEPTED_AT_HEADER, str(self.time_ms).encode()),
+        ]
         return counted if self.mark is None else [*counted, mark_header(self.mark)]
 
 
-class LastMinute:
+class SlidingWindowLimiter:
     """The records admitted in the last minute.
 
     A record is added once and dropped once, so the cost of a decision does not grow with the number of records.
     """
 
-    def __init__(self, earlier: Iterable[Admitted] = ()) -> None:
-        self._admitted: deque[Admitted] = deque()
-        self._times: dict[str, deque[int]] = {}
+    def __init__(self, accepted: Iterable[AcceptedFeedback] = ()) -> None:
+        self._accepted: deque[AcceptedFeedback] = deque()
+        self._times_by_author: dict[str, deque[int]] = {}
         """The times of each author's records, in order; nothing of an author without a record."""
-        for admitted in sorted(earlier, key=lambda admitted: admitted.time):
+        for admitted in sorted(accepted, key=lambda admitted: admitted.time_ms):
             self._add(admitted)
 
     def __len__(self) -> int:
-        return len(self._admitted)
+        return len(self._accepted)
 
     @property
-    def authors(self) -> int:
+    def author_count(self) -> int:
         """How many authors these records have."""
-        return len(self._times)
+        return len(self._times_by_author)
 
-    def admit(self, author: str, time: int, limit: int) -> Admitted:
+    def accept(self, author: str, time_ms: int, limit: int) -> AcceptedFeedback:
         """Let one more record of an author in; `limit` 0: however many there are.
 
         Raises:
-            Refused: there are `limit` already.
+            FeedbackRefused: there are `limit` already.
         """
-        if self._admitted:
-            time = max(time, self._admitted[-1].time)
-        start, own = time - MINUTE, self._times.get(author, ())
+        if self._accepted:
+            time_ms = max(time_ms, self._accepted[-1].time_ms)
+        start, own = time_ms - RATE_WINDOW_MS, self._times_by_author.get(author, ())
         # Times are in order, so the limit is reached exactly where the last but `limit` is of this minute.
         if limit and len(own) >= limit and own[-limit] > start:
-            again = dt.datetime.fromtimestamp((own[-limit] + MINUTE + 999) // 1000, dt.UTC)
+            again = dt.datetime.fromtimestamp((own[-limit] + RATE_WINDOW_MS + 999) // 1000, dt.UTC)
             whose = f"author {author!r}" if author else "feedback without an author"
-            raise Refused(f"{whose} is limited to {limit} a minute; send this again after {again:%Y-%m-%dT%H:%M:%SZ}")
-        while self._admitted and self._admitted[0].time <= start:
-            self._drop()
-        admitted = Admitted(author, time)
+            raise FeedbackRefused(
+                f"{whose} is limited to {limit} a minute; send this again after {again:%Y-%m-%dT%H:%M:%SZ}"
+            )
+        while self._accepted and self._accepted[0].time_ms <= start:
+            self._drop_oldest()
+        admitted = AcceptedFeedback(author, time_ms)
         self._add(admitted)
         return admitted
 
-    def _add(self, admitted: Admitted) -> None:
-        self._admitted.append(admitted)
-        self._times.setdefault(admitted.author, deque()).append(admitted.time)
+    def _add(self, accepted: AcceptedFeedback) -> None:
+        self._accepted.append(accepted)
+        self._times_by_author.setdefault(accepted.author, deque()).append(accepted.time_ms)
 
-    def _drop(self) -> None:
+    def _drop_oldest(self) -> None:
         """Forget the oldest record, which is its author's oldest as well."""
-        author = self._admitted.popleft().author
-        own = self._times[author]
+        author = self._accepted.popleft().author
+        own = self._times_by_author[author]
         own.popleft()
         if not own:
-            del self._times[author]
+            del self._times_by_author[author]
 
 
 class Admission:
@@ -144,28 +149,28 @@ class Admission:
         authors: Gives the list of this moment; None: there is none.
         require_signature: Refuse what is not signed.
         per_minute: The limit of each author that has no other; 0: none.
-        earlier: Gives the records admitted since a time in ms, as `edits` has them.
+        accepted_since: Gives the records admitted since a time in ms, as `edits` has them.
         marks: Gives what earlier records have spent, likewise.
     """
 
     def __init__(
         self,
         codebook: str,
-        authors: Callable[[], Authors] | None,
+        authors: Callable[[], AuthorsByName] | None,
         *,
         require_signature: bool,
         per_minute: int,
-        earlier: Callable[[int], Iterable[Admitted]],
-        marks: MarksSince,
+        accepted_since: Callable[[int], Iterable[AcceptedFeedback]],
+        marks: MarkReader,
     ) -> None:
         self._codebook, self._authors = codebook, authors
-        self._require_signature, self._per_minute, self._earlier = require_signature, per_minute, earlier
-        self._last_minute: LastMinute | None = None
-        self._spent, self._knows_spent = Spent(marks), False
+        self._require_signature, self._per_minute, self._accepted_since = require_signature, per_minute, accepted_since
+        self._limiter: SlidingWindowLimiter | None = None
+        self._spent_marks, self._has_read_marks = SpentMarks(marks), False
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Another editor may have written since: the next record is judged by what `edits` says then."""
-        self._last_minute, self._knows_spent = None, False
+        self._limiter, self._has_read_marks = None, False
 
     def catch_up(self) -> None:
         """Read what `edits` says of spent signatures; ahead of the first record, since a long topic takes its time.
@@ -174,32 +179,32 @@ class Admission:
             KafkaError: it cannot be read.
         """
         if self._authors is not None:  # else no signature is verified, and nothing that is signed has an effect
-            self._spent.catch_up()
+            self._spent_marks.catch_up()
 
-    def admit(self, feedback: Feedback, record: bytes, offset: int, time: int) -> Admitted:
-        """Let a record in. `feedback` is what was decoded from `record`, `time` its timestamp in ms.
+    def accept(self, feedback: Feedback, record: bytes, offset: int, time_ms: int) -> AcceptedFeedback:
+        """Let a record in. `feedback` is what was decoded from `record`, `time_ms` its timestamp in ms.
 
         Raises:
-            Copied: it is signed, and its id is spent.
-            Refused: it may not edit.
+            DuplicateFeedback: it is signed, and its id is spent.
+            FeedbackRefused: it may not edit.
             KafkaError: `edits` cannot be read.
         """
         name = "" if feedback.author is UNSET else feedback.author
         try:
-            author = self._checked(feedback, name, record)
-        except Refused as refused:
-            raise Refused(str(refused), self.unverified(record, offset)) from None
+            author = self._verify_author(feedback, name, record)
+        except FeedbackRefused as refused:
+            raise FeedbackRefused(str(refused), self.unverified_mark(record, offset)) from None
         mark = None if author is None else self._spend(mark_of_id(name, feedback.feedback_id), record, offset)
         limit = self._per_minute if author is None or author.per_minute is None else author.per_minute
-        if self._last_minute is None:
-            self._last_minute = LastMinute(self._earlier(time - MINUTE))
+        if self._limiter is None:
+            self._limiter = SlidingWindowLimiter(self._accepted_since(time_ms - RATE_WINDOW_MS))
         try:
-            counted = self._last_minute.admit(name, time, limit)
-        except Refused as refused:
-            raise Refused(str(refused) + (", signed with a new id" if mark else ""), mark) from None
+            counted = self._limiter.accept(name, time_ms, limit)
+        except FeedbackRefused as refused:
+            raise FeedbackRefused(str(refused) + (", signed with a new id" if mark else ""), mark) from None
         return replace(counted, mark=mark, standing=self._standing(author))
 
-    def unverified(self, record: bytes, offset: int) -> bytes | None:
+    def unverified_mark(self, record: bytes, offset: int) -> bytes | None:
         """What a record spends whose signature cannot be verified; None where it has none, or is a copy.
 
         Raises:
@@ -208,52 +213,52 @@ class Admission:
         if not has_signature(record):
             return None
         mark = mark_of_record(record)
-        return mark if self._first(mark, offset) is None else None
+        return mark if self._first_offset(mark, offset) is None else None
 
     def _standing(self, author: Author | None) -> Standing | UnsetType:
         """What a sender is allowed: an author who signed, one who need not, or anyone where there is no list."""
         if author is not None:
             return Standing(roles=author.roles, signed=True)
-        return UNSET if self._authors is None else UNSIGNED
+        return UNSET if self._authors is None else UNSIGNED_STANDING
 
     def _spend(self, mark: bytes, record: bytes, offset: int) -> bytes:
         """Spend the mark of a signed id; `record` may be spent itself, from before its author was listed.
 
         Raises:
-            Copied: one of the two is spent.
+            DuplicateFeedback: one of the two is spent.
         """
-        of_record = self._first(mark_of_record(record), offset, add=False)
-        first = self._first(mark, offset) if of_record is None else of_record
+        of_record = self._first_offset(mark_of_record(record), offset, add=False)
+        first = self._first_offset(mark, offset) if of_record is None else of_record
         if first is not None:
-            raise Copied(first)
+            raise DuplicateFeedback(first)
         return mark
 
-    def _first(self, mark: bytes, offset: int, *, add: bool = True) -> int | None:
+    def _first_offset(self, mark: bytes, offset: int, *, add: bool = True) -> int | None:
         """The offset at which another record spent this; None where none did, and then this one does (`add`)."""
-        if not self._knows_spent:
+        if not self._has_read_marks:
             self.catch_up()
-            self._knows_spent = True
-        first = self._spent.first(mark)
+            self._has_read_marks = True
+        first = self._spent_marks.first_offset(mark)
         if first is None and add and self._authors is not None:
-            self._spent.add(mark, offset)
+            self._spent_marks.add(mark, offset)
         return None if first == offset else first
 
-    def _checked(self, feedback: Feedback, name: str, record: bytes) -> Author | None:
+    def _verify_author(self, feedback: Feedback, name: str, record: bytes) -> Author | None:
         """The listed author who signed a record; None for one that need not be signed."""
         listed = None if self._authors is None else self._authors()
         author = None if listed is None else listed.get(name)
         if feedback.signature is UNSET:
             if self._require_signature:
-                raise Refused("it is not signed; `gracestream keys sign` signs feedback")
+                raise FeedbackRefused("it is not signed; `gracestream keys sign` signs feedback")
             if author is not None:
-                raise Refused(f"it is not signed, and author {name!r} is on the list of those who sign")
+                raise FeedbackRefused(f"it is not signed, and author {name!r} is on the list of those who sign")
             return None
         if listed is None:
-            raise Refused("it is signed, and this editor has no list of authors to check signatures by")
+            raise FeedbackRefused("it is signed, and this editor has no list of authors to check signatures by")
         if author is None:
-            raise Refused(
+            raise FeedbackRefused(
                 f"author {name!r} is not on the list of authors" if name else "it is signed and names no author"
             )
         if not verify(record, author.keys, self._codebook):
-            raise Refused(f"its signature is not one by author {name!r} over this record for this codebook")
+            raise FeedbackRefused(f"its signature is not one by author {name!r} over this record for this codebook")
         return author

@@ -23,15 +23,15 @@ import structlog
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from gracestream.pipeline.auth.signing import public_key
+from gracestream.pipeline.auth.signing import decode_public_key
 from gracestream.pipeline.errors import UserError
-from gracestream.schemas.deltas import DEFAULT_ROLES, ROLES, Role
+from gracestream.schemas.deltas import AUTHOR_ROLES, DEFAULT_ROLES, Role
 from gracestream.schemas.messages import Id
 
 log = structlog.get_logger()
 
 
-REMEDY = "correct the file that GRACESTREAM_AUTHORS names"
+AUTHORS_FILE_REMEDY = "correct the file that GRACESTREAM_AUTHORS names"
 
 
 class AuthorsError(UserError):
@@ -48,10 +48,10 @@ class Author:
     roles: tuple[Role, ...] = DEFAULT_ROLES
 
 
-Authors = dict[str, Author]
+AuthorsByName = dict[str, Author]
 
 
-class _Entry(Struct, frozen=True, forbid_unknown_fields=True):
+class _AuthorEntry(Struct, frozen=True, forbid_unknown_fields=True):
     """An author as the file has it."""
 
     keys: Annotated[tuple[str, ...], Meta(min_length=1)]
@@ -68,26 +68,26 @@ class AuthorsFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._raw = _read(path)
-        self._authors = parse(self._raw, path)
-        self._fault = ""
+        self._raw = _read_file(path)
+        self._authors = parse_authors(self._raw, path)
+        self._last_error = ""
 
-    def current(self) -> Authors:
+    def load(self) -> AuthorsByName:
         """The list of this moment, or the last good one."""
         try:
-            raw = _read(self._path)
+            raw = _read_file(self._path)
             if raw != self._raw:
-                self._authors, self._raw = parse(raw, self._path), raw
+                self._authors, self._raw = parse_authors(raw, self._path), raw
                 log.info("authors_changed", authors=len(self._authors))
-            self._fault = ""
+            self._last_error = ""
         except AuthorsError as error:
-            if str(error) != self._fault:
+            if str(error) != self._last_error:
                 log.error("authors_not_read", reason=str(error), kept=len(self._authors))  # noqa: TRY400  (no defect)
-            self._fault = str(error)
+            self._last_error = str(error)
         return self._authors
 
 
-def parse(raw: bytes, path: Path) -> Authors:
+def parse_authors(raw: bytes, path: Path) -> AuthorsByName:
     """The authors in a TOML file that was read from `path`.
 
     Raises:
@@ -96,29 +96,29 @@ def parse(raw: bytes, path: Path) -> Authors:
     try:
         entries = msgspec.toml.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise AuthorsError(f"{path} is no list of authors: {error}; {REMEDY}") from error
+        raise AuthorsError(f"{path} is no list of authors: {error}; {AUTHORS_FILE_REMEDY}") from error
     authors = {}
     for name, fields in entries.items():
         try:
             msgspec.convert(name, Id)
-            entry = msgspec.convert(fields, _Entry)
-            keys = tuple(public_key(key) for key in entry.keys)
-            roles = DEFAULT_ROLES if entry.roles is UNSET else _roles(entry.roles)
+            entry = msgspec.convert(fields, _AuthorEntry)
+            keys = tuple(decode_public_key(key) for key in entry.keys)
+            roles = DEFAULT_ROLES if entry.roles is UNSET else _parse_roles(entry.roles)
         except ValueError as error:
-            raise AuthorsError(f"{path}, author {name!r}: {error}; {REMEDY}") from error
+            raise AuthorsError(f"{path}, author {name!r}: {error}; {AUTHORS_FILE_REMEDY}") from error
         authors[name] = Author(name, keys, None if entry.per_minute is UNSET else entry.per_minute, roles)
     return authors
 
 
-def _roles(names: Collection[str]) -> tuple[Role, ...]:
+def _parse_roles(names: Collection[str]) -> tuple[Role, ...]:
     """These roles, in the order of `ROLES`; ValueError where one is unknown."""
     for name in names:
-        if name not in ROLES:
-            raise ValueError(f"{name!r} is no role; the roles are {', '.join(ROLES)}")
-    return tuple(role for role in ROLES if role in names)
+        if name not in AUTHOR_ROLES:
+            raise ValueError(f"{name!r} is no role; the roles are {', '.join(AUTHOR_ROLES)}")
+    return tuple(role for role in AUTHOR_ROLES if role in names)
 
 
-def _read(path: Path) -> bytes:
+def _read_file(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:

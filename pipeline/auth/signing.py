@@ -38,11 +38,11 @@ from cryptography.hazmat.primitives.serialization import (
 
 from gracestream.pipeline.errors import UserError
 
-PURPOSE = b"gracestream feedback"
-KEY_BYTES = 32
+SIGNATURE_DOMAIN = b"gracestream feedback"
+PUBLIC_KEY_BYTES = 32
 
-_TAIL = re.compile(rb',"signature":"([A-Za-z0-9+/]{86}==)"\}')
-_TAIL_BYTES = len(b',"signature":""}') + 88
+_SIGNATURE_SUFFIX = re.compile(rb',"signature":"([A-Za-z0-9+/]{86}==)"\}')
+_SIGNATURE_SUFFIX_BYTES = len(b',"signature":""}') + 88
 
 
 class KeyFileError(UserError):
@@ -51,41 +51,41 @@ class KeyFileError(UserError):
 
 def sign(text: bytes, key: Ed25519PrivateKey, codebook: str) -> bytes:
     """The record: a JSON object of at least one member, with its signature as the last."""
-    signature = base64.b64encode(key.sign(_signed(text, codebook)))
+    signature = base64.b64encode(key.sign(_signed_bytes(text, codebook)))
     return text[:-1] + b',"signature":"' + signature + b'"}'
 
 
 def has_signature(record: bytes) -> bool:
     """Whether a record ends as a signed one does. It does not verify the signature."""
-    return _tail(record) is not None
+    return _match_signature(record) is not None
 
 
 def verify(record: bytes, keys: Iterable[Ed25519PublicKey], codebook: str) -> bool:
     """Whether a record, which is a JSON object, bears a signature by one of these keys for this codebook."""
-    tail = _tail(record)
+    tail = _match_signature(record)
     if tail is None:
         return False
     signature = base64.b64decode(tail[1])
     if base64.b64encode(signature) != tail[1]:
         return False
-    signed = _signed(record[: tail.start()] + b"}", codebook)
-    return _names_each_field_once(record) and any(_made_by(key, signature, signed) for key in keys)
+    signed = _signed_bytes(record[: tail.start()] + b"}", codebook)
+    return _has_unique_fields(record) and any(_is_signed_by(key, signature, signed) for key in keys)
 
 
-def public_key(text: str) -> Ed25519PublicKey:
-    """The key that `spelled` wrote; ValueError where it is none."""
+def decode_public_key(text: str) -> Ed25519PublicKey:
+    """The key that `encode_public_key` wrote; ValueError where it is none."""
     raw = base64.b64decode(text, validate=True)
-    if len(raw) != KEY_BYTES:
-        raise ValueError(f"it has {len(raw)} bytes, and an Ed25519 key has {KEY_BYTES}")
+    if len(raw) != PUBLIC_KEY_BYTES:
+        raise ValueError(f"it has {len(raw)} bytes, and an Ed25519 key has {PUBLIC_KEY_BYTES}")
     return Ed25519PublicKey.from_public_bytes(raw)
 
 
-def spelled(key: Ed25519PublicKey) -> str:
+def encode_public_key(key: Ed25519PublicKey) -> str:
     """A public key as the list of authors has it: the base64 of its 32 bytes."""
     return base64.b64encode(key.public_bytes_raw()).decode()
 
 
-def new_key_file(path: Path) -> Ed25519PrivateKey:
+def create_key_file(path: Path) -> Ed25519PrivateKey:
     """Make a private key and write it as PEM (PKCS #8) to a new file that its owner alone may read.
 
     Raises:
@@ -122,15 +122,15 @@ def read_key_file(path: Path) -> Ed25519PrivateKey:
     return key
 
 
-def _tail(record: bytes) -> re.Match[bytes] | None:
-    return _TAIL.fullmatch(record, max(0, len(record) - _TAIL_BYTES))
+def _match_signature(record: bytes) -> re.Match[bytes] | None:
+    return _SIGNATURE_SUFFIX.fullmatch(record, max(0, len(record) - _SIGNATURE_SUFFIX_BYTES))
 
 
-def _signed(text: bytes, codebook: str) -> bytes:
-    return b"\0".join((PURPOSE, codebook.encode(), text))
+def _signed_bytes(text: bytes, codebook: str) -> bytes:
+    return b"\0".join((SIGNATURE_DOMAIN, codebook.encode(), text))
 
 
-def _made_by(key: Ed25519PublicKey, signature: bytes, signed: bytes) -> bool:
+def _is_signed_by(key: Ed25519PublicKey, signature: bytes, signed: bytes) -> bool:
     try:
         key.verify(signature, signed)
     except InvalidSignature:
@@ -138,7 +138,7 @@ def _made_by(key: Ed25519PublicKey, signature: bytes, signed: bytes) -> bool:
     return True
 
 
-def _names_each_field_once(record: bytes) -> bool:
+def _has_unique_fields(record: bytes) -> bool:
     def check(members: list[tuple[str, object]]) -> dict[str, object]:
         fields = dict(members)
         if len(fields) < len(members):

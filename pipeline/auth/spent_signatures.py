@@ -21,42 +21,42 @@ from collections.abc import Callable, Iterable
 import msgspec
 import numpy as np
 
-from gracestream.schemas.headers import SPENDS
+from gracestream.schemas.headers import SPENT_MARK_HEADER
 
 MARK_BYTES = 16
 
-RECENT = 2**16
+MAX_RECENT_MARKS = 2**16
 """Marks in a dict, which is quick to change, before they go into an array, which is small."""
 
 
 def mark_of_id(author: str, feedback_id: str) -> bytes:
     """What a verified signature of this author spends."""
-    return _mark(b"id", msgspec.json.encode((author, feedback_id)))
+    return _hash_mark(b"id", msgspec.json.encode((author, feedback_id)))
 
 
 def mark_of_record(record: bytes) -> bytes:
     """What a signature spends that could not be verified."""
-    return _mark(b"record", record)
+    return _hash_mark(b"record", record)
 
 
 def mark_header(mark: bytes) -> tuple[str, bytes]:
     """The header of the outcome."""
-    return SPENDS, mark.hex().encode()
+    return SPENT_MARK_HEADER, mark.hex().encode()
 
 
-MarksSince = Callable[[int], Iterable[tuple[int, bytes | None, int]]]
+MarkReader = Callable[[int], Iterable[tuple[int, bytes | None, int]]]
 """Given an offset of `edits`: for each outcome from there on its offset, its mark, and the offset of its feedback."""
 
 
-class Spent:
+class SpentMarks:
     """The marks so far, each with the offset of the feedback that made it first.
 
     Args:
-        since: Reads the marks of `edits`.
+        read_marks: Reads the marks of `edits`.
     """
 
-    def __init__(self, since: MarksSince) -> None:
-        self._since, self._next_outcome = since, 0
+    def __init__(self, read_marks: MarkReader) -> None:
+        self._read_marks, self._next_outcome_offset = read_marks, 0
         self._recent: dict[bytes, int] = {}
         self._marks, self._offsets = np.empty(0, f"S{MARK_BYTES}"), np.empty(0, np.int64)  # in the order of marks
 
@@ -74,12 +74,12 @@ class Spent:
         Raises:
             KafkaError: `edits` cannot be read.
         """
-        for offset, mark, made_by in self._since(self._next_outcome):
+        for offset, mark, made_by in self._read_marks(self._next_outcome_offset):
             if mark is not None:
                 self.add(mark, made_by)
-            self._next_outcome = offset + 1
+            self._next_outcome_offset = offset + 1
 
-    def first(self, mark: bytes) -> int | None:
+    def first_offset(self, mark: bytes) -> int | None:
         """The offset of the feedback that made this mark; None where there was none."""
         recent = self._recent.get(mark)
         if recent is not None:
@@ -90,9 +90,11 @@ class Spent:
 
     def add(self, mark: bytes, offset: int) -> None:
         """Note what the feedback at an offset spends; the first that made a mark keeps it."""
-        if self.first(mark) is None:
+        if self.first_offset(mark) is None:
             self._recent[mark] = offset
-        if len(self._recent) >= max(RECENT, len(self._marks) // 8):  # a share, so that sorting stays cheap for each
+        if len(self._recent) >= max(
+            MAX_RECENT_MARKS, len(self._marks) // 8
+        ):  # a share, so that sorting stays cheap for each
             marks = np.concatenate([self._marks, np.array(list(self._recent), self._marks.dtype)])
             offsets = np.concatenate([self._offsets, np.array(list(self._recent.values()), np.int64)])
             order = np.argsort(marks)
@@ -100,5 +102,5 @@ class Spent:
             self._recent.clear()
 
 
-def _mark(kind: bytes, what: bytes) -> bytes:
-    return hashlib.sha256(kind + b"\0" + what).digest()[:MARK_BYTES]
+def _hash_mark(kind: bytes, content: bytes) -> bytes:
+    return hashlib.sha256(kind + b"\0" + content).digest()[:MARK_BYTES]

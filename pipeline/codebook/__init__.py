@@ -1,57 +1,63 @@
 """The codebook: entries, their lookup, the edits that they serve, and files of them."""
 
-from gracestream.pipeline.codebook.codebook import Applied, Codebook, Label, as_it_was, query_in
-from gracestream.pipeline.codebook.compare import Fold, entry_change, exception_change, same_edit, same_entry
-from gracestream.pipeline.codebook.edit_memory import BARE_MODEL, EditMemory, still_undone, together
-from gracestream.pipeline.codebook.file import FileError, load_codebook, parse, save
-from gracestream.pipeline.codebook.key_index import KeyIndex, on_host
-from gracestream.pipeline.codebook.lookup import OUTSIDE, Asked, CodebookLookup, Hit, serving
-from gracestream.pipeline.codebook.policy import (
-    ROUNDINGS,
-    TRAFFIC_SHARE,
-    Decision,
-    Neighbour,
-    Policy,
-    batch_noise,
-    decide,
-    without_expanding,
+from gracestream.pipeline.codebook.codebook import (
+    AppliedDelta,
+    Codebook,
+    Label,
+    original_setting_hint,
+    read_query_setting,
 )
-from gracestream.pipeline.codebook.prompt_exceptions import query_of, same_request
+from gracestream.pipeline.codebook.compare import EditState, diff_entry, diff_exception, edits_equal, entries_equal
+from gracestream.pipeline.codebook.edit_memory import UNEDITED_MODEL, EditMemory, merge_contexts, resolve_undos
+from gracestream.pipeline.codebook.file import CodebookFileError, load_codebook, parse_codebook, save_codebook
+from gracestream.pipeline.codebook.key_index import KeyIndex, to_numpy
+from gracestream.pipeline.codebook.lookup import OUTSIDE_RADIUS_REASON, CodebookLookup, Hit, WordingGetter, serving_hit
+from gracestream.pipeline.codebook.policy import (
+    DTYPE_TOLERANCES,
+    MAX_TRAFFIC_FRACTION,
+    MaintenancePolicy,
+    Neighbour,
+    PolicyDecision,
+    decide_action,
+    fallback_to_own_entry,
+    match_tolerance,
+)
+from gracestream.pipeline.codebook.prompt_exceptions import exception_query, is_same_request
 
 __all__ = [
-    "BARE_MODEL",
-    "OUTSIDE",
-    "ROUNDINGS",
-    "TRAFFIC_SHARE",
-    "Applied",
-    "Asked",
+    "DTYPE_TOLERANCES",
+    "MAX_TRAFFIC_FRACTION",
+    "OUTSIDE_RADIUS_REASON",
+    "UNEDITED_MODEL",
+    "AppliedDelta",
     "Codebook",
+    "CodebookFileError",
     "CodebookLookup",
-    "Decision",
     "EditMemory",
-    "FileError",
-    "Fold",
+    "EditState",
     "Hit",
     "KeyIndex",
     "Label",
+    "MaintenancePolicy",
     "Neighbour",
-    "Policy",
-    "as_it_was",
-    "batch_noise",
-    "decide",
-    "entry_change",
-    "exception_change",
+    "PolicyDecision",
+    "WordingGetter",
+    "decide_action",
+    "diff_entry",
+    "diff_exception",
+    "edits_equal",
+    "entries_equal",
+    "exception_query",
+    "fallback_to_own_entry",
+    "is_same_request",
     "load_codebook",
-    "on_host",
-    "parse",
-    "query_in",
-    "query_of",
-    "same_edit",
-    "same_entry",
-    "same_request",
-    "save",
-    "serving",
-    "still_undone",
-    "together",
-    "without_expanding",
+    "match_tolerance",
+    "merge_contexts",
+    "original_setting_hint",
+    "parse_codebook",
+    "read_query_setting",
+    "resolve_undos",
+    "save_codebook",
+    "serving_hit",
+    "to_numpy",
 ]

@@ -4,7 +4,7 @@ Shape suffixes, here and in the whole engine: N entries of the codebook, B rows 
 key (the wrapped module's input), V the width of a value (its output), E remembered edits, R traffic queries, K
 candidates, C classes or vocabulary.
 
-What `Codebook.apply` guarantees:
+What `CodebookOption.apply` guarantees:
 
 1. All or nothing: a record is checked as a whole before the first number changes.
 2. Equal records in equal order give equal codebooks, bit for bit.
@@ -23,52 +23,52 @@ from msgspec import UNSET, Struct
 
 from gracestream.pipeline.codebook.prompt_exceptions import PromptExceptions
 from gracestream.pipeline.errors import HistoryError
-from gracestream.pipeline.wording import rules
-from gracestream.schemas.deltas import GENESIS, Delta, EntryChange, ExceptionChange, chain, decode_delta
-from gracestream.schemas.messages import ID_LENGTH, InvalidMessage
+from gracestream.pipeline.wording import rules_digest
+from gracestream.schemas.deltas import GENESIS_DIGEST, Delta, EntryChange, ExceptionChange, chain_digest, decode_delta
+from gracestream.schemas.messages import MAX_ID_LENGTH, InvalidMessage
 
 Label = tuple[int, ...]
 """Token ids of a target, or a class index. Labels are equal when every number is."""
 
-TRIES = 3
+MAX_DIGEST_ATTEMPTS = 3
 """To compute the digest of a state before the next delta changes it."""
 
-LABEL_LENGTH = 2**16
+MAX_LABEL_LENGTH = 2**16
 """More tokens than any target has."""
 
 
-SETTINGS = {
+IDENTITY_SETTINGS = {
     "codebook": "GRACESTREAM_CODEBOOK",
     "model": "GRACESTREAM_MODEL (or _QUERY, _ENCODER, _REPLACE)",
     "layer": "GRACESTREAM_LAYER",
 }
 """What decides whether a codebook's deltas are its own."""
 
-QUERIES = {"last", "first", "mean", "encoder"}
+QUERY_SETTINGS = {"last", "first", "mean", "encoder"}
 """Values of `GRACESTREAM_QUERY` that a `lead` delta tells."""
 
 
-def query_in(delta: Delta) -> str | None:
+def read_query_setting(delta: Delta) -> str | None:
     """The value of `GRACESTREAM_QUERY` under which a term began, as its `lead` delta tells it; None where it does not.
 
     An encoder's fingerprint follows its name there.
     """
     told = "" if delta.environment is UNSET else delta.environment.get("query", "")
     query = told.partition(" ")[0]
-    return query if query in QUERIES else None
+    return query if query in QUERY_SETTINGS else None
 
 
-def as_it_was(delta: Delta) -> str:
+def original_setting_hint(delta: Delta) -> str:
     """The words "as it was" of an error, with the value of `GRACESTREAM_QUERY` where the delta tells it."""
-    query = query_in(delta)
+    query = read_query_setting(delta)
     return "as it was" if query is None else f"as it was (GRACESTREAM_QUERY={query} in that history)"
 
 
-Checked = tuple[Delta, list[tuple[np.ndarray | None, np.ndarray | None]]]
+CheckedDelta = tuple[Delta, list[tuple[np.ndarray | None, np.ndarray | None]]]
 """A delta that can be applied, and the key and the value of each of its changes."""
 
 
-class Applied(Struct, frozen=True):
+class AppliedDelta(Struct, frozen=True):
     """What one delta did: the slots that now hold something new, if only an entry that had another slot before."""
 
     delta: Delta
@@ -92,16 +92,16 @@ class Codebook:
 
     def __init__(self, name: str, model: str, layer: str) -> None:
         self.name, self.model, self.layer = name, model, layer
-        self.seq, self.term, self.digest = 0, 0, GENESIS
+        self.seq, self.term, self.digest = 0, 0, GENESIS_DIGEST
         self.entry_ids: list[str] = []
         self.labels: list[Label] = []
         self.wordings: list[str] = []
         self.exceptions = PromptExceptions()
         self._slots: dict[str, int] = {}
         self._version = 0  # odd while a delta is being applied
-        self._checked_ahead: tuple[bytes, int, Checked | None] | None = None
+        self._last_check: tuple[bytes, int, CheckedDelta | None] | None = None
         """The record that `check` has seen last, the version that it was checked against, and the result."""
-        self._told: tuple[int, str] | None = None  # the state digest, and the version that it is of
+        self._digest_cache: tuple[int, str] | None = None  # the state digest, and the version that it is of
         self._keys = np.empty((0, 0), np.float32)
         self._values = np.empty((0, 0), np.float32)
         self._radii = np.empty(0, np.float32)
@@ -142,31 +142,31 @@ class Codebook:
             wording=self.wordings[slot],
         )
 
-    def apply(self, record: bytes) -> Applied | None:
+    def apply(self, record: bytes) -> AppliedDelta | None:
         """Fold one record of `deltas` in; None when it is of a lower term and dropped.
 
         Raises:
             HistoryError: the record cannot be applied; the codebook is as before.
         """
-        checked = self._check(record)
+        checked = self._check_record(record)
         if checked is None:
             return None
         delta, arrays = checked
-        self._checked_ahead = None
+        self._last_check = None
         self._version += 1
-        applied = self._change(delta, arrays)
+        applied = self._apply_changes(delta, arrays)
         self.seq, self.term, self.digest = delta.seq, delta.term, delta.digest
         self._version += 1
         return applied
 
     def check(self, record: bytes) -> Delta | None:
         """The delta that `apply` would take, or None; raises where `apply` would, and changes nothing."""
-        checked = self._check(record)
-        self._checked_ahead = record, self._version, checked
+        checked = self._check_record(record)
+        self._last_check = record, self._version, checked
         return None if checked is None else checked[0]
 
-    def _check(self, record: bytes) -> Checked | None:
-        ahead = self._checked_ahead
+    def _check_record(self, record: bytes) -> CheckedDelta | None:
+        ahead = self._last_check
         if ahead is not None and ahead[0] is record and ahead[1] == self._version:
             return ahead[2]
         try:
@@ -175,8 +175,8 @@ class Codebook:
             raise HistoryError(str(error)) from error
         if delta.term < self.term:
             return None
-        self._check_place(delta, record)
-        arrays = [self._checked(change) for change in delta.entries]
+        self._check_position(delta, record)
+        arrays = [self._check_entry(change) for change in delta.entries]
         if len(arrays) > 1:
             for side in zip(*arrays, strict=True):
                 if len({array.shape for array in side if array is not None}) > 1:
@@ -207,7 +207,7 @@ class Codebook:
         self.exceptions = PromptExceptions(exceptions)
         self._version += 1
 
-    def take_over(self, other: "Codebook") -> None:
+    def replace_with(self, other: "Codebook") -> None:
         """Become what `other` is, which is left alone from then on: its arrays are kept, not copied."""
         self.restore(
             seq=other.seq,
@@ -225,33 +225,33 @@ class Codebook:
     def copy(self) -> "Codebook":
         """A codebook of its own that is equal in every bit; not while a delta is being applied."""
         twin = Codebook(self.name, self.model, self.layer)
-        twin.take_over(self)
+        twin.replace_with(self)
         twin._keys, twin._values, twin._radii = twin._keys.copy(), twin._values.copy(), twin._radii.copy()
         return twin
 
-    def facts(self) -> dict[str, object]:
+    def describe(self) -> dict[str, object]:
         """Which codebook this is and how far it has come: what `/state` and `gracestream replay` tell.
 
         Safe in any thread: what was read while a delta was being applied is read again. The state's digest is None
         where deltas come faster than it can be computed.
         """
-        for _ in range(TRIES):
-            version, told = self._version, self._told
+        for _ in range(MAX_DIGEST_ATTEMPTS):
+            version, told = self._version, self._digest_cache
             try:
                 state_digest = told[1] if told is not None and told[0] == version else self.state_digest()
-                facts = self._facts(state_digest)
+                facts = self._describe(state_digest)
             except (RuntimeError, IndexError, KeyError):
                 continue
             if version == self._version and version % 2 == 0:
-                self._told = version, state_digest
+                self._digest_cache = version, state_digest
                 return facts
         while True:
             version = self._version
-            facts = self._facts(None)
+            facts = self._describe(None)
             if version == self._version and version % 2 == 0:
                 return facts
 
-    def _facts(self, state_digest: str | None) -> dict[str, object]:
+    def _describe(self, state_digest: str | None) -> dict[str, object]:
         return {
             "codebook": self.name,
             "model": self.model,
@@ -277,12 +277,12 @@ class Codebook:
             if wording := self.wordings[slot].encode():
                 # No length of an entry id reads like this, so what follows cannot be the next entry.
                 digest.update(b"wording " + struct.pack("<q", len(wording)) + wording)
-        digest.update(self.exceptions.digested())
+        digest.update(self.exceptions.digest_bytes())
         if any(self.wordings) or any(one.wording for one in self.exceptions):
-            digest.update(rules().encode())
+            digest.update(rules_digest().encode())
         return digest.hexdigest()
 
-    def _check_place(self, delta: Delta, record: bytes) -> None:
+    def _check_position(self, delta: Delta, record: bytes) -> None:
         ours, its = (self.name, self.model, self.layer), (delta.codebook, delta.model, delta.layer)
         if its != ours:
             field, held, named = next(
@@ -290,21 +290,21 @@ class Codebook:
             )
             raise HistoryError(
                 f"delta {delta.seq} is of {field} {named!r}; this one is {held!r}:"
-                f" set {SETTINGS[field]} {as_it_was(delta)}, or another GRACESTREAM_PREFIX"
+                f" set {IDENTITY_SETTINGS[field]} {original_setting_hint(delta)}, or another GRACESTREAM_PREFIX"
             )
         if delta.seq != self.seq + 1:
             raise HistoryError(f"delta {delta.seq} of term {delta.term} follows {self.seq} of term {self.term}: a gap")
         if (delta.op == "lead") != (delta.term > self.term):
             raise HistoryError(f"delta {delta.seq} ({delta.op}) is of term {delta.term} after term {self.term}")
-        if chain(self.digest, record) != delta.digest:
+        if chain_digest(self.digest, record) != delta.digest:
             raise HistoryError(f"delta {delta.seq} does not continue the chain of digests")
         if len(delta.entries) > 1 and len({change.entry_id for change in delta.entries}) < len(delta.entries):
             raise HistoryError(f"delta {delta.seq} names an entry twice")
 
-    def _checked(self, change: EntryChange) -> tuple[np.ndarray | None, np.ndarray | None]:
+    def _check_entry(self, change: EntryChange) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Key and value as arrays, once the change fits what the codebook holds."""
-        if not 0 < len(change.entry_id) <= ID_LENGTH:
-            raise HistoryError(f"an entry's id has {len(change.entry_id)} characters, not 1 to {ID_LENGTH}")
+        if not 0 < len(change.entry_id) <= MAX_ID_LENGTH:
+            raise HistoryError(f"an entry's id has {len(change.entry_id)} characters, not 1 to {MAX_ID_LENGTH}")
         known = change.entry_id in self._slots
         if change.removed:
             if not known:
@@ -315,13 +315,13 @@ class Codebook:
             raise HistoryError(f"the new entry {change.entry_id!r} lacks its key, value, radius or label")
         if fields.count(UNSET) == len(fields) and change.wording is UNSET:
             raise HistoryError(f"entry {change.entry_id!r} is named, but nothing of it changes")
-        if change.label is not UNSET and len(change.label) > LABEL_LENGTH:
+        if change.label is not UNSET and len(change.label) > MAX_LABEL_LENGTH:
             raise HistoryError(
-                f"entry {change.entry_id!r} has a label of {len(change.label)} numbers, over {LABEL_LENGTH}"
+                f"entry {change.entry_id!r} has a label of {len(change.label)} numbers, over {MAX_LABEL_LENGTH}"
             )
         if change.radius is not UNSET and not (0 <= change.radius < np.inf and math.copysign(1, change.radius) > 0):
             raise HistoryError(f"entry {change.entry_id!r} has the radius {change.radius}")
-        return self._arrays(change)
+        return self._decode_arrays(change)
 
     def _check_exceptions(self, delta: Delta, keys: Sequence[np.ndarray]) -> None:
         """Raises HistoryError where an exception does not fit what the codebook holds with the delta's entries."""
@@ -333,8 +333,8 @@ class Codebook:
         width = keys[0].shape if keys else self._keys.shape[1:]
         for change in delta.exceptions:
             name = change.feedback_id
-            if not all(0 < len(one) <= ID_LENGTH for one in (name, *change.entry_ids)):
-                raise HistoryError(f"an exception has an id that has not 1 to {ID_LENGTH} characters")
+            if not all(0 < len(one) <= MAX_ID_LENGTH for one in (name, *change.entry_ids)):
+                raise HistoryError(f"an exception has an id that has not 1 to {MAX_ID_LENGTH} characters")
             if not change.removed:
                 self._check_exception(change, lambda entry_id: entry_id in added or entry_id in self, gone, width)
             elif name not in self.exceptions:
@@ -342,23 +342,26 @@ class Codebook:
 
     @staticmethod
     def _check_exception(
-        change: ExceptionChange, known: Callable[[str], bool], gone: Collection[str], width: tuple[int, ...]
+        change: ExceptionChange,
+        entry_exists: Callable[[str], bool],
+        removed_ids: Collection[str],
+        key_shape: tuple[int, ...],
     ) -> None:
         name = change.feedback_id
         if change.query is UNSET or not change.entry_ids:
             raise HistoryError(f"exception {name!r} lacks its query or its entries")
         if len(set(change.entry_ids)) < len(change.entry_ids):
             raise HistoryError(f"exception {name!r} names an entry twice")
-        if unknown := [one for one in change.entry_ids if one in gone or not known(one)]:
+        if unknown := [one for one in change.entry_ids if one in removed_ids or not entry_exists(one)]:
             raise HistoryError(f"exception {name!r} is of entry {unknown[0]!r}, which is not there")
         try:
             query = change.query.array()
         except ValueError as error:
             raise HistoryError(f"exception {name!r}: {error}") from error
-        if query.shape != width:
-            raise HistoryError(f"exception {name!r} has a query of shape {query.shape}, not {width}")
+        if query.shape != key_shape:
+            raise HistoryError(f"exception {name!r} has a query of shape {query.shape}, not {key_shape}")
 
-    def _arrays(self, change: EntryChange) -> tuple[np.ndarray | None, np.ndarray | None]:
+    def _decode_arrays(self, change: EntryChange) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Key and value, each where it changes, once their shapes fit."""
         try:
             key = None if change.key is UNSET else change.key.array()
@@ -366,13 +369,13 @@ class Codebook:
         except ValueError as error:
             raise HistoryError(f"entry {change.entry_id!r}: {error}") from error
         for what, array, held in (("key", key, self._keys), ("value", value, self._values)):
-            if array is not None and not _fits(array, held):
+            if array is not None and not _is_valid_row(array, held):
                 raise HistoryError(
                     f"entry {change.entry_id!r} has a {what} of shape {array.shape}, not {held.shape[1:]}"
                 )
         return key, value
 
-    def _change(self, delta: Delta, arrays: list[tuple[np.ndarray | None, np.ndarray | None]]) -> Applied:
+    def _apply_changes(self, delta: Delta, arrays: list[tuple[np.ndarray | None, np.ndarray | None]]) -> AppliedDelta:
         touched: set[int] = set()
         for change, (key, value) in zip(delta.entries, arrays, strict=True):
             if change.removed:
@@ -397,15 +400,15 @@ class Codebook:
             touched.add(slot)
         for exception in delta.exceptions:
             self.exceptions.apply(exception)
-        return Applied(delta, tuple(sorted(slot for slot in touched if slot < len(self))))  # others are no more
+        return AppliedDelta(delta, tuple(sorted(slot for slot in touched if slot < len(self))))  # others are no more
 
-    def _append(self, entry_id: str, width_D: int, width_V: int) -> int:
+    def _append(self, entry_id: str, key_width: int, value_width: int) -> int:
         slot = len(self.entry_ids)
         if slot == len(self._radii):
             room = max(64, 2 * slot)
-            self._keys = _grown(self._keys, (room, width_D))
-            self._values = _grown(self._values, (room, width_V))
-            self._radii = _grown(self._radii, (room,))
+            self._keys = _enlarge_array(self._keys, (room, key_width))
+            self._values = _enlarge_array(self._values, (room, value_width))
+            self._radii = _enlarge_array(self._radii, (room,))
         self.entry_ids.append(entry_id)
         self.labels.append(())
         self.wordings.append("")
@@ -426,12 +429,12 @@ class Codebook:
         return slot
 
 
-def _fits(array: np.ndarray, held: np.ndarray) -> bool:
+def _is_valid_row(array: np.ndarray, rows: np.ndarray) -> bool:
     """Whether an array may be a row of those held; any row may, where none are."""
-    return array.ndim == 1 and array.size > 0 and held.shape[1] in (0, array.size)
+    return array.ndim == 1 and array.size > 0 and rows.shape[1] in (0, array.size)
 
 
-def _grown(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def _enlarge_array(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     grown = np.zeros(shape, np.float32)
     if len(array):
         grown[: len(array)] = array

@@ -7,7 +7,7 @@ from gracestream.pipeline.codebook.edit_memory import EditMemory
 from gracestream.schemas.deltas import Delta, EntryChange, ExceptionChange, Tensor
 
 
-class Fold:
+class EditState:
     """A codebook and the memory of its edits."""
 
     def __init__(self, codebook: Codebook, memory: EditMemory) -> None:
@@ -18,51 +18,53 @@ class Fold:
         applied = self.codebook.apply(record)
         if applied is None:
             return None
-        self.memory.fold(applied.delta, self.codebook)
+        self.memory.apply_delta(applied.delta, self.codebook)
         return applied.delta
 
 
-def same_entry(name: str, was: Codebook, now: Codebook) -> bool:
+def entries_equal(entry_id: str, old: Codebook, new: Codebook) -> bool:
     """Whether two codebooks hold the same entry under a name, bit for bit, or both none."""
-    if (name in was) != (name in now):
+    if (entry_id in old) != (entry_id in new):
         return False
-    if name not in now:
+    if entry_id not in new:
         return True
-    before, after = was.slot(name), now.slot(name)
+    before, after = old.slot(entry_id), new.slot(entry_id)
     return (
-        was.labels[before] == now.labels[after]
-        and was.wordings[before] == now.wordings[after]
-        and was.radii_N[before] == now.radii_N[after]
-        and was.values_NV[before].tobytes() == now.values_NV[after].tobytes()
-        and was.keys_ND[before].tobytes() == now.keys_ND[after].tobytes()
+        old.labels[before] == new.labels[after]
+        and old.wordings[before] == new.wordings[after]
+        and old.radii_N[before] == new.radii_N[after]
+        and old.values_NV[before].tobytes() == new.values_NV[after].tobytes()
+        and old.keys_ND[before].tobytes() == new.keys_ND[after].tobytes()
     )
 
 
-def same_edit(name: str, was: EditMemory, now: EditMemory) -> bool:
+def edits_equal(feedback_id: str, old: EditMemory, new: EditMemory) -> bool:
     """Whether an edit is served by the same entry in both memories, or in force in neither."""
-    if (name in was) != (name in now):
+    if (feedback_id in old) != (feedback_id in new):
         return False
-    return name not in now or was.serving_entry(name) == now.serving_entry(name)
+    return feedback_id not in new or old.serving_entry_id(feedback_id) == new.serving_entry_id(feedback_id)
 
 
-def exception_change(name: str, was: Codebook, now: Codebook) -> ExceptionChange | None:
+def diff_exception(feedback_id: str, old: Codebook, new: Codebook) -> ExceptionChange | None:
     """What turns the exception of a name into what it is now; None where nothing does."""
-    before, after = was.exceptions.get(name), now.exceptions.get(name)
+    before, after = old.exceptions.get(feedback_id), new.exceptions.get(feedback_id)
     if before == after:
         return None
-    return ExceptionChange(feedback_id=name, removed=True) if after is None else after
+    return ExceptionChange(feedback_id=feedback_id, removed=True) if after is None else after
 
 
-def entry_change(name: str, was: Codebook, now: Codebook) -> EntryChange:
+def diff_entry(entry_id: str, old: Codebook, new: Codebook) -> EntryChange:
     """What turns an entry into what it is now; everything where it was not there."""
-    after = now.entry(now.slot(name))
-    before = was.entry(was.slot(name)) if name in was else None
+    after = new.entry(new.slot(entry_id))
+    before = old.entry(old.slot(entry_id)) if entry_id in old else None
     value: Tensor | UnsetType = UNSET
     if before is None or before.value_V.tobytes() != after.value_V.tobytes():
-        value = Tensor.of(after.value_V)
+        value = Tensor.from_array(after.value_V)
     return EntryChange(
-        entry_id=name,
-        key=UNSET if before is not None and before.key_D.tobytes() == after.key_D.tobytes() else Tensor.of(after.key_D),
+        entry_id=entry_id,
+        key=UNSET
+        if before is not None and before.key_D.tobytes() == after.key_D.tobytes()
+        else Tensor.from_array(after.key_D),
         value=value,
         radius=UNSET if before is not None and before.radius == after.radius else after.radius,
         label=UNSET if before is not None and before.label == after.label else after.label,

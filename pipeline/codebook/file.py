@@ -22,9 +22,9 @@ from safetensors.numpy import save_file
 
 from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.errors import UserError
-from gracestream.schemas.deltas import DIGEST_BYTES, MAX_WORDING, Count, ExceptionChange
+from gracestream.schemas.deltas import DIGEST_BYTES, MAX_WORDING, ExceptionChange, PositiveInt
 
-LAYOUT = {
+TENSOR_LAYOUT = {
     "header": (np.uint8, 1),
     "keys": (np.float32, 2),
     "values": (np.float32, 2),
@@ -43,7 +43,7 @@ LAYOUT = {
 Tensors = dict[str, np.ndarray]
 
 
-class FileError(UserError):
+class CodebookFileError(UserError):
     """A file that cannot be written, or that holds no codebook."""
 
 
@@ -51,16 +51,16 @@ class _Header(Struct, frozen=True, kw_only=True):
     codebook: str
     model: str
     layer: str
-    seq: Count
-    term: Count
+    seq: PositiveInt
+    term: PositiveInt
     digest: Annotated[str, Meta(pattern=f"^[0-9a-f]{{{2 * DIGEST_BYTES}}}$")]
 
 
-def save(codebook: Codebook, path: Path) -> None:
+def save_codebook(codebook: Codebook, path: Path) -> None:
     """Write the whole codebook; a file that was there is replaced only once the new one is complete.
 
     Raises:
-        FileError: it cannot be written there.
+        CodebookFileError: it cannot be written there.
     """
     header = _Header(
         codebook=codebook.name,
@@ -85,7 +85,7 @@ def save(codebook: Codebook, path: Path) -> None:
         "wording_bytes": np.frombuffer(b"".join(wordings), np.uint8),
         "exceptions": np.frombuffer(msgspec.msgpack.encode(tuple(codebook.exceptions)), np.uint8),
     }
-    tensors["sha256"] = np.frombuffer(_digest(tensors), np.uint8)
+    tensors["sha256"] = np.frombuffer(_content_digest(tensors), np.uint8)
     half = path.with_name(f"{path.name}.part")
     try:
         half.touch()
@@ -95,46 +95,46 @@ def save(codebook: Codebook, path: Path) -> None:
         half.replace(path)
     except (OSError, SafetensorError) as error:
         half.unlink(missing_ok=True)
-        raise FileError(f"the codebook cannot be written to {path}: {error}") from error
+        raise CodebookFileError(f"the codebook cannot be written to {path}: {error}") from error
 
 
 def load_codebook(path: Path) -> Codebook:
     """Read a codebook back, bit for bit.
 
     Raises:
-        FileError: the file is none of a codebook, or its content is not what was written.
+        CodebookFileError: the file is none of a codebook, or its content is not what was written.
     """
     try:
-        return parse(path.read_bytes())
-    except (OSError, FileError) as error:
-        raise FileError(f"{path} is no codebook: {error}") from error
+        return parse_codebook(path.read_bytes())
+    except (OSError, CodebookFileError) as error:
+        raise CodebookFileError(f"{path} is no codebook: {error}") from error
 
 
-def parse(data: bytes) -> Codebook:
+def parse_codebook(data: bytes) -> Codebook:
     """The codebook that the bytes of a file hold.
 
     Raises:
-        FileError: they hold none, or are not what was written.
+        CodebookFileError: they hold none, or are not what was written.
     """
     try:
         tensors = load_tensors(data)
-        return _codebook(tensors)
+        return _build_codebook(tensors)
     except (SafetensorError, msgspec.MsgspecError, KeyError, ValueError) as error:
-        raise FileError(str(error)) from error
+        raise CodebookFileError(str(error)) from error
 
 
-def _codebook(tensors: Tensors) -> Codebook:
+def _build_codebook(tensors: Tensors) -> Codebook:
     """Raises ValueError, or msgspec's ValidationError, where something does not fit."""
     layout = {name: (array.dtype.type, array.ndim) for name, array in tensors.items()}
-    if layout != LAYOUT:
+    if layout != TENSOR_LAYOUT:
         raise ValueError(f"its tensors are {', '.join(sorted(tensors))}, which is not the layout of a codebook")
-    if tensors["sha256"].tobytes() != _digest(tensors):
+    if tensors["sha256"].tobytes() != _content_digest(tensors):
         raise ValueError("its content is not what was written: the SHA-256 is another")
     header = msgspec.json.decode(tensors["header"].tobytes(), type=_Header)
     keys_ND, values_NV, radii_N = tensors["keys"], tensors["values"], tensors["radii"]
     tokens = tensors["label_tokens"].tolist()
-    labels = [tuple(tokens[start:end]) for start, end in _pieces(tensors["label_lengths"], len(tokens))]
-    entry_ids, wordings = _texts(tensors, "entry_id"), _texts(tensors, "wording")
+    labels = [tuple(tokens[start:end]) for start, end in _piece_bounds(tensors["label_lengths"], len(tokens))]
+    entry_ids, wordings = _decode_texts(tensors, "entry_id"), _decode_texts(tensors, "wording")
     if len({len(keys_ND), len(values_NV), len(radii_N), len(labels), len(entry_ids), len(wordings)}) > 1:
         raise ValueError("it has not as many keys as values, radii, labels, entry ids and wordings")
     if any(len(wording) > MAX_WORDING for wording in wordings):
@@ -165,12 +165,12 @@ def _codebook(tensors: Tensors) -> Codebook:
     return codebook
 
 
-def _texts(tensors: Tensors, name: str) -> list[str]:
+def _decode_texts(tensors: Tensors, name: str) -> list[str]:
     joined = tensors[f"{name}_bytes"].tobytes()
-    return [joined[start:end].decode() for start, end in _pieces(tensors[f"{name}_lengths"], len(joined))]
+    return [joined[start:end].decode() for start, end in _piece_bounds(tensors[f"{name}_lengths"], len(joined))]
 
 
-def _pieces(lengths: np.ndarray, total: int) -> list[tuple[int, int]]:
+def _piece_bounds(lengths: np.ndarray, total: int) -> list[tuple[int, int]]:
     """Start and end of each piece; ValueError unless they fill `total` exactly."""
     ends = np.cumsum(lengths).tolist() if len(lengths) else []
     if (lengths < 0).any() or (lengths > total).any() or (ends[-1] if ends else 0) != total:
@@ -178,10 +178,10 @@ def _pieces(lengths: np.ndarray, total: int) -> list[tuple[int, int]]:
     return list(zip([0, *ends], ends, strict=False))
 
 
-def _digest(tensors: Tensors) -> bytes:
-    """SHA-256 over all but itself: name, shape and bytes of each, in the order of `LAYOUT`."""
+def _content_digest(tensors: Tensors) -> bytes:
+    """SHA-256 over all but itself: name, shape and bytes of each, in the order of `TENSOR_LAYOUT`."""
     digest = hashlib.sha256()
-    for name in LAYOUT:
+    for name in TENSOR_LAYOUT:
         if name != "sha256":
             digest.update(f"{name} {tensors[name].shape}\n".encode())
             digest.update(tensors[name].reshape(-1).view(np.uint8).data)

@@ -8,19 +8,19 @@ import torch
 from torch import Tensor
 
 from gracestream.pipeline.codebook.codebook import Codebook, Label
-from gracestream.pipeline.codebook.key_index import KeyIndex, on_host
+from gracestream.pipeline.codebook.key_index import KeyIndex, to_numpy
 from gracestream.pipeline.search import NO_SLOT
-from gracestream.pipeline.wording import disagreement
+from gracestream.pipeline.wording import find_disagreement
 
-Asked = Callable[[int], str]
+WordingGetter = Callable[[int], str]
 """The wording of a batch's row (`pipeline.wording`); empty where nothing is to be compared."""
 
-UNCERTAIN = 1.4
+NEAR_MISS_RADII = 1.4
 """Radii within which a prompt that names the same is a near miss: as far away lie most other requests of a subject."""
 
-OUTSIDE = "it names the same, and lies a little outside the radius"
+OUTSIDE_RADIUS_REASON = "it names the same, and lies a little outside the radius"
 
-MOST_COMPARED = 16
+MAX_COMPARED_WORDINGS = 16
 """Entries whose wordings are compared with that of one prompt, at most."""
 
 
@@ -38,7 +38,7 @@ class Hit:
     disagreement: str = ""
 
     @property
-    def by_words(self) -> bool:
+    def is_word_match(self) -> bool:
         """Whether the query lies outside the radius, so that the words are the same."""
         return not self.distance < self.radius
 
@@ -50,12 +50,12 @@ class CodebookLookup:
     codebook: Codebook
     index: KeyIndex
 
-    def matches(self, queries_BD: Tensor, asked: Asked) -> list[Hit | None]:
+    def find_hits(self, queries_BD: Tensor, get_wording: WordingGetter) -> list[Hit | None]:
         """For each query the entry that may serve it.
 
         1. If the radius of the nearest entry holds the query, the entries whose radius holds it are compared, nearest
            first. The first whose wording agrees serves.
-        2. If none of the first `MOST_COMPARED` agrees, the nearest one with the same words serves.
+        2. If none of the first `MAX_COMPARED_WORDINGS` agrees, the nearest one with the same words serves.
         3. Else it is the nearest one, which the wording rules out, or one that the query lies a little outside of.
            Its `disagreement` says why it does not serve.
 
@@ -63,23 +63,23 @@ class CodebookLookup:
 
         Args:
             queries_BD: Float32.
-            asked: Gives the wording of a row; it is called for a row that may match alone.
+            get_wording: Gives the wording of a row; it is called for a row that may match alone.
         """
         codebook, index = self.codebook, self.index
-        found = index.covering(queries_BD)
+        found = index.nearest_within_radius(queries_BD)
         matched: list[Hit | None] = []
         for row, nearest in enumerate(zip(found.slots_B.tolist(), found.distances_B.tolist(), strict=True)):
-            query_D, wording = queries_BD[row], cache(partial(asked, row))
+            query_D, wording = queries_BD[row], cache(partial(get_wording, row))
             match = None
             if nearest[0] != NO_SLOT:
-                match = _within(_holding(nearest, query_D, index), query_D, codebook, wording)
-            if serving(match) is None:
-                known = index.in_same_words(query_D, wording)
-                match = match if known is None else _hit(codebook, *known)
-            matched.append(match or _outside(codebook, index.about_same(query_D, wording)))
+                match = _first_agreeing(_iterate_containing(nearest, query_D, index), query_D, codebook, wording)
+            if serving_hit(match) is None:
+                known = index.nearest_with_same_words(query_D, wording)
+                match = match if known is None else _make_hit(codebook, *known)
+            matched.append(match or _near_miss(codebook, index.nearest_with_same_names(query_D, wording)))
         return matched
 
-    def values(self, hits: Sequence[Hit | None]) -> tuple[Tensor, Tensor] | None:
+    def gather_values(self, hits: Sequence[Hit | None]) -> tuple[Tensor, Tensor] | None:
         """The rows that are served (B), and their entries' values (B, V), zeros in the others; None where none is."""
         rows = [row for row, hit in enumerate(hits) if hit is not None]
         if not rows:
@@ -93,40 +93,40 @@ class CodebookLookup:
         return self.codebook.labels[hit.slot]
 
 
-def _holding(nearest: tuple[int, float], query_D: Tensor, index: KeyIndex) -> Iterator[tuple[int, float]]:
+def _iterate_containing(nearest: tuple[int, float], query_D: Tensor, index: KeyIndex) -> Iterator[tuple[int, float]]:
     """The entries whose radius holds a query, nearest first; those beyond the nearest are looked up when asked for."""
     yield nearest
-    yield from index.holding(query_D, MOST_COMPARED)[1:]
+    yield from index.entries_containing(query_D, MAX_COMPARED_WORDINGS)[1:]
 
 
-def _within(
-    holding: Iterable[tuple[int, float]], query_D: Tensor, codebook: Codebook, asked: Callable[[], str]
+def _first_agreeing(
+    candidates: Iterable[tuple[int, float]], query_D: Tensor, codebook: Codebook, get_wording: Callable[[], str]
 ) -> Hit | None:
     """Of these entries the first that serves a prompt, or else the first that misses it by its wording."""
     missed = None
-    for slot, distance in holding:
-        if codebook.exceptions.exempt(codebook.entry_ids[slot], lambda: on_host(query_D), asked):
+    for slot, distance in candidates:
+        if codebook.exceptions.is_exempt(codebook.entry_ids[slot], lambda: to_numpy(query_D), get_wording):
             continue
         wording = codebook.wordings[slot]
-        hit = _hit(codebook, slot, distance, disagreement(wording, asked()) if wording else "")
-        if serving(hit):
+        hit = _make_hit(codebook, slot, distance, find_disagreement(wording, get_wording()) if wording else "")
+        if serving_hit(hit):
             return hit
         missed = missed or hit
     return missed
 
 
-def _outside(codebook: Codebook, known: tuple[int, float] | None) -> Hit | None:
+def _near_miss(codebook: Codebook, nearest: tuple[int, float] | None) -> Hit | None:
     """The entry that names the same, if the query lies a little outside its radius."""
-    if known is None:
+    if nearest is None:
         return None
-    hit = _hit(codebook, *known, OUTSIDE)
-    return hit if hit.radius <= hit.distance < UNCERTAIN * hit.radius else None
+    hit = _make_hit(codebook, *nearest, OUTSIDE_RADIUS_REASON)
+    return hit if hit.radius <= hit.distance < NEAR_MISS_RADII * hit.radius else None
 
 
-def _hit(codebook: Codebook, slot: int, distance: float, disagreement: str = "") -> Hit:
+def _make_hit(codebook: Codebook, slot: int, distance: float, disagreement: str = "") -> Hit:
     return Hit(slot, codebook.entry_ids[slot], distance, float(codebook.radii_N[slot]), disagreement)
 
 
-def serving(match: Hit | None) -> Hit | None:
+def serving_hit(hit: Hit | None) -> Hit | None:
     """The match, if its entry serves the row."""
-    return None if match is None or match.disagreement else match
+    return None if hit is None or hit.disagreement else hit

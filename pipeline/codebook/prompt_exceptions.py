@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from msgspec import UNSET
 
-from gracestream.pipeline.search import Points, exact_distance
+from gracestream.pipeline.search import PointSet, exact_distance
 from gracestream.schemas.deltas import ExceptionChange
 
 
@@ -21,71 +21,72 @@ class PromptExceptions:
     """Exceptions by the id of the feedback that asked for them."""
 
     def __init__(self, exceptions: Iterable[ExceptionChange] = ()) -> None:
-        self._all: dict[str, ExceptionChange] = {}
-        self._of_entry: dict[str, set[str]] = {}
-        self._queries = Points()
+        self._by_id: dict[str, ExceptionChange] = {}
+        self._ids_by_entry: dict[str, set[str]] = {}
+        self._queries = PointSet()
         """The reach of each is its radius."""
         for one in exceptions:
             self.apply(one)
 
     def __len__(self) -> int:
-        return len(self._all)
+        return len(self._by_id)
 
     def __contains__(self, feedback_id: object) -> bool:
-        return feedback_id in self._all
+        return feedback_id in self._by_id
 
     def __iter__(self) -> Iterator[ExceptionChange]:
         """In the order of their ids."""
-        return iter([self._all[name] for name in sorted(self._all)])
+        return iter([self._by_id[name] for name in sorted(self._by_id)])
 
     def get(self, feedback_id: str) -> ExceptionChange | None:
         """None where there is none of this id."""
-        return self._all.get(feedback_id)
+        return self._by_id.get(feedback_id)
 
     def apply(self, change: ExceptionChange) -> None:
         """Add, change or remove one."""
         name = change.feedback_id
-        if (before := self._all.pop(name, None)) is not None:
-            self._queries.drop(name)
+        if (before := self._by_id.pop(name, None)) is not None:
+            self._queries.remove(name)
             for entry_id in before.entry_ids:
-                self._of_entry[entry_id].discard(name)
-                if not self._of_entry[entry_id]:
-                    del self._of_entry[entry_id]
+                self._ids_by_entry[entry_id].discard(name)
+                if not self._ids_by_entry[entry_id]:
+                    del self._ids_by_entry[entry_id]
         if not change.removed:
-            self._all[name] = change
-            self._queries.put(name, query_of(change), change.radius)
+            self._by_id[name] = change
+            self._queries.upsert(name, exception_query(change), change.radius)
             for entry_id in change.entry_ids:
-                self._of_entry.setdefault(entry_id, set()).add(name)
+                self._ids_by_entry.setdefault(entry_id, set()).add(name)
 
-    def exempt(self, entry_id: str, query_D: Callable[[], np.ndarray], asked: Callable[[], str]) -> bool:
-        """Whether an entry is not to serve a prompt, of which `query_D` gives the query and `asked` the wording."""
+    def is_exempt(self, entry_id: str, get_query: Callable[[], np.ndarray], get_wording: Callable[[], str]) -> bool:
+        """True if an exception forbids this entry to serve the prompt; query and wording are computed on demand."""
         return any(
-            exact_distance(query_D(), query_of(one)) < one.radius and same_request(one.wording, asked())
-            for one in map(self._all.__getitem__, self._of_entry.get(entry_id, ()))
+            exact_distance(get_query(), exception_query(one)) < one.radius
+            and is_same_request(one.wording, get_wording())
+            for one in map(self._by_id.__getitem__, self._ids_by_entry.get(entry_id, ()))
         )
 
-    def near(self, query_D: np.ndarray, wording: str, noise: float) -> list[ExceptionChange]:
+    def find_matching(self, query_D: np.ndarray, wording: str, tolerance: float) -> list[ExceptionChange]:
         """Those that may hold for this prompt in some batch, in the order of their ids."""
-        names = [self._queries.names[row] for row in self._queries.reaching(query_D, noise)]
-        return [self._all[name] for name in sorted(names) if same_request(self._all[name].wording, wording)]
+        names = [self._queries.names[row] for row in self._queries.containing(query_D, tolerance)]
+        return [self._by_id[name] for name in sorted(names) if is_same_request(self._by_id[name].wording, wording)]
 
-    def digested(self) -> bytes:
+    def digest_bytes(self) -> bytes:
         """What the state digest covers; empty where there is none."""
-        return b"".join(_digested(one) for one in self)
+        return b"".join(_encode_for_digest(one) for one in self)
 
 
-def same_request(excepted: str, asked: str) -> bool:
+def is_same_request(exception_wording: str, prompt_wording: str) -> bool:
     """Whether an exception of one wording holds for another; without a wording it holds for every one."""
-    return not excepted or excepted.casefold() == asked.casefold()
+    return not exception_wording or exception_wording.casefold() == prompt_wording.casefold()
 
 
-def query_of(exception: ExceptionChange) -> np.ndarray:
+def exception_query(exception: ExceptionChange) -> np.ndarray:
     """The query (D) of an exception that is not removed."""
     assert exception.query is not UNSET
     return exception.query.array()
 
 
-def _digested(one: ExceptionChange) -> bytes:
+def _encode_for_digest(exception: ExceptionChange) -> bytes:
     """No entry id is this long, so none of it can be taken for an entry."""
-    encoded = msgspec.msgpack.encode(one)
+    encoded = msgspec.msgpack.encode(exception)
     return b"exception " + struct.pack("<q", len(encoded)) + encoded

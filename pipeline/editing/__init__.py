@@ -1,46 +1,46 @@
 """GRACE editing: decides on corrections, trains their values, and undoes them. It knows no Kafka."""
 
-from gracestream.pipeline.editing.calibration import CalibrationError, Sample, calibrate_layer
-from gracestream.pipeline.editing.candidate import Again, Ahead
-from gracestream.pipeline.editing.config import Plan, plan_of
+from gracestream.pipeline.editing.calibration import CalibrationError, LabelledRequest, calibrate_layer
+from gracestream.pipeline.editing.candidate import DraftValue, ReplayContext
+from gracestream.pipeline.editing.config import EditConfig, edit_config_from_lead
 from gracestream.pipeline.editing.counterfactual import History
-from gracestream.pipeline.editing.engine import AT_ONCE, SHORT, EditEngine
-from gracestream.pipeline.editing.exceptions import except_from
-from gracestream.pipeline.editing.forms import forms_of
-from gracestream.pipeline.editing.negatives import COUNT, other_requests
-from gracestream.pipeline.editing.no_change import Fruitless, fruitless_in
-from gracestream.pipeline.editing.provenance import environment
-from gracestream.pipeline.editing.result import Edited, committed_outcome, correction, rejected
+from gracestream.pipeline.editing.engine import FORM_BATCH_SIZE, SHORT_TARGET_TOKENS, EditEngine
+from gracestream.pipeline.editing.exceptions import decide_exception
+from gracestream.pipeline.editing.forms import make_forms
+from gracestream.pipeline.editing.negatives import TEMPLATES_PER_RADIUS, other_requests
+from gracestream.pipeline.editing.no_change import NoChangeDecision, parse_no_change
+from gracestream.pipeline.editing.provenance import describe_environment
+from gracestream.pipeline.editing.result import EditResult, committed_outcome, make_correction, rejected_result
 from gracestream.pipeline.editing.roles import may_propose
 from gracestream.pipeline.editing.scope import ScopeRadius
 from gracestream.pipeline.editing.undo import undo
-from gracestream.pipeline.editing.value_training import Recipe
+from gracestream.pipeline.editing.value_training import ValueTrainingConfig
 
 __all__ = [
-    "AT_ONCE",
-    "COUNT",
-    "SHORT",
-    "Again",
-    "Ahead",
+    "FORM_BATCH_SIZE",
+    "SHORT_TARGET_TOKENS",
+    "TEMPLATES_PER_RADIUS",
     "CalibrationError",
+    "DraftValue",
+    "EditConfig",
     "EditEngine",
-    "Edited",
-    "Fruitless",
+    "EditResult",
     "History",
-    "Plan",
-    "Recipe",
-    "Sample",
+    "LabelledRequest",
+    "NoChangeDecision",
+    "ReplayContext",
     "ScopeRadius",
+    "ValueTrainingConfig",
     "calibrate_layer",
     "committed_outcome",
-    "correction",
-    "environment",
-    "except_from",
-    "forms_of",
-    "fruitless_in",
+    "decide_exception",
+    "describe_environment",
+    "edit_config_from_lead",
+    "make_correction",
+    "make_forms",
     "may_propose",
     "other_requests",
-    "plan_of",
-    "rejected",
+    "parse_no_change",
+    "rejected_result",
     "undo",
 ]

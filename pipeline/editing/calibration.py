@@ -7,15 +7,15 @@ import numpy as np
 import torch
 from msgspec import UNSET, Struct, UnsetType
 
-from gracestream.pipeline.codebook import TRAFFIC_SHARE
+from gracestream.pipeline.codebook import MAX_TRAFFIC_FRACTION
 from gracestream.pipeline.editing.traffic_reservoir import median_nearest_distance
 from gracestream.pipeline.errors import UserError
-from gracestream.pipeline.model import TEXTS, EditableModel, InputError
+from gracestream.pipeline.model import PROBE_TEXTS, EditableModel, InputError
 from gracestream.pipeline.search import exact_distances
 from gracestream.schemas.messages import Inputs, check_inputs
 
-BATCH = 16
-RADII = tuple(round(0.1 * step, 1) for step in range(1, 41))
+CALIBRATION_BATCH_SIZE = 16
+RADIUS_GRID = tuple(round(0.1 * step, 1) for step in range(1, 41))
 """Radii that are tried, in medians."""
 
 
@@ -23,7 +23,7 @@ class CalibrationError(UserError):
     """Too little to measure."""
 
 
-class Sample(Struct, frozen=True):
+class LabelledRequest(Struct, frozen=True):
     """One input of real traffic and, where there are any, other words for the same and the answer it should get."""
 
     inputs: Inputs
@@ -59,59 +59,64 @@ class Calibration(Struct, frozen=True):
     radius: float | None = None
 
 
-def calibrate_layer(model: EditableModel, samples: Sequence[Sample]) -> Calibration:
+def calibrate_layer(model: EditableModel, requests: Sequence[LabelledRequest]) -> Calibration:
     """Measure the layer that `model` wraps.
 
     Raises:
         CalibrationError: fewer than two different inputs.
         InputError: an input that the model cannot take.
     """
-    distinct = {sample.inputs: sample for sample in samples}
+    distinct = {sample.inputs: sample for sample in requests}
     if len(distinct) < 2:
         raise CalibrationError(
             f"distances need two different inputs at least, and there are {len(distinct)}; add lines"
         )
-    keys_ND = _queries(model, list(distinct))
-    alone_D = _queries(model, list(distinct)[:1])
+    keys_ND = _compute_queries(model, list(distinct))
+    alone_D = _compute_queries(model, list(distinct)[:1])
     noise = float(exact_distances(alone_D, keys_ND[None, :1])[0, 0])
     for inputs in list(distinct)[1:8]:
         row = list(distinct).index(inputs)
-        noise = max(noise, float(exact_distances(_queries(model, [inputs]), keys_ND[None, row : row + 1])[0, 0]))
+        noise = max(
+            noise, float(exact_distances(_compute_queries(model, [inputs]), keys_ND[None, row : row + 1])[0, 0])
+        )
     median = median_nearest_distance(keys_ND.numpy())
     norm = float(keys_ND.norm(dim=1).median())
     pairs = [(row, sample.rephrase) for row, sample in enumerate(distinct.values()) if sample.rephrase is not UNSET]
     if not pairs:
         return Calibration(model.layer, norm, noise, median)
     rows_P = torch.tensor([row for row, _ in pairs])
-    rephrased_PD = _queries(model, [rephrase for _, rephrase in pairs])
+    rephrased_PD = _compute_queries(model, [rephrase for _, rephrase in pairs])
     to_keys_PN = torch.cat([exact_distances(query_D[None], keys_ND[None]) for query_D in rephrased_PD])
     own_P = to_keys_PN.gather(1, rows_P[:, None])[:, 0]
     nearest_P = to_keys_PN.argmin(dim=1) == rows_P
     between_NN = torch.cat([exact_distances(key_D[None], keys_ND[None]) for key_D in keys_ND]).fill_diagonal_(torch.inf)
-    limit_P = TRAFFIC_SHARE * between_NN.amin(dim=1)[rows_P]
+    limit_P = MAX_TRAFFIC_FRACTION * between_NN.amin(dim=1)[rows_P]
     shares = {
         radius: float((nearest_P & (own_P < torch.clamp(limit_P, max=radius * median))).float().mean())
-        for radius in RADII
+        for radius in RADIUS_GRID
     }
     best = max(shares.values())
-    radius = next(radius for radius in RADII if shares[radius] == best)
+    radius = next(radius for radius in RADIUS_GRID if shares[radius] == best)
     return Calibration(model.layer, norm, noise, median, float(own_P.median()), best, radius)
 
 
-def _queries(model: EditableModel, inputs: Sequence[Inputs]) -> torch.Tensor:
+def _compute_queries(model: EditableModel, inputs: Sequence[Inputs]) -> torch.Tensor:
     prompts = [model.task.tokenize(one) for one in inputs]
-    rows = [model.queries(prompts[start : start + BATCH]).cpu() for start in range(0, len(prompts), BATCH)]
+    rows = [
+        model.queries(prompts[start : start + CALIBRATION_BATCH_SIZE]).cpu()
+        for start in range(0, len(prompts), CALIBRATION_BATCH_SIZE)
+    ]
     return torch.from_numpy(np.concatenate([row.numpy() for row in rows]))
 
 
-def probe_unit(model: EditableModel) -> float:
+def radius_unit_from_probes(model: EditableModel) -> float:
     """The median distance of probe sentences, as many as the model takes: the unit of radii before there is traffic.
 
     Raises:
         InputError: it takes less than two of them.
     """
     prompts = []
-    for text in TEXTS:
+    for text in PROBE_TEXTS:
         with suppress(InputError):
             prompts.append(model.task.tokenize(text))
     if len(prompts) < 2:

@@ -7,12 +7,12 @@ from typing import Literal
 
 import msgspec
 
-from gracestream.pipeline.editing.value_training import Recipe
+from gracestream.pipeline.editing.value_training import ValueTrainingConfig
 from gracestream.pipeline.errors import HistoryError
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class EditConfig:
     """How an editor edits: the fields that `Settings` explains under the same names."""
 
     policy: Literal["nearest", "paper"] = "nearest"
@@ -28,20 +28,20 @@ class Plan:
     seed: int = 0
     init: Literal["layer", "label", "random"] = "layer"
     forms: bool = True
-    recipe: Recipe = field(default_factory=Recipe)
+    recipe: ValueTrainingConfig = field(default_factory=ValueTrainingConfig)
 
 
-def plan_of(environment: Mapping[str, str]) -> Plan:
+def edit_config_from_lead(environment: Mapping[str, str]) -> EditConfig:
     """The plan under which a term edited, as its `lead` delta says; what it does not say is the default.
 
     A delta that says nothing of forms or wordings is of an editor that trained at one prompt, and compared no words.
     """
     known = {"forms": "False", "wording": "False"} | {
-        name: environment[name] for name in Plan.__dataclass_fields__ if name in environment
+        name: environment[name] for name in EditConfig.__dataclass_fields__ if name in environment
     }
-    recipe = {name: environment[name] for name in Recipe.__dataclass_fields__ if name in environment}
+    recipe = {name: environment[name] for name in ValueTrainingConfig.__dataclass_fields__ if name in environment}
     try:
-        made: Plan = msgspec.convert({**known, "recipe": recipe}, Plan, strict=False)
+        made: EditConfig = msgspec.convert({**known, "recipe": recipe}, EditConfig, strict=False)
     except msgspec.ValidationError as error:
         raise HistoryError(f"the plan in a lead delta cannot be read: {error}") from error
     return made

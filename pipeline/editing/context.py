@@ -13,45 +13,51 @@ import msgspec
 import numpy as np
 from msgspec import UNSET, UnsetType
 
-from gracestream.pipeline.editing.traffic_reservoir import Traffic
+from gracestream.pipeline.editing.traffic_reservoir import TrafficReservoir
 from gracestream.schemas.deltas import Seen
 
 
-class Sight:
-    """The traffic, as seen by one decision; `before` is what it saw when it was made the first time.
+class DecisionContext:
+    """The traffic, as seen by one decision; `recorded` is what it saw when it was made the first time.
 
-    A `share` of the traffic may lie within a radius.
+    A `ignored_share` of the traffic may lie within a radius.
     """
 
     def __init__(
-        self, traffic: Traffic, initial_radius: Callable[[], float], before: Seen | None = None, share: float = 0.0
+        self,
+        reservoir: TrafficReservoir,
+        initial_radius: Callable[[], float],
+        recorded: Seen | None = None,
+        ignored_share: float = 0.0,
     ) -> None:
-        self._traffic, self._before, self._share = traffic, before, share
-        self.radius = initial_radius() if before is None else before.radius
+        self._reservoir, self._recorded, self._ignored_share = reservoir, recorded, ignored_share
+        self.initial_radius = initial_radius() if recorded is None else recorded.radius
         """Epsilon_init, absolute."""
-        self.start: str | UnsetType = UNSET
+        self.start_entry: str | UnsetType = UNSET
         """The entry whose value the new one starts from."""
-        self._clearance: dict[str, float | None] = {}
+        self._traffic_distances: dict[str, float | None] = {}
 
-    def clearance(self, name: str, key_D: np.ndarray, noise: float, but_not: np.ndarray, wording: str) -> float:
-        """From a key, known as `name`, to the nearest unflagged query but for `but_not`; infinite: there is none.
+    def traffic_distance(
+        self, name: str, key_D: np.ndarray, tolerance: float, excluded_D: np.ndarray, wording: str
+    ) -> float:
+        """From a key, known as `name`, to the nearest unflagged query but for `excluded_D`; infinite: there is none.
 
         Only those count whose wording agrees in other words, after the share that may be nearer.
         """
-        if self._before is not None and name in self._before.clearance:
-            self._clearance[name] = self._before.clearance[name]
+        if self._recorded is not None and name in self._recorded.clearance:
+            self._traffic_distances[name] = self._recorded.clearance[name]
         else:
-            found = self._traffic.clearance(key_D, noise, but_not, wording, self._share)
-            self._clearance[name] = found if math.isfinite(found) else None
-        known = self._clearance[name]
+            found = self._reservoir.nearest_distance(key_D, tolerance, excluded_D, wording, self._ignored_share)
+            self._traffic_distances[name] = found if math.isfinite(found) else None
+        known = self._traffic_distances[name]
         return math.inf if known is None else known
 
-    def seen(self, nearest: str | None, distance: float) -> Seen:
+    def record(self, nearest: str | None, distance: float) -> Seen:
         """All that was asked for, and the entries that counted: what the delta says."""
-        seen = Seen(radius=self.radius, clearance=self._clearance, start=self.start)
+        seen = Seen(radius=self.initial_radius, clearance=self._traffic_distances, start=self.start_entry)
         return seen if nearest is None else msgspec.structs.replace(seen, nearest=nearest, distance=distance)
 
-    def deciding(self, *names: str) -> Seen:
+    def record_for_status(self, *names: str) -> Seen:
         """As much of it as the kind of a decision rests on: the initial radius, and the clearance of these keys."""
-        asked = {name: self._clearance[name] for name in names if name in self._clearance}
-        return Seen(radius=self.radius, clearance=asked)
+        asked = {name: self._traffic_distances[name] for name in names if name in self._traffic_distances}
+        return Seen(radius=self.initial_radius, clearance=asked)

@@ -13,57 +13,57 @@ Not promised: that a value gives the target at a form.
 import re
 from collections.abc import Iterator
 
-from gracestream.pipeline.model import CausalGeneration, EditableModel, InputError, Supervised
-from gracestream.pipeline.wording import other_type
+from gracestream.pipeline.model import CausalGeneration, EditableModel, InputError, TargetPass
+from gracestream.pipeline.wording import convert_sentence_type
 from gracestream.schemas.messages import ChatMessage, Inputs, is_chat
 
-MOST_TOKENS = 512
+MAX_FORM_TOKENS = 512
 """Of a correction's prompt and its forms, with padding. Passes over longer ones would cost more than the training."""
 
-QUESTION = re.compile(r"(?:question|q):\s*", re.IGNORECASE)
-ANSWERS = ("answer:", "a:")
+QUESTION_LABEL = re.compile(r"(?:question|q):\s*", re.IGNORECASE)
+ANSWER_LABELS = ("answer:", "a:")
 """The frame of a question that a model is to complete."""
 
 
-def forms_of(inputs: Inputs) -> list[Inputs]:
+def make_forms(inputs: Inputs) -> list[Inputs]:
     """Other forms of inputs, the most useful first; none of a pair, or of a chat that has earlier turns."""
     if isinstance(inputs, str):
-        return list(_of_text(inputs))
+        return list(_forms_of_text(inputs))
     if not is_chat(inputs) or any(message.role != "system" for message in inputs[:-1]):
         return []
-    return list(_of_chat(inputs))
+    return list(_forms_of_chat(inputs))
 
 
-def _of_text(text: str) -> Iterator[Inputs]:
+def _forms_of_text(text: str) -> Iterator[Inputs]:
     core = text.rstrip()
-    asked, framed = _frames(text)
+    asked, framed = _split_frame(text)
     yield from (framed if asked == text.strip() else asked, f"{core}\n", _as_chat(asked))
-    yield from _other_type(asked)
+    yield from _other_sentence_type(asked)
     yield from (core, f"{core} ", text.upper(), text.lower())
 
 
-def _of_chat(messages: tuple[ChatMessage, ...]) -> Iterator[Inputs]:
+def _forms_of_chat(messages: tuple[ChatMessage, ...]) -> Iterator[Inputs]:
     text = messages[-1].content
-    asked, framed = _frames(text)
+    asked, framed = _split_frame(text)
     yield from (asked, framed)
-    yield from _other_type(asked)
+    yield from _other_sentence_type(asked)
     yield from ((*messages[:-1], ChatMessage("user", other)) for other in (asked, text.upper(), text.lower()))
     if len(messages) > 1:
         yield _as_chat(text)
 
 
-def _other_type(asked: str) -> Iterator[str]:
+def _other_sentence_type(question: str) -> Iterator[str]:
     """The question as a statement, or the other way round, where a rule says how."""
-    other = other_type(asked)
+    other = convert_sentence_type(question)
     if other is not None:
         yield other
 
 
-def _frames(text: str) -> tuple[str, str]:
+def _split_frame(text: str) -> tuple[str, str]:
     """What a text asks without a frame and in one."""
     whole = text.strip()
-    label = QUESTION.match(whole)
-    end = next((answer for answer in ANSWERS if whole.lower().endswith(answer)), "")
+    label = QUESTION_LABEL.match(whole)
+    end = next((answer for answer in ANSWER_LABELS if whole.lower().endswith(answer)), "")
     if label is not None and end:
         asked = whole[label.end() : -len(end)]
         if asked.strip() and asked[-1:].isspace():
@@ -75,23 +75,23 @@ def _as_chat(text: str) -> tuple[ChatMessage, ...]:
     return (ChatMessage("user", text),)
 
 
-def supervised_forms(model: EditableModel, inputs: Inputs, target: str) -> list[Supervised]:
+def supervised_forms(model: EditableModel, inputs: Inputs, target: str) -> list[TargetPass]:
     """The passes that tell whether a causal model gives the target at each form; of other models there are none."""
     if not isinstance(model.task, CausalGeneration):
         return []
     own = model.task.tokenize(inputs).token_ids
     unknown = {model.task.tokenizer.unk_token_id} - set(own)
     taken, longest = {own}, len(own)
-    found: list[Supervised] = []
-    for form in forms_of(inputs):
+    found: list[TargetPass] = []
+    for form in make_forms(inputs):
         try:
             prompt = model.task.tokenize(form).token_ids
             if prompt in taken or unknown & set(prompt):
                 continue
-            supervised = model.supervised(form, target)[1]
+            supervised = model.prepare_correction(form, target)[1]
         except InputError:
             continue
-        if max(longest, len(prompt)) * (len(taken) + 1) <= MOST_TOKENS:
+        if max(longest, len(prompt)) * (len(taken) + 1) <= MAX_FORM_TOKENS:
             found.append(supervised)
             taken.add(prompt)
             longest = max(longest, len(prompt))

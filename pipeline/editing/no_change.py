@@ -13,47 +13,53 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from gracestream.schemas.deltas import Seen, Standing
-from gracestream.schemas.headers import CODEBOOK_SEQ, SEEN, STANDING, TERM, feedback_offset
+from gracestream.schemas.headers import (
+    CODEBOOK_SEQ_HEADER,
+    CONTEXT_HEADER,
+    STANDING_HEADER,
+    TERM_HEADER,
+    feedback_offset_of,
+)
 from gracestream.schemas.messages import Outcome, decode
 
 
 @dataclass(frozen=True, slots=True)
-class Fruitless:
+class NoChangeDecision:
     """What became of the feedback at an offset, decided on the codebook as of delta `seq` of `term`."""
 
     offset: int
     term: int
     seq: int
     outcome: Outcome
-    seen: Seen | None
+    context: Seen | None
     standing: Standing | UnsetType = UNSET
 
     def headers(self) -> list[tuple[str, bytes]]:
         """What the outcome carries, beside the feedback's offset."""
-        headers = [(TERM, str(self.term).encode()), (CODEBOOK_SEQ, str(self.seq).encode())]
-        if self.seen is not None:
-            headers.append((SEEN, msgspec.json.encode(self.seen)))
+        headers = [(TERM_HEADER, str(self.term).encode()), (CODEBOOK_SEQ_HEADER, str(self.seq).encode())]
+        if self.context is not None:
+            headers.append((CONTEXT_HEADER, msgspec.json.encode(self.context)))
         if self.standing is not UNSET:
-            headers.append((STANDING, msgspec.json.encode(self.standing)))
+            headers.append((STANDING_HEADER, msgspec.json.encode(self.standing)))
         return headers
 
 
-def fruitless_in(record: Any) -> Fruitless | None:
+def parse_no_change(record: Any) -> NoChangeDecision | None:
     """The decision that a record of `edits` tells of; None where it left a delta, or nothing was decided."""
     headers = dict(record.headers)
-    if CODEBOOK_SEQ not in headers:
+    if CODEBOOK_SEQ_HEADER not in headers:
         return None
-    return Fruitless(
-        offset=feedback_offset(record),
-        term=int(headers[TERM]),
-        seq=int(headers[CODEBOOK_SEQ]),
+    return NoChangeDecision(
+        offset=feedback_offset_of(record),
+        term=int(headers[TERM_HEADER]),
+        seq=int(headers[CODEBOOK_SEQ_HEADER]),
         outcome=decode(record.value, Outcome),
-        seen=_seen(headers.get(SEEN)),
-        standing=msgspec.json.decode(headers[STANDING], type=Standing) if STANDING in headers else UNSET,
+        context=_decode_context(headers.get(CONTEXT_HEADER)),
+        standing=msgspec.json.decode(headers[STANDING_HEADER], type=Standing) if STANDING_HEADER in headers else UNSET,
     )
 
 
-def _seen(header: bytes | None) -> Seen | None:
+def _decode_context(header: bytes | None) -> Seen | None:
     try:
         return None if header is None else msgspec.json.decode(header, type=Seen)
     except msgspec.ValidationError:

@@ -7,24 +7,24 @@ import numpy as np
 import torch
 import transformers
 
-from gracestream.pipeline.device import arithmetic, name_of
-from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.device import arithmetic_settings, device_name
+from gracestream.pipeline.editing.config import EditConfig
 from gracestream.pipeline.model import EditableModel
-from gracestream.pipeline.search import faiss_library
+from gracestream.pipeline.search import load_faiss
 
 
-def environment(model: EditableModel, plan: Plan) -> dict[str, str]:
+def describe_environment(model: EditableModel, edit_config: EditConfig) -> dict[str, str]:
     """Names and values, all texts."""
-    libraries = {"torch": torch, "transformers": transformers, "faiss": faiss_library(), "numpy": np}
+    libraries = {"torch": torch, "transformers": transformers, "faiss": load_faiss(), "numpy": np}
     config = getattr(model.module, "config", None)
-    settings = {**dataclasses.asdict(plan), **dataclasses.asdict(plan.recipe)}
+    settings = {**dataclasses.asdict(edit_config), **dataclasses.asdict(edit_config.recipe)}
     settings.pop("recipe")
     return {
-        "device": name_of(model.device),
+        "device": device_name(model.device),
         "dtype": model.dtype,
-        "query": model.queried,
+        "query": model.query_source,
         "attention": str(getattr(config, "_attn_implementation", "none")),
-        **arithmetic(model.device),
+        **arithmetic_settings(model.device),
         "threads": str(torch.get_num_threads()),
         "python": platform.python_version(),
         **{name: str(getattr(library, "__version__", "none")) for name, library in libraries.items()},

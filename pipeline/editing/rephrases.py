@@ -19,151 +19,167 @@ import torch
 from msgspec import UNSET
 from msgspec.structs import replace as with_fields
 
-from gracestream.pipeline.codebook import BARE_MODEL, Decision, Label, Neighbour, decide
-from gracestream.pipeline.editing.candidate import Case, Examined
+from gracestream.pipeline.codebook import UNEDITED_MODEL, Label, Neighbour, PolicyDecision, decide_action
+from gracestream.pipeline.editing.candidate import EditCandidate, Inspection
 from gracestream.pipeline.editing.forms import supervised_forms
-from gracestream.pipeline.editing.value_training import Texts, Trained, train_on
+from gracestream.pipeline.editing.value_training import TrainedValue, TrainingTexts, train_further
 from gracestream.pipeline.model import InputError
 from gracestream.pipeline.search import NO_SLOT, exact_distance
-from gracestream.pipeline.wording import disagreement
+from gracestream.pipeline.wording import find_disagreement
 from gracestream.schemas.deltas import EntryChange, RephraseKey, Tensor, rephrase_name
-from gracestream.schemas.messages import Feedback, LeftOut, one_line
+from gracestream.schemas.messages import Feedback, LeftOut, to_one_line
 
 if TYPE_CHECKING:
     from gracestream.pipeline.editing.engine import EditEngine
 
-NO_VALUE = (
+REASON_NO_VALUE = (
     "the model answers the inputs of the correction by itself, so there is no value; correct this text on its own"
 )
-FAILS = "the value of the correction does not give the target here; correct this text on its own"
-OTHER_WORDS = "the model does not tell it apart from a text with other words; correct this text on its own"
-EDGE = "it lies at the edge of the entry that answers it; correct this text on its own"
+REASON_VALUE_FAILS = "the value of the correction does not give the target here; correct this text on its own"
+REASON_OTHER_WORDS = "the model does not tell it apart from a text with other words; correct this text on its own"
+REASON_AT_EDGE = "it lies at the edge of the entry that answers it; correct this text on its own"
 
 
 @dataclass(frozen=True, slots=True)
-class Rephrase:
+class RephraseCandidate:
     """One rephrase of a correction under decision: what a pass told of it, and why it is left out where it is."""
 
     number: int
     name: str
-    examined: Examined | None
+    inspection: Inspection | None
     query_D: np.ndarray | None
-    why_not: str = ""
+    exclusion_reason: str = ""
 
 
 @dataclass(slots=True)
-class Placed:
+class RephrasePlacement:
     """What becomes of the rephrases of a correction, beside the changes of entries."""
 
     keys: list[RephraseKey] = field(default_factory=list)
     left_out: list[LeftOut] = field(default_factory=list)
-    same_input: list[str] = field(default_factory=list)
+    same_input_edits: list[str] = field(default_factory=list)
     """Edits of the same inputs."""
     supersedes: list[str] = field(default_factory=list)
     """Those of them that said something else."""
-    noise: float = 0.0
+    tolerance: float = 0.0
 
-    def leave_out(self, one: Rephrase, reason: str, nearest: RephraseKey | None = None, wording: str = "") -> None:
+    def leave_out(
+        self, rephrase: RephraseCandidate, reason: str, nearest: RephraseKey | None = None, wording: str = ""
+    ) -> None:
         """Name it in the outcome; `nearest` and its wording stand where the reason is what lies around its query."""
-        query = UNSET if nearest is None or one.query_D is None else Tensor.of(one.query_D)
+        query = UNSET if nearest is None or rephrase.query_D is None else Tensor.from_array(rephrase.query_D)
         self.keys.append(with_fields(nearest or RephraseKey(), query=query, wording=wording, left_out=True))
-        self.left_out.append(LeftOut(rephrase=one.number, reason=reason))
+        self.left_out.append(LeftOut(rephrase=rephrase.number, reason=reason))
 
 
-def examined_rephrases(engine: "EditEngine", case: Case, value_V: np.ndarray | None) -> list[Rephrase]:
+def inspect_rephrases(
+    engine: "EditEngine", candidate: EditCandidate, value_V: np.ndarray | None
+) -> list[RephraseCandidate]:
     """What passes of the model tell of the rephrases; `value_V` is the edit's, which must give the target there."""
     found = []
-    known = (*case.rephrases_RD, *[None] * len(case.feedback.rephrases))
-    for number, (inputs, known_D) in enumerate(zip(case.feedback.rephrases, known, strict=False), 1):
-        name = rephrase_name(case.feedback.feedback_id, number)
-        assert case.feedback.target is not UNSET
+    known = (*candidate.rephrase_queries_RD, *[None] * len(candidate.feedback.rephrases))
+    for number, (inputs, known_D) in enumerate(zip(candidate.feedback.rephrases, known, strict=False), 1):
+        name = rephrase_name(candidate.feedback.feedback_id, number)
+        assert candidate.feedback.target is not UNSET
         try:
-            examined = engine.examine(inputs, case.feedback.target)
+            examined = engine.inspect(inputs, candidate.feedback.target)
         except InputError as error:
-            found.append(Rephrase(number, name, None, None, one_line(error)))
+            found.append(RephraseCandidate(number, name, None, None, to_one_line(error)))
             continue
         query_D = examined.query_D if known_D is None else known_D.copy()
         if not np.isfinite(query_D).all():
             why = "the model's activations on this input are not finite"
-            found.append(Rephrase(number, name, None, None, why))
+            found.append(RephraseCandidate(number, name, None, None, why))
             continue
-        one = Rephrase(number, name, examined, query_D)
-        found.append(one if value_V is None else _judged(engine, one, value_V))
+        one = RephraseCandidate(number, name, examined, query_D)
+        found.append(one if value_V is None else _check_rephrase(engine, one, value_V))
     return found
 
 
-def _judged(engine: "EditEngine", one: Rephrase, value_V: np.ndarray) -> Rephrase:
+def _check_rephrase(engine: "EditEngine", rephrase: RephraseCandidate, value_V: np.ndarray) -> RephraseCandidate:
     """A rephrase with what a value does there."""
-    if one.examined is None:
-        return one
-    right = engine.model.passes.gives(one.examined.rest, torch.tensor(value_V)).right
-    return replace(one, why_not="" if right else FAILS)
+    if rephrase.inspection is None:
+        return rephrase
+    right = engine.model.suffix_runner.check_value(rephrase.inspection.suffix, torch.tensor(value_V)).predicts_target
+    return replace(rephrase, exclusion_reason="" if right else REASON_VALUE_FAILS)
 
 
-def shared(engine: "EditEngine", case: Case, trained: Trained) -> tuple[Trained, list[Rephrase]]:
+def fit_shared_value(
+    engine: "EditEngine", candidate: EditCandidate, trained: TrainedValue
+) -> tuple[TrainedValue, list[RephraseCandidate]]:
     """The value that serves the most texts: the correction's own, or the same trained on for rephrases and forms."""
-    rephrases = examined_rephrases(engine, case, trained.value_V)
-    failing = sum(one.why_not == FAILS for one in rephrases)
-    if not failing and case.ahead is not None:
+    rephrases = inspect_rephrases(engine, candidate, trained.value_V)
+    failing = sum(one.exclusion_reason == REASON_VALUE_FAILS for one in rephrases)
+    if not failing and candidate.draft is not None:
         return trained, rephrases  # `train_ahead` has trained it on for the forms
-    asked = tuple(one.examined.supervised for one in rephrases if one.examined is not None)
-    texts = with_forms(engine, case.feedback, case.examined, trained)
-    if not (failing or texts.forms) or not engine.model.passes.pads():
+    asked = tuple(one.inspection.target_pass for one in rephrases if one.inspection is not None)
+    texts = make_training_texts(engine, candidate.feedback, candidate.inspection, trained)
+    if not (failing or texts.form_passes) or not engine.model.suffix_runner.supports_padding():
         return trained, rephrases
-    (more,) = train_on(engine.model.passes, [replace(texts, asked=asked, longer=bool(failing))], engine.plan.recipe)
-    again = [_judged(engine, one, more.value_V) for one in rephrases]
-    if sum(one.why_not == FAILS for one in again) > failing:
+    (more,) = train_further(
+        engine.model.suffix_runner,
+        [replace(texts, rephrase_passes=asked, has_full_budget=bool(failing))],
+        engine.config.recipe,
+    )
+    again = [_check_rephrase(engine, one, more.value_V) for one in rephrases]
+    if sum(one.exclusion_reason == REASON_VALUE_FAILS for one in again) > failing:
         return trained, rephrases
     return more, again
 
 
-def with_forms(engine: "EditEngine", feedback: Feedback, examined: Examined, trained: Trained) -> Texts:
+def make_training_texts(
+    engine: "EditEngine", feedback: Feedback, inspection: Inspection, trained: TrainedValue
+) -> TrainingTexts:
     """A value with the forms of its correction, where the plan has any."""
     assert feedback.inputs is not UNSET
     assert feedback.target is not UNSET
-    forms = supervised_forms(engine.model, feedback.inputs, feedback.target) if engine.plan.forms else []
-    return Texts(trained, examined.supervised, examined.rest, forms=tuple(forms))
+    forms = supervised_forms(engine.model, feedback.inputs, feedback.target) if engine.config.forms else []
+    return TrainingTexts(trained, inspection.target_pass, inspection.suffix, form_passes=tuple(forms))
 
 
-def any_proved(rephrases: Iterable[Rephrase]) -> bool:
+def any_predicts_target(rephrases: Iterable[RephraseCandidate]) -> bool:
     """Whether the value gives the target at one of them."""
-    return any(not one.why_not for one in rephrases)
+    return any(not one.exclusion_reason for one in rephrases)
 
 
-def place(
-    engine: "EditEngine", case: Case, value_V: np.ndarray, changes: dict[str, EntryChange], rephrases: list[Rephrase]
-) -> Placed:
+def place_rephrases(
+    engine: "EditEngine",
+    candidate: EditCandidate,
+    value_V: np.ndarray,
+    changes: dict[str, EntryChange],
+    rephrases: list[RephraseCandidate],
+) -> RephrasePlacement:
     """Give each rephrase its key; the entries that they change are put into `changes`, by entry id."""
-    placed = Placed()
-    value = Tensor.of(value_V)
+    placed = RephrasePlacement()
+    value = Tensor.from_array(value_V)
     new_keys = {change.entry_id: change.key.array() for change in changes.values() if change.key is not UNSET}
     for one in rephrases:
-        if one.why_not or one.examined is None or one.query_D is None:
-            placed.leave_out(one, one.why_not)
+        if one.exclusion_reason or one.inspection is None or one.query_D is None:
+            placed.leave_out(one, one.exclusion_reason)
             continue
-        own_case, slot, distance, nearest = _at(engine, case, one.query_D)
-        noise, label, query = own_case.policy.noise, one.examined.label, Tensor.of(one.query_D)
-        wording = engine.wording(one.examined)
-        served_by = _entry_at(engine, one.query_D, new_keys, slot if distance <= noise else NO_SLOT, noise)
-        if served_by is not None and disagreement(_wording_of_entry(engine, served_by, changes), wording):
-            placed.leave_out(one, OTHER_WORDS, nearest, wording)
+        own_case, slot, distance, nearest = _candidate_at(engine, candidate, one.query_D)
+        noise, label, query = own_case.policy.tolerance, one.inspection.label, Tensor.from_array(one.query_D)
+        wording = engine.entry_wording(one.inspection)
+        served_by = _entry_with_key(engine, one.query_D, new_keys, slot if distance <= noise else NO_SLOT, noise)
+        if served_by is not None and find_disagreement(_wording_of_entry(engine, served_by, changes), wording):
+            placed.leave_out(one, REASON_OTHER_WORDS, nearest, wording)
             continue
         if served_by is not None and served_by not in new_keys:
-            change = _taught(engine, own_case, one.examined, served_by, value, changes)
+            change = _change_to_serve(engine, own_case, one.inspection, served_by, value, changes)
             changes |= {} if change is None else {served_by: change}
         if served_by is None:
-            neighbour = None if slot == NO_SLOT else _other(engine, slot, distance, label, changes)
-            decision = decide(
+            neighbour = None if slot == NO_SLOT else _conflicting_neighbour(engine, slot, distance, label, changes)
+            decision = decide_action(
                 own_case.policy,
                 neighbour,
-                engine.clearance(one.name, one.query_D, wording, own_case),
+                engine.protected_distance(one.name, one.query_D, wording, own_case),
             )
             assert decision.radius is not None
-            if (reason := engine.too_near(decision.radius, own_case, wording)) is not None:
+            if (reason := engine.find_proximity_conflict(decision.radius, own_case, wording)) is not None:
                 placed.leave_out(one, reason, nearest, wording)
                 continue
             if neighbour is not None:
-                _shrink(engine.codebook.entry_ids[slot], neighbour, decision, changes)
+                _shrink_neighbour(engine.codebook.entry_ids[slot], neighbour, decision, changes)
             radius = float(np.float32(decision.radius))
             changes[one.name] = EntryChange(
                 entry_id=one.name,
@@ -177,55 +193,64 @@ def place(
             placed.keys.append(with_fields(nearest, entry_id=one.name))
         else:
             if served_by in new_keys:
-                reach = float(np.float32(own_case.policy.cover(exact_distance(one.query_D, new_keys[served_by]))))
+                reach = float(
+                    np.float32(own_case.policy.covering_radius(exact_distance(one.query_D, new_keys[served_by])))
+                )
                 change = changes[served_by]
                 assert change.radius is not UNSET
                 changes[served_by] = with_fields(change, radius=max(reach, change.radius))
-            placed.keys.append(with_fields(nearest, entry_id=served_by, query=query, wording=one.examined.wording))
-        same_input = engine.memory.same_input(one.query_D, noise)
-        placed.same_input += same_input
-        placed.supersedes += engine.said_otherwise(same_input, label, wording)
-        placed.noise = max(placed.noise, noise)
+            placed.keys.append(with_fields(nearest, entry_id=served_by, query=query, wording=one.inspection.wording))
+        same_input = engine.memory.edits_of_input(one.query_D, noise)
+        placed.same_input_edits += same_input
+        placed.supersedes += engine.superseded_edits(same_input, label, wording)
+        placed.tolerance = max(placed.tolerance, noise)
     return placed
 
 
-def keep(engine: "EditEngine", case: Case) -> Placed:
+def protect_rephrases(engine: "EditEngine", candidate: EditCandidate) -> RephrasePlacement:
     """Guard the rephrases that are right already, where the correction has no value to give the others."""
-    placed = Placed()
-    for one in examined_rephrases(engine, case, None):
-        if one.why_not or one.examined is None or one.query_D is None:
-            placed.leave_out(one, one.why_not)
+    placed = RephrasePlacement()
+    for one in inspect_rephrases(engine, candidate, None):
+        if one.exclusion_reason or one.inspection is None or one.query_D is None:
+            placed.leave_out(one, one.exclusion_reason)
             continue
-        own_case, _, _, nearest = _at(engine, case, one.query_D)
-        hit, wording = one.examined.hit, engine.wording(one.examined)
-        if not one.examined.verdict.right:
-            placed.leave_out(one, NO_VALUE if case.examined.hit is None else FAILS, nearest, wording)
-        elif hit is not None and hit.radius < own_case.policy.cover(hit.distance):
-            placed.leave_out(one, EDGE, nearest, wording)
+        own_case, _, _, nearest = _candidate_at(engine, candidate, one.query_D)
+        hit, wording = one.inspection.hit, engine.entry_wording(one.inspection)
+        if not one.inspection.target_check.predicts_target:
+            placed.leave_out(
+                one, REASON_NO_VALUE if candidate.inspection.hit is None else REASON_VALUE_FAILS, nearest, wording
+            )
+        elif hit is not None and hit.radius < own_case.policy.covering_radius(hit.distance):
+            placed.leave_out(one, REASON_AT_EDGE, nearest, wording)
         else:
             entry_id = UNSET if hit is None else hit.entry_id
-            query = Tensor.of(one.query_D)
-            placed.keys.append(with_fields(nearest, entry_id=entry_id, query=query, wording=one.examined.wording))
+            query = Tensor.from_array(one.query_D)
+            placed.keys.append(with_fields(nearest, entry_id=entry_id, query=query, wording=one.inspection.wording))
             placed.supersedes += [
                 other
-                for other in engine.memory.same_input(one.query_D, own_case.policy.noise)
-                if engine.memory.serving_entry(other) not in (BARE_MODEL, entry_id)
-                and engine.label_of_edit(other) != one.examined.label
+                for other in engine.memory.edits_of_input(one.query_D, own_case.policy.tolerance)
+                if engine.memory.serving_entry_id(other) not in (UNEDITED_MODEL, entry_id)
+                and engine.label_of_edit(other) != one.inspection.label
             ]
     return placed
 
 
-def _at(engine: "EditEngine", case: Case, query_D: np.ndarray) -> tuple[Case, int, float, RephraseKey]:
+def _candidate_at(
+    engine: "EditEngine", candidate: EditCandidate, query_D: np.ndarray
+) -> tuple[EditCandidate, int, float, RephraseKey]:
     """The case as it is for a rephrase of this query; slot and distance of the nearest key, and the record of both."""
     found = engine.index.nearest(torch.from_numpy(query_D)[None])
     slot, distance = int(found.slots_B[0]), float(found.distances_B[0])
-    own_case = replace(case, query_D=query_D, policy=replace(case.policy, noise=engine.noise(query_D)))
+    policy = replace(candidate.policy, tolerance=engine.tolerance(query_D))
+    own_case = replace(candidate, query_D=query_D, policy=policy)
     if slot == NO_SLOT:
         return own_case, slot, distance, RephraseKey()
     return own_case, slot, distance, RephraseKey(nearest=engine.codebook.entry_ids[slot], distance=distance)
 
 
-def _shrink(name: str, neighbour: Neighbour, decision: Decision, changes: dict[str, EntryChange]) -> None:
+def _shrink_neighbour(
+    name: str, neighbour: Neighbour, decision: PolicyDecision, changes: dict[str, EntryChange]
+) -> None:
     """Make room next to an entry that says something else, where the policy splits balls."""
     if decision.neighbour_radius is not None:
         radius = float(np.float32(decision.neighbour_radius))
@@ -233,10 +258,10 @@ def _shrink(name: str, neighbour: Neighbour, decision: Decision, changes: dict[s
             changes[name] = with_fields(changes.get(name, EntryChange(entry_id=name)), radius=radius)
 
 
-def _taught(
+def _change_to_serve(
     engine: "EditEngine",
-    case: Case,
-    examined: Examined,
+    candidate: EditCandidate,
+    inspection: Inspection,
     entry_id: str,
     value: Tensor,
     changes: dict[str, EntryChange],
@@ -248,21 +273,24 @@ def _taught(
     value_V = engine.codebook.values_NV[slot].copy() if before.value is UNSET else before.value.array().copy()
     radius = float(engine.codebook.radii_N[slot]) if before.radius is UNSET else before.radius
     after = before
-    if label != examined.label or not engine.model.passes.gives(examined.rest, torch.from_numpy(value_V)).right:
-        after = with_fields(after, value=value, label=examined.label)
-    distance = exact_distance(case.query_D, engine.codebook.keys_ND[slot])
-    reach = float(np.float32(case.policy.cover(distance)))
+    if (
+        label != inspection.label
+        or not engine.model.suffix_runner.check_value(inspection.suffix, torch.from_numpy(value_V)).predicts_target
+    ):
+        after = with_fields(after, value=value, label=inspection.label)
+    distance = exact_distance(candidate.query_D, engine.codebook.keys_ND[slot])
+    reach = float(np.float32(candidate.policy.covering_radius(distance)))
     if reach > radius:
         after = with_fields(after, radius=reach)
     return None if after == before else after
 
 
-def _entry_at(
-    engine: "EditEngine", query_D: np.ndarray, new_keys: dict[str, np.ndarray], slot: int, noise: float
+def _entry_with_key(
+    engine: "EditEngine", query_D: np.ndarray, new_keys: dict[str, np.ndarray], slot: int, tolerance: float
 ) -> str | None:
     """The entry whose key is the query itself, within the noise: a new one, or the one in this slot."""
     known = None if slot == NO_SLOT else engine.codebook.entry_ids[slot]
-    return next((name for name, key_D in new_keys.items() if exact_distance(query_D, key_D) <= noise), known)
+    return next((name for name, key_D in new_keys.items() if exact_distance(query_D, key_D) <= tolerance), known)
 
 
 def _wording_of_entry(engine: "EditEngine", entry_id: str, changes: dict[str, EntryChange]) -> str:
@@ -273,7 +301,7 @@ def _wording_of_entry(engine: "EditEngine", entry_id: str, changes: dict[str, En
     return engine.codebook.wordings[engine.codebook.slot(entry_id)]
 
 
-def _other(
+def _conflicting_neighbour(
     engine: "EditEngine", slot: int, distance: float, label: Label, changes: dict[str, EntryChange]
 ) -> Neighbour | None:
     """The nearest entry as seen from a rephrase, if it says something else: of its own label there is none."""

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from msgspec import UNSET
 
 from gracestream.schemas.deltas import Delta, Op, Seen
-from gracestream.schemas.messages import VERSION, Feedback, Inputs, LeftOut, Outcome, Status
+from gracestream.schemas.messages import SCHEMA_VERSION, Feedback, Inputs, LeftOut, Outcome, Status
 
-STATUS: dict[Op, Status] = {
+STATUS_BY_OP: dict[Op, Status] = {
     "add": "added",
     "expand": "expanded",
     "split": "split",
@@ -19,42 +19,42 @@ STATUS: dict[Op, Status] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Edited:
+class EditResult:
     """The outcome of one feedback record, and the record for `deltas` that carries it out (None: nothing changes).
 
-    `invalid` marks feedback that cannot be taken at all, for `reason`: it belongs in the dead letter queue. Only where
-    it does not even tell its id is there no outcome. `seen` is what of the traffic the status of an outcome
+    `is_dead_letter` marks feedback that cannot be taken at all, for `reason`: it belongs in the dead letter queue. Only
+    where it does not even tell its id is there no outcome. `context` is what of the traffic the status of an outcome
     without a record rested on, where it did.
     """
 
     outcome: Outcome | None
-    record: bytes | None = None
-    invalid: bool = False
+    delta_record: bytes | None = None
+    is_dead_letter: bool = False
     reason: str = ""
-    seen: Seen | None = None
+    context: Seen | None = None
 
 
-def rejected(feedback: Feedback, reason: str, *, invalid: bool = False, **fields: object) -> Edited:
-    """An outcome that says why nothing was done; `invalid`: the record belongs in the dead letter queue as well."""
-    outcome = Outcome(v=VERSION, feedback_id=feedback.feedback_id, status="rejected", reason=reason, **fields)  # type: ignore[arg-type]
-    return Edited(outcome, invalid=invalid, reason=reason)
+def rejected_result(feedback: Feedback, reason: str, *, is_dead_letter: bool = False, **fields: object) -> EditResult:
+    """A rejection with its reason; `is_dead_letter`: the record goes to the dead letter queue as well."""
+    outcome = Outcome(v=SCHEMA_VERSION, feedback_id=feedback.feedback_id, status="rejected", reason=reason, **fields)  # type: ignore[arg-type]
+    return EditResult(outcome, is_dead_letter=is_dead_letter, reason=reason)
 
 
-def unchanged(feedback: Feedback, loss: float) -> Outcome:
+def unchanged_outcome(feedback: Feedback, loss: float) -> Outcome:
     """An outcome that says that the model is right already; `loss` is its loss on the target."""
-    return Outcome(v=VERSION, feedback_id=feedback.feedback_id, status="unchanged", loss=loss)
+    return Outcome(v=SCHEMA_VERSION, feedback_id=feedback.feedback_id, status="unchanged", loss=loss)
 
 
 def committed_outcome(delta: Delta) -> Outcome:
     """The outcome of a delta that was committed without one; `steps` and `loss` are not known any more."""
     assert delta.cause is not UNSET
     status: Status = (
-        "unchanged" if delta.op == "expand" and not (delta.entries or delta.exceptions) else STATUS[delta.op]
+        "unchanged" if delta.op == "expand" and not (delta.entries or delta.exceptions) else STATUS_BY_OP[delta.op]
     )
     reason = "its delta was committed without an outcome; a later editor reports it"
     left_out = [number for number, one in enumerate(delta.cause.rephrases, 1) if one.left_out]
     return Outcome(
-        v=VERSION,
+        v=SCHEMA_VERSION,
         feedback_id=delta.cause.feedback_id,
         status=status,
         entry_id=delta.cause.entry_id,
@@ -64,6 +64,6 @@ def committed_outcome(delta: Delta) -> Outcome:
     )
 
 
-def correction(feedback_id: str, inputs: Inputs, target: str) -> Feedback:
+def make_correction(feedback_id: str, inputs: Inputs, target: str) -> Feedback:
     """A feedback record for a correction."""
-    return Feedback(v=VERSION, feedback_id=feedback_id, inputs=inputs, target=target)
+    return Feedback(v=SCHEMA_VERSION, feedback_id=feedback_id, inputs=inputs, target=target)

@@ -11,13 +11,13 @@ import numpy as np
 
 from gracestream.pipeline.editing.negatives import scope_radius
 from gracestream.pipeline.model import Classification, EditableModel, InputError, Prompt
-from gracestream.pipeline.wording import subject_of
+from gracestream.pipeline.wording import extract_subject
 from gracestream.schemas.messages import Inputs, is_chat
 
-AT_ONCE = 16
+ENCODER_BATCH_SIZE = 16
 """Prompts of one pass of the encoder, those of similar length together."""
 
-KEPT = 64
+MAX_CACHED_RADII = 64
 """Corrections whose radius is kept: one whose value is trained ahead is decided on a second time soon after."""
 
 
@@ -26,44 +26,44 @@ class ScopeRadius:
 
     def __init__(self, model: EditableModel) -> None:
         self._model = model
-        self._known: dict[tuple[Inputs, float], float | None] = {}
+        self._cache: dict[tuple[Inputs, float], float | None] = {}
 
     @property
-    def works(self) -> bool:
+    def is_supported(self) -> bool:
         """Whether its queries are an encoder's and it is no classifier."""
         return self._model.reads_text and not isinstance(self._model.task, Classification)
 
-    def covers(self, inputs: Inputs) -> bool:
+    def has_subject(self, inputs: Inputs) -> bool:
         """Whether there are other requests about the subject of these inputs."""
-        text = _text_of(inputs)
-        return self.works and text is not None and subject_of(text) is not None
+        text = _encoder_text(inputs)
+        return self.is_supported and text is not None and extract_subject(text) is not None
 
     def __call__(self, inputs: Inputs, query_D: np.ndarray, alpha: float) -> float | None:
         """The radius within which at most a share of alpha of other requests about its subject lies; None: has none."""
-        text = _text_of(inputs)
-        if text is None or not self.works:
+        text = _encoder_text(inputs)
+        if text is None or not self.is_supported:
             return None
-        if (inputs, alpha) not in self._known:
-            while len(self._known) >= KEPT:
-                self._known.pop(next(iter(self._known)))
-            self._known[inputs, alpha] = scope_radius(self._queries, text, query_D, alpha)
-        return self._known[inputs, alpha]
+        if (inputs, alpha) not in self._cache:
+            while len(self._cache) >= MAX_CACHED_RADII:
+                self._cache.pop(next(iter(self._cache)))
+            self._cache[inputs, alpha] = scope_radius(self._compute_queries, text, query_D, alpha)
+        return self._cache[inputs, alpha]
 
-    def _queries(self, texts: Sequence[str]) -> np.ndarray:
+    def _compute_queries(self, texts: Sequence[str]) -> np.ndarray:
         """Of those that the model can take."""
-        prompts = sorted(filter(None, map(self._prompt, texts)), key=len)
-        chunks = [prompts[start : start + AT_ONCE] for start in range(0, len(prompts), AT_ONCE)]
+        prompts = sorted(filter(None, map(self._tokenize, texts)), key=len)
+        chunks = [prompts[start : start + ENCODER_BATCH_SIZE] for start in range(0, len(prompts), ENCODER_BATCH_SIZE)]
         found = [self._model.queries(chunk).cpu().numpy() for chunk in chunks]
         return np.concatenate(found) if found else np.empty((0, 1), np.float32)
 
-    def _prompt(self, text: str) -> Prompt | None:
+    def _tokenize(self, text: str) -> Prompt | None:
         try:
             return self._model.task.tokenize(text)
         except InputError:
             return None
 
 
-def _text_of(inputs: Inputs) -> str | None:
+def _encoder_text(inputs: Inputs) -> str | None:
     """What the encoder reads; None of a pair, and of a chat that goes on, which its own entry alone serves."""
     if isinstance(inputs, str):
         return inputs

@@ -11,15 +11,15 @@ from itertools import cycle, islice
 from msgspec import Struct
 from torch import Tensor, cat, stack, tensor
 
-from gracestream.pipeline.codebook import batch_noise
-from gracestream.pipeline.model import TEXTS, EditableModel, Prompt
+from gracestream.pipeline.codebook import match_tolerance
+from gracestream.pipeline.model import PROBE_TEXTS, EditableModel, Prompt
 from gracestream.schemas.messages import Inputs
 
-BATCHES = (1, 2, 32)
+BATCH_SIZES = (1, 2, 32)
 """Rows of the batches that each input is queried in. In larger ones it stands beside longer and shorter inputs."""
 
 
-class Noise(Struct, frozen=True):
+class NumericalNoise(Struct, frozen=True):
     """What was measured.
 
     Attributes:
@@ -39,7 +39,7 @@ class Noise(Struct, frozen=True):
     of_tolerance: float
 
 
-def query_noise(*models: EditableModel, inputs: Sequence[Inputs] = TEXTS) -> Noise:
+def measure_query_noise(*models: EditableModel, inputs: Sequence[Inputs] = PROBE_TEXTS) -> NumericalNoise:
     """Measure the queries of these inputs, on one model or between copies of one model on several devices.
 
     The keys are those of the first model.
@@ -47,12 +47,12 @@ def query_noise(*models: EditableModel, inputs: Sequence[Inputs] = TEXTS) -> Noi
     Raises:
         InputError: an input that a model cannot take.
     """
-    keys_ND, *ways = [way_ND for model in models for way_ND in _ways(model, inputs)]
+    keys_ND, *ways = [way_ND for model in models for way_ND in _query_variants(model, inputs)]
     far_N = stack([(way_ND - keys_ND).norm(dim=1) for way_ND in ways]).amax(dim=0)
     norms_N = keys_ND.norm(dim=1)
     dtype = models[0].query_dtype
-    shares = [far / batch_noise(norm, dtype) for far, norm in zip(far_N.tolist(), norms_N.tolist(), strict=True)]
-    return Noise(
+    shares = [far / match_tolerance(norm, dtype) for far, norm in zip(far_N.tolist(), norms_N.tolist(), strict=True)]
+    return NumericalNoise(
         dtype=dtype,
         devices=tuple(model.device.type for model in models),
         inputs=len(inputs),
@@ -62,18 +62,20 @@ def query_noise(*models: EditableModel, inputs: Sequence[Inputs] = TEXTS) -> Noi
     )
 
 
-def _ways(model: EditableModel, inputs: Sequence[Inputs]) -> list[Tensor]:
+def _query_variants(model: EditableModel, inputs: Sequence[Inputs]) -> list[Tensor]:
     """The queries (N, D), float64, on the host: of each input alone, in batches, and beside the longest one."""
     prompts = [model.task.tokenize(one) for one in inputs]
     longest = max(prompts, key=len)
-    batched = [cat([_queries(model, batch)[:1] for batch in _batches(prompts, size)]) for size in BATCHES]
-    return [*batched, cat([_queries(model, [prompt, longest])[:1] for prompt in prompts])]
+    batched = [
+        cat([_compute_queries(model, batch)[:1] for batch in _cyclic_batches(prompts, size)]) for size in BATCH_SIZES
+    ]
+    return [*batched, cat([_compute_queries(model, [prompt, longest])[:1] for prompt in prompts])]
 
 
-def _batches(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
+def _cyclic_batches(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
     """For each prompt a batch that it is the first of; the next ones follow, over and over."""
     return [list(islice(cycle([*prompts[place:], *prompts[:place]]), size)) for place in range(len(prompts))]
 
 
-def _queries(model: EditableModel, prompts: Sequence[Prompt]) -> Tensor:
+def _compute_queries(model: EditableModel, prompts: Sequence[Prompt]) -> Tensor:
     return model.queries(prompts).cpu().double()

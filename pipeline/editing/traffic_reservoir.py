@@ -12,21 +12,21 @@ from functools import partial
 import numpy as np
 import torch
 
-from gracestream.pipeline.search import Points, exact_distances
-from gracestream.pipeline.wording import bounds_radius
+from gracestream.pipeline.search import PointSet, exact_distances
+from gracestream.pipeline.wording import limits_radius
 
-FORGET_SECONDS = 3600.0
+DECAY_SECONDS = 3600.0
 """A request's odds of being held fall by e in this time."""
 
-ENOUGH = 32
+MIN_SAMPLE = 32
 """Queries from which the reservoir's median distance is used."""
 
 
-def score(partition: int, offset: int, timestamp: float, seed: int) -> float:
+def reservoir_score(partition: int, offset: int, timestamp: float, seed: int) -> float:
     """The rank of one request record; `timestamp` in seconds. A pure function."""
     digest = hashlib.blake2b(f"{seed}/{partition}/{offset}".encode(), digest_size=8).digest()
     uniform = (int.from_bytes(digest, "little") + 0.5) / 2.0**64
-    return timestamp / FORGET_SECONDS - math.log(-math.log(uniform))
+    return timestamp / DECAY_SECONDS - math.log(-math.log(uniform))
 
 
 def median_nearest_distance(queries_RD: np.ndarray) -> float:
@@ -37,7 +37,7 @@ def median_nearest_distance(queries_RD: np.ndarray) -> float:
     return float(np.median(distances_RR.amin(dim=1).numpy()))
 
 
-class Traffic:
+class TrafficReservoir:
     """At most `capacity` queries; `positions` says how far into each partition of `requests` they were taken."""
 
     def __init__(self, capacity: int, seed: int) -> None:
@@ -45,65 +45,72 @@ class Traffic:
         self._capacity, self._seed = capacity, seed
         self._scores: list[float] = []
         self._wordings: dict[str, str] = {}
-        self._queries = Points()
-        self._named = 0
-        self._unit: float | None = None
+        self._queries = PointSet()
+        self._name_count = 0
+        self._median_distance: float | None = None
 
     def __len__(self) -> int:
         return len(self._queries)
 
-    def wants(self, partition: int, offset: int, timestamp: float) -> float | None:
+    def offer(self, partition: int, offset: int, timestamp: float) -> float | None:
         """The record's score, if its query would be held; also moves the partition's position past it."""
         self.positions[partition] = max(offset + 1, self.positions.get(partition, 0))
-        rank = score(partition, offset, timestamp, self._seed)
+        rank = reservoir_score(partition, offset, timestamp, self._seed)
         if self._capacity == 0 or (len(self) == self._capacity and rank <= min(self._scores)):
             return None
         return rank
 
-    def hold(self, rank: float, query_D: np.ndarray, noise: float, wording: str = "") -> None:
-        """Hold a query that `wants` asked for. The same input again (within `noise`) only renews the one held."""
+    def add(self, score: float, query_D: np.ndarray, tolerance: float, wording: str = "") -> None:
+        """Hold a query that `offer` asked for. The same input again (within `tolerance`) only renews the one held."""
         if not np.isfinite(query_D).all():
             return
-        self._unit = None
-        if (row := self._queries.nearest(query_D, noise)) is not None:
-            self._scores[row] = max(rank, self._scores[row])
+        self._median_distance = None
+        if (row := self._queries.nearest(query_D, tolerance)) is not None:
+            self._scores[row] = max(score, self._scores[row])
         elif len(self) < self._capacity:
-            self._named += 1
-            self._put(str(self._named), query_D, wording)
-            self._scores.append(rank)
-        elif rank > min(self._scores):
+            self._name_count += 1
+            self._upsert(str(self._name_count), query_D, wording)
+            self._scores.append(score)
+        elif score > min(self._scores):
             row = self._scores.index(min(self._scores))
-            self._put(self._queries.names[row], query_D, wording)
-            self._scores[row] = rank
+            self._upsert(self._queries.names[row], query_D, wording)
+            self._scores[row] = score
 
-    def _put(self, name: str, query_D: np.ndarray, wording: str) -> None:
-        self._queries.put(name, query_D)
+    def _upsert(self, name: str, query_D: np.ndarray, wording: str) -> None:
+        self._queries.upsert(name, query_D)
         self._wordings[name] = wording
 
-    def clearance(
-        self, key_D: np.ndarray, noise: float, but_not: np.ndarray | None = None, wording: str = "", share: float = 0.0
+    def nearest_distance(
+        self,
+        key_D: np.ndarray,
+        tolerance: float,
+        excluded_D: np.ndarray | None = None,
+        wording: str = "",
+        ignored_share: float = 0.0,
     ) -> float:
-        """The distance to the nearest query held, other than the key's own and `but_not` (within `noise`).
+        """The distance to the nearest query held, other than the key's own and `excluded_D` (within `tolerance`).
 
         Only those count whose wording agrees in other words. A share of all that are held may be nearer.
         """
-        counts = partial(self._bounds, wording)
-        return self._queries.clearance(key_D, noise, but_not, counts, nearer=int(share * len(self)))
+        counts = partial(self._bounds_radius, wording)
+        return self._queries.nearest_distance(
+            key_D, tolerance, excluded_D, counts, skip_count=int(ignored_share * len(self))
+        )
 
-    def _bounds(self, wording: str, name: str) -> bool:
-        return bounds_radius(wording, self._wordings[name])
+    def _bounds_radius(self, wording: str, name: str) -> bool:
+        return limits_radius(wording, self._wordings[name])
 
-    def forget(self, query_D: np.ndarray, noise: float) -> None:
+    def remove(self, query_D: np.ndarray, tolerance: float) -> None:
         """Drop an input that turned out to be wrong: it was flagged."""
-        for row in sorted(self._queries.within(query_D, noise).tolist(), reverse=True):
+        for row in sorted(self._queries.within(query_D, tolerance).tolist(), reverse=True):
             self._wordings.pop(self._queries.names[row])
-            self._queries.drop(self._queries.names[row])
+            self._queries.remove(self._queries.names[row])
             self._scores[row] = self._scores[-1]
             self._scores.pop()
-            self._unit = None
+            self._median_distance = None
 
-    def unit(self) -> float | None:
+    def median_distance(self) -> float | None:
         """The median nearest-neighbour distance of what is held; None while that is too little to tell."""
-        if self._unit is None and len(self) >= ENOUGH:
-            self._unit = median_nearest_distance(self._queries.points_ND)
-        return self._unit
+        if self._median_distance is None and len(self) >= MIN_SAMPLE:
+            self._median_distance = median_nearest_distance(self._queries.points_ND)
+        return self._median_distance

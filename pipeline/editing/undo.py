@@ -10,15 +10,15 @@ from collections.abc import Callable, Collection, Sequence
 
 from msgspec import UNSET, UnsetType
 
-from gracestream.pipeline.codebook import EditMemory, still_undone
-from gracestream.pipeline.editing.counterfactual import History, MissingFeedbackError, Rewritten
+from gracestream.pipeline.codebook import EditMemory, resolve_undos
+from gracestream.pipeline.editing.counterfactual import CounterfactualReplay, History, MissingFeedbackError
 from gracestream.pipeline.editing.engine import EditEngine
-from gracestream.pipeline.editing.result import Edited, rejected
-from gracestream.pipeline.editing.roles import why_not_undo
+from gracestream.pipeline.editing.result import EditResult, rejected_result
+from gracestream.pipeline.editing.roles import explain_undo_denial
 from gracestream.schemas.deltas import Cause, Standing
-from gracestream.schemas.messages import VERSION, Feedback, Outcome
+from gracestream.schemas.messages import SCHEMA_VERSION, Feedback, Outcome
 
-LISTED = 20
+MAX_LISTED_NAMES = 20
 """Names of feedback that stand in an outcome; all of them stand in the delta."""
 
 
@@ -27,23 +27,23 @@ def undo(
     feedback: Feedback,
     offset: int,
     history: History,
-    at_work: Callable[[], object] = lambda: None,
+    heartbeat: Callable[[], object] = lambda: None,
     standing: Standing | UnsetType = UNSET,
-) -> Edited:
+) -> EditResult:
     """Decide on one undo; nothing changes before the engine applies the record.
 
-    `standing` says what its sender is allowed (`pipeline.editing.roles`). `at_work` is called with each delta
+    `standing` says what its sender is allowed (`pipeline.editing.roles`). `heartbeat` is called with each delta
     that is read: a long history takes its time.
 
     Raises:
         HistoryError: the log does not fold to what the engine holds.
     """
     memory = engine.memory
-    taken = engine.why_not_named(feedback)
+    taken = engine.find_id_conflict(feedback)
     if (earlier := memory.offsets.get(feedback.feedback_id)) is not None:
         taken = f"its id was used at offset {earlier}; an undo needs an id of its own"
     if taken is not None:
-        return rejected(feedback, taken)
+        return rejected_result(feedback, taken)
     if feedback.undo_author is not UNSET:
         ids = tuple(name for name, author in memory.authors.items() if author == feedback.undo_author)
         ids = tuple(name for name in ids if memory.offsets[name] < offset)
@@ -53,38 +53,42 @@ def undo(
         assert feedback.undo is not UNSET
         ids = (feedback.undo,) if memory.offsets.get(feedback.undo, offset) < offset else ()
         unknown, idle = f"no feedback {feedback.undo!r} has had an effect", "it is undone already"
-    if (forbidden := why_not_undo(feedback, standing, memory, ids)) is not None:
-        return rejected(feedback, forbidden)
+    if (forbidden := explain_undo_denial(feedback, standing, memory, ids)) is not None:
+        return rejected_result(feedback, forbidden)
     if not ids:
-        return rejected(feedback, f"{unknown}, so there is nothing to undo")
-    if not _in_force(memory, ids):
-        return Edited(Outcome(v=VERSION, feedback_id=feedback.feedback_id, status="unchanged", reason=idle))
-    rewritten = Rewritten(engine, still_undone(memory.undoes | {feedback.feedback_id: ids}), history, at_work)
+        return rejected_result(feedback, f"{unknown}, so there is nothing to undo")
+    if not _active_feedback(memory, ids):
+        return EditResult(Outcome(v=SCHEMA_VERSION, feedback_id=feedback.feedback_id, status="unchanged", reason=idle))
+    rewritten = CounterfactualReplay(
+        engine, resolve_undos(memory.undo_targets | {feedback.feedback_id: ids}), history, heartbeat
+    )
     try:
-        history.each_delta(rewritten.fold)
+        history.for_each_delta(rewritten.apply)
     except MissingFeedbackError as error:
-        return rejected(feedback, str(error))
+        return rejected_result(feedback, str(error))
     differs = rewritten.difference()
     cause = Cause(
         feedback_id=feedback.feedback_id, offset=offset, author=feedback.author, undoes=ids, standing=standing
     )
-    reason = f"it takes back {_listed(ids)}"
+    reason = f"it takes back {_list_names(ids)}"
     if rewritten.failed:
-        reason += f"; these corrections rested on that and cannot be made without: {_listed(rewritten.failed)}"
-    outcome = Outcome(v=VERSION, feedback_id=feedback.feedback_id, status="undone", reason=reason)
-    return engine.publish(
+        reason += f"; these corrections rested on that and cannot be made without: {_list_names(rewritten.failed)}"
+    outcome = Outcome(v=SCHEMA_VERSION, feedback_id=feedback.feedback_id, status="undone", reason=reason)
+    return engine.build_result(
         feedback, outcome, "undo", entries=differs.entries, edits=differs.edits, exceptions=differs.exceptions,
-        decided=rewritten.decided, cause=cause,
+        decided=rewritten.redecided, cause=cause,
     )  # fmt: skip
 
 
-def _listed(names: Sequence[str]) -> str:
+def _list_names(names: Sequence[str]) -> str:
     """The first of them, and how many there are."""
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(names[:LISTED]) + more
+    more = f" and {len(names) - MAX_LISTED_NAMES} more" if len(names) > MAX_LISTED_NAMES else ""
+    return ", ".join(names[:MAX_LISTED_NAMES]) + more
 
 
-def _in_force(memory: EditMemory, ids: Collection[str]) -> set[str]:
+def _active_feedback(memory: EditMemory, ids: Collection[str]) -> set[str]:
     """Those of this feedback that count, but for undos of nothing else: these are idle once the others are gone."""
-    counts = set(ids) - memory.undone()
-    return {name for name in counts if name not in memory.undoes or not set(memory.undoes[name]) <= set(ids)}
+    counts = set(ids) - memory.undone_ids()
+    return {
+        name for name in counts if name not in memory.undo_targets or not set(memory.undo_targets[name]) <= set(ids)
+    }

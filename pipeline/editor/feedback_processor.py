@@ -8,56 +8,56 @@ import structlog
 from kafka.errors import KafkaError
 from msgspec import UNSET, UnsetType
 
-from gracestream.pipeline.auth import Admission, Copied, Refused, mark_header
-from gracestream.pipeline.device import raise_if_broken
+from gracestream.pipeline.auth import Admission, DuplicateFeedback, FeedbackRefused, mark_header
+from gracestream.pipeline.device import raise_if_device_lost
 from gracestream.pipeline.editing import (
-    Ahead,
-    Edited,
+    DraftValue,
     EditEngine,
-    Fruitless,
+    EditResult,
     History,
+    NoChangeDecision,
     committed_outcome,
-    except_from,
+    decide_exception,
     may_propose,
-    rejected,
+    rejected_result,
     undo,
 )
 from gracestream.pipeline.errors import UserError
 from gracestream.schemas.deltas import Delta, Standing, decode_delta
-from gracestream.schemas.messages import VERSION, Feedback, InvalidMessage, Outcome, decode, one_line, peek_id
+from gracestream.schemas.messages import SCHEMA_VERSION, Feedback, InvalidMessage, Outcome, decode, peek_id, to_one_line
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class ParsedFeedback:
     """A record that was taken in: the feedback that may edit, or why it may not, with the headers of its outcome.
 
-    `refused` also holds the outcome of feedback whose delta is committed already. `copy_of` is the offset at which a
-    signed record came first, `standing` what the sender is allowed.
+    `early_result` also holds the outcome of feedback whose delta is committed already. `copy_of_offset` is the offset
+    at which a signed record came first, `standing` what the sender is allowed.
     """
 
     offset: int
     feedback: Feedback | None = None
     headers: tuple[tuple[str, bytes], ...] = ()
-    refused: Edited | None = None
-    copy_of: int | None = None
+    early_result: EditResult | None = None
+    copy_of_offset: int | None = None
     standing: Standing | UnsetType = UNSET
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class DecidedFeedback:
     """What is to be written for a record, and the headers of its outcome."""
 
-    edited: Edited
+    result: EditResult
     headers: list[tuple[str, bytes]] = field(default_factory=list)
 
 
-class Intake:
+class FeedbackProcessor:
     """Takes records in the order of their offsets: reads them, may train for several at once, decides on each.
 
-    `history` is the log, for undos; `max_bytes` the largest record; `before_edit` is called before a correction is
-    decided on, and `at_work` while a long undo, or the training of several values, goes on.
+    `history` is the log, for undos; `max_bytes` the largest record; `refresh_traffic` is called before a correction is
+    decided on, and `heartbeat` while a long undo, or the training of several values, goes on.
     """
 
     def __init__(
@@ -66,15 +66,15 @@ class Intake:
         admission: Admission,
         history: History,
         max_bytes: int,
-        before_edit: Callable[[], object] = lambda: None,
-        at_work: Callable[[], object] = lambda: None,
+        refresh_traffic: Callable[[], object] = lambda: None,
+        heartbeat: Callable[[], object] = lambda: None,
     ) -> None:
         self._engine, self._admission, self._history = engine, admission, history
-        self._max_bytes, self._before_edit, self._at_work = max_bytes, before_edit, at_work
+        self._max_bytes, self._refresh_traffic, self._heartbeat = max_bytes, refresh_traffic, heartbeat
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Forget what another editor may have changed: called by one who takes the lead."""
-        self._admission.forget()
+        self._admission.reset()
 
     def catch_up(self) -> None:
         """Read ahead what earlier records have spent.
@@ -84,58 +84,64 @@ class Intake:
         """
         self._admission.catch_up()
 
-    def read(self, offset: int, timestamp: int, value: bytes | None) -> Read:
-        """Take in one record, which tells whether it may edit at all; `timestamp` is Kafka's, in ms."""
+    def parse(self, offset: int, timestamp_ms: int, value: bytes | None) -> ParsedFeedback:
+        """Take in one record, which tells whether it may edit at all; `timestamp_ms` is Kafka's, in ms."""
         record = value or b""
         try:
             feedback = decode(value, Feedback, self._max_bytes)
         except InvalidMessage as error:
-            headers = _spends(self._admission.unverified(record, offset))
-            return Read(offset, refused=_unreadable(value, str(error)), headers=headers)
+            headers = _spent_headers(self._admission.unverified_mark(record, offset))
+            return ParsedFeedback(offset, early_result=_unreadable_result(value, str(error)), headers=headers)
         if self._engine.memory.offsets.get(feedback.feedback_id) == offset:
-            return Read(offset, refused=Edited(self._committed_outcome(feedback.feedback_id, offset)))
+            return ParsedFeedback(
+                offset, early_result=EditResult(self._committed_outcome(feedback.feedback_id, offset))
+            )
         try:
-            admitted = self._admission.admit(feedback, record, offset, timestamp)
-        except Copied as copied:
-            return Read(offset, refused=rejected(feedback, str(copied)), copy_of=copied.first)
-        except Refused as refused:
-            return Read(offset, refused=rejected(feedback, str(refused)), headers=_spends(refused.mark))
-        return Read(offset, feedback, tuple(admitted.headers()), standing=admitted.standing)
+            admitted = self._admission.accept(feedback, record, offset, timestamp_ms)
+        except DuplicateFeedback as copied:
+            return ParsedFeedback(
+                offset, early_result=rejected_result(feedback, str(copied)), copy_of_offset=copied.first_offset
+            )
+        except FeedbackRefused as refused:
+            return ParsedFeedback(
+                offset, early_result=rejected_result(feedback, str(refused)), headers=_spent_headers(refused.mark)
+            )
+        return ParsedFeedback(offset, feedback, tuple(admitted.headers()), standing=admitted.standing)
 
-    def train_ahead(self, read: Sequence[Read]) -> dict[int, Ahead]:
+    def draft_values(self, parsed: Sequence[ParsedFeedback]) -> dict[int, DraftValue]:
         """The values of corrections that wait, by offset, as far as they are trained together; never fails on one.
 
         Raises:
             UserError, KafkaError, OSError, DeviceFault: what is no fault of a record.
         """
-        allowed = [one for one in read if may_propose(one.standing)]
-        corrections = [(one.feedback, one.offset) for one in allowed if one.feedback and one.feedback.corrects]
+        allowed = [one for one in parsed if may_propose(one.standing)]
+        corrections = [(one.feedback, one.offset) for one in allowed if one.feedback and one.feedback.is_correction]
         if len(corrections) < 2:
             return {}
         try:
-            return self._engine.train_ahead(corrections, self._at_work)
+            return self._engine.draft_values(corrections, self._heartbeat)
         except Exception as error:  # on whichever it is: each is decided on by itself, which tells
-            _raise_if_no_fault_of_a_record(error)
+            _raise_unless_record_fault(error)
             log.exception("not_trained_ahead", offset=corrections[0][1])
             return {}
 
-    def decide(self, read: Read, ahead: Ahead | None = None) -> Taken:
+    def decide(self, parsed: ParsedFeedback, draft: DraftValue | None = None) -> DecidedFeedback:
         """Decide on one record; nothing changes before the engine applies it.
 
         Raises:
             UserError, KafkaError, OSError: the log could not be read, which is no fault of the record.
             DeviceFault: the device failed, likewise.
         """
-        if read.feedback is None:
-            assert read.refused is not None
-            return Taken(self._of_copy(read.refused, read.copy_of), list(read.headers))
-        edited, book = self._decide(read.feedback, read, ahead), self._engine.codebook
-        headers = list(read.headers)
-        if edited.record is None:
+        if parsed.feedback is None:
+            assert parsed.early_result is not None
+            return DecidedFeedback(self._resolve_copy(parsed.early_result, parsed.copy_of_offset), list(parsed.headers))
+        edited, book = self._run_engine(parsed.feedback, parsed, draft), self._engine.codebook
+        headers = list(parsed.headers)
+        if edited.delta_record is None:
             assert edited.outcome is not None
-            place = (read.offset, book.term, book.seq)
-            headers += Fruitless(*place, edited.outcome, edited.seen, read.standing).headers()
-        return Taken(edited, headers)
+            place = (parsed.offset, book.term, book.seq)
+            headers += NoChangeDecision(*place, edited.outcome, edited.context, parsed.standing).headers()
+        return DecidedFeedback(edited, headers)
 
     def _committed_outcome(self, feedback_id: str, offset: int) -> Outcome:
         """The outcome of feedback whose delta is in the log already, without an outcome."""
@@ -148,55 +154,57 @@ class Intake:
                 found.append(delta)
             return not found
 
-        self._history.each_delta(is_another)
+        self._history.for_each_delta(is_another)
         return committed_outcome(found[0])
 
-    def _of_copy(self, refused: Edited, first: int | None) -> Edited:
+    def _resolve_copy(self, result: EditResult, first_offset: int | None) -> EditResult:
         """A copy of what is in force changes nothing; any other stays rejected, like what is no copy."""
-        memory, outcome = self._engine.memory, refused.outcome
-        if outcome is None or first is None or memory.offsets.get(outcome.feedback_id) != first:
-            return refused
-        if outcome.feedback_id in memory.undone():
-            return refused
-        return Edited(msgspec.structs.replace(outcome, status="unchanged"))
+        memory, outcome = self._engine.memory, result.outcome
+        if outcome is None or first_offset is None or memory.offsets.get(outcome.feedback_id) != first_offset:
+            return result
+        if outcome.feedback_id in memory.undone_ids():
+            return result
+        return EditResult(msgspec.structs.replace(outcome, status="unchanged"))
 
-    def _decide(self, feedback: Feedback, read: Read, ahead: Ahead | None) -> Edited:
-        offset, standing = read.offset, read.standing
-        if feedback.corrects:
-            self._before_edit()  # what fails here is no fault of the record
+    def _run_engine(self, feedback: Feedback, parsed: ParsedFeedback, draft: DraftValue | None) -> EditResult:
+        offset, standing = parsed.offset, parsed.standing
+        if feedback.is_correction:
+            self._refresh_traffic()  # what fails here is no fault of the record
         try:
-            if feedback.undoes:
-                return undo(self._engine, feedback, offset, self._history, self._at_work, standing)
-            if feedback.excepts:
-                return except_from(self._engine, feedback, offset, standing)
-            return self._engine.edit(feedback, offset, ahead=ahead, standing=standing)
+            if feedback.is_undo:
+                return undo(self._engine, feedback, offset, self._history, self._heartbeat, standing)
+            if feedback.is_exception:
+                return decide_exception(self._engine, feedback, offset, standing)
+            return self._engine.edit(feedback, offset, draft=draft, standing=standing)
         except Exception as error:  # whatever one record does to the model, the stream moves on
-            edited = failed(feedback, error)
+            edited = model_failure(feedback, error)
             log.exception("edit_failed", offset=offset)
             return edited
 
 
-def failed(feedback: Feedback, error: Exception) -> Edited:
+def model_failure(feedback: Feedback, error: Exception) -> EditResult:
     """What becomes of feedback on which the model failed. Raises an error that is no fault of the record."""
-    _raise_if_no_fault_of_a_record(error)
-    return rejected(feedback, f"the model failed: {type(error).__name__}: {one_line(error)}", invalid=True)
+    _raise_unless_record_fault(error)
+    return rejected_result(
+        feedback, f"the model failed: {type(error).__name__}: {to_one_line(error)}", is_dead_letter=True
+    )
 
 
-def _raise_if_no_fault_of_a_record(error: Exception) -> None:
+def _raise_unless_record_fault(error: Exception) -> None:
     if isinstance(error, (UserError, KafkaError, OSError)):
         raise error
-    raise_if_broken(error)
+    raise_if_device_lost(error)
 
 
-def _spends(mark: bytes | None) -> tuple[tuple[str, bytes], ...]:
+def _spent_headers(mark: bytes | None) -> tuple[tuple[str, bytes], ...]:
     """The header of an outcome that spends this."""
     return () if mark is None else (mark_header(mark),)
 
 
-def _unreadable(value: bytes | None, reason: str) -> Edited:
+def _unreadable_result(value: bytes | None, reason: str) -> EditResult:
     """Feedback that cannot be taken: to the dead letter queue, and an outcome where it has an id to bear."""
     feedback_id = peek_id(value, "feedback_id")
     outcome = None
     if feedback_id is not None:
-        outcome = Outcome(v=VERSION, feedback_id=feedback_id, status="rejected", reason=reason)
-    return Edited(outcome, invalid=True, reason=reason)
+        outcome = Outcome(v=SCHEMA_VERSION, feedback_id=feedback_id, status="rejected", reason=reason)
+    return EditResult(outcome, is_dead_letter=True, reason=reason)

@@ -19,9 +19,9 @@ What it guarantees (design, section 5, points 2 and 3):
    Kafka has completed or aborted it before `fence` returns. Nothing is lost or done twice.
 6. No delta is committed behind one that this editor has not read: each must land where the log ended, or nothing of its
    transaction is committed.
-7. `may_pass` says after which errors that is worth a try: where Kafka did not answer, where a transaction was aborted,
-   where the place or the writer was lost, and where there is something to be read first. Who may not write, or sends
-   what Kafka refuses, is told so and stops.
+7. `is_retriable` says after which errors that is worth a try: where Kafka did not answer, where a transaction was
+   aborted, where the place or the writer was lost, and where there is something to be read first. Who may not write, or
+   sends what Kafka refuses, is told so and stops.
 """
 
 import time
@@ -38,41 +38,41 @@ from kafka.structs import MemberState, OffsetAndMetadata
 
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.kafka import (
-    ANSWER_SECONDS,
     DELTAS,
     EDITS,
     FEEDBACK,
     FEEDBACK_DLQ,
+    READ_TIMEOUT_SECONDS,
     consumer,
+    dead_letter_for,
     producer,
     read_bulk,
-    rejected,
 )
 from gracestream.pipeline.settings import Settings
-from gracestream.schemas.headers import FEEDBACK_OFFSET, SOURCE_OFFSET, offset_in
+from gracestream.schemas.headers import FEEDBACK_OFFSET_HEADER, SOURCE_OFFSET_HEADER, read_offset_header
 from gracestream.schemas.messages import Outcome, encode, peek_id
 
 log = structlog.get_logger()
 
-FETCH_WAIT_MS = 5
+FETCH_MAX_WAIT_MS = 5
 """What a fetch waits for where there is nothing to read, when what there is to read is known."""
 
-Place = Literal["joining", "standby", "chosen"]
+MembershipState = Literal["joining", "standby", "chosen"]
 """Of an editor in the group: not decided yet, another one has the partition, or this one has."""
 
 
-class PlaceLostError(KafkaError):  # type: ignore[misc]
+class PartitionLostError(KafkaError):  # type: ignore[misc]
     """The group has given this editor's partition away, or was about to."""
 
 
-class ForeignRecordError(KafkaError):  # type: ignore[misc]
+class UnexpectedWriterError(KafkaError):  # type: ignore[misc]
     """Somebody else has written to `deltas` what this editor has not read yet."""
 
 
-_MAY_PASS = (
+_RETRIABLE_ERRORS = (
     errors.RetriableError,
-    PlaceLostError,
-    ForeignRecordError,
+    PartitionLostError,
+    UnexpectedWriterError,
     errors.CommitFailedError,
     errors.IllegalGenerationError,
     errors.UnknownMemberIdError,
@@ -90,16 +90,16 @@ _MAY_PASS = (
 )
 
 
-def may_pass(error: KafkaError) -> bool:
+def is_retriable(error: KafkaError) -> bool:
     """Whether to close the log and begin again: Kafka may answer otherwise, or take a new writer."""
     if type(error) is KafkaError:  # kafka-python says in the text of such a one which error it comes of
         return "AuthorizationFailed" not in str(error)
-    return isinstance(error, _MAY_PASS)
+    return isinstance(error, _RETRIABLE_ERRORS)
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """What is to be written for one feedback record. `rejected`: why it goes to the dead letter queue as well.
+class FeedbackResult:
+    """The records to write for one feedback record; `dead_letter_reason` says why it is dead-lettered.
 
     `headers` stand on the outcome, beside the feedback's offset.
     """
@@ -107,61 +107,61 @@ class Result:
     offset: int
     outcome: Outcome | None
     delta: bytes | None = None
-    rejected: str | None = None
+    dead_letter_reason: str | None = None
     key: bytes | None = None
-    feedback: bytes | None = field(default=None, repr=False)
+    value: bytes | None = field(default=None, repr=False)
     headers: list[tuple[str, bytes]] = field(default_factory=list)
 
     @property
-    def size(self) -> int:
+    def size_bytes(self) -> int:
         """Bytes that it takes in memory and in a transaction, but for the outcome, which is short, and the delta."""
         headers = sum(len(name) + len(value) for name, value in self.headers)
-        return len(self.key or b"") + len(self.feedback or b"") + headers
+        return len(self.key or b"") + len(self.value or b"") + headers
 
 
 class EditorLog:
     """Everything that an editor reads from Kafka and writes there, but for the traffic that it watches.
 
-    In this order: `deltas` to learn the history, `join`, `place` until it is chosen, `fence`, `deltas` for what the
-    predecessor wrote last, `lead`; then `poll` and `commit`. Each may raise kafka-python's KafkaError; then `close`,
-    and begin again.
+    In this order: `read_new_deltas` to learn the history, `join`, `membership` until it is chosen, `fence`,
+    `read_new_deltas` for what the predecessor wrote last, `write_lead`; then `poll` and `commit`. Each may raise
+    kafka-python's KafkaError; then `close`, and begin again.
 
     Args:
         settings: Which cluster, and the prefix of names.
-        consumer: Makes a consumer, as `pipeline.kafka.clients.consumer` does.
-        producer: Makes a producer, likewise.
+        new_consumer: Makes a consumer, as `pipeline.kafka.clients.consumer` does.
+        new_producer: Makes a producer, likewise.
     """
 
     def __init__(
         self,
         settings: Settings,
-        consumer: Callable[..., Any] = consumer,
-        producer: Callable[..., Any] = producer,
+        new_consumer: Callable[..., Any] = consumer,
+        new_producer: Callable[..., Any] = producer,
     ) -> None:
-        self._settings, self._new_consumer, self._new_producer = settings, consumer, producer
+        self._settings, self._new_consumer, self._new_producer = settings, new_consumer, new_producer
         self._feedback = TopicPartition(settings.topic(FEEDBACK), 0)
         self._deltas = TopicPartition(settings.topic(DELTAS), 0)
         self._next_delta = 0
         self._delta_end = 0
         """Where the next record of `deltas` lands, unless somebody else writes one."""
-        self._written: dict[str, int] = {}
+        self._written_ends: dict[str, int] = {}
         """By topic: after the last record that this editor has committed there."""
         self._next_feedback = 0
         """After the last record that was handed out."""
-        self._done = 0
+        self._committed_offset = 0
         """After the last one whose outcome is committed."""
-        self._polled = 0.0
-        self._rested = 0.0
+        self._last_poll_at = 0.0
+        self._last_stable_at = 0.0
         self._reader: Any = None
         self._member: Any = None
         self._writer: Any = None
-        self._rebalances = _Rebalances()
-        self._seen = 0
-        self._metadata: Any = None
+        self._rebalances = _RebalanceCounter()
+        self._seen_rebalances = 0
+        self._group_metadata: Any = None
 
-    def deltas(self) -> Iterator[tuple[int, bytes]]:
-        """Offset and bytes of the records of `deltas` after those that this has handed out and `commit` has written."""
-        end = self._end(DELTAS)
+    def read_new_deltas(self) -> Iterator[tuple[int, bytes]]:
+        """Offset and bytes of the new records of `deltas`, except those that this editor committed itself."""
+        end = self._end_offset(DELTAS)
         for records, following in read_bulk(self._settings, self._deltas, self._next_delta, end):
             for record in records:
                 self._next_delta = record.offset + 1
@@ -184,16 +184,16 @@ class EditorLog:
             partition_assignment_strategy=[StickyPartitionAssignor],
             max_poll_records=1,  # each edit is followed by a poll, which is where a rebalance takes place
         )
-        self._rebalances, self._seen = _Rebalances(), 0
+        self._rebalances, self._seen_rebalances = _RebalanceCounter(), 0
         self._member.partitions_for_topic(self._feedback.topic)  # who does not know them yet gives them to nobody
         self._member.subscribe([self._feedback.topic], listener=self._rebalances)
 
-    def place(self, seconds: float) -> Place:
+    def membership(self, timeout: float) -> MembershipState:
         """This editor's place in the group, after waiting for news of it."""
-        self._poll(seconds)
-        if not self._rebalances.count or not self._stable():
+        self._poll(timeout)
+        if not self._rebalances.count or not self._is_stable():
             return "joining"  # or joining again: the generation is about to change
-        self._take_place()
+        self._adopt_generation()
         return "chosen" if self._feedback in self._member.assignment() else "standby"
 
     def fence(self) -> None:
@@ -207,54 +207,54 @@ class EditorLog:
             self._settings,
             transactional_id=self._settings.topic("editor"),
             retry_backoff_ms=5,
-            max_block_ms=int(1000 * ANSWER_SECONDS),
+            max_block_ms=int(1000 * READ_TIMEOUT_SECONDS),
         )
         self._writer.init_transactions()
-        self._await_decided()
+        self._wait_for_transactions()
 
-    def lead(self, delta: bytes) -> int:
+    def write_lead(self, delta: bytes) -> int:
         """Write the record that takes a term; the offset of the first feedback record that is not decided yet."""
-        position = self._first_undecided()
+        position = self._first_undecided_offset()
         self._transact(position, [(DELTAS, delta, None, [])])
         self._next_feedback = position
         self._member.seek(self._feedback, position)
         return position
 
-    def poll(self, seconds: float) -> tuple[int, int, bytes | None, bytes | None] | None:
-        """The next feedback record, as (offset, timestamp in ms, key, value), if one comes within `seconds`.
+    def poll(self, timeout: float) -> tuple[int, int, bytes | None, bytes | None] | None:
+        """The next feedback record, as (offset, timestamp in ms, key, value), if one comes within `timeout`.
 
         Raises:
-            PlaceLostError: another editor has the partition now.
+            PartitionLostError: another editor has the partition now.
         """
-        polled = self._poll(seconds)
-        if self._stable():
-            self._rested = time.monotonic()
-        elif time.monotonic() > self._rested + self._settings.session_timeout:
+        polled = self._poll(timeout)
+        if self._is_stable():
+            self._last_stable_at = time.monotonic()
+        elif time.monotonic() > self._last_stable_at + self._settings.session_timeout:
             # While a member joins no heartbeat is sent: by now the group has given it up.
-            raise PlaceLostError("the group has not come to rest within a session")
-        if self._rebalanced():
+            raise PartitionLostError("the group has not come to rest within a session")
+        if self._handle_rebalance():
             return None
         for record in polled.get(self._feedback, []):
             self._next_feedback = record.offset + 1
             return record.offset, record.timestamp, record.key, record.value
         return None
 
-    def stay(self, pause: float) -> None:
-        """Keep the place while the work on one record goes on; does nothing where that was `pause` seconds ago or less.
+    def keep_alive(self, min_interval: float) -> None:
+        """Keep the assignment while one record is being decided, at most once in `min_interval` seconds.
 
         Raises:
-            PlaceLostError: another editor has the partition now.
+            PartitionLostError: another editor has the partition now.
         """
-        if time.monotonic() > self._polled + pause:
+        if time.monotonic() > self._last_poll_at + min_interval:
             polled = self._poll(0.0)
-            if not self._rebalanced() and polled:
+            if not self._handle_rebalance() and polled:
                 self._member.seek(self._feedback, self._next_feedback)  # what came is for later
 
-    def behind(self) -> int:
+    def lag(self) -> int:
         """Feedback records that have no outcome yet, those behind an open transaction included."""
-        return max(0, self._end(FEEDBACK) + self.blocked() - self._done)
+        return max(0, self._end_offset(FEEDBACK) + self.blocked_records() - self._committed_offset)
 
-    def blocked(self) -> int:
+    def blocked_records(self) -> int:
         """Records that lie behind a transaction on `feedback` which is open, so that nobody may read them.
 
         Records that came a moment ago may count: only what stays is a transaction that somebody has left open.
@@ -262,20 +262,20 @@ class EditorLog:
         if self._feedback not in self._member.assignment():  # amid a rebalance
             return 0
         written = self._member.highwater(self._feedback)
-        return max(0, (written or 0) - self._end(FEEDBACK))
+        return max(0, (written or 0) - self._end_offset(FEEDBACK))
 
-    def commit(self, *results: Result) -> None:
+    def commit(self, *results: FeedbackResult) -> None:
         """Write it all, or nothing; the results of records that `poll` handed out, in order and none left out.
 
         Records that it has handed out after them may wait for a later commit.
 
         Raises:
-            PlaceLostError: the work on them took too long.
-            ForeignRecordError: there is something on `deltas` to be read first.
-            HistoryError: `deltas` has lost records.
+            PartitionLostError: the work on them took too long.
+            UnexpectedWriterError: there is something on `read_new_deltas` to be read first.
+            HistoryError: `read_new_deltas` has lost records.
         """
-        if (taken := time.monotonic() - self._polled) > self._settings.stuck_after:
-            raise PlaceLostError(
+        if (taken := time.monotonic() - self._last_poll_at) > self._settings.stuck_after:
+            raise PartitionLostError(
                 f"feedback at offset {results[-1].offset} took {taken:.0f} s, and the group does not wait for more than"
                 f" {self._settings.stuck_after:g}; set GRACESTREAM_STUCK_AFTER higher where edits take that long"
             )
@@ -284,10 +284,12 @@ class EditorLog:
             if result.delta is not None:
                 records.append((DELTAS, result.delta, None, []))
             if result.outcome is not None:
-                headers = [(FEEDBACK_OFFSET, str(result.offset).encode()), *result.headers]
+                headers = [(FEEDBACK_OFFSET_HEADER, str(result.offset).encode()), *result.headers]
                 records.append((EDITS, encode(result.outcome), result.outcome.feedback_id.encode(), headers))
-            if result.rejected is not None:
-                letter = rejected(result.rejected, result.key, result.feedback, self._feedback.topic, 0, result.offset)
+            if result.dead_letter_reason is not None:
+                letter = dead_letter_for(
+                    result.dead_letter_reason, result.key, result.value, self._feedback.topic, 0, result.offset
+                )
                 records.append((FEEDBACK_DLQ, letter.value, letter.key, letter.headers))
         self._transact(results[-1].offset + 1, records)
 
@@ -299,7 +301,7 @@ class EditorLog:
                 with suppress(KafkaError):
                     client.close(**limit)
 
-    def _first_undecided(self) -> int:
+    def _first_undecided_offset(self) -> int:
         """The offset of the first feedback record without an outcome; for records without an id, a dead letter counts.
 
         1. Outcomes are committed in the order of feedback. So every record before the last outcome is decided.
@@ -307,10 +309,10 @@ class EditorLog:
         3. Neither proves that the readable records in between are decided. A writer without the guarantees of
            `pipeline.kafka.transactions` may have committed an offset alone. So these records are decided now.
         """
-        end = self._end(FEEDBACK)
-        decided = min(self._after_last(EDITS, FEEDBACK_OFFSET), end)
-        committed = self._member.committed(self._feedback, timeout_ms=int(1000 * ANSWER_SECONDS)) or 0
-        passed = max(decided, committed, min(self._after_last(FEEDBACK_DLQ, SOURCE_OFFSET), end))
+        end = self._end_offset(FEEDBACK)
+        decided = min(self._offset_after_last(EDITS, FEEDBACK_OFFSET_HEADER), end)
+        committed = self._member.committed(self._feedback, timeout_ms=int(1000 * READ_TIMEOUT_SECONDS)) or 0
+        passed = max(decided, committed, min(self._offset_after_last(FEEDBACK_DLQ, SOURCE_OFFSET_HEADER), end))
         for record in self._read(FEEDBACK, decided, min(passed, end)):
             if peek_id(record.value, "feedback_id") is not None:
                 log.warning(
@@ -322,7 +324,7 @@ class EditorLog:
                 return int(record.offset)
         return passed
 
-    def _await_decided(self) -> None:
+    def _wait_for_transactions(self) -> None:
         """Wait until no record of a predecessor can still appear behind those of this editor.
 
         Fencing ends each earlier transaction, but a broker that has just restarted may skip the control record: Kafka's
@@ -330,14 +332,14 @@ class EditorLog:
         a transaction of the same producer ends there. If they are known to be committed by this editor, its next commit
         shows them. Otherwise nobody knows what they were to become, so writing on would risk two histories.
         """
-        topics, deadline = (DELTAS, EDITS, FEEDBACK_DLQ), time.monotonic() + ANSWER_SECONDS
+        topics, deadline = (DELTAS, EDITS, FEEDBACK_DLQ), time.monotonic() + READ_TIMEOUT_SECONDS
         partitions = {TopicPartition(self._settings.topic(topic), 0): topic for topic in topics}
         probe = self._new_consumer(self._settings, isolation_level="read_uncommitted")
         try:
             while hidden := [
                 partition.topic
                 for partition, end in probe.end_offsets(list(partitions)).items()
-                if end not in (self._end(partitions[partition]), self._written.get(partitions[partition]))
+                if end not in (self._end_offset(partitions[partition]), self._written_ends.get(partitions[partition]))
             ]:
                 if time.monotonic() > deadline:
                     raise KafkaTimeoutError(
@@ -360,68 +362,71 @@ class EditorLog:
             sent.append((topic, self._writer.send(name, value=value, key=key, headers=headers, partition=0)))
         done = {self._feedback: OffsetAndMetadata(position, "", -1)}
         # Not what the consumer says now: one that fell out of the group says "no generation", which passes unchecked.
-        self._writer.send_offsets_to_transaction(done, self._metadata)
-        offsets = [(topic, future.get(timeout=ANSWER_SECONDS).offset) for topic, future in sent]
+        self._writer.send_offsets_to_transaction(done, self._group_metadata)
+        offsets = [(topic, future.get(timeout=READ_TIMEOUT_SECONDS).offset) for topic, future in sent]
         deltas = [offset for topic, offset in offsets if topic == DELTAS]
-        end = self._expect(deltas)
+        end = self._check_offsets(deltas)
         self._writer.commit_transaction()
         if deltas:
             self._next_delta, self._delta_end = end, end + 1  # a control record ends the transaction
-        self._written |= {topic: offset + 1 for topic, offset in offsets}
-        self._done, self._rested = position, time.monotonic()  # the group has taken it of this generation
+        self._written_ends |= {topic: offset + 1 for topic, offset in offsets}
+        self._committed_offset, self._last_stable_at = (
+            position,
+            time.monotonic(),
+        )  # the group has taken it of this generation
 
-    def _expect(self, offsets: list[int]) -> int:
+    def _check_offsets(self, offsets: list[int]) -> int:
         """See that deltas landed where the log ended; the offset after them."""
         end, name = self._delta_end, self._settings.topic(DELTAS)
-        if offsets and offsets[0] == self._written.get(DELTAS) == end - 1:
+        if offsets and offsets[0] == self._written_ends.get(DELTAS) == end - 1:
             end -= 1  # the control record that was expected there did not come: see `_await_decided`
         for offset in offsets:
             if offset < end:
                 raise HistoryError(f"{name} ends at offset {offset}, and was read up to {end}: it has lost records")
             if offset > end:
-                raise ForeignRecordError(f"somebody else has written to {name} at offset {end}")
+                raise UnexpectedWriterError(f"somebody else has written to {name} at offset {end}")
             end += 1
         return end
 
-    def _rebalanced(self) -> bool:
+    def _handle_rebalance(self) -> bool:
         """Whether there was a rebalance since the place was taken; then the place is taken anew.
 
         Raises:
-            PlaceLostError: there is none any more.
+            PartitionLostError: there is none any more.
         """
-        if self._rebalances.count == self._seen:
+        if self._rebalances.count == self._seen_rebalances:
             return False
-        same_member = self._member.group_metadata().member_id == self._metadata.member_id
+        same_member = self._member.group_metadata().member_id == self._group_metadata.member_id
         if self._feedback not in self._member.assignment() or not same_member:
-            raise PlaceLostError("the group went on without this editor")
-        self._take_place()
+            raise PartitionLostError("the group went on without this editor")
+        self._adopt_generation()
         self._member.seek(self._feedback, self._next_feedback)  # a rebalance goes back to the group's offset
         return True
 
-    def _poll(self, seconds: float) -> Any:
+    def _poll(self, timeout: float) -> Any:
         """Poll, and see a rebalance that has begun to its end, if that comes within half a session.
 
         kafka-python throws away a join that ends between two polls and joins again, which begins the next rebalance of
         all: editors that do something else meanwhile would never come to rest.
         """
-        polled = self._member.poll(timeout_ms=int(1000 * seconds))
+        polled = self._member.poll(timeout_ms=int(1000 * timeout))
         deadline = time.monotonic() + self._settings.session_timeout / 2
         # What was polled is handed out first: polling on would leave it behind.
-        while not polled and not self._stable() and time.monotonic() < deadline:
+        while not polled and not self._is_stable() and time.monotonic() < deadline:
             polled = self._member.poll(timeout_ms=500)
-        self._polled = time.monotonic()
+        self._last_poll_at = time.monotonic()
         return polled
 
-    def _stable(self) -> bool:
+    def _is_stable(self) -> bool:
         """Whether no rebalance is under way, as far as this member knows."""
         return bool(self._member.group_metadata().state == MemberState.STABLE)
 
-    def _take_place(self) -> None:
+    def _adopt_generation(self) -> None:
         """Hold on to the generation of the last rebalance."""
-        self._rested = time.monotonic()
-        self._seen, self._metadata = self._rebalances.count, self._member.group_metadata()
-        if self._metadata.generation_id < 1:
-            raise PlaceLostError("this editor fell out of the group")
+        self._last_stable_at = time.monotonic()
+        self._seen_rebalances, self._group_metadata = self._rebalances.count, self._member.group_metadata()
+        if self._group_metadata.generation_id < 1:
+            raise PartitionLostError("this editor fell out of the group")
 
     def _read(self, topic: str, start: int, end: int) -> Iterator[Any]:
         """Every committed record of a topic of one partition, from `start` to `end`, where it ended.
@@ -438,37 +443,37 @@ class EditorLog:
                 yield from (record for record in records if record.offset < end)  # more may have come meanwhile
             if (reached := self._reader.position(partition)) > position:
                 position, heard = reached, time.monotonic()
-            elif time.monotonic() > heard + ANSWER_SECONDS:
+            elif time.monotonic() > heard + READ_TIMEOUT_SECONDS:
                 raise KafkaTimeoutError(f"{partition.topic} could not be read on from offset {position}")
 
-    def _end(self, topic: str) -> int:
+    def _end_offset(self, topic: str) -> int:
         """The offset before which everything is decided: committed, or aborted and never seen.
 
         Kafka answers one request of a connection after the other, so a fetch that waits holds up this question: the
         member's does so for half a second, the reader's only for a moment.
         """
-        self._reader = self._reader or self._new_consumer(self._settings, fetch_max_wait_ms=FETCH_WAIT_MS)
+        self._reader = self._reader or self._new_consumer(self._settings, fetch_max_wait_ms=FETCH_MAX_WAIT_MS)
         partition = TopicPartition(self._settings.topic(topic), 0)
         end: int = self._reader.end_offsets([partition])[partition]
         return end
 
-    def _after_last(self, topic: str, header: str) -> int:
+    def _offset_after_last(self, topic: str, header: str) -> int:
         """The offset in `feedback` after the last one that a header of this topic names; 0 where none does.
 
         Walks back from the end, since transactions leave control records between the others.
         """
-        end = self._end(topic)
+        end = self._end_offset(topic)
         start, window = end, 16
         while start > 0:
             start = max(0, start - window)
-            last = max((offset_in(header, record) for record in self._read(topic, start, end)), default=-1)
+            last = max((read_offset_header(header, record) for record in self._read(topic, start, end)), default=-1)
             if last >= 0:
                 return last + 1
             window *= 8
         return 0
 
 
-class _Rebalances(ConsumerRebalanceListener):  # type: ignore[misc]
+class _RebalanceCounter(ConsumerRebalanceListener):  # type: ignore[misc]
     """Counts them, in the consumer's own thread."""
 
     def __init__(self) -> None:

@@ -6,36 +6,48 @@ import time
 import structlog
 from redis.exceptions import DataError, RedisError, ResponseError
 
-from gracestream.pipeline.codebook import Applied, Codebook
+from gracestream.pipeline.codebook import AppliedDelta, Codebook
 from gracestream.pipeline.observability import DEGRADED
-from gracestream.pipeline.stores import Head, RadiusStore, StaleError
-from gracestream.schemas.messages import one_line
+from gracestream.pipeline.stores import Head, RedisHeadStore, StaleHeadError
+from gracestream.schemas.messages import to_one_line
 
 log = structlog.get_logger()
 
-PAUSE_SECONDS = 2.0
+REDIS_RETRY_SECONDS = 2.0
 """After a failure of Redis, for which the editor does not ask it: one that hangs takes a second for each question."""
 
-LOOK_SECONDS = 0.1
+HEAD_CHECK_SECONDS = 0.1
 """Between two looks at a head that is newer than the log."""
 
 
-class Projection:
+class RedisPublisher:
     """Writes each delta to Redis, and everything anew after Redis was away or a predecessor left off."""
 
-    def __init__(self, store: RadiusStore, codebook: Codebook, grace: float, *, pause: float = PAUSE_SECONDS) -> None:
-        """`grace`: seconds for which Redis may name a head that is newer than the log before that counts."""
-        self._store, self._codebook, self._grace, self._pause = store, codebook, grace, pause
-        self.complete = False
+    def __init__(
+        self,
+        store: RedisHeadStore,
+        codebook: Codebook,
+        grace_seconds: float,
+        *,
+        retry_seconds: float = REDIS_RETRY_SECONDS,
+    ) -> None:
+        """`grace_seconds`: seconds for which Redis may name a head that is newer than the log before that counts."""
+        self._store, self._codebook, self._grace_seconds, self._retry_seconds = (
+            store,
+            codebook,
+            grace_seconds,
+            retry_seconds,
+        )
+        self.in_sync = False
         """Whether Redis has all that the codebook has."""
-        self._told = ""
+        self._last_problem = ""
         """What was last said to be wrong with Redis; empty: it was seen to be whole since."""
-        self._not_before = 0.0
+        self._retry_at = 0.0
         """When Redis is asked again."""
-        self._refused_at: float | None = None
+        self._ahead_since: float | None = None
         """Since when it names a newer head."""
 
-    def await_no_newer(self, stop: threading.Event) -> bool:
+    def wait_until_not_ahead(self, stop: threading.Event) -> bool:
         """See that Redis is not ahead of the log, before a term is taken in which no delta could become live.
 
         Redis may be wrong for a moment, so a newer head counts once it has stood for `grace` seconds. False where
@@ -44,66 +56,66 @@ class Projection:
         Raises:
             StaleError: it is ahead.
         """
-        deadline = time.monotonic() + self._grace
-        while (head := self._newer()) is not None:
+        deadline = time.monotonic() + self._grace_seconds
+        while (head := self._newer_head()) is not None:
             if time.monotonic() >= deadline:
-                raise StaleError(
+                raise StaleHeadError(
                     f"Redis has delta {head.seq} of term {head.term}, and the log ends with delta {self._codebook.seq}"
                     f" of term {self._codebook.term}: another editor has led since, or the log was lost; if the log is"
                     f" right, delete the key {self._store.head_key}"
                 )
-            if stop.wait(LOOK_SECONDS):
+            if stop.wait(HEAD_CHECK_SECONDS):
                 return False
         return True
 
-    def make_live(self, applied: Applied) -> None:
-        """Project the delta that the codebook has just applied; without Redis it stays undone until `repair`.
+    def publish(self, applied: AppliedDelta) -> None:
+        """Project the delta that the codebook has just applied; without Redis it stays undone until `reconcile`.
 
         Raises:
             StaleError: Redis has named a newer head for `grace` seconds: another editor leads, or the log was lost.
         """
-        self._attempt(applied if self._holds(self._codebook.seq - 1) else None)
+        self._try_publish(applied if self._redis_has(self._codebook.seq - 1) else None)
 
-    def repair(self) -> None:
+    def reconcile(self) -> None:
         """Project everything, unless it is there already: a Redis that was emptied is filled again.
 
         One that was emptied just before a delta was written has a head and few radii: they are counted, too.
 
         Raises:
-            StaleError: as `make_live`.
+            StaleError: as `publish`.
         """
-        if self._holds(self._codebook.seq, whole=True):
-            self._told = ""
+        if self._redis_has(self._codebook.seq, full_check=True):
+            self._last_problem = ""
         else:
-            self._attempt(None)
+            self._try_publish(None)
 
-    def _newer(self) -> Head | None:
+    def _newer_head(self) -> Head | None:
         """The head of Redis where it is newer than the log."""
         try:
-            head = self._store.head(self._codebook.seq)
+            head = self._store.read_head(self._codebook.seq)
         except RedisError:
             return None  # `repair` tells
         newer = head is not None and (head.term > self._codebook.term or head.seq > self._codebook.seq)
         return head if newer else None
 
-    def _holds(self, seq: int, *, whole: bool = False) -> bool:
+    def _redis_has(self, seq: int, *, full_check: bool = False) -> bool:
         """Whether Redis has everything up to this delta, as far as this editor knows."""
-        if not self.complete:
+        if not self.in_sync:
             return False
         try:
-            head = self._store.head(seq)
+            head = self._store.read_head(seq)
             if head is None or head.seq != seq:
                 return False
             digest, count = self._codebook.digest.hex(), len(self._codebook)
-            return not whole or (head.digest == digest and self._store.count() == count)
+            return not full_check or (head.digest == digest and self._store.count_radii() == count)
         except DataError:
             return False  # what no editor wrote is written anew
         except RedisError as error:
-            self._failed(error)
+            self._handle_failure(error)
             return False
 
-    def _attempt(self, applied: Applied | None) -> None:
-        if time.monotonic() < self._not_before:
+    def _try_publish(self, applied: AppliedDelta | None) -> None:
+        if time.monotonic() < self._retry_at:
             return
         try:
             if applied is None:
@@ -111,29 +123,29 @@ class Projection:
             else:
                 self._store.publish(applied, self._codebook)
         except RedisError as error:
-            self._failed(error)
-        except StaleError as error:
-            self._refused(error)
+            self._handle_failure(error)
+        except StaleHeadError as error:
+            self._handle_newer_head(error)
         else:
-            self.complete, self._refused_at = True, None
+            self.in_sync, self._ahead_since = True, None
             DEGRADED.set(0)
 
-    def _failed(self, error: RedisError) -> None:
+    def _handle_failure(self, error: RedisError) -> None:
         """Say what is wrong, once; a command that Redis refuses is told apart from a Redis that is away."""
-        self._say("redis_refused" if isinstance(error, ResponseError) else "redis_lost", one_line(error))
-        self._not_before = time.monotonic() + self._pause
+        self._report_problem("redis_refused" if isinstance(error, ResponseError) else "redis_lost", to_one_line(error))
+        self._retry_at = time.monotonic() + self._retry_seconds
 
-    def _refused(self, error: StaleError) -> None:
+    def _handle_newer_head(self, error: StaleHeadError) -> None:
         """Redis names a newer head. An editor that was fenced learns so from the log: this may be a wrong value."""
         now = time.monotonic()
-        self._refused_at = now if self._refused_at is None else self._refused_at
-        if now - self._refused_at >= self._grace:
+        self._ahead_since = now if self._ahead_since is None else self._ahead_since
+        if now - self._ahead_since >= self._grace_seconds:
             raise error
-        self._say("redis_ahead", str(error))
+        self._report_problem("redis_ahead", str(error))
 
-    def _say(self, event: str, reason: str) -> None:
-        if reason != self._told:
-            self._told = reason
+    def _report_problem(self, event: str, reason: str) -> None:
+        if reason != self._last_problem:
+            self._last_problem = reason
             log.warning(event, error=reason, seq=self._codebook.seq)
-        self.complete = False
+        self.in_sync = False
         DEGRADED.set(1)

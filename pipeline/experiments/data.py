@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 
 from gracestream.pipeline.errors import UserError
 
-FOLDER = "GRACESTREAM_DATA"
+DATA_VARIABLE = "GRACESTREAM_DATA"
 
 
 class DataError(UserError):
@@ -48,7 +48,7 @@ class BiographyRow(Struct, frozen=True):
     locality_ground_truth: str
 
 
-class CaseRow(Struct, frozen=True):
+class CourtCaseRow(Struct, frozen=True):
     """A case of the Supreme Court: in which term, on what, by its code."""
 
     term: int
@@ -67,32 +67,32 @@ class QuestionRow(Struct, frozen=True):
 R = TypeVar("R", bound=Struct)
 
 
-def path_of(name: str) -> Path:
+def find_data_file(name: str) -> Path:
     """The path of a file in the folder that `GRACESTREAM_DATA` names.
 
     Raises:
         DataError: the variable is not set, or the folder has no such file.
     """
-    folder = os.environ.get(FOLDER)
+    folder = os.environ.get(DATA_VARIABLE)
     if not folder:
-        raise DataError(f"this needs {name}: set {FOLDER} to its folder")
+        raise DataError(f"this needs {name}: set {DATA_VARIABLE} to its folder")
     path = Path(folder) / name
     if not path.is_file():
         raise DataError(f"this needs {name}: it is not in {folder}")
     return path
 
 
-def rows_of(name: str, kind: type[R]) -> list[R]:
+def read_rows(name: str, row_type: type[R]) -> list[R]:
     """The rows of a `.jsonl.gz` file in the folder that `GRACESTREAM_DATA` names.
 
     Raises:
         DataError: the file is not there, or cannot be read, or a line of it is not such a row.
     """
-    path = path_of(name)
+    path = find_data_file(name)
     rows: list[R] = []
     try:
         with gzip.open(path, "rb") as lines:
-            rows.extend(msgspec.json.decode(line, type=kind) for line in lines if line.strip())
+            rows.extend(msgspec.json.decode(line, type=row_type) for line in lines if line.strip())
     except (OSError, EOFError, zlib.error, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(f"{path} cannot be read: line {len(rows) + 1}: {error}") from error
     return rows

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gracestream.pipeline.errors import UserError
-from gracestream.pipeline.experiments.editors.serving import Use
-from gracestream.pipeline.experiments.stream import Point, Quality
+from gracestream.pipeline.experiments.editors.serving import ServedCounts
+from gracestream.pipeline.experiments.stream import MeanScore, Measurement
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-QUALITIES: dict[str, Callable[[Point], Quality]] = {
+SCORE_CURVES: dict[str, Callable[[Measurement], MeanScore]] = {
     "ES": lambda point: point.es,
     "ERR": lambda point: point.err,
     "TRR": lambda point: point.trr,
@@ -23,7 +23,7 @@ QUALITIES: dict[str, Callable[[Point], Quality]] = {
 }
 """What is measured as answers are."""
 
-REACH: dict[str, Callable[[Point], float]] = {
+REACH_CURVES: dict[str, Callable[[Measurement], float]] = {
     "rephrases covered": lambda point: point.covered,
     "agreement": lambda point: point.agreement,
     "unrelated captured": lambda point: point.captured,
@@ -38,7 +38,7 @@ class PlotError(UserError):
     """Nothing can be drawn here; the text says what to install."""
 
 
-def require_plots() -> None:
+def require_matplotlib() -> None:
     """Whether anything can be drawn: before hours of work and not after them.
 
     Raises:
@@ -48,23 +48,25 @@ def require_plots() -> None:
         raise PlotError("plots need matplotlib: `pip install 'gracestream[experiments]'`, or --no-plots")
 
 
-def draw_run(points: Sequence[Point], uses: Sequence[Use], measure: str, title: str, path: Path) -> None:
+def draw_run(
+    measurements: Sequence[Measurement], served_counts: Sequence[ServedCounts], measure: str, title: str, path: Path
+) -> None:
     """One run: what is measured, what is stored, what is reached, and how many rephrases each entry serves."""
     from matplotlib.figure import Figure  # noqa: PLC0415  (only who draws needs it)
 
     figure = Figure(figsize=(11, 8), layout="constrained")
     figure.suptitle(title)
     ((top, stored), (reach, served)) = figure.subplots(2, 2)
-    _curves(top, points, {name: _value(of) for name, of in QUALITIES.items()})
-    if not math.isnan(points[0].trr.value):
-        top.axhline(points[0].trr.value, color="gray", linestyle=":", label="TRR, unedited")
-    _named(top, measure, measure=measure)
-    _curves(stored, points, {"edits": lambda point: point.edits, "entries": lambda point: point.entries})
-    _named(stored, "count")
-    _curves(reach, points, REACH)
-    _named(reach, "share", measure="share")
-    if any(use.rephrases for use in uses):
-        served.bar(range(1, len(uses) + 1), [use.rephrases for use in uses], width=0.9)
+    _draw_curves(top, measurements, {name: _score_value(of) for name, of in SCORE_CURVES.items()})
+    if not math.isnan(measurements[0].trr.value):
+        top.axhline(measurements[0].trr.value, color="gray", linestyle=":", label="TRR, unedited")
+    _format_panel(top, measure, measure=measure)
+    _draw_curves(stored, measurements, {"edits": lambda point: point.edits, "entries": lambda point: point.entries})
+    _format_panel(stored, "count")
+    _draw_curves(reach, measurements, REACH_CURVES)
+    _format_panel(reach, "share", measure="share")
+    if any(use.rephrases for use in served_counts):
+        served.bar(range(1, len(served_counts) + 1), [use.rephrases for use in served_counts], width=0.9)
         served.set(xlabel="entry", ylabel="rephrases served")
         served.locator_params(integer=True)
     else:
@@ -72,49 +74,51 @@ def draw_run(points: Sequence[Point], uses: Sequence[Use], measure: str, title: 
     figure.savefig(path, dpi=120)
 
 
-def _value(of: Callable[[Point], Quality]) -> Callable[[Point], float]:
-    return lambda point: of(point).value
+def _score_value(select_score: Callable[[Measurement], MeanScore]) -> Callable[[Measurement], float]:
+    return lambda point: select_score(point).value
 
 
-def _curves(panel: "Axes", points: Sequence[Point], told: Mapping[str, Callable[[Point], float]]) -> None:
+def _draw_curves(
+    panel: "Axes", measurements: Sequence[Measurement], curves: Mapping[str, Callable[[Measurement], float]]
+) -> None:
     """Each of what is told, thinner one after the other, so that none hides another; but for what is nothing."""
-    corrections = [point.corrections for point in points]
-    for place, (name, value) in enumerate(told.items()):
-        values = [value(point) for point in points]
+    corrections = [point.corrections for point in measurements]
+    for place, (name, value) in enumerate(curves.items()):
+        values = [value(point) for point in measurements]
         if not all(map(math.isnan, values)):
             panel.plot(corrections, values, label=name, marker="o", linewidth=6 - place, markersize=10 - 1.5 * place)
-    _from_none(panel, corrections[-1])
+    _set_corrections_axis(panel, corrections[-1])
 
 
-def _from_none(panel: "Axes", corrections: int) -> None:
+def _set_corrections_axis(panel: "Axes", corrections: int) -> None:
     """All panels tell of the same corrections, whatever they hold of them."""
     margin = 0.04 * max(corrections, 1)
     panel.set_xlim(-margin, corrections + margin)
 
 
-def draw_sweep(lines: Mapping[str, Mapping[int, Mapping[str, Estimate]]], measure: str, path: Path) -> None:
+def draw_sweep(runs: Mapping[str, Mapping[int, Mapping[str, Estimate]]], measure: str, path: Path) -> None:
     """Several runs beside each other: of each, by its name and corrections, estimates by the names of what is drawn."""
     from matplotlib.figure import Figure  # noqa: PLC0415
 
-    told = {name for line in lines.values() for told in line.values() for name in told}
-    names = [name for name in (*QUALITIES, *REACH, "entries") if name in told]
+    told = {name for line in runs.values() for told in line.values() for name in told}
+    names = [name for name in (*SCORE_CURVES, *REACH_CURVES, "entries") if name in told]
     figure = Figure(figsize=(5 * len(names), 5), layout="constrained")
     (panels,) = figure.subplots(1, len(names), squeeze=False)
     for panel, name in zip(panels, names, strict=True):
-        for label, line in lines.items():
+        for label, line in runs.items():
             corrections = [count for count, told in line.items() if name in told]
             estimates = [line[count][name] for count in corrections]
             panel.plot(corrections, [mean for mean, _ in estimates], label=label, marker=".")
             low, high = [mean - half for mean, half in estimates], [mean + half for mean, half in estimates]
             panel.fill_between(corrections, low, high, alpha=0.2)
-        _from_none(panel, max(max(line) for line in lines.values()))
-        of_answers = name in QUALITIES
-        kind = measure if of_answers else "share" if name in REACH else "count"
-        _named(panel, f"{name} ({measure})" if of_answers else name, measure=kind)
+        _set_corrections_axis(panel, max(max(line) for line in runs.values()))
+        of_answers = name in SCORE_CURVES
+        kind = measure if of_answers else "share" if name in REACH_CURVES else "count"
+        _format_panel(panel, f"{name} ({measure})" if of_answers else name, measure=kind)
     figure.savefig(path, dpi=120)
 
 
-def _named(panel: "Axes", ylabel: str, *, measure: str = "count") -> None:
+def _format_panel(panel: "Axes", ylabel: str, *, measure: str = "count") -> None:
     """Shares from 0 to 1, perplexities on a logarithmic scale, and what is counted in whole numbers."""
     panel.set(xlabel="corrections", ylabel=ylabel)
     panel.locator_params(axis="x", integer=True)

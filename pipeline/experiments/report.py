@@ -10,12 +10,12 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from gracestream.pipeline.codebook import Codebook, save
+from gracestream.pipeline.codebook import Codebook, save_codebook
 from gracestream.pipeline.errors import UserError
-from gracestream.pipeline.experiments.editors.editor import Made
-from gracestream.pipeline.experiments.editors.serving import Use
+from gracestream.pipeline.experiments.editors.editor import EditOutcome
+from gracestream.pipeline.experiments.editors.serving import ServedCounts
 from gracestream.pipeline.experiments.plots import draw_run
-from gracestream.pipeline.experiments.stream import Point, Quality
+from gracestream.pipeline.experiments.stream import MeanScore, Measurement
 
 COLUMNS = (
     "corrections", "edits", "failed", "entries", "ES", "ERR", "TRR", "ARR", "rephrases", "coming", "edits an entry",
@@ -23,11 +23,11 @@ COLUMNS = (
 )  # fmt: skip
 
 
-METRICS, TABLE, PLOTS, CODEBOOK = "metrics.json", "table.md", "plots.png", "codebook.safetensors"
-VERSION = 2
+METRICS_FILE, TABLE_FILE, PLOTS_FILE, CODEBOOK_FILE = "metrics.json", "table.md", "plots.png", "codebook.safetensors"
+REPORT_VERSION = 2
 """Of the editors and measures; raised when one changes what comes of a run."""
 
-LOCK = ".lock"
+LOCK_FILE = ".lock"
 """Stays where it is: who deleted it might delete another's."""
 
 
@@ -35,7 +35,7 @@ class ReportError(UserError):
     """Results that cannot be written."""
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a run was asked for. Where that is equal, so is what comes of it, times and rounding apart.
 
     Attributes:
@@ -48,7 +48,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
         seed: Of the order in which corrections come, and of which examples are retained; 0: as the data have them.
         settings: Those of an editor that were set, as texts.
         through: `engine`: corrections are decided in this process; `kafka`: by an editor worker.
-        version: `VERSION` of those that ran it.
+        version: `REPORT_VERSION` of those that ran it.
     """
 
     experiment: str
@@ -63,7 +63,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     version: int = 0
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     """What was run, under which settings and versions, and what came of it.
 
     Attributes:
@@ -74,43 +74,43 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         environment: Versions, device and settings.
         left_out: Examples and texts that the model cannot take.
         points: How things stood on the way.
-        made: What became of each correction.
+        make_dir: What became of each correction.
         uses: Of what the editor has stored, at the end.
         agreeing: Of a run through Kafka the share of corrections that replicas answer as was measured here.
     """
 
-    asked: Asked
+    asked: RunSpec
     measure: str
     model: str
     layer: str
     environment: dict[str, str]
     left_out: int
-    points: Annotated[list[Point], msgspec.Meta(min_length=1)]
-    made: list[Made]
-    uses: list[Use]
+    points: Annotated[list[Measurement], msgspec.Meta(min_length=1)]
+    made: list[EditOutcome]
+    uses: list[ServedCounts]
     agreeing: float | None = None
 
 
-def made(folder: Path) -> Path:
+def make_dir(folder: Path) -> Path:
     """The folder, made if need be: before hours of work and not after them.
 
     Raises:
         ReportError: it cannot be made.
     """
-    with writing(folder):
+    with translate_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
+def exclusive_lock(folder: Path) -> Iterator[None]:
     """Keep other processes out of a folder of results; the system frees that of a process which died.
 
     Raises:
         ReportError: another one is at work in it, or it cannot be written to.
     """
-    with writing(folder):
-        lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR, 0o644)
+    with translate_write_errors(folder):
+        lock = os.open(folder / LOCK_FILE, os.O_CREAT | os.O_RDWR, 0o644)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -122,7 +122,7 @@ def alone(folder: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def write(report: Report, codebook: Codebook | None, folder: Path, *, plots: bool = True) -> None:
+def write_report(report: RunReport, codebook: Codebook | None, folder: Path, *, plots: bool = True) -> None:
     """Write `table.md`, `plots.png`, of GRACE `codebook.safetensors`, and at last `metrics.json`.
 
     Those of a run before are taken away first, so that without `metrics.json` nothing is there that can be relied on.
@@ -130,44 +130,44 @@ def write(report: Report, codebook: Codebook | None, folder: Path, *, plots: boo
     Raises:
         ReportError, FileError: the folder cannot be written to.
     """
-    with writing(folder):
-        for name in (METRICS, TABLE, PLOTS, CODEBOOK):
+    with translate_write_errors(folder):
+        for name in (METRICS_FILE, TABLE_FILE, PLOTS_FILE, CODEBOOK_FILE):
             (folder / name).unlink(missing_ok=True)
     if codebook is not None:
-        save(codebook, folder / CODEBOOK)
-    with writing(folder):
-        _tell(report, folder)
+        save_codebook(codebook, folder / CODEBOOK_FILE)
+    with translate_write_errors(folder):
+        _write_table(report, folder)
         if plots:
-            _draw(report, folder)
-        half = folder / f".{METRICS}"
-        half.write_bytes(msgspec.json.format(msgspec.json.encode(plain(report)), indent=1) + b"\n")
-        half.replace(folder / METRICS)
+            _draw_plots(report, folder)
+        half = folder / f".{METRICS_FILE}"
+        half.write_bytes(msgspec.json.format(msgspec.json.encode(to_json(report)), indent=1) + b"\n")
+        half.replace(folder / METRICS_FILE)
 
 
-def complete(report: Report, folder: Path, *, plots: bool) -> None:
+def refresh_outputs(report: RunReport, folder: Path, *, plots: bool) -> None:
     """Write `table.md` anew from a report that was read, and `plots.png` where there is none.
 
     Raises:
         ReportError: the folder cannot be written to.
     """
-    with writing(folder):
-        _tell(report, folder)
-        if plots and not (folder / PLOTS).exists():
-            _draw(report, folder)
+    with translate_write_errors(folder):
+        _write_table(report, folder)
+        if plots and not (folder / PLOTS_FILE).exists():
+            _draw_plots(report, folder)
 
 
-def _tell(report: Report, folder: Path) -> None:
-    (folder / TABLE).write_text(markdown(*columns_of(report.points)), encoding="utf-8")
+def _write_table(report: RunReport, folder: Path) -> None:
+    (folder / TABLE_FILE).write_text(markdown_table(*table_columns(report.points)), encoding="utf-8")
 
 
-def _draw(report: Report, folder: Path) -> None:
+def _draw_plots(report: RunReport, folder: Path) -> None:
     asked = report.asked
     title = f"{asked.experiment}, {asked.editor}, {report.layer}, seed {asked.seed}"
-    draw_run(report.points, report.uses, report.measure, title, folder / PLOTS)
+    draw_run(report.points, report.uses, report.measure, title, folder / PLOTS_FILE)
 
 
 @contextmanager
-def writing(folder: Path) -> Iterator[None]:
+def translate_write_errors(folder: Path) -> Iterator[None]:
     """Whatever is written inside to the folder, where it cannot be, is a `ReportError`."""
     try:
         yield
@@ -177,31 +177,31 @@ def writing(folder: Path) -> Iterator[None]:
         raise ReportError(f"the results cannot be written to {folder}: {error.strerror}") from error
 
 
-def read(folder: Path) -> Report | None:
-    """The report of a run that came to its end; None, where there is none such, or one of another `VERSION`.
+def read_report(folder: Path) -> RunReport | None:
+    """The report of a run that came to its end; None, where there is none such, or one of another `REPORT_VERSION`.
 
     Raises:
         ReportError: there is a file, but it cannot be read as one.
     """
     try:
-        told = msgspec.json.decode((folder / METRICS).read_bytes(), type=dict[str, Any])
-        if msgspec.convert(told.get("asked"), _Version).version != VERSION:
+        told = msgspec.json.decode((folder / METRICS_FILE).read_bytes(), type=dict[str, Any])
+        if msgspec.convert(told.get("asked"), _ReportVersion).version != REPORT_VERSION:
             return None
-        told["points"] = _numbers(told.get("points"))
-        return msgspec.convert(told, Report)
+        told["points"] = _restore_numbers(told.get("points"))
+        return msgspec.convert(told, RunReport)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ReportError(f"{folder / METRICS} is no report: {error}; remove it to run this anew") from error
+        raise ReportError(f"{folder / METRICS_FILE} is no report: {error}; remove it to run this anew") from error
 
 
-class _Version(msgspec.Struct, frozen=True):
+class _ReportVersion(msgspec.Struct, frozen=True):
     """What can be read of a report of any version."""
 
     version: int = 0
 
 
-def plain(told: object) -> Any:
+def to_json(fields: object) -> Any:
     """In what JSON has words for: null for NaN, and "inf" for what is infinite, as a spoilt perplexity is."""
 
     def known(value: Any) -> Any:
@@ -209,56 +209,69 @@ def plain(told: object) -> Any:
             return None if math.isnan(value) else str(value)
         return value
 
-    return _each(msgspec.to_builtins(told), known)
+    return _map_leaves(msgspec.to_builtins(fields), known)
 
 
-def _numbers(told: object) -> Any:
-    """The numbers that `plain` had no words for."""
+def _restore_numbers(fields: object) -> Any:
+    """The numbers that `to_json` had no words for."""
     words = {None: math.nan, "inf": math.inf}
-    return _each(told, lambda value: words.get(value, value))
+    return _map_leaves(fields, lambda value: words.get(value, value))
 
 
-def _each(told: Any, change: Callable[[Any], Any]) -> Any:
+def _map_leaves(tree: Any, function: Callable[[Any], Any]) -> Any:
     """JSON with each of its values changed."""
-    if isinstance(told, dict):
-        return {name: _each(value, change) for name, value in told.items()}
-    if isinstance(told, list):
-        return [_each(value, change) for value in told]
-    return change(told)
+    if isinstance(tree, dict):
+        return {name: _map_leaves(value, function) for name, value in tree.items()}
+    if isinstance(tree, list):
+        return [_map_leaves(value, function) for value in tree]
+    return function(tree)
 
 
-def markdown(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table."""
-    told = [list(columns), ["---:"] * len(columns), *map(list, lines)]
+    told = [list(columns), ["---:"] * len(columns), *map(list, rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in told) + "\n"
 
 
-def columns_of(points: Sequence[Point]) -> tuple[list[str], list[list[str]]]:
+def table_columns(measurements: Sequence[Measurement]) -> tuple[list[str], list[list[str]]]:
     """The table's head and lines, without columns that hold nothing."""
-    lines = [_cells(point) for point in points]
+    lines = [_format_cells(point) for point in measurements]
     filled = [place for place, _ in enumerate(COLUMNS) if any(line[place] for line in lines)]
     return [COLUMNS[place] for place in filled], [[line[place] for place in filled] for line in lines]
 
 
-def in_words(point: Point) -> str:
+def format_measurement(measurement: Measurement) -> str:
     """One point on one line, without what it has no number for."""
-    return ", ".join(f"{name} {told}" for name, told in zip(COLUMNS, _cells(point), strict=True) if told)
+    return ", ".join(f"{name} {told}" for name, told in zip(COLUMNS, _format_cells(measurement), strict=True) if told)
 
 
-def _cells(point: Point) -> list[str]:
+def _format_cells(measurement: Measurement) -> list[str]:
     """One line of the table, in the order of `COLUMNS`."""
-    qualities = (point.es, point.err, point.trr, point.arr, point.rephrases, point.coming)
-    counts = (point.corrections, point.edits, point.failed, point.entries)
-    shares = (point.edits_an_entry, point.agreement, point.covered, point.captured, point.seconds)
-    return [*map(str, counts), *map(_quality, qualities), *map(number, shares)]
+    qualities = (
+        measurement.es,
+        measurement.err,
+        measurement.trr,
+        measurement.arr,
+        measurement.rephrases,
+        measurement.coming,
+    )
+    counts = (measurement.corrections, measurement.edits, measurement.failed, measurement.entries)
+    shares = (
+        measurement.edits_per_entry,
+        measurement.agreement,
+        measurement.covered,
+        measurement.captured,
+        measurement.seconds,
+    )
+    return [*map(str, counts), *map(_format_score, qualities), *map(format_number, shares)]
 
 
-def _quality(quality: Quality) -> str:
+def _format_score(score: MeanScore) -> str:
     """The measure; and in parentheses the share that is exact, where that says something else."""
-    exact = "" if quality.value == quality.exact else f" ({quality.exact:.3f})"
-    return "" if math.isnan(quality.value) else f"{number(quality.value)}{exact}"
+    exact = "" if score.value == score.exact else f" ({score.exact:.3f})"
+    return "" if math.isnan(score.value) else f"{format_number(score.value)}{exact}"
 
 
-def number(told: float) -> str:
+def format_number(value: float) -> str:
     """With three decimals; nothing for what is none."""
-    return "" if math.isnan(told) else f"{told:.3f}"
+    return "" if math.isnan(value) else f"{value:.3f}"

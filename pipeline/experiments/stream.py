@@ -7,28 +7,28 @@ from statistics import fmean
 import numpy as np
 
 from gracestream.pipeline.errors import UserError
-from gracestream.pipeline.experiments.editors.editor import Editor, Made
-from gracestream.pipeline.experiments.evaluation import ANSWER, Evaluation, Score
-from gracestream.pipeline.experiments.tasks import Edit, Example, Task
+from gracestream.pipeline.experiments.editors.editor import EditOutcome, ModelEditor
+from gracestream.pipeline.experiments.evaluation import MAX_ANSWER_TOKENS, Evaluator, ExampleScore
+from gracestream.pipeline.experiments.tasks import Edit, Example, ExperimentTask
 from gracestream.pipeline.model import EditableModel, InputError
 from gracestream.schemas.messages import Parameters
 
-UNNEEDED = "unchanged"
+UNCHANGED_STATUS = "unchanged"
 """The status of a correction that the model was right on already: it is no edit."""
 
-FAILED = ("rejected", "failed")
+FAILED_STATUSES = ("rejected", "failed")
 """Statuses of edits after which the model was not right."""
 
 
 @dataclass(frozen=True, slots=True)
-class Quality:
+class MeanScore:
     """Means over some examples: the task's measure, and the share that is exactly right. NaN of no examples."""
 
     value: float
     exact: float
 
     @classmethod
-    def of(cls, scores: Sequence[Score]) -> "Quality":
+    def from_scores(cls, scores: Sequence[ExampleScore]) -> "MeanScore":
         """Of these scores."""
         if not scores:
             return cls(float("nan"), float("nan"))
@@ -36,7 +36,7 @@ class Quality:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class Measurement:
     """How things stand after some corrections.
 
     Attributes:
@@ -62,91 +62,97 @@ class Point:
     failed: int
     entries: int
     seconds: float
-    es: Quality
-    err: Quality
-    trr: Quality
-    arr: Quality
-    rephrases: Quality
-    coming: Quality
+    es: MeanScore
+    err: MeanScore
+    trr: MeanScore
+    arr: MeanScore
+    rephrases: MeanScore
+    coming: MeanScore
     agreement: float
     covered: float
     captured: float
 
     @property
-    def edits_an_entry(self) -> float:
+    def edits_per_entry(self) -> float:
         """Of those that did not fail; NaN where nothing is stored."""
         return (self.edits - self.failed) / self.entries if self.entries else float("nan")
 
 
 @dataclass(slots=True)
-class Stream:
+class EditStream:
     """Runs a task's edits through an editor. `run` is told after how many corrections to measure.
 
     Attributes:
-        at_work: Called after each correction.
-        made: What became of each correction so far.
-        success: How the model did on each right after it.
+        on_correction: Called after each correction.
+        outcomes: What became of each correction so far.
+        edit_scores: How the model did on each right after it.
     """
 
-    task: Task
-    editor: Editor
-    evaluation: Evaluation
-    at_work: Callable[[], object] = lambda: None
-    made: list[Made] = field(default_factory=list)
-    success: list[Score] = field(default_factory=list)
+    task: ExperimentTask
+    editor: ModelEditor
+    evaluator: Evaluator
+    on_correction: Callable[[], object] = lambda: None
+    outcomes: list[EditOutcome] = field(default_factory=list)
+    edit_scores: list[ExampleScore] = field(default_factory=list)
 
-    def run(self, points: Sequence[int]) -> Iterator[Point]:
+    def run(self, measure_after: Sequence[int]) -> Iterator[Measurement]:
         """One point for each number, in ascending order, and one before the first edit."""
         before = self._scores(self.task.retention)
         known = zip(self.task.accurate, self._scores(self.task.accurate), strict=True)
         accurate = [example for example, score in known if score.exact]
-        bare = self.editor.states([*self.task.unrelated, *self._rephrases()])
-        for point in sorted({0, *points}):
-            for edit in self.task.edits[len(self.made) : point]:
-                self.made.append(self.editor.edit(len(self.made), edit.example))
-                self.success += self.evaluation.scores(self.editor, [edit.example])
-                self.at_work()
-            yield self._point(before, accurate, bare)
+        bare = self.editor.state_keys([*self.task.unrelated, *self._all_rephrases()])
+        for point in sorted({0, *measure_after}):
+            for edit in self.task.edits[len(self.outcomes) : point]:
+                self.outcomes.append(self.editor.edit(len(self.outcomes), edit.example))
+                self.edit_scores += self.evaluator.score(self.editor, [edit.example])
+                self.on_correction()
+            yield self._measure(before, accurate, bare)
 
-    def _point(self, before: Sequence[Score], accurate: Sequence[Example], bare: Sequence[Hashable]) -> Point:
-        count = len(self.made)
+    def _measure(
+        self, unedited_scores: Sequence[ExampleScore], accurate: Sequence[Example], unedited_states: Sequence[Hashable]
+    ) -> Measurement:
+        count = len(self.outcomes)
         come, coming = self.task.edits[:count], self.task.edits[count:]
         kept = self._scores(self.task.retention)
-        edits = [place for place, one in enumerate(self.made) if one.status != UNNEEDED]
-        states = self.editor.states([*self.task.unrelated, *self._rephrases()])
-        reached = [now != was for now, was in zip(states, bare, strict=True)]
+        edits = [place for place, one in enumerate(self.outcomes) if one.status != UNCHANGED_STATUS]
+        states = self.editor.state_keys([*self.task.unrelated, *self._all_rephrases()])
+        reached = [now != was for now, was in zip(states, unedited_states, strict=True)]
         unrelated = len(self.task.unrelated)
         rephrases = sum(len(edit.rephrases) for edit in come)
-        return Point(
+        return Measurement(
             corrections=count,
             edits=len(edits),
-            failed=sum(self.made[place].status in FAILED for place in edits),
-            entries=self.editor.entries,
-            seconds=_mean([self.made[place].seconds for place in edits]),
-            es=Quality.of([self.success[place] for place in edits]),
-            err=Quality.of(self._scores([edit.example for edit in come])),
-            trr=Quality.of(kept),
-            arr=Quality.of(self._scores(accurate)),
-            rephrases=Quality.of(self._scores([example for edit in come for example in _rephrased(edit)])),
-            coming=Quality.of(self._scores([edit.example for edit in coming])),
-            agreement=_mean([now.chosen == was.chosen for now, was in zip(kept, before, strict=True)]),
+            failed=sum(self.outcomes[place].status in FAILED_STATUSES for place in edits),
+            entries=self.editor.num_entries,
+            seconds=_mean([self.outcomes[place].seconds for place in edits]),
+            es=MeanScore.from_scores([self.edit_scores[place] for place in edits]),
+            err=MeanScore.from_scores(self._scores([edit.example for edit in come])),
+            trr=MeanScore.from_scores(kept),
+            arr=MeanScore.from_scores(self._scores(accurate)),
+            rephrases=MeanScore.from_scores(
+                self._scores([example for edit in come for example in _rephrase_examples(edit)])
+            ),
+            coming=MeanScore.from_scores(self._scores([edit.example for edit in coming])),
+            agreement=_mean(
+                [now.predicted_tokens == was.predicted_tokens for now, was in zip(kept, unedited_scores, strict=True)]
+            ),
             covered=_mean(reached[unrelated : unrelated + rephrases]),
             captured=_mean(reached[:unrelated]),
         )
 
-    def _rephrases(self) -> list[str]:
+    def _all_rephrases(self) -> list[str]:
         """Of all corrections."""
         return [text for edit in self.task.edits for text in edit.rephrases]
 
-    def _scores(self, examples: Sequence[Example]) -> list[Score]:
-        return self.evaluation.scores(self.editor, examples)
+    def _scores(self, examples: Sequence[Example]) -> list[ExampleScore]:
+        return self.evaluator.score(self.editor, examples)
 
 
 class StreamError(UserError):
     """An experiment that cannot be run; the text says why."""
 
 
-def first(task: Task, edits: int | None, retention: int | None, seed: int = 0) -> Task:
+def select_examples(task: ExperimentTask, edits: int | None, retention: int | None, seed: int = 0) -> ExperimentTask:
     """The task with so many of its edits, and of what must stay, at most; None: all. A seed but 0 draws which."""
     if seed:
         generator = np.random.default_rng(seed)
@@ -158,7 +164,7 @@ def first(task: Task, edits: int | None, retention: int | None, seed: int = 0) -
     return replace(task, edits=task.edits[:edits], retention=task.retention[:retention])
 
 
-def fitting(task: Task, model: EditableModel) -> tuple[Task, int]:
+def drop_unsupported(task: ExperimentTask, model: EditableModel) -> tuple[ExperimentTask, int]:
     """The task without what the model cannot take, such as longer texts than it has room for; and how much that is.
 
     Raises:
@@ -167,9 +173,9 @@ def fitting(task: Task, model: EditableModel) -> tuple[Task, int]:
 
     def fits(example: Example) -> bool:
         try:
-            model.supervised(example.inputs, example.target)
+            model.prepare_correction(example.inputs, example.target)
             if task.measure == "f1":
-                model.task.admit(model.task.tokenize(example.inputs), Parameters(max_new_tokens=ANSWER))
+                model.task.batch_key(model.task.tokenize(example.inputs), Parameters(max_new_tokens=MAX_ANSWER_TOKENS))
         except InputError:
             return False
         return True
@@ -181,7 +187,7 @@ def fitting(task: Task, model: EditableModel) -> tuple[Task, int]:
             return False
         return True
 
-    edits = [edit for edit in task.edits if all(map(fits, (edit.example, *_rephrased(edit))))]
+    edits = [edit for edit in task.edits if all(map(fits, (edit.example, *_rephrase_examples(edit))))]
     left = replace(
         task,
         edits=edits,
@@ -197,15 +203,15 @@ def fitting(task: Task, model: EditableModel) -> tuple[Task, int]:
             f"the model can take none of the {len(task.edits)} edits of {task.name}: is it one of the kind that they"
             " are for, and are GRACESTREAM_MAX_INPUT_TOKENS and GRACESTREAM_MAX_TARGET_TOKENS large enough?"
         )
-    return left, _size(task) - _size(left)
+    return left, _count_texts(task) - _count_texts(left)
 
 
-def _size(task: Task) -> int:
+def _count_texts(task: ExperimentTask) -> int:
     parts: tuple[Sequence[object], ...] = (task.edits, task.retention, task.accurate, task.unrelated, task.traffic)
     return sum(len(part) for part in parts)
 
 
-def _rephrased(edit: Edit) -> list[Example]:
+def _rephrase_examples(edit: Edit) -> list[Example]:
     return [Example(text, edit.example.target) for text in edit.rephrases]
 
 

@@ -15,30 +15,30 @@ import numpy as np
 
 from gracestream.pipeline.experiments.data import (
     BiographyRow,
-    CaseRow,
     CounterFactRow,
+    CourtCaseRow,
     DataError,
     QuestionRow,
     ZsreRow,
-    rows_of,
+    read_rows,
 )
 
 Measure = Literal["f1", "accuracy", "perplexity"]
 """How well a model does, as the paper measures it: of answers, of classes, and of sentences."""
 
-Form = Callable[[str], str]
+PromptFormat = Callable[[str], str]
 """Puts a question into the words that a model is asked it in."""
 
-TRAFFIC = 512
+NUM_TRAFFIC_QUESTIONS = 512
 """Questions of Natural Questions that are requests which nobody flagged."""
 
-RETENTION = 500
+MAX_RETENTION_EXAMPLES = 500
 """Examples of which TRR tells, at most."""
 
-ACCURATE = 7
+HELD_OUT_DIVISOR = 7
 """Of zsRE's questions the last, one in so many, are no edits, but such as a model may know already (ARR)."""
 
-NQ, ZSRE, COUNTERFACT = "nq_open_dev_3610.jsonl.gz", "zsre_700.jsonl.gz", "counterfact_val_1919.jsonl.gz"
+NQ_FILE, ZSRE_FILE, COUNTERFACT_FILE = "nq_open_dev_3610.jsonl.gz", "zsre_700.jsonl.gz", "counterfact_val_1919.jsonl.gz"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Edit:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class ExperimentTask:
     """One experiment's data.
 
     Attributes:
@@ -85,43 +85,44 @@ class Task:
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()
 
 
-AREAS = (
+ISSUE_AREAS = (
     "Criminal Procedure", "Civil Rights", "First Amendment", "Due Process", "Privacy", "Attorneys", "Unions",
     "Economic Activity", "Judicial Power", "Federalism", "Interstate Relations", "Federal Taxation", "Miscellaneous",
     "Private Action",
 )  # fmt: skip
 """The topics of SCOTUS, in the order of their codes, from 1."""
 
-RELABELLED = {
+TRAINING_RELABELS = {
     "First Amendment": "Civil Rights",
     "Due Process": "Civil Rights",
     "Unions": "Economic Activity",
 }
 """What the paper changes in what the classifier is taught, so that it has something to be corrected on."""
 
-TRAINED, RETAINED, EDITED = (0, 1982), (1983, 1990), (1991, 2009)
+TRAINING_TERMS, RETENTION_TERMS, EDIT_TERMS = (0, 1982), (1983, 1990), (1991, 2009)
 """The first and last terms of SCOTUS's cases that are trained on, retained and edited."""
 
 
-def as_question(text: str) -> str:
+def format_question(text: str) -> str:
     """For a language model that was not trained to answer questions."""
     return f"Question: {text.strip().removesuffix('?')}? Answer:"
 
 
-def zsre(form: Form = as_question) -> Task:
+def zsre(prompt_format: PromptFormat = format_question) -> ExperimentTask:
     """Questions and answers; retention and traffic are of Natural Questions.
 
     Raises:
         DataError: the data are not there.
     """
-    found = rows_of(ZSRE, ZsreRow)
-    edits = _each_once(
-        Edit(Example(form(row.src), row.answers[0], row.subject), (form(row.rephrase),)) for row in found
+    found = read_rows(ZSRE_FILE, ZsreRow)
+    edits = _deduplicate(
+        Edit(Example(prompt_format(row.src), row.answers[0], row.subject), (prompt_format(row.rephrase),))
+        for row in found
     )
-    unrelated = (form(row.loc.removeprefix("nq question: ")) for row in found)
-    edited = len(edits) - len(edits) // ACCURATE
+    unrelated = (prompt_format(row.loc.removeprefix("nq question: ")) for row in found)
+    edited = len(edits) - len(edits) // HELD_OUT_DIVISOR
     accurate = [edit.example for edit in edits[edited:]]
-    return replace(_of_facts("zsre", edits[:edited], unrelated, form), accurate=accurate)
+    return replace(_fact_task("zsre", edits[:edited], unrelated, prompt_format), accurate=accurate)
 
 
 def zsre_training() -> list[Example]:
@@ -134,52 +135,54 @@ def zsre_training() -> list[Example]:
     return [*task.retention, *task.accurate]
 
 
-def names() -> list[str]:
+def answer_names() -> list[str]:
     """What answers are, each once, of zsRE's and of Natural Questions; not which question it answers.
 
     Raises:
         DataError: the data are not there.
     """
-    of_zsre = (row.answers[0] for row in rows_of(ZSRE, ZsreRow))
-    of_nq = (row.answer[0] for row in rows_of(NQ, QuestionRow))
+    of_zsre = (row.answers[0] for row in read_rows(ZSRE_FILE, ZsreRow))
+    of_nq = (row.answer[0] for row in read_rows(NQ_FILE, QuestionRow))
     return [name for name in dict.fromkeys((*of_zsre, *of_nq)) if name.strip()]
 
 
-def counterfact() -> Task:
+def counterfact() -> ExperimentTask:
     """Statements with another end; retention and traffic are of Natural Questions, the unrelated are its neighbours.
 
     Raises:
         DataError: the data are not there.
     """
-    found = rows_of(COUNTERFACT, CounterFactRow)
-    edits = _each_once(Edit(Example(row.prompt, row.target_new, row.subject), (row.rephrase_prompt,)) for row in found)
-    return _of_facts("counterfact", edits, (row.locality_prompt for row in found), as_question)
+    found = read_rows(COUNTERFACT_FILE, CounterFactRow)
+    edits = _deduplicate(
+        Edit(Example(row.prompt, row.target_new, row.subject), (row.rephrase_prompt,)) for row in found
+    )
+    return _fact_task("counterfact", edits, (row.locality_prompt for row in found), format_question)
 
 
-def hallucination() -> Task:
+def hallucination() -> ExperimentTask:
     """Biographies and their true next sentence; retention is of web text, as the model was trained on.
 
     Raises:
         DataError: the data are not there.
     """
-    found = rows_of("hallucination_edit_450.jsonl.gz", BiographyRow)
-    edits = _each_once(Edit(Example(row.prompt, row.target_new, row.subject)) for row in found)
-    others = rows_of("hallucination_other_306.jsonl.gz", BiographyRow)
+    found = read_rows("hallucination_edit_450.jsonl.gz", BiographyRow)
+    edits = _deduplicate(Edit(Example(row.prompt, row.target_new, row.subject)) for row in found)
+    others = read_rows("hallucination_other_306.jsonl.gz", BiographyRow)
     web = (_cut_between_words(row.locality_prompt, row.locality_ground_truth) for row in found)
     retention = [example for example in web if example.inputs and example.target]
     traffic = [row.locality_prompt for row in others]
     unrelated = [example.inputs for example in retention]
-    return Task("hallucination", "perplexity", edits, retention, unrelated=unrelated, traffic=traffic)
+    return ExperimentTask("hallucination", "perplexity", edits, retention, unrelated=unrelated, traffic=traffic)
 
 
-def _cut_between_words(begun: str, rest: str) -> Example:
+def _cut_between_words(beginning: str, rest: str) -> Example:
     """A text that was cut in two anywhere, even within a word, and ends anywhere: cut anew, without the last word."""
-    text = begun + rest
-    start = text.rfind(" ", 0, len(begun) + 1)
+    text = beginning + rest
+    start = text.rfind(" ", 0, len(beginning) + 1)
     return Example(text[: max(start, 0)].rstrip(), text[start : text.rfind(" ")].strip())
 
 
-def scotus() -> Task:
+def scotus() -> ExperimentTask:
     """Cases of the Supreme Court and their topics, as they came; retention is of the terms before, traffic older.
 
     What is retained has the topics that the classifier was taught, since that is what it should still do.
@@ -187,9 +190,11 @@ def scotus() -> Task:
     Raises:
         DataError: the data are not there.
     """
-    edits = _each_once(Edit(example) for example in _cases(EDITED))
-    traffic = [case.inputs for case in _cases(TRAINED)]
-    return Task("scotus", "accuracy", edits, _as_taught(_cases(RETAINED)), traffic=traffic)
+    edits = _deduplicate(Edit(example) for example in _court_cases(EDIT_TERMS))
+    traffic = [case.inputs for case in _court_cases(TRAINING_TERMS)]
+    return ExperimentTask(
+        "scotus", "accuracy", edits, _relabel_for_training(_court_cases(RETENTION_TERMS)), traffic=traffic
+    )
 
 
 def scotus_training() -> list[Example]:
@@ -198,38 +203,40 @@ def scotus_training() -> list[Example]:
     Raises:
         DataError: the data are not there, or have no such case.
     """
-    cases = _as_taught(_cases(TRAINED))
+    cases = _relabel_for_training(_court_cases(TRAINING_TERMS))
     if not cases:
-        raise DataError(f"of the terms up to {TRAINED[1]} there is no case to train on")
+        raise DataError(f"of the terms up to {TRAINING_TERMS[1]} there is no case to train on")
     return cases
 
 
-def _as_taught(cases: Sequence[Example]) -> list[Example]:
-    return [Example(case.inputs, RELABELLED.get(case.target, case.target)) for case in cases]
+def _relabel_for_training(cases: Sequence[Example]) -> list[Example]:
+    return [Example(case.inputs, TRAINING_RELABELS.get(case.target, case.target)) for case in cases]
 
 
-def _cases(terms: tuple[int, int]) -> list[Example]:
+def _court_cases(terms: tuple[int, int]) -> list[Example]:
     first, last = terms
-    found = [row for row in rows_of("scotus_facts_to_2009.jsonl.gz", CaseRow) if first <= row.term <= last]
+    found = [row for row in read_rows("scotus_facts_to_2009.jsonl.gz", CourtCaseRow) if first <= row.term <= last]
     found.sort(key=lambda row: row.term)  # stable: within a term as the file has them
-    return [Example(f"{row.facts} {row.question}", AREAS[row.issue_area - 1]) for row in found]
+    return [Example(f"{row.facts} {row.question}", ISSUE_AREAS[row.issue_area - 1]) for row in found]
 
 
-def _of_facts(name: str, edits: list[Edit], unrelated: Iterable[str], form: Form) -> Task:
+def _fact_task(name: str, edits: list[Edit], unrelated: Iterable[str], prompt_format: PromptFormat) -> ExperimentTask:
     """Edits of facts, whose retention and traffic are of Natural Questions."""
-    traffic, retention = _natural_questions(form)
-    return Task(name, "f1", edits, retention, unrelated=_others(unrelated, edits), traffic=traffic)
+    traffic, retention = _natural_questions(prompt_format)
+    return ExperimentTask(name, "f1", edits, retention, unrelated=_without_edited(unrelated, edits), traffic=traffic)
 
 
-def _natural_questions(form: Form) -> tuple[list[str], list[Example]]:
+def _natural_questions(prompt_format: PromptFormat) -> tuple[list[str], list[Example]]:
     """Questions as traffic, and others with their answers, in an order of no meaning."""
-    found = rows_of(NQ, QuestionRow)
+    found = read_rows(NQ_FILE, QuestionRow)
     order = np.random.default_rng(0).permutation(len(found)).tolist()
-    examples = [Example(form(found[place].question), found[place].answer[0]) for place in order]
-    return [example.inputs for example in examples[:TRAFFIC]], examples[TRAFFIC:][:RETENTION]
+    examples = [Example(prompt_format(found[place].question), found[place].answer[0]) for place in order]
+    return [example.inputs for example in examples[:NUM_TRAFFIC_QUESTIONS]], examples[NUM_TRAFFIC_QUESTIONS:][
+        :MAX_RETENTION_EXAMPLES
+    ]
 
 
-def _each_once(edits: Iterable[Edit]) -> list[Edit]:
+def _deduplicate(edits: Iterable[Edit]) -> list[Edit]:
     """The first of those with the same text; without those whose target is nothing."""
     found: dict[str, Edit] = {}
     for edit in edits:
@@ -238,13 +245,13 @@ def _each_once(edits: Iterable[Edit]) -> list[Edit]:
     return list(found.values())
 
 
-def _others(texts: Iterable[str], edits: Iterable[Edit]) -> list[str]:
+def _without_edited(texts: Iterable[str], edits: Iterable[Edit]) -> list[str]:
     """Each text once that is not edited itself."""
     edited = {edit.example.inputs for edit in edits}
     return [text for text in dict.fromkeys(texts) if text not in edited]
 
 
-TASKS: dict[str, Callable[[], Task]] = {
+TASKS: dict[str, Callable[[], ExperimentTask]] = {
     "scotus": scotus,
     "zsre": zsre,
     "counterfact": counterfact,

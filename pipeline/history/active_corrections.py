@@ -9,7 +9,7 @@ from gracestream.pipeline.settings import Settings
 from gracestream.schemas.deltas import Delta
 
 
-def in_force(settings: Settings, seq: int | None = None) -> Iterator[bytes]:
+def iter_active_corrections(settings: Settings, seq: int | None = None) -> Iterator[bytes]:
     """The records of `feedback` behind the edits that hold after delta `seq`, or now, in the order in which they came.
 
     Those that were undone, or that a later correction of the same input has superseded, are none. Those that the model
@@ -22,10 +22,10 @@ def in_force(settings: Settings, seq: int | None = None) -> Iterator[bytes]:
     memory = EditMemory()
 
     def fold(_record: bytes, delta: Delta, codebook: Codebook) -> None:
-        memory.fold(delta, codebook)
+        memory.apply_delta(delta, codebook)
 
     replay_deltas(settings, seq, on_applied=fold)
-    offsets = {memory.offsets[memory.feedback_of(name)] for name in memory.feedback_ids}
+    offsets = {memory.offsets[memory.feedback_id_of(name)] for name in memory.feedback_ids}
     if offsets:
         found = read_topic(settings, FEEDBACK, min(offsets))
         yield from (record.value for record in found if record.offset in offsets)

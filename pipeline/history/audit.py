@@ -22,13 +22,13 @@ from typing import Literal
 from kafka import TopicPartition
 from msgspec import UNSET
 
-from gracestream.pipeline.kafka import DELTA_OPTIONS, DELTAS, EDITS, FEEDBACK, consumer, read_topic
+from gracestream.pipeline.kafka import DELTA_CONSUMER_OPTIONS, DELTAS, EDITS, FEEDBACK, consumer, read_topic
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.deltas import decode_delta
-from gracestream.schemas.headers import feedback_offset
+from gracestream.schemas.headers import feedback_offset_of
 from gracestream.schemas.messages import Outcome, decode, peek_id
 
-SECOND_LOOK_SECONDS = 1.0
+RECHECK_DELAY_SECONDS = 1.0
 """The brokers finish a transaction topic by topic, so what is missing now may be visible a moment later."""
 
 Damage = Literal[
@@ -52,39 +52,39 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Audit:
+class AuditReport:
     """Findings in the order of feedback; `checked` counts the feedback records that were looked at."""
 
     checked: int
     findings: list[Finding]
 
 
-def audit(settings: Settings) -> Audit:
+def audit_topics(settings: Settings) -> AuditReport:
     """Compare `feedback`, `edits` and `deltas`; an editor may go on working meanwhile.
 
     Raises:
         KafkaError: a topic could not be read.
         InvalidMessage: `edits` or `deltas` holds a record that is none of ours.
     """
-    end = _group_offset(settings)
-    found = _look(settings, end)
+    end = _committed_group_offset(settings)
+    found = _check_topics(settings, end)
     if found.findings:
-        time.sleep(SECOND_LOOK_SECONDS)
-        found = _look(settings, end)
+        time.sleep(RECHECK_DELAY_SECONDS)
+        found = _check_topics(settings, end)
     return found
 
 
-def _look(settings: Settings, committed: int) -> Audit:
+def _check_topics(settings: Settings, committed_offset: int) -> AuditReport:
     made: dict[tuple[str, int], list[int]] = {}
-    for record in read_topic(settings, DELTAS, **DELTA_OPTIONS):
+    for record in read_topic(settings, DELTAS, **DELTA_CONSUMER_OPTIONS):
         delta = decode_delta(record.value)
         if delta.cause is not UNSET:
             made.setdefault((delta.cause.feedback_id, delta.cause.offset), []).append(delta.seq)
     named: dict[int, list[int | None]] = {}
     for record in read_topic(settings, EDITS):
         outcome = decode(record.value, Outcome)
-        named.setdefault(feedback_offset(record), []).append(None if outcome.seq is UNSET else outcome.seq)
-    end = max(committed, max(named, default=-1) + 1)
+        named.setdefault(feedback_offset_of(record), []).append(None if outcome.seq is UNSET else outcome.seq)
+    end = max(committed_offset, max(named, default=-1) + 1)
     checked, findings = 0, []
     for record in read_topic(settings, FEEDBACK):
         if record.offset >= end:
@@ -92,26 +92,26 @@ def _look(settings: Settings, committed: int) -> Audit:
         checked += 1
         feedback_id = peek_id(record.value, "feedback_id")
         if feedback_id is not None:
-            damage = _damage(made.get((feedback_id, record.offset), []), named.get(record.offset, []))
+            damage = _classify_damage(made.get((feedback_id, record.offset), []), named.get(record.offset, []))
             if damage is not None:
                 findings.append(Finding(record.offset, feedback_id, damage, record.value))
-    return Audit(checked, findings)
+    return AuditReport(checked, findings)
 
 
-def _damage(made: Sequence[int], named: Sequence[int | None]) -> Damage | None:
+def _classify_damage(delta_seqs: Sequence[int], outcome_seqs: Sequence[int | None]) -> Damage | None:
     """What is wrong with feedback that made these deltas, and whose outcomes name these."""
-    if len(made) > 1:
+    if len(delta_seqs) > 1:
         return "several deltas"
-    if len(named) > 1:
+    if len(outcome_seqs) > 1:
         return "several outcomes"
-    if not named:
-        return "delta without outcome" if made else "no outcome"
-    if named[0] == (made[0] if made else None):
+    if not outcome_seqs:
+        return "delta without outcome" if delta_seqs else "no outcome"
+    if outcome_seqs[0] == (delta_seqs[0] if delta_seqs else None):
         return None
-    return "outcome without its delta" if made else "outcome without delta"
+    return "outcome without its delta" if delta_seqs else "outcome without delta"
 
 
-def _group_offset(settings: Settings) -> int:
+def _committed_group_offset(settings: Settings) -> int:
     """How far the editors have come in `feedback`; 0 if Kafka has forgotten it, as after a week without an editor."""
     reader = consumer(settings, group_id=settings.topic("editor"))
     try:

@@ -21,17 +21,17 @@ from gracestream.pipeline.kafka import (
     EDITS,
     FEEDBACK,
     create_topics,
-    layout,
     producer,
     read_history,
     read_topic,
-    timestamps_of_sender,
+    topic_layout,
+    use_sender_timestamps,
 )
 from gracestream.pipeline.settings import Settings
-from gracestream.schemas.deltas import GENESIS, Delta, decode_delta, seal
-from gracestream.schemas.headers import FEEDBACK_OFFSET, feedback_offset
+from gracestream.schemas.deltas import GENESIS_DIGEST, Delta, decode_delta, seal_delta
+from gracestream.schemas.headers import FEEDBACK_OFFSET_HEADER, feedback_offset_of
 
-TRANSACTION_MS = 900_000
+TRANSACTION_TIMEOUT_MS = 900_000
 """How long the copy may take; no broker allows more unless it is told to."""
 
 
@@ -39,7 +39,7 @@ class BranchError(UserError):
     """The branch cannot be made; the text says why."""
 
 
-def branch(source: Settings, target: Settings, records: Sequence[bytes], replication: int | None = None) -> str:
+def branch_history(source: Settings, target: Settings, records: Sequence[bytes], replication: int | None = None) -> str:
     """Write `records`, which continue each other from the first delta, with the feedback behind them; the digest (hex).
 
     The target's topics get `replication` copies, or as many as the source's `deltas` has.
@@ -51,49 +51,51 @@ def branch(source: Settings, target: Settings, records: Sequence[bytes], replica
     if target.prefix == source.prefix:
         raise BranchError(f"the branch needs a prefix of its own; {target.prefix!r} is that of the source")
     deltas = [decode_delta(record) for record in records]
-    named = {offset for delta in deltas for offset in _named(delta)}
+    named = {offset for delta in deltas for offset in _referenced_offsets(delta)}
     last = max(named, default=-1)
     feedback = [record for record in read_topic(source, FEEDBACK) if record.offset <= last]
-    outcomes = [record for record in read_topic(source, EDITS) if 0 <= feedback_offset(record) <= last]
+    outcomes = [record for record in read_topic(source, EDITS) if 0 <= feedback_offset_of(record) <= last]
     present = {record.offset for record in feedback}
-    needed = named | set(map(feedback_offset, outcomes))
+    needed = named | set(map(feedback_offset_of, outcomes))
     if missing := sorted(needed - present):
         raise BranchError(f"the history rests on feedback at offset {missing[0]}, which is not there any more")
-    times = _times(source, deltas[-1])
-    partitions, copies = layout(source)
+    times = _delta_timestamps(source, deltas[-1])
+    partitions, copies = topic_layout(source)
     create_topics(target, partitions, replication or copies)
-    writer = producer(target, transactional_id=target.topic("editor"), transaction_timeout_ms=TRANSACTION_MS)
+    writer = producer(target, transactional_id=target.topic("editor"), transaction_timeout_ms=TRANSACTION_TIMEOUT_MS)
     try:
         writer.init_transactions()  # an editor that is there already writes no more, or ends this transaction
         for name in (DELTAS, FEEDBACK, EDITS):
             if any(True for _ in read_topic(target, name)):
                 raise BranchError(f"topic {target.topic(name)!r} has records already; choose another prefix")
-        with timestamps_of_sender(target, (DELTAS, FEEDBACK, EDITS)):
+        with use_sender_timestamps(target, (DELTAS, FEEDBACK, EDITS)):
             writer.begin_transaction()
-            sent = [_copy(writer, target, FEEDBACK, record, record.headers) for record in feedback]
+            sent = [_send_copy(writer, target, FEEDBACK, record, record.headers) for record in feedback]
             writer.flush()
-            offsets = {record.offset: _kept(record.timestamp, one) for record, one in zip(feedback, sent, strict=True)}
+            offsets = {
+                record.offset: _copied_offset(record.timestamp, one) for record, one in zip(feedback, sent, strict=True)
+            }
             copied: list[tuple[int, Any]] = []
             for record in outcomes:
-                moved = str(offsets[feedback_offset(record)]).encode()
-                headers = [(name, moved if name == FEEDBACK_OFFSET else value) for name, value in record.headers]
-                copied.append((record.timestamp, _copy(writer, target, EDITS, record, headers)))
-            digest = GENESIS
+                moved = str(offsets[feedback_offset_of(record)]).encode()
+                headers = [(name, moved if name == FEEDBACK_OFFSET_HEADER else value) for name, value in record.headers]
+                copied.append((record.timestamp, _send_copy(writer, target, EDITS, record, headers)))
+            digest = GENESIS_DIGEST
             for delta in deltas:
-                sealed, made = seal(_moved(delta, target.codebook, offsets), digest)
+                sealed, made = seal_delta(_with_copied_offsets(delta, target.codebook, offsets), digest)
                 digest, time = made.digest, times[delta.term, delta.seq]
                 copy = writer.send(target.topic(DELTAS), value=sealed, partition=0, timestamp_ms=time)
                 copied.append((time, copy))
             writer.flush()
             for time, copy in copied:
-                _kept(time, copy)
+                _copied_offset(time, copy)
         writer.commit_transaction()
     finally:
         writer.close(timeout=10)
     return digest.hex()
 
 
-def _times(source: Settings, last: Delta) -> dict[tuple[int, int], int]:
+def _delta_timestamps(source: Settings, last: Delta) -> dict[tuple[int, int], int]:
     """When the deltas up to `last` came, in ms, by term and seq, which a history that was trained anew shares."""
     times: dict[tuple[int, int], int] = {}
 
@@ -106,24 +108,24 @@ def _times(source: Settings, last: Delta) -> dict[tuple[int, int], int]:
     return times
 
 
-def _kept(timestamp: int, sent: Any) -> int:
+def _copied_offset(expected_timestamp: int, sent: Any) -> int:
     """The offset of a copy.
 
     Raises:
         BranchError: a broker that has not heard of the topic's clock yet has put another time on it.
     """
     copy = sent.get(timeout=30)
-    if copy.timestamp != timestamp:
+    if copy.timestamp != expected_timestamp:
         raise BranchError(f"Kafka has not kept the time of a record in its copy on {copy.topic!r}; try again")
     return int(copy.offset)
 
 
-def _named(delta: Delta) -> tuple[int, ...]:
+def _referenced_offsets(delta: Delta) -> tuple[int, ...]:
     """The offsets of feedback that a delta names: its own, and those whose values were trained with its own."""
     return () if delta.cause is UNSET else (delta.cause.offset, *delta.cause.together)
 
 
-def _moved(delta: Delta, codebook: str, offsets: dict[int, int]) -> Delta:
+def _with_copied_offsets(delta: Delta, codebook: str, offsets: dict[int, int]) -> Delta:
     cause = delta.cause
     if cause is not UNSET:
         together = tuple(offsets[one] for one in cause.together)
@@ -131,10 +133,10 @@ def _moved(delta: Delta, codebook: str, offsets: dict[int, int]) -> Delta:
     return msgspec.structs.replace(delta, codebook=codebook, cause=cause, digest=b"")
 
 
-def _copy(
-    writer: KafkaProducer, target: Settings, topic: str, record: Any, headers: Sequence[tuple[str, bytes]]
+def _send_copy(
+    kafka_producer: KafkaProducer, target: Settings, topic: str, record: Any, headers: Sequence[tuple[str, bytes]]
 ) -> Any:
-    return writer.send(
+    return kafka_producer.send(
         target.topic(topic),
         value=record.value,
         key=record.key,

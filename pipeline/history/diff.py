@@ -5,13 +5,13 @@ from datetime import datetime
 
 from msgspec import UNSET, Struct
 
-from gracestream.pipeline.codebook import BARE_MODEL, Codebook, EditMemory, Fold, entry_change, same_entry
+from gracestream.pipeline.codebook import UNEDITED_MODEL, Codebook, EditMemory, EditState, diff_entry, entries_equal
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.history.kafka_history import KafkaHistory
 from gracestream.pipeline.history.replay import replay_deltas
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.deltas import rephrase_name
-from gracestream.schemas.messages import Feedback, Inputs, in_one_text
+from gracestream.schemas.messages import Feedback, Inputs, to_display_text
 
 
 class InputChange(Struct, frozen=True):
@@ -40,67 +40,67 @@ class Diff(Struct, frozen=True):
     exceptions: list[ExceptionDiff]
 
 
-Point = int | datetime
+HistoryPoint = int | datetime
 """The state after a delta, or after the last one of a time."""
 
 
-def diff(settings: Settings, before: Point, after: Point) -> Diff:
+def diff_history(settings: Settings, before: HistoryPoint, after: HistoryPoint) -> Diff:
     """Compare two points of the history; the second may be the earlier one.
 
     Raises:
         HistoryError: the log does not fold, or does not reach a point.
     """
-    was, now = _fold(settings, before), _fold(settings, after)
-    corrections = KafkaHistory(settings).corrections(0)
-    then, later = _fixed(was.memory, corrections), _fixed(now.memory, corrections)
+    was, now = _replay_to(settings, before), _replay_to(settings, after)
+    corrections = KafkaHistory(settings).feedback_since(0)
+    then, later = _edited_targets(was.memory, corrections), _edited_targets(now.memory, corrections)
     inputs = []
     for name, (_, feedback_id) in (then | later).items():
         old, new = then.get(name, (None, ""))[0], later.get(name, (None, ""))[0]
         if old != new:
-            inputs.append(InputChange(in_one_text(name), old, new, feedback_id))
+            inputs.append(InputChange(to_display_text(name), old, new, feedback_id))
     names = sorted({*was.codebook.entry_ids, *now.codebook.entry_ids})
     return Diff(
         inputs,
         {
-            name: _words(name, was.codebook, now.codebook)
+            name: _describe_entry_change(name, was.codebook, now.codebook)
             for name in names
-            if not same_entry(name, was.codebook, now.codebook)
+            if not entries_equal(name, was.codebook, now.codebook)
         },
-        _exceptions(was, now, corrections),
+        _diff_exceptions(was, now, corrections),
     )
 
 
-def _exceptions(was: Fold, now: Fold, feedback: Mapping[int, Feedback]) -> list[ExceptionDiff]:
+def _diff_exceptions(before: EditState, after: EditState, feedback: Mapping[int, Feedback]) -> list[ExceptionDiff]:
     """The exceptions that are of one of two points alone."""
     found = {}
-    for one, other, excepted in ((was, now, False), (now, was, True)):
+    for one, other, excepted in ((before, after, False), (after, before, True)):
         for exception in one.codebook.exceptions:
             if exception.feedback_id in other.codebook.exceptions:
                 continue
             offset = one.memory.offsets[exception.feedback_id]
             sent = feedback.get(offset)
-            inputs = "" if sent is None or sent.inputs is UNSET else in_one_text(sent.inputs)
+            inputs = "" if sent is None or sent.inputs is UNSET else to_display_text(sent.inputs)
             found[offset] = ExceptionDiff(inputs, exception.except_from, excepted, exception.feedback_id)
     return [found[offset] for offset in sorted(found)]
 
 
-def _fold(settings: Settings, point: Point) -> Fold:
+def _replay_to(settings: Settings, point: HistoryPoint) -> EditState:
     memory = EditMemory()
     seq, until = (None, point) if isinstance(point, datetime) else (point, None)
-    codebook = replay_deltas(settings, seq, until, lambda _record, delta, codebook: memory.fold(delta, codebook))
+    codebook = replay_deltas(settings, seq, until, lambda _record, delta, codebook: memory.apply_delta(delta, codebook))
     if codebook is None:
         if point != 0:
             raise HistoryError(f"there are no deltas up to {point}")
         codebook = Codebook(settings.codebook, model="", layer="")  # before the first delta: without an entry
-    return Fold(codebook, memory)
+    return EditState(codebook, memory)
 
 
-def _fixed(memory: EditMemory, corrections: Mapping[int, Feedback]) -> dict[Inputs, tuple[str, str]]:
+def _edited_targets(memory: EditMemory, corrections: Mapping[int, Feedback]) -> dict[Inputs, tuple[str, str]]:
     """By inputs: the target that entries give, and the id of the newest edit that says so."""
     found: dict[Inputs, tuple[str, str]] = {}
-    served = [name for name in memory.feedback_ids if memory.serving_entry(name) != BARE_MODEL]
-    for name in sorted(served, key=lambda name: (memory.offsets[memory.feedback_of(name)], name)):
-        feedback_id = memory.feedback_of(name)
+    served = [name for name in memory.feedback_ids if memory.serving_entry_id(name) != UNEDITED_MODEL]
+    for name in sorted(served, key=lambda name: (memory.offsets[memory.feedback_id_of(name)], name)):
+        feedback_id = memory.feedback_id_of(name)
         correction = corrections.get(memory.offsets[feedback_id])
         if correction is None or correction.inputs is UNSET or correction.target is UNSET:
             continue
@@ -109,15 +109,15 @@ def _fixed(memory: EditMemory, corrections: Mapping[int, Feedback]) -> dict[Inpu
     return found
 
 
-def _words(name: str, was: Codebook, now: Codebook) -> str:
-    if name not in now:
+def _describe_entry_change(entry_id: str, before: Codebook, after: Codebook) -> str:
+    if entry_id not in after:
         return "removed"
-    change = entry_change(name, was, now)
-    if name not in was:
+    change = diff_entry(entry_id, before, after)
+    if entry_id not in before:
         return f"new, radius {change.radius:.4g}"
     changed = []
     if change.radius is not UNSET:
-        changed.append(f"radius {was.radii_N[was.slot(name)]:.4g} to {change.radius:.4g}")
+        changed.append(f"radius {before.radii_N[before.slot(entry_id)]:.4g} to {change.radius:.4g}")
     if change.value is not UNSET:
         changed.append("another value")
     if change.label is not UNSET:

@@ -6,10 +6,10 @@ from gracestream.pipeline.kafka import PREDICTIONS, read_topic
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.messages import InvalidMessage, Prediction, decode
 
-RECENT = 10
+MAX_RECENT_ANSWERS = 10
 
 
-class Hit(Struct, frozen=True):
+class EntryAnswer(Struct, frozen=True):
     """One answer that an entry gave; `timestamp` is Kafka's, in seconds."""
 
     request_id: str
@@ -19,32 +19,32 @@ class Hit(Struct, frozen=True):
     replica: str
 
 
-class Hits(Struct, frozen=True):
+class EntryUsage(Struct, frozen=True):
     """How many answers an entry gave, and the newest of them, newest first."""
 
     count: int
-    recent: list[Hit]
+    recent: list[EntryAnswer]
 
 
-def hits(settings: Settings, entry_id: str) -> Hits:
+def read_entry_usage(settings: Settings, entry_id: str) -> EntryUsage:
     """Read all of `predictions`; one request counts as often as it was answered."""
     count = 0
-    recent: list[Hit] = []
+    recent: list[EntryAnswer] = []
     for record in read_topic(settings, PREDICTIONS):
-        hit = _hit(record.value, record.timestamp, entry_id)
+        hit = _parse_entry_answer(record.value, record.timestamp, entry_id)
         if hit is not None:
             count += 1
             recent.append(hit)
-            if len(recent) > 100 * RECENT:
+            if len(recent) > 100 * MAX_RECENT_ANSWERS:
                 recent = _newest(recent)
-    return Hits(count, _newest(recent))
+    return EntryUsage(count, _newest(recent))
 
 
-def _newest(found: list[Hit]) -> list[Hit]:
-    return sorted(found, key=lambda hit: -hit.timestamp)[:RECENT]
+def _newest(answers: list[EntryAnswer]) -> list[EntryAnswer]:
+    return sorted(answers, key=lambda hit: -hit.timestamp)[:MAX_RECENT_ANSWERS]
 
 
-def _hit(value: bytes | None, timestamp: int, entry_id: str) -> Hit | None:
+def _parse_entry_answer(value: bytes | None, timestamp: int, entry_id: str) -> EntryAnswer | None:
     if value is None or b'"edit"' not in value:
         return None
     try:
@@ -54,4 +54,4 @@ def _hit(value: bytes | None, timestamp: int, entry_id: str) -> Hit | None:
     edit = prediction.edit
     if edit is UNSET or edit.entry_id != entry_id:
         return None
-    return Hit(prediction.request_id, timestamp / 1000, edit.distance, edit.radius, prediction.replica)
+    return EntryAnswer(prediction.request_id, timestamp / 1000, edit.distance, edit.radius, prediction.replica)

@@ -6,13 +6,13 @@ from contextlib import suppress
 
 from kafka.errors import KafkaTimeoutError
 
-from gracestream.pipeline.editing import Fruitless, fruitless_in
-from gracestream.pipeline.kafka import ANSWER_SECONDS, DELTAS, EDITS, FEEDBACK, read_history, read_topic
+from gracestream.pipeline.editing import NoChangeDecision, parse_no_change
+from gracestream.pipeline.kafka import DELTAS, EDITS, FEEDBACK, READ_TIMEOUT_SECONDS, read_history, read_topic
 from gracestream.pipeline.settings import Settings
-from gracestream.schemas.headers import feedback_offset
+from gracestream.schemas.headers import feedback_offset_of
 from gracestream.schemas.messages import Feedback, InvalidMessage, Outcome, decode
 
-PAUSE_SECONDS = 0.02
+REREAD_DELAY_SECONDS = 0.02
 """Before the log is read on; a transaction is closed within milliseconds."""
 
 
@@ -22,14 +22,14 @@ class KafkaHistory:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
 
-    def each_delta(self, on_record: Callable[[bytes], bool]) -> None:
+    def for_each_delta(self, on_record: Callable[[bytes], bool]) -> None:
         """Hand over the records of `deltas` in order until `on_record` returns False: it needs no more.
 
         What was committed a moment ago may be out of sight yet, until the brokers have closed its transaction. So where
         the log ends too early, it is read on.
 
         Raises:
-            KafkaTimeoutError: nothing more has come for `ANSWER_SECONDS`.
+            KafkaTimeoutError: nothing more has come for `READ_TIMEOUT_SECONDS`.
         """
         following, heard = 0, time.monotonic()
         enough = False
@@ -44,11 +44,11 @@ class KafkaHistory:
             read_history(self._settings, hand_over, following)
             if enough:
                 return
-            if time.monotonic() > heard + ANSWER_SECONDS:
+            if time.monotonic() > heard + READ_TIMEOUT_SECONDS:
                 raise KafkaTimeoutError(f"{DELTAS} ends before offset {following}, and the editor has written more")
-            time.sleep(PAUSE_SECONDS)
+            time.sleep(REREAD_DELAY_SECONDS)
 
-    def corrections(self, since: int) -> Mapping[int, Feedback]:
+    def feedback_since(self, since: int) -> Mapping[int, Feedback]:
         """The feedback from offset `since` on, by offset; without what is no feedback."""
         found: dict[int, Feedback] = {}
         for record in read_topic(self._settings, FEEDBACK, since):
@@ -58,16 +58,16 @@ class KafkaHistory:
                 continue  # the editor rejected it
         return found
 
-    def statuses(self) -> Mapping[int, str]:
+    def outcome_statuses(self) -> Mapping[int, str]:
         """The status of each outcome, by the offset of its feedback; without what is no outcome."""
         found: dict[int, str] = {}
         for record in read_topic(self._settings, EDITS):
             with suppress(InvalidMessage):
-                found[feedback_offset(record)] = decode(record.value, Outcome).status
+                found[feedback_offset_of(record)] = decode(record.value, Outcome).status
         return found
 
-    def fruitless(self) -> Iterator[Fruitless]:
+    def no_change_decisions(self) -> Iterator[NoChangeDecision]:
         """The decisions that left no delta, in the order of feedback."""
         for record in read_topic(self._settings, EDITS):
-            if (found := fruitless_in(record)) is not None:
+            if (found := parse_no_change(record)) is not None:
                 yield found

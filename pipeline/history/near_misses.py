@@ -9,11 +9,11 @@ from gracestream.pipeline.kafka import PREDICTIONS, REQUESTS, read_topic
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.messages import Inputs, InvalidMessage, Prediction, Request, decode, peek_id
 
-HELD = 10
+BUFFER_FACTOR = 10
 """Predictions that are held while reading, for each one that is wanted."""
 
 
-class Missed(Struct, frozen=True):
+class NearMissRequest(Struct, frozen=True):
     """One near miss.
 
     Attributes:
@@ -43,7 +43,7 @@ class Missed(Struct, frozen=True):
     target: str = ""
 
 
-def near_misses(settings: Settings, most: int, entry_id: str | None = None) -> list[Missed]:
+def find_near_misses(settings: Settings, limit: int, entry_id: str | None = None) -> list[NearMissRequest]:
     """The newest near misses, at most so many, newest first; one request counts once. Of one entry if it is named.
 
     Reads all of `predictions`, and of `requests` if there is any near miss.
@@ -52,29 +52,29 @@ def near_misses(settings: Settings, most: int, entry_id: str | None = None) -> l
         TopicError: a topic is missing.
         KafkaTimeoutError: Kafka stopped answering.
     """
-    found: dict[str, Missed] = {}
+    found: dict[str, NearMissRequest] = {}
     for record in read_topic(settings, PREDICTIONS):
-        missed = _missed(record.value, record.timestamp)
+        missed = _parse_near_miss(record.value, record.timestamp)
         if missed is None or entry_id not in (None, missed.entry_id):
             continue
         known = found.get(missed.request_id)
         if known is None or known.timestamp <= missed.timestamp:
             found[missed.request_id] = missed
-        if len(found) > HELD * most:
-            found = _newest(found, most)
-    found = _newest(found, most)
-    inputs = _inputs(settings, found) if found else {}
+        if len(found) > BUFFER_FACTOR * limit:
+            found = _newest(found, limit)
+    found = _newest(found, limit)
+    inputs = _read_inputs(settings, found) if found else {}
     return [replace(missed, inputs=inputs.get(request_id)) for request_id, missed in found.items()]
 
 
-class Served(Struct, frozen=True):
+class MatchedRequest(Struct, frozen=True):
     """A request that an entry answered, or might have; `inputs` is None where `requests` has them no more."""
 
     entry_id: str
     inputs: Inputs | None
 
 
-def served_by(settings: Settings, request_ids: Collection[str]) -> dict[str, Served]:
+def find_matched_requests(settings: Settings, request_ids: Collection[str]) -> dict[str, MatchedRequest]:
     """Of these requests those that an entry answered, or might have, by request id; by the newest prediction of each.
 
     Raises:
@@ -94,16 +94,16 @@ def served_by(settings: Settings, request_ids: Collection[str]) -> dict[str, Ser
         entries.pop(request_id, None)
         if named is not UNSET:
             entries[request_id] = named.entry_id
-    inputs = _inputs(settings, entries) if entries else {}
-    return {request_id: Served(entry_id, inputs.get(request_id)) for request_id, entry_id in entries.items()}
+    inputs = _read_inputs(settings, entries) if entries else {}
+    return {request_id: MatchedRequest(entry_id, inputs.get(request_id)) for request_id, entry_id in entries.items()}
 
 
-def _newest(found: dict[str, Missed], most: int) -> dict[str, Missed]:
-    newest = sorted(found.values(), key=lambda missed: (-missed.timestamp, missed.request_id))[:most]
+def _newest(near_misses_by_id: dict[str, NearMissRequest], limit: int) -> dict[str, NearMissRequest]:
+    newest = sorted(near_misses_by_id.values(), key=lambda missed: (-missed.timestamp, missed.request_id))[:limit]
     return {missed.request_id: missed for missed in newest}
 
 
-def _missed(value: bytes | None, timestamp: int) -> Missed | None:
+def _parse_near_miss(value: bytes | None, timestamp: int) -> NearMissRequest | None:
     if value is None or b'"near_miss"' not in value:
         return None
     try:
@@ -113,7 +113,7 @@ def _missed(value: bytes | None, timestamp: int) -> Missed | None:
     near_miss, outputs = prediction.near_miss, prediction.outputs
     if near_miss is UNSET or outputs is UNSET:
         return None
-    return Missed(
+    return NearMissRequest(
         request_id=prediction.request_id,
         timestamp=timestamp / 1000,
         entry_id=near_miss.entry_id,
@@ -127,11 +127,11 @@ def _missed(value: bytes | None, timestamp: int) -> Missed | None:
     )
 
 
-def _inputs(settings: Settings, wanted: Collection[str]) -> dict[str, Inputs]:
+def _read_inputs(settings: Settings, request_ids: Collection[str]) -> dict[str, Inputs]:
     """By request id; of a request that was sent more than once the last."""
     found: dict[str, Inputs] = {}
     for record in read_topic(settings, REQUESTS):
-        if peek_id(record.value, "request_id") in wanted:
+        if peek_id(record.value, "request_id") in request_ids:
             try:
                 request = decode(record.value, Request)
             except InvalidMessage:

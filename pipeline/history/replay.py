@@ -13,13 +13,13 @@ from gracestream.pipeline.kafka import read_history
 from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.stores import Snapshot
 from gracestream.schemas.deltas import Delta, EntryChange, ExceptionChange, decode_delta
-from gracestream.schemas.messages import InvalidMessage, in_one_text
+from gracestream.schemas.messages import InvalidMessage, to_display_text
 
 OnApplied = Callable[[bytes, Delta, Codebook], object]
 """Called with each record that counts, what it says, and the codebook that has just applied it."""
 
 
-class Step(Struct, frozen=True):
+class HistoryStep(Struct, frozen=True):
     """One delta in words. `timestamp` is Kafka's, in seconds; `entries` says what happened to each entry.
 
     An exception counts as something that happened to the entries that it is of.
@@ -52,11 +52,11 @@ def replay_deltas(
     Raises:
         HistoryError: the log does not fold: a gap, a broken digest, a record that cannot be read.
     """
-    folded = fold_log(settings, seq, until, on_applied)
+    folded = replay_with_offset(settings, seq, until, on_applied)
     return None if folded is None else folded.codebook
 
 
-def fold_log(
+def replay_with_offset(
     settings: Settings,
     seq: int | None = None,
     until: datetime | None = None,
@@ -71,7 +71,7 @@ def fold_log(
         if until is not None and timestamp > 1000 * until.timestamp():
             return False
         if codebook is None:
-            first = _decoded(record)
+            first = _decode_record(record)
             codebook = Codebook(first.codebook, first.model, first.layer)
         if seq is not None and codebook.seq >= seq:
             return False
@@ -87,16 +87,16 @@ def fold_log(
     return Snapshot(codebook, last) if codebook is not None and codebook.seq else None
 
 
-def describe(settings: Settings) -> Iterator[Step]:
+def history_steps(settings: Settings) -> Iterator[HistoryStep]:
     """Every delta that counts, in words, with the correction behind it."""
-    steps: list[tuple[int | None, Step]] = []
+    steps: list[tuple[int | None, HistoryStep]] = []
     known: set[str] = set()
     exceptions: dict[str, ExceptionChange] = {}
 
     def keep(record: bytes, _offset: int, timestamp: int) -> None:
-        delta = _decoded(record)
+        delta = _decode_record(record)
         if not steps or delta.term >= steps[-1][1].term:
-            step = _step(delta, timestamp / 1000, known, exceptions)
+            step = _make_step(delta, timestamp / 1000, known, exceptions)
             steps.append((None if delta.cause is UNSET else delta.cause.offset, step))
             for change in delta.entries:
                 (known.discard if change.removed else known.add)(change.entry_id)
@@ -106,27 +106,29 @@ def describe(settings: Settings) -> Iterator[Step]:
     read_history(settings, keep)
     offsets = [offset for offset, _ in steps if offset is not None]
     history = KafkaHistory(settings)
-    corrections = history.corrections(min(offsets)) if offsets else {}
-    statuses = history.statuses() if offsets else {}
+    corrections = history.feedback_since(min(offsets)) if offsets else {}
+    statuses = history.outcome_statuses() if offsets else {}
     for offset, step in steps:
         asked = None if offset is None else corrections.get(offset)
         yield replace(
             step,
             outcome=None if offset is None else statuses.get(offset),
-            inputs=None if asked is None or asked.inputs is UNSET else in_one_text(asked.inputs),
+            inputs=None if asked is None or asked.inputs is UNSET else to_display_text(asked.inputs),
             target=None if asked is None or asked.target is UNSET else asked.target,
         )
 
 
-def _step(delta: Delta, timestamp: float, known: Collection[str], exceptions: Mapping[str, ExceptionChange]) -> Step:
-    """A delta in words, without the correction behind it; `known` are the entries that there were, and `exceptions`."""
+def _make_step(
+    delta: Delta, timestamp: float, existing_entries: Collection[str], exceptions: Mapping[str, ExceptionChange]
+) -> HistoryStep:
+    """Describe a delta without the correction that caused it, given the entries and exceptions before it."""
     cause = delta.cause
-    entries = {change.entry_id: _words(change, known) for change in delta.entries}
+    entries = {change.entry_id: _describe_change(change, existing_entries) for change in delta.entries}
     for exception in delta.exceptions:
         what = f"exception {exception.feedback_id}" + (" ended" if exception.removed else "")
         for entry_id in exceptions.get(exception.feedback_id, exception).entry_ids or exception.entry_ids:
             entries[entry_id] = ", ".join(filter(None, (entries.get(entry_id), what)))
-    return Step(
+    return HistoryStep(
         seq=delta.seq,
         term=delta.term,
         op=delta.op,
@@ -141,17 +143,17 @@ def _step(delta: Delta, timestamp: float, known: Collection[str], exceptions: Ma
     )
 
 
-def _decoded(record: bytes) -> Delta:
+def _decode_record(record: bytes) -> Delta:
     try:
         return decode_delta(record)
     except InvalidMessage as error:
         raise HistoryError(str(error)) from error
 
 
-def _words(change: EntryChange, known: Collection[str]) -> str:
+def _describe_change(change: EntryChange, existing_entries: Collection[str]) -> str:
     if change.removed:
         return "removed"
-    if change.entry_id not in known:
+    if change.entry_id not in existing_entries:
         return f"new, radius {change.radius:.4g}"
     changed = [f"radius {change.radius:.4g}"] if change.radius is not UNSET else []
     return ", ".join([*changed, *(["another value"] if change.value is not UNSET else [])])

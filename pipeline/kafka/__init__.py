@@ -1,16 +1,33 @@
 """Kafka: clients, topics, permissions, TLS, and reading a topic to its end."""
 
 from gracestream.pipeline.kafka.clients import consumer, ping_kafka, producer, wait_for_kafka
-from gracestream.pipeline.kafka.dead_letters import QUEUES, DeadLetterError, Letter, Source, letters, rejected, replay
-from gracestream.pipeline.kafka.delta_reader import DELTA_OPTIONS, error_at, read_history
-from gracestream.pipeline.kafka.lenient_records import LARGEST, install_in_aiokafka, record_bytes
-from gracestream.pipeline.kafka.permissions import ACCESS, require_access
-from gracestream.pipeline.kafka.reader import ANSWER_SECONDS, read_bulk, read_topic
-from gracestream.pipeline.kafka.reply_addressing import ORDINARY, Address, Header, address_of
-from gracestream.pipeline.kafka.security import describe_error, kafka_security, kafka_tls
-from gracestream.pipeline.kafka.tls import load_client_cert, message_of, tls_refusal, trust_context
+from gracestream.pipeline.kafka.dead_letters import (
+    DLQ_TOPICS,
+    DeadLetter,
+    DeadLetterError,
+    DeadLetterSource,
+    dead_letter_for,
+    list_dead_letters,
+    replay_dead_letters,
+)
+from gracestream.pipeline.kafka.delta_reader import DELTA_CONSUMER_OPTIONS, history_error_at, read_history
+from gracestream.pipeline.kafka.lenient_records import (
+    MAX_UNTRUNCATED_BYTES,
+    install_lenient_parser,
+    record_memory_bytes,
+)
+from gracestream.pipeline.kafka.permissions import REQUIRED_PERMISSIONS, require_permissions
+from gracestream.pipeline.kafka.reader import READ_TIMEOUT_SECONDS, read_bulk, read_topic
+from gracestream.pipeline.kafka.reply_addressing import (
+    DEFAULT_REPLY_ADDRESS,
+    Header,
+    ReplyAddress,
+    resolve_reply_address,
+)
+from gracestream.pipeline.kafka.security import describe_error, kafka_security_options, kafka_tls_context
+from gracestream.pipeline.kafka.tls import create_tls_context, error_message, load_client_cert, permanent_tls_failure
 from gracestream.pipeline.kafka.topics import (
-    BROKERS_CHOICE,
+    BROKER_DEFAULT,
     DELTAS,
     EDITS,
     FEEDBACK,
@@ -21,10 +38,10 @@ from gracestream.pipeline.kafka.topics import (
     SNAPSHOTS,
     TopicError,
     create_topics,
-    layout,
-    missing_topic,
+    missing_topic_error,
     require_topics,
-    timestamps_of_sender,
+    topic_layout,
+    use_sender_timestamps,
 )
 from gracestream.pipeline.kafka.waiting import (
     AccessDeniedError,
@@ -34,56 +51,56 @@ from gracestream.pipeline.kafka.waiting import (
 )
 
 __all__ = [
-    "ACCESS",
-    "ANSWER_SECONDS",
-    "BROKERS_CHOICE",
+    "BROKER_DEFAULT",
+    "DEFAULT_REPLY_ADDRESS",
     "DELTAS",
-    "DELTA_OPTIONS",
+    "DELTA_CONSUMER_OPTIONS",
+    "DLQ_TOPICS",
     "EDITS",
     "FEEDBACK",
     "FEEDBACK_DLQ",
-    "LARGEST",
-    "ORDINARY",
+    "MAX_UNTRUNCATED_BYTES",
     "PREDICTIONS",
-    "QUEUES",
+    "READ_TIMEOUT_SECONDS",
     "REQUESTS",
     "REQUESTS_DLQ",
+    "REQUIRED_PERMISSIONS",
     "SNAPSHOTS",
     "AccessDeniedError",
-    "Address",
+    "DeadLetter",
     "DeadLetterError",
+    "DeadLetterSource",
     "Header",
-    "Letter",
     "ProgressCallback",
-    "Source",
+    "ReplyAddress",
     "TopicError",
     "UnreachableError",
-    "address_of",
     "consumer",
+    "create_tls_context",
     "create_topics",
+    "dead_letter_for",
     "describe_error",
-    "error_at",
-    "install_in_aiokafka",
-    "kafka_security",
-    "kafka_tls",
-    "layout",
-    "letters",
+    "error_message",
+    "history_error_at",
+    "install_lenient_parser",
+    "kafka_security_options",
+    "kafka_tls_context",
+    "list_dead_letters",
     "load_client_cert",
-    "message_of",
-    "missing_topic",
+    "missing_topic_error",
+    "permanent_tls_failure",
     "ping_kafka",
     "producer",
     "read_bulk",
     "read_history",
     "read_topic",
-    "record_bytes",
-    "rejected",
-    "replay",
-    "require_access",
+    "record_memory_bytes",
+    "replay_dead_letters",
+    "require_permissions",
     "require_topics",
-    "timestamps_of_sender",
-    "tls_refusal",
-    "trust_context",
+    "resolve_reply_address",
+    "topic_layout",
+    "use_sender_timestamps",
     "wait_for_kafka",
     "wait_until_reachable",
 ]

@@ -13,7 +13,7 @@ from kafka.errors import KafkaConnectionError
 from kafka.net import KafkaNetClient
 
 
-class PatientNetClient(KafkaNetClient):  # type: ignore[misc]
+class RetryingNetClient(KafkaNetClient):  # type: ignore[misc]
     """Its nodes are ready or not."""
 
     def await_ready(self, node_id: Any, timeout_ms: float = 30000) -> bool:
@@ -24,7 +24,7 @@ class PatientNetClient(KafkaNetClient):  # type: ignore[misc]
             return False
 
 
-class PatientConsumer(KafkaConsumer):  # type: ignore[misc]
+class RejoiningConsumer(KafkaConsumer):  # type: ignore[misc]
     """Its place in a group is decided sooner or later, whatever happens between two polls."""
 
     def poll(self, *args: Any, **options: Any) -> Any:

@@ -15,44 +15,44 @@ from aiokafka.errors import KafkaError as RawKafkaError
 from kafka import KafkaAdminClient, KafkaProducer
 from kafka.errors import KafkaConnectionError, KafkaError
 
-from gracestream.pipeline.kafka.client_fixes import PatientConsumer, PatientNetClient
-from gracestream.pipeline.kafka.lenient_records import BoundedFetcher, install_in_aiokafka
-from gracestream.pipeline.kafka.security import kafka_refusal, kafka_security
+from gracestream.pipeline.kafka.client_fixes import RejoiningConsumer, RetryingNetClient
+from gracestream.pipeline.kafka.lenient_records import BoundedFetcher, install_lenient_parser
+from gracestream.pipeline.kafka.security import kafka_security_options, permanent_kafka_failure
 from gracestream.pipeline.kafka.transactions import TransactionalProducer
-from gracestream.pipeline.kafka.waiting import AccessDeniedError, ProgressCallback, is_unresolved, wait_until_reachable
+from gracestream.pipeline.kafka.waiting import AccessDeniedError, ProgressCallback, is_dns_failure, wait_until_reachable
 from gracestream.pipeline.settings import Settings, SettingsError
 from gracestream.schemas.deltas import MAX_DELTA_BYTES
 
-_ADDRESS = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[^\s:/@\[\]]+):([0-9]{1,5})")
+_HOST_PORT = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[^\s:/@\[\]]+):([0-9]{1,5})")
 
-FETCH_BYTES = 4 * 2**20
+MAX_FETCH_BYTES = 4 * 2**20
 """Bytes that a broker sends at once: few, so that one fetch is on its way while the last is worked at. A batch that is
 larger comes all the same, alone (KIP-74)."""
 
 
-def consumer(settings: Settings, **options: Any) -> PatientConsumer:
+def consumer(settings: Settings, **options: Any) -> RejoiningConsumer:
     """A consumer of committed records, whatever their headers are called, which commits nothing by itself."""
     ours = {
         "isolation_level": "read_committed",
         "enable_auto_commit": False,
         "auto_offset_reset": "earliest",
-        "max_partition_fetch_bytes": FETCH_BYTES,
-        "fetch_max_bytes": FETCH_BYTES,
+        "max_partition_fetch_bytes": MAX_FETCH_BYTES,
+        "fetch_max_bytes": MAX_FETCH_BYTES,
     }
-    made = PatientConsumer(**_cluster(settings), **(ours | options))
+    made = RejoiningConsumer(**_connection_options(settings), **(ours | options))
     made._fetcher.__class__ = BoundedFetcher  # noqa: SLF001  (it has no public name)
     return made
 
 
-def bulk_consumer(settings: Settings, **options: Any) -> AIOKafkaConsumer:
+def aiokafka_consumer(settings: Settings, **options: Any) -> AIOKafkaConsumer:
     """A consumer of committed records, in no group, that raises where its offset is not there."""
-    install_in_aiokafka()
+    install_lenient_parser()
     return AIOKafkaConsumer(
         bootstrap_servers=_bootstrap_servers(settings),
         isolation_level="read_committed",
         enable_auto_commit=False,
         auto_offset_reset="none",
-        **kafka_security(settings),
+        **kafka_security_options(settings),
         **options,
     )
 
@@ -62,33 +62,33 @@ def producer(settings: Settings, **options: Any) -> KafkaProducer:
 
     With a `transactional_id` it is a TransactionalProducer, which asks the cluster for its `transaction.version`.
     """
-    ours: dict[str, Any] = {"acks": "all", "max_request_size": MAX_DELTA_BYTES, "kafka_client": PatientNetClient}
+    ours: dict[str, Any] = {"acks": "all", "max_request_size": MAX_DELTA_BYTES, "kafka_client": RetryingNetClient}
     if "transactional_id" in options:
-        options = {"end_raises_epoch": _end_raises_epoch(settings), **options}
-        return TransactionalProducer(**_cluster(settings), **ours, **options)
-    return KafkaProducer(**_cluster(settings), **ours, **options)
+        options = {"end_raises_epoch": _end_txn_raises_epoch(settings), **options}
+        return TransactionalProducer(**_connection_options(settings), **ours, **options)
+    return KafkaProducer(**_connection_options(settings), **ours, **options)
 
 
 def admin(settings: Settings, **options: Any) -> KafkaAdminClient:
     """A client for creating and describing topics."""
-    return KafkaAdminClient(**_cluster(settings), **options)
+    return KafkaAdminClient(**_connection_options(settings), **options)
 
 
-def ping_kafka(settings: Settings, patience: float) -> None:
-    """See that the cluster answers, within `patience` seconds or so.
+def ping_kafka(settings: Settings, timeout_seconds: float) -> None:
+    """See that the cluster answers, within `timeout_seconds` seconds or so.
 
     Raises:
         AccessDeniedError: it does not take us, or is not trusted.
         SettingsError: an address is none.
         KafkaError, OSError, ValueError: it does not answer, or its name is none.
     """
-    milliseconds = int(1000 * patience)
+    milliseconds = int(1000 * timeout_seconds)
     try:
         asyncio.run(_connect(settings, milliseconds))
         with admin(settings, bootstrap_timeout_ms=milliseconds, request_timeout_ms=milliseconds) as client:
             client.describe_cluster()
     except (RawKafkaError, KafkaError, OSError) as error:
-        if refused := kafka_refusal(error, settings):
+        if refused := permanent_kafka_failure(error, settings):
             raise AccessDeniedError(refused) from error
         if isinstance(error, RawKafkaError):
             raise KafkaConnectionError(*error.args) from error
@@ -113,13 +113,13 @@ def wait_for_kafka(settings: Settings, report: ProgressCallback, *, await_name: 
         lambda: ping_kafka(settings, min(settings.startup_timeout, 5.0)),
         (KafkaError,),
         is_set="kafka" in settings.model_fields_set,
-        patience=settings.startup_timeout,
+        timeout_seconds=settings.startup_timeout,
         await_name=await_name,
         report=report,
     )
 
 
-def _end_raises_epoch(settings: Settings) -> bool:
+def _end_txn_raises_epoch(settings: Settings) -> bool:
     """Whether EndTxn raises the producer's epoch: the finalised `transaction.version` is 2 or more (KIP-890)."""
     with admin(settings) as client:
         features = client.describe_features()
@@ -127,12 +127,12 @@ def _end_raises_epoch(settings: Settings) -> bool:
     return bool(level >= 2)
 
 
-def _cluster(settings: Settings) -> dict[str, Any]:
+def _connection_options(settings: Settings) -> dict[str, Any]:
     """Where and how to connect; a cluster that was away is found again within a second, not half a minute."""
     return {
         "bootstrap_servers": _bootstrap_servers(settings),
         "reconnect_backoff_max_ms": 1000,
-        **kafka_security(settings),
+        **kafka_security_options(settings),
     }
 
 
@@ -140,7 +140,7 @@ def _bootstrap_servers(settings: Settings) -> list[str]:
     """Raises SettingsError where one is not host:port."""
     servers = [server.strip() for server in settings.kafka.split(",")]
     for server in servers:
-        address = _ADDRESS.fullmatch(server)
+        address = _HOST_PORT.fullmatch(server)
         if address is None or not 0 < int(address[1]) < 2**16:
             raise SettingsError(
                 f"GRACESTREAM_KAFKA: {server!r} is no host:port; set it to the addresses of one or more brokers, such"
@@ -149,7 +149,7 @@ def _bootstrap_servers(settings: Settings) -> list[str]:
     return servers
 
 
-async def _connect(settings: Settings, milliseconds: int) -> None:
+async def _connect(settings: Settings, timeout_ms: int) -> None:
     """Connect to one of the bootstrap servers and authenticate.
 
     Where none takes us, the error is that of the last one whose name is known, if there is one.
@@ -157,9 +157,11 @@ async def _connect(settings: Settings, milliseconds: int) -> None:
     failure: Exception | None = None
     for host, port, _ in collect_hosts(_bootstrap_servers(settings), randomize=False):
         try:
-            connection = await create_conn(host, port, request_timeout_ms=milliseconds, **kafka_security(settings))
+            connection = await create_conn(
+                host, port, request_timeout_ms=timeout_ms, **kafka_security_options(settings)
+            )
         except (RawKafkaError, OSError, UnicodeError) as error:  # a time-out is an OSError
-            if failure is None or not is_unresolved(error):
+            if failure is None or not is_dns_failure(error):
                 failure = error
         else:
             connection.close()

@@ -1,8 +1,8 @@
 """SASL and TLS of Kafka's clients, and which failures are final.
 
-1. Every client of Kafka gets the same options from `kafka_security`, and trusts by the same `ssl.SSLContext`.
-2. What `kafka_refusal` recognises is final: a wrong password or a certificate that is not trusted stays so however
-   often it is tried. The libraries themselves would try for ever.
+1. Every client of Kafka gets the same options from `kafka_security_options`, and trusts by the same `ssl.SSLContext`.
+2. What `permanent_kafka_failure` recognises is final: a wrong password or a certificate that is not trusted stays so
+   however often it is tried. The libraries themselves would try for ever.
 3. No text made here holds a password.
 """
 
@@ -15,13 +15,13 @@ from aiokafka.errors import (
     UnsupportedSaslMechanismError,
 )
 
-from gracestream.pipeline.kafka.tls import load_client_cert, message_of, tls_refusal, trust_context
+from gracestream.pipeline.kafka.tls import create_tls_context, error_message, load_client_cert, permanent_tls_failure
 from gracestream.pipeline.settings import Settings
 
 ACL_HINT = "deploy/acls.sh says who may do what"
 
 
-def kafka_security(settings: Settings) -> dict[str, Any]:
+def kafka_security_options(settings: Settings) -> dict[str, Any]:
     """Options of kafka-python's clients, and of aiokafka's.
 
     Raises:
@@ -35,17 +35,17 @@ def kafka_security(settings: Settings) -> dict[str, Any]:
             "sasl_plain_password": settings.kafka_password.get_secret_value(),
         }
     if settings.kafka_security_protocol.endswith("SSL"):
-        options["ssl_context"] = kafka_tls(settings)
+        options["ssl_context"] = kafka_tls_context(settings)
     return options
 
 
-def kafka_tls(settings: Settings) -> ssl.SSLContext:
+def kafka_tls_context(settings: Settings) -> ssl.SSLContext:
     """Whom clients trust to be Kafka, and the certificate that they show it.
 
     Raises:
         SettingsError: a file of certificates or keys is not what it must be.
     """
-    context = trust_context(settings.kafka_ca, "GRACESTREAM_KAFKA_CA")
+    context = create_tls_context(settings.kafka_ca, "GRACESTREAM_KAFKA_CA")
     context.check_hostname = settings.kafka_check_hostname
     if settings.kafka_certificate:
         password = settings.kafka_key_password.get_secret_value()
@@ -53,16 +53,16 @@ def kafka_tls(settings: Settings) -> ssl.SSLContext:
     return context
 
 
-def kafka_refusal(error: BaseException, settings: Settings) -> str | None:
+def permanent_kafka_failure(error: BaseException, settings: Settings) -> str | None:
     """What is wrong, where trying again cannot help; None for all that may pass."""
     if isinstance(error, SaslAuthenticationFailed | UnsupportedSaslMechanismError):
         return (
             f"Kafka at {settings.kafka} does not accept the user {settings.kafka_username!r} by"
-            f" {settings.kafka_sasl_mechanism} ({message_of(error)}); check GRACESTREAM_KAFKA_USERNAME,"
+            f" {settings.kafka_sasl_mechanism} ({error_message(error)}); check GRACESTREAM_KAFKA_USERNAME,"
             " GRACESTREAM_KAFKA_PASSWORD and GRACESTREAM_KAFKA_SASL_MECHANISM"
         )
     check = "GRACESTREAM_KAFKA_SECURITY_PROTOCOL"
-    return tls_refusal(error, f"Kafka at {settings.kafka}", "GRACESTREAM_KAFKA", check)
+    return permanent_tls_failure(error, f"Kafka at {settings.kafka}", "GRACESTREAM_KAFKA", check)
 
 
 def describe_error(error: Exception) -> str:
@@ -74,7 +74,7 @@ def describe_error(error: Exception) -> str:
     return f"Kafka does not allow this user to do this ({refused[0]}); {ACL_HINT}"
 
 
-def kafka_user(settings: Settings) -> str:
+def describe_kafka_user(settings: Settings) -> str:
     """Who we are to Kafka, in words."""
     if settings.kafka_username:
         return f"the user {settings.kafka_username!r}"

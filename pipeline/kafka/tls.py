@@ -6,12 +6,12 @@ import ssl
 from gracestream.pipeline.settings import SettingsError
 
 
-def trust_context(authorities: str, variable: str) -> ssl.SSLContext:
+def create_tls_context(ca_file: str, variable: str) -> ssl.SSLContext:
     """Trusts the authorities in a file, or those of the system where none is named."""
     try:
-        return ssl.create_default_context(cafile=authorities or None)
+        return ssl.create_default_context(cafile=ca_file or None)
     except (OSError, ValueError) as error:  # an SSLError is an OSError
-        raise SettingsError(f"{variable}: {authorities!r} has no certificate in PEM: {error}") from error
+        raise SettingsError(f"{variable}: {ca_file!r} has no certificate in PEM: {error}") from error
 
 
 def load_client_cert(context: ssl.SSLContext, certificate: str, key: str, variable: str, password: str) -> None:
@@ -31,28 +31,28 @@ def load_client_cert(context: ssl.SSLContext, certificate: str, key: str, variab
         ) from error
 
 
-def tls_refusal(error: BaseException, where: str, variable: str, protocol: str) -> str | None:
+def permanent_tls_failure(error: BaseException, service: str, variable: str, protocol_setting: str) -> str | None:
     """What is wrong, where a TLS failure is final; None for any other error.
 
-    `where` names the service, `variable` its settings' prefix, and `protocol` the setting that chooses TLS.
+    `service` names the service, `variable` its settings' prefix, and `protocol_setting` the setting that chooses TLS.
     """
-    tls = _tls_error(error)
+    tls = _find_tls_error(error)
     if isinstance(tls, ssl.SSLCertVerificationError):
-        return f"{where} is not trusted: {tls.verify_message}; check {variable}_CA, and the host's name in {variable}"
+        return f"{service} is not trusted: {tls.verify_message}; check {variable}_CA, and the host's name in {variable}"
     reason = "" if tls is None else str(tls.reason)
     if reason == "WRONG_VERSION_NUMBER":
-        return f"{where} does not speak TLS on that port; check {protocol}"
+        return f"{service} does not speak TLS on that port; check {protocol_setting}"
     if re.search(r"ALERT.*(CERTIFICATE|UNKNOWN_CA|HANDSHAKE_FAILURE|ACCESS_DENIED)", reason):
-        return f"{where} refuses the client's certificate ({reason}); check {variable}_CERTIFICATE and {variable}_KEY"
+        return f"{service} refuses the client's certificate ({reason}); check {variable}_CERTIFICATE and {variable}_KEY"
     return None
 
 
-def message_of(error: BaseException) -> str:
+def error_message(error: BaseException) -> str:
     """The text of an error, or its type where it has none."""
     return str(error) or type(error).__name__
 
 
-def _tls_error(error: BaseException | None) -> ssl.SSLError | None:
+def _find_tls_error(error: BaseException | None) -> ssl.SSLError | None:
     """The TLS failure behind an error: both libraries wrap it, as its cause, its context or its argument."""
     while error is not None:
         if isinstance(error, ssl.SSLError):

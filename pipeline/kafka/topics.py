@@ -13,17 +13,17 @@ from gracestream.pipeline.kafka.clients import admin
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.deltas import MAX_DELTA_BYTES
 
-KAFKAS_CLOCK = {"message.timestamp.type": "LogAppendTime"}
-SENDERS_CLOCK = {"message.timestamp.type": "CreateTime"}
-FOREVER = {**KAFKAS_CLOCK, "cleanup.policy": "delete", "retention.ms": "-1", "retention.bytes": "-1"}
-BY_AGE = {**KAFKAS_CLOCK, "cleanup.policy": "delete", "retention.ms": str(7 * 24 * 3600 * 1000)}
-REJECTED = {**BY_AGE, "max.message.bytes": str(MAX_DELTA_BYTES)}
+LOG_APPEND_TIME = {"message.timestamp.type": "LogAppendTime"}
+CREATE_TIME = {"message.timestamp.type": "CreateTime"}
+KEEP_FOREVER = {**LOG_APPEND_TIME, "cleanup.policy": "delete", "retention.ms": "-1", "retention.bytes": "-1"}
+RETENTION_BY_AGE = {**LOG_APPEND_TIME, "cleanup.policy": "delete", "retention.ms": str(7 * 24 * 3600 * 1000)}
+DLQ_CONFIG = {**RETENTION_BY_AGE, "max.message.bytes": str(MAX_DELTA_BYTES)}
 """A record as large as its own topic takes goes here with headers on top."""
 
-BROKERS_CHOICE = -1
+BROKER_DEFAULT = -1
 """In place of a number of copies."""
 
-SAFE_COPIES, SAFE_IN_SYNC = 3, {"min.insync.replicas": "2"}
+MIN_REPLICAS_FOR_ISR, MIN_ISR_CONFIG = 3, {"min.insync.replicas": "2"}
 """From so many copies on a record counts as written once two brokers have it: one may be lost, and one away."""
 
 
@@ -36,9 +36,9 @@ class Topic:
     config: dict[str, str]
 
     @property
-    def required(self) -> dict[str, str]:
+    def required_config(self) -> dict[str, str]:
         """What of it no deployment may have otherwise: how many days records are kept is its own to choose."""
-        for_ever = self.config.get("retention.ms") == FOREVER["retention.ms"]
+        for_ever = self.config.get("retention.ms") == KEEP_FOREVER["retention.ms"]
         return {option: value for option, value in self.config.items() if for_ever or option != "retention.ms"}
 
 
@@ -52,14 +52,14 @@ REQUESTS_DLQ = "requests.dlq"
 FEEDBACK_DLQ = "feedback.dlq"
 
 TOPICS = (
-    Topic(REQUESTS, None, BY_AGE),
-    Topic(PREDICTIONS, None, BY_AGE),
-    Topic(FEEDBACK, 1, FOREVER),
-    Topic(EDITS, 1, FOREVER),
-    Topic(DELTAS, 1, {**FOREVER, "max.message.bytes": str(MAX_DELTA_BYTES)}),
+    Topic(REQUESTS, None, RETENTION_BY_AGE),
+    Topic(PREDICTIONS, None, RETENTION_BY_AGE),
+    Topic(FEEDBACK, 1, KEEP_FOREVER),
+    Topic(EDITS, 1, KEEP_FOREVER),
+    Topic(DELTAS, 1, {**KEEP_FOREVER, "max.message.bytes": str(MAX_DELTA_BYTES)}),
     Topic(SNAPSHOTS, 1, {"cleanup.policy": "compact"}),
-    Topic(REQUESTS_DLQ, 1, REJECTED),
-    Topic(FEEDBACK_DLQ, 1, REJECTED),
+    Topic(REQUESTS_DLQ, 1, DLQ_CONFIG),
+    Topic(FEEDBACK_DLQ, 1, DLQ_CONFIG),
 )
 
 
@@ -67,7 +67,7 @@ class TopicError(UserError):
     """A topic that exists, but not as it must; the text says what to change."""
 
 
-def missing_topic(name: str) -> TopicError:
+def missing_topic_error(name: str) -> TopicError:
     """What to raise where Kafka shows no such topic, although its name is as the settings have it."""
     return TopicError(
         f"there is no topic {name!r} that we may see; create the topics with `gracestream topics`, or correct the"
@@ -75,7 +75,7 @@ def missing_topic(name: str) -> TopicError:
     )
 
 
-def create_topics(settings: Settings, partitions: int, replication: int = BROKERS_CHOICE) -> list[str]:
+def create_topics(settings: Settings, partitions: int, replication: int = BROKER_DEFAULT) -> list[str]:
     """Create what is missing and check what is there; the names of those created.
 
     Args:
@@ -92,13 +92,13 @@ def create_topics(settings: Settings, partitions: int, replication: int = BROKER
         missing = sorted(set(wanted) - set(client.list_topics()))
         for name in missing:
             topic = wanted[name]
-            config = topic.config | (SAFE_IN_SYNC if replication >= SAFE_COPIES else {})
+            config = topic.config | (MIN_ISR_CONFIG if replication >= MIN_REPLICAS_FOR_ISR else {})
             new = NewTopic(name, topic.partitions or partitions, replication, topic_configs=config)
             try:
                 client.create_topics([new], wait_for_metadata=True)
             except TopicAlreadyExistsError:
                 continue
-        _check(client, settings, {name: topic for name, topic in wanted.items() if name not in missing})
+        _check_topics(client, settings, {name: topic for name, topic in wanted.items() if name not in missing})
         return missing
     finally:
         client.close()
@@ -116,13 +116,13 @@ def require_topics(settings: Settings) -> None:
         missing = sorted(set(wanted) - set(client.list_topics()))
         if missing:
             raise TopicError(f"the topics {', '.join(missing)} are missing; create them with `gracestream topics`")
-        _check(client, settings, wanted)
+        _check_topics(client, settings, wanted)
     finally:
         client.close()
 
 
 @contextmanager
-def timestamps_of_sender(settings: Settings, names: Sequence[str]) -> Iterator[None]:
+def use_sender_timestamps(settings: Settings, names: Sequence[str]) -> Iterator[None]:
     """Let topics take the timestamps of their records from whoever sends them; Kafka's clock is back at the end.
 
     Kafka notes beside each batch whose its timestamps are, so those that were written meanwhile stay as they are.
@@ -136,16 +136,16 @@ def timestamps_of_sender(settings: Settings, names: Sequence[str]) -> Iterator[N
         client.alter_configs(resources)
 
     try:
-        choose(SENDERS_CLOCK)
+        choose(CREATE_TIME)
         yield
     finally:
         try:
-            choose(KAFKAS_CLOCK)
+            choose(LOG_APPEND_TIME)
         finally:
             client.close()
 
 
-def layout(settings: Settings) -> tuple[int, int]:
+def topic_layout(settings: Settings) -> tuple[int, int]:
     """The partitions of `requests`, and how many copies there are of each partition of `deltas`."""
     requests, deltas = settings.topic(REQUESTS), settings.topic(DELTAS)
     client = admin(settings)
@@ -156,7 +156,7 @@ def layout(settings: Settings) -> tuple[int, int]:
     return len(partitions[requests]) or 1, min(len(partition["replica_nodes"]) for partition in partitions[deltas])
 
 
-def _check(client: Any, settings: Settings, topics: dict[str, Topic]) -> None:
+def _check_topics(client: Any, settings: Settings, topics: dict[str, Topic]) -> None:
     if not topics:
         return
     for described in client.describe_topics(list(topics)):
@@ -169,20 +169,22 @@ def _check(client: Any, settings: Settings, topics: dict[str, Topic]) -> None:
     asked = [ConfigResource(ConfigResourceType.TOPIC, name) for name in topics]
     configs = client.describe_configs(asked, config_filter="all")["topic"]
     for name, topic in topics.items():
-        found = {option: configs[name][option]["value"] for option in topic.required}
-        wrong = [option for option, value in topic.required.items() if not _meets(option, found[option], value)]
+        found = {option: configs[name][option]["value"] for option in topic.required_config}
+        wrong = [
+            option for option, value in topic.required_config.items() if not _satisfies(option, found[option], value)
+        ]
         if wrong:
-            must = _listed(topic.required, wrong)
+            must = _format_config(topic.required_config, wrong)
             raise TopicError(
-                f"topic {name!r} has {_listed(found, wrong)} and must have {must}; set it with `kafka-configs.sh"
+                f"topic {name!r} has {_format_config(found, wrong)} and must have {must}; set it with `kafka-configs.sh"
                 f" --bootstrap-server {settings.kafka} --alter --entity-type topics --entity-name {name}"
                 f" --add-config {must}`"
             )
 
 
-def _meets(option: str, found: str, wanted: str) -> bool:
-    return int(found) >= int(wanted) if option == "max.message.bytes" else found == wanted
+def _satisfies(option: str, actual: str, required: str) -> bool:
+    return int(actual) >= int(required) if option == "max.message.bytes" else actual == required
 
 
-def _listed(config: dict[str, str], options: list[str]) -> str:
+def _format_config(config: dict[str, str], options: list[str]) -> str:
     return ",".join(f"{option}={config[option]}" for option in options)

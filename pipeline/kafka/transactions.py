@@ -71,11 +71,11 @@ class TransactionalProducer(KafkaProducer):  # type: ignore[misc]
         if self._transaction_manager.must_raise_epoch:
             self._wait(self._transaction_manager.begin_epoch_raise(), "raise the epoch")
 
-    def _wait(self, result: TransactionalRequestResult, what: str) -> None:
+    def _wait(self, result: TransactionalRequestResult, action: str) -> None:
         self._sender.wakeup()
         if not result.wait(timeout_ms=self.config["max_block_ms"]):
             seconds = self.config["max_block_ms"] / 1000
-            raise KafkaTimeoutError(f"the transaction's coordinator did not {what} within {seconds:g} s")
+            raise KafkaTimeoutError(f"the transaction's coordinator did not {action} within {seconds:g} s")
 
 
 class EpochTransactionManager(TransactionManager):  # type: ignore[misc]

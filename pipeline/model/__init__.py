@@ -1,74 +1,86 @@
 """Models that can be edited: how they are loaded, read, and made to answer with a codebook."""
 
-from gracestream.pipeline.model.adaptor import QueryToken, Replaced, Session, last_token
+from gracestream.pipeline.model.adaptor import AdaptorPass, QueryToken, ReplacedTokens, last_token_positions
 from gracestream.pipeline.model.batch import Batch, Prompt
-from gracestream.pipeline.model.checkpoint import ModelError, device_of, is_causal, load_checkpoint, unreported
-from gracestream.pipeline.model.editable import EditableModel, Served
-from gracestream.pipeline.model.layers import LayerError, LayerRange, in_decoder, linear_layers, normal_path
-from gracestream.pipeline.model.probe_texts import TEXTS
-from gracestream.pipeline.model.registry import (
-    Report,
-    known_layer,
-    layer_of,
-    minilm_folder,
-    naming_known,
-    package_folder,
-    prepare,
-    resolve,
-    resolve_encoder,
+from gracestream.pipeline.model.checkpoint import (
+    ModelError,
+    is_causal,
+    load_checkpoint,
+    resolve_device,
+    suppress_load_warnings,
 )
-from gracestream.pipeline.model.sentence_encoder import FARTHEST, MARK, REMEDY, UNIT, Encoder
-from gracestream.pipeline.model.suffix_pass import Passes, Rest, Verdict, verdict
-from gracestream.pipeline.model.tasks.base import Answer, InputError, Limits, Supervised, Task
+from gracestream.pipeline.model.editable import EditableModel, ServedAnswer
+from gracestream.pipeline.model.layers import LayerError, RepeatedLayer, is_in_decoder, linear_layers, normalize_path
+from gracestream.pipeline.model.probe_texts import PROBE_TEXTS
+from gracestream.pipeline.model.registry import (
+    ProgressCallback,
+    default_layer,
+    ensure_model_built,
+    minilm_folder,
+    package_folder,
+    resolve_encoder,
+    resolve_layer,
+    resolve_model,
+    suggest_known_models,
+)
+from gracestream.pipeline.model.sentence_encoder import (
+    ENCODER_DEFAULT_RADIUS,
+    ENCODER_MAX_RADIUS,
+    ENCODER_REMEDY,
+    PROMPT_HASH_NORM,
+    SentenceEncoder,
+)
+from gracestream.pipeline.model.suffix_pass import SuffixPass, SuffixRunner, TargetCheck, check_target
+from gracestream.pipeline.model.tasks.base import InputError, Limits, ModelAnswer, ModelTask, TargetPass
 from gracestream.pipeline.model.tasks.classification import Classification
 from gracestream.pipeline.model.tasks.generation import CausalGeneration, Seq2SeqGeneration
 from gracestream.pipeline.model.trial import layer_fault
 
 __all__ = [
-    "FARTHEST",
-    "MARK",
-    "REMEDY",
-    "TEXTS",
-    "UNIT",
-    "Answer",
+    "ENCODER_DEFAULT_RADIUS",
+    "ENCODER_MAX_RADIUS",
+    "ENCODER_REMEDY",
+    "PROBE_TEXTS",
+    "PROMPT_HASH_NORM",
+    "AdaptorPass",
     "Batch",
     "CausalGeneration",
     "Classification",
     "EditableModel",
-    "Encoder",
     "InputError",
     "LayerError",
-    "LayerRange",
     "Limits",
+    "ModelAnswer",
     "ModelError",
-    "Passes",
+    "ModelTask",
+    "ProgressCallback",
     "Prompt",
     "QueryToken",
-    "Replaced",
-    "Report",
-    "Rest",
+    "RepeatedLayer",
+    "ReplacedTokens",
+    "SentenceEncoder",
     "Seq2SeqGeneration",
-    "Served",
-    "Session",
-    "Supervised",
-    "Task",
-    "Verdict",
-    "device_of",
-    "in_decoder",
+    "ServedAnswer",
+    "SuffixPass",
+    "SuffixRunner",
+    "TargetCheck",
+    "TargetPass",
+    "check_target",
+    "default_layer",
+    "ensure_model_built",
     "is_causal",
-    "known_layer",
-    "last_token",
+    "is_in_decoder",
+    "last_token_positions",
     "layer_fault",
-    "layer_of",
     "linear_layers",
     "load_checkpoint",
     "minilm_folder",
-    "naming_known",
-    "normal_path",
+    "normalize_path",
     "package_folder",
-    "prepare",
-    "resolve",
+    "resolve_device",
     "resolve_encoder",
-    "unreported",
-    "verdict",
+    "resolve_layer",
+    "resolve_model",
+    "suggest_known_models",
+    "suppress_load_warnings",
 ]

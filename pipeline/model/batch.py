@@ -12,11 +12,11 @@ class LastTurn:
 
     Attributes:
         text: Its content.
-        follows: Whether earlier turns stand before it, on which its meaning may depend.
+        has_earlier_turns: Whether earlier turns stand before it, on which its meaning may depend.
     """
 
     text: str
-    follows: bool
+    has_earlier_turns: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +26,12 @@ class Prompt:
     Attributes:
         token_ids: With those that the tokenizer's template adds.
         segments: The segment of each token (`token_type_ids`); none where the tokenizer has no segments.
-        turn: Of a chat its last message; None of any other prompt.
+        last_turn: Of a chat its last message; None of any other prompt.
     """
 
     token_ids: tuple[int, ...]
     segments: tuple[int, ...] = ()
-    turn: LastTurn | None = None
+    last_turn: LastTurn | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -44,14 +44,14 @@ class Batch:
     Attributes:
         kwargs: What the model is called with.
         mask_BT: Real prompt tokens, as the wrapped module sees them; None where it lies in a decoder.
-        turns: The last message of each prompt that is a chat; empty where no query is taken from the batch.
+        last_turns: The last message of each prompt that is a chat; empty where no query is taken from the batch.
     """
 
     kwargs: dict[str, Any]
     mask_BT: Tensor | None
-    turns: tuple[LastTurn | None, ...] = ()
+    last_turns: tuple[LastTurn | None, ...] = ()
 
-    def prompts(self) -> list[list[int]]:
+    def prompt_token_ids(self) -> list[list[int]]:
         """Each row's token ids, without padding and what comes after the prompt."""
         mask_BT = (self.kwargs["attention_mask"] if self.mask_BT is None else self.mask_BT).cpu().bool()
         return [row_T[mask_T].tolist() for row_T, mask_T in zip(self.kwargs["input_ids"].cpu(), mask_BT, strict=True)]

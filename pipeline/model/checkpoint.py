@@ -23,24 +23,24 @@ from transformers import (
 from transformers.utils import cached_file, has_file
 from transformers.utils import logging as transformers_logging
 
-from gracestream.pipeline.device import prepare_cuda, why_no_cuda
+from gracestream.pipeline.device import cuda_unavailable_reason, prepare_cuda
 from gracestream.pipeline.errors import UserError
 from gracestream.pipeline.model.checkpoint_faults import (
-    NO_GGUF,
-    TELLING,
-    broken_config,
-    empty_tokenizer,
-    missing_parts,
-    missing_tensors,
-    reason_of,
-    tokenizer_reason,
-    unreadable,
-    unsupported_config,
+    GGUF_MESSAGE,
+    PROBED_FILES,
+    broken_config_fault,
+    describe_load_error,
+    describe_tokenizer_error,
+    empty_tokenizer_fault,
+    missing_files_fault,
+    missing_tensors_fault,
+    unreadable_fault,
+    unsupported_config_fault,
 )
 
 T = TypeVar("T")
 
-FINGERPRINT = 2
+FINGERPRINT_VERSION = 2
 """What a fingerprint covers, as a number: one that was cached under another number counts no more."""
 
 
@@ -54,19 +54,19 @@ def load_checkpoint(name: str, *, device: str = "auto", dtype: str = "float32") 
     Raises:
         ModelError: no such checkpoint, not of one of the three kinds, or no such device.
     """
-    target = device_of(device)
-    with _loading("model", name):
-        place, pinned = _pinned(name)
+    target = resolve_device(device)
+    with _as_model_error("model", name):
+        place, pinned = _split_revision(name)
         config = AutoConfig.from_pretrained(place, trust_remote_code=False, **pinned)
         auto = _auto_class(config, name)
-        _require(unsupported_config(config))
-        tokenizer = _tokenizer(name)
-        with unreported():
+        _raise_if_fault(unsupported_config_fault(config))
+        tokenizer = _load_tokenizer(name)
+        with suppress_load_warnings():
             model, info = auto.from_pretrained(
                 place, dtype=getattr(torch, dtype), trust_remote_code=False, use_safetensors=True,
                 output_loading_info=True, **pinned,
             )  # fmt: skip
-        _require(missing_tensors(info["missing_keys"]))
+        _raise_if_fault(missing_tensors_fault(info["missing_keys"]))
         return model.to(target), tokenizer
 
 
@@ -76,8 +76,8 @@ def is_causal(name: str) -> bool:
     Raises:
         ModelError: no such checkpoint, or not of one of the three kinds.
     """
-    with _loading("model", name):
-        place, pinned = _pinned(name)
+    with _as_model_error("model", name):
+        place, pinned = _split_revision(name)
         config = AutoConfig.from_pretrained(place, trust_remote_code=False, **pinned)
         return _auto_class(config, name) is AutoModelForCausalLM
 
@@ -91,17 +91,17 @@ def load_encoder(name: str) -> tuple[Any, Any, int | None]:
     Raises:
         ModelError: no such checkpoint, weights that it lacks, or one whose embedding is not the mean of its tokens.
     """
-    with _loading("encoder", name), unreported():
-        place, pinned = _pinned(name)
-        _require(unsupported_config(AutoConfig.from_pretrained(place, trust_remote_code=False, **pinned)))
-        tokenizer = _tokenizer(name)
+    with _as_model_error("encoder", name), suppress_load_warnings():
+        place, pinned = _split_revision(name)
+        _raise_if_fault(unsupported_config_fault(AutoConfig.from_pretrained(place, trust_remote_code=False, **pinned)))
+        tokenizer = _load_tokenizer(name)
         model, info = AutoModel.from_pretrained(
             place, dtype=torch.float32, trust_remote_code=False, use_safetensors=True, output_loading_info=True,
             **pinned,
         )  # fmt: skip
-        pooling = _beside(name, "1_Pooling/config.json", dict[str, Any])
-        modules = _beside(name, "modules.json", list[_Module]) or []
-        sizes = _beside(name, "sentence_bert_config.json", _Sizes) or _Sizes()
+        pooling = _read_sidecar(name, "1_Pooling/config.json", dict[str, Any])
+        modules = _read_sidecar(name, "modules.json", list[_EmbeddingStep]) or []
+        sizes = _read_sidecar(name, "sentence_bert_config.json", _EncoderLimits) or _EncoderLimits()
     if lacking := sorted(key for key in info["missing_keys"] if not key.startswith("pooler.")):
         raise ModelError(f"the encoder {name!r} cannot be used: its checkpoint has no {lacking[0]}")
     others = {key for key, on in (pooling or {}).items() if key.startswith("pooling_mode") and on is True}
@@ -117,27 +117,27 @@ def load_encoder(name: str) -> tuple[Any, Any, int | None]:
     return model, tokenizer, sizes.max_seq_length
 
 
-class _Module(Struct, frozen=True):
+class _EmbeddingStep(Struct, frozen=True):
     """A step of sentence-transformers, from tokens to an embedding."""
 
     type: str = ""
 
 
-class _Sizes(Struct, frozen=True):
+class _EncoderLimits(Struct, frozen=True):
     """Tokens that are read at once."""
 
     max_seq_length: Annotated[int, Meta(ge=8)] | None = None
 
 
-def _beside(name: str, file: str, kind: type[T]) -> T | None:
+def _read_sidecar(name: str, file: str, schema: type[T]) -> T | None:
     """What a JSON file of a checkpoint says; None where there is none."""
-    place, pinned = _pinned(name)
+    place, pinned = _split_revision(name)
     path = cached_file(place, file, _raise_exceptions_for_missing_entries=False, **pinned)
-    return None if path is None else msgspec.json.decode(Path(path).read_bytes(), type=kind)
+    return None if path is None else msgspec.json.decode(Path(path).read_bytes(), type=schema)
 
 
 @contextmanager
-def unreported() -> Iterator[None]:
+def suppress_load_warnings() -> Iterator[None]:
     """Without warnings of what is on purpose: a checkpoint's head that is left out, or one that is new."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
@@ -147,73 +147,73 @@ def unreported() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
 
 
-def _tokenizer(name: str) -> Any:
-    place, pinned = _pinned(name)
+def _load_tokenizer(name: str) -> Any:
+    place, pinned = _split_revision(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False, **pinned)
     except Exception as error:
-        if _unreachable(error):
+        if _is_hub_unreachable(error):
             raise
-        raise _Fault(tokenizer_reason(error, _folder(name))) from error
-    _require(empty_tokenizer(tokenizer))
+        raise _CheckpointFault(describe_tokenizer_error(error, _local_folder(name))) from error
+    _raise_if_fault(empty_tokenizer_fault(tokenizer))
     return tokenizer
 
 
-class _Fault(Exception):
+class _CheckpointFault(Exception):
     """Why a checkpoint cannot be used, as a sentence."""
 
 
-def _require(fault: str | None) -> None:
+def _raise_if_fault(fault: str | None) -> None:
     if fault is not None:
-        raise _Fault(fault)
+        raise _CheckpointFault(fault)
 
 
 @contextmanager
-def _loading(kind: Literal["model", "encoder"], name: str) -> Iterator[None]:
+def _as_model_error(kind: Literal["model", "encoder"], name: str) -> Iterator[None]:
     """What fails inside is a `ModelError` of one sentence."""
-    folder = _folder(name)
+    folder = _local_folder(name)
     cannot = f"the {kind} {name!r} cannot be loaded: "
     if folder is None and name.endswith(".gguf") and Path(name).is_file():
-        raise ModelError(f"{cannot}it is GGUF, {NO_GGUF}")
+        raise ModelError(f"{cannot}it is GGUF, {GGUF_MESSAGE}")
     if folder is None and name.startswith(("/", ".", "~")):
         there = "it is a file, not a folder" if Path(name).exists() else "there is no such folder"
         raise ModelError(f"{cannot}{there}" + ("; choose another GRACESTREAM_MODEL" if kind == "model" else ""))
     transformers_logging.disable_progress_bar()
     try:
         if folder is not None:
-            _require(unreadable(folder))
-            _require(missing_parts([file.name for file in folder.iterdir()], folder))
-            _require(broken_config(folder))
+            _raise_if_fault(unreadable_fault(folder))
+            _raise_if_fault(missing_files_fault([file.name for file in folder.iterdir()], folder))
+            _raise_if_fault(broken_config_fault(folder))
         yield
     except ModelError:
         raise
-    except _Fault as fault:
+    except _CheckpointFault as fault:
         raise ModelError(f"{cannot}{fault}") from fault
     except Exception as error:  # the libraries raise errors of any kind for the files of a checkpoint
-        raise ModelError(f"{cannot}{_why(error, name)}") from error
+        raise ModelError(f"{cannot}{_failure_reason(error, name)}") from error
 
 
-def _why(error: Exception, name: str) -> str:
-    folder = _folder(name)
+def _failure_reason(error: Exception, name: str) -> str:
+    folder = _local_folder(name)
     if folder is not None:
-        return reason_of(error, folder)
-    if _unreachable(error):
+        return describe_load_error(error, folder)
+    if _is_hub_unreachable(error):
         return "there is no such folder, it was not loaded from a hub before, and the hub cannot be reached"
-    place, pinned = _pinned(name)
+    place, pinned = _split_revision(name)
     with suppress(OSError, ValueError):  # such as a hub id that is none
-        there = [file for file in TELLING if has_file(place, file, **pinned)]
-        if there and (fault := missing_parts(there)) is not None:
+        there = [file for file in PROBED_FILES if has_file(place, file, **pinned)]
+        if there and (fault := missing_files_fault(there)) is not None:
             return fault
-    return reason_of(error, None)
+    return describe_load_error(error, None)
 
 
-def _pinned(name: str) -> tuple[str, dict[str, str]]:
+def _split_revision(name: str) -> tuple[str, dict[str, str]]:
     """A folder or hub id, and the revision of a hub id that stands behind an `@`: a branch, a tag or a commit."""
     place, found, revision = name.rpartition("@")
     return (place, {"revision": revision}) if found and not _is_folder(name) else (name, {})
 
 
-def _folder(name: str) -> Path | None:
+def _local_folder(name: str) -> Path | None:
     return Path(name) if _is_folder(name) else None
 
 
@@ -223,7 +223,7 @@ def _is_folder(name: str) -> bool:
     return False
 
 
-def _unreachable(error: BaseException | None) -> bool:
+def _is_hub_unreachable(error: BaseException | None) -> bool:
     """Whether a loading failed for want of a network: the hub's client names that only in what lies behind the error.
 
     Its second try after a failed connection ends in a closed client, for which it has a bare `RuntimeError`.
@@ -235,25 +235,26 @@ def _unreachable(error: BaseException | None) -> bool:
     return False
 
 
-def device_of(wanted: str) -> str:
+def resolve_device(requested: str) -> str:
     """The device that `auto`, `cpu` or `cuda` stands for.
 
     Raises:
         ModelError: there is none such.
         DeviceError: the environment makes its results inexact.
     """
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+    if requested == "cpu" or (requested == "auto" and not torch.cuda.is_available()):
         return "cpu"
     if not torch.cuda.is_available():
         raise ModelError(
-            f"GRACESTREAM_DEVICE is cuda, but torch can use no CUDA device: {why_no_cuda()}. Give this process a GPU"
+            f"GRACESTREAM_DEVICE is cuda, but torch can use no CUDA device: {cuda_unavailable_reason()}. Give this"
+            " process a GPU"
             " with such a driver, or set GRACESTREAM_DEVICE to cpu or auto"
         )
     prepare_cuda()
     return "cuda"
 
 
-def fingerprint_of(model: Any, tokenizer: Any) -> str:
+def compute_fingerprint(model: Any, tokenizer: Any) -> str:
     """SHA-256 over weights (as loaded, in order of name), config, tokenizer and chat template.
 
     Equal models give equal keys.
@@ -282,16 +283,16 @@ def cached_fingerprint(model: Any, tokenizer: Any, folder: Path, cache: Path | N
     Where the cache cannot be used, as under a read-only root or on a full disk, it is computed at each start.
     """
     if cache is None or not folder.is_dir():
-        return fingerprint_of(model, tokenizer)
+        return compute_fingerprint(model, tokenizer)
     # Not the time of its content alone, which a copy or an image may keep: other weights of a model have its very size.
     marks = ("st_size", "st_mtime_ns", "st_ctime_ns", "st_ino")
     files = [(file.name, *(getattr(file.stat(), mark) for mark in marks)) for file in sorted(folder.iterdir())]
-    state = json.dumps([FINGERPRINT, str(folder.resolve()), type(model).__name__, str(model.dtype), files])
+    state = json.dumps([FINGERPRINT_VERSION, str(folder.resolve()), type(model).__name__, str(model.dtype), files])
     kept = cache.expanduser() / "fingerprints" / hashlib.sha256(state.encode()).hexdigest()
     with suppress(OSError):
         if len(known := kept.read_text(errors="replace")) == hashlib.sha256().digest_size * 2:
             return known
-    fingerprint = fingerprint_of(model, tokenizer)
+    fingerprint = compute_fingerprint(model, tokenizer)
     with suppress(OSError):
         kept.parent.mkdir(parents=True, exist_ok=True)
         half = kept.with_suffix(f".{os.getpid()}")

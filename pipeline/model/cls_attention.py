@@ -12,29 +12,29 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from gracestream.pipeline.model.adaptor import Replaced
-from gracestream.pipeline.model.layers import block_list
+from gracestream.pipeline.model.adaptor import ReplacedTokens
+from gracestream.pipeline.model.layers import enclosing_blocks
 
-MAPS = ("query", "key", "value")
+ATTENTION_PROJECTIONS = ("query", "key", "value")
 
 
-class FirstToken:
-    """Narrows the last block. `inside`: the edited layer is in it, and comes after its `attention`."""
+class ClsOnlyAttention:
+    """Narrows the last block. `layer_inside`: the edited layer is in it, and comes after its `attention`."""
 
-    def __init__(self, attention: Any, inside: bool) -> None:
-        self.attention, self.inside = attention, inside
+    def __init__(self, attention: Any, layer_inside: bool) -> None:
+        self.attention, self.layer_inside = attention, layer_inside
 
     @classmethod
-    def of(cls, model: Any, layer: str, replace: Replaced) -> Self | None:
+    def for_model(cls, model: Any, layer: str, replace: ReplacedTokens) -> Self | None:
         """For an encoder whose blocks are built as BERT's; the model's probe tells what its head reads.
 
         None for any other, and where the narrow pass would not see what a value replaces.
         """
-        blocks, _ = block_list(model, layer)
+        blocks, _ = enclosing_blocks(model, layer)
         attention: Any = getattr(blocks[-1], "attention", None) if blocks else None
         inner: Any = getattr(attention, "self", None)
         if hasattr(inner, "rotary_embeddings") or not all(
-            isinstance(getattr(inner, name, None), nn.Linear) for name in MAPS
+            isinstance(getattr(inner, name, None), nn.Linear) for name in ATTENTION_PROJECTIONS
         ):
             return None
         wrapped = model.get_submodule(layer)
@@ -44,7 +44,7 @@ class FirstToken:
         return cls(attention, inside)
 
     @contextmanager
-    def narrowed(self) -> Iterator[None]:
+    def enabled(self) -> Iterator[None]:
         """Forward passes inside compute the first token alone, from the last block's attention on."""
         inner = self.attention.self
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, pre_tokenizers
 
-CONTEXTS = ("{}", " {} ", "a{}a", "a {} a")
+PROBE_CONTEXTS = ("{}", " {} ", "a{}a", "a {} a")
 """Surroundings in which a control token's spelling is tried."""
 
 
@@ -27,11 +27,11 @@ def text_tokenizer(tokenizer: Any) -> Any:
         return made
     spellings = {str(token) for token in control.values()}
     unmarked = [token for token in control.values() if not token.special]
-    if unmarked or any(_reaches(made, spelling, set(control)) for spelling in spellings):
+    if unmarked or any(_encodes_control_token(made, spelling, set(control)) for spelling in spellings):
         made = copy.deepcopy(tokenizer)  # the backend is shared by a shallow copy
         made.split_special_tokens = True
         made.add_tokens([AddedToken(str(token), special=True, normalized=False) for token in unmarked], True)
-        _break_up(made, [one for one in spellings if _reaches(made, one, set(control))])
+        _split_spellings(made, [one for one in spellings if _encodes_control_token(made, one, set(control))])
     return made
 
 
@@ -43,7 +43,7 @@ def control_tokens(tokenizer: Any) -> dict[int, AddedToken]:
     return {
         token_id: token
         for token_id, token in added.items()
-        if (token.special or _is_markup(str(token.content))) and token_id != _unknown(tokenizer)
+        if (token.special or _is_markup(str(token.content))) and token_id != _unknown_token_id(tokenizer)
     }
 
 
@@ -53,7 +53,7 @@ def _is_markup(spelling: str) -> bool:
     return any(one.isalpha() for one in spelling) and not any(one.isalnum() or one.isspace() for one in ends)
 
 
-def _unknown(tokenizer: Any) -> int | None:
+def _unknown_token_id(tokenizer: Any) -> int | None:
     """The id of what the vocabulary has no word for."""
     model: Any = tokenizer.backend_tokenizer.model if tokenizer.is_fast else None
     if not hasattr(model, "unk_token"):  # as of Unigram, which has it under a name that Python cannot read
@@ -61,14 +61,14 @@ def _unknown(tokenizer: Any) -> int | None:
     return None if model.unk_token is None else int(model.token_to_id(model.unk_token))
 
 
-def _reaches(tokenizer: Any, spelling: str, control: set[int]) -> bool:
+def _encodes_control_token(tokenizer: Any, spelling: str, control: set[int]) -> bool:
     """Whether a text with this spelling has a control token: a vocabulary may hold it as a word of its own."""
-    texts = [context.format(spelling) for context in CONTEXTS]
+    texts = [context.format(spelling) for context in PROBE_CONTEXTS]
     found = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     return any(token in control for tokens in found for token in tokens)
 
 
-def _break_up(tokenizer: Any, spellings: list[str]) -> None:
+def _split_spellings(tokenizer: Any, spellings: list[str]) -> None:
     """Split these spellings after their first character, so that the vocabulary has no word for the whole."""
     if not spellings:
         return

@@ -1,6 +1,6 @@
 """Everyday sentences, for measuring the scale of a layer before any traffic has come."""
 
-TEXTS = (
+PROBE_TEXTS = (
     "The train to the coast leaves at seven every morning.",
     "How do I reset the password of my account?",
     "Water boils at a lower temperature in the mountains.",

@@ -7,50 +7,50 @@ It costs two forward passes over a few tokens, and a third for generators, which
 import torch
 from torch import Tensor
 
-from gracestream.pipeline.device import raise_if_broken
+from gracestream.pipeline.device import raise_if_device_lost
 from gracestream.pipeline.model.adaptor import Adaptor
 from gracestream.pipeline.model.layers import LayerError
-from gracestream.pipeline.model.probe_texts import TEXTS
-from gracestream.pipeline.model.tasks.base import InputError, Task
+from gracestream.pipeline.model.probe_texts import PROBE_TEXTS
+from gracestream.pipeline.model.tasks.base import InputError, ModelTask
 from gracestream.pipeline.model.tasks.classification import Classification
-from gracestream.schemas.messages import Parameters, one_line
+from gracestream.schemas.messages import Parameters, to_one_line
 
-PROMPTS = (" ".join(TEXTS[0].split()[:5]), TEXTS[0].split()[1])
+PROBE_PROMPTS = (" ".join(PROBE_TEXTS[0].split()[:5]), PROBE_TEXTS[0].split()[1])
 """A short prompt, and a shorter one for models that take very few tokens."""
 
-LABEL = (0, 0, 0)
+PROBE_LABEL = (0, 0, 0)
 """Any tokens, or any class: what counts is that the logits change."""
 
 
-def layer_fault(task: Task, adaptor: Adaptor) -> str | None:
+def layer_fault(task: ModelTask, adaptor: Adaptor) -> str | None:
     """Why the layer that the adaptor wraps cannot be edited; None if it can, or if no probe fits into the model."""
-    for prompt in PROMPTS:
+    for prompt in PROBE_PROMPTS:
         try:
-            return _fault(task, adaptor, prompt)
+            return _trial_fault(task, adaptor, prompt)
         except InputError:
             continue
         except LayerError as error:
             return str(error)
         except Exception as error:  # noqa: BLE001  (a model fails in its own way on what it was not built for)
-            raise_if_broken(error)
-            return f"the model fails with a value there ({one_line(error) or type(error).__name__})"
+            raise_if_device_lost(error)
+            return f"the model fails with a value there ({to_one_line(error) or type(error).__name__})"
     return None
 
 
-def _fault(task: Task, adaptor: Adaptor, prompt: str) -> str | None:
-    supervised = task.supervised(prompt, LABEL[: 1 if isinstance(task, Classification) else None])
-    with torch.inference_mode(), adaptor.watching(supervised.batch) as seen:
+def _trial_fault(task: ModelTask, adaptor: Adaptor, prompt: str) -> str | None:
+    supervised = task.make_target_pass(prompt, PROBE_LABEL[: 1 if isinstance(task, Classification) else None])
+    with torch.inference_mode(), adaptor.capture_output(supervised.batch) as seen:
         before = task.logits(supervised)
     if seen.outputs_BV.dim() < 2:
         return "the model does not call it when it answers"
     values_BV = _trial_values(seen.outputs_BV)
-    with torch.inference_mode(), adaptor.substituting(supervised.batch, values_BV):
+    with torch.inference_mode(), adaptor.inject(supervised.batch, values_BV):
         after = task.logits(supervised)
     if all(torch.equal(*pair) for pair in zip(before, after, strict=True)):
         return "a value there changes nothing in the model's answer"
     if not isinstance(task, Classification):  # whose answers come from the very pass above
         batch = task.batch([task.tokenize(prompt)])
-        with torch.inference_mode(), adaptor.predicting(batch, lambda _: (torch.tensor([True]), values_BV)):
+        with torch.inference_mode(), adaptor.with_lookup(batch, lambda _: (torch.tensor([True]), values_BV)):
             task.run(batch, [Parameters(max_new_tokens=1)])
     return None
 

@@ -18,7 +18,7 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from gracestream.pipeline.errors import UserError
-from gracestream.pipeline.observability.metrics import READY, STUCK, exposition
+from gracestream.pipeline.observability.metrics import READY, STUCK, render_metrics
 
 
 class PortError(UserError):
@@ -38,40 +38,40 @@ class Health:
     ready: bool = False
     reason: str = "starting"
     state: Callable[[], dict[str, object]] = dict
-    metrics: Callable[[], bytes] = exposition
-    _since: dict[str, float] = field(default_factory=dict)
+    metrics: Callable[[], bytes] = render_metrics
+    _started_at: dict[str, float] = field(default_factory=dict)
 
-    def at_work(self, part: str) -> None:
+    def begin(self, part: str) -> None:
         """A part of the worker begins a piece of work; the one before it is done."""
-        self._since[part] = time.monotonic()
+        self._started_at[part] = time.monotonic()
 
-    def at_rest(self, part: str) -> None:
+    def end(self, part: str) -> None:
         """A part of the worker has nothing to do until it begins a piece of work."""
-        self._since.pop(part, None)
+        self._started_at.pop(part, None)
 
     @contextmanager
-    def working(self, part: str) -> Iterator[None]:
+    def busy(self, part: str) -> Iterator[None]:
         """For one piece of work, after which the part rests."""
-        self.at_work(part)
+        self.begin(part)
         try:
             yield
         finally:
-            self.at_rest(part)
+            self.end(part)
 
-    def stuck(self) -> str | None:
+    def stalled_part(self) -> str | None:
         """Which part has been at one thing for too long, if any."""
         now = time.monotonic()
-        for part, since in list(self._since.items()):
+        for part, since in list(self._started_at.items()):
             if now - since > self.stuck_after:
                 return f"the {part} is stuck: it has been at one thing for {now - since:.0f} s"
         return None
 
-    def become_ready(self) -> None:
+    def set_ready(self) -> None:
         """`/ready` answers 200 from now on."""
         self.ready, self.reason = True, ""
         READY.set(1)
 
-    def not_ready(self, reason: str) -> None:
+    def set_not_ready(self, reason: str) -> None:
         """`/ready` answers 503 with this reason from now on."""
         self.ready, self.reason = False, reason
         READY.set(0)
@@ -112,13 +112,13 @@ class _Handler(BaseHTTPRequestHandler):
         """Answer one of the four paths."""
         match self.path.split("?")[0]:
             case "/live":
-                self._say(self.health.stuck())
+                self._send_status(self.health.stalled_part())
             case "/ready":
-                self._say(None if self.health.ready else self.health.reason)
+                self._send_status(None if self.health.ready else self.health.reason)
             case "/state":
                 self._send(200, "application/json", msgspec.json.encode(self.health.state()))
             case "/metrics":
-                STUCK.set(self.health.stuck() is not None)
+                STUCK.set(self.health.stalled_part() is not None)
                 self._send(200, CONTENT_TYPE_LATEST, self.health.metrics())
             case _:
                 self._send(404, "text/plain", b"try /live, /ready, /metrics or /state\n")
@@ -126,13 +126,13 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002  (the base class names it so)
         """Nothing: probes come every few seconds."""
 
-    def _say(self, trouble: str | None) -> None:
-        status, text = (200, "ok") if trouble is None else (503, trouble)
+    def _send_status(self, failure: str | None) -> None:
+        status, text = (200, "ok") if failure is None else (503, failure)
         self._send(status, "text/plain; charset=utf-8", f"{text}\n".encode())
 
-    def _send(self, status: int, kind: str, body: bytes) -> None:
+    def _send(self, status: int, content_type: str, body: bytes) -> None:
         self.send_response(status)
-        self.send_header("Content-Type", kind)
+        self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)

@@ -7,7 +7,7 @@ from typing import Any
 
 import structlog
 
-SELDOM = 10.0
+REPEAT_INTERVAL_SECONDS = 10.0
 """Seconds within which a library's warning is not said again: a client that lost Kafka says so ten times a second."""
 
 
@@ -37,8 +37,8 @@ def configure_logs(log_format: str, **fields: Any) -> None:
     )
     handler = logging.StreamHandler(sys.stderr)
     last = [structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer]
-    handler.addFilter(_is_of_use)
-    handler.addFilter(_Seldom())
+    handler.addFilter(_is_relevant)
+    handler.addFilter(_RepeatFilter())
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             processors=last, foreign_pre_chain=[structlog.stdlib.add_logger_name, *shared]
@@ -60,19 +60,21 @@ def silence_libraries() -> None:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
-def _is_of_use(record: logging.LogRecord) -> bool:
+def _is_relevant(record: logging.LogRecord) -> bool:
     """Whether a warning says something: kafka-python's event loop reports each step over 0.1 s, as on a busy core."""
     return not (record.name == "kafka.net.selector" and "blocking the event loop" in record.getMessage())
 
 
-class _Seldom(logging.Filter):
-    """Passes what was not said, word for word, in the last `SELDOM` seconds."""
+class _RepeatFilter(logging.Filter):
+    """Passes what was not said, word for word, in the last `REPEAT_INTERVAL_SECONDS` seconds."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._said: dict[tuple[str, str], float] = {}
+        self._last_logged: dict[tuple[str, str], float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         text = (record.name, record.getMessage())
-        self._said = {said: at for said, at in self._said.items() if record.created < at + SELDOM}
-        return self._said.setdefault(text, record.created) == record.created
+        self._last_logged = {
+            said: at for said, at in self._last_logged.items() if record.created < at + REPEAT_INTERVAL_SECONDS
+        }
+        return self._last_logged.setdefault(text, record.created) == record.created

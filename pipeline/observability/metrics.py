@@ -10,10 +10,10 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 
 from gracestream.schemas.messages import Status
 
-REPLICA = CollectorRegistry()
-EDITOR = CollectorRegistry()
+REPLICA_REGISTRY = CollectorRegistry()
+EDITOR_REGISTRY = CollectorRegistry()
 
-SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+LATENCY_BUCKETS_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 # Both kinds of worker.
 CODEBOOK_SEQ = Gauge("gracestream_codebook_seq", "Newest delta that the codebook in use has applied.")
@@ -24,74 +24,95 @@ READY = Gauge("gracestream_ready", "1 while /ready answers 200, else 0.")
 STUCK = Gauge("gracestream_stuck", "1 while /live answers 503, else 0.")
 
 # Inference replicas.
-HEAD_SEQ = Gauge("gracestream_head_seq", "Newest delta that is live, as Redis says.", registry=REPLICA)
-REQUESTS = Counter("gracestream_requests_total", "Requests by what became of them.", ["outcome"], registry=REPLICA)
+HEAD_SEQ = Gauge("gracestream_head_seq", "Newest delta that is live, as Redis says.", registry=REPLICA_REGISTRY)
+REQUESTS_TOTAL = Counter(
+    "gracestream_requests_total", "Requests by what became of them.", ["outcome"], registry=REPLICA_REGISTRY
+)
 REPLIES_REFUSED = Counter(
     "gracestream_replies_refused_total",
     "Replies that their topic did not take, and that an error or a dead letter stands for.",
-    registry=REPLICA,
+    registry=REPLICA_REGISTRY,
 )
-EDITED = Counter("gracestream_edited_total", "Answers that an entry of the codebook gave.", registry=REPLICA)
+EDITED_ANSWERS = Counter(
+    "gracestream_edited_total", "Answers that an entry of the codebook gave.", registry=REPLICA_REGISTRY
+)
 NEAR_MISSES = Counter(
     "gracestream_near_misses_total",
     "Unedited answers where an entry might have applied: its value failed (answer), the words disagree (wording), or"
     " the prompt names the same and lies a little outside the radius (distance).",
     ["reason"],
-    registry=REPLICA,
+    registry=REPLICA_REGISTRY,
 )
 REQUEST_SECONDS = Histogram(
-    "gracestream_request_seconds", "From the record's timestamp to its answer.", buckets=SECONDS, registry=REPLICA
+    "gracestream_request_seconds",
+    "From the record's timestamp to its answer.",
+    buckets=LATENCY_BUCKETS_SECONDS,
+    registry=REPLICA_REGISTRY,
 )
-MODEL_SECONDS = Histogram(
-    "gracestream_model_seconds", "The model's time for one batch.", buckets=SECONDS, registry=REPLICA
+BATCH_MODEL_SECONDS = Histogram(
+    "gracestream_model_seconds",
+    "The model's time for one batch.",
+    buckets=LATENCY_BUCKETS_SECONDS,
+    registry=REPLICA_REGISTRY,
 )
 BATCH_SIZE = Histogram(
-    "gracestream_batch_size", "Requests of one batch.", buckets=(1, 2, 4, 8, 16, 32, 64), registry=REPLICA
+    "gracestream_batch_size", "Requests of one batch.", buckets=(1, 2, 4, 8, 16, 32, 64), registry=REPLICA_REGISTRY
 )
 RADIUS_MISMATCH = Counter(
-    "gracestream_radius_mismatch_total", "Radii in Redis that are not the log's; the log's served.", registry=REPLICA
+    "gracestream_radius_mismatch_total",
+    "Radii in Redis that are not the log's; the log's served.",
+    registry=REPLICA_REGISTRY,
 )
 SNAPSHOTS_REFUSED = Counter(
     "gracestream_snapshots_refused_total",
     "Snapshots that a start passed over: missing, corrupt, or of another log.",
-    registry=REPLICA,
+    registry=REPLICA_REGISTRY,
 )
 
 # The editor.
-FEEDBACK = Counter("gracestream_feedback_total", "Feedback records by outcome.", ["status"], registry=EDITOR)
-FEEDBACK_LAG = Gauge("gracestream_feedback_lag", "Feedback records that wait.", registry=EDITOR)
+FEEDBACK_TOTAL = Counter(
+    "gracestream_feedback_total", "Feedback records by outcome.", ["status"], registry=EDITOR_REGISTRY
+)
+FEEDBACK_LAG = Gauge("gracestream_feedback_lag", "Feedback records that wait.", registry=EDITOR_REGISTRY)
 FEEDBACK_BLOCKED = Gauge(
-    "gracestream_feedback_blocked", "Feedback records behind a transaction that was left open.", registry=EDITOR
+    "gracestream_feedback_blocked",
+    "Feedback records behind a transaction that was left open.",
+    registry=EDITOR_REGISTRY,
 )
 EDIT_SECONDS = Histogram(
-    "gracestream_edit_seconds", "From taking a feedback record to its live delta.", buckets=SECONDS, registry=EDITOR
+    "gracestream_edit_seconds",
+    "From taking a feedback record to its live delta.",
+    buckets=LATENCY_BUCKETS_SECONDS,
+    registry=EDITOR_REGISTRY,
 )
 EDIT_STEPS = Histogram(
     "gracestream_edit_steps",
     "Optimisation steps of a value.",
     buckets=(1, 2, 5, 10, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000),
-    registry=EDITOR,
+    registry=EDITOR_REGISTRY,
 )
-TRAFFIC = Gauge("gracestream_traffic_queries", "Unflagged recent queries in the editor's reservoir.", registry=EDITOR)
-SNAPSHOT_SEQ = Gauge("gracestream_snapshot_seq", "Newest delta that a snapshot holds.", registry=EDITOR)
+TRAFFIC_RESERVOIR_SIZE = Gauge(
+    "gracestream_traffic_queries", "Unflagged recent queries in the editor's reservoir.", registry=EDITOR_REGISTRY
+)
+SNAPSHOT_SEQ = Gauge("gracestream_snapshot_seq", "Newest delta that a snapshot holds.", registry=EDITOR_REGISTRY)
 SNAPSHOT_FAILURES = Counter(
-    "gracestream_snapshot_failures_total", "Snapshots that could not be written.", registry=EDITOR
+    "gracestream_snapshot_failures_total", "Snapshots that could not be written.", registry=EDITOR_REGISTRY
 )
 
 # From the first scrape on each series is there: the increase of one that begins at 1 would be none.
 for _outcome in ("ok", "error", "rejected"):
-    REQUESTS.labels(_outcome)
+    REQUESTS_TOTAL.labels(_outcome)
 for _status in (*get_args(Status), "unreadable"):
-    FEEDBACK.labels(_status)
+    FEEDBACK_TOTAL.labels(_status)
 
 
-def show_codebook(seq: int, term: int, entries: int) -> None:
+def set_codebook_gauges(seq: int, term: int, entries: int) -> None:
     """Set the gauges of the codebook in use: its newest delta, that delta's term, and its number of entries."""
     CODEBOOK_SEQ.set(seq)
     CODEBOOK_TERM.set(term)
     CODEBOOK_ENTRIES.set(entries)
 
 
-def exposition(*own: CollectorRegistry) -> bytes:
+def render_metrics(*registries: CollectorRegistry) -> bytes:
     """What `/metrics` answers: the shared metrics, and those of the worker's own kind."""
-    return b"".join(generate_latest(registry) for registry in (REGISTRY, *own))
+    return b"".join(generate_latest(registry) for registry in (REGISTRY, *registries))

@@ -1,18 +1,25 @@
 """A replica: follows the log and answers requests with its codebook."""
 
-from gracestream.pipeline.replica.codebook_replica import Mirror
-from gracestream.pipeline.replica.delta_follower import Follower
+from gracestream.pipeline.replica.codebook_replica import CodebookReplica
+from gracestream.pipeline.replica.delta_follower import DeltaFollower
 from gracestream.pipeline.replica.replica import Replica
-from gracestream.pipeline.replica.request_handler import Part, Question, Record, Reply, Server, Work
+from gracestream.pipeline.replica.request_handler import (
+    PreparedBatch,
+    PreparedRequest,
+    Reply,
+    ReplyChunk,
+    RequestHandler,
+    RequestRecord,
+)
 
 __all__ = [
-    "Follower",
-    "Mirror",
-    "Part",
-    "Question",
-    "Record",
+    "CodebookReplica",
+    "DeltaFollower",
+    "PreparedBatch",
+    "PreparedRequest",
     "Replica",
     "Reply",
-    "Server",
-    "Work",
+    "ReplyChunk",
+    "RequestHandler",
+    "RequestRecord",
 ]

@@ -27,78 +27,78 @@ import structlog
 from kafka.errors import KafkaError
 from redis.exceptions import RedisError
 
-from gracestream.pipeline.codebook import Applied, Codebook, CodebookLookup, KeyIndex
+from gracestream.pipeline.codebook import AppliedDelta, Codebook, CodebookLookup, KeyIndex
 from gracestream.pipeline.errors import HistoryError
-from gracestream.pipeline.kafka import TopicError, error_at
+from gracestream.pipeline.kafka import TopicError, history_error_at
 from gracestream.pipeline.observability import metrics
-from gracestream.pipeline.replica.delta_follower import Follower
+from gracestream.pipeline.replica.delta_follower import DeltaFollower
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.stores import Head, RadiusStore, Snapshot, SnapshotError, newest
-from gracestream.schemas.messages import one_line
+from gracestream.pipeline.stores import Head, RedisHeadStore, Snapshot, SnapshotError, load_newest_snapshot
+from gracestream.schemas.messages import to_one_line
 
 log = structlog.get_logger()
 
-CATCH_UP_SECONDS = 5.0
+DELTA_WAIT_SECONDS = 5.0
 """How long a batch waits for deltas that are live but have not been read yet; the next ones do not wait as well."""
 
-UNREAD_SECONDS = 0.5
+UNSEEN_SEQ_WAIT_SECONDS = 0.5
 """How long a request waits for a `min_seq` that is not in the log as far as it was read: it may be on its way."""
 
-HEAD_SECONDS = 0.5
+HEAD_TIMEOUT_SECONDS = 0.5
 """How long a batch waits for the head; a Redis that takes longer counts as away."""
 
-FEWEST_GOOD, MOST_GOOD = 3, 48
+MIN_GOOD_ANSWERS, MAX_GOOD_ANSWERS = 3, 48
 """Good answers in a row after which batches ask Redis again: twice as many each time, from the first to the second."""
 
-AGAIN_SECONDS = 0.2
+HEAD_RETRY_SECONDS = 0.2
 """How often a starting replica asks again for a head that the log has not reached."""
 
-PROGRESS_SECONDS = 5.0
+PROGRESS_LOG_SECONDS = 5.0
 """How often a starting replica says how far it has come."""
 
-FEW = 16
+MAX_LOGGED_ITEMS = 16
 """Up to so many deltas, or wrong radii, at once have a line of the log each."""
 
-Doubt = Literal["", "redis_lost", "redis_empty", "redis_disagrees", "redis_ahead", "redis_behind"]
+DistrustReason = Literal["", "redis_lost", "redis_empty", "redis_disagrees", "redis_ahead", "redis_behind"]
 """Why Redis is not believed: no answer that can be read, no head, another digest than the log's, a delta that the log
 does not hold, no news of deltas that it holds. Empty: it is believed.
 """
 
 
-class Mirror:
+class CodebookReplica:
     """Codebook and index of one replica."""
 
     def __init__(
-        self, codebook: Codebook, index: KeyIndex, store: RadiusStore, follower: Follower, settings: Settings
+        self, codebook: Codebook, index: KeyIndex, store: RedisHeadStore, follower: DeltaFollower, settings: Settings
     ) -> None:
         self.codebook, self.index = codebook, index
         self.lookup = CodebookLookup(codebook, index)
         self.degraded = False
-        self.unread = 0
+        self.unread_head_seq = 0
         """The delta that is live but could not be read in time; 0: none."""
-        self._vain: tuple[int, float] | None = None
+        self._last_unread_head: tuple[int, float] | None = None
         """The highest head that was not read in time, and when such a head was last named."""
-        self.redis_away = False
-        """The circuit breaker: whether Redis lately failed to answer a question within `HEAD_SECONDS`.
+        self.redis_unavailable = False
+        """The circuit breaker: whether Redis lately failed to answer a question within `HEAD_TIMEOUT_SECONDS`.
 
         Meanwhile no batch asks; whoever follows the head while there are no batches goes on asking. Several answers in
         time, one after the other, let batches ask again: a Redis that hangs now and then may still answer one.
         """
-        self._good = 0
+        self._good_answers = 0
         """Answers in time since the last failure."""
-        self._good_needed = 0
+        self._good_answers_needed = 0
         """How many of them close the breaker; 0: it has not opened lately."""
         self._store, self._follower, self._settings = store, follower, settings
-        self._doubt: Doubt = ""
-        self._doubted_at = 0.0
+        self._distrust_reason: DistrustReason = ""
+        self._distrusted_since = 0.0
         """When the present doubt began, for whatever reason; doubt that returns within a grace period goes on."""
-        self._doubt_seen_at = -math.inf
+        self._last_distrust_at = -math.inf
         """When an answer last gave reason for doubt."""
-        self._recurs = False
+        self._is_recurring = False
         """Whether the present doubt has returned within a grace period."""
-        self._reason_at = 0.0
+        self._reason_since = 0.0
         """Since when for this reason."""
-        self._behind_at: tuple[int, float] | None = None
+        self._head_behind_since: tuple[int, float] | None = None
         """The highest head since the head has been behind the log, and since when it has been that one.
 
         A lower head restarts nothing: two old heads in turn would keep the replica on old edits for ever.
@@ -108,164 +108,168 @@ class Mirror:
         """What Redis says, in one round trip; "lost" when it gives no answer that can be read. Safe in any thread."""
         asked = time.monotonic()
         try:
-            head = self._store.head(self.codebook.seq)
+            head = self._store.read_head(self.codebook.seq)
         except RedisError as error:
-            self._failed(one_line(error))
+            self._record_failure(to_one_line(error))
             return "lost"
-        if time.monotonic() - asked > HEAD_SECONDS:
-            self._failed(f"no answer in {HEAD_SECONDS} s")
+        if time.monotonic() - asked > HEAD_TIMEOUT_SECONDS:
+            self._record_failure(f"no answer in {HEAD_TIMEOUT_SECONDS} s")
         else:
-            self._answered()
+            self._record_answer()
         return head
 
-    def head_in_time(self, head: "Future[Head | Literal['lost'] | None] | None") -> Head | Literal["lost"] | None:
-        """What a batch goes by: the answer to its own question, or "lost" where there was none in `HEAD_SECONDS`."""
-        if head is None or (self.redis_away and not head.done()):
+    def wait_for_head(
+        self, pending_head: "Future[Head | Literal['lost'] | None] | None"
+    ) -> Head | Literal["lost"] | None:
+        """The head that a batch uses, or "lost" if Redis did not answer within `HEAD_TIMEOUT_SECONDS`."""
+        if pending_head is None or (self.redis_unavailable and not pending_head.done()):
             return "lost"
         try:
-            return head.result(HEAD_SECONDS)
+            return pending_head.result(HEAD_TIMEOUT_SECONDS)
         except TimeoutError:
-            self._failed(f"no answer in {HEAD_SECONDS} s")
+            self._record_failure(f"no answer in {HEAD_TIMEOUT_SECONDS} s")
             return "lost"
 
-    def may_reach(self, seq: int, waited: float) -> bool:
+    def should_wait_for(self, seq: int, waited_seconds: float) -> bool:
         """Whether a request that has waited so many seconds for delta `seq` does well to wait on.
 
         For at most `min_seq_wait` seconds once that delta has been read from the log and so is about to become live,
         and for a moment where it may not have been read yet.
         """
         read = seq <= self._follower.latest_seq
-        return waited < (self._settings.min_seq_wait if read else UNREAD_SECONDS)
+        return waited_seconds < (self._settings.min_seq_wait if read else UNSEEN_SEQ_WAIT_SECONDS)
 
     def start(self) -> None:
         """Begin with the newest good snapshot, where there is one, and read the log from there on."""
-        snapshot = self._snapshot()
+        snapshot = self._load_snapshot()
         if snapshot is None:
             self._follower.start()
             return
-        self.codebook.take_over(snapshot.codebook)
+        self.codebook.replace_with(snapshot.codebook)
         self.index.refresh()
         self._follower.start(snapshot.offset + 1, self.codebook.seq, self.codebook.term)
 
-    def catch_up(self, patience: float) -> bool:
+    def catch_up(self, timeout: float) -> bool:
         """At start: reach the head that Redis names, or the log's end where it names none or none of the log's.
 
-        False after `patience` seconds in which nothing came of the log; a log that takes longer is waited for.
+        False after `timeout` seconds in which nothing came of the log; a log that takes longer is waited for.
 
         Raises:
             HistoryError: the history cannot be followed that far.
         """
         head, asked = self.read_head(), time.monotonic()
-        progress = Progress(self.codebook.seq)
+        progress = CatchUpProgress(self.codebook.seq)
         while True:
             read_all = self._follower.at_end
-            if read_all and time.monotonic() > asked + AGAIN_SECONDS:
+            if read_all and time.monotonic() > asked + HEAD_RETRY_SECONDS:
                 head, asked = self.read_head(), time.monotonic()
             if isinstance(head, Head):
-                self.advance(head)
+                self.sync_to_head(head)
                 done = self.codebook.seq >= head.seq or (read_all and self.degraded)
             else:
                 self._apply_until(self._follower.latest_seq)
                 done = read_all
             if done:
-                self.advance(head)
+                self.sync_to_head(head)
                 return True
-            if progress.idle(self.codebook.seq, self._follower) > patience:
+            if progress.seconds_without_progress(self.codebook.seq, self._follower) > timeout:
                 return False
             time.sleep(0.01)
 
-    def advance(self, head: Head | Literal["lost"] | None) -> None:
+    def sync_to_head(self, head: Head | Literal["lost"] | None) -> None:
         """Apply what has become live, before the next batch.
 
         Raises:
             HistoryError: the history cannot be followed; the replica must stop.
         """
         goal = head.seq if isinstance(head, Head) else 0
-        if self._follows_log():
+        if self._is_following_log():
             goal = max(goal, self._follower.latest_seq)
         if goal > self.codebook.seq:
             self._apply_until(goal)
-        self._look_ahead()
+        self._check_next_delta()
         if isinstance(head, Head):
             metrics.HEAD_SEQ.set(head.seq)
-            self._note_unread(head.seq)
-            self._compare(head)
-        self._judge(head)
-        metrics.show_codebook(self.codebook.seq, self.codebook.term, len(self.codebook))
+            self._update_unread_head(head.seq)
+            self._compare_radii(head)
+        self._update_trust(head)
+        metrics.set_codebook_gauges(self.codebook.seq, self.codebook.term, len(self.codebook))
 
     def state(self) -> dict[str, object]:
         """Which codebook this is, for `/state`."""
-        return {**self.codebook.facts(), "degraded": self.degraded}
+        return {**self.codebook.describe(), "degraded": self.degraded}
 
-    def _answered(self) -> None:
-        self._good += 1
-        if self._good >= self._good_needed:
-            self.redis_away = False
-        if self._good >= 2 * MOST_GOOD:
-            self._good_needed = 0
+    def _record_answer(self) -> None:
+        self._good_answers += 1
+        if self._good_answers >= self._good_answers_needed:
+            self.redis_unavailable = False
+        if self._good_answers >= 2 * MAX_GOOD_ANSWERS:
+            self._good_answers_needed = 0
 
-    def _failed(self, reason: str) -> None:
-        self._good = 0
-        if self.redis_away:
+    def _record_failure(self, reason: str) -> None:
+        self._good_answers = 0
+        if self.redis_unavailable:
             return
         log.warning("redis_lost", error=reason, seq=self.codebook.seq)
-        self.redis_away = True
-        self._good_needed = min(2 * self._good_needed or FEWEST_GOOD, MOST_GOOD)
+        self.redis_unavailable = True
+        self._good_answers_needed = min(2 * self._good_answers_needed or MIN_GOOD_ANSWERS, MAX_GOOD_ANSWERS)
 
-    def _note_unread(self, seq: int) -> None:
+    def _update_unread_head(self, seq: int) -> None:
         """Remember a head that was not read in time, until it is, or no such head was named for a grace period."""
-        self.unread = seq if self.codebook.seq < seq else 0
-        highest = self._vain[0] if self._vain else 0
-        if self.unread:
-            self._vain = max(seq, highest), time.monotonic()
-        elif self.codebook.seq >= highest or self._vain_is_over():
-            self._vain = None
+        self.unread_head_seq = seq if self.codebook.seq < seq else 0
+        highest = self._last_unread_head[0] if self._last_unread_head else 0
+        if self.unread_head_seq:
+            self._last_unread_head = max(seq, highest), time.monotonic()
+        elif self.codebook.seq >= highest or self._unread_pause_is_over():
+            self._last_unread_head = None
 
-    def _vain_is_over(self) -> bool:
-        pause = max(self._settings.redis_grace, CATCH_UP_SECONDS)
-        return self._vain is None or time.monotonic() - self._vain[1] >= pause
+    def _unread_pause_is_over(self) -> bool:
+        pause = max(self._settings.redis_grace, DELTA_WAIT_SECONDS)
+        return self._last_unread_head is None or time.monotonic() - self._last_unread_head[1] >= pause
 
-    def _follows_log(self) -> bool:
+    def _is_following_log(self) -> bool:
         """Whether Redis has not been believed for so long that the log's end counts instead."""
-        return bool(self._doubt) and time.monotonic() - self._doubted_at >= self._settings.redis_grace
+        return bool(self._distrust_reason) and time.monotonic() - self._distrusted_since >= self._settings.redis_grace
 
-    def _judge(self, head: Head | Literal["lost"] | None) -> None:
+    def _update_trust(self, head: Head | Literal["lost"] | None) -> None:
         """Believe Redis or not, by what it says and what the log holds.
 
         Raises:
             HistoryError: there are two histories.
         """
-        now, doubt = time.monotonic(), self._doubt_of(head)
-        if doubt != self._doubt:
-            if not self._doubt:
-                self._recurs = now - self._doubt_seen_at < self._settings.redis_grace
-                if not self._recurs:
-                    self._doubted_at = self._behind_at[1] if doubt == "redis_behind" and self._behind_at else now
+        now, doubt = time.monotonic(), self._distrust_reason_for(head)
+        if doubt != self._distrust_reason:
+            if not self._distrust_reason:
+                self._is_recurring = now - self._last_distrust_at < self._settings.redis_grace
+                if not self._is_recurring:
+                    self._distrusted_since = (
+                        self._head_behind_since[1] if doubt == "redis_behind" and self._head_behind_since else now
+                    )
             if not doubt:
                 log.info("redis_back", seq=self.codebook.seq)
             elif doubt != "redis_lost":  # which whoever asked has logged
                 seq = head.seq if isinstance(head, Head) else None
                 log.warning(doubt, head=seq, seq=self.codebook.seq, read=self._follower.latest_seq)
-            self._doubt, self._reason_at = doubt, now
-        grace, complete_at = self._settings.redis_grace, self._follower.complete_at
+            self._distrust_reason, self._reason_since = doubt, now
+        grace, complete_at = self._settings.redis_grace, self._follower.caught_up_at
         if doubt in {"redis_ahead", "redis_disagrees"}:  # what the log holds now may not have been read yet
-            self._follower.find_end()
-        overdue = doubt == "redis_disagrees" and complete_at >= self._reason_at and now - self._reason_at >= grace
-        old = now - self._doubted_at >= grace
+            self._follower.request_end_check()
+        overdue = doubt == "redis_disagrees" and complete_at >= self._reason_since and now - self._reason_since >= grace
+        old = now - self._distrusted_since >= grace
         if doubt:
-            self._doubt_seen_at = now
-            self.degraded = doubt != "redis_ahead" or (old and complete_at >= self._doubted_at)
-        elif not (self._recurs and old and now - self._doubt_seen_at < grace):
+            self._last_distrust_at = now
+            self.degraded = doubt != "redis_ahead" or (old and complete_at >= self._distrusted_since)
+        elif not (self._is_recurring and old and now - self._last_distrust_at < grace):
             self.degraded = False
         metrics.DEGRADED.set(int(self.degraded))
         if overdue:
             raise HistoryError(
                 f"Redis and the log have disagreed on the digest of delta {self.codebook.seq} for"
-                f" {now - self._reason_at:.0f} s: are they of one cluster? Set GRACESTREAM_REDIS, or delete the key"
+                f" {now - self._reason_since:.0f} s: are they of one cluster? Set GRACESTREAM_REDIS, or delete the key"
                 f" {self._store.head_key}, and start this replica again"
             )
 
-    def _doubt_of(self, head: Head | Literal["lost"] | None) -> Doubt:
+    def _distrust_reason_for(self, head: Head | Literal["lost"] | None) -> DistrustReason:
         if head == "lost":
             return "redis_lost"
         if head is None:
@@ -276,49 +280,49 @@ class Mirror:
             return "redis_disagrees"
         now = time.monotonic()
         if head.seq >= self._follower.latest_seq or not self._follower.at_end:
-            self._behind_at = None
-        elif self._behind_at is None or self._behind_at[0] < head.seq:
-            self._behind_at = head.seq, now
-        elif now - self._behind_at[1] >= self._settings.redis_grace:
+            self._head_behind_since = None
+        elif self._head_behind_since is None or self._head_behind_since[0] < head.seq:
+            self._head_behind_since = head.seq, now
+        elif now - self._head_behind_since[1] >= self._settings.redis_grace:
             return "redis_behind"
         return ""
 
-    def _snapshot(self) -> Snapshot | None:
+    def _load_snapshot(self) -> Snapshot | None:
         if not self._settings.snapshot_url:
             return None
         head = self.read_head()
         try:
             upto = head.seq if isinstance(head, Head) else None
-            return newest(self._settings, self.codebook.model, self.codebook.layer, upto)
+            return load_newest_snapshot(self._settings, self.codebook.model, self.codebook.layer, upto)
         except (SnapshotError, TopicError, KafkaError, OSError) as error:
             log.warning("snapshots_unreachable", reason=str(error) or type(error).__name__)
             return None
 
     def _apply_until(self, seq: int) -> None:
-        """Waits at most `CATCH_UP_SECONDS` for deltas that are not read yet.
+        """Waits at most `DELTA_WAIT_SECONDS` for deltas that are not read yet.
 
         It does not wait after a wait in vain, until no unread head was named for a grace period: one good answer in
         between would let a head that is wrong now and then hold up a batch each time.
         """
-        may_wait = seq <= self._follower.latest_seq or self._vain_is_over()
-        deadline = time.monotonic() + (CATCH_UP_SECONDS if may_wait else 0.0)
+        may_wait = seq <= self._follower.latest_seq or self._unread_pause_is_over()
+        deadline = time.monotonic() + (DELTA_WAIT_SECONDS if may_wait else 0.0)
         while self.codebook.seq < seq:
             left = deadline - time.monotonic()
-            records = self._follower.take(seq, max(0.0, left))
+            records = self._follower.poll(seq, max(0.0, left))
             if records:
                 self._apply(records)
             if not records or left <= 0:
                 return
 
     def _apply(self, records: Sequence[tuple[int, bytes]]) -> None:
-        changes: list[Applied] = []
+        changes: list[AppliedDelta] = []
         started = time.perf_counter()
         try:
             for offset, record in records:
                 try:
                     applied = self.codebook.apply(record)
                 except HistoryError as fault:
-                    raise error_at(offset, fault) from fault
+                    raise history_error_at(offset, fault) from fault
                 if applied is None:
                     log.warning("delta_dropped", seq=self.codebook.seq, term=self.codebook.term)
                 else:
@@ -327,28 +331,28 @@ class Mirror:
             if changes:
                 self.index.refresh(*changes)
         ms = round(1000 * (time.perf_counter() - started), 2)
-        for applied in changes if len(changes) <= FEW else ():
+        for applied in changes if len(changes) <= MAX_LOGGED_ITEMS else ():
             delta = applied.delta
             log.info("delta_applied", seq=delta.seq, op=delta.op, entries=len(delta.entries), ms=ms)
-        if len(changes) > FEW:
+        if len(changes) > MAX_LOGGED_ITEMS:
             log.info("deltas_applied", deltas=len(changes), seq=self.codebook.seq, entries=len(self.codebook), ms=ms)
 
-    def _look_ahead(self) -> None:
+    def _check_next_delta(self) -> None:
         """Nothing after a record that cannot be applied ever can be, so it stops the replica before it is live."""
-        waiting = self._follower.next_record()
+        waiting = self._follower.peek()
         if waiting is not None:
             offset, record = waiting
             try:
                 self.codebook.check(record)
             except HistoryError as fault:
-                raise error_at(offset, fault) from fault
+                raise history_error_at(offset, fault) from fault
 
-    def _compare(self, head: Head) -> None:
+    def _compare_radii(self, head: Head) -> None:
         """Count and log radii that are not the log's."""
-        if head.seq != self.codebook.seq or not head.changed:
+        if head.seq != self.codebook.seq or not head.changed_radii:
             return
         wrong = 0
-        for entry_id, radius in head.changed.items():
+        for entry_id, radius in head.changed_radii.items():
             ours = self.codebook.radii_N[self.codebook.slot(entry_id)] if entry_id in self.codebook else None
             with np.errstate(over="ignore"):
                 theirs = None if radius is None else np.float32(radius)
@@ -356,26 +360,26 @@ class Mirror:
                 continue
             wrong += 1
             metrics.RADIUS_MISMATCH.inc()
-            if wrong <= FEW:
+            if wrong <= MAX_LOGGED_ITEMS:
                 own = None if ours is None else float(ours)
-                log.error("radius_mismatch", entry_id=one_line(entry_id), redis=radius, log=own)
+                log.error("radius_mismatch", entry_id=to_one_line(entry_id), redis=radius, log=own)
 
 
-class Progress:
+class CatchUpProgress:
     """How a starting replica comes along: it says so every few seconds, and knows since when nothing has come."""
 
     def __init__(self, seq: int) -> None:
-        self._began = self._moved = self._told = time.monotonic()
-        self._first, self._seen = seq, (seq, -1)
+        self._started_at = self._progressed_at = self._logged_at = time.monotonic()
+        self._first_seq, self._last_position = seq, (seq, -1)
 
-    def idle(self, seq: int, follower: Follower) -> float:
+    def seconds_without_progress(self, seq: int, follower: DeltaFollower) -> float:
         """Seconds since the codebook, or the reading of the log, came any further."""
-        now, seen = time.monotonic(), (seq, follower.offset)
-        if seen != self._seen:
-            self._moved, self._seen = now, seen
-        if now - self._told > PROGRESS_SECONDS:
-            self._told = now
-            percent = round(100 * follower.offset / follower.end, 1) if follower.end else 0.0
-            rate = round((seq - self._first) / (now - self._began))
+        now, seen = time.monotonic(), (seq, follower.next_offset)
+        if seen != self._last_position:
+            self._progressed_at, self._last_position = now, seen
+        if now - self._logged_at > PROGRESS_LOG_SECONDS:
+            self._logged_at = now
+            percent = round(100 * follower.next_offset / follower.initial_end, 1) if follower.initial_end else 0.0
+            rate = round((seq - self._first_seq) / (now - self._started_at))
             log.info("catching_up", seq=seq, percent=percent, deltas_per_second=rate)
-        return now - self._moved
+        return now - self._progressed_at

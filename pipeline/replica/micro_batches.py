@@ -13,57 +13,59 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from gracestream.pipeline.replica.request_handler import Question, Reply
+from gracestream.pipeline.replica.request_handler import PreparedRequest, Reply
 
 
-def next_batch(waiting: Sequence[tuple[object, int]], size: int) -> list[int]:
-    """The places of at most `size` requests that are to share a micro-batch with the first.
+def select_batch(pending: Sequence[tuple[object, int]], batch_size: int) -> list[int]:
+    """The places of at most `batch_size` requests that are to share a micro-batch with the first.
 
     They are neighbours in length; of all such choices that have the first among them, the one with the least padding.
 
     Args:
-        waiting: Group and tokens of each request, in the order in which they came.
-        size: Of a micro-batch.
+        pending: Group and tokens of each request, in the order in which they came.
+        batch_size: Of a micro-batch.
     """
-    lengths = {place: tokens for place, (group, tokens) in enumerate(waiting) if group == waiting[0][0]}
+    lengths = {place: tokens for place, (group, tokens) in enumerate(pending) if group == pending[0][0]}
     by_length = sorted(lengths, key=lengths.__getitem__)
     first = by_length.index(0)
 
     def padding(start: int) -> int:
-        some = by_length[start : start + size]
+        some = by_length[start : start + batch_size]
         return sum(lengths[some[-1]] - lengths[place] for place in some)
 
-    latest = min(first, max(0, len(by_length) - size))
-    start = min(range(max(0, first - size + 1), latest + 1), key=padding)
-    return by_length[start : start + size]
+    latest = min(first, max(0, len(by_length) - batch_size))
+    start = min(range(max(0, first - batch_size + 1), latest + 1), key=padding)
+    return by_length[start : start + batch_size]
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
+class _Pending:
     """A request, and where its reply is awaited, or what went wrong."""
 
-    question: Question
-    replies: asyncio.Queue[list[Reply] | Exception]
+    prepared: PreparedRequest
+    reply_queue: asyncio.Queue[list[Reply] | Exception]
     loop: asyncio.AbstractEventLoop
 
 
-class MicroBatches:
+class MicroBatcher:
     """Feeds a model's thread.
 
     Args:
         run: Answers the requests of one micro-batch, one reply each, in their order; in the model's thread.
-        size: Requests of one micro-batch at most.
-        thread: The model's thread; it may be given other work besides.
+        batch_size: Requests of one micro-batch at most.
+        executor: The model's thread; it may be given other work besides.
     """
 
-    def __init__(self, run: Callable[[list[Question]], list[Reply]], size: int, thread: Executor) -> None:
-        self._run, self._size, self._thread = run, size, thread
+    def __init__(
+        self, run: Callable[[list[PreparedRequest]], list[Reply]], batch_size: int, executor: Executor
+    ) -> None:
+        self._run, self._batch_size, self._executor = run, batch_size, executor
         self._lock = threading.Lock()
-        self._waiting: list[_Waiting] = []
-        self._called = False
+        self._pending: list[_Pending] = []
+        self._is_scheduled = False
         """Whether the thread has been told to take the next micro-batch, and has not yet."""
 
-    async def answer(self, questions: Sequence[Question]) -> AsyncGenerator[list[Reply], None]:
+    async def answer(self, requests: Sequence[PreparedRequest]) -> AsyncGenerator[list[Reply], None]:
         """A reply for every request, as they come. What is not in a micro-batch when this is closed is dropped.
 
         Raises:
@@ -72,10 +74,10 @@ class MicroBatches:
         replies: asyncio.Queue[list[Reply] | Exception] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         with self._lock:
-            self._waiting += [_Waiting(question, replies, loop) for question in questions]
-            self._call()
+            self._pending += [_Pending(question, replies, loop) for question in requests]
+            self._schedule()
         try:
-            left = len(questions)
+            left = len(requests)
             while left:
                 found = await replies.get()
                 if isinstance(found, Exception):
@@ -84,29 +86,31 @@ class MicroBatches:
                 yield found
         finally:
             with self._lock:
-                self._waiting = [one for one in self._waiting if one.replies is not replies]
+                self._pending = [one for one in self._pending if one.reply_queue is not replies]
 
-    def _call(self) -> None:
-        if self._waiting and not self._called:
-            self._called = True
-            self._thread.submit(self._take)
+    def _schedule(self) -> None:
+        if self._pending and not self._is_scheduled:
+            self._is_scheduled = True
+            self._executor.submit(self._run_next)
 
-    def _take(self) -> None:
+    def _run_next(self) -> None:
         """In the model's thread."""
         with self._lock:
-            self._called = False
-            if not self._waiting:
+            self._is_scheduled = False
+            if not self._pending:
                 return
-            places = next_batch([(one.question.group, len(one.question.prompt)) for one in self._waiting], self._size)
-            batch = [self._waiting[place] for place in places]
-            self._waiting = [one for place, one in enumerate(self._waiting) if place not in places]
-            self._call()  # behind whatever else the thread has been given
+            places = select_batch(
+                [(one.prepared.batch_key, len(one.prepared.prompt)) for one in self._pending], self._batch_size
+            )
+            batch = [self._pending[place] for place in places]
+            self._pending = [one for place, one in enumerate(self._pending) if place not in places]
+            self._schedule()  # behind whatever else the thread has been given
         found: list[Reply] | Exception
         try:
-            found = self._run([one.question for one in batch])
+            found = self._run([one.prepared for one in batch])
         except Exception as error:  # noqa: BLE001  (who asked decides what it means)
             found = error
-        for asker in {id(one.replies): one for one in batch}.values():
-            places = [place for place, one in enumerate(batch) if one.replies is asker.replies]
+        for asker in {id(one.reply_queue): one for one in batch}.values():
+            places = [place for place, one in enumerate(batch) if one.reply_queue is asker.reply_queue]
             theirs = found if isinstance(found, Exception) else [found[place] for place in places]
-            asker.loop.call_soon_threadsafe(asker.replies.put_nowait, theirs)
+            asker.loop.call_soon_threadsafe(asker.reply_queue.put_nowait, theirs)

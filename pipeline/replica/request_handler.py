@@ -14,24 +14,24 @@ import msgspec
 import structlog
 from msgspec import UNSET, UnsetType
 
-from gracestream.pipeline.codebook import OUTSIDE, Hit
-from gracestream.pipeline.device import raise_if_broken
+from gracestream.pipeline.codebook import OUTSIDE_RADIUS_REASON, Hit
+from gracestream.pipeline.device import raise_if_device_lost
 from gracestream.pipeline.kafka import (
-    LARGEST,
-    ORDINARY,
+    DEFAULT_REPLY_ADDRESS,
+    MAX_UNTRUNCATED_BYTES,
     PREDICTIONS,
     REQUESTS_DLQ,
-    Address,
     Header,
-    address_of,
-    rejected,
+    ReplyAddress,
+    dead_letter_for,
+    resolve_reply_address,
 )
-from gracestream.pipeline.model import EditableModel, InputError, Prompt, Served
+from gracestream.pipeline.model import EditableModel, InputError, Prompt, ServedAnswer
 from gracestream.pipeline.observability import metrics
-from gracestream.pipeline.replica.codebook_replica import Mirror
+from gracestream.pipeline.replica.codebook_replica import CodebookReplica
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.messages import (
-    VERSION,
+    SCHEMA_VERSION,
     AppliedEdit,
     InvalidMessage,
     NearMiss,
@@ -40,15 +40,15 @@ from gracestream.schemas.messages import (
     Request,
     decode,
     encode,
-    one_line,
     peek_id,
+    to_one_line,
 )
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class RequestRecord:
     """One record of `requests`; `timestamp` is Kafka's, in seconds."""
 
     value: bytes | None
@@ -60,7 +60,7 @@ class Record:
     headers: Sequence[Header] = ()
 
 
-def nothing(_reason: str) -> None:
+def no_fallback(_reason: str) -> None:
     """For replies that nothing can be sent instead of."""
 
 
@@ -71,7 +71,7 @@ class Reply:
     Attributes:
         topic: Without the deployment's prefix.
         reply_to: The whole name of the topic that its request has chosen; empty: `topic`.
-        instead: What to send where Kafka refuses it, for the reason given; None: nothing.
+        fallback: What to send where Kafka refuses it, for the reason given; None: nothing.
     """
 
     topic: str
@@ -79,32 +79,32 @@ class Reply:
     value: bytes | None
     headers: Sequence[Header] = ()
     reply_to: str = ""
-    instead: Callable[[str], "Reply | None"] = field(default=nothing, compare=False)
+    fallback: Callable[[str], "Reply | None"] = field(default=no_fallback, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ReplyChunk:
     """Some of the replies to the records that were taken.
 
     Attributes:
         replies: To be sent.
-        settled: So many more of the records are done with by these replies, or wait for something that may take long;
+        released: So many more of the records are done with by these replies, or wait for something that may take long;
             they hold up no others.
     """
 
     replies: list[Reply]
-    settled: int
+    released: int
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class PreparedRequest:
     """A request that can be answered: its tokens, and the group of requests it can share a micro-batch with."""
 
-    record: Record
+    record: RequestRecord
     request: Request
     prompt: Prompt
-    group: object
-    address: Address = ORDINARY
+    batch_key: object
+    address: ReplyAddress = DEFAULT_REPLY_ADDRESS
 
     @property
     def min_seq(self) -> int:
@@ -113,88 +113,97 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class PreparedBatch:
     """Records as read: what to answer, and the replies that are certain already."""
 
-    questions: list[Question]
+    requests: list[PreparedRequest]
     replies: list[Reply]
 
-    def split(self, seq: int) -> tuple["Work", "Work"]:
+    def split(self, seq: int) -> tuple["PreparedBatch", "PreparedBatch"]:
         """What a codebook at delta `seq` can answer, with the replies that are certain; and what needs a later one."""
-        now = [question for question in self.questions if question.min_seq <= seq]
-        later = [question for question in self.questions if question.min_seq > seq]
-        return Work(now, self.replies), Work(later, [])
+        now = [question for question in self.requests if question.min_seq <= seq]
+        later = [question for question in self.requests if question.min_seq > seq]
+        return PreparedBatch(now, self.replies), PreparedBatch(later, [])
 
 
-class Server:
+class RequestHandler:
     """Answers with one model and one mirror of the codebook. `answer` is the model's thread's; the rest is any's."""
 
-    def __init__(self, model: EditableModel, mirror: Mirror, settings: Settings, replica: str) -> None:
-        self._model, self._mirror, self._settings, self._replica = model, mirror, settings, replica
+    def __init__(
+        self, model: EditableModel, codebook_replica: CodebookReplica, settings: Settings, replica_name: str
+    ) -> None:
+        self._model, self._codebook_replica, self._settings, self._replica_name = (
+            model,
+            codebook_replica,
+            settings,
+            replica_name,
+        )
 
-    def read(self, records: Iterable[Record]) -> Work:
+    def prepare(self, records: Iterable[RequestRecord]) -> PreparedBatch:
         """Decode and tokenise."""
-        work = Work([], [])
+        work = PreparedBatch([], [])
         for record in records:
             try:
                 request = decode(record.value, Request, self._settings.max_record_bytes)
-                address = address_of(record.headers, self._settings)
-                if address.fault:
+                address = resolve_reply_address(record.headers, self._settings)
+                if address.error:
                     work.replies.append(
-                        self._failed(Question(record, request, Prompt(()), None, address), address.fault)
+                        self._error_reply(PreparedRequest(record, request, Prompt(()), None, address), address.error)
                     )
                     continue
                 prompt = self._model.task.tokenize(request.inputs)
-                work.questions.append(
-                    Question(record, request, prompt, self._model.task.admit(prompt, request.parameters), address)
+                work.requests.append(
+                    PreparedRequest(
+                        record, request, prompt, self._model.task.batch_key(prompt, request.parameters), address
+                    )
                 )
             except (InvalidMessage, InputError) as error:
-                work.replies.extend(self._rejected(record, one_line(error)))
+                work.replies.extend(self._reject(record, to_one_line(error)))
         return work
 
-    def unreached(self, questions: Iterable[Question]) -> list[Reply]:
+    def min_seq_timeouts(self, requests: Iterable[PreparedRequest]) -> list[Reply]:
         """Answers to requests for whose delta it is of no use to wait."""
-        seq = self._mirror.codebook.seq
+        seq = self._codebook_replica.codebook.seq
         return [
-            self._failed(question, f"min_seq {question.min_seq} is not reached: the codebook is at {seq}")
-            for question in questions
+            self._error_reply(question, f"min_seq {question.min_seq} is not reached: the codebook is at {seq}")
+            for question in requests
         ]
 
-    def answer(self, questions: Sequence[Question]) -> list[Reply]:
+    def answer(self, requests: Sequence[PreparedRequest]) -> list[Reply]:
         """Answer requests of one group, one reply each, all from the codebook as it is now.
 
         Raises:
             DeviceFault: the device is broken, so none of these is an answer.
         """
-        metrics.BATCH_SIZE.observe(len(questions))
+        metrics.BATCH_SIZE.observe(len(requests))
         try:
-            with metrics.MODEL_SECONDS.time():
+            with metrics.BATCH_MODEL_SECONDS.time():
                 served = self._model.answer(
-                    [question.prompt for question in questions],
-                    [question.request.parameters for question in questions],
-                    self._mirror.lookup,
-                    checked=self._settings.check_answers,
+                    [question.prompt for question in requests],
+                    [question.request.parameters for question in requests],
+                    self._codebook_replica.lookup,
+                    check_answers=self._settings.check_answers,
                 )
         except Exception as error:  # noqa: BLE001  (whatever one request does to the model, the others are answered)
-            raise_if_broken(error)
-            failure = f"{type(error).__name__}: {one_line(error)}"
+            raise_if_device_lost(error)
+            failure = f"{type(error).__name__}: {to_one_line(error)}"
         else:
-            return [self._answered(question, answer) for question, answer in zip(questions, served, strict=True)]
+            return [self._answer_reply(question, answer) for question, answer in zip(requests, served, strict=True)]
         # Here, and not above: as long as the error is at hand, so is all that its stack holds in the device's memory.
-        if len(questions) == 1:
-            log.warning("request_failed", request_id=questions[0].request.request_id, error=failure)
-            return [self._failed(questions[0], f"the model failed: {failure}")]
-        return [reply for question in questions for reply in self.answer([question])]
+        if len(requests) == 1:
+            log.warning("request_failed", request_id=requests[0].request.request_id, error=failure)
+            return [self._error_reply(requests[0], f"the model failed: {failure}")]
+        return [reply for question in requests for reply in self.answer([question])]
 
-    def _answered(self, question: Question, served: Served) -> Reply:
-        metrics.REQUESTS.labels("ok").inc()
+    def _answer_reply(self, prepared: PreparedRequest, served: ServedAnswer) -> Reply:
+        metrics.REQUESTS_TOTAL.labels("ok").inc()
         hit = served.hit
         if hit is not None:
-            metrics.EDITED.inc()
+            metrics.EDITED_ANSWERS.inc()
         edit = UNSET if hit is None else AppliedEdit(entry_id=hit.entry_id, distance=hit.distance, radius=hit.radius)
         near_miss: NearMiss | UnsetType = UNSET
-        if (missed := served.missed) is not None:
-            reason = _reason(missed)
+        if (missed := served.near_miss) is not None:
+            reason = _near_miss_reason(missed)
             metrics.NEAR_MISSES.labels(reason).inc()
             near_miss = NearMiss(
                 entry_id=missed.entry_id,
@@ -202,70 +211,81 @@ class Server:
                 radius=missed.radius,
                 reason=reason,
                 detail=missed.disagreement or UNSET,
-                target=self._model.task.text(self._mirror.codebook.labels[missed.slot]),
+                target=self._model.task.decode_label(self._codebook_replica.codebook.labels[missed.slot]),
             )
         score = UNSET if served.answer.score is None else served.answer.score
-        prediction = self._prediction(question.request.request_id, question.record)
+        prediction = self._empty_prediction(prepared.request.request_id, prepared.record)
         prediction = msgspec.structs.replace(
             prediction, outputs=served.answer.outputs, score=score, edit=edit, near_miss=near_miss
         )
-        return _reply(prediction, question.record, question.address)
+        return _prediction_reply(prediction, prepared.record, prepared.address)
 
-    def _failed(self, question: Question, reason: str) -> Reply:
-        metrics.REQUESTS.labels("error").inc()
-        prediction = self._prediction(question.request.request_id, question.record)
-        return _reply(msgspec.structs.replace(prediction, error=reason), question.record, question.address)
+    def _error_reply(self, prepared: PreparedRequest, reason: str) -> Reply:
+        metrics.REQUESTS_TOTAL.labels("error").inc()
+        prediction = self._empty_prediction(prepared.request.request_id, prepared.record)
+        return _prediction_reply(msgspec.structs.replace(prediction, error=reason), prepared.record, prepared.address)
 
-    def _rejected(self, record: Record, reason: str) -> list[Reply]:
+    def _reject(self, record: RequestRecord, reason: str) -> list[Reply]:
         """To the dead letter queue; and where the sender can be told, an answer that says why."""
-        metrics.REQUESTS.labels("rejected").inc()
+        metrics.REQUESTS_TOTAL.labels("rejected").inc()
         log.warning("request_rejected", partition=record.partition, offset=record.offset, reason=reason)
-        replies = [_letter(record, reason)]
+        replies = [_dead_letter_reply(record, reason)]
         if (request_id := peek_id(record.value, "request_id")) is not None:
-            prediction = msgspec.structs.replace(self._prediction(request_id, record), error=reason)
-            replies.append(_reply(prediction, record, address_of(record.headers, self._settings)))
+            prediction = msgspec.structs.replace(self._empty_prediction(request_id, record), error=reason)
+            replies.append(_prediction_reply(prediction, record, resolve_reply_address(record.headers, self._settings)))
         return replies
 
-    def _prediction(self, request_id: str, record: Record) -> Prediction:
+    def _empty_prediction(self, request_id: str, record: RequestRecord) -> Prediction:
         """An answer with everything but the answer."""
         seconds = max(0.0, time.time() - record.timestamp)
         metrics.REQUEST_SECONDS.observe(seconds)
         return Prediction(
-            v=VERSION,
+            v=SCHEMA_VERSION,
             request_id=request_id,
-            codebook_seq=self._mirror.codebook.seq,
-            term=self._mirror.codebook.term,
+            codebook_seq=self._codebook_replica.codebook.seq,
+            term=self._codebook_replica.codebook.term,
             model=self._model.fingerprint,
-            replica=self._replica,
+            replica=self._replica_name,
             latency_ms=round(1000 * seconds, 3),
         )
 
 
-def _reply(prediction: Prediction, record: Record, address: Address) -> Reply:
-    instead = partial(_error, prediction, record, address)
+def _prediction_reply(prediction: Prediction, record: RequestRecord, address: ReplyAddress) -> Reply:
+    instead = partial(_error_fallback, prediction, record, address)
     key = prediction.request_id.encode()
     return Reply(PREDICTIONS, key, encode(prediction), address.headers, address.topic, instead)
 
 
-def _error(prediction: Prediction, record: Record, address: Address, reason: str) -> Reply:
+def _error_fallback(prediction: Prediction, record: RequestRecord, address: ReplyAddress, reason: str) -> Reply:
     """An error in place of an answer that Kafka refuses; where it refuses that too, a dead letter."""
     told = reason if prediction.error is UNSET else f"{prediction.error}; {reason}"
     failed = msgspec.structs.replace(prediction, outputs=UNSET, score=UNSET, edit=UNSET, near_miss=UNSET, error=told)
     key = failed.request_id.encode()
     return Reply(
-        PREDICTIONS, key, encode(failed), address.headers, address.topic, partial(_letter, record, unanswered=True)
+        PREDICTIONS,
+        key,
+        encode(failed),
+        address.headers,
+        address.topic,
+        partial(_dead_letter_reply, record, unanswered=True),
     )
 
 
-def _reason(missed: Hit) -> NearMissReason:
-    if missed.disagreement == OUTSIDE:
+def _near_miss_reason(missed: Hit) -> NearMissReason:
+    if missed.disagreement == OUTSIDE_RADIUS_REASON:
         return "distance"
     return "wording" if missed.disagreement else "answer"
 
 
-def _letter(record: Record, reason: str, *, unanswered: bool = False, largest: int = LARGEST) -> Reply:
+def _dead_letter_reply(
+    record: RequestRecord, reason: str, *, unanswered: bool = False, max_bytes: int = MAX_UNTRUNCATED_BYTES
+) -> Reply:
     """A dead letter; cut where its queue takes less than it should. `unanswered`: no topic took an answer."""
     place = (record.topic, record.partition, record.offset)
-    letter = rejected(reason, record.key, record.value, *place, largest=largest, unanswered=unanswered)
-    instead = nothing if largest == 0 else lambda _: _letter(record, reason, unanswered=unanswered, largest=0)
-    return Reply(REQUESTS_DLQ, letter.key, letter.value, letter.headers, instead=instead)
+    letter = dead_letter_for(reason, record.key, record.value, *place, max_bytes=max_bytes, unanswered=unanswered)
+    instead = (
+        no_fallback
+        if max_bytes == 0
+        else lambda _: _dead_letter_reply(record, reason, unanswered=unanswered, max_bytes=0)
+    )
+    return Reply(REQUESTS_DLQ, letter.key, letter.value, letter.headers, fallback=instead)

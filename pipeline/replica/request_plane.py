@@ -4,12 +4,13 @@ What it guarantees:
 
 1. A batch counts as done, and its offsets are committed, once all its replies are in Kafka and every batch taken
    before it is done: what a replica leaves undone, another one does.
-2. While some requests are answered, those of `AHEAD` batches are taken, so that they can be read meanwhile and the
-   model can choose among them.
-3. Requests that wait for something hold up no other request, but `OPEN` batches that are not done hold up the next.
+2. While some requests are answered, those of `MAX_UNANSWERED_BATCHES` batches are taken, so that they can be read
+   meanwhile and the model can choose among them.
+3. Requests that wait for something hold up no other request, but `MAX_IN_FLIGHT_BATCHES` batches that are not done hold
+   up the next.
 4. What waits in the process is bounded, however much waits in Kafka: the records of a few batches, of at most
-   `HELD_BYTES` and one record before they are taken, and `HELD_BYTES` and one batch after that; and for each partition
-   one fetch, as Kafka stores it (`pipeline.kafka.lenient_records` says how it is read).
+   `MAX_PENDING_BYTES` and one record before they are taken, and `MAX_PENDING_BYTES` and one batch after that; and for
+   each partition one fetch, as Kafka stores it (`pipeline.kafka.lenient_records` says how it is read).
 """
 
 import asyncio
@@ -25,35 +26,35 @@ import faust
 import structlog
 from mode.utils.queues import ThrowableQueue
 
-from gracestream.pipeline.kafka import REQUESTS, install_in_aiokafka, kafka_tls, record_bytes
-from gracestream.pipeline.replica.replies import Replies
-from gracestream.pipeline.replica.request_handler import Part, Record
+from gracestream.pipeline.kafka import REQUESTS, install_lenient_parser, kafka_tls_context, record_memory_bytes
+from gracestream.pipeline.replica.replies import ReplySender
+from gracestream.pipeline.replica.request_handler import ReplyChunk, RequestRecord
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.deltas import MAX_DELTA_BYTES
 
 log = structlog.get_logger()
 
-Answer = Callable[[list[Record]], AsyncGenerator[Part, None]]
+BatchHandler = Callable[[list[RequestRecord]], AsyncGenerator[ReplyChunk, None]]
 """Answers a batch, some of its records at a time."""
 
-RETRY_SECONDS = 1.0
+BATCH_RETRY_SECONDS = 1.0
 """Pause before a batch whose answers could not be sent is tried again."""
 
-BUFFERED = 4
+PREFETCH_BATCHES = 4
 """Batches that are fetched ahead, so that no model waits for Kafka."""
 
-AHEAD = 4
+MAX_UNANSWERED_BATCHES = 4
 """Batches' worth of requests that are taken and not answered, besides the one that is taken last."""
 
-OPEN = 20
+MAX_IN_FLIGHT_BATCHES = 20
 """Batches at most that are taken and not done."""
 
 
-HELD_BYTES = 16 * 2**20
+MAX_PENDING_BYTES = 16 * 2**20
 """Bytes of records that wait to be taken, and again of those that are taken and not done."""
 
 
-class _Buffer(ThrowableQueue):  # type: ignore[misc]
+class _BlockingQueue(ThrowableQueue):  # type: ignore[misc]
     """Blocks whoever fills it once it is full, by number or by bytes, and does nothing before.
 
     faust's own stops fetching for a second at four fifths: its consumer would not be polled for that long, and a fast
@@ -61,40 +62,40 @@ class _Buffer(ThrowableQueue):  # type: ignore[misc]
     """
 
     pressure_high_ratio = 0.5  # twice the size, which is never reached
-    _bytes = 0
+    _queued_bytes = 0
 
     def full(self) -> bool:
         """Whether whoever puts one more has to wait."""
-        return bool(super().full()) or self._bytes >= HELD_BYTES
+        return bool(super().full()) or self._queued_bytes >= MAX_PENDING_BYTES
 
     def clear(self) -> None:
         """Forget all that waits."""
         super().clear()
-        self._bytes = 0
+        self._queued_bytes = 0
 
     def _put(self, event: Any) -> None:
         super()._put(event)
-        self._bytes += record_bytes(event.message)
+        self._queued_bytes += record_memory_bytes(event.message)
 
     def _get(self) -> Any:
         event = super()._get()
-        self._bytes -= record_bytes(event.message)
+        self._queued_bytes -= record_memory_bytes(event.message)
         return event
 
 
 class _App(faust.App):  # type: ignore[misc]
     def FlowControlQueue(self, maxsize: int | None = None, *, clear_on_resume: bool = False) -> ThrowableQueue:
-        return _Buffer(maxsize or 0, flow_control=self.flow_control, clear_on_resume=clear_on_resume)
+        return _BlockingQueue(maxsize or 0, flow_control=self.flow_control, clear_on_resume=clear_on_resume)
 
 
-class _Taken:
+class _InFlightBatch:
     """A batch that was taken and is not done."""
 
     def __init__(self, events: Sequence[Any]) -> None:
         self.events = events
-        self.records = [_record(event) for event in events]
-        self.bytes = sum(record_bytes(event.message) for event in events)
-        self.unsettled = len(events)
+        self.records = [_request_record(event) for event in events]
+        self.size_bytes = sum(record_memory_bytes(event.message) for event in events)
+        self.pending = len(events)
         """Records that hold up others."""
         self.done = False
         """All its replies are in Kafka."""
@@ -103,25 +104,25 @@ class _Taken:
 class RequestPlane:
     """The app, without a web server, tables, or topics of faust's own: topics are `gracestream topics`' to create."""
 
-    def __init__(self, settings: Settings, answer: Answer) -> None:
+    def __init__(self, settings: Settings, handle_batch: BatchHandler) -> None:
         logging.getLogger("mode.timers").setLevel(logging.ERROR)  # a tick that came late is no news
-        install_in_aiokafka()
-        self._settings, self._answer = settings, answer
-        self._open: deque[_Taken] = deque()
+        install_lenient_parser()
+        self._settings, self._handle_batch = settings, handle_batch
+        self._in_flight: deque[_InFlightBatch] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._settled = asyncio.Event()
+        self._progress_event = asyncio.Event()
         """Since it was cleared, something that was taken came further."""
         self._stopping = False
         self._app = _App(
             settings.topic("inference"),
             broker=[f"aiokafka://{address.strip()}" for address in settings.kafka.split(",")],
-            broker_credentials=_credentials(settings),
+            broker_credentials=_faust_credentials(settings),
             web_enabled=False,
             topic_disable_leader=True,
             topic_allow_declare=False,
             autodiscover=False,
             store="memory://",
-            stream_buffer_maxsize=BUFFERED * settings.batch,
+            stream_buffer_maxsize=PREFETCH_BATCHES * settings.batch,
             datadir=str(Path(tempfile.gettempdir()) / "gracestream-faust"),  # faust makes it, and leaves it empty
             broker_session_timeout=settings.session_timeout,
             broker_heartbeat_interval=settings.session_timeout / 4,
@@ -134,7 +135,7 @@ class RequestPlane:
             loghandlers=[],
             logging_config=None,
         )
-        self._replies = Replies(settings, self._app)
+        self._replies = ReplySender(settings, self._app)
         requests = self._app.topic(settings.topic(REQUESTS), key_serializer="raw", value_serializer="raw")
         self._app.agent(requests, name="answer")(self._agent)
 
@@ -153,26 +154,26 @@ class RequestPlane:
         """Join the group and begin to answer."""
         await self._app.start()
 
-    async def stop(self, finish: float, leave: float) -> bool:
+    async def stop(self, drain_seconds: float, leave_seconds: float) -> bool:
         """Take nothing more, finish what was taken, commit, leave the group; whether all of that was done.
 
         Args:
-            finish: Seconds for what was taken; what is unfinished then is left to another replica.
-            leave: Seconds for the rest, which takes longer only where Kafka does not answer.
+            drain_seconds: Seconds for what was taken; what is unfinished then is left to another replica.
+            leave_seconds: Seconds for the rest, which takes longer only where Kafka does not answer.
         """
         self._stopping = True
-        deadline = asyncio.get_running_loop().time() + finish
-        while self._open and asyncio.get_running_loop().time() < deadline:
+        deadline = asyncio.get_running_loop().time() + drain_seconds
+        while self._in_flight and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)
         for task in self._tasks:
             task.cancel()
-        if unfinished := sum(len(taken.events) for taken in self._open):
-            log.warning("left_to_others", requests=unfinished, offset=self._open[0].records[0].offset)
+        if unfinished := sum(len(taken.events) for taken in self._in_flight):
+            log.warning("left_to_others", requests=unfinished, offset=self._in_flight[0].records[0].offset)
         self._app.conf.stream_wait_empty = False  # faust would wait for what is left, for ever
         left = asyncio.create_task(self._leave())
-        await asyncio.wait({left}, timeout=leave)
+        await asyncio.wait({left}, timeout=leave_seconds)
         if not left.done():
-            log.warning("group_not_left", seconds=round(leave, 1))
+            log.warning("group_not_left", seconds=round(leave_seconds, 1))
         return left.done() and not unfinished
 
     async def _leave(self) -> None:
@@ -187,49 +188,51 @@ class RequestPlane:
         async for events in batches:
             if self._stopping:
                 await asyncio.Event().wait()  # until faust cancels its agents
-            taken = _Taken(events)
-            self._open.append(taken)
-            task = asyncio.create_task(self._finish(stream, taken))
+            taken = _InFlightBatch(events)
+            self._in_flight.append(taken)
+            task = asyncio.create_task(self._complete(stream, taken))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-            while not self._room():
-                self._settled.clear()
-                await self._settled.wait()
+            while not self._has_capacity():
+                self._progress_event.clear()
+                await self._progress_event.wait()
 
-    def _room(self) -> bool:
-        unsettled = sum(taken.unsettled for taken in self._open)
-        few = unsettled <= AHEAD * self._settings.batch and len(self._open) < OPEN
-        return few and sum(taken.bytes for taken in self._open) < HELD_BYTES
+    def _has_capacity(self) -> bool:
+        unsettled = sum(taken.pending for taken in self._in_flight)
+        few = (
+            unsettled <= MAX_UNANSWERED_BATCHES * self._settings.batch and len(self._in_flight) < MAX_IN_FLIGHT_BATCHES
+        )
+        return few and sum(taken.size_bytes for taken in self._in_flight) < MAX_PENDING_BYTES
 
-    async def _finish(self, stream: Any, taken: _Taken) -> None:
-        while not await self._answered(taken):
-            await asyncio.sleep(RETRY_SECONDS)
-        taken.done = True
+    async def _complete(self, stream: Any, batch: _InFlightBatch) -> None:
+        while not await self._try_answer(batch):
+            await asyncio.sleep(BATCH_RETRY_SECONDS)
+        batch.done = True
         # In the order they were taken: faust commits past a record that is not acknowledged where one after it is.
-        while self._open and self._open[0].done:
-            for event in self._open[0].events:
+        while self._in_flight and self._in_flight[0].done:
+            for event in self._in_flight[0].events:
                 await stream.ack(event)
-            self._open.popleft()
-        self._settled.set()
+            self._in_flight.popleft()
+        self._progress_event.set()
 
-    async def _answered(self, taken: _Taken) -> bool:
-        taken.unsettled, elsewhere = len(taken.records), list[asyncio.Task[None]]()
+    async def _try_answer(self, batch: _InFlightBatch) -> bool:
+        batch.pending, elsewhere = len(batch.records), list[asyncio.Task[None]]()
         try:
-            async with aclosing(self._answer(taken.records)) as parts:
+            async with aclosing(self._handle_batch(batch.records)) as parts:
                 async for part in parts:
                     elsewhere += await self._replies.send(part.replies)
-                    taken.unsettled -= part.settled
-                    self._settled.set()
+                    batch.pending -= part.released
+                    self._progress_event.set()
             await asyncio.gather(*elsewhere)
         except Exception:  # the batch is tried again, whatever it was
-            log.exception("batch_failed", requests=len(taken.records), offset=taken.records[0].offset)
+            log.exception("batch_failed", requests=len(batch.records), offset=batch.records[0].offset)
             return False
         return True
 
 
-def _credentials(settings: Settings) -> Any:
+def _faust_credentials(settings: Settings) -> Any:
     """What `kafka_security` gives the other clients, in faust's words; None for a connection without either."""
-    context = kafka_tls(settings) if settings.kafka_security_protocol.endswith("SSL") else None
+    context = kafka_tls_context(settings) if settings.kafka_security_protocol.endswith("SSL") else None
     if settings.kafka_security_protocol.startswith("SASL"):
         return faust.SASLCredentials(
             username=settings.kafka_username,
@@ -240,9 +243,9 @@ def _credentials(settings: Settings) -> Any:
     return None if context is None else faust.SSLCredentials(context)
 
 
-def _record(event: Any) -> Record:
+def _request_record(event: Any) -> RequestRecord:
     message = event.message
-    return Record(
+    return RequestRecord(
         message.value,
         message.topic,
         message.partition,

@@ -1,22 +1,28 @@
 """Projections of the log: the published head in Redis, and snapshots in files."""
 
-from gracestream.pipeline.stores.redis_client import ping_redis, redis_client, wait_for_redis, without_password
-from gracestream.pipeline.stores.redis_head import Head, RadiusStore, StaleError
+from gracestream.pipeline.stores.redis_client import ping_redis, redact_url, redis_client, wait_for_redis
+from gracestream.pipeline.stores.redis_head import Head, RedisHeadStore, StaleHeadError
 from gracestream.pipeline.stores.snapshot_files import SnapshotError
-from gracestream.pipeline.stores.snapshots import Snapshot, manifests, newest, offset_of, write
+from gracestream.pipeline.stores.snapshots import (
+    Snapshot,
+    find_delta_offset,
+    list_manifests,
+    load_newest_snapshot,
+    write_snapshot,
+)
 
 __all__ = [
     "Head",
-    "RadiusStore",
+    "RedisHeadStore",
     "Snapshot",
     "SnapshotError",
-    "StaleError",
-    "manifests",
-    "newest",
-    "offset_of",
+    "StaleHeadError",
+    "find_delta_offset",
+    "list_manifests",
+    "load_newest_snapshot",
     "ping_redis",
+    "redact_url",
     "redis_client",
     "wait_for_redis",
-    "without_password",
-    "write",
+    "write_snapshot",
 ]

@@ -2,7 +2,7 @@
 
 Redis is untrusted input. redis-py reads an answer of any size, and its timeout is that of one read from the socket: a
 server that sends a byte now and then would hold its caller for ever. A malformed answer makes redis-py raise errors of
-its own code, such as IndexError or AttributeError; `asked` turns them into a RedisError.
+its own code, such as IndexError or AttributeError; `ask_redis` turns them into a RedisError.
 """
 
 import time
@@ -16,35 +16,35 @@ from redis.exceptions import DataError, RedisError
 
 T = TypeVar("T")
 
-ANSWER_BYTES = 4 * 2**20
+MAX_ANSWER_BYTES = 4 * 2**20
 """Of one answer; the largest that gracestream asks for has about a quarter."""
 
 
 class BoundedParser(_RESP3Parser):
-    """Reads answers of at most `ANSWER_BYTES`, each within the connection's socket timeout."""
+    """Reads answers of at most `MAX_ANSWER_BYTES`, each within the connection's socket timeout."""
 
     _buffer: Any
 
     def on_connect(self, connection: Any) -> None:
         """As its base's."""
         super().on_connect(connection)  # type: ignore[no-untyped-call]
-        self._bounded = _BoundedSocket(self._sock, connection.socket_timeout)
-        self._buffer._sock = self._bounded  # noqa: SLF001  (there is no other way to give it one)
+        self._bounded_socket = _BoundedSocket(self._sock, connection.socket_timeout)
+        self._buffer._sock = self._bounded_socket  # noqa: SLF001  (there is no other way to give it one)
 
     def read_response(self, *args: Any, **options: Any) -> Any:
         """As its base's."""
-        self._bounded.begin()
+        self._bounded_socket.start_answer()
         return super().read_response(*args, **options)
 
 
-def asked(client: Redis, question: Callable[[], T]) -> T:
+def ask_redis(client: Redis, command: Callable[[], T]) -> T:
     """The answer to a question that uses this client.
 
     Raises:
         RedisError: as redis-py raised it, or DataError for any other exception.
     """
     try:
-        return question()
+        return command()
     except RedisError:
         raise
     except Exception as error:
@@ -56,15 +56,15 @@ def asked(client: Redis, question: Callable[[], T]) -> T:
 class _BoundedSocket:
     """What a SocketBuffer needs of a socket."""
 
-    def __init__(self, sock: Any, seconds: float | None) -> None:
-        self._sock, self._seconds = sock, seconds
+    def __init__(self, sock: Any, timeout_seconds: float | None) -> None:
+        self._sock, self._timeout_seconds = sock, timeout_seconds
         self.settimeout = sock.settimeout
-        self.begin()
+        self.start_answer()
 
-    def begin(self) -> None:
+    def start_answer(self) -> None:
         """Another answer is awaited."""
-        self._bytes = ANSWER_BYTES
-        self._deadline = None if self._seconds is None else time.monotonic() + self._seconds
+        self._remaining_bytes = MAX_ANSWER_BYTES
+        self._deadline = None if self._timeout_seconds is None else time.monotonic() + self._timeout_seconds
 
     def recv(self, size: int) -> bytes:
         timeout = self._sock.gettimeout()
@@ -79,7 +79,7 @@ class _BoundedSocket:
                 data = self._sock.recv(size)
             finally:
                 self._sock.settimeout(timeout)
-        self._bytes -= len(data)
-        if self._bytes < 0:
-            raise RedisConnectionError(f"an answer of Redis has more than {ANSWER_BYTES} bytes")
+        self._remaining_bytes -= len(data)
+        if self._remaining_bytes < 0:
+            raise RedisConnectionError(f"an answer of Redis has more than {MAX_ANSWER_BYTES} bytes")
         return data

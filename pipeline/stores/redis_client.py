@@ -1,7 +1,8 @@
 """Redis: a client made from settings, its TLS, and the wait for it at start.
 
 1. No text made here holds a password.
-2. What `redis_refusal` recognises is final: waiting ends at once for a wrong password or an untrusted certificate.
+2. What `permanent_redis_failure` recognises is final: waiting ends at once for a wrong password or an untrusted
+   certificate.
 """
 
 import re
@@ -14,14 +15,14 @@ from redis.exceptions import AuthenticationError, NoPermissionError, RedisError
 from gracestream.pipeline.kafka import (
     AccessDeniedError,
     ProgressCallback,
+    create_tls_context,
+    error_message,
     load_client_cert,
-    message_of,
-    tls_refusal,
-    trust_context,
+    permanent_tls_failure,
     wait_until_reachable,
 )
 from gracestream.pipeline.settings import Settings, SettingsError
-from gracestream.pipeline.stores.redis_bounds import BoundedParser, asked
+from gracestream.pipeline.stores.redis_bounds import BoundedParser, ask_redis
 
 
 def redis_client(settings: Settings, timeout: float = 1.0) -> Redis:
@@ -31,12 +32,12 @@ def redis_client(settings: Settings, timeout: float = 1.0) -> Redis:
         socket_timeout=timeout,
         socket_connect_timeout=timeout,
         parser_class=BoundedParser,
-        **redis_security(settings),
+        **redis_security_options(settings),
     )
 
 
-def ping_redis(settings: Settings, patience: float) -> None:
-    """See that Redis answers, within `patience` seconds.
+def ping_redis(settings: Settings, timeout_seconds: float) -> None:
+    """See that Redis answers, within `timeout_seconds` seconds.
 
     Raises:
         AccessDeniedError: it does not take us, or is not trusted.
@@ -44,7 +45,7 @@ def ping_redis(settings: Settings, patience: float) -> None:
         RedisError, OSError: it does not answer, or its answer is malformed.
     """
     try:
-        client = redis_client(settings, patience)
+        client = redis_client(settings, timeout_seconds)
     except ValueError as error:  # its text may show a part of the password
         raise SettingsError(
             "GRACESTREAM_REDIS is no URL of a Redis such as redis://localhost:6379/0 or rediss://user:password@host:6379"
@@ -52,9 +53,9 @@ def ping_redis(settings: Settings, patience: float) -> None:
         ) from error
     try:
         with client:
-            asked(client, client.ping)
+            ask_redis(client, client.ping)
     except (RedisError, OSError) as error:
-        if refused := redis_refusal(error, settings):
+        if refused := permanent_redis_failure(error, settings):
             raise AccessDeniedError(refused) from error
         raise
 
@@ -68,19 +69,19 @@ def wait_for_redis(settings: Settings, report: ProgressCallback) -> None:
         AccessDeniedError: it does not take us, or is not trusted; at once.
     """
     wait_until_reachable(
-        f"Redis at {without_password(settings.redis)}",
+        f"Redis at {redact_url(settings.redis)}",
         "",
         "GRACESTREAM_REDIS",
         lambda: ping_redis(settings, 1.0),
         (RedisError,),
         is_set="redis" in settings.model_fields_set,
-        patience=settings.redis_grace,
+        timeout_seconds=settings.redis_grace,
         await_name=True,
         report=report,
     )
 
 
-def redis_security(settings: Settings) -> dict[str, Any]:
+def redis_security_options(settings: Settings) -> dict[str, Any]:
     """Options of redis-py's `from_url`, beside the URL, whose own password wins.
 
     Raises:
@@ -90,7 +91,7 @@ def redis_security(settings: Settings) -> dict[str, Any]:
     if password := settings.redis_password.get_secret_value():
         options["password"] = password
     if settings.redis_ca:
-        trust_context(settings.redis_ca, "GRACESTREAM_REDIS_CA")
+        create_tls_context(settings.redis_ca, "GRACESTREAM_REDIS_CA")
         options["ssl_ca_certs"] = settings.redis_ca
     if settings.redis_certificate:
         load_client_cert(
@@ -101,18 +102,19 @@ def redis_security(settings: Settings) -> dict[str, Any]:
     return options
 
 
-def redis_refusal(error: BaseException, settings: Settings) -> str | None:
+def permanent_redis_failure(error: BaseException, settings: Settings) -> str | None:
     """Likewise, for what a client of Redis raised."""
-    where = f"Redis at {without_password(settings.redis)}"
+    where = f"Redis at {redact_url(settings.redis)}"
     if isinstance(error, AuthenticationError | NoPermissionError):
         return (
-            f"{where} refuses this user ({message_of(error)}); check the user and the password in GRACESTREAM_REDIS and"
+            f"{where} refuses this user ({error_message(error)}); check the user and the password in"
+            " GRACESTREAM_REDIS and"
             " GRACESTREAM_REDIS_PASSWORD"
         )
-    return tls_refusal(error, where, "GRACESTREAM_REDIS", "the scheme of GRACESTREAM_REDIS")
+    return permanent_tls_failure(error, where, "GRACESTREAM_REDIS", "the scheme of GRACESTREAM_REDIS")
 
 
-def without_password(url: str) -> str:
+def redact_url(url: str) -> str:
     """The URL of a Redis as it may be shown: without user, password and options.
 
     Everything up to the last @ goes: a password that was not percent-encoded may hold any character.

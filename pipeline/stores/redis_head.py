@@ -18,12 +18,12 @@ import numpy as np
 from redis import Redis
 from redis.exceptions import DataError
 
-from gracestream.pipeline.codebook import Applied, Codebook
+from gracestream.pipeline.codebook import AppliedDelta, Codebook
 from gracestream.pipeline.errors import UserError
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.stores.redis_bounds import asked
+from gracestream.pipeline.stores.redis_bounds import ask_redis
 
-_HEAD = """
+_HEAD_SCRIPT = """
 local head = {}
 for at, name in ipairs({'term', 'seq', 'digest'}) do
     local length = redis.call('HSTRLEN', KEYS[1], name)
@@ -35,13 +35,13 @@ local written = count(head[1]) and count(head[2]) and #head[3] == 64 and string.
 """
 """The head as an editor writes it; `written`: whether one did."""
 
-_PUBLISH = (
+_PUBLISH_SCRIPT = (
     """
 for at, kind in ipairs({'hash', 'hash', 'zset'}) do
     if redis.call('TYPE', KEYS[at]).ok ~= kind then redis.call('DEL', KEYS[at]) end
 end
 """
-    + _HEAD
+    + _HEAD_SCRIPT
     + """
 local term, seq = tonumber(ARGV[1]), tonumber(ARGV[2])
 if written and (term < tonumber(head[1]) or seq < tonumber(head[2])) then return 0 end
@@ -56,8 +56,8 @@ return 1
 """
 )
 
-_READ = (
-    _HEAD
+_READ_SCRIPT = (
+    _HEAD_SCRIPT
     + """
 if empty then return {} end
 if not written then return {'?', '?', '?'} end
@@ -74,14 +74,14 @@ return answer
 """
 )
 
-BATCH = 2000
+RADII_PER_SCRIPT = 2000
 """Radii of one script call; Redis serves nobody else meanwhile, and a script takes some thousand arguments."""
 
-CHANGED_BYTES = 2**20
+MAX_CHANGED_BYTES = 2**20
 """Of entry ids and radii that are read at once; those beyond are not compared with the log's."""
 
-_COUNT = re.compile(rb"\d{1,16}")
-_DIGEST = re.compile(rb"[0-9a-f]{64}")
+_COUNT_PATTERN = re.compile(rb"\d{1,16}")
+_DIGEST_PATTERN = re.compile(rb"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +91,14 @@ class Head:
     term: int
     seq: int
     digest: str
-    changed: dict[str, float | None]
+    changed_radii: dict[str, float | None]
 
 
-class StaleError(UserError):
+class StaleHeadError(UserError):
     """Redis knows a newer head than the one that was to be written: another editor leads, or the log was lost."""
 
 
-class RadiusStore:
+class RedisHeadStore:
     """The keys of one codebook. Raises redis-py's RedisError where Redis does not answer."""
 
     def __init__(self, client: Redis, settings: Settings) -> None:
@@ -106,20 +106,24 @@ class RadiusStore:
         self._client: Any = client
         self._keys = [f"{name}:head", f"{name}:radii", f"{name}:changed"]
         self.head_key = self._keys[0]
-        self._publish = client.register_script(_PUBLISH)
-        self._read = client.register_script(_READ)
+        self._publish = client.register_script(_PUBLISH_SCRIPT)
+        self._read = client.register_script(_READ_SCRIPT)
 
-    def head(self, since: int) -> Head | None:
+    def read_head(self, since: int) -> Head | None:
         """The head, and up to 2,000 radii that changed after delta `since`; None when nothing was ever live."""
-        answer = asked(self._client, lambda: self._read(keys=self._keys, args=[since, BATCH, CHANGED_BYTES]))
+        answer = ask_redis(
+            self._client, lambda: self._read(keys=self._keys, args=[since, RADII_PER_SCRIPT, MAX_CHANGED_BYTES])
+        )
         if not answer:
             return None
         try:
             term, seq, digest, *pairs = answer
-            if not (_COUNT.fullmatch(term) and _COUNT.fullmatch(seq) and _DIGEST.fullmatch(digest)):
+            if not (
+                _COUNT_PATTERN.fullmatch(term) and _COUNT_PATTERN.fullmatch(seq) and _DIGEST_PATTERN.fullmatch(digest)
+            ):
                 raise ValueError("this is no head")  # noqa: TRY301  (one sentence says it for all)
             changed = {
-                entry.decode(errors="backslashreplace"): _radius(radius)
+                entry.decode(errors="backslashreplace"): _parse_radius(radius)
                 for entry, radius in zip(pairs[::2], pairs[1::2], strict=True)
             }
             return Head(int(term), int(seq), digest.decode(), changed)
@@ -128,23 +132,23 @@ class RadiusStore:
                 f"{self._keys[0]} or {self._keys[1]} holds what gracestream never wrote: {error}"
             ) from error
 
-    def radii(self) -> dict[str, float]:
+    def read_radii(self) -> dict[str, float]:
         """Every radius."""
         return {entry.decode(): float(radius) for entry, radius in self._client.hgetall(self._keys[1]).items()}
 
-    def count(self) -> int:
+    def count_radii(self) -> int:
         """How many radii there are."""
-        count: int = asked(self._client, lambda: self._client.hlen(self._keys[1]))
+        count: int = ask_redis(self._client, lambda: self._client.hlen(self._keys[1]))
         return count
 
-    def publish(self, applied: Applied, codebook: Codebook) -> None:
+    def publish(self, applied: AppliedDelta, codebook: Codebook) -> None:
         """Make the delta that the codebook has just applied live.
 
         Raises:
-            StaleError: a newer delta or term is live already.
+            StaleHeadError: a newer delta or term is live already.
         """
         changes = {
-            change.entry_id: _text(codebook, change.entry_id) if change.entry_id in codebook else ""
+            change.entry_id: _format_radius(codebook, change.entry_id) if change.entry_id in codebook else ""
             for change in applied.delta.entries
         }
         self._write(changes, codebook, "")
@@ -153,30 +157,30 @@ class RadiusStore:
         """Write every radius and the head in place of what is there: for a Redis that is not as the log says.
 
         Raises:
-            StaleError: a newer delta or term is live already.
+            StaleHeadError: a newer delta or term is live already.
         """
-        self._write({entry_id: _text(codebook, entry_id) for entry_id in codebook.entry_ids}, codebook, "anew")
+        self._write({entry_id: _format_radius(codebook, entry_id) for entry_id in codebook.entry_ids}, codebook, "anew")
 
-    def _write(self, changes: dict[str, str], codebook: Codebook, how: str) -> None:
+    def _write(self, changes: dict[str, str], codebook: Codebook, mode: str) -> None:
         """The head comes with the last radii: until then replicas serve what was live before."""
         pairs = list(changes.items())
-        for start in range(0, max(len(pairs), 1), BATCH):
-            flat = [part for pair in pairs[start : start + BATCH] for part in pair]
-            last = "live" if start + BATCH >= len(pairs) else "more"
-            first = how if start == 0 else ""
+        for start in range(0, max(len(pairs), 1), RADII_PER_SCRIPT):
+            flat = [part for pair in pairs[start : start + RADII_PER_SCRIPT] for part in pair]
+            last = "live" if start + RADII_PER_SCRIPT >= len(pairs) else "more"
+            first = mode if start == 0 else ""
             args: list[str | int] = [codebook.term, codebook.seq, codebook.digest.hex(), last, first, *flat]
-            if not asked(self._client, partial(self._publish, keys=self._keys, args=args)):
-                raise StaleError(
+            if not ask_redis(self._client, partial(self._publish, keys=self._keys, args=args)):
+                raise StaleHeadError(
                     f"delta {codebook.seq} of term {codebook.term} is not made live: Redis has a newer one;"
                     " another editor has led since, or the log was lost"
                 )
 
 
-def _text(codebook: Codebook, entry_id: str) -> str:
+def _format_radius(codebook: Codebook, entry_id: str) -> str:
     return str(np.float32(codebook.radii_N[codebook.slot(entry_id)]))
 
 
-def _radius(text: bytes) -> float | None:
+def _parse_radius(text: bytes) -> float | None:
     """A radius as it was written; not a number where it is none, which is unlike any of the log's."""
     try:
         return float(text) if text else None

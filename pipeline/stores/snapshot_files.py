@@ -23,25 +23,25 @@ from urllib.parse import unquote
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from gracestream.pipeline.codebook import Codebook, save
+from gracestream.pipeline.codebook import Codebook, save_codebook
 from gracestream.pipeline.errors import UserError
 
-_NAME = re.compile(r"[A-Za-z0-9._%~-]+\.safetensors")
-_STAGING = ".writing-"
+_FILE_NAME = re.compile(r"[A-Za-z0-9._%~-]+\.safetensors")
+_STAGING_PREFIX = ".writing-"
 
 ABANDONED_SECONDS = 3600.0
 """No writer is at one file for so long, unless it was killed."""
 
-_URL_USER = re.compile(r"(?<=://)(?:([^/@]*):(.*)|([^/@]*))@", re.DOTALL)
+_URL_CREDENTIALS = re.compile(r"(?<=://)(?:([^/@]*):(.*)|([^/@]*))@", re.DOTALL)
 """User and password, which may hold any character, since secret keys of S3 have slashes."""
 
 
-def url_secrets(url: str) -> tuple[str, list[str]]:
+def split_url_secrets(url: str) -> tuple[str, list[str]]:
     """A URL of snapshots as it may be shown, without user, password and options; and what was left out of it."""
     if "://" not in url or url.startswith("file://"):
         return url, []
-    shown, _, options = _URL_USER.sub("", url).partition("?")
-    found = [part for match in _URL_USER.finditer(url) for part in (match[0], *match.groups()) if part]
+    shown, _, options = _URL_CREDENTIALS.sub("", url).partition("?")
+    found = [part for match in _URL_CREDENTIALS.finditer(url) for part in (match[0], *match.groups()) if part]
     return shown, [*found, *(unquote(part) for part in found), *([options] if options else [])]
 
 
@@ -66,17 +66,17 @@ class SnapshotStore:
     """
 
     def __init__(self, url: str) -> None:
-        shown, self._secrets = url_secrets(url)
+        shown, self._secrets = split_url_secrets(url)
         try:
-            self._files, self._root = url_to_fs(url)
+            self._filesystem, self._root = url_to_fs(url)
         except Exception as error:  # noqa: BLE001  (each driver fails in its own way)
             raise SnapshotError(
-                f"GRACESTREAM_SNAPSHOT_URL={shown} cannot be used: {self._say(error)}"
+                f"GRACESTREAM_SNAPSHOT_URL={shown} cannot be used: {self._describe_error(error)}"
             ) from self._cause(error)
         self._root = self._root.rstrip("/")
-        self.url: str = shown.rstrip("/") if self._secrets else self._files.unstrip_protocol(self._root)
+        self.url: str = shown.rstrip("/") if self._secrets else self._filesystem.unstrip_protocol(self._root)
         """Without user and password."""
-        self._local = isinstance(self._files, LocalFileSystem)
+        self._local = isinstance(self._filesystem, LocalFileSystem)
 
     def put(self, codebook: Codebook, stem: str) -> StoredFile:
         """Write a codebook to a file of its own, whose name begins with `stem`.
@@ -87,10 +87,10 @@ class SnapshotStore:
         try:
             if self._local:
                 Path(self._root).mkdir(parents=True, exist_ok=True)
-                self._clear()
-            with tempfile.TemporaryDirectory(prefix=_STAGING, dir=self._root if self._local else None) as folder:
+                self._delete_abandoned()
+            with tempfile.TemporaryDirectory(prefix=_STAGING_PREFIX, dir=self._root if self._local else None) as folder:
                 staged = Path(folder) / "codebook"
-                save(codebook, staged)
+                save_codebook(codebook, staged)
                 with staged.open("rb") as content:
                     sha256 = hashlib.file_digest(content, "sha256").hexdigest()
                 size = staged.stat().st_size
@@ -99,7 +99,9 @@ class SnapshotStore:
         except SnapshotError:
             raise
         except Exception as error:  # noqa: BLE001  (each driver fails in its own way)
-            raise SnapshotError(f"no snapshot can be written to {self.url}: {self._say(error)}") from self._cause(error)
+            raise SnapshotError(
+                f"no snapshot can be written to {self.url}: {self._describe_error(error)}"
+            ) from self._cause(error)
         return StoredFile(f"{self.url}/{name}", sha256, size)
 
     def read(self, uri: str, size: int) -> bytes:
@@ -110,11 +112,11 @@ class SnapshotStore:
         """
         path = self._path(uri)
         try:
-            data: bytes = self._files.cat_file(path, start=0, end=size + 1)
+            data: bytes = self._filesystem.cat_file(path, start=0, end=size + 1)
         except FileNotFoundError as error:
             raise SnapshotError("the file is not there") from self._cause(error)
         except Exception as error:  # noqa: BLE001  (each driver fails in its own way)
-            raise SnapshotError(f"the file cannot be read: {self._say(error)}") from self._cause(error)
+            raise SnapshotError(f"the file cannot be read: {self._describe_error(error)}") from self._cause(error)
         if len(data) != size:
             raise SnapshotError(f"the file has {'more' if len(data) > size else len(data)} bytes; it must have {size}")
         return data
@@ -127,13 +129,13 @@ class SnapshotStore:
         """
         path = self._path(uri)
         try:
-            self._files.rm_file(path)
+            self._filesystem.rm_file(path)
         except FileNotFoundError:
             return
         except Exception as error:  # noqa: BLE001  (each driver fails in its own way)
-            raise SnapshotError(f"{uri} cannot be deleted: {self._say(error)}") from self._cause(error)
+            raise SnapshotError(f"{uri} cannot be deleted: {self._describe_error(error)}") from self._cause(error)
 
-    def _say(self, error: Exception) -> str:
+    def _describe_error(self, error: Exception) -> str:
         """What a driver says; only the type of its error where the text may hold a part of a secret."""
         parts = [part for secret in self._secrets for part in re.split(r"\W+", secret) if part]
         text = str(error)
@@ -143,9 +145,9 @@ class SnapshotStore:
         """The error itself, unless a traceback of it may show a secret."""
         return None if self._secrets else error
 
-    def _clear(self) -> None:
+    def _delete_abandoned(self) -> None:
         """Delete what writers that were killed have left; another one may be at it as well."""
-        for folder in Path(self._root).glob(f"{_STAGING}*"):
+        for folder in Path(self._root).glob(f"{_STAGING_PREFIX}*"):
             with suppress(OSError):
                 if time.time() > folder.stat().st_mtime + ABANDONED_SECONDS:
                     shutil.rmtree(folder)
@@ -155,13 +157,13 @@ class SnapshotStore:
             staged.replace(Path(self._root) / name)
             return
         path = f"{self._root}/{name}"
-        self._files.put_file(str(staged), path)
-        self._files.invalidate_cache()
-        if (stored := self._files.info(path)["size"]) != size:
+        self._filesystem.put_file(str(staged), path)
+        self._filesystem.invalidate_cache()
+        if (stored := self._filesystem.info(path)["size"]) != size:
             raise SnapshotError(f"{self.url}/{name} has {stored} bytes after {size} were written to it")
 
     def _path(self, uri: str) -> str:
         folder, _, name = uri.rpartition("/")
-        if folder != self.url or _NAME.fullmatch(name) is None:
-            raise SnapshotError(f"{url_secrets(uri)[0]} is no file of GRACESTREAM_SNAPSHOT_URL={self.url}")
+        if folder != self.url or _FILE_NAME.fullmatch(name) is None:
+            raise SnapshotError(f"{split_url_secrets(uri)[0]} is no file of GRACESTREAM_SNAPSHOT_URL={self.url}")
         return f"{self._root}/{name}"

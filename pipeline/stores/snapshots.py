@@ -4,9 +4,9 @@ What they guarantee:
 
 1. Snapshot and tail equal a full replay, bit for bit: the same entries in the same slots.
 2. A manifest is written only after its file is complete, and only for a delta that the log holds.
-3. `newest` gives back only what was proven: the file has the size and SHA-256 of its manifest and says of itself what
-   the manifest says, and the log holds the snapshot's digest at the manifest's offset. The chain of digests makes that
-   digest stand for the whole history before it, so a topic that was lost, cut short or made anew is noticed.
+3. `load_newest_snapshot` gives back only what was proven: the file has the size and SHA-256 of its manifest and says of
+   itself what the manifest says, and the log holds the snapshot's digest at the manifest's offset. The chain of digests
+   makes that digest stand for the whole history before it, so a topic that was lost, cut short or made anew is noticed.
 4. Whatever does not fit is passed over for the next older snapshot, with a warning; without any, the log is read.
 
 Manifests are keyed by codebook and seq, so that compaction leaves older ones alone: they are there for when a newer one
@@ -26,13 +26,13 @@ import structlog
 from kafka import TopicPartition
 from msgspec import UNSET
 
-from gracestream.pipeline.codebook import Codebook, FileError, parse
-from gracestream.pipeline.kafka import DELTA_OPTIONS, DELTAS, SNAPSHOTS, consumer, producer, read_topic
+from gracestream.pipeline.codebook import Codebook, CodebookFileError, parse_codebook
+from gracestream.pipeline.kafka import DELTA_CONSUMER_OPTIONS, DELTAS, SNAPSHOTS, consumer, producer, read_topic
 from gracestream.pipeline.observability import metrics
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.stores.snapshot_files import SnapshotError, SnapshotStore, url_secrets
+from gracestream.pipeline.stores.snapshot_files import SnapshotError, SnapshotStore, split_url_secrets
 from gracestream.schemas.deltas import DIGEST_BYTES, decode_delta
-from gracestream.schemas.messages import VERSION, InvalidMessage, SnapshotManifest, decode, encode
+from gracestream.schemas.messages import SCHEMA_VERSION, InvalidMessage, SnapshotManifest, decode, encode
 
 log = structlog.get_logger()
 
@@ -45,7 +45,7 @@ class Snapshot:
     offset: int
 
 
-def manifests(settings: Settings, codebook: str) -> dict[bytes | None, SnapshotManifest]:
+def list_manifests(settings: Settings, codebook: str) -> dict[bytes | None, SnapshotManifest]:
     """Those of one codebook by their keys, in the order in which they were written.
 
     Raises:
@@ -63,8 +63,8 @@ def manifests(settings: Settings, codebook: str) -> dict[bytes | None, SnapshotM
     return {key: manifest for key, manifest in found.items() if manifest.codebook == codebook}
 
 
-def newest(settings: Settings, model: str, layer: str, upto: int | None = None) -> Snapshot | None:
-    """The newest good snapshot for this model and layer, of delta `upto` at most; None where there is none.
+def load_newest_snapshot(settings: Settings, model: str, layer: str, max_seq: int | None = None) -> Snapshot | None:
+    """The newest good snapshot for this model and layer, of delta `max_seq` at most; None where there is none.
 
     Raises:
         SnapshotError: there is no such store.
@@ -72,16 +72,16 @@ def newest(settings: Settings, model: str, layer: str, upto: int | None = None) 
         KafkaError: Kafka does not answer.
     """
     store = SnapshotStore(settings.snapshot_url)
-    known = manifests(settings, settings.codebook).values()
+    known = list_manifests(settings, settings.codebook).values()
     for manifest in sorted(known, key=lambda manifest: manifest.seq, reverse=True):
-        if upto is not None and manifest.seq > upto:
+        if max_seq is not None and manifest.seq > max_seq:
             continue
         started = time.perf_counter()
         try:
-            snapshot = _load(settings, store, manifest, model, layer)
-        except (SnapshotError, FileError, MemoryError) as error:
+            snapshot = _load_snapshot(settings, store, manifest, model, layer)
+        except (SnapshotError, CodebookFileError, MemoryError) as error:
             metrics.SNAPSHOTS_REFUSED.inc()
-            uri = url_secrets(manifest.uri)[0]
+            uri = split_url_secrets(manifest.uri)[0]
             log.warning("snapshot_refused", seq=manifest.seq, uri=uri, reason=str(error) or "no memory")
         else:
             seconds = round(time.perf_counter() - started, 2)
@@ -90,7 +90,7 @@ def newest(settings: Settings, model: str, layer: str, upto: int | None = None) 
     return None
 
 
-def write(settings: Settings, snapshot: Snapshot) -> SnapshotManifest:
+def write_snapshot(settings: Settings, snapshot: Snapshot) -> SnapshotManifest:
     """Write a snapshot: its file, then its manifest; and then delete what is beyond `snapshot_keep`.
 
     Raises:
@@ -100,10 +100,10 @@ def write(settings: Settings, snapshot: Snapshot) -> SnapshotManifest:
     """
     codebook = snapshot.codebook
     store = SnapshotStore(settings.snapshot_url)
-    older = manifests(settings, codebook.name)
+    older = list_manifests(settings, codebook.name)
     stored = store.put(codebook, quote(settings.topic(codebook.name), safe=""))
     manifest = SnapshotManifest(
-        v=VERSION,
+        v=SCHEMA_VERSION,
         codebook=codebook.name,
         model=codebook.model,
         layer=codebook.layer,
@@ -131,17 +131,17 @@ def write(settings: Settings, snapshot: Snapshot) -> SnapshotManifest:
     kept = {manifest.uri} | {other.uri for other in older.values()} - {other.uri for other in outdated.values()}
     for other in (*outdated.values(), *([] if replaced is None else [replaced])):
         if other.uri not in kept:
-            _delete(store, other)
+            _delete_file(store, other)
     return manifest
 
 
-def offset_of(settings: Settings, codebook: Codebook) -> int:
+def find_delta_offset(settings: Settings, codebook: Codebook) -> int:
     """Where in `deltas` the last delta of a codebook lies; the log is searched from its end.
 
     Raises:
         SnapshotError: the log does not hold it.
     """
-    with _reading_deltas(settings) as (reader, partition):
+    with _delta_consumer(settings) as (reader, partition):
         end = reader.end_offsets([partition])[partition]
         window = 64
         while True:
@@ -158,31 +158,33 @@ def offset_of(settings: Settings, codebook: Codebook) -> int:
             window *= 8
 
 
-def _load(settings: Settings, store: SnapshotStore, manifest: SnapshotManifest, model: str, layer: str) -> Snapshot:
+def _load_snapshot(
+    settings: Settings, store: SnapshotStore, manifest: SnapshotManifest, model: str, layer: str
+) -> Snapshot:
     """What is cheap to find out comes first: the manifest, then one record of the log, then the file."""
     for what, said, ours in (("model", manifest.model, model), ("layer", manifest.layer, layer)):
         if said is not UNSET and said != ours:
             raise SnapshotError(f"it is of {what} {said!r}; this one is {ours!r}")
     if manifest.offset is UNSET:
         raise SnapshotError("its manifest does not say where in the log it lies")
-    if not 0 < manifest.bytes <= _memory() // 2:
+    if not 0 < manifest.bytes <= _total_memory_bytes() // 2:
         raise SnapshotError(f"it has {manifest.bytes} bytes, which half of this machine's memory does not hold")
-    _check_log(settings, manifest, manifest.offset)
+    _check_log_holds(settings, manifest, manifest.offset)
     data = store.read(manifest.uri, manifest.bytes)
     if hashlib.sha256(data).hexdigest() != manifest.sha256:
         raise SnapshotError("the file is not what was written: its SHA-256 is another")
-    codebook = parse(data)
+    codebook = parse_codebook(data)
     held = (codebook.name, codebook.model, codebook.layer, codebook.seq, codebook.term, codebook.digest.hex())
     if held != (manifest.codebook, model, layer, manifest.seq, manifest.term, manifest.digest):
         raise SnapshotError("the file holds another codebook, or another delta, than its manifest says")
     return Snapshot(codebook, manifest.offset)
 
 
-def _check_log(settings: Settings, manifest: SnapshotManifest, offset: int) -> None:
+def _check_log_holds(settings: Settings, manifest: SnapshotManifest, offset: int) -> None:
     """Raises SnapshotError unless the log holds the manifest's delta at `offset`."""
     missing = SnapshotError(f"the log does not hold its delta at offset {offset}: was the topic lost, or made anew?")
     deadline = time.monotonic() + settings.startup_timeout
-    with _reading_deltas(settings) as (reader, partition):
+    with _delta_consumer(settings) as (reader, partition):
         first = reader.beginning_offsets([partition])[partition]
         if not first <= offset < reader.end_offsets([partition])[partition]:
             raise missing
@@ -201,9 +203,9 @@ def _check_log(settings: Settings, manifest: SnapshotManifest, offset: int) -> N
 
 
 @contextmanager
-def _reading_deltas(settings: Settings) -> Iterator[tuple[Any, TopicPartition]]:
+def _delta_consumer(settings: Settings) -> Iterator[tuple[Any, TopicPartition]]:
     partition = TopicPartition(settings.topic(DELTAS), 0)
-    reader = consumer(settings, **DELTA_OPTIONS)
+    reader = consumer(settings, **DELTA_CONSUMER_OPTIONS)
     try:
         reader.assign([partition])
         yield reader, partition
@@ -211,13 +213,13 @@ def _reading_deltas(settings: Settings) -> Iterator[tuple[Any, TopicPartition]]:
         reader.close()
 
 
-def _delete(store: SnapshotStore, manifest: SnapshotManifest) -> None:
+def _delete_file(store: SnapshotStore, manifest: SnapshotManifest) -> None:
     try:
         store.delete(manifest.uri)
     except SnapshotError as error:
-        log.warning("snapshot_not_deleted", uri=url_secrets(manifest.uri)[0], reason=str(error))
+        log.warning("snapshot_not_deleted", uri=split_url_secrets(manifest.uri)[0], reason=str(error))
 
 
-def _memory() -> int:
+def _total_memory_bytes() -> int:
     """Bytes of this machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

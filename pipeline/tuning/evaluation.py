@@ -7,10 +7,10 @@ from msgspec import UNSET, Struct, UnsetType
 
 from gracestream.pipeline.codebook import Codebook, CodebookLookup, KeyIndex
 from gracestream.pipeline.errors import UserError
-from gracestream.pipeline.model import EditableModel, Prompt, Served
+from gracestream.pipeline.model import EditableModel, Prompt, ServedAnswer
 from gracestream.schemas.messages import Inputs, Parameters
 
-BATCH = 16
+ANSWER_BATCH_SIZE = 16
 
 
 class EvaluationError(UserError):
@@ -32,7 +32,7 @@ class EvaluationCase(Struct, frozen=True):
             raise ValueError("`target` is empty")
 
 
-Verdict = Literal["correct", "wrong", "unchanged", "changed"]
+CaseVerdict = Literal["correct", "wrong", "unchanged", "changed"]
 
 
 class CaseResult(Struct, frozen=True):
@@ -54,7 +54,7 @@ class CaseResult(Struct, frozen=True):
 
     inputs: Inputs
     expected: str | None
-    verdict: Verdict
+    verdict: CaseVerdict
     exact: bool
     broken: bool
     answer: str
@@ -70,7 +70,7 @@ class CaseResult(Struct, frozen=True):
         return self.verdict in ("correct", "unchanged")
 
 
-class Summary(Struct, frozen=True):
+class EvaluationSummary(Struct, frozen=True):
     """Counts over cases.
 
     Attributes:
@@ -120,21 +120,21 @@ def evaluate(
             " as the editor has them (GRACESTREAM_QUERY=last where the layer makes the queries)"
         )
     prompts = [model.task.tokenize(case.inputs) for case in cases]
-    edited = _answers(model, codebook, prompts, cases, on_answer, checked=checked)
+    edited = _answer_cases(model, codebook, prompts, cases, on_answer, checked=checked)
     held = [place for place, served in enumerate(edited) if served.hit is not None]
     empty = Codebook(codebook.name, codebook.model, codebook.layer)
-    again = _answers(model, empty, [prompts[place] for place in held], [cases[place] for place in held])
+    again = _answer_cases(model, empty, [prompts[place] for place in held], [cases[place] for place in held])
     unedited = dict(zip(held, again, strict=True))
     return [
-        _judged(model, codebook, case, served, unedited.get(place, served))
+        _evaluate_case(model, codebook, case, served, unedited.get(place, served))
         for place, (case, served) in enumerate(zip(cases, edited, strict=True))
     ]
 
 
-def summary(results: Sequence[CaseResult]) -> Summary:
+def summarize(results: Sequence[CaseResult]) -> EvaluationSummary:
     """What there is to count."""
     verdicts = [result.verdict for result in results]
-    return Summary(
+    return EvaluationSummary(
         cases=len(results),
         passed=sum(result.passed for result in results),
         with_target=sum(result.expected is not None for result in results),
@@ -147,13 +147,13 @@ def summary(results: Sequence[CaseResult]) -> Summary:
     )
 
 
-def begins(answer: str, target: str) -> bool:
+def begins_with_target(answer: str, target: str) -> bool:
     """Whether an answer begins with a target, as words."""
     rest = answer.removeprefix(target)
     return answer.startswith(target) and not rest[:1].isalnum()
 
 
-def _answers(
+def _answer_cases(
     model: EditableModel,
     codebook: Codebook,
     prompts: Sequence[Prompt],
@@ -161,41 +161,41 @@ def _answers(
     on_answer: Callable[[int], object] = lambda _: None,
     *,
     checked: bool = False,
-) -> list[Served]:
+) -> list[ServedAnswer]:
     """An answer to each prompt, in their order; those of similar length share a batch."""
     lookup = CodebookLookup(codebook, KeyIndex(codebook, model.device))
     groups: dict[object, list[int]] = {}
     for place, (prompt, case) in enumerate(zip(prompts, cases, strict=True)):
-        groups.setdefault(model.task.admit(prompt, case.parameters), []).append(place)
-    found: dict[int, Served] = {}
+        groups.setdefault(model.task.batch_key(prompt, case.parameters), []).append(place)
+    found: dict[int, ServedAnswer] = {}
     for members in groups.values():
         places = sorted(members, key=lambda place: len(prompts[place]))
-        for start in range(0, len(places), BATCH):
-            batch = places[start : start + BATCH]
+        for start in range(0, len(places), ANSWER_BATCH_SIZE):
+            batch = places[start : start + ANSWER_BATCH_SIZE]
             served = model.answer(
                 [prompts[place] for place in batch],
                 [cases[place].parameters for place in batch],
                 lookup,
-                checked=checked,
+                check_answers=checked,
             )
             found |= zip(batch, served, strict=True)
             on_answer(len(found))
     return [found[place] for place in range(len(prompts))]
 
 
-def _judged(
-    model: EditableModel, codebook: Codebook, case: EvaluationCase, edited: Served, unedited: Served
+def _evaluate_case(
+    model: EditableModel, codebook: Codebook, case: EvaluationCase, edited: ServedAnswer, unedited: ServedAnswer
 ) -> CaseResult:
-    answer, before = _said(edited), _said(unedited)
-    failed = edited.missed if edited.missed is not None and not edited.missed.disagreement else None
+    answer, before = _answer_text(edited), _answer_text(unedited)
+    failed = edited.near_miss if edited.near_miss is not None and not edited.near_miss.disagreement else None
     hit = edited.hit or failed
-    entry_target = None if hit is None else model.task.text(codebook.labels[hit.slot])
+    entry_target = None if hit is None else model.task.decode_label(codebook.labels[hit.slot])
     expected = None if case.target is UNSET else case.target.strip()
-    verdict: Verdict
+    verdict: CaseVerdict
     if expected is None:
         verdict = "unchanged" if answer == before else "changed"
     else:
-        verdict = "correct" if begins(answer, expected) else "wrong"
+        verdict = "correct" if begins_with_target(answer, expected) else "wrong"
     return CaseResult(
         inputs=case.inputs,
         expected=expected,
@@ -211,6 +211,6 @@ def _judged(
     )
 
 
-def _said(served: Served) -> str:
+def _answer_text(served: ServedAnswer) -> str:
     outputs = served.answer.outputs
     return outputs.text if outputs.text is not UNSET else str(outputs.label)

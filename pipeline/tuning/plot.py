@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from gracestream.pipeline.errors import UserError
-from gracestream.pipeline.tuning.trials import Tried
+from gracestream.pipeline.tuning.trials import TrialResult
 
 
 class PlotError(UserError):
@@ -26,13 +26,13 @@ def require_plot(path: Path) -> None:
         raise PlotError(f"--plot: there is no folder {str(path.absolute().parent)!r}; make it first")
 
 
-def draw(tried: Sequence[Tried], chosen: Tried | None, bound: float, path: Path) -> None:
+def draw(results: Sequence[TrialResult], chosen: TrialResult | None, max_false_positives: float, path: Path) -> None:
     """Draw one line for each layer and kind of query over its radii; bars are the intervals of false positives."""
     import matplotlib as mpl  # noqa: PLC0415  (only who draws needs it)
     from matplotlib.figure import Figure  # noqa: PLC0415
 
-    lines: dict[tuple[str, str], list[Tried]] = {}
-    for one in tried:
+    lines: dict[tuple[str, str], list[TrialResult]] = {}
+    for one in results:
         lines.setdefault((one.query, one.layer), []).append(one)
     with mpl.rc_context({"svg.hashsalt": "gracestream", "svg.fonttype": "none"}):
         figure = Figure(figsize=(9, 6), layout="constrained")
@@ -42,7 +42,7 @@ def draw(tried: Sequence[Tried], chosen: Tried | None, bound: float, path: Path)
             panel.errorbar(
                 [one.false_positives for one in points],
                 [one.reach for one in points],
-                xerr=_bars(points),
+                xerr=_error_bars(points),
                 label=f"{query}, {layer}",
                 marker="o",
                 markersize=4,
@@ -51,14 +51,14 @@ def draw(tried: Sequence[Tried], chosen: Tried | None, bound: float, path: Path)
             )
         if chosen is not None:
             panel.plot(chosen.false_positives, chosen.reach, "k*", markersize=14, label="chosen")
-        panel.axvline(bound, color="gray", linestyle=":", label=f"allowed: {bound:g}")
+        panel.axvline(max_false_positives, color="gray", linestyle=":", label=f"allowed: {max_false_positives:g}")
         panel.set(xlabel="false positives", ylabel="reach", xlim=(-0.03, 1.03), ylim=(-0.03, 1.03))
         panel.grid(alpha=0.3)
         figure.legend(*panel.get_legend_handles_labels(), fontsize="small", loc="outside right upper")
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def _bars(points: Sequence[Tried]) -> list[list[float]]:
+def _error_bars(points: Sequence[TrialResult]) -> list[list[float]]:
     """How far the intervals of false positives reach below and above."""
     worst = [max(one.others, one.about, key=lambda share: share.value) for one in points]
     low = [max(0.0, share.value - share.interval[0]) for share in worst]

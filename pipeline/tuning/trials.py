@@ -16,23 +16,38 @@ import numpy as np
 import torch
 from msgspec import Struct
 
-from gracestream.pipeline.codebook import Hit, Label, serving
-from gracestream.pipeline.editing import AT_ONCE, Ahead, CalibrationError, EditEngine, Plan, ScopeRadius
+from gracestream.pipeline.codebook import Hit, Label, serving_hit
+from gracestream.pipeline.editing import (
+    FORM_BATCH_SIZE,
+    CalibrationError,
+    DraftValue,
+    EditConfig,
+    EditEngine,
+    ScopeRadius,
+)
 from gracestream.pipeline.model import EditableModel, InputError, Prompt
-from gracestream.pipeline.tuning.intervals import wilson
-from gracestream.pipeline.tuning.samples import MADE_UP, Requests, Targets, Trial, requests_about, surface_forms, usable
-from gracestream.pipeline.tuning.workbench import ENCODER, NAME, Answers, Workbench, said
+from gracestream.pipeline.tuning.intervals import wilson_interval
+from gracestream.pipeline.tuning.samples import (
+    INVENTED_NAMES,
+    TargetMaker,
+    TrialEdit,
+    UserRequests,
+    same_subject_requests,
+    surface_forms,
+    usable_inputs,
+)
+from gracestream.pipeline.tuning.workbench import ENCODER_QUERY, TRIAL_FINGERPRINT, AnswerCache, Workbench, answer_text
 from gracestream.schemas.messages import Inputs
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ConfigChoice:
     """A kind of query with a radius: the plan of an editor, and the settings that differ from the defaults."""
 
     query: str
     radius: str
     settings: Mapping[str, object]
-    plan: Plan
+    config: EditConfig
 
 
 class Share(Struct, frozen=True):
@@ -49,10 +64,10 @@ class Share(Struct, frozen=True):
     @property
     def interval(self) -> tuple[float, float]:
         """The 95 % interval."""
-        return wilson(self.hits, self.of)
+        return wilson_interval(self.hits, self.of)
 
 
-class Tried(Struct, frozen=True):
+class TrialResult(Struct, frozen=True):
     """What one candidate showed.
 
     Attributes:
@@ -100,207 +115,217 @@ class Tried(Struct, frozen=True):
 
 
 @dataclass(slots=True)
-class Material:
+class TrialMaterial:
     """Trials and other texts, as the model takes them; `notes` say what was left out."""
 
-    trials: list[Trial]
-    others: list[Inputs]
+    trials: list[TrialEdit]
+    held_out: list[Inputs]
     traffic: list[Inputs]
     notes: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, bench: Workbench, answers: Answers, requests: Requests, count: int) -> "Material":
+    def from_requests(
+        cls, bench: Workbench, answers: AnswerCache, requests: UserRequests, trial_count: int
+    ) -> "TrialMaterial":
         """So many trials of these requests, fewer where there are too few.
 
         Raises:
             CalibrationError: too few requests are left for a trial.
         """
-        left_out = {one: why for one in requests.rephrases if (why := answers.why_not(one)) is not None}
+        left_out = {one: why for one in requests.rephrases if (why := answers.explain_rejection(one)) is not None}
         known = {one: words for one, words in requests.rephrases.items() if one not in left_out}
-        divided = Requests(known, requests.targets).divided(count)
-        made = cls([], divided.others, divided.traffic)
-        made.notes += [f"{_requests(times)} left out: {why}" for why, times in Counter(left_out.values()).items()]
-        made._add_trials(bench, answers, Requests(known, requests.targets), divided.chosen)
+        divided = UserRequests(known, requests.targets).divide(trial_count)
+        made = cls([], divided.held_out, divided.traffic)
+        made.notes += [
+            f"{_pluralize_requests(times)} left out: {why}" for why, times in Counter(left_out.values()).items()
+        ]
+        made._add_trials(bench, answers, UserRequests(known, requests.targets), divided.trial_requests)
         if not made.trials:
             raise CalibrationError(f"no trial edit can be made of these requests: {'; '.join(made.notes)}")
         return made
 
-    def _add_trials(self, bench: Workbench, answers: Answers, requests: Requests, chosen: Sequence[Inputs]) -> None:
+    def _add_trials(
+        self, bench: Workbench, answers: AnswerCache, requests: UserRequests, trial_requests: Sequence[Inputs]
+    ) -> None:
         task = bench.task
-        ideas = answers.unedited([task.tokenize(one) for one in self.others[: len(MADE_UP)]])
-        targets = Targets(task, ideas, [*self.others, *self.traffic])
-        unedited = answers.unedited([task.tokenize(one) for one in chosen])
-        for number, (inputs, before) in enumerate(zip(chosen, unedited, strict=True)):
+        ideas = answers.unedited_answers([task.tokenize(one) for one in self.held_out[: len(INVENTED_NAMES)]])
+        targets = TargetMaker(task, ideas, [*self.held_out, *self.traffic])
+        unedited = answers.unedited_answers([task.tokenize(one) for one in trial_requests])
+        for number, (inputs, before) in enumerate(zip(trial_requests, unedited, strict=True)):
             try:
                 given = requests.targets.get(inputs, before)
-                target = targets.made(number, inputs, before) if given == before else given
-                bench.any_model.supervised(inputs, target)
+                target = targets.make_target(number, inputs, before) if given == before else given
+                bench.any_model.prepare_correction(inputs, target)
             except InputError as error:
                 self.notes.append(f"no trial edit of {str(inputs)[:60]!r}: {error}")
                 continue
-            self.trials.append(_trial(bench, answers, f"trial-{number}", inputs, target, requests.rephrases[inputs]))
+            self.trials.append(
+                _make_trial(bench, answers, f"trial-{number}", inputs, target, requests.rephrases[inputs])
+            )
 
 
-def _requests(number: int) -> str:
+def _pluralize_requests(number: int) -> str:
     return f"{number} {'request is' if number == 1 else 'requests are'}"
 
 
-def _trial(
-    bench: Workbench, answers: Answers, name: str, inputs: Inputs, target: str, rephrases: Sequence[Inputs]
-) -> Trial:
+def _make_trial(
+    bench: Workbench, answers: AnswerCache, name: str, inputs: Inputs, target: str, rephrases: Sequence[Inputs]
+) -> TrialEdit:
     """A trial with the texts that the model takes."""
     task = bench.task
-    reworded = usable(task, [inputs, *rephrases], answers.taken)
-    forms = usable(task, [inputs, *surface_forms(task, inputs)], answers.taken)
-    about = usable(task, [inputs, *requests_about(task, inputs)], answers.taken)
-    return Trial(name, inputs, target, reworded, forms, about)
+    reworded = usable_inputs(task, [inputs, *rephrases], answers.accepts)
+    forms = usable_inputs(task, [inputs, *surface_forms(task, inputs)], answers.accepts)
+    about = usable_inputs(task, [inputs, *same_subject_requests(task, inputs)], answers.accepts)
+    return TrialEdit(name, inputs, target, reworded, forms, about)
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class LookupText:
     """A text to look up: its tokens, and the number of the trial whose target it should get; None: none's."""
 
     kind: str
     prompt: Prompt
-    trial: int | None = None
+    trial_number: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Values:
+class LayerValues:
     """The values of the trials at one layer, in their order."""
 
-    ahead: list[Ahead]
+    drafts: list[DraftValue]
     reasons: list[str]
     seconds: float
 
 
-class Measuring:
+class TrialMeasurement:
     """Trial edits of one checkpoint."""
 
     def __init__(
         self,
         bench: Workbench,
-        material: Material,
-        answers: Answers,
-        ended: Callable[[], bool] = lambda: False,
-        step: Callable[[str], object] = lambda _: None,
+        material: TrialMaterial,
+        answers: AnswerCache,
+        is_time_up: Callable[[], bool] = lambda: False,
+        on_step: Callable[[str], object] = lambda _: None,
     ) -> None:
-        """Measure until `ended` says that time is up; `step` is told of each edit and candidate before it is made."""
-        self._bench, self._answers, self._ended, self._step = bench, answers, ended, step
+        """Measure until `is_time_up` returns true; `on_step` is called before each edit and each candidate."""
+        self._bench, self._answers, self._is_time_up, self._on_step = bench, answers, is_time_up, on_step
         self._trials, self._material = material.trials, material
         self._scope: ScopeRadius | None = None
         task = bench.task
-        self._own = [task.tokenize(trial.inputs) for trial in self._trials]
-        self._texts = list(_texts(bench, material))
+        self._trial_prompts = [task.tokenize(trial.inputs) for trial in self._trials]
+        self._texts = list(_lookup_texts(bench, material))
         self._traffic = [task.tokenize(one) for one in material.traffic]
         self._wordings: dict[Prompt, str] = {}
 
-    def candidates(self, choices: Sequence[Choice]) -> int:
+    def count_combinations(self, choices: Sequence[ConfigChoice]) -> int:
         """How many there are."""
         return sum(choice.query in models for models in self._bench.models.values() for choice in choices)
 
-    def steps(self, choices: Sequence[Choice]) -> int:
+    def count_steps(self, choices: Sequence[ConfigChoice]) -> int:
         """How often `step` is called at most."""
-        return len(self._trials) * len(self._bench.models) + self.candidates(choices)
+        return len(self._trials) * len(self._bench.models) + self.count_combinations(choices)
 
-    def tried(self, choices: Sequence[Choice]) -> Iterator[Tried]:
+    def measure(self, choices: Sequence[ConfigChoice]) -> Iterator[TrialResult]:
         """Each candidate, layer by layer; those that time runs out for are missing."""
-        prompts = [*self._own, *self._traffic, *(text.prompt for text in self._texts)]
-        queries = self._bench.queries(prompts)
+        prompts = [*self._trial_prompts, *self._traffic, *(text.prompt for text in self._texts)]
+        queries = self._bench.compute_queries(prompts)
         for number, (layer, models) in enumerate(self._bench.models.items()):
-            values = self._trained(next(iter(models.values())), choices[0].plan)
-            if len(values.ahead) < len(self._trials):
+            values = self._train_layer(next(iter(models.values())), choices[0].config)
+            if len(values.drafts) < len(self._trials):
                 if number:
                     return
-                self._shorten(len(values.ahead))
+                self._limit_trials(len(values.drafts))
             for choice in choices:
                 if choice.query in models:
-                    if number and self._ended():
+                    if number and self._is_time_up():
                         return
-                    self._step(f"{layer}, {choice.query}, radius {choice.radius}")
-                    yield self._candidate(models[choice.query], choice, values, queries[layer, choice.query])
+                    self._on_step(f"{layer}, {choice.query}, radius {choice.radius}")
+                    yield self._measure_combination(models[choice.query], choice, values, queries[layer, choice.query])
 
-    def _shorten(self, trials: int) -> None:
+    def _limit_trials(self, trial_count: int) -> None:
         """Go on with the first trials: there is no time for the others."""
-        self._trials, self._own = self._trials[:trials], self._own[:trials]
-        self._texts = [text for text in self._texts if text.trial is None or text.trial < trials]
+        self._trials, self._trial_prompts = self._trials[:trial_count], self._trial_prompts[:trial_count]
+        self._texts = [text for text in self._texts if text.trial_number is None or text.trial_number < trial_count]
 
-    def _trained(self, model: EditableModel, plan: Plan) -> Values:
+    def _train_layer(self, model: EditableModel, config: EditConfig) -> LayerValues:
         """The values of the trials at this layer, some at a time; fewer where time runs out, and some at least."""
-        pads = model.passes.pads()
-        engine = EditEngine(model, NAME, replace(plan, forms=plan.forms and pads))
-        together = AT_ONCE if pads else 1
+        pads = model.suffix_runner.supports_padding()
+        engine = EditEngine(model, TRIAL_FINGERPRINT, replace(config, forms=config.forms and pads))
+        together = FORM_BATCH_SIZE if pads else 1
         clock = time.process_time if model.device.type == "cpu" else time.perf_counter
-        found: list[Ahead] = []
+        found: list[DraftValue] = []
         begun = clock()
-        while len(found) < len(self._trials) and not (found and self._ended()):
+        while len(found) < len(self._trials) and not (found and self._is_time_up()):
             some = range(len(found), min(len(found) + together, len(self._trials)))
             for number in some:
-                self._step(f"{model.layer}: trial edit {number + 1} of {len(self._trials)}")
-            trained = engine.train_together([(self._trials[number].correction(), number) for number in some])
+                self._on_step(f"{model.layer}: trial edit {number + 1} of {len(self._trials)}")
+            trained = engine.train_batch([(self._trials[number].to_feedback(), number) for number in some])
             found += [trained[number] for number in some]
-        reasons = [engine.why_no_value(one.examined, one.trained) for one in found if not one.trained.converged]
-        return Values(found, reasons, (clock() - begun) / len(found))
+        reasons = [
+            engine.explain_failed_training(one.inspection, one.trained) for one in found if not one.trained.converged
+        ]
+        return LayerValues(found, reasons, (clock() - begun) / len(found))
 
-    def _candidate(
-        self, model: EditableModel, choice: Choice, values: Values, queries: Mapping[Prompt, np.ndarray]
-    ) -> Tried:
+    def _measure_combination(
+        self, model: EditableModel, choice: ConfigChoice, values: LayerValues, queries: Mapping[Prompt, np.ndarray]
+    ) -> TrialResult:
         """The edits of all trials, one after the other, and then every text."""
-        if choice.query == ENCODER and self._scope is None:
+        if choice.query == ENCODER_QUERY and self._scope is None:
             self._scope = ScopeRadius(model)
-        lookup = Lookup(
-            EditEngine(model, NAME, choice.plan, self._scope if choice.query == ENCODER else None),
+        lookup = CachedEngine(
+            EditEngine(model, TRIAL_FINGERPRINT, choice.config, self._scope if choice.query == ENCODER_QUERY else None),
             queries,
             self._wording,
             self._answers,
         )
-        lookup.observe(self._traffic)
+        lookup.add_traffic(self._traffic)
         then = []
-        for number, (trial, ahead) in enumerate(zip(self._trials, values.ahead, strict=True)):
+        for number, (trial, ahead) in enumerate(zip(self._trials, values.drafts, strict=True)):
             if ahead.trained.converged:
                 lookup.edit(trial, number, ahead)
-            then += lookup.entries([self._own[number]])
-        labels = [ahead.examined.label for ahead in values.ahead]
-        edited = lookup.right(self._own, then, labels)
-        now = lookup.right(self._own, lookup.entries(self._own), labels)
-        shares, broken = self._shares(lookup, labels)
-        return Tried(
+            then += lookup.find_entries([self._trial_prompts[number]])
+        labels = [ahead.inspection.label for ahead in values.drafts]
+        edited = lookup.check_targets(self._trial_prompts, then, labels)
+        now = lookup.check_targets(self._trial_prompts, lookup.find_entries(self._trial_prompts), labels)
+        shares, broken = self._measure_texts(lookup, labels)
+        return TrialResult(
             layer=model.layer,
             query=choice.query,
             radius=choice.radius,
             settings=dict(choice.settings),
-            edited=_share(edited),
-            kept=_share([still for before, still in zip(edited, now, strict=True) if before]),
+            edited=_to_share(edited),
+            kept=_to_share([still for before, still in zip(edited, now, strict=True) if before]),
             broken=broken,
-            nearer=self._nearer(queries),
+            nearer=self._nearest_correction_share(queries),
             seconds=values.seconds,
             reasons=tuple(reason for reason, _ in Counter(values.reasons).most_common()),
             **shares,
         )
 
-    def _shares(self, lookup: "Lookup", labels: Sequence[Label]) -> tuple[dict[str, Share], Share]:
+    def _measure_texts(self, engine: "CachedEngine", labels: Sequence[Label]) -> tuple[dict[str, Share], Share]:
         """By kind of text the share with the trial's target, or that is captured; and that of broken answers."""
-        entries = lookup.entries([text.prompt for text in self._texts])
-        wanted = [None if text.trial is None else labels[text.trial] for text in self._texts]
-        right = lookup.right([text.prompt for text in self._texts], entries, wanted)
+        entries = engine.find_entries([text.prompt for text in self._texts])
+        wanted = [None if text.trial_number is None else labels[text.trial_number] for text in self._texts]
+        right = engine.check_targets([text.prompt for text in self._texts], entries, wanted)
         by_kind: dict[str, list[bool]] = {kind: [] for kind in ("rephrases", "forms", "others", "about")}
         for text, entry, gives in zip(self._texts, entries, right, strict=True):
-            by_kind[text.kind].append(entry is not None if text.trial is None else gives)
+            by_kind[text.kind].append(entry is not None if text.trial_number is None else gives)
         captured = [(text.prompt, entry) for text, entry in zip(self._texts, entries, strict=True) if entry is not None]
-        return {kind: _share(found) for kind, found in by_kind.items()}, _share(lookup.broken(captured))
+        return {kind: _to_share(found) for kind, found in by_kind.items()}, _to_share(engine.check_broken(captured))
 
-    def _nearer(self, queries: Mapping[Prompt, np.ndarray]) -> Share:
+    def _nearest_correction_share(self, queries: Mapping[Prompt, np.ndarray]) -> Share:
         """Rephrases whose own correction is nearer to them than any other request is."""
-        others = [*self._own, *self._traffic, *(text.prompt for text in self._texts if text.kind == "others")]
+        others = [*self._trial_prompts, *self._traffic, *(text.prompt for text in self._texts if text.kind == "others")]
         points_ND = np.stack([queries[prompt] for prompt in others]).astype(np.float64)
         found = []
         for text in self._texts:
-            if text.kind == "rephrases" and text.trial is not None:
+            if text.kind == "rephrases" and text.trial_number is not None:
                 distances_N = np.linalg.norm(points_ND - queries[text.prompt], axis=1)
-                own = distances_N[text.trial]
-                distances_N[text.trial] = np.inf
+                own = distances_N[text.trial_number]
+                distances_N[text.trial_number] = np.inf
                 found.append(bool(own < distances_N.min()))
-        return _share(found)
+        return _to_share(found)
 
     def _wording(self, prompt: Prompt) -> str:
         if prompt not in self._wordings:
@@ -308,29 +333,29 @@ class Measuring:
         return self._wordings[prompt]
 
 
-def _texts(bench: Workbench, material: Material) -> Iterator[Text]:
+def _lookup_texts(bench: Workbench, material: TrialMaterial) -> Iterator[LookupText]:
     """All texts but the trials' own."""
     task = bench.task
     for number, trial in enumerate(material.trials):
-        yield from (Text("rephrases", task.tokenize(one), number) for one in trial.rephrases)
-        yield from (Text("forms", task.tokenize(one), number) for one in trial.forms)
-        yield from (Text("about", task.tokenize(one)) for one in trial.about)
-    yield from (Text("others", task.tokenize(one)) for one in material.others)
+        yield from (LookupText("rephrases", task.tokenize(one), number) for one in trial.rephrases)
+        yield from (LookupText("forms", task.tokenize(one), number) for one in trial.forms)
+        yield from (LookupText("about", task.tokenize(one)) for one in trial.same_subject)
+    yield from (LookupText("others", task.tokenize(one)) for one in material.held_out)
 
 
-def _share(found: Sequence[bool]) -> Share:
-    return Share(sum(found), len(found))
+def _to_share(outcomes: Sequence[bool]) -> Share:
+    return Share(sum(outcomes), len(outcomes))
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ServingEntry:
     """An entry that serves a text, as it was then."""
 
     label: Label
     value_V: np.ndarray
 
 
-class Lookup:
+class CachedEngine:
     """An engine, with queries and wordings that are known already."""
 
     def __init__(
@@ -338,40 +363,40 @@ class Lookup:
         engine: EditEngine,
         queries: Mapping[Prompt, np.ndarray],
         wording: Callable[[Prompt], str],
-        answers: Answers,
+        answers: AnswerCache,
     ) -> None:
         self._engine, self._queries, self._wording, self._answers = engine, queries, wording, answers
-        engine.apply(engine.lead({}))
+        engine.apply(engine.lead_delta({}))
 
-    def observe(self, traffic: Sequence[Prompt]) -> None:
+    def add_traffic(self, traffic: Sequence[Prompt]) -> None:
         """Show the engine requests that nobody flagged, as an editor does."""
         for offset, prompt in enumerate(traffic):
-            rank = self._engine.traffic.wants(0, offset, 0.0)
+            rank = self._engine.reservoir.offer(0, offset, 0.0)
             if rank is not None:
-                self._engine.observe(rank, self._queries[prompt], self._wording(prompt))
+                self._engine.add_traffic(rank, self._queries[prompt], self._wording(prompt))
 
-    def edit(self, trial: Trial, number: int, ahead: Ahead) -> None:
+    def edit(self, trial: TrialEdit, number: int, draft: DraftValue) -> None:
         """Decide on a trial's correction with its value, which is trained already, and apply the decision."""
         query_D = self._queries[self._engine.model.task.tokenize(trial.inputs)]
-        known = replace(ahead, examined=replace(ahead.examined, query_D=query_D.copy()))
-        edited = self._engine.edit(trial.correction(), number, ahead=known)
-        if edited.record is not None:
-            self._engine.apply(edited.record)
+        known = replace(draft, inspection=replace(draft.inspection, query_D=query_D.copy()))
+        edited = self._engine.edit(trial.to_feedback(), number, draft=known)
+        if edited.delta_record is not None:
+            self._engine.apply(edited.delta_record)
 
-    def entries(self, prompts: Sequence[Prompt]) -> list[Entry | None]:
+    def find_entries(self, prompts: Sequence[Prompt]) -> list[ServingEntry | None]:
         """The entry that serves each prompt."""
         if not prompts:
             return []
         queries_BD = torch.from_numpy(np.stack([self._queries[prompt] for prompt in prompts]))
-        found = self._engine.lookup.matches(queries_BD, lambda row: self._wording(prompts[row]))
-        return [self._entry(serving(match)) for match in found]
+        found = self._engine.lookup.find_hits(queries_BD, lambda row: self._wording(prompts[row]))
+        return [self._serving_entry(serving_hit(match)) for match in found]
 
-    def _entry(self, hit: Hit | None) -> Entry | None:
+    def _serving_entry(self, hit: Hit | None) -> ServingEntry | None:
         codebook = self._engine.codebook
-        return None if hit is None else Entry(codebook.labels[hit.slot], codebook.values_NV[hit.slot].copy())
+        return None if hit is None else ServingEntry(codebook.labels[hit.slot], codebook.values_NV[hit.slot].copy())
 
-    def right(
-        self, prompts: Sequence[Prompt], entries: Sequence[Entry | None], wanted: Sequence[Label | None]
+    def check_targets(
+        self, prompts: Sequence[Prompt], entries: Sequence[ServingEntry | None], wanted: Sequence[Label | None]
     ) -> list[bool]:
         """Whether an entry serves each prompt with the wanted target."""
         found = [False] * len(prompts)
@@ -381,22 +406,24 @@ class Lookup:
             if entry is not None and label is not None
         ]
         task, parameters = self._engine.model.task, self._answers.parameters
-        answers = self._answers.edited(self._engine.model, [(prompt, entry.value_V) for _, prompt, entry, _ in asked])
+        answers = self._answers.edited_answers(
+            self._engine.model, [(prompt, entry.value_V) for _, prompt, entry, _ in asked]
+        )
         for (row, _, _, label), answer in zip(asked, answers, strict=True):
-            found[row] = task.gives(answer, label, parameters)
+            found[row] = task.matches_target(answer, label, parameters)
         return found
 
-    def broken(self, captured: Sequence[tuple[Prompt, Entry]]) -> list[bool]:
+    def check_broken(self, captured: Sequence[tuple[Prompt, ServingEntry]]) -> list[bool]:
         """Whether each answer is neither the entry's target nor the unedited one."""
         model, parameters = self._engine.model, self._answers.parameters
-        answers = self._answers.edited(model, [(prompt, entry.value_V) for prompt, entry in captured])
+        answers = self._answers.edited_answers(model, [(prompt, entry.value_V) for prompt, entry in captured])
         failed = [
-            not model.task.gives(answer, entry.label, parameters)
+            not model.task.matches_target(answer, entry.label, parameters)
             for answer, (_, entry) in zip(answers, captured, strict=True)
         ]
         prompts = [prompt for (prompt, _), fails in zip(captured, failed, strict=True) if fails]
-        unedited = dict(zip(prompts, self._answers.unedited(prompts), strict=True))
+        unedited = dict(zip(prompts, self._answers.unedited_answers(prompts), strict=True))
         return [
-            fails and said(answer) != unedited[prompt]
+            fails and answer_text(answer) != unedited[prompt]
             for fails, answer, (prompt, _) in zip(failed, answers, captured, strict=True)
         ]

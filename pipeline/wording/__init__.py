@@ -1,25 +1,31 @@
 """What a prompt asks for, in words: comparison of wordings, and requests about a subject."""
 
-from gracestream.pipeline.wording.comparison import ELLIPSIS, disagreement, in_context, rules, wording_of
-from gracestream.pipeline.wording.relations import SUBJECT, relations
-from gracestream.pipeline.wording.request import request_in
-from gracestream.pipeline.wording.same_names import SameNames
-from gracestream.pipeline.wording.same_words import SameWords, bounds_radius
-from gracestream.pipeline.wording.sentence_type import other_type
-from gracestream.pipeline.wording.subject import subject_of
+from gracestream.pipeline.wording.comparison import (
+    ELLIPSIS,
+    extract_wording,
+    find_disagreement,
+    mark_as_excerpt,
+    rules_digest,
+)
+from gracestream.pipeline.wording.relations import SUBJECT_PLACEHOLDER, relation_templates
+from gracestream.pipeline.wording.request import extract_request
+from gracestream.pipeline.wording.same_names import SameNamesIndex
+from gracestream.pipeline.wording.same_words import SameWordsIndex, limits_radius
+from gracestream.pipeline.wording.sentence_type import convert_sentence_type
+from gracestream.pipeline.wording.subject import extract_subject
 
 __all__ = [
     "ELLIPSIS",
-    "SUBJECT",
-    "SameNames",
-    "SameWords",
-    "bounds_radius",
-    "disagreement",
-    "in_context",
-    "other_type",
-    "relations",
-    "request_in",
-    "rules",
-    "subject_of",
-    "wording_of",
+    "SUBJECT_PLACEHOLDER",
+    "SameNamesIndex",
+    "SameWordsIndex",
+    "convert_sentence_type",
+    "extract_request",
+    "extract_subject",
+    "extract_wording",
+    "find_disagreement",
+    "limits_radius",
+    "mark_as_excerpt",
+    "relation_templates",
+    "rules_digest",
 ]

@@ -8,12 +8,12 @@ import re
 from functools import cache
 from importlib.resources import files
 
-SUBJECT = "{s}"
+SUBJECT_PLACEHOLDER = "{s}"
 """Where the subject stands in a template."""
 
 
 @cache
-def relations() -> tuple[tuple[str, ...], ...]:
+def relation_templates() -> tuple[tuple[str, ...], ...]:
     """The templates of each relation, in the order of the file."""
     lines = (
         files("gracestream.pipeline.wording")
@@ -26,7 +26,7 @@ def relations() -> tuple[tuple[str, ...], ...]:
 
 
 @cache
-def usual_words() -> frozenset[str]:
+def template_words() -> frozenset[str]:
     """The words of all templates, in lower case: what many requests have, whatever they are about."""
-    words = (re.findall(r"\w+", one.replace(SUBJECT, " ")) for row in relations() for one in row)
+    words = (re.findall(r"\w+", one.replace(SUBJECT_PLACEHOLDER, " ")) for row in relation_templates() for one in row)
     return frozenset(word.lower() for row in words for word in row)

@@ -9,47 +9,51 @@ Not promised: that all near misses are found. A wording of common words has no n
 
 from heapq import nsmallest
 
-from gracestream.pipeline.wording.comparison import agrees, parsed
+from gracestream.pipeline.wording.comparison import parse_wording, wordings_agree
 
-MOST = 64
+MAX_COMPARED_ENTRIES = 64
 """Entries that are compared for one prompt; of more the first, by their ids."""
 
 
-class SameNames:
+class SameNamesIndex:
     """Wordings under names of entries, found by a wording that has all their names."""
 
     def __init__(self) -> None:
         self._wordings: dict[str, str] = {}
-        self._entry_ids: dict[str, set[str]] = {}
+        self._ids_by_name: dict[str, set[str]] = {}
         """By the longest name in a wording."""
 
     def __len__(self) -> int:
         return len(self._wordings)
 
-    def put(self, entry_id: str, wording: str) -> None:
+    def upsert(self, entry_id: str, wording: str) -> None:
         """Keep a wording for an entry, in place of the one that it had."""
-        self.drop(entry_id)
-        if wording and (longest := _longest(wording)):
+        self.remove(entry_id)
+        if wording and (longest := _longest_name(wording)):
             self._wordings[entry_id] = wording
-            self._entry_ids.setdefault(longest, set()).add(entry_id)
+            self._ids_by_name.setdefault(longest, set()).add(entry_id)
 
-    def drop(self, entry_id: str) -> None:
+    def remove(self, entry_id: str) -> None:
         """Forget an entry, if it is known."""
         if (wording := self._wordings.pop(entry_id, None)) is not None:
-            longest = _longest(wording)
-            self._entry_ids[longest].remove(entry_id)
-            if not self._entry_ids[longest]:
-                del self._entry_ids[longest]
+            longest = _longest_name(wording)
+            self._ids_by_name[longest].remove(entry_id)
+            if not self._ids_by_name[longest]:
+                del self._ids_by_name[longest]
 
-    def named(self, wording: str) -> list[str]:
-        """The entries whose wording agrees, and all of whose names this one has; sorted, at most `MOST`."""
+    def find(self, wording: str) -> list[str]:
+        """The entries whose wording agrees and whose names all occur here; sorted, at most `MAX_COMPARED_ENTRIES`."""
         if not wording or not self._wordings:
             return []
-        names = set(parsed(wording).names)
-        found = nsmallest(MOST, {entry_id for name in names for entry_id in self._entry_ids.get(name, ())})
+        names = set(parse_wording(wording).names)
+        found = nsmallest(
+            MAX_COMPARED_ENTRIES, {entry_id for name in names for entry_id in self._ids_by_name.get(name, ())}
+        )
         known = ((entry_id, self._wordings[entry_id]) for entry_id in found)
-        return [one for one, kept in known if names.issuperset(parsed(kept).names) and agrees(kept, wording)]
+        return [
+            one for one, kept in known if names.issuperset(parse_wording(kept).names) and wordings_agree(kept, wording)
+        ]
 
 
-def _longest(wording: str) -> str:
-    return max(parsed(wording).names, key=lambda name: (len(name), name), default="")
+def _longest_name(wording: str) -> str:
+    return max(parse_wording(wording).names, key=lambda name: (len(name), name), default="")

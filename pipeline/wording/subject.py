@@ -12,30 +12,32 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gracestream.pipeline.wording.relations import usual_words
-from gracestream.pipeline.wording.request import WORD, request_in
+from gracestream.pipeline.wording.relations import template_words
+from gracestream.pipeline.wording.request import WORD_PATTERN, extract_request
 
 
-def _words(text: str) -> frozenset[str]:
+def _word_set(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-QUOTED = re.compile(
+QUOTED_PATTERN = re.compile(
     r"\"([^\"]+)\"|“([^”]+)”|«([^»]+)»|„([^“”]+)[“”]"
     r"|(?<!\w)[\u2018']([^\u2018\u2019']+(?:['\u2019]\w[^\u2018\u2019']*)*)[\u2019'](?!\w)"
 )
 
-ARTICLES = _words("the a an la le les el los il lo die der das")
+ARTICLES = _word_set("the a an la le les el los il lo die der das")
 
-OF = ARTICLES | _words("of and & de del della di da do dos du des den van von zu zur af av y e et und ibn bin al")
+NAME_PARTICLES = ARTICLES | _word_set(
+    "of and & de del della di da do dos du des den van von zu zur af av y e et und ibn bin al"
+)
 """Words that may stand inside a name, whatever its case."""
 
-AFTER_VERBS = _words("in on for to with from at by into as")
+VERB_PREPOSITIONS = _word_set("in on for to with from at by into as")
 
-JOINING = OF | _words("in on for to with from at")
+NAME_CONNECTORS = NAME_PARTICLES | _word_set("in on for to with from at")
 """Words that may stand between the capitals of a name."""
 
-FUNCTION = JOINING | _words(
+FUNCTION_WORDS = NAME_CONNECTORS | _word_set(
     # questions
     "what what's whats which who who's whos whom whose when where where's how why"
     # verbs that help
@@ -57,7 +59,7 @@ FUNCTION = JOINING | _words(
 """Words that say nothing of what a text is about."""
 
 
-INSIDE = " .&-\u2013/:'\u2019!,"
+NAME_SEPARATORS = " .&-\u2013/:'\u2019!,"
 """What may stand between the words of a name; the last of these only before another capital."""
 
 
@@ -72,50 +74,56 @@ class _Word:
         return self.text.lower().replace("\u2019", "'")
 
     @property
-    def plain(self) -> str:
+    def without_possessive(self) -> str:
         return self.lower.removesuffix("'s")
 
     @property
-    def owner(self) -> bool:
+    def is_possessive(self) -> bool:
         return self.lower.endswith("'s")
 
     @property
-    def marked(self) -> bool:
+    def has_capital_or_digit(self) -> bool:
         """Whether it has a capital in front, or a capital or a number in it."""
         return any(character.isupper() or character.isdigit() for character in self.text)
 
 
-def subject_of(text: str) -> str | None:
+def extract_subject(text: str) -> str | None:
     """What a text is about; None where the rules find nothing."""
-    request = request_in(text).request
-    quoted: list[str] = [next(filter(None, found.groups())).strip() for found in QUOTED.finditer(request)]
-    if quoted and WORD.search(best := max(quoted, key=len)):
+    request = extract_request(text).request
+    quoted: list[str] = [next(filter(None, found.groups())).strip() for found in QUOTED_PATTERN.finditer(request)]
+    if quoted and WORD_PATTERN.search(best := max(quoted, key=len)):
         return best
-    words = [_Word(found[0], found.start(), found.end()) for found in WORD.finditer(request)]
-    asking = FUNCTION | usual_words()
-    found = _names(words, request, asking) or _contents(words, request, asking) or _contents(words, request, FUNCTION)
+    words = [_Word(found[0], found.start(), found.end()) for found in WORD_PATTERN.finditer(request)]
+    asking = FUNCTION_WORDS | template_words()
+    found = (
+        _longest_name_run(words, request, asking)
+        or _longest_content_run(words, request, asking)
+        or _longest_content_run(words, request, FUNCTION_WORDS)
+    )
     if found is None or found == (0, len(words) - 1):
         return None  # nothing, or nothing else
     first, last = found
     return re.sub(r"['\u2019`][sS]?$", "", request[words[first].start : words[last].end])
 
 
-def _names(words: Sequence[_Word], request: str, asking: frozenset[str]) -> tuple[int, int] | None:
+def _longest_name_run(words: Sequence[_Word], request: str, question_words: frozenset[str]) -> tuple[int, int] | None:
     """The longest run of words with capitals or numbers, as the places of its first and last word."""
-    if all(word.marked or word.lower in FUNCTION for word in words):
-        words_marked = sum(word.marked for word in words)
-        if words_marked == len(words) or any(word.marked and word.lower in FUNCTION for word in words[1:]):
+    if all(word.has_capital_or_digit or word.lower in FUNCTION_WORDS for word in words):
+        words_marked = sum(word.has_capital_or_digit for word in words)
+        if words_marked == len(words) or any(
+            word.has_capital_or_digit and word.lower in FUNCTION_WORDS for word in words[1:]
+        ):
             return None  # capitals throughout tell nothing
     best, rank = None, (False, 0)
     place = 0
     while place < len(words):
-        if not _begins(words, place):
+        if not _can_begin_name(words, place):
             place += 1
             continue
-        last = _end_of_name(words, request, place, asking)
+        last = _find_name_end(words, request, place, question_words)
         run = words[place : last + 1]
         # A capital at a sentence's beginning alone makes no name where there is another.
-        sure = place > 0 or any(word.marked for word in run[1:]) or any(map(str.isdigit, run[0].text))
+        sure = place > 0 or any(word.has_capital_or_digit for word in run[1:]) or any(map(str.isdigit, run[0].text))
         length = (sure, words[last].end - words[place].start)
         if length > rank and not all(word.text.isdigit() for word in run):
             best, rank = (place, last), length
@@ -123,56 +131,58 @@ def _names(words: Sequence[_Word], request: str, asking: frozenset[str]) -> tupl
     return best
 
 
-def _begins(words: Sequence[_Word], place: int) -> bool:
+def _can_begin_name(words: Sequence[_Word], index: int) -> bool:
     """Whether a name may begin here: the first word of a sentence has its capital for another reason."""
-    word = words[place]
-    if not word.marked or word.lower == "i":
+    word = words[index]
+    if not word.has_capital_or_digit or word.lower == "i":
         return False
-    if place > 0 or word.lower not in FUNCTION:
+    if index > 0 or word.lower not in FUNCTION_WORDS:
         return True
-    return word.lower in ARTICLES and len(words) > 1 and words[1].marked
+    return word.lower in ARTICLES and len(words) > 1 and words[1].has_capital_or_digit
 
 
-def _end_of_name(words: Sequence[_Word], request: str, first: int, asking: frozenset[str]) -> int:
+def _find_name_end(words: Sequence[_Word], request: str, first: int, question_words: frozenset[str]) -> int:
     """The place of the last word of the name that begins here, with the plain words of its kind after it."""
     last, place = first, first + 1
     while place < len(words):
         word, between = words[place], request[words[place - 1].end : words[place].start]
-        if between.strip(INSIDE) or (not word.marked and between.strip(INSIDE[:-1])):
+        if between.strip(NAME_SEPARATORS) or (not word.has_capital_or_digit and between.strip(NAME_SEPARATORS[:-1])):
             break
-        if word.marked:
+        if word.has_capital_or_digit:
             last = place
-        elif word.lower not in JOINING or place - last > 2:
+        elif word.lower not in NAME_CONNECTORS or place - last > 2:
             break
         place += 1
-    if words[last].owner and last > first:
+    if words[last].is_possessive and last > first:
         return last
     kind = last
-    while kind + 1 < len(words) and not (words[kind + 1].plain in asking or words[kind + 1].marked):
+    while kind + 1 < len(words) and not (
+        words[kind + 1].without_possessive in question_words or words[kind + 1].has_capital_or_digit
+    ):
         if request[words[kind].end : words[kind + 1].start].strip():
             return kind
         kind += 1
-    if kind > last and kind + 1 < len(words) and words[kind + 1].lower in AFTER_VERBS:
+    if kind > last and kind + 1 < len(words) and words[kind + 1].lower in VERB_PREPOSITIONS:
         kind -= 1
     return kind
 
 
-def _contents(words: Sequence[_Word], request: str, not_these: frozenset[str]) -> tuple[int, int] | None:
+def _longest_content_run(words: Sequence[_Word], request: str, excluded: frozenset[str]) -> tuple[int, int] | None:
     """The longest run of words that are none of these; of equal ones the last."""
     best: tuple[int, int] | None = None
     place = 0
     while place < len(words):
-        if words[place].plain in not_these:
+        if words[place].without_possessive in excluded:
             place += 1
             continue
         last, following = place, place + 1
         while following < len(words):
             if request[words[following - 1].end : words[following].start].strip(" .&-\u2013/"):
                 break
-            lower = words[following].plain
-            if lower not in not_these:
+            lower = words[following].without_possessive
+            if lower not in excluded:
                 last = following
-            elif lower not in OF or following - last > 2:
+            elif lower not in NAME_PARTICLES or following - last > 2:
                 break
             following += 1
         if best is None or last - place >= best[1] - best[0]:

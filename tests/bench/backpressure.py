@@ -21,7 +21,7 @@ import psutil
 from kafka import KafkaProducer
 
 from gracestream.deploy.local.backends import kafka_backend, redis_backend
-from gracestream.deploy.local.processes import answers_ok, free_port
+from gracestream.deploy.local.processes import find_free_port, is_http_ok
 from gracestream.pipeline.kafka.clients import producer
 from gracestream.pipeline.kafka.topics import TOPICS, create_topics
 from gracestream.pipeline.settings import Settings, load_settings
@@ -59,7 +59,7 @@ def run(options: Options) -> Iterator[Row]:
         redis = stack.enter_context(redis_backend(folder / "redis"))
         settings = load_settings(
             kafka=kafka.address, redis=redis.address, prefix=f"bench-{os.getpid()}-", model=str(folder / "model"),
-            layer="model.layers[0].mlp.down_proj", cache=folder / "cache", max_new_tokens=2, port=free_port(),
+            layer="model.layers[0].mlp.down_proj", cache=folder / "cache", max_new_tokens=2, port=find_free_port(),
             threads=1, device=options.device, query="last",
         )  # fmt: skip
         create_topics(settings, PARTITIONS, 1)
@@ -77,7 +77,7 @@ def _flooded(role: Role, settings: Settings, folder: Path, options: Options) -> 
         process = worker(role.command, settings, folder)
         process.start()
         stack.callback(process.stop)
-        process.wait_for(lambda: answers_ok(settings.port, "/ready"), 120)
+        process.wait_for(lambda: is_http_ok(settings.port, "/ready"), 120)
         process.wait_for(lambda: _done(role, settings) > 500, 60)
         memory = psutil.Process(process.pid).memory_info
         before, started = _done(role, settings), time.monotonic()

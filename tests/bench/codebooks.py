@@ -8,7 +8,7 @@ import torch
 from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.model.batch import Prompt
 from gracestream.pipeline.model.editable import EditableModel
-from gracestream.schemas.deltas import GENESIS
+from gracestream.schemas.deltas import GENESIS_DIGEST
 
 
 def queries(model: EditableModel, prompts: Sequence[Prompt]) -> np.ndarray:
@@ -48,7 +48,7 @@ def filled(model: str, layer: str, keys_ND: np.ndarray, radii_N: np.ndarray, wid
     count = len(keys_ND)
     codebook = Codebook("default", model, layer)
     codebook.restore(
-        seq=count, term=1, digest=GENESIS, entry_ids=[f"e{row}" for row in range(count)], labels=[(0,)] * count,
+        seq=count, term=1, digest=GENESIS_DIGEST, entry_ids=[f"e{row}" for row in range(count)], labels=[(0,)] * count,
         wordings=[""] * count,
         keys_ND=keys_ND, values_NV=np.zeros((count, width_V), np.float32), radii_N=radii_N,
     )  # fmt: skip

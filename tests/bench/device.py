@@ -21,8 +21,8 @@ from typing import TypeVar
 
 import torch
 
-from gracestream.pipeline.device import DeviceError, driver_version, prepare_cuda, why_no_cuda
-from gracestream.pipeline.search.key_search import faiss_library
+from gracestream.pipeline.device import DeviceError, cuda_unavailable_reason, driver_version, prepare_cuda
+from gracestream.pipeline.search.key_search import load_faiss
 
 T = TypeVar("T")
 
@@ -99,7 +99,7 @@ def why_no_gpu() -> str:
         return str(error)
     if torch.cuda.is_available():
         return ""
-    return f"torch {torch.__version__} can use no GPU: {why_no_cuda()}"
+    return f"torch {torch.__version__} can use no GPU: {cuda_unavailable_reason()}"
 
 
 def gpu_facts() -> dict[str, str | int]:
@@ -110,7 +110,7 @@ def gpu_facts() -> dict[str, str | int]:
         "cuda": str(torch.version.cuda),
         "capability": f"{properties.major}.{properties.minor}",
         "gpu_gib": round(properties.total_memory / 2**30),
-        "faiss_gpu": "yes" if hasattr(faiss_library(), "StandardGpuResources") else "no",
+        "faiss_gpu": "yes" if hasattr(load_faiss(), "StandardGpuResources") else "no",
     }
 
 

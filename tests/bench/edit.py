@@ -21,10 +21,10 @@ from dataclasses import replace
 import numpy as np
 from msgspec import UNSET, UnsetType
 
-from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.config import EditConfig
 from gracestream.pipeline.editing.engine import EditEngine
-from gracestream.pipeline.editing.result import correction
-from gracestream.pipeline.editing.value_training import Recipe
+from gracestream.pipeline.editing.result import make_correction
+from gracestream.pipeline.editing.value_training import ValueTrainingConfig
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.schemas.deltas import Cause, EntryChange, Tensor
 from tests.bench.codebooks import queries, stored, value_width
@@ -50,7 +50,9 @@ USUAL = 17
 WAITING = 16
 WAITING_TOKENS = {"bert-base": (20, 512), "gpt2-small": (20,), "t5-v1.1-small": (20,)}
 
-PLAN = Plan(recipe=Recipe(max_steps=STEPS, learning_rate=1.0, margin=float("inf")), traffic=0, radius=0.1)
+PLAN = EditConfig(
+    recipe=ValueTrainingConfig(max_steps=STEPS, learning_rate=1.0, margin=float("inf")), traffic=0, radius=0.1
+)
 
 
 def run(options: Options) -> Iterator[Row]:
@@ -69,7 +71,7 @@ def _beside_textbook(subject: Subject, model: EditableModel, tokens: int) -> Ite
     for number in range(AGAIN):
         text, target = _wrong(subject, model, tokens, number)
         engine = _engine(model, PLAN)
-        spent, edited = timed(model.device, lambda: engine.edit(correction("f", text, target), 0))  # noqa: B023  (called at once)
+        spent, edited = timed(model.device, lambda: engine.edit(make_correction("f", text, target), 0))  # noqa: B023  (called at once)
         ours.append(spent)
         outcome = edited.outcome
         if outcome is None or outcome.steps != STEPS or outcome.loss is UNSET:
@@ -94,17 +96,17 @@ def _beside_textbook(subject: Subject, model: EditableModel, tokens: int) -> Ite
 def _all_at_once(subject: Subject, model: EditableModel, tokens: int, seed: int) -> float:
     """Seconds of what the editor does for corrections that wait."""
     engine = _engine(model, PLAN)
-    given = [correction(f"f{n}", *_wrong(subject, model, tokens, seed + n)) for n in range(WAITING)]
+    given = [make_correction(f"f{n}", *_wrong(subject, model, tokens, seed + n)) for n in range(WAITING)]
 
     def edit() -> list[int | UnsetType]:
-        ahead = engine.train_ahead([(one, offset) for offset, one in enumerate(given)])
+        ahead = engine.draft_values([(one, offset) for offset, one in enumerate(given)])
         steps = []
         for offset, one in enumerate(given):
-            edited = engine.edit(one, offset, ahead=ahead.get(offset))
+            edited = engine.edit(one, offset, draft=ahead.get(offset))
             if edited.outcome is None:
                 raise BenchError(f"an edit of {subject.name} came to nothing")
-            if edited.record is not None:  # else all steps were taken in vain, which takes as long
-                engine.apply(edited.record)
+            if edited.delta_record is not None:  # else all steps were taken in vain, which takes as long
+                engine.apply(edited.delta_record)
             steps.append(edited.outcome.steps)
         return steps
 
@@ -127,9 +129,9 @@ def _with_entries(subject: Subject, model: EditableModel, count: int, options: O
         for way, engine in engines.items():
 
             def edit(engine: EditEngine = engine, text: str = text, target: str = target, number: int = number) -> None:
-                edited = engine.edit(correction(f"edit-{number}", text, target), number)
-                if edited.record is not None:
-                    engine.apply(edited.record)
+                edited = engine.edit(make_correction(f"edit-{number}", text, target), number)
+                if edited.delta_record is not None:
+                    engine.apply(edited.delta_record)
 
             spent, _ = timed(model.device, edit)
             if number:  # the first of each warms up
@@ -141,21 +143,23 @@ def _with_entries(subject: Subject, model: EditableModel, count: int, options: O
     yield Row(f"{name}/seconds", medians["stored"], "s", medians["none"])
 
 
-def _engine(model: EditableModel, plan: Plan) -> EditEngine:
+def _engine(model: EditableModel, plan: EditConfig) -> EditEngine:
     engine = EditEngine(model, "default", plan)
-    engine.apply(engine.lead({}))
+    engine.apply(engine.lead_delta({}))
     return engine
 
 
 def _fill(engine: EditEngine, keys_ND: np.ndarray) -> None:
     """Entries by deltas, a thousand each, and the edits that made them."""
     width = value_width(engine.model.module.get_submodule(engine.model.layer), keys_ND.shape[1])
-    value = Tensor.of(np.zeros(width, np.float32))
+    value = Tensor.from_array(np.zeros(width, np.float32))
     for number, key_D in enumerate(keys_ND):
         name = f"e{number}"
-        entry = EntryChange(entry_id=name, key=Tensor.of(key_D), value=value, radius=0.1, label=(number % 1000,))
+        entry = EntryChange(
+            entry_id=name, key=Tensor.from_array(key_D), value=value, radius=0.1, label=(number % 1000,)
+        )
         cause = Cause(feedback_id=name, offset=number, entry_id=name)
-        engine.apply(engine.record("add", entries=(entry,), cause=cause))
+        engine.apply(engine.next_delta("add", entries=(entry,), cause=cause))
 
 
 def _wrong(subject: Subject, model: EditableModel, tokens: int, seed: int) -> tuple[str, str]:
@@ -166,4 +170,4 @@ def _wrong(subject: Subject, model: EditableModel, tokens: int, seed: int) -> tu
 
 def _textbook(model: EditableModel, text: str, target: str, steps: int) -> float:
     """Train a value as a textbook would; the loss at the end."""
-    return train(model, model.supervised(text, target)[1], steps, PLAN.recipe.learning_rate)
+    return train(model, model.prepare_correction(text, target)[1], steps, PLAN.recipe.learning_rate)

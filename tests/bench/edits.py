@@ -17,13 +17,13 @@ from msgspec import UNSET
 from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.codebook.key_index import KeyIndex
 from gracestream.pipeline.codebook.lookup import CodebookLookup
-from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.config import EditConfig
 from gracestream.pipeline.editing.engine import EditEngine
-from gracestream.pipeline.editing.result import correction
-from gracestream.pipeline.editing.value_training import Recipe, Trained, train_value
-from gracestream.pipeline.experiments.editors.queries import Queries
+from gracestream.pipeline.editing.result import make_correction
+from gracestream.pipeline.editing.value_training import TrainedValue, ValueTrainingConfig, train_value
+from gracestream.pipeline.experiments.editors.queries import QueryCache
 from gracestream.pipeline.model.editable import EditableModel
-from gracestream.pipeline.model.suffix_pass import Passes, Rest
+from gracestream.pipeline.model.suffix_pass import SuffixPass, SuffixRunner
 from gracestream.pipeline.search.key_search import NO_SLOT
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.messages import Parameters
@@ -46,7 +46,7 @@ class Fact:
 class Seen:
     """A text with a target, as the unedited model sees it."""
 
-    rest: Rest
+    rest: SuffixPass
     query_D: np.ndarray
     right: bool
 
@@ -61,7 +61,7 @@ class Cost:
     statuses: list[str]
 
 
-Known = dict[tuple[object, ...], tuple[Trained, float]]
+Known = dict[tuple[object, ...], tuple[TrainedValue, float]]
 """Values by what they were trained on, whose queries do not count, and the seconds that took."""
 
 
@@ -73,7 +73,7 @@ class Asked:
         self.empty = Codebook("none", model.fingerprint, model.layer)
         self._no_index = KeyIndex(self.empty, model.device)
         self._seen: dict[tuple[str, str], Seen] = {}
-        self.queries = Queries(model).of
+        self.queries = QueryCache(model).get
         self._right: dict[tuple[str, str, bytes], bool] = {}
         self._trained = trained
         self.saved = 0.0
@@ -82,10 +82,12 @@ class Asked:
     def seen(self, text: str, target: str) -> Seen:
         """The text as the unedited model sees it."""
         if (text, target) not in self._seen:
-            supervised = self.model.supervised(text, target)[1]
-            verdict, session, rest = self.model.passes.examine(supervised, CodebookLookup(self.empty, self._no_index))
+            supervised = self.model.prepare_correction(text, target)[1]
+            verdict, session, rest = self.model.suffix_runner.inspect(
+                supervised, CodebookLookup(self.empty, self._no_index)
+            )
             query_D = session.queries_BD[0].cpu().numpy()
-            self._seen[text, target] = Seen(rest, query_D, verdict.right)
+            self._seen[text, target] = Seen(rest, query_D, verdict.predicts_target)
         return self._seen[text, target]
 
     def right(self, engine: EditEngine, text: str, target: str) -> bool:
@@ -99,7 +101,9 @@ class Asked:
         asked = (text, target, value_V.tobytes())
         if asked not in self._right:
             seen = self.seen(text, target)
-            self._right[asked] = self.model.passes.gives(seen.rest, torch.from_numpy(value_V)).right
+            self._right[asked] = self.model.suffix_runner.check_value(
+                seen.rest, torch.from_numpy(value_V)
+            ).predicts_target
         return self._right[asked]
 
     def answers(self, texts: Sequence[str], engine: EditEngine | None = None) -> list[str]:
@@ -114,11 +118,13 @@ class Asked:
                 said.append("" if text is UNSET else text)
         return said
 
-    def train(self, passes: Passes, rest: Rest, start_V: torch.Tensor, recipe: Recipe) -> Trained:
+    def train(
+        self, passes: SuffixRunner, rest: SuffixPass, start_V: torch.Tensor, recipe: ValueTrainingConfig
+    ) -> TrainedValue:
         """Stands for `train_value`, and trains the same thing once."""
-        ids = tuple(rest.supervised.batch.kwargs["input_ids"].flatten().tolist())
-        before = [keys.cpu().numpy().tobytes() for keys, _ in rest.supervised.earlier[-1:]]
-        what = (ids, *before, tuple(rest.supervised.labels[0].tolist()), start_V.cpu().numpy().tobytes(), recipe)
+        ids = tuple(rest.target_pass.batch.kwargs["input_ids"].flatten().tolist())
+        before = [keys.cpu().numpy().tobytes() for keys, _ in rest.target_pass.past_key_values[-1:]]
+        what = (ids, *before, tuple(rest.target_pass.labels[0].tolist()), start_V.cpu().numpy().tobytes(), recipe)
         if what not in self._trained:
             started = time.perf_counter()
             trained = train_value(passes, rest, start_V, recipe)
@@ -136,17 +142,17 @@ def asked_at(settings: Settings, trained: Known) -> Iterator[Asked]:
         yield asked
 
 
-def started(asked: Asked, plan: Plan, traffic: Sequence[str]) -> EditEngine:
+def started(asked: Asked, plan: EditConfig, traffic: Sequence[str]) -> EditEngine:
     """An engine that leads and has seen the traffic, as the editor worker shows it."""
     engine = EditEngine(asked.model, "bench", plan)
-    engine.apply(engine.lead({}))
+    engine.apply(engine.lead_delta({}))
     if plan.traffic == 0:
         return engine
     task = asked.model.task
     for offset, (text, query_D) in enumerate(zip(traffic, asked.queries(traffic), strict=True)):
-        rank = engine.traffic.wants(0, offset, 0.0)
+        rank = engine.reservoir.offer(0, offset, 0.0)
         if rank is not None:
-            engine.observe(rank, query_D, task.wording(task.tokenize(text)))
+            engine.add_traffic(rank, query_D, task.wording(task.tokenize(text)))
     return engine
 
 
@@ -155,9 +161,9 @@ def correct(engine: EditEngine, asked: Asked, facts: Sequence[Fact]) -> Cost:
     cost = Cost([], [], [], [])
     for number, fact in enumerate(facts):
         saved, begun = asked.saved, time.perf_counter()
-        edited = engine.edit(correction(str(number), fact.text, fact.target), number)
-        if edited.record is not None:
-            engine.apply(edited.record)
+        edited = engine.edit(make_correction(str(number), fact.text, fact.target), number)
+        if edited.delta_record is not None:
+            engine.apply(edited.delta_record)
         assert edited.outcome is not None
         if edited.outcome.steps is not UNSET:
             cost.steps.append(edited.outcome.steps)

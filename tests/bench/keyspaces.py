@@ -27,13 +27,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from gracestream.pipeline.experiments.stream import first, fitting
+from gracestream.pipeline.experiments.stream import drop_unsupported, select_examples
 from gracestream.pipeline.experiments.tasks import TASKS
-from gracestream.pipeline.model.adaptor import last_token
+from gracestream.pipeline.model.adaptor import last_token_positions
 from gracestream.pipeline.model.editable import EditableModel
-from gracestream.pipeline.model.layers import block_list
+from gracestream.pipeline.model.layers import enclosing_blocks
 from gracestream.pipeline.model.registry import minilm_folder
-from gracestream.pipeline.model.sentence_encoder import Encoder
+from gracestream.pipeline.model.sentence_encoder import SentenceEncoder
 from gracestream.pipeline.settings import load_settings
 from gracestream.workers.bootstrap import load_model
 from tests.bench.device import timed
@@ -58,9 +58,9 @@ Space = Callable[[Sequence[str]], np.ndarray]
 def run(options: Options) -> Iterator[Row]:
     """Both tasks in every space; `--quick`: fewer corrections."""
     model = load_model(load_settings(model="smollm2", device=options.device, query="last"))
-    embed = Encoder.load(str(minilm_folder()), device=options.device)
+    embed = SentenceEncoder.load(str(minilm_folder()), device=options.device)
     for name in ("zsre", "counterfact"):
-        task, _ = fitting(first(TASKS[name](), QUICK if options.quick else EDITS, HELD_OUT), model)
+        task, _ = drop_unsupported(select_examples(TASKS[name](), QUICK if options.quick else EDITS, HELD_OUT), model)
         inputs = [edit.example.inputs for edit in task.edits]
         rephrases = [edit.rephrases[0] for edit in task.edits]
         unrelated = [example.inputs for example in task.retention] + task.unrelated[:HELD_OUT]
@@ -96,7 +96,7 @@ class Within:
 
     def __init__(self, model: EditableModel) -> None:
         self._model = model
-        blocks, number = block_list(model.module, model.layer)
+        blocks, number = enclosing_blocks(model.module, model.layer)
         self._blocks = blocks[: number + 1 : EACH]
         self._layer = model.module.get_submodule(model.layer)
         self._known: dict[str, dict[str, torch.Tensor]] = {}
@@ -125,7 +125,7 @@ class Within:
         batch = task.batch([task.tokenize(text)])
         assert batch.mask_BT is not None
         seen = self._seen(batch)
-        last = int(last_token(batch.mask_BT)[0])
+        last = int(last_token_positions(batch.mask_BT)[0])
         layer_TD = seen[self._layer]
         blocks = [torch.nn.functional.normalize(seen[block][last], dim=0) for block in self._blocks]
         return dict(zip(SPACES, (layer_TD[last], layer_TD.mean(dim=0), torch.cat(blocks)), strict=True))
@@ -140,7 +140,7 @@ class Within:
         with ExitStack() as hooks, torch.inference_mode():
             for module in (*self._blocks, self._layer):
                 hooks.callback(module.register_forward_pre_hook(watch, with_kwargs=True).remove)
-            self._model.task.observe(batch)
+            self._model.task.forward_prompt(batch)
         return seen
 
 
@@ -152,7 +152,7 @@ def whitened(within: Within, traffic: Sequence[str]) -> Space:
     return lambda texts: ((within.of(texts)["layer"] - seen_RD.mean(axis=0)) @ map_DD).astype(np.float32)
 
 
-def _encoded(encoder: Encoder, texts: Sequence[str]) -> np.ndarray:
+def _encoded(encoder: SentenceEncoder, texts: Sequence[str]) -> np.ndarray:
     """Each text in a pass of its own."""
     keys_ND: np.ndarray = torch.cat([encoder.embed([text])[0] for text in texts]).cpu().numpy()
     return keys_ND
@@ -160,7 +160,7 @@ def _encoded(encoder: Encoder, texts: Sequence[str]) -> np.ndarray:
 
 def _pass(model: EditableModel, texts: Sequence[str]) -> None:
     with torch.inference_mode():
-        model.task.observe(model.task.batch([model.task.tokenize(text) for text in texts]))
+        model.task.forward_prompt(model.task.batch([model.task.tokenize(text) for text in texts]))
 
 
 def _nearest(queries_BD: np.ndarray, keys_ND: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

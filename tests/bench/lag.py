@@ -30,7 +30,7 @@ from typing import Any
 from msgspec import UNSET
 
 from gracestream.deploy.local.backends import kafka_backend, redis_backend
-from gracestream.deploy.local.processes import Child, answers_ok, free_port
+from gracestream.deploy.local.processes import ChildProcess, find_free_port, is_http_ok
 from gracestream.pipeline.kafka.topics import create_topics
 from gracestream.pipeline.settings import Settings, load_settings
 from tests.bench.framework import BenchError, Options, Row
@@ -100,26 +100,26 @@ def _corrections(users: Users, ports: list[int], count: int) -> Iterator[Row]:
         yield Row(f"lag/{name}/p90", 1000 * statistics.quantiles(some, n=10)[-1], "ms")
 
 
-def _take_over(editors: list[tuple[Child, int]], signum: signal.Signals) -> float:
+def _take_over(editors: list[tuple[ChildProcess, int]], signum: signal.Signals) -> float:
     """Seconds until the standby leads; then the other one is its standby."""
     leads = [_state(port)["role"] == "leading" for _, port in editors]
     (leader, port), (_, standby) = editors if leads[0] else editors[::-1]
     started = time.monotonic()
-    leader.send(signum)
+    leader.send_signal(signum)
     wait_until(lambda: _state(standby)["role"] == "leading", 120)
     seconds = time.monotonic() - started
     leader.stop()
     leader.start()
-    leader.wait_for(lambda: answers_ok(port, "/ready"), 120)
+    leader.wait_for(lambda: is_http_ok(port, "/ready"), 120)
     return seconds
 
 
-def _started(stack: ExitStack, command: str, settings: Settings, folder: Path) -> tuple[Child, int]:
-    here = settings.model_copy(update={"port": free_port()})
+def _started(stack: ExitStack, command: str, settings: Settings, folder: Path) -> tuple[ChildProcess, int]:
+    here = settings.model_copy(update={"port": find_free_port()})
     process = worker("infer" if command == "infer" else "edit", here, folder)
     process.start()
     stack.callback(process.stop)
-    process.wait_for(lambda: answers_ok(here.port, "/ready"), 120)
+    process.wait_for(lambda: is_http_ok(here.port, "/ready"), 120)
     return process, here.port
 
 

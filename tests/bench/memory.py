@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.codebook.edit_memory import EditMemory
 from gracestream.pipeline.codebook.key_index import KeyIndex
-from gracestream.schemas.deltas import GENESIS, Cause, Delta, EntryChange, Tensor, seal
+from gracestream.schemas.deltas import GENESIS_DIGEST, Cause, Delta, EntryChange, Tensor, seal_delta
 from tests.bench.device import held
 from tests.bench.framework import Options, Row
 from tests.bench.replay import Made
@@ -60,28 +60,28 @@ def _filled(made: Made, count: int, device: torch.device, *, with_edits: bool) -
         v=1, codebook="default", model=made.model, layer=made.layer, term=1, seq=1, op="lead",
         environment={"device": "none"}, digest=b"",
     )  # fmt: skip
-    record, sealed = seal(lead, GENESIS)
+    record, sealed = seal_delta(lead, GENESIS_DIGEST)
     codebook.apply(record)
     generator = np.random.default_rng(0)
     for seq in range(2, count // AT_ONCE + 2):
         entries = tuple(_entry(made, f"feedback-{seq:06d}-{number:04d}", generator) for number in range(AT_ONCE))
         add = replace(lead, seq=seq, op="add", environment=UNSET, entries=entries)
-        record, sealed = seal(add, sealed.digest)
+        record, sealed = seal_delta(add, sealed.digest)
         applied = codebook.apply(record)
         assert applied is not None
         index.refresh(applied)
         for change in entries if with_edits else ():
             cause = Cause(feedback_id=change.entry_id, offset=seq, entry_id=change.entry_id)
-            memory.fold(replace(add, entries=(change,), cause=cause), codebook)
-    index.covering(torch.from_numpy(codebook.keys_ND[:1].copy()))
+            memory.apply_delta(replace(add, entries=(change,), cause=cause), codebook)
+    index.nearest_within_radius(torch.from_numpy(codebook.keys_ND[:1].copy()))
     return codebook, index, memory
 
 
 def _entry(made: Made, name: str, generator: np.random.Generator) -> EntryChange:
     return EntryChange(
         entry_id=name,
-        key=Tensor.of(generator.standard_normal(made.width_D, np.float32)),
-        value=Tensor.of(generator.standard_normal(made.width_V, np.float32)),
+        key=Tensor.from_array(generator.standard_normal(made.width_D, np.float32)),
+        value=Tensor.from_array(generator.standard_normal(made.width_V, np.float32)),
         radius=float(generator.random()),
         label=(int(generator.integers(1000)), 17, 2),
     )

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from gracestream.pipeline.experiments.data import CounterFactRow, QuestionRow, ZsreRow, rows_of
-from gracestream.pipeline.experiments.tasks import COUNTERFACT, NQ, ZSRE
+from gracestream.pipeline.experiments.data import CounterFactRow, QuestionRow, ZsreRow, read_rows
+from gracestream.pipeline.experiments.tasks import COUNTERFACT_FILE, NQ_FILE, ZSRE_FILE
 from gracestream.pipeline.model.batch import Prompt
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.settings import load_settings
@@ -47,9 +47,9 @@ def questions() -> list[str]:
     Raises:
         DataError: the data are not there.
     """
-    texts = {row.question for row in rows_of(NQ, QuestionRow)}
-    texts |= {text for row in rows_of(ZSRE, ZsreRow) for text in (row.src, row.rephrase)}
-    texts |= {row.prompt for row in rows_of(COUNTERFACT, CounterFactRow)}
+    texts = {row.question for row in read_rows(NQ_FILE, QuestionRow)}
+    texts |= {text for row in read_rows(ZSRE_FILE, ZsreRow) for text in (row.src, row.rephrase)}
+    texts |= {row.prompt for row in read_rows(COUNTERFACT_FILE, CounterFactRow)}
     ordered = sorted(texts)
     random.Random(0).shuffle(ordered)
     return ordered

@@ -34,7 +34,7 @@ from gracestream.pipeline.codebook.lookup import CodebookLookup
 from gracestream.pipeline.model.batch import Prompt
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.search.key_search import NO_SLOT
-from gracestream.pipeline.search.quantized_bounds import exact_product
+from gracestream.pipeline.search.quantized_bounds import int8_matmul
 from gracestream.schemas.messages import Parameters
 from tests.bench.codebooks import codebook_of, queries, stored
 from tests.bench.device import copy_rate, timed
@@ -82,7 +82,7 @@ def run(options: Options) -> Iterator[Row]:
                 codebook = codebook_of(model, keys_ND, others_RD)
                 del keys_ND
                 index = KeyIndex(codebook, model.device)
-                index.covering(torch.zeros(1, codebook.keys_ND.shape[1]))
+                index.nearest_within_radius(torch.zeros(1, codebook.keys_ND.shape[1]))
                 for batch in BATCHES:
                     name = f"overhead/{subject.name}/{kind}/{said}/batch{batch}"
                     floor = _floor(model.device, kind, count, codebook.keys_ND.shape[1], batch)
@@ -175,7 +175,7 @@ def _floor(device: torch.device, kind: str, count: int, width: int, batch: int) 
     if kind == "real":
         keys = torch.randint(-127, 127, (some, CODE), dtype=torch.int8)
         asked = torch.randint(-127, 127, (CODE, batch), dtype=torch.int8)
-        ways = [lambda chunk: exact_product(chunk, asked)]
+        ways = [lambda chunk: int8_matmul(chunk, asked)]
     else:
         keys, asked = torch.rand(some, width), torch.rand(width, batch)
         rough = asked.bfloat16()
@@ -202,7 +202,7 @@ def _recall(model: EditableModel, prompts: Sequence[Prompt], codebook: Codebook,
     nearest_B = squares_BN.argmin(axis=1)
     distances_B = np.linalg.norm(wide_BD - codebook.keys_ND[nearest_B], axis=1)
     expected_B = np.where(distances_B < codebook.radii_N[nearest_B], nearest_B, NO_SLOT)
-    found_B = index.covering(torch.from_numpy(queries_BD)).slots_B.numpy()
+    found_B = index.nearest_within_radius(torch.from_numpy(queries_BD)).slots_B.numpy()
     return float((found_B == expected_B).mean())
 
 

@@ -28,15 +28,15 @@ from statistics import mean
 
 import numpy as np
 
-from gracestream.deploy.demo import FOLDER
-from gracestream.pipeline.editing.config import Plan
+from gracestream.deploy.demo import DEMO_FOLDER
+from gracestream.pipeline.editing.config import EditConfig
 from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.experiments.tasks import zsre
-from gracestream.pipeline.model.registry import known_layer
+from gracestream.pipeline.model.registry import default_layer
 from gracestream.pipeline.search.key_search import NO_SLOT
 from gracestream.pipeline.settings import load_settings
-from gracestream.pipeline.tuning.evaluation import begins
-from gracestream.workers.bootstrap import plan_of
+from gracestream.pipeline.tuning.evaluation import begins_with_target
+from gracestream.workers.bootstrap import edit_config_from_settings
 from tests.bench.edits import Asked, Cost, Fact, Known, asked_at, correct, serving, share, started
 from tests.bench.framework import Options, Row
 
@@ -60,11 +60,11 @@ class Zsre:
 
 def run(options: Options) -> Iterator[Row]:
     """The rows of `quality`."""
-    settings = load_settings(device=options.device, query="last", layer=known_layer("smollm2"))
+    settings = load_settings(device=options.device, query="last", layer=default_layer("smollm2"))
     assert settings.layer is not None
     whole = zsre_data(QUICK if options.quick else EDITS)
     few = replace(whole, facts=whole.facts[:QUICK])
-    plan = plan_of(settings, reads_text=False)
+    plan = edit_config_from_settings(settings, uses_encoder=False)
     margins = [margin for margin in (1.0, 2.0) if margin != plan.recipe.margin]
     paper: dict[str, float] = {}
     trained: Known = {}
@@ -84,7 +84,7 @@ def run(options: Options) -> Iterator[Row]:
     by_text = settings.model_copy(update={"query": "encoder", "scope_radius": False})
     with asked_at(by_text, trained) as asked:
         for part in ENCODED:
-            chosen = plan_of(by_text, reads_text=True)
+            chosen = edit_config_from_settings(by_text, uses_encoder=True)
             chosen = replace(chosen, radius=part * chosen.radius)
             options.tell(f"zsRE: encoder, radius {chosen.radius:g}")
             for row in zsre_rows(f"zsre/encoder, radius {chosen.radius:g}", asked, chosen, whole):
@@ -96,7 +96,7 @@ def run(options: Options) -> Iterator[Row]:
                 yield from zsre_rows(f"zsre-{QUICK}/{short(layer)}", asked, plan, few)
 
 
-def variants(plan: Plan) -> dict[str, Plan]:
+def variants(plan: EditConfig) -> dict[str, EditConfig]:
     """The settings that are compared on the whole stream: `paper` first, for it is the baseline."""
     return {
         "paper": replace(plan, policy="paper", expand="paper", guard=False, traffic=0),
@@ -115,14 +115,14 @@ def zsre_data(edits: int) -> Zsre:
     return Zsre(facts, task.traffic, held_out + task.unrelated[:edits])
 
 
-def zsre_rows(setting: str, asked: Asked, plan: Plan, data: Zsre, *, aloud: bool = False) -> Iterator[Row]:
+def zsre_rows(setting: str, asked: Asked, plan: EditConfig, data: Zsre, *, aloud: bool = False) -> Iterator[Row]:
     """One setting: the whole stream, then every question; `aloud` generates answers, too."""
     engine = started(asked, plan, data.traffic)
     cost = correct(engine, asked, data.facts)
     right = partial(asked.right, engine)
     queries_RD = np.stack([asked.seen(fact.rephrase, fact.target).query_D for fact in data.facts])
     reached = [
-        slot != NO_SLOT and engine.memory.serving_entry(str(number)) == engine.codebook.entry_ids[slot]
+        slot != NO_SLOT and engine.memory.serving_entry_id(str(number)) == engine.codebook.entry_ids[slot]
         for number, slot in enumerate(serving(engine, queries_RD))
         if str(number) in engine.memory
     ]
@@ -145,14 +145,14 @@ def zsre_rows(setting: str, asked: Asked, plan: Plan, data: Zsre, *, aloud: bool
     yield from cost_rows(setting, engine, cost)
 
 
-def demo_rows(setting: str, asked: Asked, plan: Plan) -> Iterator[Row]:
+def demo_rows(setting: str, asked: Asked, plan: EditConfig) -> Iterator[Row]:
     """The demo's facts: each that is wrong is corrected; controls and facts that are right must stay as they are.
 
     A fact is right where the unedited model's answer begins with the target.
     """
     facts = [Fact(row["prompt"], row["rephrase"], row["target"]) for row in demo_data("facts.jsonl")]
     before = asked.answers([fact.text for fact in facts])
-    known = [fact for fact, said in zip(facts, before, strict=True) if begins(said, fact.target)]
+    known = [fact for fact, said in zip(facts, before, strict=True) if begins_with_target(said, fact.target)]
     wrong = [fact for fact in facts if fact not in known]
     kept = [row["prompt"] for row in demo_data("controls.jsonl")] + [fact.text for fact in known]
     engine = started(asked, plan, kept)
@@ -172,7 +172,7 @@ def demo_rows(setting: str, asked: Asked, plan: Plan) -> Iterator[Row]:
 
 def demo_data(name: str) -> list[dict[str, str]]:
     """A file of the demo."""
-    return [json.loads(line) for line in (FOLDER / name).read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in (DEMO_FOLDER / name).read_text(encoding="utf-8").splitlines()]
 
 
 def cost_rows(setting: str, engine: EditEngine, cost: Cost) -> Iterator[Row]:

@@ -22,7 +22,7 @@ from transformers import (
 
 from gracestream.pipeline.model.batch import Prompt
 from gracestream.pipeline.model.editable import EditableModel
-from gracestream.pipeline.model.suffix_pass import verdict
+from gracestream.pipeline.model.suffix_pass import check_target
 from gracestream.pipeline.model.tasks.base import Limits
 
 FIRST_WORD = 10
@@ -69,9 +69,9 @@ class RandomModel:
         """
         (text,) = texts(model, 1, tokens, seed)
         for target in self.targets:
-            _, supervised = model.supervised(text, target)
+            _, supervised = model.prepare_correction(text, target)
             with torch.no_grad():
-                if not verdict(model.task.logits(supervised)[0], supervised.labels[0])[0].right:
+                if not check_target(model.task.logits(supervised)[0], supervised.labels[0])[0].predicts_target:
                     return text, target
         raise NeverWrongError(f"{self.name} gives each of {', '.join(self.targets)}")
 

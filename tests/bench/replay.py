@@ -30,19 +30,19 @@ from aiokafka import AIOKafkaProducer
 
 from gracestream.deploy.local.backends import kafka_backend
 from gracestream.pipeline.codebook.codebook import Codebook
-from gracestream.pipeline.codebook.file import parse
+from gracestream.pipeline.codebook.file import parse_codebook
 from gracestream.pipeline.codebook.key_index import KeyIndex
-from gracestream.pipeline.history.replay import fold_log
+from gracestream.pipeline.history.replay import replay_with_offset
 from gracestream.pipeline.kafka.topics import DELTAS, create_topics
-from gracestream.pipeline.replica.codebook_replica import Mirror
-from gracestream.pipeline.replica.delta_follower import Follower
+from gracestream.pipeline.replica.codebook_replica import CodebookReplica
+from gracestream.pipeline.replica.delta_follower import DeltaFollower
 from gracestream.pipeline.settings import Settings, load_settings
 from gracestream.pipeline.stores import snapshots
 from gracestream.pipeline.stores.redis_client import redis_client
-from gracestream.pipeline.stores.redis_head import RadiusStore
+from gracestream.pipeline.stores.redis_head import RedisHeadStore
 from gracestream.pipeline.stores.snapshot_files import SnapshotStore
 from gracestream.pipeline.stores.snapshots import Snapshot
-from gracestream.schemas.deltas import GENESIS, MAX_DELTA_BYTES, Cause, Delta, EntryChange, Tensor, seal
+from gracestream.schemas.deltas import GENESIS_DIGEST, MAX_DELTA_BYTES, Cause, Delta, EntryChange, Tensor, seal_delta
 from tests.bench.framework import BenchError, Options, Row
 
 ENTRIES, FEW = 100_000, 5_000
@@ -86,7 +86,7 @@ def run(options: Options) -> Iterator[Row]:
 def _measured(settings: Settings, widths: str, count: int, options: Options) -> Iterator[Row]:
     options.tell("replaying")
     spent = time.process_time()
-    seconds, whole = _best(lambda: fold_log(settings))
+    seconds, whole = _best(lambda: replay_with_offset(settings))
     spent = (time.process_time() - spent) / AGAIN
     if whole is None or len(whole.codebook) != count:
         raise BenchError(f"the log does not hold {count} entries")
@@ -97,13 +97,13 @@ def _measured(settings: Settings, widths: str, count: int, options: Options) -> 
     options.tell("starting from the log")
     bare = settings.model_copy(update={"snapshot_url": ""})
     yield Row(f"start/log/{widths}/seconds", _start(bare, digest), "s")
-    tail = fold_log(settings, count + 1 - count // 100)
+    tail = replay_with_offset(settings, count + 1 - count // 100)
     assert tail is not None
     options.tell("writing a snapshot")
     seconds, _ = _best(tail.codebook.copy)
     yield Row(f"snapshot/write/{widths}/copy_seconds", seconds, "s")
     started = time.perf_counter()
-    manifest = snapshots.write(settings, tail)
+    manifest = snapshots.write_snapshot(settings, tail)
     yield Row(f"snapshot/write/{widths}/write_seconds", time.perf_counter() - started, "s")
     yield Row(f"snapshot/write/{widths}/megabytes", manifest.bytes / 1e6, "MB")
     options.tell("starting from the snapshot")
@@ -116,15 +116,15 @@ def _parts(settings: Settings, widths: str, uri: str, size: int, snapshot: Snaps
     seconds, data = _best(lambda: SnapshotStore(settings.snapshot_url).read(uri, size))
     yield Row(f"start/snapshot/{widths}/read_seconds", seconds, "s")
     yield Row(f"start/snapshot/{widths}/sha256_seconds", _best(lambda: hashlib.sha256(data).digest())[0], "s")
-    yield Row(f"start/snapshot/{widths}/parse_seconds", _best(lambda: parse(data))[0], "s")
+    yield Row(f"start/snapshot/{widths}/parse_seconds", _best(lambda: parse_codebook(data))[0], "s")
     index = KeyIndex(snapshot.codebook, torch.device(settings.device))
     yield Row(f"start/snapshot/{widths}/index_seconds", _best(index.refresh)[0], "s")
-    known = snapshots.manifests(settings, settings.codebook).values()
+    known = snapshots.list_manifests(settings, settings.codebook).values()
     manifest = next(iter(known))
 
     def check() -> None:
-        snapshots.manifests(settings, settings.codebook)
-        snapshots._check_log(settings, manifest, snapshot.offset)
+        snapshots.list_manifests(settings, settings.codebook)
+        snapshots._check_log_holds(settings, manifest, snapshot.offset)
 
     yield Row(f"start/snapshot/{widths}/check_seconds", _best(check)[0], "s")
 
@@ -143,12 +143,12 @@ def _start(settings: Settings, state_digest: str) -> float:
 
 
 @contextmanager
-def _mirror(settings: Settings) -> Iterator[Mirror]:
-    made, follower = Made(), Follower(settings)
+def _mirror(settings: Settings) -> Iterator[CodebookReplica]:
+    made, follower = Made(), DeltaFollower(settings)
     codebook = Codebook(settings.codebook, made.model, made.layer)
-    store = RadiusStore(redis_client(settings), settings)
+    store = RedisHeadStore(redis_client(settings), settings)
     try:
-        yield Mirror(codebook, KeyIndex(codebook, torch.device(settings.device)), store, follower, settings)
+        yield CodebookReplica(codebook, KeyIndex(codebook, torch.device(settings.device)), store, follower, settings)
     finally:
         follower.close()
 
@@ -180,13 +180,13 @@ async def fill(settings: Settings, count: int, made: Made) -> None:
     await asyncio.gather(*(writer.start() for writer in writers))
     try:
         generator = np.random.default_rng(0)
-        digest = GENESIS
+        digest = GENESIS_DIGEST
         ending: dict[int, asyncio.Task[None]] = {}
         for seq in range(1, count + 2):
             turn = seq % WRITERS
             if turn in ending:
                 await ending[turn]
-            record, delta = seal(_delta(seq, generator, made), digest)
+            record, delta = seal_delta(_delta(seq, generator, made), digest)
             digest = delta.digest
             await writers[turn].begin_transaction()
             await writers[turn].send_and_wait(settings.topic(DELTAS), value=record, partition=0)
@@ -213,8 +213,8 @@ def _delta(seq: int, generator: np.random.Generator, made: Made) -> Delta:
         return lead
     entry = EntryChange(
         entry_id=name,
-        key=Tensor.of(generator.standard_normal(made.width_D, np.float32)),
-        value=Tensor.of(generator.standard_normal(made.width_V, np.float32)),
+        key=Tensor.from_array(generator.standard_normal(made.width_D, np.float32)),
+        value=Tensor.from_array(generator.standard_normal(made.width_V, np.float32)),
         radius=float(generator.random()),
         label=(seq % 1000, 17, 2),
     )

@@ -25,10 +25,10 @@ import structlog
 import torch
 
 from gracestream.deploy.local.backends import kafka_backend, redis_backend
-from gracestream.deploy.local.processes import answers_ok, free_port
-from gracestream.pipeline.history.replay import fold_log
+from gracestream.deploy.local.processes import find_free_port, is_http_ok
+from gracestream.pipeline.history.replay import replay_with_offset
 from gracestream.pipeline.kafka.topics import create_topics
-from gracestream.pipeline.model.registry import known_layer
+from gracestream.pipeline.model.registry import default_layer
 from gracestream.pipeline.settings import Settings, load_settings
 from gracestream.pipeline.stores import snapshots
 from gracestream.workers.bootstrap import load_model
@@ -56,7 +56,7 @@ def run(options: Options) -> Iterator[Row]:
             "kafka": kafka.address, "redis": redis.address, "model": MODEL, "query": "last", "threads": 1,
             "device": options.device,
         }  # fmt: skip
-        none = load_settings(**common, prefix=f"bench-{os.getpid()}-none-", layer=known_layer(MODEL))
+        none = load_settings(**common, prefix=f"bench-{os.getpid()}-none-", layer=default_layer(MODEL))
         full = none.model_copy(update={"prefix": f"bench-{os.getpid()}-"})
         made = _history_of(none)
         for settings in (none, full):
@@ -74,9 +74,9 @@ def run(options: Options) -> Iterator[Row]:
         options.tell("starting a replica from the log, and from a snapshot")
         yield Row(f"start/replica/log/{count}/seconds", _seconds("infer", full, folder, again), "s", replica)
         kept = full.model_copy(update={"snapshot_url": str(folder / "snapshots")})
-        most = fold_log(full, count - count // 100)
+        most = replay_with_offset(full, count - count // 100)
         assert most is not None
-        snapshots.write(kept, most)
+        snapshots.write_snapshot(kept, most)
         yield Row(f"start/replica/snapshot/{count}/seconds", _seconds("infer", kept, folder, again), "s", replica)
 
 
@@ -84,8 +84,8 @@ def _history_of(settings: Settings) -> Made:
     model = load_model(settings)
     prompts = [model.task.tokenize("How soon?")]
     batch = model.task.batch(prompts)
-    with torch.inference_mode(), model.adaptor.watching(batch) as session:
-        model.task.observe(batch)
+    with torch.inference_mode(), model.adaptor.capture_output(batch) as session:
+        model.task.forward_prompt(batch)
     return Made(model.fingerprint, model.layer, model.queries(prompts).shape[1], session.outputs_BV.shape[1])
 
 
@@ -95,11 +95,11 @@ def _seconds(command: Literal["infer", "edit"], settings: Settings, folder: Path
 
 
 def _start(command: Literal["infer", "edit"], settings: Settings, folder: Path) -> float:
-    here = settings.model_copy(update={"port": free_port()})
+    here = settings.model_copy(update={"port": find_free_port()})
     process = worker(command, here, folder)
 
     def works() -> bool:
-        ready = answers_ok(here.port, "/ready")
+        ready = is_http_ok(here.port, "/ready")
         return ready and (command == "infer" or json.loads(status(here.port, "/state")[1])["role"] == "leading")
 
     started = time.monotonic()
@@ -110,7 +110,7 @@ def _start(command: Literal["infer", "edit"], settings: Settings, folder: Path) 
         state = json.loads(status(here.port, "/state")[1])
     finally:
         process.stop()
-    whole = fold_log(here)
+    whole = replay_with_offset(here)
     if whole is not None and state["state_digest"] != whole.codebook.state_digest():
         raise BenchError(f"the {command}or holds another codebook than a full replay")
     return seconds

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gracestream.pipeline.model.editable import EditableModel
-from gracestream.pipeline.model.tasks.base import Supervised
+from gracestream.pipeline.model.tasks.base import TargetPass
 
 
 class TextbookGrace:
@@ -47,7 +47,7 @@ class TextbookGrace:
         return edited
 
 
-def train(model: EditableModel, supervised: Supervised, steps: int, learning_rate: float) -> float:
+def train(model: EditableModel, supervised: TargetPass, steps: int, learning_rate: float) -> float:
     """Train a value after one forward pass for its query and start; the loss at the end.
 
     The weights are frozen. A step runs the whole model forward, looks through all keys, and runs it backward.

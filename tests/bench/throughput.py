@@ -31,16 +31,16 @@ from pathlib import Path
 import torch
 from kafka import TopicPartition
 
-from gracestream.deploy.demo import FOLDER
+from gracestream.deploy.demo import DEMO_FOLDER
 from gracestream.deploy.local.backends import kafka_backend, redis_backend
-from gracestream.deploy.local.processes import Child, answers_ok, free_port
+from gracestream.deploy.local.processes import ChildProcess, find_free_port, is_http_ok
 from gracestream.pipeline.kafka.clients import consumer, producer
 from gracestream.pipeline.kafka.topics import create_topics
 from gracestream.pipeline.model.batch import Prompt
 from gracestream.pipeline.model.editable import EditableModel
-from gracestream.pipeline.model.registry import known_layer
-from gracestream.pipeline.replica.micro_batches import next_batch
-from gracestream.pipeline.replica.request_plane import AHEAD
+from gracestream.pipeline.model.registry import default_layer
+from gracestream.pipeline.replica.micro_batches import select_batch
+from gracestream.pipeline.replica.request_plane import MAX_UNANSWERED_BATCHES
 from gracestream.pipeline.settings import Settings, load_settings
 from gracestream.schemas.messages import Parameters
 from gracestream.workers.bootstrap import load_model
@@ -66,8 +66,8 @@ def run(options: Options) -> Iterator[Row]:
         for kind, count in REQUESTS.items():
             settings = load_settings(
                 kafka=kafka.address, redis=redis.address, prefix=f"bench-{os.getpid()}-{kind}-", model=kind,
-                layer=known_layer(kind), max_new_tokens=NEW_TOKENS, threads=1,
-                device=options.device, port=free_port(), query=QUERIES[kind],
+                layer=default_layer(kind), max_new_tokens=NEW_TOKENS, threads=1,
+                device=options.device, port=find_free_port(), query=QUERIES[kind],
             )  # fmt: skip
             create_topics(settings, 1, 1)
             yield from _beside_bare(settings, count // 10 if options.quick else count, folder, options)
@@ -84,7 +84,7 @@ def _beside_bare(settings: Settings, count: int, folder: Path, options: Options)
         replica = worker("infer", settings, folder)
         replica.start()
         stack.callback(replica.stop)
-        replica.wait_for(lambda: answers_ok(settings.port, "/ready"), 120)
+        replica.wait_for(lambda: is_http_ok(settings.port, "/ready"), 120)
         sender = producer(settings, linger_ms=20)
         stack.callback(sender.close, timeout=5)
         for turn in range(1 if options.quick else TURNS):
@@ -125,15 +125,15 @@ def _as_a_replica(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
     waiting: list[Prompt] = []
     batches = []
     while coming or waiting:
-        while coming and len(waiting) < (1 + AHEAD) * size:
+        while coming and len(waiting) < (1 + MAX_UNANSWERED_BATCHES) * size:
             waiting.append(coming.popleft())
-        places = next_batch([(None, len(prompt)) for prompt in waiting], size)
+        places = select_batch([(None, len(prompt)) for prompt in waiting], size)
         batches.append([waiting[place] for place in places])
         waiting = [prompt for place, prompt in enumerate(waiting) if place not in places]
     return batches
 
 
-def _answered(replica: Child, settings: Settings, before: int, count: int) -> float:
+def _answered(replica: ChildProcess, settings: Settings, before: int, count: int) -> float:
     """Requests a second over the middle of a backlog."""
     with closing(consumer(settings)) as reader:
         partition = TopicPartition(settings.topic("predictions"), 0)
@@ -156,4 +156,4 @@ def _model_seconds(settings: Settings) -> float:
 
 def _texts(kind: str) -> list[str]:
     file, field = ("intents.jsonl", "text") if kind == "intent" else ("facts.jsonl", "prompt")
-    return [json.loads(line)[field] for line in (FOLDER / file).read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line)[field] for line in (DEMO_FOLDER / file).read_text(encoding="utf-8").splitlines()]

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from gracestream.pipeline.codebook.codebook import Codebook
-from gracestream.pipeline.codebook.compare import Fold
+from gracestream.pipeline.codebook.compare import EditState
 from gracestream.pipeline.codebook.edit_memory import EditMemory
-from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.config import EditConfig
 from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.editing.undo import undo
 from gracestream.schemas.deltas import decode_delta
@@ -40,7 +40,7 @@ def run(options: Options) -> Iterator[Row]:
             f"undo has no model to run on {options.device!r}: it folds a log on the host; use --device cpu"
         )
     corrections = 1_000 if options.quick else 10_000
-    plan = Plan(radius_unit="absolute", radius=2.0, traffic=0)
+    plan = EditConfig(radius_unit="absolute", radius=2.0, traffic=0)
     story = Story(EditEngine(PointModel(WIDTH), CODEBOOK, plan))
     story.lead(plan)
     generator = np.random.default_rng(0)
@@ -75,7 +75,7 @@ def _rows(name: str, story: Story, feedback: Feedback, floor: float) -> Iterator
 
 def _fold(story: Story) -> float:
     book = story.engine.codebook
-    folded = Fold(Codebook(book.name, book.model, book.layer), EditMemory())
+    folded = EditState(Codebook(book.name, book.model, book.layer), EditMemory())
     started = time.perf_counter()
     for record in story.deltas:
         folded.apply(record)

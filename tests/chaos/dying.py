@@ -13,15 +13,15 @@ from typing import Any, Literal
 import structlog
 
 from gracestream.pipeline.editing import engine as editing
-from gracestream.pipeline.editing.counterfactual import Rewritten
+from gracestream.pipeline.editing.counterfactual import CounterfactualReplay
 from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.editor.log import EditorLog
-from gracestream.pipeline.editor.redis_publisher import Projection
+from gracestream.pipeline.editor.redis_publisher import RedisPublisher
 from gracestream.pipeline.kafka.topics import EDITS
 from gracestream.pipeline.kafka.transactions import TransactionalProducer
-from gracestream.pipeline.model.suffix_pass import Passes
-from gracestream.pipeline.replica.delta_follower import Follower
-from gracestream.pipeline.stores.redis_head import RadiusStore
+from gracestream.pipeline.model.suffix_pass import SuffixRunner
+from gracestream.pipeline.replica.delta_follower import DeltaFollower
+from gracestream.pipeline.stores.redis_head import RedisHeadStore
 from gracestream.pipeline.stores.snapshot_files import SnapshotStore
 from gracestream.workers import shutdown as ending
 
@@ -40,7 +40,7 @@ class Step:
 
 
 STEPS = {
-    "training": Step(Passes, "judge", "before", turn=15),
+    "training": Step(SuffixRunner, "evaluate", "before", turn=15),
     "decided": Step(EditEngine, "edit", "after", turn=2),
     "term begun": Step(TransactionalProducer, "begin_transaction", "after"),
     "term sent": Step(TransactionalProducer, "send", "after", ending="deltas"),
@@ -51,9 +51,9 @@ STEPS = {
     "offset sent": Step(TransactionalProducer, "send_offsets_to_transaction", "after", turn=3),
     "committing": Step(TransactionalProducer, "commit_transaction", "before", turn=3),
     "committed": Step(TransactionalProducer, "commit_transaction", "after", turn=3),
-    "folded": Step(Projection, "make_live", "before", turn=2),
-    "publishing": Step(RadiusStore, "publish", "before", turn=2),
-    "published": Step(RadiusStore, "publish", "after", turn=2),
+    "folded": Step(RedisPublisher, "publish", "before", turn=2),
+    "publishing": Step(RedisHeadStore, "publish", "before", turn=2),
+    "published": Step(RedisHeadStore, "publish", "after", turn=2),
     "snapshot begun": Step(SnapshotStore, "put", "before"),
     "snapshot filed": Step(SnapshotStore, "put", "after"),
 }
@@ -100,7 +100,7 @@ def tear(*kept: str, turn: int) -> None:
             transact(log, position, records)
             return
         found = [record for record in records if record[0] in kept]
-        transact(log, position if "offset" in kept else log._done, found)
+        transact(log, position if "offset" in kept else log._committed_offset, found)
         os.kill(os.getpid(), signal.SIGKILL)
 
     EditorLog._transact = torn  # type: ignore[assignment, method-assign]
@@ -126,29 +126,29 @@ def train_slowly(seconds: float) -> None:
 
 def hang(patience: float) -> None:
     """From now on the first value that is trained alone is so for ever, and a process may be stuck for so long."""
-    ending.STUCK_SECONDS = patience
+    ending.MAX_STALL_SECONDS = patience
     train_slowly(float("inf"))
 
 
 def undo_slowly(seconds: float) -> None:
     """From now on an undo takes so long for each delta of the history."""
-    fold = Rewritten.fold
+    fold = CounterfactualReplay.apply
 
-    def folded(rewritten: Rewritten, record: bytes) -> bool:
+    def folded(rewritten: CounterfactualReplay, record: bytes) -> bool:
         time.sleep(seconds)
         return fold(rewritten, record)
 
-    Rewritten.fold = folded  # type: ignore[assignment, method-assign]
+    CounterfactualReplay.apply = folded  # type: ignore[assignment, method-assign]
 
 
 def read_slowly(seconds: float) -> None:
     """From now on each delta takes a starting replica so long, until it has read what the log held at its start."""
-    keep = Follower._keep
+    keep = DeltaFollower._buffer_records
 
-    def kept(follower: Follower, records: list[tuple[int, bytes]]) -> None:
+    def kept(follower: DeltaFollower, records: list[tuple[int, bytes]]) -> None:
         for record in records:
             if not follower.at_end:
                 time.sleep(seconds)
             keep(follower, [record])
 
-    Follower._keep = kept  # type: ignore[method-assign, assignment]
+    DeltaFollower._buffer_records = kept  # type: ignore[method-assign, assignment]

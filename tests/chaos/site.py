@@ -18,11 +18,11 @@ from gracestream.deploy.local.redis import LocalRedis
 from gracestream.pipeline.client import Client
 from gracestream.pipeline.kafka.clients import consumer
 from gracestream.pipeline.kafka.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ, PREDICTIONS
-from gracestream.pipeline.replica.delta_follower import Follower as DeltaFollower
+from gracestream.pipeline.replica.delta_follower import DeltaFollower
 from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.stores.redis_client import redis_client
-from gracestream.pipeline.stores.redis_head import RadiusStore
-from gracestream.pipeline.stores.snapshots import manifests
+from gracestream.pipeline.stores.redis_head import RedisHeadStore
+from gracestream.pipeline.stores.snapshots import list_manifests
 from gracestream.schemas.messages import Feedback, Prediction, Request, SnapshotManifest, decode
 from tests.chaos.dying import arm
 from tests.support.doubles.checker import Fault, Follower, Left, faults
@@ -145,7 +145,7 @@ class Site:
             if not self.all_done():
                 return []
             deltas, state = len(records(self.settings, DELTAS)), self.leader().state()
-            found = sorted(manifests(self.settings, state["codebook"]).values(), key=lambda manifest: manifest.seq)
+            found = sorted(list_manifests(self.settings, state["codebook"]).values(), key=lambda manifest: manifest.seq)
             due = not found or deltas >= found[-1].seq + self.settings.snapshot_every
             return found if state["seq"] == deltas and not state["degraded"] and not due else []
 
@@ -170,7 +170,7 @@ class Site:
 
     def faults(self) -> list[Fault]:
         """What is wrong with all that was left behind."""
-        store = RadiusStore(redis_client(self.settings), self.settings)
+        store = RedisHeadStore(redis_client(self.settings), self.settings)
         return faults(
             Left(
                 feedback=records(self.settings, FEEDBACK),
@@ -178,13 +178,13 @@ class Site:
                 deltas=records(self.settings, DELTAS),
                 letters=records(self.settings, FEEDBACK_DLQ),
                 position=self._position(),
-                head=store.head(0),
-                radii={name: float(np.float32(radius)) for name, radius in store.radii().items()},
+                head=store.read_head(0),
+                radii={name: float(np.float32(radius)) for name, radius in store.read_radii().items()},
                 followers=[
                     Follower(state["name"], state["seq"], state["digest"], state["state_digest"])
                     for state in self._states()
                 ],
-                seen={"a follower": self._follower.take(self._follower.latest_seq, 0)},
+                seen={"a follower": self._follower.poll(self._follower.latest_seq, 0)},
                 predictions=records(self.settings, PREDICTIONS),
                 taken=self.load.flagged,
             )

@@ -156,11 +156,11 @@ def kafka_dies(site: Site) -> None:
 def kafka_is_cut_off(site: Site, until: Callable[[], object] = lambda: time.sleep(2 * SILENCE)) -> None:
     """Kafka does not answer for a while."""
     site.correct(3)
-    site.kafka.child.send(signal.SIGSTOP)
+    site.kafka.child.send_signal(signal.SIGSTOP)
     try:
         until()
     finally:
-        site.kafka.child.send(signal.SIGCONT)
+        site.kafka.child.send_signal(signal.SIGCONT)
 
 
 def kafka_is_cut_off_for_long(site: Site) -> None:
@@ -183,10 +183,10 @@ def valkey_dies(site: Site) -> None:
 def valkey_is_cut_off(site: Site) -> None:
     """Valkey does not answer for a while."""
     site.correct(2)
-    site.valkey.child.send(signal.SIGSTOP)
+    site.valkey.child.send_signal(signal.SIGSTOP)
     time.sleep(SILENCE)
     site.correct(2)
-    site.valkey.child.send(signal.SIGCONT)
+    site.valkey.child.send_signal(signal.SIGCONT)
 
 
 def newest_snapshot_is_cut(site: Site) -> None:

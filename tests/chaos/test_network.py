@@ -19,7 +19,7 @@ from gracestream.pipeline.kafka.clients import consumer
 from gracestream.pipeline.kafka.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ, create_topics
 from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.stores.redis_client import redis_client
-from gracestream.pipeline.stores.redis_head import RadiusStore
+from gracestream.pipeline.stores.redis_head import RedisHeadStore
 from tests.support.doubles.checker import Follower, Left, faults
 from tests.support.forked_commands import Forked
 from tests.support.kafka_proxy import PLANS, Fault, KafkaProxy, proxied_kafka
@@ -108,7 +108,7 @@ class Network:
         """Everything on the topics and in Redis, once both editors hold the same, which is the end of the log."""
         wait_until_settled(self.settings, DELTAS, EDITS, FEEDBACK_DLQ)
         wait_until(self._at_the_end, 60, "both editors at the end of the log")
-        store = RadiusStore(redis_client(self.settings), self.settings)
+        store = RedisHeadStore(redis_client(self.settings), self.settings)
         reader = consumer(self.settings, group_id=self.settings.topic("editor"))
         try:
             position = reader.committed(TopicPartition(self.settings.topic(FEEDBACK), 0))
@@ -121,8 +121,8 @@ class Network:
             deltas=records(self.settings, DELTAS),
             letters=records(self.settings, FEEDBACK_DLQ),
             position=position,
-            head=store.head(0),
-            radii={name: float(np.float32(radius)) for name, radius in store.radii().items()},
+            head=store.read_head(0),
+            radii={name: float(np.float32(radius)) for name, radius in store.read_radii().items()},
             followers=[Follower(name, state["seq"], state["digest"], state["state_digest"]) for name, state in states],
             taken=[f"f{number}" for number in range(self.sent)],
         )

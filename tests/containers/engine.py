@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from gracestream.deploy.local.containers import docker_answers
+from gracestream.deploy.local.containers import is_docker_available
 from gracestream.pipeline.settings import load_settings
 
 COMPOSE = "v2.40.3"
@@ -35,7 +35,7 @@ def require_engine() -> None:
     Raises:
         EngineError: none does, and none can be started.
     """
-    if docker_answers():
+    if is_docker_available():
         return
     if "DOCKER_HOST" in os.environ:
         raise EngineError("the Docker engine that DOCKER_HOST names does not answer on this machine")
@@ -48,7 +48,7 @@ def require_engine() -> None:
     with log_file.open("wb") as log:
         engine = subprocess.Popen(["dockerd"], stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
     deadline = time.monotonic() + START_SECONDS
-    while not docker_answers():
+    while not is_docker_available():
         if engine.poll() is not None or time.monotonic() > deadline:
             engine.terminate()
             last = log_file.read_text(errors="replace").strip().splitlines()[-1:]

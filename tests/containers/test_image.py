@@ -12,8 +12,8 @@ from msgspec import UNSET
 
 from gracestream.pipeline.kafka.topics import create_topics
 from gracestream.pipeline.model.registry import resolve_encoder
-from gracestream.pipeline.model.sentence_encoder import Encoder
-from gracestream.pipeline.settings import as_environment
+from gracestream.pipeline.model.sentence_encoder import SentenceEncoder
+from gracestream.pipeline.settings import to_environment_variables
 from tests.containers.engine import EngineError
 from tests.containers.running import build_image
 from tests.containers.standins import require_images
@@ -94,7 +94,7 @@ def test_it_holds_the_encoder_and_needs_no_network_for_it() -> None:
     )
     ran = run("--network", "none", "--entrypoint", "python", IMAGE, "-c", program)
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.strip() == Encoder.load(resolve_encoder("minilm"), device="cpu").fingerprint
+    assert ran.stdout.strip() == SentenceEncoder.load(resolve_encoder("minilm"), device="cpu").fingerprint
 
 
 @pytest.mark.usefixtures("engine")
@@ -169,7 +169,7 @@ def test_workers_of_it_answer_and_are_corrected(
             container = engine.containers.run(
                 IMAGE,
                 [command],
-                environment=as_environment(as_given(inside)),
+                environment=to_environment_variables(as_given(inside)),
                 network_mode="host",
                 read_only=True,
                 cap_drop=["ALL"],

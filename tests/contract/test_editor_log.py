@@ -3,7 +3,7 @@
 import pytest
 from kafka.errors import KafkaError, KafkaTimeoutError
 
-from gracestream.pipeline.editor.log import ForeignRecordError, PlaceLostError, Result, may_pass
+from gracestream.pipeline.editor.log import FeedbackResult, PartitionLostError, UnexpectedWriterError, is_retriable
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.kafka.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ, TOPICS
 from gracestream.pipeline.settings import load_settings
@@ -15,7 +15,7 @@ from tests.support.running import PATIENCE, headers_of, wait_until
 class TestTransactions:
     def test_everything_of_one_feedback_record_commits_together(self, cluster: Cluster) -> None:
         log = cluster.leader()
-        log.commit(Result(4, outcome_of("f"), b"a delta", "no good", b"a key", b"\xff\x00 a record"))
+        log.commit(FeedbackResult(4, outcome_of("f"), b"a delta", "no good", b"a key", b"\xff\x00 a record"))
         assert cluster.values(DELTAS) == [b"lead", b"a delta"]
         (outcome,) = cluster.records(EDITS)
         assert (outcome.key, headers_of(outcome)) == (b"f", {"feedback_offset": "4"})
@@ -36,7 +36,7 @@ class TestTransactions:
         assert cluster.values(DELTAS) == [b"lead"]
         assert cluster.values(EDITS) == []
         successor = cluster.leader(b"lead again")
-        successor.commit(Result(0, outcome_of("f"), b"whole"))
+        successor.commit(FeedbackResult(0, outcome_of("f"), b"whole"))
         assert cluster.values(DELTAS) == [b"lead", b"lead again", b"whole"]
         assert successor._member.committed(successor._feedback) == 1
 
@@ -54,18 +54,18 @@ class TestTransactions:
         half_written(cluster, log)
         log._writer.commit_transaction()
         log.close()
-        list(log.deltas())
+        list(log.read_new_deltas())
         log.join()
         cluster.settle(log, "chosen")
         log.fence()
-        list(log.deltas())
+        list(log.read_new_deltas())
         assert cluster.values(DELTAS) == [b"lead", b"half"]
-        assert log.lead(b"lead again") == 7
+        assert log.write_lead(b"lead again") == 7
 
     def test_nobody_leads_while_records_of_another_writer_are_undecided(
         self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("gracestream.pipeline.editor.log.ANSWER_SECONDS", 2.0)
+        monkeypatch.setattr("gracestream.pipeline.editor.log.READ_TIMEOUT_SECONDS", 2.0)
         other = cluster.producer(transactional_id=f"{cluster.settings.prefix}another")
         other.init_transactions()
         other.begin_transaction()
@@ -92,25 +92,25 @@ class TestLostControlRecords:
         cluster = Cluster(load_settings(prefix=prefix), kafka)
         log = cluster.leader()
         kafka.skips_markers = True
-        log.commit(Result(0, outcome_of("f0"), b"hidden"))
+        log.commit(FeedbackResult(0, outcome_of("f0"), b"hidden"))
         kafka.skips_markers = False
         assert cluster.values(DELTAS) == [b"lead"]
         log.close()
-        list(log.deltas())
+        list(log.read_new_deltas())
         log.join()
         cluster.take_over(log, b"lead again")
         assert cluster.values(DELTAS) == [b"lead", b"hidden", b"lead again"]
-        log.commit(Result(1, outcome_of("f1"), b"next"))
+        log.commit(FeedbackResult(1, outcome_of("f1"), b"next"))
         assert [outcome.feedback_id for outcome in outcomes(cluster)] == ["f0", "f1"]
 
     def test_another_editor_does_not_write_on(
         self, kafka: MemoryKafka, prefix: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("gracestream.pipeline.editor.log.ANSWER_SECONDS", 0.2)
+        monkeypatch.setattr("gracestream.pipeline.editor.log.READ_TIMEOUT_SECONDS", 0.2)
         cluster = Cluster(load_settings(prefix=prefix), kafka)
         log = cluster.leader()
         kafka.skips_markers = True
-        log.commit(Result(0, outcome_of("f0"), b"hidden"))
+        log.commit(FeedbackResult(0, outcome_of("f0"), b"hidden"))
         log.close()
         other = cluster.member()
         with pytest.raises(KafkaTimeoutError, match="find-hanging"):
@@ -122,14 +122,14 @@ class TestHistory:
     def test_each_delta_of_others_is_handed_out_once_and_own_ones_never(self, cluster: Cluster) -> None:
         cluster.send(DELTAS, b"one", b"two")
         log = cluster.editor()
-        assert list(log.deltas()) == [(0, b"one"), (1, b"two")]
-        assert list(log.deltas()) == []
+        assert list(log.read_new_deltas()) == [(0, b"one"), (1, b"two")]
+        assert list(log.read_new_deltas()) == []
         cluster.send(DELTAS, b"three")
-        assert list(log.deltas()) == [(2, b"three")]
+        assert list(log.read_new_deltas()) == [(2, b"three")]
         log.join()
         cluster.take_over(log)
-        log.commit(Result(0, None, b"four"))
-        assert list(log.deltas()) == []
+        log.commit(FeedbackResult(0, None, b"four"))
+        assert list(log.read_new_deltas()) == []
         log.close()
         cluster.send(DELTAS, b"five")
         assert values_of(log) == [b"five"]
@@ -137,8 +137,8 @@ class TestHistory:
     def test_a_record_that_is_not_folded_to_its_end_is_handed_out_no_second_time(self, cluster: Cluster) -> None:
         cluster.send(DELTAS, b"one", b"two")
         log = cluster.editor()
-        assert next(log.deltas()) == (0, b"one")
-        assert list(log.deltas()) == [(1, b"two")]
+        assert next(log.read_new_deltas()) == (0, b"one")
+        assert list(log.read_new_deltas()) == [(1, b"two")]
 
 
 class TestForeignRecords:
@@ -146,26 +146,26 @@ class TestForeignRecords:
 
     def test_nothing_is_committed_behind_a_record_that_was_not_read(self, cluster: Cluster) -> None:
         log = cluster.leader()
-        log.commit(Result(0, outcome_of("f0"), b"first"))
+        log.commit(FeedbackResult(0, outcome_of("f0"), b"first"))
         cluster.send(DELTAS, b"foreign")
-        with pytest.raises(ForeignRecordError, match=r"somebody else has written to .*deltas at offset 4") as raised:
-            log.commit(Result(1, outcome_of("f1"), b"second"))
-        assert may_pass(raised.value)
+        with pytest.raises(UnexpectedWriterError, match=r"somebody else has written to .*deltas at offset 4") as raised:
+            log.commit(FeedbackResult(1, outcome_of("f1"), b"second"))
+        assert is_retriable(raised.value)
         log.close()
-        assert list(log.deltas()) == [(4, b"foreign")]
+        assert list(log.read_new_deltas()) == [(4, b"foreign")]
         log.join()
         cluster.take_over(log, b"lead again")
-        log.commit(Result(1, outcome_of("f1"), b"second"))
+        log.commit(FeedbackResult(1, outcome_of("f1"), b"second"))
         assert cluster.values(DELTAS) == [b"lead", b"first", b"foreign", b"lead again", b"second"]
         assert [outcome.feedback_id for outcome in outcomes(cluster)] == ["f0", "f1"]
 
     def test_nor_does_an_editor_take_a_term_behind_one(self, cluster: Cluster) -> None:
         log = cluster.member()
         log.fence()
-        list(log.deltas())
+        list(log.read_new_deltas())
         cluster.send(DELTAS, b"foreign")
-        with pytest.raises(ForeignRecordError):
-            log.lead(b"lead")
+        with pytest.raises(UnexpectedWriterError):
+            log.write_lead(b"lead")
         log.close()
         assert cluster.values(DELTAS) == [b"foreign"]
 
@@ -173,7 +173,7 @@ class TestForeignRecords:
         log = cluster.leader()
         cluster.send(DELTAS, b"foreign")
         wait_until(lambda: values_of(log) == [b"foreign"])
-        log.commit(Result(0, outcome_of("f0"), b"first"))
+        log.commit(FeedbackResult(0, outcome_of("f0"), b"first"))
         assert cluster.values(DELTAS) == [b"lead", b"foreign", b"first"]
 
     def test_one_that_comes_between_a_delta_and_the_end_of_its_transaction_is_handed_out(
@@ -187,16 +187,16 @@ class TestForeignRecords:
             commit()
 
         monkeypatch.setattr(log._writer, "commit_transaction", late)
-        log.commit(Result(0, outcome_of("f0"), b"first"))
+        log.commit(FeedbackResult(0, outcome_of("f0"), b"first"))
         monkeypatch.undo()
-        assert wait_until(lambda: list(log.deltas())) == [(3, b"foreign")]
-        log.commit(Result(1, outcome_of("f1"), b"second"))
+        assert wait_until(lambda: list(log.read_new_deltas())) == [(3, b"foreign")]
+        log.commit(FeedbackResult(1, outcome_of("f1"), b"second"))
         assert cluster.values(DELTAS) == [b"lead", b"first", b"foreign", b"second"]
 
     def test_what_changes_no_codebook_needs_no_look_at_them(self, cluster: Cluster) -> None:
         log = cluster.leader()
         cluster.send(DELTAS, b"foreign")
-        log.commit(Result(0, outcome_of("f0")))
+        log.commit(FeedbackResult(0, outcome_of("f0")))
         assert [outcome.feedback_id for outcome in outcomes(cluster)] == ["f0"]
 
 
@@ -204,10 +204,10 @@ def test_a_log_that_has_lost_records_is_not_gone_on_with(prefix: str) -> None:
     settings = load_settings(prefix=prefix)
     double = MemoryKafka([settings.topic(topic.name) for topic in TOPICS])
     log = Cluster(settings, double).leader()
-    log.commit(Result(0, outcome_of("f0"), b"first"))
+    log.commit(FeedbackResult(0, outcome_of("f0"), b"first"))
     double.topics[settings.topic(DELTAS)].clear()
     with pytest.raises(HistoryError, match="deltas ends at offset 0, and was read up to 4: it has lost records"):
-        log.commit(Result(1, outcome_of("f1"), b"second"))
+        log.commit(FeedbackResult(1, outcome_of("f1"), b"second"))
     log.close()
     assert not list(double.committed(settings.topic(DELTAS)))
 
@@ -223,7 +223,7 @@ class TestPosition:
         cluster.send(FEEDBACK, *(b"f%d" % number for number in range(done + 1)))
         log = cluster.leader()
         for offset in range(done):
-            log.commit(Result(offset, outcome_of(f"f{offset}")))
+            log.commit(FeedbackResult(offset, outcome_of(f"f{offset}")))
         log.close()
         cluster.forget_group()
         assert next_offset(cluster.leader()) == done
@@ -233,9 +233,9 @@ class TestPosition:
     ) -> None:
         cluster.send(FEEDBACK, *(b"f%d" % number for number in range(31)))
         log = cluster.leader()
-        log.commit(Result(0, outcome_of("f0")))
+        log.commit(FeedbackResult(0, outcome_of("f0")))
         for offset in range(1, 30):
-            log.commit(Result(offset, None, None, "unreadable", None, b"?"))
+            log.commit(FeedbackResult(offset, None, None, "unreadable", None, b"?"))
         log.close()
         log = cluster.leader()
         assert next_offset(log) == 30
@@ -259,55 +259,55 @@ class TestPosition:
     def test_a_rebalance_does_not_move_it(self, cluster: Cluster) -> None:
         cluster.send(FEEDBACK, b"f0", b"f1", b"f2", b"f3")
         log = cluster.leader()
-        log.commit(Result(0, outcome_of("f0")))
+        log.commit(FeedbackResult(0, outcome_of("f0")))
         log.close()
         cluster.forget_group()
         log = cluster.leader()
         assert next_offset(log) == 1
-        log.commit(Result(1, outcome_of("f1")))
+        log.commit(FeedbackResult(1, outcome_of("f1")))
         standby = cluster.editor()
-        list(standby.deltas())
+        list(standby.read_new_deltas())
         standby.join()
         given: list[int] = []
 
         def both() -> bool:
-            place = standby.place(0.05)
+            place = standby.membership(0.05)
             if (record := log.poll(0.05)) is not None:
                 given.append(record[0])
-                log.commit(Result(record[0], outcome_of(f"f{record[0]}")))
+                log.commit(FeedbackResult(record[0], outcome_of(f"f{record[0]}")))
             return place == "standby" and len(given) > 1
 
         wait_until(both)
         assert given == [2, 3]
-        assert log.behind() == 0
+        assert log.lag() == 0
 
     def test_what_waits_is_counted(self, cluster: Cluster) -> None:
         log = cluster.leader()
         cluster.send(FEEDBACK, b"f0", b"f1", b"f2")
-        assert log.behind() == 3
-        log.commit(Result(0, outcome_of("f0")))
-        assert log.behind() == 2
+        assert log.lag() == 3
+        log.commit(FeedbackResult(0, outcome_of("f0")))
+        assert log.lag() == 2
 
     def test_what_is_handed_out_ahead_is_so_once(self, cluster: Cluster) -> None:
         log = cluster.leader()
         cluster.send(FEEDBACK, b"f0", b"f1", b"f2", b"f3")
         assert [next_offset(log) for _ in range(3)] == [0, 1, 2]
-        log.commit(Result(0, outcome_of("f0")))
+        log.commit(FeedbackResult(0, outcome_of("f0")))
         for _ in range(3):
-            log.stay(0.0)
+            log.keep_alive(0.0)
         assert next_offset(log) == 3
-        assert log.behind() == 3
-        log.commit(*(Result(offset, outcome_of(f"f{offset}")) for offset in (1, 2, 3)))
-        assert log.behind() == 0
+        assert log.lag() == 3
+        log.commit(*(FeedbackResult(offset, outcome_of(f"f{offset}")) for offset in (1, 2, 3)))
+        assert log.lag() == 0
 
 
 def test_an_error_that_would_come_again_does_not_pass() -> None:
     from kafka import errors  # noqa: PLC0415 - a module of two hundred classes, of which four matter here
 
-    assert not may_pass(errors.TransactionalIdAuthorizationFailedError())
-    assert not may_pass(errors.GroupAuthorizationFailedError("editor"))
-    assert not may_pass(errors.MessageSizeTooLargeError())
-    assert not may_pass(KafkaError("we are in an error state: [Error 29] TopicAuthorizationFailedError"))
-    assert may_pass(KafkaError("we are in an error state: [Error 90] ProducerFencedError"))
-    assert may_pass(errors.KafkaTimeoutError())
-    assert may_pass(PlaceLostError())
+    assert not is_retriable(errors.TransactionalIdAuthorizationFailedError())
+    assert not is_retriable(errors.GroupAuthorizationFailedError("editor"))
+    assert not is_retriable(errors.MessageSizeTooLargeError())
+    assert not is_retriable(KafkaError("we are in an error state: [Error 29] TopicAuthorizationFailedError"))
+    assert is_retriable(KafkaError("we are in an error state: [Error 90] ProducerFencedError"))
+    assert is_retriable(errors.KafkaTimeoutError())
+    assert is_retriable(PartitionLostError())

@@ -5,7 +5,7 @@ import time
 import pytest
 from kafka.errors import KafkaError
 
-from gracestream.pipeline.editor.log import PlaceLostError, Result, may_pass
+from gracestream.pipeline.editor.log import FeedbackResult, PartitionLostError, is_retriable
 from gracestream.pipeline.kafka.topics import DELTAS, EDITS, FEEDBACK
 from tests.support.editor_clusters import Cluster, half_written, next_offset, outcome_of, outcomes, take_session
 from tests.support.running import PATIENCE, headers_of, wait_until
@@ -16,11 +16,11 @@ class TestOneWriter:
         first = cluster.leader()
         second = cluster.member()
         assert first.poll(0.05) is None
-        first.commit(Result(0, outcome_of("f0")))
-        assert second.place(0.05) == "standby"
+        first.commit(FeedbackResult(0, outcome_of("f0")))
+        assert second.membership(0.05) == "standby"
         first.close()
         cluster.take_over(second)
-        second.commit(Result(1, outcome_of("f1")))
+        second.commit(FeedbackResult(1, outcome_of("f1")))
         assert [headers_of(record)["feedback_offset"] for record in cluster.records(EDITS)] == ["0", "1"]
 
     def test_who_is_fenced_writes_no_more(self, cluster: Cluster) -> None:
@@ -28,10 +28,10 @@ class TestOneWriter:
         second = cluster.editor()
         second.fence()
         with pytest.raises(KafkaError) as raised:
-            first.commit(Result(0, outcome_of("f0"), b"too late"))
-        assert may_pass(raised.value)
+            first.commit(FeedbackResult(0, outcome_of("f0"), b"too late"))
+        assert is_retriable(raised.value)
         with pytest.raises(KafkaError):
-            first.commit(Result(0, outcome_of("f0"), b"too late"))
+            first.commit(FeedbackResult(0, outcome_of("f0"), b"too late"))
         assert cluster.values(DELTAS) == [b"lead"]
         assert cluster.values(EDITS) == []
         assert first._member.committed(first._feedback) == 0
@@ -45,31 +45,31 @@ class TestOneWriter:
             first._writer.send(cluster.settings.topic(DELTAS), value=b"too late", partition=0).get(timeout=PATIENCE)
         first.close()  # which fences nobody, though kafka-python would ask for another epoch here
         cluster.settle(second, "chosen")
-        list(second.deltas())
-        second.lead(b"lead again")
-        second.commit(Result(0, outcome_of("f0"), b"by the second"))
+        list(second.read_new_deltas())
+        second.write_lead(b"lead again")
+        second.commit(FeedbackResult(0, outcome_of("f0"), b"by the second"))
         assert cluster.values(DELTAS) == [b"lead", b"lead again", b"by the second"]
         assert [outcome.feedback_id for outcome in outcomes(cluster)] == ["f0"]
 
     def test_who_is_of_another_generation_or_no_member_is_refused(self, cluster: Cluster) -> None:
         log = cluster.leader()
-        now = log._metadata
+        now = log._group_metadata
         for stale in (now._replace(generation_id=now.generation_id + 1), now._replace(member_id="somebody else")):
-            log._metadata = stale
+            log._group_metadata = stale
             with pytest.raises(KafkaError) as raised:
-                log.commit(Result(0, outcome_of("f0"), b"too late"))
-            assert may_pass(raised.value)
+                log.commit(FeedbackResult(0, outcome_of("f0"), b"too late"))
+            assert is_retriable(raised.value)
             log.fence()
-            list(log.deltas())
-        log._metadata = now
-        log.commit(Result(0, outcome_of("f0"), b"in time"))
+            list(log.read_new_deltas())
+        log._group_metadata = now
+        log.commit(FeedbackResult(0, outcome_of("f0"), b"in time"))
         assert cluster.values(DELTAS) == [b"lead", b"in time"]
 
     def test_who_says_no_generation_is_not_checked(self, cluster: Cluster) -> None:
         """Which is why a log holds on to the generation in which it was chosen."""
         log = cluster.leader()
-        log._metadata = log._metadata._replace(generation_id=-1, member_id="")
-        log.commit(Result(0, None, b"unchecked"))
+        log._group_metadata = log._group_metadata._replace(generation_id=-1, member_id="")
+        log.commit(FeedbackResult(0, None, b"unchecked"))
         assert cluster.values(DELTAS) == [b"lead", b"unchecked"]
 
     def test_who_falls_out_of_the_group_learns_it_from_poll(self, cluster: Cluster) -> None:
@@ -77,9 +77,9 @@ class TestOneWriter:
         take_session(cluster, log)
         with pytest.raises(KafkaError) as raised:
             wait_until(lambda: log.poll(0.05) is not None)
-        assert may_pass(raised.value)
+        assert is_retriable(raised.value)
         with pytest.raises(KafkaError):
-            log.commit(Result(0, outcome_of("f0"), b"too late"))
+            log.commit(FeedbackResult(0, outcome_of("f0"), b"too late"))
         assert cluster.values(DELTAS) == [b"lead"]
 
 
@@ -91,8 +91,8 @@ class TestStaying:
         cluster.send(FEEDBACK, b"f0", b"f1", b"f2")
         assert next_offset(log) == 0
         for _ in range(20):
-            log.stay(0.0)
-        log.commit(Result(0, outcome_of("f0"), b"took long"))
+            log.keep_alive(0.0)
+        log.commit(FeedbackResult(0, outcome_of("f0"), b"took long"))
         assert [next_offset(log), next_offset(log)] == [1, 2]
 
     def test_who_stays_lets_a_standby_in_and_keeps_its_place(self, cluster: Cluster) -> None:
@@ -100,17 +100,20 @@ class TestStaying:
         log = cluster.leader()
         assert next_offset(log) == 0
         standby = cluster.editor()
-        list(standby.deltas())
+        list(standby.read_new_deltas())
         standby.join()
 
         def settled() -> bool:
-            log.stay(0.0)
-            return standby._stable() and log._metadata.generation_id == standby._member.group_metadata().generation_id
+            log.keep_alive(0.0)
+            return (
+                standby._is_stable()
+                and log._group_metadata.generation_id == standby._member.group_metadata().generation_id
+            )
 
         with cluster.others_polling(log):
             wait_until(settled)
-        assert standby.place(0.05) == "standby"
-        log.commit(Result(0, outcome_of("f0"), b"took long"))
+        assert standby.membership(0.05) == "standby"
+        log.commit(FeedbackResult(0, outcome_of("f0"), b"took long"))
         assert next_offset(log) == 1
 
     def test_who_stays_learns_that_it_fell_out_of_the_group(self, cluster: Cluster) -> None:
@@ -121,21 +124,21 @@ class TestStaying:
 
         def lost() -> bool:
             try:
-                log.stay(0.0)
+                log.keep_alive(0.0)
             except KafkaError as error:
-                return may_pass(error)
+                return is_retriable(error)
             return False
 
         wait_until(lost)
         with pytest.raises(KafkaError):
-            log.commit(Result(0, outcome_of("f0"), b"too late"))
+            log.commit(FeedbackResult(0, outcome_of("f0"), b"too late"))
         assert cluster.values(DELTAS) == [b"lead"]
 
     def test_what_took_too_long_is_not_committed_and_the_setting_named(self, cluster: Cluster) -> None:
         log = cluster.leader()
         log._settings = log._settings.model_copy(update={"stuck_after": 0.1})
         time.sleep(0.2)
-        with pytest.raises(PlaceLostError, match="set GRACESTREAM_STUCK_AFTER higher") as raised:
-            log.commit(Result(0, outcome_of("f0"), b"took long"))
-        assert may_pass(raised.value)
+        with pytest.raises(PartitionLostError, match="set GRACESTREAM_STUCK_AFTER higher") as raised:
+            log.commit(FeedbackResult(0, outcome_of("f0"), b"took long"))
+        assert is_retriable(raised.value)
         assert cluster.values(EDITS) == []

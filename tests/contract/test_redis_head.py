@@ -9,16 +9,16 @@ import torch
 from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from gracestream.pipeline.codebook.codebook import Applied, Codebook
+from gracestream.pipeline.codebook.codebook import AppliedDelta, Codebook
 from gracestream.pipeline.codebook.key_index import KeyIndex
-from gracestream.pipeline.editor.redis_publisher import Projection
+from gracestream.pipeline.editor.redis_publisher import RedisPublisher
 from gracestream.pipeline.observability.metrics import RADIUS_MISMATCH
-from gracestream.pipeline.replica.codebook_replica import Mirror
-from gracestream.pipeline.replica.delta_follower import Follower
+from gracestream.pipeline.replica.codebook_replica import CodebookReplica
+from gracestream.pipeline.replica.delta_follower import DeltaFollower
 from gracestream.pipeline.settings import load_settings
 from gracestream.pipeline.stores import redis_head as radius_store
 from gracestream.pipeline.stores.redis_client import redis_client
-from gracestream.pipeline.stores.redis_head import Head, RadiusStore, StaleError
+from gracestream.pipeline.stores.redis_head import Head, RedisHeadStore, StaleHeadError
 from gracestream.schemas.deltas import EntryChange
 from tests.support.doubles.redis import MemoryRedis
 from tests.support.running import settings_for
@@ -38,9 +38,9 @@ def client(request: pytest.FixtureRequest, prefix: str) -> Iterator[Redis]:
 
 
 @pytest.fixture
-def store(client: Redis, prefix: str) -> RadiusStore:
+def store(client: Redis, prefix: str) -> RedisHeadStore:
     """The radii of one codebook."""
-    return RadiusStore(client, load_settings(prefix=prefix))
+    return RedisHeadStore(client, load_settings(prefix=prefix))
 
 
 def led(term: int = 1) -> Codebook:
@@ -49,7 +49,7 @@ def led(term: int = 1) -> Codebook:
     return made
 
 
-def grown(codebook: Codebook, entry_id: str, radius: float) -> Applied:
+def grown(codebook: Codebook, entry_id: str, radius: float) -> AppliedDelta:
     """One more entry."""
     applied = codebook.apply(sealed(codebook, added(entry_id, [1.0], radius)))
     assert applied is not None
@@ -57,32 +57,32 @@ def grown(codebook: Codebook, entry_id: str, radius: float) -> Applied:
 
 
 class TestRadii:
-    def test_a_delta_becomes_live_with_its_radii(self, store: RadiusStore) -> None:
-        assert store.head(0) is None
+    def test_a_delta_becomes_live_with_its_radii(self, store: RedisHeadStore) -> None:
+        assert store.read_head(0) is None
         book = led()
         store.rebuild(book)
         applied = book.apply(sealed(book, added("e1", [1.0], 0.5), added("e2", [2.0], 1.25)))
         assert applied is not None
         store.publish(applied, book)
-        head = store.head(1)
+        head = store.read_head(1)
         assert head is not None
         assert (head.term, head.seq, head.digest) == (1, 2, book.digest.hex())
-        assert head.changed == {"e1": 0.5, "e2": 1.25}
-        assert store.radii() == {"e1": 0.5, "e2": 1.25}
-        assert store.count() == 2
-        again = store.head(2)
+        assert head.changed_radii == {"e1": 0.5, "e2": 1.25}
+        assert store.read_radii() == {"e1": 0.5, "e2": 1.25}
+        assert store.count_radii() == 2
+        again = store.read_head(2)
         assert again is not None
-        assert again.changed == {}
+        assert again.changed_radii == {}
 
-    def test_it_never_goes_back(self, store: RadiusStore) -> None:
+    def test_it_never_goes_back(self, store: RedisHeadStore) -> None:
         book, newer = led(), led(term=2)
         newer.apply(sealed(newer, added("e", [1.0], 1.0)))
         store.rebuild(newer)
-        with pytest.raises(StaleError):
+        with pytest.raises(StaleHeadError):
             store.rebuild(book)
-        assert store.radii() == {"e": 1.0}
+        assert store.read_radii() == {"e": 1.0}
 
-    def test_a_delta_of_an_older_term_changes_nothing(self, store: RadiusStore) -> None:
+    def test_a_delta_of_an_older_term_changes_nothing(self, store: RedisHeadStore) -> None:
         live, stale = led(term=2), led(term=1)
         grown(live, "e", 1.0)
         for number in range(3):
@@ -90,7 +90,7 @@ class TestRadii:
         assert stale.seq > live.seq
         self.is_refused(store, live, stale, late)
 
-    def test_a_delta_of_an_older_seq_changes_nothing(self, store: RadiusStore) -> None:
+    def test_a_delta_of_an_older_seq_changes_nothing(self, store: RedisHeadStore) -> None:
         live = led(term=2)
         stale = live.copy()
         late = grown(stale, "e", 5.0)
@@ -98,27 +98,27 @@ class TestRadii:
             grown(live, entry_id, float(number))
         self.is_refused(store, live, stale, late)
 
-    def is_refused(self, store: RadiusStore, live: Codebook, stale: Codebook, late: Applied) -> None:
+    def is_refused(self, store: RedisHeadStore, live: Codebook, stale: Codebook, late: AppliedDelta) -> None:
         """Head and radii stay those of `live`, whatever `late` says, which is the newest delta of `stale`."""
         store.rebuild(live)
-        before = store.head(0), store.radii()
-        with pytest.raises(StaleError, match=f"delta {stale.seq} of term {stale.term} is not made live"):
+        before = store.read_head(0), store.read_radii()
+        with pytest.raises(StaleHeadError, match=f"delta {stale.seq} of term {stale.term} is not made live"):
             store.publish(late, stale)
-        assert (store.head(0), store.radii()) == before
+        assert (store.read_head(0), store.read_radii()) == before
         assert before[0] == Head(live.term, live.seq, live.digest.hex(), {**before[1]})
         assert before[1].keys() == set(live.entry_ids)
 
-    def test_what_the_log_does_not_know_goes(self, store: RadiusStore) -> None:
+    def test_what_the_log_does_not_know_goes(self, store: RedisHeadStore) -> None:
         book = led()
         book.apply(sealed(book, added("gone", [1.0], 1.0)))
         store.rebuild(book)
         other = led(term=2)
         other.apply(sealed(other, added("kept", [1.0], 2.0)))
         store.rebuild(other)
-        assert store.radii() == {"kept": 2.0}
-        head = store.head(1)
+        assert store.read_radii() == {"kept": 2.0}
+        head = store.read_head(1)
         assert head is not None
-        assert head.changed == {"kept": 2.0}
+        assert head.changed_radii == {"kept": 2.0}
 
 
 class TestSeveralBatches:
@@ -126,15 +126,15 @@ class TestSeveralBatches:
 
     @pytest.fixture(autouse=True)
     def _two_radii_a_call(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(radius_store, "BATCH", 2)
+        monkeypatch.setattr(radius_store, "RADII_PER_SCRIPT", 2)
 
     @pytest.fixture
-    def other(self, client: Redis, prefix: str) -> RadiusStore:
+    def other(self, client: Redis, prefix: str) -> RedisHeadStore:
         """The same radii, for whoever else writes or reads them."""
-        return RadiusStore(client, load_settings(prefix=prefix))
+        return RedisHeadStore(client, load_settings(prefix=prefix))
 
     @pytest.fixture
-    def between(self, store: RadiusStore, monkeypatch: pytest.MonkeyPatch) -> Between:
+    def between(self, store: RedisHeadStore, monkeypatch: pytest.MonkeyPatch) -> Between:
         """Lets something happen once the store has made so many calls of the script."""
 
         def happens(calls: int, what: Callable[[], object]) -> None:
@@ -150,13 +150,13 @@ class TestSeveralBatches:
         return happens
 
     def test_nothing_is_live_before_the_last_one(
-        self, store: RadiusStore, other: RadiusStore, between: Between
+        self, store: RedisHeadStore, other: RedisHeadStore, between: Between
     ) -> None:
         book = led()
         book.apply(sealed(book, *(added(f"e{number}", [1.0], number + 0.5) for number in range(5))))
         seen = []
         for calls in (1, 2):
-            between(calls, lambda: seen.append((other.head(0), other.count())))
+            between(calls, lambda: seen.append((other.read_head(0), other.count_radii())))
         store.rebuild(book)
         assert seen == [(None, 2), (None, 4)]
         assert is_live(other, book)
@@ -164,47 +164,47 @@ class TestSeveralBatches:
     @pytest.mark.parametrize("calls", [1, 2])
     @pytest.mark.parametrize("successor", [False, True], ids=["by the same editor", "by the next one"])
     def test_what_was_broken_off_is_not_served_and_is_completed(
-        self, store: RadiusStore, other: RadiusStore, between: Between, calls: int, *, successor: bool
+        self, store: RedisHeadStore, other: RedisHeadStore, between: Between, calls: int, *, successor: bool
     ) -> None:
-        book, mirrored, follower = led(), led(), Follower(load_settings())
-        replica = Mirror(mirrored, KeyIndex(mirrored, torch.device("cpu")), other, follower, load_settings())
+        book, mirrored, follower = led(), led(), DeltaFollower(load_settings())
+        replica = CodebookReplica(mirrored, KeyIndex(mirrored, torch.device("cpu")), other, follower, load_settings())
         mismatches = RADIUS_MISMATCH._value.get()
 
-        def commit(*entries: EntryChange, **fields: Any) -> Applied:
+        def commit(*entries: EntryChange, **fields: Any) -> AppliedDelta:
             record = sealed(book, *entries, **fields)
             applied = book.apply(record)
             assert applied is not None
-            follower._keep([(book.seq, record)])
+            follower._buffer_records([(book.seq, record)])
             return applied
 
         commit(*(added(entry_id, [1.0], 1.0) for entry_id in ("kept", "moved", "gone")))
-        editor = Projection(store, book, 0.0, pause=0.0)
-        editor.repair()
-        replica.advance(replica.read_head())
+        editor = RedisPublisher(store, book, 0.0, retry_seconds=0.0)
+        editor.reconcile()
+        replica.sync_to_head(replica.read_head())
         live, served = Head(1, 2, book.digest.hex(), {"kept": 1.0}), book.state_digest()
         assert mirrored.state_digest() == served
 
         new = [added(f"e{number}", [2.0], 0.25) for number in range(3)]
         applied = commit(EntryChange(entry_id="moved", radius=0.5), EntryChange(entry_id="gone", removed=True), *new)
         between(calls, redis_is_lost)
-        editor.make_live(applied)
-        assert not editor.complete
-        assert other.head(0) == live
-        replica.advance(replica.read_head())
+        editor.publish(applied)
+        assert not editor.in_sync
+        assert other.read_head(0) == live
+        replica.sync_to_head(replica.read_head())
         assert mirrored.state_digest() == served
 
         if successor:
             commit(op="lead", term=2)
-            editor = Projection(other, book, 0.0, pause=0.0)
-        editor.repair()
-        assert editor.complete
+            editor = RedisPublisher(other, book, 0.0, retry_seconds=0.0)
+        editor.reconcile()
+        assert editor.in_sync
         assert is_live(other, book)
-        replica.advance(replica.read_head())
+        replica.sync_to_head(replica.read_head())
         assert mirrored.state_digest() == book.state_digest() != served
         assert RADIUS_MISMATCH._value.get() == mismatches
 
     def test_a_writer_that_was_overtaken_goes_no_further(
-        self, store: RadiusStore, other: RadiusStore, between: Between
+        self, store: RedisHeadStore, other: RedisHeadStore, between: Between
     ) -> None:
         book = led()
         applied = book.apply(sealed(book, *(added(f"e{number}", [1.0], 1.0) for number in range(5))))
@@ -213,7 +213,7 @@ class TestSeveralBatches:
         newer.apply(sealed(newer, op="lead", term=2))
         newer.apply(sealed(newer, *(EntryChange(entry_id=f"e{number}", radius=0.5) for number in range(5))))
         between(1, lambda: other.rebuild(newer))
-        with pytest.raises(StaleError):
+        with pytest.raises(StaleHeadError):
             store.publish(applied, book)
         assert is_live(other, newer)
 
@@ -222,8 +222,8 @@ def redis_is_lost() -> None:
     raise RedisConnectionError("connection lost")
 
 
-def is_live(store: RadiusStore, codebook: Codebook) -> bool:
+def is_live(store: RedisHeadStore, codebook: Codebook) -> bool:
     """Whether the head and all radii are those of a codebook."""
     head = Head(codebook.term, codebook.seq, codebook.digest.hex(), {})
     radii = {entry_id: codebook.radii_N[codebook.slot(entry_id)] for entry_id in codebook.entry_ids}
-    return store.head(codebook.seq) == head and store.radii() == radii
+    return store.read_head(codebook.seq) == head and store.read_radii() == radii

@@ -7,7 +7,7 @@ from itertools import zip_longest
 import numpy as np
 from msgspec import UNSET
 
-from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.config import EditConfig
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.schemas.deltas import decode_delta
 from gracestream.schemas.messages import Feedback, Outcome
@@ -37,11 +37,11 @@ def _random(rig: Rig, shape: RandomModel) -> Iterator[Row]:
 
 
 def _trained(rig: Rig) -> Iterator[Row]:
-    yield from _case("smollm2", partial(smollm2, rig.device), lambda _model: facts(ALONE + WAITING), Plan())
+    yield from _case("smollm2", partial(smollm2, rig.device), lambda _model: facts(ALONE + WAITING), EditConfig())
 
 
 def _case(
-    name: str, load: Callable[[], EditableModel], given: Callable[[EditableModel], list[Feedback]], plan: Plan
+    name: str, load: Callable[[], EditableModel], given: Callable[[EditableModel], list[Feedback]], plan: EditConfig
 ) -> Iterator[Row]:
     (outcomes, first), (again, second) = (_stream(load(), given, plan) for _ in range(2))
     values = sum(entry.value is not UNSET for record in first for entry in decode_delta(record).entries)
@@ -55,7 +55,7 @@ def _case(
 
 
 def _stream(
-    model: EditableModel, given: Callable[[EditableModel], list[Feedback]], plan: Plan
+    model: EditableModel, given: Callable[[EditableModel], list[Feedback]], plan: EditConfig
 ) -> tuple[list[Outcome], list[bytes]]:
     """Outcomes and deltas of an editor that starts anew; some corrections come alone, the others wait together."""
     try:

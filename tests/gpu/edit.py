@@ -6,7 +6,7 @@ from functools import partial
 
 from msgspec import UNSET
 
-from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.config import EditConfig
 from tests.bench.device import timed
 from tests.bench.framework import Row
 from tests.bench.random_models import RandomModel
@@ -37,7 +37,7 @@ def _case(rig: Rig, shape: RandomModel) -> Iterator[Row]:
         alone.append(seconds)
         assert given.inputs is not UNSET
         assert given.target is not UNSET
-        _, supervised = model.supervised(given.inputs, given.target)
+        _, supervised = model.prepare_correction(given.inputs, given.target)
         textbook.append(timed(rig.device, partial(train, model, supervised, STEPS, PLAN.recipe.learning_rate))[0])
         many = wrong_ones(shape, model, count, seed=100 + turn)
         seconds, (found, _) = timed(rig.device, partial(edit_all, engine_of(model), many, together=True))
@@ -59,10 +59,10 @@ def _trained(rig: Rig) -> Iterator[Row]:
     """SmolLM2 with the default recipe."""
     model = smollm2(rig.device)
     given = facts(2 * WAITING)
-    edit_all(engine_of(model, Plan()), given[:2], together=True)  # warms up
+    edit_all(engine_of(model, EditConfig()), given[:2], together=True)  # warms up
     halves = {"alone": given[:WAITING], f"{WAITING}-waiting": given[WAITING:]}
     for way, some in halves.items():
-        engine = engine_of(model, Plan())
+        engine = engine_of(model, EditConfig())
         seconds, (outcomes, records) = timed(rig.device, partial(edit_all, engine, some, together=way != "alone"))
         steps = [outcome.steps for outcome in outcomes if outcome.steps is not UNSET]
         yield Row(f"edit/smollm2/{way}/edits-per-second", len(some) / seconds, "1/s")

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from gracestream.pipeline.codebook.key_index import KeyIndex
-from gracestream.pipeline.search.key_search import NO_SLOT, KeySearch, TorchSearch, search_for
+from gracestream.pipeline.search.key_search import NO_SLOT, KeySearch, TorchSearch, search_class_for
 from tests.bench.codebooks import filled
 from tests.bench.device import copy_rate, timed
 from tests.bench.framework import Row
@@ -68,7 +68,7 @@ def _case(rig: Rig, count: int, width: int, kind: str, offset: float) -> Iterato
         wrong += [f"{way}: {one}" for one in found]
         yield Row(f"{name}/wrong/{way}", len(found), "count", 0)
         for batch in BATCHES:
-            spent = _milliseconds(rig, partial(index.covering, queries_BD[:batch]))
+            spent = _milliseconds(rig, partial(index.nearest_within_radius, queries_BD[:batch]))
             yield Row(f"{name}/batch{batch}/{way}", spent, "ms", floor)
         del index  # a device may not have room for two
     halves_N = torch.linalg.vector_norm(keys_ND, dim=1).square() / 2
@@ -88,12 +88,12 @@ def _milliseconds(rig: Rig, call: Callable[[], object]) -> float:
 
 def _searches(device: torch.device) -> dict[str, type[KeySearch] | None]:
     """What the product chooses (None), and the search by torch where it chooses another; on a CPU that is a GPU's."""
-    return {"ours": None} if search_for(device) is TorchSearch else {"ours": None, "torch": TorchSearch}
+    return {"ours": None} if search_class_for(device) is TorchSearch else {"ours": None, "torch": TorchSearch}
 
 
 def _wrong(index: KeyIndex, queries_BD: torch.Tensor, keys_ND: torch.Tensor, radii_N: np.ndarray) -> list[str]:
     """Every look-up that brute force contradicts, in words."""
-    nearest, covering = index.nearest(queries_BD), index.covering(queries_BD)
+    nearest, covering = index.nearest(queries_BD), index.nearest_within_radius(queries_BD)
     wrong = []
     for row, query_D in enumerate(queries_BD):
         slot, distance = _brute_force(query_D, keys_ND)

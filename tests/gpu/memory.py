@@ -40,11 +40,11 @@ def _index(rig: Rig, count: int, width: int) -> Iterator[Row]:
     queries_BD = torch.from_numpy(keys_ND[:BATCH].copy()).to(rig.device)
     before = held(rig.device)
     index = KeyIndex(codebook, rig.device)
-    index.covering(queries_BD)
+    index.nearest_within_radius(queries_BD)
     taken = held(rig.device) - before
     path = f"memory/index/{count // 1000}k-x-{width}"
     yield Row(f"{path}/megabytes", taken / 1e6, "MB", keys_ND.nbytes / 1e6)
-    added = peak(rig.device, partial(index.covering, queries_BD))
+    added = peak(rig.device, partial(index.nearest_within_radius, queries_BD))
     yield Row(f"{path}/look-up-adds", added / 1e6, "MB")
 
 

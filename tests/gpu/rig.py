@@ -74,13 +74,13 @@ def smollm2(device: torch.device, max_new_tokens: int = 16, dtype: str = "float3
     if find_spec("pydantic_settings") is None:
         raise SkipError("SmolLM2 needs the package pydantic-settings: pip install pydantic-settings")
     from gracestream.pipeline.model.checkpoint import ModelError  # noqa: PLC0415 - likewise
-    from gracestream.pipeline.model.registry import KNOWN, prepare  # noqa: PLC0415 - likewise
+    from gracestream.pipeline.model.registry import KNOWN_MODELS, ensure_model_built  # noqa: PLC0415 - likewise
     from gracestream.pipeline.settings import load_settings  # noqa: PLC0415 - likewise
 
     try:
-        folder = prepare("smollm2", load_settings().cache, lambda _line: None)
+        folder = ensure_model_built("smollm2", load_settings().cache, lambda _line: None)
     except ModelError as error:
         raise SkipError(str(error)) from error
     limits = Limits(max_new_tokens=max_new_tokens)
-    layer = KNOWN["smollm2"].layer
+    layer = KNOWN_MODELS["smollm2"].default_layer
     return EditableModel.load(str(folder), layer, device=device.type, dtype=dtype, limits=limits)

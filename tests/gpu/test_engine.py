@@ -19,29 +19,29 @@ from transformers import BertConfig, BertModel
 
 from gracestream.pipeline.codebook import key_index
 from gracestream.pipeline.codebook.codebook import Codebook
-from gracestream.pipeline.codebook.key_index import CANDIDATES, MOST_CANDIDATES, KeyIndex
-from gracestream.pipeline.device import CUDA_DEFAULTS, arithmetic, prepare_cuda
-from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.codebook.key_index import INITIAL_CANDIDATES, MAX_CANDIDATES, KeyIndex
+from gracestream.pipeline.device import CUDA_ENVIRONMENT_DEFAULTS, arithmetic_settings, prepare_cuda
+from gracestream.pipeline.editing.config import EditConfig
 from gracestream.pipeline.editing.engine import EditEngine
-from gracestream.pipeline.editing.provenance import environment
-from gracestream.pipeline.editing.result import correction
-from gracestream.pipeline.editing.tolerance import query_noise
-from gracestream.pipeline.editing.value_training import Recipe
+from gracestream.pipeline.editing.provenance import describe_environment
+from gracestream.pipeline.editing.result import make_correction
+from gracestream.pipeline.editing.tolerance import measure_query_noise
+from gracestream.pipeline.editing.value_training import ValueTrainingConfig
 from gracestream.pipeline.model.editable import EditableModel
-from gracestream.pipeline.model.probe_texts import TEXTS
-from gracestream.pipeline.model.sentence_encoder import Encoder
+from gracestream.pipeline.model.probe_texts import PROBE_TEXTS
+from gracestream.pipeline.model.sentence_encoder import SentenceEncoder
 from gracestream.pipeline.search.distance import exact_distances
 from gracestream.pipeline.search.key_search import (
-    FAISS_BYTES,
-    FAISS_KEYS,
-    Candidates,
+    FAISS_GPU_BYTES,
+    FAISS_TILE_KEYS,
     FaissOnGpu,
     KeySearch,
+    KeySearchResult,
     TorchSearch,
     _gpu_resources,
-    faiss_library,
-    queries_of_a_call,
-    search_for,
+    load_faiss,
+    max_queries_per_call,
+    search_class_for,
 )
 from gracestream.schemas.deltas import EntryChange, decode_delta
 from gracestream.schemas.messages import Feedback, Parameters
@@ -75,10 +75,10 @@ class Way:
 
     def story(self, model: EditableModel) -> Story:
         """The history of an engine, in its first term."""
-        engine = EditEngine(model, "default", Plan())
+        engine = EditEngine(model, "default", EditConfig())
         engine.index = self.index(engine.codebook)
         told = Story(engine)
-        told.lead(engine.plan)
+        told.lead(engine.config)
         return told
 
     def engine(self, model: EditableModel) -> EditEngine:
@@ -96,7 +96,7 @@ WAYS = [
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest) -> Way:
     found: Way = request.param
-    if found.search is FaissOnGpu and not hasattr(faiss_library(), "StandardGpuResources"):
+    if found.search is FaissOnGpu and not hasattr(load_faiss(), "StandardGpuResources"):
         pytest.skip("faiss-gpu is not installed")
     if found.device == "cuda":
         prepare_cuda()
@@ -107,7 +107,7 @@ def way(request: pytest.FixtureRequest) -> Way:
 def prepared(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a search for CUDA sets is put back, where there is no GPU that other tests use."""
     was = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    for name, value in CUDA_DEFAULTS.items():
+    for name, value in CUDA_ENVIRONMENT_DEFAULTS.items():
         monkeypatch.setenv(name, value)
     yield
     torch.set_float32_matmul_precision(was[0])
@@ -141,10 +141,10 @@ def test_look_ups_are_those_of_brute_force(way: Way, norm: float, spread: float)
     index, on_host = way.index(codebook), KeyIndex(codebook, torch.device("cpu"))
     asked_BD = torch.from_numpy(queries_BD).to(way.device)
     slots, distances_B = brute_force(queries_BD, codebook)
-    nearest, covering = index.nearest(asked_BD), index.covering(asked_BD)
+    nearest, covering = index.nearest(asked_BD), index.nearest_within_radius(asked_BD)
     assert nearest.slots_B.tolist() == slots
     np.testing.assert_allclose(nearest.distances_B.numpy(), distances_B, rtol=2e-7)
-    expected = on_host.covering(torch.from_numpy(queries_BD))
+    expected = on_host.nearest_within_radius(torch.from_numpy(queries_BD))
     assert covering.slots_B.tolist() == expected.slots_B.tolist()
     torch.testing.assert_close(covering.distances_B, expected.distances_B)
     assert 0 < sum(slot >= 0 for slot in covering.slots_B.tolist()) < len(queries_BD)
@@ -154,8 +154,8 @@ def test_the_last_resort_is_not_taken_where_candidates_decide(way: Way, monkeypa
     """Off the origin as well, where a product of the keys as they are would tell nothing apart."""
     queries_BD, codebook = scene(7, 1e3, 1.0, clusters=1)
     index = way.index(codebook)
-    monkeypatch.setattr(key_index, "_roughly", lambda *_: pytest.fail("all keys were compared"))
-    index.covering(torch.from_numpy(queries_BD).to(way.device))
+    monkeypatch.setattr(key_index, "_squared_distances", lambda *_: pytest.fail("all keys were compared"))
+    index.nearest_within_radius(torch.from_numpy(queries_BD).to(way.device))
 
 
 def test_a_look_up_is_one_search_and_one_wait(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,18 +163,18 @@ def test_a_look_up_is_one_search_and_one_wait(way: Way, monkeypatch: pytest.Monk
     generator = np.random.default_rng(5)
     index = way.index(filled(generator.standard_normal((3000, 48), np.float32), 6.0))
     asked_BD = torch.from_numpy(generator.standard_normal((32, 48), np.float32)).to(way.device)
-    index.covering(asked_BD[:1])  # moves the keys
+    index.nearest_within_radius(asked_BD[:1])  # moves the keys
     searches, search = [], index._search.search
 
-    def counting(queries_BD: torch.Tensor, count: int) -> Candidates:
+    def counting(queries_BD: torch.Tensor, count: int) -> KeySearchResult:
         searches.append(count)
         return search(queries_BD, count)
 
     monkeypatch.setattr(index._search, "search", counting)
     with warnings.catch_warnings(record=True) as told, waits_told(way.device):
         warnings.simplefilter("always")
-        index.covering(asked_BD)
-    assert searches == [CANDIDATES]
+        index.nearest_within_radius(asked_BD)
+    assert searches == [INITIAL_CANDIDATES]
     if way.search is TorchSearch:
         assert sum("synchroniz" in str(one.message) for one in told) == (way.device == "cuda")
 
@@ -191,7 +191,7 @@ def waits_told(device: str) -> Iterator[None]:
             torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("copies", [2, CANDIDATES + 1, MOST_CANDIDATES + 100])
+@pytest.mark.parametrize("copies", [2, INITIAL_CANDIDATES + 1, MAX_CANDIDATES + 100])
 def test_of_equal_distances_the_first_id_wins(way: Way, copies: int) -> None:
     """Also of more than one search proposes, where all keys are compared at last."""
     generator = np.random.default_rng(2)
@@ -207,14 +207,14 @@ def test_odd_queries_and_an_empty_codebook_have_no_nearest_key(way: Way) -> None
     queries_BD = torch.zeros(3, 4, device=way.device)
     queries_BD[1, 2] = torch.nan
     assert way.index(filled(np.ones((50, 4)))).nearest(queries_BD).slots_B.tolist() == [0, -1, 0]
-    assert way.index(new_codebook()).covering(queries_BD).slots_B.tolist() == [-1, -1, -1]
+    assert way.index(new_codebook()).nearest_within_radius(queries_BD).slots_B.tolist() == [-1, -1, -1]
     huge = np.full((40, 4), 1e25) * np.arange(1, 41)[:, None]
     found = way.index(filled(huge)).nearest(torch.full((1, 4), 3e25, device=way.device))
     assert found.slots_B.tolist() == [2]
 
 
 def test_an_index_follows_what_a_codebook_adds_and_removes(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gracestream.pipeline.search.key_search.ROOM", 8)
+    monkeypatch.setattr("gracestream.pipeline.search.key_search.INITIAL_KEY_CAPACITY", 8)
     generator = np.random.default_rng(3)
     codebook = new_codebook()
     index = way.index(codebook)
@@ -235,31 +235,31 @@ def targets(kind: str) -> list[str]:
 def corrections(kind: str) -> list[tuple[Feedback, int]]:
     """A dozen, with their offsets."""
     return [
-        (correction(f"f{number}", text, target), number)
-        for number, (text, target) in enumerate(zip(TEXTS, targets(kind), strict=False))
+        (make_correction(f"f{number}", text, target), number)
+        for number, (text, target) in enumerate(zip(PROBE_TEXTS, targets(kind), strict=False))
     ]
 
 
 def corrected(engine: EditEngine, kind: str) -> tuple[list[str], list[bytes]]:
     """What becomes of a dozen corrections, of which the first half wait and are trained together; and the records."""
     asked = corrections(kind)
-    ahead = engine.train_ahead(asked[:6])
+    ahead = engine.draft_values(asked[:6])
     statuses: list[str] = []
     records = []
     for feedback, offset in asked:
-        edited = engine.edit(feedback, offset, ahead=ahead.get(offset))
+        edited = engine.edit(feedback, offset, draft=ahead.get(offset))
         assert edited.outcome is not None
         statuses.append(edited.outcome.status)
-        if edited.record is not None:
-            engine.apply(edited.record)
-            records.append(edited.record)
+        if edited.delta_record is not None:
+            engine.apply(edited.delta_record)
+            records.append(edited.delta_record)
     return statuses, records
 
 
 def answers(engine: EditEngine, batch: int = 5) -> list[tuple[str, str | None]]:
     """What all inputs are answered with, and by which entry."""
     found = []
-    prompts = [engine.model.task.tokenize(text) for text in TEXTS[:20]]
+    prompts = [engine.model.task.tokenize(text) for text in PROBE_TEXTS[:20]]
     for start in range(0, len(prompts), batch):
         asked = prompts[start : start + batch]
         served = engine.model.answer(asked, [Parameters()] * len(asked), engine.lookup)
@@ -272,8 +272,8 @@ def answers(engine: EditEngine, batch: int = 5) -> list[tuple[str, str | None]]:
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_a_stream_of_edits_is_decided_and_answered_as_on_the_cpu(way: Way, kind: str) -> None:
-    engine, usual = way.engine(editable(kind, device=way.device)), EditEngine(editable(kind), "default", Plan())
-    usual.apply(usual.lead({}))
+    engine, usual = way.engine(editable(kind, device=way.device)), EditEngine(editable(kind), "default", EditConfig())
+    usual.apply(usual.lead_delta({}))
     statuses, _ = corrected(engine, kind)
     assert statuses == corrected(usual, kind)[0]
     assert answers(engine) == answers(usual)
@@ -302,7 +302,7 @@ def test_a_history_that_is_trained_anew_gives_its_records_to_the_byte(way: Way, 
     told.feedback += [feedback for feedback, _ in corrections(kind)]
     assert told.undo("u", f"f{statuses.index('added')}").status == "undone"
     model = editable(kind, device=way.device)
-    anew = retraining.Retraining(model, dict(enumerate(told.feedback)), lambda plan: environment(model, plan))
+    anew = retraining.Retraining(model, dict(enumerate(told.feedback)), lambda plan: describe_environment(model, plan))
     assert all(map(anew.fold, told.deltas)), anew.compared
     assert anew.records == told.deltas
     assert anew.compared.decisions == anew.compared.same_records == len(told.deltas) - 1
@@ -315,12 +315,12 @@ def replaced(way: Way, others: int) -> Story:
     """So many entries far from all queries; and a correction, and another one of the same input."""
     told = way.story(editable("bert", device=way.device))
     model, book = told.engine.model, told.engine.codebook
-    width = model.queries([model.task.tokenize(TEXTS[0])]).shape[1]
+    width = model.queries([model.task.tokenize(PROBE_TEXTS[0])]).shape[1]
     keys_ND = 1e3 + np.random.default_rng(8).standard_normal((others, width), np.float32)
     value_V = np.zeros(model.module.config.hidden_size)
     told.apply(sealed(book, *(added(f"other{row}", key_D, 1.0, value=value_V) for row, key_D in enumerate(keys_ND))))
     for name, target in (("first", "wrong"), ("second", "both")):
-        assert told.take(correction(name, TEXTS[0], target)).status in ("added", "replaced")
+        assert told.take(make_correction(name, PROBE_TEXTS[0], target)).status in ("added", "replaced")
     return told
 
 
@@ -338,7 +338,7 @@ def test_an_undo_is_decided_as_on_the_cpu(way: Way) -> None:
 @pytest.mark.parametrize("kind", ["llama", "t5-decoder", "bert"])
 def test_edits_of_a_model_in_half_precision_are_served(way: Way, kind: str, dtype: torch.dtype) -> None:
     engine = way.engine(editable(kind, device=way.device, dtype=dtype))
-    engine.plan = Plan(recipe=Recipe(learning_rate=0.5))
+    engine.config = EditConfig(recipe=ValueTrainingConfig(learning_rate=0.5))
     statuses, _ = corrected(engine, kind)
     made = [row for row, status in enumerate(statuses) if status != "rejected"]
     assert len(made) > 6
@@ -347,7 +347,7 @@ def test_edits_of_a_model_in_half_precision_are_served(way: Way, kind: str, dtyp
         assert [said[row][0] for row in made] == [targets(kind)[row] for row in made]
 
 
-def encoder(device: str) -> Encoder:
+def encoder(device: str) -> SentenceEncoder:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         config = BertConfig(
@@ -355,15 +355,15 @@ def encoder(device: str) -> Encoder:
             max_position_embeddings=24, initializer_range=0.3, pad_token_id=0,
         )  # fmt: skip
         module = BertModel(config)
-    return Encoder(module.to(device), tokenizer("bert"), "encoder")
+    return SentenceEncoder(module.to(device), tokenizer("bert"), "encoder")
 
 
 def test_an_encoders_queries_and_edits_are_those_of_the_cpu(way: Way) -> None:
     engine = way.engine(editable("llama", device=way.device, encoder=encoder(way.device)))
-    usual = EditEngine(editable("llama", encoder=encoder("cpu")), "default", Plan())
-    usual.apply(usual.lead({}))
+    usual = EditEngine(editable("llama", encoder=encoder("cpu")), "default", EditConfig())
+    usual.apply(usual.lead_delta({}))
     ours_BD, theirs_BD = (
-        one.model.queries([one.model.task.tokenize(text) for text in TEXTS[:12]]).cpu() for one in (engine, usual)
+        one.model.queries([one.model.task.tokenize(text) for text in PROBE_TEXTS[:12]]).cpu() for one in (engine, usual)
     )
     torch.testing.assert_close(ours_BD, theirs_BD, atol=1e-5, rtol=1e-5)
     assert corrected(engine, "llama")[0] == corrected(usual, "llama")[0]
@@ -375,15 +375,15 @@ def test_an_encoders_queries_and_edits_are_those_of_the_cpu(way: Way) -> None:
 def test_the_tolerance_covers_the_noise_of_queries(way: Way, kind: str, dtype: torch.dtype) -> None:
     """On the device, and between it and a CPU."""
     model = editable(kind, device=way.device, dtype=dtype)
-    alone, between = query_noise(model), query_noise(model, editable(kind, dtype=dtype))
+    alone, between = measure_query_noise(model), measure_query_noise(model, editable(kind, dtype=dtype))
     assert alone.of_tolerance <= 1, alone
     assert between.of_tolerance <= 1, between
 
 
 def test_keys_on_a_gpu_are_never_searched_on_the_host() -> None:
     """Not even beside faiss-cpu, which takes numpy arrays alone."""
-    on_gpu = FaissOnGpu if hasattr(faiss_library(), "StandardGpuResources") else TorchSearch
-    assert search_for(torch.device("cuda")) is on_gpu
+    on_gpu = FaissOnGpu if hasattr(load_faiss(), "StandardGpuResources") else TorchSearch
+    assert search_class_for(torch.device("cuda")) is on_gpu
 
 
 class FaissRehearsed(FaissOnGpu):
@@ -393,7 +393,7 @@ class FaissRehearsed(FaissOnGpu):
 
     def _knn(self, points_BD: torch.Tensor, points_ND: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         self.calls = [*getattr(self, "calls", []), len(points_BD)]
-        faiss: Any = faiss_library()
+        faiss: Any = load_faiss()
         squares_BK, slots_BK = faiss.knn(points_BD.numpy(), points_ND.numpy(), count)
         return torch.from_numpy(squares_BK), torch.from_numpy(slots_BK)
 
@@ -403,26 +403,26 @@ def test_a_batch_that_faiss_has_no_memory_for_is_searched_in_parts(monkeypatch: 
     index = KeyIndex(codebook, torch.device("cpu"), FaissRehearsed)
     search = index._search
     assert isinstance(search, FaissRehearsed)
-    monkeypatch.setattr("gracestream.pipeline.search.key_search.FAISS_BYTES", 2**19)
-    index._settle_search()
+    monkeypatch.setattr("gracestream.pipeline.search.key_search.FAISS_GPU_BYTES", 2**19)
+    index._sync_search()
     search.calls = []
-    search.search(torch.from_numpy(queries_BD), CANDIDATES)
+    search.search(torch.from_numpy(queries_BD), INITIAL_CANDIDATES)
     assert len(search.calls) > 2
     assert sum(search.calls) == len(queries_BD)
-    assert max(search.calls) == queries_of_a_call(len(codebook), CANDIDATES)
+    assert max(search.calls) == max_queries_per_call(len(codebook), INITIAL_CANDIDATES)
     assert index.nearest(torch.from_numpy(queries_BD)).slots_B.tolist() == brute_force(queries_BD, codebook)[0]
 
 
-@pytest.mark.parametrize("count", [CANDIDATES, MOST_CANDIDATES])
-@pytest.mark.parametrize("keys", [1000, FAISS_KEYS, 2_000_000])
+@pytest.mark.parametrize("count", [INITIAL_CANDIDATES, MAX_CANDIDATES])
+@pytest.mark.parametrize("keys", [1000, FAISS_TILE_KEYS, 2_000_000])
 def test_a_call_of_faiss_needs_no_more_than_its_memory(keys: int, count: int) -> None:
     """By the arrays that FAISS's `runDistance` makes, each rounded up; a usual batch is one call."""
-    queries = queries_of_a_call(keys, count)
-    compared = min(keys, FAISS_KEYS)
+    queries = max_queries_per_call(keys, count)
+    compared = min(keys, FAISS_TILE_KEYS)
     tiles = math.ceil(keys / compared)
     numbers = [queries * compared, queries * tiles * count, 2 * queries * tiles * count]
     arrays = [4 * number for number in (keys, queries, *numbers, *numbers)]
-    assert sum(256 * math.ceil(size / 256) for size in arrays) <= FAISS_BYTES
+    assert sum(256 * math.ceil(size / 256) for size in arrays) <= FAISS_GPU_BYTES
     assert queries >= 64
 
 
@@ -454,13 +454,13 @@ class TestOnTorchsModelOfAGpu:
     def test_a_search_waits_once(self) -> None:
         held = np.ones((40, 6), np.float32)
         search = TorchSearch(torch.device("cuda"), lambda: held)
-        search.settle(None)
-        search.settle([3, 5])
+        search.sync(None)
+        search.sync([3, 5])
         with Transfers() as transfers:  # type: ignore[no-untyped-call]
-            found = search.search(torch.empty(7, 6, device="cuda"), CANDIDATES)
+            found = search.search(torch.empty(7, 6, device="cuda"), INITIAL_CANDIDATES)
         assert transfers.count == 1
         assert (found.summary_B4.device.type, found.summary_B4.shape) == ("cpu", (7, 4))
-        assert (found.slots_BK.device.type, found.slots_BK.shape) == ("cuda", (7, CANDIDATES))
+        assert (found.slots_BK.device.type, found.slots_BK.shape) == ("cuda", (7, INITIAL_CANDIDATES))
 
     @pytest.mark.parametrize("kind", list(KINDS))
     def test_passes_through_a_model_mix_no_devices(self, kind: str) -> None:
@@ -469,21 +469,21 @@ class TestOnTorchsModelOfAGpu:
         model = EditableModel(
             module, tokenizer(KINDS[kind].special_tokens), KINDS[kind].layer, limits=LIMITS, fingerprint=MODEL
         )
-        prompts = [model.task.tokenize(text) for text in TEXTS[:3]]
+        prompts = [model.task.tokenize(text) for text in PROBE_TEXTS[:3]]
         assert model.queries(prompts).device.type == "cuda"
-        supervised = model.supervised(TEXTS[0], targets(kind)[0])[1]
+        supervised = model.prepare_correction(PROBE_TEXTS[0], targets(kind)[0])[1]
         causal = kind in ("llama", "gpt2")  # what it keeps of a pass depends on a number: where the prompt ends
         with torch.no_grad():
-            with model.adaptor.watching(supervised.batch) as session:
-                logits, rest = model.passes._passed(supervised, "none" if causal else "all")
-            edited = model.passes._edited(rest, session.outputs_BV)
+            with model.adaptor.capture_output(supervised.batch) as session:
+                logits, rest = model.suffix_runner._run_whole_pass(supervised, "none" if causal else "all")
+            edited = model.suffix_runner._edited_logits(rest, session.outputs_BV)
         assert {one.device.type for one in (*logits, *edited, session.outputs_BV)} == {"cuda"}
         batch, values_BV = model.task.batch(prompts), torch.zeros(3, session.outputs_BV.shape[1], device="cpu")
         on_host = torch.tensor([True, False, True]), values_BV
-        with torch.inference_mode(), model.adaptor.predicting(batch, lambda _: on_host) as session:
-            model.task.observe(batch)
-        assert session.replaced_B is not None
-        assert {session.queries_BD.device.type, session.replaced_B.device.type} == {"cuda"}
+        with torch.inference_mode(), model.adaptor.with_lookup(batch, lambda _: on_host) as session:
+            model.task.forward_prompt(batch)
+        assert session.inject_mask_B is not None
+        assert {session.queries_BD.device.type, session.inject_mask_B.device.type} == {"cuda"}
 
 
 @pytest.mark.gpu
@@ -496,11 +496,11 @@ class TestOnAGpu:
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
         search = TorchSearch(torch.device("cuda"), lambda: keys_ND)
-        search.settle(None)
+        search.sync(None)
         held = torch.cuda.memory_allocated() - before
         assert held < 1.3 * 2 * keys_ND.nbytes
         torch.cuda.reset_peak_memory_stats()
-        search.search(torch.zeros(32, width, device="cuda"), MOST_CANDIDATES)
+        search.search(torch.zeros(32, width, device="cuda"), MAX_CANDIDATES)
         assert torch.cuda.max_memory_allocated() - before - held < 500 * 2**20
 
     def test_an_undo_makes_no_second_copy_of_the_keys(self) -> None:
@@ -513,15 +513,15 @@ class TestOnAGpu:
         assert torch.cuda.max_memory_allocated() - before < keys_bytes / 2
 
     def test_a_large_batch_fits_the_memory_that_faiss_keeps(self, capfd: pytest.CaptureFixture[str]) -> None:
-        if not hasattr(faiss_library(), "StandardGpuResources"):
+        if not hasattr(load_faiss(), "StandardGpuResources"):
             pytest.skip("faiss-gpu is not installed")
-        keys_ND = np.random.default_rng(6).standard_normal((FAISS_KEYS + 1000, 64), np.float32)
+        keys_ND = np.random.default_rng(6).standard_normal((FAISS_TILE_KEYS + 1000, 64), np.float32)
         search = FaissOnGpu(torch.device("cuda"), lambda: keys_ND)
-        search.settle(None)
+        search.sync(None)
         resources = _gpu_resources()
         resources.setLogMemoryAllocations(True)
         try:
-            search.search(torch.zeros(512, 64, device="cuda"), MOST_CANDIDATES)
+            search.search(torch.zeros(512, 64, device="cuda"), MAX_CANDIDATES)
         finally:
             resources.setLogMemoryAllocations(False)
         said = capfd.readouterr().out
@@ -530,7 +530,7 @@ class TestOnAGpu:
 
     def test_the_environment_names_what_decides_the_bits(self) -> None:
         prepare_cuda()
-        told = arithmetic(torch.device("cuda"))
+        told = arithmetic_settings(torch.device("cuda"))
         assert told["tf32"] == "False"
         assert told["cublas_workspace"] == ":4096:8"
         assert told["driver"] != "unknown"

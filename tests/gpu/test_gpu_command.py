@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gracestream.pipeline.device import CUDA_DEFAULTS
+from gracestream.pipeline.device import CUDA_ENVIRONMENT_DEFAULTS
 from tests.bench.framework import ROOT, Row
 from tests.gpu import __main__ as command
 from tests.gpu import worker
@@ -66,7 +66,7 @@ def begun(path: Path) -> int:
 def test_without_a_gpu_a_worker_says_why_and_begins_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in CUDA_DEFAULTS.items():
+    for name, value in CUDA_ENVIRONMENT_DEFAULTS.items():
         monkeypatch.setenv(name, value)  # which the worker sets in its process
     path = tmp_path / "report.json"
     assert begun(path) == worker.NO_DEVICE

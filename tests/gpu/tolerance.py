@@ -6,10 +6,10 @@ from functools import partial
 
 import torch
 
-from gracestream.pipeline.codebook.policy import ROUNDINGS
-from gracestream.pipeline.editing.tolerance import query_noise
+from gracestream.pipeline.codebook.policy import DTYPE_TOLERANCES
+from gracestream.pipeline.editing.tolerance import measure_query_noise
 from gracestream.pipeline.model.editable import EditableModel
-from gracestream.pipeline.model.probe_texts import TEXTS
+from gracestream.pipeline.model.probe_texts import PROBE_TEXTS
 from tests.bench.framework import Row
 from tests.bench.random_models import RandomModel, texts
 from tests.gpu.rig import Case, CheckError, Rig, smollm2
@@ -45,23 +45,23 @@ def _random(rig: Rig, shape: RandomModel, dtype: str) -> Iterator[Row]:
 def _trained(rig: Rig, dtype: str) -> Iterator[Row]:
     devices = ["cuda", "cpu"] if rig.cuda else ["cpu"]
     models = [smollm2(torch.device(device), dtype=dtype) for device in devices]
-    yield from _case("smollm2", models, TEXTS[:INPUTS])
+    yield from _case("smollm2", models, PROBE_TEXTS[:INPUTS])
 
 
 def _case(name: str, models: Sequence[EditableModel], inputs: Sequence[str]) -> Iterator[Row]:
     """Of a model on the device, and of a copy of it on the CPU if there is one."""
     dtype, too_far = models[0].query_dtype, []
-    found = {"own-device": query_noise(models[0], inputs=inputs)}
+    found = {"own-device": measure_query_noise(models[0], inputs=inputs)}
     if len(models) > 1:
-        found["with-cpu"] = query_noise(*models, inputs=inputs[-ON_CPU:])
+        found["with-cpu"] = measure_query_noise(*models, inputs=inputs[-ON_CPU:])
     for between, noise in found.items():
         path = f"tolerance/{name}/{dtype}/{between}"
-        yield Row(f"{path}/relative", noise.relative, "relative", ROUNDINGS[dtype].share)
+        yield Row(f"{path}/relative", noise.relative, "relative", DTYPE_TOLERANCES[dtype].relative)
         yield Row(f"{path}/of-tolerance", noise.of_tolerance, "x", 1)
         if not noise.of_tolerance <= RADIUS:  # which is so where it is not a number
             too_far.append(
                 f"{between}: a query moves by {noise.relative:.3g} of its norm, {noise.of_tolerance:.3g} times the"
-                f" tolerance; raise ROUNDINGS[{dtype!r}], which is {ROUNDINGS[dtype].share:.3g}"
+                f" tolerance; raise ROUNDINGS[{dtype!r}], which is {DTYPE_TOLERANCES[dtype].relative:.3g}"
             )
     if too_far:
         raise CheckError("; ".join(too_far))

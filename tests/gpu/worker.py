@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from gracestream.pipeline.search.key_search import search_for
+from gracestream.pipeline.search.key_search import search_class_for
 from tests.bench.device import available, version, why_no_gpu
 from tests.bench.framework import Row, machine, shown
 from tests.gpu.report import PARTS, CaseReport, PartReport, Report
@@ -142,7 +142,7 @@ def _works(device: torch.device) -> bool:
 def facts(device: str) -> dict[str, str | int]:
     """What the run is measured on: the machine, versions, and variables that change what a GPU computes."""
     versions = {package: version(package) for package in ("numpy", "msgspec", "safetensors", "tokenizers")}
-    search = {"search": search_for(torch.device(device)).__name__}
+    search = {"search": search_class_for(torch.device(device)).__name__}
     return {
         **machine(device),
         **versions,

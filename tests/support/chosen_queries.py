@@ -11,26 +11,26 @@ import torch
 from torch import Tensor, nn
 
 from gracestream.pipeline.codebook.codebook import Label
-from gracestream.pipeline.codebook.lookup import Asked
-from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.codebook.lookup import WordingGetter
+from gracestream.pipeline.editing.config import EditConfig
 from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.model.adaptor import Adaptor
 from gracestream.pipeline.model.batch import Batch, Prompt
 from gracestream.pipeline.model.editable import EditableModel
-from gracestream.pipeline.model.suffix_pass import Passes
-from gracestream.pipeline.model.tasks.base import Answer, InputError, Supervised, Task
-from gracestream.pipeline.wording.comparison import common_words, contrasts
+from gracestream.pipeline.model.suffix_pass import SuffixRunner
+from gracestream.pipeline.model.tasks.base import InputError, ModelAnswer, ModelTask, TargetPass
+from gracestream.pipeline.wording.comparison import common_words, contrast_groups
 from gracestream.schemas.messages import Inputs, Outputs, Parameters
 from tests.support.tiny_models import CODEBOOK, MODEL
 
 CLASSES = 4
 
 
-COMMON = tuple(sorted(word for word in common_words() if len(word) > 1 and not contrasts().get(word)))
+COMMON = tuple(sorted(word for word in common_words() if len(word) > 1 and not contrast_groups().get(word)))
 """Words in which wordings may differ that agree."""
 
 
-class PointTask(Task):
+class PointTask(ModelTask):
     """Inputs are numbers, `0.5 -1 2`; a target is a class."""
 
     def __init__(self, module: nn.Module, worded: bool) -> None:
@@ -58,44 +58,44 @@ class PointTask(Task):
         region = sum(7**place * round(tenths / 10) for place, tenths in enumerate(prompt.token_ids))
         return f"place {sum(prompt.token_ids) % 2} {COMMON[region % len(COMMON)]}"
 
-    def asked(self, batch: Batch) -> Asked:
+    def wording_getter(self, batch: Batch) -> WordingGetter:
         if not self.worded:
             return lambda _row: ""
         return lambda row: self.wording(self.tokenize(at(*batch.kwargs["points_B1D"][row, 0].tolist())))
 
-    def observe(self, batch: Batch) -> None:
+    def forward_prompt(self, batch: Batch) -> None:
         self.model(batch.kwargs["points_B1D"])
 
-    def run(self, batch: Batch, parameters: Sequence[Parameters]) -> list[Answer]:
+    def run(self, batch: Batch, parameters: Sequence[Parameters]) -> list[ModelAnswer]:
         del parameters
         classes_B = self._logits(batch.kwargs["points_B1D"])[:, 0].argmax(dim=-1)
-        return [Answer(Outputs(label=str(found))) for found in classes_B.tolist()]
+        return [ModelAnswer(Outputs(label=str(found))) for found in classes_B.tolist()]
 
-    def admit(self, prompt: Prompt, parameters: Parameters) -> object:
+    def batch_key(self, prompt: Prompt, parameters: Parameters) -> object:
         del prompt, parameters
         return None
 
-    def gives(self, answer: Answer, label: Label, parameters: Parameters) -> bool:
+    def matches_target(self, answer: ModelAnswer, label: Label, parameters: Parameters) -> bool:
         del parameters
-        return answer.outputs.label == self.text(label)
+        return answer.outputs.label == self.decode_label(label)
 
-    def label(self, inputs: Inputs, target: str) -> Label:
+    def encode_target(self, inputs: Inputs, target: str) -> Label:
         del inputs
         if int(target) >= CLASSES:
             raise InputError(f"no class {target}")
         return (int(target),)
 
-    def text(self, label: Label) -> str:
+    def decode_label(self, label: Label) -> str:
         return str(label[0])
 
-    def supervised(self, inputs: Inputs, label: Label) -> Supervised:
+    def make_target_pass(self, inputs: Inputs, label: Label) -> TargetPass:
         points_11D = torch.tensor([[[float(number) for number in str(inputs).split()]]])
-        return Supervised(Batch({"points_B1D": points_11D}, None), (torch.tensor(label),), 1)
+        return TargetPass(Batch({"points_B1D": points_11D}, None), (torch.tensor(label),), 1)
 
-    def logits(self, supervised: Supervised) -> list[Tensor]:
-        return list(self._logits(supervised.batch.kwargs["points_B1D"]))
+    def logits(self, target_pass: TargetPass) -> list[Tensor]:
+        return list(self._logits(target_pass.batch.kwargs["points_B1D"]))
 
-    def _padding(self, name: str) -> int:
+    def _pad_value(self, name: str) -> int:
         del name
         return 0
 
@@ -110,19 +110,19 @@ class PointModel(EditableModel):
         self.module.bias.data = torch.eye(CLASSES)[0]
         self.module.requires_grad_(requires_grad=False)
         self.layer, self.dtype, self.fingerprint = "", "float32", MODEL
-        self.queried, self.query_dtype = "last", "float32"
+        self.query_source, self.query_dtype = "last", "float32"
         self._encoder, self.reads_text = None, False
         self.device = torch.device("cpu")
         self.task = PointTask(self.module, worded)
         self.adaptor = Adaptor(self.module, "last", "last")
-        self.passes = Passes(self.module, self.layer, self.task, self.adaptor)
-        self.passes._shortcuts, self.passes._pads = "none", True
+        self.suffix_runner = SuffixRunner(self.module, self.layer, self.task, self.adaptor)
+        self.suffix_runner._optimisations, self.suffix_runner._padding_supported = "none", True
 
 
-def engine(plan: Plan, width: int = 2, *, worded: bool = False) -> EditEngine:
+def engine(plan: EditConfig, width: int = 2, *, worded: bool = False) -> EditEngine:
     """An engine in its first term."""
     made = EditEngine(PointModel(width, worded=worded), CODEBOOK, plan)
-    made.apply(made.lead({}))
+    made.apply(made.lead_delta({}))
     return made
 
 
@@ -132,8 +132,10 @@ def at(*coordinates: float) -> str:
 
 def answer(made: EditEngine, *point: float) -> int:
     """The class that the edited model gives a point."""
-    supervised = made.model.task.supervised(at(*point), (0,))
-    with made.model.adaptor.serving(supervised.batch, made.lookup, asked=made.model.task.asked(supervised.batch)):
+    supervised = made.model.task.make_target_pass(at(*point), (0,))
+    with made.model.adaptor.with_codebook(
+        supervised.batch, made.lookup, row_wording=made.model.task.wording_getter(supervised.batch)
+    ):
         return int(made.model.task.run(supervised.batch, [])[0].outputs.label)  # type: ignore[arg-type]
 
 

@@ -14,11 +14,11 @@ from gracestream.deploy.local.kafka import LocalKafka
 from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.codebook.key_index import KeyIndex
 from gracestream.pipeline.kafka.topics import TOPICS, create_topics
-from gracestream.pipeline.replica.codebook_replica import Mirror
-from gracestream.pipeline.replica.delta_follower import Follower
+from gracestream.pipeline.replica.codebook_replica import CodebookReplica
+from gracestream.pipeline.replica.delta_follower import DeltaFollower
 from gracestream.pipeline.settings import Settings, load_settings
 from gracestream.pipeline.stores.redis_client import redis_client
-from gracestream.pipeline.stores.redis_head import RadiusStore
+from gracestream.pipeline.stores.redis_head import RedisHeadStore
 from tests.support.doubles.kafka import MemoryKafka
 from tests.support.editor_clusters import Cluster
 from tests.support.forked_commands import Command, as_given
@@ -113,15 +113,15 @@ def users(deployment: Settings, users_of: Callable[[Settings], Users]) -> Users:
 
 
 @pytest.fixture
-def mirror_of() -> Iterator[Callable[..., Mirror]]:
+def mirror_of() -> Iterator[Callable[..., CodebookReplica]]:
     """Mirrors that have started as a replica's does, whose followers are closed at the end of the test."""
-    followers: list[Follower] = []
+    followers: list[DeltaFollower] = []
 
-    def mirror(settings: Settings, model: str = MODEL, layer: str = LAYER) -> Mirror:
+    def mirror(settings: Settings, model: str = MODEL, layer: str = LAYER) -> CodebookReplica:
         codebook = Codebook(settings.codebook, model, layer)
-        followers.append(Follower(settings))
-        store = RadiusStore(redis_client(settings), settings)
-        made = Mirror(codebook, KeyIndex(codebook, torch.device("cpu")), store, followers[-1], settings)
+        followers.append(DeltaFollower(settings))
+        store = RedisHeadStore(redis_client(settings), settings)
+        made = CodebookReplica(codebook, KeyIndex(codebook, torch.device("cpu")), store, followers[-1], settings)
         made.start()
         return made
 

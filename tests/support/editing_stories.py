@@ -6,13 +6,13 @@ from typing import Any
 
 from msgspec import UNSET, UnsetType
 
-from gracestream.pipeline.codebook.edit_memory import together
-from gracestream.pipeline.editing.candidate import Again
-from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.codebook.edit_memory import merge_contexts
+from gracestream.pipeline.editing.candidate import ReplayContext
+from gracestream.pipeline.editing.config import EditConfig
 from gracestream.pipeline.editing.engine import EditEngine
-from gracestream.pipeline.editing.exceptions import except_from
-from gracestream.pipeline.editing.provenance import environment
-from gracestream.pipeline.editing.result import correction
+from gracestream.pipeline.editing.exceptions import decide_exception
+from gracestream.pipeline.editing.provenance import describe_environment
+from gracestream.pipeline.editing.result import make_correction
 from gracestream.pipeline.editing.undo import undo
 from gracestream.schemas.deltas import Standing, decode_delta
 from gracestream.schemas.messages import Feedback, Outcome
@@ -27,39 +27,39 @@ class Story:
     engine: EditEngine
     deltas: list[bytes] = field(default_factory=list)
     feedback: list[Feedback] = field(default_factory=list)
-    told: list[Plan | int] = field(default_factory=list)
+    told: list[EditConfig | int] = field(default_factory=list)
     """What came: the plan of each new term, the offset of each feedback."""
 
-    def each_delta(self, on_record: Callable[[bytes], bool]) -> None:
+    def for_each_delta(self, on_record: Callable[[bytes], bool]) -> None:
         all(map(on_record, self.deltas))
 
-    def corrections(self, since: int) -> Mapping[int, Feedback]:
-        return {at: one for at, one in enumerate(self.feedback) if at >= since and not one.undoes}
+    def feedback_since(self, since: int) -> Mapping[int, Feedback]:
+        return {at: one for at, one in enumerate(self.feedback) if at >= since and not one.is_undo}
 
     def take(self, feedback: Feedback, standing: Standing | UnsetType = UNSET) -> Outcome:
         offset = len(self.feedback)
         self.feedback.append(feedback)
         self.told.append(offset)
-        if feedback.undoes:
+        if feedback.is_undo:
             edited = undo(self.engine, feedback, offset, self, standing=standing)
-        elif feedback.excepts:
-            edited = except_from(self.engine, feedback, offset, standing)
+        elif feedback.is_exception:
+            edited = decide_exception(self.engine, feedback, offset, standing)
         else:
             edited = self.engine.edit(feedback, offset, standing=standing)
         assert edited.outcome is not None
-        if edited.record is not None:
-            self.apply(edited.record)
+        if edited.delta_record is not None:
+            self.apply(edited.delta_record)
         return edited.outcome
 
     def apply(self, record: bytes) -> None:
         self.deltas.append(record)
         self.engine.apply(record)
 
-    def lead(self, plan: Plan) -> None:
+    def lead(self, plan: EditConfig) -> None:
         """A new term, under another plan."""
-        self.engine.plan = plan
+        self.engine.config = plan
         self.told.append(plan)
-        self.apply(self.engine.lead(environment(self.engine.model, plan)))
+        self.apply(self.engine.lead_delta(describe_environment(self.engine.model, plan)))
 
     def correct(
         self,
@@ -71,7 +71,7 @@ class Story:
     ) -> Outcome:
         """A place that is named twice is one rephrase."""
         others = tuple(at(*other) for other in dict.fromkeys(rephrases) if at(*other) != at(*place))
-        one = fields_of(correction(name, at(*place), str(label))) | {"rephrases": others}
+        one = fields_of(make_correction(name, at(*place), str(label))) | {"rephrases": others}
         return self.take(Feedback(**(one if author is None else one | {"author": author})))
 
     def except_from(self, name: str, place: tuple[float, ...], edit: str) -> Outcome:
@@ -86,21 +86,21 @@ class Story:
     def served(self) -> dict[str, tuple[str, bytes]]:
         """Which entry serves each edit in force, and its query."""
         memory = self.engine.memory
-        return {name: (memory.serving_entry(name), memory.query(name).tobytes()) for name in memory.feedback_ids}
+        return {name: (memory.serving_entry_id(name), memory.query(name).tobytes()) for name in memory.feedback_ids}
 
 
 def fields_of(message: Feedback) -> dict[str, Any]:
     return {name: getattr(message, name) for name in message.__struct_fields__}
 
 
-def plan_of(**fields: Any) -> Plan:
+def plan_of(**fields: Any) -> EditConfig:
     usual: dict[str, Any] = {"radius_unit": "absolute", "traffic": 8}
-    return Plan(**(usual | fields))
+    return EditConfig(**(usual | fields))
 
 
 def story(*, worded: bool = False, **plan: Any) -> Story:
     made = Story(EditEngine(PointModel(2, worded=worded), CODEBOOK, plan_of(**plan)))
-    made.lead(made.engine.plan)
+    made.lead(made.engine.config)
     return made
 
 
@@ -109,28 +109,28 @@ def without(told: Story, gone: set[str], *, sees_again: bool = True) -> Story:
 
     Without `sees_again` it sees none, and what it saw of the rest is of its own finding.
     """
-    made = Story(EditEngine(told.engine.model, CODEBOOK, told.engine.plan))
+    made = Story(EditEngine(told.engine.model, CODEBOOK, told.engine.config))
     causes = [delta.cause for delta in map(decode_delta, told.deltas) if delta.cause is not UNSET]
     seen = {cause.feedback_id: cause.seen for cause in causes if cause.seen is not UNSET}
-    for name, later in told.engine.memory.decided.items():
-        seen[name] = together(seen[name], later)
+    for name, later in told.engine.memory.replay_contexts.items():
+        seen[name] = merge_contexts(seen[name], later)
     for one in told.told:
-        if isinstance(one, Plan):
+        if isinstance(one, EditConfig):
             made.lead(one)
             continue
         feedback = told.feedback[one]
-        if feedback.excepts and feedback.feedback_id not in gone:
-            edited = except_from(made.engine, feedback, one)
-            if edited.record is not None:
-                made.apply(edited.record)
-        elif feedback.corrects and feedback.feedback_id not in gone:
-            edited = made.engine.edit(feedback, one, Again(seen[feedback.feedback_id]) if sees_again else None)
-            if edited.record is None:
+        if feedback.is_exception and feedback.feedback_id not in gone:
+            edited = decide_exception(made.engine, feedback, one)
+            if edited.delta_record is not None:
+                made.apply(edited.delta_record)
+        elif feedback.is_correction and feedback.feedback_id not in gone:
+            edited = made.engine.edit(feedback, one, ReplayContext(seen[feedback.feedback_id]) if sees_again else None)
+            if edited.delta_record is None:
                 # Under the guard it lies too near an input that what is gone had corrected, and that is right now.
                 assert edited.reason is not None
                 assert "is to stay right" in edited.reason
                 continue
-            made.apply(edited.record)
+            made.apply(edited.delta_record)
     return made
 
 
@@ -141,7 +141,7 @@ def assert_same(ours: Story, theirs: Story) -> None:
 
 def see(told: Story, place: tuple[float, ...], offset: int) -> None:
     """Traffic that nobody flagged."""
-    rank = told.engine.traffic.wants(0, offset, 0.0)
+    rank = told.engine.reservoir.offer(0, offset, 0.0)
     assert rank is not None
     task = told.engine.model.task
-    told.engine.observe(rank, point(*place), task.wording(task.tokenize(at(*place))))
+    told.engine.add_traffic(rank, point(*place), task.wording(task.tokenize(at(*place))))

@@ -12,7 +12,7 @@ from gracestream.pipeline.editor.log import EditorLog
 from gracestream.pipeline.kafka.clients import admin, producer
 from gracestream.pipeline.kafka.topics import DELTAS, EDITS, FEEDBACK_DLQ
 from gracestream.pipeline.settings import Settings
-from gracestream.schemas.headers import SOURCE_OFFSET
+from gracestream.schemas.headers import SOURCE_OFFSET_HEADER
 from gracestream.schemas.messages import Outcome, decode
 from tests.support.doubles.kafka import MemoryKafka
 from tests.support.running import records, wait_until
@@ -41,7 +41,7 @@ class Cluster:
     def member(self) -> EditorLog:
         """One that is in the group and whose place is decided."""
         made = self.editor()
-        list(made.deltas())
+        list(made.read_new_deltas())
         made.join()
         self.settle(made, "chosen", "standby")
         return made
@@ -54,14 +54,14 @@ class Cluster:
         """Let a standby lead, once it is chosen."""
         self.settle(log, "chosen")
         log.fence()
-        list(log.deltas())
-        log.lead(lead)
+        list(log.read_new_deltas())
+        log.write_lead(lead)
         return log
 
     def settle(self, log: EditorLog, *places: str) -> None:
         """Wait until an editor has one of these places; the others poll meanwhile, each in its own time."""
         with self.others_polling(log):
-            wait_until(lambda: log.place(0.05) in places, what=f"a place among {places}")
+            wait_until(lambda: log.membership(0.05) in places, what=f"a place among {places}")
 
     @contextmanager
     def others_polling(self, log: EditorLog) -> Iterator[None]:
@@ -105,7 +105,7 @@ class Cluster:
     def send_letter(self, source_offset: bytes | None) -> None:
         """A dead letter of feedback that says this of where it came from."""
         writer = self.producer()
-        headers = [] if source_offset is None else [(SOURCE_OFFSET, source_offset)]
+        headers = [] if source_offset is None else [(SOURCE_OFFSET_HEADER, source_offset)]
         writer.send(self.settings.topic(FEEDBACK_DLQ), value=b"?", headers=headers, partition=0)
         writer.flush()
         writer.close(timeout=5)
@@ -135,7 +135,7 @@ class Cluster:
 
 def values_of(log: EditorLog) -> list[bytes]:
     """The records that an editor is handed out now."""
-    return [record for _, record in log.deltas()]
+    return [record for _, record in log.read_new_deltas()]
 
 
 def outcomes(cluster: Cluster) -> list[Outcome]:
@@ -148,12 +148,12 @@ def half_written(cluster: Cluster, log: EditorLog) -> None:
     for topic in (DELTAS, EDITS):
         log._writer.send(cluster.settings.topic(topic), value=b"half", partition=0)
     log._writer.flush()
-    log._writer.send_offsets_to_transaction({log._feedback: OffsetAndMetadata(7, "", -1)}, log._metadata)
+    log._writer.send_offsets_to_transaction({log._feedback: OffsetAndMetadata(7, "", -1)}, log._group_metadata)
 
 
 def take_session(cluster: Cluster, log: EditorLog) -> None:
     """End an editor's session, as its silence would."""
-    name, member_id = cluster.settings.topic("editor"), log._metadata.member_id
+    name, member_id = cluster.settings.topic("editor"), log._group_metadata.member_id
     if cluster.double is not None:
         cluster.double.remove(name, member_id)
         return

@@ -18,8 +18,8 @@ from typing import Any, Self
 
 import pytest
 
-from gracestream.deploy.local.processes import answers_ok, free_port
-from gracestream.pipeline.settings import Settings, as_environment
+from gracestream.deploy.local.processes import find_free_port, is_http_ok
+from gracestream.pipeline.settings import Settings, to_environment_variables
 from tests.support.running import PATIENCE, status, wait_until
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -81,7 +81,7 @@ class Command:
         self.name, self.folder, self._given, self._sabotage = name, folder, given, sabotage
         self.output, self.errors = folder / f"{name}.out", folder / f"{name}.err"
         self._arguments = list(arguments)
-        self._environment = as_environment(settings)
+        self._environment = to_environment_variables(settings)
         self._process: ForkServerProcess | None = None
 
     @property
@@ -165,7 +165,7 @@ class Forked(Command):
     """A worker, `infer` or `edit`, of a deployment."""
 
     def __init__(self, name: str, command: str, settings: Settings, folder: Path, **chosen: Any) -> None:
-        self.port = free_port()
+        self.port = find_free_port()
         own = {"port": self.port, "replica": name, "threads": 1, **chosen}
         super().__init__(name, [command], folder, **(as_given(settings) | own))
 
@@ -175,7 +175,7 @@ class Forked(Command):
         def ready() -> bool:
             if not self.running:
                 pytest.fail(f"{self.name} ended with {self.process.exitcode}: {self.said()}")
-            return answers_ok(self.port, "/ready")
+            return is_http_ok(self.port, "/ready")
 
         wait_until(ready, timeout, f"{self.name}, which says {self.said()[-2000:]},")
 

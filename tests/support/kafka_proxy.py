@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
 from gracestream.deploy.local.kafka import LocalKafka
-from gracestream.deploy.local.processes import HOST, free_port
+from gracestream.deploy.local.processes import HOST, find_free_port
 
 T = TypeVar("T")
 
@@ -293,7 +293,7 @@ async def _frame(reader: asyncio.StreamReader) -> bytes:
 @contextlib.contextmanager
 def proxied_kafka(folder: Path) -> Iterator[tuple[KafkaProxy, LocalKafka]]:
     """A Kafka with two listeners: its own address leads straight to it, the proxy's port through the proxy."""
-    own, through = free_port(), free_port()
+    own, through = find_free_port(), find_free_port()
     shown = {"advertised.listeners": f"CLIENT://{HOST}:{own},PLAINTEXT://{HOST}:{through}"}
     with (
         KafkaProxy(through) as proxy,

@@ -6,25 +6,25 @@ from typing import Any
 
 import msgspec
 
-from gracestream.pipeline.auth.admission import MINUTE, Admission
-from gracestream.pipeline.auth.authors import Authors
-from gracestream.pipeline.editing.candidate import Ahead
-from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.auth.admission import RATE_WINDOW_MS, Admission
+from gracestream.pipeline.auth.authors import AuthorsByName
+from gracestream.pipeline.editing.candidate import DraftValue
+from gracestream.pipeline.editing.config import EditConfig
 from gracestream.pipeline.editing.engine import EditEngine
-from gracestream.pipeline.editing.no_change import Fruitless, fruitless_in
-from gracestream.pipeline.editing.provenance import environment
-from gracestream.pipeline.editing.result import correction
-from gracestream.pipeline.editor.feedback_processor import Intake, Read
-from gracestream.pipeline.history.reproduce import Retraining
+from gracestream.pipeline.editing.no_change import NoChangeDecision, parse_no_change
+from gracestream.pipeline.editing.provenance import describe_environment
+from gracestream.pipeline.editing.result import make_correction
+from gracestream.pipeline.editor.feedback_processor import FeedbackProcessor, ParsedFeedback
+from gracestream.pipeline.history.reproduce import ReproductionRun
 from gracestream.pipeline.model.editable import EditableModel
-from gracestream.schemas.deltas import decode_delta, seal
-from gracestream.schemas.headers import FEEDBACK_OFFSET
+from gracestream.schemas.deltas import decode_delta, seal_delta
+from gracestream.schemas.headers import FEEDBACK_OFFSET_HEADER
 from gracestream.schemas.messages import Feedback, InvalidMessage, Outcome, decode, encode
 from tests.support.chosen_queries import PointModel, at, point
 from tests.support.doubles.kafka import Stored
 from tests.support.tiny_models import CODEBOOK
 
-PLAN = Plan(policy="nearest", radius=1.5, radius_unit="absolute", guard=True, traffic=8, init="random", seed=7)
+PLAN = EditConfig(policy="nearest", radius=1.5, radius_unit="absolute", guard=True, traffic=8, init="random", seed=7)
 
 
 class Recorded:
@@ -32,8 +32,8 @@ class Recorded:
 
     def __init__(
         self,
-        plan: Plan = PLAN,
-        authors: Authors | None = None,
+        plan: EditConfig = PLAN,
+        authors: AuthorsByName | None = None,
         model: Callable[[], EditableModel] = lambda: PointModel(2),
         **environment_of_term: str,
     ) -> None:
@@ -44,43 +44,43 @@ class Recorded:
         self.edits: list[Stored] = []
         listed = None if authors is None else lambda: authors
         admission = Admission(
-            CODEBOOK, listed, require_signature=False, per_minute=1, earlier=lambda _: (), marks=lambda _: ()
+            CODEBOOK, listed, require_signature=False, per_minute=1, accepted_since=lambda _: (), marks=lambda _: ()
         )
-        self._intake = Intake(self.engine, admission, self, max_bytes=10_000)
+        self._intake = FeedbackProcessor(self.engine, admission, self, max_bytes=10_000)
         self._offset = self._minute = 0
         self.lead(plan, **environment_of_term)
 
-    def each_delta(self, on_record: Callable[[bytes], bool]) -> None:
+    def for_each_delta(self, on_record: Callable[[bytes], bool]) -> None:
         all(map(on_record, self.deltas))
 
-    def corrections(self, since: int) -> dict[int, Feedback]:
+    def feedback_since(self, since: int) -> dict[int, Feedback]:
         return {offset: one for offset, one in self.feedback.items() if offset >= since}
 
-    def lead(self, plan: Plan, **told: str) -> None:
+    def lead(self, plan: EditConfig, **told: str) -> None:
         """A new term, under a plan; `told` is what else its `lead` delta says, be it true or not."""
-        self.engine.plan = plan
-        self._apply(self.engine.lead({**environment(self.engine.model, plan), "editor": "one", **told}))
+        self.engine.config = plan
+        self._apply(self.engine.lead_delta({**describe_environment(self.engine.model, plan), "editor": "one", **told}))
 
     def send(self, *values: bytes, minutes: int = 1) -> list[Outcome | None]:
         """What becomes of records that come so long after each other; of several, which are waiting, together."""
-        read: list[Read] = []
+        read: list[ParsedFeedback] = []
         for value in values:
             offset, self._offset = self._offset, self._offset + 1
             self._minute += minutes
             with suppress(InvalidMessage):
                 self.feedback[offset] = decode(value, Feedback)
-            read.append(self._intake.read(offset, self._minute * MINUTE, value))
-        ahead = self._intake.train_ahead(read)
+            read.append(self._intake.parse(offset, self._minute * RATE_WINDOW_MS, value))
+        ahead = self._intake.draft_values(read)
         return [self._decide(one, ahead.get(one.offset)) for one in read]
 
-    def _decide(self, one: Read, ahead: Ahead | None) -> Outcome | None:
+    def _decide(self, one: ParsedFeedback, ahead: DraftValue | None) -> Outcome | None:
         taken = self._intake.decide(one, ahead)
-        outcome = taken.edited.outcome
+        outcome = taken.result.outcome
         if outcome is not None:
-            headers = [(FEEDBACK_OFFSET, str(one.offset).encode()), *taken.headers]
+            headers = [(FEEDBACK_OFFSET_HEADER, str(one.offset).encode()), *taken.headers]
             self.edits.append(Stored("edits", len(self.edits), None, encode(outcome), headers, "committed"))
-        if taken.edited.record is not None:
-            self._apply(taken.edited.record)
+        if taken.result.delta_record is not None:
+            self._apply(taken.result.delta_record)
         return outcome
 
     def take(self, one: Feedback) -> Outcome:
@@ -89,28 +89,31 @@ class Recorded:
         return outcome
 
     def correct(self, name: str, place: tuple[float, float], label: int) -> Outcome:
-        return self.take(correction(name, at(*place), str(label)))
+        return self.take(make_correction(name, at(*place), str(label)))
 
     def undo(self, name: str, taken_back: str) -> Outcome:
         return self.take(Feedback(v=1, feedback_id=name, undo=taken_back))
 
     def see(self, offset: int, *place: float) -> None:
-        rank = self.engine.traffic.wants(0, offset, 0.0)
+        rank = self.engine.reservoir.offer(0, offset, 0.0)
         assert rank is not None
-        self.engine.observe(rank, point(*place))
+        self.engine.add_traffic(rank, point(*place))
 
-    def fruitless(self) -> list[Fruitless]:
+    def fruitless(self) -> list[NoChangeDecision]:
         """What stands on `edits` of decisions that left no delta."""
-        return [found for found in map(fruitless_in, self.edits) if found is not None]
+        return [found for found in map(parse_no_change, self.edits) if found is not None]
 
-    def retrained(self, deltas: int | None = None) -> Retraining:
+    def retrained(self, deltas: int | None = None) -> ReproductionRun:
         """All of it, or as far as so many records of `deltas` go."""
         engine = self.engine
-        made = Retraining(
-            self._model(), self.corrections(0), lambda plan: environment(engine.model, plan), self.fruitless()
+        made = ReproductionRun(
+            self._model(),
+            self.feedback_since(0),
+            lambda plan: describe_environment(engine.model, plan),
+            self.fruitless(),
         )
-        if all(map(made.fold, self.deltas[:deltas])):
-            made.settle()
+        if all(map(made.reproduce, self.deltas[:deltas])):
+            made.finish_seq()
         return made
 
     def rewrite(self, seq: int, **fields: Any) -> None:
@@ -120,7 +123,7 @@ class Recorded:
             delta = decode_delta(record)
             if delta.seq == seq:
                 delta = msgspec.structs.replace(delta, **fields)
-            sealed, made = seal(delta, digest)
+            sealed, made = seal_delta(delta, digest)
             changed.append(sealed)
             digest = made.digest
         self.deltas = changed

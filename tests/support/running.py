@@ -196,15 +196,15 @@ def members(settings: Settings) -> list[str]:
 
 def hang(kafka: LocalKafka) -> None:
     """Stop its process where it is; on return all of its threads have stopped."""
-    kafka.child.send(signal.SIGSTOP)
+    kafka.child.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, kafka.child.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
 
 def go_on(kafka: LocalKafka) -> None:
     """Let it go on, if it hangs, until it answers: its controller may have given its broker up meanwhile."""
-    kafka.child.send(signal.SIGCONT)
+    kafka.child.send_signal(signal.SIGCONT)
     if kafka.child.running:
-        wait_until(lambda: kafka.answers(PATIENCE))
+        wait_until(lambda: kafka.is_responding(PATIENCE))
 
 
 ways_to_leave = pytest.mark.parametrize(

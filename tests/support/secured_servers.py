@@ -13,7 +13,7 @@ import redis
 from kafka.admin import ScramMechanism, UserScramCredentialUpsertion
 
 from gracestream.deploy.local.kafka import LocalKafka, fetch_jars, find_java, kafka_version
-from gracestream.deploy.local.processes import HOST, free_port
+from gracestream.deploy.local.processes import HOST, find_free_port
 from gracestream.deploy.local.redis import LocalRedis
 from gracestream.pipeline.kafka.clients import admin
 from gracestream.pipeline.settings import load_settings
@@ -138,7 +138,7 @@ class SecuredRedis:
         self._context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=self.certificates.ca)
         self._context.verify_mode = ssl.CERT_REQUIRED
         self._context.load_cert_chain(*self.certificates.issue("redis", "127.0.0.1"))
-        self._port = free_port()
+        self._port = find_free_port()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="tls", daemon=True)
         self.address = f"{HOST}:{self._port}"

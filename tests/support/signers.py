@@ -6,8 +6,8 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from gracestream.pipeline.auth.signing import sign, spelled
-from gracestream.pipeline.client import SignedFeedback, feedback_text, signed_feedback
+from gracestream.pipeline.auth.signing import encode_public_key, sign
+from gracestream.pipeline.client import SignedFeedback, feedback_to_sign, parse_signed_feedback
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.messages import Outcome
 from tests.support.forked_commands import Forked
@@ -21,7 +21,7 @@ ANN, BOB, CARL, STRANGER = (Ed25519PrivateKey.from_private_bytes(bytes([number])
 def line(author: str, key: Ed25519PrivateKey, per_minute: int = 0, roles: Sequence[str] | None = None) -> str:
     """An author's entry in the list."""
     more = "" if roles is None else f", roles = {list(roles)}"
-    return f'{author} = {{ keys = ["{spelled(key.public_key())}"], per_minute = {per_minute}{more} }}\n'
+    return f'{author} = {{ keys = ["{encode_public_key(key.public_key())}"], per_minute = {per_minute}{more} }}\n'
 
 
 def signed(author: str, prompt: str, key: Ed25519PrivateKey, codebook: str = "default") -> SignedFeedback:
@@ -31,7 +31,7 @@ def signed(author: str, prompt: str, key: Ed25519PrivateKey, codebook: str = "de
 
 def signed_as(author: str, key: Ed25519PrivateKey, codebook: str = "default", **fields: Any) -> SignedFeedback:
     """Any feedback."""
-    return signed_feedback(sign(feedback_text(fields, author), key, codebook))
+    return parse_signed_feedback(sign(feedback_to_sign(fields, author), key, codebook))
 
 
 class Deployment:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from transformers import BertConfig, BertModel
 
-from gracestream.pipeline.model.sentence_encoder import Encoder
+from gracestream.pipeline.model.sentence_encoder import SentenceEncoder
 from gracestream.schemas.messages import ChatMessage
 from tests.support.tiny_models import SIZE, tokenizer
 
@@ -13,7 +13,7 @@ ROOM = 16
 """Tokens of the encoder's longest pass, two of them its own."""
 
 
-class Counted(Encoder):
+class Counted(SentenceEncoder):
     """Says how often it was asked."""
 
     calls = 0

@@ -20,17 +20,17 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from gracestream.pipeline.codebook.codebook import Applied, Codebook, Label
+from gracestream.pipeline.codebook.codebook import AppliedDelta, Codebook, Label
 from gracestream.pipeline.codebook.key_index import KeyIndex
 from gracestream.pipeline.editing.engine import EditEngine
-from gracestream.pipeline.editing.result import correction
+from gracestream.pipeline.editing.result import make_correction
 from gracestream.pipeline.model.editable import EditableModel
-from gracestream.pipeline.model.probe_texts import TEXTS
+from gracestream.pipeline.model.probe_texts import PROBE_TEXTS
 from gracestream.pipeline.model.tasks.base import Limits
-from gracestream.schemas.deltas import Cause, Delta, EntryChange, Op, Tensor, seal
+from gracestream.schemas.deltas import Cause, Delta, EntryChange, Op, Tensor, seal_delta
 from gracestream.schemas.messages import Inputs, Outcome
 
-WORDS = sorted({word for text in TEXTS for word in text.split()})
+WORDS = sorted({word for text in PROBE_TEXTS for word in text.split()})
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "</s>"]
 CHAT = "{% for message in messages %}{{ message.content }} </s> {% endfor %}"
 """A chat template: a control token after each message."""
@@ -148,11 +148,11 @@ def correct(
     engine: EditEngine, feedback_id: str, inputs: Inputs, target: str, offset: int = 0
 ) -> tuple[Outcome, bytes | None]:
     """Correct one input and apply what was decided; the outcome, and the record if there is one."""
-    edited = engine.edit(correction(feedback_id, inputs, target), offset)
+    edited = engine.edit(make_correction(feedback_id, inputs, target), offset)
     assert edited.outcome is not None
-    if edited.record is not None:
-        engine.apply(edited.record)
-    return edited.outcome, edited.record
+    if edited.delta_record is not None:
+        engine.apply(edited.delta_record)
+    return edited.outcome, edited.delta_record
 
 
 def added(
@@ -161,8 +161,8 @@ def added(
     """A new entry; its value is its key unless given."""
     return EntryChange(
         entry_id=entry_id,
-        key=Tensor.of(np.asarray(key)),
-        value=Tensor.of(np.asarray(key if value is None else value)),
+        key=Tensor.from_array(np.asarray(key)),
+        value=Tensor.from_array(np.asarray(key if value is None else value)),
         radius=radius,
         label=label,
     )
@@ -182,7 +182,7 @@ def sealed(
     }
     if cause is not None:
         usual["cause"] = cause
-    return seal(Delta(op=op, entries=entries, digest=b"", **(usual | fields)), codebook.digest)[0]
+    return seal_delta(Delta(op=op, entries=entries, digest=b"", **(usual | fields)), codebook.digest)[0]
 
 
 def new_codebook(model: str = MODEL, layer: str = LAYER) -> Codebook:
@@ -192,7 +192,7 @@ def new_codebook(model: str = MODEL, layer: str = LAYER) -> Codebook:
     return codebook
 
 
-def changed(codebook: Codebook, *entries: EntryChange, op: Op = "add") -> Applied:
+def changed(codebook: Codebook, *entries: EntryChange, op: Op = "add") -> AppliedDelta:
     """What the next delta did to a codebook."""
     applied = codebook.apply(sealed(codebook, *entries, op=op))
     assert applied is not None
@@ -220,7 +220,7 @@ def texts(count: int, seed: int = 0, shortest: int = 2, longest: int = 12) -> li
 
 def retuned(codebook: Codebook, entry_id: str, radius: float, value: np.ndarray | None = None) -> bytes:
     """The record that gives an entry another radius, and another value if there is one."""
-    change = EntryChange(entry_id=entry_id, radius=radius, value=UNSET if value is None else Tensor.of(value))
+    change = EntryChange(entry_id=entry_id, radius=radius, value=UNSET if value is None else Tensor.from_array(value))
     return sealed(codebook, change, op="retune")
 
 

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from gracestream.pipeline.model.control_tokens import control_tokens
-from gracestream.pipeline.model.probe_texts import TEXTS
+from gracestream.pipeline.model.probe_texts import PROBE_TEXTS
 from gracestream.pipeline.model.registry import minilm_folder
 from tests.support.tiny_models import editable
 
@@ -34,7 +34,7 @@ def byte_level_bpe() -> Any:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator(TEXTS, trainer)
+    backend.train_from_iterator(PROBE_TEXTS, trainer)
     made = PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<|im_start|>", eos_token="<|im_end|>", unk_token="<|endoftext|>"
     )

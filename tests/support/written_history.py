@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from gracestream.pipeline.codebook.codebook import Applied, Codebook
+from gracestream.pipeline.codebook.codebook import AppliedDelta, Codebook
 from gracestream.pipeline.kafka.clients import producer
 from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.stores.redis_client import redis_client
-from gracestream.pipeline.stores.redis_head import RadiusStore
+from gracestream.pipeline.stores.redis_head import RedisHeadStore
 from gracestream.schemas.deltas import Cause, EntryChange
 from gracestream.schemas.messages import Feedback, encode
 from tests.support.tiny_models import LAYER, MODEL, added, sealed
@@ -22,9 +22,9 @@ class History:
         self.settings = settings
         self.codebook = Codebook(settings.codebook, model, layer)
         self.redis = redis_client(settings)
-        self.store = RadiusStore(self.redis, settings)
+        self.store = RedisHeadStore(self.redis, settings)
         self._producer = producer(settings)
-        self._applied: Applied | None = None
+        self._applied: AppliedDelta | None = None
 
     def close(self) -> None:
         """Leave."""

@@ -14,7 +14,7 @@ from kafka.errors import GroupAuthorizationFailedError, KafkaError, Transactiona
 from msgspec import UNSET
 
 from gracestream.pipeline.kafka.clients import admin, consumer, producer
-from gracestream.pipeline.kafka.permissions import ACCESS
+from gracestream.pipeline.kafka.permissions import REQUIRED_PERMISSIONS
 from gracestream.pipeline.kafka.topics import TOPICS, create_topics
 from gracestream.pipeline.settings import Settings, load_settings
 from gracestream.schemas.messages import Prediction, Request, decode, encode
@@ -117,8 +117,8 @@ class TestRights:
     @pytest.mark.parametrize(("role", "kind"), [("editor", "editor"), ("replica", "inference")])
     def test_workers_ask_for_what_they_are_allowed(self, role: str, kind: str) -> None:
         letters = {topic: columns[ROLES.index(role)] for topic, columns in TABLE.items()}
-        assert set(ACCESS[kind].reads) == {topic for topic, may in letters.items() if "R" in may}
-        assert set(ACCESS[kind].writes) == {topic for topic, may in letters.items() if "W" in may}
+        assert set(REQUIRED_PERMISSIONS[kind].reads) == {topic for topic, may in letters.items() if "R" in may}
+        assert set(REQUIRED_PERMISSIONS[kind].writes) == {topic for topic, may in letters.items() if "W" in may}
 
     @pytest.mark.parametrize(
         ("role", "topic"),

@@ -17,15 +17,15 @@ from gracestream.pipeline.kafka.clients import producer
 from gracestream.pipeline.model.batch import Prompt
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.observability.health import Health
-from gracestream.pipeline.replica.codebook_replica import Mirror
-from gracestream.pipeline.replica.delta_follower import Follower
-from gracestream.pipeline.replica.request_handler import Record, Server
+from gracestream.pipeline.replica.codebook_replica import CodebookReplica
+from gracestream.pipeline.replica.delta_follower import DeltaFollower
+from gracestream.pipeline.replica.request_handler import RequestHandler, RequestRecord
 from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.stores.redis_client import redis_client
-from gracestream.pipeline.stores.redis_head import RadiusStore
+from gracestream.pipeline.stores.redis_head import RedisHeadStore
 from gracestream.schemas.deltas import EntryChange
 from gracestream.schemas.messages import NearMiss, Prediction, decode, encode
-from gracestream.workers.bootstrap import Worker
+from gracestream.workers.bootstrap import WorkerContext
 from gracestream.workers.editor import build_editor
 from tests.support.forked_commands import Forked
 from tests.support.running import (
@@ -241,15 +241,15 @@ def test_a_request_on_which_the_model_fails_fails_alone(kafka: str, redis_url: s
     settings = settings_for(kafka, redis_url, prefix)
     whole = editable("llama")
     codebook = Codebook("default", whole.fingerprint, whole.layer)
-    store = RadiusStore(redis_client(settings), settings)
-    mirror = Mirror(codebook, KeyIndex(codebook, whole.device), store, Follower(settings), settings)
+    store = RedisHeadStore(redis_client(settings), settings)
+    mirror = CodebookReplica(codebook, KeyIndex(codebook, whole.device), store, DeltaFollower(settings), settings)
     prompts = texts(4, seed=5)
-    server = Server(Fragile(whole, prompts[2]), mirror, settings, "replica")  # type: ignore[arg-type]
+    server = RequestHandler(Fragile(whole, prompts[2]), mirror, settings, "replica")  # type: ignore[arg-type]
     given = [
-        Record(encode(question(f"q{number}", prompt)), "requests", 0, number, 0.0)
+        RequestRecord(encode(question(f"q{number}", prompt)), "requests", 0, number, 0.0)
         for number, prompt in enumerate(prompts)
     ]
-    replies = server.answer(server.read(given).questions)
+    replies = server.answer(server.prepare(given).requests)
     answers = {answer.request_id: answer for answer in (decode(reply.value, Prediction) for reply in replies)}
     assert len(replies) == len(prompts)
     assert answers["q2"].error == "the model failed: RuntimeError: a tensor of no shape"
@@ -260,16 +260,18 @@ def test_feedback_on_which_the_model_fails_is_rejected_and_the_next_is_taken(
     deployment: Settings, users: Users, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = editable("bert")
-    examine = model.passes.examine
+    examine = model.suffix_runner.inspect
 
     def fragile(supervised: Any, *rest: Any) -> Any:
         if len(supervised.batch.kwargs["input_ids"][0]) == 5:
             raise RuntimeError("a tensor of no shape")
         return examine(supervised, *rest)
 
-    monkeypatch.setattr(model.passes, "examine", fragile)
+    monkeypatch.setattr(model.suffix_runner, "inspect", fragile)
     stop = threading.Event()
-    editor = build_editor(Worker("editor", Health(), model, stop), deployment, admission_from_settings(deployment))
+    editor = build_editor(
+        WorkerContext("editor", Health(), model, stop), deployment, admission_from_settings(deployment)
+    )
     working = threading.Thread(target=editor.run, args=[stop])
     working.start()
     try:
@@ -288,14 +290,14 @@ def test_an_answer_that_is_not_the_entrys_target_is_never_published(kafka: str, 
     settings = settings_for(kafka, redis_url, prefix)
     model = editable("bert")
     codebook = new_codebook(model.fingerprint, model.layer)
-    store = RadiusStore(redis_client(settings), settings)
-    mirror = Mirror(codebook, KeyIndex(codebook, model.device), store, Follower(settings), settings)
+    store = RedisHeadStore(redis_client(settings), settings)
+    mirror = CodebookReplica(codebook, KeyIndex(codebook, model.device), store, DeltaFollower(settings), settings)
     (prompt,) = texts(1, seed=5)
-    record = Record(encode(question("q", prompt)), "requests", 0, 0, 0.0)
+    record = RequestRecord(encode(question("q", prompt)), "requests", 0, 0, 0.0)
 
     def served(**changes: bool) -> Prediction:
-        server = Server(model, mirror, settings.model_copy(update=changes), "replica")
-        (reply,) = server.answer(server.read([record]).questions)
+        server = RequestHandler(model, mirror, settings.model_copy(update=changes), "replica")
+        (reply,) = server.answer(server.prepare([record]).requests)
         return decode(reply.value, Prediction)
 
     unedited = served()
@@ -306,7 +308,7 @@ def test_an_answer_that_is_not_the_entrys_target_is_never_published(kafka: str, 
         mirror.index.refresh(changed(codebook, added(f"e{label}", query_D, 0.01, (label,), value_V)))
         answer, bare = served(), served(check_answers=False)
         assert bare.edit is not UNSET
-        target = model.task.text((label,))
+        target = model.task.decode_label((label,))
         if bare.outputs is not UNSET and bare.outputs.label == target:
             assert answer.edit == bare.edit
             assert answer.near_miss is UNSET

@@ -11,11 +11,11 @@ import pytest
 from kafka.admin import ConfigResource, ConfigResourceType, NewTopic
 
 from gracestream.pipeline.codebook.file import load_codebook
-from gracestream.pipeline.history.replay import describe, replay_deltas
+from gracestream.pipeline.history.replay import history_steps, replay_deltas
 from gracestream.pipeline.kafka.clients import admin
 from gracestream.pipeline.kafka.topics import TOPICS, require_topics
-from gracestream.pipeline.model.registry import KNOWN
-from gracestream.pipeline.settings import Settings, as_environment
+from gracestream.pipeline.model.registry import KNOWN_MODELS
+from gracestream.pipeline.settings import Settings, to_environment_variables
 from gracestream.workers.cli import main
 from tests.support.forked_commands import Command, Forked, as_given, sentence, status_of
 from tests.support.running import Checkpoint, outcomes_in_log, records, settings_for
@@ -209,7 +209,7 @@ class TestTraffic:
         capsys: pytest.CaptureFixture[str],
     ) -> None:
         (folder / "questions").write_text("\n".join(map(json.dumps, PROMPTS[6:8])))
-        for name, value in {**as_environment(as_given(running)), "COLUMNS": "200", "TERM": "dumb"}.items():
+        for name, value in {**to_environment_variables(as_given(running)), "COLUMNS": "200", "TERM": "dumb"}.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
         for options, shown in ((["--json"], '{"v": 1'), ([], "inputs")):
@@ -315,13 +315,13 @@ class TestHistory:
         (told,) = lines(command.told())
         codebook = replay_deltas(running)
         assert codebook is not None
-        assert told == codebook.facts() == load_codebook(path).facts()
+        assert told == codebook.describe() == load_codebook(path).describe()
         assert codebook.layer in run("replay", settings=running).told()
 
     def test_evaluate_measures_the_codebook_on_cases(
         self, run: Callable[..., Command], running: Settings, tmp_path: Path
     ) -> None:
-        correction = next(step for step in describe(running) if step.outcome == "added")
+        correction = next(step for step in history_steps(running) if step.outcome == "added")
         cases = [
             {"inputs": correction.inputs, "target": correction.target},
             {"inputs": correction.inputs, "unchanged": True},
@@ -449,7 +449,7 @@ class TestTuning:
 
     @pytest.mark.model
     def test_a_known_model_is_built_and_its_folder_printed(self, run: Callable[..., Command], tmp_path: Path) -> None:
-        folder = tmp_path / "models" / KNOWN["intent"].folder()
+        folder = tmp_path / "models" / KNOWN_MODELS["intent"].folder()
         said = []
         for _ in range(2):
             command = run("prepare", "intent", cache=str(tmp_path))

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from gracestream.deploy.local.kafka import LocalKafka
-from gracestream.deploy.local.processes import free_port
+from gracestream.deploy.local.processes import find_free_port
 from gracestream.pipeline.kafka import reader as reading
 from gracestream.pipeline.kafka.clients import producer
-from gracestream.pipeline.kafka.reader import Batch
+from gracestream.pipeline.kafka.reader import RecordsAndNext
 from gracestream.pipeline.kafka.topics import create_topics
 from gracestream.pipeline.settings import Settings
 from tests.support.forked_commands import Command, as_given, sentence, status_of
@@ -30,7 +30,7 @@ ONE = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.mark.parametrize("command", ["replay", "infer"])
 def test_kafka_out_of_reach(run: Callable[..., Command], command: str) -> None:
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{find_free_port()}"
     said = sentence(run(command, kafka=address, startup_timeout=2))
     assert f"Kafka at {address} does not answer" in said
     assert said.endswith("is GRACESTREAM_KAFKA right?")
@@ -63,7 +63,7 @@ def test_a_name_without_an_address_among_others_does_not_hide_that_of_a_broker(
     assert said.endswith("create the topics with `gracestream topics`, or correct the prefix, GRACESTREAM_PREFIX")
     given = sentence(run("inspect", "--prefix", "not-there-", kafka=kafka))
     assert given.endswith(", or correct the prefix, --prefix")
-    waited = run("inspect", kafka=f"127.0.0.1:{free_port()},no-host.invalid:9092", startup_timeout=2)
+    waited = run("inspect", kafka=f"127.0.0.1:{find_free_port()},no-host.invalid:9092", startup_timeout=2)
     assert "does not answer" in sentence(waited)
     assert "waiting for Kafka" in waited.said()
 
@@ -121,7 +121,7 @@ def test_output_that_there_is_no_room_for() -> None:
 
 @pytest.mark.parametrize("offline", ["0", "1"])
 def test_a_model_of_a_hub_that_cannot_be_reached(tmp_path: Path, offline: str) -> None:
-    own = {"HF_ENDPOINT": f"http://127.0.0.1:{free_port()}", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": offline}
+    own = {"HF_ENDPOINT": f"http://127.0.0.1:{find_free_port()}", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": offline}
     done = subprocess.run(
         [sys.executable, "-m", "gracestream.workers.cli", "layers", "--model", "bert-base-cased"],
         capture_output=True,
@@ -174,7 +174,7 @@ def test_a_layer_that_cannot_be_edited(run: Callable[..., Command], deployment: 
     "given", [("replay", "--at", "yesterday"), ("diff", "1", "yesterday"), ("diff", "1", "9" * 5000)]
 )
 def test_a_time_that_is_none_is_told_before_anything_is_asked(run: Callable[..., Command], given: list[str]) -> None:
-    ran = run(*given, kafka=f"127.0.0.1:{free_port()}", startup_timeout=600)
+    ran = run(*given, kafka=f"127.0.0.1:{find_free_port()}", startup_timeout=600)
     assert status_of(ran) == 2
     assert "like 2026-11-20T18:00:00" in " ".join(ran.said().split())
 
@@ -193,7 +193,7 @@ def test_what_is_wrong_with_what_is_given_is_told_before_anything_is_asked(
 ) -> None:
     (tmp_path / "deep.jsonl").write_text("[" * 100_000)
     there = [str(tmp_path / one) if one.endswith(".jsonl") else one for one in given]
-    ran = run(*there, kafka=f"127.0.0.1:{free_port()}", startup_timeout=600)
+    ran = run(*there, kafka=f"127.0.0.1:{find_free_port()}", startup_timeout=600)
     assert status_of(ran) == 2
     assert complaint in " ".join(ran.said().replace("│", " ").split())
 
@@ -209,14 +209,14 @@ def halting(folder: Path) -> None:
     """Let a command halt after the first of the many records that it reads, until the file `go-on` is there."""
     read_bulk = reading.read_bulk
 
-    def halted(*args: Any, **options: Any) -> Generator[Batch, None, None]:
+    def halted(*args: Any, **options: Any) -> Generator[RecordsAndNext, None, None]:
         for batch in read_bulk(*args, **options):
             yield batch
             (folder / "halted").touch()
             wait_until((folder / "go-on").exists)
 
     reading.read_bulk = halted
-    reading.BULK_BYTES = 2**16  # so that there is more to fetch
+    reading.BULK_FETCH_BYTES = 2**16  # so that there is more to fetch
 
 
 @pytest.mark.kafka
@@ -226,7 +226,7 @@ def test_what_libraries_log_while_kafka_is_away_is_not_what_a_command_says(
     settings = settings_for(own_kafka.bootstrap, "redis://unused", "away-")
     create_topics(settings, 1, 1)
     sender = producer(settings)
-    for number in range(reading.BULK + 1000):
+    for number in range(reading.BULK_MIN_OFFSETS + 1000):
         sender.send(settings.topic("requests.dlq"), value=b"%0100d" % number, partition=0)
     sender.close()
     reader = Command(
@@ -239,7 +239,7 @@ def test_what_libraries_log_while_kafka_is_away_is_not_what_a_command_says(
     (tmp_path / "go-on").touch()
     own_kafka.start()
     assert (reader.wait(), reader.said()) == (0, "")
-    assert reader.told() == f"would send {reading.BULK + 1000} to {settings.topic('requests')}\n"
+    assert reader.told() == f"would send {reading.BULK_MIN_OFFSETS + 1000} to {settings.topic('requests')}\n"
 
 
 class TestUp:
@@ -299,7 +299,7 @@ class TestUp:
 
 def test_ctrl_c_while_a_command_is_still_being_loaded(tmp_path: Path) -> None:
     errors = tmp_path / "errors"
-    argv = [sys.executable, "-m", "gracestream.workers.cli", "inspect", "--kafka", f"127.0.0.1:{free_port()}"]
+    argv = [sys.executable, "-m", "gracestream.workers.cli", "inspect", "--kafka", f"127.0.0.1:{find_free_port()}"]
     with errors.open("wb") as written, subprocess.Popen(argv, stderr=written) as child:
         loaded = Path(f"/proc/{child.pid}/maps")
         wait_until(lambda: "msgspec" in loaded.read_text(encoding="utf-8"))  # which is loaded among the first

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from gracestream.deploy.local.processes import free_port
+from gracestream.deploy.local.processes import find_free_port
 from gracestream.pipeline.kafka.clients import producer
-from gracestream.pipeline.kafka.dead_letters import letters, rejected
-from gracestream.pipeline.kafka.lenient_records import KEPT_BYTES, LARGEST
+from gracestream.pipeline.kafka.dead_letters import dead_letter_for, list_dead_letters
+from gracestream.pipeline.kafka.lenient_records import MAX_UNTRUNCATED_BYTES, TRUNCATED_BYTES
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.messages import encode
 from tests.support.forked_commands import Command, Forked, sentence, status_of
@@ -31,7 +31,7 @@ def set_aside(settings: Settings, source: str, *values: bytes | None, key: bytes
     """Dead letters of records that lie at offset 0, 1, 2 and so on."""
     sender = producer(settings)
     for offset, value in enumerate(values):
-        letter = rejected(f"reason {offset}", key, value, settings.topic(source), 0, offset)
+        letter = dead_letter_for(f"reason {offset}", key, value, settings.topic(source), 0, offset)
         sender.send(settings.topic(f"{source}.dlq"), letter.value, letter.key, letter.headers).get(30)
     sender.close(timeout=5)
 
@@ -67,7 +67,7 @@ class TestCrashes:
 def test_a_record_larger_than_its_queue_takes_is_cut_and_the_stream_moves_on(
     deployment: Settings, users: Users, folder: Path
 ) -> None:
-    huge = b"x" * (LARGEST * 5)  # Kafka holds it compressed, and so within its limit
+    huge = b"x" * (MAX_UNTRUNCATED_BYTES * 5)  # Kafka holds it compressed, and so within its limit
     sender = producer(deployment, compression_type="gzip")
     with (
         Forked("editor", "edit", deployment, folder) as editor,
@@ -86,7 +86,7 @@ def test_a_record_larger_than_its_queue_takes_is_cut_and_the_stream_moves_on(
     for source in ("requests", "feedback"):
         (letter,) = records(deployment, f"{source}.dlq")
         headers = headers_of(letter)
-        assert letter.value == huge[:KEPT_BYTES]
+        assert letter.value == huge[:TRUNCATED_BYTES]
         assert headers["value_bytes"] == str(len(huge))
         assert headers["value_sha256"] == hashlib.sha256(huge).hexdigest()
         assert headers["source_offset"] == "0"
@@ -101,8 +101,8 @@ class TestLetters:
             sender.send(deployment.topic("feedback.dlq"), b"%d" % number, partition=0)
             sender.commit_transaction() if number < 40 else sender.abort_transaction()
         sender.close(timeout=5)
-        assert [letter.value for letter in letters(deployment, "feedback", last=3)] == [b"37", b"38", b"39"]
-        assert len(list(letters(deployment, "feedback"))) == 40
+        assert [letter.value for letter in list_dead_letters(deployment, "feedback", last=3)] == [b"37", b"38", b"39"]
+        assert len(list(list_dead_letters(deployment, "feedback"))) == 40
 
     def test_one_whose_header_has_a_name_that_is_not_utf8_is_listed_and_replayed_like_any_other(
         self, run: Callable[..., Command], deployment: Settings
@@ -185,9 +185,9 @@ class TestReplay:
         assert records(deployment, "requests") == []
 
     def test_one_that_was_cut_is_never_sent(self, run: Callable[..., Command], deployment: Settings) -> None:
-        set_aside(deployment, "requests", b"one", b"x" * (LARGEST + 1))
+        set_aside(deployment, "requests", b"one", b"x" * (MAX_UNTRUNCATED_BYTES + 1))
         said = sentence(run("dlq", "replay", "requests", "--offset", "0", "--offset", "1", settings=deployment))
-        assert f"offset 1 of requests.dlq had {LARGEST + 1} bytes and was cut" in said
+        assert f"offset 1 of requests.dlq had {MAX_UNTRUNCATED_BYTES + 1} bytes and was cut" in said
         assert records(deployment, "requests") == [], "all or nothing"
         command = run("dlq", "replay", "requests", "--all", settings=deployment)
         assert command.told() == f"sent 1 to {deployment.topic('requests')}; 1 were cut and cannot be sent\n"
@@ -195,7 +195,7 @@ class TestReplay:
     def test_one_that_its_topic_does_not_take_is_named_and_the_others_are_sent(
         self, run: Callable[..., Command], deployment: Settings
     ) -> None:
-        large = random.Random(0).randbytes(LARGEST)  # with what surrounds it, more than Kafka takes
+        large = random.Random(0).randbytes(MAX_UNTRUNCATED_BYTES)  # with what surrounds it, more than Kafka takes
         set_aside(deployment, "requests", b"one", large, b"x" * len(large))
         command = run("dlq", "replay", "requests", "--all", settings=deployment)
         told = f"sent 2 to {deployment.topic('requests')}; larger than that topic takes: those at offset 1\n"
@@ -210,7 +210,7 @@ class TestReplay:
         with Forked("strict", "infer", deployment, folder, **small) as replica:
             replica.wait_ready(90)
             assert "the limit is" in str(users.ask(asked)["long"].error)
-        (letter,) = letters(deployment, "requests")
+        (letter,) = list_dead_letters(deployment, "requests")
         assert "the limit is" in letter.reason
         with Forked("lenient", "infer", deployment, folder) as replica, users.client.predictions() as replies:
             replica.wait_ready(90)
@@ -260,5 +260,5 @@ class TestReplay:
 
     @pytest.mark.parametrize("command", [["list"], ["replay", "--all"]])
     def test_kafka_out_of_reach(self, run: Callable[..., Command], command: list[str]) -> None:
-        address = f"127.0.0.1:{free_port()}"
+        address = f"127.0.0.1:{find_free_port()}"
         assert f"Kafka at {address} does not answer" in sentence(run("dlq", *command, kafka=address, startup_timeout=2))

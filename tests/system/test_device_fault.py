@@ -6,12 +6,12 @@ import threading
 import pytest
 import torch
 
-from gracestream.pipeline.device import DeviceFault
+from gracestream.pipeline.device import DeviceLostError
 from gracestream.pipeline.editor.accepted_feedback import admission_from_settings
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.observability.health import Health
 from gracestream.pipeline.settings import Settings
-from gracestream.workers.bootstrap import Worker
+from gracestream.workers.bootstrap import WorkerContext
 from gracestream.workers.editor import build_editor
 from gracestream.workers.inference import build_replica
 from tests.support.running import Users, flag, members, outcomes_in_log, question, records, wait_until
@@ -33,14 +33,14 @@ def test_a_replica_ends_with_the_reason_and_leaves_its_batch(
     deployment: Settings, users: Users, broken: EditableModel
 ) -> None:
     users.client.send([question(f"q{number}", prompt) for number, prompt in enumerate(PROMPTS)])
-    worker = Worker("replica", Health(), broken, threading.Event())
+    worker = WorkerContext("replica", Health(), broken, threading.Event())
     assert asyncio.run(build_replica(worker, deployment).run()) == 1
     assert not worker.health.ready
     assert worker.health.reason == "the device failed: CUDA error: unspecified launch failure"
     assert records(deployment, "predictions") == []
     wait_until(lambda: not members(deployment))
 
-    mended = Worker("replica", Health(), editable("llama"), threading.Event())
+    mended = WorkerContext("replica", Health(), editable("llama"), threading.Event())
 
     async def serve() -> int:
         running = asyncio.create_task(build_replica(mended, deployment).run())
@@ -58,7 +58,9 @@ def test_an_editor_ends_and_its_feedback_is_decided_by_the_next(
     users.client.send([flag("f", PROMPTS[0], "river")])
     for model, expected in ((broken, []), (editable("llama"), ["f"])):
         stop = threading.Event()
-        editor = build_editor(Worker("editor", Health(), model, stop), deployment, admission_from_settings(deployment))
+        editor = build_editor(
+            WorkerContext("editor", Health(), model, stop), deployment, admission_from_settings(deployment)
+        )
         if expected:
             working = threading.Thread(target=editor.run, args=[stop])
             working.start()
@@ -67,6 +69,6 @@ def test_an_editor_ends_and_its_feedback_is_decided_by_the_next(
             stop.set()
             working.join()
         else:
-            with pytest.raises(DeviceFault, match="unspecified launch failure"):
+            with pytest.raises(DeviceLostError, match="unspecified launch failure"):
                 editor.run(stop)
         assert [outcome.feedback_id for outcome in outcomes_in_log(deployment)] == expected

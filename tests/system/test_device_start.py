@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gracestream.pipeline import device
-from gracestream.pipeline.device import name_of
+from gracestream.pipeline.device import device_name
 from gracestream.pipeline.settings import Settings
 from tests.support.forked_commands import Forked, sentence
 
@@ -26,7 +26,7 @@ def test_a_worker_logs_its_device_and_warns_of_a_gpu_that_it_cannot_use(deployme
         replica.wait_ready(90)
         events = {event["event"]: event for event in replica.events()}
     loaded, warned = events["model_loaded"], events["gpu_not_used"]
-    assert (loaded["device"], loaded["dtype"]) == (name_of(torch.device("cpu")), "float32")
+    assert (loaded["device"], loaded["dtype"]) == (device_name(torch.device("cpu")), "float32")
     assert (warned["level"], warned["driver"]) == ("warning", "999.65.06")
 
 

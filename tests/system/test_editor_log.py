@@ -293,10 +293,10 @@ class TestRedis:
         replayed = replay_deltas(history.settings)
         assert replayed is not None
         radii = {entry: float(radius) for entry, radius in zip(replayed.entry_ids, replayed.radii_N, strict=True)}
-        head = wait_until(lambda: history.store.head(0))
-        wait_until(lambda: (found := history.store.head(0)) is not None and found.seq == replayed.seq)
-        assert history.store.radii() == pytest.approx(radii, rel=1e-6)
-        head = history.store.head(0)
+        head = wait_until(lambda: history.store.read_head(0))
+        wait_until(lambda: (found := history.store.read_head(0)) is not None and found.seq == replayed.seq)
+        assert history.store.read_radii() == pytest.approx(radii, rel=1e-6)
+        head = history.store.read_head(0)
         assert head is not None
         assert (head.term, head.digest) == (replayed.term, replayed.digest.hex())
         return replayed

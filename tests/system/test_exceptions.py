@@ -10,7 +10,7 @@ import pytest
 from msgspec import UNSET
 
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.wording.comparison import disagreement, wording_of
+from gracestream.pipeline.wording.comparison import extract_wording, find_disagreement
 from gracestream.schemas.messages import Prediction, decode
 from tests.support.forked_commands import Command, Forked, status_of
 from tests.support.running import metric, wait_until
@@ -18,7 +18,7 @@ from tests.support.tiny_models import texts
 
 CANDIDATES = texts(60, seed=22, shortest=6, longest=9)
 EDITED = CANDIDATES[0]
-MISSED = next(text for text in CANDIDATES if disagreement(wording_of(EDITED), wording_of(text)))
+MISSED = next(text for text in CANDIDATES if find_disagreement(extract_wording(EDITED), extract_wording(text)))
 ANSWERED = EDITED.rsplit(" ", 1)[0]
 """Its words agree with those of the correction."""
 

@@ -11,8 +11,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from gracestream.pipeline.codebook.file import load_codebook
-from gracestream.pipeline.experiments.report import alone, made
-from gracestream.pipeline.model.sentence_encoder import MARKS
+from gracestream.pipeline.experiments.report import exclusive_lock, make_dir
+from gracestream.pipeline.model.sentence_encoder import PROMPT_HASH_DIM
 from gracestream.pipeline.settings import Settings
 from tests.support.forked_commands import Command, sentence, status_of
 from tests.support.running import Checkpoint
@@ -129,7 +129,7 @@ def test_through_the_whole_pipeline_it_comes_to_the_same(
     codebooks = [load_codebook(tmp_path / through / "codebook.safetensors") for through in metrics]
     for array in ("keys_ND", "values_NV", "radii_N"):
         np.testing.assert_array_equal(*(getattr(codebook, array) for codebook in codebooks))
-    assert codebooks[0].keys_ND.shape[1] == (48 + MARKS if query == "encoder" else 384)
+    assert codebooks[0].keys_ND.shape[1] == (48 + PROMPT_HASH_DIM if query == "encoder" else 384)
     assert metrics["kafka"]["agreeing"] == 1
     assert metrics["engine"]["agreeing"] is None
     assert not (tmp_path / "kafka" / ".pipeline").exists()
@@ -283,7 +283,7 @@ def test_what_is_no_report_is_told_before_the_grid_runs(
 
 def test_a_run_of_a_grid_is_kept_from_others(run: Callable[..., Command], chosen: list[str], tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with alone(made(out / "seed=1")):
+    with exclusive_lock(make_dir(out / "seed=1")):
         ran = run("experiment", "hallucination", *chosen, "--sweep", "seed=1", "--out", str(out))
         assert status_of(ran) == 1
         assert "another process is at work" in ran.said().splitlines()[-1]
@@ -340,7 +340,7 @@ def test_of_two_processes_one_writes_to_a_folder(
 ) -> None:
     out = tmp_path / "results"
     out.mkdir()
-    with alone(out):
+    with exclusive_lock(out):
         command = run("experiment", "hallucination", *chosen, "--edits", "1", "--out", str(out))
         assert sentence(command) == f"another process is at work in {out}: name another folder with --out"
     assert [path.name for path in out.iterdir()] == [".lock"]

@@ -13,11 +13,11 @@ import msgspec
 import pytest
 from msgspec import UNSET
 
-from gracestream.pipeline.history.branch import branch
+from gracestream.pipeline.history.branch import branch_history
 from gracestream.pipeline.history.replay import replay_deltas
-from gracestream.pipeline.kafka.topics import TopicError, create_topics, layout, require_topics
+from gracestream.pipeline.kafka.topics import TopicError, create_topics, require_topics, topic_layout
 from gracestream.pipeline.settings import Settings
-from gracestream.schemas.deltas import GENESIS, EntryChange, Tensor, decode_delta, seal
+from gracestream.schemas.deltas import GENESIS_DIGEST, EntryChange, Tensor, decode_delta, seal_delta
 from gracestream.schemas.messages import Feedback, decode
 from tests.support.forked_commands import Command, Forked, sentence, status_of
 from tests.support.running import Users, deltas_in_log, flag, outcomes_in_log, question, records, wait_until
@@ -193,7 +193,9 @@ def rewritten(story: Running, prefix: str, how: Callable[[EntryChange], EntryCha
     deltas = [decode_delta(record.value) for record in records(story.settings, "deltas")[:5]]
     entries = tuple(map(how, deltas[2].entries))
     deltas[2] = msgspec.structs.replace(deltas[2], entries=entries, **fields)
-    branch(story.settings, there, [seal(delta, GENESIS)[0] for delta in deltas])  # a branch is a chain of its own
+    branch_history(
+        story.settings, there, [seal_delta(delta, GENESIS_DIGEST)[0] for delta in deltas]
+    )  # a branch is a chain of its own
     return there
 
 
@@ -224,7 +226,7 @@ def test_training_anew_ends_at_the_first_decision_that_differs(
 def test_values_trained_anew_are_compared_and_can_be_branched(story: Running, run: Run) -> None:
     def altered(change: EntryChange) -> EntryChange:
         assert isinstance(change.value, Tensor)
-        return msgspec.structs.replace(change, value=Tensor.of(change.value.array() + 0.25))
+        return msgspec.structs.replace(change, value=Tensor.from_array(change.value.array() + 0.25))
 
     there = rewritten(story, "altered-", altered)
     mended = there.model_copy(update={"prefix": f"{there.prefix}mended-"})
@@ -247,8 +249,8 @@ def test_what_a_fenced_editor_left_is_neither_trained_anew_nor_copied(
     create_topics(there, partitions=4, replication=1)
     *before, left = [record.value for record in records(story.settings, "deltas")[:5]]
     lead, again, digest = decode_delta(before[0]), decode_delta(left), decode_delta(before[-1]).digest
-    lead_record, lead = seal(msgspec.structs.replace(lead, term=2, seq=5), digest)
-    again_record, again = seal(msgspec.structs.replace(again, term=2, seq=6), lead.digest)
+    lead_record, lead = seal_delta(msgspec.structs.replace(lead, term=2, seq=5), digest)
+    again_record, again = seal_delta(msgspec.structs.replace(again, term=2, seq=6), lead.digest)
     with closing(History(there)) as log:
         for feedback in records(story.settings, "feedback")[:4]:
             log.write(feedback.value, "feedback")
@@ -285,7 +287,7 @@ def test_a_branch_has_the_same_codebook_and_an_editor_of_another_policy_goes_on_
     assert [then] == lines(run("replay", "--at", at, "--json", settings=story.settings))
     assert then["seq"] == 3
     require_topics(there)  # which have Kafka's clock again
-    assert layout(there) == layout(story.settings) == (4, 1)
+    assert topic_layout(there) == topic_layout(story.settings) == (4, 1)
     assert "has records already" in sentence(run("replay", "--to", there.prefix, settings=story.settings))
     with Forked("branch", "edit", there, folder, policy="paper") as editor:
         editor.wait_ready(90)

@@ -14,10 +14,10 @@ import pytest
 from gracestream.pipeline.editor.editor import MAX_UNCOMMITTED_BYTES
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.kafka.clients import producer
-from gracestream.pipeline.kafka.lenient_records import BATCH_BYTES, KEPT_BYTES, record_bytes
+from gracestream.pipeline.kafka.lenient_records import MAX_BATCH_BYTES, TRUNCATED_BYTES, record_memory_bytes
 from gracestream.pipeline.kafka.topics import DELTAS, FEEDBACK, FEEDBACK_DLQ, PREDICTIONS, REQUESTS, REQUESTS_DLQ
-from gracestream.pipeline.replica.delta_follower import Follower
-from gracestream.pipeline.settings import Settings, as_environment
+from gracestream.pipeline.replica.delta_follower import DeltaFollower
+from gracestream.pipeline.settings import Settings, to_environment_variables
 from tests.support.forked_commands import Forked, as_given
 from tests.support.hostile import Hostile, crowded_batches
 from tests.support.running import Users, flag, headers_of, question, records, wait_until, wait_until_settled
@@ -95,13 +95,13 @@ def test_a_reader_holds_no_large_record_whole(deployment: Settings, library: str
     send(deployment, "edits", [Hostile(b"{}", None, [])] * 10, partitions=1)
     ran = subprocess.run(
         [sys.executable, "-c", READ, library, FEEDBACK],
-        env=as_environment(as_given(deployment)),
+        env=to_environment_variables(as_given(deployment)),
         capture_output=True,
         check=True,
         timeout=120,
     )
     grown, found = json.loads(ran.stdout)
-    kept = [[offset, KEPT_BYTES, LARGE[codec]] for offset in large]
+    kept = [[offset, TRUNCATED_BYTES, LARGE[codec]] for offset in large]
     assert [one for one in found if one[0] in large] == kept
     assert [one[1] for one in found if one[0] not in large] == [5] * len(large)
     assert grown < BOUND, f"{grown / MIB:.0f} MiB"
@@ -135,10 +135,10 @@ def test_workers_set_large_records_aside_in_bounded_memory(
             headers = headers_of(letters[offset])
             assert headers["value_bytes"] == str(LARGE[codec])
             assert headers["reason"] == (
-                f"the batch decompresses to more than {BATCH_BYTES} bytes,"
+                f"the batch decompresses to more than {MAX_BATCH_BYTES} bytes,"
                 f" so the record at offset {offset} cannot be read"
             )
-            assert letters[offset].value == b"x" * KEPT_BYTES
+            assert letters[offset].value == b"x" * TRUNCATED_BYTES
     assert max(grown) < 5 * BOUND, [f"{one / MIB:.0f} MiB" for one in grown]
 
 
@@ -215,10 +215,12 @@ def test_large_keys_are_committed_in_bounded_transactions_and_memory(
         grown = peak(editor) - before
     letters = records(deployment, FEEDBACK_DLQ)
     assert [letter.value for letter in letters] == [b"%d" % number for number in range(KEYS)]
-    assert {letter.key for letter in letters} == {key[:KEPT_BYTES]}
+    assert {letter.key for letter in letters} == {key[:TRUNCATED_BYTES]}
     assert {headers_of(letter)["key_bytes"] for letter in letters} == {str(KEY_BYTES)}
-    sizes = [sum(map(record_bytes, together)) for together in transactions(letters)]
-    assert max(sizes) < MAX_UNCOMMITTED_BYTES + 8 * KEPT_BYTES, "one record more than enough, and the headers of all"
+    sizes = [sum(map(record_memory_bytes, together)) for together in transactions(letters)]
+    assert max(sizes) < MAX_UNCOMMITTED_BYTES + 8 * TRUNCATED_BYTES, (
+        "one record more than enough, and the headers of all"
+    )
     assert grown < 5 * BOUND, f"{grown / MIB:.0f} MiB"
 
 
@@ -235,7 +237,7 @@ def test_a_replica_stops_at_a_batch_of_deltas_beyond_the_bound(deployment: Setti
 
 
 def test_a_follower_hands_out_nothing_behind_a_batch_of_deltas_beyond_the_bound(deployment: Settings) -> None:
-    history, follower = History(deployment), Follower(deployment)
+    history, follower = History(deployment), DeltaFollower(deployment)
     history.lead()
     together = []
     for number in range(2):  # each is within the bound, and both are not
@@ -250,11 +252,11 @@ def test_a_follower_hands_out_nothing_behind_a_batch_of_deltas_beyond_the_bound(
     follower.start()
     try:
         wait_until(lambda: follower.at_end)
-        taken = follower.take(history.codebook.seq, 0)
+        taken = follower.poll(history.codebook.seq, 0)
         assert [offset for offset, _ in taken] == [0, first]
         assert taken[1][1] == together[0]
         with pytest.raises(HistoryError, match=re.escape(fault_of(second))):
-            follower.take(history.codebook.seq, 0)
+            follower.poll(history.codebook.seq, 0)
     finally:
         follower.close()
         history.close()
@@ -264,5 +266,5 @@ def fault_of(offset: int) -> str:
     """What is said of a record of `deltas` that would make its batch too large."""
     return (
         f"the record at offset {offset} of deltas cannot be read: the batch decompresses to more than"
-        f" {BATCH_BYTES} bytes, so the record at offset {offset} cannot be read"
+        f" {MAX_BATCH_BYTES} bytes, so the record at offset {offset} cannot be read"
     )

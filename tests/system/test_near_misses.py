@@ -11,7 +11,7 @@ from msgspec import UNSET
 from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.kafka.clients import producer
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.wording.comparison import disagreement, wording_of
+from gracestream.pipeline.wording.comparison import extract_wording, find_disagreement
 from gracestream.schemas.messages import NearMiss, Prediction, decode, encode
 from gracestream.workers.bootstrap import load_model
 from tests.support.forked_commands import Command, Forked, status_of
@@ -26,11 +26,11 @@ def failing(deployment: Settings) -> Settings:
     """A deployment whose history has one entry, with a value that does not give its target."""
     model = load_model(deployment)
     engine = EditEngine(model, deployment.codebook)
-    lead = engine.lead({})
+    lead = engine.lead_delta({})
     engine.apply(lead)
     (query_D,) = model.queries([model.task.tokenize(PROMPT)]).numpy()
     value_V = 20 * np.random.default_rng(0).standard_normal(model.module.config.hidden_size)
-    label = model.task.label(PROMPT, "museum train violin")
+    label = model.task.encode_target(PROMPT, "museum train violin")
     send(deployment, "deltas", lead, sealed(engine.codebook, added("bad", query_D, 0.01, label, value_V)))
     return deployment
 
@@ -82,9 +82,9 @@ def test_one_command_gives_a_near_miss_a_key_of_its_own(
 ) -> None:
     """Two prompts within the radius have other words; a person says that one of them asks for the same."""
     settings = deploy("llama", prefix, radius=1e6, radius_unit="absolute", traffic=0)
-    wording = wording_of(PROMPT)
+    wording = extract_wording(PROMPT)
     candidates = texts(50, seed=22, shortest=6, longest=9)
-    first, second, *_ = [text for text in candidates if disagreement(wording, wording_of(text))]
+    first, second, *_ = [text for text in candidates if find_disagreement(wording, extract_wording(text))]
     prompts = {"edited": PROMPT, "same": first, "other": second}
     correction = json.dumps({"feedback_id": "a", "inputs": PROMPT, "target": "train"})
     with Forked("editor", "edit", settings, folder) as editor, Forked("replica", "infer", settings, folder) as replica:

@@ -19,7 +19,7 @@ from gracestream.pipeline.history.replay import replay_deltas
 from gracestream.pipeline.kafka.clients import producer
 from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.stores.redis_client import redis_client
-from gracestream.pipeline.stores.redis_head import RadiusStore
+from gracestream.pipeline.stores.redis_head import RedisHeadStore
 from gracestream.schemas.messages import Feedback, Request
 from tests.support.forked_commands import Forked
 from tests.support.running import (
@@ -179,10 +179,10 @@ class TestServing:
         replayed = replay_deltas(system.settings)
         assert replayed is not None
         with redis_client(system.settings) as client:
-            store = RadiusStore(client, system.settings)
-            radii = {entry_id: np.float32(radius) for entry_id, radius in store.radii().items()}
+            store = RedisHeadStore(client, system.settings)
+            radii = {entry_id: np.float32(radius) for entry_id, radius in store.read_radii().items()}
             assert radii == dict(zip(replayed.entry_ids, replayed.radii_N, strict=True))
-            head = store.head(0)
+            head = store.read_head(0)
         assert head is not None
         assert (head.term, head.seq, head.digest) == (replayed.term, replayed.seq, replayed.digest.hex())
 

@@ -13,8 +13,8 @@ from gracestream.deploy.local.kafka import LocalKafka
 from gracestream.pipeline.kafka.clients import admin, producer
 from gracestream.pipeline.kafka.topics import TOPICS, create_topics
 from gracestream.pipeline.settings import Settings
-from gracestream.schemas.headers import HEADER_BYTES, MOST_HEADERS, OURS
-from gracestream.schemas.messages import ID_LENGTH, Parameters, Prediction, Request, decode, encode
+from gracestream.schemas.headers import MAX_COPIED_HEADER_BYTES, MAX_COPIED_HEADERS, RESERVED_HEADERS
+from gracestream.schemas.messages import MAX_ID_LENGTH, Parameters, Prediction, Request, decode, encode
 from tests.support.forked_commands import Command, Forked, status_of
 from tests.support.running import BUILDERS, Users, llama, metric, question, records, wait_until
 from tests.support.tiny_models import texts, tokenizer
@@ -102,7 +102,7 @@ class TestTooLarge:
         assert metric(service.replica.port, "gracestream_replies_refused_total") >= 1
 
     def test_an_error_that_is_refused_too_leaves_a_dead_letter(self, service: Service) -> None:
-        name = "\U0001f600" * (ID_LENGTH - 8) + secrets.token_hex(4)
+        name = "\U0001f600" * (MAX_ID_LENGTH - 8) + secrets.token_hex(4)
         service.send(long(name), ("k", bytes(600)))
         asked = service.users.ask(*(question(f"beside-{number}", PROMPTS[number]) for number in range(4)))
         assert {answer.error for answer in asked.values()} == {UNSET}
@@ -151,10 +151,10 @@ class TestHeaders:
         assert found == [("k", b"1")]
 
     def test_there_is_a_limit_to_them_and_none_of_ours_is_among_them(self, service: Service) -> None:
-        ours = [(name, b"1") for name in sorted(OURS) if name != "reply_to"]
-        many = [(f"m{number}", b"x") for number in range(2 * MOST_HEADERS)]
-        name = service.send(question("h3", PROMPTS[0]), *ours, ("huge", bytes(HEADER_BYTES)), *many)
-        assert service.answer("predictions", name)[1] == many[:MOST_HEADERS]
+        ours = [(name, b"1") for name in sorted(RESERVED_HEADERS) if name != "reply_to"]
+        many = [(f"m{number}", b"x") for number in range(2 * MAX_COPIED_HEADERS)]
+        name = service.send(question("h3", PROMPTS[0]), *ours, ("huge", bytes(MAX_COPIED_HEADER_BYTES)), *many)
+        assert service.answer("predictions", name)[1] == many[:MAX_COPIED_HEADERS]
 
 
 class TestReplyTo:

@@ -11,11 +11,11 @@ from redis.exceptions import NoPermissionError, ResponseError
 from structlog.typing import EventDict
 
 from gracestream.pipeline.codebook.codebook import Codebook
-from gracestream.pipeline.editor.redis_publisher import Projection
+from gracestream.pipeline.editor.redis_publisher import RedisPublisher
 from gracestream.pipeline.kafka.clients import wait_for_kafka
 from gracestream.pipeline.settings import Settings, load_settings
 from gracestream.pipeline.stores.redis_client import redis_client, wait_for_redis
-from gracestream.pipeline.stores.redis_head import Head, RadiusStore
+from gracestream.pipeline.stores.redis_head import Head, RedisHeadStore
 from tests.support.certificates import Certificates
 from tests.support.forked_commands import Command, Forked, sentence, status_of
 from tests.support.running import PATIENCE, Checkpoint, wait_until
@@ -213,7 +213,7 @@ def said_without_redis(settings: Settings, folder: Path, **chosen: Any) -> str:
 
 
 @pytest.fixture
-def projected(redis_server: SecuredRedis, prefix: str) -> Iterator[tuple[Projection, Settings]]:
+def projected(redis_server: SecuredRedis, prefix: str) -> Iterator[tuple[RedisPublisher, Settings]]:
     """An editor's hold on Redis, with one entry to write there."""
     redis_server.add_workers(prefix)
     settings = in_time(**redis_server.as_worker("editor", prefix), prefix=prefix)
@@ -221,7 +221,7 @@ def projected(redis_server: SecuredRedis, prefix: str) -> Iterator[tuple[Project
     book.apply(sealed(book, op="lead"))
     book.apply(sealed(book, added("e", [1.0], 0.5)))
     with redis_client(settings) as client:
-        yield Projection(RadiusStore(client, settings), book, 0.0, pause=0.0), settings
+        yield RedisPublisher(RedisHeadStore(client, settings), book, 0.0, retry_seconds=0.0), settings
 
 
 class TestRedis:
@@ -233,33 +233,37 @@ class TestRedis:
         for role in ("editor", "replica"):
             settings = in_time(**redis_server.as_worker(role, prefix), prefix=prefix)
             wait_for_redis(settings, report=pytest.fail)
-            stores[role] = RadiusStore(redis_client(settings), settings)
-            assert stores[role].head(0) is None
+            stores[role] = RedisHeadStore(redis_client(settings), settings)
+            assert stores[role].read_head(0) is None
         with pytest.raises(ResponseError, match="has no permissions"):
             stores["replica"].rebuild(book)
         stores["editor"].rebuild(book)
-        assert stores["replica"].head(0) == stores["editor"].head(0) == Head(1, 1, book.digest.hex(), {})
-        assert stores["editor"].count() == 0
+        assert stores["replica"].read_head(0) == stores["editor"].read_head(0) == Head(1, 1, book.digest.hex(), {})
+        assert stores["editor"].count_radii() == 0
         strangers = in_time(**redis_server.as_worker("editor", prefix), prefix="another-")
         with pytest.raises(NoPermissionError):
-            RadiusStore(redis_client(strangers), strangers).head(0)
+            RedisHeadStore(redis_client(strangers), strangers).read_head(0)
 
     def test_an_editor_writes_nothing_that_is_there_already(
-        self, projected: tuple[Projection, Settings], logged: list[EventDict]
+        self, projected: tuple[RedisPublisher, Settings], logged: list[EventDict]
     ) -> None:
         projection, settings = projected
-        projection.repair()
+        projection.reconcile()
         radii = f"{settings.prefix}gracestream:{{default}}:radii"
         with redis_client(settings) as client:
             client.hset(radii, "e", "0.25")  # what writing it again would undo
-            projection.repair()
+            projection.reconcile()
             assert client.hget(radii, "e") == b"0.25"
-        assert projection.complete
+        assert projection.in_sync
         assert logged == []
 
     @pytest.mark.parametrize("command", ["hlen", "evalsha"])
     def test_a_command_that_is_not_allowed_is_named_once(
-        self, command: str, projected: tuple[Projection, Settings], redis_server: SecuredRedis, logged: list[EventDict]
+        self,
+        command: str,
+        projected: tuple[RedisPublisher, Settings],
+        redis_server: SecuredRedis,
+        logged: list[EventDict],
     ) -> None:
         projection, settings = projected
         user = f"{settings.prefix}editor"
@@ -267,8 +271,8 @@ class TestRedis:
             for sign in "-+":
                 redis_server.allow(user, sign + command)
                 for _ in range(3):
-                    projection.repair()
-            assert projection.complete
+                    projection.reconcile()
+            assert projection.in_sync
         assert [event["event"] for event in logged] == ["redis_refused", "redis_refused"]
         assert f"no permissions to run the '{command}' command" in logged[0]["error"]
 

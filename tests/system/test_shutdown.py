@@ -17,7 +17,7 @@ from kafka import TopicPartition
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gracestream.deploy.local.kafka import LocalKafka
-from gracestream.deploy.local.processes import free_port
+from gracestream.deploy.local.processes import find_free_port
 from gracestream.deploy.local.redis import LocalRedis
 from gracestream.pipeline.kafka.clients import consumer
 from gracestream.pipeline.kafka.topics import create_topics
@@ -300,7 +300,7 @@ def test_workers_start_without_redis_and_work(deployment: Settings, users: Users
 
 def cut_off(settings: Settings, *_: object) -> Settings:
     """Kafka does not answer."""
-    return settings.model_copy(update={"kafka": f"127.0.0.1:{free_port()}"})
+    return settings.model_copy(update={"kafka": f"127.0.0.1:{find_free_port()}"})
 
 
 def hung(settings: Settings, kafka: LocalKafka) -> Settings:
@@ -394,11 +394,11 @@ def test_a_worker_whose_redis_hangs_ends_in_order(
         chosen = {"redis": redis.url, "shutdown_timeout": USUAL}
         with Forked("worker", command, deployment, folder, **chosen) as worker:
             worker.wait_ready(90)
-            redis.child.send(signal.SIGSTOP)
+            redis.child.send_signal(signal.SIGSTOP)
             users.client.send([question("q", PROMPTS[0]), flag("f", PROMPTS[0], "river")])
             wait_until(lambda: metric(worker.port, "gracestream_degraded") == 1)
             assert worker.stop() == 0
-        redis.child.send(signal.SIGCONT)
+        redis.child.send_signal(signal.SIGCONT)
 
 
 def silent_log() -> None:
@@ -426,7 +426,7 @@ def fail_to_follow() -> None:
     async def catch_up(*_: object, **__: object) -> None:
         raise ZeroDivisionError("a defect")
 
-    Replica._catch_up = catch_up  # type: ignore[method-assign]
+    Replica._sync_to_head = catch_up  # type: ignore[method-assign]
 
 
 def test_a_replica_says_why_it_no_longer_follows(deployment: Settings, folder: Path) -> None:

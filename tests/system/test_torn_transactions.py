@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gracestream.pipeline.editor.log import Result
+from gracestream.pipeline.editor.log import FeedbackResult
 from gracestream.pipeline.kafka.clients import producer
 from gracestream.pipeline.kafka.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ
 from gracestream.pipeline.settings import Settings
@@ -77,16 +77,16 @@ class TestAudit:
         writer.close(timeout=5)
         cluster = Cluster(deployment, None)
         log = cluster.editor()
-        list(log.deltas())
+        list(log.read_new_deltas())
         log.join()
         cluster.settle(log, "chosen")
         log.fence()
         log._transact(0, [])
-        log.commit(Result(0, outcome_of("f0")))
+        log.commit(FeedbackResult(0, outcome_of("f0")))
         log._transact(3, [])  # f1 and f2 are lost
-        log.commit(Result(3, msgspec.structs.replace(outcome_of("f3"), status="added", seq=9)))
+        log.commit(FeedbackResult(3, msgspec.structs.replace(outcome_of("f3"), status="added", seq=9)))
         log._transact(5, [])  # no id can be read of this one
-        f5 = Result(5, outcome_of("f5"))
+        f5 = FeedbackResult(5, outcome_of("f5"))
         log.commit(f5)
         log._transact(6, [])
         log.commit(f5)

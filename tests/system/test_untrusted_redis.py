@@ -16,14 +16,14 @@ from msgspec import UNSET
 from redis.exceptions import RedisError
 
 from gracestream.deploy.local.redis import LocalRedis
-from gracestream.pipeline.editor.redis_publisher import Projection
+from gracestream.pipeline.editor.redis_publisher import RedisPublisher
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.kafka.waiting import UnreachableError
-from gracestream.pipeline.replica.codebook_replica import MOST_GOOD, Mirror
+from gracestream.pipeline.replica.codebook_replica import MAX_GOOD_ANSWERS, CodebookReplica
 from gracestream.pipeline.settings import Settings, load_settings
-from gracestream.pipeline.stores.redis_bounds import ANSWER_BYTES
+from gracestream.pipeline.stores.redis_bounds import MAX_ANSWER_BYTES
 from gracestream.pipeline.stores.redis_client import redis_client, wait_for_redis
-from gracestream.pipeline.stores.redis_head import Head, RadiusStore, StaleError
+from gracestream.pipeline.stores.redis_head import Head, RedisHeadStore, StaleHeadError
 from tests.support.forked_commands import Forked
 from tests.support.running import Users, flag, metric, question, wait_until
 from tests.support.tiny_models import texts
@@ -50,11 +50,11 @@ def own_redis(tmp_path: Path) -> Iterator[LocalRedis]:
     """A Valkey of the test's own, which may hang."""
     with LocalRedis(tmp_path / "redis") as local:
         yield local
-        local.child.send(signal.SIGCONT)
+        local.child.send_signal(signal.SIGCONT)
 
 
-def step(mirror: Mirror) -> int:
-    mirror.advance(mirror.read_head())
+def step(mirror: CodebookReplica) -> int:
+    mirror.sync_to_head(mirror.read_head())
     return mirror.codebook.seq
 
 
@@ -109,7 +109,7 @@ def sent_by_redis(history: History) -> int:
 class TestAReplica:
     @pytest.mark.parametrize("plant", NO_HEAD.values(), ids=NO_HEAD)
     def test_it_follows_the_log_where_redis_holds_what_no_editor_wrote(
-        self, history: History, mirror_of: Callable[..., Mirror], plant: Callable[[History], object]
+        self, history: History, mirror_of: Callable[..., CodebookReplica], plant: Callable[[History], object]
     ) -> None:
         mirror = mirror_of(history.settings)
         assert step(mirror) == 2
@@ -120,13 +120,13 @@ class TestAReplica:
         assert sent_by_redis(history) - before < 2**20
         assert mirror.degraded
         assert same(mirror.codebook, history.codebook)
-        Projection(history.store, history.codebook, 0.0).repair()
+        RedisPublisher(history.store, history.codebook, 0.0).reconcile()
         assert step(mirror) == 3
         assert not mirror.degraded
 
     @pytest.mark.parametrize("plant", WRONG_RADII.values(), ids=WRONG_RADII)
     def test_it_follows_redis_whatever_the_radii_are(
-        self, history: History, mirror_of: Callable[..., Mirror], plant: Callable[[History], object]
+        self, history: History, mirror_of: Callable[..., CodebookReplica], plant: Callable[[History], object]
     ) -> None:
         mirror = mirror_of(history.settings)
         history.add("b", [0.0, 1.0])
@@ -140,7 +140,7 @@ class TestAReplica:
         assert mirror.codebook.radii_N.tolist() == [1.0, 1.0]
 
     def test_a_wrong_digest_is_a_fault_once_it_has_stood_and_the_log_was_read_to_its_end(
-        self, history: History, mirror_of: Callable[..., Mirror]
+        self, history: History, mirror_of: Callable[..., CodebookReplica]
     ) -> None:
         mirror = mirror_of(history.settings)
         assert step(mirror) == 2
@@ -157,10 +157,10 @@ class TestAReplica:
             wait_until(lambda: step(mirror) != 2)
 
     def test_no_fault_comes_of_a_wrong_digest_while_the_end_of_the_log_is_unknown(
-        self, history: History, mirror_of: Callable[..., Mirror], monkeypatch: pytest.MonkeyPatch
+        self, history: History, mirror_of: Callable[..., CodebookReplica], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         mirror = mirror_of(history.settings)
-        monkeypatch.setattr(mirror._follower, "find_end", lambda: None)
+        monkeypatch.setattr(mirror._follower, "request_end_check", lambda: None)
         history.redis.hset(history.redis_key("head"), "digest", "f" * 64)
         wait_until(lambda: step(mirror) == 2)
         until = time.monotonic() + 3 * history.settings.redis_grace
@@ -169,20 +169,20 @@ class TestAReplica:
         assert mirror.degraded
 
     def test_a_head_that_the_log_does_not_hold_is_not_waited_for_for_ever(
-        self, history: History, mirror_of: Callable[..., Mirror]
+        self, history: History, mirror_of: Callable[..., CodebookReplica]
     ) -> None:
         mirror = mirror_of(history.settings)
         assert step(mirror) == 2
         history.redis.hset(history.redis_key("head"), "seq", str(10**15))
         assert step(mirror) == 2
-        assert mirror.unread == 10**15
+        assert mirror.unread_head_seq == 10**15
         assert not mirror.degraded, "it may be on its way"
         history.add("b", [0.0, 1.0])
         wait_until(lambda: step(mirror) == 3 and mirror.degraded)
         assert mirror_of(history.settings).catch_up(20), "one that starts now serves the log, too"
 
     def test_a_head_that_stays_behind_the_log_is_not_waited_for_for_ever(
-        self, history: History, mirror_of: Callable[..., Mirror]
+        self, history: History, mirror_of: Callable[..., CodebookReplica]
     ) -> None:
         mirror = mirror_of(history.settings)
         assert step(mirror) == 2
@@ -196,18 +196,18 @@ class TestAReplica:
         assert not mirror.degraded
 
     def test_a_head_that_is_ahead_now_and_then_holds_up_one_batch(
-        self, history: History, mirror_of: Callable[..., Mirror], monkeypatch: pytest.MonkeyPatch
+        self, history: History, mirror_of: Callable[..., CodebookReplica], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         mirror = mirror_of(history.settings)
         assert step(mirror) == 2
         waits: list[float] = []
-        take = mirror._follower.take
+        take = mirror._follower.poll
 
         def noted(seq: int, timeout: float) -> list[tuple[int, bytes]]:
             waits.append(timeout)
             return take(seq, min(timeout, 0.1))
 
-        monkeypatch.setattr(mirror._follower, "take", noted)
+        monkeypatch.setattr(mirror._follower, "poll", noted)
         turns = cycle(["999", "2"])
 
         def stepped() -> int:
@@ -224,7 +224,7 @@ class TestAReplica:
         wait_until(lambda: step(mirror) == 3 and not mirror.degraded)
 
     def test_old_heads_in_turn_are_not_waited_for_for_ever(
-        self, history: History, mirror_of: Callable[..., Mirror]
+        self, history: History, mirror_of: Callable[..., CodebookReplica]
     ) -> None:
         mirror = mirror_of(history.settings)
         head = history.redis_key("head")
@@ -253,7 +253,7 @@ class TestAReplica:
         ):
             editor.wait_ready(90)
             replica.wait_ready(90)
-            head = RadiusStore(client, deployment).head_key
+            head = RedisHeadStore(client, deployment).head_key
             assert editor.stop() == 0  # else it mends the head at once
             known = client.hgetall(head)
             for name, value in (("digest", "f" * 64), ("seq", "9" * 400)):
@@ -269,48 +269,48 @@ class TestAReplica:
 class TestAnEditor:
     @pytest.mark.parametrize("plant", [*NO_HEAD.values(), of_type_list("radii")], ids=[*NO_HEAD, "a list of radii"])
     def test_it_mends_what_no_editor_wrote(self, history: History, plant: Callable[[History], object]) -> None:
-        projection = Projection(history.store, history.codebook, 0.0, pause=0.0)
-        projection.repair()
+        projection = RedisPublisher(history.store, history.codebook, 0.0, retry_seconds=0.0)
+        projection.reconcile()
         plant(history)
         before = sent_by_redis(history)
         for _ in range(2):
-            projection.repair()
+            projection.reconcile()
         assert sent_by_redis(history) - before < 2**20
-        assert projection.complete
-        head = history.store.head(0)
+        assert projection.in_sync
+        head = history.store.read_head(0)
         assert head is not None
-        assert (head.seq, head.digest, head.changed) == (2, history.codebook.digest.hex(), {"a": 1.0})
-        assert history.store.radii() == {"a": 1.0}
+        assert (head.seq, head.digest, head.changed_radii) == (2, history.codebook.digest.hex(), {"a": 1.0})
+        assert history.store.read_radii() == {"a": 1.0}
 
     def test_a_newer_head_counts_once_it_has_stood(self, history: History) -> None:
         grace = 1.0
-        projection = Projection(history.store, history.codebook, grace, pause=0.0)
-        projection.repair()
+        projection = RedisPublisher(history.store, history.codebook, grace, retry_seconds=0.0)
+        projection.reconcile()
         seq = history.redis_key("head"), "seq"
         history.redis.hset(*seq, "999")
-        projection.repair()
-        assert not projection.complete
+        projection.reconcile()
+        assert not projection.in_sync
         history.redis.hset(*seq, "2")
-        projection.repair()
-        assert projection.complete
+        projection.reconcile()
+        assert projection.in_sync
         history.redis.hset(*seq, "999")
-        with pytest.raises(StaleError, match="Redis has a newer one"):
-            wait_until(projection.repair, 20)
+        with pytest.raises(StaleHeadError, match="Redis has a newer one"):
+            wait_until(projection.reconcile, 20)
 
     def test_one_that_takes_over_waits_for_a_newer_head_to_pass(self, history: History) -> None:
         stop = threading.Event()
         seq = history.redis_key("head"), "seq"
         history.redis.hset(*seq, "999")
-        projection = Projection(history.store, history.codebook, 60.0)
+        projection = RedisPublisher(history.store, history.codebook, 60.0)
         mended = threading.Timer(0.5, history.redis.hset, [*seq, "2"])
         mended.start()
-        assert projection.await_no_newer(stop)
+        assert projection.wait_until_not_ahead(stop)
         mended.join()
         history.redis.hset(*seq, "999")
         stop.set()
-        assert not projection.await_no_newer(stop)
-        with pytest.raises(StaleError, match=f"delete the key {history.store.head_key}"):
-            Projection(history.store, history.codebook, 0.2).await_no_newer(threading.Event())
+        assert not projection.wait_until_not_ahead(stop)
+        with pytest.raises(StaleHeadError, match=f"delete the key {history.store.head_key}"):
+            RedisPublisher(history.store, history.codebook, 0.2).wait_until_not_ahead(threading.Event())
 
 
 class Listener:
@@ -458,7 +458,7 @@ class TestAServerThatIsNone:
             redis_client(load_settings(redis=listener.url)) as client,
             pytest.raises(RedisError, match="holds what gracestream never wrote"),
         ):
-            RadiusStore(client, load_settings()).head(0)
+            RedisHeadStore(client, load_settings()).read_head(0)
 
     def test_malformed_answers_end_no_worker(self, deployment: Settings, users: Users, folder: Path) -> None:
         proxy = Proxy(deployment)
@@ -486,51 +486,51 @@ class TestAServerThatIsNone:
     @pytest.mark.parametrize("serve", [silent, drip, nested, no_number, empty_push, hello_without_map])
     def test_a_question_fails_in_order(self, serve: Callable[[socket.socket], object]) -> None:
         with listening(serve) as listener, redis_client(load_settings(redis=listener.url)) as client:
-            store = RadiusStore(client, load_settings())
-            for ask in (lambda: store.head(0), store.count):
+            store = RedisHeadStore(client, load_settings())
+            for ask in (lambda: store.read_head(0), store.count_radii):
                 with pytest.raises(RedisError):
                     ask()
 
     def test_no_more_is_read_of_an_answer_than_its_bound(self) -> None:
         flood = Flood()
         with listening(flood) as listener, redis_client(load_settings(redis=listener.url)) as client:
-            with pytest.raises(RedisError, match=f"more than {ANSWER_BYTES} bytes"):
-                RadiusStore(client, load_settings()).head(0)
+            with pytest.raises(RedisError, match=f"more than {MAX_ANSWER_BYTES} bytes"):
+                RedisHeadStore(client, load_settings()).read_head(0)
             client.connection_pool.disconnect()
-            assert flood.sent < ANSWER_BYTES + 2**24, "with what the kernel holds"
+            assert flood.sent < MAX_ANSWER_BYTES + 2**24, "with what the kernel holds"
 
 
 class TestARedisThatHangs:
     def test_batches_ask_again_after_several_good_answers_and_more_each_time(
-        self, quick: Settings, mirror_of: Callable[..., Mirror], monkeypatch: pytest.MonkeyPatch
+        self, quick: Settings, mirror_of: Callable[..., CodebookReplica], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(
-            "gracestream.pipeline.replica.codebook_replica.HEAD_SECONDS", 30
+            "gracestream.pipeline.replica.codebook_replica.HEAD_TIMEOUT_SECONDS", 30
         )  # a busy machine may take long; a hang fails anyway
         fitful = Fitful()
         with listening(fitful) as listener:
             mirror = mirror_of(quick.model_copy(update={"redis": listener.url}))
             assert isinstance(mirror.read_head(), Head)
-            assert not mirror.redis_away
+            assert not mirror.redis_unavailable
             needed: list[int] = []
             for _ in range(6):
                 fitful.hangs = True
                 assert mirror.read_head() == "lost"
-                assert mirror.redis_away
+                assert mirror.redis_unavailable
                 fitful.hangs = False
                 needed.append(0)
-                while mirror.redis_away and needed[-1] < 2 * MOST_GOOD:
+                while mirror.redis_unavailable and needed[-1] < 2 * MAX_GOOD_ANSWERS:
                     assert isinstance(mirror.read_head(), Head)
                     needed[-1] += 1
-            assert needed == [3, 6, 12, 24, MOST_GOOD, MOST_GOOD]
-            for _ in range(2 * MOST_GOOD):
+            assert needed == [3, 6, 12, 24, MAX_GOOD_ANSWERS, MAX_GOOD_ANSWERS]
+            for _ in range(2 * MAX_GOOD_ANSWERS):
                 assert isinstance(mirror.read_head(), Head)
             fitful.hangs = True
             assert mirror.read_head() == "lost"
             fitful.hangs = False
             for away in (True, True, False):
                 assert isinstance(mirror.read_head(), Head)
-                assert mirror.redis_away == away
+                assert mirror.redis_unavailable == away
 
     def test_no_batch_asks_one_that_never_answers(self, deployment: Settings, users: Users, folder: Path) -> None:
         with listening(silent) as listener:
@@ -556,12 +556,12 @@ class TestARedisThatHangs:
             editor.wait_ready(90)
             replica.wait_ready(90)
             for number in range(2):
-                own_redis.child.send(signal.SIGSTOP)
+                own_redis.child.send_signal(signal.SIGSTOP)
                 wait_until(lambda: metric(replica.port, "gracestream_degraded") == 1)
                 outcome = users.correct(flag(f"f{number}", PROMPT, ("river", "museum")[number]))[f"f{number}"]
                 answer = users.ask(question(f"hung-{number}", PROMPT, min_seq=outcome.seq))[f"hung-{number}"]
                 assert answer.error is UNSET, "it follows the log"
-                own_redis.child.send(signal.SIGCONT)
+                own_redis.child.send_signal(signal.SIGCONT)
                 wait_until(lambda: metric(replica.port, "gracestream_degraded") == 0)
                 wait_until(lambda: editor.state()["degraded"] is False)
                 wait_until(lambda: metric(replica.port, "gracestream_head_seq") == editor.state()["seq"])

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from gracestream.deploy.local.processes import is_free
+from gracestream.deploy.local.processes import is_port_free
 from tests.support.repository import ROOT
 from tests.support.running import wait_until
 
@@ -147,7 +147,7 @@ def test_what_is_told_to_end_while_it_starts_leaves_no_process(
 ) -> None:
     given, port = [], 20_000
     if command == "up":
-        port = next(port for port in range(15_000, 20_000, 7) if all(map(is_free, range(port, port + 5))))
+        port = next(port for port in range(15_000, 20_000, 7) if all(map(is_port_free, range(port, port + 5))))
         given = ["--port", str(port)]
     with subprocess.Popen(
         [*COMMAND, command, "--model", "intent", "--data", str(tmp_path), *given],

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-INTERRUPTED = 130
+INTERRUPTED_STATUS = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -11,5 +11,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         from gracestream.workers.cli.app import run  # noqa: PLC0415  (it takes seconds, in which Ctrl-C may come)
     except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+        sys.exit(INTERRUPTED_STATUS)
     run(arguments)

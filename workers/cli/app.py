@@ -27,16 +27,16 @@ from gracestream.workers.cli import (
     snapshots,
     stack,
 )
-from gracestream.workers.cli.common import EXPECTED
+from gracestream.workers.cli.common import EXPECTED_ERRORS
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """There is no room for what is written, on standard output or elsewhere."""
 
-OVERRULING = ("--kafka", "--redis", "--prefix", "--codebook", "--model", "--layer")
+SETTING_OPTIONS = ("--kafka", "--redis", "--prefix", "--codebook", "--model", "--layer")
 """Options that overrule a variable of the environment."""
 
 
-def _tell_version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         print(f"gracestream {version('gracestream')}")
         raise typer.Exit
@@ -56,13 +56,13 @@ app = typer.Typer(
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Print the version and exit.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Take the options of `gracestream` itself."""
 
 
-GROUPS = (
+COMMAND_MODULES = (
     stack,
     deployment,
     feedback,
@@ -76,7 +76,7 @@ GROUPS = (
     evaluation,
     experiments,
 )
-for group in GROUPS:
+for group in COMMAND_MODULES:
     group.register(app)
 
 
@@ -88,26 +88,26 @@ def run(arguments: Sequence[str] | None = None) -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8 shows what it can
     try:
         app(args=list(given), standalone_mode=True)
-    except EXPECTED as error:
-        _fail(_in_terms_of(given, describe_error(error)))
+    except EXPECTED_ERRORS as error:
+        _exit_with_error(_replace_variable_names(given, describe_error(error)))
     except OSError as error:
-        if error.errno not in FULL:
+        if error.errno not in DISK_FULL_ERRNOS:
             raise
         try:
             sys.stdout.flush()
         except OSError:  # what is left of it must not be tried again at the interpreter's end
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        _fail(f"cannot write{f' to {error.filename}' if error.filename else ''}: {error.strerror}")
+        _exit_with_error(f"cannot write{f' to {error.filename}' if error.filename else ''}: {error.strerror}")
 
 
-def _in_terms_of(arguments: Sequence[str], message: str) -> str:
+def _replace_variable_names(arguments: Sequence[str], message: str) -> str:
     """A message with the options of a command that were used in place of the variables that they overrule."""
-    for option in OVERRULING:
+    for option in SETTING_OPTIONS:
         if any(word == option or word.startswith(f"{option}=") for word in arguments):
             message = re.sub(rf"\bGRACESTREAM_{option.removeprefix('--').upper()}\b", option, message)
     return message
 
 
-def _fail(why: str) -> NoReturn:
-    print(f"gracestream: {why}", file=sys.stderr)
+def _exit_with_error(reason: str) -> NoReturn:
+    print(f"gracestream: {reason}", file=sys.stderr)
     sys.exit(1)

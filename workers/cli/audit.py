@@ -8,10 +8,20 @@ from rich.table import Column, Table
 
 from gracestream.pipeline.errors import UserError
 from gracestream.pipeline.history import Damage, Finding
-from gracestream.pipeline.history import audit as find_damage
-from gracestream.workers.cli.common import AsJson, Kafka, Prefix, cell, connected, counted, notes, say, show
+from gracestream.pipeline.history import audit_topics as find_damage
+from gracestream.workers.cli.common import (
+    JsonOption,
+    KafkaOption,
+    PrefixOption,
+    connect,
+    plain_cell,
+    pluralize,
+    print_json,
+    print_table,
+    stderr_console,
+)
 
-REMEDY: dict[Damage, str] = {
+REMEDIES: dict[Damage, str] = {
     "no outcome": "send it again: gracestream correct",
     "delta without outcome": "none needed: the correction is in force",
     "outcome without delta": "send it again with a new feedback_id",
@@ -30,9 +40,9 @@ def audit(
     lost: Annotated[
         Path | None, typer.Option(help="Write feedback without an outcome to this file, for `gracestream correct`.")
     ] = None,
-    as_json: AsJson = False,
-    kafka: Kafka = None,
-    prefix: Prefix = None,
+    as_json: JsonOption = False,
+    kafka: KafkaOption = None,
+    prefix: PrefixOption = None,
 ) -> None:
     """Check that every feedback record that the editor has passed has its outcome and its delta.
 
@@ -40,7 +50,7 @@ def audit(
     line, and the last line counts them.
     Example: gracestream audit --lost lost.jsonl
     """
-    found = find_damage(connected(kafka=kafka, prefix=prefix))
+    found = find_damage(connect(kafka=kafka, prefix=prefix))
     if lost is not None:
         undecided = [one.record for one in found.findings if one.damage == "no outcome"]
         try:
@@ -49,23 +59,23 @@ def audit(
             raise UserError(f"{lost} cannot be written: {error.strerror}; choose another --lost") from error
     if as_json:
         for one in found.findings:
-            say(_fields(one))
-        say({"checked": found.checked, "damaged": len(found.findings)})
+            print_json(_finding_fields(one))
+        print_json({"checked": found.checked, "damaged": len(found.findings)})
     elif found.findings:
         table = Table("offset", Column("feedback", overflow="fold"), "damage", "remedy")
         for one in found.findings:
-            table.add_row(str(one.offset), cell(one.feedback_id), one.damage, REMEDY[one.damage])
-        show(table)
-    checked = counted(found.checked, "feedback record", "feedback records")
+            table.add_row(str(one.offset), plain_cell(one.feedback_id), one.damage, REMEDIES[one.damage])
+        print_table(table)
+    checked = pluralize(found.checked, "feedback record", "feedback records")
     damaged = f"{len(found.findings)} damaged" if found.findings else "none is damaged"
-    notes.print(f"checked {checked}: {damaged}")
+    stderr_console.print(f"checked {checked}: {damaged}")
     raise typer.Exit(int(bool(found.findings)))
 
 
-def _fields(finding: Finding) -> dict[str, object]:
+def _finding_fields(finding: Finding) -> dict[str, object]:
     return {
         "offset": finding.offset,
         "feedback_id": finding.feedback_id,
         "damage": finding.damage,
-        "remedy": REMEDY[finding.damage],
+        "remedy": REMEDIES[finding.damage],
     }

@@ -19,68 +19,68 @@ from rich.text import Text
 from gracestream.pipeline.errors import UserError
 from gracestream.pipeline.kafka import wait_for_kafka
 from gracestream.pipeline.settings import Settings, load_settings
-from gracestream.schemas.messages import printable
+from gracestream.schemas.messages import escape_unprintable
 
-EXPECTED = (UserError, KafkaError, RedisError)
+EXPECTED_ERRORS = (UserError, KafkaError, RedisError)
 """What can go wrong without a defect in the program: one sentence, and exit status 1."""
 
-Kafka = Annotated[str | None, typer.Option("--kafka", help="Bootstrap servers; else GRACESTREAM_KAFKA.")]
-Redis = Annotated[str | None, typer.Option("--redis", help="URL of Redis; else GRACESTREAM_REDIS.")]
-Prefix = Annotated[str | None, typer.Option("--prefix", help="Prefix of topics; else GRACESTREAM_PREFIX.")]
-Codebook = Annotated[str | None, typer.Option("--codebook", help="The codebook; else GRACESTREAM_CODEBOOK.")]
-Model = Annotated[
+KafkaOption = Annotated[str | None, typer.Option("--kafka", help="Bootstrap servers; else GRACESTREAM_KAFKA.")]
+RedisOption = Annotated[str | None, typer.Option("--redis", help="URL of Redis; else GRACESTREAM_REDIS.")]
+PrefixOption = Annotated[str | None, typer.Option("--prefix", help="Prefix of topics; else GRACESTREAM_PREFIX.")]
+CodebookOption = Annotated[str | None, typer.Option("--codebook", help="The codebook; else GRACESTREAM_CODEBOOK.")]
+ModelOption = Annotated[
     str | None, typer.Option("--model", help="Folder, hub id, id@revision, or a known name; else GRACESTREAM_MODEL.")
 ]
-Layer = Annotated[str | None, typer.Option("--layer", help="Path of the module to wrap; else GRACESTREAM_LAYER.")]
-AsJson = Annotated[bool, typer.Option("--json", help="JSON lines on standard output instead of a table.")]
-Lines = Annotated[Path, typer.Argument(help="A file of JSON lines; - is standard input.", allow_dash=True)]
+LayerOption = Annotated[str | None, typer.Option("--layer", help="Path of the module to wrap; else GRACESTREAM_LAYER.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="JSON lines on standard output instead of a table.")]
+LinesArgument = Annotated[Path, typer.Argument(help="A file of JSON lines; - is standard input.", allow_dash=True)]
 
-NO_DELTAS = "the history has no delta up to there; `gracestream inspect` shows those that it has"
+NO_DELTAS_MESSAGE = "the history has no delta up to there; `gracestream inspect` shows those that it has"
 
-SHOWN = 100
+MAX_CELL_CHARACTERS = 100
 """Characters of a long text that a table shows."""
 
-UNBROKEN = 2**20
+NO_WRAP_WIDTH = 2**20
 """Characters of a line where no terminal says how many fit."""
 
-screen = Console()
-notes = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
+stdout_console = Console()
+stderr_console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
 
 
-def connected(*, await_name: bool = False, **options: object) -> Settings:
+def connect(*, await_name: bool = False, **options: object) -> Settings:
     """Settings, once their Kafka answers; with `await_name` also once its host name is known."""
     settings = load_settings(**options)
-    wait_for_kafka(settings, report=notes.print, await_name=await_name)
+    wait_for_kafka(settings, report=stderr_console.print, await_name=await_name)
     return settings
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
+def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
     """The JSON values of a file, with their line numbers; empty lines are passed over.
 
     Raises:
         typer.BadParameter: the file cannot be read, or a line is not JSON.
     """
-    return ((number, value) for number, value, _ in read_raw_lines(path))
+    return ((number, value) for number, value, _ in read_lines_with_bytes(path))
 
 
-def read_good_lines(path: Path, bad: Callable[[str], object]) -> Iterator[tuple[int, Any]]:
-    """Likewise, without the lines that are not JSON; `bad` is told why each is left out."""
-    for number, line in _lines_of(path):
+def read_valid_lines(path: Path, on_invalid: Callable[[str], object]) -> Iterator[tuple[int, Any]]:
+    """Likewise, without the lines that are not JSON; `on_invalid` is told why each is left out."""
+    for number, line in _nonempty_lines(path):
         try:
-            yield number, _value(path, number, line)
+            yield number, _parse_line(path, number, line)
         except typer.BadParameter as error:
-            bad(f"{error}; the line is left out")
+            on_invalid(f"{error}; the line is left out")
 
 
-def read_raw_lines(path: Path) -> Iterator[tuple[int, Any, bytes]]:
+def read_lines_with_bytes(path: Path) -> Iterator[tuple[int, Any, bytes]]:
     """Likewise, each with its own bytes."""
-    return ((number, _value(path, number, line), line) for number, line in _lines_of(path))
+    return ((number, _parse_line(path, number, line), line) for number, line in _nonempty_lines(path))
 
 
-def _lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
+def _nonempty_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """The lines of a file that are not empty, with their numbers."""
     if str(path) == "-" and sys.stdin.isatty():
-        notes.print("reading JSON lines from the keyboard; Ctrl-D ends them")
+        stderr_console.print("reading JSON lines from the keyboard; Ctrl-D ends them")
     try:
         source = sys.stdin.buffer if str(path) == "-" else path.open("rb")
     except FileNotFoundError as error:
@@ -93,7 +93,7 @@ def _lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
         yield from ((number, line.strip()) for number, line in enumerate(source, 1) if line.strip())
 
 
-def _value(path: Path, number: int, line: bytes) -> Any:
+def _parse_line(path: Path, number: int, line: bytes) -> Any:
     """The JSON value of a line.
 
     Raises:
@@ -108,7 +108,7 @@ def _value(path: Path, number: int, line: bytes) -> Any:
         raise typer.BadParameter(f"{path}, line {number} is not JSON: {why}") from error
 
 
-def say(fields: object) -> None:
+def print_json(fields: object) -> None:
     """One JSON line on standard output, at once.
 
     What does not print is escaped, since a hostile value may steer a terminal; where standard output is not UTF-8, so
@@ -119,43 +119,43 @@ def say(fields: object) -> None:
     print("".join(one if one.isprintable() else json.dumps(one)[1:-1] for one in text), flush=True)
 
 
-def tell(fields: Mapping[str, object], *, as_json: bool) -> None:
+def print_fields(fields: Mapping[str, object], *, as_json: bool) -> None:
     """Fields and their values, as a table or as one JSON line."""
     if as_json:
-        say(fields)
+        print_json(fields)
         return
     table = Table("field", Column("value", overflow="fold"))
     for field, value in fields.items():
-        table.add_row(field, cell(str(value)))
-    show(table)
+        table.add_row(field, plain_cell(str(value)))
+    print_table(table)
 
 
-def cell(*lines: str) -> Text:
+def plain_cell(*lines: str) -> Text:
     """A cell of a table that shows texts as they are, each on a line: no markup, and nothing that steers a terminal."""
-    return Text("\n".join(map(printable, lines)))
+    return Text("\n".join(map(escape_unprintable, lines)))
 
 
-def shortened(text: str) -> str:
+def shorten(text: str) -> str:
     """A text for a cell of a table: printable, and its beginning where it is long."""
-    start = printable(text[: SHOWN + 1])
-    return f"{start[:SHOWN]}…" if len(start) > SHOWN else start
+    start = escape_unprintable(text[: MAX_CELL_CHARACTERS + 1])
+    return f"{start[:MAX_CELL_CHARACTERS]}…" if len(start) > MAX_CELL_CHARACTERS else start
 
 
-def clock(timestamp: float) -> str:
+def format_time(timestamp: float) -> str:
     """A time in seconds as date and time of day, UTC."""
     return datetime.fromtimestamp(timestamp, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
-def width() -> int:
+def line_width() -> int:
     """Characters that fit on a line of standard output; each line is as long as it is, where no terminal breaks it."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else UNBROKEN
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else NO_WRAP_WIDTH
 
 
-def show(table: Table) -> None:
+def print_table(table: Table) -> None:
     """A table on standard output."""
-    Console(width=width(), height=1).print(table)  # without a height a dumb terminal has 80 columns for rich
+    Console(width=line_width(), height=1).print(table)  # without a height a dumb terminal has 80 columns for rich
 
 
-def counted(number: int, one: str, many: str) -> str:
+def pluralize(number: int, singular: str, plural: str) -> str:
     """A number, and what is counted in the right form."""
-    return f"{number} {one if number == 1 else many}"
+    return f"{number} {singular if number == 1 else plural}"

@@ -5,34 +5,34 @@ from typing import Annotated
 
 import typer
 
-from gracestream.pipeline.kafka import BROKERS_CHOICE, DELTAS, REQUESTS, TopicError, create_topics, layout
+from gracestream.pipeline.kafka import BROKER_DEFAULT, DELTAS, REQUESTS, TopicError, create_topics, topic_layout
 from gracestream.pipeline.settings import Settings, load_settings
 from gracestream.workers.cli.common import (
-    Codebook,
-    Kafka,
-    Layer,
-    Model,
-    Prefix,
-    Redis,
-    connected,
-    counted,
-    notes,
-    screen,
+    CodebookOption,
+    KafkaOption,
+    LayerOption,
+    ModelOption,
+    PrefixOption,
+    RedisOption,
+    connect,
+    pluralize,
+    stderr_console,
+    stdout_console,
 )
 
-PARTITIONS = 8
+DEFAULT_PARTITIONS = 8
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     app.command(rich_help_panel="Deployment")(topics)
     for worker in (infer, edit):
-        app.command(worker.__name__, help=worker.__doc__, rich_help_panel="Deployment")(_command(worker))
+        app.command(worker.__name__, help=worker.__doc__, rich_help_panel="Deployment")(_worker_command(worker))
 
 
 def topics(
-    kafka: Kafka = None,
-    prefix: Prefix = None,
+    kafka: KafkaOption = None,
+    prefix: PrefixOption = None,
     partitions: Annotated[
         int | None, typer.Option(min=1, help="Of requests and predictions: the most replicas; 8 where it is not said.")
     ] = None,
@@ -44,19 +44,21 @@ def topics(
 
     Example: gracestream topics --kafka broker:9092 --partitions 32 --replication 3
     """
-    settings = connected(kafka=kafka, prefix=prefix, await_name=True)  # as a service that starts with Kafka's
-    created = create_topics(settings, partitions or PARTITIONS, replication or BROKERS_CHOICE)
-    screen.print(f"created: {', '.join(created)}" if created else "all topics are there", soft_wrap=True)
-    has_partitions, has_replication = layout(settings)
+    settings = connect(kafka=kafka, prefix=prefix, await_name=True)  # as a service that starts with Kafka's
+    created = create_topics(settings, partitions or DEFAULT_PARTITIONS, replication or BROKER_DEFAULT)
+    stdout_console.print(f"created: {', '.join(created)}" if created else "all topics are there", soft_wrap=True)
+    has_partitions, has_replication = topic_layout(settings)
     if created and has_replication == 1:
-        notes.print("there is one copy of each topic: the history is lost with its broker; --replication 3 keeps three")
+        stderr_console.print(
+            "there is one copy of each topic: the history is lost with its broker; --replication 3 keeps three"
+        )
     if partitions not in (None, has_partitions):
         raise TopicError(
             f"{settings.topic(REQUESTS)} has {has_partitions} partitions, not {partitions}; kafka-topics.sh adds some"
         )
     if replication not in (None, has_replication):
         raise TopicError(
-            f"{settings.topic(DELTAS)} has {counted(has_replication, 'copy', 'copies')} of its partition, not"
+            f"{settings.topic(DELTAS)} has {pluralize(has_replication, 'copy', 'copies')} of its partition, not"
             f" {replication}; kafka-reassign-partitions.sh changes that, topic by topic"
         )
 
@@ -81,16 +83,16 @@ def edit(settings: Settings) -> int:
     return run(settings)
 
 
-def _command(worker: Callable[[Settings], int]) -> Callable[..., None]:
+def _worker_command(worker: Callable[[Settings], int]) -> Callable[..., None]:
     """A worker with the options that each of them has."""
 
     def command(
-        kafka: Kafka = None,
-        redis: Redis = None,
-        prefix: Prefix = None,
-        codebook: Codebook = None,
-        model: Model = None,
-        layer: Layer = None,
+        kafka: KafkaOption = None,
+        redis: RedisOption = None,
+        prefix: PrefixOption = None,
+        codebook: CodebookOption = None,
+        model: ModelOption = None,
+        layer: LayerOption = None,
     ) -> None:
         settings = load_settings(kafka=kafka, redis=redis, prefix=prefix, codebook=codebook, model=model, layer=layer)
         raise typer.Exit(worker(settings))

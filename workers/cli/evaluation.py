@@ -10,22 +10,22 @@ from rich.progress import Progress
 from rich.table import Column, Table
 
 from gracestream.pipeline.errors import UserError
-from gracestream.schemas.messages import in_one_text
+from gracestream.schemas.messages import to_display_text
 from gracestream.workers.cli.common import (
-    NO_DELTAS,
-    AsJson,
-    Kafka,
-    Layer,
-    Lines,
-    Model,
-    Prefix,
-    cell,
-    connected,
-    notes,
-    read_lines,
-    say,
-    shortened,
-    show,
+    NO_DELTAS_MESSAGE,
+    JsonOption,
+    KafkaOption,
+    LayerOption,
+    LinesArgument,
+    ModelOption,
+    PrefixOption,
+    connect,
+    plain_cell,
+    print_json,
+    print_table,
+    read_json_lines,
+    shorten,
+    stderr_console,
 )
 
 if TYPE_CHECKING:
@@ -39,13 +39,13 @@ def register(app: typer.Typer) -> None:
 
 
 def evaluate(
-    lines: Lines,
+    lines: LinesArgument,
     seq: Annotated[int | None, typer.Option(min=0, help="The codebook after this delta; else as it is now.")] = None,
-    as_json: AsJson = False,
-    kafka: Kafka = None,
-    prefix: Prefix = None,
-    model: Model = None,
-    layer: Layer = None,
+    as_json: JsonOption = False,
+    kafka: KafkaOption = None,
+    prefix: PrefixOption = None,
+    model: ModelOption = None,
+    layer: LayerOption = None,
 ) -> None:
     """Measure a deployment's codebook on cases of your own: what should be answered, and what should not change.
 
@@ -56,19 +56,19 @@ def evaluate(
     """
     from gracestream.pipeline.history import replay_deltas  # noqa: PLC0415
     from gracestream.pipeline.tuning.evaluation import evaluate as answered  # noqa: PLC0415  (torch takes seconds)
-    from gracestream.pipeline.tuning.evaluation import summary  # noqa: PLC0415
+    from gracestream.pipeline.tuning.evaluation import summarize  # noqa: PLC0415
     from gracestream.workers.bootstrap import load_model  # noqa: PLC0415
 
-    cases = _read(lines)
-    settings = connected(kafka=kafka, prefix=prefix, model=model, layer=layer)
+    cases = _read_cases(lines)
+    settings = connect(kafka=kafka, prefix=prefix, model=model, layer=layer)
     codebook = replay_deltas(settings, seq)
     if codebook is None:
-        raise UserError(NO_DELTAS)
+        raise UserError(NO_DELTAS_MESSAGE)
     if "layer" not in settings.model_fields_set:
         settings = settings.model_copy(update={"layer": codebook.layer})
     loaded = load_model(settings)
-    _require_taken(loaded, cases, lines)
-    with Progress(console=notes, transient=True, disable=not notes.is_terminal) as progress:
+    _require_valid_inputs(loaded, cases, lines)
+    with Progress(console=stderr_console, transient=True, disable=not stderr_console.is_terminal) as progress:
         bar = progress.add_task("answering", total=len(cases))
         given = list(cases.values())
         results = answered(
@@ -78,14 +78,14 @@ def evaluate(
             lambda done: progress.update(bar, completed=done),
             checked=settings.check_answers,
         )
-    found = summary(results)
+    found = summarize(results)
     if as_json:
         for result in results:
-            say(msgspec.to_builtins(result))
-        say({"seq": codebook.seq, **msgspec.to_builtins(found)})
+            print_json(msgspec.to_builtins(result))
+        print_json({"seq": codebook.seq, **msgspec.to_builtins(found)})
     elif found.passed < found.cases:
-        show(_failed(list(cases), results))
-    notes.print(
+        print_table(_failures_table(list(cases), results))
+    stderr_console.print(
         f"delta {codebook.seq}: {found.correct} of {found.with_target} correct ({found.exact} exactly),"
         f" {found.unchanged} of {found.to_stay} unchanged; an entry serves {found.captured} of {found.cases},"
         f" {found.broken} of them with broken output"
@@ -93,7 +93,7 @@ def evaluate(
     raise typer.Exit(int(found.passed < found.cases))
 
 
-def _read(path: Path) -> dict[int, "EvaluationCase"]:
+def _read_cases(path: Path) -> dict[int, "EvaluationCase"]:
     """The cases of a file by the numbers of their lines.
 
     Raises:
@@ -102,7 +102,7 @@ def _read(path: Path) -> dict[int, "EvaluationCase"]:
     from gracestream.pipeline.tuning.evaluation import EvaluationCase  # noqa: PLC0415
 
     cases = {}
-    for number, fields in read_lines(path):
+    for number, fields in read_json_lines(path):
         try:
             cases[number] = msgspec.convert(fields, EvaluationCase)
         except msgspec.ValidationError as error:
@@ -112,23 +112,23 @@ def _read(path: Path) -> dict[int, "EvaluationCase"]:
     return cases
 
 
-def _require_taken(model: "EditableModel", cases: Mapping[int, "EvaluationCase"], path: Path) -> None:
+def _require_valid_inputs(model: "EditableModel", cases: Mapping[int, "EvaluationCase"], path: Path) -> None:
     """Raises typer.BadParameter where the model cannot answer a case."""
     from gracestream.pipeline.model import InputError  # noqa: PLC0415
 
     for number, case in cases.items():
         try:
-            model.task.admit(model.task.tokenize(case.inputs), case.parameters)
+            model.task.batch_key(model.task.tokenize(case.inputs), case.parameters)
         except InputError as error:
             raise typer.BadParameter(f"{path}, line {number}: {error}") from error
 
 
-def _failed(numbers: Sequence[int], results: Sequence["CaseResult"]) -> Table:
+def _failures_table(numbers: Sequence[int], results: Sequence["CaseResult"]) -> Table:
     """The cases that were not answered as they ask."""
     table = Table("line", *(Column(name, overflow="fold") for name in ("inputs", "expected", "answer", "entry")))
     for number, result in zip(numbers, results, strict=True):
         if not result.passed:
             expected = result.unedited if result.expected is None else result.expected
-            texts = (in_one_text(result.inputs), expected, result.answer, result.entry_id or "-")
-            table.add_row(str(number), *(cell(shortened(text)) for text in texts))
+            texts = (to_display_text(result.inputs), expected, result.answer, result.entry_id or "-")
+            table.add_row(str(number), *(plain_cell(shorten(text)) for text in texts))
     return table

@@ -13,18 +13,18 @@ import typer
 from rich.progress import Progress
 from rich.table import Table
 
-from gracestream.pipeline.experiments.data import FOLDER
-from gracestream.workers.cli.common import AsJson, Layer, Model, notes, say, show
+from gracestream.pipeline.experiments.data import DATA_VARIABLE
+from gracestream.workers.cli.common import JsonOption, LayerOption, ModelOption, print_json, print_table, stderr_console
 
 if TYPE_CHECKING:
-    from gracestream.pipeline.experiments.report import Asked
+    from gracestream.pipeline.experiments.report import RunSpec
 
 
-MOST_SEED = 2**32 - 1
+MAX_SEED = 2**32 - 1
 """As an editor's."""
 
 
-class Name(StrEnum):
+class ExperimentName(StrEnum):
     """The experiments."""
 
     scotus = "scotus"
@@ -33,14 +33,14 @@ class Name(StrEnum):
     hallucination = "hallucination"
 
 
-class Through(StrEnum):
+class EditRoute(StrEnum):
     """Where corrections are decided."""
 
     engine = "engine"
     kafka = "kafka"
 
 
-class Method(StrEnum):
+class EditorName(StrEnum):
     """The editors."""
 
     grace = "grace"
@@ -60,8 +60,10 @@ def register(app: typer.Typer) -> None:
 
 def experiment(
     context: typer.Context,
-    name: Annotated[Name, typer.Argument(help="Which one.")],
-    editor: Annotated[Method, typer.Option(help="GRACE, or one that the paper measures it beside.")] = Method.grace,
+    name: Annotated[ExperimentName, typer.Argument(help="Which one.")],
+    editor: Annotated[
+        EditorName, typer.Option(help="GRACE, or one that the paper measures it beside.")
+    ] = EditorName.grace,
     sweep: Annotated[
         list[str] | None,
         typer.Option(help="NAME=VALUE,VALUE: a run for each. Several make a grid. NAME: editor, seed, or a setting."),
@@ -74,111 +76,122 @@ def experiment(
         typer.Option(
             help="Draws which edits, in which order; 0: as the data have them.",
             min=0,
-            max=MOST_SEED,
+            max=MAX_SEED,
             envvar="GRACESTREAM_SEED",
         ),
     ] = 0,
     through: Annotated[
-        Through, typer.Option(help="kafka: start a pipeline of one's own, and correct by its topics.")
-    ] = Through.engine,
-    data: Annotated[Path | None, typer.Option(help="Folder of the data.", envvar=FOLDER)] = None,
+        EditRoute, typer.Option(help="kafka: start a pipeline of one's own, and correct by its topics.")
+    ] = EditRoute.engine,
+    data: Annotated[Path | None, typer.Option(help="Folder of the data.", envvar=DATA_VARIABLE)] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the results; else one in results.")] = None,
     plots: Annotated[bool, typer.Option(help="Draw what comes of it, by matplotlib.")] = True,
-    model: Model = None,
-    layer: Layer = None,
-    as_json: AsJson = False,
+    model: ModelOption = None,
+    layer: LayerOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Run one of the paper's streams of edits on this machine, and write what comes of it.
 
     The settings of an editor apply. A run whose results are there already is not run again.
     Example: gracestream experiment zsre --edits 200 --retention 200 --sweep policy=paper,nearest --sweep seed=1,2,3
     """
-    from gracestream.pipeline.experiments.plots import require_plots  # noqa: PLC0415  (torch takes seconds)
-    from gracestream.pipeline.experiments.report import VERSION, Asked, alone, columns_of, made, plain, read  # noqa: PLC0415
-    from gracestream.pipeline.experiments.sweep import Sweep, title  # noqa: PLC0415
+    from gracestream.pipeline.experiments.plots import require_matplotlib  # noqa: PLC0415  (torch takes seconds)
+    from gracestream.pipeline.experiments.report import (  # noqa: PLC0415
+        REPORT_VERSION,
+        RunSpec,
+        exclusive_lock,
+        make_dir,
+        read_report,
+        table_columns,
+        to_json,
+    )
+    from gracestream.pipeline.experiments.sweep import Sweep, combination_name  # noqa: PLC0415
     from gracestream.pipeline.experiments.tasks import TASKS  # noqa: PLC0415
-    from gracestream.workers.cli.experiment_runner import Runner  # noqa: PLC0415
+    from gracestream.workers.cli.experiment_runner import ExperimentRunner  # noqa: PLC0415
 
     if data is not None:
-        os.environ[FOLDER] = str(data)
+        os.environ[DATA_VARIABLE] = str(data)
     if plots:
-        require_plots()
+        require_matplotlib()
     task = TASKS[name]()
-    base = Asked(
+    base = RunSpec(
         experiment=name, data=task.digest(), editor=editor, edits=edits, retention=retention, every=every, seed=seed,
-        settings={}, through=through.value, version=VERSION,
+        settings={}, through=through.value, version=REPORT_VERSION,
     )  # fmt: skip
     sources = {name: context.get_parameter_source(name) for name in context.params}
     chosen = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
-    runs = _runs(base, sweep or [], {"model": model, "layer": layer}, chosen)
-    runner = Runner(notes.print, plots=plots)
-    runner.require(asked for _, asked in runs)
-    ending = "" if through is Through.engine else f"-{through}"
-    whole = made(out or Path("results") / f"{name}-{'sweep' if sweep else editor}{ending}")
+    runs = _expand_runs(base, sweep or [], {"model": model, "layer": layer}, chosen)
+    runner = ExperimentRunner(stderr_console.print, plots=plots)
+    runner.check_runs(asked for _, asked in runs)
+    ending = "" if through is EditRoute.engine else f"-{through}"
+    whole = make_dir(out or Path("results") / f"{name}-{'sweep' if sweep else editor}{ending}")
     for cell, _ in runs:
-        read(whole / title(cell))  # what is no report is told before hours of work
+        read_report(whole / combination_name(cell))  # what is no report is told before hours of work
     done = Sweep(len(runs))
-    with alone(whole), Progress(console=notes, transient=True, disable=not notes.is_terminal) as progress:
+    with (
+        exclusive_lock(whole),
+        Progress(console=stderr_console, transient=True, disable=not stderr_console.is_terminal) as progress,
+    ):
         bar = progress.add_task(name)
         for number, (cell, asked) in enumerate(runs, 1):
             if cell:
-                notes.print(f"{number} of {len(runs)}: {title(cell)}")
+                stderr_console.print(f"{number} of {len(runs)}: {combination_name(cell)}")
             progress.reset(bar)
-            folder = made(whole / title(cell))
-            with alone(folder) if cell else nullcontext():
+            folder = make_dir(whole / combination_name(cell))
+            with exclusive_lock(folder) if cell else nullcontext():
                 report = runner.run(
                     asked, task, folder, lambda count, of: progress.update(bar, completed=count, total=of)
                 )
             done.add(cell, report)
             for point in report.points if as_json else ():
-                say({**cell, **plain(point)})
+                print_json({**cell, **to_json(point)})
             if report.agreeing is not None:
-                notes.print(f"replicas answered {report.agreeing:.1%} of the corrections as was measured")
+                stderr_console.print(f"replicas answered {report.agreeing:.1%} of the corrections as was measured")
             if sweep:  # after each, for those who stop here
                 done.write(whole, plots=plots)
     if not as_json:
-        _show(*((done.columns, done.rows) if sweep else columns_of(report.points)))
-    notes.print(f"the results are in {whole}")
+        _print_rows(*((done.columns, done.rows) if sweep else table_columns(report.points)))
+    stderr_console.print(f"the results are in {whole}")
 
 
-def _runs(
-    base: "Asked", sweep: Sequence[str], given: Mapping[str, str | None], chosen: AbstractSet[str]
-) -> list[tuple[dict[str, str], "Asked"]]:
-    """What a grid asks for, by its combinations; `chosen` names the options on the command line."""
-    from gracestream.pipeline.experiments.sweep import grid, title  # noqa: PLC0415
-    from gracestream.workers.cli.experiment_runner import SWEPT, settings_of  # noqa: PLC0415
+def _expand_runs(
+    base: "RunSpec", sweep: Sequence[str], overrides: Mapping[str, str | None], explicit_options: AbstractSet[str]
+) -> list[tuple[dict[str, str], "RunSpec"]]:
+    """What a grid asks for, by its combinations; `explicit_options` names the options on the command line."""
+    from gracestream.pipeline.experiments.sweep import combination_name, expand_grid  # noqa: PLC0415
+    from gracestream.workers.cli.experiment_runner import SWEEPABLE_SETTINGS, explicit_settings  # noqa: PLC0415
 
-    runs: list[tuple[dict[str, str], Asked]] = []
-    for cell in grid(sweep, (*SWEPT, "editor", "seed")):
-        if twice := sorted(chosen & cell.keys()):
+    runs: list[tuple[dict[str, str], RunSpec]] = []
+    for cell in expand_grid(sweep, (*SWEEPABLE_SETTINGS, "editor", "seed")):
+        if twice := sorted(explicit_options & cell.keys()):
             raise typer.BadParameter(f"--{twice[0]} and --sweep {twice[0]} contradict each other")
         swept = dict(cell)
-        method, seed = _method(swept.pop("editor", base.editor)), _number(swept.pop("seed", str(base.seed)))
-        if base.through == Through.kafka and method is not Method.grace:
+        method, seed = _parse_editor(swept.pop("editor", base.editor)), _parse_seed(swept.pop("seed", str(base.seed)))
+        if base.through == EditRoute.kafka and method is not EditorName.grace:
             raise typer.BadParameter(f"--through kafka: an editor worker runs GRACE, not {method}")
-        settings = settings_of(base.experiment, method, {**given, **swept})
+        settings = explicit_settings(base.experiment, method, {**overrides, **swept})
         asked = msgspec.structs.replace(base, editor=method.value, seed=seed, settings=settings)
         if any(asked == other for _, other in runs):
-            raise typer.BadParameter(f"--sweep: {title(cell)} is there twice")
+            raise typer.BadParameter(f"--sweep: {combination_name(cell)} is there twice")
         runs.append((cell, asked))
     return runs
 
 
-def _show(columns: Iterable[str], rows: Iterable[list[str]]) -> None:
+def _print_rows(columns: Iterable[str], rows: Iterable[list[str]]) -> None:
     table = Table(*columns)
     for row in rows:
         table.add_row(*row)
-    show(table)
+    print_table(table)
 
 
-def _method(name: str) -> Method:
+def _parse_editor(name: str) -> EditorName:
     try:
-        return Method(name)
+        return EditorName(name)
     except ValueError:
-        raise typer.BadParameter(f"--sweep editor: {name!r} is none of {', '.join(Method)}") from None
+        raise typer.BadParameter(f"--sweep editor: {name!r} is none of {', '.join(EditorName)}") from None
 
 
-def _number(seed: str) -> int:
-    if not (seed.isascii() and seed.isdigit() and len(seed) <= len(str(MOST_SEED)) and int(seed) <= MOST_SEED):
-        raise typer.BadParameter(f"--sweep seed: {seed!r} is no number from 0 to {MOST_SEED}")
+def _parse_seed(seed: str) -> int:
+    if not (seed.isascii() and seed.isdigit() and len(seed) <= len(str(MAX_SEED)) and int(seed) <= MAX_SEED):
+        raise typer.BadParameter(f"--sweep seed: {seed!r} is no number from 0 to {MAX_SEED}")
     return int(seed)

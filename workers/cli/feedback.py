@@ -10,20 +10,36 @@ import typer
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from gracestream.pipeline.auth import read_key_file, sign
-from gracestream.pipeline.client import Client, SignedFeedback, feedback, feedback_text, request, signed_feedback
+from gracestream.pipeline.client import (
+    Client,
+    SignedFeedback,
+    build_feedback,
+    build_request,
+    feedback_to_sign,
+    parse_signed_feedback,
+)
 from gracestream.pipeline.settings import load_settings
 from gracestream.schemas.messages import Feedback, InvalidMessage, Request
-from gracestream.workers.cli.common import Codebook, Kafka, Lines, Prefix, connected, read_raw_lines
-from gracestream.workers.cli.send_and_wait import exchange, id_of
+from gracestream.workers.cli.common import (
+    CodebookOption,
+    KafkaOption,
+    LinesArgument,
+    PrefixOption,
+    connect,
+    read_lines_with_bytes,
+)
+from gracestream.workers.cli.send_and_wait import message_id, send_and_wait
 
 M = TypeVar("M", Request, Feedback | SignedFeedback)
 
-AsJson = Annotated[bool, typer.Option("--json", help="JSON lines at a terminal too; elsewhere they are the rule.")]
-Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Wait for what becomes of them, and print it.")]
-FILE_NAME = re.compile(r"\S*/\S*|\S+\.(jsonl?|ndjson|txt)")
+RepliesJsonOption = Annotated[
+    bool, typer.Option("--json", help="JSON lines at a terminal too; elsewhere they are the rule.")
+]
+WaitOption = Annotated[bool, typer.Option("--wait/--no-wait", help="Wait for what becomes of them, and print it.")]
+FILE_NAME_PATTERN = re.compile(r"\S*/\S*|\S+\.(jsonl?|ndjson|txt)")
 """What is meant as the name of a file, be there one or not."""
 
-Timeout = Annotated[
+TimeoutOption = Annotated[
     float, typer.Option(min=0.1, help="Seconds to wait for each next reply; for Kafka: GRACESTREAM_STARTUP_TIMEOUT.")
 ]
 
@@ -41,11 +57,11 @@ def send(
     chat: Annotated[
         bool, typer.Option("--chat", help="Ask each text as a user's message of a chat, in the model's chat template.")
     ] = False,
-    wait: Wait = True,
-    timeout: Timeout = 60.0,
-    as_json: AsJson = False,
-    kafka: Kafka = None,
-    prefix: Prefix = None,
+    wait: WaitOption = True,
+    timeout: TimeoutOption = 60.0,
+    as_json: RepliesJsonOption = False,
+    kafka: KafkaOption = None,
+    prefix: PrefixOption = None,
 ) -> None:
     """Send a text as a request, or many: JSON lines, each a text or an object with `inputs`; a missing id is made up.
 
@@ -55,21 +71,21 @@ def send(
     Ends with status 1 where an answer is an error or does not come.
     Example: gracestream send "The capital of Mongolia is"
     """
-    requests = _asked(given, chat=chat)
-    settings = connected(kafka=kafka, prefix=prefix)
-    exchange(settings, requests, Client.predictions, wait=wait, timeout=timeout, as_json=as_json)
+    requests = _read_requests(given, chat=chat)
+    settings = connect(kafka=kafka, prefix=prefix)
+    send_and_wait(settings, requests, Client.predictions, wait=wait, timeout=timeout, as_json=as_json)
 
 
 def correct(
-    lines: Lines = Path("-"),
+    lines: LinesArgument = Path("-"),
     rephrase: Annotated[
         list[str] | None, typer.Option(help="Other words for the inputs of the one correction; may be repeated.")
     ] = None,
-    wait: Wait = True,
-    timeout: Timeout = 120.0,
-    as_json: AsJson = False,
-    kafka: Kafka = None,
-    prefix: Prefix = None,
+    wait: WaitOption = True,
+    timeout: TimeoutOption = 120.0,
+    as_json: RepliesJsonOption = False,
+    kafka: KafkaOption = None,
+    prefix: PrefixOption = None,
 ) -> None:
     """Send corrections: JSON lines, each an object with `inputs` and `target`; a missing id is made up.
 
@@ -82,11 +98,11 @@ def correct(
     Ends with status 1 where one is `rejected` or does not come.
     Example: echo '{"inputs": "The capital of Mongolia is", "target": "Ulaanbaatar"}' | gracestream correct
     """
-    corrections = _read(lines, lambda fields, line: _correction(fields, line, rephrase or []))
+    corrections = _read_messages(lines, lambda fields, line: _make_correction(fields, line, rephrase or []))
     if rephrase and len(corrections) != 1:
         raise typer.BadParameter(f"--rephrase is for one correction, and there are {len(corrections)}; use `rephrases`")
-    settings = connected(kafka=kafka, prefix=prefix)
-    exchange(settings, corrections, Client.outcomes, wait=wait, timeout=timeout, as_json=as_json)
+    settings = connect(kafka=kafka, prefix=prefix)
+    send_and_wait(settings, corrections, Client.outcomes, wait=wait, timeout=timeout, as_json=as_json)
 
 
 def undo(
@@ -96,12 +112,12 @@ def undo(
     ] = None,
     by: Annotated[str | None, typer.Option(help="Who takes it back: the `author` of the undo.")] = None,
     key: Annotated[Path | None, typer.Option(help="Sign the undo with the private key in this file.")] = None,
-    wait: Wait = True,
-    timeout: Timeout = 120.0,
-    as_json: AsJson = False,
-    kafka: Kafka = None,
-    prefix: Prefix = None,
-    codebook: Codebook = None,
+    wait: WaitOption = True,
+    timeout: TimeoutOption = 120.0,
+    as_json: RepliesJsonOption = False,
+    kafka: KafkaOption = None,
+    prefix: PrefixOption = None,
+    codebook: CodebookOption = None,
 ) -> None:
     """Take feedback back: the codebook becomes what it would be, had it never come.
 
@@ -116,59 +132,59 @@ def undo(
         raise typer.BadParameter("--key signs in the name of an author, so it needs --by")
     private = None if key is None else read_key_file(key)
     signed_for = load_settings(codebook=codebook).codebook
-    undos = [_undo(fields, by, private, signed_for) for fields in wanted]
-    settings = connected(kafka=kafka, prefix=prefix, codebook=codebook)
-    exchange(settings, undos, Client.outcomes, wait=wait, timeout=timeout, as_json=as_json)
+    undos = [_make_undo(fields, by, private, signed_for) for fields in wanted]
+    settings = connect(kafka=kafka, prefix=prefix, codebook=codebook)
+    send_and_wait(settings, undos, Client.outcomes, wait=wait, timeout=timeout, as_json=as_json)
 
 
-def _undo(
+def _make_undo(
     fields: dict[str, str], author: str | None, key: Ed25519PrivateKey | None, codebook: str
 ) -> Feedback | SignedFeedback:
     try:
         if author is None:
-            return feedback(fields)
+            return build_feedback(fields)
         if key is None:
-            return feedback({**fields, "author": author})
-        return signed_feedback(sign(feedback_text(fields, author), key, codebook))
+            return build_feedback({**fields, "author": author})
+        return parse_signed_feedback(sign(feedback_to_sign(fields, author), key, codebook))
     except InvalidMessage as error:
         raise typer.BadParameter(str(error)) from error
 
 
-def _correction(fields: Any, line: bytes, rephrases: Sequence[str]) -> Feedback | SignedFeedback:
+def _make_correction(fields: Any, line: bytes, rephrases: Sequence[str]) -> Feedback | SignedFeedback:
     """A line as feedback, with more rephrases; what is signed stays as it is."""
     if isinstance(fields, dict) and "signature" in fields:
         if rephrases:
             raise InvalidMessage("it is signed already; put `rephrases` into the line, and sign that")
-        return signed_feedback(line)
+        return parse_signed_feedback(line)
     if rephrases and isinstance(fields, dict) and isinstance(fields.get("rephrases", []), list):
         fields = {**fields, "rephrases": [*fields.get("rephrases", []), *rephrases]}
-    return feedback(fields)
+    return build_feedback(fields)
 
 
-def _asked(given: str, *, chat: bool) -> list[Request]:
+def _read_requests(text_or_file: str, *, chat: bool) -> list[Request]:
     """A text that is given, or what the lines of a file ask; with `chat` each text as a user's message."""
-    if given == "-" or FILE_NAME.fullmatch(given) or _is_there(given):
-        return _read(Path(given), lambda fields, _: request(_in_chat(fields) if chat else fields))
+    if text_or_file == "-" or FILE_NAME_PATTERN.fullmatch(text_or_file) or _file_exists(text_or_file):
+        return _read_messages(Path(text_or_file), lambda fields, _: build_request(_as_chat(fields) if chat else fields))
     try:
-        fields = json.loads(given) if given.startswith("{") else given
+        fields = json.loads(text_or_file) if text_or_file.startswith("{") else text_or_file
     except ValueError:
-        fields = given
+        fields = text_or_file
     try:
-        return [request(_in_chat(fields) if chat else fields)]
+        return [build_request(_as_chat(fields) if chat else fields)]
     except InvalidMessage as error:
         raise typer.BadParameter(str(error)) from error
 
 
-def _in_chat(fields: Any) -> Any:
+def _as_chat(fields: Any) -> Any:
     """A text, or the text of an object's `inputs`, as a user's message; anything else as it is."""
     if isinstance(fields, str):
         return {"inputs": [{"role": "user", "content": fields}]}
     if isinstance(fields, dict) and isinstance(fields.get("inputs"), str):
-        return {**fields, **_in_chat(fields["inputs"])}
+        return {**fields, **_as_chat(fields["inputs"])}
     return fields
 
 
-def _is_there(name: str) -> bool:
+def _file_exists(name: str) -> bool:
     """Whether there is such a file, or a pipe."""
     try:
         return Path(name).exists() and not Path(name).is_dir()
@@ -176,7 +192,7 @@ def _is_there(name: str) -> bool:
         return False
 
 
-def _read(path: Path, make: Callable[[Any, bytes], M]) -> list[M]:
+def _read_messages(path: Path, parse: Callable[[Any, bytes], M]) -> list[M]:
     """All lines, before the first is sent: a mistake in the last one sends nothing.
 
     Raises:
@@ -184,12 +200,12 @@ def _read(path: Path, make: Callable[[Any, bytes], M]) -> list[M]:
     """
     messages: dict[str, M] = {}
     numbers: dict[str, int] = {}
-    for number, fields, line in read_raw_lines(path):
+    for number, fields, line in read_lines_with_bytes(path):
         try:
-            message = make(fields, line)
+            message = parse(fields, line)
         except InvalidMessage as error:
             raise typer.BadParameter(f"{path}, line {number}: {error}") from error
-        name = id_of(message)
+        name = message_id(message)
         if name in messages:
             raise typer.BadParameter(
                 f"{path}, line {number} has the id {name!r} of line {numbers[name]}; give each line an id of its own,"

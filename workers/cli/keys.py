@@ -7,14 +7,14 @@ from typing import Annotated
 import msgspec
 import typer
 
-from gracestream.pipeline.auth import new_key_file, read_key_file, sign, spelled
-from gracestream.pipeline.client import feedback_text
+from gracestream.pipeline.auth import create_key_file, encode_public_key, read_key_file, sign
+from gracestream.pipeline.client import feedback_to_sign
 from gracestream.pipeline.settings import load_settings
 from gracestream.schemas.deltas import DEFAULT_ROLES
 from gracestream.schemas.messages import Id, InvalidMessage
-from gracestream.workers.cli.common import Codebook, Lines, notes, read_lines
+from gracestream.workers.cli.common import CodebookOption, LinesArgument, read_json_lines, stderr_console
 
-Author = Annotated[str, typer.Option("--author", help="The author's name, as in the list of authors.")]
+AuthorOption = Annotated[str, typer.Option("--author", help="The author's name, as in the list of authors.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -22,13 +22,13 @@ def register(app: typer.Typer) -> None:
     keys = typer.Typer(
         help="Make keys, and sign feedback with them. Example: gracestream keys new --author ann", no_args_is_help=True
     )
-    keys.command("new")(new)
+    keys.command("new")(new_key)
     keys.command("sign")(sign_feedback)
     app.add_typer(keys, name="keys", rich_help_panel="Traffic")
 
 
-def new(
-    author: Author,
+def new_key(
+    author: AuthorOption,
     output: Annotated[Path, typer.Option(help="The file of the private key, which must not exist yet.")] = Path(
         "key.pem"
     ),
@@ -42,17 +42,17 @@ def new(
         msgspec.convert(author, Id)
     except msgspec.ValidationError as error:
         raise typer.BadParameter(f"--author {author!r}: {error}") from error
-    key = new_key_file(output)
-    notes.print(f"the private key is in {output}; keep it to yourself")
+    key = create_key_file(output)
+    stderr_console.print(f"the private key is in {output}; keep it to yourself")
     name, roles = (json.dumps(one, ensure_ascii=False) for one in (author, DEFAULT_ROLES))
-    print(f'{name} = {{ keys = ["{spelled(key.public_key())}"], roles = {roles} }}')
+    print(f'{name} = {{ keys = ["{encode_public_key(key.public_key())}"], roles = {roles} }}')
 
 
 def sign_feedback(
     key: Annotated[Path, typer.Argument(help="The file of the private key.")],
-    author: Author,
-    lines: Lines = Path("-"),
-    codebook: Codebook = None,
+    author: AuthorOption,
+    lines: LinesArgument = Path("-"),
+    codebook: CodebookOption = None,
 ) -> None:
     """Sign feedback: JSON lines as `correct` takes them, printed with author and signature; a missing id is made up.
 
@@ -61,9 +61,9 @@ def sign_feedback(
     """
     private, settings = read_key_file(key), load_settings(codebook=codebook)
     signed = []
-    for number, fields in read_lines(lines):
+    for number, fields in read_json_lines(lines):
         try:
-            signed.append(sign(feedback_text(fields, author), private, settings.codebook))
+            signed.append(sign(feedback_to_sign(fields, author), private, settings.codebook))
         except InvalidMessage as error:
             raise typer.BadParameter(f"{lines}, line {number}: {error}") from error
     for record in signed:

@@ -8,7 +8,17 @@ import typer
 from rich.table import Column, Table
 
 from gracestream.pipeline.settings import load_settings
-from gracestream.workers.cli.common import AsJson, Lines, Model, counted, notes, read_lines, say, screen, show
+from gracestream.workers.cli.common import (
+    JsonOption,
+    LinesArgument,
+    ModelOption,
+    pluralize,
+    print_json,
+    print_table,
+    read_json_lines,
+    stderr_console,
+    stdout_console,
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -24,36 +34,36 @@ def prepare(
 
     Example: gracestream prepare scotus
     """
-    from gracestream.pipeline.model import prepare as build  # noqa: PLC0415
+    from gracestream.pipeline.model import ensure_model_built as build  # noqa: PLC0415
 
-    print(build(name, load_settings().cache, notes.print))
+    print(build(name, load_settings().cache, stderr_console.print))
 
 
-def layers(model: Model = None, as_json: AsJson = False) -> None:
+def layers(model: ModelOption = None, as_json: JsonOption = False) -> None:
     """List the layers of a model that can be wrapped; * stands for the number of a block.
 
     Example: gracestream layers --model smollm2
     """
     from gracestream.pipeline.model import linear_layers  # noqa: PLC0415  (torch takes seconds that other commands need not wait)
-    from gracestream.workers.bootstrap import load_bare_model  # noqa: PLC0415
+    from gracestream.workers.bootstrap import load_base_model  # noqa: PLC0415
 
-    found = linear_layers(load_bare_model(load_settings(model=model)))
+    found = linear_layers(load_base_model(load_settings(model=model)))
     if as_json:
         for layer in found:
-            say(msgspec.to_builtins(layer))
+            print_json(msgspec.to_builtins(layer))
         return
     table = Table("layer", "blocks", "kind", "weight")
     for layer in found:
         table.add_row(layer.path, f"0 … {layer.count - 1}", layer.kind, "x".join(map(str, layer.shape)))
-    show(table)
+    print_table(table)
 
 
 def calibrate(
     context: typer.Context,
-    lines: Lines,
+    lines: LinesArgument,
     layer: Annotated[list[str] | None, typer.Option("--layer", help="A layer to measure; may be repeated.")] = None,
-    model: Model = None,
-    as_json: AsJson = False,
+    model: ModelOption = None,
+    as_json: JsonOption = False,
     auto: Annotated[bool, typer.Option("--auto", help="Make trial edits, and print the settings to use.")] = False,
     trials: Annotated[int, typer.Option(min=1, help="With --auto: requests to correct, at most.")] = 12,
     false_positives: Annotated[
@@ -79,7 +89,7 @@ def calibrate(
         find_settings(lines, layer or [], model, trials, false_positives, minutes, plot, as_json=as_json)
         return
     _require_auto(context)
-    _measure(lines, layer, model, as_json=as_json)
+    _calibrate_layers(lines, layer, model, as_json=as_json)
 
 
 def _require_auto(context: typer.Context) -> None:
@@ -90,19 +100,19 @@ def _require_auto(context: typer.Context) -> None:
             raise typer.BadParameter(f"--{name.replace('_', '-')} has a use with --auto only; add --auto")
 
 
-def _measure(lines: Path, layer: list[str] | None, model: str | None, *, as_json: bool) -> None:
+def _calibrate_layers(lines: Path, layer: list[str] | None, model: str | None, *, as_json: bool) -> None:
     """Measure the layers without any edit."""
-    from gracestream.pipeline.editing import Sample, calibrate_layer  # noqa: PLC0415
-    from gracestream.workers.bootstrap import load_model, reads_text  # noqa: PLC0415
+    from gracestream.pipeline.editing import LabelledRequest, calibrate_layer  # noqa: PLC0415
+    from gracestream.workers.bootstrap import load_model, settings_use_encoder  # noqa: PLC0415
 
     samples = []
-    for number, fields in read_lines(lines):
+    for number, fields in read_json_lines(lines):
         try:
-            samples.append(msgspec.convert({"inputs": fields} if isinstance(fields, str) else fields, Sample))
+            samples.append(msgspec.convert({"inputs": fields} if isinstance(fields, str) else fields, LabelledRequest))
         except msgspec.ValidationError as error:
             raise typer.BadParameter(f"{lines}, line {number}: {error}") from error
     measured = []
-    if layer and len(layer) > 1 and reads_text(load_settings(model=model)):
+    if layer and len(layer) > 1 and settings_use_encoder(load_settings(model=model)):
         raise typer.BadParameter(
             "an encoder makes the queries, the same for all layers: name one, or set GRACESTREAM_QUERY=last to compare"
             " layers"
@@ -112,7 +122,7 @@ def _measure(lines: Path, layer: list[str] | None, model: str | None, *, as_json
         measured.append(calibrate_layer(loaded, samples))
     if as_json:
         for row in measured:
-            say(msgspec.to_builtins(row))
+            print_json(msgspec.to_builtins(row))
         return
     table = Table(Column("layer", overflow="fold"), "key norm", "noise", "median", "to rephrase", "reached", "radius")
     for row in measured:
@@ -125,9 +135,9 @@ def _measure(lines: Path, layer: list[str] | None, model: str | None, *, as_json
             "-" if row.reached is None else f"{row.reached:.0%}",
             "-" if row.radius is None else f"{row.radius:.1f}",
         )
-    show(table)
-    screen.print(
-        f"{counted(len(samples), 'input', 'inputs')}."
+    print_table(table)
+    stdout_console.print(
+        f"{pluralize(len(samples), 'input', 'inputs')}."
         " 'median' is the distance of an input to its nearest other one: the unit of radii."
         " 'reached' are the rephrases inside their own input's ball at the best radius (last column, in medians), with"
         " every ball kept at most 0.8 of the way to the nearest other input. 'noise' is what batches and padding do."

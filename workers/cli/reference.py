@@ -24,17 +24,17 @@ from typer.cli import get_docs_for_click
 
 from gracestream.pipeline.observability import metrics
 from gracestream.pipeline.settings import Settings
-from gracestream.schemas.generate import SCHEMAS, asyncapi, json_schema
+from gracestream.schemas.generate import SCHEMA_TYPES, asyncapi_document, json_schema
 from gracestream.workers.cli.app import app
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDER = ROOT / "docs" / "reference"
-GOLDEN = ROOT / "schemas" / "golden"
-ALERTS = ROOT / "deploy" / "prometheus"
+REFERENCE_FOLDER = ROOT / "docs" / "reference"
+GOLDEN_FOLDER = ROOT / "schemas" / "golden"
+ALERT_RULES_FOLDER = ROOT / "deploy" / "prometheus"
 
 Json = Mapping[str, Any]
 
-EXAMPLES = {
+GOLDEN_EXAMPLES = {
     "request": "request-parameters",
     "prediction": "prediction-generator",
     "feedback": "feedback-correction",
@@ -44,22 +44,22 @@ EXAMPLES = {
 """The golden record that shows each message of JSON."""
 
 
-def _page(title: str, introduction: str, *parts: str) -> str:
+def _render_page(title: str, introduction: str, *parts: str) -> str:
     note = "<!-- Written by `make reference`; do not edit. -->"
     return "\n\n".join([f"# {title}", note, introduction, *parts]) + "\n"
 
 
-def _table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+def _render_table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     lines = [columns, tuple("---" for _ in columns), *rows]
-    return "\n".join(f"|{'|'.join(map(_cell, line))}|" for line in lines)
+    return "\n".join(f"|{'|'.join(map(_render_cell, line))}|" for line in lines)
 
 
-def _cell(text: str) -> str:
+def _render_cell(text: str) -> str:
     words = " ".join(text.replace("|", "\\|").split())
     return f" {words} " if words else " "
 
 
-def _prose(text: str) -> str:
+def _escape_tags(text: str) -> str:
     """A text with the signs that Markdown would read as tags escaped, outside code."""
     parts = text.split("`")
     return "`".join(part if number % 2 else part.replace("<", "&lt;") for number, part in enumerate(parts))
@@ -68,7 +68,7 @@ def _prose(text: str) -> str:
 # Settings
 
 
-def _settings() -> str:
+def _settings_page() -> str:
     def default(value: object) -> str:
         return "(none)" if value is None else f"`{value}`" if str(value) else "(empty)"
 
@@ -76,38 +76,38 @@ def _settings() -> str:
         (
             f"`{Settings.model_config['env_prefix']}{name.upper()}`",
             default(field.default),
-            _prose(field.description or ""),
+            _escape_tags(field.description or ""),
         )
         for name, field in Settings.model_fields.items()
     ]
-    return _page(
+    return _render_page(
         "Settings",
         "Every process reads its settings from environment variables, once, at its start. A file of that name in the"
         " folder that `GRACESTREAM_SECRETS` names may hold it instead; a variable of the environment wins."
         " Options of a command overrule both. A worker logs the event `unknown_setting` for a variable that only looks"
         " like one of these.",
-        _table(("variable", "default", "what it is"), rows),
+        _render_table(("variable", "default", "what it is"), rows),
     )
 
 
 # Messages
 
 
-def _type(schema: Json) -> str:
+def _describe_type(schema: Json) -> str:
     """The type of a field, in words."""
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         return f"[{name}](#{name.lower()})"
     if several := schema.get("anyOf") or schema.get("oneOf"):
-        return " or ".join(dict.fromkeys(map(_type, several)))
+        return " or ".join(dict.fromkeys(map(_describe_type, several)))
     if values := schema.get("enum") or [schema[key] for key in ("const",) if key in schema]:
         return ", ".join(f"`{value}`" for value in values)
     kind = str(schema.get("type", "any"))
     held = schema.get({"array": "items", "object": "additionalProperties"}.get(kind, ""))
-    return f"{kind} of {_type(held)}" if isinstance(held, Mapping) else kind
+    return f"{kind} of {_describe_type(held)}" if isinstance(held, Mapping) else kind
 
 
-def _limits(schema: Json) -> str:
+def _describe_limits(schema: Json) -> str:
     words = {"minimum": "from", "maximum": "to", "maxItems": "at most", "maxLength": "at most"}
     units = {"maxItems": " items", "maxLength": " characters"}
     said = [f"{word} {schema[key]}{units.get(key, '')}" for key, word in words.items() if key in schema]
@@ -116,40 +116,42 @@ def _limits(schema: Json) -> str:
     return ", ".join(said)
 
 
-def _fields(schema: Json) -> str:
+def _fields_table(schema: Json) -> str:
     required = set(schema.get("required", ()))
     rows = []
     for name, field in schema["properties"].items():
-        limits = _limits(field)
-        described = _prose(field.get("description", ""))
+        limits = _describe_limits(field)
+        described = _escape_tags(field.get("description", ""))
         need = "yes" if name in required else ""
-        rows.append((f"`{name}`", _type(field), need, " ".join(filter(None, [described, limits and f"({limits})"]))))
-    return _table(("field", "type", "required", "what it is"), rows)
+        rows.append(
+            (f"`{name}`", _describe_type(field), need, " ".join(filter(None, [described, limits and f"({limits})"])))
+        )
+    return _render_table(("field", "type", "required", "what it is"), rows)
 
 
-def _message(name: str, schema: Json, known: set[str]) -> Iterator[str]:
+def _message_sections(name: str, schema: Json, documented_types: set[str]) -> Iterator[str]:
     """The sections of one message: its fields, an example, and the types that it holds."""
     yield f"## {schema['title']}"
-    yield _prose(schema["description"])
+    yield _escape_tags(schema["description"])
     yield f"JSON Schema: `schemas/json/{name}.schema.json`."
     if kinds := [kind for kind in schema.get("oneOf", ()) if "title" in kind]:
         yield "One of these kinds, and none of the fields of another:\n\n" + "\n".join(
             f"- {kind['title']}: {', '.join(f'`{field}`' for field in kind['required'])}" for kind in kinds
         )
-    yield _fields(schema)
-    if name in EXAMPLES:
-        golden = next(GOLDEN.glob(f"v*/{EXAMPLES[name]}.json"))
+    yield _fields_table(schema)
+    if name in GOLDEN_EXAMPLES:
+        golden = next(GOLDEN_FOLDER.glob(f"v*/{GOLDEN_EXAMPLES[name]}.json"))
         shown = json.dumps(msgspec.json.decode(golden.read_bytes()), indent=2, ensure_ascii=False)
         yield f"```json\n{shown}\n```"
     for title, held in schema.get("definitions", {}).items():
-        if title not in known:
-            known.add(title)
+        if title not in documented_types:
+            documented_types.add(title)
             yield f"### {title}"
-            yield _prose(held["description"])
-            yield _fields(held)
+            yield _escape_tags(held["description"])
+            yield _fields_table(held)
 
 
-def _topics(document: Json) -> str:
+def _topics_table(document: Json) -> str:
     rows = []
     for name, channel in document["channels"].items():
         kafka = channel["bindings"]["kafka"]["topicConfiguration"]
@@ -157,28 +159,30 @@ def _topics(document: Json) -> str:
         cleanup = "never" if forever else "compacted" if kafka["cleanup.policy"] == ["compact"] else "by age"
         large = kafka.get("max.message.bytes")
         size = f" Records up to {large // 2**20} MiB." if large else ""
-        rows.append((f"`{name}`", str(channel["x-partitions"]), cleanup, _prose(channel["description"]) + size))
-    return _table(("topic", "partitions", "deleted", "what it holds"), rows)
+        rows.append((f"`{name}`", str(channel["x-partitions"]), cleanup, _escape_tags(channel["description"]) + size))
+    return _render_table(("topic", "partitions", "deleted", "what it holds"), rows)
 
 
-def _messages() -> str:
-    document = asyncapi()
+def _messages_page() -> str:
+    document = asyncapi_document()
     known: set[str] = set()
-    sections = [part for name, kind in SCHEMAS.items() for part in _message(name, json_schema(kind), known)]
-    return _page(
+    sections = [
+        part for name, kind in SCHEMA_TYPES.items() for part in _message_sections(name, json_schema(kind), known)
+    ]
+    return _render_page(
         "Messages and topics",
         "Messages that people write and read are JSON; deltas are MessagePack. Readers ignore fields that they do not"
         " know. `v` is the version of a message's schema. Timestamps are Kafka's. `schemas/asyncapi.yaml` holds the"
         " same for tools, and [headers](headers.md) has a page of its own.",
         "## Topics",
         "`GRACESTREAM_PREFIX` goes before each name.",
-        _topics(document),
+        _topics_table(document),
         *sections,
     )
 
 
-def _headers() -> str:
-    messages = asyncapi()["components"]["messages"]
+def _headers_page() -> str:
+    messages = asyncapi_document()["components"]["messages"]
     parts = []
     for name, message in messages.items():
         headers = message.get("headers")
@@ -186,15 +190,15 @@ def _headers() -> str:
             continue
         parts.append(f"## {message['title']}\n\nMessage `{name}`.")
         if "description" in headers:
-            parts.append(_prose(headers["description"]))
+            parts.append(_escape_tags(headers["description"]))
         required = set(headers.get("required", ()))
         rows = [
-            (f"`{header}`", "yes" if header in required else "", _prose(field.get("description", "")))
+            (f"`{header}`", "yes" if header in required else "", _escape_tags(field.get("description", "")))
             for header, field in headers.get("properties", {}).items()
         ]
         if rows:
-            parts.append(_table(("header", "always", "what it is"), rows))
-    return _page(
+            parts.append(_render_table(("header", "always", "what it is"), rows))
+    return _render_page(
         "Headers",
         "Values of Kafka headers are UTF-8 text, numbers in decimal. The names are in `schemas/headers.py`.",
         *parts,
@@ -204,9 +208,13 @@ def _headers() -> str:
 # Metrics
 
 
-def _metrics() -> str:
-    groups = {"Replicas and the editor": None, "Replicas": metrics.REPLICA, "The editor": metrics.EDITOR}
-    kinds = {name: _names(registry) for name, registry in groups.items() if registry is not None}
+def _metrics_page() -> str:
+    groups = {
+        "Replicas and the editor": None,
+        "Replicas": metrics.REPLICA_REGISTRY,
+        "The editor": metrics.EDITOR_REGISTRY,
+    }
+    kinds = {name: _metric_names(registry) for name, registry in groups.items() if registry is not None}
     found = [metric for metric in vars(metrics).values() if isinstance(metric, MetricWrapperBase)]
     parts = []
     for group in groups:
@@ -217,9 +225,9 @@ def _metrics() -> str:
             if owner == group:
                 name = family.name + ("_total" if family.type == "counter" else "")
                 labels = ", ".join(f"`{label}`" for label in metric._labelnames)  # noqa: SLF001 - nothing public has them
-                rows.append((f"`{name}`", family.type, labels, _prose(family.documentation)))
-        parts += [f"## {group}", _table(("metric", "type", "labels", "what it is"), rows)]
-    return _page(
+                rows.append((f"`{name}`", family.type, labels, _escape_tags(family.documentation)))
+        parts += [f"## {group}", _render_table(("metric", "type", "labels", "what it is"), rows)]
+    return _render_page(
         "Metrics",
         "Every worker exports these in Prometheus' format on `/metrics`, with the process metrics of"
         " `prometheus-client`. A histogram has the series `_bucket`, `_sum` and `_count`. The lag of `requests` is that"
@@ -228,22 +236,22 @@ def _metrics() -> str:
     )
 
 
-def _names(registry: CollectorRegistry) -> set[str]:
+def _metric_names(registry: CollectorRegistry) -> set[str]:
     return {family.name for family in registry.collect()}
 
 
 # Alerts
 
 
-def _alerts() -> str:
+def _alerts_page() -> str:
     parts = []
     for file in ("alerts.yml", "compose-alerts.yml"):
-        document = yaml.safe_load((ALERTS / file).read_text(encoding="utf-8"))
+        document = yaml.safe_load((ALERT_RULES_FOLDER / file).read_text(encoding="utf-8"))
         parts.append(f"## Rules in `deploy/prometheus/{file}`")
         for group in document["groups"]:
             for rule in group["rules"]:
-                summary = re.sub(r"\{\{.*?\}\}", _variable, rule["annotations"]["summary"])
-                description = re.sub(r"\{\{.*?\}\}", _variable, rule["annotations"]["description"])
+                summary = re.sub(r"\{\{.*?\}\}", _template_variable, rule["annotations"]["summary"])
+                description = re.sub(r"\{\{.*?\}\}", _template_variable, rule["annotations"]["description"])
                 lasts = f", after {rule['for']}" if "for" in rule else ""
                 parts += [
                     f"### {rule['alert']}",
@@ -251,7 +259,7 @@ def _alerts() -> str:
                     " ".join(description.split()),
                     f"```promql\n{rule['expr'].strip()}\n```",
                 ]
-    return _page(
+    return _render_page(
         "Alerts",
         "Prometheus evaluates these rules. Alerts reach nobody until `deploy/prometheus/prometheus.yml` names an"
         " Alertmanager. The descriptions say what happens meanwhile, and where to look.",
@@ -259,9 +267,9 @@ def _alerts() -> str:
     )
 
 
-def _variable(found: re.Match[str]) -> str:
+def _template_variable(match: re.Match[str]) -> str:
     """A template's variable as a word in capitals: `{{ $labels.job }}` becomes `JOB`."""
-    words = re.findall(r"\w+", found[0])
+    words = re.findall(r"\w+", match[0])
     name = words[1] if words[0] == "labels" else words[0]
     return f"`{name.upper()}`"
 
@@ -269,13 +277,13 @@ def _variable(found: re.Match[str]) -> str:
 # Commands
 
 
-def _cli() -> str:
+def _cli_page() -> str:
     command = typer.main.get_command(app)
     text = get_docs_for_click(obj=command, ctx=typer.Context(command), name="gracestream")
     body = text.split("\n", 2)[2].strip()  # without its title
     body = re.sub(r"^Example: (.*)$", r"\n```console\n$ \1\n```", body, flags=re.MULTILINE)
     body = re.sub(r"\n{3,}", "\n\n", body)
-    return _page(
+    return _render_page(
         "Command line",
         "What went wrong in an expected way is one sentence on standard error, and exit status 1. Commands print tables"
         " at a terminal, and JSON lines elsewhere or with `--json`.",
@@ -283,24 +291,24 @@ def _cli() -> str:
     )
 
 
-def pages() -> Mapping[str, str]:
+def render_pages() -> Mapping[str, str]:
     """The text of every generated page, by its name in `docs/reference`."""
     return {
-        "settings.md": _settings(),
-        "messages.md": _messages(),
-        "headers.md": _headers(),
-        "metrics.md": _metrics(),
-        "alerts.md": _alerts(),
-        "cli.md": _cli(),
+        "settings.md": _settings_page(),
+        "messages.md": _messages_page(),
+        "headers.md": _headers_page(),
+        "metrics.md": _metrics_page(),
+        "alerts.md": _alerts_page(),
+        "cli.md": _cli_page(),
     }
 
 
-def generate(folder: Path = FOLDER) -> None:
+def write_pages(folder: Path = REFERENCE_FOLDER) -> None:
     """Write every page below `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in pages().items():
+    for name, text in render_pages().items():
         (folder / name).write_text(text, encoding="utf-8", newline="\n")
 
 
 if __name__ == "__main__":
-    generate()
+    write_pages()

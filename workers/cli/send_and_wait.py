@@ -14,19 +14,19 @@ import typer
 from msgspec import UNSET
 from rich.table import Column, Table
 
-from gracestream.pipeline.client import Client, Replies, SignedFeedback
+from gracestream.pipeline.client import Client, ReplyCollector, SignedFeedback
 from gracestream.pipeline.settings import Settings
-from gracestream.schemas.messages import Feedback, Outcome, Prediction, Request, decode, in_one_text
-from gracestream.workers.cli.common import cell, notes, say, show
+from gracestream.schemas.messages import Feedback, Outcome, Prediction, Request, decode, to_display_text
+from gracestream.workers.cli.common import plain_cell, print_json, print_table, stderr_console
 
-Sent = Request | Feedback | SignedFeedback
+SentMessage = Request | Feedback | SignedFeedback
 R = TypeVar("R", Prediction, Outcome)
 
 
-def exchange(
+def send_and_wait(
     settings: Settings,
-    messages: Sequence[Sent],
-    replies_of: Callable[[Client], AbstractContextManager[Replies[R]]],
+    messages: Sequence[SentMessage],
+    open_replies: Callable[[Client], AbstractContextManager[ReplyCollector[R]]],
     *,
     wait: bool,
     timeout: float,
@@ -40,94 +40,96 @@ def exchange(
         typer.Exit: with that status.
     """
     if not messages:
-        notes.print("there were no lines, so nothing was sent")
+        stderr_console.print("there were no lines, so nothing was sent")
         return
     client = Client(settings)
     try:
         if not wait:
             client.send(messages)
-            notes.print(f"sent {len(messages)}")
+            stderr_console.print(f"sent {len(messages)}")
             return
-        ids = list(map(id_of, messages))
-        with replies_of(client) as replies:
+        ids = list(map(message_id, messages))
+        with open_replies(client) as replies:
             client.send(messages)
             if as_json or not sys.stdout.isatty():
-                came = _tell(replies, ids, timeout)
+                came = _print_replies(replies, ids, timeout)
             else:
-                with notes.status(f"waiting for {len(ids)}"):
+                with stderr_console.status(f"waiting for {len(ids)}"):
                     came = replies.wait(ids, timeout)
-                show(_table(messages, came))
+                print_table(_replies_table(messages, came))
     finally:
         client.close()
-    missing, failed = len(ids) - len(came), sum(map(_failed, came.values()))
+    missing, failed = len(ids) - len(came), sum(map(_is_failure, came.values()))
     if missing:
         worker = "a replica" if isinstance(messages[0], Request) else "an editor"
-        notes.print(
+        stderr_console.print(
             f"{missing} of {len(ids)} got no reply in {timeout:g} s; see whether {worker} runs with this --prefix, or"
             " raise --timeout"
         )
     if failed:
-        notes.print(f"{failed} of {len(ids)} {'got an error' if isinstance(messages[0], Request) else 'rejected'}")
+        stderr_console.print(
+            f"{failed} of {len(ids)} {'got an error' if isinstance(messages[0], Request) else 'rejected'}"
+        )
     if missing or failed:
         raise typer.Exit(1)
 
 
-def _tell(replies: Replies[R], ids: Sequence[str], timeout: float) -> dict[str, R]:
+def _print_replies(replies: ReplyCollector[R], ids: Sequence[str], timeout: float) -> dict[str, R]:
     """Replies as JSON lines in the order of their ids: each once those before it have come, or nothing more comes."""
     waiting, came = deque(ids), dict[str, R]()
 
     def take(reply: R) -> None:
-        came[id_of(reply)] = reply
+        came[message_id(reply)] = reply
         while waiting and waiting[0] in came:
-            say(msgspec.to_builtins(came[waiting.popleft()]))
+            print_json(msgspec.to_builtins(came[waiting.popleft()]))
 
     try:
         replies.wait(ids, timeout, take)
     finally:
         for name in waiting:
             if name in came:
-                say(msgspec.to_builtins(came[name]))
+                print_json(msgspec.to_builtins(came[name]))
     return came
 
 
-def id_of(message: Sent | Prediction | Outcome) -> str:
+def message_id(message: SentMessage | Prediction | Outcome) -> str:
     """What a message and its reply have in common."""
     return message.request_id if isinstance(message, Request | Prediction) else message.feedback_id
 
 
-def _failed(reply: Prediction | Outcome) -> bool:
+def _is_failure(reply: Prediction | Outcome) -> bool:
     return reply.error is not UNSET if isinstance(reply, Prediction) else reply.status == "rejected"
 
 
-def _table(messages: Sequence[Sent], came: Mapping[str, Prediction | Outcome]) -> Table:
+def _replies_table(messages: Sequence[SentMessage], replies: Mapping[str, Prediction | Outcome]) -> Table:
     """Each message, and what became of it; the columns are what there is to say of any of them."""
     rows = []
     for message in messages:
         sent = decode(message.record, Feedback) if isinstance(message, SignedFeedback) else message
-        reply = came.get(id_of(message))
-        rows.append({**_sent_words(sent), **({} if reply is None else _reply_words(reply))})
+        reply = replies.get(message_id(message))
+        rows.append({**_describe_sent(sent), **({} if reply is None else _describe_reply(reply))})
     names = list(dict.fromkeys(name for row in rows for name in row))
     table = Table(*(Column(name, overflow="fold") for name in names))
     for row in rows:
-        table.add_row(*(cell(row.get(name, "")) for name in names))
+        table.add_row(*(plain_cell(row.get(name, "")) for name in names))
     return table
 
 
-def _sent_words(sent: Request | Feedback) -> dict[str, str]:
+def _describe_sent(sent: Request | Feedback) -> dict[str, str]:
     if isinstance(sent, Request):
-        return {"inputs": in_one_text(sent.inputs), "answer": "no reply"}
+        return {"inputs": to_display_text(sent.inputs), "answer": "no reply"}
     if sent.undo is not UNSET:
         told = {"takes back": sent.undo}
     elif sent.undo_author is not UNSET:
         told = {"takes back": f"all by {sent.undo_author}"}
     elif sent.except_from is not UNSET:
-        told = {"inputs": in_one_text(sent.inputs or ""), "except from": sent.except_from}
+        told = {"inputs": to_display_text(sent.inputs or ""), "except from": sent.except_from}
     else:
-        told = {"inputs": in_one_text(sent.inputs or ""), "target": sent.target or ""}
+        told = {"inputs": to_display_text(sent.inputs or ""), "target": sent.target or ""}
     return {**told, "feedback": sent.feedback_id, "outcome": "no reply"}
 
 
-def _reply_words(reply: Prediction | Outcome) -> dict[str, str]:
+def _describe_reply(reply: Prediction | Outcome) -> dict[str, str]:
     if isinstance(reply, Outcome):
         outcome = reply.status if reply.reason is UNSET else f"{reply.status}: {reply.reason}"
         left_out = "; ".join(f"rephrase {one.rephrase} is left out: {one.reason}" for one in reply.left_out)

@@ -6,9 +6,16 @@ import msgspec
 import typer
 
 from gracestream.pipeline.errors import UserError
-from gracestream.pipeline.history import fold_log
-from gracestream.pipeline.stores import SnapshotError, write
-from gracestream.workers.cli.common import NO_DELTAS, AsJson, Kafka, Prefix, connected, tell
+from gracestream.pipeline.history import replay_with_offset
+from gracestream.pipeline.stores import SnapshotError, write_snapshot
+from gracestream.workers.cli.common import (
+    NO_DELTAS_MESSAGE,
+    JsonOption,
+    KafkaOption,
+    PrefixOption,
+    connect,
+    print_fields,
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -18,18 +25,18 @@ def register(app: typer.Typer) -> None:
 
 def snapshot(
     seq: Annotated[int | None, typer.Option(min=1, help="As of this delta; else of all.")] = None,
-    as_json: AsJson = False,
-    kafka: Kafka = None,
-    prefix: Prefix = None,
+    as_json: JsonOption = False,
+    kafka: KafkaOption = None,
+    prefix: PrefixOption = None,
 ) -> None:
     """Fold `deltas`, checking every digest, and write a snapshot to GRACESTREAM_SNAPSHOT_URL for starting replicas.
 
     Needs no model and no editor. Example: gracestream snapshot --seq 41
     """
-    settings = connected(kafka=kafka, prefix=prefix)
+    settings = connect(kafka=kafka, prefix=prefix)
     if not settings.snapshot_url:
         raise SnapshotError("there is nowhere to write to; set GRACESTREAM_SNAPSHOT_URL to a folder or a URL")
-    folded = fold_log(settings, seq)
+    folded = replay_with_offset(settings, seq)
     if folded is None:
-        raise UserError(NO_DELTAS)
-    tell(msgspec.to_builtins(write(settings, folded)), as_json=as_json)
+        raise UserError(NO_DELTAS_MESSAGE)
+    print_fields(msgspec.to_builtins(write_snapshot(settings, folded)), as_json=as_json)

@@ -9,11 +9,20 @@ import typer
 from rich.table import Table
 
 from gracestream.pipeline.settings import Settings
-from gracestream.workers.cli.common import AsJson, Layer, Model, Prefix, notes, say, screen, show
-from gracestream.workers.cli.deployment import PARTITIONS
+from gracestream.workers.cli.common import (
+    JsonOption,
+    LayerOption,
+    ModelOption,
+    PrefixOption,
+    print_json,
+    print_table,
+    stderr_console,
+    stdout_console,
+)
+from gracestream.workers.cli.deployment import DEFAULT_PARTITIONS
 
-Data = Annotated[Path, typer.Option("--data", help="Folder for logs and the data of a local Kafka and Redis.")]
-Replicas = Annotated[int, typer.Option("--replicas", min=1, max=64, help="Inference replicas.")]
+DataOption = Annotated[Path, typer.Option("--data", help="Folder for logs and the data of a local Kafka and Redis.")]
+ReplicasOption = Annotated[int, typer.Option("--replicas", min=1, max=64, help="Inference replicas.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -23,16 +32,16 @@ def register(app: typer.Typer) -> None:
 
 
 def up(
-    model: Model = None,
-    layer: Layer = None,
-    replicas: Replicas = 2,
-    data: Data = Path(".gracestream"),
-    prefix: Prefix = None,
+    model: ModelOption = None,
+    layer: LayerOption = None,
+    replicas: ReplicasOption = 2,
+    data: DataOption = Path(".gracestream"),
+    prefix: PrefixOption = None,
     port: Annotated[
         int | None,
         typer.Option(min=1, max=65_400, help="Of Kafka; Redis, the editor and the replicas have those after it."),
     ] = None,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Start Kafka, Redis, an editor and replicas, keep them running until Ctrl-C, and report each that ends early.
 
@@ -43,15 +52,15 @@ def up(
     """
     from gracestream.deploy.local.stack import running_stack  # noqa: PLC0415
 
-    _end_by_sigterm()
+    _interrupt_on_sigterm()
     chosen = {"model": model, "layer": layer, "prefix": prefix}
-    most = max(PARTITIONS, replicas)
+    most = max(DEFAULT_PARTITIONS, replicas)
     with running_stack(
-        data, replicas=replicas, partitions=most, port=port, check=_check_model, report=notes.print, **chosen
+        data, replicas=replicas, partitions=most, port=port, check=_check_model, report=stderr_console.print, **chosen
     ) as stack:
         endpoints = stack.endpoints()
         if as_json:
-            say(endpoints)
+            print_json(endpoints)
         else:
             table = Table("what", "where", title="gracestream is up; Ctrl-C stops it")
             table.add_row(f"Kafka ({stack.kafka_origin})", endpoints["kafka"])
@@ -62,27 +71,27 @@ def up(
             table.add_row("model", stack.settings.model)
             table.add_row("layer", str(stack.settings.layer))
             table.add_row("logs", str(data / "logs"))
-            show(table)
+            print_table(table)
         with suppress(KeyboardInterrupt):
-            stack.watch(notes.print)
-        notes.print("stopping")
+            stack.watch(stderr_console.print)
+        stderr_console.print("stopping")
 
 
 def demo(
     model: Annotated[str, typer.Option("--model", help="smollm2 or intent.")] = "smollm2",
-    data: Data = Path(".gracestream/demo"),
+    data: DataOption = Path(".gracestream/demo"),
 ) -> None:
     """Tell the whole story on this machine: wrong answers, corrections, both replicas right, a crash, a replay.
 
     Example: gracestream demo --model intent
     """
-    from gracestream.deploy.demo.cases import script_of  # noqa: PLC0415
+    from gracestream.deploy.demo.cases import load_script  # noqa: PLC0415
 
-    script_of(model)  # a model that has no story is told before the rest is loaded, which takes a while
-    from gracestream.deploy.demo.story import tell  # noqa: PLC0415
+    load_script(model)  # a model that has no story is told before the rest is loaded, which takes a while
+    from gracestream.deploy.demo.story import run_demo  # noqa: PLC0415
 
-    _end_by_sigterm()
-    raise typer.Exit(tell(model, data, screen))
+    _interrupt_on_sigterm()
+    raise typer.Exit(run_demo(model, data, stdout_console))
 
 
 def _check_model(settings: Settings) -> None:
@@ -91,14 +100,16 @@ def _check_model(settings: Settings) -> None:
     Raises:
         ModelError, LayerError: it cannot be loaded, or has no such layer, or there is no such device.
     """
-    from gracestream.pipeline.model import device_of  # noqa: PLC0415
+    from gracestream.pipeline.model import resolve_device  # noqa: PLC0415
     from gracestream.workers.bootstrap import load_model  # noqa: PLC0415
 
-    notes.print(f"checking the model {settings.model} and its layer {settings.layer}; a large model takes a minute")
-    device_of(settings.device)
+    stderr_console.print(
+        f"checking the model {settings.model} and its layer {settings.layer}; a large model takes a minute"
+    )
+    resolve_device(settings.device)
     load_model(settings.model_copy(update={"device": "cpu"}))
 
 
-def _end_by_sigterm() -> None:
+def _interrupt_on_sigterm() -> None:
     """Let SIGTERM do at any moment what Ctrl-C does: stop everything that was started."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -4,58 +4,59 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from gracestream.pipeline.editing import SHORT, Sample
+from gracestream.pipeline.editing import SHORT_TARGET_TOKENS, LabelledRequest
 from gracestream.pipeline.model import (
-    UNIT,
+    ENCODER_DEFAULT_RADIUS,
     CausalGeneration,
     Classification,
-    Encoder,
     InputError,
     ModelError,
-    known_layer,
+    SentenceEncoder,
+    default_layer,
     load_checkpoint,
-    naming_known,
     resolve_encoder,
+    suggest_known_models,
 )
-from gracestream.pipeline.settings import Settings, as_environment
+from gracestream.pipeline.settings import Settings, to_environment_variables
 from gracestream.pipeline.tuning.layers import candidate_layers
-from gracestream.pipeline.tuning.samples import Requests
-from gracestream.pipeline.tuning.trials import Choice, Material, Measuring, Tried
-from gracestream.pipeline.tuning.workbench import ENCODER, Answers, Checkpoint, Workbench
-from gracestream.workers.bootstrap import limits_of, plan_of, resolved
+from gracestream.pipeline.tuning.samples import UserRequests
+from gracestream.pipeline.tuning.trials import ConfigChoice, TrialMaterial, TrialMeasurement, TrialResult
+from gracestream.pipeline.tuning.workbench import ENCODER_QUERY, AnswerCache, LoadedCheckpoint, Workbench
+from gracestream.workers.bootstrap import checkpoint_from_settings, edit_config_from_settings, limits_from_settings
 
-TUNED = frozenset({"layer", "query", "radius", "radius_unit", "scope_radius", "scope_alpha"})
+TUNED_SETTINGS = frozenset({"layer", "query", "radius", "radius_unit", "scope_radius", "scope_alpha"})
 """Settings that are chosen here, whatever they were."""
 
-KEPT = (
+FIXED_SETTINGS = (
     "model", "encoder", "replace", "device", "dtype", "max_input_tokens", "max_target_tokens", "policy", "max_radius",
     "expand", "guard", "wording", "traffic", "init", "forms", "max_steps", "learning_rate", "margin",
 )  # fmt: skip
 """Settings that are given, and that the chosen ones were measured with."""
 
-MULTIPLES = (1.0, 0.5, 1.5, 2.0)
+RADIUS_MULTIPLES = (1.0, 0.5, 1.5, 2.0)
 """Radii of a layer's queries and of classifiers, in units of the default."""
 
-SCOPES: tuple[dict[str, Any], ...] = (
+SCOPE_SETTINGS: tuple[dict[str, Any], ...] = (
     {}, {"scope_alpha": 0.01}, {"scope_alpha": 0.2}, {"radius": 0.6}, {"radius": 0.8},
 )  # fmt: skip
 """Radii of an encoder's queries of generators: by the scope of each correction, and one for all."""
 
-ANSWER = SHORT + 4
-"""Tokens of an answer, unless a given target is longer: targets that are made here have `SHORT` tokens at most."""
+MIN_ANSWER_TOKENS = SHORT_TARGET_TOKENS + 4
+"""Tokens of an answer, unless a given target is longer: targets that are made here have `SHORT_TARGET_TOKENS` tokens at
+most."""
 
 
-class Tuning:
+class TrialRunner:
     """Trial edits on one model, with the samples of a user."""
 
     def __init__(
         self,
         settings: Settings,
-        samples: Sequence[Sample],
+        samples: Sequence[LabelledRequest],
         layers: Sequence[str],
         trials: int,
-        ended: Callable[[], bool],
-        step: Callable[[str], object],
+        is_time_up: Callable[[], bool],
+        on_step: Callable[[str], object],
     ) -> None:
         """Load the model and divide the samples; without `layers` some are chosen by rules.
 
@@ -65,91 +66,97 @@ class Tuning:
             CalibrationError: too few samples.
         """
         self.notes: list[str] = []
-        self._settings = _untuned(settings)
-        checkpoint = self._checkpoint()
-        bench = Workbench.of(checkpoint, layers or self._layers(settings, checkpoint.module))
-        self.notes += [f"{layer} is left out: {fault}" for layer, fault in bench.faults.items()]
-        requests = Requests.of(samples)
-        answers = Answers(bench.task, _tokens(bench, requests))
-        material = Material.of(bench, answers, requests, trials)
+        self._settings = _without_tuned(settings)
+        checkpoint = self._load_checkpoint()
+        bench = Workbench.wrap_layers(checkpoint, layers or self._default_layers(settings, checkpoint.module))
+        self.notes += [f"{layer} is left out: {fault}" for layer, fault in bench.layer_errors.items()]
+        requests = UserRequests.from_labelled(samples)
+        answers = AnswerCache(bench.task, _max_answer_tokens(bench, requests))
+        material = TrialMaterial.from_requests(bench, answers, requests, trials)
         self.notes += material.notes
-        self.choices = self._choices(bench)
-        self.measuring = Measuring(bench, material, answers, ended, step)
+        self.choices = self._make_choices(bench)
+        self.measurement = TrialMeasurement(bench, material, answers, is_time_up, on_step)
         self.material = material
 
-    def variables(self, chosen: Tried) -> dict[str, str]:
+    def environment_variables(self, candidate: TrialResult) -> dict[str, str]:
         """The environment variables that differ from the defaults, with a candidate's settings."""
-        updates = chosen.settings | {"layer": chosen.layer}
-        known = {name: getattr(self._settings, name) for name in KEPT} | updates
-        if chosen.query != ENCODER:
+        updates = candidate.settings | {"layer": candidate.layer}
+        known = {name: getattr(self._settings, name) for name in FIXED_SETTINGS} | updates
+        if candidate.query != ENCODER_QUERY:
             known.pop("encoder")
         defaults = {name: field.default for name, field in Settings.model_fields.items()}
-        defaults["layer"] = known_layer(self._settings.model)
-        return as_environment({name: value for name, value in known.items() if value != defaults[name]})
+        defaults["layer"] = default_layer(self._settings.model)
+        return to_environment_variables({name: value for name, value in known.items() if value != defaults[name]})
 
-    def _checkpoint(self) -> Checkpoint:
+    def _load_checkpoint(self) -> LoadedCheckpoint:
         settings = self._settings
-        with naming_known(settings.model):
-            module, tokenizer = load_checkpoint(resolved(settings), device=settings.device, dtype=settings.dtype)
-        return Checkpoint(
+        with suggest_known_models(settings.model):
+            module, tokenizer = load_checkpoint(
+                checkpoint_from_settings(settings), device=settings.device, dtype=settings.dtype
+            )
+        return LoadedCheckpoint(
             module,
             tokenizer,
-            limits_of(settings),
+            limits_from_settings(settings),
             None if settings.replace == "auto" else settings.replace,
-            self._encoder(),
+            self._load_encoder(),
         )
 
-    def _encoder(self) -> Encoder | None:
+    def _load_encoder(self) -> SentenceEncoder | None:
         """The sentence encoder, where one can be loaded."""
         settings = self._settings
         try:
-            return Encoder.load(
+            return SentenceEncoder.load(
                 resolve_encoder(settings.encoder), device=settings.device, cache=settings.cache.expanduser()
             )
         except (ModelError, OSError) as error:
             self.notes.append(f"queries of an encoder are not tried: {error}")
             return None
 
-    def _layers(self, settings: Settings, module: Any) -> list[str]:
+    def _default_layers(self, settings: Settings, module: Any) -> list[str]:
         """The layer that is set or known for this model, and the candidates."""
-        chosen = settings.layer or known_layer(settings.model)
+        chosen = settings.layer or default_layer(settings.model)
         return [*([chosen] if chosen else []), *candidate_layers(module)]
 
-    def _choices(self, bench: Workbench) -> list[Choice]:
+    def _make_choices(self, bench: Workbench) -> list[ConfigChoice]:
         """All kinds of query with their radii."""
         causal = isinstance(bench.task, CausalGeneration)
-        default = ENCODER if causal and self._settings.policy != "paper" else bench.task.query  # as `query` auto has it
+        default = (
+            ENCODER_QUERY if causal and self._settings.policy != "paper" else bench.task.query
+        )  # as `query` auto has it
         kinds = dict.fromkeys(kind for models in bench.models.values() for kind in models)
         made = []
         for kind in kinds:
             query: dict[str, Any] = {} if kind == default else {"query": kind}
-            scoped = kind == ENCODER and not isinstance(bench.task, Classification)
-            for radius in _radii(kind, scoped=scoped):
+            scoped = kind == ENCODER_QUERY and not isinstance(bench.task, Classification)
+            for radius in _radius_settings(kind, is_scoped=scoped):
                 changed = {**query, **radius}
-                plan = plan_of(self._settings.model_copy(update=changed), reads_text=kind == ENCODER)
+                plan = edit_config_from_settings(
+                    self._settings.model_copy(update=changed), uses_encoder=kind == ENCODER_QUERY
+                )
                 in_words = f"scope {plan.scope_alpha:g}" if scoped and plan.scope_radius else f"{plan.radius:g}"
-                made.append(Choice(kind, in_words, changed, plan))
+                made.append(ConfigChoice(kind, in_words, changed, plan))
         return made
 
 
-def _untuned(settings: Settings) -> Settings:
+def _without_tuned(settings: Settings) -> Settings:
     """The settings without those that are chosen here."""
-    kept = {name: getattr(settings, name) for name in settings.model_fields_set - TUNED}
+    kept = {name: getattr(settings, name) for name in settings.model_fields_set - TUNED_SETTINGS}
     return Settings.model_construct(_fields_set=set(kept), **kept)
 
 
-def _tokens(bench: Workbench, requests: Requests) -> int:
+def _max_answer_tokens(bench: Workbench, requests: UserRequests) -> int:
     """Tokens of an answer that is as long as the longest target that was given and can be taught."""
-    lengths = [ANSWER]
+    lengths = [MIN_ANSWER_TOKENS]
     for inputs, target in requests.targets.items():
         with suppress(InputError):
-            lengths.append(len(bench.task.label(inputs, target)))
+            lengths.append(len(bench.task.encode_target(inputs, target)))
     return min(max(lengths), bench.task.limits.new_tokens_limit)
 
 
-def _radii(kind: str, *, scoped: bool) -> list[dict[str, Any]]:
-    """The settings of radii to try, the default first; `scoped`: each correction has a radius of its own."""
-    if scoped:
-        return list(SCOPES)
-    unit = UNIT if kind == ENCODER else 1.0
-    return [{} if multiple == 1.0 else {"radius": round(multiple * unit, 2)} for multiple in MULTIPLES]
+def _radius_settings(query_kind: str, *, is_scoped: bool) -> list[dict[str, Any]]:
+    """The settings of radii to try, the default first; `is_scoped`: each correction has a radius of its own."""
+    if is_scoped:
+        return list(SCOPE_SETTINGS)
+    unit = ENCODER_DEFAULT_RADIUS if query_kind == ENCODER_QUERY else 1.0
+    return [{} if multiple == 1.0 else {"radius": round(multiple * unit, 2)} for multiple in RADIUS_MULTIPLES]

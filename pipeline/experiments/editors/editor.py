@@ -9,7 +9,7 @@ from gracestream.pipeline.errors import UserError
 from gracestream.pipeline.experiments.tasks import Example
 from gracestream.pipeline.model import Batch
 
-STEPS = 100
+MAX_EDIT_STEPS = 100
 """Optimisation steps for one correction, at most (paper, appendix A)."""
 
 
@@ -18,7 +18,7 @@ class EditorError(UserError):
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class EditOutcome:
     """What became of one correction: its status (as of an outcome), optimisation steps and seconds."""
 
     status: str
@@ -26,18 +26,18 @@ class Made:
     seconds: float
 
 
-class Editor(Protocol):
-    """Corrects one model, which answers as corrected inside `serving`."""
+class ModelEditor(Protocol):
+    """Corrects one model, which answers as corrected inside `with_edits`."""
 
-    def edit(self, number: int, example: Example) -> Made:
+    def edit(self, number: int, example: Example) -> EditOutcome:
         """Make the model give the example's target; corrections are numbered from 0 as they come."""
 
-    def states(self, texts: Sequence[str]) -> list[Hashable]:
+    def state_keys(self, texts: Sequence[str]) -> list[Hashable]:
         """Of each text that of the editor's state on which an answer to it depends: equal states, equal answers."""
 
-    def serving(self, batch: Batch) -> AbstractContextManager[object]:
+    def with_edits(self, batch: Batch) -> AbstractContextManager[object]:
         """Forward passes inside, over this batch, are the corrected model's."""
 
     @property
-    def entries(self) -> int:
+    def num_entries(self) -> int:
         """What the editor has stored: keys of a codebook, 0 where it stores none."""

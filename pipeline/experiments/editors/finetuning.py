@@ -7,7 +7,7 @@ All train the layer's weights by Adam on the model's loss for one correction, an
 - `ElasticWeights`: elastic weight consolidation (Kirkpatrick et al. 2017, in its online form): the more the model's
   answers so far depend on a weight, the more it resists. Their Fisher information is that of the traffic, under answers
   drawn from the model itself, and of each correction that was made: all traffic counts as much as one.
-- `Retraining`: after so many corrections the original weights are trained on all of them.
+- `PeriodicRetraining`: after so many corrections the original weights are trained on all of them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,49 +16,49 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from gracestream.pipeline.experiments.editors.editor import STEPS
+from gracestream.pipeline.experiments.editors.editor import MAX_EDIT_STEPS
 from gracestream.pipeline.experiments.editors.weights import WeightEditor
 from gracestream.pipeline.experiments.tasks import Example
-from gracestream.pipeline.model import EditableModel, InputError, Supervised, verdict
+from gracestream.pipeline.model import EditableModel, InputError, TargetPass, check_target
 
 LEARNING_RATE = 1e-2
 """The paper's, of those that it tried the best for finetuning."""
 
-STRENGTH = 1e3
+PENALTY_STRENGTH = 1e3
 """Of the elastic weights' resistance."""
 
-SAMPLE = 128
+MAX_FISHER_TEXTS = 128
 """Texts of the traffic that tell which weights count, at most."""
 
 
 class FineTuning(WeightEditor):
     """Trains the weights of the wrapped layer."""
 
-    def __init__(self, model: EditableModel, learning_rate: float = LEARNING_RATE, steps: int = STEPS) -> None:
+    def __init__(self, model: EditableModel, learning_rate: float = LEARNING_RATE, steps: int = MAX_EDIT_STEPS) -> None:
         super().__init__(model)
         self.learning_rate, self._steps = learning_rate, steps
 
-    def _change(self, example: Example, supervised: Supervised) -> int:
+    def _apply_correction(self, example: Example, supervised: TargetPass) -> int:
         """Train until the model gives the target."""
         del example
         steps = self._train([supervised], self._steps)
-        return steps + self._after(supervised)
+        return steps + self._after_correction(supervised)
 
-    def _after(self, supervised: Supervised) -> int:
+    def _after_correction(self, supervised: TargetPass) -> int:
         """What a correction brings with it once it is made; the steps that this takes."""
         del supervised
         return 0
 
-    def _train(self, corrections: Sequence[Supervised], most: int) -> int:
+    def _train(self, corrections: Sequence[TargetPass], max_steps: int) -> int:
         """A step on each that is wrong, in turns, until none is, or so many are made; the number of steps."""
         optimizer = torch.optim.Adam(self.weights, lr=self.learning_rate)
         steps = 0
-        with self._trainable():
-            while steps < most:
+        with self._gradients_enabled():
+            while steps < max_steps:
                 begun = steps
                 for supervised in corrections:
-                    judged, loss = verdict(self._model.task.logits(supervised)[0], supervised.labels[0])
-                    if judged.right or steps == most:
+                    judged, loss = check_target(self._model.task.logits(supervised)[0], supervised.labels[0])
+                    if judged.predicts_target or steps == max_steps:
                         continue
                     optimizer.zero_grad()
                     (loss + self._penalty()).backward()  # type: ignore[no-untyped-call]
@@ -69,7 +69,7 @@ class FineTuning(WeightEditor):
         return steps
 
     @contextmanager
-    def _trainable(self) -> Iterator[None]:
+    def _gradients_enabled(self) -> Iterator[None]:
         try:
             for weight in self.weights:
                 weight.requires_grad_(True)
@@ -96,41 +96,41 @@ class ElasticWeights(FineTuning):
         self,
         model: EditableModel,
         traffic: Sequence[str],
-        strength: float = STRENGTH,
+        strength: float = PENALTY_STRENGTH,
         learning_rate: float = LEARNING_RATE,
-        steps: int = STEPS,
+        steps: int = MAX_EDIT_STEPS,
     ) -> None:
         super().__init__(model, learning_rate, steps)
         self._strength = strength
         self._anchors = [weight.detach().clone() for weight in self.weights]
         self.fisher = [torch.zeros_like(weight) for weight in self.weights]
         generator = torch.Generator().manual_seed(0)
-        for text in traffic[:SAMPLE]:
+        for text in traffic[:MAX_FISHER_TEXTS]:
             try:
-                asked = self._next(text)
+                asked = self._next_token_pass(text)
             except InputError:  # no room for a token after it
                 continue
             with torch.no_grad():
                 (logits_1C,) = self._model.task.logits(asked)
             drawn = torch.multinomial(logits_1C[0].float().softmax(dim=0).cpu(), 1, generator=generator)
-            self._observe(self._next(text, int(drawn)), 1 / min(SAMPLE, len(traffic)))
+            self._update_fisher(self._next_token_pass(text, int(drawn)), 1 / min(MAX_FISHER_TEXTS, len(traffic)))
 
-    def _next(self, text: str, token: int = 0) -> Supervised:
+    def _next_token_pass(self, text: str, token: int = 0) -> TargetPass:
         """One token after the text, or its class."""
-        return self._model.task.supervised(text, (token,))
+        return self._model.task.make_target_pass(text, (token,))
 
-    def _after(self, supervised: Supervised) -> int:
-        if self._judged(supervised).right:  # what failed is nothing to hold on to
-            self._observe(supervised, 1.0)
+    def _after_correction(self, supervised: TargetPass) -> int:
+        if self._check_prediction(supervised).predicts_target:  # what failed is nothing to hold on to
+            self._update_fisher(supervised, 1.0)
         self._anchors = [weight.detach().clone() for weight in self.weights]
         return 0
 
-    def _observe(self, supervised: Supervised, share: float) -> None:
+    def _update_fisher(self, supervised: TargetPass, sample_weight: float) -> None:
         """Add what an answer tells of the weights: the square of its loss's slope."""
-        with self._trainable():
-            _, loss = verdict(self._model.task.logits(supervised)[0], supervised.labels[0])
+        with self._gradients_enabled():
+            _, loss = check_target(self._model.task.logits(supervised)[0], supervised.labels[0])
             slopes = torch.autograd.grad(loss, self.weights)
-        self.fisher = [had + share * slope.square() for had, slope in zip(self.fisher, slopes, strict=True)]
+        self.fisher = [had + sample_weight * slope.square() for had, slope in zip(self.fisher, slopes, strict=True)]
 
     def _penalty(self) -> Tensor:
         parts = zip(self.weights, self._anchors, self.fisher, strict=True)
@@ -138,19 +138,23 @@ class ElasticWeights(FineTuning):
         return self._strength / 2 * apart.sum()
 
 
-class Retraining(FineTuning):
-    """After every `every` corrections that were needed, those so far are trained together from the original weights."""
+class PeriodicRetraining(FineTuning):
+    """After every `interval` corrections, train on all corrections so far, starting from the original weights."""
 
     def __init__(
-        self, model: EditableModel, every: int = 10, learning_rate: float = LEARNING_RATE, steps: int = STEPS
+        self,
+        model: EditableModel,
+        interval: int = 10,
+        learning_rate: float = LEARNING_RATE,
+        steps: int = MAX_EDIT_STEPS,
     ) -> None:
         super().__init__(model, learning_rate, steps)
-        self._every = every
-        self._corrections: list[Supervised] = []
+        self._interval = interval
+        self._corrections: list[TargetPass] = []
 
-    def _after(self, supervised: Supervised) -> int:
+    def _after_correction(self, supervised: TargetPass) -> int:
         self._corrections.append(supervised)
-        if len(self._corrections) % self._every:
+        if len(self._corrections) % self._interval:
             return 0
         self.restore()
         return self._train(self._corrections, self._steps * len(self._corrections))

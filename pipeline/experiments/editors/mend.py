@@ -12,26 +12,26 @@ and what the network adds to it is nothing at first. So the first change goes, t
 import torch
 from torch import Tensor, nn
 
-from gracestream.pipeline.experiments.editors.editor import STEPS
-from gracestream.pipeline.experiments.editors.weights import LinearEditor
+from gracestream.pipeline.experiments.editors.editor import MAX_EDIT_STEPS
+from gracestream.pipeline.experiments.editors.weights import LinearLayerEditor
 from gracestream.pipeline.experiments.tasks import Example
-from gracestream.pipeline.model import EditableModel, Supervised, verdict
+from gracestream.pipeline.model import EditableModel, TargetPass, check_target
 
 LEARNING_RATE = 1e-2
 """The paper's, of those that it tried the best for MEND."""
 
-RANK = 128
+HIDDEN_RANK = 128
 """Of the network's hidden layers."""
 
-STEP_SIZE = 0.1
+INITIAL_STEP_SIZE = 0.1
 """How far the weights go along the pairs, before any training."""
 
 
-class Mend(LinearEditor):
+class Mend(LinearLayerEditor):
     """`seed` draws the network's first weights."""
 
     def __init__(
-        self, model: EditableModel, learning_rate: float = LEARNING_RATE, steps: int = STEPS, seed: int = 0
+        self, model: EditableModel, learning_rate: float = LEARNING_RATE, steps: int = MAX_EDIT_STEPS, seed: int = 0
     ) -> None:
         super().__init__(model)
         self.learning_rate, self._steps = learning_rate, steps
@@ -41,10 +41,10 @@ class Mend(LinearEditor):
             self._network = _Hypernetwork(queries, values).to(model.device)
         self._optimizer = torch.optim.Adam(self._network.parameters(), lr=learning_rate)
 
-    def _change(self, example: Example, supervised: Supervised) -> int:
+    def _apply_correction(self, example: Example, supervised: TargetPass) -> int:
         """Train the network until its change makes the model right, and make that change."""
         del example
-        pairs = self._pairs(supervised)
+        pairs = self._gradient_pairs(supervised)
         steps = 0
         while True:
             with torch.enable_grad():
@@ -55,9 +55,9 @@ class Mend(LinearEditor):
                 ) -> Tensor:
                     return output_BTV - (seen_BTD.float() @ left.T @ right).to(output_BTV.dtype)
 
-                with self._passing(changed):
-                    judged, loss = verdict(self._model.task.logits(supervised)[0], supervised.labels[0])
-            if judged.right or steps == self._steps:
+                with self._with_output_hook(changed):
+                    judged, loss = check_target(self._model.task.logits(supervised)[0], supervised.labels[0])
+            if judged.predicts_target or steps == self._steps:
                 break
             self._optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
@@ -66,7 +66,7 @@ class Mend(LinearEditor):
         self.weight_VD.sub_((slopes_TV.T @ inputs_TD).detach())
         return steps
 
-    def _pairs(self, supervised: Supervised) -> tuple[Tensor, Tensor]:
+    def _gradient_pairs(self, supervised: TargetPass) -> tuple[Tensor, Tensor]:
         """What the layer sees at each token (T, D), and the loss's slope by what it puts out there (T, V)."""
         seen: list[Tensor] = []
 
@@ -74,35 +74,35 @@ class Mend(LinearEditor):
             seen.extend((seen_BTD.detach()[0].float(), output_BTV.detach().requires_grad_()))
             return seen[1]
 
-        with torch.enable_grad(), self._passing(watched):
-            _, loss = verdict(self._model.task.logits(supervised)[0], supervised.labels[0])
+        with torch.enable_grad(), self._with_output_hook(watched):
+            _, loss = check_target(self._model.task.logits(supervised)[0], supervised.labels[0])
             (slopes_1TV,) = torch.autograd.grad(loss, seen[1])
         return seen[0], slopes_1TV[0].float()
 
 
 class _Hypernetwork(nn.Module):
-    def __init__(self, queries: int, values: int) -> None:
+    def __init__(self, input_dim: int, output_dim: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(_Residual(queries + values) for _ in range(2))
-        self.step_size = nn.Parameter(torch.tensor(STEP_SIZE))
-        self.queries = queries
+        self.blocks = nn.ModuleList(_LowRankResidual(input_dim + output_dim) for _ in range(2))
+        self.step_size = nn.Parameter(torch.tensor(INITIAL_STEP_SIZE))
+        self.input_dim = input_dim
 
-    def forward(self, inputs_TD: Tensor, slopes_TV: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs_TD: Tensor, gradients_TV: Tensor) -> tuple[Tensor, Tensor]:
         inputs_TD = nn.functional.normalize(inputs_TD, dim=1)
-        slopes_TV = slopes_TV / slopes_TV.norm(dim=1).max().clamp(min=1e-30)
-        pairs_TP = torch.cat([inputs_TD, slopes_TV], dim=1)
+        gradients_TV = gradients_TV / gradients_TV.norm(dim=1).max().clamp(min=1e-30)
+        pairs_TP = torch.cat([inputs_TD, gradients_TV], dim=1)
         for block in self.blocks:
             pairs_TP = block(pairs_TP)
-        return pairs_TP[:, : self.queries], self.step_size * pairs_TP[:, self.queries :]
+        return pairs_TP[:, : self.input_dim], self.step_size * pairs_TP[:, self.input_dim :]
 
 
-class _Residual(nn.Module):
+class _LowRankResidual(nn.Module):
     """Adds to its input what a network of low rank makes of it: nothing at first."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.down = nn.Linear(width, RANK)
-        self.up = nn.Linear(RANK, width, bias=False)
+        self.down = nn.Linear(width, HIDDEN_RANK)
+        self.up = nn.Linear(HIDDEN_RANK, width, bias=False)
         nn.init.zeros_(self.up.weight)
 
     def forward(self, pairs_TP: Tensor) -> Tensor:

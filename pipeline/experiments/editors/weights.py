@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from gracestream.pipeline.experiments.editors.editor import EditorError, Made
+from gracestream.pipeline.experiments.editors.editor import EditorError, EditOutcome
 from gracestream.pipeline.experiments.tasks import Example
-from gracestream.pipeline.model import Batch, EditableModel, Supervised, Verdict, verdict
+from gracestream.pipeline.model import Batch, EditableModel, TargetCheck, TargetPass, check_target
 
 
 class WeightEditor(ABC):
@@ -26,18 +26,18 @@ class WeightEditor(ABC):
         EditorError: the layer has none.
     """
 
-    entries = 0
+    num_entries = 0
 
     def __init__(self, model: EditableModel) -> None:
-        self.require(model)
+        self.require_editable(model)
         self._model = model
         self.layer = model.module.get_submodule(model.layer)
         self.weights: list[Tensor] = list(self.layer.parameters())
-        self._original = [weight.detach().clone() for weight in self.weights]
-        self._changes = 0
+        self._original_weights = [weight.detach().clone() for weight in self.weights]
+        self._version = 0
 
     @classmethod
-    def require(cls, model: EditableModel) -> None:
+    def require_editable(cls, model: EditableModel) -> None:
         """Whether it can edit this model at its layer, told before any work.
 
         Raises:
@@ -56,42 +56,42 @@ class WeightEditor(ABC):
 
     def restore(self) -> None:
         """Put the original weights back."""
-        self._changes += 1
+        self._version += 1
         with torch.no_grad():
-            for weight, original in zip(self.weights, self._original, strict=True):
+            for weight, original in zip(self.weights, self._original_weights, strict=True):
                 weight.copy_(original)
 
-    def edit(self, number: int, example: Example) -> Made:
+    def edit(self, number: int, example: Example) -> EditOutcome:
         """Change the weights, unless the model is right already."""
         del number
         begun = time.perf_counter()
-        _, supervised = self._model.supervised(example.inputs, example.target)
-        if self._judged(supervised).right:
-            return Made("unchanged", 0, time.perf_counter() - begun)
-        steps = self._change(example, supervised)
-        self._changes += 1
-        right = self._judged(supervised).right
-        return Made("added" if right else "failed", steps, time.perf_counter() - begun)
+        _, supervised = self._model.prepare_correction(example.inputs, example.target)
+        if self._check_prediction(supervised).predicts_target:
+            return EditOutcome("unchanged", 0, time.perf_counter() - begun)
+        steps = self._apply_correction(example, supervised)
+        self._version += 1
+        right = self._check_prediction(supervised).predicts_target
+        return EditOutcome("added" if right else "failed", steps, time.perf_counter() - begun)
 
     @abstractmethod
-    def _change(self, example: Example, supervised: Supervised) -> int:
+    def _apply_correction(self, example: Example, supervised: TargetPass) -> int:
         """Make the model give the example's target; the optimisation steps that it took."""
 
-    def states(self, texts: Sequence[str]) -> list[Hashable]:
+    def state_keys(self, texts: Sequence[str]) -> list[Hashable]:
         """Every answer depends on the weights."""
-        return [self._changes] * len(texts)
+        return [self._version] * len(texts)
 
-    def serving(self, batch: Batch) -> AbstractContextManager[object]:
+    def with_edits(self, batch: Batch) -> AbstractContextManager[object]:
         """The weights are in the model."""
         del batch
         return nullcontext()
 
-    def _judged(self, supervised: Supervised) -> Verdict:
+    def _check_prediction(self, supervised: TargetPass) -> TargetCheck:
         with torch.no_grad():
-            return verdict(self._model.task.logits(supervised)[0], supervised.labels[0])[0]
+            return check_target(self._model.task.logits(supervised)[0], supervised.labels[0])[0]
 
 
-class LinearEditor(WeightEditor):
+class LinearLayerEditor(WeightEditor):
     """Of those, the ones that know a layer as a linear map of its inputs.
 
     Raises:
@@ -99,9 +99,9 @@ class LinearEditor(WeightEditor):
     """
 
     @classmethod
-    def require(cls, model: EditableModel) -> None:
+    def require_editable(cls, model: EditableModel) -> None:
         """Whether it can edit this model at its layer."""
-        super().require(model)
+        super().require_editable(model)
         layer = model.module.get_submodule(model.layer)
         if not isinstance(layer, nn.Linear | Conv1D):
             kind = type(layer).__name__
@@ -114,11 +114,11 @@ class LinearEditor(WeightEditor):
         return weight.T if isinstance(self.layer, Conv1D) else weight
 
     @contextmanager
-    def _passing(self, change: Callable[[Tensor, Tensor], Tensor | None]) -> Iterator[None]:
-        """Passes inside put out what `change` makes of the layer's inputs (B, T, D) and outputs (B, T, V)."""
+    def _with_output_hook(self, output_hook: Callable[[Tensor, Tensor], Tensor | None]) -> Iterator[None]:
+        """Passes inside put out what `output_hook` makes of the layer's inputs (B, T, D) and outputs (B, T, V)."""
 
         def hook(_layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
-            return change(args[0], output)
+            return output_hook(args[0], output)
 
         handle = self.layer.register_forward_hook(hook)
         try:

@@ -15,14 +15,14 @@ from msgspec import UNSET
 
 from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.codebook.key_index import KeyIndex
-from gracestream.pipeline.codebook.lookup import CodebookLookup, Hit, serving
-from gracestream.pipeline.codebook.policy import TRAFFIC_SHARE
+from gracestream.pipeline.codebook.lookup import CodebookLookup, Hit, serving_hit
+from gracestream.pipeline.codebook.policy import MAX_TRAFFIC_FRACTION
 from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.model.batch import Prompt
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.messages import ChatMessage, Parameters
-from gracestream.workers.bootstrap import plan_of
+from gracestream.workers.bootstrap import edit_config_from_settings
 from tests.bench.edits import ANSWER, Asked, Cost, Fact, Known, asked_at, correct, started
 from tests.bench.scope.cases import Case, Stream
 
@@ -101,9 +101,9 @@ class Edited:
     def matches(self, prompts: Sequence[Prompt]) -> list[Hit | None]:
         """The entry whose radius holds each prompt."""
         queries_BD = torch.from_numpy(self.queries(prompts))
-        asked = self.model.task.asked(self.model.task.batch(prompts))
-        found = self.engine.lookup.matches(queries_BD, asked)
-        return [serving(match) for match in found]
+        asked = self.model.task.wording_getter(self.model.task.batch(prompts))
+        found = self.engine.lookup.find_hits(queries_BD, asked)
+        return [serving_hit(match) for match in found]
 
     def answers(self, prompts: Sequence[Prompt]) -> list[Said]:
         """The edited model's whole answer to each prompt, as a replica gives it."""
@@ -115,12 +115,12 @@ class Edited:
 
     def target(self, hit: Hit) -> str:
         """The target of an entry."""
-        return self.model.task.text(self.engine.codebook.labels[hit.slot])
+        return self.model.task.decode_label(self.engine.codebook.labels[hit.slot])
 
     def own_entry(self, edit: int) -> str:
         """The id of the entry that serves a correction; nothing where it is not in force."""
         memory = self.engine.memory
-        return memory.serving_entry(str(edit)) if str(edit) in memory else ""
+        return memory.serving_entry_id(str(edit)) if str(edit) in memory else ""
 
     def thresholds(self, prompts: Sequence[Prompt], *, held: bool) -> np.ndarray:
         """The threshold (N) above which each prompt is captured, in the unit of radii; infinite where none is.
@@ -130,11 +130,11 @@ class Edited:
         keys_ND = self.engine.codebook.keys_ND
         if not len(keys_ND):
             return np.full(len(prompts), np.inf)
-        unit = self.engine.initial_radius() / self.engine.plan.radius
-        limits_N = np.full(len(keys_ND), self.engine.plan.max_radius)
+        unit = self.engine.initial_radius() / self.engine.config.radius
+        limits_N = np.full(len(keys_ND), self.engine.config.max_radius)
         if held:
-            clear = [self.engine.traffic.clearance(key_D, self.engine.noise(key_D)) for key_D in keys_ND]
-            limits_N = np.minimum(limits_N, TRAFFIC_SHARE * np.array(clear))
+            clear = [self.engine.reservoir.nearest_distance(key_D, self.engine.tolerance(key_D)) for key_D in keys_ND]
+            limits_N = np.minimum(limits_N, MAX_TRAFFIC_FRACTION * np.array(clear))
         found = self.engine.index.nearest(torch.from_numpy(self.queries(prompts)))
         distances_B = found.distances_B.cpu().numpy()
         return np.where(distances_B < limits_N[found.slots_B.cpu().numpy()], distances_B / unit, np.inf)
@@ -161,7 +161,7 @@ def opened(method: Method, settings: Settings, model: str, trained: Known) -> It
 def edited(asked: Asked, settings: Settings, stream: Stream, unedited: Unedited, *, asked_before: bool) -> Edited:
     """Make the stream's corrections, one after the other."""
     cases = [case.text for case in stream.cases if asked_before and case.edit is not None and not case.chat]
-    plan = plan_of(settings, reads_text=asked.model.reads_text)
+    plan = edit_config_from_settings(settings, uses_encoder=asked.model.reads_text)
     engine = started(asked, plan, [*stream.traffic, *cases])
     cost = correct(engine, asked, [Fact(one.text, "", one.target) for one in stream.corrections])
     return Edited(asked, engine, cost, unedited)
@@ -177,12 +177,12 @@ def generated(model: EditableModel, prompts: Sequence[Prompt], codebook: Codeboo
     for start in range(0, len(order), AT_ONCE):
         places = order[start : start + AT_ONCE]
         some = [prompts[place] for place in places]
-        answers = model.answer(some, [PARAMETERS] * len(some), CodebookLookup(codebook, index), checked=True)
+        answers = model.answer(some, [PARAMETERS] * len(some), CodebookLookup(codebook, index), check_answers=True)
         for place, served in zip(places, answers, strict=True):
             outputs = served.answer.outputs
             said = outputs.label if outputs.text is UNSET else outputs.text
             found[place] = Said(
-                "" if said is UNSET else said, served.missed is not None and not served.missed.disagreement
+                "" if said is UNSET else said, served.near_miss is not None and not served.near_miss.disagreement
             )
     return [found[place] for place in range(len(prompts))]
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from statistics import mean
 
 from gracestream.pipeline.experiments.data import DataError
-from gracestream.pipeline.experiments.plots import require_plots
+from gracestream.pipeline.experiments.plots import require_matplotlib
 from gracestream.pipeline.settings import load_settings
 from tests.bench.edits import Known
 from tests.bench.framework import BenchError, Options, Row
@@ -58,7 +58,7 @@ def run(options: Options) -> Iterator[Row]:
     """The rows of `scope`, stream by stream; a stream without its data is skipped with the reason."""
     if options.only and options.only not in STREAMS:
         raise BenchError(f"there is no stream named {options.only!r}; there are {', '.join(STREAMS)}")
-    require_plots()
+    require_matplotlib()
     part: Part = "development" if options.development else "held-out"
     skipped: list[DataError] = []
     names = [options.only] if options.only else list(STREAMS)
@@ -175,7 +175,7 @@ def curve_rows(stream: Stream, edited: Edited, method: str, curve: Sequence[floa
                 setting = f"curve {stream.name} {kind}/{name}/{threshold:g}"
                 yield Row(f"{setting}/captured", share, "share", None, interval)
         if held and curve:
-            own = edited.engine.plan.radius
+            own = edited.engine.config.radius
             matches = [hit is not None for hit in edited.matches(prompts)]
             agrees = [bool(one < own) == match for one, match in zip(found, matches, strict=True)]
             yield Row(f"corrections/{stream.name}, {method}/agrees", mean(agrees), "share")

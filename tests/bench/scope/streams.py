@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from gracestream.pipeline.experiments.data import CounterFactRow, path_of, rows_of
-from gracestream.pipeline.experiments.tasks import COUNTERFACT, Edit, as_question, counterfact, zsre
+from gracestream.pipeline.experiments.data import CounterFactRow, find_data_file, read_rows
+from gracestream.pipeline.experiments.tasks import COUNTERFACT_FILE, Edit, counterfact, format_question, zsre
 from tests.bench.scope.cases import Case, Correction, Part, Stream
 from tests.bench.scope.forms import FORMS, ITSELF, Kind, related
 
@@ -139,14 +139,14 @@ def of_counterfact(part: Part, edits: int, forms: int) -> Stream:
 
 def of_knowedit(part: Part, edits: int, _forms: int) -> Stream:
     """KnowEdit's questions, and other relations of their subjects; the aliased rows come first."""
-    rows = rows_of(KNOWEDIT, KnowEditRow)
+    rows = read_rows(KNOWEDIT, KnowEditRow)
     restated = {row for listed in restatements().values() for row in listed}
     corrections = []
     for number, row in enumerate(rows):
         kind = "restatement" if number in restated else "relation"
-        others = {kind: tuple(map(as_question, row.other_relations))}
-        aliases = {"alias": tuple(map(as_question, row.aliases))} if number in ALIASES else {}
-        text = as_question(row.prompt)
+        others = {kind: tuple(map(format_question, row.other_relations))}
+        aliases = {"alias": tuple(map(format_question, row.aliases))} if number in ALIASES else {}
+        text = format_question(row.prompt)
         corrections.append(Correction(text, row.target_new.strip(), row.prompt, others | aliases))
     some = sorted(every_second(corrections, part), key=lambda one: "alias" not in one.related)[:edits]
     kinds = (ITSELF, related("alias", applies=True), *(related(kind, applies=False) for kind in RELATIONS))
@@ -218,12 +218,12 @@ def _template(edit: Edit) -> str:
 
 def _neighbours() -> dict[str, tuple[str, ...]]:
     """The neighbour of each statement of CounterFact."""
-    return {row.prompt: (row.locality_prompt,) for row in rows_of(COUNTERFACT, CounterFactRow)}
+    return {row.prompt: (row.locality_prompt,) for row in read_rows(COUNTERFACT_FILE, CounterFactRow)}
 
 
 def _banking77(name: str) -> list[tuple[str, str]]:
     """The utterances of Banking77 with their intents, one of each intent in turn."""
-    with gzip.open(path_of(f"banking77_{name}.csv.gz"), "rt", encoding="utf-8", newline="") as file:
+    with gzip.open(find_data_file(f"banking77_{name}.csv.gz"), "rt", encoding="utf-8", newline="") as file:
         rows = [(row["text"].strip(), row["category"]) for row in csv.DictReader(file)]
     by_intent: dict[str, list[tuple[str, str]]] = {}
     for row in rows:

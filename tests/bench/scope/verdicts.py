@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from gracestream.pipeline.tuning.evaluation import begins
-from gracestream.pipeline.tuning.intervals import wilson
+from gracestream.pipeline.tuning.evaluation import begins_with_target
+from gracestream.pipeline.tuning.intervals import wilson_interval
 from tests.bench.scope.cases import Case
 
 REPEATED = re.compile(r"(\S+)(?:\s+\1){2,}(?!\S)|(\S{2,}?)\2{2,}")
@@ -47,7 +47,7 @@ def verdict(
     broken = captured and answer not in {unedited, serving, case.target}
     return Verdict(
         captured=captured,
-        answered=(case.applies or captured) and bool(case.target) and begins(answer, case.target),
+        answered=(case.applies or captured) and bool(case.target) and begins_with_target(answer, case.target),
         correct=answer == (case.target if case.applies else unedited),
         near_miss=captured and near_miss,
         broken=broken,
@@ -60,4 +60,4 @@ def counted(values: Iterable[bool]) -> tuple[float, tuple[float, float], int]:
     """The share that is true, its interval, and the number of values."""
     listed = list(values)
     total = sum(listed)
-    return total / max(1, len(listed)), wilson(total, len(listed)), len(listed)
+    return total / max(1, len(listed)), wilson_interval(total, len(listed)), len(listed)

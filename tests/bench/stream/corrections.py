@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from gracestream.pipeline.experiments.data import BiographyRow, CounterFactRow, ZsreRow, rows_of
-from gracestream.pipeline.experiments.tasks import COUNTERFACT, ZSRE, as_question, zsre
+from gracestream.pipeline.experiments.data import BiographyRow, CounterFactRow, ZsreRow, read_rows
+from gracestream.pipeline.experiments.tasks import COUNTERFACT_FILE, ZSRE_FILE, format_question, zsre
 from tests.bench.scope.streams import KNOWEDIT, KnowEditRow, restatements
 
-COUNTERFACTS = (COUNTERFACT, "counterfact_edit_8000.jsonl.gz")
+COUNTERFACTS = (COUNTERFACT_FILE, "counterfact_edit_8000.jsonl.gz")
 BIOGRAPHIES = "hallucination_edit_450.jsonl.gz"
 
 SEED = 0
@@ -136,27 +136,27 @@ def _phrases(text: str) -> Iterator[str]:
 
 
 def _zsre() -> Iterator[Correction]:
-    for row in rows_of(ZSRE, ZsreRow):
-        paraphrases = {"zsRE paraphrase": (as_question(row.rephrase),)}
-        yield Correction(as_question(row.src), row.answers[0], row.subject, paraphrases)
+    for row in read_rows(ZSRE_FILE, ZsreRow):
+        paraphrases = {"zsRE paraphrase": (format_question(row.rephrase),)}
+        yield Correction(format_question(row.src), row.answers[0], row.subject, paraphrases)
 
 
 def _knowedit() -> Iterator[Correction]:
     restated = {row for listed in restatements().values() for row in listed}
-    for number, row in enumerate(rows_of(KNOWEDIT, KnowEditRow)):
-        others = () if number in restated else tuple(map(as_question, row.other_relations))
+    for number, row in enumerate(read_rows(KNOWEDIT, KnowEditRow)):
+        others = () if number in restated else tuple(map(format_question, row.other_relations))
         yield Correction(
-            as_question(row.prompt), row.target_new.strip(), row.subject, others={"other relation": others}
+            format_question(row.prompt), row.target_new.strip(), row.subject, others={"other relation": others}
         )
 
 
 def _biographies() -> Iterator[Correction]:
-    for row in rows_of(BIOGRAPHIES, BiographyRow):
+    for row in read_rows(BIOGRAPHIES, BiographyRow):
         yield Correction(row.prompt, row.target_new, row.subject)
 
 
 def _counterfact(name: str) -> Iterator[Correction]:
-    for row in rows_of(name, CounterFactRow):
+    for row in read_rows(name, CounterFactRow):
         paraphrases = {"CounterFact paraphrase": (row.rephrase_prompt,)}
         yield Correction(
             row.prompt, row.target_new, row.subject, paraphrases, {"CounterFact neighbour": (row.locality_prompt,)}

@@ -15,13 +15,13 @@ import torch
 from msgspec import UNSET
 
 from gracestream.pipeline.codebook.codebook import Label
-from gracestream.pipeline.codebook.edit_memory import BARE_MODEL
-from gracestream.pipeline.codebook.lookup import Hit, serving
-from gracestream.pipeline.editing.candidate import Again, Ahead
-from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.codebook.edit_memory import UNEDITED_MODEL
+from gracestream.pipeline.codebook.lookup import Hit, serving_hit
+from gracestream.pipeline.editing.candidate import DraftValue, ReplayContext
+from gracestream.pipeline.editing.config import EditConfig
 from gracestream.pipeline.editing.engine import EditEngine
-from gracestream.pipeline.editing.result import Edited, correction
-from gracestream.pipeline.editing.value_training import Trained
+from gracestream.pipeline.editing.result import EditResult, make_correction
+from gracestream.pipeline.editing.value_training import TrainedValue
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.model.tasks.base import InputError
 from gracestream.schemas.deltas import Seen
@@ -66,7 +66,7 @@ class Texts:
         """The label of a target; None where the model cannot take it."""
         if (text, target) not in self._labels:
             try:
-                self._labels[text, target] = self._model.task.label(text, target)
+                self._labels[text, target] = self._model.task.encode_target(text, target)
             except InputError:
                 self._labels[text, target] = None
         return self._labels[text, target]
@@ -86,8 +86,8 @@ class Texts:
             some = texts[start : start + AT_ONCE]
             queries_BD = torch.from_numpy(self.queries(some))
             wording = partial(_of_row, self.wording, some)
-            found += engine.lookup.matches(queries_BD, wording)
-        return [serving(match) for match in found]
+            found += engine.lookup.find_hits(queries_BD, wording)
+        return [serving_hit(match) for match in found]
 
 
 class Seconds:
@@ -104,11 +104,11 @@ class Seconds:
         return result
 
 
-Decide = Callable[[EditEngine, Feedback, int, Seconds], Edited]
+Decide = Callable[[EditEngine, Feedback, int, Seconds], EditResult]
 """Decides on a correction, the feedback at an offset."""
 
 
-def with_training(engine: EditEngine, feedback: Feedback, offset: int, seconds: Seconds) -> Edited:
+def with_training(engine: EditEngine, feedback: Feedback, offset: int, seconds: Seconds) -> EditResult:
     """As the editor worker decides. The engine keeps the radius that is asked for before, so it is timed apart."""
     assert isinstance(feedback.inputs, str)
     inputs = feedback.inputs
@@ -117,22 +117,25 @@ def with_training(engine: EditEngine, feedback: Feedback, offset: int, seconds: 
     except InputError:
         return engine.edit(feedback, offset)
     query_D = engine.model.queries([prompt])[0].cpu().numpy()
-    seconds.of("radius", lambda: engine.radius_for(inputs, query_D))
+    seconds.of("radius", lambda: engine.initial_radius_for(inputs, query_D))
     return seconds.of("edit", lambda: engine.edit(feedback, offset))
 
 
-def with_keys_only(engine: EditEngine, feedback: Feedback, offset: int, seconds: Seconds) -> Edited:
+def with_keys_only(engine: EditEngine, feedback: Feedback, offset: int, seconds: Seconds) -> EditResult:
     """As the editor worker decides again on a correction whose value is known: the output that the layer has anyway."""
     assert isinstance(feedback.inputs, str)
     assert feedback.target is not UNSET
     inputs, target = feedback.inputs, feedback.target
     try:
-        examined = seconds.of("examine", lambda: engine.examine(inputs, target))
+        examined = seconds.of("examine", lambda: engine.inspect(inputs, target))
     except InputError:
         return engine.edit(feedback, offset)
-    seen = Seen(radius=seconds.of("radius", lambda: engine.radius_for(inputs, examined.query_D)))
-    value_V = examined.start_V.cpu().numpy()
-    known = Again(seen, value_V=value_V), Ahead(Trained(value_V, 0, examined.verdict, converged=True), (), examined)
+    seen = Seen(radius=seconds.of("radius", lambda: engine.initial_radius_for(inputs, examined.query_D)))
+    value_V = examined.layer_output_V.cpu().numpy()
+    known = (
+        ReplayContext(seen, value_V=value_V),
+        DraftValue(TrainedValue(value_V, 0, examined.target_check, converged=True), (), examined),
+    )
     return seconds.of("edit", lambda: engine.edit(feedback, offset, *known))
 
 
@@ -140,7 +143,7 @@ def answered_right(engine: EditEngine, feedback: Feedback) -> bool:
     """Whether the edited model gives the target, token by token."""
     assert feedback.inputs is not UNSET
     assert feedback.target is not UNSET
-    return engine.examine(feedback.inputs, feedback.target).verdict.right
+    return engine.inspect(feedback.inputs, feedback.target).target_check.predicts_target
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,21 +158,21 @@ class Way:
 WAYS = (Way("trained", with_training, answers=True), Way("keys", with_keys_only, answers=False))
 
 
-def begun(model: EditableModel, plan: Plan, traffic: Sequence[str], texts: Texts, led: bytes) -> EditEngine:
+def begun(model: EditableModel, plan: EditConfig, traffic: Sequence[str], texts: Texts, led: bytes) -> EditEngine:
     """An engine that leads by this record, and has seen the traffic."""
     engine = EditEngine(model, CODEBOOK, plan)
     engine.apply(led)
     for offset, (text, query_D) in enumerate(zip(traffic, texts.queries(traffic), strict=True)):
-        rank = engine.traffic.wants(0, offset, 0.0)
+        rank = engine.reservoir.offer(0, offset, 0.0)
         if rank is not None:
-            engine.observe(rank, query_D, texts.wording(text))
+            engine.add_traffic(rank, query_D, texts.wording(text))
     return engine
 
 
 def feedback_of(corrections: Sequence[Correction]) -> list[Feedback]:
     """The corrections as they are sent; the id is the number."""
     return [
-        msgspec.structs.replace(correction(str(number), one.text, one.target), author=author)
+        msgspec.structs.replace(make_correction(str(number), one.text, one.target), author=author)
         for number, (one, author) in enumerate(zip(corrections, authors(len(corrections)), strict=True))
     ]
 
@@ -178,7 +181,7 @@ def made(engine: EditEngine, way: Way, texts: Texts, feedback: Feedback, number:
     """Make one correction, and see whether it is answered right at once."""
     seconds = Seconds(engine.model.device)
     edited = way.decide(engine, feedback, number, seconds)
-    record = edited.record
+    record = edited.delta_record
     if record is not None:
         seconds.of("edit", lambda: engine.apply(record))
     assert edited.outcome is not None
@@ -197,7 +200,7 @@ def served(engine: EditEngine, texts: Texts, feedback: Sequence[Feedback]) -> li
 
 def _serves(engine: EditEngine, texts: Texts, hit: Hit | None, feedback: Feedback) -> bool:
     if hit is None:
-        return own_entry(engine, feedback.feedback_id) == BARE_MODEL
+        return own_entry(engine, feedback.feedback_id) == UNEDITED_MODEL
     assert isinstance(feedback.inputs, str)
     assert feedback.target is not UNSET
     return engine.codebook.labels[hit.slot] == texts.label(feedback.inputs, feedback.target)
@@ -205,7 +208,7 @@ def _serves(engine: EditEngine, texts: Texts, hit: Hit | None, feedback: Feedbac
 
 def own_entry(engine: EditEngine, feedback_id: str) -> str | None:
     """The entry that serves an edit, `BARE_MODEL` where none has to; None where the edit is not in force."""
-    return engine.memory.serving_entry(feedback_id) if feedback_id in engine.memory else None
+    return engine.memory.serving_entry_id(feedback_id) if feedback_id in engine.memory else None
 
 
 def _of_row(wording: Callable[[str], str], texts: Sequence[str], row: int) -> str:

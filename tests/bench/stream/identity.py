@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.config import EditConfig
 from gracestream.pipeline.model.editable import EditableModel
 from tests.bench.framework import ROOT
 from tests.bench.stream.corrections import Data
@@ -28,7 +28,7 @@ MEASURING = (
 """The code that decides the rows of a checkpoint."""
 
 
-def stream_key(model: EditableModel, plan: Plan, data: Data) -> str:
+def stream_key(model: EditableModel, plan: EditConfig, data: Data) -> str:
     """The name of a stream's folder."""
     sent = [(one.text, one.target) for one in data.corrections]
     words = [

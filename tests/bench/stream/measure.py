@@ -8,7 +8,7 @@ from statistics import mean
 import torch
 
 from gracestream.pipeline.codebook.codebook import Codebook
-from gracestream.pipeline.codebook.edit_memory import BARE_MODEL
+from gracestream.pipeline.codebook.edit_memory import UNEDITED_MODEL
 from gracestream.pipeline.codebook.lookup import Hit
 from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.schemas.messages import Feedback
@@ -133,7 +133,7 @@ def _share(name: str, values: Sequence[bool], baseline: float | None = None) -> 
 
 def _counts(past: Past, case: Case) -> bool:
     """Whether the case's correction is served by an entry, if it has one, and the model can take the case."""
-    if case.correction is not None and own_entry(past.engine, str(case.correction)) in (None, BARE_MODEL):
+    if case.correction is not None and own_entry(past.engine, str(case.correction)) in (None, UNEDITED_MODEL):
         return False
     return past.texts.takes(case.text)
 
@@ -149,7 +149,7 @@ def _correct(past: Past, case: Case) -> bool:
     """Whether the edited model gives the correction's target."""
     assert case.correction is not None
     target = past.data.corrections[case.correction].target
-    return past.engine.examine(case.text, target).verdict.right
+    return past.engine.inspect(case.text, target).target_check.predicts_target
 
 
 def _floor(codebook: Codebook) -> int:

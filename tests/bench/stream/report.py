@@ -9,12 +9,12 @@ from pathlib import Path
 
 import msgspec
 
-from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.config import EditConfig
 from gracestream.pipeline.editing.engine import EditEngine
-from gracestream.pipeline.editing.provenance import environment
+from gracestream.pipeline.editing.provenance import describe_environment
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.settings import load_settings
-from gracestream.workers.bootstrap import load_model, plan_of
+from gracestream.workers.bootstrap import edit_config_from_settings, load_model
 from tests.bench.framework import BenchError, Options, Row
 from tests.bench.stream.corrections import Data, stream_data
 from tests.bench.stream.edits import CODEBOOK, WAYS, Texts, Way, begun, feedback_of, made
@@ -42,7 +42,7 @@ def run(options: Options) -> Iterator[Row]:
         raise BenchError(f"there is no stream named {options.only!r}; there are {', '.join(COUNTS)}")
     settings = load_settings(device=options.device, **SETTINGS)
     data, model = stream_data(), load_model(settings)
-    plan = plan_of(settings, reads_text=model.reads_text)
+    plan = edit_config_from_settings(settings, uses_encoder=model.reads_text)
     folder = settings.cache.expanduser() / "bench" / f"stream-{stream_key(model, plan, data)}"
     options.tell(f"the logs are in {folder}; a run that was ended goes on from there")
     setup = Setup(model, plan, data, Texts(model), folder)
@@ -86,7 +86,7 @@ class Setup:
     """What both streams share: the model, the plan, the data, and the folder of the logs."""
 
     model: EditableModel
-    plan: Plan
+    plan: EditConfig
     data: Data
     texts: Texts
     folder: Path
@@ -113,7 +113,7 @@ def begun_past(setup: Setup, way: Way, log: StreamLog) -> Past:
     """A stream before its first correction; its engine begins by the record that the log has, if it has one."""
     led = next(log.records(0), None)
     if led is None:
-        led = EditEngine(setup.model, CODEBOOK, setup.plan).lead(environment(setup.model, setup.plan))
+        led = EditEngine(setup.model, CODEBOOK, setup.plan).lead_delta(describe_environment(setup.model, setup.plan))
         log.append(Led(led))
     engine = begun(setup.model, setup.plan, setup.data.traffic, setup.texts, led)
     return Past(way, engine, setup.texts, setup.data, feedback_of(setup.data.corrections))

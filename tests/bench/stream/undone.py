@@ -11,9 +11,9 @@ import numpy as np
 from msgspec import UNSET
 
 from gracestream.pipeline.codebook.codebook import Codebook
-from gracestream.pipeline.codebook.compare import Fold
-from gracestream.pipeline.codebook.edit_memory import EditMemory, together
-from gracestream.pipeline.editing.candidate import Again
+from gracestream.pipeline.codebook.compare import EditState
+from gracestream.pipeline.codebook.edit_memory import EditMemory, merge_contexts
+from gracestream.pipeline.editing.candidate import ReplayContext
 from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.editing.undo import undo
 from gracestream.schemas.deltas import Delta, Seen, decode_delta
@@ -33,11 +33,11 @@ class Told:
     def __init__(self, log: StreamLog, feedback: Sequence[Feedback]) -> None:
         self._log, self._feedback = log, feedback
 
-    def each_delta(self, on_record: Callable[[bytes], bool]) -> None:
+    def for_each_delta(self, on_record: Callable[[bytes], bool]) -> None:
         """The records in their order, until one returns False."""
         all(map(on_record, self.records()))
 
-    def corrections(self, since: int) -> Mapping[int, Feedback]:
+    def feedback_since(self, since: int) -> Mapping[int, Feedback]:
         """What was sent from this offset on."""
         return dict(enumerate(self._feedback[since:], since))
 
@@ -57,16 +57,16 @@ def undo_rows(past: Past, log: StreamLog, at_work: Callable[[], object]) -> Iter
     started = time.perf_counter()
     edited = undo(past.engine, UNDO, len(past.made), told, at_work)
     seconds = time.perf_counter() - started
-    if edited.record is None:
+    if edited.delta_record is None:
         raise BenchError(f"the undo had no effect: {edited.outcome}")
-    past.engine.apply(edited.record)
+    past.engine.apply(edited.delta_record)
     other = without(past, told, at_work)
     setting = f"undo/{past.setting}"
     gone = [number for number in past.accepted() if past.feedback[number].author == AUTHORS[0]]
     yield Row(f"{setting}/undone", len(gone), "count")
-    yield Row(f"{setting}/decided again", len(decode_delta(edited.record).decided), "count")
+    yield Row(f"{setting}/decided again", len(decode_delta(edited.delta_record).decided), "count")
     yield Row(f"{setting}/seconds", seconds, "s", fold)
-    yield Row(f"{setting}/delta", len(edited.record), "B")
+    yield Row(f"{setting}/delta", len(edited.delta_record), "B")
     yield Row(f"{setting}/entries", len(past.engine.codebook), "count", len(other.codebook))
     yield Row(f"{setting}/equal", float(same(past.engine, other)), "share", 1.0)
 
@@ -74,7 +74,7 @@ def undo_rows(past: Past, log: StreamLog, at_work: Callable[[], object]) -> Iter
 def without(past: Past, told: Told, at_work: Callable[[], object]) -> EditEngine:
     """The engine that never had what is undone."""
     records = told.records()
-    engine = begun(past.engine.model, past.engine.plan, past.data.traffic, past.texts, next(records))
+    engine = begun(past.engine.model, past.engine.config, past.data.traffic, past.texts, next(records))
     for delta in map(decode_delta, records):
         at_work()
         assert delta.cause is not UNSET
@@ -82,8 +82,8 @@ def without(past: Past, told: Told, at_work: Callable[[], object]) -> EditEngine
         if feedback.author == AUTHORS[0]:
             continue
         edited = engine.edit(feedback, delta.cause.offset, _as_before(delta, past.engine.memory))
-        if edited.record is not None:
-            engine.apply(edited.record)
+        if edited.delta_record is not None:
+            engine.apply(edited.delta_record)
     return engine
 
 
@@ -94,17 +94,17 @@ def same(ours: EditEngine, theirs: EditEngine) -> bool:
 
 def _serving(engine: EditEngine) -> dict[str, tuple[str, bytes]]:
     memory = engine.memory
-    return {name: (memory.serving_entry(name), memory.query(name).tobytes()) for name in memory.feedback_ids}
+    return {name: (memory.serving_entry_id(name), memory.query(name).tobytes()) for name in memory.feedback_ids}
 
 
-def _as_before(delta: Delta, memory: EditMemory) -> Again:
+def _as_before(delta: Delta, memory: EditMemory) -> ReplayContext:
     """What the decision behind a delta saw, its query, and its value where it had one of its own."""
     cause = delta.cause
     assert cause is not UNSET
     assert cause.seen is not UNSET
     seen: Seen = cause.seen
-    if (later := memory.decided.get(cause.feedback_id)) is not None:
-        seen = together(seen, later)
+    if (later := memory.replay_contexts.get(cause.feedback_id)) is not None:
+        seen = merge_contexts(seen, later)
     own = next((change for change in delta.entries if change.entry_id == cause.entry_id), None)
     query_D: np.ndarray | None = None
     if cause.query is not UNSET:
@@ -112,12 +112,12 @@ def _as_before(delta: Delta, memory: EditMemory) -> Again:
     elif own is not None and own.key is not UNSET:
         query_D = own.key.array()
     value_V = None if own is None or own.value is UNSET or delta.op == "expand" else own.value.array()
-    return Again(seen, query_D, value_V)
+    return ReplayContext(seen, query_D, value_V)
 
 
 def _fold_seconds(codebook: Codebook, told: Told) -> float:
     """What reading the records alone takes, which is the floor of an undo."""
-    folded = Fold(Codebook(codebook.name, codebook.model, codebook.layer), EditMemory())
+    folded = EditState(Codebook(codebook.name, codebook.model, codebook.layer), EditMemory())
     started = time.perf_counter()
     for record in told.records():
         folded.apply(record)

@@ -15,7 +15,7 @@ from testcontainers.core.container import DockerContainer
 
 from gracestream.deploy.local import containers
 from gracestream.deploy.local.containers import redis_container
-from gracestream.deploy.local.redis import _binary
+from gracestream.deploy.local.redis import _find_binary
 from tests.support.running import wait_until
 
 pytestmark = pytest.mark.docker
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.docker
 @pytest.fixture
 def valkey(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """An image of this machine's Valkey, in place of the one that a registry has."""
-    binary = Path(_binary())
+    binary = Path(_find_binary())
     linked = subprocess.run(["ldd", binary], capture_output=True, text=True, check=True).stdout
     files = {"/valkey-server": binary} | {path: Path(path) for path in re.findall(r"/\S+", linked)}
     packed = io.BytesIO()

@@ -22,10 +22,17 @@ from gracestream.deploy.local import kafka as local_kafka
 from gracestream.deploy.local.backends import kafka_backend, redis_backend
 from gracestream.deploy.local.containers import REDIS_IMAGE, kafka_image
 from gracestream.deploy.local.kafka import LocalKafka, describe_cluster
-from gracestream.deploy.local.ports import stack_ports
-from gracestream.deploy.local.processes import Child, StackError, answers_ok, free_port, is_free, worker
+from gracestream.deploy.local.ports import assign_ports
+from gracestream.deploy.local.processes import (
+    ChildProcess,
+    StackError,
+    find_free_port,
+    is_http_ok,
+    is_port_free,
+    make_worker_process,
+)
 from gracestream.deploy.local.redis import LocalRedis
-from gracestream.deploy.local.server import silent
+from gracestream.deploy.local.server import ignore_progress
 
 SLEEP = [sys.executable, "-c", "import time; print('awake', flush=True); time.sleep(600)"]
 STUBBORN = [
@@ -74,41 +81,41 @@ class TestPorts:
 
     def test_they_are_those_of_the_last_run(self, tmp_path: Path) -> None:
         said: list[str] = []
-        first = stack_ports(tmp_path, self.NAMES[:3], None, said.append)
+        first = assign_ports(tmp_path, self.NAMES[:3], None, said.append)
         assert len(set(first.values())) == 3
-        again = stack_ports(tmp_path, self.NAMES, None, said.append)
+        again = assign_ports(tmp_path, self.NAMES, None, said.append)
         assert {**again, **first} == again
-        assert stack_ports(tmp_path, self.NAMES[:2], None, said.append) == dict(list(first.items())[:2])
-        assert stack_ports(tmp_path, self.NAMES, None, said.append) == again, (
+        assert assign_ports(tmp_path, self.NAMES[:2], None, said.append) == dict(list(first.items())[:2])
+        assert assign_ports(tmp_path, self.NAMES, None, said.append) == again, (
             "of a replica that was not there once, too"
         )
         assert said == []
 
     def test_one_that_is_in_use_now_is_told(self, tmp_path: Path) -> None:
         said: list[str] = []
-        first = stack_ports(tmp_path, self.NAMES, None, said.append)
+        first = assign_ports(tmp_path, self.NAMES, None, said.append)
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", first["redis"]))
             taken.listen()
-            again = stack_ports(tmp_path, self.NAMES, None, said.append)
+            again = assign_ports(tmp_path, self.NAMES, None, said.append)
         assert again == {**first, "redis": again["redis"]}
         assert again["redis"] != first["redis"]
         assert said == [
             f"port {first['redis']}, where redis was before, is in use; it is on {again['redis']} now",
         ]
-        assert stack_ports(tmp_path, self.NAMES, None, said.append) == again
+        assert assign_ports(tmp_path, self.NAMES, None, said.append) == again
 
     def test_those_from_a_given_one_on_follow_each_other(self, tmp_path: Path) -> None:
-        port = next(port for port in range(15_000, 20_000, 7) if all(map(is_free, range(port, port + 4))))
-        ports = stack_ports(tmp_path, self.NAMES, port, silent)
+        port = next(port for port in range(15_000, 20_000, 7) if all(map(is_port_free, range(port, port + 4))))
+        ports = assign_ports(tmp_path, self.NAMES, port, ignore_progress)
         assert ports == dict(zip(self.NAMES, range(port, port + 4), strict=True))
-        assert stack_ports(tmp_path, self.NAMES, None, silent) == ports
-        assert free_port() not in ports.values()
+        assert assign_ports(tmp_path, self.NAMES, None, ignore_progress) == ports
+        assert find_free_port() not in ports.values()
 
     def test_a_file_of_ports_that_cannot_be_read_is_written_anew(self, tmp_path: Path) -> None:
         (tmp_path / "ports.json").write_text("{")
-        ports = stack_ports(tmp_path, self.NAMES, None, silent)
-        assert stack_ports(tmp_path, self.NAMES, None, silent) == ports
+        ports = assign_ports(tmp_path, self.NAMES, None, ignore_progress)
+        assert assign_ports(tmp_path, self.NAMES, None, ignore_progress) == ports
 
 
 class TestKafka:
@@ -156,7 +163,7 @@ class TestKafka:
         server = LocalKafka(tmp_path)
         with pytest.raises(StackError, match=r"Kafka ended with status \d+ while starting; its log .*kafka\.log ends:"):
             server.start()
-        assert "node" in server.child.tail()
+        assert "node" in server.child.log_tail()
         assert not server.running
 
     def test_a_taken_port_is_named(self, tmp_path: Path) -> None:
@@ -296,30 +303,30 @@ class TestBackends:
 
 class TestChild:
     def test_its_output_is_in_its_log_and_stop_ends_it(self, tmp_path: Path) -> None:
-        with Child("sleeper", SLEEP, log=tmp_path / "log") as child:
-            child.wait_for(lambda: child.tail() == "awake", timeout=10)
+        with ChildProcess("sleeper", SLEEP, log=tmp_path / "log") as child:
+            child.wait_for(lambda: child.log_tail() == "awake", timeout=10)
             assert child.running
         assert child.returncode == -signal.SIGTERM
 
     def test_one_that_does_not_stop_is_killed(self, tmp_path: Path) -> None:
-        with Child("stubborn", STUBBORN, log=tmp_path / "log") as child:
-            child.wait_for(lambda: child.tail() == "awake", timeout=10)
+        with ChildProcess("stubborn", STUBBORN, log=tmp_path / "log") as child:
+            child.wait_for(lambda: child.log_tail() == "awake", timeout=10)
             child.stop(timeout=0.1)
         assert child.returncode == -signal.SIGKILL
 
     def test_a_restart_is_another_process_and_its_tail_begins_anew(self, tmp_path: Path) -> None:
-        with Child("sleeper", SLEEP, log=tmp_path / "log") as child:
-            child.wait_for(lambda: child.tail() == "awake", timeout=10)
+        with ChildProcess("sleeper", SLEEP, log=tmp_path / "log") as child:
+            child.wait_for(lambda: child.log_tail() == "awake", timeout=10)
             first = child.pid
             child.restart()
-            child.wait_for(lambda: child.tail() == "awake", timeout=10)
+            child.wait_for(lambda: child.log_tail() == "awake", timeout=10)
             assert child.pid != first
         assert (tmp_path / "log").read_text() == "awake\nawake\n"
 
     def test_ending_while_waited_for_shows_status_and_log(self, tmp_path: Path) -> None:
         argv = [sys.executable, "-c", "import sys; sys.exit('no such model')"]
         with (
-            Child("worker", argv, log=tmp_path / "log") as child,
+            ChildProcess("worker", argv, log=tmp_path / "log") as child,
             pytest.raises(
                 StackError, match=r"worker ended with status 1 while starting; its log .* ends:\nno such model"
             ),
@@ -328,24 +335,24 @@ class TestChild:
 
     def test_not_being_ready_in_time_is_an_error(self, tmp_path: Path) -> None:
         with (
-            Child("sleeper", SLEEP, log=tmp_path / "log") as child,
+            ChildProcess("sleeper", SLEEP, log=tmp_path / "log") as child,
             pytest.raises(StackError, match=r"sleeper was not ready after 0\.1 s"),
         ):
             child.wait_for(lambda: False, timeout=0.1)
 
     def test_a_missing_program_is_named(self, tmp_path: Path) -> None:
         with pytest.raises(StackError, match="needs the program 'no-such-program', which is not on PATH"):
-            Child("x", ["no-such-program"], log=tmp_path / "log").start()
+            ChildProcess("x", ["no-such-program"], log=tmp_path / "log").start()
 
     def test_one_that_was_paused_can_still_be_stopped_in_order(self, tmp_path: Path) -> None:
-        with Child("sleeper", SLEEP, log=tmp_path / "log") as child:
-            child.wait_for(lambda: child.tail() == "awake", timeout=10)
-            child.send(signal.SIGSTOP)
+        with ChildProcess("sleeper", SLEEP, log=tmp_path / "log") as child:
+            child.wait_for(lambda: child.log_tail() == "awake", timeout=10)
+            child.send_signal(signal.SIGSTOP)
             child.stop()
         assert child.returncode == -signal.SIGTERM
 
     def test_the_terminals_interrupt_does_not_reach_it(self, tmp_path: Path) -> None:
-        with Child("sleeper", SLEEP, log=tmp_path / "log") as child:
+        with ChildProcess("sleeper", SLEEP, log=tmp_path / "log") as child:
             assert os.getpgid(child.pid) != os.getpgid(0)
             assert os.getsid(child.pid) != os.getsid(0)
 
@@ -371,12 +378,12 @@ time.sleep(600)
         assert not is_alive(pid)
 
     def test_it_outlives_the_thread_that_started_it(self, tmp_path: Path) -> None:
-        child = Child("sleeper", SLEEP, log=tmp_path / "log")
+        child = ChildProcess("sleeper", SLEEP, log=tmp_path / "log")
         thread = threading.Thread(target=child.start)
         thread.start()
         thread.join()
         try:
-            child.wait_for(lambda: child.tail() == "awake", timeout=10)
+            child.wait_for(lambda: child.log_tail() == "awake", timeout=10)
             time.sleep(0.2)
             assert child.running
         finally:
@@ -388,13 +395,13 @@ time.sleep(600)
             "address = ('127.0.0.1', int(os.environ['GRACESTREAM_PORT']))\n"
             "http.server.HTTPServer(address, http.server.SimpleHTTPRequestHandler).serve_forever()\n"
         )
-        port = free_port()
-        child = worker("answering", "answering", log=tmp_path / "log", settings={"port": port})
+        port = find_free_port()
+        child = make_worker_process("answering", "answering", log=tmp_path / "log", settings={"port": port})
         child.cwd = tmp_path
-        assert not answers_ok(port, "/")
+        assert not is_http_ok(port, "/")
         with child:
-            child.wait_for(lambda: answers_ok(port, "/"), timeout=10)
-            assert not answers_ok(port, "/absent")
+            child.wait_for(lambda: is_http_ok(port, "/"), timeout=10)
+            assert not is_http_ok(port, "/absent")
 
 
 def write_script(path: Path, body: str) -> None:

@@ -9,11 +9,16 @@ from structlog.testing import capture_logs
 from torch import Tensor
 
 from gracestream.deploy.local.kafka import LocalKafka
-from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.config import EditConfig
 from gracestream.pipeline.editing.engine import EditEngine
-from gracestream.pipeline.editing.traffic_reservoir import Traffic, score
+from gracestream.pipeline.editing.traffic_reservoir import TrafficReservoir, reservoir_score
 from gracestream.pipeline.editor import traffic_reader as request_tail
-from gracestream.pipeline.editor.traffic_reader import AT_ONCE, RANKED, TAIL, RequestTail
+from gracestream.pipeline.editor.traffic_reader import (
+    MAX_POLL_RECORDS,
+    QUERY_BATCH_SIZE,
+    WARM_UP_RECORDS,
+    TrafficReader,
+)
 from gracestream.pipeline.kafka.clients import admin, producer
 from gracestream.pipeline.kafka.topics import create_topics
 from gracestream.pipeline.model.batch import Prompt
@@ -43,13 +48,15 @@ def small(deploy: Callable[..., Settings], prefix: str) -> Settings:
 
 
 @pytest.fixture
-def tail_of() -> Iterator[Callable[[Settings], RequestTail]]:
+def tail_of() -> Iterator[Callable[[Settings], TrafficReader]]:
     """Tails of any deployment, closed at the end of the test."""
-    made: list[RequestTail] = []
+    made: list[TrafficReader] = []
 
-    def tail(settings: Settings) -> RequestTail:
-        engine = EditEngine(editable("llama"), settings.codebook, Plan(traffic=settings.traffic, seed=settings.seed))
-        made.append(RequestTail(settings, engine))
+    def tail(settings: Settings) -> TrafficReader:
+        engine = EditEngine(
+            editable("llama"), settings.codebook, EditConfig(traffic=settings.traffic, seed=settings.seed)
+        )
+        made.append(TrafficReader(settings, engine))
         return made[-1]
 
     yield tail
@@ -57,11 +64,11 @@ def tail_of() -> Iterator[Callable[[Settings], RequestTail]]:
         one.close()
 
 
-def traffic(tail: RequestTail) -> Traffic:
-    return tail._engine.traffic
+def traffic(tail: TrafficReader) -> TrafficReservoir:
+    return tail._engine.reservoir
 
 
-def counted(tail: RequestTail, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def counted(tail: TrafficReader, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many prompts are run at once, each time."""
     ran: list[int] = []
     queries = tail._engine.model.queries
@@ -75,21 +82,21 @@ def counted(tail: RequestTail, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_it_looks_at_many_requests_for_each_that_it_runs(
-    small: Settings, tail_of: Callable[[Settings], RequestTail], monkeypatch: pytest.MonkeyPatch
+    small: Settings, tail_of: Callable[[Settings], TrafficReader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tail = tail_of(small)
-    tail.catch_up()
+    tail.warm_up()
     send(small, 3000, partition=0)
     ran = counted(tail, monkeypatch)
     looks = 0
-    while traffic(tail).positions.get(0, 0) < 3000 or tail._waiting:
+    while traffic(tail).positions.get(0, 0) < 3000 or tail._backlog:
         looks += 1
-        tail.read(0.5)
-    assert max(ran) <= AT_ONCE, "feedback waits for one pass at most"
-    assert sum(ran) <= 3 * CAPACITY + (3000 // RANKED) * CAPACITY
-    assert looks < 3000 / AT_ONCE / 2
+        tail.poll(0.5)
+    assert max(ran) <= QUERY_BATCH_SIZE, "feedback waits for one pass at most"
+    assert sum(ran) <= 3 * CAPACITY + (3000 // MAX_POLL_RECORDS) * CAPACITY
+    assert looks < 3000 / QUERY_BATCH_SIZE / 2
     wanted = sorted(
-        score(record.partition, record.offset, record.timestamp / 1000, small.seed)
+        reservoir_score(record.partition, record.offset, record.timestamp / 1000, small.seed)
         for record in records(small, "requests")
     )[-CAPACITY:]
     assert sorted(traffic(tail)._scores) == wanted
@@ -97,8 +104,8 @@ def test_it_looks_at_many_requests_for_each_that_it_runs(
 
 def test_chats_are_traffic_and_bad_ones_are_left_out(small: Settings) -> None:
     model = editable("llama", chat_template=CHAT)
-    tail = RequestTail(small, EditEngine(model, small.codebook, Plan(traffic=CAPACITY, seed=small.seed)))
-    tail.catch_up()
+    tail = TrafficReader(small, EditEngine(model, small.codebook, EditConfig(traffic=CAPACITY, seed=small.seed)))
+    tail.warm_up()
     chats = [(ChatMessage("user", text),) for text in PROMPTS[:5]]
     sender = producer(small)
     for number, messages in enumerate([*chats, (ChatMessage("user", " ".join(PROMPTS[:9])),)]):
@@ -108,8 +115,8 @@ def test_chats_are_traffic_and_bad_ones_are_left_out(small: Settings) -> None:
     sender.close()
 
     def all_read() -> bool:
-        tail.read(0.5)
-        return traffic(tail).positions.get(0, 0) == 7 and not tail._waiting
+        tail.poll(0.5)
+        return traffic(tail).positions.get(0, 0) == 7 and not tail._backlog
 
     wait_until(all_read)
     tail.close()
@@ -120,42 +127,42 @@ def test_chats_are_traffic_and_bad_ones_are_left_out(small: Settings) -> None:
 
 
 def test_a_few_prompts_that_come_again_and_again_are_run_once(
-    small: Settings, tail_of: Callable[[Settings], RequestTail], monkeypatch: pytest.MonkeyPatch
+    small: Settings, tail_of: Callable[[Settings], TrafficReader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tail = tail_of(small)
-    tail.catch_up()
+    tail.warm_up()
     send(small, 3000, partition=0, different=CAPACITY // 2)
     ran = counted(tail, monkeypatch)
-    tail.see(PATIENCE)
+    tail.catch_up_to_now(PATIENCE)
     assert traffic(tail).positions == {0: 3000}
     assert len(traffic(tail)) == CAPACITY // 2, "so that every one is wanted"
     assert sum(ran) == CAPACITY // 2
 
 
 def test_a_starting_editor_fills_its_reservoir_from_the_tail(
-    small: Settings, tail_of: Callable[[Settings], RequestTail]
+    small: Settings, tail_of: Callable[[Settings], TrafficReader]
 ) -> None:
-    send(small, TAIL + 500, partition=1)
+    send(small, WARM_UP_RECORDS + 500, partition=1)
     tail = tail_of(small)
-    tail.catch_up()
-    assert traffic(tail).positions == {1: TAIL + 500}
+    tail.warm_up()
+    assert traffic(tail).positions == {1: WARM_UP_RECORDS + 500}
     assert len(traffic(tail)) == CAPACITY
 
 
 def test_partitions_that_are_added_are_seen(
-    small: Settings, tail_of: Callable[[Settings], RequestTail], monkeypatch: pytest.MonkeyPatch
+    small: Settings, tail_of: Callable[[Settings], TrafficReader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request_tail, "PARTITION_SECONDS", 0.2)
+    monkeypatch.setattr(request_tail, "PARTITION_CHECK_SECONDS", 0.2)
     send(small, 10, partition=0)
     tail = tail_of(small)
-    tail.catch_up()
+    tail.warm_up()
     send(small, 5, partition=0)
     client = admin(small)
     client.create_partitions({small.topic("requests"): NewPartitions(6)})
     client.close()
 
     def seen() -> bool:
-        tail.read(0.1)
+        tail.poll(0.1)
         return traffic(tail).positions == {0: 15, 5: 7}
 
     send(small, 7, partition=5)
@@ -165,24 +172,24 @@ def test_partitions_that_are_added_are_seen(
 class TestSee:
     """What was asked before a correction."""
 
-    def test_all_of_it_is_held(self, small: Settings, tail_of: Callable[[Settings], RequestTail]) -> None:
+    def test_all_of_it_is_held(self, small: Settings, tail_of: Callable[[Settings], TrafficReader]) -> None:
         tail = tail_of(small)
-        tail.catch_up()
-        for partition, count in enumerate((3 * AT_ONCE, 5, 0, 70)):
+        tail.warm_up()
+        for partition, count in enumerate((3 * QUERY_BATCH_SIZE, 5, 0, 70)):
             send(small, count, partition)
-        tail.see(PATIENCE)
-        assert traffic(tail).positions == {0: 3 * AT_ONCE, 1: 5, 3: 70}
-        assert not tail._waiting
+        tail.catch_up_to_now(PATIENCE)
+        assert traffic(tail).positions == {0: 3 * QUERY_BATCH_SIZE, 1: 5, 3: 70}
+        assert not tail._backlog
 
     def test_a_flood_does_not_hold_a_correction_up(
-        self, small: Settings, tail_of: Callable[[Settings], RequestTail], monkeypatch: pytest.MonkeyPatch
+        self, small: Settings, tail_of: Callable[[Settings], TrafficReader], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(request_tail, "RANKED", 1)
+        monkeypatch.setattr(request_tail, "MAX_POLL_RECORDS", 1)
         tail = tail_of(small)
-        tail.catch_up()
+        tail.warm_up()
         send(small, 3000, partition=0)
         with capture_logs() as events:
-            tail.see(0.2)
+            tail.catch_up_to_now(0.2)
         assert [event["event"] for event in events] == ["traffic_unseen"]
         assert traffic(tail).positions.get(0, 0) < 3000
 
@@ -191,22 +198,22 @@ class TestSee:
         deploy: Callable[..., Settings],
         own_kafka: LocalKafka,
         prefix: str,
-        tail_of: Callable[[Settings], RequestTail],
+        tail_of: Callable[[Settings], TrafficReader],
     ) -> None:
         settings = deploy("llama", prefix, traffic=CAPACITY).model_copy(update={"kafka": own_kafka.bootstrap})
         create_topics(settings, partitions=4, replication=1)
         tail = tail_of(settings)
-        tail.catch_up()
+        tail.warm_up()
         send(settings, 5, partition=0)
         hang(own_kafka)
         with capture_logs() as events:
-            tail.see(0.5)
-            tail.see(0.5)
+            tail.catch_up_to_now(0.5)
+            tail.catch_up_to_now(0.5)
         assert [event["event"] for event in events] == ["traffic_unseen"]
         go_on(own_kafka)
 
         def read_on() -> bool:
-            tail.read(0.1)
+            tail.poll(0.1)
             return traffic(tail).positions == {0: 5}
 
         wait_until(read_on)

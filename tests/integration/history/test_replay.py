@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from gracestream.pipeline.codebook.codebook import Codebook
-from gracestream.pipeline.codebook.file import FileError, load_codebook, save
+from gracestream.pipeline.codebook.file import CodebookFileError, load_codebook, save_codebook
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.history.kafka_history import KafkaHistory
-from gracestream.pipeline.history.replay import describe, replay_deltas
+from gracestream.pipeline.history.replay import history_steps, replay_deltas
 from gracestream.pipeline.kafka.clients import producer
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.deltas import Cause, EntryChange, decode_delta
@@ -82,7 +82,7 @@ class TestStates:
 
     def test_there_is_nothing_in_an_empty_log(self, deployment: Settings) -> None:
         assert replay_deltas(deployment) is None
-        assert list(describe(deployment)) == []
+        assert list(history_steps(deployment)) == []
 
     def test_a_seq_that_is_not_there_yet_is_named(self, history: History) -> None:
         with pytest.raises(HistoryError, match="the log ends at delta 7; there is no 8 yet"):
@@ -96,7 +96,7 @@ class TestStates:
             history.write(record)
         history.add("d", [2.0, 2.0])
         assert same(replayed(history.settings), history.codebook)
-        assert [step.seq for step in describe(history.settings)] == list(range(1, 9))
+        assert [step.seq for step in history_steps(history.settings)] == list(range(1, 9))
 
 
 class TestFaults:
@@ -106,7 +106,7 @@ class TestFaults:
         with pytest.raises(HistoryError, match="not a valid delta"):
             replay_deltas(history.settings)
         with pytest.raises(HistoryError, match="the record at offset 7 of deltas cannot be applied: not a valid delta"):
-            list(describe(history.settings))
+            list(history_steps(history.settings))
         assert same(replayed(history.settings, 7), folded(history, 7)), "what lies before it can be replayed"
 
     def test_a_tombstone(self, history: History) -> None:
@@ -135,7 +135,7 @@ class TestFaults:
 
 class TestWords:
     def test_each_step_is_told_with_the_correction_behind_it(self, history: History) -> None:
-        steps = list(describe(history.settings))
+        steps = list(history_steps(history.settings))
         assert [step.op for step in steps] == ["lead", "add", "add", "expand", "lead", "undo", "add"]
         assert [step.term for step in steps] == [1, 1, 1, 1, 2, 2, 2]
         assert (steps[1].feedback_id, steps[1].inputs, steps[1].target) == ("a", "who?", "me")
@@ -149,7 +149,7 @@ class TestWords:
 
     def test_an_entry_that_comes_again_after_it_was_removed_is_new(self, history: History) -> None:
         history.add("b", [0.0, 1.0], 0.9)
-        assert list(describe(history.settings))[-1].entries == {"b": "new, radius 0.9"}
+        assert list(history_steps(history.settings))[-1].entries == {"b": "new, radius 0.9"}
 
     def test_a_correction_that_cannot_be_read_any_more_leaves_the_step(self, history: History) -> None:
         offset = history.write(b"not feedback", "feedback")
@@ -157,7 +157,7 @@ class TestWords:
             cause = Cause(feedback_id=feedback_id, offset=at, entry_id=feedback_id)
             history.step(added(feedback_id, [2.0, 2.0], 1.0), cause=cause)
         history.step(added("f", [2.0, 3.0], 1.0), feedback=flag("f", ("one", "two"), "three"))
-        last = list(describe(history.settings))[-3:]
+        last = list(history_steps(history.settings))[-3:]
         assert [step.feedback_id for step in last] == ["d", "e", "f"]
         assert [step.inputs for step in last] == [None, None, "one | two"]
 
@@ -179,7 +179,7 @@ def test_a_history_is_read_on_past_a_transaction_that_was_still_open(history: Hi
         found.append(decode_delta(record).seq)
         return found[-1] < last
 
-    KafkaHistory(history.settings).each_delta(more)
+    KafkaHistory(history.settings).for_each_delta(more)
     ending.join()
     writer.close(timeout=5)
     assert found == list(range(1, last + 1))
@@ -189,13 +189,13 @@ class TestFiles:
     def test_a_codebook_comes_back_bit_for_bit(self, history: History, tmp_path: Path) -> None:
         for seq in range(1, 8):
             codebook = replayed(history.settings, seq)
-            save(codebook, tmp_path / "codebook")
+            save_codebook(codebook, tmp_path / "codebook")
             assert same(load_codebook(tmp_path / "codebook"), codebook)
         assert [path.name for path in tmp_path.iterdir()] == ["codebook"]
 
     def test_one_that_was_loaded_goes_on_with_the_rest_of_the_log(self, history: History, tmp_path: Path) -> None:
         for seq in range(1, 7):
-            save(replayed(history.settings, seq), tmp_path / "codebook")
+            save_codebook(replayed(history.settings, seq), tmp_path / "codebook")
             codebook = load_codebook(tmp_path / "codebook")
             for record in records(history.settings, "deltas")[seq:]:
                 codebook.apply(record.value)
@@ -203,17 +203,17 @@ class TestFiles:
 
     def test_a_file_that_is_none_or_not_whole_is_a_fault(self, history: History, tmp_path: Path) -> None:
         path = tmp_path / "codebook"
-        with pytest.raises(FileError, match="is no codebook"):
+        with pytest.raises(CodebookFileError, match="is no codebook"):
             load_codebook(path)
-        save(replayed(history.settings), path)
+        save_codebook(replayed(history.settings), path)
         whole = path.read_bytes()
         for broken in (b"", b"what is this", whole[:100], whole[:-1], whole[: len(whole) // 2], whole + b"more"):
             path.write_bytes(broken)
-            with pytest.raises(FileError):
+            with pytest.raises(CodebookFileError):
                 load_codebook(path)
         for place in range(len(whole) - 40, len(whole)):
             flipped = bytearray(whole)
             flipped[place] ^= 1
             path.write_bytes(flipped)
-            with pytest.raises(FileError):
+            with pytest.raises(CodebookFileError):
                 load_codebook(path)

@@ -10,10 +10,10 @@ import pytest
 from gracestream.deploy.local.kafka import LocalKafka
 from gracestream.pipeline.history.replay import replay_deltas
 from gracestream.pipeline.kafka import reader as reading
-from gracestream.pipeline.kafka.clients import bulk_consumer, producer
-from gracestream.pipeline.kafka.reader import Batch, read_topic
+from gracestream.pipeline.kafka.clients import aiokafka_consumer, producer
+from gracestream.pipeline.kafka.reader import RecordsAndNext, read_topic
 from gracestream.pipeline.kafka.topics import DELTAS, PREDICTIONS, TopicError, create_topics
-from gracestream.pipeline.replica.codebook_replica import Mirror
+from gracestream.pipeline.replica.codebook_replica import CodebookReplica
 from gracestream.pipeline.settings import Settings, load_settings
 from tests.support.hostile import Unreadable, odd_batches
 from tests.support.running import records, settings_for, wait_until_settled, ways_to_leave
@@ -29,12 +29,12 @@ def by_aiokafka(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     offsets: list[int] = []
     read_bulk = reading.read_bulk
 
-    def noted(*args: Any, **options: Any) -> Iterator[Batch]:
+    def noted(*args: Any, **options: Any) -> Iterator[RecordsAndNext]:
         for batch in read_bulk(*args, **options):
             offsets.extend(record.offset for record in batch[0])
             yield batch
 
-    monkeypatch.setattr(reading, "BULK", 1)
+    monkeypatch.setattr(reading, "BULK_MIN_OFFSETS", 1)
     monkeypatch.setattr(reading, "read_bulk", noted)
     return offsets
 
@@ -101,7 +101,7 @@ def test_what_aiokafka_reads_is_what_kafka_python_reads(
     middle = expected[9]
     assert seen(read_topic(settings, DELTAS, middle.offset)) == seen(expected[9:])
     later = [record for record in expected if record.timestamp >= middle.timestamp]
-    assert seen(read_topic(settings, DELTAS, time=middle.timestamp)) == seen(later)
+    assert seen(read_topic(settings, DELTAS, start_time_ms=middle.timestamp)) == seen(later)
 
 
 def test_odd_records_come_out_in_their_places(
@@ -169,8 +169,8 @@ def test_a_kafka_that_leaves_while_the_bulk_comes_is_waited_for(
     settings = settings_for(own_kafka.bootstrap, "redis://unused", "left-")
     create_topics(settings, partitions=1, replication=1)
     Writer(settings).plain(*(b"%d" % number + b"." * 50_000 for number in range(1000)))
-    monkeypatch.setattr(reading, "BULK_BYTES", 2**20)
-    monkeypatch.setattr(reading, "PATIENCE", 1.0)
+    monkeypatch.setattr(reading, "BULK_FETCH_BYTES", 2**20)
+    monkeypatch.setattr(reading, "BULK_TIMEOUT_SECONDS", 1.0)
     again = threading.Timer(5.0, come_back, [own_kafka])
     values: list[int] = []
     for record in read_topic(settings, DELTAS):
@@ -187,7 +187,7 @@ def test_ctrl_c_is_not_lost_in_the_bulk(
     settings: Settings, writer: Writer, by_aiokafka: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(settings: Settings, **options: Any) -> Any:
-        reader = bulk_consumer(settings, **options)
+        reader = aiokafka_consumer(settings, **options)
         stop = reader.stop
 
         async def interrupt() -> None:
@@ -200,14 +200,17 @@ def test_ctrl_c_is_not_lost_in_the_bulk(
         return reader
 
     writer.plain(b"1", b"2")
-    monkeypatch.setattr(reading, "bulk_consumer", interrupted)
+    monkeypatch.setattr(reading, "aiokafka_consumer", interrupted)
     with pytest.raises(KeyboardInterrupt):
         list(read_topic(settings, DELTAS))
     assert by_aiokafka == [0, 1]
 
 
 def test_replay_and_a_starting_replica_read_in_bulk(
-    deployment: Settings, by_aiokafka: list[int], mirror_of: Callable[..., Mirror], monkeypatch: pytest.MonkeyPatch
+    deployment: Settings,
+    by_aiokafka: list[int],
+    mirror_of: Callable[..., CodebookReplica],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("gracestream.pipeline.replica.delta_follower.read_bulk", reading.read_bulk)
     history = History(deployment)

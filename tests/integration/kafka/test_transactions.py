@@ -89,7 +89,7 @@ def test_whoever_waits_for_a_kafka_that_is_silent_is_told_in_time(
             CALLS[step](writer, settings)
         writer.close(timeout=0)
     finally:
-        own_kafka.child.send(signal.SIGCONT)
+        own_kafka.child.send_signal(signal.SIGCONT)
     writer = begun(settings)  # ends what was open
     writer.commit_transaction()
     wait_until_settled(settings, EDITS)

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from gracestream.deploy.local.processes import free_port
+from gracestream.deploy.local.processes import find_free_port
 from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.observability.metrics import RADIUS_MISMATCH
-from gracestream.pipeline.replica.codebook_replica import CATCH_UP_SECONDS, Mirror
+from gracestream.pipeline.replica.codebook_replica import DELTA_WAIT_SECONDS, CodebookReplica
 from gracestream.pipeline.settings import Settings, load_settings
 from gracestream.pipeline.stores.redis_client import redis_client
-from gracestream.pipeline.stores.redis_head import RadiusStore, StaleError
+from gracestream.pipeline.stores.redis_head import RedisHeadStore, StaleHeadError
 from tests.support.running import wait_until
 from tests.support.tiny_models import LAYER, MODEL, added, sealed
 from tests.support.written_history import History, same
@@ -30,19 +30,21 @@ def history(quick: Settings) -> Iterator[History]:
     made.close()
 
 
-def step(mirror: Mirror) -> int:
+def step(mirror: CodebookReplica) -> int:
     """What a replica does before each batch; the seq that it then holds."""
-    mirror.advance(mirror.read_head())
+    mirror.sync_to_head(mirror.read_head())
     return mirror.codebook.seq
 
 
 def lost(settings: Settings) -> Settings:
     """The same deployment, where Redis does not answer."""
-    return settings.model_copy(update={"redis": f"redis://127.0.0.1:{free_port()}/0"})
+    return settings.model_copy(update={"redis": f"redis://127.0.0.1:{find_free_port()}/0"})
 
 
 class TestFollowing:
-    def test_it_holds_what_is_live_and_nothing_beyond(self, history: History, mirror_of: Callable[..., Mirror]) -> None:
+    def test_it_holds_what_is_live_and_nothing_beyond(
+        self, history: History, mirror_of: Callable[..., CodebookReplica]
+    ) -> None:
         mirror = mirror_of(history.settings)
         history.lead()
         history.add("a", [1.0, 0.0])
@@ -57,7 +59,7 @@ class TestFollowing:
         nearest = mirror.index.nearest(torch.tensor([[0.1, 0.9]]))
         assert mirror.codebook.entry_ids[int(nearest.slots_B[0])] == "b"
 
-    def test_it_never_goes_backwards(self, history: History, mirror_of: Callable[..., Mirror]) -> None:
+    def test_it_never_goes_backwards(self, history: History, mirror_of: Callable[..., CodebookReplica]) -> None:
         mirror = mirror_of(history.settings)
         history.lead()
         for entry_id in "abc":
@@ -71,10 +73,12 @@ class TestFollowing:
         assert step(mirror) == 4
         assert not mirror.degraded
         history.make_live()
-        with pytest.raises(StaleError, match="delta 1 of term 1 is not made live: Redis has a newer one"):
+        with pytest.raises(StaleHeadError, match="delta 1 of term 1 is not made live: Redis has a newer one"):
             history.store.rebuild(older)
 
-    def test_a_record_of_a_lower_term_is_passed_over(self, history: History, mirror_of: Callable[..., Mirror]) -> None:
+    def test_a_record_of_a_lower_term_is_passed_over(
+        self, history: History, mirror_of: Callable[..., CodebookReplica]
+    ) -> None:
         mirror = mirror_of(history.settings)
         history.lead()
         history.add("a", [1.0, 0.0])
@@ -91,7 +95,7 @@ class TestFollowing:
         assert same(mirror.codebook, history.codebook)
 
     def test_radii_in_redis_that_are_not_the_logs_are_counted_and_not_served(
-        self, history: History, mirror_of: Callable[..., Mirror]
+        self, history: History, mirror_of: Callable[..., CodebookReplica]
     ) -> None:
         mirror = mirror_of(history.settings)
         history.lead()
@@ -104,18 +108,18 @@ class TestFollowing:
         assert mirror.codebook.radii_N.tolist() == [np.float32(0.1)]
 
     def test_a_min_seq_is_waited_for_longer_once_its_delta_was_read(
-        self, history: History, mirror_of: Callable[..., Mirror]
+        self, history: History, mirror_of: Callable[..., CodebookReplica]
     ) -> None:
         mirror = mirror_of(history.settings)
         history.lead()
         history.make_live()
         history.add("a", [1.0, 0.0])
         wait_until(lambda: mirror._follower.latest_seq == 2)
-        assert [mirror.may_reach(2, waited) for waited in (0.0, 1.9, 2.1)] == [True, True, False]
-        assert [mirror.may_reach(3, waited) for waited in (0.0, 0.4, 0.6)] == [True, True, False]
+        assert [mirror.should_wait_for(2, waited) for waited in (0.0, 1.9, 2.1)] == [True, True, False]
+        assert [mirror.should_wait_for(3, waited) for waited in (0.0, 0.4, 0.6)] == [True, True, False]
 
     def test_a_live_delta_that_cannot_be_read_is_told_and_waited_for_once(
-        self, history: History, mirror_of: Callable[..., Mirror], monkeypatch: pytest.MonkeyPatch
+        self, history: History, mirror_of: Callable[..., CodebookReplica], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         mirror = mirror_of(history.settings)
         history.lead()
@@ -123,29 +127,29 @@ class TestFollowing:
         history.codebook.apply(unwritten)
         history.store.rebuild(history.codebook)
         waits: list[float] = []
-        take = mirror._follower.take
+        take = mirror._follower.poll
 
         def noted(seq: int, timeout: float) -> list[tuple[int, bytes]]:
             waits.append(timeout)
             return take(seq, min(timeout, 0.5))
 
-        monkeypatch.setattr(mirror._follower, "take", noted)
+        monkeypatch.setattr(mirror._follower, "poll", noted)
         wait_until(lambda: mirror._follower.latest_seq == 1)
         assert [step(mirror), step(mirror)] == [1, 1]
-        assert mirror.unread == 2
+        assert mirror.unread_head_seq == 2
         assert len(waits) == 3, "for what was read already, in vain for the rest, and not again"
-        assert waits[0] <= CATCH_UP_SECONDS
+        assert waits[0] <= DELTA_WAIT_SECONDS
         assert 0 < waits[1] <= waits[0]
         assert waits[2] == 0
         history.write(unwritten)
         wait_until(lambda: step(mirror) == 2)
-        assert mirror.unread == 0
+        assert mirror.unread_head_seq == 0
 
 
 class TestStart:
     @pytest.mark.parametrize("redis", ["with a head", "empty", "lost"])
     def test_it_has_read_the_log_before_it_is_caught_up(
-        self, history: History, mirror_of: Callable[..., Mirror], redis: str
+        self, history: History, mirror_of: Callable[..., CodebookReplica], redis: str
     ) -> None:
         history.lead()
         for number in range(50):
@@ -156,22 +160,24 @@ class TestStart:
         assert mirror.catch_up(20)
         assert same(mirror.codebook, history.codebook)
 
-    def test_it_is_caught_up_with_a_log_that_is_empty(self, quick: Settings, mirror_of: Callable[..., Mirror]) -> None:
+    def test_it_is_caught_up_with_a_log_that_is_empty(
+        self, quick: Settings, mirror_of: Callable[..., CodebookReplica]
+    ) -> None:
         mirror = mirror_of(quick)
         assert mirror.catch_up(20)
         assert mirror.codebook.seq == 0
-        mirror.advance(mirror.read_head())
+        mirror.sync_to_head(mirror.read_head())
         assert not mirror.degraded
 
     def test_a_first_record_that_cannot_be_read_is_a_fault(
-        self, history: History, mirror_of: Callable[..., Mirror]
+        self, history: History, mirror_of: Callable[..., CodebookReplica]
     ) -> None:
         history.write(b"no delta")
         with pytest.raises(HistoryError, match="the record at offset 0 of deltas cannot be read: not a valid delta"):
             mirror_of(history.settings).catch_up(20)
 
     def test_a_head_that_the_log_does_not_hold_is_not_waited_for_before_the_log_was_read(
-        self, history: History, mirror_of: Callable[..., Mirror]
+        self, history: History, mirror_of: Callable[..., CodebookReplica]
     ) -> None:
         history.lead()
         ahead = Codebook(history.settings.codebook, MODEL, LAYER)
@@ -188,14 +194,14 @@ class TestStart:
 
 class TestWithoutRedis:
     def test_it_stays_for_a_grace_then_follows_the_log_and_says_so(
-        self, history: History, mirror_of: Callable[..., Mirror]
+        self, history: History, mirror_of: Callable[..., CodebookReplica]
     ) -> None:
         mirror = mirror_of(history.settings)
         history.lead()
         history.make_live()
         assert step(mirror) == 1
         with_redis = mirror._store
-        mirror._store = RadiusStore(redis_client(lost(history.settings)), history.settings)
+        mirror._store = RedisHeadStore(redis_client(lost(history.settings)), history.settings)
         history.add("a", [1.0, 0.0])
         wait_until(lambda: mirror._follower.latest_seq == 2)
         lost_at = time.monotonic()
@@ -210,7 +216,9 @@ class TestWithoutRedis:
         history.make_live()
         assert step(mirror) == 2
 
-    def test_an_emptied_redis_is_as_good_as_lost(self, history: History, mirror_of: Callable[..., Mirror]) -> None:
+    def test_an_emptied_redis_is_as_good_as_lost(
+        self, history: History, mirror_of: Callable[..., CodebookReplica]
+    ) -> None:
         mirror = mirror_of(history.settings)
         history.lead()
         history.make_live()
@@ -219,7 +227,9 @@ class TestWithoutRedis:
         assert step(mirror) == 1
         assert mirror.degraded
 
-    def test_what_gracestream_never_wrote_is_no_head(self, history: History, mirror_of: Callable[..., Mirror]) -> None:
+    def test_what_gracestream_never_wrote_is_no_head(
+        self, history: History, mirror_of: Callable[..., CodebookReplica]
+    ) -> None:
         mirror = mirror_of(history.settings)
         history.lead()
         history.make_live()
@@ -231,11 +241,13 @@ class TestWithoutRedis:
         assert step(mirror) == 1
         assert mirror.degraded
 
-    def test_a_batch_is_not_held_up_by_a_lost_redis(self, quick: Settings, mirror_of: Callable[..., Mirror]) -> None:
+    def test_a_batch_is_not_held_up_by_a_lost_redis(
+        self, quick: Settings, mirror_of: Callable[..., CodebookReplica]
+    ) -> None:
         mirror = mirror_of(lost(quick))
         assert mirror.read_head() == "lost"
-        assert mirror.redis_away
-        assert mirror.head_in_time(None) == "lost"
+        assert mirror.redis_unavailable
+        assert mirror.wait_for_head(None) == "lost"
 
 
 finite = st.floats(min_value=0, width=32, allow_nan=False, allow_infinity=False)
@@ -249,12 +261,12 @@ def test_radii_come_back_from_redis_bit_for_bit(redis_url: str, radii: list[floa
     codebook.apply(sealed(codebook, op="lead"))
     codebook.apply(sealed(codebook, *(added(f"e{n}", [1.0], radius) for n, radius in enumerate(radii))))
     with redis_client(settings) as client:
-        store = RadiusStore(client, settings)
+        store = RedisHeadStore(client, settings)
         client.delete(*store._keys)
         store.rebuild(codebook)
-        head = store.head(0)
+        head = store.read_head(0)
         assert head is not None
-        for found in (store.radii(), head.changed):
+        for found in (store.read_radii(), head.changed_radii):
             bits = [np.float32(found[f"e{n}"]).tobytes() for n in range(len(radii))]
             assert bits == [radius.tobytes() for radius in codebook.radii_N]
         client.delete(*store._keys)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from gracestream.pipeline.errors import HistoryError
-from gracestream.pipeline.replica.codebook_replica import Mirror
-from gracestream.pipeline.replica.delta_follower import HELD_BYTES, Follower
+from gracestream.pipeline.replica.codebook_replica import CodebookReplica
+from gracestream.pipeline.replica.delta_follower import MAX_BUFFERED_BYTES, DeltaFollower
 from gracestream.pipeline.settings import Settings
 from tests.support.running import wait_until
 from tests.support.tiny_models import added
@@ -22,14 +22,16 @@ def history(deployment: Settings) -> Iterator[History]:
     made.close()
 
 
-def test_a_log_larger_than_what_is_held_comes_out_whole(history: History, mirror_of: Callable[..., Mirror]) -> None:
+def test_a_log_larger_than_what_is_held_comes_out_whole(
+    history: History, mirror_of: Callable[..., CodebookReplica]
+) -> None:
     history.lead()
     wide = np.arange(1_500_000, dtype=np.float32)
     for number in range(7):  # of 12 MB each
         history.step(added(f"e{number}", wide + number, 1.0))
-    follower = Follower(history.settings)
+    follower = DeltaFollower(history.settings)
     follower.start()
-    wait_until(lambda: follower._held > HELD_BYTES)
+    wait_until(lambda: follower._buffered_bytes > MAX_BUFFERED_BYTES)
     time.sleep(1)
     assert follower.latest_seq < 8
     assert not follower.at_end
@@ -44,10 +46,10 @@ def test_a_start_beyond_the_end_of_a_log_that_was_cut_is_a_fault(history: Histor
     history.add("a", [1.0])
     history.lead()
     history.add("b", [2.0])
-    follower = Follower(history.settings)
+    follower = DeltaFollower(history.settings)
     follower.start(10**6, history.codebook.seq, history.codebook.term)
     try:
-        _, first = wait_until(lambda: follower.take(10**6, 0.1))[0]
+        _, first = wait_until(lambda: follower.poll(10**6, 0.1))[0]
         with pytest.raises(HistoryError, match="delta 3 of term 2 follows 4 of term 2: a gap"):
             history.codebook.apply(first)
     finally:

@@ -9,8 +9,13 @@ import pytest
 from kafka import TopicPartition
 
 from gracestream.pipeline.kafka.clients import consumer, producer
-from gracestream.pipeline.replica.request_handler import Part, Record, Reply
-from gracestream.pipeline.replica.request_plane import AHEAD, BUFFERED, OPEN, RequestPlane
+from gracestream.pipeline.replica.request_handler import Reply, ReplyChunk, RequestRecord
+from gracestream.pipeline.replica.request_plane import (
+    MAX_IN_FLIGHT_BATCHES,
+    MAX_UNANSWERED_BATCHES,
+    PREFETCH_BATCHES,
+    RequestPlane,
+)
 from gracestream.pipeline.settings import Settings
 from tests.support.running import PATIENCE, records
 
@@ -47,9 +52,9 @@ async def until(found: Callable[[], object]) -> None:
             await asyncio.sleep(0.02)
 
 
-def echo(batch: list[Record]) -> Part:
+def echo(batch: list[RequestRecord]) -> ReplyChunk:
     """A reply with the key of each record."""
-    return Part([Reply("predictions", record.key, record.key) for record in batch], len(batch))
+    return ReplyChunk([Reply("predictions", record.key, record.key) for record in batch], len(batch))
 
 
 def committed(settings: Settings) -> dict[int, int]:
@@ -66,7 +71,7 @@ def test_what_a_replica_holds_does_not_grow_with_what_waits(flooded: Settings) -
     taken: list[int] = []
     go_on = asyncio.Event()
 
-    async def answer(batch: list[Record]) -> AsyncGenerator[Part, None]:
+    async def answer(batch: list[RequestRecord]) -> AsyncGenerator[ReplyChunk, None]:
         taken.append(len(batch))
         await go_on.wait()
         yield echo(batch)
@@ -80,11 +85,13 @@ def test_what_a_replica_holds_does_not_grow_with_what_waits(flooded: Settings) -
             await until(lambda: taken and channel.queue.full())
             for _ in range(50):
                 await asyncio.sleep(0.02)
-                assert channel.queue.qsize() <= BUFFERED * BATCH
-                assert len(app.consumer.unacked) <= (AHEAD + 2) * BATCH
+                assert channel.queue.qsize() <= PREFETCH_BATCHES * BATCH
+                assert len(app.consumer.unacked) <= (MAX_UNANSWERED_BATCHES + 2) * BATCH
                 read = sum(offset or 0 for offset in app.consumer._read_offset.values())
-                assert read <= (BUFFERED + AHEAD + 4) * BATCH
-            assert AHEAD * BATCH < sum(taken) <= (AHEAD + 1) * BATCH, "a first batch may be short"
+                assert read <= (PREFETCH_BATCHES + MAX_UNANSWERED_BATCHES + 4) * BATCH
+            assert MAX_UNANSWERED_BATCHES * BATCH < sum(taken) <= (MAX_UNANSWERED_BATCHES + 1) * BATCH, (
+                "a first batch may be short"
+            )
             go_on.set()
             await until(lambda: sum(taken) == 4000)
         finally:
@@ -99,25 +106,25 @@ def test_requests_that_wait_hold_up_no_other_and_are_not_committed_before_they_a
     release = asyncio.Event()
     late: list[bytes | None] = []
 
-    async def answer(batch: list[Record]) -> AsyncGenerator[Part, None]:
+    async def answer(batch: list[RequestRecord]) -> AsyncGenerator[ReplyChunk, None]:
         waiting = [record for record in batch if record.offset == 10 and record.partition == 0]
-        yield Part(echo([record for record in batch if record not in waiting]).replies, len(batch))
+        yield ReplyChunk(echo([record for record in batch if record not in waiting]).replies, len(batch))
         if waiting:
             late.extend(record.key for record in waiting)
             await release.wait()
-            yield Part(echo(waiting).replies, 0)
+            yield ReplyChunk(echo(waiting).replies, 0)
 
     async def crash() -> int:
         plane = RequestPlane(flooded, answer)
         await plane.start()
-        await until(lambda: late and len(plane._open) == OPEN)
+        await until(lambda: late and len(plane._in_flight) == MAX_IN_FLIGHT_BATCHES)
         assert not await plane.stop(0, 10), "something is left"
-        return len(plane._open)
+        return len(plane._in_flight)
 
-    assert asyncio.run(crash()) == OPEN
+    assert asyncio.run(crash()) == MAX_IN_FLIGHT_BATCHES
     assert committed(flooded)[0] <= 10
     first = [record.key for record in records(flooded, "predictions")]
-    assert len(first) >= (OPEN - 1) * BATCH, "those after it were answered"
+    assert len(first) >= (MAX_IN_FLIGHT_BATCHES - 1) * BATCH, "those after it were answered"
     assert not set(late) & set(first)
 
     release = asyncio.Event()
@@ -137,7 +144,7 @@ def test_requests_that_wait_hold_up_no_other_and_are_not_committed_before_they_a
 def test_a_batch_whose_answer_fails_is_tried_again_while_others_are_answered(flooded: Settings) -> None:
     tried: list[tuple[int, int]] = []
 
-    async def answer(batch: list[Record]) -> AsyncGenerator[Part, None]:
+    async def answer(batch: list[RequestRecord]) -> AsyncGenerator[ReplyChunk, None]:
         tried.append((batch[0].partition, batch[0].offset))
         if len(tried) == 1:
             raise RuntimeError("Kafka was away")

@@ -5,19 +5,19 @@ from pathlib import Path
 
 from structlog.typing import EventDict
 
-from gracestream.pipeline.history.replay import fold_log
+from gracestream.pipeline.history.replay import replay_with_offset
 from gracestream.pipeline.kafka.topics import SNAPSHOTS
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.stores.snapshots import write
+from gracestream.pipeline.stores.snapshots import write_snapshot
 from gracestream.schemas.messages import SnapshotManifest, encode
 from tests.support.written_history import History
 
 
 def snapshot(settings: Settings, seq: int | None = None) -> SnapshotManifest:
     """Write one, as the command does."""
-    folded = fold_log(settings, seq)
+    folded = replay_with_offset(settings, seq)
     assert folded is not None
-    return write(settings, folded)
+    return write_snapshot(settings, folded)
 
 
 def file_of(manifest: SnapshotManifest) -> Path:

@@ -14,7 +14,7 @@ from gracestream.pipeline.kafka.clients import admin
 from gracestream.pipeline.kafka.topics import SNAPSHOTS
 from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.stores.snapshot_files import SnapshotError, SnapshotStore
-from gracestream.pipeline.stores.snapshots import manifests, newest
+from gracestream.pipeline.stores.snapshots import list_manifests, load_newest_snapshot
 from tests.integration.snapshots.snapshot_parts import publish, reasons, snapshot
 from tests.support.running import records, wait_until
 from tests.support.tiny_models import LAYER, MODEL
@@ -46,7 +46,7 @@ class TestManifests:
         latest = snapshot(history.settings, 8)
         for lie, (fields, reason) in LIES.items():
             publish(history, msgspec.structs.replace(latest, **fields), f"{history.settings.codebook}/8".encode())
-            found = newest(history.settings, MODEL, LAYER)
+            found = load_newest_snapshot(history.settings, MODEL, LAYER)
             assert found is not None
             assert found.codebook.seq == 4, lie
             assert reason in reasons(logged)[-1], lie
@@ -64,7 +64,7 @@ class TestManifests:
         older, latest = (snapshot(history.settings, seq) for seq in (4, 8))
         lie = {name: getattr(older, name) for name in ("uri", "sha256", "bytes")}
         publish(history, msgspec.structs.replace(latest, **lie), f"{history.settings.codebook}/8".encode())
-        found = newest(history.settings, MODEL, LAYER)
+        found = load_newest_snapshot(history.settings, MODEL, LAYER)
         assert found is not None
         assert found.codebook.seq == 4
         assert ["than its manifest says" in said for said in reasons(logged)] == [True]
@@ -74,7 +74,7 @@ class TestManifests:
         for garbage in (b"", b"\xff", b"[]", b'{"v":99}', b'{"v":1,"codebook":"default"}'):
             publish(history, garbage)
         publish(history, msgspec.structs.replace(manifest, codebook="another", seq=9))
-        found = newest(history.settings, MODEL, LAYER)
+        found = load_newest_snapshot(history.settings, MODEL, LAYER)
         assert found is not None
         assert found.codebook.seq == 4
         assert [event["event"] for event in logged].count("manifest_unreadable") == 5
@@ -83,7 +83,7 @@ class TestManifests:
     def test_only_the_last_written_are_kept_files_and_all(self, history: History, url: str) -> None:
         settings = history.settings.model_copy(update={"snapshot_url": url, "snapshot_keep": 2})
         written = [snapshot(settings, seq) for seq in (2, 4, 6, 5)]
-        assert list(manifests(settings, settings.codebook).values()) == written[2:]
+        assert list(list_manifests(settings, settings.codebook).values()) == written[2:]
         files, root = fsspec.core.url_to_fs(url)
         names = sorted(path.rpartition("/")[2] for path in files.ls(root, detail=False))
         assert names == sorted(manifest.uri.rpartition("/")[2] for manifest in written[2:])
@@ -107,8 +107,8 @@ class TestManifests:
             return len([record for record in records(settings, SNAPSHOTS) if record.key != b"roll"]) <= 3
 
         wait_until(compacted, 60, "the compaction")
-        assert [manifest.seq for manifest in manifests(settings, settings.codebook).values()] == [6, 7]
-        found = newest(settings, MODEL, LAYER)
+        assert [manifest.seq for manifest in list_manifests(settings, settings.codebook).values()] == [6, 7]
+        found = load_newest_snapshot(settings, MODEL, LAYER)
         assert found is not None
         assert found.codebook.seq == 7
 

@@ -6,10 +6,10 @@ import msgspec
 import pytest
 from structlog.typing import EventDict
 
-from gracestream.deploy.local.processes import free_port
+from gracestream.deploy.local.processes import find_free_port
 from gracestream.pipeline.kafka.topics import SNAPSHOTS
-from gracestream.pipeline.stores.snapshot_files import SnapshotError, SnapshotStore, url_secrets
-from gracestream.pipeline.stores.snapshots import newest
+from gracestream.pipeline.stores.snapshot_files import SnapshotError, SnapshotStore, split_url_secrets
+from gracestream.pipeline.stores.snapshots import load_newest_snapshot
 from tests.integration.snapshots.snapshot_parts import publish, snapshot
 from tests.support.forked_commands import Command
 from tests.support.running import records
@@ -26,12 +26,12 @@ def test_neither_a_manifest_nor_the_log_has_it(
     settings = history.settings.model_copy(update={"snapshot_url": url})
     manifest = snapshot(settings, 4)
     assert manifest.uri.startswith(f"memory://bucket/{prefix}/")
-    found = newest(settings, MODEL, LAYER)
+    found = load_newest_snapshot(settings, MODEL, LAYER)
     assert found is not None, "the store is the one with the password"
     assert found.codebook.seq == 4
     publish(history, msgspec.structs.replace(manifest, uri=f"{url}/other.safetensors", seq=5))
     theirs = records(settings, SNAPSHOTS)[-1].offset
-    assert newest(settings, MODEL, LAYER) is not None
+    assert load_newest_snapshot(settings, MODEL, LAYER) is not None
     assert any(event["event"] == "snapshot_refused" for event in logged)
     written = repr([record.value for record in records(settings, SNAPSHOTS) if record.offset != theirs])
     shown = written + repr(logged) + repr(settings) + "".join(capfd.readouterr())
@@ -40,7 +40,7 @@ def test_neither_a_manifest_nor_the_log_has_it(
 
 
 def test_an_error_of_the_store_does_not_have_it(run: Callable[..., Command], history: History) -> None:
-    port = free_port()
+    port = find_free_port()
     for url, shown in (
         (f"ftp://user:{PASSWORD}@127.0.0.1:{port}/", f"ftp://127.0.0.1:{port}/"),
         (f"nothing://user:{PASSWORD}@host/path", "nothing://host/path"),
@@ -68,4 +68,4 @@ def test_an_error_of_the_store_does_not_have_it(run: Callable[..., Command], his
     ],
 )
 def test_what_is_shown_of_a_url(url: str, shown: str) -> None:
-    assert url_secrets(url)[0] == shown
+    assert split_url_secrets(url)[0] == shown

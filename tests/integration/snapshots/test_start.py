@@ -9,9 +9,9 @@ from structlog.typing import EventDict
 from gracestream.pipeline.history.replay import replay_deltas
 from gracestream.pipeline.kafka.clients import admin
 from gracestream.pipeline.kafka.topics import DELTAS, create_topics
-from gracestream.pipeline.replica.codebook_replica import Mirror
+from gracestream.pipeline.replica.codebook_replica import CodebookReplica
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.stores.snapshots import newest
+from gracestream.pipeline.stores.snapshots import load_newest_snapshot
 from tests.integration.snapshots.snapshot_parts import file_of, loaded, reasons, snapshot
 from tests.support.running import wait_until
 from tests.support.tiny_models import LAYER, MODEL
@@ -20,7 +20,7 @@ from tests.support.written_history import History, same
 
 class TestStart:
     def test_a_replica_starts_from_the_newest_and_reads_only_the_tail(
-        self, history: History, url: str, mirror_of: Callable[..., Mirror], logged: list[EventDict]
+        self, history: History, url: str, mirror_of: Callable[..., CodebookReplica], logged: list[EventDict]
     ) -> None:
         settings = history.settings.model_copy(update={"snapshot_url": url})
         for seq in (3, 8):
@@ -37,7 +37,7 @@ class TestStart:
         assert mirror.codebook.entry_ids[int(nearest.slots_B[0])] == "e7"
 
     def test_every_cut_and_its_tail_give_the_codebook_of_the_whole_log(
-        self, history: History, mirror_of: Callable[..., Mirror]
+        self, history: History, mirror_of: Callable[..., CodebookReplica]
     ) -> None:
         for seq in range(1, 11):
             snapshot(history.settings, seq)
@@ -47,7 +47,7 @@ class TestStart:
             assert same(mirror.codebook, history.codebook), seq
 
     def test_it_is_never_ahead_of_what_is_live(
-        self, history: History, mirror_of: Callable[..., Mirror], logged: list[EventDict]
+        self, history: History, mirror_of: Callable[..., CodebookReplica], logged: list[EventDict]
     ) -> None:
         history.make_live()
         history.add("e7", [5.0, 5.0])
@@ -59,7 +59,7 @@ class TestStart:
         assert mirror.codebook.seq == 10
 
     def test_what_a_fenced_editor_wrote_after_it_does_not_count(
-        self, history: History, mirror_of: Callable[..., Mirror]
+        self, history: History, mirror_of: Callable[..., CodebookReplica]
     ) -> None:
         stale = replay_deltas(history.settings, 8)
         assert stale is not None
@@ -75,7 +75,7 @@ class TestStart:
         assert same(mirror.codebook, history.codebook)
 
     def test_a_store_that_is_none_leaves_the_log(
-        self, history: History, mirror_of: Callable[..., Mirror], logged: list[EventDict]
+        self, history: History, mirror_of: Callable[..., CodebookReplica], logged: list[EventDict]
     ) -> None:
         mirror = mirror_of(history.settings.model_copy(update={"snapshot_url": "nothing://of/the/kind"}))
         assert mirror.catch_up(20)
@@ -113,7 +113,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 
 class TestDamage:
     def test_the_next_older_one_stands_in_and_then_the_log(
-        self, history: History, mirror_of: Callable[..., Mirror], logged: list[EventDict]
+        self, history: History, mirror_of: Callable[..., CodebookReplica], logged: list[EventDict]
     ) -> None:
         for damage, (harm, reason) in DAMAGE.items():
             older, newer = (snapshot(history.settings, seq) for seq in (4, 8))
@@ -135,7 +135,7 @@ class TestDamage:
         manifest = snapshot(history.settings, 8)
         flip(file_of(manifest))
         assert snapshot(history.settings, 8) == manifest
-        found = newest(history.settings, MODEL, LAYER)
+        found = load_newest_snapshot(history.settings, MODEL, LAYER)
         assert found is not None
         assert found.codebook.seq == 8
 
@@ -152,7 +152,7 @@ class TestAnotherLog:
         create_topics(settings, partitions=4, replication=1)
 
     def test_a_snapshot_ahead_of_a_log_that_was_made_anew_is_refused(
-        self, history: History, mirror_of: Callable[..., Mirror], logged: list[EventDict]
+        self, history: History, mirror_of: Callable[..., CodebookReplica], logged: list[EventDict]
     ) -> None:
         snapshot(history.settings)
         self.recreate(history.settings)
@@ -177,7 +177,7 @@ class TestAnotherLog:
             again.lead()
             for number in range(20):
                 again.add(f"x{number}", [float(number), 1.0])
-            assert newest(history.settings, MODEL, LAYER) is None
+            assert load_newest_snapshot(history.settings, MODEL, LAYER) is None
             assert ["made anew" in said for said in reasons(logged)] == [True]
         finally:
             again.close()

@@ -11,10 +11,10 @@ import pytest
 from structlog.typing import EventDict
 
 from gracestream.pipeline.editor.snapshot_writer import SnapshotWriter
-from gracestream.pipeline.replica.codebook_replica import Mirror
+from gracestream.pipeline.replica.codebook_replica import CodebookReplica
 from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.stores.snapshot_files import SnapshotError
-from gracestream.pipeline.stores.snapshots import manifests, offset_of
+from gracestream.pipeline.stores.snapshots import find_delta_offset, list_manifests
 from gracestream.schemas.messages import SnapshotManifest
 from tests.integration.snapshots.snapshot_parts import file_of
 from tests.support.forked_commands import Command, Forked, sentence, status_of
@@ -30,21 +30,21 @@ class TestEditor:
         settings = history.settings.model_copy(update={"snapshot_every": 4})
         writer = SnapshotWriter(settings)
         for number in range(10, 21):
-            writer.offer(history.codebook)
+            writer.maybe_write(history.codebook)
             writer.close(30)
             history.add(f"e{number}", [float(number), 0.0])
-        assert [manifest.seq for manifest in manifests(settings, settings.codebook).values()] == [10, 14, 18]
+        assert [manifest.seq for manifest in list_manifests(settings, settings.codebook).values()] == [10, 14, 18]
         later = SnapshotWriter(settings)
-        later.offer(history.codebook)
+        later.maybe_write(history.codebook)
         later.close(30)
-        assert len(manifests(settings, settings.codebook)) == 3, "one that starts knows what there is"
+        assert len(list_manifests(settings, settings.codebook)) == 3, "one that starts knows what there is"
 
     @pytest.mark.parametrize("chosen", [{"snapshot_url": ""}, {"snapshot_every": 0}])
     def test_the_writer_writes_none_where_none_is_wanted(self, history: History, chosen: dict[str, Any]) -> None:
         writer = SnapshotWriter(history.settings.model_copy(update={"snapshot_every": 1, **chosen}))
-        writer.offer(history.codebook)
+        writer.maybe_write(history.codebook)
         writer.close(30)
-        assert manifests(history.settings, history.settings.codebook) == {}
+        assert list_manifests(history.settings, history.settings.codebook) == {}
 
     @pytest.mark.parametrize("url", ["nothing://of/the/kind", "/dev/null/snapshots"])
     def test_a_store_that_fails_is_no_fault_of_the_editor(
@@ -52,17 +52,17 @@ class TestEditor:
     ) -> None:
         writer = SnapshotWriter(history.settings.model_copy(update={"snapshot_every": 1, "snapshot_url": url}))
         for _ in range(3):
-            writer.offer(history.codebook)
+            writer.maybe_write(history.codebook)
             writer.close(30)
         assert [event["event"] for event in logged].count("snapshot_failed") == 1, "not again for a minute"
-        assert manifests(history.settings, history.settings.codebook) == {}
+        assert list_manifests(history.settings, history.settings.codebook) == {}
 
     def test_a_delta_that_the_log_does_not_hold_gets_no_snapshot(self, history: History) -> None:
         ahead = history.codebook.copy()
         ahead.apply(sealed(history.codebook, added("unwritten", [1.0, 1.0], 1.0)))
         with pytest.raises(SnapshotError, match="the log does not hold delta 11"):
-            offset_of(history.settings, ahead)
-        assert offset_of(history.settings, history.codebook) == 9
+            find_delta_offset(history.settings, ahead)
+        assert find_delta_offset(history.settings, history.codebook) == 9
 
     def test_a_running_editor_writes_them_and_a_replica_starts_from_one(
         self, deploy: Callable[..., Settings], prefix: str, users_of: Callable[[Settings], Users], folder: Path
@@ -72,7 +72,7 @@ class TestEditor:
         with Forked("editor", "edit", settings, folder) as editor:
             editor.wait_ready(90)
             users.correct(*(flag(f"f{number}", prompt, "museum") for number, prompt in enumerate(PROMPTS[:5])))
-            wait_until(lambda: manifests(settings, settings.codebook), what="a snapshot")
+            wait_until(lambda: list_manifests(settings, settings.codebook), what="a snapshot")
             with Forked("replica", "infer", settings, folder) as replica:
                 replica.wait_ready(90)
                 wait_until(lambda: replica.state()["seq"] == editor.state()["seq"], what="the head")
@@ -83,7 +83,7 @@ class TestEditor:
 
 class TestCommand:
     def test_it_writes_one_on_demand_without_a_model_or_an_editor(
-        self, history: History, run: Callable[..., Command], mirror_of: Callable[..., Mirror]
+        self, history: History, run: Callable[..., Command], mirror_of: Callable[..., CodebookReplica]
     ) -> None:
         told = run("snapshot", "--seq", "4", "--json", settings=history.settings)
         assert status_of(told) == 0, told.said()

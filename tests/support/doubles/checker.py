@@ -16,7 +16,7 @@ from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.stores.redis_head import Head
 from gracestream.schemas.deltas import Delta, decode_delta
-from gracestream.schemas.headers import FEEDBACK_OFFSET
+from gracestream.schemas.headers import FEEDBACK_OFFSET_HEADER
 from gracestream.schemas.messages import Feedback, InvalidMessage, Outcome, Prediction, decode, peek_id
 
 Kind = Literal["lost", "doubled", "aborted", "offset", "chain", "digest", "served"]
@@ -88,7 +88,7 @@ def faults(left: Left) -> list[Fault]:
 
 
 def _of_outcomes(left: Left) -> Iterator[Fault]:
-    offsets = [_header(record, FEEDBACK_OFFSET) for record in left.edits]
+    offsets = [_header(record, FEEDBACK_OFFSET_HEADER) for record in left.edits]
     for offset, times in Counter(offsets).items():
         if times > 1:
             yield Fault("doubled", f"feedback {offset} has {times} outcomes")
@@ -149,7 +149,7 @@ def _of_causes(left: Left, deltas: Sequence[Delta]) -> Iterator[Fault]:
             yield Fault("offset", f"a delta names {cause.feedback_id!r} at {cause.offset}, where it is not")
     made = {delta.cause.offset: delta.seq for delta in deltas if delta.cause is not UNSET}
     said = {
-        _header(record, FEEDBACK_OFFSET): outcome.seq
+        _header(record, FEEDBACK_OFFSET_HEADER): outcome.seq
         for record in left.edits
         if (outcome := decode(record.value, Outcome)).seq is not UNSET
     }

@@ -32,7 +32,7 @@ class _Client:
         self._server, self._step = server, step
 
     def register_script(self, script: str) -> Callable[..., Any]:
-        run = {radius_store._PUBLISH: self._publish, radius_store._READ: self._read}[script]
+        run = {radius_store._PUBLISH_SCRIPT: self._publish, radius_store._READ_SCRIPT: self._read}[script]
 
         def call(keys: Sequence[str], args: Sequence[Any]) -> Any:
             self._step("redis")

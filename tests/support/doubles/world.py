@@ -28,20 +28,20 @@ from msgspec import UNSET
 from redis.exceptions import TimeoutError as RedisTimeout
 
 from gracestream.pipeline.auth.admission import Admission
-from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.config import EditConfig
 from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.editor.editor import Editor, EditorServices
-from gracestream.pipeline.editor.feedback_processor import Intake
+from gracestream.pipeline.editor.feedback_processor import FeedbackProcessor
 from gracestream.pipeline.editor.log import EditorLog
-from gracestream.pipeline.editor.redis_publisher import Projection
+from gracestream.pipeline.editor.redis_publisher import RedisPublisher
 from gracestream.pipeline.editor.snapshot_writer import SnapshotWriter
-from gracestream.pipeline.editor.traffic_reader import RequestTail
+from gracestream.pipeline.editor.traffic_reader import TrafficReader
 from gracestream.pipeline.kafka.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ, REQUESTS, TOPICS
 from gracestream.pipeline.observability.health import Health
 from gracestream.pipeline.settings import Settings, load_settings
-from gracestream.pipeline.stores.redis_head import RadiusStore, StaleError
+from gracestream.pipeline.stores.redis_head import RedisHeadStore, StaleHeadError
 from gracestream.schemas.deltas import decode_delta
-from gracestream.schemas.messages import VERSION, Feedback, InvalidMessage, Request, decode, encode
+from gracestream.schemas.messages import SCHEMA_VERSION, Feedback, InvalidMessage, Request, decode, encode
 from tests.support.chosen_queries import CLASSES, PointModel, at
 from tests.support.doubles.checker import Follower, Left
 from tests.support.doubles.kafka import Epochs, MemoryKafka, Passage
@@ -49,7 +49,7 @@ from tests.support.doubles.redis import MemoryRedis
 from tests.support.tiny_models import CODEBOOK
 
 SETTINGS = load_settings(codebook=CODEBOOK, traffic=4)
-PLANS = [Plan(policy, radius=0.5, radius_unit="absolute", traffic=4) for policy in ("nearest", "paper")]
+PLANS = [EditConfig(policy, radius=0.5, radius_unit="absolute", traffic=4) for policy in ("nearest", "paper")]
 AUTHORS = ("ann", "bob")
 FAILURES = [
     *(KafkaTimeoutError, KafkaConnectionError, NotCoordinatorError, NotLeaderForPartitionError, UnknownError),
@@ -84,10 +84,10 @@ class History:
     def __init__(self, kafka: MemoryKafka) -> None:
         self._kafka = kafka
 
-    def each_delta(self, on_record: Callable[[bytes], bool]) -> None:
+    def for_each_delta(self, on_record: Callable[[bytes], bool]) -> None:
         all(on_record(record.value or b"") for record in self._kafka.committed(SETTINGS.topic(DELTAS)))
 
-    def corrections(self, since: int) -> Mapping[int, Feedback]:
+    def feedback_since(self, since: int) -> Mapping[int, Feedback]:
         found = {}
         for record in self._kafka.committed(SETTINGS.topic(FEEDBACK), since):
             with suppress(InvalidMessage):
@@ -153,20 +153,22 @@ class Process:
         story = self._story
         new_consumer = partial(self._consumer, story)
         new_producer = partial(story.kafka.producer, step=self.step)
-        store = RadiusStore(story.redis.client(self.redis_step), SETTINGS)
+        store = RedisHeadStore(story.redis.client(self.redis_step), SETTINGS)
         admission = Admission(
-            CODEBOOK, None, require_signature=False, per_minute=0, earlier=lambda _: (), marks=lambda _: ()
+            CODEBOOK, None, require_signature=False, per_minute=0, accepted_since=lambda _: (), marks=lambda _: ()
         )
         log = EditorLog(SETTINGS, new_consumer, new_producer)
-        history, at_work = History(story.kafka), partial(log.stay, 0.0)
-        traffic = RequestTail(SETTINGS, self.engine, new_consumer)
+        history, at_work = History(story.kafka), partial(log.keep_alive, 0.0)
+        traffic = TrafficReader(SETTINGS, self.engine, new_consumer)
         parts = EditorServices(
             engine=self.engine,
             log=log,
-            intake=Intake(self.engine, admission, history, SETTINGS.max_record_bytes, traffic.see, at_work),
-            traffic=traffic,
-            projection=Projection(store, self.engine.codebook, 0.0, pause=0.0),
-            snapshots=SnapshotWriter(SETTINGS),
+            feedback_processor=FeedbackProcessor(
+                self.engine, admission, history, SETTINGS.max_record_bytes, traffic.catch_up_to_now, at_work
+            ),
+            traffic_reader=traffic,
+            redis_publisher=RedisPublisher(store, self.engine.codebook, 0.0, retry_seconds=0.0),
+            snapshot_writer=SnapshotWriter(SETTINGS),
             environment={"editor": self.name},
         )
         self.started = True
@@ -287,7 +289,7 @@ class Story:
 
     def left(self) -> Left:
         """What the checker is to read."""
-        store = RadiusStore(self.redis.client(), SETTINGS)
+        store = RedisHeadStore(self.redis.client(), SETTINGS)
         self._read_on()
         group = self.kafka.group(SETTINGS.topic("editor"))
         books = [(process.name, process.engine.codebook) for process in self._alive()]
@@ -297,8 +299,8 @@ class Story:
             deltas=list(self.kafka.committed(SETTINGS.topic(DELTAS))),
             letters=list(self.kafka.committed(SETTINGS.topic(FEEDBACK_DLQ))),
             position=next(iter(group.offsets.values()), None),
-            head=store.head(0),
-            radii=store.radii(),
+            head=store.read_head(0),
+            radii=store.read_radii(),
             followers=[Follower(name, book.seq, book.digest.hex(), book.state_digest()) for name, book in books],
             seen={"a follower": self._seen},
         )
@@ -306,7 +308,7 @@ class Story:
     def errors(self) -> list[BaseException]:
         """What ended editors, but for a newer one, and for a Kafka that did not answer at their start."""
         errors = [process.error for process in self.processes if process.started]
-        return [error for error in errors if error is not None and not isinstance(error, StaleError)]
+        return [error for error in errors if error is not None and not isinstance(error, StaleHeadError)]
 
     def outlived(self) -> set[str]:
         """Editors that are still there, though another one has led since they did."""
@@ -325,14 +327,16 @@ class Story:
             taken_back: dict[str, Any] = (
                 {"undo_author": author} if all_of else {"undo": f"f{self._random.randrange(number)}"}
             )
-            return encode(Feedback(v=VERSION, feedback_id=f"f{number}", **taken_back))
+            return encode(Feedback(v=SCHEMA_VERSION, feedback_id=f"f{number}", **taken_back))
         if number and self._random.random() < 0.15:
             edit = f"f{self._random.randrange(number)}"
             return encode(
-                Feedback(v=VERSION, feedback_id=f"f{number}", inputs=self._point(), except_from=edit, author=author)
+                Feedback(
+                    v=SCHEMA_VERSION, feedback_id=f"f{number}", inputs=self._point(), except_from=edit, author=author
+                )
             )
         name = "f0" if self._random.random() < 0.05 else f"f{number}"
-        given = Feedback(v=VERSION, feedback_id=name, inputs=self._point(), target=str(target), author=author)
+        given = Feedback(v=SCHEMA_VERSION, feedback_id=name, inputs=self._point(), target=str(target), author=author)
         return encode(given)
 
     def _point(self) -> str:
@@ -344,7 +348,7 @@ class Story:
         if self._unsent and chance() < 0.1:
             self.kafka.append(SETTINGS.topic(FEEDBACK), self._unsent.pop(0))
         if chance() < 0.05:
-            request = Request(v=VERSION, request_id="r", inputs=self._point())
+            request = Request(v=SCHEMA_VERSION, request_id="r", inputs=self._point())
             self.kafka.append(SETTINGS.topic(REQUESTS), encode(request))
         if chance() < 0.1:
             self._read_on()
@@ -372,13 +376,13 @@ class Story:
         if set(group.offsets.values()) != {feedback}:
             return False
         deltas = [record.value for record in self.kafka.committed(SETTINGS.topic(DELTAS))]
-        head = RadiusStore(self.redis.client(), SETTINGS).head(0)
+        head = RedisHeadStore(self.redis.client(), SETTINGS).read_head(0)
         leaders = [process for process in self._alive() if process.member and process.member.member_id == group.owner]
         return (
             head is not None
             and len(leaders) == 1
             and head.seq == decode_delta(deltas[-1] or b"").seq
-            and len(RadiusStore(self.redis.client(), SETTINGS).radii()) == len(leaders[0].engine.codebook)
+            and len(RedisHeadStore(self.redis.client(), SETTINGS).read_radii()) == len(leaders[0].engine.codebook)
             and leaders[0].engine.codebook.seq == head.seq
         )
 

@@ -11,7 +11,14 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracestream.pipeline.auth.admission import MINUTE, Admission, Admitted, Copied, LastMinute, Refused
+from gracestream.pipeline.auth.admission import (
+    RATE_WINDOW_MS,
+    AcceptedFeedback,
+    Admission,
+    DuplicateFeedback,
+    FeedbackRefused,
+    SlidingWindowLimiter,
+)
 from gracestream.pipeline.auth.authors import Author, AuthorsError
 from gracestream.pipeline.auth.signing import sign
 from gracestream.pipeline.auth.spent_signatures import mark_of_id, mark_of_record
@@ -31,11 +38,11 @@ FRESH = itertools.count()
 MANY = settings(deadline=None, max_examples=200)
 
 
-def admission(authors: Any = AUTHORS, earlier: Iterable[Admitted] = (), **chosen: Any) -> Admission:
+def admission(authors: Any = AUTHORS, earlier: Iterable[AcceptedFeedback] = (), **chosen: Any) -> Admission:
     return Admission(
         CODEBOOK,
         None if authors is None else lambda: authors,
-        earlier=lambda since: [one for one in earlier if one.time > since],
+        accepted_since=lambda since: [one for one in earlier if one.time_ms > since],
         **{"require_signature": False, "per_minute": 0, "marks": lambda _: (), **chosen},
     )
 
@@ -53,12 +60,12 @@ def record(
     return text if key is None else sign(text, key, codebook)
 
 
-def admit(judge: Admission, raw: bytes, time: int = NOON, offset: int | None = None) -> Admitted:
-    return judge.admit(decode(raw, Feedback), raw, next(FRESH) if offset is None else offset, time)
+def admit(judge: Admission, raw: bytes, time: int = NOON, offset: int | None = None) -> AcceptedFeedback:
+    return judge.accept(decode(raw, Feedback), raw, next(FRESH) if offset is None else offset, time)
 
 
-def refused(judge: Admission, raw: bytes, time: int = NOON, offset: int | None = None) -> Refused:
-    with pytest.raises(Refused) as caught:
+def refused(judge: Admission, raw: bytes, time: int = NOON, offset: int | None = None) -> FeedbackRefused:
+    with pytest.raises(FeedbackRefused) as caught:
         admit(judge, raw, time, offset)
     assert "\n" not in str(caught.value)
     return caught.value
@@ -122,20 +129,20 @@ class TestSpent:
         judge, raw = admission(), record("ann", ANNS)
         admit(judge, raw, offset=7)
         found = refused(judge, raw, offset=9)
-        assert isinstance(found, Copied)
-        assert (found.first, found.mark) == (7, None)
+        assert isinstance(found, DuplicateFeedback)
+        assert (found.first_offset, found.mark) == (7, None)
         assert str(found).startswith("its signed id was used at offset 7, and counts once; ")
 
     def test_a_record_that_is_read_again_after_a_failure_is_no_copy(self) -> None:
         judge, raw = admission(), record("ann", ANNS)
         first = admit(judge, raw, offset=7)
-        judge.forget()
+        judge.reset()
         assert admit(judge, raw, offset=7) == first
 
     def test_another_text_under_a_spent_id_is_refused(self) -> None:
         judge = admission()
         admit(judge, record("ann", ANNS, feedback_id="f"))
-        assert isinstance(refused(judge, record("ann", ANNS_NEW, feedback_id="f", target="z")), Copied)
+        assert isinstance(refused(judge, record("ann", ANNS_NEW, feedback_id="f", target="z")), DuplicateFeedback)
 
     def test_nobody_spends_the_ids_of_others(self) -> None:
         judge = admission()
@@ -157,14 +164,14 @@ class TestSpent:
         assert refused(judge, raw, offset=4).mark is None, "a copy spends nothing more"
         authors["ann"] = AUTHORS["ann"]
         found = refused(judge, raw, offset=5)
-        assert isinstance(found, Copied)
-        assert found.first == 3
+        assert isinstance(found, DuplicateFeedback)
+        assert found.first_offset == 3
         admit(judge, record("ann", ANNS))
 
     def test_what_was_refused_when_there_was_no_list_is_spent(self) -> None:
         raw = record("ann", ANNS)
         mark = refused(admission(None), raw, offset=3).mark
-        assert isinstance(refused(admission(marks=lambda _: [(0, mark, 3)]), raw, offset=4), Copied)
+        assert isinstance(refused(admission(marks=lambda _: [(0, mark, 3)]), raw, offset=4), DuplicateFeedback)
 
     def test_what_a_limit_refuses_is_spent_and_a_copy_counts_against_no_limit(self) -> None:
         judge, sent, late = admission(), record("bob", BOBS), record("bob", BOBS)
@@ -173,8 +180,8 @@ class TestSpent:
         assert str(found).endswith("after 2027-01-15T08:01:00Z, signed with a new id")
         assert found.mark is not None
         for raw in (sent, late):
-            assert isinstance(refused(judge, raw, NOON + MINUTE), Copied)
-        admit(judge, record("bob", BOBS), NOON + MINUTE)
+            assert isinstance(refused(judge, raw, NOON + RATE_WINDOW_MS), DuplicateFeedback)
+        admit(judge, record("bob", BOBS), NOON + RATE_WINDOW_MS)
 
     def test_an_editor_knows_what_its_predecessors_spent(self) -> None:
         raw, log = record("ann", ANNS), list[tuple[int, bytes | None, int]]()
@@ -182,8 +189,8 @@ class TestSpent:
         standby.catch_up()
         log += [(10, None, 6), (11, admit(admission(), raw, offset=7).mark, 7)]
         found = refused(standby, raw, offset=9)
-        assert isinstance(found, Copied)
-        assert found.first == 7
+        assert isinstance(found, DuplicateFeedback)
+        assert found.first_offset == 7
 
 
 class TestSettings:
@@ -203,15 +210,15 @@ class TestLimit:
             admit(judge, record("carl"), time)
         said = refusal(judge, record("carl"), NOON + 30_000)
         assert said == "author 'carl' is limited to 2 a minute; send this again after 2027-01-15T08:01:00Z"
-        admit(judge, record("carl"), NOON + MINUTE)
-        assert "after 2027-01-15T08:01:21Z" in refusal(judge, record("carl"), NOON + MINUTE)
+        admit(judge, record("carl"), NOON + RATE_WINDOW_MS)
+        assert "after 2027-01-15T08:01:21Z" in refusal(judge, record("carl"), NOON + RATE_WINDOW_MS)
 
     def test_what_is_refused_counts_against_nothing(self) -> None:
         judge = admission(per_minute=1)
         admit(judge, record("carl"), NOON)
-        for time in range(NOON, NOON + MINUTE, 1000):
+        for time in range(NOON, NOON + RATE_WINDOW_MS, 1000):
             refusal(judge, record("carl"), time)
-        admit(judge, record("carl"), NOON + MINUTE)
+        admit(judge, record("carl"), NOON + RATE_WINDOW_MS)
 
     def test_forged_records_do_not_use_up_an_authors_share(self) -> None:
         judge = admission(per_minute=1)
@@ -237,32 +244,36 @@ class TestLimit:
     def test_a_clock_that_goes_back_gives_nobody_more(self) -> None:
         judge = admission(per_minute=1)
         admit(judge, record("carl"), NOON)
-        refusal(judge, record("carl"), NOON - 5 * MINUTE)
-        admit(judge, record("dora"), NOON + 2 * MINUTE)
+        refusal(judge, record("carl"), NOON - 5 * RATE_WINDOW_MS)
+        admit(judge, record("dora"), NOON + 2 * RATE_WINDOW_MS)
         admit(judge, record("carl"), NOON)
-        refusal(judge, record("carl"), NOON + 2 * MINUTE)
+        refusal(judge, record("carl"), NOON + 2 * RATE_WINDOW_MS)
 
 
 steps = st.lists(
     st.tuples(
         st.sampled_from(["", "ann", "bob"]),
-        st.integers(-20_000, 40_000) | st.sampled_from([0, MINUTE - 1, MINUTE, MINUTE + 1]),
+        st.integers(-20_000, 40_000) | st.sampled_from([0, RATE_WINDOW_MS - 1, RATE_WINDOW_MS, RATE_WINDOW_MS + 1]),
     ),
     max_size=40,
 )
 
 
-def decisions(given: list[tuple[str, int]], limit: int, restarts: Collection[int] = ()) -> list[Admitted | None]:
+def decisions(
+    given: list[tuple[str, int]], limit: int, restarts: Collection[int] = ()
+) -> list[AcceptedFeedback | None]:
     """Each record's admission, by an editor that is restarted before some of them and reads what was admitted."""
-    window, time = LastMinute(), NOON
-    made: list[Admitted | None] = []
+    window, time = SlidingWindowLimiter(), NOON
+    made: list[AcceptedFeedback | None] = []
     for number, (author, later) in enumerate(given):
         time += later
         if number in restarts:
-            window = LastMinute(one for one in made if one is not None and one.time > time - MINUTE)
+            window = SlidingWindowLimiter(
+                one for one in made if one is not None and one.time_ms > time - RATE_WINDOW_MS
+            )
         try:
-            made.append(window.admit(author, time, limit))
-        except Refused:
+            made.append(window.accept(author, time, limit))
+        except FeedbackRefused:
             made.append(None)
     return made
 
@@ -283,10 +294,10 @@ class TestLastMinute:
         for number, ((author, later), admitted) in enumerate(zip(given, made, strict=True)):
             time += later
             before = [one for one in made[:number] if one is not None]
-            now = max([time, *(one.time for one in before)])
-            own = sum(one.author == author and now - MINUTE < one.time <= now for one in before)
+            now = max([time, *(one.time_ms for one in before)])
+            own = sum(one.author == author and now - RATE_WINDOW_MS < one.time_ms <= now for one in before)
             assert (admitted is not None) == (own < limit)
-            assert admitted is None or admitted.time == now
+            assert admitted is None or admitted.time_ms == now
 
     @given(steps)
     def test_without_a_limit_all_are_admitted(self, given: list[tuple[str, int]]) -> None:
@@ -322,30 +333,34 @@ class TestCost:
         self, authors: int, limit: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(Tick, "comparisons", 0)
-        window, records = LastMinute(), 3000
+        window, records = SlidingWindowLimiter(), 3000
         for number in range(records):
-            with suppress(Refused):
-                window.admit(f"author-{number % authors}", Tick(NOON + number), limit)
+            with suppress(FeedbackRefused):
+                window.accept(f"author-{number % authors}", Tick(NOON + number), limit)
         assert Tick.comparisons <= 4 * records
         assert len(window) == (limit if limit and authors == 1 else records)
 
     def test_nothing_is_kept_of_who_sent_nothing_in_the_last_minute(self) -> None:
-        window = LastMinute()
+        window = SlidingWindowLimiter()
         for number in range(5000):
-            window.admit(f"author-{number}", NOON + number * 1000, 1)
-        assert len(window) == window.authors == 60
+            window.accept(f"author-{number}", NOON + number * 1000, 1)
+        assert len(window) == window.author_count == 60
 
 
 def test_an_editor_takes_up_the_minute_of_its_predecessor() -> None:
-    earlier = [Admitted("carl", NOON - 1000), Admitted("carl", NOON - MINUTE - 1), Admitted("dora", NOON)]
+    earlier = [
+        AcceptedFeedback("carl", NOON - 1000),
+        AcceptedFeedback("carl", NOON - RATE_WINDOW_MS - 1),
+        AcceptedFeedback("dora", NOON),
+    ]
     judge = admission(earlier=earlier, per_minute=1)
     refusal(judge, record("carl"), NOON)
     admit(judge, record("ed"), NOON)
-    judge.forget()
+    judge.reset()
     refusal(judge, record("dora"), NOON + 1)
 
 
 def test_the_headers_of_an_outcome_tell_all_that_counts() -> None:
-    assert Admitted("zoë", NOON).headers() == [("author", "zoë".encode()), ("admitted", str(NOON).encode())]
-    signed = Admitted("ann", NOON, mark_of_id("ann", "f"))
+    assert AcceptedFeedback("zoë", NOON).headers() == [("author", "zoë".encode()), ("admitted", str(NOON).encode())]
+    signed = AcceptedFeedback("ann", NOON, mark_of_id("ann", "f"))
     assert signed.headers()[2:] == [("spends", mark_of_id("ann", "f").hex().encode())]

@@ -8,12 +8,15 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from structlog.testing import capture_logs
 
-from gracestream.pipeline.auth.authors import AuthorsError, AuthorsFile, parse
-from gracestream.pipeline.auth.signing import spelled
+from gracestream.pipeline.auth.authors import AuthorsError, AuthorsFile, parse_authors
+from gracestream.pipeline.auth.signing import encode_public_key
 
 KEYS = [Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32).public_key() for number in range(3)]
-ANN = f'ann = {{ keys = ["{spelled(KEYS[0])}"] }}\n'
-BOT = f'["review-bot@example.org"]\nkeys = ["{spelled(KEYS[1])}", "{spelled(KEYS[2])}"]\nper_minute = 120\n'
+ANN = f'ann = {{ keys = ["{encode_public_key(KEYS[0])}"] }}\n'
+BOT = (
+    f'["review-bot@example.org"]\nkeys = ["{encode_public_key(KEYS[1])}",'
+    f' "{encode_public_key(KEYS[2])}"]\nper_minute = 120\n'
+)
 
 
 @pytest.fixture
@@ -23,7 +26,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_an_author_has_a_name_keys_and_perhaps_a_limit(path: Path) -> None:
-    ann, bot = parse((ANN + BOT).encode(), path).values()
+    ann, bot = parse_authors((ANN + BOT).encode(), path).values()
     assert (ann.name, ann.keys, ann.per_minute) == ("ann", (KEYS[0],), None)
     assert (bot.name, bot.keys, bot.per_minute) == ("review-bot@example.org", (KEYS[1], KEYS[2]), 120)
 
@@ -37,12 +40,12 @@ def test_an_author_has_a_name_keys_and_perhaps_a_limit(path: Path) -> None:
     ],
 )
 def test_an_author_has_roles_or_the_usual_ones(path: Path, given: str, roles: tuple[str, ...]) -> None:
-    (ann,) = parse(ANN.replace(" }", given + " }").encode(), path).values()
+    (ann,) = parse_authors(ANN.replace(" }", given + " }").encode(), path).values()
     assert ann.roles == roles
 
 
 def test_a_list_may_be_empty(path: Path) -> None:
-    assert parse(b"# nobody yet\n", path) == {}
+    assert parse_authors(b"# nobody yet\n", path) == {}
 
 
 @pytest.mark.parametrize(
@@ -84,11 +87,11 @@ def test_a_list_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_who_is_taken_off_the_list_is_off_it_at_once(path: Path) -> None:
     path.write_text(ANN + BOT)
     authors = AuthorsFile(path)
-    assert set(authors.current()) == {"ann", "review-bot@example.org"}
+    assert set(authors.load()) == {"ann", "review-bot@example.org"}
     path.write_text(ANN)
-    assert set(authors.current()) == {"ann"}
+    assert set(authors.load()) == {"ann"}
     path.write_text("")
-    assert authors.current() == {}
+    assert authors.load() == {}
 
 
 def test_a_list_put_in_place_by_renaming_counts(path: Path) -> None:
@@ -96,7 +99,7 @@ def test_a_list_put_in_place_by_renaming_counts(path: Path) -> None:
     other = path.with_name("new.toml")
     other.write_text(BOT)
     other.rename(path)
-    assert set(authors.current()) == {"review-bot@example.org"}
+    assert set(authors.load()) == {"review-bot@example.org"}
 
 
 def test_a_change_that_keeps_size_and_time_counts(path: Path) -> None:
@@ -104,7 +107,7 @@ def test_a_change_that_keeps_size_and_time_counts(path: Path) -> None:
     authors, before = AuthorsFile(path), path.stat()
     path.write_text(ANN.replace("ann", "bob"))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert set(authors.current()) == {"bob"}
+    assert set(authors.load()) == {"bob"}
 
 
 @pytest.mark.parametrize("spoil", [Path.unlink, lambda path: path.write_text("ann = ")], ids=["removed", "broken"])
@@ -112,9 +115,9 @@ def test_a_list_that_breaks_leaves_the_last_good_one_in_force_and_says_so_once(p
     authors = AuthorsFile(path)
     spoil(path)
     with capture_logs() as events:
-        assert [set(authors.current()) for _ in range(3)] == [{"ann"}] * 3
+        assert [set(authors.load()) for _ in range(3)] == [{"ann"}] * 3
     (event,) = events
     assert (event["event"], event["log_level"], event["kept"]) == ("authors_not_read", "error", 1)
     assert str(path) in event["reason"]
     path.write_text(BOT)
-    assert set(authors.current()) == {"review-bot@example.org"}
+    assert set(authors.load()) == {"review-bot@example.org"}

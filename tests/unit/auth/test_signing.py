@@ -22,14 +22,14 @@ from hypothesis import strategies as st
 from gracestream import schemas
 from gracestream.pipeline.auth.signing import (
     KeyFileError,
-    new_key_file,
-    public_key,
+    create_key_file,
+    decode_public_key,
+    encode_public_key,
     read_key_file,
     sign,
-    spelled,
     verify,
 )
-from gracestream.pipeline.client import feedback_text
+from gracestream.pipeline.client import feedback_to_sign
 from gracestream.schemas.messages import Feedback, InvalidMessage, decode, encode
 
 GOLDEN = Path(schemas.__file__).parent / "golden" / "v1" / "feedback-signed.json"
@@ -180,7 +180,7 @@ class TestOtherPrograms:
         record = GOLDEN.read_bytes()
         assert good(record)
         assert encode(decode(record, Feedback)) == record
-        assert spelled(KEY.public_key()) == "A6EHv/POEL4dcN0Y50vAmWfk1jCbpQ1fHdyGZBJVMbg="
+        assert encode_public_key(KEY.public_key()) == "A6EHv/POEL4dcN0Y50vAmWfk1jCbpQ1fHdyGZBJVMbg="
 
 
 class TestTextsToSign:
@@ -189,13 +189,13 @@ class TestTextsToSign:
     def test_all_that_was_given_is_in_them(self, fields: dict[str, Any], author: str) -> None:
         others = {name: value for name, value in fields.items() if name not in Feedback.__struct_fields__}
         given = {**others, "v": 1, "feedback_id": "f", "inputs": "x", "target": "y", "author": author}
-        text = feedback_text(given, author)
+        text = feedback_to_sign(given, author)
         assert json.loads(text) == given
         assert text.isascii()
         assert good(sign(text, KEY, CODEBOOK))
 
     def test_version_id_and_author_are_put_in(self) -> None:
-        one, other = (json.loads(feedback_text({"inputs": "x", "target": "y"}, "ann")) for _ in range(2))
+        one, other = (json.loads(feedback_to_sign({"inputs": "x", "target": "y"}, "ann")) for _ in range(2))
         assert (one["v"], one["author"]) == (1, "ann")
         assert one["feedback_id"] != other["feedback_id"]
 
@@ -215,29 +215,29 @@ class TestTextsToSign:
     )
     def test_what_is_no_feedback_is_not_signed(self, fields: Any, reason: str) -> None:
         with pytest.raises(InvalidMessage, match=reason):
-            feedback_text(fields, "ann")
+            feedback_to_sign(fields, "ann")
 
 
 class TestKeys:
     def test_a_key_file_is_its_owners_alone_and_is_never_overwritten(self, tmp_path: Path) -> None:
         path = tmp_path / "key.pem"
-        key = new_key_file(path)
+        key = create_key_file(path)
         assert path.stat().st_mode & 0o777 == 0o600
         assert good(sign(TEXT, read_key_file(path), CODEBOOK), key)
         before = path.read_bytes()
         with pytest.raises(KeyFileError, match=r"key\.pem exists, and a key is never overwritten"):
-            new_key_file(path)
+            create_key_file(path)
         assert path.read_bytes() == before
 
     def test_a_link_to_nowhere_is_not_followed(self, tmp_path: Path) -> None:
         (tmp_path / "key.pem").symlink_to(tmp_path / "elsewhere")
         with pytest.raises(KeyFileError, match="exists"):
-            new_key_file(tmp_path / "key.pem")
+            create_key_file(tmp_path / "key.pem")
         assert not (tmp_path / "elsewhere").exists()
 
     def test_a_folder_that_is_not_there_is_named(self, tmp_path: Path) -> None:
         with pytest.raises(KeyFileError, match=r"no-folder/key\.pem cannot be written: No such file"):
-            new_key_file(tmp_path / "no-folder" / "key.pem")
+            create_key_file(tmp_path / "no-folder" / "key.pem")
 
     def test_a_file_that_is_no_ed25519_key_is_told_from_one(self, tmp_path: Path) -> None:
         path = tmp_path / "key.pem"
@@ -255,9 +255,9 @@ class TestKeys:
                 read_key_file(path)
 
     def test_a_public_key_is_read_as_it_was_spelled(self) -> None:
-        assert public_key(spelled(KEY.public_key())) == KEY.public_key()
+        assert decode_public_key(encode_public_key(KEY.public_key())) == KEY.public_key()
 
     @pytest.mark.parametrize("text", ["", "ed25519", "AAAA", "A6EHv/POEL4dcN0Y50vAmWfk1jCbpQ1fHdyGZBJVMbg", "é" * 44])
     def test_what_is_no_public_key_is_refused(self, text: str) -> None:
         with pytest.raises(ValueError, match=r"."):
-            public_key(text)
+            decode_public_key(text)

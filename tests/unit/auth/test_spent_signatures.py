@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracestream.pipeline.auth import spent_signatures as spent
-from gracestream.pipeline.auth.spent_signatures import Spent, mark_of_id, mark_of_record
+from gracestream.pipeline.auth.spent_signatures import SpentMarks, mark_of_id, mark_of_record
 
 marks = st.lists(
     st.sampled_from([bytes(16), b"\0" * 15 + b"\1", b"\1" + b"\0" * 15, *(bytes([n]) * 16 for n in range(9))])
@@ -30,26 +30,30 @@ def test_it_knows_the_first_offset_of_each_mark_also_after_a_restart(
         return (one for one in log[: restart if len(read) == 1 else None] if one[0] >= offset)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spent, "RECENT", recent)
-        known = Spent(since)
+        patch.setattr(spent, "MAX_RECENT_MARKS", recent)
+        known = SpentMarks(since)
         known.catch_up()
         known.catch_up()
         for _, mark, at in log:
             if mark is not None:
                 first.setdefault(mark, at)
-        assert {mark: known.first(mark) for mark in first} == first
-        assert known.first(b"\xff" * 16) is None
+        assert {mark: known.first_offset(mark) for mark in first} == first
+        assert known.first_offset(b"\xff" * 16) is None
         assert len(known) == len(first)
     assert read == [0, log[:restart][-1][0] + 1 if restart else 0], "it reads on where it ended"
 
 
 def test_a_mark_takes_few_bytes() -> None:
-    known = Spent(lambda _: ())
-    for number in range(3 * spent.RECENT):
+    known = SpentMarks(lambda _: ())
+    for number in range(3 * spent.MAX_RECENT_MARKS):
         known.add(mark_of_id("ann", str(number)), number)
-    assert len(known) == 3 * spent.RECENT
+    assert len(known) == 3 * spent.MAX_RECENT_MARKS
     assert known.array_bytes == 24 * len(known)
-    assert [known.first(mark_of_id("ann", str(number))) for number in (0, 70_000, 150_000)] == [0, 70_000, 150_000]
+    assert [known.first_offset(mark_of_id("ann", str(number))) for number in (0, 70_000, 150_000)] == [
+        0,
+        70_000,
+        150_000,
+    ]
 
 
 def test_marks_of_other_authors_ids_and_records_differ() -> None:

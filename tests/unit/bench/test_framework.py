@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from gracestream.pipeline.device import CUDA_DEFAULTS
+from gracestream.pipeline.device import CUDA_ENVIRONMENT_DEFAULTS
 from tests.bench import __main__ as command
 from tests.bench import framework
 from tests.bench.framework import BENCHES, BenchError, Options, Row, bench, machine, records, write
@@ -119,7 +119,7 @@ def test_an_unknown_name_gets_one_sentence_and_status_2(capfd: pytest.CaptureFix
 def test_without_a_gpu_none_is_measured_and_one_sentence_says_why(
     small: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in CUDA_DEFAULTS.items():
+    for name, value in CUDA_ENVIRONMENT_DEFAULTS.items():
         monkeypatch.setenv(name, value)  # which a run on a GPU sets in its process
     assert command.main(["small", "--device", "cuda"]) == 2
     assert re.fullmatch(r"torch \S+ can use no GPU: .+\n", capfd.readouterr().err)

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 pytest.importorskip("tests.bench.scope", exc_type=ImportError)  # needs more than the engine does
 
 from gracestream.pipeline.codebook.lookup import Hit
-from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.config import EditConfig
 from gracestream.pipeline.editing.value_training import train_value
-from gracestream.pipeline.experiments.data import DataError, rows_of
-from gracestream.pipeline.tuning.evaluation import begins
-from gracestream.pipeline.tuning.intervals import wilson
+from gracestream.pipeline.experiments.data import DataError, read_rows
+from gracestream.pipeline.tuning.evaluation import begins_with_target
+from gracestream.pipeline.tuning.intervals import wilson_interval
 from gracestream.schemas.messages import ChatMessage
 from tests.bench import __main__ as command
 from tests.bench import edits
@@ -124,7 +124,7 @@ def test_forms_are_other_texts_and_the_parts_have_other_wordings_before_a_prompt
     ],
 )
 def test_an_answer_says_a_target_if_it_begins_with_it_as_words(answer: str, target: str, expected: bool) -> None:
-    assert begins(answer, target) == expected
+    assert begins_with_target(answer, target) == expected
 
 
 @pytest.mark.parametrize(
@@ -174,15 +174,15 @@ def test_repetition_is_a_word_or_a_group_of_letters_three_times_in_a_row(text: s
 @given(st.integers(0, 300).flatmap(lambda cases: st.tuples(st.integers(0, cases), st.just(cases))))
 def test_an_interval_holds_its_share_and_is_mirrored(counts: tuple[int, int]) -> None:
     successes, cases = counts
-    low, high = wilson(successes, cases)
+    low, high = wilson_interval(successes, cases)
     assert 0 <= low <= high <= 1
     if cases:
         assert low - 1e-9 <= successes / cases <= high + 1e-9
-        assert wilson(cases - successes, cases) == pytest.approx((1 - high, 1 - low))
+        assert wilson_interval(cases - successes, cases) == pytest.approx((1 - high, 1 - low))
 
 
 def test_an_interval_is_wilsons() -> None:
-    assert wilson(8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)
+    assert wilson_interval(8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)
 
 
 def test_there_are_200_pairs_whose_prompts_differ_and_are_not_made_from_one_template() -> None:
@@ -208,7 +208,7 @@ def test_the_labelled_restatements_are_of_the_relation_that_they_are_listed_unde
     numbers = [number for some in listed.values() for number in some]
     assert len(set(numbers)) == len(numbers)
     try:
-        rows = rows_of(streams.KNOWEDIT, streams.KnowEditRow)
+        rows = read_rows(streams.KNOWEDIT, streams.KnowEditRow)
     except DataError as error:
         pytest.skip(str(error))
     for relation, some in listed.items():
@@ -259,7 +259,9 @@ def test_a_stream_is_corrected_asked_and_reported(toy: Stream, tmp_path: Path) -
     found = {row.name: row for row in rows}
     assert found["corrections/toy, layer/made"].value == len(toy.corrections)
     assert found["toy/layer/itself/captured"].value == 1
-    assert found["toy/layer/itself/correct"] == Row("toy/layer/itself/correct", 1.0, "share", 1.0, wilson(4, 4))
+    assert found["toy/layer/itself/correct"] == Row(
+        "toy/layer/itself/correct", 1.0, "share", 1.0, wilson_interval(4, 4)
+    )
     assert found["corrections/toy, layer/same"].value == 1
     assert found["corrections/toy, layer/agrees"].value == 1
     assert found["toy/layer/surface form/cases"].value >= 8
@@ -278,16 +280,16 @@ def test_a_stream_is_corrected_asked_and_reported(toy: Stream, tmp_path: Path) -
 def test_chats_and_failing_entries_are_asked_as_a_replica_asks_them(monkeypatch: pytest.MonkeyPatch) -> None:
     model = editable("llama", chat_template=CHAT)
     asked = edits.Asked(model, {})
-    engine = edits.started(asked, Plan(traffic=0), [])
+    engine = edits.started(asked, EditConfig(traffic=0), [])
     text, target = texts(1, seed=4)[0], WORDS[3]
     cost = edits.correct(engine, asked, [edits.Fact(text, "", target)])
     edited = Edited(asked, engine, cost, Unedited())
     chat = edited.prompt(replace(POSITIVE, text=text, chat=True))
     assert chat == model.task.tokenize((ChatMessage("user", text),))
-    assert chat.turn is not None
+    assert chat.last_turn is not None
     prompts = [edited.prompt(replace(POSITIVE, text=text)), chat]
     assert edited.answers(prompts)[0] == Said(target)
-    monkeypatch.setattr(model.task, "gives", lambda *_given: False)
+    monkeypatch.setattr(model.task, "matches_target", lambda *_given: False)
     assert edited.answers(prompts)[0] == Said(edited.unedited(prompts)[0], near_miss=True)
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 pytest.importorskip("tests.bench.stream", exc_type=ImportError)  # needs more than the engine does
 
 from gracestream.pipeline.codebook.codebook import Codebook
-from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.config import EditConfig
 from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.experiments.data import DataError
 from gracestream.schemas.deltas import EntryChange
@@ -43,10 +43,10 @@ def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Data:
     cases = [*cases_of(sent), *(Case("unrelated", text, None) for text in prompts[90:95])]
     data = Data(sent, cases, prompts[100:])
     monkeypatch.setenv("GRACESTREAM_CACHE", str(tmp_path))
-    monkeypatch.setattr(report, "SETTINGS", {})
+    monkeypatch.setattr(report, "IDENTITY_SETTINGS", {})
     monkeypatch.setattr(report, "load_model", lambda _settings: editable("llama"))
     monkeypatch.setattr(report, "stream_data", lambda: data)
-    monkeypatch.setattr(report, "COUNTS", {"trained": TRAINED, "keys": KEYS})
+    monkeypatch.setattr(report, "COUNT_COLUMNS", {"trained": TRAINED, "keys": KEYS})
     monkeypatch.setattr(report, "CHECKPOINTS", (3,))
     return data
 
@@ -134,10 +134,10 @@ def test_a_run_that_is_complete_is_only_read(toy: Data, monkeypatch: pytest.Monk
 
 
 def test_a_longer_run_goes_on_from_a_shorter_one(toy: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "COUNTS", {"trained": 0, "keys": 5})
+    monkeypatch.setattr(report, "COUNT_COLUMNS", {"trained": 0, "keys": 5})
     list(report.run(Options(only="keys")))
     few = logged(tmp_path, "keys")
-    monkeypatch.setattr(report, "COUNTS", {"trained": 0, "keys": 9})
+    monkeypatch.setattr(report, "COUNT_COLUMNS", {"trained": 0, "keys": 9})
     longer = list(report.run(Options(only="keys")))
     records, outcomes = logged(tmp_path, "keys")
     assert (records[:6], outcomes[:5]) == few
@@ -171,8 +171,8 @@ def test_keys_and_radii_without_training_are_those_with_it(toy: Data, tmp_path: 
 
 def test_an_edit_that_no_entry_serves_any_more_is_not_retained(toy: Data) -> None:
     model = editable("llama")
-    plan, known = Plan(), Texts(model)
-    led = EditEngine(model, "bench", plan).lead({})
+    plan, known = EditConfig(), Texts(model)
+    led = EditEngine(model, "bench", plan).lead_delta({})
     engine, other = (begun(model, plan, toy.traffic, known, led) for _ in range(2))
     feedback = feedback_of(toy.corrections)[:3]
     for number, one in enumerate(feedback):
@@ -180,17 +180,17 @@ def test_an_edit_that_no_entry_serves_any_more_is_not_retained(toy: Data) -> Non
         edits.made(other, WAYS[1], known, one, number)
     assert served(engine, known, feedback) == [True] * 3
     assert same(engine, other)
-    engine.apply(engine.record("retune", entries=(EntryChange(entry_id="1", radius=0.0, wording=""),)))
+    engine.apply(engine.next_delta("retune", entries=(EntryChange(entry_id="1", radius=0.0, wording=""),)))
     assert served(engine, known, feedback) == [True, False, True]
     assert not same(engine, other)
 
 
 def test_a_prompt_that_the_model_cannot_take_is_rejected_and_costs_nothing(toy: Data) -> None:
     model = editable("llama")
-    led = EditEngine(model, "bench", Plan()).lead({})
+    led = EditEngine(model, "bench", EditConfig()).lead_delta({})
     long = Correction(" ".join(WORDS * 3), WORDS[0], "")
     for way in WAYS:
-        engine = begun(model, Plan(), toy.traffic, Texts(model), led)
+        engine = begun(model, EditConfig(), toy.traffic, Texts(model), led)
         one = edits.made(engine, way, Texts(model), feedback_of([long])[0], 0)
         assert (one.status, one.right, one.record, one.seconds) == ("rejected", False, None, {})
 
@@ -246,10 +246,10 @@ def test_a_line_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 def test_other_settings_or_data_have_another_folder(toy: Data) -> None:
     model = editable("llama")
-    key = stream_key(model, Plan(), toy)
-    assert stream_key(editable("llama"), Plan(), replace(toy, cases=())) == key
+    key = stream_key(model, EditConfig(), toy)
+    assert stream_key(editable("llama"), EditConfig(), replace(toy, cases=())) == key
     fewer = replace(toy, corrections=toy.corrections[1:])
-    others = [(Plan(seed=1), toy), (Plan(), fewer), (Plan(), replace(toy, traffic=toy.traffic[1:]))]
+    others = [(EditConfig(seed=1), toy), (EditConfig(), fewer), (EditConfig(), replace(toy, traffic=toy.traffic[1:]))]
     assert key not in {stream_key(model, plan, data) for plan, data in others}
 
 

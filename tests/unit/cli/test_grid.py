@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from gracestream.workers.cli.grid import grid
+from gracestream.workers.cli.grid import render_table
 
 HEAD = ("seq", "inputs", "entries")
 WORDS = st.text("ab ü漢", min_size=1, max_size=30)
@@ -13,7 +13,7 @@ ROWS = st.lists(st.tuples(st.just(["7"]), st.lists(WORDS, min_size=1, max_size=1
 
 def test_it_shows_head_and_rows() -> None:
     rows = [[["1"], ["who?"], ["a new", "b removed"]], [["12"], [""], []]]
-    assert list(grid(HEAD, rows, 80)) == [
+    assert list(render_table(HEAD, rows, 80)) == [
         "┏━━━━━┳━━━━━━━━┳━━━━━━━━━━━┓",
         "┃ seq ┃ inputs ┃ entries   ┃",
         "┡━━━━━╇━━━━━━━━╇━━━━━━━━━━━┩",
@@ -26,7 +26,7 @@ def test_it_shows_head_and_rows() -> None:
 
 def test_the_widest_column_gives_way_first() -> None:
     rows = [[["1"], ["abcdefghijkl"], ["xy"]]]
-    assert list(grid(("s", "in", "en"), rows, 17))[3:] == [
+    assert list(render_table(("s", "in", "en"), rows, 17))[3:] == [
         "│ 1 │ abcd │ xy │",
         "│   │ efgh │    │",
         "│   │ ijkl │    │",
@@ -36,7 +36,7 @@ def test_the_widest_column_gives_way_first() -> None:
 
 @given(ROWS, st.integers(20, 120))
 def test_every_line_fits_and_every_character_is_there(rows: list[list[list[str]]], width: int) -> None:
-    shown = list(grid(HEAD, rows, width))
+    shown = list(render_table(HEAD, rows, width))
     assert len(set(map(cell_len, shown))) == 1
     assert cell_len(shown[0]) <= width
     cells = [line.strip("│").split("│") for line in shown if line.startswith("│")]

@@ -4,16 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from gracestream.workers.cli.reference import FOLDER, generate, pages
+from gracestream.workers.cli.reference import REFERENCE_FOLDER, render_pages, write_pages
 
-PAGES = pages()
+PAGES = render_pages()
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_committed_page_is_current(name: str) -> None:
-    assert (FOLDER / name).read_text(encoding="utf-8") == PAGES[name], "run `make reference`"
+    assert (REFERENCE_FOLDER / name).read_text(encoding="utf-8") == PAGES[name], "run `make reference`"
 
 
 def test_it_writes_every_page(tmp_path: Path) -> None:
-    generate(tmp_path / "reference")
+    write_pages(tmp_path / "reference")
     assert {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "reference").iterdir()} == PAGES

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from gracestream.pipeline.client import SignedFeedback
 from gracestream.schemas.messages import AppliedEdit, Feedback, Outcome, Outputs, Prediction, Request, encode
-from gracestream.workers.cli.send_and_wait import Sent, _failed, _table, _tell
+from gracestream.workers.cli.send_and_wait import SentMessage, _is_failure, _print_replies, _replies_table
 
 SERVED: dict[str, Any] = {"v": 1, "codebook_seq": 3, "term": 1, "model": "m", "replica": "r", "latency_ms": 1.0}
 
@@ -38,7 +38,7 @@ def told(capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 def test_lines_are_in_the_order_of_what_was_sent(capsys: pytest.CaptureFixture[str]) -> None:
     coming: Any = Coming(*(answer(name) for name in "cabed"))
-    assert _tell(coming, list("abcde"), 1).keys() == set("abcde")
+    assert _print_replies(coming, list("abcde"), 1).keys() == set("abcde")
     assert told(capsys) == list("abcde")
 
 
@@ -52,7 +52,7 @@ def test_a_line_waits_for_those_before_it_alone(capsys: pytest.CaptureFixture[st
                 seen.append(told(capsys))
 
     coming: Any = Watched(answer("b"), answer("a"), answer("c"))
-    _tell(coming, list("abc"), 1)
+    _print_replies(coming, list("abc"), 1)
     assert seen == [[], ["a", "b"], ["c"]]
 
 
@@ -63,24 +63,24 @@ def test_what_came_is_told_though_some_before_it_did_not(
     coming: Any = Coming(answer("d"), answer("b"), *end)
     if end:
         with pytest.raises(KeyboardInterrupt):
-            _tell(coming, list("abcd"), 1)
+            _print_replies(coming, list("abcd"), 1)
     else:
-        _tell(coming, list("abcd"), 1)
+        _print_replies(coming, list("abcd"), 1)
     assert told(capsys) == ["b", "d"]
 
 
 def test_a_line_is_the_whole_reply(capsys: pytest.CaptureFixture[str]) -> None:
     whole = answer("a", edit=AppliedEdit(entry_id="e", distance=0.1, radius=0.5))
     coming: Any = Coming(whole)
-    _tell(coming, ["a"], 1)
+    _print_replies(coming, ["a"], 1)
     assert json.loads(capsys.readouterr().out) == json.loads(encode(whole))
 
 
-def cells(messages: list[Sent], *replies: Prediction | Outcome) -> list[list[str]]:
+def cells(messages: list[SentMessage], *replies: Prediction | Outcome) -> list[list[str]]:
     """The table's rows, its head first."""
     by_id = {reply.request_id if isinstance(reply, Prediction) else reply.feedback_id: reply for reply in replies}
     console = Console(file=io.StringIO(), width=500)
-    console.print(_table(messages, by_id))
+    console.print(_replies_table(messages, by_id))
     shown = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     return [
         [cell.strip() for cell in line.strip("┃│").replace("┃", "│").split("│")]
@@ -93,7 +93,7 @@ def question(name: str, inputs: Any) -> Request:
 
 
 def test_answers_stand_beside_their_inputs() -> None:
-    sent: list[Sent] = [
+    sent: list[SentMessage] = [
         question("a", "who?"),
         question("b", ("[one]", "two\x1b[2J")),
         question("c", "x"),
@@ -108,7 +108,7 @@ def test_answers_stand_beside_their_inputs() -> None:
         ["x", "error: too long", ""],
         ["y", "no reply", ""],
     ]
-    assert [_failed(reply) for reply in (failed, edited)] == [True, False]
+    assert [_is_failure(reply) for reply in (failed, edited)] == [True, False]
 
 
 def test_outcomes_stand_beside_what_was_flagged_or_taken_back() -> None:
@@ -121,11 +121,14 @@ def test_outcomes_stand_beside_what_was_flagged_or_taken_back() -> None:
         ["who?", "me", "f", "added", "4"],
         ["what?", "this", "s", "rejected: it is not signed", ""],
     ]
-    undos: list[Sent] = [Feedback(v=1, feedback_id="u", undo="f"), Feedback(v=1, feedback_id="w", undo_author="ann")]
+    undos: list[SentMessage] = [
+        Feedback(v=1, feedback_id="u", undo="f"),
+        Feedback(v=1, feedback_id="w", undo_author="ann"),
+    ]
     undone = Outcome(v=1, feedback_id="u", status="undone", seq=5)
     assert cells(undos, undone) == [
         ["takes back", "feedback", "outcome", "delta"],
         ["f", "u", "undone", "5"],
         ["all by ann", "w", "no reply", ""],
     ]
-    assert [_failed(reply) for reply in (added, rejected, undone)] == [False, True, False]
+    assert [_is_failure(reply) for reply in (added, rejected, undone)] == [False, True, False]

@@ -5,7 +5,7 @@ import sys
 import pytest
 from rich.table import Column, Table
 
-from gracestream.workers.cli.common import counted, notes, show, tell
+from gracestream.workers.cli.common import pluralize, print_fields, print_table, stderr_console
 
 WIDE = "w" * 300
 
@@ -18,9 +18,9 @@ def test_a_line_is_broken_at_a_terminal_alone(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     table = Table(Column("id", overflow="fold"), "what")
     table.add_row(WIDE, "new")
-    show(table)
+    print_table(table)
     shown = capsys.readouterr().out
-    tell({"id": WIDE}, as_json=False)
+    print_fields({"id": WIDE}, as_json=False)
     told = capsys.readouterr().out
     for printed in (shown, told):
         assert (WIDE in printed) is not terminal
@@ -29,9 +29,9 @@ def test_a_line_is_broken_at_a_terminal_alone(
 
 def test_a_note_is_one_line_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     note = "waiting for Kafka at [::1]:9092 [bold]" + 40 * " and so on"
-    notes.print(note)
+    stderr_console.print(note)
     assert capsys.readouterr().err == note + "\n"
 
 
 def test_one_is_not_many() -> None:
-    assert [counted(number, "entry", "entries") for number in (0, 1, 2)] == ["0 entries", "1 entry", "2 entries"]
+    assert [pluralize(number, "entry", "entries") for number in (0, 1, 2)] == ["0 entries", "1 entry", "2 entries"]

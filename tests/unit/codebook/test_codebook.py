@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.errors import HistoryError
-from gracestream.schemas.deltas import GENESIS, Delta, EntryChange, Tensor, decode_delta
+from gracestream.schemas.deltas import GENESIS_DIGEST, Delta, EntryChange, Tensor, decode_delta
 from tests.support.tiny_models import CODEBOOK, LAYER, MODEL, added, filled, new_codebook, sealed
 
 KEYS = np.arange(12, dtype=np.float32).reshape(4, 3)
@@ -58,7 +58,7 @@ FAULTS: dict[str, Callable[[Codebook], bytes]] = {
     "no record": lambda _: b"",
     "a key of another width": lambda c: sealed(c, altered(NEW, key=raw([1, 2]))),
     "a value of another width": lambda c: sealed(c, altered(NEW, value=raw([1, 2, 3, 4]))),
-    "a key of two dimensions": lambda c: sealed(c, altered(NEW, key=Tensor.of(np.ones((1, 3))))),
+    "a key of two dimensions": lambda c: sealed(c, altered(NEW, key=Tensor.from_array(np.ones((1, 3))))),
     "a key of no numbers": lambda c: sealed(c, altered(NEW, key=raw([]))),
     "fewer bytes than the shape says": lambda c: sealed(
         c, altered(NEW, key=Tensor(dtype="float32", shape=(3,), data=bytes(8)))
@@ -261,7 +261,7 @@ def test_an_entry_copied_out_stays_as_it_was() -> None:
 
 def test_an_empty_codebook_begins_the_chain_at_genesis() -> None:
     codebook = Codebook(CODEBOOK, MODEL, LAYER)
-    assert (codebook.seq, codebook.term, codebook.digest, len(codebook)) == (0, 0, GENESIS, 0)
+    assert (codebook.seq, codebook.term, codebook.digest, len(codebook)) == (0, 0, GENESIS_DIGEST, 0)
     record = sealed(codebook, op="lead")
     codebook.apply(record)
     assert codebook.digest == decode_delta(record).digest
@@ -334,14 +334,14 @@ def test_the_facts_are_of_now_whatever_was_told_before() -> None:
     codebook = filled(KEYS)
     changes: list[Callable[[], object]] = [
         lambda: codebook.apply(sealed(codebook, NEW)),
-        lambda: codebook.take_over(filled(KEYS + 1)),
+        lambda: codebook.replace_with(filled(KEYS + 1)),
     ]
     for change in changes:
-        told = codebook.facts()
-        assert told == codebook.facts()
+        told = codebook.describe()
+        assert told == codebook.describe()
         assert told["state_digest"] == codebook.state_digest()
         change()
-        assert codebook.facts()["state_digest"] == codebook.state_digest() != told["state_digest"]
+        assert codebook.describe()["state_digest"] == codebook.state_digest() != told["state_digest"]
 
 
 def test_a_copy_is_equal_and_goes_its_own_way() -> None:
@@ -364,7 +364,7 @@ def test_facts_come_without_a_state_that_changes_too_fast(monkeypatch: pytest.Mo
         return digest()
 
     monkeypatch.setattr(codebook, "state_digest", slowly)
-    told = codebook.facts()
+    told = codebook.describe()
     assert (told["state_digest"], told["seq"], told["digest"]) == (None, codebook.seq, codebook.digest.hex())
     monkeypatch.undo()
-    assert codebook.facts()["state_digest"] == codebook.state_digest()
+    assert codebook.describe()["state_digest"] == codebook.state_digest()

@@ -13,7 +13,7 @@ from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.codebook.key_index import KeyIndex
 from gracestream.pipeline.search.distance import exact_distances
 from gracestream.pipeline.search.key_search import NO_SLOT, TorchSearch
-from gracestream.pipeline.search.prefilter import Sieve
+from gracestream.pipeline.search.prefilter import Prefilter
 from gracestream.schemas.deltas import EntryChange
 from tests.support.tiny_models import added, changed, filled, index_of, new_codebook, sealed
 
@@ -34,12 +34,12 @@ def oracle(queries_BD: np.ndarray, codebook: Codebook) -> tuple[list[int], list[
 
 def agrees(index: KeyIndex, queries_BD: np.ndarray, codebook: Codebook) -> list[int]:
     """What covers each query: as the index finds it, and as a GPU's search of all keys does."""
-    found = index.covering(torch.from_numpy(queries_BD))
-    scanned = KeyIndex(codebook, torch.device("cpu"), TorchSearch).covering(torch.from_numpy(queries_BD))
+    found = index.nearest_within_radius(torch.from_numpy(queries_BD))
+    scanned = KeyIndex(codebook, torch.device("cpu"), TorchSearch).nearest_within_radius(torch.from_numpy(queries_BD))
     assert (scanned.slots_B.tolist(), scanned.distances_B.tolist()) == oracle(queries_BD, codebook)
     assert (found.slots_B.tolist(), found.distances_B.tolist()) == oracle(queries_BD, codebook)
     for row, query_D in enumerate(queries_BD):
-        alone = index.covering(torch.from_numpy(query_D)[None])
+        alone = index.nearest_within_radius(torch.from_numpy(query_D)[None])
         assert alone.slots_B.tolist() == [found.slots_B[row]]
     return found.slots_B.tolist()
 
@@ -80,15 +80,15 @@ def test_the_nearest_of_those_that_hold_a_query_are_brute_forces(
         expected = sorted(held)[:count]
         for index in (*indices, index_of(turned)):
             entry_ids = index._codebook.entry_ids
-            found = index.holding(torch.from_numpy(query_D), count)
+            found = index.entries_containing(torch.from_numpy(query_D), count)
             assert [(distance, entry_ids[slot]) for slot, distance in found] == expected
 
 
 def test_no_entry_holds_a_query_in_an_empty_codebook_or_one_that_is_not_finite() -> None:
-    assert index_of(new_codebook()).holding(torch.zeros(3), 4) == []
+    assert index_of(new_codebook()).entries_containing(torch.zeros(3), 4) == []
     full = index_of(filled(np.zeros((3, 3), np.float32)))
-    assert full.holding(torch.tensor([0.0, math.nan, 0.0]), 4) == []
-    assert len(full.holding(torch.zeros(3), 4)) == 3
+    assert full.entries_containing(torch.tensor([0.0, math.nan, 0.0]), 4) == []
+    assert len(full.entries_containing(torch.zeros(3), 4)) == 3
 
 
 @MANY
@@ -118,7 +118,7 @@ def test_a_query_that_is_not_finite_is_in_no_ball_and_leaves_the_others_theirs(o
     queries_BD[1, 2] = odd
     for count in (1, 5, 50):
         index = index_of(filled(np.ones((count, 4)), np.full(count, 3.0)))
-        assert index.covering(torch.from_numpy(queries_BD)).slots_B.tolist() == [0, NO_SLOT, 0]
+        assert index.nearest_within_radius(torch.from_numpy(queries_BD)).slots_B.tolist() == [0, NO_SLOT, 0]
 
 
 @pytest.mark.parametrize(("key", "query"), [(1e19, 2e19), (2e19, 1e19)])
@@ -130,8 +130,8 @@ def test_a_ball_holds_a_query_where_one_norm_overflows_when_it_is_squared(key: f
 
 
 def test_no_keys_cover_nothing_and_no_queries_have_no_answers() -> None:
-    assert index_of(new_codebook()).covering(torch.zeros(2, 8)).slots_B.tolist() == [NO_SLOT] * 2
-    assert len(index_of(filled(np.ones((2, 3)))).covering(torch.empty(0, 3)).slots_B) == 0
+    assert index_of(new_codebook()).nearest_within_radius(torch.zeros(2, 8)).slots_B.tolist() == [NO_SLOT] * 2
+    assert len(index_of(filled(np.ones((2, 3)))).nearest_within_radius(torch.empty(0, 3)).slots_B) == 0
 
 
 @settings(deadline=None, max_examples=25)
@@ -168,15 +168,15 @@ def test_a_query_in_no_ball_is_told_so_without_a_look_at_any_key(monkeypatch: py
         "gracestream.pipeline.codebook.key_index.exact_distances", lambda *_: pytest.fail("a key was looked at")
     )
     queries_BD = torch.from_numpy(generator.standard_normal((40, 64)).astype(np.float32))
-    assert set(index.covering(queries_BD).slots_B.tolist()) == {NO_SLOT}
+    assert set(index.nearest_within_radius(queries_BD).slots_B.tolist()) == {NO_SLOT}
 
 
 def test_of_the_keys_near_a_ball_few_are_looked_at() -> None:
     generator = np.random.default_rng(5)
     keys_ND = generator.standard_normal((5000, 64)).astype(np.float32)
     radii_N = np.full(5000, np.float32(4.0))
-    sieve = Sieve(lambda: (keys_ND, radii_N))
-    left = sieve.covering(keys_ND[:20] + np.float32(0.01))
+    sieve = Prefilter(lambda: (keys_ND, radii_N))
+    left = sieve.candidates_containing(keys_ND[:20] + np.float32(0.01))
     assert all(row in slots for row, slots in enumerate(left))
     assert max(len(slots) for slots in left) < 100
 
@@ -187,5 +187,5 @@ def test_of_equal_distances_the_first_id_wins_whatever_its_slot() -> None:
     names = ["far", "b", "a", *(f"x{row}" for row in range(37))]
     places = [keys_ND[0] + 50, keys_ND[1], keys_ND[1], *(keys_ND[3:] + 50)]
     codebook.apply(sealed(codebook, *(added(name, key_D, 1.0) for name, key_D in zip(names, places, strict=True))))
-    found = index_of(codebook).covering(torch.from_numpy(keys_ND[1:2]))
+    found = index_of(codebook).nearest_within_radius(torch.from_numpy(keys_ND[1:2]))
     assert found.slots_B.tolist() == [2]

@@ -14,15 +14,15 @@ from tests.support.tiny_models import added, new_codebook, sealed
 
 def test_a_delta_that_a_follower_has_read_is_decoded_and_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     codebook, checked = new_codebook("model", "layer"), list[EntryChange]()
-    record = DecodedDelta.of(sealed(codebook, added("a", [1.0], 1.0)))
+    record = DecodedDelta.from_record(sealed(codebook, added("a", [1.0], 1.0)))
     monkeypatch.setattr(msgspec.msgpack, "decode", lambda *_, **__: pytest.fail("it was decoded again"))
-    check_one = Codebook._checked
+    check_one = Codebook._check_entry
 
     def counting(self: Codebook, change: EntryChange) -> Any:
         checked.append(change)
         return check_one(self, change)
 
-    monkeypatch.setattr(Codebook, "_checked", counting)
+    monkeypatch.setattr(Codebook, "_check_entry", counting)
     for _ in range(3):
         assert codebook.check(record) is record.delta
     applied = codebook.apply(record)
@@ -42,9 +42,9 @@ def test_a_check_counts_for_the_codebook_as_it_was_then() -> None:
 
 def test_a_record_that_cannot_be_read_is_no_decoded_delta() -> None:
     with pytest.raises(InvalidMessage, match="the record has no value"):
-        DecodedDelta.of(None)
+        DecodedDelta.from_record(None)
     with pytest.raises(InvalidMessage, match="not a valid delta"):
-        DecodedDelta.of(b"none")
+        DecodedDelta.from_record(b"none")
     record = sealed(new_codebook("model", "layer"), op="lead")
-    assert DecodedDelta.of(record) == record
-    assert decode_delta(DecodedDelta.of(record)) == decode_delta(record)
+    assert DecodedDelta.from_record(record) == record
+    assert decode_delta(DecodedDelta.from_record(record)) == decode_delta(record)

@@ -28,18 +28,20 @@ class Log:
         self.write(added(name, key, radius, (label,)), cause=Cause(feedback_id=name, offset=7, entry_id=name))
 
     def expand(self, name: str, entry: str, *query: float, supersedes: tuple[str, ...] = ()) -> None:
-        cause = Cause(feedback_id=name, offset=8, entry_id=entry, query=Tensor.of(point(*query)), supersedes=supersedes)
+        cause = Cause(
+            feedback_id=name, offset=8, entry_id=entry, query=Tensor.from_array(point(*query)), supersedes=supersedes
+        )
         self.write(EntryChange(entry_id=entry, radius=2.0), cause=cause)
 
     def displaced(self, *key: float, **fields: object) -> list[str]:
         usual: dict[str, object] = {"keys": {"new": point(*key)} if key else {}, "shrunk": {}, "relabelled": ()}
-        return self.memory.displaced(**{"noise": NOISE, "ignore": (), **usual, **fields})  # type: ignore[arg-type]
+        return self.memory.edits_needing_entry(**{"tolerance": NOISE, "ignore": (), **usual, **fields})  # type: ignore[arg-type]
 
 
 def fold(record: bytes, codebook: Codebook, memory: EditMemory) -> None:
     applied = codebook.apply(record)
     assert applied is not None
-    memory.fold(applied.delta, codebook)
+    memory.apply_delta(applied.delta, codebook)
 
 
 @pytest.fixture
@@ -53,7 +55,7 @@ def log() -> Log:
 
 def test_an_edit_is_remembered_with_its_query_entry_distance_and_offset(log: Log) -> None:
     assert log.memory.feedback_ids == ["a", "b"]
-    assert (log.memory.serving_entry("a"), log.memory.serving_entry("b")) == ("a", "a")
+    assert (log.memory.serving_entry_id("a"), log.memory.serving_entry_id("b")) == ("a", "a")
     assert log.memory.query("b").tolist() == [1, 0]
     assert log.memory.distances_E.tolist() == [0, 1]
     assert log.memory.offsets == {"a": 7, "b": 8}
@@ -78,13 +80,13 @@ def test_a_superseded_edit_is_dropped_but_its_id_stays_used(log: Log) -> None:
 
 def test_an_entry_of_its_own_serves_the_edit_of_its_name_from_then_on(log: Log) -> None:
     log.write(added("b", [1, 0], 0.5))
-    assert log.memory.serving_entry("b") == "b"
+    assert log.memory.serving_entry_id("b") == "b"
     assert log.memory.distances_E.tolist() == [0, 0]
 
 
 def test_edits_of_the_same_input_lie_within_noise(log: Log) -> None:
-    assert log.memory.same_input(point(1, NOISE / 2), NOISE) == ["b"]
-    assert log.memory.same_input(point(1, 2 * NOISE), NOISE) == []
+    assert log.memory.edits_of_input(point(1, NOISE / 2), NOISE) == ["b"]
+    assert log.memory.edits_of_input(point(1, 2 * NOISE), NOISE) == []
 
 
 def test_folding_the_log_anew_gives_the_same_memory(log: Log) -> None:
@@ -145,8 +147,8 @@ def test_a_displaced_edits_own_key_can_displace_the_next(log: Log) -> None:
 
 def test_an_empty_memory_has_nothing_to_lose() -> None:
     memory = EditMemory()
-    assert memory.same_input(point(0, 0), NOISE) == []
-    assert memory.displaced({"new": point(0, 0)}, {}, (), NOISE, ()) == []
+    assert memory.edits_of_input(point(0, 0), NOISE) == []
+    assert memory.edits_needing_entry({"new": point(0, 0)}, {}, (), NOISE, ()) == []
 
 
 def test_the_memory_holds_more_edits_than_its_first_room() -> None:
@@ -162,7 +164,7 @@ def test_the_memory_holds_more_edits_than_its_first_room() -> None:
     [
         Cause(feedback_id="c", offset=9, entry_id="nobody"),
         Cause(feedback_id="c", offset=9, entry_id="a", supersedes=("nobody",)),
-        Cause(feedback_id="c", offset=9, entry_id="a", query=Tensor.of(point(1, 2, 3))),
+        Cause(feedback_id="c", offset=9, entry_id="a", query=Tensor.from_array(point(1, 2, 3))),
         Cause(feedback_id="c", offset=9, query=Tensor(dtype="float32", shape=(2,), data=b"?")),
     ],
 )

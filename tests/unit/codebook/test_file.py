@@ -14,7 +14,7 @@ from safetensors.numpy import save as save_tensors
 
 from gracestream.pipeline.codebook import file as codebook_file
 from gracestream.pipeline.codebook.codebook import Codebook
-from gracestream.pipeline.codebook.file import FileError, load_codebook, parse, save
+from gracestream.pipeline.codebook.file import CodebookFileError, load_codebook, parse_codebook, save_codebook
 from gracestream.pipeline.errors import HistoryError
 from gracestream.schemas.deltas import EntryChange, Tensor
 from tests.support.tiny_models import CODEBOOK, LAYER, MODEL, added, filled, new_codebook, sealed
@@ -46,7 +46,7 @@ def record(codebook: Codebook, chosen: tuple[str, str, list[float], float, tuple
     if op == "expand" and known:
         return sealed(codebook, EntryChange(entry_id=name, radius=radius), op="expand")
     if op == "replace" and known:
-        change = EntryChange(entry_id=name, value=Tensor.of(np.array(key_D)), label=tokens)
+        change = EntryChange(entry_id=name, value=Tensor.from_array(np.array(key_D)), label=tokens)
         return sealed(codebook, change, op="replace")
     if op == "split" and codebook.entry_ids:
         shrunk = EntryChange(entry_id=codebook.entry_ids[0], radius=radius / 2)
@@ -70,7 +70,7 @@ def test_a_file_at_any_cut_and_the_tail_give_the_whole_fold(
     for delta in records[:cut]:
         before.apply(delta)
     path = tmp_path_factory.mktemp("cut") / "codebook"
-    save(before, path)
+    save_codebook(before, path)
     resumed = load_codebook(path)
     assert same(resumed, before)
     for delta in records[cut:]:
@@ -81,7 +81,7 @@ def test_a_file_at_any_cut_and_the_tail_give_the_whole_fold(
 def test_one_whose_entries_are_all_gone_still_knows_their_width(tmp_path: Path) -> None:
     codebook = filled(KEYS)
     codebook.apply(sealed(codebook, *(EntryChange(entry_id=f"e{row}", removed=True) for row in range(4)), op="undo"))
-    save(codebook, tmp_path / "codebook")
+    save_codebook(codebook, tmp_path / "codebook")
     for one in (codebook, load_codebook(tmp_path / "codebook")):
         with pytest.raises(HistoryError, match=r"a key of shape \(2,\), not \(3,\)"):
             one.apply(sealed(one, added("new", [1, 2], 1.0)))
@@ -89,14 +89,14 @@ def test_one_whose_entries_are_all_gone_still_knows_their_width(tmp_path: Path) 
 
 
 def test_any_bit_that_is_another_is_refused(tmp_path: Path) -> None:
-    save(filled(KEYS), tmp_path / "codebook")
+    save_codebook(filled(KEYS), tmp_path / "codebook")
     whole = (tmp_path / "codebook").read_bytes()
     for place in range(len(whole)):
         for bit in range(8):
             flipped = bytearray(whole)
             flipped[place] ^= 1 << bit
-            with pytest.raises(FileError):
-                parse(bytes(flipped))
+            with pytest.raises(CodebookFileError):
+                parse_codebook(bytes(flipped))
 
 
 NUMBERS: dict[str, Any] = {
@@ -122,41 +122,41 @@ NUMBERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("fault", NUMBERS)
 def test_content_that_does_not_fit_is_refused_even_under_a_digest_of_its_own(tmp_path: Path, fault: str) -> None:
-    save(filled(KEYS), tmp_path / "codebook")
+    save_codebook(filled(KEYS), tmp_path / "codebook")
     tensors = load_tensors((tmp_path / "codebook").read_bytes())
-    assert same(parse(resealed(tensors)), filled(KEYS))
+    assert same(parse_codebook(resealed(tensors)), filled(KEYS))
     name, change = NUMBERS[fault]
-    with pytest.raises(FileError):
-        parse(resealed({**tensors, name: np.ascontiguousarray(change(tensors[name]))}))
+    with pytest.raises(CodebookFileError):
+        parse_codebook(resealed({**tensors, name: np.ascontiguousarray(change(tensors[name]))}))
 
 
 def test_a_tensor_that_is_missing_or_one_too_many_is_refused(tmp_path: Path) -> None:
-    save(filled(KEYS), tmp_path / "codebook")
+    save_codebook(filled(KEYS), tmp_path / "codebook")
     tensors = load_tensors((tmp_path / "codebook").read_bytes())
     for name in tensors:
-        with pytest.raises(FileError, match="not the layout of a codebook"):
-            parse(save_tensors({other: array for other, array in tensors.items() if other != name}))
-    with pytest.raises(FileError, match="not the layout of a codebook"):
-        parse(save_tensors({**tensors, "more": np.zeros(1)}))
+        with pytest.raises(CodebookFileError, match="not the layout of a codebook"):
+            parse_codebook(save_tensors({other: array for other, array in tensors.items() if other != name}))
+    with pytest.raises(CodebookFileError, match="not the layout of a codebook"):
+        parse_codebook(save_tensors({**tensors, "more": np.zeros(1)}))
 
 
 def test_others_may_read_it_as_far_as_the_umask_lets_them(tmp_path: Path) -> None:
     for umask, rights in ((0o022, 0o644), (0o077, 0o600)):
         before = os.umask(umask)
         try:
-            save(new_codebook(), tmp_path / f"{umask}")
+            save_codebook(new_codebook(), tmp_path / f"{umask}")
         finally:
             os.umask(before)
         assert stat.S_IMODE((tmp_path / f"{umask}").stat().st_mode) == rights
 
 
 def test_a_place_that_cannot_be_written_is_one_sentence_and_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(FileError, match="the codebook cannot be written to"):
-        save(Codebook(CODEBOOK, MODEL, LAYER), tmp_path / "nowhere" / "codebook")
+    with pytest.raises(CodebookFileError, match="the codebook cannot be written to"):
+        save_codebook(Codebook(CODEBOOK, MODEL, LAYER), tmp_path / "nowhere" / "codebook")
     assert list(tmp_path.iterdir()) == []
 
 
 def resealed(tensors: dict[str, np.ndarray]) -> bytes:
     """The file of these tensors, as someone who knows the format would write it."""
-    digest = np.frombuffer(codebook_file._digest(tensors), np.uint8)
+    digest = np.frombuffer(codebook_file._content_digest(tensors), np.uint8)
     return bytes(save_tensors({**tensors, "sha256": digest}))

@@ -11,7 +11,7 @@ import pytest
 
 from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.errors import HistoryError
-from gracestream.schemas.deltas import DIGEST_BYTES, EntryChange, chain
+from gracestream.schemas.deltas import DIGEST_BYTES, EntryChange, chain_digest
 from tests.support.hostile import mutated_bytes
 from tests.support.tiny_models import CODEBOOK, LAYER, MODEL, added, retuned, sealed
 
@@ -102,7 +102,7 @@ def test_a_mutant_that_continues_the_chain_is_applied_whole_or_not_at_all() -> N
         book = folded(place)
         before = book.state_digest()
         blank = with_odd_part(made, RECORDS[place])
-        forged = blank[:-DIGEST_BYTES] + chain(book.digest, blank)
+        forged = blank[:-DIGEST_BYTES] + chain_digest(book.digest, blank)
         try:
             applied = book.apply(forged)
         except HistoryError:

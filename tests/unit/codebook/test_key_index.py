@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from gracestream.pipeline.codebook.key_index import CANDIDATES, KeyIndex, Nearest
+from gracestream.pipeline.codebook.key_index import INITIAL_CANDIDATES, KeyIndex, NearestKeys
 from gracestream.pipeline.search.distance import exact_distances
-from gracestream.pipeline.search.key_search import NO_SLOT, Candidates, TorchSearch
-from gracestream.pipeline.search.quantized_bounds import Products
+from gracestream.pipeline.search.key_search import NO_SLOT, KeySearchResult, TorchSearch
+from gracestream.pipeline.search.quantized_bounds import InnerProducts
 from gracestream.schemas.deltas import EntryChange
 from tests.support.tiny_models import added, changed, filled, index_of, new_codebook
 
@@ -32,10 +32,10 @@ def oracle(queries_BD: np.ndarray, keys_ND: np.ndarray) -> tuple[np.ndarray, np.
     return slots_B, distances_BN[np.arange(len(queries_BD)), slots_B]
 
 
-def both_ways(index: KeyIndex, queries_BD: torch.Tensor) -> Nearest:
+def both_ways(index: KeyIndex, queries_BD: torch.Tensor) -> NearestKeys:
     """The nearest keys, by the sieve and by a look at all of them, with FAISS and without: they must say the same."""
     found, without_faiss = index.nearest(queries_BD), KeyIndex(index._codebook, torch.device("cpu"), TorchSearch)
-    for scanned in (index._scan(queries_BD), without_faiss.nearest(queries_BD)):
+    for scanned in (index._scan_all(queries_BD), without_faiss.nearest(queries_BD)):
         assert found.slots_B.tolist() == scanned.slots_B.tolist()
         assert found.distances_B.tolist() == scanned.distances_B.tolist()
     return found
@@ -115,7 +115,7 @@ def test_clusters_that_a_float32_matrix_product_misranks_are_ranked_right(
     queries_BD = (center_D + 0.02 * generator.standard_normal((300, 576))).astype(np.float32)
     slots_B, _ = oracle(queries_BD, keys_ND)
     if norm >= 1e3 and knn is product:
-        assert (knn(queries_BD, keys_ND, CANDIDATES)[1][:, 0] != slots_B).mean() > 0.5
+        assert (knn(queries_BD, keys_ND, INITIAL_CANDIDATES)[1][:, 0] != slots_B).mean() > 0.5
     monkeypatch.setattr("faiss.knn", knn)
     agrees(index_of(filled(keys_ND)), queries_BD, keys_ND)
 
@@ -128,7 +128,7 @@ def test_a_key_is_at_distance_zero_from_itself(key_D: np.ndarray) -> None:
     assert (found.slots_B.tolist(), found.distances_B.tolist()) == ([0], [0.0])
 
 
-@pytest.mark.parametrize("copies", [2, CANDIDATES, CANDIDATES + 1, 100])
+@pytest.mark.parametrize("copies", [2, INITIAL_CANDIDATES, INITIAL_CANDIDATES + 1, 100])
 @pytest.mark.parametrize("knn", [faiss.knn, product], ids=["faiss", "product"])
 def test_of_equal_distances_the_first_id_wins(copies: int, knn: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever its slot, which depends on entries that are there no more."""
@@ -252,13 +252,13 @@ def test_one_key_of_a_huge_norm_does_not_make_every_search_a_full_scan(monkeypat
     monkeypatch.setattr("gracestream.pipeline.search.key_search.exact_distances", counting)
     found = both_ways(index, torch.from_numpy(keys_ND[20:30]))
     assert found.slots_B.tolist() == list(range(20, 30))
-    assert max(looked_at) <= CANDIDATES * 8
+    assert max(looked_at) <= INITIAL_CANDIDATES * 8
 
 
 def test_of_keys_that_are_all_compared_few_are_copied_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where all lie within rounding of each other, and no search by products tells them apart."""
     index = index_of(filled(np.full((50, 4), 1e4)))
-    monkeypatch.setattr("gracestream.pipeline.codebook.key_index.ROWS", 10)
+    monkeypatch.setattr("gracestream.pipeline.codebook.key_index.HOST_CHUNK_PAIRS", 10)
     copies: list[weakref.ref[torch.Tensor]] = []
 
     def watched(queries_BD: torch.Tensor, keys_BKD: torch.Tensor) -> torch.Tensor:
@@ -268,26 +268,26 @@ def test_of_keys_that_are_all_compared_few_are_copied_at_a_time(monkeypatch: pyt
         return exact_distances(queries_BD, keys_BKD)
 
     monkeypatch.setattr("gracestream.pipeline.codebook.key_index.exact_distances", watched)
-    index._nearest_of(torch.full((1, 4), 1e4), {0: np.arange(50)})
+    index._nearest_among(torch.full((1, 4), 1e4), {0: np.arange(50)})
     assert len(copies) == 5
 
 
 class Away(TorchSearch):
     """Keeps keys of its own, as on a device with a memory of its own; here the device is the host."""
 
-    def __init__(self, device: torch.device, held: Callable[[], np.ndarray]) -> None:
-        super().__init__(device, held)
-        self._copies = True
+    def __init__(self, device: torch.device, get_keys: Callable[[], np.ndarray]) -> None:
+        super().__init__(device, get_keys)
+        self._has_key_copy = True
         self.fills = 0
 
-    def _fill(self, keys_ND: np.ndarray) -> None:
+    def _reload(self, keys_ND: np.ndarray) -> None:
         self.fills += 1
-        super()._fill(keys_ND)
+        super()._reload(keys_ND)
 
 
 def test_keys_on_a_device_follow_by_the_slots_that_a_delta_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     """They outgrow their room there several times, and are else moved one by one."""
-    monkeypatch.setattr("gracestream.pipeline.search.key_search.ROOM", 8)
+    monkeypatch.setattr("gracestream.pipeline.search.key_search.INITIAL_KEY_CAPACITY", 8)
     generator = np.random.default_rng(6)
     codebook = new_codebook()
     index = KeyIndex(codebook, torch.device("cpu"), Away)
@@ -323,22 +323,22 @@ def test_keys_far_from_the_origin_need_few_candidates(norm: float, monkeypatch: 
     asked: list[tuple[int, int]] = []
     search = index._search.search
 
-    def counting(queries_BD: torch.Tensor, count: int) -> Candidates:
+    def counting(queries_BD: torch.Tensor, count: int) -> KeySearchResult:
         asked.append((len(queries_BD), count))
         return search(queries_BD, count)
 
     monkeypatch.setattr(index._search, "search", counting)
     agrees(index, queries_BD, keys_ND)
-    assert asked[0] == (40, CANDIDATES)
-    assert sum(rows for rows, count in asked if count > CANDIDATES) <= 4
+    assert asked[0] == (40, INITIAL_CANDIDATES)
+    assert sum(rows for rows, count in asked if count > INITIAL_CANDIDATES) <= 4
 
 
 @pytest.mark.parametrize("count", [5, 100, 700])
 def test_products_in_parts_find_the_same(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys and queries by the few: each part proposes candidates, of which the best count."""
-    monkeypatch.setattr("gracestream.pipeline.search.key_search.FEWEST_KEYS", 16)
-    monkeypatch.setattr("gracestream.pipeline.search.key_search.PRODUCTS", 1)
-    monkeypatch.setattr("gracestream.pipeline.search.key_search.CELLS", 8)
+    monkeypatch.setattr("gracestream.pipeline.search.key_search.MIN_PRODUCT_KEYS", 16)
+    monkeypatch.setattr("gracestream.pipeline.search.key_search.MAX_PRODUCT_ELEMENTS", 1)
+    monkeypatch.setattr("gracestream.pipeline.search.key_search.CANDIDATE_CHUNK_ELEMENTS", 8)
     generator = np.random.default_rng(10)
     keys_ND = generator.standard_normal((count, 12)).astype(np.float32)
     keys_ND[count // 2 :] = keys_ND[: count - count // 2]  # each twice, and so never proven by distance alone
@@ -353,15 +353,15 @@ def test_keys_that_no_codes_tell_apart_are_looked_at_once_for_one_query(monkeypa
     index = index_of(codebook)
     looks: list[int] = []
 
-    class Counted(Products):
+    class Counted(InnerProducts):
         def __init__(self, keys_ND: np.ndarray, center_D: np.ndarray, queries_BD: np.ndarray) -> None:
             looks.append(len(queries_BD))
             super().__init__(keys_ND, center_D, queries_BD)
 
-    monkeypatch.setattr("gracestream.pipeline.search.prefilter.Products", Counted)
+    monkeypatch.setattr("gracestream.pipeline.search.prefilter.InnerProducts", Counted)
     query_1D = torch.from_numpy(np.random.default_rng(8).standard_normal((1, 400), np.float32))
     for _ in range(2):
-        index.covering(query_1D)
+        index.nearest_within_radius(query_1D)
         assert looks == [1]
         slots_B, distances_B = oracle(query_1D.numpy(), codebook.keys_ND)
         found = index.nearest(query_1D)

@@ -4,13 +4,13 @@ import json
 from collections import Counter
 
 from gracestream.deploy.checkpoints.classifiers import INTENTS
-from gracestream.deploy.demo import FOLDER
+from gracestream.deploy.demo import DEMO_FOLDER
 
 Row = dict[str, str]
 
 
 def rows(name: str) -> list[Row]:
-    return [json.loads(line) for line in (FOLDER / name).read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in (DEMO_FOLDER / name).read_text(encoding="utf-8").splitlines()]
 
 
 def texts(data: list[Row], *fields: str) -> list[str]:

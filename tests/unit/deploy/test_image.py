@@ -7,7 +7,7 @@ from fnmatch import fnmatch
 
 import pytest
 
-from gracestream.pipeline.model.registry import MINILM
+from gracestream.pipeline.model.registry import MINILM_PACKAGES
 from tests.support.deployment_files import (
     DEPLOY,
     PROJECT,
@@ -42,7 +42,7 @@ class TestImage:
 
     def test_the_encoder_of_queries_is_in_it(self) -> None:
         assert "deploy/requirements/encoder.txt" in copied("cpu")
-        (module,) = MINILM
+        (module,) = MINILM_PACKAGES
         pinned = (DEPLOY / "requirements" / "encoder.txt").read_text()
         assert re.findall(r"^(\S+)==", pinned, re.MULTILINE) == [module.replace("_", "-")]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gracestream.pipeline.settings import SECRET, Settings, load_settings
+from gracestream.pipeline.settings import SECRET_FIELDS, Settings, load_settings
 from tests.support.deployment_files import (
     ACLS,
     COMPOSE,
@@ -68,7 +68,7 @@ class TestSettings:
         assert environment["HF_HOME"].startswith(str(settings.cache))
 
     def test_no_file_holds_a_password(self) -> None:
-        secret = {f"GRACESTREAM_{field.upper()}" for field in SECRET - {"redis"}}
+        secret = {f"GRACESTREAM_{field.upper()}" for field in SECRET_FIELDS - {"redis"}}
         assert secret <= KNOWN_SETTINGS
         for environment in [*map(in_compose, ("topics", "editor", "inference")), *map(in_kubernetes, containers())]:
             assert not secret & environment.keys()

@@ -8,8 +8,8 @@ import pytest
 from gracestream.pipeline.codebook.codebook import Label
 from gracestream.pipeline.codebook.lookup import CodebookLookup
 from gracestream.pipeline.editing.engine import EditEngine
-from gracestream.pipeline.model.editable import EditableModel, Served
-from gracestream.pipeline.model.tasks.base import Answer
+from gracestream.pipeline.model.editable import EditableModel, ServedAnswer
+from gracestream.pipeline.model.tasks.base import ModelAnswer
 from gracestream.schemas.messages import Outputs, Parameters
 from tests.support.tiny_models import KINDS, added, correct, editable, index_of, new_codebook, sealed, texts
 
@@ -18,19 +18,19 @@ RIGHT, WRONG, OTHER = texts(3, seed=5)
 TARGET = "train"
 
 
-def ask(engine: EditEngine, *inputs: str, checked: bool = True, **fields: Any) -> list[Served]:
+def ask(engine: EditEngine, *inputs: str, checked: bool = True, **fields: Any) -> list[ServedAnswer]:
     model = engine.model
     prompts = [model.task.tokenize(text) for text in inputs]
     parameters = [Parameters(**fields)] * len(prompts)
-    return model.answer(prompts, parameters, engine.lookup, checked=checked)
+    return model.answer(prompts, parameters, engine.lookup, check_answers=checked)
 
 
-def said(row: Served) -> tuple[object, object]:
+def said(row: ServedAnswer) -> tuple[object, object]:
     """Text or label; probabilities differ by rounding between batches."""
     return row.answer.outputs.text, row.answer.outputs.label
 
 
-def loud(model: EditableModel, before: Served) -> tuple[np.ndarray, np.ndarray, Served]:
+def loud(model: EditableModel, before: ServedAnswer) -> tuple[np.ndarray, np.ndarray, ServedAnswer]:
     """The query of a prompt, a random value that changes its answer, and what is served with it."""
     prompt = model.task.tokenize(WRONG)
     (query_D,) = model.queries([prompt]).cpu().numpy()
@@ -44,20 +44,20 @@ def loud(model: EditableModel, before: Served) -> tuple[np.ndarray, np.ndarray, 
     raise AssertionError("no random value changes the answer")
 
 
-def edited(kind: str) -> tuple[EditEngine, list[Served]]:
+def edited(kind: str) -> tuple[EditEngine, list[ServedAnswer]]:
     """Two entries: `right` gives its target and `wrong` another answer; and the unedited answers to all prompts."""
     model = editable(kind)
     engine = EditEngine(model, "default")
-    engine.apply(engine.lead({}))
+    engine.apply(engine.lead_delta({}))
     before = ask(engine, RIGHT, WRONG, OTHER)
     query_D, value_V, after = loud(model, before[1])
     label: Label
     if kind == "bert":
         names = list(model.module.config.id2label.values())
         target = next(name for name in names if name != before[0].answer.outputs.label)
-        label = model.task.label(WRONG, next(name for name in names if name != after.answer.outputs.label))
+        label = model.task.encode_target(WRONG, next(name for name in names if name != after.answer.outputs.label))
     else:
-        target, label = TARGET, model.task.label(WRONG, TARGET)
+        target, label = TARGET, model.task.encode_target(WRONG, TARGET)
     outcome, _ = correct(engine, "right", RIGHT, target)
     assert outcome.status == "added", outcome
     engine.apply(sealed(engine.codebook, added("wrong", query_D, 0.01, label, value_V)))
@@ -70,18 +70,18 @@ def test_a_served_prompt_gets_the_target_or_the_unedited_answer(kind: str) -> No
     right, wrong, other = ask(engine, RIGHT, WRONG, OTHER)
     assert right.hit is not None
     assert right.hit.entry_id == "right"
-    assert right.missed is None
+    assert right.near_miss is None
     assert said(right) != said(before[0])
     assert wrong.hit is None
-    assert wrong.missed is not None
-    assert wrong.missed.entry_id == "wrong"
+    assert wrong.near_miss is not None
+    assert wrong.near_miss.entry_id == "wrong"
     assert said(wrong) == said(before[1])
     assert other.hit is None
-    assert other.missed is None
+    assert other.near_miss is None
     assert said(other) == said(before[2])
     (alone,) = ask(engine, WRONG)
     assert said(alone) == said(wrong), "its answer depends on no neighbour"
-    assert alone.missed is not None
+    assert alone.near_miss is not None
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
@@ -89,17 +89,17 @@ def test_without_the_check_a_failing_entry_answers(kind: str) -> None:
     engine, before = edited(kind)
     _, wrong = ask(engine, RIGHT, WRONG, checked=False)
     assert wrong.hit is not None
-    assert wrong.missed is None
+    assert wrong.near_miss is None
     assert said(wrong) != said(before[1])
 
 
 @pytest.mark.parametrize("kind", GENERATORS)
 def test_an_answer_is_compared_with_as_much_of_the_target_as_its_budget_allows(kind: str) -> None:
     task = editable(kind).task
-    label = task.label(RIGHT, "train violin")
+    label = task.encode_target(RIGHT, "train violin")
 
     def gives(text: str, budget: int) -> bool:
-        return task.gives(Answer(Outputs(text=text)), label, Parameters(max_new_tokens=budget))
+        return task.matches_target(ModelAnswer(Outputs(text=text)), label, Parameters(max_new_tokens=budget))
 
     assert gives("train violin", 8)
     assert not gives("train", 8)
@@ -107,7 +107,7 @@ def test_an_answer_is_compared_with_as_much_of_the_target_as_its_budget_allows(k
     assert not gives("", 8)
     whole = len(label) - 1
     assert gives("train violin", whole)
-    assert gives(task.text(label[:1]), 1)
+    assert gives(task.decode_label(label[:1]), 1)
     assert not gives("train violin", 1)
 
 

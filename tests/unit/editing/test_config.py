@@ -6,13 +6,19 @@ from typing import Any
 
 import pytest
 
-from gracestream.pipeline.editing.config import Plan
-from gracestream.pipeline.editing.value_training import Recipe
-from gracestream.pipeline.model.sentence_encoder import FARTHEST, UNIT
-from gracestream.pipeline.settings import Settings, SettingsError, as_environment, load_settings, misspelt
-from gracestream.workers.bootstrap import plan_of
+from gracestream.pipeline.editing.config import EditConfig
+from gracestream.pipeline.editing.value_training import ValueTrainingConfig
+from gracestream.pipeline.model.sentence_encoder import ENCODER_DEFAULT_RADIUS, ENCODER_MAX_RADIUS
+from gracestream.pipeline.settings import (
+    Settings,
+    SettingsError,
+    load_settings,
+    to_environment_variables,
+    unknown_variables,
+)
+from gracestream.workers.bootstrap import edit_config_from_settings
 
-CHOSEN = Plan(
+CHOSEN = EditConfig(
     policy="paper",
     radius=0.5,
     radius_unit="absolute",
@@ -26,29 +32,31 @@ CHOSEN = Plan(
     seed=3,
     init="random",
     forms=False,
-    recipe=Recipe(max_steps=11, learning_rate=0.125, margin=1.5),
+    recipe=ValueTrainingConfig(max_steps=11, learning_rate=0.125, margin=1.5),
 )
 
 
 def test_no_setting_is_dropped_on_its_way_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = {field.name: getattr(CHOSEN, field.name) for field in fields(Plan) if field.name != "recipe"}
-    recipe = {field.name: getattr(CHOSEN.recipe, field.name) for field in fields(Recipe)}
-    for variable, value in as_environment(plan | recipe).items():
+    plan = {field.name: getattr(CHOSEN, field.name) for field in fields(EditConfig) if field.name != "recipe"}
+    recipe = {field.name: getattr(CHOSEN.recipe, field.name) for field in fields(ValueTrainingConfig)}
+    for variable, value in to_environment_variables(plan | recipe).items():
         monkeypatch.setenv(variable, value)
-    assert plan_of(load_settings(), reads_text=True) == CHOSEN
+    assert edit_config_from_settings(load_settings(), uses_encoder=True) == CHOSEN
 
 
-@pytest.mark.parametrize(("ours", "default"), [(CHOSEN, Plan()), (CHOSEN.recipe, Recipe())])
-def test_the_plan_above_is_nowhere_the_default(ours: Plan | Recipe, default: Plan | Recipe) -> None:
+@pytest.mark.parametrize(("ours", "default"), [(CHOSEN, EditConfig()), (CHOSEN.recipe, ValueTrainingConfig())])
+def test_the_plan_above_is_nowhere_the_default(
+    ours: EditConfig | ValueTrainingConfig, default: EditConfig | ValueTrainingConfig
+) -> None:
     assert all(getattr(ours, field.name) != getattr(default, field.name) for field in fields(default))
 
 
 def test_the_settings_of_who_chooses_nothing_are_those_of_a_plan_without_a_choice() -> None:
-    assert plan_of(load_settings(), reads_text=False) == Plan()
+    assert edit_config_from_settings(load_settings(), uses_encoder=False) == EditConfig()
 
 
 def test_a_largest_radius_of_0_is_none() -> None:
-    assert plan_of(load_settings(max_radius=0), reads_text=False).max_radius == math.inf
+    assert edit_config_from_settings(load_settings(max_radius=0), uses_encoder=False).max_radius == math.inf
 
 
 def test_an_encoder_that_the_papers_policy_does_not_use_is_a_mistake() -> None:
@@ -60,17 +68,17 @@ def test_an_encoder_that_the_papers_policy_does_not_use_is_a_mistake() -> None:
 
 
 def test_radii_of_an_encoder_are_smaller_unless_they_are_set() -> None:
-    plan = plan_of(load_settings(), reads_text=True)
-    assert plan.radius == UNIT < plan_of(load_settings(), reads_text=False).radius
-    assert plan.max_radius == FARTHEST
-    chosen = plan_of(load_settings(radius=1.5, max_radius=0), reads_text=True)
+    plan = edit_config_from_settings(load_settings(), uses_encoder=True)
+    assert plan.radius == ENCODER_DEFAULT_RADIUS < edit_config_from_settings(load_settings(), uses_encoder=False).radius
+    assert plan.max_radius == ENCODER_MAX_RADIUS
+    chosen = edit_config_from_settings(load_settings(radius=1.5, max_radius=0), uses_encoder=True)
     assert (chosen.radius, chosen.max_radius) == (1.5, math.inf)
 
 
 @pytest.mark.parametrize("switch", ["forms", "wording"])
 def test_the_papers_policy_trains_at_one_prompt_and_compares_no_words_unless_it_is_set(switch: str) -> None:
     def switched(**settings: Any) -> bool:
-        on: bool = getattr(plan_of(load_settings(**settings), reads_text=False), switch)
+        on: bool = getattr(edit_config_from_settings(load_settings(**settings), uses_encoder=False), switch)
         return on
 
     assert switched()
@@ -81,7 +89,7 @@ def test_the_papers_policy_trains_at_one_prompt_and_compares_no_words_unless_it_
 
 def test_radii_of_each_corrections_own_are_an_encoders_unless_a_radius_is_set() -> None:
     def has_own(*, reads_text: bool = True, **settings: Any) -> bool:
-        return plan_of(load_settings(**settings), reads_text=reads_text).scope_radius
+        return edit_config_from_settings(load_settings(**settings), uses_encoder=reads_text).scope_radius
 
     assert has_own()
     assert not has_own(reads_text=False)
@@ -100,8 +108,8 @@ def test_a_share_that_nothing_was_measured_for_is_refused(alpha: float) -> None:
 def test_a_variable_that_looks_like_a_setting_and_is_none_is_told() -> None:
     known = [f"GRACESTREAM_{name.upper()}" for name in Settings.model_fields]
     others = ["PATH", "GRACESTREAM_DATA", "GRACESTREAM_EDITOR_SERVICE_HOST", "GRACESTREAM_REDIS_PORT"]
-    assert misspelt([*known, *others]) == {}
-    assert misspelt(["GRACESTREAM_KAFAK", "GRACESTREAM_RADIUS_UNITS"]) == {
+    assert unknown_variables([*known, *others]) == {}
+    assert unknown_variables(["GRACESTREAM_KAFAK", "GRACESTREAM_RADIUS_UNITS"]) == {
         "GRACESTREAM_KAFAK": "GRACESTREAM_KAFKA",
         "GRACESTREAM_RADIUS_UNITS": "GRACESTREAM_RADIUS_UNIT",
     }

@@ -9,9 +9,9 @@ from msgspec import UNSET
 
 from gracestream.pipeline.editing import counterfactual as rewriting
 from gracestream.pipeline.editing import engine as editing
-from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.config import EditConfig
 from gracestream.pipeline.editing.engine import EditEngine
-from gracestream.pipeline.editing.value_training import Recipe
+from gracestream.pipeline.editing.value_training import ValueTrainingConfig
 from gracestream.schemas.deltas import decode_delta
 from gracestream.schemas.messages import Feedback
 from tests.support.chosen_queries import CLASSES
@@ -87,7 +87,7 @@ def test_values_that_started_from_others_are_not_trained_anew(monkeypatch: pytes
 def test_a_decision_is_made_again_where_it_rested_on_the_undone_one_in_this_way_alone(steps: list[Any]) -> None:
     told = story()
     for step in steps:
-        if isinstance(step, Plan):
+        if isinstance(step, EditConfig):
             told.lead(step)
         else:
             told.correct(*step)
@@ -129,7 +129,7 @@ def test_an_edit_was_superseded_only_by_what_the_undone_one_made_of_its_entry() 
     assert "o" not in told.engine.memory
     told.undo("u", "x")
     assert_same(told, without(told, {"x"}))
-    assert told.engine.memory.serving_entry("o") == "e"
+    assert told.engine.memory.serving_entry_id("o") == "e"
 
 
 def test_only_decisions_near_the_undone_one_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +174,7 @@ def test_deciding_everything_again_comes_to_the_same(monkeypatch: pytest.MonkeyP
         for number in range(12):
             told.correct(f"f{number}", (number % 4, (number * number) % 5), 1 + number % 3)
         if not shortcut:
-            monkeypatch.setattr(rewriting.Rewritten, "_stays", lambda *_: False)
+            monkeypatch.setattr(rewriting.CounterfactualReplay, "_decision_unaffected", lambda *_: False)
         told.undo("u", "f2")
         digests.add(told.engine.codebook.digest)
         assert_same(told, without(told, {"f2"}))
@@ -184,7 +184,7 @@ def test_deciding_everything_again_comes_to_the_same(monkeypatch: pytest.MonkeyP
 def test_a_correction_that_cannot_be_made_without_it_falls_away_and_the_outcome_says_so() -> None:
     told = story()
     told.correct("a", (1, 1), 2)
-    told.lead(plan_of(recipe=Recipe(max_steps=0)))
+    told.lead(plan_of(recipe=ValueTrainingConfig(max_steps=0)))
     told.correct("b", (1, 1.2), 2)
     outcome = told.undo("u", "a")
     assert outcome.status == "undone"
@@ -202,7 +202,7 @@ def test_a_decision_that_is_made_again_sees_the_traffic_of_its_time() -> None:
     told.correct("b", (5, 0), 2)
     told.correct("c", (0.1, 0), 2)
     radius = float(told.engine.codebook.radii_N[told.engine.codebook.slot("b")])
-    told.engine.traffic = type(told.engine.traffic)(8, 0)
+    told.engine.reservoir = type(told.engine.reservoir)(8, 0)
     told.undo("u", "a")
     assert float(told.engine.codebook.radii_N[told.engine.codebook.slot("b")]) == radius == pytest.approx(0.8)
 

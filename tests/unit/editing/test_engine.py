@@ -8,14 +8,14 @@ import pytest
 import torch
 from msgspec import UNSET
 
-from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.config import EditConfig
 from gracestream.pipeline.editing.engine import EditEngine
-from gracestream.pipeline.editing.value_training import Recipe
+from gracestream.pipeline.editing.value_training import ValueTrainingConfig
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.model.tasks.base import InputError, Limits
 from gracestream.schemas.deltas import decode_delta
-from gracestream.schemas.messages import VERSION, Feedback, Outcome, Parameters
+from gracestream.schemas.messages import SCHEMA_VERSION, Feedback, Outcome, Parameters
 from tests.support.tiny_models import CODEBOOK, WORDS, correct, editable, retuned, texts
 
 TEXTS = texts(40, seed=11)
@@ -23,8 +23,8 @@ NAMES = ["wrong", "right", "neither", "both"]
 
 
 def engine_of(model: EditableModel, **plan: Any) -> EditEngine:
-    made = EditEngine(model, CODEBOOK, Plan(**plan))
-    made.apply(made.lead({}))
+    made = EditEngine(model, CODEBOOK, EditConfig(**plan))
+    made.apply(made.lead_delta({}))
     return made
 
 
@@ -70,7 +70,7 @@ def test_after_a_correction_the_model_is_right(model: EditableModel, kind: str) 
             assert said(engine, text) == target
             assert outcome.seq == engine.codebook.seq
             assert outcome.entry_id in engine.codebook
-            assert engine.memory.serving_entry(f"f{offset}") == outcome.entry_id
+            assert engine.memory.serving_entry_id(f"f{offset}") == outcome.entry_id
         else:
             assert outcome.reason
     assert done >= 2
@@ -80,7 +80,7 @@ def test_nothing_changes_before_apply(bert: EditableModel) -> None:
     engine = engine_of(bert)
     state, seq = engine.codebook.state_digest(), engine.codebook.seq
     from_model = said(engine, TEXTS[0])
-    feedback = Feedback(v=VERSION, feedback_id="a", inputs=TEXTS[0], target=wrong_target(engine, TEXTS[0]))
+    feedback = Feedback(v=SCHEMA_VERSION, feedback_id="a", inputs=TEXTS[0], target=wrong_target(engine, TEXTS[0]))
     edits = [engine.edit(feedback, 3) for _ in range(2)]
     assert edits[0] == edits[1]
     assert (engine.codebook.state_digest(), engine.codebook.seq, len(engine.memory)) == (state, seq, 0)
@@ -155,9 +155,9 @@ def test_what_the_model_cannot_take_is_refused_as_invalid_with_the_reason(
     kind: str, inputs: Any, target: str, reason: str
 ) -> None:
     engine = engine_of(editable(kind))
-    edited = engine.edit(Feedback(v=VERSION, feedback_id="a", inputs=inputs, target=target), 0)
-    assert edited.invalid
-    assert edited.record is None
+    edited = engine.edit(Feedback(v=SCHEMA_VERSION, feedback_id="a", inputs=inputs, target=target), 0)
+    assert edited.is_dead_letter
+    assert edited.delta_record is None
     assert edited.outcome is not None
     assert edited.outcome.status == "rejected"
     assert reason in str(edited.outcome.reason)
@@ -169,11 +169,13 @@ def test_a_pair_of_texts_is_corrected_as_one_input(bert: EditableModel) -> None:
     prompt = bert.task.tokenize(pair)
     label = bert.answer([prompt], [], engine.lookup)[0].answer.outputs.label
     target = next(name for name in NAMES if name != label)
-    assert engine.edit(Feedback(v=VERSION, feedback_id="a", inputs=pair, target=target), 0).record is not None
+    assert (
+        engine.edit(Feedback(v=SCHEMA_VERSION, feedback_id="a", inputs=pair, target=target), 0).delta_record is not None
+    )
 
 
 def test_a_value_that_does_not_converge_is_rejected_with_its_loss_and_nothing_is_published(bert: EditableModel) -> None:
-    engine = engine_of(bert, recipe=Recipe(max_steps=1, learning_rate=1e-6))
+    engine = engine_of(bert, recipe=ValueTrainingConfig(max_steps=1, learning_rate=1e-6))
     for text in TEXTS[:6]:
         outcome, record = correct(engine, "a", text, wrong_target(engine, text))
         if record is None:
@@ -186,10 +188,10 @@ def test_a_value_that_does_not_converge_is_rejected_with_its_loss_and_nothing_is
 
 
 def test_what_to_try_depends_on_why_no_value_was_found() -> None:
-    encoder = engine_of(editable("t5-encoder"), recipe=Recipe(max_steps=0))
+    encoder = engine_of(editable("t5-encoder"), recipe=ValueTrainingConfig(max_steps=0))
     outcome, _ = correct(encoder, "a", TEXTS[0], "train bridge")
     assert "which is 0, set GRACESTREAM_REPLACE=all, edit another layer" in str(outcome.reason)
-    diverging = engine_of(editable("gpt2"), recipe=Recipe(max_steps=9, learning_rate=1e30))
+    diverging = engine_of(editable("gpt2"), recipe=ValueTrainingConfig(max_steps=9, learning_rate=1e30))
     outcome, _ = correct(diverging, "a", TEXTS[0], "train bridge")
     assert str(outcome.reason).endswith("; lower GRACESTREAM_LEARNING_RATE, which is 1e+30")
 
@@ -203,7 +205,7 @@ def test_a_prompt_that_only_the_model_has_no_room_for_is_told_so() -> None:
 @pytest.mark.parametrize(("block", "told"), [(1, False), (2, True)])
 def test_a_layer_whose_values_do_not_reach_the_whole_target_is_told_of(block: int, told: bool) -> None:
     model = editable("llama", f"model.layers.{block}.mlp.down_proj")
-    engine = engine_of(model, recipe=Recipe(max_steps=2))
+    engine = engine_of(model, recipe=ValueTrainingConfig(max_steps=2))
     outcome, record = correct(engine, "a", TEXTS[0], "train bridge river")
     assert record is None
     found = "at this layer a value reaches 1 of the target's 4 tokens: edit an earlier one" in str(outcome.reason)
@@ -258,7 +260,7 @@ def test_fault_saving_loses_keys_radii_and_labels(bert: EditableModel, init: str
     for name in ("feedback_ids", "entry_ids", "offsets"):
         assert getattr(again.memory, name) == getattr(live.memory, name)
     assert again.memory.queries_ED.tobytes() == live.memory.queries_ED.tobytes()
-    following = Feedback(v=VERSION, feedback_id="next", inputs=TEXTS[30], target=wrong_target(live, TEXTS[30]))
+    following = Feedback(v=SCHEMA_VERSION, feedback_id="next", inputs=TEXTS[30], target=wrong_target(live, TEXTS[30]))
     assert again.edit(following, 99) == live.edit(following, 99)
 
 
@@ -279,9 +281,9 @@ def test_editing_draws_no_random_number_and_keeps_the_weights(bert: EditableMode
 
 
 def observed(engine: EditEngine, text: str, offset: int) -> None:
-    rank = engine.traffic.wants(0, offset, 0.0)
+    rank = engine.reservoir.offer(0, offset, 0.0)
     assert rank is not None
-    engine.observe(rank, near(engine, text))
+    engine.add_traffic(rank, near(engine, text))
 
 
 def test_radii_keep_clear_of_traffic_which_the_edit_does_not_capture(bert: EditableModel) -> None:
@@ -303,11 +305,11 @@ def test_what_an_entry_answers_is_no_traffic_and_what_was_flagged_is_forgotten(b
     engine = engine_of(bert, radius=1e-3, radius_unit="absolute")
     observed(engine, TEXTS[0], 0)
     observed(engine, TEXTS[1], 1)
-    assert len(engine.traffic) == 2
+    assert len(engine.reservoir) == 2
     correct(engine, "a", TEXTS[0], wrong_target(engine, TEXTS[0]))
-    assert len(engine.traffic) == 1
+    assert len(engine.reservoir) == 1
     observed(engine, TEXTS[0], 2)
-    assert len(engine.traffic) == 1
+    assert len(engine.reservoir) == 1
 
 
 def test_without_traffic_the_unit_of_radii_is_that_of_everyday_sentences(bert: EditableModel) -> None:

@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import UNSET
 
-from gracestream.pipeline.codebook.edit_memory import BARE_MODEL
-from gracestream.pipeline.codebook.file import load_codebook, save
+from gracestream.pipeline.codebook.edit_memory import UNEDITED_MODEL
+from gracestream.pipeline.codebook.file import load_codebook, save_codebook
 from gracestream.pipeline.codebook.lookup import CodebookLookup
-from gracestream.pipeline.codebook.prompt_exceptions import query_of
-from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.codebook.prompt_exceptions import exception_query
+from gracestream.pipeline.editing.config import EditConfig
 from gracestream.pipeline.editing.engine import EditEngine
-from gracestream.pipeline.editing.exceptions import Refusal, except_from, exception_for
+from gracestream.pipeline.editing.exceptions import ExceptionRefusal, build_exception, decide_exception
 from gracestream.pipeline.errors import HistoryError
-from gracestream.pipeline.model.editable import Served
+from gracestream.pipeline.model.editable import ServedAnswer
 from gracestream.schemas.deltas import EntryChange, ExceptionChange, Standing, Tensor, decode_delta
 from gracestream.schemas.messages import Feedback, Outcome, Parameters
 from tests.support.chosen_queries import PointModel, answer, at, point
@@ -38,22 +38,22 @@ def wide(**plan: Any) -> Story:
 
 
 def started(kind: str, **plan: Any) -> EditEngine:
-    engine = EditEngine(editable(kind), CODEBOOK, Plan(radius=FAR, radius_unit="absolute", traffic=0, **plan))
-    engine.apply(engine.lead({}))
+    engine = EditEngine(editable(kind), CODEBOOK, EditConfig(radius=FAR, radius_unit="absolute", traffic=0, **plan))
+    engine.apply(engine.lead_delta({}))
     return engine
 
 
-def ask(engine: EditEngine, *inputs: str) -> list[Served]:
+def ask(engine: EditEngine, *inputs: str) -> list[ServedAnswer]:
     prompts = [engine.model.task.tokenize(text) for text in inputs]
     return engine.model.answer(prompts, [Parameters()] * len(prompts), engine.lookup)
 
 
 def excepted(engine: EditEngine, name: str, inputs: str, edit: str, standing: Any = UNSET) -> Outcome:
     feedback = Feedback(v=1, feedback_id=name, inputs=inputs, except_from=edit)
-    edited = except_from(engine, feedback, engine.codebook.seq, standing)
+    edited = decide_exception(engine, feedback, engine.codebook.seq, standing)
     assert edited.outcome is not None
-    if edited.record is not None:
-        engine.apply(edited.record)
+    if edited.delta_record is not None:
+        engine.apply(edited.delta_record)
     return edited.outcome
 
 
@@ -68,7 +68,7 @@ def test_the_prompt_gets_the_unedited_answer_and_no_near_miss(kind: str) -> None
     outcome = excepted(engine, "x", OTHER, "a")
     assert (outcome.status, outcome.seq) == ("excepted", engine.codebook.seq)
     edited, other, third = ask(engine, EDITED, OTHER, THIRD)
-    assert (other.hit, other.missed) == (None, None)
+    assert (other.hit, other.near_miss) == (None, None)
     assert other.answer.outputs == before[1].answer.outputs
     assert edited.hit is not None
     assert third.hit is not None
@@ -79,10 +79,10 @@ def test_the_prompt_gets_the_unedited_answer_and_no_near_miss(kind: str) -> None
 def test_a_near_miss_is_none_any_more() -> None:
     engine = started("llama")
     correct(engine, "a", EDITED, "train")
-    assert ask(engine, OTHER)[0].missed is not None
+    assert ask(engine, OTHER)[0].near_miss is not None
     assert excepted(engine, "x", OTHER, "a").status == "excepted"
     (other,) = ask(engine, OTHER)
-    assert (other.hit, other.missed) == (None, None)
+    assert (other.hit, other.near_miss) == (None, None)
 
 
 def test_the_next_entry_that_agrees_answers() -> None:
@@ -133,8 +133,8 @@ class TestRejections:
         assert "corrected these very inputs; undo it" in str(outcome.reason)
 
     def test_inputs_that_are_hardly_told_apart_from_these(self) -> None:
-        refusal = exception_for(wide().engine, "x", "a", point(5e-4, 0), "")
-        assert isinstance(refusal, Refusal)
+        refusal = build_exception(wide().engine, "x", "a", point(5e-4, 0), "")
+        assert isinstance(refusal, ExceptionRefusal)
         assert refusal.status == "rejected"
         assert "not told apart" in refusal.reason
 
@@ -205,7 +205,7 @@ class TestLaterCorrections:
         told.undo("u", "b")
         assert answer(told.engine, 1, 0) == 0
         assert [one.feedback_id for one in told.engine.codebook.exceptions] == ["x"]
-        assert told.engine.memory.serving_entry("x") == BARE_MODEL
+        assert told.engine.memory.serving_entry_id("x") == UNEDITED_MODEL
 
     def test_one_that_the_unedited_model_fulfils_leaves_it(self) -> None:
         told = wide()
@@ -283,7 +283,7 @@ def test_every_edit_and_every_exception_holds_after_every_step(
     stream: list[tuple[tuple[float, float], int]], radius: float, worded: bool
 ) -> None:
     told = Story(EditEngine(PointModel(2, worded=worded), CODEBOOK, plan_of(radius=radius, traffic=0)))
-    told.lead(told.engine.plan)
+    told.lead(told.engine.config)
     engine, made, labels = told.engine, list[str](), dict[str, int]()
     for number, (place, what) in enumerate(stream):
         name = f"f{number}"
@@ -296,9 +296,9 @@ def test_every_edit_and_every_exception_holds_after_every_step(
         for name in filter(labels.__contains__, memory.feedback_ids):
             assert answer(engine, *memory.query(name).tolist()) == labels[name]
         for exception in engine.codebook.exceptions:
-            query_D = query_of(exception)
+            query_D = exception_query(exception)
             wording = task.wording(task.tokenize(at(*query_D.tolist())))
-            (match,) = engine.lookup.matches(torch.from_numpy(query_D.copy())[None], lambda _: wording)  # noqa: B023
+            (match,) = engine.lookup.find_hits(torch.from_numpy(query_D.copy())[None], lambda _: wording)  # noqa: B023
             assert match is None or match.entry_id not in exception.entry_ids
 
 
@@ -309,11 +309,11 @@ def test_replicas_and_snapshots_hold_the_same(tmp_path: Path) -> None:
     folded = EditEngine(PointModel(2), CODEBOOK, plan_of())
     for record in told.deltas:
         folded.apply(record)
-    save(codebook, tmp_path / "codebook.safetensors")
+    save_codebook(codebook, tmp_path / "codebook.safetensors")
     for other in (folded.codebook, load_codebook(tmp_path / "codebook.safetensors"), codebook.copy()):
         assert other.state_digest() == codebook.state_digest()
         assert list(other.exceptions) == list(codebook.exceptions)
-        assert other.facts()["exceptions"] == 1
+        assert other.describe()["exceptions"] == 1
     assert folded.memory.feedback_ids == told.engine.memory.feedback_ids == ["a", "x"]
     assert answer(folded, 1, 0) == 0
 
@@ -325,7 +325,7 @@ def test_a_prompt_with_other_words_is_no_exception_though_its_query_is_the_same(
     index = index_of(codebook)
 
     def serves(place: float, asked: str) -> bool:
-        (match,) = CodebookLookup(codebook, index).matches(torch.tensor([[place, 0.0]]), lambda _row: asked)
+        (match,) = CodebookLookup(codebook, index).find_hits(torch.tensor([[place, 0.0]]), lambda _row: asked)
         return match is not None
 
     assert not serves(1, "the fee in 2021")
@@ -337,7 +337,12 @@ def test_a_prompt_with_other_words_is_no_exception_though_its_query_is_the_same(
 
 
 def change(**fields: Any) -> ExceptionChange:
-    usual: dict[str, Any] = {"feedback_id": "x", "entry_ids": ("a",), "query": Tensor.of(point(1, 0)), "radius": 0.1}
+    usual: dict[str, Any] = {
+        "feedback_id": "x",
+        "entry_ids": ("a",),
+        "query": Tensor.from_array(point(1, 0)),
+        "radius": 0.1,
+    }
     return ExceptionChange(**(usual | fields))
 
 
@@ -350,7 +355,7 @@ def change(**fields: Any) -> ExceptionChange:
         ([change(entry_ids=())], "lacks its query or its entries"),
         ([change(query=UNSET)], "lacks its query or its entries"),
         ([change(removed=True)], "it is not there"),
-        ([change(query=Tensor.of(point(1, 0, 0)))], r"of shape \(3,\), not \(2,\)"),
+        ([change(query=Tensor.from_array(point(1, 0, 0)))], r"of shape \(3,\), not \(2,\)"),
         ([change(entry_ids=("a", "a"))], "names an entry twice"),
         ([change(entry_ids=("a", "b"))], "entry 'b', which is not there"),
     ],
@@ -376,7 +381,7 @@ def test_an_exception_of_no_entry_or_of_one_that_its_delta_removes_is_not_applie
     with pytest.raises(HistoryError, match="not there"):
         codebook.apply(sealed(codebook, removed, op="undo", exceptions=(change(),)))
     assert codebook.state_digest() == before
-    wide_query = change(feedback_id="y", query=Tensor.of(point(1, 0, 0)))
+    wide_query = change(feedback_id="y", query=Tensor.from_array(point(1, 0, 0)))
     fresh = new_codebook()
     with pytest.raises(HistoryError, match="of shape"):
         fresh.apply(sealed(fresh, added("a", [0.0, 0.0], 1.0), op="undo", exceptions=(wide_query,)))
@@ -386,7 +391,7 @@ def test_an_exception_of_no_entry_or_of_one_that_its_delta_removes_is_not_applie
 def test_every_part_of_an_exception_counts_in_the_state_digest() -> None:
     digests = set()
     others: list[dict[str, Any]] = [
-        {}, {"feedback_id": "y"}, {"entry_ids": ("a", "b")}, {"query": Tensor.of(point(2, 0))}, {"radius": 0.2},
+        {}, {"feedback_id": "y"}, {"entry_ids": ("a", "b")}, {"query": Tensor.from_array(point(2, 0))}, {"radius": 0.2},
         {"wording": "words"},
     ]  # fmt: skip
     for fields in others:

@@ -10,20 +10,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import UNSET
 
-from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.config import EditConfig
 from gracestream.pipeline.editing.engine import EditEngine
-from gracestream.pipeline.editing.forms import MOST_TOKENS, forms_of, supervised_forms
-from gracestream.pipeline.editing.result import correction
-from gracestream.pipeline.editing.value_training import OWN_MARGIN, Recipe, Texts, train_on, train_value
+from gracestream.pipeline.editing.forms import MAX_FORM_TOKENS, make_forms, supervised_forms
+from gracestream.pipeline.editing.result import make_correction
+from gracestream.pipeline.editing.value_training import (
+    CORRECTION_MARGIN,
+    TrainingTexts,
+    ValueTrainingConfig,
+    train_further,
+    train_value,
+)
 from gracestream.pipeline.model.editable import EditableModel
-from gracestream.pipeline.model.suffix_pass import Passes
-from gracestream.pipeline.model.tasks.base import Limits, Supervised
+from gracestream.pipeline.model.suffix_pass import SuffixRunner
+from gracestream.pipeline.model.tasks.base import Limits, TargetPass
 from gracestream.schemas.deltas import Delta, decode_delta
 from gracestream.schemas.messages import ChatMessage, Feedback, Inputs, encode
 from tests.support.recorded_history import Recorded
 from tests.support.tiny_models import CHAT, CODEBOOK, KINDS, WORDS, editable, texts
 
-PLAN = Plan(traffic=0, radius=0.01)
+PLAN = EditConfig(traffic=0, radius=0.01)
 ONE_PROMPT = replace(PLAN, forms=False)
 TARGET = WORDS[7]
 
@@ -55,24 +61,24 @@ def chatty(kind: str = "gpt2", **model: Any) -> EditableModel:
     ],
 )
 def test_frames_ends_capitals_and_chats_are_other_forms(inputs: Inputs, some: list[Inputs]) -> None:
-    found = forms_of(inputs)
+    found = make_forms(inputs)
     assert [form for form in some if form not in found] == []
 
 
 @pytest.mark.parametrize("inputs", [("A", "B"), (user("Who?"), ChatMessage("assistant", "Ann"), user("When?"))])
 def test_pairs_and_later_turns_have_no_forms(inputs: Inputs) -> None:
-    assert forms_of(inputs) == []
+    assert make_forms(inputs) == []
 
 
 @given(st.text(min_size=1).filter(lambda text: bool(text.strip())))
 def test_forms_are_inputs_and_the_same_every_time(text: str) -> None:
-    found = forms_of(text)
-    assert found == forms_of(text)
+    found = make_forms(text)
+    assert found == make_forms(text)
     for form in found:
-        encode(correction("a", form, "b"))
+        encode(make_correction("a", form, "b"))
 
 
-def prompts(model: EditableModel, rows: list[Supervised]) -> list[tuple[int, ...]]:
+def prompts(model: EditableModel, rows: list[TargetPass]) -> list[tuple[int, ...]]:
     """The prompts of passes, without the label that follows."""
     found = []
     for row in rows:
@@ -100,14 +106,14 @@ def test_forms_that_the_model_cannot_take_are_left_out() -> None:
 
 
 def test_a_batch_of_forms_is_bounded() -> None:
-    model = chatty(limits=Limits(max_input_tokens=4 * MOST_TOKENS))
-    model.task.max_prompt, model.task.context = 4 * MOST_TOKENS, None
-    for words in (4, 40, MOST_TOKENS // 2 - 2, MOST_TOKENS):
+    model = chatty(limits=Limits(max_input_tokens=4 * MAX_FORM_TOKENS))
+    model.task.max_prompt_tokens, model.task.context_length = 4 * MAX_FORM_TOKENS, None
+    for words in (4, 40, MAX_FORM_TOKENS // 2 - 2, MAX_FORM_TOKENS):
         text = " ".join(["unheard-of", *WORDS * 9][:words])
         found = prompts(model, supervised_forms(model, text, TARGET))
         longest = max(map(len, [model.task.tokenize(text).token_ids, *found]))
-        assert not found or longest * (len(found) + 1) <= MOST_TOKENS
-        assert bool(found) is (words < MOST_TOKENS)
+        assert not found or longest * (len(found) + 1) <= MAX_FORM_TOKENS
+        assert bool(found) is (words < MAX_FORM_TOKENS)
 
 
 @pytest.mark.parametrize("kind", ["t5-encoder", "t5-decoder", "bert"])
@@ -115,10 +121,10 @@ def test_other_models_than_causal_ones_have_no_forms(kind: str) -> None:
     assert supervised_forms(editable(kind), a_text(), "1" if kind == "bert" else TARGET) == []
 
 
-def edited(model: EditableModel, plan: Plan, inputs: Inputs, target: str = TARGET) -> Delta:
+def edited(model: EditableModel, plan: EditConfig, inputs: Inputs, target: str = TARGET) -> Delta:
     made = EditEngine(model, CODEBOOK, plan)
-    made.apply(made.lead({}))
-    record = made.edit(correction("a", inputs, target), 0).record
+    made.apply(made.lead_delta({}))
+    record = made.edit(make_correction("a", inputs, target), 0).delta_record
     assert record is not None
     return decode_delta(record)
 
@@ -129,7 +135,9 @@ def value(delta: Delta) -> torch.Tensor:
 
 
 def served(model: EditableModel, value_V: torch.Tensor, inputs: Inputs, target: str = TARGET) -> bool:
-    return model.passes.gives(model.passes.rest_of([model.supervised(inputs, target)[1]]), value_V).right
+    return model.suffix_runner.check_value(
+        model.suffix_runner.suffix_of([model.prepare_correction(inputs, target)[1]]), value_V
+    ).predicts_target
 
 
 def test_a_value_gives_the_target_at_forms_at_which_that_of_one_prompt_fails() -> None:
@@ -150,7 +158,7 @@ def test_a_value_gives_the_target_at_forms_at_which_that_of_one_prompt_fails() -
 def test_every_kind_of_model_in_half_precision_too(kind: str) -> None:
     target = "1" if kind == "bert" else TARGET
     model = editable(kind, dtype=torch.float16, chat_template=CHAT)
-    recipe = Recipe(learning_rate=0.5)
+    recipe = ValueTrainingConfig(learning_rate=0.5)
     delta = edited(model, replace(PLAN, recipe=recipe), a_text(), target)
     assert served(model, value(delta), a_text(), target)
 
@@ -159,8 +167,8 @@ def test_a_form_that_fails_rejects_nothing_and_leaves_the_value_as_it_was(monkey
     """Forms that cannot be reached: each has another target than the correction."""
     model, text = chatty(), a_text()
 
-    def other(_model: EditableModel, inputs: Inputs, _target: str) -> list[Supervised]:
-        return [model.supervised(inputs, WORDS[number])[1] for number in (20, 21)]
+    def other(_model: EditableModel, inputs: Inputs, _target: str) -> list[TargetPass]:
+        return [model.prepare_correction(inputs, WORDS[number])[1] for number in (20, 21)]
 
     usual = edited(model, ONE_PROMPT, text)
     monkeypatch.setattr("gracestream.pipeline.editing.rephrases.supervised_forms", other)
@@ -169,7 +177,7 @@ def test_a_form_that_fails_rejects_nothing_and_leaves_the_value_as_it_was(monkey
 
 def test_a_model_that_takes_no_padding_trains_at_one_prompt() -> None:
     model = chatty()
-    model.passes._pads = False
+    model.suffix_runner._padding_supported = False
     assert edited(model, PLAN, a_text()).entries == edited(model, ONE_PROMPT, a_text()).entries
 
 
@@ -181,72 +189,78 @@ def test_the_same_correction_gives_the_same_value_whatever_the_random_state() ->
     assert found[0].entries == found[1].entries
 
 
-def train_on_forms(model: EditableModel, inputs: Inputs, recipe: Recipe) -> tuple[Texts, Any]:
-    own = model.supervised(inputs, TARGET)[1]
-    rest = model.passes.rest_of([own])
-    start_V = model.passes._output(own)
-    trained = train_value(model.passes, rest, start_V, recipe)
-    made = Texts(trained, own, rest, forms=tuple(supervised_forms(model, inputs, TARGET)))
-    return made, train_on(model.passes, [made], recipe)[0]
+def train_on_forms(model: EditableModel, inputs: Inputs, recipe: ValueTrainingConfig) -> tuple[TrainingTexts, Any]:
+    own = model.prepare_correction(inputs, TARGET)[1]
+    rest = model.suffix_runner.suffix_of([own])
+    start_V = model.suffix_runner._layer_output(own)
+    trained = train_value(model.suffix_runner, rest, start_V, recipe)
+    made = TrainingTexts(trained, own, rest, form_passes=tuple(supervised_forms(model, inputs, TARGET)))
+    return made, train_further(model.suffix_runner, [made], recipe)[0]
 
 
 def test_the_correction_keeps_a_margin_and_the_steps_are_counted() -> None:
     model = chatty()
     gained = 0
     for number in range(4):
-        made, found = train_on_forms(model, a_text(number), Recipe())
+        made, found = train_on_forms(model, a_text(number), ValueTrainingConfig())
         assert found.converged
         if found is not made.trained:
             gained += 1
             assert found.steps > made.trained.steps
-            assert found.verdict.margin >= OWN_MARGIN
+            assert found.verdict.margin >= CORRECTION_MARGIN
     assert gained
 
 
 def test_what_runs_before_the_layer_runs_once_for_each_form(monkeypatch: pytest.MonkeyPatch) -> None:
     model = chatty()
     rows: list[int] = []
-    rest_of: Callable[..., Any] = Passes.rest_of
+    rest_of: Callable[..., Any] = SuffixRunner.suffix_of
 
-    def counted(self: Passes, given_rows: list[Supervised]) -> Any:
+    def counted(self: SuffixRunner, given_rows: list[TargetPass]) -> Any:
         rows.append(len(given_rows))
         return rest_of(self, given_rows)
 
-    model.passes.pads()
-    monkeypatch.setattr(Passes, "rest_of", counted)
-    made, _ = train_on_forms(model, a_text(), Recipe())
-    assert sum(rows[1:]) == 1 + len(made.forms)
+    model.suffix_runner.supports_padding()
+    monkeypatch.setattr(SuffixRunner, "suffix_of", counted)
+    made, _ = train_on_forms(model, a_text(), ValueTrainingConfig())
+    assert sum(rows[1:]) == 1 + len(made.form_passes)
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_rows_of_unequal_lengths_that_pass_apart_are_those_of_one_pass(kind: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr("gracestream.pipeline.model.suffix_pass.PASS", 1)
+    monkeypatch.setattr("gracestream.pipeline.model.suffix_pass.PASS_OVERHEAD_TOKENS", 1)
     model = editable(kind)
     given_texts = [" ".join(WORDS[:words]) for words in (30, 3, 20, 4)]
     targets = ["1"] * 4 if kind == "bert" else [" ".join(WORDS[5 : 6 + number]) for number in range(4)]
-    rows = [model.supervised(*pair)[1] for pair in zip(given_texts, targets, strict=True)]
-    values_BV = torch.stack([model.passes._output(row) for row in rows])
-    one, apart = model.passes.rest_of(rows), model.passes.rest_of_unequal(rows)
-    for ours, theirs in zip(model.passes._slopes(apart, values_BV), model.passes._slopes(one, values_BV), strict=True):
+    rows = [model.prepare_correction(*pair)[1] for pair in zip(given_texts, targets, strict=True)]
+    values_BV = torch.stack([model.suffix_runner._layer_output(row) for row in rows])
+    one, apart = model.suffix_runner.suffix_of(rows), model.suffix_runner.suffix_by_length(rows)
+    for ours, theirs in zip(
+        model.suffix_runner._losses_and_grads(apart, values_BV),
+        model.suffix_runner._losses_and_grads(one, values_BV),
+        strict=True,
+    ):
         assert torch.allclose(ours, theirs, rtol=1e-3, atol=1e-5)
-    kept = apart.rows([2, 0])
-    assert [label_L.tolist() for label_L in kept.supervised.labels] == [rows[row].labels[0].tolist() for row in (2, 0)]
+    kept = apart.select_rows([2, 0])
+    assert [label_L.tolist() for label_L in kept.target_pass.labels] == [rows[row].labels[0].tolist() for row in (2, 0)]
 
 
 def given_feedback() -> list[Feedback]:
     inputs: list[Inputs] = [a_text(0), (user(a_text(1)),), a_text(2), a_text(3), a_text(4), a_text(5)]
-    return [correction(f"f{number}", one, WORDS[9 + number]) for number, one in enumerate(inputs)]
+    return [make_correction(f"f{number}", one, WORDS[9 + number]) for number, one in enumerate(inputs)]
 
 
 def test_waiting_corrections_are_trained_on_for_their_forms_together() -> None:
     model = chatty()
     made = EditEngine(model, CODEBOOK, PLAN)
-    made.apply(made.lead({}))
-    ahead = made.train_ahead([(one, offset) for offset, one in enumerate(given_feedback())])
+    made.apply(made.lead_delta({}))
+    ahead = made.draft_values([(one, offset) for offset, one in enumerate(given_feedback())])
     assert len(ahead) > 4
     right = {
         offset: [
-            model.passes.gives(model.passes.rest_of([form]), torch.from_numpy(found.trained.value_V.copy())).right
+            model.suffix_runner.check_value(
+                model.suffix_runner.suffix_of([form]), torch.from_numpy(found.trained.value_V.copy())
+            ).predicts_target
             for form in supervised_forms(model, one.inputs, str(one.target))
         ]
         for (offset, found), one in zip(sorted(ahead.items()), given_feedback(), strict=True)
@@ -257,7 +271,7 @@ def test_waiting_corrections_are_trained_on_for_their_forms_together() -> None:
 
 
 @pytest.mark.parametrize("plan", [PLAN, ONE_PROMPT])
-def test_a_history_with_forms_is_retrained_to_the_bit(plan: Plan) -> None:
+def test_a_history_with_forms_is_retrained_to_the_bit(plan: EditConfig) -> None:
     """Some corrections waited together, and one came alone; the plan of a term says whether forms are trained on."""
     made = Recorded(plan, model=chatty)
     *waiting, last = given_feedback()
@@ -270,6 +284,6 @@ def test_a_history_with_forms_is_retrained_to_the_bit(plan: Plan) -> None:
     assert deltas[0].environment is not UNSET
     assert deltas[0].environment["forms"] == str(plan.forms)
     again = made.retrained()
-    assert again.compared.other_environment == {}
-    assert again.compared.first_difference is None
+    assert again.report.other_environment == {}
+    assert again.report.first_difference is None
     assert again.records == made.deltas

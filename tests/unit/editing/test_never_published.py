@@ -5,25 +5,25 @@ import math
 import pytest
 
 from gracestream.pipeline.editing import engine as editing
-from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.config import EditConfig
 from gracestream.pipeline.editing.engine import EditEngine
-from gracestream.pipeline.editing.result import correction
+from gracestream.pipeline.editing.result import make_correction
 from gracestream.pipeline.model.editable import EditableModel
-from gracestream.pipeline.model.probe_texts import TEXTS
+from gracestream.pipeline.model.probe_texts import PROBE_TEXTS
 from gracestream.pipeline.model.tasks.base import InputError
 from tests.support.tiny_models import KINDS, MODEL, correct, editable, texts
 
 
 def test_a_delta_that_no_reader_would_take_is_rejected_and_not_published() -> None:
-    engine = EditEngine(editable("bert"), "default", Plan(radius=math.inf, radius_unit="absolute"))
-    engine.apply(engine.lead({}))
+    engine = EditEngine(editable("bert"), "default", EditConfig(radius=math.inf, radius_unit="absolute"))
+    engine.apply(engine.lead_delta({}))
     before = engine.codebook.digest
     for number, target in enumerate(["wrong", "right"]):
-        edited = engine.edit(correction(f"f{number}", TEXTS[0], target), number)
+        edited = engine.edit(make_correction(f"f{number}", PROBE_TEXTS[0], target), number)
         assert edited.outcome is not None
         if edited.outcome.status == "unchanged":
             continue
-        assert edited.record is None
+        assert edited.delta_record is None
         assert edited.outcome.status == "rejected"
         assert "no reader would take its delta" in str(edited.outcome.reason)
     assert engine.codebook.digest == before
@@ -32,17 +32,19 @@ def test_a_delta_that_no_reader_would_take_is_rejected_and_not_published() -> No
 def test_a_delta_too_large_for_the_topic_is_rejected_and_not_published(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(editing, "MAX_RECORD_BYTES", 100)
     engine = EditEngine(editable("bert"), "default")
-    engine.apply(engine.lead({}))
-    outcomes = [engine.edit(correction(f"f{n}", TEXTS[0], target), n) for n, target in enumerate(["wrong", "right"])]
-    assert all(edited.record is None for edited in outcomes)
+    engine.apply(engine.lead_delta({}))
+    outcomes = [
+        engine.edit(make_correction(f"f{n}", PROBE_TEXTS[0], target), n) for n, target in enumerate(["wrong", "right"])
+    ]
+    assert all(edited.delta_record is None for edited in outcomes)
     assert any("bytes; 100 are allowed" in str(edited.outcome and edited.outcome.reason) for edited in outcomes)
 
 
 def test_no_radius_beyond_the_limit_is_published() -> None:
     model = editable("bert")
-    free, bound = (EditEngine(model, "default", Plan(max_radius=limit)) for limit in (math.inf, 0.25))
+    free, bound = (EditEngine(model, "default", EditConfig(max_radius=limit)) for limit in (math.inf, 0.25))
     for engine in (free, bound):
-        engine.apply(engine.lead({}))
+        engine.apply(engine.lead_delta({}))
         for number, text in enumerate(texts(12, seed=4)):
             for target in ("wrong", "right"):
                 correct(engine, f"f{number}-{target}", text, target, number)

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import UNSET
 
-from gracestream.pipeline.editing.result import committed_outcome, correction
-from gracestream.pipeline.editing.value_training import Recipe
+from gracestream.pipeline.editing.result import committed_outcome, make_correction
+from gracestream.pipeline.editing.value_training import ValueTrainingConfig
 from gracestream.schemas.deltas import decode_delta
 from gracestream.schemas.messages import Feedback, Outcome, encode
 from tests.support.chosen_queries import CLASSES, answer, at
@@ -16,7 +16,7 @@ from tests.support.editing_stories import assert_same, fields_of, plan_of, see, 
 from tests.support.recorded_history import PLAN, Recorded
 
 FAR = (5.0, 5.0)
-WEAK = Recipe(max_steps=200, learning_rate=0.02, margin=0.01)
+WEAK = ValueTrainingConfig(max_steps=200, learning_rate=0.02, margin=0.01)
 
 
 def reasons(outcome: Outcome) -> dict[int, str]:
@@ -40,7 +40,7 @@ def test_a_rephrase_at_which_the_value_fails_is_left_out_and_named() -> None:
     told = story()
     tries = {number: (0.0, number / 2) for number in range(1, 17)}
     engine = told.engine
-    engine.plan, engine.model.passes._pads = plan_of(recipe=WEAK), False
+    engine.config, engine.model.suffix_runner._padding_supported = plan_of(recipe=WEAK), False
     outcome = told.correct("a", (0, 0), 2, rephrases=list(tries.values()))
     left = reasons(outcome)
     assert 0 < len(left) < 16
@@ -68,7 +68,7 @@ def test_a_value_that_fails_at_rephrases_is_trained_on_for_all_texts() -> None:
 
 def test_a_rephrase_that_the_model_cannot_take_is_left_out() -> None:
     told = story()
-    one = fields_of(correction("a", at(1, 1), "2")) | {"rephrases": (at(float("nan"), 0), at(*FAR))}
+    one = fields_of(make_correction("a", at(1, 1), "2")) | {"rephrases": (at(float("nan"), 0), at(*FAR))}
     outcome = told.take(Feedback(**one))
     assert reasons(outcome) == {1: "the model's activations on this input are not finite"}
     assert told.engine.codebook.entry_ids == ["a", "a#2"]
@@ -94,7 +94,7 @@ def test_a_later_edit_does_not_take_a_rephrase_over() -> None:
     told = story(radius=2.0)
     told.correct("a", (0, 0), 1)
     told.correct("b", (9, 9), 1, rephrases=[(1e-4, 0)])
-    assert told.engine.memory.serving_entry("b#1") == "a"
+    assert told.engine.memory.serving_entry_id("b#1") == "a"
     told.correct("c", (1, 0), 2)
     assert answer(told.engine, 1e-4, 0) == 1
     told.correct("d", (1.4, 0), 3, rephrases=[(0.4, 0)])
@@ -142,7 +142,7 @@ def test_a_correction_that_the_model_fulfils_keeps_its_right_rephrases_and_leave
         2: "the model answers the inputs of the correction by itself, so there is no value; correct this text on its"
         " own"
     }
-    assert told.engine.memory.serving_entry("a#1") == ""
+    assert told.engine.memory.serving_entry_id("a#1") == ""
     told.correct("b", (1, 2.2), 1)
     assert [answer(told.engine, *place) for place in ((1, 1), (1, 2), FAR, (1, 2.2))] == [0, 0, 3, 1]
 
@@ -168,7 +168,7 @@ def test_traffic_forgets_rephrases() -> None:
     see(told, FAR, 0)
     see(told, (-3, -3), 1)
     told.correct("a", (1, 1), 2, rephrases=[FAR])
-    assert len(told.engine.traffic) == 1
+    assert len(told.engine.reservoir) == 1
 
 
 def test_the_same_correction_again_is_unchanged() -> None:
@@ -182,7 +182,7 @@ def test_a_history_with_rephrases_comes_out_again_byte_for_byte() -> None:
     made = Recorded()
 
     def correct(name: str, place: tuple[float, float], label: int, *rephrases: tuple[float, float]) -> None:
-        one = fields_of(correction(name, at(*place), str(label)))
+        one = fields_of(make_correction(name, at(*place), str(label)))
         made.take(Feedback(**one | {"rephrases": tuple(at(*other) for other in rephrases)}))
 
     correct("a", (0, 0), 1, (5, 5), (8, 0))
@@ -193,14 +193,14 @@ def test_a_history_with_rephrases_comes_out_again_byte_for_byte() -> None:
     correct("d", (-4, -4), 0, (-5, -5), (0, 9))
     made.undo("v", "u")
     retrained = made.retrained()
-    assert retrained.compared.first_difference is None
+    assert retrained.report.first_difference is None
     assert retrained.records == made.deltas
 
 
 def test_values_that_are_trained_together_and_on_for_rephrases_come_out_again() -> None:
     made = Recorded(replace(PLAN, init="layer", recipe=WEAK))
     places = [(0.0, 0.0), (40.0, 0.0), (0.0, 40.0)]
-    corrections = [fields_of(correction(f"f{x}-{y}", at(x, y), "2")) for x, y in places]
+    corrections = [fields_of(make_correction(f"f{x}-{y}", at(x, y), "2")) for x, y in places]
     others = [tuple(at(x, y + number / 2) for number in range(1, 9)) for x, y in places]
     sent = [Feedback(**one | {"rephrases": texts}) for one, texts in zip(corrections, others, strict=True)]
     outcomes = made.send(*map(encode, sent))
@@ -212,20 +212,22 @@ def test_values_that_are_trained_together_and_on_for_rephrases_come_out_again() 
 
 def test_a_delta_without_an_outcome_names_what_it_left_out() -> None:
     made = Recorded()
-    made.take(Feedback(**fields_of(correction("a", at(0, 0), "1")) | {"rephrases": (at(float("nan"), 0), at(5, 5))}))
+    made.take(
+        Feedback(**fields_of(make_correction("a", at(0, 0), "1")) | {"rephrases": (at(float("nan"), 0), at(5, 5))})
+    )
     assert [one.rephrase for one in committed_outcome(decode_delta(made.deltas[1])).left_out] == [1]
 
 
 def test_a_rephrase_that_is_served_otherwise_now_is_a_difference() -> None:
     made = Recorded()
-    one = fields_of(correction("a", at(0, 0), "1"))
+    one = fields_of(make_correction("a", at(0, 0), "1"))
     made.take(Feedback(**one | {"rephrases": (at(5, 5),)}))
     delta = decode_delta(made.deltas[1])
     assert delta.cause is not UNSET
     (key,) = delta.cause.rephrases
     made.rewrite(2, cause=delta.cause.__class__(**fields_of(delta.cause) | {"rephrases": (key, key)}))  # type: ignore[arg-type]
     assert "it was served by ('a', (), 'a#1', 'a#1') and is by ('a', (), 'a#1') now" in str(
-        made.retrained().compared.first_difference
+        made.retrained().report.first_difference
     )
 
 
@@ -257,5 +259,5 @@ def test_every_text_in_force_gets_the_target_of_its_last_correction(stream: list
         expected |= targets
     for place, label in expected.items():
         assert answer(told.engine, *place) == label
-    gone = {one.feedback_id for one in told.feedback if not one.undoes} - sent.keys()
+    gone = {one.feedback_id for one in told.feedback if not one.is_undo} - sent.keys()
     assert_same(told, without(told, gone))

@@ -11,17 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracestream.pipeline.codebook.codebook import Codebook
-from gracestream.pipeline.codebook.edit_memory import BARE_MODEL, EditMemory
-from gracestream.pipeline.codebook.policy import batch_noise
-from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.codebook.edit_memory import UNEDITED_MODEL, EditMemory
+from gracestream.pipeline.codebook.policy import match_tolerance
+from gracestream.pipeline.editing.config import EditConfig
 from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.search.key_search import NO_SLOT
-from gracestream.pipeline.wording.same_words import same_words
+from gracestream.pipeline.wording.same_words import have_same_words
 from gracestream.schemas.messages import Status
 from tests.support.chosen_queries import CLASSES, answer, at, engine, point
 from tests.support.tiny_models import CODEBOOK, correct, editable, texts
 
-NOISE = batch_noise(0, "float32")
+NOISE = match_tolerance(0, "float32")
 MANY = settings(deadline=None, max_examples=40)
 BARE_CLASS = 0
 """What the unedited model answers everywhere."""
@@ -54,7 +54,7 @@ class Stream:
             for other in gone:
                 other_D, other_label = self.believed.pop(other)
                 assert other_label != label or other_label == BARE_CLASS
-                same = other_label == BARE_CLASS and same_words(self.wording(other_D), self.wording(query_D))
+                same = other_label == BARE_CLASS and have_same_words(self.wording(other_D), self.wording(query_D))
                 assert same or np.linalg.norm(other_D - query_D) <= NOISE * 1.001
             self.believed[name] = (query_D, label)
         return outcome.status
@@ -64,14 +64,16 @@ class Stream:
         return task.wording(task.tokenize(at(*point_D.tolist())))
 
     def flow(self, place: Sequence[float], offset: int) -> None:
-        rank = self.engine.traffic.wants(0, offset, 0.0)
+        rank = self.engine.reservoir.offer(0, offset, 0.0)
         if rank is not None:
-            self.engine.observe(rank, point(*place), self.wording(point(*place)))
+            self.engine.add_traffic(rank, point(*place), self.wording(point(*place)))
 
     def kept(self) -> list[np.ndarray]:
         """The inputs that the bare model is to go on answering."""
         memory = self.engine.memory
-        return [query_D for name, (query_D, _) in self.believed.items() if memory.serving_entry(name) == BARE_MODEL]
+        return [
+            query_D for name, (query_D, _) in self.believed.items() if memory.serving_entry_id(name) == UNEDITED_MODEL
+        ]
 
     def lost(self) -> Iterator[str]:
         """The edits whose query no longer gets an entry of their label, or lies too near its ball's edge.
@@ -83,7 +85,7 @@ class Stream:
             nearest = self.engine.index.nearest(torch.from_numpy(query_D)[None])
             slot, distance = int(nearest.slots_B[0]), float(nearest.distances_B[0])
             inside = slot != NO_SLOT and distance + NOISE < codebook.radii_N[slot]
-            if name in self.engine.memory and self.engine.memory.serving_entry(name) == BARE_MODEL:
+            if name in self.engine.memory and self.engine.memory.serving_entry_id(name) == UNEDITED_MODEL:
                 if inside and distance > 4 * NOISE and codebook.labels[slot] != (label,):
                     yield name
             elif not inside or codebook.labels[slot] != (label,):
@@ -92,7 +94,7 @@ class Stream:
 
 def start(*, worded: bool = False, **plan: Any) -> Stream:
     usual: dict[str, Any] = {"radius_unit": "absolute", "traffic": 8}
-    return Stream(engine(Plan(**(usual | plan)), worded=worded))
+    return Stream(engine(EditConfig(**(usual | plan)), worded=worded))
 
 
 @MANY
@@ -201,7 +203,7 @@ def test_the_flagged_input_itself_is_no_traffic_that_blocks_its_expand() -> None
     ours = start()
     ours.correct((0, 0), 1)
     ours.flow((0, 1.2), 0)
-    assert len(ours.engine.traffic) == 1
+    assert len(ours.engine.reservoir) == 1
     assert ours.correct((0, 1.2), 1) == "expanded"
 
 
@@ -228,7 +230,7 @@ def test_an_entry_that_paper_mode_left_without_a_ball_serves_again_after_a_corre
     ours = start(policy="paper")
     ours.correct((1, 1), 1)
     ours.correct((1, 1), 2)
-    ours.engine.plan = Plan(radius_unit="absolute")
+    ours.engine.config = EditConfig(radius_unit="absolute")
     assert ours.correct((1, 1), 3) == "replaced"
     assert answer(ours.engine, 1, 1) == 3
 
@@ -242,13 +244,13 @@ def test_folding_the_log_gives_the_memory_and_the_codebook_of_the_live_engine(
     lead = ours.engine.codebook
     assert lead.seq == 1
     codebook, memory = Codebook(CODEBOOK, lead.model, lead.layer), EditMemory()
-    codebook.apply(EditEngine(ours.engine.model, CODEBOOK, ours.engine.plan).lead({}))
+    codebook.apply(EditEngine(ours.engine.model, CODEBOOK, ours.engine.config).lead_delta({}))
     for place, label, _ in stream:
         ours.correct(place, label)
     for record in ours.records:
         applied = codebook.apply(record)
         assert applied is not None
-        memory.fold(applied.delta, codebook)
+        memory.apply_delta(applied.delta, codebook)
     assert codebook.state_digest() == ours.engine.codebook.state_digest()
     assert memory.feedback_ids == ours.engine.memory.feedback_ids
     assert memory.entry_ids == ours.engine.memory.entry_ids
@@ -259,8 +261,8 @@ def test_folding_the_log_gives_the_memory_and_the_codebook_of_the_live_engine(
 @pytest.mark.parametrize("policy", ["nearest", "paper"])
 def test_a_real_classifier_keeps_every_edit_of_a_long_random_stream(policy: Literal["nearest", "paper"]) -> None:
     """Inputs come again with other labels; what was said last of an input is what the model says in the end."""
-    made = EditEngine(editable("bert"), CODEBOOK, Plan(policy=policy, radius=1.0))
-    made.apply(made.lead({}))
+    made = EditEngine(editable("bert"), CODEBOOK, EditConfig(policy=policy, radius=1.0))
+    made.apply(made.lead_delta({}))
     generator, inputs = np.random.default_rng(0), texts(30)
     names = list(made.model.module.config.id2label.values())
     said: dict[str, str] = {}
@@ -273,7 +275,7 @@ def test_a_real_classifier_keeps_every_edit_of_a_long_random_stream(policy: Lite
         assert outcome.status != "rejected"
         if record is not None:
             said[text] = target
-            (by_model.add if made.memory.serving_entry(f"f{offset}") == BARE_MODEL else by_model.discard)(text)
+            (by_model.add if made.memory.serving_entry_id(f"f{offset}") == UNEDITED_MODEL else by_model.discard)(text)
         elif text in said:
             assert said[text] == target
     prompts = [made.model.task.tokenize(text) for text in said]

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import UNSET
 
-from gracestream.pipeline.auth.authors import Author, Authors
+from gracestream.pipeline.auth.authors import Author, AuthorsByName
 from gracestream.pipeline.auth.signing import sign
-from gracestream.schemas.deltas import UNSIGNED, Role, Standing, decode_delta
+from gracestream.schemas.deltas import UNSIGNED_STANDING, Role, Standing, decode_delta
 from gracestream.schemas.messages import Feedback, Outcome, encode
 from tests.support.chosen_queries import at
 from tests.support.editing_stories import Story, story
@@ -65,26 +65,36 @@ def undo(told: Story, name: str, author: str | None, standing: Any = OWN, **what
             "author 'ann' may not undo without the role 'undo_own' or 'undo_any'",
         ),
         ("ann", allowed(), {"undo_author": "ann"}, "author 'ann' may not undo"),
-        (None, UNSIGNED, {"undo": "a"}, "feedback 'a' is by 'ann', signed, and this undo is without an author; "),
-        (None, UNSIGNED, {"undo_author": "ann"}, "feedback without an author may not undo what 'ann' sent"),
-        (None, UNSIGNED, {"undo": "nameless"}, None),
         (
             None,
-            UNSIGNED,
+            UNSIGNED_STANDING,
+            {"undo": "a"},
+            "feedback 'a' is by 'ann', signed, and this undo is without an author; ",
+        ),
+        (None, UNSIGNED_STANDING, {"undo_author": "ann"}, "feedback without an author may not undo what 'ann' sent"),
+        (None, UNSIGNED_STANDING, {"undo": "nameless"}, None),
+        (
+            None,
+            UNSIGNED_STANDING,
             {"undo": "claimed"},
             "feedback 'claimed' is by 'carl', not signed, and this undo is without an",
         ),
-        ("carl", UNSIGNED, {"undo": "claimed"}, None),
+        ("carl", UNSIGNED_STANDING, {"undo": "claimed"}, None),
         (
             "carl",
-            UNSIGNED,
+            UNSIGNED_STANDING,
             {"undo": "nameless"},
             "feedback 'nameless' is without an author, and this undo is by 'carl'",
         ),
-        ("ann", UNSIGNED, {"undo": "a"}, "feedback 'a' is by 'ann', signed, and this undo is by 'ann', not signed"),
         (
             "ann",
-            UNSIGNED,
+            UNSIGNED_STANDING,
+            {"undo": "a"},
+            "feedback 'a' is by 'ann', signed, and this undo is by 'ann', not signed",
+        ),
+        (
+            "ann",
+            UNSIGNED_STANDING,
             {"undo_author": "ann"},
             "feedback 'a' is by 'ann', signed, and this undo is by 'ann', not si",
         ),
@@ -95,8 +105,8 @@ def test_who_may_take_back_whose(author: str | None, standing: Any, what: dict[s
     told = story()
     correct(told, "early", 9, "ann", UNSET)
     correct(told, "a", 0, "ann")
-    correct(told, "nameless", 3, None, UNSIGNED)
-    correct(told, "claimed", 6, "carl", UNSIGNED)
+    correct(told, "nameless", 3, None, UNSIGNED_STANDING)
+    correct(told, "claimed", 6, "carl", UNSIGNED_STANDING)
     outcome = undo(told, "u", author, standing, **what)
     assert (outcome.status == "rejected") == (refused is not None), outcome.reason
     assert (refused or "") in str(outcome.reason)
@@ -132,7 +142,7 @@ def test_what_a_moderator_took_back_its_author_does_not_bring_again() -> None:
 
 
 names = st.sampled_from(["ann", "bob", None])
-standings = st.sampled_from([OWN, UNSIGNED, ANY, UNSET])
+standings = st.sampled_from([OWN, UNSIGNED_STANDING, ANY, UNSET])
 steps = st.lists(
     st.tuples(names, standings, st.integers(0, 6), st.sampled_from(["correct", "undo", "undo", "undo_author"])),
     min_size=3,
@@ -146,20 +156,20 @@ def test_what_is_newly_undone_is_always_the_senders_own(given_steps: list[tuple[
     told = story()
     for number, (author, standing, which, kind) in enumerate(given_steps):
         memory, name = told.engine.memory, f"f{number}"
-        before = memory.undone()
+        before = memory.undone_ids()
         if kind == "correct" or number == 0:
             correct(told, name, number, author, USUAL if standing is OWN else standing)
             continue
         undo(told, name, author, standing, **{kind: f"f{which}" if kind == "undo" else ("ann", "bob")[which % 2]})
-        if standing is OWN or standing is UNSIGNED:
-            for gone in memory.undone() - before:
+        if standing is OWN or standing is UNSIGNED_STANDING:
+            for gone in memory.undone_ids() - before:
                 assert memory.authors.get(gone) == author
-                assert standing.signed or gone not in memory.signed
+                assert standing.signed or gone not in memory.signed_ids
 
 
 class TestReplay:
     def test_it_decides_as_the_list_of_that_time_did(self) -> None:
-        authors: Authors = {
+        authors: AuthorsByName = {
             "ann": Author("ann", (ANNS.public_key(),)),
             "bob": Author("bob", (BOBS.public_key(),), roles=("undo_any",)),
         }
@@ -182,10 +192,10 @@ class TestReplay:
         assert send("x", "bob", inputs=at(5, 5), target="1") == "added"
         authors.clear()
         assert history.undo("y", "x").status == "rejected"
-        compared = history.retrained().compared
+        compared = history.retrained().report
         assert compared.first_difference is None
         assert (compared.same_records, compared.same_fruitless) == (4, 4)
-        assert history.engine.memory.signed == {"a", "u", "v", "x"}
+        assert history.engine.memory.signed_ids == {"a", "u", "v", "x"}
 
     def test_an_undo_that_was_not_allowed_is_the_first_difference(self) -> None:
         history = Recorded(authors={"ann": Author("ann", (ANNS.public_key(),))})
@@ -194,8 +204,10 @@ class TestReplay:
         history.send(sign(encode(Feedback(v=1, feedback_id="u", author="ann", undo="a")), ANNS, CODEBOOK))
         cause = decode_delta(history.deltas[2]).cause
         assert cause is not UNSET
-        history.rewrite(3, cause=type(cause)(feedback_id="u", offset=1, author="ann", undoes=("a",), standing=UNSIGNED))
-        found = str(history.retrained().compared.first_difference)
+        history.rewrite(
+            3, cause=type(cause)(feedback_id="u", offset=1, author="ann", undoes=("a",), standing=UNSIGNED_STANDING)
+        )
+        found = str(history.retrained().report.first_difference)
         assert "it is rejected now: feedback 'a' is by 'ann', signed, and this undo is by 'ann', not signed" in found
 
 

@@ -6,19 +6,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gracestream.pipeline.editing.config import Plan, plan_of
+from gracestream.pipeline.editing.config import EditConfig, edit_config_from_lead
 from gracestream.pipeline.editing.engine import EditEngine
-from gracestream.pipeline.editing.negatives import other_requests, radius_of
-from gracestream.pipeline.editing.provenance import environment
-from gracestream.pipeline.editing.result import correction
-from gracestream.pipeline.history.reproduce import Retraining
+from gracestream.pipeline.editing.negatives import other_requests, radius_from_distances
+from gracestream.pipeline.editing.provenance import describe_environment
+from gracestream.pipeline.editing.result import make_correction
+from gracestream.pipeline.history.reproduce import ReproductionRun
 from gracestream.schemas.deltas import Delta, decode_delta
 from gracestream.schemas.messages import Inputs
 from tests.support.editing_stories import Story
 from tests.support.tiny_encoder import chat, encoder
 from tests.support.tiny_models import CHAT, CODEBOOK, WORDS, editable, texts
 
-PLAN = Plan(radius=1.0, radius_unit="absolute", traffic=0, scope_radius=True)
+PLAN = EditConfig(radius=1.0, radius_unit="absolute", traffic=0, scope_radius=True)
 ASKED, OTHER = "What language do people speak in Brazil?", "Which planet has the most moons?"
 
 
@@ -35,7 +35,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def story(plan: Plan = PLAN, kind: str = "llama", **adaptor: Any) -> Story:
+def story(plan: EditConfig = PLAN, kind: str = "llama", **adaptor: Any) -> Story:
     model = editable(kind, chat_template=CHAT if kind == "llama" else None, **({"encoder": encoder()} | adaptor))
     made = Story(EditEngine(model, CODEBOOK, plan))
     made.lead(plan)
@@ -54,13 +54,13 @@ def own_radius(made: Story, text: str) -> float | None:
         made.engine.model.queries([made.engine.model.task.tokenize(one)])[0] for one in [text, *other_requests(text)]
     ]
     query_D, *others = (one.numpy().astype(np.float64) for one in queries)
-    return radius_of([float(np.linalg.norm(other_D - query_D)) for other_D in others], PLAN.scope_alpha)
+    return radius_from_distances([float(np.linalg.norm(other_D - query_D)) for other_D in others], PLAN.scope_alpha)
 
 
 def test_the_radius_is_the_corrections_own_and_no_larger_than_the_plans() -> None:
     made, bounded = story(), story(replace(PLAN, radius=0.01))
     for one in (made, bounded):
-        assert one.take(correction("a", ASKED, WORDS[7])).status == "added"
+        assert one.take(make_correction("a", ASKED, WORDS[7])).status == "added"
     own = own_radius(made, ASKED)
     assert own is not None
     assert own < PLAN.radius
@@ -81,32 +81,32 @@ def test_the_radius_is_the_corrections_own_and_no_larger_than_the_plans() -> Non
     ],
     ids=["off", "paper", "no encoder", "classifier", "no subject", "chat that goes on"],
 )
-def test_else_the_plans_radius_stays(inputs: Inputs, plan: Plan, kind: str, adaptor: dict[str, Any]) -> None:
+def test_else_the_plans_radius_stays(inputs: Inputs, plan: EditConfig, kind: str, adaptor: dict[str, Any]) -> None:
     made = story(plan, kind, **adaptor)
     for target in ("right", "both") if kind == "bert" else (WORDS[7],):
-        made.take(correction(f"to {target}", inputs, target))
+        made.take(make_correction(f"to {target}", inputs, target))
     assert set(radii(made).values()) == {PLAN.radius}
 
 
 def test_a_chat_has_the_radius_of_its_last_message() -> None:
     made, of_chat = story(), story()
-    made.take(correction("a", ASKED, WORDS[7]))
-    of_chat.take(correction("a", chat(ASKED, system=OTHER), WORDS[7]))
+    made.take(make_correction("a", ASKED, WORDS[7]))
+    of_chat.take(make_correction("a", chat(ASKED, system=OTHER), WORDS[7]))
     assert radii(of_chat)["a"] == pytest.approx(radii(made)["a"], abs=0.02)  # marks differ
 
 
 def test_an_undo_uses_the_recorded_radius_and_computes_none(asked: list[str]) -> None:
     made = story()
-    assert made.take(correction("a", ASKED, WORDS[7])).status == "added"
-    assert made.take(correction("b", ASKED, WORDS[9])).status == "replaced"
-    made.take(correction("c", OTHER, WORDS[11]))
+    assert made.take(make_correction("a", ASKED, WORDS[7])).status == "added"
+    assert made.take(make_correction("b", ASKED, WORDS[9])).status == "replaced"
+    made.take(make_correction("c", OTHER, WORDS[11]))
     assert asked == [ASKED, OTHER]
     before = radii(made)
     assert before["a"] == before["b"]
     made.undo("u", "a")
     assert "b" in decode_delta(made.deltas[-1]).decided
     alone = story()
-    alone.take(correction("b", ASKED, WORDS[9]))
+    alone.take(make_correction("b", ASKED, WORDS[9]))
     assert len(asked) == 3
     kept = dict(zip(made.engine.codebook.entry_ids, made.engine.codebook.radii_N.tolist(), strict=True))
     assert kept["b"] == alone.engine.codebook.radii_N.tolist()[0]
@@ -115,31 +115,31 @@ def test_an_undo_uses_the_recorded_radius_and_computes_none(asked: list[str]) ->
 def test_a_history_trained_anew_is_the_same_with_what_was_recorded(asked: list[str]) -> None:
     made = story()
     for number, text in enumerate([ASKED, OTHER, *texts(3, seed=5), ASKED]):
-        made.take(correction(f"f{number}", text, WORDS[7 + number]))
+        made.take(make_correction(f"f{number}", text, WORDS[7 + number]))
     made.undo("u", "f1")
     asked.clear()
-    again = Retraining(
+    again = ReproductionRun(
         made.engine.model, dict(enumerate(made.feedback)),
-        lambda plan: environment(made.engine.model, plan), [],
+        lambda plan: describe_environment(made.engine.model, plan), [],
     )  # fmt: skip
-    assert all(map(again.fold, made.deltas))
+    assert all(map(again.reproduce, made.deltas))
     assert again.records == made.deltas
-    assert again.compared.first_difference is None
+    assert again.report.first_difference is None
     assert not asked
     environment_of_term = decode_delta(made.deltas[0]).environment
     assert isinstance(environment_of_term, dict)
-    assert plan_of(environment_of_term) == PLAN
+    assert edit_config_from_lead(environment_of_term) == PLAN
 
 
 def test_a_value_trained_ahead_has_its_radius_computed_once(asked: list[str]) -> None:
     together, alone = story(), story()
-    waiting = [(correction(f"f{number}", text, WORDS[7])) for number, text in enumerate((ASKED, OTHER))]
-    ahead = together.engine.train_ahead([(one, at) for at, one in enumerate(waiting)])
+    waiting = [(make_correction(f"f{number}", text, WORDS[7])) for number, text in enumerate((ASKED, OTHER))]
+    ahead = together.engine.draft_values([(one, at) for at, one in enumerate(waiting)])
     assert len(ahead) == 2
     for at, one in enumerate(waiting):
         edited = together.engine.edit(one, at, None, ahead[at])
-        assert edited.record is not None
-        together.apply(edited.record)
+        assert edited.delta_record is not None
+        together.apply(edited.delta_record)
     assert asked == [ASKED, OTHER]
     for one in waiting:
         alone.take(one)
@@ -154,6 +154,6 @@ def test_no_other_radius_grows_for_a_correction_beyond_its_own(monkeypatch: pyte
     for own, keys in ((0.6 * apart, ["a", "b"]), (1.1 * apart, ["a"])):
         monkeypatch.setattr("gracestream.pipeline.editing.scope.scope_radius", lambda *_, own=own: own)
         made = story(replace(PLAN, wording=False))
-        made.take(correction("a", ASKED, WORDS[9]))
-        made.take(correction("b", OTHER, WORDS[9]))
+        made.take(make_correction("a", ASKED, WORDS[9]))
+        made.take(make_correction("b", OTHER, WORDS[9]))
         assert made.engine.codebook.entry_ids == keys

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gracestream.pipeline.editing.negatives import COUNT, other_requests, radius_of
+from gracestream.pipeline.editing.negatives import TEMPLATES_PER_RADIUS, other_requests, radius_from_distances
 from gracestream.pipeline.model.registry import resolve_encoder
-from gracestream.pipeline.model.sentence_encoder import MARK, Encoder
+from gracestream.pipeline.model.sentence_encoder import PROMPT_HASH_NORM, SentenceEncoder
 
 pytestmark = pytest.mark.model
 
@@ -34,11 +34,11 @@ OTHERS = 30
 @pytest.fixture(scope="module")
 def distances() -> dict[str, np.ndarray]:
     """From each text to its rephrase, then to other requests about its subject."""
-    encoder = Encoder.load(resolve_encoder("minilm"), device="cpu", cache=Path("~/.cache/gracestream"))
+    encoder = SentenceEncoder.load(resolve_encoder("minilm"), device="cpu", cache=Path("~/.cache/gracestream"))
     found = {}
     for text, rephrase in REPHRASES.items():
-        points_ND = encoder.embed([text, rephrase, *other_requests(text, COUNT + OTHERS)])[0].numpy()
-        found[text] = np.hypot(np.linalg.norm(points_ND[1:] - points_ND[0], axis=1), 2**0.5 * MARK)
+        points_ND = encoder.embed([text, rephrase, *other_requests(text, TEMPLATES_PER_RADIUS + OTHERS)])[0].numpy()
+        found[text] = np.hypot(np.linalg.norm(points_ND[1:] - points_ND[0], axis=1), 2**0.5 * PROMPT_HASH_NORM)
     return found
 
 
@@ -48,9 +48,9 @@ def test_of_other_requests_about_a_subject_no_more_than_alpha_are_within_the_rad
 ) -> None:
     inside, rephrases = [], []
     for found_N in distances.values():
-        radius = radius_of(found_N[1 : COUNT + 1].tolist(), alpha)
+        radius = radius_from_distances(found_N[1 : TEMPLATES_PER_RADIUS + 1].tolist(), alpha)
         assert radius is not None
-        inside.append(float((found_N[COUNT + 1 :] < radius).mean()))
+        inside.append(float((found_N[TEMPLATES_PER_RADIUS + 1 :] < radius).mean()))
         rephrases.append(bool(found_N[0] < radius))
     assert np.mean(inside) <= alpha
     assert np.mean(rephrases) >= 0.7

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from gracestream.pipeline.codebook.policy import ROUNDINGS
-from gracestream.pipeline.editing.tolerance import query_noise
+from gracestream.pipeline.codebook.policy import DTYPE_TOLERANCES
+from gracestream.pipeline.editing.tolerance import measure_query_noise
 from gracestream.pipeline.model.batch import Prompt
 from gracestream.pipeline.model.editable import EditableModel
-from gracestream.pipeline.model.probe_texts import TEXTS
+from gracestream.pipeline.model.probe_texts import PROBE_TEXTS
 from tests.support.tiny_models import LIMITS, MODEL, editable
 
 
@@ -21,19 +21,19 @@ def in_dtype(model: EditableModel, dtype: torch.dtype) -> EditableModel:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_the_tolerance_of_each_dtype_covers_what_batches_and_padding_do(dtype: str) -> None:
-    found = query_noise(in_dtype(editable("llama"), getattr(torch, dtype)))
-    assert (found.dtype, found.devices, found.inputs) == (dtype, ("cpu",), len(TEXTS))
+    found = measure_query_noise(in_dtype(editable("llama"), getattr(torch, dtype)))
+    assert (found.dtype, found.devices, found.inputs) == (dtype, ("cpu",), len(PROBE_TEXTS))
     assert found.of_tolerance <= 1
-    assert "cpu" in ROUNDINGS[dtype].measured
+    assert "cpu" in DTYPE_TOLERANCES[dtype].measured_on
 
 
 def test_noise_between_two_models_is_that_of_their_queries_of_one_input() -> None:
     """Here the second is off by a known part, as a device whose kernels round otherwise would be by less."""
     editor, replica = editable("llama"), editable("llama")
-    alone = query_noise(editor)
+    alone = measure_query_noise(editor)
     with torch.no_grad():
         replica.module.model.layers[1].mlp.up_proj.weight *= 1.01
-    between = query_noise(editor, replica, inputs=TEXTS[:8])
+    between = measure_query_noise(editor, replica, inputs=PROBE_TEXTS[:8])
     assert between.devices == ("cpu", "cpu")
     assert between.relative == pytest.approx(0.01, rel=1e-3)
     assert between.of_tolerance > 1 > alone.of_tolerance
@@ -47,9 +47,9 @@ def test_a_query_that_is_no_number_is_no_small_noise(monkeypatch: pytest.MonkeyP
     def broken(prompts: Sequence[Prompt]) -> torch.Tensor:
         found = queries(prompts).clone()
         for row, prompt in enumerate(prompts):
-            if prompt == model.task.tokenize(TEXTS[5]):
+            if prompt == model.task.tokenize(PROBE_TEXTS[5]):
                 found[row] = torch.nan
         return found
 
     monkeypatch.setattr(model, "queries", broken)
-    assert np.isnan(query_noise(model, inputs=TEXTS[:8]).of_tolerance)
+    assert np.isnan(measure_query_noise(model, inputs=PROBE_TEXTS[:8]).of_tolerance)

@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracestream.pipeline.editing.traffic_reservoir import (
-    ENOUGH,
-    FORGET_SECONDS,
-    Traffic,
+    DECAY_SECONDS,
+    MIN_SAMPLE,
+    TrafficReservoir,
     median_nearest_distance,
-    score,
+    reservoir_score,
 )
 from tests.support.chosen_queries import point
 
@@ -18,13 +18,13 @@ NOISE = 1e-3
 MANY = settings(deadline=None, max_examples=40)
 
 
-def told(traffic: Traffic, partition: int, offset: int, timestamp: float, *query: float) -> None:
-    rank = traffic.wants(partition, offset, timestamp)
+def told(traffic: TrafficReservoir, partition: int, offset: int, timestamp: float, *query: float) -> None:
+    rank = traffic.offer(partition, offset, timestamp)
     if rank is not None:
-        traffic.hold(rank, point(*query), NOISE)
+        traffic.add(rank, point(*query), NOISE)
 
 
-def held(traffic: Traffic) -> set[tuple[float, ...]]:
+def held(traffic: TrafficReservoir) -> set[tuple[float, ...]]:
     return {tuple(query_D.tolist()) for query_D in traffic._queries.points_ND}
 
 
@@ -39,7 +39,7 @@ def test_the_sample_does_not_depend_on_the_order_of_arrival(order: object, capac
     ]
     samples = []
     for _ in range(2):
-        traffic = Traffic(capacity, seed)
+        traffic = TrafficReservoir(capacity, seed)
         for partition, offset, timestamp, place in requests:
             told(traffic, partition, offset, timestamp, place, 0)
         samples.append((held(traffic), sorted(traffic._scores), traffic.positions))
@@ -48,8 +48,8 @@ def test_the_sample_does_not_depend_on_the_order_of_arrival(order: object, capac
 
 
 def test_the_reservoir_is_bounded_and_holds_the_highest_scores() -> None:
-    traffic = Traffic(10, seed=1)
-    scores = {offset: score(0, offset, 0.0, 1) for offset in range(300)}
+    traffic = TrafficReservoir(10, seed=1)
+    scores = {offset: reservoir_score(0, offset, 0.0, 1) for offset in range(300)}
     for offset in range(300):
         told(traffic, 0, offset, 0.0, offset, 0)
         assert len(traffic) <= 10
@@ -58,16 +58,16 @@ def test_the_reservoir_is_bounded_and_holds_the_highest_scores() -> None:
 
 
 def test_old_requests_are_forgotten_with_time() -> None:
-    traffic = Traffic(50, seed=0)
+    traffic = TrafficReservoir(50, seed=0)
     for offset in range(500):
         told(traffic, 0, offset, 0.0, offset, 0)
     for offset in range(500, 1000):
-        told(traffic, 0, offset, 20 * FORGET_SECONDS, offset, 0)
+        told(traffic, 0, offset, 20 * DECAY_SECONDS, offset, 0)
     assert all(query[0] >= 500 for query in held(traffic))
 
 
 def test_requests_of_one_time_are_sampled_evenly() -> None:
-    traffic = Traffic(200, seed=0)
+    traffic = TrafficReservoir(200, seed=0)
     for offset in range(2000):
         told(traffic, offset % 4, offset // 4, 0.0, offset, 0)
     places = sorted(query[0] for query in held(traffic))
@@ -75,68 +75,78 @@ def test_requests_of_one_time_are_sampled_evenly() -> None:
 
 
 def test_the_score_is_a_pure_function_of_place_time_and_seed() -> None:
-    assert score(1, 2, 3.0, 4) == score(1, 2, 3.0, 4)
-    assert len({score(0, 1, 0.0, 0), score(1, 0, 0.0, 0), score(0, 1, 0.0, 1), score(0, 11, 0.0, 0)}) == 4
-    assert score(0, 1, FORGET_SECONDS, 0) == pytest.approx(score(0, 1, 0.0, 0) + 1)
+    assert reservoir_score(1, 2, 3.0, 4) == reservoir_score(1, 2, 3.0, 4)
+    assert (
+        len(
+            {
+                reservoir_score(0, 1, 0.0, 0),
+                reservoir_score(1, 0, 0.0, 0),
+                reservoir_score(0, 1, 0.0, 1),
+                reservoir_score(0, 11, 0.0, 0),
+            }
+        )
+        == 4
+    )
+    assert reservoir_score(0, 1, DECAY_SECONDS, 0) == pytest.approx(reservoir_score(0, 1, 0.0, 0) + 1)
 
 
 def test_a_reservoir_of_no_capacity_wants_nothing_but_counts() -> None:
-    traffic = Traffic(0, seed=0)
-    assert traffic.wants(3, 41, 0.0) is None
-    assert (traffic.positions, len(traffic), traffic.unit()) == ({3: 42}, 0, None)
-    assert traffic.clearance(point(0, 0), NOISE) == np.inf
+    traffic = TrafficReservoir(0, seed=0)
+    assert traffic.offer(3, 41, 0.0) is None
+    assert (traffic.positions, len(traffic), traffic.median_distance()) == ({3: 42}, 0, None)
+    assert traffic.nearest_distance(point(0, 0), NOISE) == np.inf
 
 
 def test_positions_never_go_back() -> None:
-    traffic = Traffic(1, seed=0)
+    traffic = TrafficReservoir(1, seed=0)
     for offset in (5, 3, 9, 2):
-        traffic.wants(0, offset, 0.0)
+        traffic.offer(0, offset, 0.0)
     assert traffic.positions == {0: 10}
 
 
 def test_an_input_that_comes_again_is_held_once() -> None:
-    traffic = Traffic(10, seed=0)
+    traffic = TrafficReservoir(10, seed=0)
     for offset in range(20):
         told(traffic, 0, offset, 0.0, 1, NOISE / 40 * offset)
     assert len(traffic) == 1
 
 
 def test_a_query_that_is_not_finite_is_not_held() -> None:
-    traffic = Traffic(10, seed=0)
+    traffic = TrafficReservoir(10, seed=0)
     told(traffic, 0, 0, 0.0, np.nan, 0)
     told(traffic, 0, 1, 0.0, np.inf, 0)
     assert len(traffic) == 0
 
 
 def test_clearance_is_the_distance_to_the_nearest_other_input() -> None:
-    traffic = Traffic(10, seed=0)
+    traffic = TrafficReservoir(10, seed=0)
     for offset, place in enumerate((0.0, 3.0, 5.0)):
         told(traffic, 0, offset, 0.0, place, 0)
-    assert traffic.clearance(point(1, 0), NOISE) == 1.0
-    assert traffic.clearance(point(0, NOISE / 2), NOISE) == pytest.approx(3.0)
-    assert traffic.clearance(point(0, 0), NOISE, but_not=point(3, 0)) == 5.0
+    assert traffic.nearest_distance(point(1, 0), NOISE) == 1.0
+    assert traffic.nearest_distance(point(0, NOISE / 2), NOISE) == pytest.approx(3.0)
+    assert traffic.nearest_distance(point(0, 0), NOISE, excluded_D=point(3, 0)) == 5.0
 
 
 def test_a_flagged_input_is_forgotten() -> None:
-    traffic = Traffic(10, seed=0)
+    traffic = TrafficReservoir(10, seed=0)
     for offset, place in enumerate((0.0, 3.0)):
         told(traffic, 0, offset, 0.0, place, 0)
-    traffic.forget(point(3, NOISE / 2), NOISE)
+    traffic.remove(point(3, NOISE / 2), NOISE)
     assert held(traffic) == {(0.0, 0.0)}
-    traffic.forget(point(1, 0), NOISE)
+    traffic.remove(point(1, 0), NOISE)
     assert len(traffic) == 1
 
 
 def test_the_unit_is_the_median_nearest_distance_once_there_is_enough() -> None:
-    traffic = Traffic(100, seed=0)
-    for offset in range(ENOUGH - 1):
+    traffic = TrafficReservoir(100, seed=0)
+    for offset in range(MIN_SAMPLE - 1):
         told(traffic, 0, offset, 0.0, 2 * offset, 0)
-    assert traffic.unit() is None
-    told(traffic, 0, ENOUGH, 0.0, 2 * ENOUGH, 0)
-    assert traffic.unit() == 2.0
-    for place in range(ENOUGH):
+    assert traffic.median_distance() is None
+    told(traffic, 0, MIN_SAMPLE, 0.0, 2 * MIN_SAMPLE, 0)
+    assert traffic.median_distance() == 2.0
+    for place in range(MIN_SAMPLE):
         told(traffic, 1, place, 0.0, 2 * place, 0.5)
-    assert traffic.unit() == 0.5
+    assert traffic.median_distance() == 0.5
 
 
 @MANY

@@ -9,7 +9,7 @@ from msgspec import UNSET
 
 from gracestream.pipeline.codebook.key_index import KeyIndex
 from gracestream.pipeline.editing.undo import undo
-from gracestream.pipeline.editing.value_training import Recipe
+from gracestream.pipeline.editing.value_training import ValueTrainingConfig
 from gracestream.pipeline.errors import HistoryError
 from gracestream.schemas.deltas import decode_delta
 from gracestream.schemas.messages import Feedback
@@ -137,7 +137,7 @@ def test_a_rejected_correction_stays_rejected() -> None:
     """Nothing of it stands in the log, its author was told, and may send it again."""
     told = story()
     told.correct("a", (1, 1), 2)
-    told.lead(plan_of(recipe=Recipe(max_steps=0)))
+    told.lead(plan_of(recipe=ValueTrainingConfig(max_steps=0)))
     assert told.correct("b", (1, 1), 3).status == "rejected"
     told.lead(plan_of())
     told.undo("u", "a")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import UNSET
 
-from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.config import EditConfig
 from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.schemas.deltas import decode_delta
 from gracestream.schemas.messages import Feedback
@@ -41,11 +41,11 @@ def taken_back(feedback: Sequence[Feedback]) -> tuple[set[str], set[str]]:
             if one.undo == other.feedback_id or (one.undo_author is not UNSET and one.undo_author == other.author)
         }
         touched = [at for at, other in enumerate(sent) if other.feedback_id in names and counts(at)]
-        if not one.undoes or any(not takes[at] or takes[at] - names for at in touched):
+        if not one.is_undo or any(not takes[at] or takes[at] - names for at in touched):
             sent.append(one)
             takes.append(names)
     gone = {one.feedback_id for at, one in enumerate(sent) if not counts(at)}
-    return gone, {one.feedback_id for one in sent if one.undoes}
+    return gone, {one.feedback_id for one in sent if one.is_undo}
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Except:
     up: float
 
     def told(self, name: str, story: Story) -> None:
-        corrections = [one for one in story.feedback if one.corrects]
+        corrections = [one for one in story.feedback if one.is_correction]
         if corrections:
             one = corrections[self.of % len(corrections)]
             x, y = map(float, str(one.inputs).split())
@@ -121,7 +121,7 @@ KINDS -= {("paper", "replace")}  # it splits, as the paper has it
 
 
 def played(
-    first: Plan, stream: Sequence[Any], *, worded: bool
+    first: EditConfig, stream: Sequence[Any], *, worded: bool
 ) -> tuple[Story, set[str], dict[str, tuple[str, str]], set[str]]:
     """The story of a stream, the undos that had an effect, under which policy which feedback did what, and refusals."""
     told = Story(EditEngine(PointModel(2, worded=worded), CODEBOOK, first))
@@ -131,7 +131,7 @@ def played(
     places: list[tuple[float, ...]] = []
     for number, step in enumerate(stream):
         name, before = f"f{number}", len(told.deltas)
-        if isinstance(step, Plan):
+        if isinstance(step, EditConfig):
             told.lead(step)
         elif isinstance(step, Undo):
             outcome = told.take(step.feedback(name, told.feedback))
@@ -146,8 +146,8 @@ def played(
             places += [step[0], *step[3]]
             told.correct(name, *step)
         if len(told.deltas) > before:
-            did[name] = told.engine.plan.policy, decode_delta(told.deltas[-1]).op
-    corrected = {one.feedback_id for one in told.feedback if not one.undoes}
+            did[name] = told.engine.config.policy, decode_delta(told.deltas[-1]).op
+    corrected = {one.feedback_id for one in told.feedback if not one.is_undo}
     return told, undone, did, corrected - did.keys()
 
 
@@ -158,7 +158,7 @@ def test_after_an_undo_the_codebook_equals_a_replay_without_that_feedback() -> N
 
     @MANY
     @given(plans, histories, st.booleans())
-    def check(first: Plan, stream: list[Any], worded: bool) -> None:
+    def check(first: EditConfig, stream: list[Any], worded: bool) -> None:
         nonlocal decided_again
         told, undone, did, refused = played(
             first, stream, worded=worded
@@ -170,7 +170,7 @@ def test_after_an_undo_the_codebook_equals_a_replay_without_that_feedback() -> N
         if not any(isinstance(step, tuple) and len(step) == 2 for step in stream):
             assert_same(told, without(told, gone, sees_again=False))  # there was no traffic to be seen
         gone_by_kind.update(did[name] for name in gone if name in did)
-        decided_again += len(told.engine.memory.decided)
+        decided_again += len(told.engine.memory.replay_contexts)
 
     check()
     assert gone_by_kind.keys() >= KINDS, "what is taken back is of every kind, under both policies"
@@ -189,11 +189,11 @@ def test_folding_the_log_gives_the_codebook_and_the_memory_after_undos(
             told.correct(f"f{number}", *step)
         else:
             told.undo(f"f{number}", f"f{number // 2}")
-    folded = EditEngine(told.engine.model, told.engine.codebook.name, told.engine.plan)
+    folded = EditEngine(told.engine.model, told.engine.codebook.name, told.engine.config)
     for record in told.deltas:
         folded.apply(record)
     assert_same(Story(folded), told)
-    assert folded.memory.undoes == told.engine.memory.undoes
-    assert folded.memory.decided == told.engine.memory.decided
+    assert folded.memory.undo_targets == told.engine.memory.undo_targets
+    assert folded.memory.replay_contexts == told.engine.memory.replay_contexts
     assert folded.memory.authors == told.engine.memory.authors
-    assert folded.memory.owners == told.engine.memory.owners
+    assert folded.memory.rephrase_owners == told.engine.memory.rephrase_owners

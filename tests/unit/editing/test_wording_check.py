@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from gracestream.pipeline.codebook.file import load_codebook, save
+from gracestream.pipeline.codebook.file import load_codebook, save_codebook
 from gracestream.pipeline.codebook.key_index import KeyIndex
-from gracestream.pipeline.codebook.lookup import MOST_COMPARED, OUTSIDE, CodebookLookup
-from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.codebook.lookup import MAX_COMPARED_WORDINGS, OUTSIDE_RADIUS_REASON, CodebookLookup
+from gracestream.pipeline.editing.config import EditConfig
 from gracestream.pipeline.editing.engine import EditEngine
-from gracestream.pipeline.editing.traffic_reservoir import Traffic
-from gracestream.pipeline.model.editable import Served
+from gracestream.pipeline.editing.traffic_reservoir import TrafficReservoir
+from gracestream.pipeline.model.editable import ServedAnswer
 from gracestream.pipeline.search.key_search import TorchSearch
 from gracestream.pipeline.tuning.evaluation import EvaluationCase, evaluate
-from gracestream.pipeline.wording.comparison import disagreement, wording_of
+from gracestream.pipeline.wording.comparison import extract_wording, find_disagreement
 from gracestream.schemas.deltas import Delta, EntryChange, decode_delta
 from gracestream.schemas.messages import Parameters
 from tests.support import chosen_queries
@@ -46,18 +46,18 @@ FAR = 1e6
 
 
 def started(kind: str, **plan: Any) -> EditEngine:
-    engine = EditEngine(editable(kind), "default", Plan(radius=FAR, radius_unit="absolute", traffic=0, **plan))
-    engine.apply(engine.lead({}))
+    engine = EditEngine(editable(kind), "default", EditConfig(radius=FAR, radius_unit="absolute", traffic=0, **plan))
+    engine.apply(engine.lead_delta({}))
     return engine
 
 
-def ask(engine: EditEngine, *inputs: str) -> list[Served]:
+def ask(engine: EditEngine, *inputs: str) -> list[ServedAnswer]:
     prompts = [engine.model.task.tokenize(text) for text in inputs]
     return engine.model.answer(prompts, [Parameters()] * len(prompts), engine.lookup)
 
 
 def test_the_prompts_of_these_tests_disagree() -> None:
-    assert disagreement(wording_of(EDITED), wording_of(OTHER))
+    assert find_disagreement(extract_wording(EDITED), extract_wording(OTHER))
 
 
 @pytest.mark.parametrize("kind", GENERATORS)
@@ -66,14 +66,14 @@ def test_a_prompt_with_other_words_gets_the_unedited_answer_and_the_reason(kind:
     before = ask(engine, EDITED, OTHER)
     outcome, _ = correct(engine, "a", EDITED, TARGET)
     assert outcome.status == "added", outcome
-    assert engine.codebook.wordings == [wording_of(EDITED)]
+    assert engine.codebook.wordings == [extract_wording(EDITED)]
     edited, other, same = ask(engine, EDITED, OTHER, SAME)
     assert edited.hit is not None
     assert same.hit is not None
     assert other.hit is None
-    assert other.missed is not None
-    assert other.missed.entry_id == "a"
-    assert other.missed.disagreement == disagreement(wording_of(EDITED), wording_of(OTHER))
+    assert other.near_miss is not None
+    assert other.near_miss.entry_id == "a"
+    assert other.near_miss.disagreement == find_disagreement(extract_wording(EDITED), extract_wording(OTHER))
     assert other.answer.outputs == before[1].answer.outputs
     assert edited.answer.outputs.text == TARGET
 
@@ -98,29 +98,29 @@ def test_the_nearest_entry_that_holds_a_prompt_and_agrees_serves_it(data: st.Dat
         for row in range(count)
     ]
     by_distance = sorted((abs(keys[row]), f"e{row}", row) for row in range(count))
-    held = [(name, row) for distance, name, row in by_distance if distance < radii[row]][:MOST_COMPARED]
+    held = [(name, row) for distance, name, row in by_distance if distance < radii[row]][:MAX_COMPARED_WORDINGS]
     expected = None
     if by_distance[0][0] < radii[by_distance[0][2]]:
-        agreeing = [name for name, row in held if not disagreement(wordings[row], asked)]
+        agreeing = [name for name, row in held if not find_disagreement(wordings[row], asked)]
         expected = (agreeing[0], True) if agreeing else (held[0][0], False)
     for order in (entries, entries[::-1]):
         codebook = new_codebook()
         codebook.apply(sealed(codebook, *order))
         for search in (None, TorchSearch):
             index = KeyIndex(codebook, torch.device("cpu"), search)
-            (match,) = CodebookLookup(codebook, index).matches(torch.zeros(1, 2), lambda _row: asked)
-            found = match if match is None or match.disagreement != OUTSIDE else None
+            (match,) = CodebookLookup(codebook, index).find_hits(torch.zeros(1, 2), lambda _row: asked)
+            found = match if match is None or match.disagreement != OUTSIDE_RADIUS_REASON else None
             assert (found and (found.entry_id, not found.disagreement)) == expected
 
 
 def test_no_more_entries_are_compared_than_is_promised() -> None:
     """The seventeenth would agree."""
-    for farther, serves in ((MOST_COMPARED - 1, True), (MOST_COMPARED, False)):
+    for farther, serves in ((MAX_COMPARED_WORDINGS - 1, True), (MAX_COMPARED_WORDINGS, False)):
         codebook = new_codebook()
         others = [added(f"e{row}", [0.1 + 0.01 * row], 9.0) for row in range(farther)]
         agreeing = replace(added("z", [1.0], 9.0), wording=WORDINGS[1])
         codebook.apply(sealed(codebook, *(replace(one, wording=WORDINGS[2]) for one in others), agreeing))
-        (match,) = CodebookLookup(codebook, index_of(codebook)).matches(torch.zeros(1, 1), lambda _row: ASKED[0])
+        (match,) = CodebookLookup(codebook, index_of(codebook)).find_hits(torch.zeros(1, 1), lambda _row: ASKED[0])
         assert match is not None
         assert match.entry_id == ("z" if serves else "e0")
         assert bool(match.disagreement) is not serves
@@ -128,7 +128,7 @@ def test_no_more_entries_are_compared_than_is_promised() -> None:
 
 def test_an_edit_that_a_farther_entry_serves_keeps_its_answer() -> None:
     """Whatever becomes of the nearer entry, whose wording disagrees."""
-    made = chosen_queries.engine(Plan(radius=3.0, radius_unit="absolute", traffic=0), worded=True)
+    made = chosen_queries.engine(EditConfig(radius=3.0, radius_unit="absolute", traffic=0), worded=True)
     for name, place, label in (("far", (0, 0), "1"), ("near", (0.54995, 0), "2"), ("kept", (0.8, 0), "1")):
         outcome, _ = correct(made, name, chosen_queries.at(*place), label, offset=made.codebook.seq)
     assert (outcome.status, outcome.entry_id) == ("unchanged", "far")
@@ -146,7 +146,7 @@ def test_without_the_check_every_prompt_within_the_radius_is_served(kind: str) -
     assert engine.codebook.wordings == [""]
     (other,) = ask(engine, OTHER)
     assert other.hit is not None
-    assert other.missed is None
+    assert other.near_miss is None
 
 
 def test_a_classifier_compares_no_words() -> None:
@@ -175,8 +175,8 @@ def test_traffic_with_other_words_bounds_no_radius(kind: str) -> None:
     prompt = engine.model.task.tokenize(OTHER)
     (query_D,) = engine.model.queries([prompt]).cpu().numpy()
     for made in (engine, worded):
-        made.traffic = Traffic(8, 0)
-        made.observe(1.0, query_D, made.model.task.wording(prompt))
+        made.reservoir = TrafficReservoir(8, 0)
+        made.add_traffic(1.0, query_D, made.model.task.wording(prompt))
     for made in (engine, worded, free):
         correct(made, "a", EDITED, TARGET)
     radius, with_words, without_traffic = (
@@ -188,7 +188,7 @@ def test_traffic_with_other_words_bounds_no_radius(kind: str) -> None:
 def test_a_kept_input_with_other_words_bounds_no_radius() -> None:
     radii = []
     for worded in (False, True):
-        made = chosen_queries.engine(Plan(radius=3.0, radius_unit="absolute", traffic=0), worded=worded)
+        made = chosen_queries.engine(EditConfig(radius=3.0, radius_unit="absolute", traffic=0), worded=worded)
         outcome, _ = correct(made, "kept", chosen_queries.at(0, 0), "0")
         assert outcome.status == "unchanged"
         correct(made, "a", chosen_queries.at(0.1, 0), "1")
@@ -200,13 +200,13 @@ def test_a_kept_input_with_other_words_bounds_no_radius() -> None:
 def test_a_saved_codebook_compares_the_same_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = started("llama")
     correct(engine, "a", EDITED, TARGET)
-    save(engine.codebook, tmp_path / "codebook.safetensors")
+    save_codebook(engine.codebook, tmp_path / "codebook.safetensors")
     loaded = load_codebook(tmp_path / "codebook.safetensors")
-    assert loaded.wordings == [wording_of(EDITED)]
+    assert loaded.wordings == [extract_wording(EDITED)]
     assert loaded.state_digest() == engine.codebook.state_digest()
     before = loaded.state_digest()
     with monkeypatch.context() as changed:
-        changed.setattr("gracestream.pipeline.codebook.codebook.rules", lambda: "other rules")
+        changed.setattr("gracestream.pipeline.codebook.codebook.rules_digest", lambda: "other rules")
         assert loaded.state_digest() != before, "a replica with other rules answers differently"
     loaded.wordings[0] = ""
     assert loaded.state_digest() != engine.codebook.state_digest(), "they answer differently"
@@ -232,8 +232,8 @@ FURTHER = f"{EDITED} people"
 
 
 def narrow(kind: str = "llama", **plan: Any) -> EditEngine:
-    engine = EditEngine(editable(kind), "default", Plan(**(NEAR | plan)))
-    engine.apply(engine.lead({}))
+    engine = EditEngine(editable(kind), "default", EditConfig(**(NEAR | plan)))
+    engine.apply(engine.lead_delta({}))
     return engine
 
 
@@ -244,14 +244,14 @@ def test_a_prompt_in_the_same_words_is_served_outside_the_radius(kind: str) -> N
     correct(engine, "a", EDITED, TARGET)
     edited, same, other = ask(engine, EDITED, SAME_WORDS, OTHER)
     assert edited.hit is not None
-    assert not edited.hit.by_words
-    match = same.hit or same.missed  # a value of one prompt may fail at another
+    assert not edited.hit.is_word_match
+    match = same.hit or same.near_miss  # a value of one prompt may fail at another
     assert match is not None
     assert match.entry_id == "a"
     assert match.distance > match.radius
-    assert match.by_words
+    assert match.is_word_match
     assert other.hit is None
-    assert other.missed is None
+    assert other.near_miss is None
     assert other.answer.outputs == before[0].answer.outputs
 
 
@@ -260,23 +260,23 @@ def test_an_entry_that_compares_no_words_serves_by_distance_alone() -> None:
     correct(engine, "a", EDITED, TARGET)
     (same,) = ask(engine, SAME_WORDS)
     assert same.hit is None
-    assert same.missed is None
+    assert same.near_miss is None
 
 
 def test_the_nearest_of_those_with_the_same_words_serves_and_an_undone_one_does_not() -> None:
     """Each prompt is served by its own entry first."""
-    made = chosen_queries.engine(Plan(**NEAR), worded=True)
+    made = chosen_queries.engine(EditConfig(**NEAR), worded=True)
     for name, place, label in (("a", 0.0, "1"), ("b", 0.4, "2")):
         correct(made, name, chosen_queries.at(place, 0), label)
     assert [chosen_queries.answer(made, place, 0) for place in (0, 0.2, 0.18, 0.22, 0.4)] == [1, 1, 1, 2, 2]
-    removed = made.record("retune", entries=(EntryChange(entry_id="a", removed=True),))
+    removed = made.next_delta("retune", entries=(EntryChange(entry_id="a", removed=True),))
     made.apply(removed)
     assert [chosen_queries.answer(made, place, 0) for place in (0, 0.2, 0.4)] == [2, 2, 2]
 
 
 def test_a_correction_whose_words_an_entry_has_gets_a_key_of_its_own() -> None:
     """Even where that entry gives the target: by its words alone nothing keeps a later edit from taking it over."""
-    made = chosen_queries.engine(Plan(**NEAR), worded=True)
+    made = chosen_queries.engine(EditConfig(**NEAR), worded=True)
     correct(made, "a", chosen_queries.at(0, 0), "1")
     assert chosen_queries.answer(made, 0.4, 0) == 1
     outcome, _ = correct(made, "b", chosen_queries.at(0.4, 0), "1")
@@ -287,7 +287,7 @@ def test_a_correction_whose_words_an_entry_has_gets_a_key_of_its_own() -> None:
 
 
 def test_a_later_correction_supersedes_what_was_right_in_the_same_words() -> None:
-    made = chosen_queries.engine(Plan(**NEAR), worded=True)
+    made = chosen_queries.engine(EditConfig(**NEAR), worded=True)
     outcome, _ = correct(made, "kept", chosen_queries.at(0.4, 0), "0")
     assert outcome.status == "unchanged"
     _, record = correct(made, "a", chosen_queries.at(0, 0), "1")
@@ -302,8 +302,8 @@ def test_a_later_correction_supersedes_what_was_right_in_the_same_words() -> Non
 
 def test_an_edit_of_a_plan_without_words_is_superseded_by_its_words_later() -> None:
     """The log keeps its wording, though no entry of that plan has one."""
-    without = chosen_queries.engine(Plan(**(NEAR | {"wording": False})), worded=True)
-    later = chosen_queries.engine(Plan(**NEAR), worded=True)
+    without = chosen_queries.engine(EditConfig(**(NEAR | {"wording": False})), worded=True)
+    later = chosen_queries.engine(EditConfig(**NEAR), worded=True)
     outcome, record = correct(without, "kept", chosen_queries.at(0.4, 0), "0")
     assert outcome.status == "unchanged"
     assert record is not None
@@ -318,7 +318,7 @@ def test_an_edit_of_a_plan_without_words_is_superseded_by_its_words_later() -> N
 
 def test_no_entry_of_a_plan_without_words_has_a_wording() -> None:
     """Not those that the guard gives, either: they serve all prompts within their radius."""
-    made = chosen_queries.engine(Plan(radius=1.0, radius_unit="absolute", traffic=0, wording=False), worded=True)
+    made = chosen_queries.engine(EditConfig(radius=1.0, radius_unit="absolute", traffic=0, wording=False), worded=True)
     correct(made, "a", chosen_queries.at(0, 0), "1")
     correct(made, "b", chosen_queries.at(0.6, 0), "1")
     correct(made, "c", chosen_queries.at(0.5, 0), "2")
@@ -327,7 +327,7 @@ def test_no_entry_of_a_plan_without_words_has_a_wording() -> None:
 
 
 def test_an_entry_that_the_guard_gives_leaves_what_was_right_in_the_same_words() -> None:
-    made = chosen_queries.engine(Plan(radius=1.0, radius_unit="absolute", traffic=0), worded=True)
+    made = chosen_queries.engine(EditConfig(radius=1.0, radius_unit="absolute", traffic=0), worded=True)
     correct(made, "a", chosen_queries.at(0, 0), "1")
     correct(made, "b", chosen_queries.at(0.6, 0), "1")  # served by the entry of "a", whose words are others
     outcome, _ = correct(made, "kept", chosen_queries.at(1.4, 0), "0")  # the words of "b"
@@ -341,8 +341,8 @@ def test_an_entry_that_the_guard_gives_leaves_what_was_right_in_the_same_words()
 def test_traffic_in_the_same_words_bounds_no_radius() -> None:
     radii = []
     for words in ("", "place 0 about", "place 0 able"):
-        made = chosen_queries.engine(Plan(radius=1.0, radius_unit="absolute", traffic=8), worded=True)
-        made.observe(1.0, chosen_queries.point(0.4, 0), words)
+        made = chosen_queries.engine(EditConfig(radius=1.0, radius_unit="absolute", traffic=8), worded=True)
+        made.add_traffic(1.0, chosen_queries.point(0.4, 0), words)
         correct(made, "a", chosen_queries.at(0, 0), "1")
         radii.append(float(made.codebook.radii_N[0]))
     assert radii == [pytest.approx(0.32), pytest.approx(0.32), 1.0]
@@ -355,10 +355,10 @@ def test_a_prompt_a_little_outside_that_names_the_same_is_a_near_miss() -> None:
     model = engine.model
     queries_BD = model.queries([model.task.tokenize(text) for text in (EDITED, FURTHER)])
     distance = float((queries_BD[0] - queries_BD[1]).norm())
-    for radius, reason in ((distance / 1.5, None), (distance / 1.3, OUTSIDE), (1.1 * distance, "")):
-        engine.apply(engine.record("retune", entries=(EntryChange(entry_id="a", radius=radius),)))
+    for radius, reason in ((distance / 1.5, None), (distance / 1.3, OUTSIDE_RADIUS_REASON), (1.1 * distance, "")):
+        engine.apply(engine.next_delta("retune", entries=(EntryChange(entry_id="a", radius=radius),)))
         further, other = ask(engine, FURTHER, OTHER)
-        match = further.missed or further.hit
+        match = further.near_miss or further.hit
         assert (None if match is None else match.disagreement) == reason
         if reason != "":
             assert further.answer.outputs == before[0].answer.outputs
@@ -366,8 +366,8 @@ def test_a_prompt_a_little_outside_that_names_the_same_is_a_near_miss() -> None:
 
 
 def test_a_follow_up_in_another_chat_is_not_served_by_its_words() -> None:
-    engine = EditEngine(editable("llama", chat_template=CHAT), "default", Plan(**(NEAR | {"forms": False})))
-    engine.apply(engine.lead({}))
+    engine = EditEngine(editable("llama", chat_template=CHAT), "default", EditConfig(**(NEAR | {"forms": False})))
+    engine.apply(engine.lead_delta({}))
     follow_up, elsewhere = (chat(WORDS[place], WORDS[8], EDITED) for place in (3, 5))
     correct(engine, "a", follow_up, TARGET)
     prompts = [engine.model.task.tokenize(inputs) for inputs in (follow_up, elsewhere, EDITED)]

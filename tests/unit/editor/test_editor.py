@@ -19,7 +19,7 @@ class AwayLog:
     def __init__(self) -> None:
         self.asked = 0
 
-    def deltas(self) -> Iterator[Any]:
+    def read_new_deltas(self) -> Iterator[Any]:
         self.asked += 1
         yield from ()
         raise KafkaTimeoutError("Kafka is away")
@@ -29,16 +29,16 @@ class AwayLog:
 
 
 def test_an_editor_without_kafka_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(editor, "RETRY_SECONDS", 0.2)
+    monkeypatch.setattr(editor, "KAFKA_RETRY_SECONDS", 0.2)
     log, health, stop = AwayLog(), Health(stuck_after=0.6), threading.Event()
-    health.at_work("editor")  # it led, and waited for feedback, when Kafka went away
+    health.begin("editor")  # it led, and waited for feedback, when Kafka went away
     rest = SimpleNamespace(close=lambda: None)
-    parts: Any = SimpleNamespace(log=log, traffic=rest, snapshots=rest)
-    working = threading.Thread(target=Editor(parts, health, together=16).run, args=[stop])
+    parts: Any = SimpleNamespace(log=log, traffic_reader=rest, snapshot_writer=rest)
+    working = threading.Thread(target=Editor(parts, health, batch_size=16).run, args=[stop])
     working.start()
     while log.asked < 8:
         stop.wait(0.05)
-        assert log.asked == 0 or health.stuck() is None
+        assert log.asked == 0 or health.stalled_part() is None
     stop.set()
     working.join()
     assert health.reason == "Kafka failed: KafkaTimeoutError: Kafka is away"

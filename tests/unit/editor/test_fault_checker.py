@@ -8,7 +8,7 @@ import pytest
 from msgspec import UNSET
 
 from gracestream.pipeline.codebook.codebook import Codebook
-from gracestream.pipeline.editing.result import correction
+from gracestream.pipeline.editing.result import make_correction
 from gracestream.pipeline.stores.redis_head import Head
 from gracestream.schemas.deltas import Cause
 from gracestream.schemas.messages import AppliedEdit, Outcome, Prediction, encode
@@ -44,7 +44,7 @@ def left() -> Left:
     book.apply(lead)
     add = sealed(book, added("f0", [1.0], 0.5), cause=Cause(feedback_id="f0", offset=0, entry_id="f0"))
     book.apply(add)
-    feedback = [encode(correction("f0", "a", "b")), b"what is this", encode(correction("f2", "c", "d"))]
+    feedback = [encode(make_correction("f0", "a", "b")), b"what is this", encode(make_correction("f2", "c", "d"))]
     return Left(
         feedback=[record("feedback", offset, value) for offset, value in enumerate(feedback)],
         edits=[outcome(0, "f0", 0, seq=2), outcome(2, "f2", 2)],

@@ -5,8 +5,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from gracestream.pipeline.experiments.editors.finetuning import SAMPLE, ElasticWeights, FineTuning, Retraining
-from gracestream.pipeline.experiments.evaluation import Evaluation
+from gracestream.pipeline.experiments.editors.finetuning import (
+    MAX_FISHER_TEXTS,
+    ElasticWeights,
+    FineTuning,
+    PeriodicRetraining,
+)
+from gracestream.pipeline.experiments.evaluation import Evaluator
 from gracestream.pipeline.experiments.tasks import Example
 from gracestream.pipeline.model.editable import EditableModel
 from tests.support.tiny_models import KINDS, editable, texts
@@ -16,7 +21,7 @@ TEXTS = texts(40, seed=17)
 MAKE: dict[str, Callable[[EditableModel], FineTuning]] = {
     "ft": FineTuning,
     "ewc": lambda model: ElasticWeights(model, TEXTS[30:], strength=1.0),
-    "retrain": lambda model: Retraining(model, every=3),
+    "retrain": lambda model: PeriodicRetraining(model, interval=3),
 }
 
 
@@ -25,15 +30,15 @@ MAKE: dict[str, Callable[[EditableModel], FineTuning]] = {
 def test_each_correction_holds_once_it_is_made_and_the_weights_come_back(kind: str, name: str) -> None:
     model = editable(kind)
     before = {key: value.clone() for key, value in model.module.state_dict().items()}
-    evaluation = Evaluation(model, "accuracy")
+    evaluation = Evaluator(model, "accuracy")
     with MAKE[name](model) as editor:
         held = []
         for number, example in enumerate(examples_of(kind, TEXTS[:6])):
-            (was,) = evaluation.scores(editor, [example])
+            (was,) = evaluation.score(editor, [example])
             made = editor.edit(number, example)
             assert (made.status == "unchanged") == was.exact
             assert (made.steps > 0) == (not was.exact)
-            (score,) = evaluation.scores(editor, [example])
+            (score,) = evaluation.score(editor, [example])
             assert score.exact == (made.status != "failed")
             held.append(score.exact)
         assert sum(held) >= 4
@@ -63,9 +68,9 @@ def test_elastic_weights_move_less_where_they_count() -> None:
 def test_fisher_information_is_of_answers_as_the_model_gives_them() -> None:
     """The mean of squared slopes under its own answers, and not that under the likeliest alone."""
     model = editable("bert")
-    with ElasticWeights(model, TEXTS[:1] * SAMPLE) as editor:
-        shares_C = model.task.logits(model.task.supervised(TEXTS[0], (0,)))[0][0].softmax(dim=0)
-        told = [model.task.supervised(TEXTS[0], (label,)) for label in range(len(shares_C))]
+    with ElasticWeights(model, TEXTS[:1] * MAX_FISHER_TEXTS) as editor:
+        shares_C = model.task.logits(model.task.make_target_pass(TEXTS[0], (0,)))[0][0].softmax(dim=0)
+        told = [model.task.make_target_pass(TEXTS[0], (label,)) for label in range(len(shares_C))]
         squares = []
         for weight in editor.weights:
             weight.requires_grad_(True)
@@ -108,5 +113,5 @@ def test_retraining_brings_back_what_finetuning_forgets() -> None:
         with MAKE[name](model) as editor:
             for number, example in enumerate(examples):
                 editor.edit(number, example)
-            exact[name] = sum(score.exact for score in Evaluation(model, "accuracy").scores(editor, examples))
+            exact[name] = sum(score.exact for score in Evaluator(model, "accuracy").score(editor, examples))
     assert exact["ft"] < exact["retrain"]

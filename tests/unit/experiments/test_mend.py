@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from gracestream.pipeline.experiments.editors.editor import EditorError
-from gracestream.pipeline.experiments.editors.mend import STEP_SIZE, Mend
-from gracestream.pipeline.experiments.evaluation import Evaluation
+from gracestream.pipeline.experiments.editors.mend import INITIAL_STEP_SIZE, Mend
+from gracestream.pipeline.experiments.evaluation import Evaluator
 from tests.support.tiny_models import KINDS, editable, texts
 from tests.support.toy_corrections import examples_of
 
@@ -17,11 +17,11 @@ TEXTS = texts(24, seed=17)
 def test_each_correction_holds_once_it_is_made_and_the_weights_come_back(kind: str) -> None:
     model = editable(kind)
     before = {key: value.clone() for key, value in model.module.state_dict().items()}
-    evaluation = Evaluation(model, "accuracy")
+    evaluation = Evaluator(model, "accuracy")
     with Mend(model) as editor:
         for number, example in enumerate(examples_of(kind, TEXTS[:6])):
             made = editor.edit(number, example)
-            (score,) = evaluation.scores(editor, [example])
+            (score,) = evaluation.score(editor, [example])
             assert score.exact == (made.status != "failed")
             assert made.status == "added"
         changed = [key for key, value in model.module.state_dict().items() if not torch.equal(value, before[key])]
@@ -37,7 +37,7 @@ def test_untrained_it_goes_along_the_tokens_share_of_the_gradient(kind: str) -> 
     model = editable(kind)
     editor = Mend(model, steps=0)
     was_VD = editor.weight_VD.clone()
-    _, supervised = model.supervised(example.inputs, example.target)
+    _, supervised = model.prepare_correction(example.inputs, example.target)
     passed: list[tuple[Tensor, Tensor]] = []
     layer = model.module.get_submodule(model.layer)
     weight = layer.get_parameter("weight").requires_grad_(True)
@@ -53,7 +53,7 @@ def test_untrained_it_goes_along_the_tokens_share_of_the_gradient(kind: str) -> 
     editor.edit(0, example)
     change_VD = editor.weight_VD - was_VD
     unit_TD = seen_TD / seen_TD.norm(dim=1, keepdim=True)
-    expected_VD = -STEP_SIZE * (slopes_TV / slopes_TV.norm(dim=1).max()).T @ unit_TD
+    expected_VD = -INITIAL_STEP_SIZE * (slopes_TV / slopes_TV.norm(dim=1).max()).T @ unit_TD
     torch.testing.assert_close(change_VD, expected_VD, rtol=1e-3, atol=1e-6)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gracestream.pipeline.experiments.editors.editor import EditorError
 from gracestream.pipeline.experiments.editors.rome import Rome
-from gracestream.pipeline.experiments.evaluation import Evaluation
+from gracestream.pipeline.experiments.evaluation import Evaluator
 from gracestream.pipeline.experiments.tasks import Example
 from gracestream.pipeline.model.editable import EditableModel
 from tests.support.tiny_models import editable, texts
@@ -24,7 +24,7 @@ def seen_by_layer(model: EditableModel, text: str) -> Tensor:
     layer = model.module.get_submodule(model.layer)
     handle = layer.register_forward_hook(lambda _layer, args, _output: seen.append(args[0][0]))
     with torch.no_grad():
-        model.task.observe(model.task.batch([model.task.tokenize(text)]))
+        model.task.forward_prompt(model.task.batch([model.task.tokenize(text)]))
     handle.remove()
     return seen[0]
 
@@ -34,12 +34,12 @@ class TestRome:
     def test_corrections_hold_and_the_weights_come_back(self, kind: str) -> None:
         model = editable(kind)
         before = {key: value.clone() for key, value in model.module.state_dict().items()}
-        evaluation = Evaluation(model, "accuracy")
+        evaluation = Evaluator(model, "accuracy")
         with Rome(model, TRAFFIC, steps=200, prefixes=0) as editor:
             held = 0
             for number, example in enumerate(examples_of(kind, TEXTS[:6])):
                 made = editor.edit(number, example)
-                (score,) = evaluation.scores(editor, [example])
+                (score,) = evaluation.score(editor, [example])
                 assert score.exact == (made.status != "failed")
                 held += score.exact
             assert held >= 2
@@ -67,14 +67,14 @@ class TestRome:
     ) -> None:
         model = editable(kind)
         values: list[Tensor] = []
-        found = Rome._value
+        found = Rome._optimise_value
 
         def kept(editor: Rome, *given: Any) -> tuple[Tensor, int]:
             value_V, steps = found(editor, *given)
             values.append(value_V)
             return value_V, steps
 
-        monkeypatch.setattr(Rome, "_value", kept)
+        monkeypatch.setattr(Rome, "_optimise_value", kept)
         with Rome(model, TRAFFIC, steps=3, prefixes=2) as editor:
             was_VD = editor.weight_VD.clone()
             example = next(one for one in examples_of(kind, TEXTS) if editor.edit(0, one).status != "unchanged")

@@ -7,26 +7,26 @@ from dataclasses import replace
 
 import pytest
 
-from gracestream.pipeline.editing.config import Plan
-from gracestream.pipeline.experiments.editors.editor import Made
+from gracestream.pipeline.editing.config import EditConfig
+from gracestream.pipeline.experiments.editors.editor import EditOutcome
 from gracestream.pipeline.experiments.editors.grace import Grace
-from gracestream.pipeline.experiments.editors.known import EDITORS
-from gracestream.pipeline.experiments.evaluation import Evaluation
-from gracestream.pipeline.experiments.stream import Point, Stream, fitting
-from gracestream.pipeline.experiments.tasks import TASKS, Edit, Example, Task
+from gracestream.pipeline.experiments.editors.known import EDITOR_FACTORIES
+from gracestream.pipeline.experiments.evaluation import Evaluator
+from gracestream.pipeline.experiments.stream import EditStream, Measurement, drop_unsupported
+from gracestream.pipeline.experiments.tasks import TASKS, Edit, Example, ExperimentTask
 from gracestream.pipeline.model.batch import Batch
-from gracestream.workers.cli.experiments import Method, Name
+from gracestream.workers.cli.experiments import EditorName, ExperimentName
 from tests.support.tiny_models import editable, texts
 
 TEXTS = texts(30, seed=11)
 NAMES = ["right", "wrong", "both"]
-PLAN = Plan(radius=1e-3, radius_unit="absolute", traffic=0)
+PLAN = EditConfig(radius=1e-3, radius_unit="absolute", traffic=0)
 
 
-def task(edits: int = 6) -> Task:
+def task(edits: int = 6) -> ExperimentTask:
     """Corrections of a classifier, of which each is asked in other words by its own text."""
     examples = [Example(text, NAMES[place % 3]) for place, text in enumerate(TEXTS)]
-    return Task(
+    return ExperimentTask(
         "tiny",
         "accuracy",
         [Edit(example, (example.inputs,)) for example in examples[:edits]],
@@ -35,9 +35,9 @@ def task(edits: int = 6) -> Task:
     )
 
 
-def stream(plan: Plan, given: Task) -> Stream:
+def stream(plan: EditConfig, given: ExperimentTask) -> EditStream:
     model = editable("bert")
-    return Stream(given, Grace(model, plan, []), Evaluation(model, given.measure))
+    return EditStream(given, Grace(model, plan, []), Evaluator(model, given.measure))
 
 
 def test_points_tell_how_it_was_before_on_the_way_and_after() -> None:
@@ -55,19 +55,19 @@ def test_points_tell_how_it_was_before_on_the_way_and_after() -> None:
 class Told:
     """An editor that does nothing, and says what it is told to say."""
 
-    entries = 2
+    num_entries = 2
 
     def __init__(self, *statuses: str) -> None:
         self._statuses = statuses
 
-    def edit(self, number: int, example: Example) -> Made:
+    def edit(self, number: int, example: Example) -> EditOutcome:
         del example
-        return Made(self._statuses[number], 1, 10.0**number)
+        return EditOutcome(self._statuses[number], 1, 10.0**number)
 
-    def states(self, texts: Sequence[str]) -> list[Hashable]:
+    def state_keys(self, texts: Sequence[str]) -> list[Hashable]:
         return [None] * len(texts)
 
-    def serving(self, batch: Batch) -> AbstractContextManager[object]:
+    def with_edits(self, batch: Batch) -> AbstractContextManager[object]:
         del batch
         return nullcontext()
 
@@ -76,11 +76,11 @@ class Told:
 def test_edits_are_what_was_needed_whether_it_succeeded_or_not(failed: str) -> None:
     model = editable("bert")
     examples = [edit.example for edit in task(9).edits]
-    scores = [one.exact for one in Evaluation(model, "accuracy").scores(Told(), examples)]
+    scores = [one.exact for one in Evaluator(model, "accuracy").score(Told(), examples)]
     right, wrong = (examples[scores.index(which)] for which in (True, False))
     given = replace(task(), edits=[Edit(right), Edit(wrong), Edit(wrong)])
-    *_, after = Stream(given, Told("unchanged", failed, "added"), Evaluation(model, "accuracy")).run([3])
-    assert (after.corrections, after.edits, after.failed, after.edits_an_entry) == (3, 2, 1, 0.5)
+    *_, after = EditStream(given, Told("unchanged", failed, "added"), Evaluator(model, "accuracy")).run([3])
+    assert (after.corrections, after.edits, after.failed, after.edits_per_entry) == (3, 2, 1, 0.5)
     assert after.seconds == (10 + 100) / 2
     assert after.es.value == 0, "what the model said right was no edit"
     assert after.err.value == pytest.approx(1 / 3), "it is to be retained all the same"
@@ -90,7 +90,7 @@ def test_accuracy_is_retained_of_what_was_right_before() -> None:
     model = editable("bert")
     names = [Example(text, name) for text in TEXTS[10:14] for name in NAMES]
     first, *_, last = stream(PLAN, replace(task(), accurate=names)).run([6])
-    assert sum(score.exact for score in Evaluation(model, "accuracy").scores(Told(), names)) in range(1, 5)
+    assert sum(score.exact for score in Evaluator(model, "accuracy").score(Told(), names)) in range(1, 5)
     assert (first.arr.value, last.arr.value) == (1, 1)
     wrong = next(edit for edit in task().edits if edit.example.target == "both")
     *_, spoilt = stream(replace(PLAN, radius=100.0), replace(task(), edits=[wrong], accurate=names)).run([1])
@@ -118,7 +118,7 @@ def test_the_same_stream_comes_out_the_same() -> None:
     assert list(map(without_times, first)) == list(map(without_times, second))
 
 
-def without_times(point: Point) -> str:
+def without_times(point: Measurement) -> str:
     return repr(replace(point, seconds=0.0))  # NaN is not equal to itself
 
 
@@ -130,7 +130,7 @@ def test_what_the_model_cannot_take_is_left_out_and_counted() -> None:
         retention=[*given.retention, Example(long, "right")],
         unrelated=[*given.unrelated, long],
     )
-    assert fitting(given, editable("bert")) == (task(), 4)
+    assert drop_unsupported(given, editable("bert")) == (task(), 4)
 
 
 @pytest.mark.parametrize("edits", [0, 1])
@@ -142,5 +142,5 @@ def test_a_stream_of_next_to_nothing_is_measured_all_the_same(edits: int) -> Non
 
 def test_the_command_names_every_editor_and_every_task() -> None:
     """It spells them out: to import them takes seconds."""
-    assert {*Method} == {*EDITORS}
-    assert {*Name} == {*TASKS}
+    assert {*EditorName} == {*EDITOR_FACTORIES}
+    assert {*ExperimentName} == {*TASKS}

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from gracestream.pipeline.experiments import data
-from gracestream.pipeline.experiments.data import DataError, QuestionRow, rows_of
+from gracestream.pipeline.experiments.data import DataError, QuestionRow, read_rows
 from gracestream.pipeline.experiments.tasks import (
-    ACCURATE,
-    AREAS,
-    RETENTION,
+    HELD_OUT_DIVISOR,
+    ISSUE_AREAS,
+    MAX_RETENTION_EXAMPLES,
+    NUM_TRAFFIC_QUESTIONS,
     TASKS,
-    TRAFFIC,
-    Task,
-    as_question,
-    names,
+    ExperimentTask,
+    answer_names,
+    format_question,
     scotus_training,
     zsre_training,
 )
@@ -38,7 +38,7 @@ def case(term: int, area: int, facts: str = "facts") -> dict[str, object]:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of data, with questions in it."""
-    monkeypatch.setenv(data.FOLDER, str(tmp_path))
+    monkeypatch.setenv(data.DATA_VARIABLE, str(tmp_path))
     questions = [{"question": f"what is {number}", "answer": [str(number), "other"]} for number in range(2000)]
     write(tmp_path, "nq_open_dev_3610.jsonl.gz", questions)
     return tmp_path
@@ -46,13 +46,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_data_that_is_not_there_is_named(folder: Path) -> None:
     with pytest.raises(DataError, match=rf"^this needs nothing\.jsonl\.gz: it is not in {folder}$"):
-        rows_of(NOTHING, QuestionRow)
+        read_rows(NOTHING, QuestionRow)
 
 
 def test_without_the_variable_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(data.FOLDER, raising=False)
-    with pytest.raises(DataError, match=rf"^this needs nothing\.jsonl\.gz: set {data.FOLDER} to its folder$"):
-        rows_of(NOTHING, QuestionRow)
+    monkeypatch.delenv(data.DATA_VARIABLE, raising=False)
+    with pytest.raises(DataError, match=rf"^this needs nothing\.jsonl\.gz: set {data.DATA_VARIABLE} to its folder$"):
+        read_rows(NOTHING, QuestionRow)
 
 
 ROW = b'{"question": "q", "answer": ["a"]}'
@@ -82,11 +82,11 @@ ROW = b'{"question": "q", "answer": ["a"]}'
 def test_a_broken_file_is_named(folder: Path, written: bytes) -> None:
     (folder / NOTHING).write_bytes(written)
     with pytest.raises(DataError, match=rf"^{folder / NOTHING} cannot be read: "):
-        rows_of(NOTHING, QuestionRow)
+        read_rows(NOTHING, QuestionRow)
 
 
 def test_a_question_is_asked_in_one_form() -> None:
-    assert as_question(" who wrote Emma?") == "Question: who wrote Emma? Answer:"
+    assert format_question(" who wrote Emma?") == "Question: who wrote Emma? Answer:"
 
 
 def test_zsre_has_rephrases_and_asks_of_other_questions_what_was_retained(folder: Path) -> None:
@@ -101,19 +101,19 @@ def test_zsre_has_rephrases_and_asks_of_other_questions_what_was_retained(folder
     assert task.edits[0].example.inputs == "Question: Who is a? Answer:"
     assert task.edits[0].rephrases == ("Question: a is who? Answer:",)
     assert task.unrelated == ["Question: where is it? Answer:"]
-    assert (len(task.traffic), len(task.retention)) == (TRAFFIC, RETENTION)
+    assert (len(task.traffic), len(task.retention)) == (NUM_TRAFFIC_QUESTIONS, MAX_RETENTION_EXAMPLES)
     assert not {example.inputs for example in task.retention} & set(task.traffic)
-    assert all(example.inputs == as_question(f"what is {example.target}") for example in task.retention)
+    assert all(example.inputs == format_question(f"what is {example.target}") for example in task.retention)
 
 
 def test_of_zsre_some_questions_are_not_edited_but_taught_together_with_what_is_retained(folder: Path) -> None:
     asked = [
         {"src": f"Who is {number}?", "rephrase": f"{number}?", "answers": [str(number)], "subject": "s", "loc": "q"}
-        for number in range(3 * ACCURATE)
+        for number in range(3 * HELD_OUT_DIVISOR)
     ]
     write(folder, "zsre_700.jsonl.gz", asked)
     task = TASKS["zsre"]()
-    assert (len(task.edits), len(task.accurate)) == (3 * (ACCURATE - 1), 3)
+    assert (len(task.edits), len(task.accurate)) == (3 * (HELD_OUT_DIVISOR - 1), 3)
     assert not {edit.example for edit in task.edits} & set(task.accurate)
     assert zsre_training() == [*task.retention, *task.accurate]
 
@@ -124,7 +124,7 @@ def test_names_are_all_answers_that_are_given_first(folder: Path) -> None:
     ]
     write(folder, "zsre_700.jsonl.gz", rows)
     write(folder, "nq_open_dev_3610.jsonl.gz", [{"question": "q", "answer": [name]} for name in ("a", "d", " ")])
-    assert names() == ["b", "a", "d"]
+    assert answer_names() == ["b", "a", "d"]
 
 
 def test_text_from_the_web_is_cut_between_words(folder: Path) -> None:
@@ -161,7 +161,7 @@ def test_what_has_no_target_is_not_edited_and_what_is_edited_is_not_unrelated(fo
 
 
 def test_scotus_is_edited_in_the_order_of_its_terms_and_relabels_what_it_trains_on_alone(folder: Path) -> None:
-    first_amendment = AREAS.index("First Amendment") + 1
+    first_amendment = ISSUE_AREAS.index("First Amendment") + 1
     terms = [2009, 1946, 1982, 1983, 1990, 1991, 1991]
     write(
         folder,
@@ -184,18 +184,18 @@ def test_scotus_is_edited_in_the_order_of_its_terms_and_relabels_what_it_trains_
 @pytest.mark.parametrize("name", TASKS)
 class TestRealData:
     @pytest.fixture
-    def task(self, name: str, monkeypatch: pytest.MonkeyPatch) -> Task:
-        monkeypatch.setenv(data.FOLDER, str(DATA))
+    def task(self, name: str, monkeypatch: pytest.MonkeyPatch) -> ExperimentTask:
+        monkeypatch.setenv(data.DATA_VARIABLE, str(DATA))
         return TASKS[name]()
 
-    def test_no_edit_is_among_what_must_stay(self, task: Task) -> None:
+    def test_no_edit_is_among_what_must_stay(self, task: ExperimentTask) -> None:
         edited = {edit.example.inputs for edit in task.edits}
         assert len(edited) == len(task.edits) >= 450
         for others in (task.traffic, task.unrelated, [example.inputs for example in task.retention]):
             assert not edited & set(others)
         assert not set(task.traffic) & {example.inputs for example in task.retention}
 
-    def test_nothing_is_empty_and_what_must_stay_is_enough_to_tell(self, task: Task) -> None:
+    def test_nothing_is_empty_and_what_must_stay_is_enough_to_tell(self, task: ExperimentTask) -> None:
         examples = [*task.retention, *(edit.example for edit in task.edits)]
         assert all(example.inputs.strip() and example.target.strip() for example in examples)
         assert len(task.retention) >= 300

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from gracestream.pipeline.history.audit import _damage
+from gracestream.pipeline.history.audit import _classify_damage
 
 
 @pytest.mark.parametrize(
@@ -24,4 +24,4 @@ from gracestream.pipeline.history.audit import _damage
     ],
 )
 def test_damage(made: Sequence[int], named: Sequence[int | None], damage: str | None) -> None:
-    assert _damage(made, named) == damage
+    assert _classify_damage(made, named) == damage

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import UNSET
 
-from gracestream.pipeline.history.branch import _moved, _named
+from gracestream.pipeline.history.branch import _referenced_offsets, _with_copied_offsets
 from gracestream.schemas.deltas import Cause, Delta
 
 LEAD = Delta(v=1, codebook="c", model="m", layer="l", term=1, seq=1, op="lead", digest=b"")
@@ -15,14 +15,14 @@ def test_every_offset_becomes_that_of_the_copy(offsets: list[int], data: st.Data
     together = tuple(data.draw(st.lists(st.sampled_from(offsets), unique=True)))
     cause = Cause(feedback_id="f", offset=offsets[0], together=together)
     delta = Delta(v=1, codebook="c", model="m", layer="l", term=1, seq=2, op="add", digest=b"x", cause=cause)
-    assert set(_named(delta)) == {offsets[0], *together}
+    assert set(_referenced_offsets(delta)) == {offsets[0], *together}
     copies = {offset: 2000 + number for number, offset in enumerate(offsets)}
-    moved = _moved(delta, "copy", copies)
+    moved = _with_copied_offsets(delta, "copy", copies)
     assert moved.cause is not UNSET
     assert (moved.codebook, moved.cause.offset) == ("copy", 2000)
     assert moved.cause.together == tuple(copies[offset] for offset in together)
 
 
 def test_a_new_term_names_none() -> None:
-    assert _named(LEAD) == ()
-    assert _moved(LEAD, "copy", {}).codebook == "copy"
+    assert _referenced_offsets(LEAD) == ()
+    assert _with_copied_offsets(LEAD, "copy", {}).codebook == "copy"

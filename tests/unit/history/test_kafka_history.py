@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 from kafka.errors import KafkaTimeoutError
 
-from gracestream.pipeline.editor.log import may_pass
+from gracestream.pipeline.editor.log import is_retriable
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.history import kafka_history as history
 from gracestream.pipeline.history.kafka_history import KafkaHistory
@@ -42,14 +42,14 @@ def until_third(found: list[bytes]) -> Callable[[bytes], bool]:
 def test_a_log_that_does_not_show_everything_yet_is_read_on(shown: list[int], ends: list[int]) -> None:
     shown.extend(ends)
     found: list[bytes] = []
-    KafkaHistory(SETTINGS).each_delta(until_third(found))
+    KafkaHistory(SETTINGS).for_each_delta(until_third(found))
     assert found == RECORDS
 
 
 def test_nothing_is_read_after_what_was_needed(shown: list[int]) -> None:
     shown.append(3)
     found: list[bytes] = []
-    KafkaHistory(SETTINGS).each_delta(lambda record: found.append(record) or len(found) < 2)  # type: ignore[func-returns-value]
+    KafkaHistory(SETTINGS).for_each_delta(lambda record: found.append(record) or len(found) < 2)  # type: ignore[func-returns-value]
     assert found == RECORDS[:2]
 
 
@@ -57,13 +57,13 @@ def test_a_log_that_never_shows_it_counts_as_kafka_being_away(
     shown: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The editor begins again then, and learns the history anew."""
-    monkeypatch.setattr(history, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(history, "READ_TIMEOUT_SECONDS", 0.1)
     shown.append(2)
     with pytest.raises(
         KafkaTimeoutError, match="deltas ends before offset 3, and the editor has written more"
     ) as raised:
-        KafkaHistory(SETTINGS).each_delta(until_third([]))
-    assert may_pass(raised.value)
+        KafkaHistory(SETTINGS).for_each_delta(until_third([]))
+    assert is_retriable(raised.value)
 
 
 def test_a_fault_is_one_at_once(shown: list[int]) -> None:
@@ -72,4 +72,4 @@ def test_a_fault_is_one_at_once(shown: list[int]) -> None:
 
     shown.append(2)
     with pytest.raises(HistoryError):
-        KafkaHistory(SETTINGS).each_delta(refuse)
+        KafkaHistory(SETTINGS).for_each_delta(refuse)

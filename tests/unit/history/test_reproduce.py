@@ -9,9 +9,9 @@ import pytest
 import torch
 from msgspec import UNSET
 
-from gracestream.pipeline.editing.config import Plan, plan_of
-from gracestream.pipeline.editing.provenance import environment
-from gracestream.pipeline.editing.result import correction
+from gracestream.pipeline.editing.config import EditConfig, edit_config_from_lead
+from gracestream.pipeline.editing.provenance import describe_environment
+from gracestream.pipeline.editing.result import make_correction
 from gracestream.pipeline.errors import HistoryError
 from gracestream.schemas.deltas import Delta, EntryChange, Tensor, decode_delta
 from tests.support.chosen_queries import at
@@ -41,7 +41,7 @@ def delta_at(history: Recorded, seq: int) -> Delta:
 
 def test_every_record_comes_out_again_without_the_traffic_of_its_time(history: Recorded) -> None:
     retrained = history.retrained()
-    compared = retrained.compared
+    compared = retrained.report
     assert retrained.records == history.deltas
     assert compared.decisions == compared.same_decisions == compared.same_records == len(history.deltas) - 1
     assert (compared.first_difference, compared.value_difference) == (None, 0.0)
@@ -54,8 +54,8 @@ def test_a_value_that_differs_is_measured_and_the_decision_is_the_same(history: 
     change = delta_at(history, 2).entries[0]
     assert isinstance(change.value, Tensor)
     value = change.value.array() + 0.25
-    history.rewrite(2, entries=(msgspec.structs.replace(change, value=Tensor.of(value)),))
-    compared = history.retrained().compared
+    history.rewrite(2, entries=(msgspec.structs.replace(change, value=Tensor.from_array(value)),))
+    compared = history.retrained().report
     assert compared.first_difference is None
     assert compared.same_records == compared.decisions - 1
     assert compared.value_difference == pytest.approx(0.25)
@@ -73,21 +73,21 @@ def test_the_first_decision_that_differs_ends_it_and_is_named(
 ) -> None:
     history.rewrite(seq, **fields)
     retrained = history.retrained()
-    assert how in str(retrained.compared.first_difference)
-    assert retrained.compared.same_decisions == seq - 2
+    assert how in str(retrained.report.first_difference)
+    assert retrained.report.same_decisions == seq - 2
     assert len(retrained.records) == seq - 1
 
 
 def test_a_correction_that_is_another_one_now_is_a_difference(history: Recorded) -> None:
-    history.feedback[2] = correction("b", at(0.9, 0), "0")
-    found = str(history.retrained().compared.first_difference)
+    history.feedback[2] = make_correction("b", at(0.9, 0), "0")
+    found = str(history.retrained().report.first_difference)
     assert found == "delta 4 (feedback 'b', offset 2): it changes 'b' to another target, or other fields of it"
 
 
 def test_a_correction_that_was_made_and_is_rejected_now_is_a_difference() -> None:
     history = Recorded(replace(PLAN, init="layer"), max_steps="0")
     history.correct("a", (0, 0), 1)
-    found = str(history.retrained().compared.first_difference)
+    found = str(history.retrained().report.first_difference)
     assert found.startswith("delta 2 (feedback 'a', offset 0): it is rejected now: no value was found in 0 steps; ")
 
 
@@ -112,15 +112,15 @@ def test_what_a_fenced_editor_left_in_the_log_changes_nothing() -> None:
     history.edits.append(fenced.edits[-1])
     retrained = history.retrained()
     assert retrained.records == [record for record in history.deltas if record not in left]
-    assert retrained.compared.first_difference is None
-    assert retrained.compared.decisions == retrained.compared.same_records == 6
+    assert retrained.report.first_difference is None
+    assert retrained.report.decisions == retrained.report.same_records == 6
 
 
 def test_other_versions_are_named() -> None:
     history = Recorded(torch="1.0.0", unknown="x")
     history.correct("a", (0, 0), 1)
-    torch_now = environment(history.engine.model, PLAN)["torch"]
-    assert history.retrained().compared.other_environment == {"torch": ("1.0.0", torch_now)}
+    torch_now = describe_environment(history.engine.model, PLAN)["torch"]
+    assert history.retrained().report.other_environment == {"torch": ("1.0.0", torch_now)}
 
 
 def test_a_term_is_decided_with_as_many_threads_as_its_editor_had() -> None:
@@ -132,16 +132,18 @@ def test_a_term_is_decided_with_as_many_threads_as_its_editor_had() -> None:
         assert torch.get_num_threads() == 3 != own
     finally:
         torch.set_num_threads(own)
-    assert retrained.compared.other_environment == {}
+    assert retrained.report.other_environment == {}
 
 
 def test_the_plan_of_a_term_is_read_back_from_its_lead_delta(history: Recorded) -> None:
     told = delta_at(history, 1).environment
     assert told is not UNSET
-    assert plan_of(told) == PLAN
-    assert plan_of({}) == replace(Plan(), forms=False, wording=False), "it is of an editor that had neither"
+    assert edit_config_from_lead(told) == PLAN
+    assert edit_config_from_lead({}) == replace(EditConfig(), forms=False, wording=False), (
+        "it is of an editor that had neither"
+    )
     with pytest.raises(HistoryError, match="the plan in a lead delta cannot be read"):
-        plan_of({"radius": "wide"})
+        edit_config_from_lead({"radius": "wide"})
 
 
 def test_feedback_that_is_gone_is_a_fault(history: Recorded) -> None:

@@ -6,33 +6,33 @@ from dataclasses import replace
 
 import pytest
 
-from gracestream.pipeline.editing.config import Plan
-from gracestream.pipeline.editing.provenance import environment
-from gracestream.pipeline.editing.result import correction
-from gracestream.pipeline.editing.value_training import Recipe
+from gracestream.pipeline.editing.config import EditConfig
+from gracestream.pipeline.editing.provenance import describe_environment
+from gracestream.pipeline.editing.result import make_correction
+from gracestream.pipeline.editing.value_training import ValueTrainingConfig
 from gracestream.pipeline.errors import HistoryError
 from gracestream.schemas.messages import Feedback, Outcome, decode, encode
 from tests.support.chosen_queries import at
 from tests.support.recorded_history import PLAN, Recorded
 
-HOPELESS = replace(PLAN, init="layer", recipe=Recipe(max_steps=0))
+HOPELESS = replace(PLAN, init="layer", recipe=ValueTrainingConfig(max_steps=0))
 """Under it no value is found: the layer's own output, which every value starts from, is as wrong as it was."""
 
 
-def said_of(history: Recorded, plan: Plan) -> dict[str, str]:
+def said_of(history: Recorded, plan: EditConfig) -> dict[str, str]:
     """What a `lead` delta tells of a plan."""
-    return environment(history.engine.model, plan)
+    return describe_environment(history.engine.model, plan)
 
 
 def assert_all_the_same(history: Recorded, fruitless: int) -> None:
-    compared = history.retrained().compared
+    compared = history.retrained().report
     assert compared.first_difference is None
     assert compared.same_fruitless == len(history.fruitless()) == fruitless
     assert compared.decisions == compared.same_decisions == compared.same_records + fruitless
 
 
 def first_difference(history: Recorded) -> str | None:
-    compared = history.retrained().compared
+    compared = history.retrained().report
     assert compared.decisions == compared.same_decisions + (compared.first_difference is not None)
     return compared.first_difference
 
@@ -42,7 +42,7 @@ def no_class(history: Recorded) -> str:
 
 
 def input_that_breaks_the_model(history: Recorded) -> str:
-    return history.take(correction("f", "1 2 3", "1")).status
+    return history.take(make_correction("f", "1 2 3", "1")).status
 
 
 def used_id(history: Recorded) -> str:
@@ -109,7 +109,7 @@ def test_what_was_unchanged_and_is_rejected_now_is_a_difference() -> None:
     history = Recorded()
     history.correct("a", (0, 0), 1)
     history.correct("a", (0, 0), 1)
-    history.feedback[1] = correction("a", at(0, 0), "2")
+    history.feedback[1] = make_correction("a", at(0, 0), "2")
     assert first_difference(history) == (
         "after delta 2 (feedback 'a', offset 1): it was 'unchanged' and is 'rejected' now:"
         " its id was used at offset 0; a new correction needs a new id"
@@ -118,7 +118,9 @@ def test_what_was_unchanged_and_is_rejected_now_is_a_difference() -> None:
 
 def test_a_reason_in_other_words_is_none() -> None:
     history = Recorded()
-    history.lead(HOPELESS, **said_of(history, replace(PLAN, recipe=Recipe(max_steps=1, learning_rate=1e-6))))
+    history.lead(
+        HOPELESS, **said_of(history, replace(PLAN, recipe=ValueTrainingConfig(max_steps=1, learning_rate=1e-6)))
+    )
     history.correct("b", (5, 5), 2)
     assert_all_the_same(history, 1)
 
@@ -193,7 +195,7 @@ def test_what_the_model_had_no_part_in_is_not_decided_again() -> None:
     history.send(encode(refused), minutes=0)
     statuses = [decode(edit.value, Outcome).status for edit in history.edits]
     assert statuses == ["added", "rejected", "expanded", "rejected"]
-    history.feedback[1] = correction("b", at(5, 5), "1")
+    history.feedback[1] = make_correction("b", at(5, 5), "1")
     assert_all_the_same(history, 0)
 
 
@@ -204,7 +206,7 @@ def test_up_to_a_delta_it_is_what_was_decided_before_the_next_one() -> None:
     history.correct("b", (5, 5), 2)
     history.correct("y", (9, 9), 7)
     for deltas, fruitless in ((1, 0), (2, 1), (3, 2)):
-        compared = history.retrained(deltas).compared
+        compared = history.retrained(deltas).report
         assert (compared.same_fruitless, compared.first_difference) == (fruitless, None)
 
 

@@ -11,20 +11,20 @@ from kafka.record.default_records import DefaultRecordBatchBuilder
 
 import gracestream.pipeline.kafka.lenient_records as records_module
 from gracestream.pipeline.kafka.lenient_records import (
-    BATCH_HEADERS,
-    HANDED_BYTES,
-    HEADER_COST,
-    KEPT_BYTES,
-    LARGEST,
-    MOST_HEADERS,
-    RECORD_COST,
+    HEADER_OVERHEAD_BYTES,
+    MAX_BATCH_HEADERS,
+    MAX_POLL_BYTES,
+    MAX_RECORD_HEADERS,
+    MAX_UNTRUNCATED_BYTES,
+    RECORD_OVERHEAD_BYTES,
+    TRUNCATED_BYTES,
+    AiokafkaMemoryRecords,
     BoundedFetcher,
-    FastRecords,
-    Records,
-    record_bytes,
-    whole_bytes,
+    LenientMemoryRecords,
+    record_memory_bytes,
+    topic_truncation_limit,
 )
-from gracestream.schemas.messages import Truncated
+from gracestream.schemas.messages import TruncatedBytes
 from tests.support.hostile import Unreadable, crowded_batch, odd_batches
 
 NAMES = ("name", Unreadable("name"))
@@ -50,7 +50,7 @@ def found(records: Any) -> list[tuple[int, bytes | None]]:
     return pairs
 
 
-@pytest.fixture(params=[Records, FastRecords], ids=["kafka-python", "aiokafka"])
+@pytest.fixture(params=[LenientMemoryRecords, AiokafkaMemoryRecords], ids=["kafka-python", "aiokafka"])
 def read(request: pytest.FixtureRequest) -> Any:
     return request.param
 
@@ -141,19 +141,19 @@ class TestLargeBatches:
             [("name", b"\xff")],
         )
         for part, given in ((second.value, value), (third.key, key)):
-            assert isinstance(part, Truncated)
-            assert part == given[:KEPT_BYTES]
+            assert isinstance(part, TruncatedBytes)
+            assert part == given[:TRUNCATED_BYTES]
             assert (part.size, part.sha256) == (HUGE, hashlib.sha256(given).hexdigest())
         assert [record.offset for record in (first, second, third, fourth)] == [40, 41, 42, 43]
 
     def test_one_record_stands_for_what_is_beyond_the_limit_and_the_next_batch_is_read(
         self, read: Any, codec: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(records_module, "BATCH_BYTES", 12 * 2**20)
+        monkeypatch.setattr(records_module, "MAX_BATCH_BYTES", 12 * 2**20)
         large = large_batch(codec, (b"1", b"v" * HUGE), (b"2", b"w" * HUGE), (b"3", b"x"), (b"4", b"y"))
         first, rest, *after = whole(read(large + large_batch(codec, (b"5", b"small"))))
         assert (first.offset, first.value.size) == (40, HUGE)
-        assert (rest.offset, rest.key, rest.value) == (43, None, b"w" * KEPT_BYTES)
+        assert (rest.offset, rest.key, rest.value) == (43, None, b"w" * TRUNCATED_BYTES)
         assert rest.value.size == HUGE
         assert rest.value.reason == (
             "the batch decompresses to more than 12582912 bytes, so the records at offsets 41 to 43 cannot be read"
@@ -177,8 +177,8 @@ class TestLargeBatches:
 
 
 def test_a_large_delta_is_whole() -> None:
-    records = Records(large_batch("gzip", (None, b"v" * HUGE)))
-    records.whole = whole_bytes("prefix-deltas")
+    records = LenientMemoryRecords(large_batch("gzip", (None, b"v" * HUGE)))
+    records.whole = topic_truncation_limit("prefix-deltas")
     assert [record.value for record in whole(records)] == [b"v" * HUGE]
 
 
@@ -207,40 +207,40 @@ class TestManyHeaders:
         return counts
 
     @pytest.mark.parametrize("codec", ["none", "gzip", "zstd"])
-    @pytest.mark.parametrize("count", [MOST_HEADERS + 1, 80_000, 400_000])
+    @pytest.mark.parametrize("count", [MAX_RECORD_HEADERS + 1, 80_000, 400_000])
     def test_of_a_record_the_first_thousand_are_read(
         self, read: Any, codec: str, count: int, parsed: list[int]
     ) -> None:
         made = crowded_batch(3, b"value", count, CODECS[codec])
         found = whole(read(made + bytes(batch(b"next"))))
         assert [(record.key, record.value, len(record.headers)) for record in found] == [
-            *[(b"key", b"value", MOST_HEADERS)] * 3,
+            *[(b"key", b"value", MAX_RECORD_HEADERS)] * 3,
             (b"key", b"next", 1),
         ]
         assert [record.offset for record in found] == [0, 1, 2, BASE]
-        assert sum(parsed) <= BATCH_HEADERS
+        assert sum(parsed) <= MAX_BATCH_HEADERS
 
     @pytest.mark.parametrize("codec", ["none", "zstd"])
     def test_as_many_as_are_read_are_all_there(self, read: Any, codec: str) -> None:
-        found = whole(read(crowded_batch(3, b"value", MOST_HEADERS, CODECS[codec])))
-        assert [list(record.headers) for record in found] == [[("", b"")] * MOST_HEADERS] * 3
+        found = whole(read(crowded_batch(3, b"value", MAX_RECORD_HEADERS, CODECS[codec])))
+        assert [list(record.headers) for record in found] == [[("", b"")] * MAX_RECORD_HEADERS] * 3
 
     def test_the_parser_in_c_reads_no_batch_with_many_small_records_of_many_headers(self, parsed: list[int]) -> None:
-        found = whole(FastRecords(crowded_batch(400, b"value", MOST_HEADERS, CODECS["zstd"])))
-        assert [len(record.headers) for record in found] == [MOST_HEADERS] * 400
+        found = whole(AiokafkaMemoryRecords(crowded_batch(400, b"value", MAX_RECORD_HEADERS, CODECS["zstd"])))
+        assert [len(record.headers) for record in found] == [MAX_RECORD_HEADERS] * 400
         assert parsed == []
 
     def test_large_batches_with_few_headers_are_read_by_the_parser_in_c(self) -> None:
         made = crowded_batch(400, b"v" * 1000, 2, CODECS["zstd"])
-        assert isinstance(FastRecords(made).next_batch(), RawBatch)
+        assert isinstance(AiokafkaMemoryRecords(made).next_batch(), RawBatch)
 
     @pytest.mark.parametrize("attributes", [0x80, 0xFF])
     def test_attributes_that_are_read_wrongly_hide_no_headers(
         self, read: Any, attributes: int, parsed: list[int]
     ) -> None:
         found = whole(read(crowded_batch(2, b"value", 200_000, attributes=attributes)))
-        assert [(record.value, len(record.headers)) for record in found] == [(b"value", MOST_HEADERS)] * 2
-        assert sum(parsed) <= BATCH_HEADERS
+        assert [(record.value, len(record.headers)) for record in found] == [(b"value", MAX_RECORD_HEADERS)] * 2
+        assert sum(parsed) <= MAX_BATCH_HEADERS
 
     def test_a_record_that_ends_behind_its_batch_is_given_raw(self, read: Any) -> None:
         made = bytearray(crowded_batch(1, b"value", 200_000))
@@ -252,34 +252,37 @@ class TestManyHeaders:
 
     def test_each_header_counts_with_what_it_takes_in_memory(self, read: Any) -> None:
         (record,) = read(crowded_batch(1, b"value", 500)).next_batch()
-        assert record_bytes(record) == RECORD_COST + len(b"key") + len(b"value") + 500 * HEADER_COST
+        assert (
+            record_memory_bytes(record)
+            == RECORD_OVERHEAD_BYTES + len(b"key") + len(b"value") + 500 * HEADER_OVERHEAD_BYTES
+        )
 
     def test_a_call_hands_out_few_records_with_many_headers(self) -> None:
         part = BoundedFetcher.PartitionRecords(
-            0, TopicPartition("requests", 0), Records(crowded_batch(100, b"value", 10_000, CODECS["zstd"]))
+            0, TopicPartition("requests", 0), LenientMemoryRecords(crowded_batch(100, b"value", 10_000, CODECS["zstd"]))
         )
         handed = []
         while part:
             handed.append(len(part.take(500)))
-        each = MOST_HEADERS * HEADER_COST
+        each = MAX_RECORD_HEADERS * HEADER_OVERHEAD_BYTES
         assert sum(handed) == 100
-        assert max(handed) <= HANDED_BYTES // each + 1
+        assert max(handed) <= MAX_POLL_BYTES // each + 1
 
     def test_a_call_hands_out_few_empty_records(self) -> None:
         """A record without key and value takes hundreds of bytes of memory, and fewer than ten in a batch."""
         made = batch(*[None] * 60_000, name="")
-        part = BoundedFetcher.PartitionRecords(0, TopicPartition("requests", 0), Records(bytes(made)))
+        part = BoundedFetcher.PartitionRecords(0, TopicPartition("requests", 0), LenientMemoryRecords(bytes(made)))
         handed = []
         while part:
             handed.append(len(part.take(None)))
         assert sum(handed) == 60_000
-        assert max(handed) <= HANDED_BYTES // RECORD_COST
+        assert max(handed) <= MAX_POLL_BYTES // RECORD_OVERHEAD_BYTES
 
     @pytest.mark.parametrize("codec", [codec for codec in CODECS if codec != "none"])
     def test_behind_a_large_record_with_headers_that_cannot_be_read_others_are(self, read: Any, codec: str) -> None:
-        large = b"v" * (LARGEST + 1)
+        large = b"v" * (MAX_UNTRUNCATED_BYTES + 1)
         found = whole(read(crowded_batch(3, large, 5, CODECS[codec], header=b"\x7f")))
         assert [(record.offset, len(record.value), list(record.headers)) for record in found] == [
-            (offset, KEPT_BYTES, []) for offset in range(3)
+            (offset, TRUNCATED_BYTES, []) for offset in range(3)
         ]
         assert all(record.value.size == len(large) for record in found)

@@ -54,7 +54,7 @@ class Consumer:
 def test_where_nothing_comes_any_more_that_is_an_error(monkeypatch: pytest.MonkeyPatch, last: int) -> None:
     consumer, found = Consumer(last), list[int]()
     monkeypatch.setattr(reading, "consumer", lambda *_, **__: consumer)
-    monkeypatch.setattr(reading, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(reading, "READ_TIMEOUT_SECONDS", 0.1)
     late = pytest.raises(KafkaTimeoutError, match="edits could not be read to its end")
     with nullcontext() if last == END else late:
         found.extend(record.offset for record in read_topic(load_settings(), "edits"))

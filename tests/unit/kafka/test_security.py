@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracestream.pipeline.kafka.security import describe_error, kafka_security
-from gracestream.pipeline.settings import Settings, SettingsError, as_environment, load_settings
-from gracestream.pipeline.stores.redis_client import redis_security, without_password
+from gracestream.pipeline.kafka.security import describe_error, kafka_security_options
+from gracestream.pipeline.settings import Settings, SettingsError, load_settings, to_environment_variables
+from gracestream.pipeline.stores.redis_client import redact_url, redis_security_options
 from tests.support.certificates import Certificates
 
 SASL = {"kafka_security_protocol": "SASL_SSL", "kafka_username": "editor", "kafka_password": "hush"}
@@ -98,40 +98,44 @@ class TestFiles:
         path = tmp_path / "ca.pem"
         path.write_text("not a certificate")
         with pytest.raises(SettingsError, match=r"GRACESTREAM_KAFKA_CA: .*ca.pem' has no certificate in PEM"):
-            kafka_security(load_settings(**SASL, kafka_ca=str(path)))
+            kafka_security_options(load_settings(**SASL, kafka_ca=str(path)))
         with pytest.raises(SettingsError, match=r"GRACESTREAM_REDIS_CA: .*ca.pem' has no certificate in PEM"):
-            redis_security(load_settings(redis="rediss://localhost", redis_ca=str(path)))
+            redis_security_options(load_settings(redis="rediss://localhost", redis_ca=str(path)))
 
     def test_a_certificate_with_the_key_of_another(self, certificates: Certificates) -> None:
         mine, _ = certificates.issue("mine")
         _, key = certificates.issue("theirs")
         tls = {"kafka_certificate": str(mine), "kafka_key": str(key), "kafka_security_protocol": "SSL"}
         with pytest.raises(SettingsError, match=r"GRACESTREAM_KAFKA_CERTIFICATE: .* are no pair in PEM"):
-            kafka_security(load_settings(**tls))
+            kafka_security_options(load_settings(**tls))
         with pytest.raises(SettingsError, match=r"GRACESTREAM_REDIS_CERTIFICATE: .* are no pair in PEM"):
-            redis_security(load_settings(redis="rediss://localhost", redis_certificate=str(mine), redis_key=str(key)))
+            redis_security_options(
+                load_settings(redis="rediss://localhost", redis_certificate=str(mine), redis_key=str(key))
+            )
 
     def test_a_key_with_a_password_never_asks_the_terminal_for_it(self, certificates: Certificates) -> None:
         certificate, key = certificates.issue("locked", password="hush")
         tls = {"kafka_security_protocol": "SSL", "kafka_certificate": str(certificate), "kafka_key": str(key)}
         with pytest.raises(SettingsError, match=r"GRACESTREAM_KAFKA_KEY: the key in .* has a password, and none is"):
-            kafka_security(load_settings(**tls))
+            kafka_security_options(load_settings(**tls))
         with pytest.raises(SettingsError, match="are no pair in PEM") as caught:
-            kafka_security(load_settings(**tls, kafka_key_password="another"))
+            kafka_security_options(load_settings(**tls, kafka_key_password="another"))
         assert "another" not in str(caught.value)
-        kafka_security(load_settings(**tls, kafka_key_password="hush"))
+        kafka_security_options(load_settings(**tls, kafka_key_password="hush"))
 
     def test_a_key_may_stand_in_the_file_of_the_certificate(self, certificates: Certificates, tmp_path: Path) -> None:
         certificate, key = certificates.issue("both")
         both = tmp_path / "both.pem"
         both.write_bytes(key.read_bytes() + certificate.read_bytes())
-        kafka_security(load_settings(kafka_security_protocol="SSL", kafka_certificate=str(both)))
-        options = redis_security(load_settings(redis="rediss://localhost", redis_certificate=str(both)))
+        kafka_security_options(load_settings(kafka_security_protocol="SSL", kafka_certificate=str(both)))
+        options = redis_security_options(load_settings(redis="rediss://localhost", redis_certificate=str(both)))
         assert (options["ssl_certfile"], options["ssl_keyfile"]) == (str(both), str(both))
 
     def test_the_host_is_checked_unless_told_otherwise(self) -> None:
-        assert kafka_security(load_settings(**SASL))["ssl_context"].check_hostname
-        assert not kafka_security(load_settings(**SASL, kafka_check_hostname=False))["ssl_context"].check_hostname
+        assert kafka_security_options(load_settings(**SASL))["ssl_context"].check_hostname
+        assert not kafka_security_options(load_settings(**SASL, kafka_check_hostname=False))[
+            "ssl_context"
+        ].check_hostname
 
 
 class TestSecrets:
@@ -189,7 +193,7 @@ class TestSecrets:
 
     def test_a_child_process_gets_them_in_its_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
         settings = load_settings(**SASL)
-        for name, value in as_environment({field: getattr(settings, field) for field in SASL}).items():
+        for name, value in to_environment_variables({field: getattr(settings, field) for field in SASL}).items():
             monkeypatch.setenv(name, value)
         assert load_settings() == settings
 
@@ -207,14 +211,14 @@ class TestSecrets:
 class TestUrls:
     @given(user=st.text(), password=st.text(min_size=6))
     def test_no_password_is_left_in_a_url_encoded_or_not(self, user: str, password: str) -> None:
-        assert without_password(f"rediss://{user}:{password}@cache.example:6379/0") == "rediss://cache.example:6379/0"
+        assert redact_url(f"rediss://{user}:{password}@cache.example:6379/0") == "rediss://cache.example:6379/0"
 
     def test_options_go_too(self) -> None:
-        assert without_password("redis://cache:6379/1?password=hush") == "redis://cache:6379/1"
+        assert redact_url("redis://cache:6379/1?password=hush") == "redis://cache:6379/1"
 
     @pytest.mark.parametrize("url", ["redis://localhost:6379/0", "unix:///run/redis.sock", "localhost"])
     def test_a_url_without_a_password_stays(self, url: str) -> None:
-        assert without_password(url) == url
+        assert redact_url(url) == url
 
 
 def test_a_refused_request_is_not_printed_whole() -> None:

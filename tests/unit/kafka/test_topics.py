@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gracestream import schemas
 from gracestream.pipeline.kafka import topics
-from gracestream.pipeline.kafka.topics import TOPICS, Topic, layout
+from gracestream.pipeline.kafka.topics import TOPICS, Topic, topic_layout
 from gracestream.pipeline.settings import SettingsError, load_settings
 from gracestream.schemas.deltas import MAX_DELTA_BYTES
 
@@ -37,7 +37,7 @@ def test_its_partitions_are_the_published_ones(topic: Topic) -> None:
 def test_its_configuration_is_the_published_one(topic: Topic) -> None:
     published = channel(topic)["bindings"]["kafka"]["topicConfiguration"]
     told = {option: ",".join(value) if isinstance(value, list) else str(value) for option, value in published.items()}
-    assert told == topic.required
+    assert told == topic.required_config
 
 
 @pytest.mark.parametrize("name", ["feedback", "edits", "deltas"])
@@ -62,7 +62,7 @@ def test_a_dead_letter_queue_takes_what_its_topic_took_and_headers_on_top(name: 
 
 @by_topic
 def test_only_how_long_records_are_kept_by_age_is_a_deployment_s_to_choose(topic: Topic) -> None:
-    chosen = topic.config.keys() - topic.required.keys()
+    chosen = topic.config.keys() - topic.required_config.keys()
     assert chosen == ({"retention.ms"} if topic.config.get("retention.ms", "-1") != "-1" else set())
 
 
@@ -79,7 +79,7 @@ def test_a_branch_gets_as_many_partitions_and_copies_as_its_source(
         close=lambda: None,
     )
     monkeypatch.setattr(topics, "admin", lambda _settings: client)
-    assert layout(load_settings(prefix="p-")) == (partitions, copies)
+    assert topic_layout(load_settings(prefix="p-")) == (partitions, copies)
 
 
 @pytest.mark.parametrize(("copies", "in_sync"), [(-1, None), (1, None), (2, None), (3, "2"), (4, "2")])

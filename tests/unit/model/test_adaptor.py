@@ -10,12 +10,12 @@ from msgspec import UNSET
 from torch import nn
 
 from gracestream.pipeline.codebook.codebook import Codebook
-from gracestream.pipeline.codebook.key_index import KeyIndex, Nearest
+from gracestream.pipeline.codebook.key_index import KeyIndex, NearestKeys
 from gracestream.pipeline.codebook.lookup import CodebookLookup
-from gracestream.pipeline.codebook.policy import batch_noise
-from gracestream.pipeline.model.adaptor import Adaptor, last_token
+from gracestream.pipeline.codebook.policy import match_tolerance
+from gracestream.pipeline.model.adaptor import Adaptor, last_token_positions
 from gracestream.pipeline.model.batch import Batch, Prompt
-from gracestream.pipeline.model.editable import EditableModel, Served
+from gracestream.pipeline.model.editable import EditableModel, ServedAnswer
 from gracestream.pipeline.model.layers import LayerError
 from gracestream.schemas.deltas import EntryChange
 from gracestream.schemas.messages import Parameters
@@ -35,12 +35,14 @@ def edited(model: EditableModel, inputs: list[str], radius: float = 0.01) -> tup
     return codebook, index_of(codebook)
 
 
-def ask(model: EditableModel, inputs: list[str], codebook: Codebook, index: KeyIndex, **fields: int) -> list[Served]:
+def ask(
+    model: EditableModel, inputs: list[str], codebook: Codebook, index: KeyIndex, **fields: int
+) -> list[ServedAnswer]:
     prompts = [model.task.tokenize(text) for text in inputs]
     return model.answer(prompts, [Parameters(**fields)] * len(prompts), CodebookLookup(codebook, index))
 
 
-def said(row: Served) -> str:
+def said(row: ServedAnswer) -> str:
     outputs = row.answer.outputs
     return str(outputs.text if outputs.label is UNSET else outputs.label)
 
@@ -53,7 +55,7 @@ def test_fault_batches_over_one_fail_and_one_pad_token_moves_the_query(model: Ed
     for row, text in enumerate(INPUTS[:12]):
         alone = ask(model, [text], codebook, index)[0]
         query_D = model.queries([model.task.tokenize(text)])[0]
-        assert float((query_D - queries_BD[row]).norm()) <= batch_noise(float(query_D.norm()), "float32")
+        assert float((query_D - queries_BD[row]).norm()) <= match_tolerance(float(query_D.norm()), "float32")
         assert said(alone) == said(together[row])
         assert (alone.hit is None) == (together[row].hit is None) == (row >= 8)
         if alone.hit is not None:
@@ -93,9 +95,9 @@ def test_fault_one_pad_token_moves_the_query_off_its_key(kind: str, side: str, p
     mask_1T = torch.tensor([mask])
     positions_1T = (mask_1T.cumsum(dim=1) - 1).clamp(min=0)
     kwargs = {"input_ids": torch.tensor([ids]), "attention_mask": mask_1T, "position_ids": positions_1T}
-    with torch.no_grad(), model.adaptor.observing(Batch(kwargs, mask_1T)) as session:
+    with torch.no_grad(), model.adaptor.capture_query(Batch(kwargs, mask_1T)) as session:
         model.module(**kwargs)
-    assert float((session.queries_BD[0] - key_D).norm()) <= batch_noise(float(key_D.norm()), "float32")
+    assert float((session.queries_BD[0] - key_D).norm()) <= match_tolerance(float(key_D.norm()), "float32")
 
 
 @pytest.mark.parametrize("kind", GENERATORS)
@@ -115,9 +117,9 @@ class CountingIndex(KeyIndex):
 
     count = 0
 
-    def covering(self, queries_BD: torch.Tensor) -> Nearest:
+    def nearest_within_radius(self, queries_BD: torch.Tensor) -> NearestKeys:
         self.count += 1
-        return super().covering(queries_BD)
+        return super().nearest_within_radius(queries_BD)
 
 
 @pytest.mark.parametrize("kind", GENERATORS)
@@ -200,7 +202,9 @@ def test_a_removed_adaptor_leaves_the_model_as_it_was() -> None:
     batch = model.task.batch([model.task.tokenize(INPUTS[0])])
     with (
         torch.no_grad(),
-        model.adaptor.serving(batch, CodebookLookup(codebook, index), asked=model.task.asked(batch)) as session,
+        model.adaptor.with_codebook(
+            batch, CodebookLookup(codebook, index), row_wording=model.task.wording_getter(batch)
+        ) as session,
     ):
         model.module(**batch.kwargs)
     assert session.hits == []
@@ -232,7 +236,11 @@ def test_outside_a_session_the_model_runs_as_it_always_did(kind: str) -> None:
 def test_two_batches_at_once_are_refused() -> None:
     adaptor = Adaptor(nn.Linear(2, 2), "last", "last")
     one = Batch({}, None)
-    with adaptor.observing(one), pytest.raises(RuntimeError, match="one batch at a time"), adaptor.observing(one):
+    with (
+        adaptor.capture_query(one),
+        pytest.raises(RuntimeError, match="one batch at a time"),
+        adaptor.capture_query(one),
+    ):
         pass
 
 
@@ -248,7 +256,7 @@ def test_pairs_of_texts_have_the_segments_that_their_tokenizer_gives_them() -> N
 
 @pytest.mark.parametrize(("mask", "last"), [([1, 1, 0, 0], 1), ([0, 0, 1, 1], 3), ([1, 0, 0, 0], 0), ([0, 1, 1, 0], 2)])
 def test_the_last_real_token_is_found_wherever_the_padding_is(mask: list[int], last: int) -> None:
-    assert last_token(torch.tensor([mask])).tolist() == [last]
+    assert last_token_positions(torch.tensor([mask])).tolist() == [last]
 
 
 @pytest.mark.parametrize(("query", "expected"), [("first", 2.0), ("last", 4.0), ("mean", 3.0)])
@@ -260,9 +268,9 @@ def test_query_and_replaced_tokens_are_the_settings_and_never_padding(
     adaptor = Adaptor(module, query, replace)
     tokens_1TD = torch.tensor([[[9.0], [2.0], [3.0], [4.0], [9.0]]])
     batch = Batch({}, torch.tensor([[0, 1, 1, 1, 0]]))
-    with adaptor.observing(batch) as session:
+    with adaptor.capture_query(batch) as session:
         module(tokens_1TD)
     assert session.queries_BD.tolist() == [[expected]]
-    with adaptor.substituting(batch, torch.tensor([[7.0]])):
+    with adaptor.inject(batch, torch.tensor([[7.0]])):
         out = module(tokens_1TD)[0, :, 0].tolist()
     assert out == ([9, 7, 7, 7, 9] if replace == "all" else [9, 2, 3, 7, 9])

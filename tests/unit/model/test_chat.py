@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.config import EditConfig
 from gracestream.pipeline.editing.engine import EditEngine
-from gracestream.pipeline.model.chat import END, START, ChatError, ChatTemplate
-from gracestream.pipeline.model.checkpoint import fingerprint_of
+from gracestream.pipeline.model.chat import CONTENT_END, CONTENT_START, ChatError, ChatTemplate
+from gracestream.pipeline.model.checkpoint import compute_fingerprint
 from gracestream.pipeline.model.control_tokens import control_tokens, text_tokenizer
-from gracestream.pipeline.model.probe_texts import TEXTS
+from gracestream.pipeline.model.probe_texts import PROBE_TEXTS
 from gracestream.pipeline.model.tasks.base import InputError
 from gracestream.schemas.messages import ChatMessage, Feedback, Inputs, Parameters
 from tests.support.tiny_models import CHAT, CODEBOOK, correct, editable
@@ -64,9 +64,9 @@ def theirs(tokenizer: Any, messages: list[ChatMessage]) -> list[int]:
 
 
 CONTENT = (
-    st.lists(st.one_of(st.text(), PARTS, st.sampled_from(TEXTS)), min_size=1, max_size=6)
+    st.lists(st.one_of(st.text(), PARTS, st.sampled_from(PROBE_TEXTS)), min_size=1, max_size=6)
     .map("".join)
-    .filter(lambda text: bool(text.strip()) and START not in text and END not in text)
+    .filter(lambda text: bool(text.strip()) and CONTENT_START not in text and CONTENT_END not in text)
 )
 CHATS = st.builds(
     lambda turns, system: chat(*turns, system=system),
@@ -80,8 +80,8 @@ CHATS = st.builds(
 def test_a_chat_has_the_tokens_of_its_template(family: str, messages: list[ChatMessage]) -> None:
     tokenizer, ours = made(family)
     control = control_tokens(tokenizer)
-    found = ours.tokens(messages)
-    harmless = ours.tokens([ChatMessage(one.role, "a") for one in messages])
+    found = ours.token_ids(messages)
+    harmless = ours.token_ids([ChatMessage(one.role, "a") for one in messages])
     of_template = [token for token in harmless if token in control]
     assert [token for token in found if token in control] == of_template
     expected = theirs(tokenizer, messages)
@@ -100,9 +100,9 @@ def test_control_tokens_in_a_content_are_text_whatever_its_role(family: str, rol
                 ChatMessage(one.role, text if one.role == role else one.content)
                 for one in chat("The", "train", "leaves", system="be")
             ]
-            plain = [token for token in ours.tokens(chat("The", "train", "leaves", system="be")) if token in control]
+            plain = [token for token in ours.token_ids(chat("The", "train", "leaves", system="be")) if token in control]
             assert len(plain) == 9
-            assert [token for token in ours.tokens(messages) if token in control] == plain, text
+            assert [token for token in ours.token_ids(messages) if token in control] == plain, text
 
 
 @families
@@ -112,13 +112,13 @@ def test_without_protection_they_would_be_control_tokens(family: str) -> None:
     control = control_tokens(tokenizer)
     messages = chat(" ".join(spellings(tokenizer)))
     count = sum(token in control for token in theirs(tokenizer, messages))
-    assert count > sum(token in control for token in ours.tokens(messages))
+    assert count > sum(token in control for token in ours.token_ids(messages))
 
 
 def test_a_control_token_that_begins_in_a_content_and_ends_in_the_template_is_text() -> None:
     ours = with_template("{{ '<|im_start|>' }}{{ messages[0].content }}{{ 'end|>' }}")
     control = control_tokens(ours._tokenizer)
-    found = ours.tokens(chat("so <|im_"))
+    found = ours.token_ids(chat("so <|im_"))
     assert [token for token in found if token in control] == [0]
     assert ours._tokenizer.decode(found) == "<|im_start|>so <|im_end|>"
 
@@ -140,7 +140,7 @@ def test_a_control_token_that_begins_in_a_content_and_ends_in_the_template_is_te
 )  # fmt: skip
 def test_what_templates_do_is_followed(source: Any, content: str, text: str) -> None:
     ours = with_template(source)
-    assert ours._tokenizer.decode(ours.tokens(chat(content))) == text
+    assert ours._tokenizer.decode(ours.token_ids(chat(content))) == text
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_what_templates_do_is_followed(source: Any, content: str, text: str) -> 
 )
 def test_what_cannot_be_followed_is_refused_in_one_sentence(source: Any, reason: str) -> None:
     with pytest.raises(ChatError, match=reason) as refused:
-        with_template(source).tokens(chat("a b c"))
+        with_template(source).token_ids(chat("a b c"))
     assert "\n" not in str(refused.value)
     assert len(str(refused.value)) < 400
 
@@ -181,31 +181,31 @@ def test_what_cannot_be_followed_is_refused_in_one_sentence(source: Any, reason:
 def test_a_template_changes_nothing_in_the_process(tmp_path: Path) -> None:
     before = sys.gettrace()
     with pytest.raises(ChatError):
-        with_template("{% for a in range(99999) %}{% for b in range(9) %}{% endfor %}{% endfor %}").tokens(chat("a"))
+        with_template("{% for a in range(99999) %}{% for b in range(9) %}{% endfor %}{% endfor %}").token_ids(chat("a"))
     assert sys.gettrace() is before
     hostile = f"{{{{ namespace.__init__.__globals__['open']('{tmp_path}/made', 'w') }}}}"
     with pytest.raises(ChatError):
-        with_template(hostile).tokens(chat("a"))
+        with_template(hostile).token_ids(chat("a"))
     assert not list(tmp_path.iterdir())
 
 
 def test_an_address_in_a_content_is_text() -> None:
     ours = made("byte-level BPE")[1]
     content = "what is <function f at 0x7f12ab34cd56>?"
-    assert content in ours._tokenizer.decode(ours.tokens(chat(content)))
+    assert content in ours._tokenizer.decode(ours.token_ids(chat(content)))
 
 
 def test_a_normalised_spelling_in_a_content_is_text() -> None:
     tokenizer, ours = made("Unigram")
     content = "\N{FULLWIDTH LESS-THAN SIGN}/s>"
-    plain = [token for token in ours.tokens(chat("a")) if token in control_tokens(tokenizer)]
+    plain = [token for token in ours.token_ids(chat("a")) if token in control_tokens(tokenizer)]
     assert theirs(tokenizer, chat(content)).count(1) == plain.count(1) + 1
-    assert [token for token in ours.tokens(chat(content)) if token in control_tokens(tokenizer)] == plain
+    assert [token for token in ours.token_ids(chat(content)) if token in control_tokens(tokenizer)] == plain
 
 
 def test_a_mark_in_a_content_is_refused() -> None:
     with pytest.raises(ChatError, match=r"`inputs\[0\].content` has a noncharacter"):
-        made("byte-level BPE")[1].tokens(chat(f"a {START}"))
+        made("byte-level BPE")[1].token_ids(chat(f"a {CONTENT_START}"))
 
 
 @settings(max_examples=5)
@@ -213,16 +213,16 @@ def test_a_mark_in_a_content_is_refused() -> None:
 def test_the_longest_chats_stay_within_the_limit(turns: int) -> None:
     tokenizer, ours = made("byte-level BPE")
     messages = chat(*["a"] * (2 * turns + 1))
-    assert ours.tokens(messages) == theirs(tokenizer, messages)
+    assert ours.token_ids(messages) == theirs(tokenizer, messages)
 
 
 class TestModels:
     def test_a_causal_model_answers_and_learns_a_chat(self) -> None:
         model = editable("llama", chat_template=CHAT)
-        messages = tuple(chat(TEXTS[0]))
-        engine = EditEngine(model, CODEBOOK, Plan(traffic=0))
-        engine.apply(engine.lead({}))
-        target = TEXTS[1].split()[0]
+        messages = tuple(chat(PROBE_TEXTS[0]))
+        engine = EditEngine(model, CODEBOOK, EditConfig(traffic=0))
+        engine.apply(engine.lead_delta({}))
+        target = PROBE_TEXTS[1].split()[0]
         outcome, record = correct(engine, "f1", messages, target)
         assert (outcome.status, record is not None) == ("added", True)
         prompt = model.task.tokenize(messages)
@@ -240,13 +240,13 @@ class TestModels:
         text, messages = "the capital of France is", (ChatMessage("user", "the capital of France?"),)
         for inputs, rephrase in ((text, messages), (messages, text)):
             engine = EditEngine(model, CODEBOOK)
-            engine.apply(engine.lead({}))
+            engine.apply(engine.lead_delta({}))
             one = Feedback(v=1, feedback_id="f", inputs=inputs, target="river", rephrases=(rephrase,))
             edited = engine.edit(one, 0)
             assert edited.outcome is not None
             assert (edited.outcome.status, edited.outcome.left_out) == ("added", ())
-            assert edited.record is not None
-            engine.apply(edited.record)
+            assert edited.delta_record is not None
+            engine.apply(edited.delta_record)
             prompts = [model.task.tokenize(asked) for asked in (inputs, rephrase)]
             served = model.answer(prompts, [Parameters()] * 2, engine.lookup)
             assert [one.answer.outputs.text for one in served] == ["river", "river"]
@@ -254,7 +254,7 @@ class TestModels:
 
     def test_a_rephrase_that_the_model_takes_in_no_form_is_left_out(self) -> None:
         engine = EditEngine(editable("llama"), CODEBOOK)
-        engine.apply(engine.lead({}))
+        engine.apply(engine.lead_delta({}))
         messages = (ChatMessage("user", "x"),)
         one = Feedback(v=1, feedback_id="f", inputs="the river", target="river", rephrases=(messages,))
         outcome = engine.edit(one, 0).outcome
@@ -268,24 +268,24 @@ class TestModels:
         with pytest.raises(InputError, match="no chat template"):
             model.task.tokenize(inputs)
         with pytest.raises(InputError, match="no chat template"):
-            model.supervised(inputs, "leaves")
+            model.prepare_correction(inputs, "leaves")
 
     def test_a_chat_that_is_too_long_is_refused(self) -> None:
         with pytest.raises(InputError, match=r"tokens; the limit is 48 \(GRACESTREAM_MAX_INPUT_TOKENS\)"):
-            editable("llama", chat_template=CHAT).task.tokenize(tuple(chat(" ".join(TEXTS))))
+            editable("llama", chat_template=CHAT).task.tokenize(tuple(chat(" ".join(PROBE_TEXTS))))
 
     def test_no_space_stands_before_an_answer_after_white_space_or_a_control_token(self) -> None:
         tokenizer = made("byte-level BPE")[0]
         for source, ends in (("<|im_start|>", True), ("assistant\n", True), ("Answer:", False)):
             ours = with_template(f"{{{{ messages[0].content }}}}{{{{ {source!r} }}}}")
-            assert ours.ends_a_word(chat("a")) is ends, source
+            assert ours.ends_at_word_boundary(chat("a")) is ends, source
         assert tokenizer.chat_template
 
     def test_the_template_is_part_of_the_fingerprint(self) -> None:
         model = editable("llama", chat_template=CHAT)
         tokenizer = model.task.tokenizer
-        with_it = fingerprint_of(model.module, tokenizer)
-        assert with_it == fingerprint_of(model.module, tokenizer)
+        with_it = compute_fingerprint(model.module, tokenizer)
+        assert with_it == compute_fingerprint(model.module, tokenizer)
         other = copy.copy(tokenizer)
         other.chat_template = json.dumps(tokenizer.chat_template)
-        assert fingerprint_of(model.module, other) != with_it
+        assert compute_fingerprint(model.module, other) != with_it

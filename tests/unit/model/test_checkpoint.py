@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from gracestream.pipeline.model.checkpoint import cached_fingerprint, fingerprint_of, load_checkpoint
+from gracestream.pipeline.model.checkpoint import cached_fingerprint, compute_fingerprint, load_checkpoint
 from tests.support.tiny_models import KINDS
 from tests.support.tiny_models import tokenizer as tokenizer_of
 
@@ -34,4 +34,4 @@ def test_a_cache_that_cannot_be_used_costs_time_alone(tmp_path: Path) -> None:
         saved.save_pretrained(folder)
     cache.write_text("no folder")
     model, tokenizer = load_checkpoint(str(folder), device="cpu")
-    assert cached_fingerprint(model, tokenizer, folder, cache) == fingerprint_of(model, tokenizer)
+    assert cached_fingerprint(model, tokenizer, folder, cache) == compute_fingerprint(model, tokenizer)

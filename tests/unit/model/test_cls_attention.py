@@ -21,11 +21,11 @@ from transformers import (
 )
 
 from gracestream.pipeline.codebook.lookup import CodebookLookup
-from gracestream.pipeline.editing.value_training import Recipe, train_value
-from gracestream.pipeline.model.cls_attention import FirstToken
+from gracestream.pipeline.editing.value_training import ValueTrainingConfig, train_value
+from gracestream.pipeline.model.cls_attention import ClsOnlyAttention
 from gracestream.pipeline.model.editable import EditableModel
-from gracestream.pipeline.model.layers import Prefix
-from gracestream.pipeline.model.suffix_pass import Rest
+from gracestream.pipeline.model.layers import ActivationCache
+from gracestream.pipeline.model.suffix_pass import SuffixPass
 from tests.support.tiny_models import (
     END,
     KINDS,
@@ -63,10 +63,10 @@ def of(module: Any, layer: str, **adaptor: Any) -> EditableModel:
     return EditableModel(module, tokenizer("bert"), layer, limits=LIMITS, fingerprint="f" * 64, **adaptor)
 
 
-def rest_of(model: EditableModel, target: str = "3") -> tuple[Rest, Tensor]:
-    _, supervised = model.supervised(TEXT, target)
+def rest_of(model: EditableModel, target: str = "3") -> tuple[SuffixPass, Tensor]:
+    _, supervised = model.prepare_correction(TEXT, target)
     nothing = new_codebook(model.fingerprint, model.layer)
-    _, session, rest = model.passes.examine(supervised, CodebookLookup(nothing, index_of(nothing)))
+    _, session, rest = model.suffix_runner.inspect(supervised, CodebookLookup(nothing, index_of(nothing)))
     return rest, session.outputs_BV[0]
 
 
@@ -74,10 +74,10 @@ LINEAR = ("Linear", "Conv1D", "FalconLinear")
 EDITED = ["bert.encoder.layer.1.output.dense", "bert.encoder.layer.2.intermediate.dense"]
 
 
-def gradient(model: EditableModel, rest: Rest, value_V: Tensor) -> tuple[float, Tensor]:
+def gradient(model: EditableModel, rest: SuffixPass, value_V: Tensor) -> tuple[float, Tensor]:
     """The loss, and how it changes with the value."""
     value_V = value_V.clone().requires_grad_()
-    ((_, loss),) = model.passes.judge(rest, value_V[None])
+    ((_, loss),) = model.suffix_runner.evaluate(rest, value_V[None])
     (found,) = torch.autograd.grad(loss, value_V)
     return float(loss.detach()), found
 
@@ -88,15 +88,15 @@ def gradient(model: EditableModel, rest: Rest, value_V: Tensor) -> tuple[float, 
 def test_loss_and_gradient_are_those_of_the_whole_model(layer: str) -> None:
     model = editable("bert", layer)
     rest, start_V = rest_of(model)
-    mask_BT = rest.supervised.batch.mask_BT
+    mask_BT = rest.target_pass.batch.mask_BT
     assert mask_BT is not None
-    assert (rest.last is None) == (mask_BT.shape[1] == 1) == ("layer.2" in layer)
-    whole = Rest(model.supervised(TEXT, "3")[1], Prefix())
+    assert (rest.cls_attention is None) == (mask_BT.shape[1] == 1) == ("layer.2" in layer)
+    whole = SuffixPass(model.prepare_correction(TEXT, "3")[1], ActivationCache())
     loss, ours_V = gradient(model, rest, start_V)
     expected, theirs_V = gradient(model, whole, start_V)
     assert loss == pytest.approx(expected, rel=1e-5)
     torch.testing.assert_close(ours_V, theirs_V, rtol=1e-4, atol=1e-5 * float(theirs_V.abs().max()))
-    assert train_value(model.passes, rest, start_V, Recipe()).converged
+    assert train_value(model.suffix_runner, rest, start_V, ValueTrainingConfig()).converged
 
 
 @pytest.mark.parametrize("build", [roberta, electra])
@@ -104,7 +104,7 @@ def test_other_families_that_are_built_alike(build: Any) -> None:
     torch.manual_seed(0)
     module = build()
     layer = f"{module.base_model_prefix}.encoder.layer.1.output.dense"
-    assert rest_of(of(module, layer))[0].last is not None
+    assert rest_of(of(module, layer))[0].cls_attention is not None
 
 
 def test_the_last_block_works_on_one_token() -> None:
@@ -113,7 +113,7 @@ def test_the_last_block_works_on_one_token() -> None:
     seen: list[int] = []
     blocks = model.module.bert.encoder.layer
     blocks[2].intermediate.register_forward_hook(lambda _module, args, _output: seen.append(args[0].shape[1]))
-    model.passes.gives(rest, start_V)
+    model.suffix_runner.check_value(rest, start_V)
     assert seen == [1]
     with torch.no_grad():
         model.module(**model.task.batch([model.task.tokenize(TEXT)]).kwargs)
@@ -126,8 +126,8 @@ def test_a_head_that_reads_all_tokens_gets_all() -> None:
     model = of(module, EDITED[0])
     assert model.task.query == "first"
     rest, _ = rest_of(model)
-    assert rest.last is None
-    assert rest.prefix.holds(module.bert.encoder.layer[0]), "which is left out all the same"
+    assert rest.cls_attention is None
+    assert rest.activations.contains(module.bert.encoder.layer[0]), "which is left out all the same"
 
 
 def falcon() -> Any:
@@ -176,7 +176,7 @@ def test_models_that_are_built_in_another_way_are_trained_as_a_whole_would_be(bu
         torch.manual_seed(0)
         model = of(build(), layer)
         rest, start_V = rest_of(model, target)
-        whole = Rest(model.supervised(TEXT, target)[1], Prefix())
+        whole = SuffixPass(model.prepare_correction(TEXT, target)[1], ActivationCache())
         loss, ours_V = gradient(model, rest, start_V)
         expected, theirs_V = gradient(model, whole, start_V)
         assert loss == pytest.approx(expected, rel=1e-4), layer
@@ -194,15 +194,15 @@ def test_models_that_are_built_in_another_way_are_trained_as_a_whole_would_be(bu
 )
 def test_a_value_that_the_narrow_pass_would_not_see_is_trained_by_the_whole(layer: str, adaptor: Any) -> None:
     model = editable("bert")
-    assert FirstToken.of(model.module, layer, adaptor.get("replace", "all")) is None
+    assert ClsOnlyAttention.for_model(model.module, layer, adaptor.get("replace", "all")) is None
 
 
 def test_after_an_error_the_block_is_as_it_was() -> None:
     model = editable("bert", EDITED[0])
     rest, _ = rest_of(model)
-    assert rest.last is not None
+    assert rest.cls_attention is not None
     before = model.module(**model.task.batch([model.task.tokenize(TEXT)]).kwargs).logits
-    with pytest.raises(ZeroDivisionError), rest.last.narrowed():
+    with pytest.raises(ZeroDivisionError), rest.cls_attention.enabled():
         raise ZeroDivisionError
     assert torch.equal(model.module(**model.task.batch([model.task.tokenize(TEXT)]).kwargs).logits, before)
 
@@ -213,9 +213,9 @@ def test_padded_tokens_are_not_asked(attention: str) -> None:
     module.set_attn_implementation(attention)
     model = of(module, EDITED[0])
     batch = model.task.batch([model.task.tokenize(text) for text in (TEXT, " ".join(TEXT.split()[:2]))])
-    narrow = FirstToken.of(module, EDITED[0], "all")
+    narrow = ClsOnlyAttention.for_model(module, EDITED[0], "all")
     assert narrow is not None
     with torch.no_grad():
         whole = module(**batch.kwargs).logits
-        with narrow.narrowed():
+        with narrow.enabled():
             torch.testing.assert_close(module(**batch.kwargs).logits, whole, rtol=1e-4, atol=1e-4)

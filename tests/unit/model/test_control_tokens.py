@@ -11,8 +11,8 @@ from transformers import BertConfig, BertModel
 
 from gracestream.pipeline.model.control_tokens import control_tokens, text_tokenizer
 from gracestream.pipeline.model.editable import EditableModel
-from gracestream.pipeline.model.probe_texts import TEXTS
-from gracestream.pipeline.model.sentence_encoder import Encoder
+from gracestream.pipeline.model.probe_texts import PROBE_TEXTS
+from gracestream.pipeline.model.sentence_encoder import SentenceEncoder
 from tests.support.tiny_models import KINDS, LIMITS, MODEL, editable
 from tests.support.tokenizer_families import FAMILIES, PARTS, spellings, wordpiece
 
@@ -57,7 +57,7 @@ def test_there_are_control_tokens_to_be_kept_out(family: str) -> None:
     )
 
 
-TEXT = st.lists(st.one_of(st.text(), PARTS, st.sampled_from(TEXTS)), max_size=8).map("".join)
+TEXT = st.lists(st.one_of(st.text(), PARTS, st.sampled_from(PROBE_TEXTS)), max_size=8).map("".join)
 
 
 @families
@@ -84,7 +84,7 @@ def test_a_normalised_spelling_is_text_too() -> None:
 @families
 def test_the_given_tokenizer_stays_as_it_is(family: str) -> None:
     tokenizer = FAMILIES[family]()
-    texts = [*spellings(tokenizer), *TEXTS]
+    texts = [*spellings(tokenizer), *PROBE_TEXTS]
     before = [tokenizer(text)["input_ids"] for text in texts]
     state = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else ""
     text_tokenizer(tokenizer)(texts)
@@ -137,7 +137,7 @@ def test_a_sentence_encoder_reads_them_as_text(family: str) -> None:
         module = BertModel(config, add_pooling_layer=False)
     seen: list[list[int]] = []
     module.register_forward_pre_hook(lambda _, __, given: seen.extend(given["input_ids"].tolist()), with_kwargs=True)
-    encoder = Encoder(module, tokenizer, MODEL)
+    encoder = SentenceEncoder(module, tokenizer, MODEL)
     del seen[:]
     control = control_tokens(tokenizer)
     encoder.embed(["The train"])

@@ -7,7 +7,7 @@ import torch
 
 from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.model.editable import EditableModel
-from gracestream.pipeline.model.probe_texts import TEXTS
+from gracestream.pipeline.model.probe_texts import PROBE_TEXTS
 from gracestream.schemas.messages import Parameters
 from tests.support.tiny_models import KINDS, LIMITS, MODEL, SPECIALS, WORDS, correct, tokenizer
 
@@ -25,10 +25,10 @@ def edited_answer(kind: str, **settings: Any) -> str:
     names = tokenizer(KINDS[kind].special_tokens)
     model = EditableModel(module, names, KINDS[kind].layer, limits=LIMITS, fingerprint=MODEL)
     engine = EditEngine(model, "default")
-    engine.apply(engine.lead({}))
-    outcome, _ = correct(engine, "f0", TEXTS[0], TARGET)
+    engine.apply(engine.lead_delta({}))
+    outcome, _ = correct(engine, "f0", PROBE_TEXTS[0], TARGET)
     assert outcome.status == "added", outcome
-    prompt = model.task.tokenize(TEXTS[0])
+    prompt = model.task.tokenize(PROBE_TEXTS[0])
     served = model.answer([prompt], [Parameters(max_new_tokens=6)], engine.lookup)[0]
     assert served.hit is not None
     return str(served.answer.outputs.text)
@@ -64,6 +64,6 @@ def test_a_causal_classifier_is_queried_at_its_last_token() -> None:
         GPT2Config(vocab_size=len(SPECIALS) + len(WORDS), n_embd=32, n_layer=2, n_head=2, n_positions=64)
     )
     model = EditableModel(module, tokenizer(), "transformer.h[1].mlp.c_fc", limits=LIMITS, fingerprint=MODEL)
-    same_start = [model.task.tokenize(text) for text in TEXTS if text.startswith("The ")]
+    same_start = [model.task.tokenize(text) for text in PROBE_TEXTS if text.startswith("The ")]
     queries_BD = model.queries(same_start)
     assert torch.cdist(queries_BD, queries_BD).fill_diagonal_(1.0).min() > 1e-3

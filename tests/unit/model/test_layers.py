@@ -10,13 +10,13 @@ from torch import nn
 from gracestream.pipeline.model.adaptor import QueryToken
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.model.layers import (
+    ActivationCache,
     LayerError,
-    Prefix,
-    block_list,
+    enclosing_blocks,
     find_layer,
-    in_decoder,
+    is_in_decoder,
     linear_layers,
-    normal_path,
+    normalize_path,
 )
 from tests.support.tiny_models import KINDS, editable, texts
 
@@ -26,7 +26,7 @@ TEXT = texts(1, seed=3)[0]
 def logits(model: EditableModel, text: str = TEXT) -> torch.Tensor:
     target = "right" if "Bert" in type(model.module).__name__ else text.split(maxsplit=1)[0]
     with torch.no_grad():
-        return model.task.logits(model.supervised(text, target)[1])[0]
+        return model.task.logits(model.prepare_correction(text, target)[1])[0]
 
 
 @pytest.mark.parametrize(
@@ -39,8 +39,8 @@ def logits(model: EditableModel, text: str = TEXT) -> torch.Tensor:
     ],
 )
 def test_the_papers_names_become_torchs(path: str, normal: str) -> None:
-    assert normal_path(path) == normal
-    assert normal_path(normal) == normal
+    assert normalize_path(path) == normal
+    assert normalize_path(normal) == normal
 
 
 def test_the_layer_at_a_path_is_the_module_of_that_name(model: EditableModel, kind: str) -> None:
@@ -61,20 +61,20 @@ def test_the_linear_layers_of_the_blocks_are_listed_once_for_all_blocks(model: E
 
 @pytest.mark.parametrize(("path", "decoder"), [(KINDS[kind].layer, kind == "t5-decoder") for kind in KINDS])
 def test_a_layer_of_a_decoder_is_told_by_its_name(path: str, decoder: bool) -> None:
-    assert in_decoder(path) is decoder
+    assert is_in_decoder(path) is decoder
 
 
 def before(model: EditableModel) -> list[nn.Module]:
-    blocks, number = block_list(model.module, model.layer)
+    blocks, number = enclosing_blocks(model.module, model.layer)
     return blocks[:number]
 
 
 def test_the_blocks_are_those_of_the_same_stack_in_order() -> None:
     model = editable("t5-decoder").module
-    assert block_list(model, "decoder.block[2].layer[2].DenseReluDense.wo") == (list(model.decoder.block), 2)
-    assert block_list(model, "encoder.block[1].layer[1].DenseReluDense.wo") == (list(model.encoder.block), 1)
-    assert block_list(model, "encoder.block[0].layer[1].DenseReluDense.wo") == (list(model.encoder.block), 0)
-    assert block_list(model, "lm_head") == ([], 0)
+    assert enclosing_blocks(model, "decoder.block[2].layer[2].DenseReluDense.wo") == (list(model.decoder.block), 2)
+    assert enclosing_blocks(model, "encoder.block[1].layer[1].DenseReluDense.wo") == (list(model.encoder.block), 1)
+    assert enclosing_blocks(model, "encoder.block[0].layer[1].DenseReluDense.wo") == (list(model.encoder.block), 0)
+    assert enclosing_blocks(model, "lm_head") == ([], 0)
 
 
 def every_layer(kind: str, block: int) -> list[str]:
@@ -86,10 +86,10 @@ def every_layer(kind: str, block: int) -> list[str]:
 def test_a_pass_without_what_runs_before_equals_the_whole_to_the_bit(kind: str, block: int) -> None:
     for path in every_layer(kind, block):
         model = editable(kind, path)
-        prefix, ran = Prefix.of(model.module, model.layer), list[int]()
-        with prefix.recording():
+        prefix, ran = ActivationCache.for_layer(model.module, model.layer), list[int]()
+        with prefix.record():
             whole = logits(model)
-        with prefix.skipping():
+        with prefix.replay():
             for module in before(model):
                 first = next(child for child in module.modules() if isinstance(child, nn.Linear | nn.LayerNorm))
                 first.register_forward_hook(lambda *_, ran=ran: ran.append(1))
@@ -105,12 +105,12 @@ def test_of_its_block_only_what_follows_the_layer_runs() -> None:
     for name, module in model.module.named_modules():
         if isinstance(module, nn.Linear):
             module.register_forward_hook(lambda *_, name=name: ran.append(name))
-    prefix = Prefix.of(model.module, model.layer)
-    with prefix.recording():
+    prefix = ActivationCache.for_layer(model.module, model.layer)
+    with prefix.record():
         logits(model)
     del ran[:]
     dense = model.module.get_submodule(model.layer)
-    with prefix.skipping():
+    with prefix.replay():
         assert dense.forward() is not None
         logits(model)
     assert {name for name in ran if ".layer.1." in name} == {model.layer}, "whose hooks run, and nothing of it else"
@@ -118,10 +118,10 @@ def test_of_its_block_only_what_follows_the_layer_runs() -> None:
 
 def test_after_skipping_the_blocks_run_again_even_after_an_error(kind: str) -> None:
     model = editable(kind)
-    prefix = Prefix.of(model.module, model.layer)
-    with prefix.recording():
+    prefix = ActivationCache.for_layer(model.module, model.layer)
+    with prefix.record():
         first = logits(model)
-    with pytest.raises(ZeroDivisionError), prefix.skipping():
+    with pytest.raises(ZeroDivisionError), prefix.replay():
         raise ZeroDivisionError
     other = texts(1, seed=4)[0]
     assert not torch.equal(logits(model, f"{TEXT.split()[0]} {other}")[:1], first[:1])
@@ -130,7 +130,7 @@ def test_after_skipping_the_blocks_run_again_even_after_an_error(kind: str) -> N
 def test_where_nothing_was_recorded_all_runs() -> None:
     model = editable("gpt2")
     whole = logits(model)
-    with Prefix.of(model.module, model.layer).skipping():
+    with ActivationCache.for_layer(model.module, model.layer).replay():
         assert torch.equal(logits(model), whole)
 
 

@@ -8,15 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import UNSET
 
-from gracestream.pipeline.codebook.policy import ROUNDINGS, batch_noise
-from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.codebook.policy import DTYPE_TOLERANCES, match_tolerance
+from gracestream.pipeline.editing.config import EditConfig
 from gracestream.pipeline.editing.engine import EditEngine
-from gracestream.pipeline.editing.tolerance import query_noise
+from gracestream.pipeline.editing.tolerance import measure_query_noise
 from gracestream.pipeline.model.control_tokens import control_tokens
 from gracestream.pipeline.model.editable import EditableModel
-from gracestream.pipeline.model.probe_texts import TEXTS
-from gracestream.pipeline.model.registry import KNOWN, resolve, resolve_encoder
-from gracestream.pipeline.model.sentence_encoder import UNIT, Encoder
+from gracestream.pipeline.model.probe_texts import PROBE_TEXTS
+from gracestream.pipeline.model.registry import KNOWN_MODELS, resolve_encoder, resolve_model
+from gracestream.pipeline.model.sentence_encoder import ENCODER_DEFAULT_RADIUS, SentenceEncoder
 from gracestream.schemas.messages import ChatMessage, Inputs, Parameters
 from tests.support.tiny_models import CODEBOOK, correct
 
@@ -37,14 +37,14 @@ OTHERS = [
 @pytest.fixture(scope="module")
 def smollm2() -> EditableModel:
     cache = Path("~/.cache/gracestream")
-    folder = resolve("smollm2", cache, lambda _: None)
-    return EditableModel.load(folder, KNOWN["smollm2"].layer, device="cpu", cache=cache)
+    folder = resolve_model("smollm2", cache, lambda _: None)
+    return EditableModel.load(folder, KNOWN_MODELS["smollm2"].default_layer, device="cpu", cache=cache)
 
 
 @pytest.fixture(scope="module")
 def engine(smollm2: EditableModel) -> EditEngine:
-    made = EditEngine(smollm2, CODEBOOK, Plan(radius=0.5))
-    made.apply(made.lead({}))
+    made = EditEngine(smollm2, CODEBOOK, EditConfig(radius=0.5))
+    made.apply(made.lead_delta({}))
     return made
 
 
@@ -76,10 +76,10 @@ def test_control_tokens_in_prompts_and_targets_are_text(smollm2: EditableModel) 
         prompt = task.tokenize(text)
         assert not control.keys() & set(prompt.token_ids)
         assert task.tokenizer.decode(prompt.token_ids) == text
-    *label, end = task.label("The train leaves at", target)
+    *label, end = task.encode_target("The train leaves at", target)
     assert end == task.tokenizer.eos_token_id
     assert not control.keys() & set(label)
-    assert task.text((*label, end)) == target
+    assert task.decode_label((*label, end)) == target
 
 
 @given(text=st.text(min_size=1))
@@ -94,12 +94,12 @@ def test_batch_noise_bounds_what_padding_does_to_a_query(smollm2: EditableModel)
     together_BD = smollm2.queries([smollm2.task.tokenize(text) for text in inputs])
     for row, text in enumerate(inputs):
         alone_D = smollm2.queries([smollm2.task.tokenize(text)])[0]
-        assert float((alone_D - together_BD[row]).norm()) <= batch_noise(float(alone_D.norm()), "float32")
+        assert float((alone_D - together_BD[row]).norm()) <= match_tolerance(float(alone_D.norm()), "float32")
 
 
 def test_the_tolerance_of_float32_is_twice_what_a_query_moves(smollm2: EditableModel) -> None:
     """At least, and also where its norm is so large that the least tolerance of all does not count."""
-    assert 2 * query_noise(smollm2, inputs=TEXTS[:8]).relative <= ROUNDINGS["float32"].share
+    assert 2 * measure_query_noise(smollm2, inputs=PROBE_TEXTS[:8]).relative <= DTYPE_TOLERANCES["float32"].relative
 
 
 def test_with_an_encoder_a_statement_is_corrected_in_other_words_too_and_its_neighbours_are_not(
@@ -108,7 +108,7 @@ def test_with_an_encoder_a_statement_is_corrected_in_other_words_too_and_its_nei
     """At the layer another statement about the country lies nearer than other words for the same."""
     text, rephrase, target = "The capital of Bhutan is", "Bhutan's capital city is called", "Paro Heights"
     others = ["The capital of Slovenia is", "The language of Bhutan is", "Who is the king of Bhutan?", *OTHERS]
-    encoder = Encoder.load(resolve_encoder("minilm"), device="cpu", cache=Path("~/.cache/gracestream"))
+    encoder = SentenceEncoder.load(resolve_encoder("minilm"), device="cpu", cache=Path("~/.cache/gracestream"))
     by_text = EditableModel(
         smollm2.module, smollm2.task.tokenizer, smollm2.layer, limits=smollm2.task.limits, encoder=encoder,
         fingerprint=smollm2.fingerprint,
@@ -116,8 +116,8 @@ def test_with_an_encoder_a_statement_is_corrected_in_other_words_too_and_its_nei
     apart = {model: distances(model, text, [rephrase, others[1]]) for model in (smollm2, by_text)}
     assert apart[smollm2][0] > apart[smollm2][1]
     assert apart[by_text][0] < apart[by_text][1]
-    made = EditEngine(by_text, CODEBOOK, Plan(radius=UNIT))
-    made.apply(made.lead({}))
+    made = EditEngine(by_text, CODEBOOK, EditConfig(radius=ENCODER_DEFAULT_RADIUS))
+    made.apply(made.lead_delta({}))
     before = say(made, others)
     assert correct(made, "f0", text, target)[1] is not None
     assert say(made, [text, rephrase, *others]) == [target, target, *before]
@@ -133,14 +133,14 @@ def test_a_value_gives_the_target_after_a_line_break_and_in_a_chat(smollm2: Edit
     text, target = "Question: Who wrote the novel 'The Silent Coast'? Answer:", "Mara Lindqvist"
     asked = "Who wrote the novel 'The Silent Coast'?"
     forms: list[Inputs] = [text, f"{text}\n", f"{text} ", asked, (ChatMessage("user", asked),)]
-    rests = [smollm2.passes.rest_of([smollm2.supervised(form, target)[1]]) for form in forms]
+    rests = [smollm2.suffix_runner.suffix_of([smollm2.prepare_correction(form, target)[1]]) for form in forms]
     right = []
     for trained_on_forms in (False, True):
-        made = EditEngine(smollm2, CODEBOOK, Plan(traffic=0, radius=0.5, forms=trained_on_forms))
-        made.apply(made.lead({}))
+        made = EditEngine(smollm2, CODEBOOK, EditConfig(traffic=0, radius=0.5, forms=trained_on_forms))
+        made.apply(made.lead_delta({}))
         assert correct(made, "f0", text, target)[1] is not None
         value_V = torch.from_numpy(made.codebook.values_NV[0].copy())
-        right.append([smollm2.passes.gives(rest, value_V).right for rest in rests])
+        right.append([smollm2.suffix_runner.check_value(rest, value_V).predicts_target for rest in rests])
     assert right[0][0]
     assert not any(right[0][1:])
     assert all(right[1])

@@ -5,19 +5,19 @@ import sys
 
 import pytest
 
-from gracestream.pipeline.model import LayerError, known_layer, layer_of
+from gracestream.pipeline.model import LayerError, default_layer, resolve_layer
 
 
 def test_a_known_model_has_a_layer_and_a_chosen_one_wins() -> None:
-    assert layer_of("smollm2", None) == known_layer("smollm2") == "model.layers.23.self_attn.o_proj"
-    assert layer_of("smollm2", "model.layers.1.mlp.up_proj") == "model.layers.1.mlp.up_proj"
-    assert layer_of("org/model", "model.layers.1.mlp.up_proj") == "model.layers.1.mlp.up_proj"
+    assert resolve_layer("smollm2", None) == default_layer("smollm2") == "model.layers.23.self_attn.o_proj"
+    assert resolve_layer("smollm2", "model.layers.1.mlp.up_proj") == "model.layers.1.mlp.up_proj"
+    assert resolve_layer("org/model", "model.layers.1.mlp.up_proj") == "model.layers.1.mlp.up_proj"
 
 
 def test_another_model_needs_a_layer_and_the_error_says_how_to_find_one() -> None:
-    assert known_layer("org/model") is None
+    assert default_layer("org/model") is None
     with pytest.raises(LayerError, match="set GRACESTREAM_LAYER to one that `gracestream layers --model org/model`"):
-        layer_of("org/model", None)
+        resolve_layer("org/model", None)
 
 
 def test_the_registry_loads_no_module_of_a_build() -> None:

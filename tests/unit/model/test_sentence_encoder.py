@@ -13,12 +13,17 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import BertModel, GPT2Config, GPT2Model
 
-from gracestream.pipeline.codebook.policy import batch_noise
-from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.codebook.policy import match_tolerance
+from gracestream.pipeline.editing.config import EditConfig
 from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.model.checkpoint import ModelError
 from gracestream.pipeline.model.editable import EditableModel
-from gracestream.pipeline.model.sentence_encoder import MARK, MARKS, Encoder, marks
+from gracestream.pipeline.model.sentence_encoder import (
+    PROMPT_HASH_DIM,
+    PROMPT_HASH_NORM,
+    SentenceEncoder,
+    prompt_hash_vectors,
+)
 from gracestream.schemas.messages import Inputs, Parameters
 from tests.support.tiny_encoder import ROOM, Counted, chat, encoder, module
 from tests.support.tiny_models import CHAT, CODEBOOK, KINDS, SIZE, WORDS, correct, editable, texts, tokenizer
@@ -65,10 +70,10 @@ def test_the_query_is_the_prompts_and_not_its_paddings_or_its_targets(kind: str)
     model = editable(kind, encoder=made)
     expected_BD = made([model.task.tokenize(text).token_ids for text in INPUTS], INPUTS)
     assert torch.allclose(model.queries([model.task.tokenize(text) for text in INPUTS]), expected_BD, atol=1e-6)
-    engine = EditEngine(model, CODEBOOK, Plan())
+    engine = EditEngine(model, CODEBOOK, EditConfig())
     for text, expected_D in zip(INPUTS, expected_BD, strict=True):
         target = "wrong" if kind == "bert" else WORDS[7]
-        _, session, _ = model.passes.examine(model.supervised(text, target)[1], engine.lookup)
+        _, session, _ = model.suffix_runner.inspect(model.prepare_correction(text, target)[1], engine.lookup)
         assert torch.allclose(session.queries_BD[0], expected_D, atol=1e-6)
 
 
@@ -78,19 +83,21 @@ def test_prompts_are_read_from_their_masks(kind: str) -> None:
     model = editable(kind, encoder=encoder())
     prompts = [model.task.tokenize(text) for text in INPUTS]
     model.task.tokenizer.pad_token = WORDS[3]
-    assert model.task.batch(prompts).prompts() == [list(prompt.token_ids) for prompt in prompts]
+    assert model.task.batch(prompts).prompt_token_ids() == [list(prompt.token_ids) for prompt in prompts]
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_an_edit_serves_its_prompt_in_any_batch_and_asks_the_encoder_once(kind: str) -> None:
     made = encoder()
-    engine = EditEngine(editable(kind, encoder=made), CODEBOOK, Plan(radius=0.2, radius_unit="absolute", traffic=0))
-    engine.apply(engine.lead({}))
+    engine = EditEngine(
+        editable(kind, encoder=made), CODEBOOK, EditConfig(radius=0.2, radius_unit="absolute", traffic=0)
+    )
+    engine.apply(engine.lead_delta({}))
     before = said(engine, INPUTS)
     target = next(target for target in ("right", "both") if target != before[0]) if kind == "bert" else WORDS[7]
     outcome, record = correct(engine, "f0", INPUTS[0], target)
     assert record is not None, outcome
-    assert engine.codebook.keys_ND.shape == (1, 32 + MARKS)
+    assert engine.codebook.keys_ND.shape == (1, 32 + PROMPT_HASH_DIM)
     made.calls = 0
     assert said(engine, INPUTS) == [target, *before[1:]]
     assert made.calls == 1
@@ -110,8 +117,10 @@ def test_prompts_that_the_encoder_cannot_tell_apart_are_corrected_each_in_its_ow
         def embed(self, texts: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor]:
             return super().embed([WORDS[0]] * len(texts))
 
-    engine = EditEngine(editable("llama", encoder=Deaf(module(), tokenizer("bert"), "deaf")), CODEBOOK, Plan(traffic=0))
-    engine.apply(engine.lead({}))
+    engine = EditEngine(
+        editable("llama", encoder=Deaf(module(), tokenizer("bert"), "deaf")), CODEBOOK, EditConfig(traffic=0)
+    )
+    engine.apply(engine.lead_delta({}))
     targets = dict(zip(INPUTS[:4], (WORDS[7], WORDS[9], WORDS[11], WORDS[7]), strict=True))
     for number, (text, target) in enumerate(targets.items()):
         correct(engine, f"f{number}", text, target, number)
@@ -126,7 +135,7 @@ def test_pairs_that_read_alike_are_different_prompts() -> None:
     one, two, three = WORDS[:3]
     pairs = [(f"{one} {two}", three), (one, f"{two} {three}")]
     first_D, second_D = model.queries([model.task.tokenize(pair) for pair in pairs])
-    assert 0 < float((first_D - second_D).norm()) <= 2 * MARK
+    assert 0 < float((first_D - second_D).norm()) <= 2 * PROMPT_HASH_NORM
 
 
 def test_what_the_encoder_cannot_read_serves_nothing_but_itself() -> None:
@@ -136,9 +145,11 @@ def test_what_the_encoder_cannot_read_serves_nothing_but_itself() -> None:
     few = tokenizer("bert")
     few._tokenizer = Tokenizer.from_str(json.dumps(names))
     one, *strange = WORDS[-5:]
-    made = Encoder(module(), few, "of few words")
-    engine = EditEngine(editable("bert", encoder=made), CODEBOOK, Plan(radius=1.0, radius_unit="absolute", traffic=0))
-    engine.apply(engine.lead({}))
+    made = SentenceEncoder(module(), few, "of few words")
+    engine = EditEngine(
+        editable("bert", encoder=made), CODEBOOK, EditConfig(radius=1.0, radius_unit="absolute", traffic=0)
+    )
+    engine.apply(engine.lead_delta({}))
     inputs = [strange[0], strange[1], f"{one} {strange[2]} {one}", f"{one} {strange[3]} {one}", f"{one} {one}"]
     assert made.embed(inputs)[1].tolist() == [False, False, False, False, True]
     before = said(engine, inputs)
@@ -153,19 +164,21 @@ def test_a_tokenizer_without_a_token_for_unknown_words_reads_all() -> None:
     """As that of GPT-2, which names its end for it, with which shorter texts are padded as well."""
     names = tokenizer("bert")
     names.unk_token = names.pad_token = names.eos_token
-    assert Encoder(module(), names, "reads").embed([WORDS[0], " ".join(WORDS[:4])])[1].all()
+    assert SentenceEncoder(module(), names, "reads").embed([WORDS[0], " ".join(WORDS[:4])])[1].all()
 
 
 @given(st.lists(st.lists(st.integers(0, 2**40), max_size=6), min_size=2, max_size=9, unique_by=tuple))
 def test_marks_are_short_and_no_two_prompts_share_one(prompts: list[list[int]]) -> None:
-    found_NM = marks(prompts)
-    assert torch.equal(found_NM, torch.cat([marks([prompt]) for prompt in prompts]))
+    found_NM = prompt_hash_vectors(prompts)
+    assert torch.equal(found_NM, torch.cat([prompt_hash_vectors([prompt]) for prompt in prompts]))
     assert torch.allclose(found_NM.norm(dim=1), torch.tensor(1.0))
-    assert MARK * float((found_NM[0] - found_NM[1:]).norm(dim=1).min()) > 50 * batch_noise(1.0, "float32")
+    assert PROMPT_HASH_NORM * float((found_NM[0] - found_NM[1:]).norm(dim=1).min()) > 50 * match_tolerance(
+        1.0, "float32"
+    )
 
 
 def test_another_encoder_is_another_key_space() -> None:
-    shorter = Encoder(module(), tokenizer("bert"), "encoder-0", ROOM // 2)
+    shorter = SentenceEncoder(module(), tokenizer("bert"), "encoder-0", ROOM // 2)
     made = [editable("bert"), *(editable("bert", encoder=one) for one in (encoder(0), encoder(1), shorter))]
     assert len({model.fingerprint for model in made}) == len(made)
     with pytest.raises(ValueError, match="the last token's or the encoder's"):
@@ -173,16 +186,16 @@ def test_another_encoder_is_another_key_space() -> None:
 
 
 def test_noise_of_queries_is_the_encoders_and_not_that_of_the_models_weights() -> None:
-    half = EditEngine(editable("bert", encoder=encoder()), CODEBOOK, Plan())
+    half = EditEngine(editable("bert", encoder=encoder()), CODEBOOK, EditConfig())
     half.model.dtype = "bfloat16"
-    assert half.noise(np.ones(2, np.float32)) == batch_noise(2**0.5, "float32")
+    assert half.tolerance(np.ones(2, np.float32)) == match_tolerance(2**0.5, "float32")
 
 
 def test_a_loaded_encoder_is_told_by_what_is_read_of_it(tmp_path: Path) -> None:
     """BertModel draws a pooler where the checkpoint has none."""
     module(pooler=False).save_pretrained(tmp_path / "one")
     tokenizer("bert").save_pretrained(tmp_path / "one")
-    first, second = (Encoder.load(str(tmp_path / "one"), device="cpu") for _ in range(2))
+    first, second = (SentenceEncoder.load(str(tmp_path / "one"), device="cpu") for _ in range(2))
     assert first.fingerprint == second.fingerprint
     assert torch.equal(first.embed(INPUTS)[0], second.embed(INPUTS)[0])
 
@@ -193,7 +206,7 @@ def test_a_folder_that_is_model_and_encoder_has_a_fingerprint_of_each(tmp_path: 
         saved.save_pretrained(tmp_path / "both")
     folder, told = str(tmp_path / "both"), []
     for cache in (tmp_path / "cache", None):
-        Encoder.load(folder, device="cpu", cache=cache)
+        SentenceEncoder.load(folder, device="cpu", cache=cache)
         told.append(EditableModel.load(folder, model.layer, device="cpu", cache=cache).fingerprint)
     assert told[0] == told[1]
 
@@ -223,14 +236,14 @@ def test_what_sentence_transformers_say_of_an_encoder_is_heeded(
 ) -> None:
     for saved in (module(), tokenizer("bert")):
         saved.save_pretrained(tmp_path)
-    plain = Encoder.load(str(tmp_path), device="cpu")
+    plain = SentenceEncoder.load(str(tmp_path), device="cpu")
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text(json.dumps(said))
     if match:
         with pytest.raises(ModelError, match=match):
-            Encoder.load(str(tmp_path), device="cpu")
+            SentenceEncoder.load(str(tmp_path), device="cpu")
         return
-    told = Encoder.load(str(tmp_path), device="cpu")
+    told = SentenceEncoder.load(str(tmp_path), device="cpu")
     text = " ".join(WORDS[:20])
     assert torch.allclose(told.embed([text])[0], plain.embed([text])[0], atol=1e-3) is ("Pooling" in file)
     assert (told.fingerprint == plain.fingerprint) is ("Pooling" in file)
@@ -240,7 +253,7 @@ def test_an_encoder_without_its_tokenizer_is_refused(tmp_path: Path) -> None:
     """Transformers make up one of five tokens, to which every word is unknown."""
     module().save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="cannot be"):
-        Encoder.load(str(tmp_path), device="cpu")
+        SentenceEncoder.load(str(tmp_path), device="cpu")
 
 
 def test_a_language_model_is_no_encoder(tmp_path: Path) -> None:
@@ -248,7 +261,7 @@ def test_a_language_model_is_no_encoder(tmp_path: Path) -> None:
     for saved in (model.module, model.task.tokenizer):
         saved.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="it is a language model, no sentence encoder"):
-        Encoder.load(str(tmp_path), device="cpu")
+        SentenceEncoder.load(str(tmp_path), device="cpu")
 
 
 @pytest.mark.parametrize("broken", ["cut off", "of other sizes"])
@@ -263,7 +276,7 @@ def test_a_broken_checkpoint_is_one_sentence(tmp_path: Path, broken: str) -> Non
         tensors["embeddings.LayerNorm.weight"] = torch.ones(3)
         save_file(tensors, weights, {"format": "pt"})
     with pytest.raises(ModelError, match=r"^the encoder .* cannot be "):
-        Encoder.load(str(tmp_path), device="cpu")
+        SentenceEncoder.load(str(tmp_path), device="cpu")
 
 
 def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path: Path) -> None:
@@ -273,23 +286,23 @@ def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path: Path) -> None:
     weights.pop("encoder.layer.0.output.dense.weight")
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match=r"has no encoder\.layer\.0\.output\.dense\.weight"):
-        Encoder.load(str(tmp_path), device="cpu")
+        SentenceEncoder.load(str(tmp_path), device="cpu")
 
 
 def test_what_is_no_sentence_encoder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="has a decoder"):
-        Encoder(editable("t5-encoder").module, tokenizer("t5"), "t5")
+        SentenceEncoder(editable("t5-encoder").module, tokenizer("t5"), "t5")
     unpadded = tokenizer()
     unpadded.pad_token = None
     with pytest.raises(ModelError, match="its tokenizer cannot read long texts in parts"):
-        Encoder(GPT2Model(GPT2Config(vocab_size=SIZE, n_embd=8, n_layer=1, n_head=2)), unpadded, "gpt2")
+        SentenceEncoder(GPT2Model(GPT2Config(vocab_size=SIZE, n_embd=8, n_layer=1, n_head=2)), unpadded, "gpt2")
     with pytest.raises(ModelError, match="does not read 64 tokens"):
-        Encoder(editable("llama").module, tokenizer(), "llama")
+        SentenceEncoder(editable("llama").module, tokenizer(), "llama")
     with pytest.raises(ModelError, match=r"the encoder .* there is no such folder; choose another GRACESTREAM_ENCODER"):
-        Encoder.load(str(tmp_path / "none"))
+        SentenceEncoder.load(str(tmp_path / "none"))
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelError, match=r"the encoder .* cannot be loaded"):
-        Encoder.load(str(tmp_path / "empty"))
+        SentenceEncoder.load(str(tmp_path / "empty"))
 
 
 def test_a_correction_of_a_text_serves_a_chat_of_it_under_any_system_prompt_and_the_other_way_round() -> None:
@@ -311,8 +324,8 @@ def test_a_correction_of_a_text_serves_a_chat_of_it_under_any_system_prompt_and_
 
 def chat_engine() -> EditEngine:
     model = editable("llama", encoder=encoder(), chat_template=CHAT)
-    engine = EditEngine(model, CODEBOOK, Plan(radius=0.2, radius_unit="absolute", traffic=0))
-    engine.apply(engine.lead({}))
+    engine = EditEngine(model, CODEBOOK, EditConfig(radius=0.2, radius_unit="absolute", traffic=0))
+    engine.apply(engine.lead_delta({}))
     return engine
 
 

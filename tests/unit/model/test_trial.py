@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.config import EditConfig
 from gracestream.pipeline.editing.engine import EditEngine
-from gracestream.pipeline.editing.value_training import Recipe
+from gracestream.pipeline.editing.value_training import ValueTrainingConfig
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.model.layers import LayerError, linear_layers
-from gracestream.pipeline.model.probe_texts import TEXTS
+from gracestream.pipeline.model.probe_texts import PROBE_TEXTS
 from gracestream.pipeline.model.tasks.base import Limits
 from gracestream.pipeline.model.trial import layer_fault
 from gracestream.schemas.messages import Parameters
@@ -98,13 +98,13 @@ def test_whatever_part_of_a_block_is_taken_can_be_edited_and_serves_in_batches(k
         if fault_of(model) is not None:
             continue
         taken += 1
-        engine = EditEngine(model, CODEBOOK, Plan(recipe=Recipe(max_steps=4)))
-        engine.apply(engine.lead({}))
-        outcome, _ = correct(engine, "f0", TEXTS[0], "right" if kind == "bert" else WORDS[7])
+        engine = EditEngine(model, CODEBOOK, EditConfig(recipe=ValueTrainingConfig(max_steps=4)))
+        engine.apply(engine.lead_delta({}))
+        outcome, _ = correct(engine, "f0", PROBE_TEXTS[0], "right" if kind == "bert" else WORDS[7])
         assert outcome.status in ("added", "unchanged", "rejected"), layer
         if outcome.status == "rejected":
             assert "no value was found" in str(outcome.reason), layer
-        prompts = [model.task.tokenize(text) for text in (TEXTS[0], "The train", TEXTS[1])]
+        prompts = [model.task.tokenize(text) for text in (PROBE_TEXTS[0], "The train", PROBE_TEXTS[1])]
         served = model.answer(prompts, [Parameters()] * 3, engine.lookup)
         assert (served[0].hit is not None) is (outcome.status == "added"), layer
     assert taken > 5
@@ -162,12 +162,12 @@ def test_it_takes_three_short_passes_at_most_and_leaves_no_trace(kind: str) -> N
     model = editable(kind)
     state, ran = torch.random.get_rng_state(), []
     model.module.register_forward_hook(lambda *_: ran.append(1))
-    before = model.queries([model.task.tokenize(TEXTS[0])])
+    before = model.queries([model.task.tokenize(PROBE_TEXTS[0])])
     del ran[:]
     assert fault_of(model) is None
     assert len(ran) == (2 if kind == "bert" else 3)
     assert torch.equal(torch.random.get_rng_state(), state)
-    assert torch.equal(model.queries([model.task.tokenize(TEXTS[0])]), before)
+    assert torch.equal(model.queries([model.task.tokenize(PROBE_TEXTS[0])]), before)
 
 
 def test_a_model_that_takes_very_few_tokens_is_tried_too(tmp_path: Path) -> None:

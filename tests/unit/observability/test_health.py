@@ -48,7 +48,7 @@ def test_a_part_that_is_at_one_thing_for_too_long_is_named_until_it_is_done(
     begun, go_on = threading.Event(), threading.Event()
 
     def work() -> None:
-        with health.working("model"):
+        with health.busy("model"):
             begun.set()
             go_on.wait()
 
@@ -69,26 +69,26 @@ def test_a_part_that_is_at_one_thing_for_too_long_is_named_until_it_is_done(
 def test_a_part_that_goes_from_one_thing_to_the_next_is_not_stuck(health: Health) -> None:
     patient = Health(60.0)
     for one in (health, patient):
-        one.at_work("event loop")
+        one.begin("event loop")
     time.sleep(2 * STUCK_AFTER)
-    assert (health.stuck() is None, patient.stuck() is None) == (False, True)
-    health.at_work("event loop")
-    assert health.stuck() is None
+    assert (health.stalled_part() is None, patient.stalled_part() is None) == (False, True)
+    health.begin("event loop")
+    assert health.stalled_part() is None
 
 
 def test_work_that_fails_is_done(health: Health) -> None:
-    with pytest.raises(ValueError, match="as it may"), health.working("model"):
+    with pytest.raises(ValueError, match="as it may"), health.busy("model"):
         raise ValueError("as it may")
     time.sleep(2 * STUCK_AFTER)
-    assert health.stuck() is None
+    assert health.stalled_part() is None
 
 
 def test_a_worker_that_is_stopped_by_a_fault_is_live_and_not_ready(
     health: Health, get: Callable[[str], tuple[int, str]]
 ) -> None:
-    health.become_ready()
+    health.set_ready()
     assert get("/ready") == (200, "ok\n")
-    health.not_ready("a gap in the history")
+    health.set_not_ready("a gap in the history")
     assert get("/ready") == (503, "a gap in the history\n")
     assert get("/live") == (200, "ok\n")
 
@@ -97,8 +97,8 @@ def test_each_kind_of_worker_shows_its_own_metrics_and_the_shared_ones(
     health: Health, get: Callable[[str], tuple[int, str]]
 ) -> None:
     shown = {}
-    for kind, own in (("replica", metrics.REPLICA), ("editor", metrics.EDITOR)):
-        health.metrics = partial(metrics.exposition, own)
+    for kind, own in (("replica", metrics.REPLICA_REGISTRY), ("editor", metrics.EDITOR_REGISTRY)):
+        health.metrics = partial(metrics.render_metrics, own)
         lines = get("/metrics")[1].splitlines()
         shown[kind] = {line.split()[2] for line in lines if line.startswith("# TYPE gracestream_")}
     assert {"gracestream_codebook_seq", "gracestream_ready"} <= shown["replica"] & shown["editor"]
@@ -109,7 +109,7 @@ def test_each_kind_of_worker_shows_its_own_metrics_and_the_shared_ones(
 @pytest.mark.parametrize("series", ['feedback_total{status="rejected"}', 'requests_total{outcome="ok"}'])
 def test_a_count_is_there_before_the_first_that_it_counts(series: str) -> None:
     """What Prometheus calls an increase begins with the second value that it sees."""
-    told = metrics.exposition(metrics.REPLICA, metrics.EDITOR).decode().splitlines()
+    told = metrics.render_metrics(metrics.REPLICA_REGISTRY, metrics.EDITOR_REGISTRY).decode().splitlines()
     assert any(line.startswith(f"gracestream_{series} ") for line in told)
 
 

@@ -9,7 +9,7 @@ import pytest
 import structlog
 from kafka.net.selector import NetworkSelector
 
-from gracestream.pipeline.observability.logs import SELDOM, configure_logs
+from gracestream.pipeline.observability.logs import REPEAT_INTERVAL_SECONDS, configure_logs
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,7 @@ def test_a_slow_step_of_the_event_loop_of_kafka_python_is_no_news(capsys: pytest
 
 def test_what_a_library_repeats_is_said_once_in_a_while(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logs("json", worker="editor")
-    for tenth in range(int(10 * SELDOM) + 1):
+    for tenth in range(int(10 * REPEAT_INTERVAL_SECONDS) + 1):
         warned("no Kafka", 1000 + tenth / 10)
         if tenth in (3, 4):
             warned(f"broker {tenth} left", 1000 + tenth / 10)

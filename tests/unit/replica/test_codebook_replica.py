@@ -5,11 +5,11 @@ import torch
 
 from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.codebook.key_index import KeyIndex
-from gracestream.pipeline.replica.codebook_replica import Mirror
-from gracestream.pipeline.replica.delta_follower import Follower
+from gracestream.pipeline.replica.codebook_replica import CodebookReplica
+from gracestream.pipeline.replica.delta_follower import DeltaFollower
 from gracestream.pipeline.settings import load_settings
 from gracestream.pipeline.stores.redis_client import redis_client
-from gracestream.pipeline.stores.redis_head import Head, RadiusStore
+from gracestream.pipeline.stores.redis_head import Head, RedisHeadStore
 from gracestream.schemas.deltas import EntryChange
 from tests.support.tiny_models import LAYER, MODEL, added, sealed
 
@@ -26,12 +26,12 @@ def test_entries_that_came_and_went_between_two_batches_leave_no_trace(kept: lis
     for change in changes:
         records.append(sealed(log, *change))
         log.apply(records[-1])
-    follower = Follower(settings)
-    follower._keep(list(enumerate(records)))
+    follower = DeltaFollower(settings)
+    follower._buffer_records(list(enumerate(records)))
     with redis_client(settings) as client:
         index = KeyIndex(book, torch.device("cpu"))
-        mirror = Mirror(book, index, RadiusStore(client, settings), follower, settings)
-        mirror.advance(Head(term=1, seq=log.seq, digest=log.digest.hex(), changed={}))
+        mirror = CodebookReplica(book, index, RedisHeadStore(client, settings), follower, settings)
+        mirror.sync_to_head(Head(term=1, seq=log.seq, digest=log.digest.hex(), changed_radii={}))
     assert book.entry_ids == kept
-    found = index.covering(torch.tensor([[1.0, 0.0], [4.0, 0.0]])).slots_B.tolist()
+    found = index.nearest_within_radius(torch.tensor([[1.0, 0.0], [4.0, 0.0]])).slots_B.tolist()
     assert found == [0 if kept else -1, -1]

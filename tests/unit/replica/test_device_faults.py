@@ -14,21 +14,21 @@ from gracestream.pipeline import device
 from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.codebook.key_index import KeyIndex
 from gracestream.pipeline.device import (
-    CUDA_DEFAULTS,
+    CUDA_ENVIRONMENT_DEFAULTS,
     TF32_OVERRIDES,
     DeviceError,
-    DeviceFault,
+    DeviceLostError,
     prepare_cuda,
-    raise_if_broken,
+    raise_if_device_lost,
 )
-from gracestream.pipeline.model.checkpoint import ModelError, device_of
-from gracestream.pipeline.replica.codebook_replica import Mirror
-from gracestream.pipeline.replica.delta_follower import Follower
-from gracestream.pipeline.replica.request_handler import Record, Server
-from gracestream.pipeline.search.key_search import with_room
+from gracestream.pipeline.model.checkpoint import ModelError, resolve_device
+from gracestream.pipeline.replica.codebook_replica import CodebookReplica
+from gracestream.pipeline.replica.delta_follower import DeltaFollower
+from gracestream.pipeline.replica.request_handler import RequestHandler, RequestRecord
+from gracestream.pipeline.search.key_search import retry_on_memory_error
 from gracestream.pipeline.settings import load_settings
 from gracestream.pipeline.stores.redis_client import redis_client
-from gracestream.pipeline.stores.redis_head import RadiusStore
+from gracestream.pipeline.stores.redis_head import RedisHeadStore
 from gracestream.schemas.messages import Prediction, Request, decode, encode
 from tests.support.tiny_models import Failing, editable, texts
 
@@ -45,8 +45,8 @@ from tests.support.tiny_models import Failing, editable, texts
     ids=repr,
 )
 def test_an_error_that_leaves_a_dead_context_is_a_fault_of_the_device(error: RuntimeError) -> None:
-    with pytest.raises(DeviceFault, match=r"^the device failed: ") as raised:
-        raise_if_broken(error)
+    with pytest.raises(DeviceLostError, match=r"^the device failed: ") as raised:
+        raise_if_device_lost(error)
     assert "\n" not in str(raised.value)
 
 
@@ -61,12 +61,12 @@ def test_an_error_that_leaves_a_dead_context_is_a_fault_of_the_device(error: Run
     ids=repr,
 )
 def test_an_error_of_an_input_is_none(error: Exception) -> None:
-    raise_if_broken(error)
+    raise_if_device_lost(error)
 
 
 def test_a_fault_of_the_device_stays_one() -> None:
-    with pytest.raises(DeviceFault, match="no memory left for FAISS"):
-        raise_if_broken(DeviceFault("the device has no memory left for FAISS"))
+    with pytest.raises(DeviceLostError, match="no memory left for FAISS"):
+        raise_if_device_lost(DeviceLostError("the device has no memory left for FAISS"))
 
 
 FULL = (
@@ -87,21 +87,21 @@ def faults(*errors: Exception | None) -> Any:
 
 
 def test_a_search_without_memory_runs_again_once_torch_has_given_back_its_cache() -> None:
-    assert with_room(faults(RuntimeError(FULL), None)) == 1
-    with pytest.raises(DeviceFault, match=r"^the device has no memory left for FAISS: Error in virtual") as raised:
-        with_room(faults(RuntimeError(FULL), RuntimeError(FULL)))
+    assert retry_on_memory_error(faults(RuntimeError(FULL), None)) == 1
+    with pytest.raises(DeviceLostError, match=r"^the device has no memory left for FAISS: Error in virtual") as raised:
+        retry_on_memory_error(faults(RuntimeError(FULL), RuntimeError(FULL)))
     assert "\n" not in str(raised.value)
     with pytest.raises(RuntimeError, match="of no shape"):
-        with_room(faults(RuntimeError("a tensor of no shape")))
+        retry_on_memory_error(faults(RuntimeError("a tensor of no shape")))
     with pytest.raises(RuntimeError, match="of no shape"):
-        with_room(faults(RuntimeError(FULL), RuntimeError("a tensor of no shape")))
+        retry_on_memory_error(faults(RuntimeError(FULL), RuntimeError("a tensor of no shape")))
 
 
 @pytest.fixture
 def precision(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Torch's precision, and the variables that CUDA reads, as they are by default; and put back."""
     was = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    for name in (*TF32_OVERRIDES, *CUDA_DEFAULTS):
+    for name in (*TF32_OVERRIDES, *CUDA_ENVIRONMENT_DEFAULTS):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv(name, "0")  # so that what a test sets is taken back
         monkeypatch.delenv(name)
@@ -149,8 +149,8 @@ class TestWithoutCuda:
         if driver is not None:
             (tmp_path / "version").write_text(f"NVRM version: NVIDIA UNIX {driver}\nGCC version: gcc version 12.2.0\n")
         with pytest.raises(ModelError, match=f"^GRACESTREAM_DEVICE is cuda, but .*{expected}"):
-            device_of("cuda")
-        assert device_of("auto") == "cpu"
+            resolve_device("cuda")
+        assert resolve_device("auto") == "cpu"
 
 
 @contextlib.contextmanager
@@ -162,17 +162,21 @@ def failing(error: Exception, room: int) -> Any:
     settings = load_settings()
     codebook = Codebook("default", model.fingerprint, model.layer)
     with redis_client(settings) as client:
-        mirror = Mirror(
-            codebook, KeyIndex(codebook, model.device), RadiusStore(client, settings), Follower(settings), settings
+        mirror = CodebookReplica(
+            codebook,
+            KeyIndex(codebook, model.device),
+            RedisHeadStore(client, settings),
+            DeltaFollower(settings),
+            settings,
         )
-        yield Server(model, mirror, settings, "replica"), layers[2].mlp
+        yield RequestHandler(model, mirror, settings, "replica"), layers[2].mlp
 
 
-def batch(server: Server) -> Any:
+def batch(server: RequestHandler) -> Any:
     prompts = texts(4, seed=2)
     requests = [Request(v=1, request_id=f"q{number}", inputs=prompt) for number, prompt in enumerate(prompts)]
-    work = server.read(Record(encode(one), "requests", 0, place, 0.0) for place, one in enumerate(requests))
-    return work.questions
+    work = server.prepare(RequestRecord(encode(one), "requests", 0, place, 0.0) for place, one in enumerate(requests))
+    return work.requests
 
 
 def answers(replies: Sequence[Any]) -> dict[str, Prediction]:
@@ -181,7 +185,7 @@ def answers(replies: Sequence[Any]) -> dict[str, Prediction]:
 
 def test_a_dead_context_answers_nothing() -> None:
     error = torch.AcceleratorError("CUDA error: unspecified launch failure")
-    with failing(error, room=0) as (server, _), pytest.raises(DeviceFault, match="unspecified launch failure"):
+    with failing(error, room=0) as (server, _), pytest.raises(DeviceLostError, match="unspecified launch failure"):
         server.answer(batch(server))
 
 

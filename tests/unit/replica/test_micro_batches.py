@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gracestream.pipeline.model.batch import Prompt
-from gracestream.pipeline.replica.micro_batches import MicroBatches, next_batch
-from gracestream.pipeline.replica.request_handler import Question, Record, Reply
+from gracestream.pipeline.replica.micro_batches import MicroBatcher, select_batch
+from gracestream.pipeline.replica.request_handler import PreparedRequest, Reply, RequestRecord
 from gracestream.schemas.messages import Request
 from tests.support.tiny_models import tokenizer
 
@@ -20,7 +20,7 @@ WAITING = st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 30)), min_siz
 
 @given(WAITING, st.integers(1, 8))
 def test_the_first_goes_with_its_neighbours_in_length(waiting: list[tuple[str, int]], size: int) -> None:
-    places = next_batch(waiting, size)
+    places = select_batch(waiting, size)
     alike = [place for place, (group, _) in enumerate(waiting) if group == waiting[0][0]]
     assert 0 in places
     assert len(set(places)) == len(places) == min(size, len(alike))
@@ -35,20 +35,20 @@ def test_no_neighbours_have_less_padding(waiting: list[tuple[str, int]], size: i
     alike = sorted(tokens for group, tokens in waiting if group == waiting[0][0])
     windows = [alike[start : start + size] for start in range(max(1, len(alike) - size + 1))]
     least = min(some[-1] * len(some) - sum(some) for some in windows if waiting[0][1] in some)
-    chosen = [waiting[place][1] for place in next_batch(waiting, size)]
+    chosen = [waiting[place][1] for place in select_batch(waiting, size)]
     assert max(chosen) * len(chosen) - sum(chosen) == least
 
 
-def asked(name: str, tokens: int = 3, group: object = None) -> Question:
-    record = Record(None, "requests", 0, 0, 0.0, name.encode())
-    return Question(record, Request(v=1, request_id=name, inputs="x"), Prompt((1,) * tokens), group)
+def asked(name: str, tokens: int = 3, group: object = None) -> PreparedRequest:
+    record = RequestRecord(None, "requests", 0, 0, 0.0, name.encode())
+    return PreparedRequest(record, Request(v=1, request_id=name, inputs="x"), Prompt((1,) * tokens), group)
 
 
-def replied(questions: list[Question]) -> list[Reply]:
+def replied(questions: list[PreparedRequest]) -> list[Reply]:
     return [Reply("predictions", one.record.key, None) for one in questions]
 
 
-async def collected(batches: MicroBatches, questions: list[Question]) -> set[str]:
+async def collected(batches: MicroBatcher, questions: list[PreparedRequest]) -> set[str]:
     names = set()
     async for replies in batches.answer(questions):
         names |= {(reply.key or b"").decode() for reply in replies}
@@ -69,7 +69,7 @@ class Held:
         self.threads: set[str] = set()
         self.begun, self.go_on = threading.Event(), threading.Event()
 
-    def __call__(self, questions: list[Question]) -> list[Reply]:
+    def __call__(self, questions: list[PreparedRequest]) -> list[Reply]:
         self.batches.append([one.request.request_id for one in questions])
         self.threads.add(threading.current_thread().name)
         self.begun.set()
@@ -89,7 +89,7 @@ def test_requests_of_several_batches_are_answered_together_and_each_told_to_who_
     thread: ThreadPoolExecutor,
 ) -> None:
     model = Held()
-    batches = MicroBatches(model, 3, thread)
+    batches = MicroBatcher(model, 3, thread)
 
     async def story() -> None:
         first = asyncio.create_task(collected(batches, [asked("now")]))
@@ -108,19 +108,19 @@ def test_requests_of_several_batches_are_answered_together_and_each_told_to_who_
 def test_groups_are_kept_apart(thread: ThreadPoolExecutor) -> None:
     model = Held()
     model.go_on.set()
-    batches = MicroBatches(model, 8, thread)
+    batches = MicroBatcher(model, 8, thread)
     mixed = [asked(f"{group}{number}", group=group) for number in range(3) for group in "xy"]
     run(lambda: collected(batches, mixed))
     assert [{name[0] for name in batch} for batch in model.batches] == [{"x"}, {"y"}]
 
 
 def test_what_goes_wrong_is_told_to_those_whom_it_concerns_and_the_rest_goes_on(thread: ThreadPoolExecutor) -> None:
-    def model(questions: list[Question]) -> list[Reply]:
-        if any(one.group == "bad" for one in questions):
+    def model(questions: list[PreparedRequest]) -> list[Reply]:
+        if any(one.batch_key == "bad" for one in questions):
             raise ValueError("no such tensor")
         return replied(questions)
 
-    batches = MicroBatches(model, 4, thread)
+    batches = MicroBatcher(model, 4, thread)
 
     async def story() -> None:
         bad = asyncio.create_task(collected(batches, [asked("b", group="bad"), asked("c")]))
@@ -134,7 +134,7 @@ def test_what_goes_wrong_is_told_to_those_whom_it_concerns_and_the_rest_goes_on(
 
 def test_what_was_given_up_is_not_run(thread: ThreadPoolExecutor) -> None:
     model = Held()
-    batches = MicroBatches(model, 1, thread)
+    batches = MicroBatcher(model, 1, thread)
 
     async def story() -> None:
         given_up = asyncio.create_task(collected(batches, [asked("one"), asked("two"), asked("three")]))
@@ -150,7 +150,7 @@ def test_what_was_given_up_is_not_run(thread: ThreadPoolExecutor) -> None:
 
 def test_the_thread_may_be_given_other_work_between_two_micro_batches(thread: ThreadPoolExecutor) -> None:
     model = Held()
-    batches = MicroBatches(model, 1, thread)
+    batches = MicroBatcher(model, 1, thread)
     before: list[int] = []
 
     async def story() -> None:

@@ -12,7 +12,7 @@ import yaml
 
 from gracestream import schemas
 from gracestream.schemas.deltas import (
-    GENESIS,
+    GENESIS_DIGEST,
     Cause,
     Delta,
     EditChange,
@@ -22,11 +22,11 @@ from gracestream.schemas.deltas import (
     Seen,
     Standing,
     Tensor,
-    chain,
+    chain_digest,
     decode_delta,
-    seal,
+    seal_delta,
 )
-from gracestream.schemas.generate import SCHEMAS, documents, generate
+from gracestream.schemas.generate import SCHEMA_TYPES, render_documents, write_documents
 from gracestream.schemas.messages import (
     AppliedEdit,
     ChatMessage,
@@ -57,7 +57,7 @@ by_delta = pytest.mark.parametrize("path", DELTA_RECORDS, ids=lambda path: path.
 
 
 def kind_of(path: Path) -> type[Message]:
-    kind = SCHEMAS[path.stem.split("-")[0]]
+    kind = SCHEMA_TYPES[path.stem.split("-")[0]]
     assert issubclass(kind, Message)
     return kind
 
@@ -83,12 +83,12 @@ def plain(record: msgspec.Struct) -> Any:
 
 
 def tensor(*numbers: float) -> Tensor:
-    return Tensor.of(np.array(numbers, np.float32))
+    return Tensor.from_array(np.array(numbers, np.float32))
 
 
 class TestGeneratedDocuments:
     def test_the_committed_files_are_what_the_messages_give(self, tmp_path: Path) -> None:
-        generate(tmp_path)
+        write_documents(tmp_path)
         for path in sorted(tmp_path.rglob("*.*")):
             committed = SCHEMAS_FOLDER / path.relative_to(tmp_path)
             current = committed.is_file() and committed.read_bytes() == path.read_bytes()
@@ -96,12 +96,12 @@ class TestGeneratedDocuments:
 
     def test_no_schema_is_left_over(self) -> None:
         committed = {f"json/{path.name}" for path in (SCHEMAS_FOLDER / "json").iterdir()}
-        assert committed == set(documents()) - {"asyncapi.yaml"}, "remove what `make schemas` no longer writes"
+        assert committed == set(render_documents()) - {"asyncapi.yaml"}, "remove what `make schemas` no longer writes"
 
     def test_generating_twice_gives_the_same_bytes(self) -> None:
-        assert documents() == documents()
+        assert render_documents() == render_documents()
 
-    @pytest.mark.parametrize("name", SCHEMAS)
+    @pytest.mark.parametrize("name", SCHEMA_TYPES)
     def test_every_schema_is_a_schema_with_descriptions_and_room_for_unknown_fields(self, name: str) -> None:
         schema = validator(name).schema
         assert schema["description"]
@@ -111,7 +111,7 @@ class TestGeneratedDocuments:
     def test_only_parameters_and_messages_of_a_chat_refuse_unknown_fields(self) -> None:
         closed = {
             part["title"]
-            for name in SCHEMAS
+            for name in SCHEMA_TYPES
             for part in validator(name).schema.get("definitions", {}).values()
             if not part["additionalProperties"]
         }
@@ -165,7 +165,7 @@ class TestAsyncApi:
 
     def test_every_message_type_travels_on_a_topic(self, document: Any) -> None:
         carried = {name for channel in document["channels"].values() for name in channel["messages"]}
-        assert carried == {*SCHEMAS, "rejected"}
+        assert carried == {*SCHEMA_TYPES, "rejected"}
 
     def test_a_dead_letter_says_why_and_where_from(self, document: Any) -> None:
         headers = document["components"]["messages"]["rejected"]["headers"]
@@ -301,12 +301,12 @@ class TestGoldenDeltas:
         assert ops == {"lead", "add", "expand", "split", "replace", "undo", "except", "retune"}
 
     def test_their_digests_link_from_genesis(self) -> None:
-        digest = GENESIS
+        digest = GENESIS_DIGEST
         for seq, path in enumerate(DELTA_RECORDS, start=1):
             record = path.read_bytes()
             delta = decode_delta(record)
             assert delta.seq == seq
-            assert delta.digest == record[-32:] == chain(digest, record)
+            assert delta.digest == record[-32:] == chain_digest(digest, record)
             digest = delta.digest
         assert digest.hex() == "d2dbdf06dffa89d036e6ca8205710748f85088bb7c4fe10027c38626d33eecc0"
 
@@ -314,7 +314,7 @@ class TestGoldenDeltas:
         record = bytearray((V1 / "delta-02-add.msgpack").read_bytes())
         previous = decode_delta((V1 / "delta-01-lead.msgpack").read_bytes()).digest
         record[record.index(b"gate_proj")] ^= 1
-        assert chain(previous, bytes(record)) != decode_delta(bytes(record)).digest
+        assert chain_digest(previous, bytes(record)) != decode_delta(bytes(record)).digest
 
     @by_delta
     def test_it_decodes_to_its_known_fields(self, path: Path) -> None:
@@ -326,8 +326,8 @@ class TestGoldenDeltas:
     def test_sealing_it_again_gives_the_same_bytes(self, path: Path) -> None:
         delta = decode_delta(path.read_bytes())
         before = DELTA_RECORDS.index(path)
-        previous = decode_delta(DELTA_RECORDS[before - 1].read_bytes()).digest if before else GENESIS
-        record, sealed = seal(delta, previous)
+        previous = decode_delta(DELTA_RECORDS[before - 1].read_bytes()).digest if before else GENESIS_DIGEST
+        record, sealed = seal_delta(delta, previous)
         assert decode_delta(record) == sealed
         if not path.stem.endswith("unknown-fields"):
             assert (record, sealed) == (path.read_bytes(), delta)
@@ -521,7 +521,7 @@ BLANK = " \t\n"
     ids=str,
 )
 def test_decoder_and_schema_refuse_the_same(name: str, message: Any) -> None:
-    kind = SCHEMAS[name]
+    kind = SCHEMA_TYPES[name]
     assert issubclass(kind, Message)
     with pytest.raises(InvalidMessage):
         decode(json.dumps(message).encode(), kind)
@@ -543,7 +543,7 @@ def test_decoder_and_schema_refuse_the_same(name: str, message: Any) -> None:
     ids=str,
 )
 def test_decoder_and_schema_take_what_the_bad_ones_were_made_from(name: str, message: Any) -> None:
-    kind = SCHEMAS[name]
+    kind = SCHEMA_TYPES[name]
     assert issubclass(kind, Message)
     decode(json.dumps(message).encode(), kind)
     assert validator(name).is_valid(message)

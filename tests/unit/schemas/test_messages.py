@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from msgspec import UNSET
 
-from gracestream.schemas.deltas import GENESIS, Tensor, decode_delta
+from gracestream.schemas.deltas import GENESIS_DIGEST, Tensor, decode_delta
 from gracestream.schemas.messages import (
     JSON_MESSAGES,
     Feedback,
@@ -36,7 +36,16 @@ UNDO = {"v": 1, "feedback_id": "f", "undo": "f0"}
 EXCEPTION = {"v": 1, "feedback_id": "f", "inputs": "x", "except_from": "f0"}
 ENTRY = {"entry_id": "e"}
 TENSOR = {"dtype": "float32", "shape": [2], "data": bytes(8)}
-DELTA = {"v": 1, "codebook": "c", "model": "m", "layer": "l", "term": 1, "seq": 1, "op": "add", "digest": GENESIS}
+DELTA = {
+    "v": 1,
+    "codebook": "c",
+    "model": "m",
+    "layer": "l",
+    "term": 1,
+    "seq": 1,
+    "op": "add",
+    "digest": GENESIS_DIGEST,
+}
 
 
 def delta_record(**fields: Any) -> bytes:
@@ -352,18 +361,18 @@ class TestTensors:
         )
     )
     def test_give_their_numbers_back_bit_for_bit(self, array: np.ndarray) -> None:
-        back = Tensor.of(array).array()
+        back = Tensor.from_array(array).array()
         assert (back.shape, back.dtype, back.tobytes()) == (array.shape, np.dtype("<f4"), array.tobytes())
 
     def test_do_not_mind_strides_byte_order_or_width(self) -> None:
         array = np.arange(6, dtype=np.float32).reshape(2, 3)
         for other in (array.T.copy().T, array.astype(">f4"), array.astype(np.float64), array[::-1][::-1]):
-            assert Tensor.of(other) == Tensor.of(array)
+            assert Tensor.from_array(other) == Tensor.from_array(array)
 
     @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, 1e39])
     def test_are_not_made_of_numbers_that_float32_cannot_hold(self, number: float) -> None:
         with pytest.raises(ValueError, match="not finite"):
-            Tensor.of(np.array([0.0, number]))
+            Tensor.from_array(np.array([0.0, number]))
 
     @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
     def test_are_not_read_where_a_number_is_not_finite(self, number: float) -> None:

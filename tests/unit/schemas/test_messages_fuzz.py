@@ -15,8 +15,18 @@ from hypothesis import strategies as st
 from msgspec import UNSET
 
 from gracestream import schemas
-from gracestream.schemas.deltas import GENESIS, Cause, Delta, EntryChange, Op, Tensor, chain, decode_delta, seal
-from gracestream.schemas.generate import SCHEMAS, json_schema
+from gracestream.schemas.deltas import (
+    GENESIS_DIGEST,
+    Cause,
+    Delta,
+    EntryChange,
+    Op,
+    Tensor,
+    chain_digest,
+    decode_delta,
+    seal_delta,
+)
+from gracestream.schemas.generate import SCHEMA_TYPES, json_schema
 from gracestream.schemas.messages import (
     JSON_MESSAGES,
     AppliedEdit,
@@ -41,7 +51,7 @@ from gracestream.schemas.messages import (
 GOLDEN = Path(schemas.__file__).parent / "golden"
 JSON_RECORDS = [path.read_bytes() for path in sorted(GOLDEN.glob("*/*.json"))]
 DELTA_RECORDS = [path.read_bytes() for path in sorted(GOLDEN.glob("*/*.msgpack"))]
-VALIDATORS = {kind: jsonschema.Draft7Validator(json_schema(kind)) for kind in SCHEMAS.values()}
+VALIDATORS = {kind: jsonschema.Draft7Validator(json_schema(kind)) for kind in SCHEMA_TYPES.values()}
 PATIENT = settings(deadline=None)
 THOROUGH = settings(deadline=None, max_examples=300)
 
@@ -149,7 +159,7 @@ MANIFESTS = st.builds(
     offset=maybe(COUNTS),
 )
 TENSORS = st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=4).map(
-    lambda numbers: Tensor.of(np.array(numbers, np.float32))
+    lambda numbers: Tensor.from_array(np.array(numbers, np.float32))
 )
 RADIUS_LIMIT = float(np.finfo(np.float32).max)
 DELTAS = st.builds(
@@ -185,7 +195,7 @@ DELTAS = st.builds(
         )
     ),
     environment=maybe(st.dictionaries(TEXTS, TEXTS, max_size=2)),
-    digest=st.just(GENESIS),
+    digest=st.just(GENESIS_DIGEST),
 )
 
 
@@ -207,9 +217,9 @@ class TestRoundTrip:
     def test_every_sealed_delta_comes_back_equal_continues_the_chain_and_fits_its_schema(
         self, delta: Delta, previous: bytes
     ) -> None:
-        record, sealed = seal(delta, previous)
+        record, sealed = seal_delta(delta, previous)
         assert decode_delta(record) == sealed
-        assert sealed.digest == chain(previous, record)
+        assert sealed.digest == chain_digest(previous, record)
         assert sealed == msgspec.structs.replace(delta, digest=sealed.digest)
         VALIDATORS[Delta].validate(json.loads(msgspec.json.encode(sealed)))
 
@@ -287,7 +297,7 @@ def read_delta(record: bytes) -> None:
             if not isinstance(tensor, msgspec.UnsetType):
                 assert np.isfinite(tensor.array()).all()
     assert all(isinstance(entry.radius, msgspec.UnsetType) or 0 <= entry.radius < math.inf for entry in delta.entries)
-    record, sealed = seal(delta, GENESIS)
+    record, sealed = seal_delta(delta, GENESIS_DIGEST)
     assert decode_delta(record) == sealed
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracestream.pipeline.search.point_set import Points
+from gracestream.pipeline.search.point_set import PointSet
 
 MANY = settings(deadline=None, max_examples=80)
 
@@ -29,15 +29,15 @@ def test_a_search_finds_what_brute_force_finds(seed: int, count: int, width: int
     """Also far from the origin, where a product's rounding is larger than the distances, or overflows."""
     generator = np.random.default_rng(seed)
     center_D = norm * generator.standard_normal(width)
-    made = Points()
+    made = PointSet()
     held: dict[str, np.ndarray] = {}
     for number in range(count):
         name, point_D = f"p{generator.integers(60)}", (center_D + generator.integers(-2, 3, width)).astype(np.float32)
         if name in held and number % 3 == 0:
-            made.drop(name)
+            made.remove(name)
             del held[name]
         else:
-            made.put(name, point_D, float(number % 4))
+            made.upsert(name, point_D, float(number % 4))
             held[name] = point_D
     assert sorted(made.names) == sorted(held)
     assert all(made.points_ND[made.row(name)].tobytes() == point_D.tobytes() for name, point_D in held.items())
@@ -47,35 +47,39 @@ def test_a_search_finds_what_brute_force_finds(seed: int, count: int, width: int
     for reach in (0.0, 1.0, 2.0):
         assert made.within(query_D, reach).tolist() == np.flatnonzero(exact_N <= reach).tolist()
     for slack in (0.0, 1.5):
-        assert made.reaching(query_D, slack).tolist() == np.flatnonzero(exact_N <= made.reach_N + slack).tolist()
+        assert made.containing(query_D, slack).tolist() == np.flatnonzero(exact_N <= made.radii_N + slack).tolist()
     nearest = made.nearest(query_D, 2.0)
     assert (nearest is None) == (not (exact_N <= 2.0).any())
     assert nearest is None or exact_N[nearest] == exact_N.min()
-    assert made.clearance(query_D, noise) == exact_N[exact_N > noise].min(initial=np.inf)
+    assert made.nearest_distance(query_D, noise) == exact_N[exact_N > noise].min(initial=np.inf)
     clear_N = (exact_N > noise) & (others_N > noise)
-    assert made.clearance(query_D, noise, other_D) == exact_N[clear_N].min(initial=np.inf)
+    assert made.nearest_distance(query_D, noise, other_D) == exact_N[clear_N].min(initial=np.inf)
 
 
 def test_few_points_are_looked_at_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = np.random.default_rng(0)
-    made = Points()
+    made = PointSet()
     for number in range(500):
-        made.put(str(number), generator.standard_normal(64).astype(np.float32))
+        made.upsert(str(number), generator.standard_normal(64).astype(np.float32))
     looked_at: list[int] = []
-    exact = Points._exact
-    monkeypatch.setattr(Points, "_exact", lambda self, q, rows: looked_at.append(len(rows)) or exact(self, q, rows))  # type: ignore[func-returns-value]
+    exact = PointSet._exact_distances
+    monkeypatch.setattr(
+        PointSet,
+        "_exact_distances",
+        lambda self, q, rows: looked_at.append(len(rows)) or exact(self, q, rows),  # type: ignore[func-returns-value]
+    )
     query_D = made.points_ND[7].copy()
     assert made.within(query_D, 0.1).tolist() == [7]
-    made.clearance(query_D, 0.1)
+    made.nearest_distance(query_D, 0.1)
     assert sum(looked_at) < 50
 
 
 def test_a_copy_is_searched_on_its_own() -> None:
-    made = Points()
-    made.put("a", np.zeros(3, np.float32))
+    made = PointSet()
+    made.upsert("a", np.zeros(3, np.float32))
     copy = deepcopy(made)
-    copy.put("b", np.ones(3, np.float32))
-    made.drop("a")
+    copy.upsert("b", np.ones(3, np.float32))
+    made.remove("a")
     assert copy.within(np.ones(3, np.float32), 0.0).tolist() == [1]
     assert made.within(np.zeros(3, np.float32), 9.0).tolist() == []
 
@@ -85,10 +89,10 @@ def test_a_copy_is_searched_on_its_own() -> None:
 def test_as_many_as_may_be_nearer_are_passed_over(seed: int, count: int, nearer: int) -> None:
     generator = np.random.default_rng(seed)
     points_ND = generator.integers(-3, 4, (count, 3)).astype(np.float32)
-    made = Points()
+    made = PointSet()
     for number, point_D in enumerate(points_ND):
-        made.put(str(number), point_D)
+        made.upsert(str(number), point_D)
     query_D = np.zeros(3, np.float32)
     counting = sorted(d for n, d in enumerate(distances(points_ND, query_D)) if d > 0.5 and n % 3)
-    found = made.clearance(query_D, 0.5, None, lambda name: int(name) % 3 != 0, nearer)
+    found = made.nearest_distance(query_D, 0.5, None, lambda name: int(name) % 3 != 0, nearer)
     assert found == (counting[nearer] if nearer < len(counting) else np.inf)

@@ -10,46 +10,56 @@ from hypothesis import strategies as st
 
 from gracestream.pipeline.search import quantized_bounds as bounds
 from gracestream.pipeline.search.distance import exact_distances
-from gracestream.pipeline.search.quantized_bounds import ROUGHLY, Asked, Codes, Keys, Products
+from gracestream.pipeline.search.quantized_bounds import (
+    MIN_QUERIES_FOR_BF16,
+    BoundQuery,
+    InnerProducts,
+    Int8Codes,
+    KeyNorms,
+)
 
 Scene = tuple[np.ndarray, np.ndarray]
-Left = Callable[[np.ndarray, np.ndarray, np.ndarray, Asked], list[np.ndarray | None]]
+Left = Callable[[np.ndarray, np.ndarray, np.ndarray, BoundQuery], list[np.ndarray | None]]
 """What a bound leaves of keys (N, D) with radii (N) for queries (B, D)."""
 
 EDGE = np.float32(1 + 1e-5)
 QUERIES = 9
 
 
-def by_codes(keys_ND: np.ndarray, radii_N: np.ndarray, queries_BD: np.ndarray, asked: Asked) -> list[np.ndarray | None]:
-    return codes_of(keys_ND, radii_N).reaching(queries_BD, asked, len(keys_ND), len(keys_ND))
+def by_codes(
+    keys_ND: np.ndarray, radii_N: np.ndarray, queries_BD: np.ndarray, asked: BoundQuery
+) -> list[np.ndarray | None]:
+    return codes_of(keys_ND, radii_N).find_survivors(queries_BD, asked, len(keys_ND), len(keys_ND))
 
 
 def by_each_code(
-    keys_ND: np.ndarray, radii_N: np.ndarray, queries_BD: np.ndarray, asked: Asked
+    keys_ND: np.ndarray, radii_N: np.ndarray, queries_BD: np.ndarray, asked: BoundQuery
 ) -> list[np.ndarray | None]:
     every_N = np.arange(len(keys_ND))
-    return [*codes_of(keys_ND, radii_N).left([every_N] * len(queries_BD), queries_BD, asked)]
+    return [*codes_of(keys_ND, radii_N).filter_slots([every_N] * len(queries_BD), queries_BD, asked)]
 
 
-def by_keys(keys_ND: np.ndarray, radii_N: np.ndarray, queries_BD: np.ndarray, asked: Asked) -> list[np.ndarray | None]:
+def by_keys(
+    keys_ND: np.ndarray, radii_N: np.ndarray, queries_BD: np.ndarray, asked: BoundQuery
+) -> list[np.ndarray | None]:
     center_D = np.median(keys_ND, axis=0)
-    keys = Keys()
+    keys = KeyNorms()
     keys.write(np.arange(len(keys_ND)), keys_ND, center_D)
-    return keys.reaching(Products(keys_ND, center_D, queries_BD), radii_N, asked, len(keys_ND))
+    return keys.find_survivors(InnerProducts(keys_ND, center_D, queries_BD), radii_N, asked, len(keys_ND))
 
 
 def by_keys_alone(
-    keys_ND: np.ndarray, radii_N: np.ndarray, queries_BD: np.ndarray, asked: Asked
+    keys_ND: np.ndarray, radii_N: np.ndarray, queries_BD: np.ndarray, asked: BoundQuery
 ) -> list[np.ndarray | None]:
     """So few at once that their product is one in float32."""
-    return [by_keys(keys_ND, radii_N, queries_BD[[row]], asked.rows([row]))[0] for row in range(len(queries_BD))]
+    return [by_keys(keys_ND, radii_N, queries_BD[[row]], asked.select_rows([row]))[0] for row in range(len(queries_BD))]
 
 
 WAYS: list[Left] = [by_codes, by_each_code, by_keys, by_keys_alone]
 
 
-def codes_of(keys_ND: np.ndarray, radii_N: np.ndarray) -> Codes:
-    codes = Codes()
+def codes_of(keys_ND: np.ndarray, radii_N: np.ndarray) -> Int8Codes:
+    codes = Int8Codes()
     codes.fit(keys_ND)
     codes.write(np.arange(len(keys_ND)), keys_ND, np.zeros(len(keys_ND), np.float32), radii_N)
     return codes
@@ -60,8 +70,8 @@ def distances(queries_BD: np.ndarray, keys_ND: np.ndarray) -> np.ndarray:
     return np.asarray(np.linalg.norm(apart_BND, axis=2))
 
 
-def asked(within_B: np.ndarray | None) -> Asked:
-    return Asked(np.zeros(QUERIES, np.float32), within_B)
+def asked(within_B: np.ndarray | None) -> BoundQuery:
+    return BoundQuery(np.zeros(QUERIES, np.float32), within_B)
 
 
 @st.composite
@@ -108,44 +118,44 @@ class TestWays:
             assert len(left) < 20
 
 
-@pytest.mark.parametrize("together", [1, ROUGHLY])
+@pytest.mark.parametrize("together", [1, MIN_QUERIES_FOR_BF16])
 @settings(deadline=None, max_examples=150)
 @given(scene=scenes())
 def test_the_nearest_key_is_never_ruled_out(together: int, scene: Scene) -> None:
     keys_ND, queries_BD = scene
-    keys, center_D = Keys(), np.median(keys_ND, axis=0)
+    keys, center_D = KeyNorms(), np.median(keys_ND, axis=0)
     keys.write(np.arange(len(keys_ND)), keys_ND, center_D)
     nearest_B = distances(queries_BD, keys_ND).argmin(axis=1)
     for start in range(QUERIES - together + 1):
         rows = slice(start, start + together)
-        found = keys.nearest(Products(keys_ND, center_D, queries_BD[rows]), len(keys_ND))
+        found = keys.nearest_candidates(InnerProducts(keys_ND, center_D, queries_BD[rows]), len(keys_ND))
         for left, nearest in zip(found, nearest_B[rows], strict=True):
             assert left is not None
             assert nearest in left
 
 
-@pytest.mark.parametrize("together", [1, ROUGHLY])
+@pytest.mark.parametrize("together", [1, MIN_QUERIES_FOR_BF16])
 @pytest.mark.parametrize("apart", [1e-6, 1e-4, 1e-2])
 def test_of_keys_whose_distances_are_the_same_in_float32_none_is_ruled_out(apart: float, together: int) -> None:
     generator = np.random.default_rng(0)
     keys_ND = (100 + apart * generator.standard_normal((500, 64))).astype(np.float32)
     queries_BD = (100 + 60 * generator.standard_normal((together, 64))).astype(np.float32)
-    keys, center_D = Keys(), np.median(keys_ND, axis=0)
+    keys, center_D = KeyNorms(), np.median(keys_ND, axis=0)
     keys.write(np.arange(len(keys_ND)), keys_ND, center_D)
-    found = keys.nearest(Products(keys_ND, center_D, queries_BD), len(keys_ND))
+    found = keys.nearest_candidates(InnerProducts(keys_ND, center_D, queries_BD), len(keys_ND))
     for left, query_D in zip(found, torch.from_numpy(queries_BD), strict=True):
         far_N = exact_distances(query_D[None], torch.from_numpy(keys_ND)[None])[0].numpy()
         assert left is not None
         assert set((far_N == far_N.min()).nonzero()[0]) <= set(left.tolist())
 
 
-@pytest.mark.parametrize("together", [1, ROUGHLY])
+@pytest.mark.parametrize("together", [1, MIN_QUERIES_FOR_BF16])
 def test_of_the_keys_that_may_be_nearest_there_are_few(together: int) -> None:
     points = np.random.default_rng(0).standard_normal((20_000 + together, 64), np.float32)
     keys_ND, queries_BD = points[together:], points[:together]
-    keys, center_D = Keys(), np.median(keys_ND, axis=0)
+    keys, center_D = KeyNorms(), np.median(keys_ND, axis=0)
     keys.write(np.arange(len(keys_ND)), keys_ND, center_D)
-    for left in keys.nearest(Products(keys_ND, center_D, queries_BD), len(keys_ND)):
+    for left in keys.nearest_candidates(InnerProducts(keys_ND, center_D, queries_BD), len(keys_ND)):
         assert left is not None
         assert len(left) < 100
 
@@ -154,8 +164,8 @@ def test_where_more_are_left_than_are_wanted_they_are_not_told() -> None:
     keys_ND = np.random.default_rng(0).standard_normal((5000, 8), np.float32)
     radii_N = np.full(len(keys_ND), 100, np.float32)
     queries_BD = np.stack([keys_ND[0], keys_ND[0] + 1000])
-    far = Asked(np.zeros(2, np.float32))
-    told = codes_of(keys_ND, radii_N).reaching(queries_BD, far, len(keys_ND), 4999)
+    far = BoundQuery(np.zeros(2, np.float32))
+    told = codes_of(keys_ND, radii_N).find_survivors(queries_BD, far, len(keys_ND), 4999)
     assert told[0] is None
     assert told[1] is not None
     assert told[1].tolist() == []
@@ -167,8 +177,8 @@ def test_a_processor_without_products_of_bytes_or_in_bfloat16_leaves_the_same(mo
     radii_N = np.full(len(keys_ND), np.median(distances(queries_BD, keys_ND)), np.float32)
     here = by_codes(keys_ND, radii_N, queries_BD, asked(None))
     alone = by_keys_alone(keys_ND, radii_N, queries_BD, asked(None))
-    monkeypatch.setattr(bounds, "_INTEGERS", False)
-    monkeypatch.setattr(bounds, "_CAPABLE", {})
+    monkeypatch.setattr(bounds, "_HAS_INT8_MATMUL", False)
+    monkeypatch.setattr(bounds, "_CPU_CAPABILITIES", {})
     assert_same(by_codes(keys_ND, radii_N, queries_BD, asked(None)), here)
     assert_same(by_keys(keys_ND, radii_N, queries_BD, asked(None)), alone)
 

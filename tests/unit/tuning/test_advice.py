@@ -5,17 +5,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracestream.pipeline.tuning.advice import AS_GOOD, advise, ranked
-from gracestream.pipeline.tuning.trials import Share, Tried
+from gracestream.pipeline.tuning.advice import REACH_TOLERANCE, advise, rank_results
+from gracestream.pipeline.tuning.trials import Share, TrialResult
 
-GOOD = Tried(
+GOOD = TrialResult(
     layer="layers.1", query="last", radius="1", settings={}, edited=Share(12, 12), kept=Share(12, 12),
     rephrases=Share(9, 12), forms=Share(60, 72), others=Share(0, 200), about=Share(1, 96), broken=Share(2, 80),
     nearer=Share(11, 12), seconds=2.0,
 )  # fmt: skip
 
 
-def like(**changes: object) -> Tried:
+def like(**changes: object) -> TrialResult:
     return msgspec.structs.replace(GOOD, **changes)
 
 
@@ -30,7 +30,7 @@ candidates = st.builds(
 
 
 @given(st.lists(candidates, max_size=8), st.floats(0, 1))
-def test_the_chosen_is_within_the_bound_and_none_there_reaches_more(tried: list[Tried], bound: float) -> None:
+def test_the_chosen_is_within_the_bound_and_none_there_reaches_more(tried: list[TrialResult], bound: float) -> None:
     advice = advise(tried, bound, 1)
     fit = [one for one in tried if one.false_positives <= bound and one.edited.value >= 0.5]
     assert (advice.chosen is None) == (not fit)
@@ -38,8 +38,8 @@ def test_the_chosen_is_within_the_bound_and_none_there_reaches_more(tried: list[
         assert len(advice.findings) == 1
         return
     assert any(one is advice.chosen for one in fit)
-    assert all(one.reach <= advice.chosen.reach + AS_GOOD + 1e-9 for one in fit)
-    order = ranked(tried, advice, bound)
+    assert all(one.reach <= advice.chosen.reach + REACH_TOLERANCE + 1e-9 for one in fit)
+    order = rank_results(tried, advice, bound)
     assert order[0] is advice.chosen
     assert len(order) == len(tried)
 

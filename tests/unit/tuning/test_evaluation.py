@@ -10,10 +10,16 @@ from hypothesis import strategies as st
 from msgspec import UNSET
 
 from gracestream.pipeline.codebook.codebook import Codebook
-from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.config import EditConfig
 from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.model.editable import EditableModel
-from gracestream.pipeline.tuning.evaluation import EvaluationCase, EvaluationError, begins, evaluate, summary
+from gracestream.pipeline.tuning.evaluation import (
+    EvaluationCase,
+    EvaluationError,
+    begins_with_target,
+    evaluate,
+    summarize,
+)
 from gracestream.schemas.deltas import EntryChange, Tensor
 from tests.support.tiny_models import CODEBOOK, WORDS, correct, texts
 
@@ -25,15 +31,15 @@ TARGETS = {"llama": WORDS[5], "bert": "neither", "t5-encoder": WORDS[5]}
 def engine(request: pytest.FixtureRequest, _models: Any) -> EditEngine:
     """An engine of each kind of model with one edit, which reaches nothing but its own text."""
     model: EditableModel = _models(request.param)
-    made = EditEngine(model, CODEBOOK, Plan(radius=1e-3, radius_unit="absolute"))
-    made.apply(made.lead({}))
+    made = EditEngine(model, CODEBOOK, EditConfig(radius=1e-3, radius_unit="absolute"))
+    made.apply(made.lead_delta({}))
     outcome, _ = correct(made, "f1", TEXTS[0], TARGETS[request.param], 0)
     assert outcome.status == "added", outcome
     return made
 
 
 def target_of(engine: EditEngine) -> str:
-    return engine.model.task.text(engine.codebook.labels[0])
+    return engine.model.task.decode_label(engine.codebook.labels[0])
 
 
 def test_each_case_gets_its_verdict_and_they_are_counted(engine: EditEngine) -> None:
@@ -55,7 +61,7 @@ def test_each_case_gets_its_verdict_and_they_are_counted(engine: EditEngine) -> 
     assert right.radius is not None
     assert right.distance < right.radius
     assert (same.answer, same.entry_id, same.distance) == (same.unedited, None, None)
-    assert msgspec.to_builtins(summary(results)) == {
+    assert msgspec.to_builtins(summarize(results)) == {
         "cases": 4, "passed": 2, "with_target": 2, "correct": 1, "exact": 1, "to_stay": 2, "unchanged": 1,
         "captured": 3, "broken": 0,
     }  # fmt: skip
@@ -74,15 +80,15 @@ def test_output_that_is_neither_the_target_nor_the_unedited_answer_is_broken(eng
     generator = np.random.default_rng(0)
     case, size = EvaluationCase(TEXTS[0], target_of(engine)), engine.codebook.values_NV.shape[1]
     for _ in range(20):
-        value = Tensor.of(generator.normal(scale=20, size=(size,)).astype(np.float32))
+        value = Tensor.from_array(generator.normal(scale=20, size=(size,)).astype(np.float32))
         change = EntryChange(entry_id="f1", value=value, label=engine.codebook.labels[0])
-        engine.apply(engine.record("replace", entries=(change,)))
+        engine.apply(engine.next_delta("replace", entries=(change,)))
         (result,) = evaluate(engine.model, engine.codebook, [case])
         if result.answer not in (target_of(engine), result.unedited):
             break
         assert not result.broken
     assert result.broken
-    assert summary([result]).broken == 1
+    assert summarize([result]).broken == 1
 
 
 def test_without_an_entry_nothing_changes(engine: EditEngine) -> None:
@@ -122,5 +128,5 @@ def test_a_line_of_feedback_is_a_case() -> None:
 
 @given(st.text(min_size=1), st.text())
 def test_an_answer_begins_with_a_target_where_no_word_goes_on(target: str, rest: str) -> None:
-    assert begins(target + rest, target) is not (rest[:1].isalnum())
-    assert not begins("~" + target, target) or target.startswith("~")
+    assert begins_with_target(target + rest, target) is not (rest[:1].isalnum())
+    assert not begins_with_target("~" + target, target) or target.startswith("~")

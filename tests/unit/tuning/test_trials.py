@@ -11,17 +11,23 @@ import torch
 from msgspec import UNSET
 
 from gracestream.pipeline.codebook.codebook import Codebook
-from gracestream.pipeline.editing.calibration import CalibrationError, Sample
-from gracestream.pipeline.editing.config import Plan
+from gracestream.pipeline.editing.calibration import CalibrationError, LabelledRequest
+from gracestream.pipeline.editing.config import EditConfig
 from gracestream.pipeline.editing.engine import EditEngine
-from gracestream.pipeline.editing.value_training import Recipe
+from gracestream.pipeline.editing.value_training import ValueTrainingConfig
 from gracestream.pipeline.model.editable import EditableModel
-from gracestream.pipeline.model.sentence_encoder import Encoder
+from gracestream.pipeline.model.sentence_encoder import SentenceEncoder
 from gracestream.pipeline.tuning import workbench
 from gracestream.pipeline.tuning.evaluation import EvaluationCase, evaluate
-from gracestream.pipeline.tuning.samples import Requests
-from gracestream.pipeline.tuning.trials import Choice, Material, Measuring, Share, Tried
-from gracestream.pipeline.tuning.workbench import ENCODER, Answers, Checkpoint, Workbench, WorkbenchError
+from gracestream.pipeline.tuning.samples import UserRequests
+from gracestream.pipeline.tuning.trials import ConfigChoice, Share, TrialMaterial, TrialMeasurement, TrialResult
+from gracestream.pipeline.tuning.workbench import (
+    ENCODER_QUERY,
+    AnswerCache,
+    LoadedCheckpoint,
+    Workbench,
+    WorkbenchError,
+)
 from tests.support.tiny_encoder import encoder
 from tests.support.tiny_models import KINDS, LIMITS, WORDS, editable, texts, tokenizer
 
@@ -29,11 +35,11 @@ PROMPTS = texts(24, seed=7, shortest=5, longest=9)
 REWORDED = texts(4, seed=8, shortest=5, longest=9)
 
 
-def samples(kind: str) -> list[Sample]:
+def samples(kind: str) -> list[LabelledRequest]:
     """Requests, the first with other words, and with a target that every generator can be taught."""
     targets: Sequence[Any] = [UNSET] * 4 if kind == "bert" else WORDS[:4]
     pairs = zip(PROMPTS, REWORDED, targets, strict=False)
-    return [*(Sample(*pair) for pair in pairs), *map(Sample, PROMPTS[len(REWORDED) :])]
+    return [*(LabelledRequest(*pair) for pair in pairs), *map(LabelledRequest, PROMPTS[len(REWORDED) :])]
 
 
 EVERYTHING, NOTHING = 1e6, 1e-3
@@ -49,13 +55,13 @@ def module(kind: str) -> Any:
     return model
 
 
-def checkpoint(kind: str, read: Encoder | None = None) -> Checkpoint:
-    return Checkpoint(module(kind), tokenizer(KINDS[kind].special_tokens), LIMITS, encoder=read)
+def checkpoint(kind: str, read: SentenceEncoder | None = None) -> LoadedCheckpoint:
+    return LoadedCheckpoint(module(kind), tokenizer(KINDS[kind].special_tokens), LIMITS, encoder=read)
 
 
-def absolute(query: str, radius: float, **plan: Any) -> Choice:
+def absolute(query: str, radius: float, **plan: Any) -> ConfigChoice:
     usual: dict[str, Any] = {"radius_unit": "absolute", "traffic": 0, "wording": False}
-    return Choice(query, f"{radius:g}", {}, Plan(radius=radius, **(usual | plan)))
+    return ConfigChoice(query, f"{radius:g}", {}, EditConfig(radius=radius, **(usual | plan)))
 
 
 @dataclass
@@ -63,27 +69,31 @@ class Rig:
     """A workbench with trials."""
 
     bench: Workbench
-    answers: Answers
-    material: Material
+    answers: AnswerCache
+    material: TrialMaterial
 
-    def measuring(self, **options: Any) -> Measuring:
-        return Measuring(self.bench, self.material, self.answers, **options)
+    def measuring(self, **options: Any) -> TrialMeasurement:
+        return TrialMeasurement(self.bench, self.material, self.answers, **options)
 
-    def tried(self, *choices: Choice, **options: Any) -> list[Tried]:
-        return list(self.measuring(**options).tried(choices))
+    def tried(self, *choices: ConfigChoice, **options: Any) -> list[TrialResult]:
+        return list(self.measuring(**options).measure(choices))
 
 
 def rig(
     kind: str,
-    given: Sequence[Sample] | None = None,
+    given: Sequence[LabelledRequest] | None = None,
     trials: int = 4,
     layers: Sequence[str] = (),
-    read: Encoder | None = None,
+    read: SentenceEncoder | None = None,
 ) -> Rig:
-    bench = Workbench.of(checkpoint(kind, read), layers or [KINDS[kind].layer])
-    answers = Answers(bench.task, 6)
+    bench = Workbench.wrap_layers(checkpoint(kind, read), layers or [KINDS[kind].layer])
+    answers = AnswerCache(bench.task, 6)
     return Rig(
-        bench, answers, Material.of(bench, answers, Requests.of(samples(kind) if given is None else given), trials)
+        bench,
+        answers,
+        TrialMaterial.from_requests(
+            bench, answers, UserRequests.from_labelled(samples(kind) if given is None else given), trials
+        ),
     )
 
 
@@ -109,16 +119,16 @@ def test_a_radius_reaches_everything_or_nothing_but_the_prompt(kind: str) -> Non
 def test_the_shares_are_those_of_a_codebook_that_replicas_would_serve() -> None:
     """The same corrections by an engine that trains for itself, answered as `evaluate` does."""
     made = rig("llama")
-    choice = Choice("last", "1", {}, Plan(radius=1.5, traffic=0))
+    choice = ConfigChoice("last", "1", {}, EditConfig(radius=1.5, traffic=0))
     (tried,) = made.tried(choice)
     model = editable("llama", layer=KINDS["llama"].layer)
-    engine = EditEngine(model, "own", choice.plan)
-    engine.apply(engine.lead({}))
+    engine = EditEngine(model, "own", choice.config)
+    engine.apply(engine.lead_delta({}))
     for number, trial in enumerate(made.material.trials):
-        edited = engine.edit(trial.correction(), number)
-        if edited.record is not None:
-            engine.apply(edited.record)
-    captured = answered(model, engine.codebook, [(one, None) for one in made.material.others])
+        edited = engine.edit(trial.to_feedback(), number)
+        if edited.delta_record is not None:
+            engine.apply(edited.delta_record)
+    captured = answered(model, engine.codebook, [(one, None) for one in made.material.held_out])
     assert Share(sum(one.entry_id is not None for one in captured), len(captured)) == tried.others
     reworded = [(text, trial.target) for trial in made.material.trials for text in trial.rephrases]
     right = answered(model, engine.codebook, reworded)
@@ -139,10 +149,10 @@ def answered(model: EditableModel, codebook: Codebook, asked: Sequence[tuple[Any
 
 def test_queries_of_one_pass_are_those_of_each_layer_by_itself() -> None:
     layers = ["model.layers.1.mlp.down_proj", "model.layers.2.self_attn.o_proj"]
-    bench = Workbench.of(checkpoint("llama", encoder()), layers)
+    bench = Workbench.wrap_layers(checkpoint("llama", encoder()), layers)
     prompts = [bench.task.tokenize(text) for text in PROMPTS]
-    found = bench.queries(prompts)
-    assert found.keys() == {(layer, kind) for layer in layers for kind in ("last", "mean", ENCODER)}
+    found = bench.compute_queries(prompts)
+    assert found.keys() == {(layer, kind) for layer in layers for kind in ("last", "mean", ENCODER_QUERY)}
     for (layer, kind), rows in found.items():
         own = bench.models[layer][kind].queries(prompts[:3]).numpy()
         for prompt, query_D in zip(prompts, own, strict=False):
@@ -151,8 +161,8 @@ def test_queries_of_one_pass_are_those_of_each_layer_by_itself() -> None:
 
 def test_an_encoders_queries_have_candidates_of_their_own() -> None:
     made = rig("llama", read=encoder())
-    for_encoder, last = made.tried(absolute(ENCODER, EVERYTHING), absolute("last", NOTHING))
-    assert (for_encoder.query, last.query) == (ENCODER, "last")
+    for_encoder, last = made.tried(absolute(ENCODER_QUERY, EVERYTHING), absolute("last", NOTHING))
+    assert (for_encoder.query, last.query) == (ENCODER_QUERY, "last")
     assert for_encoder.seconds == last.seconds, "values are trained once a layer"
     assert for_encoder.edited == last.edited
 
@@ -161,11 +171,11 @@ def test_each_layer_is_trained_once_and_every_step_is_told() -> None:
     told: list[str] = []
     layers = ["model.layers.1.mlp.down_proj", "model.layers.1.self_attn.o_proj"]
     made = rig("llama", layers=layers)
-    choices = [absolute("last", NOTHING), absolute("mean", NOTHING), absolute(ENCODER, NOTHING)]
+    choices = [absolute("last", NOTHING), absolute("mean", NOTHING), absolute(ENCODER_QUERY, NOTHING)]
     measuring = made.measuring(step=told.append)
-    found = list(measuring.tried(choices))
+    found = list(measuring.measure(choices))
     assert [(one.layer, one.query) for one in found] == [(layer, kind) for layer in layers for kind in ("last", "mean")]
-    assert len(told) == measuring.steps(choices) == 2 * (4 + 2)
+    assert len(told) == measuring.count_steps(choices) == 2 * (4 + 2)
 
 
 def ending_after(asked: int) -> Callable[[], bool]:
@@ -188,7 +198,7 @@ def test_without_time_the_first_edits_are_measured_and_no_other_layer_is_begun()
 
 def test_values_that_do_not_train_have_a_reason() -> None:
     made = rig("llama")
-    (tried,) = made.tried(absolute("last", NOTHING, recipe=Recipe(max_steps=1, learning_rate=1e-4)))
+    (tried,) = made.tried(absolute("last", NOTHING, recipe=ValueTrainingConfig(max_steps=1, learning_rate=1e-4)))
     assert tried.edited == Share(0, 4)
     assert tried.reasons[0].startswith("no value was found in 1 steps")
     assert tried.rephrases == Share(0, 4)
@@ -196,7 +206,12 @@ def test_values_that_do_not_train_have_a_reason() -> None:
 
 def test_what_the_model_cannot_take_is_left_out_with_the_reason_and_the_rest_is_measured() -> None:
     long = " ".join(WORDS[:1] * 60)
-    given = [Sample(PROMPTS[0], long), Sample(PROMPTS[1], target="unheard-of"), Sample(long), *map(Sample, PROMPTS[2:])]
+    given = [
+        LabelledRequest(PROMPTS[0], long),
+        LabelledRequest(PROMPTS[1], target="unheard-of"),
+        LabelledRequest(long),
+        *map(LabelledRequest, PROMPTS[2:]),
+    ]
     made = rig("llama", given, trials=3)
     assert any("1 request is left out: the prompt has 60 tokens" in note for note in made.material.notes)
     assert any(note.startswith("no trial edit of") for note in made.material.notes)
@@ -207,8 +222,10 @@ def test_what_the_model_cannot_take_is_left_out_with_the_reason_and_the_rest_is_
 
 
 def test_a_target_that_the_model_gives_already_is_replaced_by_another() -> None:
-    (before,) = rig("bert").answers.unedited([rig("bert").bench.task.tokenize(PROMPTS[0])])
-    (trial,) = rig("bert", [Sample(PROMPTS[0], target=before), *map(Sample, PROMPTS[1:])], trials=1).material.trials
+    (before,) = rig("bert").answers.unedited_answers([rig("bert").bench.task.tokenize(PROMPTS[0])])
+    (trial,) = rig(
+        "bert", [LabelledRequest(PROMPTS[0], target=before), *map(LabelledRequest, PROMPTS[1:])], trials=1
+    ).material.trials
     assert trial.inputs == PROMPTS[0]
     assert trial.target != before
 
@@ -219,29 +236,29 @@ def test_too_few_requests_are_one_sentence() -> None:
 
 
 def test_a_layer_that_cannot_be_edited_is_named_and_the_others_are_tried() -> None:
-    bench = Workbench.of(checkpoint("llama"), ["lm_head", "model.layers[1].mlp.down_proj"])
+    bench = Workbench.wrap_layers(checkpoint("llama"), ["lm_head", "model.layers[1].mlp.down_proj"])
     assert list(bench.models) == ["model.layers.1.mlp.down_proj"]
-    assert list(bench.faults) == ["lm_head"]
+    assert list(bench.layer_errors) == ["lm_head"]
     with pytest.raises(WorkbenchError, match=r"no layer can be tried \(lm_head: .*--layer"):
-        Workbench.of(checkpoint("llama"), ["lm_head"])
+        Workbench.wrap_layers(checkpoint("llama"), ["lm_head"])
 
 
 def test_a_layer_before_the_first_attention_has_an_encoders_queries_alone() -> None:
     layer = "model.layers.0.self_attn.v_proj"
-    bench = Workbench.of(checkpoint("llama", encoder()), [layer])
-    assert list(bench.models[layer]) == [ENCODER, "mean"]
+    bench = Workbench.wrap_layers(checkpoint("llama", encoder()), [layer])
+    assert list(bench.models[layer]) == [ENCODER_QUERY, "mean"]
 
 
 def test_no_answer_is_generated_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     made = rig("llama")
     generated: list[int] = []
-    run = workbench.Answers._run
+    run = workbench.AnswerCache._run
 
-    def counting(self: Answers, model: EditableModel, prompts: Any, values_BV: np.ndarray) -> Any:
+    def counting(self: AnswerCache, model: EditableModel, prompts: Any, values_BV: np.ndarray) -> Any:
         generated.append(len(prompts))
         return run(self, model, prompts, values_BV)
 
-    monkeypatch.setattr(workbench.Answers, "_run", counting)
+    monkeypatch.setattr(workbench.AnswerCache, "_run_micro_batch", counting)
     made.tried(absolute("last", EVERYTHING))
     first = sum(generated)
     made.tried(absolute("last", EVERYTHING))
@@ -250,4 +267,4 @@ def test_no_answer_is_generated_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_candidate_is_one_json_object() -> None:
     (tried,) = rig("bert").tried(absolute("first", NOTHING))
-    assert msgspec.json.decode(msgspec.json.encode(tried), type=Tried) == tried
+    assert msgspec.json.decode(msgspec.json.encode(tried), type=TrialResult) == tried

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from gracestream.pipeline.wording.comparison import (
     MAX_WORDS,
     common_words,
-    contrasts,
-    disagreement,
-    same_word,
-    wording_of,
+    contrast_groups,
+    extract_wording,
+    find_disagreement,
+    is_same_word,
 )
 from gracestream.schemas.deltas import MAX_WORDING
 
@@ -77,12 +77,12 @@ DIFFERENT = [
 
 @pytest.mark.parametrize(("edited", "asked"), SAME, ids=[asked for _, asked in SAME])
 def test_the_same_in_other_words_agrees(edited: str, asked: str) -> None:
-    assert disagreement(wording_of(edited), wording_of(asked)) == ""
+    assert find_disagreement(extract_wording(edited), extract_wording(asked)) == ""
 
 
 @pytest.mark.parametrize(("edited", "asked", "reason"), DIFFERENT, ids=[asked for _, asked, _ in DIFFERENT])
 def test_what_asks_for_something_else_disagrees_and_says_why(edited: str, asked: str, reason: str) -> None:
-    assert reason in disagreement(wording_of(edited), wording_of(asked))
+    assert reason in find_disagreement(extract_wording(edited), extract_wording(asked))
 
 
 @pytest.mark.parametrize(
@@ -91,8 +91,8 @@ def test_what_asks_for_something_else_disagrees_and_says_why(edited: str, asked:
     ids=["empty", "blank", "marks", "too many words", "too long"],
 )
 def test_a_text_that_cannot_be_compared_has_no_wording_and_agrees_with_all(text: str) -> None:
-    assert wording_of(text) == ""
-    assert disagreement("", wording_of(QUESTION)) == disagreement(wording_of(QUESTION), "") == ""
+    assert extract_wording(text) == ""
+    assert find_disagreement("", extract_wording(QUESTION)) == find_disagreement(extract_wording(QUESTION), "") == ""
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_a_text_that_cannot_be_compared_has_no_wording_and_agrees_with_all(text:
     ],
 )
 def test_inflection_and_a_typo_make_no_other_word(one: str, other: str, same: bool) -> None:
-    assert same_word(one, other) is same_word(other, one) is same
+    assert is_same_word(one, other) is is_same_word(other, one) is same
 
 
 PIECES = (
@@ -122,17 +122,17 @@ TEXTS = st.text() | st.lists(st.sampled_from(PIECES)).map(" ".join)
 @settings(deadline=None, max_examples=300)
 @given(TEXTS, TEXTS)
 def test_the_check_is_symmetric_and_a_text_agrees_with_itself(one: str, other: str) -> None:
-    edited, asked = wording_of(one), wording_of(other)
+    edited, asked = extract_wording(one), extract_wording(other)
     assert len(edited) <= MAX_WORDING
     assert "\n" not in edited
-    assert disagreement(edited, edited) == ""
-    assert bool(disagreement(edited, asked)) == bool(disagreement(asked, edited))
+    assert find_disagreement(edited, edited) == ""
+    assert bool(find_disagreement(edited, asked)) == bool(find_disagreement(asked, edited))
 
 
 def test_the_lists_of_words_are_sound() -> None:
     assert len(common_words()) > 1000
-    assert all(word == word.lower() for word in (*common_words(), *contrasts()))
-    for word, places in contrasts().items():
+    assert all(word == word.lower() for word in (*common_words(), *contrast_groups()))
+    for word, places in contrast_groups().items():
         groups = [group for group, _ in places]
         assert len(groups) == len(set(groups)), f"{word!r} stands on two sides of one group"
 
@@ -141,4 +141,4 @@ def test_the_lists_of_words_are_sound() -> None:
 @pytest.mark.parametrize("piece", ["a", "A: ", "1,", "x-", "? ", "Question: ", " ", "\n", "\u2019", "."])
 def test_a_long_hostile_text_is_read_once(piece: str) -> None:
     """An expression that goes back over a text again and again would take hours."""
-    wording_of("x" + piece * 200_000 + "y")
+    extract_wording("x" + piece * 200_000 + "y")

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracestream.pipeline.wording.request import request_in
+from gracestream.pipeline.wording.request import extract_request
 
 CASES = {
     "Where is Łódź?": "Where is Łódź?",
@@ -26,10 +26,10 @@ CASES = {
 
 @pytest.mark.parametrize(("text", "asked"), CASES.items(), ids=CASES)
 def test_the_request_stands_without_what_is_around_it(text: str, asked: str) -> None:
-    assert request_in(text).request == asked
+    assert extract_request(text).request == asked
 
 
 @given(st.text())
 def test_the_parts_of_any_text_are_the_text(text: str) -> None:
-    found = request_in(text)
-    assert found.asking(found.request) == text
+    found = extract_request(text)
+    assert found.replace_request(found.request) == text

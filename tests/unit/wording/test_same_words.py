@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracestream.pipeline.wording.comparison import ELLIPSIS, MAX_WORDS, wording_of
-from gracestream.pipeline.wording.same_words import SameWords, bounds_radius, same_words
+from gracestream.pipeline.wording.comparison import ELLIPSIS, MAX_WORDS, extract_wording
+from gracestream.pipeline.wording.same_words import SameWordsIndex, have_same_words, limits_radius
 
 EDITED = "Question: What is the mother tongue of Danielle Darrieux? Answer:"
 
@@ -37,15 +37,15 @@ OTHER = [
 
 @pytest.mark.parametrize("other", SAME)
 def test_these_ask_in_the_same_words(other: str) -> None:
-    assert same_words(wording_of(EDITED), wording_of(other))
-    assert same_words(wording_of(other), wording_of(EDITED))
-    assert not bounds_radius(wording_of(EDITED), wording_of(other))
+    assert have_same_words(extract_wording(EDITED), extract_wording(other))
+    assert have_same_words(extract_wording(other), extract_wording(EDITED))
+    assert not limits_radius(extract_wording(EDITED), extract_wording(other))
 
 
 @pytest.mark.parametrize("other", OTHER)
 def test_these_do_not(other: str) -> None:
-    assert not same_words(wording_of(EDITED), wording_of(other))
-    assert not same_words(wording_of(other), wording_of(EDITED))
+    assert not have_same_words(extract_wording(EDITED), extract_wording(other))
+    assert not have_same_words(extract_wording(other), extract_wording(EDITED))
 
 
 @pytest.mark.parametrize(
@@ -77,53 +77,55 @@ def test_these_do_not(other: str) -> None:
     ],
 )
 def test_what_looks_alike_may_ask_for_something_else(one: str, other: str) -> None:
-    assert not same_words(wording_of(one), wording_of(other))
+    assert not have_same_words(extract_wording(one), extract_wording(other))
 
 
 def test_more_candidates_than_a_bound_allows_are_not_compared() -> None:
-    known = SameWords()
+    known = SameWordsIndex()
     for number in range(6):
-        known.put(str(number), wording_of(EDITED))
-    assert known.named(wording_of(EDITED), 4) == ["0", "1", "2", "3"]
-    assert len(known.named(wording_of(EDITED))) == 6
+        known.upsert(str(number), extract_wording(EDITED))
+    assert known.find(extract_wording(EDITED), 4) == ["0", "1", "2", "3"]
+    assert len(known.find(extract_wording(EDITED))) == 6
 
 
 def test_a_context_makes_a_request_another_one_even_beside_itself() -> None:
-    asked = wording_of("My son is five. What is the maximum dose?")
+    asked = extract_wording("My son is five. What is the maximum dose?")
     assert asked == f"{ELLIPSIS}What is the maximum dose?"
-    assert not same_words(asked, asked)
-    assert bounds_radius(asked, asked)
+    assert not have_same_words(asked, asked)
+    assert limits_radius(asked, asked)
 
 
 def test_a_text_that_is_too_long_has_the_same_words_as_none() -> None:
-    long = wording_of("word " * (MAX_WORDS + 1))
-    assert not same_words(long, long)
+    long = extract_wording("word " * (MAX_WORDS + 1))
+    assert not have_same_words(long, long)
 
 
 words = st.sampled_from(
     ["who", "taught", "johnson", "jonhson", "john", "the", "fee", "fee?", "2021", "2012", "not", "mothers"]
 )
-requests = st.lists(words, max_size=5).map(lambda some: wording_of(" ".join(some)))
+requests = st.lists(words, max_size=5).map(lambda some: extract_wording(" ".join(some)))
 steps = st.lists(st.tuples(st.sampled_from("abcd"), st.none() | st.lists(requests, max_size=2)), max_size=12)
 
 
 @settings(deadline=None)
 @given(steps, requests)
 def test_a_search_finds_what_a_look_at_all_wordings_finds(told: list[tuple[str, list[str] | None]], asked: str) -> None:
-    known, held = SameWords(), dict[str, list[str]]()
+    known, held = SameWordsIndex(), dict[str, list[str]]()
     for name, wordings in told:
         held.pop(name, None)
         if wordings is None:
-            known.drop(name)
+            known.remove(name)
         else:
-            known.put(name, *wordings)
+            known.upsert(name, *wordings)
             held[name] = wordings
-    assert known.named(asked) == sorted(n for n, some in held.items() if any(same_words(one, asked) for one in some))
+    assert known.find(asked) == sorted(
+        n for n, some in held.items() if any(have_same_words(one, asked) for one in some)
+    )
 
 
 @settings(deadline=None)
 @given(requests, requests)
 def test_the_same_words_are_so_both_ways_and_agree(one: str, other: str) -> None:
-    assert same_words(one, other) == same_words(other, one)
+    assert have_same_words(one, other) == have_same_words(other, one)
     if one and not one.startswith(ELLIPSIS):
-        assert same_words(one, one)
+        assert have_same_words(one, one)

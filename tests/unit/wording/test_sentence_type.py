@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracestream.pipeline.wording.sentence_type import other_type
+from gracestream.pipeline.wording.sentence_type import convert_sentence_type
 
 BOTH_WAYS = [
     ("What is the capital of Mongolia?", "The capital of Mongolia is"),
@@ -16,8 +16,8 @@ BOTH_WAYS = [
 
 @pytest.mark.parametrize(("question", "statement"), BOTH_WAYS)
 def test_a_question_becomes_a_statement_and_the_other_way_round(question: str, statement: str) -> None:
-    assert other_type(question) == statement
-    assert other_type(statement) == question
+    assert convert_sentence_type(question) == statement
+    assert convert_sentence_type(statement) == question
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_a_question_becomes_a_statement_and_the_other_way_round(question: str, s
     ],
 )
 def test_some_go_one_way(text: str, other: str) -> None:
-    assert other_type(text) == other
+    assert convert_sentence_type(text) == other
 
 
 @pytest.mark.parametrize(
@@ -49,11 +49,11 @@ def test_some_go_one_way(text: str, other: str) -> None:
     ],
 )
 def test_others_have_no_other_type(text: str) -> None:
-    assert other_type(text) is None
+    assert convert_sentence_type(text) is None
 
 
 @given(st.text(max_size=40))
 def test_any_text_is_read(text: str) -> None:
     for one in (text, f"What is the {text}?", f"Who painted {text}?", f"The {text} is"):
-        other = other_type(one)
+        other = convert_sentence_type(one)
         assert other is None or other.strip()

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gracestream.pipeline.wording.request import request_in
-from gracestream.pipeline.wording.subject import subject_of
+from gracestream.pipeline.wording.request import extract_request
+from gracestream.pipeline.wording.subject import extract_subject
 
 SUBJECTS = {
     "Where was Petteri Pennanen born?": "Petteri Pennanen",
@@ -44,24 +44,24 @@ SUBJECTS = {
 
 @pytest.mark.parametrize(("text", "subject"), SUBJECTS.items())
 def test_the_subject_of_a_request(text: str, subject: str | None) -> None:
-    assert subject_of(text) == subject
+    assert extract_subject(text) == subject
 
 
 @given(st.text())
 @example("Q:\n:")
 @example("\ud800 A: B")
 def test_any_text_has_a_request_and_a_subject_of_its_own_or_none(text: str) -> None:
-    found = request_in(text)
-    assert found.asking(found.request) == text
-    subject = subject_of(text)
+    found = extract_request(text)
+    assert found.replace_request(found.request) == text
+    subject = extract_subject(text)
     assert subject is None or (subject and subject in text)
-    assert subject_of(text) == subject
+    assert extract_subject(text) == subject
 
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("piece", ["\n", "a.", ". ", "'a", ":", "A "])
 def test_a_long_text_takes_no_long_time(piece: str) -> None:
     text = piece * 100_000
-    found = request_in(text)
-    assert found.asking(found.request) == text
-    subject_of(text)
+    found = extract_request(text)
+    assert found.replace_request(found.request) == text
+    extract_subject(text)
