@@ -27,15 +27,19 @@ def select_batch(pending: Sequence[tuple[object, int]], batch_size: int) -> list
     """
     lengths = {place: tokens for place, (group, tokens) in enumerate(pending) if group == pending[0][0]}
     by_length = sorted(lengths, key=lengths.__getitem__)
-    first = by_length.index(0)
 
     def padding(start: int) -> int:
-        some = by_length[start : start + batch_size]
-        return sum(lengths[some[-1]] - lengths[place] for place in some)
+        window = by_length[start : start + batch_size]
+        return sum(lengths[window[-1]] - lengths[place] for place in window)
 
-    latest = min(first, max(0, len(by_length) - batch_size))
-    start = min(range(max(0, first - batch_size + 1), latest + 1), key=padding)
-    return by_length[start : start + batch_size]
+    # Requests of the first one's length are interchangeable, so a window needs to hold any of them.
+    equals = [index for index, place in enumerate(by_length) if lengths[place] == lengths[0]]
+    latest = min(equals[-1], max(0, len(by_length) - batch_size))
+    start = min(range(max(0, equals[0] - batch_size + 1), latest + 1), key=padding)
+    batch = by_length[start : start + batch_size]
+    if 0 not in batch:
+        batch[max(index for index, place in enumerate(batch) if lengths[place] == lengths[0])] = 0
+    return batch
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,8 +89,8 @@ def test_it_is_small_for_it_has_no_cuda(engine: docker.DockerClient) -> None:
 @pytest.mark.usefixtures("engine")
 def test_it_holds_the_encoder_and_needs_no_network_for_it() -> None:
     program = (
-        "from gracestream.pipeline.model import Encoder, resolve_encoder;"
-        " print(Encoder.load(resolve_encoder('minilm'), device='cpu').fingerprint)"
+        "from gracestream.pipeline.model import SentenceEncoder, resolve_encoder;"
+        " print(SentenceEncoder.load(resolve_encoder('minilm'), device='cpu').fingerprint)"
     )
     ran = run("--network", "none", "--entrypoint", "python", IMAGE, "-c", program)
     assert ran.returncode == 0, ran.stderr

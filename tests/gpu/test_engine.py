@@ -292,7 +292,7 @@ def test_the_same_stream_gives_the_same_records_to_the_byte(way: Way, kind: str)
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_a_history_that_is_trained_anew_gives_its_records_to_the_byte(way: Way, kind: str) -> None:
     """As `replay --retrain` does, with another copy of the model; also what an undo decides again."""
-    retraining = pytest.importorskip(
+    reproduce = pytest.importorskip(
         "gracestream.pipeline.history.reproduce",
         reason="training anew reads outcomes too, and needs what a worker needs: `pip install .`",
     )
@@ -302,11 +302,13 @@ def test_a_history_that_is_trained_anew_gives_its_records_to_the_byte(way: Way, 
     told.feedback += [feedback for feedback, _ in corrections(kind)]
     assert told.undo("u", f"f{statuses.index('added')}").status == "undone"
     model = editable(kind, device=way.device)
-    anew = retraining.Retraining(model, dict(enumerate(told.feedback)), lambda plan: describe_environment(model, plan))
-    assert all(map(anew.fold, told.deltas)), anew.compared
-    assert anew.records == told.deltas
-    assert anew.compared.decisions == anew.compared.same_records == len(told.deltas) - 1
-    assert (anew.compared.value_difference, anew.compared.other_environment) == (0.0, {})
+    again = reproduce.ReproductionRun(
+        model, dict(enumerate(told.feedback)), lambda plan: describe_environment(model, plan)
+    )
+    assert all(map(again.reproduce, told.deltas)), again.report
+    assert again.records == told.deltas
+    assert again.report.decisions == again.report.same_records == len(told.deltas) - 1
+    assert (again.report.value_difference, again.report.other_environment) == (0.0, {})
     values = [change for record in told.deltas for change in decode_delta(record).entries if change.value is not UNSET]
     assert len(values) > 4
 

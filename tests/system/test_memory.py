@@ -44,7 +44,7 @@ READ = """
 import json, sys
 from pathlib import Path
 from typing import Any
-import gracestream.pipeline.kafka.reader as reading
+import gracestream.pipeline.kafka.reader as reader
 from gracestream.pipeline.settings import load_settings
 
 def memory(name):
@@ -52,11 +52,11 @@ def memory(name):
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name))
 
 if sys.argv[1] == "aiokafka":
-    reading.BULK = 1
+    reader.BULK_MIN_OFFSETS = 1
 settings = load_settings()
-list(reading.read_topic(settings, "edits"))
+list(reader.read_topic(settings, "edits"))
 before, found = memory("VmRSS"), []
-for record in reading.read_topic(settings, sys.argv[2]):
+for record in reader.read_topic(settings, sys.argv[2]):
     found.append([record.offset, len(record.value), getattr(record.value, "size", len(record.value))])
 print(json.dumps([memory("VmHWM") - before, found]))
 """

@@ -360,10 +360,10 @@ class TestChild:
     def test_it_dies_with_a_parent_that_is_killed(self, tmp_path: Path) -> None:
         code = f"""
 import pathlib, time
-from gracestream.deploy.local.processes import Child
-child = Child("sleeper", {SLEEP!r}, log=pathlib.Path({str(tmp_path / "log")!r}))
+from gracestream.deploy.local.processes import ChildProcess
+child = ChildProcess("sleeper", {SLEEP!r}, log=pathlib.Path({str(tmp_path / "log")!r}))
 child.start()
-child.wait_for(lambda: child.tail() == "awake", timeout=10)
+child.wait_for(lambda: child.log_tail() == "awake", timeout=10)
 print(child.pid, flush=True)
 time.sleep(600)
 """

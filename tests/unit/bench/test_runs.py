@@ -31,7 +31,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     for bench in (edit, overhead):
         monkeypatch.setattr(bench, "SUBJECTS", subjects)
     monkeypatch.setattr(edit, "STORED", 2000)
-    monkeypatch.setattr(overhead, "COUNT_COLUMNS", {"1k": 1000})
+    monkeypatch.setattr(overhead, "COUNTS", {"1k": 1000})
     monkeypatch.setattr(memory, "FEW", 2000)
 
 

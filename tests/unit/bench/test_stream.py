@@ -43,10 +43,10 @@ def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Data:
     cases = [*cases_of(sent), *(Case("unrelated", text, None) for text in prompts[90:95])]
     data = Data(sent, cases, prompts[100:])
     monkeypatch.setenv("GRACESTREAM_CACHE", str(tmp_path))
-    monkeypatch.setattr(report, "IDENTITY_SETTINGS", {})
+    monkeypatch.setattr(report, "SETTINGS", {})
     monkeypatch.setattr(report, "load_model", lambda _settings: editable("llama"))
     monkeypatch.setattr(report, "stream_data", lambda: data)
-    monkeypatch.setattr(report, "COUNT_COLUMNS", {"trained": TRAINED, "keys": KEYS})
+    monkeypatch.setattr(report, "COUNTS", {"trained": TRAINED, "keys": KEYS})
     monkeypatch.setattr(report, "CHECKPOINTS", (3,))
     return data
 
@@ -134,10 +134,10 @@ def test_a_run_that_is_complete_is_only_read(toy: Data, monkeypatch: pytest.Monk
 
 
 def test_a_longer_run_goes_on_from_a_shorter_one(toy: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "COUNT_COLUMNS", {"trained": 0, "keys": 5})
+    monkeypatch.setattr(report, "COUNTS", {"trained": 0, "keys": 5})
     list(report.run(Options(only="keys")))
     few = logged(tmp_path, "keys")
-    monkeypatch.setattr(report, "COUNT_COLUMNS", {"trained": 0, "keys": 9})
+    monkeypatch.setattr(report, "COUNTS", {"trained": 0, "keys": 9})
     longer = list(report.run(Options(only="keys")))
     records, outcomes = logged(tmp_path, "keys")
     assert (records[:6], outcomes[:5]) == few

@@ -293,7 +293,7 @@ def test_a_record_on_which_the_model_fails_is_decided_on_by_itself(monkeypatch: 
             raise RuntimeError("it broke")
         return supervised(self, inputs, target)
 
-    monkeypatch.setattr(PointModel, "make_target_pass", failing)
+    monkeypatch.setattr(PointModel, "prepare_correction", failing)
     given = [
         make_correction("a", at(0, 0), "1"),
         make_correction("b", at(5, 5), "3"),

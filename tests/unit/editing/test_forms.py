@@ -207,7 +207,7 @@ def test_the_correction_keeps_a_margin_and_the_steps_are_counted() -> None:
         if found is not made.trained:
             gained += 1
             assert found.steps > made.trained.steps
-            assert found.verdict.margin >= CORRECTION_MARGIN
+            assert found.target_check.margin >= CORRECTION_MARGIN
     assert gained
 
 

@@ -25,17 +25,17 @@ if hasattr(torch.cpu, "get_capabilities"):
 for name in ("codebook.file", "editing.calibration", "editing.undo", "model.checkpoint", "model.trial"):
     importlib.import_module(f"gracestream.pipeline.{name}")
 from gracestream.pipeline.editing.engine import EditEngine
-from gracestream.pipeline.editing.provenance import environment
-from gracestream.pipeline.search.key_search import TorchSearch, search_for
+from gracestream.pipeline.editing.provenance import describe_environment
+from gracestream.pipeline.search.key_search import TorchSearch, search_class_for
 from gracestream.schemas.messages import Parameters
 from tests.support.tiny_models import correct, editable
 
 model = editable("llama")
 engine = EditEngine(model, "default")
-engine.apply(engine.lead(environment(model, engine.plan)))
+engine.apply(engine.lead_delta(describe_environment(model, engine.config)))
 outcome, record = correct(engine, "f1", "the capital of France is", "river")
 assert (outcome.status, record is None) == ("added", False), outcome
-assert search_for(model.device) is TorchSearch
+assert search_class_for(model.device) is TorchSearch
 prompt = model.task.tokenize("the capital of France is")
 (served,) = model.answer([prompt], [Parameters()], engine.lookup)
 assert (served.answer.outputs.text, served.hit.entry_id) == ("river", "f1"), served
