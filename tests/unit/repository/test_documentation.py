@@ -1,4 +1,4 @@
-"""What the README says is so."""
+"""The documentation names commands, options, targets, pages and tests that exist."""
 
 import re
 from pathlib import Path
@@ -65,6 +65,31 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         assert target.exists(), link
         if anchor and target.suffix == ".md":
             assert anchor in anchors(target), link
+
+
+def test_every_test_that_is_named_exists() -> None:
+    named = set(re.findall(r"`(?:tests/)?((?:unit|contract|integration|system|chaos)/[\w/]+\.py)`", TEXT))
+    assert named
+    assert not [name for name in sorted(named) if not (ROOT / "tests" / name).is_file()]
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "zensical.toml").read_text(encoding="utf-8")
+    pages = [str(page.relative_to(ROOT / "docs")) for page in PAGES if ROOT / "docs" in page.parents]
+    assert not [page for page in pages if f'"{page}"' not in navigation]
+
+
+def test_every_page_that_code_cites_exists() -> None:
+    cited = {
+        (citation, file)
+        for folder in ("gracestream", "pipeline", "workers", "schemas", "deploy", "tests", "examples")
+        for file in (ROOT / folder).rglob("*.py")
+        for citation in re.findall(r"docs/[\w/-]+\.md(?:#[\w-]+)?", file.read_text(encoding="utf-8"))
+    }
+    for citation, file in sorted(cited):
+        path, _, anchor = citation.partition("#")
+        assert (ROOT / path).is_file(), f"{file} cites {path}"
+        assert not anchor or anchor in anchors(ROOT / path), f"{file} cites {citation}"
 
 
 def anchors(page: Path) -> set[str]:
