@@ -28,14 +28,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import structlog
-from kafka import ConsumerRebalanceListener, TopicPartition, errors
-from kafka.coordinator.assignors.sticky.sticky_assignor import StickyPartitionAssignor
+from kafka import TopicPartition, errors
 from kafka.errors import KafkaError, KafkaTimeoutError
-from kafka.structs import MemberState, OffsetAndMetadata
+from kafka.structs import OffsetAndMetadata
 
+from gracestream.pipeline.editor.membership import GroupMember, PartitionLostError
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.kafka import (
     DELTAS,
@@ -56,13 +56,6 @@ log = structlog.get_logger()
 
 FETCH_MAX_WAIT_MS = 5
 """What a fetch waits for where there is nothing to read, when what there is to read is known."""
-
-MembershipState = Literal["joining", "standby", "chosen"]
-"""Of an editor in the group: not decided yet, another one has the partition, or this one has."""
-
-
-class PartitionLostError(KafkaError):  # type: ignore[misc]
-    """The group has given this editor's partition away, or was about to."""
 
 
 class UnexpectedWriterError(KafkaError):  # type: ignore[misc]
@@ -119,7 +112,7 @@ class FeedbackResult:
         return len(self.key or b"") + len(self.value or b"") + headers
 
 
-class EditorLog:
+class EditorLog(GroupMember):
     """Everything that an editor reads from Kafka and writes there, but for the traffic that it watches.
 
     In this order: `read_new_deltas` to learn the history, `join`, `membership` until it is chosen, `fence`,
@@ -138,26 +131,18 @@ class EditorLog:
         new_consumer: Callable[..., Any] = consumer,
         new_producer: Callable[..., Any] = producer,
     ) -> None:
-        self._settings, self._new_consumer, self._new_producer = settings, new_consumer, new_producer
-        self._feedback = TopicPartition(settings.topic(FEEDBACK), 0)
+        super().__init__(settings, new_consumer)
+        self._new_producer = new_producer
         self._deltas = TopicPartition(settings.topic(DELTAS), 0)
         self._next_delta = 0
         self._delta_end = 0
         """Where the next record of `deltas` lands, unless somebody else writes one."""
         self._written_ends: dict[str, int] = {}
         """By topic: after the last record that this editor has committed there."""
-        self._next_feedback = 0
-        """After the last record that was handed out."""
         self._committed_offset = 0
         """After the last one whose outcome is committed."""
-        self._last_poll_at = 0.0
-        self._last_stable_at = 0.0
         self._reader: Any = None
-        self._member: Any = None
         self._writer: Any = None
-        self._rebalances = _RebalanceCounter()
-        self._seen_rebalances = 0
-        self._group_metadata: Any = None
 
     def read_new_deltas(self) -> Iterator[tuple[int, bytes]]:
         """Offset and bytes of the new records of `deltas`, except those that this editor committed itself."""
@@ -171,30 +156,6 @@ class EditorLog:
             self._next_delta = record.offset + 1
             yield record.offset, record.value
         self._next_delta, self._delta_end = max(self._next_delta, end), max(self._delta_end, end)
-
-    def join(self) -> None:
-        """Enter the group of editors. The partition may come at once, so the history must be known by now."""
-        timeout_ms = int(1000 * self._settings.session_timeout)
-        self._member = self._new_consumer(
-            self._settings,
-            group_id=self._settings.topic("editor"),
-            session_timeout_ms=timeout_ms,
-            heartbeat_interval_ms=timeout_ms // 10,
-            max_poll_interval_ms=int(1000 * self._settings.stuck_after),
-            partition_assignment_strategy=[StickyPartitionAssignor],
-            max_poll_records=1,  # each edit is followed by a poll, which is where a rebalance takes place
-        )
-        self._rebalances, self._seen_rebalances = _RebalanceCounter(), 0
-        self._member.partitions_for_topic(self._feedback.topic)  # who does not know them yet gives them to nobody
-        self._member.subscribe([self._feedback.topic], listener=self._rebalances)
-
-    def membership(self, timeout: float) -> MembershipState:
-        """This editor's place in the group, after waiting for news of it."""
-        self._poll(timeout)
-        if not self._rebalances.count or not self._is_stable():
-            return "joining"  # or joining again: the generation is about to change
-        self._adopt_generation()
-        return "chosen" if self._feedback in self._member.assignment() else "standby"
 
     def fence(self) -> None:
         """Shut earlier writers out: when this returns, all that they ever committed can be read, and no more comes.
@@ -219,36 +180,6 @@ class EditorLog:
         self._next_feedback = position
         self._member.seek(self._feedback, position)
         return position
-
-    def poll(self, timeout: float) -> tuple[int, int, bytes | None, bytes | None] | None:
-        """The next feedback record, as (offset, timestamp in ms, key, value), if one comes within `timeout`.
-
-        Raises:
-            PartitionLostError: another editor has the partition now.
-        """
-        polled = self._poll(timeout)
-        if self._is_stable():
-            self._last_stable_at = time.monotonic()
-        elif time.monotonic() > self._last_stable_at + self._settings.session_timeout:
-            # While a member joins no heartbeat is sent: by now the group has given it up.
-            raise PartitionLostError("the group has not come to rest within a session")
-        if self._handle_rebalance():
-            return None
-        for record in polled.get(self._feedback, []):
-            self._next_feedback = record.offset + 1
-            return record.offset, record.timestamp, record.key, record.value
-        return None
-
-    def keep_alive(self, min_interval: float) -> None:
-        """Keep the assignment while one record is being decided, at most once in `min_interval` seconds.
-
-        Raises:
-            PartitionLostError: another editor has the partition now.
-        """
-        if time.monotonic() > self._last_poll_at + min_interval:
-            polled = self._poll(0.0)
-            if not self._handle_rebalance() and polled:
-                self._member.seek(self._feedback, self._next_feedback)  # what came is for later
 
     def lag(self) -> int:
         """Feedback records that have no outcome yet, those behind an open transaction included."""
@@ -388,46 +319,6 @@ class EditorLog:
             end += 1
         return end
 
-    def _handle_rebalance(self) -> bool:
-        """Whether there was a rebalance since the place was taken; then the place is taken anew.
-
-        Raises:
-            PartitionLostError: there is none any more.
-        """
-        if self._rebalances.count == self._seen_rebalances:
-            return False
-        same_member = self._member.group_metadata().member_id == self._group_metadata.member_id
-        if self._feedback not in self._member.assignment() or not same_member:
-            raise PartitionLostError("the group went on without this editor")
-        self._adopt_generation()
-        self._member.seek(self._feedback, self._next_feedback)  # a rebalance goes back to the group's offset
-        return True
-
-    def _poll(self, timeout: float) -> Any:
-        """Poll, and see a rebalance that has begun to its end, if that comes within half a session.
-
-        kafka-python throws away a join that ends between two polls and joins again, which begins the next rebalance of
-        all: editors that do something else meanwhile would never come to rest.
-        """
-        polled = self._member.poll(timeout_ms=int(1000 * timeout))
-        deadline = time.monotonic() + self._settings.session_timeout / 2
-        # What was polled is handed out first: polling on would leave it behind.
-        while not polled and not self._is_stable() and time.monotonic() < deadline:
-            polled = self._member.poll(timeout_ms=500)
-        self._last_poll_at = time.monotonic()
-        return polled
-
-    def _is_stable(self) -> bool:
-        """Whether no rebalance is under way, as far as this member knows."""
-        return bool(self._member.group_metadata().state == MemberState.STABLE)
-
-    def _adopt_generation(self) -> None:
-        """Hold on to the generation of the last rebalance."""
-        self._last_stable_at = time.monotonic()
-        self._seen_rebalances, self._group_metadata = self._rebalances.count, self._member.group_metadata()
-        if self._group_metadata.generation_id < 1:
-            raise PartitionLostError("this editor fell out of the group")
-
     def _read(self, topic: str, start: int, end: int) -> Iterator[Any]:
         """Every committed record of a topic of one partition, from `start` to `end`, where it ended.
 
@@ -471,18 +362,3 @@ class EditorLog:
                 return last + 1
             window *= 8
         return 0
-
-
-class _RebalanceCounter(ConsumerRebalanceListener):  # type: ignore[misc]
-    """Counts them, in the consumer's own thread."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def on_partitions_assigned(self, assigned: object) -> None:
-        """The consumer holds these now, perhaps none."""
-        del assigned
-        self.count += 1
-
-    def on_partitions_revoked(self, revoked: object) -> None:
-        """Each rebalance begins so; what it leads to is seen at its end."""
