@@ -12,8 +12,8 @@ Guarantees (docs/explanation/consistency.md):
    outcome and each dead letter names the offset of its feedback in a header.
 4. No delta is committed behind a delta that this editor has not read. Each delta must land at the known end of the log;
    otherwise its transaction is not committed.
-5. After a KafkaError nothing is lost or done twice, provided that the caller closes the log and takes these steps
-   again. It is unknown then whether the last transaction committed. Kafka completes or aborts it before `fence`
+5. After a KafkaError nothing is lost or done twice, provided that the caller closes the log and begins again (see
+   `EditorLog`). It is unknown then whether the last transaction committed. Kafka completes or aborts it before `fence`
    returns. `read_new_deltas` continues after the last delta that it returned, or that is known to be committed.
 
 `is_retriable` tells after which errors point 5 is worthwhile. Missing permissions, and records that Kafka rejects for
@@ -256,6 +256,7 @@ class EditorLog(GroupMember):
 
         The log can be used again, from `read_new_deltas` on.
         """
+        # The producer first, so that nothing is being sent any more when a standby is elected.
         clients, self._writer, self._member, self._reader = (self._writer, self._member, self._reader), None, None, None
         for client, timeout_option in zip(
             clients, ({"timeout": 5}, {"timeout_ms": 5000}, {"timeout_ms": 5000}), strict=True
@@ -384,9 +385,8 @@ class EditorLog(GroupMember):
         position, last_progress_at = start, time.monotonic()
         while position < end:
             for records in self._reader.poll(timeout_ms=20).values():
-                yield from (
-                    record for record in records if record.offset < end
-                )  # later records may have arrived meanwhile
+                # Skip records that arrived after `end` was read.
+                yield from (record for record in records if record.offset < end)
             if (new_position := self._reader.position(partition)) > position:
                 position, last_progress_at = new_position, time.monotonic()
             elif time.monotonic() > last_progress_at + READ_TIMEOUT_SECONDS:

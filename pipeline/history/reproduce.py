@@ -201,9 +201,8 @@ class ReproductionRun:
         environment = {} if delta.environment is UNSET else delta.environment
         config = edit_config_from_lead(environment)
         if environment.get("threads", "").isdecimal():
-            torch.set_num_threads(
-                int(environment["threads"])
-            )  # the number of threads changes the order of sums, and so their rounding
+            # The number of threads changes the order of sums, and so their rounding.
+            torch.set_num_threads(int(environment["threads"]))
         if self._engine is None:
             if (delta.model, delta.layer) != (self._model.fingerprint, self._model.layer):
                 raise HistoryError(

@@ -405,7 +405,7 @@ class CodebookReplica:
         mismatches = 0
         for entry_id, radius in head.changed_radii.items():
             ours = self.codebook.radii_N[self.codebook.slot(entry_id)] if entry_id in self.codebook else None
-            with np.errstate(over="ignore"):
+            with np.errstate(over="ignore"):  # a radius beyond float32 becomes infinite, and so differs
                 theirs = None if radius is None else np.float32(radius)
             if theirs == ours:
                 continue

@@ -86,6 +86,7 @@ class Replica:
         self._request_handler = RequestHandler(model, self._codebook_replica, settings, name)
         self._model_thread = ThreadPoolExecutor(1, thread_name_prefix="model")
         self._prepare_thread = ThreadPoolExecutor(1, thread_name_prefix="reading")
+        # Two: a probe of the idle loop that hangs must not delay the head of a micro-batch.
         self._head_thread = ThreadPoolExecutor(2, thread_name_prefix="head")
         self._micro_batcher = MicroBatcher(self._run_micro_batch, settings.batch, self._model_thread)
         self._waiting_count = 0
@@ -154,20 +155,20 @@ class Replica:
         prepared = await loop.run_in_executor(self._prepare_thread, self._request_handler.prepare, records)
         if any(request.min_seq > self._codebook_replica.codebook.seq for request in prepared.requests):
             await self._sync_to_head(probe=False)
-        now, later = prepared.split(self._codebook_replica.codebook.seq)
-        yield ReplyChunk(prepared.replies, len(records) - len(now.requests))
-        async with aclosing(self._answer_requests(now.requests)) as answers:
+        answerable, waiting = prepared.split(self._codebook_replica.codebook.seq)
+        yield ReplyChunk(prepared.replies, len(records) - len(answerable.requests))
+        async with aclosing(self._answer_requests(answerable.requests)) as answers:
             async for replies in answers:
                 yield ReplyChunk(replies, len(replies))
         started = loop.time()
-        while later.requests:
-            may_arrive = await self._wait_for_first_delta(later, started)
-            now, later = later.split(self._codebook_replica.codebook.seq)
-            async with aclosing(self._answer_requests(now.requests)) as answers:
+        while waiting.requests:
+            may_arrive = await self._wait_for_first_delta(waiting, started)
+            answerable, waiting = waiting.split(self._codebook_replica.codebook.seq)
+            async with aclosing(self._answer_requests(answerable.requests)) as answers:
                 async for replies in answers:
                     yield ReplyChunk(replies, 0)
             if not may_arrive:
-                yield ReplyChunk(self._request_handler.min_seq_timeouts(later.requests), 0)
+                yield ReplyChunk(self._request_handler.min_seq_timeouts(waiting.requests), 0)
                 return
 
     async def _answer_requests(self, requests: Sequence[PreparedRequest]) -> AsyncGenerator[list[Reply], None]:

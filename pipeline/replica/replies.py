@@ -142,9 +142,7 @@ class ReplySender:
                     await self._try_reply_topic(topic, reply)
             except (KafkaError, OSError, TimeoutError) as error:
                 reason = _refusal_reason(topic, reply, error)
-                if not isinstance(
-                    error, _TOO_LARGE_ERRORS
-                ):  # size is no fault of the topic, which may accept the next reply
+                if not isinstance(error, _TOO_LARGE_ERRORS):  # else the topic may accept the next reply
                     self._remember_refusal(topic, reason)
                 metrics.REPLIES_REFUSED.inc()
                 log.warning("reply_refused", topic=topic, key=reply.key, reason=reason)

@@ -137,9 +137,9 @@ class PreparedBatch:
 
     def split(self, seq: int) -> tuple["PreparedBatch", "PreparedBatch"]:
         """What a codebook at delta `seq` can answer, with the finished replies, and what needs a later delta."""
-        now = [request for request in self.requests if request.min_seq <= seq]
-        later = [request for request in self.requests if request.min_seq > seq]
-        return PreparedBatch(now, self.replies), PreparedBatch(later, [])
+        answerable = [request for request in self.requests if request.min_seq <= seq]
+        waiting = [request for request in self.requests if request.min_seq > seq]
+        return PreparedBatch(answerable, self.replies), PreparedBatch(waiting, [])
 
 
 class RequestHandler:
