@@ -35,7 +35,7 @@ def run(settings: Settings) -> int:
             build_editor(started, settings, admission).run(started.stop)
         except (HistoryError, DeviceLostError, StaleHeadError, KafkaError) as error:
             started.health.set_not_ready(str(error))
-            log.error("editor_stopped", reason=str(error) or type(error).__name__)  # noqa: TRY400  (not a defect: no traceback)
+            log.error("editor_stopped", reason=str(error) or type(error).__name__)  # noqa: TRY400  (not a defect)
             return 1
         return 0
 

@@ -3,7 +3,7 @@
 Guarantees:
 
 1. The request that has waited longest is in the next micro-batch, so no request waits for ever.
-2. A micro-batch holds requests of one group that are nearest in length to the oldest one, so that little is padded.
+2. A micro-batch holds requests of one group that are neighbours of the oldest one in length, so little is padded.
 3. The model never waits for an event loop. It selects the next micro-batch as soon as the previous one is done.
 """
 
@@ -19,8 +19,8 @@ from gracestream.pipeline.replica.request_handler import PreparedRequest, Reply
 def select_batch(pending: Sequence[tuple[object, int]], batch_size: int) -> list[int]:
     """The indexes of at most `batch_size` requests that share a micro-batch with the first one.
 
-    They are neighbours in length. Among all such windows that contain the first request, the one with the least padding
-    is chosen.
+    They are neighbours in length; requests of equal length are ordered by arrival. Among all such windows that contain
+    the first request, the one with the least padding is chosen.
 
     Args:
         pending: Group and number of tokens of each request, in the order of arrival.

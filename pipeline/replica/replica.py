@@ -148,8 +148,8 @@ class Replica:
         1. Decode and tokenise in the prepare thread. Move to the head if a request needs a later delta.
         2. Answer the requests that the codebook can answer now. Release the others at once, so that they delay no
            further batch.
-        3. Wait for the deltas that the others need, and answer each as soon as possible. Requests without hope get an
-           error.
+        3. Wait for the deltas that the others need, and answer each as soon as possible. Requests that have waited
+           too long get an error.
         """
         loop = asyncio.get_running_loop()
         prepared = await loop.run_in_executor(self._prepare_thread, self._request_handler.prepare, records)
