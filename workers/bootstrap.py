@@ -1,4 +1,7 @@
-"""What both workers do first: settings, log, HTTP end, Kafka and Redis, the model."""
+"""Starts a worker: settings, log, HTTP endpoints, Kafka, Redis and the model, in this order.
+
+An early step reports its errors before a later, slower step begins. Kafka is required; Redis may come later.
+"""
 
 import functools
 import math
@@ -46,9 +49,14 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class WorkerContext:
-    """A started worker: its name, what it says of itself, its model, and the event that ends it.
+    """A started worker.
 
-    `idle` is set while it has nothing in hand, so that a signal may end it at once.
+    Attributes:
+        name: Of the worker, from the settings or from host and process id.
+        health: What the HTTP endpoints report.
+        model: On its device.
+        stop: Set when the worker must end.
+        idle: Set while no work is in progress, so that a signal may end the process at once.
     """
 
     name: str
@@ -60,22 +68,23 @@ class WorkerContext:
 
 @contextmanager
 def start_worker(kind: Literal["inference", "editor"], settings: Settings) -> Iterator[WorkerContext]:
-    """Start one; SIGTERM and SIGINT set its `stop`, and the process ends soon after. Redis may come later.
+    """Start a worker, and stop it on exit. SIGTERM and SIGINT set its `stop`, and end the process soon after.
 
-    It begins `idle`: until it clears that, a signal ends it at once.
+    `idle` is set at the start: until the worker clears it, a signal ends the process at once.
 
     Raises:
-        PortError, SettingsError, UnreachableError, RefusedError, TopicError, ModelError, LayerError: one sentence each.
+        PortError, SettingsError, UnreachableError, AccessDeniedError, TopicError, ModelError, LayerError: the worker
+            cannot start; the text gives the reason and the remedy.
     """
     name = settings.replica or f"{socket.gethostname()}-{os.getpid()}"
     configure_logs(settings.log_format, worker=kind, name=name)
-    for variable, meant in unknown_variables(os.environ).items():
-        log.warning("unknown_setting", variable=variable, meant=meant)
+    for variable, intended in unknown_variables(os.environ).items():
+        log.warning("unknown_setting", variable=variable, meant=intended)
     idle = threading.Event()
     idle.set()
     stop = exit_on_signals(settings.shutdown_timeout, idle)
-    own = metrics.REPLICA_REGISTRY if kind == "inference" else metrics.EDITOR_REGISTRY
-    health = Health(settings.stuck_after, metrics=functools.partial(metrics.render_metrics, own))
+    registry = metrics.REPLICA_REGISTRY if kind == "inference" else metrics.EDITOR_REGISTRY
+    health = Health(settings.stuck_after, metrics=functools.partial(metrics.render_metrics, registry))
     exit_when_stalled(health.stalled_part, stop)
     server = HealthServer(health, settings.host, settings.port)
     try:
@@ -104,7 +113,7 @@ def start_worker(kind: Literal["inference", "editor"], settings: Settings) -> It
                 "tolerance_not_measured",
                 dtype=model.query_dtype,
                 device=model.device.type,
-                consequence="the same input may count as another one in another batch, or on another device",
+                consequence="the same input may be treated as a different one in another batch, or on another device",
             )
         if model.device.type == "cpu" and settings.device == "auto" and (driver := driver_version()) is not None:
             log.warning(
@@ -115,23 +124,24 @@ def start_worker(kind: Literal["inference", "editor"], settings: Settings) -> It
             )
         yield WorkerContext(name, health, model, stop, idle)
     finally:
-        stop.set()  # from now on what still waits in some thread has as long as after a signal
+        stop.set()  # starts the shutdown timeout for threads that still work
         server.close()
         log.info("stopped")
 
 
 def edit_config_from_settings(settings: Settings, *, uses_encoder: bool) -> EditConfig:
-    """How to edit, as the settings say; with an encoder's queries radii that are not set are others.
+    """The editing configuration that the settings ask for.
 
-    The paper trains at one prompt and compares no words, and so does its policy unless `forms` and `wording` are set.
+    With an encoder's queries, radii that are not set have other defaults. The paper trains at one prompt and compares
+    no words. So does its policy, unless `forms` and `wording` are set.
 
     Args:
         settings: Of the editor.
         uses_encoder: Whether an encoder makes the queries, as the loaded model says (`EditableModel.reads_text`).
     """
-    own = {"radius": ENCODER_DEFAULT_RADIUS, "max_radius": ENCODER_MAX_RADIUS} if uses_encoder else {}
+    encoder_radii = {"radius": ENCODER_DEFAULT_RADIUS, "max_radius": ENCODER_MAX_RADIUS} if uses_encoder else {}
     radii = {"radius": settings.radius, "max_radius": settings.max_radius or math.inf}
-    radii |= {name: radius for name, radius in own.items() if name not in settings.model_fields_set}
+    radii |= {name: radius for name, radius in encoder_radii.items() if name not in settings.model_fields_set}
     return EditConfig(
         policy=settings.policy,
         radius_unit=settings.radius_unit,
@@ -150,31 +160,34 @@ def edit_config_from_settings(settings: Settings, *, uses_encoder: bool) -> Edit
 
 
 def _enabled_unless_paper(settings: Settings, name: str) -> bool:
-    """A switch as it is set; else on, but for the paper's policy."""
-    chosen: bool = getattr(settings, name)
-    return chosen if name in settings.model_fields_set else settings.policy != "paper"
+    """The value of a boolean setting; by default True, except under the paper's policy."""
+    value: bool = getattr(settings, name)
+    return value if name in settings.model_fields_set else settings.policy != "paper"
 
 
 def _has_scope_radius(settings: Settings) -> bool:
-    """A radius that is set is meant; then only who sets both gets radii of each entry's own."""
-    chosen = "scope_radius" in settings.model_fields_set or "radius" not in settings.model_fields_set
-    return settings.scope_radius and chosen
+    """True if each entry has its own radius.
+
+    An explicit `radius` is meant literally, so it disables this default; an explicit `scope_radius` enables it again.
+    """
+    applies = "scope_radius" in settings.model_fields_set or "radius" not in settings.model_fields_set
+    return settings.scope_radius and applies
 
 
 def load_base_model(settings: Settings) -> Any:
-    """The model that the settings name, with nothing wrapped, on the CPU."""
+    """The model that the settings name, unwrapped, on the CPU."""
     with suggest_known_models(settings.model):
         return load_checkpoint(checkpoint_from_settings(settings), device="cpu")[0]
 
 
 def choose_query_source(settings: Settings, checkpoint: str) -> QueryToken | Literal["encoder"] | None:
-    """What makes the queries of a checkpoint's prompts: a token, or the encoder; None: the token of the model's task.
+    """What makes the queries of a checkpoint's prompts: a token or the encoder; None: the default token of the task.
 
-    By default that is the encoder for a causal language model. The paper's policy keeps the paper's queries.
+    The default is the encoder for a causal language model. The paper's policy keeps the paper's queries.
 
     Raises:
         ModelError: there is no such checkpoint.
-        SettingsError: an encoder is named that has no use for this model.
+        SettingsError: an encoder is set that this model does not use.
     """
     if settings.query != "auto":
         return settings.query
@@ -182,14 +195,14 @@ def choose_query_source(settings: Settings, checkpoint: str) -> QueryToken | Lit
         return "encoder"
     if "encoder" in settings.model_fields_set:
         raise SettingsError(
-            f"GRACESTREAM_ENCODER is set, and {settings.model!r} is no causal language model, so that its layer makes"
-            " the queries: set GRACESTREAM_QUERY=encoder, or unset GRACESTREAM_ENCODER"
+            f"GRACESTREAM_ENCODER is set, but {settings.model!r} is not a causal language model, so its layer makes the"
+            " queries: set GRACESTREAM_QUERY=encoder, or unset GRACESTREAM_ENCODER"
         )
     return None
 
 
 def settings_use_encoder(settings: Settings) -> bool:
-    """Whether an encoder makes the queries; the model's weights are not loaded for this."""
+    """True if an encoder makes the queries. Does not load the model's weights."""
     with suggest_known_models(settings.model):
         return choose_query_source(settings, checkpoint_from_settings(settings)) == "encoder"
 
@@ -198,8 +211,8 @@ def load_model(settings: Settings) -> EditableModel:
     """The model that the settings name.
 
     Raises:
-        ModelError, LayerError: it or its encoder cannot be loaded, or it has no such layer.
-        SettingsError: an encoder is named that has no use for it.
+        ModelError, LayerError: the model or its encoder cannot be loaded, or has no such layer.
+        SettingsError: an encoder is set that this model does not use.
     """
     cache = settings.cache.expanduser()
     with suggest_known_models(settings.model):
@@ -219,12 +232,12 @@ def load_model(settings: Settings) -> EditableModel:
 
 
 def limits_from_settings(settings: Settings) -> Limits:
-    """Of prompts, targets and answers, as the settings say."""
+    """The limits of prompts, targets and answers."""
     return Limits(
         settings.max_input_tokens, settings.max_target_tokens, settings.max_new_tokens, settings.new_tokens_limit
     )
 
 
 def checkpoint_from_settings(settings: Settings) -> str:
-    """The folder or hub id of the model, built if it is known by name."""
+    """The folder or hub id of the model. A model that is known by name is built first."""
     return resolve_model(settings.model, settings.cache.expanduser(), lambda line: log.info("preparing", what=line))

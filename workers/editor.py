@@ -1,4 +1,4 @@
-"""The editor worker: an editor, from settings."""
+"""The editor worker: builds an editor from settings and runs it."""
 
 import structlog
 from kafka.errors import KafkaError
@@ -27,37 +27,36 @@ log = structlog.get_logger()
 
 
 def run(settings: Settings) -> int:
-    """Run the editor until it is told to stop, or another one takes over; the exit status."""
-    admission = admission_from_settings(
-        settings
-    )  # a list of authors that cannot be read is told before a model is loaded
+    """Run the editor until it is stopped, another editor leads, or an error ends it; the exit status."""
+    # Before the model is loaded, so that an unreadable list of authors is reported at once.
+    admission = admission_from_settings(settings)
     with start_worker("editor", settings) as started:
         try:
             build_editor(started, settings, admission).run(started.stop)
         except (HistoryError, DeviceLostError, StaleHeadError, KafkaError) as error:
             started.health.set_not_ready(str(error))
-            log.error("editor_stopped", reason=str(error) or type(error).__name__)  # noqa: TRY400  (no defect)
+            log.error("editor_stopped", reason=str(error) or type(error).__name__)  # noqa: TRY400  (not a defect)
             return 1
         return 0
 
 
 def build_editor(worker: WorkerContext, settings: Settings, admission: Admission) -> "Editor":
-    """The editor of a started worker, on the Kafka and the Redis that the settings name."""
-    plan = edit_config_from_settings(settings, uses_encoder=worker.model.reads_text)
-    engine, editor_log = EditEngine(worker.model, settings.codebook, plan), EditorLog(settings)
+    """The editor of a started worker, on the Kafka and Redis that the settings name."""
+    config = edit_config_from_settings(settings, uses_encoder=worker.model.reads_text)
+    engine, editor_log = EditEngine(worker.model, settings.codebook, config), EditorLog(settings)
 
-    def at_work() -> None:
+    def heartbeat() -> None:
         worker.health.begin("editor")
         editor_log.keep_alive(KEEP_ALIVE_SECONDS)
 
-    traffic, history = TrafficReader(settings, engine), KafkaHistory(settings)
+    traffic_reader, history = TrafficReader(settings, engine), KafkaHistory(settings)
     services = EditorServices(
         engine=engine,
         log=editor_log,
         feedback_processor=FeedbackProcessor(
-            engine, admission, history, settings.max_record_bytes, traffic.catch_up_to_now, at_work
+            engine, admission, history, settings.max_record_bytes, traffic_reader.catch_up_to_now, heartbeat
         ),
-        traffic_reader=traffic,
+        traffic_reader=traffic_reader,
         redis_publisher=RedisPublisher(
             RedisHeadStore(redis_client(settings), settings), engine.codebook, settings.redis_grace
         ),

@@ -1,4 +1,4 @@
-"""The inference worker: a replica, from settings."""
+"""The inference worker: builds a replica from settings and runs it."""
 
 import asyncio
 
@@ -8,13 +8,13 @@ from gracestream.workers.bootstrap import WorkerContext, start_worker
 
 
 def run(settings: Settings) -> int:
-    """Run one replica until it is told to stop; the exit status."""
+    """Run one replica until it is stopped; the exit status."""
     with start_worker("inference", settings) as started:
         return asyncio.run(build_replica(started, settings).run())
 
 
 def build_replica(worker: WorkerContext, settings: Settings) -> Replica:
-    """The replica of a started worker, on the Kafka and the Redis that the settings name."""
+    """The replica of a started worker, on the Kafka and Redis that the settings name."""
     return Replica(
         worker.model,
         settings,

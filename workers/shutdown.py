@@ -1,20 +1,22 @@
-"""How a worker ends: in order and soon after SIGTERM or SIGINT, at once after a second one, by itself where it hangs.
+"""Ends a worker: in order after SIGTERM or SIGINT, at once after a second signal, and by itself after a stall.
 
-What `exit_on_signals` guarantees:
+`exit_on_signals` guarantees:
 
-1. The first signal sets `stop`, which the worker looks at between two pieces of work. While `idle` is set the worker
-   has nothing in hand, as at its start: then the signal ends it at once, with status 0, whatever it waits for.
-2. Whoever sets `stop`: a process that is still there `seconds` later is ended then, with status 1. What it had not
-   committed is left to another.
-3. A second signal ends it at once.
+1. The first signal sets `stop`, which the worker checks between two pieces of work. While `idle` is set, no work is in
+   progress, as at the start. Then the signal ends the process at once, with status 0, whatever the process waits for.
+2. The process ends with status 1 if it still runs `timeout` seconds after `stop` was set, by a signal or otherwise.
+   Another worker does the work that it has not committed.
+3. A second signal ends the process at once, with status 128 plus the signal's number.
 
-`exit_when_stalled` ends one that has been stuck for `MAX_STALL_SECONDS`, with status 1, so that it is started again
-where nobody acts on what `/live` says, as in Compose.
+`exit_when_stalled` guarantees: the process ends with status 1 after it has stalled for `MAX_STALL_SECONDS`. So it is
+restarted even where nothing probes `/live`, as under Compose.
 
-Python runs a signal's handler in the main thread and between two of its own instructions, which a call into a hung
-driver never reaches. So a thread reads the signals from the descriptor to which Python's C code writes their numbers.
+Why threads: Python runs a signal handler in the main thread, between two of its own instructions. A call into a hung
+driver never reaches that point. CPython's C code writes each signal's number to a file descriptor
+(`signal.set_wakeup_fd`), and a thread reads it there.
 
-No end waits for the log: whoever reads standard error may hang as well.
+Not promised: that the last log line is written. No exit waits longer than `LOG_TIMEOUT_SECONDS` for the log, since the
+reader of standard error may hang as well.
 """
 
 import os
@@ -29,40 +31,40 @@ import structlog
 log = structlog.get_logger()
 
 MAX_STALL_SECONDS = 60.0
-"""For which a worker may be stuck: as long as the probes of `deploy/kubernetes` allow for."""
+"""Seconds for which a worker may be stalled: as long as the probes of `deploy/kubernetes` allow."""
 
 STALL_CHECK_SECONDS = 1.0
-"""Between two looks at whether it is."""
+"""Seconds between two checks for a stall."""
 
 
 LOG_TIMEOUT_SECONDS = 0.5
-"""For the last line of the log."""
+"""Seconds that an exit waits for its log line."""
 
 
 def exit_on_signals(timeout: float, idle: threading.Event) -> threading.Event:
-    """Take SIGTERM and SIGINT from now on, and end the process in time; `stop`. For the main thread, once."""
+    """Handle SIGTERM and SIGINT from now on; returns `stop`. Call it once, in the main thread."""
     stop = threading.Event()
-    signals, written = socket.socketpair()
-    written.setblocking(False)
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda *_: stop.set())
-    signal.set_wakeup_fd(written.detach(), warn_on_full_buffer=False)
-    threading.Thread(target=_handle_signals, args=[signals, stop, timeout, idle], name="signals", daemon=True).start()
+    signal.set_wakeup_fd(sender.detach(), warn_on_full_buffer=False)
+    threading.Thread(target=_handle_signals, args=[receiver, stop, timeout, idle], name="signals", daemon=True).start()
     threading.Thread(target=_enforce_timeout, args=[stop, timeout], name="ending", daemon=True).start()
     return stop
 
 
 def exit_when_stalled(stalled_part: Callable[[], str | None], stop: threading.Event) -> None:
-    """From now on, until `stop`: end the process where `stalled_part` has told of something for too long."""
+    """Until `stop`, end the process once `stalled_part` has reported a stall for `MAX_STALL_SECONDS`."""
     threading.Thread(target=_exit_when_stalled, args=[stalled_part, stop], name="stuck", daemon=True).start()
 
 
 def _exit_when_stalled(stalled_part: Callable[[], str | None], stop: threading.Event) -> None:
-    since: float | None = None
+    stalled_since: float | None = None
     while not stop.wait(STALL_CHECK_SECONDS):
         reason, now = stalled_part(), time.monotonic()
-        since = None if reason is None else since or now
-        if since is not None and now - since > MAX_STALL_SECONDS:
+        stalled_since = None if reason is None else stalled_since or now
+        if stalled_since is not None and now - stalled_since > MAX_STALL_SECONDS:
             remedy = "set GRACESTREAM_STUCK_AFTER higher where work takes that long"
             _exit(1, log.error, "ended_as_stuck", reason=reason, remedy=remedy)
 
@@ -71,7 +73,7 @@ def _handle_signals(signals: socket.socket, stop: threading.Event, timeout: floa
     (first,) = signals.recv(1)
     stop.set()
     if idle.is_set():
-        _exit(0, log.info, "stopped", signal=signal.Signals(first).name, reason="it had nothing in hand")
+        _exit(0, log.info, "stopped", signal=signal.Signals(first).name, reason="no work was in progress")
     _log_with_timeout(log.info, "stopping", signal=signal.Signals(first).name, seconds=timeout)
     (second,) = signals.recv(1)
     _exit(128 + second, log.warning, "stopped_at_once", signal=signal.Signals(second).name)
@@ -89,7 +91,7 @@ def _exit(status: int, log_method: Callable[..., object], event: str, **fields: 
 
 
 def _log_with_timeout(log_method: Callable[..., object], event: str, **fields: object) -> None:
-    """Write to the log, unless that takes too long."""
-    saying = threading.Thread(target=log_method, args=[event], kwargs=fields, daemon=True)
-    saying.start()
-    saying.join(LOG_TIMEOUT_SECONDS)
+    """Log an event, but wait for at most `LOG_TIMEOUT_SECONDS`."""
+    thread = threading.Thread(target=log_method, args=[event], kwargs=fields, daemon=True)
+    thread.start()
+    thread.join(LOG_TIMEOUT_SECONDS)

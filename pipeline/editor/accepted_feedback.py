@@ -1,4 +1,7 @@
-"""What `edits` says of feedback: which was accepted lately, and which signatures are spent."""
+"""What earlier editors left on `edits` for admission: recently accepted feedback, and spent signatures.
+
+`pipeline.auth` decides on admission and knows no Kafka. This module connects the two.
+"""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,14 +13,14 @@ from gracestream.schemas import headers
 from gracestream.schemas.headers import SPENT_MARK_HEADER, feedback_offset_of
 
 MAX_CLOCK_SKEW_MS = RATE_WINDOW_MS
-"""How far the clocks of two brokers may disagree; `feedback` and `edits` may have different leaders."""
+"""Allowed difference of two brokers' clocks: `feedback` and `edits` may have different leaders."""
 
 
 def admission_from_settings(settings: Settings) -> Admission:
-    """The admission of an editor with these settings.
+    """The admission that these settings ask for.
 
     Raises:
-        SettingsError: signatures are required, and no list says whose.
+        SettingsError: signatures are required, but no list of authors is set.
         AuthorsError: the list of authors cannot be used.
     """
     if settings.require_signature and not settings.authors:
@@ -33,24 +36,34 @@ def admission_from_settings(settings: Settings) -> Admission:
 
 
 def accepted_since(settings: Settings, since_ms: int) -> list[AcceptedFeedback]:
-    """The admitted records from a time in ms on, as the headers of their outcomes tell."""
-    found_headers = [
+    """The records accepted after `since_ms` (Kafka's clock), from the headers of their outcomes.
+
+    An outcome is written after its feedback, perhaps by a broker whose clock is behind. So reading starts
+    `MAX_CLOCK_SKEW_MS` earlier.
+    """
+    all_headers = [
         dict(record.headers)
         for record in read_topic(settings, EDITS, start_time_ms=max(0, since_ms - MAX_CLOCK_SKEW_MS))
     ]
-    outcomes = [found for found in found_headers if headers.ACCEPTED_AT_HEADER in found]
-    admitted = [
-        AcceptedFeedback(found[headers.AUTHOR_HEADER].decode(), int(found[headers.ACCEPTED_AT_HEADER]))
-        for found in outcomes
+    with_acceptance = [
+        outcome_headers for outcome_headers in all_headers if headers.ACCEPTED_AT_HEADER in outcome_headers
     ]
-    return [one for one in admitted if one.time_ms > since_ms]
+    accepted = [
+        AcceptedFeedback(
+            outcome_headers[headers.AUTHOR_HEADER].decode(), int(outcome_headers[headers.ACCEPTED_AT_HEADER])
+        )
+        for outcome_headers in with_acceptance
+    ]
+    return [feedback for feedback in accepted if feedback.time_ms > since_ms]
 
 
 def spent_marks_since(settings: Settings, since_offset: int) -> Iterable[tuple[int, bytes | None, int]]:
-    """The marks in `edits`, as `MarkReader` has them.
+    """The records of `edits` from an offset on, as (offset, spent mark or None, offset of the feedback).
+
+    This is a `pipeline.auth` MarkReader.
 
     Raises:
-        KafkaError: it cannot be read.
+        KafkaError: `edits` cannot be read.
     """
     for record in read_topic(settings, EDITS, since_offset):
         header = dict(record.headers).get(SPENT_MARK_HEADER)

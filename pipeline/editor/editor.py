@@ -1,11 +1,17 @@
-"""The editor: corrections in, deltas and outcomes out (design, sections 1, 4 and 5).
+"""The editor: decides on feedback, one record at a time, and publishes the resulting deltas.
 
-It learns the codebook from the log, waits as standby while another editor leads, takes a term, and then decides on one
-feedback record at a time: train, commit delta, outcome and offset in one Kafka transaction, fold the delta, make it
-live in Redis. Values of corrections that wait are trained together before they are decided on, since that is most of
-the work. It reads requests too, before each correction and while none waits, so that new radii keep clear of traffic
-that nobody flagged. Where Kafka fails it begins again, in the same process and with what it has folded; where another
-editor has led meanwhile, it stops.
+Its life (docs/explanation/consistency.md):
+
+1. Stand by: read the log, join the group, and follow the deltas of the leading editor until this one is elected.
+2. Acquire leadership: fence the predecessor, read its last deltas, begin a term.
+3. Edit, for each feedback record: decide (train a value where needed), commit delta, outcome and offset in one Kafka
+   transaction, apply the delta, publish it in Redis.
+
+Values of waiting corrections are trained as one batch before the decisions, since training takes most of the time.
+Requests are read before each correction and while no feedback waits, so that new radii keep clear of unflagged traffic.
+
+After a Kafka error the editor begins again with step 1, in the same process and with the codebook that it has. If
+another editor has led meanwhile, it stops.
 """
 
 import threading
@@ -33,20 +39,22 @@ from gracestream.pipeline.stores import StaleHeadError
 log = structlog.get_logger()
 
 MAX_FEEDBACK_PER_ROUND = 64
-"""Feedback records in a row, or a few more, after which traffic is looked at again."""
+"""Feedback records, plus at most one batch, between two polls of traffic."""
 
 MAX_UNCOMMITTED_BYTES = 2**20
-"""Of feedback records with their keys. No more are trained together, and what changes nothing is committed then, though
-more of it may wait."""
+"""Bytes of feedback, keys included, that wait for a decision or a commit.
+
+A batch stops growing beyond it, and results that change nothing are committed even though more feedback waits.
+"""
 
 KAFKA_RETRY_SECONDS = 1.0
-"""Between a failure of Kafka and the next attempt."""
+"""Seconds between a Kafka error and the next attempt."""
 
 LAG_CHECK_SECONDS = 1.0
-"""Between two questions to Kafka how much feedback waits."""
+"""Seconds between two requests to Kafka for the amount of waiting feedback."""
 
 BLOCKED_AFTER_SECONDS = 5.0
-"""After so long a transaction on `feedback` counts as left open."""
+"""Seconds after which an open transaction on `feedback` is reported as abandoned."""
 
 BLOCKED_REMEDY = (
     "a producer has left a transaction open; find it with `kafka-transactions.sh find-hanging`, end it with"
@@ -54,15 +62,15 @@ BLOCKED_REMEDY = (
 )
 
 KEEP_ALIVE_SECONDS = 1.0
-"""How often the group is told that a long undo goes on."""
+"""Minimum seconds between two polls that keep the partition during long work."""
 
 FeedbackRecord = tuple[int, int, bytes | None, bytes | None]
-"""Of `feedback`: offset, timestamp in ms, key, value."""
+"""A record of `feedback`: offset, timestamp in ms, key, value."""
 
 
 @dataclass(frozen=True, slots=True)
 class EditorServices:
-    """The parts that an editor works with."""
+    """The parts that an editor works with; `environment` is recorded in each `lead` delta."""
 
     engine: EditEngine
     log: EditorLog
@@ -74,32 +82,33 @@ class EditorServices:
 
 
 class Editor:
-    """Stands by, leads and edits; values of up to `batch_size` feedback records are trained together."""
+    """Stands by, leads and edits. The values of up to `batch_size` feedback records are trained as one batch."""
 
     def __init__(
         self, services: EditorServices, health: Health, batch_size: int, idle: threading.Event | None = None
     ) -> None:
-        """`idle` is set while it waits for Kafka or for the history, and has nothing in hand."""
+        """`idle` is set while the editor waits for Kafka or for the history and has no work in progress."""
         self._services, self._health, self._batch_size = services, health, batch_size
         self._idle = threading.Event() if idle is None else idle
         self._role: Literal["starting", "standby", "leading"] = "starting"
         self._lead_delta: bytes | None = None
+        """The `lead` delta of this editor's last term; None before the first."""
         self._lag, self._lag_checked_at = 0, -LAG_CHECK_SECONDS
-        """The feedback that waited, and when that was asked."""
+        """The feedback that waited when Kafka was last asked, and the monotonic time of that request."""
         self._blocked_since, self._blocked_records = time.monotonic(), 0
+        """Monotonic time since which records are blocked, and their number once it is reported."""
         self._uncommitted: list[FeedbackResult] = []
-        """On what a commit waits; none of it changes the codebook."""
+        """Results that wait for a commit. None of them changes the codebook."""
         health.state = self._state
 
     def run(self, stop: threading.Event) -> None:
-        """Stand by, lead and edit until told to stop; where Kafka failed, begin again.
+        """Stand by, lead and edit until `stop` is set; begin again after a retriable Kafka error.
 
         Raises:
-            HistoryError: the history is not of this editor's codebook, model or layer, or it is broken; also where that
-                comes to pass while this editor leads.
-            DeviceFault: the device that runs the model failed.
-            StaleError: another editor has led since this one did, or Redis holds a newer history.
-            KafkaError: of a kind that would come again.
+            HistoryError: the history is broken, or belongs to another codebook, model or layer.
+            DeviceLostError: the device that runs the model failed.
+            StaleHeadError: another editor has led since this one did, or Redis holds a newer history.
+            KafkaError: of a kind that would come again (`is_retriable`).
         """
         try:
             while not stop.is_set():
@@ -122,7 +131,7 @@ class Editor:
                 part.close()
 
     def _stand_by(self, stop: threading.Event) -> bool:
-        """Learn the history, enter the group, and follow the one who leads; whether this editor is to lead now."""
+        """Read the history, join the group, and follow the leading editor; True once this one is elected."""
         services = self._services
         self._uncommitted.clear()
         self._reset_lag()
@@ -133,11 +142,11 @@ class Editor:
         services.log.join()
         while not stop.is_set():
             self._health.begin("editor")
-            place = services.log.membership(0.05)
+            membership = services.log.membership(0.05)
             self._apply_new_deltas()
-            if place == "chosen":
+            if membership == "chosen":
                 return True
-            if place == "standby" and self._role != "standby":
+            if membership == "standby" and self._role != "standby":
                 self._set_role("standby")
             services.traffic_reader.poll(0.05)
             metrics.set_codebook_gauges(
@@ -146,7 +155,14 @@ class Editor:
         return False
 
     def _acquire_leadership(self, stop: threading.Event) -> None:
-        """Fence the predecessor, learn what it committed last, take the next term, and mend what it left in Redis."""
+        """Begin a term.
+
+        1. Fence the predecessor.
+        2. Apply the deltas that it committed last.
+        3. Wait until Redis is not ahead of the log.
+        4. Commit the `lead` delta of the next term, and apply it.
+        5. Reconcile Redis, where the predecessor may have published half.
+        """
         services = self._services
         services.log.fence()
         self._apply_new_deltas()
@@ -160,7 +176,12 @@ class Editor:
         self._set_role("leading", feedback_offset=position)
 
     def _apply_new_deltas(self) -> None:
-        """Apply what others have written to the log."""
+        """Apply the deltas that other editors have written.
+
+        Raises:
+            HistoryError: a delta cannot be applied.
+            StaleHeadError: another editor has begun a term since this one led.
+        """
         for offset, record in self._services.log.read_new_deltas():
             try:
                 applied = self._services.engine.apply(record)
@@ -170,16 +191,16 @@ class Editor:
                 raise StaleHeadError(f"another editor has taken the lead, in term {applied.delta.term}")
 
     def _edit_until(self, stop: threading.Event) -> None:
-        """Work on feedback as it comes; on traffic while there is none."""
+        """Decide on feedback as it comes, and read traffic in between, until `stop` is set."""
         services = self._services
         while not stop.is_set():
-            done = 0
-            while done < MAX_FEEDBACK_PER_ROUND and (records := self._next_records()) and not stop.is_set():
+            processed = 0
+            while processed < MAX_FEEDBACK_PER_ROUND and (records := self._next_records()) and not stop.is_set():
                 self._edit_batch(records, stop)
-                done += len(records)
+                processed += len(records)
             self._commit()
-            self._apply_new_deltas()  # nobody else is to write there, and who does so is met here
-            services.traffic_reader.poll(0.0 if done else 0.05)
+            self._apply_new_deltas()  # finds another writer of `deltas`
+            services.traffic_reader.poll(0.0 if processed else 0.05)
             services.redis_publisher.reconcile()
             services.snapshot_writer.maybe_write(services.engine.codebook)
             self._update_lag()
@@ -189,47 +210,53 @@ class Editor:
             )
 
     def _next_records(self) -> list[FeedbackRecord]:
-        """The feedback records that wait, up to as many as are trained together; waits for a first one."""
-        log, found, held = self._services.log, list[FeedbackRecord](), 0
+        """The feedback records that wait, up to one batch; empty if none waits.
+
+        Waits for the first record only if no result waits for a commit.
+        """
+        log, records, size_bytes = self._services.log, list[FeedbackRecord](), 0
         self._health.begin("editor")
-        while len(found) < self._batch_size and held < MAX_UNCOMMITTED_BYTES:
-            if (record := log.poll(0.0 if found or self._uncommitted else 0.05)) is None:
+        while len(records) < self._batch_size and size_bytes < MAX_UNCOMMITTED_BYTES:
+            if (record := log.poll(0.0 if records or self._uncommitted else 0.05)) is None:
                 break
-            found.append(record)
-            held += len(record[2] or b"") + len(record[3] or b"")
-        return found
+            records.append(record)
+            size_bytes += len(record[2] or b"") + len(record[3] or b"")
+        return records
 
     def _edit_batch(self, records: Sequence[FeedbackRecord], stop: threading.Event) -> None:
-        """Train for what can be trained together, and then decide on one after the other."""
+        """Train the values of a batch together, then decide on its records one after the other."""
         self._update_lag(len(records))
-        intake, started = self._services.feedback_processor, time.perf_counter()
-        read = [intake.parse(offset, timestamp, value) for offset, timestamp, _, value in records]
-        ahead = intake.draft_values(read)
-        share = (time.perf_counter() - started) / max(1, len(ahead))
-        for done, (record, one) in enumerate(zip(records, read, strict=True)):
-            self._update_lag(len(records) - done)
+        processor, started = self._services.feedback_processor, time.perf_counter()
+        parsed_batch = [processor.parse(offset, timestamp, value) for offset, timestamp, _, value in records]
+        drafts = processor.draft_values(parsed_batch)
+        draft_seconds = (time.perf_counter() - started) / max(1, len(drafts))
+        for decided_count, (record, parsed) in enumerate(zip(records, parsed_batch, strict=True)):
+            self._update_lag(len(records) - decided_count)
             self._health.begin("editor")
             self._services.log.keep_alive(KEEP_ALIVE_SECONDS)
             if stop.is_set():
                 return
-            self._edit(record, one, ahead.get(one.offset), share if one.offset in ahead else 0.0)
+            self._edit(record, parsed, drafts.get(parsed.offset), draft_seconds if parsed.offset in drafts else 0.0)
 
     def _update_lag(self, received: int = 0) -> None:
-        """Tell how much feedback waits: what Kafka said a moment ago, and no less than what was taken of it."""
+        """Report the amount of waiting feedback.
+
+        That is Kafka's last answer, or the `received` records that are not decided yet if these are more.
+        """
         if (now := time.monotonic()) > self._lag_checked_at + LAG_CHECK_SECONDS:
             self._lag, self._lag_checked_at = self._services.log.lag(), now
             self._update_blocked(now)
         metrics.FEEDBACK_LAG.set(max(self._lag, received))
 
     def _reset_lag(self) -> None:
-        """Report no feedback that waits: only the editor that leads knows of any."""
+        """Report no waiting feedback: only the leading editor knows the amount."""
         self._lag, self._lag_checked_at = 0, -LAG_CHECK_SECONDS
         self._blocked_since, self._blocked_records = time.monotonic(), 0
         metrics.FEEDBACK_LAG.set(0)
         metrics.FEEDBACK_BLOCKED.set(0)
 
     def _update_blocked(self, now: float) -> None:
-        """Report a transaction on `feedback` that stays open: corrections behind it cannot be read."""
+        """Report an abandoned transaction on `feedback`: nobody can read the corrections behind it."""
         blocked = self._services.log.blocked_records()
         if not blocked:
             self._blocked_since, self._blocked_records = now, 0
@@ -242,23 +269,32 @@ class Editor:
     def _edit(
         self, record: FeedbackRecord, parsed: ParsedFeedback, draft: DraftValue | None, earlier_seconds: float
     ) -> None:
-        """Decide, commit, fold, make live; what changes nothing is committed together with what comes next.
+        """Decide on one record, and commit, apply and publish its delta.
 
-        `earlier_seconds`: the seconds that were spent on it before.
+        1. Decide.
+        2. Commit. A result without a delta waits for the next commit, so that several share a transaction.
+        3. Apply the delta. Only a committed delta may change the codebook.
+        4. Publish it in Redis, and write a snapshot if one is due.
+
+        Args:
+            record: The feedback record.
+            parsed: The same, parsed.
+            draft: Its value as trained in the batch; None if it was not.
+            earlier_seconds: This record's share of the time that the batch took so far, for the outcome's `seconds`.
         """
         services, started = self._services, time.perf_counter() - earlier_seconds
-        taken = services.feedback_processor.decide(parsed, draft)
-        edited, outcome = taken.result, taken.result.outcome
+        decision = services.feedback_processor.decide(parsed, draft)
+        edit_result, outcome = decision.result, decision.result.outcome
         if outcome is not None:
             outcome = msgspec.structs.replace(outcome, seconds=round(time.perf_counter() - started, 4))
-        set_aside = edited.reason if edited.is_dead_letter else None
+        dead_letter_reason = edit_result.reason if edit_result.is_dead_letter else None
         offset, _, key, value = record
         self._uncommitted.append(
-            FeedbackResult(offset, outcome, edited.delta_record, set_aside, key, value, taken.headers)
+            FeedbackResult(offset, outcome, edit_result.delta_record, dead_letter_reason, key, value, decision.headers)
         )
-        if edited.delta_record is not None:
+        if edit_result.delta_record is not None:
             self._commit()
-            applied = services.engine.apply(edited.delta_record)
+            applied = services.engine.apply(edit_result.delta_record)
             assert applied is not None
             services.redis_publisher.publish(applied)
             services.snapshot_writer.maybe_write(services.engine.codebook)
@@ -267,7 +303,7 @@ class Editor:
             self._commit()
 
     def _commit(self) -> None:
-        """Write what is decided in one transaction, and tell of it."""
+        """Commit the waiting results in one transaction, and report them."""
         if self._uncommitted:
             self._services.log.commit(*self._uncommitted)
         for result in self._uncommitted:
@@ -275,7 +311,10 @@ class Editor:
         self._uncommitted.clear()
 
     def _set_role(self, role: Literal["starting", "standby", "leading"], reason: str = "", **fields: object) -> None:
-        """Take a role, and say so. A standby is ready: nothing keeps it from leading but the one who leads."""
+        """Take a role, and report it.
+
+        A standby counts as ready: only the leading editor keeps it from leading.
+        """
         self._role = role
         if role == "starting":
             self._health.set_not_ready(reason)
@@ -297,7 +336,7 @@ class Editor:
 
 
 def _report(result: FeedbackResult) -> None:
-    """Count a record, and write what became of it to the log."""
+    """Count a committed result in the metrics, and log its outcome."""
     outcome = result.outcome
     if outcome is None:
         metrics.FEEDBACK_TOTAL.labels("unreadable").inc()

@@ -1,4 +1,14 @@
-"""What becomes of one feedback record: who may edit, what it asks for, and what the engine makes of it."""
+"""Processes one feedback record: authorisation, then the decision of the engine.
+
+Phases, in the order of offsets (docs/explanation/method.md):
+
+1. `parse`: decode the record, and check whether its sender may edit.
+2. `draft_values`: train the values of several waiting corrections as one batch.
+3. `decide`: make the decision. It changes nothing before the engine applies its delta.
+
+One record never stops the stream. An unreadable record, or one on which the model fails, is dead-lettered. Errors that
+are no fault of a record are raised: Kafka, files, settings, the device.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -31,10 +41,16 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class ParsedFeedback:
-    """A record that was taken in: the feedback that may edit, or why it may not, with the headers of its outcome.
+    """A parsed record: feedback that may edit, or the result of feedback that may not.
 
-    `early_result` also holds the outcome of feedback whose delta is committed already. `copy_of_offset` is the offset
-    at which a signed record came first, `standing` what the sender is allowed.
+    Attributes:
+        offset: Of the record.
+        feedback: The accepted feedback; None if `early_result` decides the record.
+        headers: For the outcome.
+        early_result: The result of a record that needs no decision: unreadable, rejected, or committed before without
+            an outcome.
+        copy_of_offset: The offset of the first record with this signed id, if this record is a copy.
+        standing: The rights of the sender.
     """
 
     offset: int
@@ -47,17 +63,22 @@ class ParsedFeedback:
 
 @dataclass(frozen=True, slots=True)
 class DecidedFeedback:
-    """What is to be written for a record, and the headers of its outcome."""
+    """The result of a decision, and the headers of its outcome."""
 
     result: EditResult
     headers: list[tuple[str, bytes]] = field(default_factory=list)
 
 
 class FeedbackProcessor:
-    """Takes records in the order of their offsets: reads them, may train for several at once, decides on each.
+    """Processes records in the order of their offsets.
 
-    `history` is the log, for undos; `max_bytes` the largest record; `refresh_traffic` is called before a correction is
-    decided on, and `heartbeat` while a long undo, or the training of several values, goes on.
+    Args:
+        engine: Decides on feedback.
+        admission: Decides who may edit.
+        history: The log, for undos and for outcomes that are missing.
+        max_bytes: The largest record.
+        refresh_traffic: Called before each decision on a correction.
+        heartbeat: Called during a long undo, and while several values are trained.
     """
 
     def __init__(
@@ -73,11 +94,11 @@ class FeedbackProcessor:
         self._max_bytes, self._refresh_traffic, self._heartbeat = max_bytes, refresh_traffic, heartbeat
 
     def reset(self) -> None:
-        """Forget what another editor may have changed: called by one who takes the lead."""
+        """Forget state that another editor may have changed. Call it at the beginning of a term."""
         self._admission.reset()
 
     def catch_up(self) -> None:
-        """Read ahead what earlier records have spent.
+        """Read the spent signatures of earlier records in advance, so that a new term begins sooner.
 
         Raises:
             KafkaError: `edits` cannot be read.
@@ -85,7 +106,13 @@ class FeedbackProcessor:
         self._admission.catch_up()
 
     def parse(self, offset: int, timestamp_ms: int, value: bytes | None) -> ParsedFeedback:
-        """Take in one record, which tells whether it may edit at all; `timestamp_ms` is Kafka's, in ms."""
+        """Decode one record, and check whether it may edit.
+
+        Args:
+            offset: Of the record.
+            timestamp_ms: Kafka's timestamp of the record.
+            value: Of the record.
+        """
         record = value or b""
         try:
             feedback = decode(value, Feedback, self._max_bytes)
@@ -97,68 +124,76 @@ class FeedbackProcessor:
                 offset, early_result=EditResult(self._committed_outcome(feedback.feedback_id, offset))
             )
         try:
-            admitted = self._admission.accept(feedback, record, offset, timestamp_ms)
-        except DuplicateFeedback as copied:
+            accepted = self._admission.accept(feedback, record, offset, timestamp_ms)
+        except DuplicateFeedback as duplicate:
             return ParsedFeedback(
-                offset, early_result=rejected_result(feedback, str(copied)), copy_of_offset=copied.first_offset
+                offset, early_result=rejected_result(feedback, str(duplicate)), copy_of_offset=duplicate.first_offset
             )
-        except FeedbackRefused as refused:
+        except FeedbackRefused as refusal:
             return ParsedFeedback(
-                offset, early_result=rejected_result(feedback, str(refused)), headers=_spent_headers(refused.mark)
+                offset, early_result=rejected_result(feedback, str(refusal)), headers=_spent_headers(refusal.mark)
             )
-        return ParsedFeedback(offset, feedback, tuple(admitted.headers()), standing=admitted.standing)
+        return ParsedFeedback(offset, feedback, tuple(accepted.headers()), standing=accepted.standing)
 
     def draft_values(self, parsed: Sequence[ParsedFeedback]) -> dict[int, DraftValue]:
-        """The values of corrections that wait, by offset, as far as they are trained together; never fails on one.
+        """The values of waiting corrections by offset, as far as they can be trained as one batch.
+
+        Empty if fewer than two corrections wait, or if the model fails: then `decide` trains each value alone, and
+        finds the record at fault.
 
         Raises:
-            UserError, KafkaError, OSError, DeviceFault: what is no fault of a record.
+            UserError, KafkaError, OSError, DeviceLostError: no fault of a record.
         """
-        allowed = [one for one in parsed if may_propose(one.standing)]
-        corrections = [(one.feedback, one.offset) for one in allowed if one.feedback and one.feedback.is_correction]
+        allowed = [item for item in parsed if may_propose(item.standing)]
+        corrections = [
+            (item.feedback, item.offset) for item in allowed if item.feedback and item.feedback.is_correction
+        ]
         if len(corrections) < 2:
             return {}
         try:
             return self._engine.draft_values(corrections, self._heartbeat)
-        except Exception as error:  # on whichever it is: each is decided on by itself, which tells
+        except Exception as error:  # any record may be at fault; `decide` finds out which
             _raise_unless_record_fault(error)
             log.exception("not_trained_ahead", offset=corrections[0][1])
             return {}
 
     def decide(self, parsed: ParsedFeedback, draft: DraftValue | None = None) -> DecidedFeedback:
-        """Decide on one record; nothing changes before the engine applies it.
+        """Decide on one record. Nothing changes before the engine applies the delta.
 
         Raises:
             UserError, KafkaError, OSError: the log could not be read, which is no fault of the record.
-            DeviceFault: the device failed, likewise.
+            DeviceLostError: the device failed, which is no fault of the record.
         """
         if parsed.feedback is None:
             assert parsed.early_result is not None
             return DecidedFeedback(self._resolve_copy(parsed.early_result, parsed.copy_of_offset), list(parsed.headers))
-        edited, book = self._run_engine(parsed.feedback, parsed, draft), self._engine.codebook
+        result, codebook = self._run_engine(parsed.feedback, parsed, draft), self._engine.codebook
         headers = list(parsed.headers)
-        if edited.delta_record is None:
-            assert edited.outcome is not None
-            place = (parsed.offset, book.term, book.seq)
-            headers += NoChangeDecision(*place, edited.outcome, edited.context, parsed.standing).headers()
-        return DecidedFeedback(edited, headers)
+        if result.delta_record is None:
+            assert result.outcome is not None
+            position = (parsed.offset, codebook.term, codebook.seq)
+            headers += NoChangeDecision(*position, result.outcome, result.context, parsed.standing).headers()
+        return DecidedFeedback(result, headers)
 
     def _committed_outcome(self, feedback_id: str, offset: int) -> Outcome:
-        """The outcome of feedback whose delta is in the log already, without an outcome."""
-        found: list[Delta] = []
+        """The outcome of feedback whose delta is in the log, but whose outcome is missing."""
+        matches: list[Delta] = []
 
-        def is_another(record: bytes) -> bool:
+        def continue_search(record: bytes) -> bool:
             delta = decode_delta(record)
             cause = delta.cause
             if cause is not UNSET and (cause.feedback_id, cause.offset) == (feedback_id, offset):
-                found.append(delta)
-            return not found
+                matches.append(delta)
+            return not matches
 
-        self._history.for_each_delta(is_another)
-        return committed_outcome(found[0])
+        self._history.for_each_delta(continue_search)
+        return committed_outcome(matches[0])
 
     def _resolve_copy(self, result: EditResult, first_offset: int | None) -> EditResult:
-        """A copy of what is in force changes nothing; any other stays rejected, like what is no copy."""
+        """The result of a copy of signed feedback: `unchanged` if the original is in force, else the rejection.
+
+        Other results are returned as they are.
+        """
         memory, outcome = self._engine.memory, result.outcome
         if outcome is None or first_offset is None or memory.offsets.get(outcome.feedback_id) != first_offset:
             return result
@@ -167,23 +202,28 @@ class FeedbackProcessor:
         return EditResult(msgspec.structs.replace(outcome, status="unchanged"))
 
     def _run_engine(self, feedback: Feedback, parsed: ParsedFeedback, draft: DraftValue | None) -> EditResult:
+        """The engine's decision; a failure of the model rejects the feedback."""
         offset, standing = parsed.offset, parsed.standing
         if feedback.is_correction:
-            self._refresh_traffic()  # what fails here is no fault of the record
+            self._refresh_traffic()  # outside `try`: a failure here is no fault of the record
         try:
             if feedback.is_undo:
                 return undo(self._engine, feedback, offset, self._history, self._heartbeat, standing)
             if feedback.is_exception:
                 return decide_exception(self._engine, feedback, offset, standing)
             return self._engine.edit(feedback, offset, draft=draft, standing=standing)
-        except Exception as error:  # whatever one record does to the model, the stream moves on
-            edited = model_failure(feedback, error)
+        except Exception as error:  # a record that breaks the model must not stop the stream
+            result = model_failure(feedback, error)
             log.exception("edit_failed", offset=offset)
-            return edited
+            return result
 
 
 def model_failure(feedback: Feedback, error: Exception) -> EditResult:
-    """What becomes of feedback on which the model failed. Raises an error that is no fault of the record."""
+    """The rejection of feedback on which the model failed.
+
+    Raises:
+        UserError, KafkaError, OSError, DeviceLostError: `error`, if it is no fault of the record.
+    """
     _raise_unless_record_fault(error)
     return rejected_result(
         feedback, f"the model failed: {type(error).__name__}: {to_one_line(error)}", is_dead_letter=True
@@ -191,18 +231,19 @@ def model_failure(feedback: Feedback, error: Exception) -> EditResult:
 
 
 def _raise_unless_record_fault(error: Exception) -> None:
+    """Raise `error` again if it is no fault of a record."""
     if isinstance(error, (UserError, KafkaError, OSError)):
         raise error
     raise_if_device_lost(error)
 
 
 def _spent_headers(mark: bytes | None) -> tuple[tuple[str, bytes], ...]:
-    """The header of an outcome that spends this."""
+    """The outcome's headers that spend a signature's mark; empty without a mark."""
     return () if mark is None else (mark_header(mark),)
 
 
 def _unreadable_result(value: bytes | None, reason: str) -> EditResult:
-    """Feedback that cannot be taken: to the dead letter queue, and an outcome where it has an id to bear."""
+    """A dead letter for an unreadable record, and a rejection if its id can be read."""
     feedback_id = peek_id(value, "feedback_id")
     outcome = None
     if feedback_id is not None:

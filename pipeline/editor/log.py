@@ -1,41 +1,40 @@
-"""The editor's end of the log: its place in the group, the history, feedback in, and each record's results out.
+"""The editor's log: reads deltas, finds undecided feedback, and commits each decision in one transaction.
 
-What it guarantees (design, section 5, points 2 and 3):
+Guarantees (docs/explanation/consistency.md):
 
-1. A feedback record's delta, its outcome, its copy in the dead letter queue and the offset after it commit together or
-   not at all. Records that change nothing may share a transaction.
-2. One writer. Editors share a consumer group, and only the one that is given `feedback` may take the lead. Doing so
-   fences every earlier writer at the broker; and each commit names the generation of the group in which the partition
-   was given, so that a writer which has lost its place is refused even where nobody has fenced it yet.
-3. A busy editor keeps its place: heartbeats come from a thread of the client's own, and while an edit trains the group
-   waits for it for `stuck_after` seconds, after which `/live` gives it up as well; `stay` begins that time anew. One
-   that is stuck, or silent for `session_timeout`, loses its place to a standby. A standby that joins, or leaves, never
-   moves the partition.
-4. A new leader begins with the first feedback record after the last outcome, whatever the group's offset says. Kafka
-   forgets the offset of a group that was idle for a week, and a torn transaction may have moved it alone. Each outcome
-   and each dead letter carries its feedback's offset as a header.
-5. After any KafkaError nobody knows what was committed. The log must then be closed, and opened anew by `deltas`, which
-   goes on after the last delta that it handed out or saw committed. Taking the lead anew settles what was left open:
-   Kafka has completed or aborted it before `fence` returns. Nothing is lost or done twice.
-6. No delta is committed behind one that this editor has not read: each must land where the log ended, or nothing of its
-   transaction is committed.
-7. `is_retriable` says after which errors that is worth a try: where Kafka did not answer, where a transaction was
-   aborted, where the place or the writer was lost, and where there is something to be read first. Who may not write, or
-   sends what Kafka refuses, is told so and stops.
+1. A feedback record's delta, outcome, dead letter and the offset after it commit together or not at all. Records that
+   change nothing may share a transaction.
+2. One writer. Only the elected editor may lead (`pipeline.editor.membership`), and `fence` makes the broker reject
+   every earlier writer. Each commit names a generation of the group, so a former leader is rejected even before anyone
+   fences it.
+3. A new leader begins with the first feedback record after the last outcome, whatever the group's offset says. Kafka
+   forgets the offset of a group after a week without members, and a torn transaction may have moved it alone. Each
+   outcome and each dead letter names the offset of its feedback in a header.
+4. No delta is committed behind a delta that this editor has not read. Each delta must land at the known end of the log;
+   otherwise its transaction is not committed.
+5. After a KafkaError nothing is lost or done twice, provided that the caller closes the log and begins again (see
+   `EditorLog`). It is unknown then whether the last transaction committed. Kafka completes or aborts it before `fence`
+   returns. `read_new_deltas` continues after the last delta that it returned, or that is known to be committed.
+
+`is_retriable` tells after which errors point 5 is worthwhile. Missing permissions, and records that Kafka rejects for
+good, end the editor.
+
+Not promised: that all topics show a transaction at the same moment. The brokers end it topic by topic. Nothing is
+promised on a cluster that loses acknowledged records.
 """
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import structlog
-from kafka import ConsumerRebalanceListener, TopicPartition, errors
-from kafka.coordinator.assignors.sticky.sticky_assignor import StickyPartitionAssignor
+from kafka import TopicPartition, errors
 from kafka.errors import KafkaError, KafkaTimeoutError
-from kafka.structs import MemberState, OffsetAndMetadata
+from kafka.structs import OffsetAndMetadata
 
+from gracestream.pipeline.editor.membership import GroupMember, PartitionLostError
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.kafka import (
     DELTAS,
@@ -55,18 +54,11 @@ from gracestream.schemas.messages import Outcome, encode, peek_id
 log = structlog.get_logger()
 
 FETCH_MAX_WAIT_MS = 5
-"""What a fetch waits for where there is nothing to read, when what there is to read is known."""
-
-MembershipState = Literal["joining", "standby", "chosen"]
-"""Of an editor in the group: not decided yet, another one has the partition, or this one has."""
-
-
-class PartitionLostError(KafkaError):  # type: ignore[misc]
-    """The group has given this editor's partition away, or was about to."""
+"""Milliseconds that a fetch of the reader waits for records. Short, because `_end_offset` shares its connection."""
 
 
 class UnexpectedWriterError(KafkaError):  # type: ignore[misc]
-    """Somebody else has written to `deltas` what this editor has not read yet."""
+    """Another writer has appended a record to `deltas` that this editor has not read."""
 
 
 _RETRIABLE_ERRORS = (
@@ -91,17 +83,28 @@ _RETRIABLE_ERRORS = (
 
 
 def is_retriable(error: KafkaError) -> bool:
-    """Whether to close the log and begin again: Kafka may answer otherwise, or take a new writer."""
-    if type(error) is KafkaError:  # kafka-python says in the text of such a one which error it comes of
+    """True if the editor should close the log and begin again: the error may pass, or a new producer avoids it.
+
+    True for timeouts, aborted transactions, a lost partition or producer, and records that must be read first. False
+    for missing permissions and records that Kafka rejects.
+    """
+    if type(error) is KafkaError:  # kafka-python names the cause of a failed producer only in the text
         return "AuthorizationFailed" not in str(error)
     return isinstance(error, _RETRIABLE_ERRORS)
 
 
 @dataclass(frozen=True, slots=True)
 class FeedbackResult:
-    """The records to write for one feedback record; `dead_letter_reason` says why it is dead-lettered.
+    """The records to write for one feedback record.
 
-    `headers` stand on the outcome, beside the feedback's offset.
+    Attributes:
+        offset: Of the feedback record.
+        outcome: For `edits`; None if the record has no id that an outcome could bear.
+        delta: For `deltas`; None if the decision changes nothing.
+        dead_letter_reason: Why the record is dead-lettered; None if it is not.
+        key: Of the feedback record, for a dead letter.
+        value: Of the feedback record, for a dead letter.
+        headers: Of the outcome, beside the feedback's offset.
     """
 
     offset: int
@@ -114,22 +117,30 @@ class FeedbackResult:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that it takes in memory and in a transaction, but for the outcome, which is short, and the delta."""
+        """Bytes that this result holds in memory and adds to a transaction.
+
+        Without the outcome, which is short, and the delta: a result with a delta is committed at once.
+        """
         headers = sum(len(name) + len(value) for name, value in self.headers)
         return len(self.key or b"") + len(self.value or b"") + headers
 
 
-class EditorLog:
-    """Everything that an editor reads from Kafka and writes there, but for the traffic that it watches.
+class EditorLog(GroupMember):
+    """Everything that an editor reads from Kafka and writes there, except the traffic that it samples.
 
-    In this order: `read_new_deltas` to learn the history, `join`, `membership` until it is chosen, `fence`,
-    `read_new_deltas` for what the predecessor wrote last, `write_lead`; then `poll` and `commit`. Each may raise
-    kafka-python's KafkaError; then `close`, and begin again.
+    Call in this order; each call may raise kafka-python's KafkaError, then call `close` and begin with step 1:
+
+    1. `read_new_deltas`: learn the history.
+    2. `join`, then `membership` until it returns `chosen`.
+    3. `fence`: exclude earlier writers.
+    4. `read_new_deltas`: learn the predecessor's last deltas.
+    5. `write_lead`: begin a term.
+    6. `poll` and `commit`, for each feedback record.
 
     Args:
-        settings: Which cluster, and the prefix of names.
-        new_consumer: Makes a consumer, as `pipeline.kafka.clients.consumer` does.
-        new_producer: Makes a producer, likewise.
+        settings: The cluster and the prefix of names.
+        new_consumer: Creates a consumer, with the signature of `pipeline.kafka.consumer`.
+        new_producer: Creates a producer, with the signature of `pipeline.kafka.producer`.
     """
 
     def __init__(
@@ -138,71 +149,47 @@ class EditorLog:
         new_consumer: Callable[..., Any] = consumer,
         new_producer: Callable[..., Any] = producer,
     ) -> None:
-        self._settings, self._new_consumer, self._new_producer = settings, new_consumer, new_producer
-        self._feedback = TopicPartition(settings.topic(FEEDBACK), 0)
+        super().__init__(settings, new_consumer)
+        self._new_producer = new_producer
         self._deltas = TopicPartition(settings.topic(DELTAS), 0)
         self._next_delta = 0
+        """The next offset of `deltas` to read."""
         self._delta_end = 0
-        """Where the next record of `deltas` lands, unless somebody else writes one."""
+        """The offset at which the next record of `deltas` lands, unless another writer appends one."""
         self._written_ends: dict[str, int] = {}
-        """By topic: after the last record that this editor has committed there."""
-        self._next_feedback = 0
-        """After the last record that was handed out."""
+        """By topic, the offset after the last record that this editor has committed there."""
         self._committed_offset = 0
-        """After the last one whose outcome is committed."""
-        self._last_poll_at = 0.0
-        self._last_stable_at = 0.0
+        """The offset after the last feedback record with a committed outcome."""
         self._reader: Any = None
-        self._member: Any = None
         self._writer: Any = None
-        self._rebalances = _RebalanceCounter()
-        self._seen_rebalances = 0
-        self._group_metadata: Any = None
 
     def read_new_deltas(self) -> Iterator[tuple[int, bytes]]:
-        """Offset and bytes of the new records of `deltas`, except those that this editor committed itself."""
+        """Offsets and bytes of the new records of `deltas`, without those that this editor has committed itself.
+
+        Raises:
+            KafkaTimeoutError: no record came for `READ_TIMEOUT_SECONDS`.
+        """
         end = self._end_offset(DELTAS)
-        for records, following in read_bulk(self._settings, self._deltas, self._next_delta, end):
+        for records, next_offset in read_bulk(self._settings, self._deltas, self._next_delta, end):
             for record in records:
                 self._next_delta = record.offset + 1
                 yield record.offset, record.value
-            self._next_delta = following
+            self._next_delta = next_offset
         for record in self._read(DELTAS, self._next_delta, end):
             self._next_delta = record.offset + 1
             yield record.offset, record.value
         self._next_delta, self._delta_end = max(self._next_delta, end), max(self._delta_end, end)
 
-    def join(self) -> None:
-        """Enter the group of editors. The partition may come at once, so the history must be known by now."""
-        timeout_ms = int(1000 * self._settings.session_timeout)
-        self._member = self._new_consumer(
-            self._settings,
-            group_id=self._settings.topic("editor"),
-            session_timeout_ms=timeout_ms,
-            heartbeat_interval_ms=timeout_ms // 10,
-            max_poll_interval_ms=int(1000 * self._settings.stuck_after),
-            partition_assignment_strategy=[StickyPartitionAssignor],
-            max_poll_records=1,  # each edit is followed by a poll, which is where a rebalance takes place
-        )
-        self._rebalances, self._seen_rebalances = _RebalanceCounter(), 0
-        self._member.partitions_for_topic(self._feedback.topic)  # who does not know them yet gives them to nobody
-        self._member.subscribe([self._feedback.topic], listener=self._rebalances)
-
-    def membership(self, timeout: float) -> MembershipState:
-        """This editor's place in the group, after waiting for news of it."""
-        self._poll(timeout)
-        if not self._rebalances.count or not self._is_stable():
-            return "joining"  # or joining again: the generation is about to change
-        self._adopt_generation()
-        return "chosen" if self._feedback in self._member.assignment() else "standby"
-
     def fence(self) -> None:
-        """Shut earlier writers out: when this returns, all that they ever committed can be read, and no more comes.
+        """Exclude earlier writers.
+
+        On return, all that they have committed is readable, and they can commit nothing more.
 
         Raises:
             KafkaTimeoutError: a topic that only editors write still holds records of an open transaction.
         """
-        # Between two transactions the broker may still be closing the last; the default pause costs 100 ms an edit.
+        # When a transaction begins, the broker may still be closing the previous one and ask for a retry. With the
+        # default pause of kafka-python, each edit takes 100 ms longer.
         self._writer = self._new_producer(
             self._settings,
             transactional_id=self._settings.topic("editor"),
@@ -213,71 +200,42 @@ class EditorLog:
         self._wait_for_transactions()
 
     def write_lead(self, delta: bytes) -> int:
-        """Write the record that takes a term; the offset of the first feedback record that is not decided yet."""
+        """Commit the `lead` delta, which begins a term; returns the offset of the first undecided feedback record."""
         position = self._first_undecided_offset()
         self._transact(position, [(DELTAS, delta, None, [])])
         self._next_feedback = position
         self._member.seek(self._feedback, position)
         return position
 
-    def poll(self, timeout: float) -> tuple[int, int, bytes | None, bytes | None] | None:
-        """The next feedback record, as (offset, timestamp in ms, key, value), if one comes within `timeout`.
-
-        Raises:
-            PartitionLostError: another editor has the partition now.
-        """
-        polled = self._poll(timeout)
-        if self._is_stable():
-            self._last_stable_at = time.monotonic()
-        elif time.monotonic() > self._last_stable_at + self._settings.session_timeout:
-            # While a member joins no heartbeat is sent: by now the group has given it up.
-            raise PartitionLostError("the group has not come to rest within a session")
-        if self._handle_rebalance():
-            return None
-        for record in polled.get(self._feedback, []):
-            self._next_feedback = record.offset + 1
-            return record.offset, record.timestamp, record.key, record.value
-        return None
-
-    def keep_alive(self, min_interval: float) -> None:
-        """Keep the assignment while one record is being decided, at most once in `min_interval` seconds.
-
-        Raises:
-            PartitionLostError: another editor has the partition now.
-        """
-        if time.monotonic() > self._last_poll_at + min_interval:
-            polled = self._poll(0.0)
-            if not self._handle_rebalance() and polled:
-                self._member.seek(self._feedback, self._next_feedback)  # what came is for later
-
     def lag(self) -> int:
-        """Feedback records that have no outcome yet, those behind an open transaction included."""
+        """The number of feedback records without an outcome, including those behind an open transaction."""
         return max(0, self._end_offset(FEEDBACK) + self.blocked_records() - self._committed_offset)
 
     def blocked_records(self) -> int:
-        """Records that lie behind a transaction on `feedback` which is open, so that nobody may read them.
+        """The number of records on `feedback` behind an open transaction, which no consumer may read.
 
-        Records that came a moment ago may count: only what stays is a transaction that somebody has left open.
+        Records that have just arrived may be counted. Only a number that stays above 0 means that a producer has left a
+        transaction open.
         """
-        if self._feedback not in self._member.assignment():  # amid a rebalance
+        if self._feedback not in self._member.assignment():  # during a rebalance
             return 0
         written = self._member.highwater(self._feedback)
         return max(0, (written or 0) - self._end_offset(FEEDBACK))
 
     def commit(self, *results: FeedbackResult) -> None:
-        """Write it all, or nothing; the results of records that `poll` handed out, in order and none left out.
+        """Commit the results of consecutive records that `poll` returned, in their order, all or none.
 
-        Records that it has handed out after them may wait for a later commit.
+        Later records that `poll` has returned may wait for a later commit.
 
         Raises:
-            PartitionLostError: the work on them took too long.
-            UnexpectedWriterError: there is something on `read_new_deltas` to be read first.
-            HistoryError: `read_new_deltas` has lost records.
+            PartitionLostError: the work on these records took longer than `stuck_after`.
+            UnexpectedWriterError: `read_new_deltas` has records to read first.
+            HistoryError: `deltas` has lost records.
         """
-        if (taken := time.monotonic() - self._last_poll_at) > self._settings.stuck_after:
+        if (elapsed := time.monotonic() - self._last_poll_at) > self._settings.stuck_after:
             raise PartitionLostError(
-                f"feedback at offset {results[-1].offset} took {taken:.0f} s, and the group does not wait for more than"
-                f" {self._settings.stuck_after:g}; set GRACESTREAM_STUCK_AFTER higher where edits take that long"
+                f"feedback at offset {results[-1].offset} took {elapsed:.0f} s, and the group waits for at most"
+                f" {self._settings.stuck_after:g} s; set GRACESTREAM_STUCK_AFTER higher where edits take that long"
             )
         records: list[tuple[str, bytes | None, bytes | None, list[tuple[str, bytes]]]] = []
         for result in results:
@@ -287,22 +245,30 @@ class EditorLog:
                 headers = [(FEEDBACK_OFFSET_HEADER, str(result.offset).encode()), *result.headers]
                 records.append((EDITS, encode(result.outcome), result.outcome.feedback_id.encode(), headers))
             if result.dead_letter_reason is not None:
-                letter = dead_letter_for(
+                dead_letter = dead_letter_for(
                     result.dead_letter_reason, result.key, result.value, self._feedback.topic, 0, result.offset
                 )
-                records.append((FEEDBACK_DLQ, letter.value, letter.key, letter.headers))
+                records.append((FEEDBACK_DLQ, dead_letter.value, dead_letter.key, dead_letter.headers))
         self._transact(results[-1].offset + 1, records)
 
     def close(self) -> None:
-        """Leave the group, so that a standby need not wait; a transaction that is open is aborted."""
+        """Leave the group, so that a standby is elected at once, and abort an open transaction.
+
+        The log can be used again, from `read_new_deltas` on.
+        """
+        # The producer first, so that nothing is being sent any more when a standby is elected.
         clients, self._writer, self._member, self._reader = (self._writer, self._member, self._reader), None, None, None
-        for client, limit in zip(clients, ({"timeout": 5}, {"timeout_ms": 5000}, {"timeout_ms": 5000}), strict=True):
+        for client, timeout_option in zip(
+            clients, ({"timeout": 5}, {"timeout_ms": 5000}, {"timeout_ms": 5000}), strict=True
+        ):
             if client is not None:
                 with suppress(KafkaError):
-                    client.close(**limit)
+                    client.close(**timeout_option)
 
     def _first_undecided_offset(self) -> int:
-        """The offset of the first feedback record without an outcome; for records without an id, a dead letter counts.
+        """The offset of the first undecided feedback record.
+
+        An outcome decides a record. A dead letter decides a record without an id.
 
         1. Outcomes are committed in the order of feedback. So every record before the last outcome is decided.
         2. The group's offset and the last dead letter may lie further on: records without an id get no outcome.
@@ -310,10 +276,10 @@ class EditorLog:
            `pipeline.kafka.transactions` may have committed an offset alone. So these records are decided now.
         """
         end = self._end_offset(FEEDBACK)
-        decided = min(self._offset_after_last(EDITS, FEEDBACK_OFFSET_HEADER), end)
+        decided_end = min(self._offset_after_last(EDITS, FEEDBACK_OFFSET_HEADER), end)
         committed = self._member.committed(self._feedback, timeout_ms=int(1000 * READ_TIMEOUT_SECONDS)) or 0
-        passed = max(decided, committed, min(self._offset_after_last(FEEDBACK_DLQ, SOURCE_OFFSET_HEADER), end))
-        for record in self._read(FEEDBACK, decided, min(passed, end)):
+        passed_end = max(decided_end, committed, min(self._offset_after_last(FEEDBACK_DLQ, SOURCE_OFFSET_HEADER), end))
+        for record in self._read(FEEDBACK, decided_end, min(passed_end, end)):
             if peek_id(record.value, "feedback_id") is not None:
                 log.warning(
                     "undecided_feedback_found",
@@ -322,64 +288,80 @@ class EditorLog:
                     consequence="the editor goes back and decides on it now",
                 )
                 return int(record.offset)
-        return passed
+        return passed_end
 
     def _wait_for_transactions(self) -> None:
         """Wait until no record of a predecessor can still appear behind those of this editor.
 
         Fencing ends each earlier transaction, but a broker that has just restarted may skip the control record: Kafka's
         TransactionMarkerChannelManager does so while it knows no leader of the partition. The records stay hidden until
-        a transaction of the same producer ends there. If they are known to be committed by this editor, its next commit
-        shows them. Otherwise nobody knows what they were to become, so writing on would risk two histories.
+        the same producer ends another transaction there. If they are known to be committed by this editor, its next
+        commit shows them. Otherwise it is unknown whether they were committed, so appending could produce two
+        histories.
+
+        Raises:
+            KafkaTimeoutError: hidden records of another writer have stayed for `READ_TIMEOUT_SECONDS`.
         """
         topics, deadline = (DELTAS, EDITS, FEEDBACK_DLQ), time.monotonic() + READ_TIMEOUT_SECONDS
         partitions = {TopicPartition(self._settings.topic(topic), 0): topic for topic in topics}
-        probe = self._new_consumer(self._settings, isolation_level="read_uncommitted")
+        uncommitted_reader = self._new_consumer(self._settings, isolation_level="read_uncommitted")
         try:
             while hidden := [
                 partition.topic
-                for partition, end in probe.end_offsets(list(partitions)).items()
+                for partition, end in uncommitted_reader.end_offsets(list(partitions)).items()
                 if end not in (self._end_offset(partitions[partition]), self._written_ends.get(partitions[partition]))
             ]:
                 if time.monotonic() > deadline:
                     raise KafkaTimeoutError(
                         f"{hidden[0]} holds records of a transaction that has not ended; find it with"
                         " `kafka-transactions.sh find-hanging` and end it with `kafka-transactions.sh abort`; an editor"
-                        " decides again on feedback that loses its outcome so"
+                        " decides again on feedback whose outcome is aborted"
                     )
                 time.sleep(0.05)
         finally:
-            probe.close()
+            uncommitted_reader.close()
 
     def _transact(
         self, position: int, records: list[tuple[str, bytes | None, bytes | None, list[tuple[str, bytes]]]]
     ) -> None:
-        """One transaction: the records, and `position` as the group's offset in `feedback`."""
+        """Commit the records, and `position` as the group's offset in `feedback`, in one transaction.
+
+        Args:
+            position: The offset after the last decided feedback record.
+            records: Topic (without the prefix), value, key and headers of each record.
+        """
+        # 1. Send the records and the group's offset.
         self._writer.begin_transaction()
-        sent = []
+        futures = []
         for topic, value, key, headers in records:
             name = self._settings.topic(topic)
-            sent.append((topic, self._writer.send(name, value=value, key=key, headers=headers, partition=0)))
-        done = {self._feedback: OffsetAndMetadata(position, "", -1)}
-        # Not what the consumer says now: one that fell out of the group says "no generation", which passes unchecked.
-        self._writer.send_offsets_to_transaction(done, self._group_metadata)
-        offsets = [(topic, future.get(timeout=READ_TIMEOUT_SECONDS).offset) for topic, future in sent]
+            futures.append((topic, self._writer.send(name, value=value, key=key, headers=headers, partition=0)))
+        group_offsets = {self._feedback: OffsetAndMetadata(position, "", -1)}
+        # The remembered generation, not the consumer's present one: a consumer that has left the group reports
+        # "no generation", which the broker accepts unchecked.
+        self._writer.send_offsets_to_transaction(group_offsets, self._group_metadata)
+        # 2. Wait for the records' offsets, and check that no other writer has appended a delta.
+        offsets = [(topic, future.get(timeout=READ_TIMEOUT_SECONDS).offset) for topic, future in futures]
         deltas = [offset for topic, offset in offsets if topic == DELTAS]
         end = self._check_offsets(deltas)
+        # 3. Commit, and only then remember the new ends.
         self._writer.commit_transaction()
         if deltas:
-            self._next_delta, self._delta_end = end, end + 1  # a control record ends the transaction
+            self._next_delta, self._delta_end = end, end + 1  # the transaction's control record takes one offset
         self._written_ends |= {topic: offset + 1 for topic, offset in offsets}
-        self._committed_offset, self._last_stable_at = (
-            position,
-            time.monotonic(),
-        )  # the group has taken it of this generation
+        # A successful commit proves that the group still accepts this generation.
+        self._committed_offset, self._last_stable_at = position, time.monotonic()
 
     def _check_offsets(self, offsets: list[int]) -> int:
-        """See that deltas landed where the log ended; the offset after them."""
+        """Check that the deltas landed at the end of the log; returns the offset after them.
+
+        Raises:
+            HistoryError: the log ends before a record that was read, so it has lost records.
+            UnexpectedWriterError: another writer has appended a record.
+        """
         end, name = self._delta_end, self._settings.topic(DELTAS)
         if offsets and offsets[0] == self._written_ends.get(DELTAS) == end - 1:
-            end -= 1  # the control record that was expected there did not come: see `_await_decided`
+            end -= 1  # the expected control record was not written: see `_wait_for_transactions`
         for offset in offsets:
             if offset < end:
                 raise HistoryError(f"{name} ends at offset {offset}, and was read up to {end}: it has lost records")
@@ -388,69 +370,33 @@ class EditorLog:
             end += 1
         return end
 
-    def _handle_rebalance(self) -> bool:
-        """Whether there was a rebalance since the place was taken; then the place is taken anew.
+    def _read(self, topic: str, start: int, end: int) -> Iterator[Any]:
+        """The committed records of a one-partition topic from offset `start` to `end`, an end read before.
+
+        Transactions leave control records between the offsets, so reading ends when the position reaches `end`.
 
         Raises:
-            PartitionLostError: there is none any more.
-        """
-        if self._rebalances.count == self._seen_rebalances:
-            return False
-        same_member = self._member.group_metadata().member_id == self._group_metadata.member_id
-        if self._feedback not in self._member.assignment() or not same_member:
-            raise PartitionLostError("the group went on without this editor")
-        self._adopt_generation()
-        self._member.seek(self._feedback, self._next_feedback)  # a rebalance goes back to the group's offset
-        return True
-
-    def _poll(self, timeout: float) -> Any:
-        """Poll, and see a rebalance that has begun to its end, if that comes within half a session.
-
-        kafka-python throws away a join that ends between two polls and joins again, which begins the next rebalance of
-        all: editors that do something else meanwhile would never come to rest.
-        """
-        polled = self._member.poll(timeout_ms=int(1000 * timeout))
-        deadline = time.monotonic() + self._settings.session_timeout / 2
-        # What was polled is handed out first: polling on would leave it behind.
-        while not polled and not self._is_stable() and time.monotonic() < deadline:
-            polled = self._member.poll(timeout_ms=500)
-        self._last_poll_at = time.monotonic()
-        return polled
-
-    def _is_stable(self) -> bool:
-        """Whether no rebalance is under way, as far as this member knows."""
-        return bool(self._member.group_metadata().state == MemberState.STABLE)
-
-    def _adopt_generation(self) -> None:
-        """Hold on to the generation of the last rebalance."""
-        self._last_stable_at = time.monotonic()
-        self._seen_rebalances, self._group_metadata = self._rebalances.count, self._member.group_metadata()
-        if self._group_metadata.generation_id < 1:
-            raise PartitionLostError("this editor fell out of the group")
-
-    def _read(self, topic: str, start: int, end: int) -> Iterator[Any]:
-        """Every committed record of a topic of one partition, from `start` to `end`, where it ended.
-
-        Control records of transactions lie between offsets, so the end is where the reader's position reaches it.
+            KafkaTimeoutError: the position has not moved for `READ_TIMEOUT_SECONDS`.
         """
         partition = TopicPartition(self._settings.topic(topic), 0)
         if self._reader.assignment() != {partition}:
             self._reader.assign([partition])
         self._reader.seek(partition, start)
-        position, heard = start, time.monotonic()
+        position, last_progress_at = start, time.monotonic()
         while position < end:
             for records in self._reader.poll(timeout_ms=20).values():
-                yield from (record for record in records if record.offset < end)  # more may have come meanwhile
-            if (reached := self._reader.position(partition)) > position:
-                position, heard = reached, time.monotonic()
-            elif time.monotonic() > heard + READ_TIMEOUT_SECONDS:
+                # Skip records that arrived after `end` was read.
+                yield from (record for record in records if record.offset < end)
+            if (new_position := self._reader.position(partition)) > position:
+                position, last_progress_at = new_position, time.monotonic()
+            elif time.monotonic() > last_progress_at + READ_TIMEOUT_SECONDS:
                 raise KafkaTimeoutError(f"{partition.topic} could not be read on from offset {position}")
 
     def _end_offset(self, topic: str) -> int:
-        """The offset before which everything is decided: committed, or aborted and never seen.
+        """The topic's last stable offset: every transaction before it is committed or aborted.
 
-        Kafka answers one request of a connection after the other, so a fetch that waits holds up this question: the
-        member's does so for half a second, the reader's only for a moment.
+        Kafka answers the requests of one connection in order, so a waiting fetch delays this request. The member's
+        fetches wait 500 ms; those of the reader wait `FETCH_MAX_WAIT_MS`.
         """
         self._reader = self._reader or self._new_consumer(self._settings, fetch_max_wait_ms=FETCH_MAX_WAIT_MS)
         partition = TopicPartition(self._settings.topic(topic), 0)
@@ -458,9 +404,9 @@ class EditorLog:
         return end
 
     def _offset_after_last(self, topic: str, header: str) -> int:
-        """The offset in `feedback` after the last one that a header of this topic names; 0 where none does.
+        """The offset in `feedback` after that of the topic's last record with this header; 0 if no record has it.
 
-        Walks back from the end, since transactions leave control records between the others.
+        Reads backwards in growing windows, since an unknown number of control records precedes the end.
         """
         end = self._end_offset(topic)
         start, window = end, 16
@@ -471,18 +417,3 @@ class EditorLog:
                 return last + 1
             window *= 8
         return 0
-
-
-class _RebalanceCounter(ConsumerRebalanceListener):  # type: ignore[misc]
-    """Counts them, in the consumer's own thread."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def on_partitions_assigned(self, assigned: object) -> None:
-        """The consumer holds these now, perhaps none."""
-        del assigned
-        self.count += 1
-
-    def on_partitions_revoked(self, revoked: object) -> None:
-        """Each rebalance begins so; what it leads to is seen at its end."""

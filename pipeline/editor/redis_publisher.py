@@ -1,4 +1,13 @@
-"""The editor's projection of the codebook to Redis: what makes a committed delta live (design, section 5, point 4)."""
+"""Publishes committed deltas in Redis: radii and head (docs/explanation/consistency.md).
+
+1. A delta is published once Redis names it, or a later delta, as the head. Replicas then apply it.
+2. Redis never goes back: the script in Redis rejects an older head (`pipeline.stores.redis_head`).
+3. The editor goes on without Redis. After an outage, or after a predecessor stopped half-way, `reconcile` writes all
+   radii and the head again.
+4. A head that is newer than the log for `grace_seconds` stops the editor: another editor leads, or the log was lost.
+
+Not promised: that Redis holds the newest delta at every moment. `in_sync` says whether it does.
+"""
 
 import threading
 import time
@@ -14,14 +23,14 @@ from gracestream.schemas.messages import to_one_line
 log = structlog.get_logger()
 
 REDIS_RETRY_SECONDS = 2.0
-"""After a failure of Redis, for which the editor does not ask it: one that hangs takes a second for each question."""
+"""Seconds after a failure during which Redis is not asked. Each call to an unresponsive Redis takes a second."""
 
 HEAD_CHECK_SECONDS = 0.1
-"""Between two looks at a head that is newer than the log."""
+"""Seconds between two reads of a head that is newer than the log."""
 
 
 class RedisPublisher:
-    """Writes each delta to Redis, and everything anew after Redis was away or a predecessor left off."""
+    """Publishes one delta at a time, or the whole codebook where Redis may lack earlier deltas."""
 
     def __init__(
         self,
@@ -31,7 +40,7 @@ class RedisPublisher:
         *,
         retry_seconds: float = REDIS_RETRY_SECONDS,
     ) -> None:
-        """`grace_seconds`: seconds for which Redis may name a head that is newer than the log before that counts."""
+        """`grace_seconds`: seconds for which Redis may name a head that is newer than the log."""
         self._store, self._codebook, self._grace_seconds, self._retry_seconds = (
             store,
             codebook,
@@ -39,22 +48,22 @@ class RedisPublisher:
             retry_seconds,
         )
         self.in_sync = False
-        """Whether Redis has all that the codebook has."""
+        """True if Redis holds everything that the codebook holds, as far as is known."""
         self._last_problem = ""
-        """What was last said to be wrong with Redis; empty: it was seen to be whole since."""
+        """The last problem that was logged, so that it is logged once; empty after a successful check."""
         self._retry_at = 0.0
-        """When Redis is asked again."""
+        """Monotonic time before which Redis is not asked."""
         self._ahead_since: float | None = None
-        """Since when it names a newer head."""
+        """Monotonic time since which Redis names a newer head; None if it does not."""
 
     def wait_until_not_ahead(self, stop: threading.Event) -> bool:
-        """See that Redis is not ahead of the log, before a term is taken in which no delta could become live.
+        """Wait until Redis is not ahead of the log; False if `stop` is set first.
 
-        Redis may be wrong for a moment, so a newer head counts once it has stood for `grace` seconds. False where
-        `stop` was set meanwhile.
+        Called before a term begins, since Redis would reject each delta of that term. A wrong head may be transient, so
+        it counts only after `grace_seconds`.
 
         Raises:
-            StaleError: it is ahead.
+            StaleHeadError: Redis is ahead of the log for that long.
         """
         deadline = time.monotonic() + self._grace_seconds
         while (head := self._newer_head()) is not None:
@@ -69,20 +78,20 @@ class RedisPublisher:
         return True
 
     def publish(self, applied: AppliedDelta) -> None:
-        """Project the delta that the codebook has just applied; without Redis it stays undone until `reconcile`.
+        """Publish the delta that the codebook has just applied; if Redis fails, a later `reconcile` publishes it.
 
         Raises:
-            StaleError: Redis has named a newer head for `grace` seconds: another editor leads, or the log was lost.
+            StaleHeadError: Redis has named a newer head for `grace_seconds`: another editor leads, or the log was lost.
         """
         self._try_publish(applied if self._redis_has(self._codebook.seq - 1) else None)
 
     def reconcile(self) -> None:
-        """Project everything, unless it is there already: a Redis that was emptied is filled again.
+        """Publish the whole codebook unless Redis holds it already, for example after Redis was emptied.
 
-        One that was emptied just before a delta was written has a head and few radii: they are counted, too.
+        The check also counts the radii: a Redis that was emptied just before a delta has a valid head, but few radii.
 
         Raises:
-            StaleError: as `publish`.
+            StaleHeadError: as `publish`.
         """
         if self._redis_has(self._codebook.seq, full_check=True):
             self._last_problem = ""
@@ -90,16 +99,19 @@ class RedisPublisher:
             self._try_publish(None)
 
     def _newer_head(self) -> Head | None:
-        """The head of Redis where it is newer than the log."""
+        """The head in Redis if it is newer than the log; else None."""
         try:
             head = self._store.read_head(self._codebook.seq)
         except RedisError:
-            return None  # `repair` tells
+            return None  # `reconcile` reports it
         newer = head is not None and (head.term > self._codebook.term or head.seq > self._codebook.seq)
         return head if newer else None
 
     def _redis_has(self, seq: int, *, full_check: bool = False) -> bool:
-        """Whether Redis has everything up to this delta, as far as this editor knows."""
+        """True if Redis holds everything up to delta `seq`, as far as this editor knows.
+
+        `full_check` also compares the digest and the number of radii.
+        """
         if not self.in_sync:
             return False
         try:
@@ -109,12 +121,13 @@ class RedisPublisher:
             digest, count = self._codebook.digest.hex(), len(self._codebook)
             return not full_check or (head.digest == digest and self._store.count_radii() == count)
         except DataError:
-            return False  # what no editor wrote is written anew
+            return False  # no editor wrote this head, so it is replaced
         except RedisError as error:
             self._handle_failure(error)
             return False
 
     def _try_publish(self, applied: AppliedDelta | None) -> None:
+        """Publish one delta, or everything if `applied` is None; does nothing until `_retry_at`."""
         if time.monotonic() < self._retry_at:
             return
         try:
@@ -131,12 +144,15 @@ class RedisPublisher:
             DEGRADED.set(0)
 
     def _handle_failure(self, error: RedisError) -> None:
-        """Say what is wrong, once; a command that Redis refuses is told apart from a Redis that is away."""
+        """Log a failure once. `redis_refused`: Redis rejected the command. `redis_lost`: Redis did not answer."""
         self._report_problem("redis_refused" if isinstance(error, ResponseError) else "redis_lost", to_one_line(error))
         self._retry_at = time.monotonic() + self._retry_seconds
 
     def _handle_newer_head(self, error: StaleHeadError) -> None:
-        """Redis names a newer head. An editor that was fenced learns so from the log: this may be a wrong value."""
+        """Tolerate a newer head for `grace_seconds`, then raise.
+
+        A fenced editor learns from the log that another one leads. So a newer head may just be a wrong value.
+        """
         now = time.monotonic()
         self._ahead_since = now if self._ahead_since is None else self._ahead_since
         if now - self._ahead_since >= self._grace_seconds:
@@ -144,6 +160,7 @@ class RedisPublisher:
         self._report_problem("redis_ahead", str(error))
 
     def _report_problem(self, event: str, reason: str) -> None:
+        """Log a problem that differs from the last one, and report `degraded`."""
         if reason != self._last_problem:
             self._last_problem = reason
             log.warning(event, error=reason, seq=self._codebook.seq)

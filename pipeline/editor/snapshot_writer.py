@@ -1,8 +1,11 @@
-"""The editor's snapshots: one every `snapshot_every` deltas, written while it edits on.
+"""Writes the editor's snapshots, one every `snapshot_every` deltas, in a background thread.
 
-The editor's thread only copies the codebook (keys and values, which takes as long as the memory does); a thread of
-their own writes file and manifest. One is written at a time. What goes wrong is logged and counted, and tried again
-with a delta that comes a minute later: no failure of a snapshot is one of the editor.
+1. The editor's thread only copies the codebook, which takes as long as copying its keys and values in memory.
+2. A background thread writes the file and then the manifest. At most one snapshot is being written.
+3. A failed snapshot never stops the editor. It is logged and counted, and the next delta after `SNAPSHOT_RETRY_SECONDS`
+   tries again.
+
+Not promised: a snapshot at an exact delta. While one is being written, due snapshots wait for a later delta.
 """
 
 import threading
@@ -18,43 +21,48 @@ from gracestream.pipeline.stores import Snapshot, find_delta_offset, list_manife
 log = structlog.get_logger()
 
 SNAPSHOT_RETRY_SECONDS = 60.0
+"""Seconds after a failure during which no snapshot is started."""
 
 
 class SnapshotWriter:
-    """Writes nothing where `snapshot_url` is empty or `snapshot_every` is 0."""
+    """Writes nothing if `snapshot_url` is empty or `snapshot_every` is 0."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._interval_deltas = settings.snapshot_every if settings.snapshot_url else 0
         self._last_snapshot_seq: int | None = None
-        """Delta of the newest snapshot; None until the topic was asked."""
+        """Delta of the newest snapshot of this codebook; None until the topic has been read."""
         self._retry_at = 0.0
+        """Monotonic time before which no snapshot is started."""
         self._thread: threading.Thread | None = None
 
     def maybe_write(self, codebook: Codebook) -> None:
-        """Begin to write a snapshot if one is due; between two deltas, in the thread that applies them."""
+        """Start writing a snapshot if one is due. Call it between two deltas, in the thread that applies them."""
         busy = self._thread is not None and self._thread.is_alive()
         if not self._interval_deltas or busy or time.monotonic() < self._retry_at:
             return
         try:
             if self._last_snapshot_seq is None:
-                known = (manifest.seq for manifest in list_manifests(self._settings, codebook.name).values())
-                self._last_snapshot_seq = max((seq for seq in known if seq <= codebook.seq), default=0)
+                manifest_seqs = (manifest.seq for manifest in list_manifests(self._settings, codebook.name).values())
+                self._last_snapshot_seq = max((seq for seq in manifest_seqs if seq <= codebook.seq), default=0)
             if codebook.seq >= self._last_snapshot_seq + self._interval_deltas:
                 self._start_write(codebook)
         except Exception as error:  # noqa: BLE001  (the editor goes on)
             self._record_failure(error)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Wait a little for what is being written; without its manifest it is as if it had never been begun."""
+        """Wait up to `timeout` seconds for the snapshot that is being written.
+
+        An unfinished snapshot has no manifest, so readers ignore its file.
+        """
         if self._thread is not None:
             self._thread.join(timeout)
 
     def _start_write(self, codebook: Codebook) -> None:
         started = time.perf_counter()
-        copied = codebook.copy()
-        log.info("snapshot_begun", seq=copied.seq, copy_ms=round(1000 * (time.perf_counter() - started), 1))
-        self._thread = threading.Thread(target=self._write, args=(copied,), name="snapshot", daemon=True)
+        codebook_copy = codebook.copy()
+        log.info("snapshot_begun", seq=codebook_copy.seq, copy_ms=round(1000 * (time.perf_counter() - started), 1))
+        self._thread = threading.Thread(target=self._write, args=(codebook_copy,), name="snapshot", daemon=True)
         self._thread.start()
 
     def _write(self, codebook: Codebook) -> None:

@@ -1,8 +1,12 @@
-"""The editor's view of traffic: it reads `requests` beside its feedback and feeds the reservoir.
+"""Reads `requests` for the editor and feeds the traffic reservoir with unflagged queries.
 
-Before it decides on a correction it reads what was asked before, so that no edit takes over what the log already held.
-However fast requests come, it keeps up with them: whether the reservoir wants a request is known from its place in the
-log, and once the reservoir is full it wants one in thousands. Only those are decoded, tokenised and run.
+1. Before the editor decides on a correction, the reader catches up with the requests sent before it. So a new radius
+   keeps clear of them.
+2. It keeps up with any request rate. The reservoir decides on a request by its position in the log alone, before it is
+   decoded. A full reservoir selects one request in thousands; only those are decoded, tokenised and run.
+
+Not promised: that every correction sees all earlier requests. Catching up stops after `CATCH_UP_LIMIT_SECONDS`, and is
+skipped for a while after Kafka failed to answer.
 """
 
 import heapq
@@ -26,38 +30,38 @@ from gracestream.schemas.messages import InvalidMessage, Request, decode
 log = structlog.get_logger()
 
 WARM_UP_RECORDS = 2000
-"""Records of each partition that a starting editor reads again, to fill its reservoir."""
+"""Records per partition that a starting editor reads again to fill its reservoir."""
 
 QUERY_BATCH_SIZE = 16
-"""Requests whose queries are computed in one forward pass; feedback waits for one such pass at most."""
+"""Requests per forward pass. Feedback waits for one such pass at most."""
 
 POLL_TIMEOUT_SECONDS = 0.05
-"""How long it waits for records that are known to be there, before it looks at the clock."""
+"""Seconds to wait for records that are known to exist, before the time limit is checked again."""
 
 MAX_POLL_RECORDS = 1000
-"""Records that are looked at in one go."""
+"""Records per poll; each is offered to the reservoir."""
 
 PARTITION_CHECK_SECONDS = 30.0
-"""How often it looks for partitions that were added to the topic."""
+"""Seconds between two checks for partitions that were added to the topic."""
 
 CATCH_UP_LIMIT_SECONDS = 2.0
-"""How long a correction waits at most for the requests before it to be seen."""
+"""Seconds that a correction waits at most for earlier requests to be read."""
 
 TRAFFIC_RETRY_SECONDS = 30.0
-"""Where Kafka does not say how far `requests` reaches, corrections go on without; this long until it is asked again."""
+"""Seconds without catching up, after Kafka did not tell the end of `requests`; also the timeout of the warm-up."""
 
 MAX_FETCH_BYTES = 2**20
-"""Of one partition and fetch: requests are small, and an editor that falls behind must not fill its memory."""
+"""Bytes per partition and fetch. Requests are small, and an editor that lags must not fill its memory."""
 
 MAX_BACKLOG_BYTES = 16 * 2**20
-"""Of requests that wait to be looked at; those of the lowest rank are left out."""
+"""Bytes of selected requests that wait to be run; beyond it, those with the lowest scores are dropped."""
 
 ScoredRequest = tuple[float, bytes]
-"""A request's rank in the reservoir, and its record."""
+"""A request's score in the reservoir, and its record."""
 
 
 class TrafficReader:
-    """Reads `requests` from shortly before the end, without a group: it takes nothing from the replicas."""
+    """Reads `requests` from `WARM_UP_RECORDS` before its end. It joins no group, so replicas lose nothing."""
 
     def __init__(self, settings: Settings, engine: EditEngine, new_consumer: Callable[..., Any] = consumer) -> None:
         self._settings, self._engine = settings, engine
@@ -69,32 +73,34 @@ class TrafficReader:
             metadata_max_age_ms=int(1000 * PARTITION_CHECK_SECONDS),
         )
         self._offset_consumer = new_consumer(settings)
-        """It fetches nothing: Kafka answers one request of a connection after the other, and a fetch waits long."""
+        """Reads end offsets only. Kafka answers the requests of a connection in order, so they would wait behind a
+        fetch."""
         self._assigned: set[TopicPartition] = set()
         self._partitions_checked_at = time.monotonic()
         self._retry_at = self._last_progress_at = 0.0
         self._backlog: list[ScoredRequest] = []
         self._query_cache: OrderedDict[Prompt, np.ndarray] = OrderedDict()
-        """Queries of the last prompts: where few different ones are asked, none is run again and again."""
+        """Queries of recent prompts, so that a few repeated prompts are not run over and over."""
 
     def warm_up(self) -> None:
-        """At start: read the tail, and compute the queries of only those requests that the reservoir will hold."""
+        """At start: read the tail of `requests`, and run only the requests that stay in the reservoir."""
         self._assign_new_partitions()
         best: list[ScoredRequest] = []
         ends = self._offset_consumer.end_offsets(sorted(self._assigned))
         self._last_progress_at = time.monotonic()
         while self._has_unread(ends):
             if time.monotonic() > self._last_progress_at + TRAFFIC_RETRY_SECONDS:
-                log.warning("traffic_unseen", reason=f"of {self._topic} nothing came in {TRAFFIC_RETRY_SECONDS:g} s")
+                log.warning("traffic_unseen", reason=f"no record of {self._topic} came in {TRAFFIC_RETRY_SECONDS:g} s")
                 break
             best = self._highest_scored(best + self._poll_scored(0.5))
         for start in range(0, len(best), QUERY_BATCH_SIZE):
             self._add_requests(best[start : start + QUERY_BATCH_SIZE])
 
     def poll(self, timeout: float) -> None:
-        """Look at the next requests, and take up to 16 into the reservoir; waits for the first at most `timeout`.
+        """Read requests, and run up to `QUERY_BATCH_SIZE` selected ones; waits up to `timeout` seconds for records.
 
-        While the reservoir fills, more are wanted than are taken at once; they are taken before others are looked at.
+        While the reservoir fills, a poll selects more requests than one batch. They are run before further records are
+        read.
         """
         if time.monotonic() - self._partitions_checked_at > PARTITION_CHECK_SECONDS:
             self._assign_new_partitions()
@@ -104,9 +110,9 @@ class TrafficReader:
         del self._backlog[:QUERY_BATCH_SIZE]
 
     def catch_up_to_now(self, limit_seconds: float = CATCH_UP_LIMIT_SECONDS) -> None:
-        """Read up to what is in the log now, for at most `limit_seconds`: called before a correction is decided on.
+        """Read up to the present end of `requests`, for at most `limit_seconds`. Call it before each correction.
 
-        What was asked before the correction is then kept clear of, however fast one followed the other.
+        New radii then keep clear of every request sent before the correction, however short the time between them.
         """
         started = time.monotonic()
         if started < self._retry_at or self._settings.traffic == 0:
@@ -115,7 +121,7 @@ class TrafficReader:
             ends = self._offset_consumer.end_offsets(sorted(self._assigned), timeout_ms=1000 * limit_seconds)
             while self._backlog or self._has_unread(ends):
                 if time.monotonic() - started > limit_seconds:
-                    log.info("traffic_unseen", reason=f"more came than could be read in {limit_seconds:g} s")
+                    log.info("traffic_unseen", reason=f"more requests came than can be read in {limit_seconds:g} s")
                     return
                 self.poll(POLL_TIMEOUT_SECONDS)
         except KafkaTimeoutError as error:
@@ -123,17 +129,20 @@ class TrafficReader:
             self._retry_at = time.monotonic() + TRAFFIC_RETRY_SECONDS
 
     def close(self) -> None:
-        """Leave."""
+        """Close both consumers."""
         self._consumer.close()
         self._offset_consumer.close()
 
     def _has_unread(self, ends: dict[TopicPartition, int]) -> bool:
-        """Whether something of that is not read yet; a position that is being looked up again is before all."""
-        asked = 1000 * POLL_TIMEOUT_SECONDS
-        return any((self._consumer.position(part, timeout_ms=asked) or 0) < end for part, end in ends.items())
+        """True if a partition is not read up to its offset in `ends`.
+
+        A position that kafka-python is still looking up counts as 0.
+        """
+        timeout_ms = 1000 * POLL_TIMEOUT_SECONDS
+        return any((self._consumer.position(part, timeout_ms=timeout_ms) or 0) < end for part, end in ends.items())
 
     def _assign_new_partitions(self) -> None:
-        """Read those that are not read yet, from shortly before their end."""
+        """Start reading partitions that are not assigned yet, from `WARM_UP_RECORDS` before their end."""
         self._partitions_checked_at = time.monotonic()
         numbers = self._consumer.partitions_for_topic(self._topic) or set()
         added = {TopicPartition(self._topic, number) for number in numbers} - self._assigned
@@ -144,46 +153,47 @@ class TrafficReader:
             self._offset_consumer.end_offsets(sorted(added)),
         )
         self._assigned |= added
-        self._consumer.assign(sorted(self._assigned))  # those that were read before keep their position
+        self._consumer.assign(sorted(self._assigned))  # earlier partitions keep their position
         for partition in added:
             self._consumer.seek(partition, max(starts[partition], ends[partition] - WARM_UP_RECORDS))
 
     def _highest_scored(self, scored: list[ScoredRequest]) -> list[ScoredRequest]:
-        best, held = heapq.nlargest(self._settings.traffic, scored), 0
-        for place, (_, value) in enumerate(best):
-            held += len(value)
-            if held > MAX_BACKLOG_BYTES:
-                return best[:place]
+        """The best requests, best first: as many as the reservoir holds, within `MAX_BACKLOG_BYTES`."""
+        best, size_bytes = heapq.nlargest(self._settings.traffic, scored), 0
+        for index, (_, value) in enumerate(best):
+            size_bytes += len(value)
+            if size_bytes > MAX_BACKLOG_BYTES:
+                return best[:index]
         return best
 
     def _poll_scored(self, timeout: float) -> list[ScoredRequest]:
-        """Those of the next requests that the reservoir wants."""
-        wanted = []
+        """The requests among the next records that the reservoir selects, with their scores."""
+        selected = []
         for records in self._consumer.poll(timeout_ms=int(1000 * timeout), max_records=MAX_POLL_RECORDS).values():
             self._last_progress_at = time.monotonic()
             for record in records:
-                rank = self._engine.reservoir.offer(record.partition, record.offset, record.timestamp / 1000)
-                if rank is not None and len(record.value or b"") <= self._settings.max_record_bytes:
-                    wanted.append((rank, record.value or b""))
-        return wanted
+                score = self._engine.reservoir.offer(record.partition, record.offset, record.timestamp / 1000)
+                if score is not None and len(record.value or b"") <= self._settings.max_record_bytes:
+                    selected.append((score, record.value or b""))
+        return selected
 
     def _add_requests(self, scored: list[ScoredRequest]) -> None:
-        """Compute queries and hold them; what is no request is left out, for the replicas reject it."""
+        """Add the queries of these requests to the reservoir. Invalid requests are skipped; a replica rejects them."""
         prompts: dict[Prompt, float] = {}
-        for rank, value in scored:
+        for score, value in scored:
             try:
                 request = decode(value, Request, self._settings.max_record_bytes)
                 prompt = self._engine.model.task.tokenize(request.inputs)
             except (InvalidMessage, InputError):
                 continue
             if (query_D := self._query_cache.get(prompt)) is not None:
-                self._engine.add_traffic(rank, query_D, self._engine.model.task.wording(prompt))
+                self._engine.add_traffic(score, query_D, self._engine.model.task.wording(prompt))
             else:
-                prompts[prompt] = max(rank, prompts.get(prompt, rank))
+                prompts[prompt] = max(score, prompts.get(prompt, score))
         self._add_prompts(list(prompts.items()))
 
     def _add_prompts(self, scored_prompts: list[tuple[Prompt, float]]) -> None:
-        """A prompt on which the model fails is left out, its neighbours are not."""
+        """Run prompts in one batch. If the model fails, run each alone, and skip those on which it fails again."""
         if not scored_prompts:
             return
         queries_BD: Any = None
@@ -193,13 +203,13 @@ class TrafficReader:
             raise_if_device_lost(error)
             failure = repr(error)
         if queries_BD is not None:
-            for (prompt, rank), query_D in zip(scored_prompts, queries_BD, strict=True):
-                self._engine.add_traffic(rank, query_D, self._engine.model.task.wording(prompt))
+            for (prompt, score), query_D in zip(scored_prompts, queries_BD, strict=True):
+                self._engine.add_traffic(score, query_D, self._engine.model.task.wording(prompt))
                 self._query_cache[prompt] = query_D
             while len(self._query_cache) > self._settings.traffic:
                 self._query_cache.popitem(last=False)
         elif len(scored_prompts) == 1:
             log.warning("request_left_out", tokens=len(scored_prompts[0][0]), error=failure)
         else:
-            for one in scored_prompts:
-                self._add_prompts([one])
+            for scored_prompt in scored_prompts:
+                self._add_prompts([scored_prompt])

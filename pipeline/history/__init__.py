@@ -1,4 +1,4 @@
-"""The history in the log: read, replay, compare, branch and audit it."""
+"""The history in the log: read, replay, compare, branch, reproduce and audit it."""
 
 from gracestream.pipeline.history.active_corrections import iter_active_corrections
 from gracestream.pipeline.history.audit import Damage, Finding, audit_topics

@@ -1,4 +1,4 @@
-"""The corrections in force: what a codebook of another model, layer or name would have to be taught anew."""
+"""The corrections in force: the feedback to send to a codebook of another model, layer or name."""
 
 from collections.abc import Iterator
 
@@ -10,22 +10,22 @@ from gracestream.schemas.deltas import Delta
 
 
 def iter_active_corrections(settings: Settings, seq: int | None = None) -> Iterator[bytes]:
-    """The records of `feedback` behind the edits that hold after delta `seq`, or now, in the order in which they came.
+    """The records of `feedback` behind the edits in force after delta `seq`, or now, in their order.
 
-    Those that were undone, or that a later correction of the same input has superseded, are none. Those that the model
-    fulfilled already are some: they too are to stay right.
+    Without feedback that was undone, or superseded by a later correction of the same input. With corrections that the
+    unedited model already answered correctly, since these answers are protected, too.
 
     Raises:
-        HistoryError: the log is not one history, or there is no such delta.
-        KafkaError: it cannot be read.
+        HistoryError: the log is not one history, or has no such delta.
+        KafkaError: the log cannot be read.
     """
     memory = EditMemory()
 
-    def fold(_record: bytes, delta: Delta, codebook: Codebook) -> None:
+    def apply_to_memory(_record: bytes, delta: Delta, codebook: Codebook) -> None:
         memory.apply_delta(delta, codebook)
 
-    replay_deltas(settings, seq, on_applied=fold)
+    replay_deltas(settings, seq, on_applied=apply_to_memory)
     offsets = {memory.offsets[memory.feedback_id_of(name)] for name in memory.feedback_ids}
     if offsets:
-        found = read_topic(settings, FEEDBACK, min(offsets))
-        yield from (record.value for record in found if record.offset in offsets)
+        records = read_topic(settings, FEEDBACK, min(offsets))
+        yield from (record.value for record in records if record.offset in offsets)

@@ -1,4 +1,4 @@
-"""What changed between two points of a history, in words: which inputs are answered otherwise, and which entries."""
+"""Compares two points of a history: inputs whose edited answer differs, entries, and exceptions."""
 
 from collections.abc import Mapping
 from datetime import datetime
@@ -15,7 +15,7 @@ from gracestream.schemas.messages import Feedback, Inputs, to_display_text
 
 
 class InputChange(Struct, frozen=True):
-    """An input whose answer the edits fix otherwise: its target before and after; None is the bare model's answer."""
+    """An input whose edited answer differs: its target before and after; None: the unedited model answers."""
 
     inputs: str
     before: str | None
@@ -24,7 +24,7 @@ class InputChange(Struct, frozen=True):
 
 
 class ExceptionDiff(Struct, frozen=True):
-    """Inputs that an edit does not answer at one point, and may at the other. `excepted`: it is so after."""
+    """An exception that exists at one point only. `excepted`: True if that is the second point."""
 
     inputs: str
     except_from: str
@@ -33,7 +33,7 @@ class ExceptionDiff(Struct, frozen=True):
 
 
 class Diff(Struct, frozen=True):
-    """What differs: inputs and exceptions in order of their feedback, and by entry id what happened to it."""
+    """All differences: inputs and exceptions in the order of their feedback, and a description by entry id."""
 
     inputs: list[InputChange]
     entries: dict[str, str]
@@ -41,85 +41,92 @@ class Diff(Struct, frozen=True):
 
 
 HistoryPoint = int | datetime
-"""The state after a delta, or after the last one of a time."""
+"""A delta's seq, or a time: the state after its last delta."""
 
 
 def diff_history(settings: Settings, before: HistoryPoint, after: HistoryPoint) -> Diff:
-    """Compare two points of the history; the second may be the earlier one.
+    """Compare two points of the history. `after` may be the earlier one.
 
     Raises:
-        HistoryError: the log does not fold, or does not reach a point.
+        HistoryError: the log cannot be replayed, or does not reach a point.
     """
-    was, now = _replay_to(settings, before), _replay_to(settings, after)
+    before_state, after_state = _replay_to(settings, before), _replay_to(settings, after)
     corrections = KafkaHistory(settings).feedback_since(0)
-    then, later = _edited_targets(was.memory, corrections), _edited_targets(now.memory, corrections)
+    before_targets, after_targets = (
+        _edited_targets(before_state.memory, corrections),
+        _edited_targets(after_state.memory, corrections),
+    )
     inputs = []
-    for name, (_, feedback_id) in (then | later).items():
-        old, new = then.get(name, (None, ""))[0], later.get(name, (None, ""))[0]
-        if old != new:
-            inputs.append(InputChange(to_display_text(name), old, new, feedback_id))
-    names = sorted({*was.codebook.entry_ids, *now.codebook.entry_ids})
+    for name, (_, feedback_id) in (before_targets | after_targets).items():
+        before_target, after_target = before_targets.get(name, (None, ""))[0], after_targets.get(name, (None, ""))[0]
+        if before_target != after_target:
+            inputs.append(InputChange(to_display_text(name), before_target, after_target, feedback_id))
+    names = sorted({*before_state.codebook.entry_ids, *after_state.codebook.entry_ids})
     return Diff(
         inputs,
         {
-            name: _describe_entry_change(name, was.codebook, now.codebook)
+            name: _describe_entry_change(name, before_state.codebook, after_state.codebook)
             for name in names
-            if not entries_equal(name, was.codebook, now.codebook)
+            if not entries_equal(name, before_state.codebook, after_state.codebook)
         },
-        _diff_exceptions(was, now, corrections),
+        _diff_exceptions(before_state, after_state, corrections),
     )
 
 
 def _diff_exceptions(before: EditState, after: EditState, feedback: Mapping[int, Feedback]) -> list[ExceptionDiff]:
-    """The exceptions that are of one of two points alone."""
-    found = {}
-    for one, other, excepted in ((before, after, False), (after, before, True)):
-        for exception in one.codebook.exceptions:
-            if exception.feedback_id in other.codebook.exceptions:
+    """The exceptions that exist at one of the two points only, in the order of their feedback."""
+    diffs = {}
+    for present_in, absent_in, excepted in ((before, after, False), (after, before, True)):
+        for exception in present_in.codebook.exceptions:
+            if exception.feedback_id in absent_in.codebook.exceptions:
                 continue
-            offset = one.memory.offsets[exception.feedback_id]
-            sent = feedback.get(offset)
-            inputs = "" if sent is None or sent.inputs is UNSET else to_display_text(sent.inputs)
-            found[offset] = ExceptionDiff(inputs, exception.except_from, excepted, exception.feedback_id)
-    return [found[offset] for offset in sorted(found)]
+            offset = present_in.memory.offsets[exception.feedback_id]
+            correction = feedback.get(offset)
+            inputs = "" if correction is None or correction.inputs is UNSET else to_display_text(correction.inputs)
+            diffs[offset] = ExceptionDiff(inputs, exception.except_from, excepted, exception.feedback_id)
+    return [diffs[offset] for offset in sorted(diffs)]
 
 
 def _replay_to(settings: Settings, point: HistoryPoint) -> EditState:
+    """The codebook and edit memory at a point; empty at delta 0."""
     memory = EditMemory()
     seq, until = (None, point) if isinstance(point, datetime) else (point, None)
     codebook = replay_deltas(settings, seq, until, lambda _record, delta, codebook: memory.apply_delta(delta, codebook))
     if codebook is None:
         if point != 0:
             raise HistoryError(f"there are no deltas up to {point}")
-        codebook = Codebook(settings.codebook, model="", layer="")  # before the first delta: without an entry
+        codebook = Codebook(settings.codebook, model="", layer="")  # before the first delta: no entries
     return EditState(codebook, memory)
 
 
 def _edited_targets(memory: EditMemory, corrections: Mapping[int, Feedback]) -> dict[Inputs, tuple[str, str]]:
-    """By inputs: the target that entries give, and the id of the newest edit that says so."""
-    found: dict[Inputs, tuple[str, str]] = {}
-    served = [name for name in memory.feedback_ids if memory.serving_entry_id(name) != UNEDITED_MODEL]
-    for name in sorted(served, key=lambda name: (memory.offsets[memory.feedback_id_of(name)], name)):
+    """By input: the target that an entry answers, and the id of the newest edit with that input."""
+    targets: dict[Inputs, tuple[str, str]] = {}
+    served_by_entries = [name for name in memory.feedback_ids if memory.serving_entry_id(name) != UNEDITED_MODEL]
+    for name in sorted(served_by_entries, key=lambda name: (memory.offsets[memory.feedback_id_of(name)], name)):
         feedback_id = memory.feedback_id_of(name)
         correction = corrections.get(memory.offsets[feedback_id])
         if correction is None or correction.inputs is UNSET or correction.target is UNSET:
             continue
-        texts = {rephrase_name(feedback_id, number): one for number, one in enumerate(correction.rephrases, 1)}
-        found[texts.get(name, correction.inputs)] = correction.target, feedback_id
-    return found
+        rephrases = {
+            rephrase_name(feedback_id, number): rephrase for number, rephrase in enumerate(correction.rephrases, 1)
+        }
+        targets[rephrases.get(name, correction.inputs)] = correction.target, feedback_id
+    return targets
 
 
 def _describe_entry_change(entry_id: str, before: Codebook, after: Codebook) -> str:
+    """What changed of an entry, in words."""
     if entry_id not in after:
         return "removed"
     change = diff_entry(entry_id, before, after)
     if entry_id not in before:
         return f"new, radius {change.radius:.4g}"
-    changed = []
+    descriptions = []
     if change.radius is not UNSET:
-        changed.append(f"radius {before.radii_N[before.slot(entry_id)]:.4g} to {change.radius:.4g}")
+        descriptions.append(f"radius {before.radii_N[before.slot(entry_id)]:.4g} to {change.radius:.4g}")
     if change.value is not UNSET:
-        changed.append("another value")
+        descriptions.append("another value")
     if change.label is not UNSET:
-        changed.append("another target")
-    return ", ".join(changed)
+        descriptions.append("another target")
+    return ", ".join(descriptions)

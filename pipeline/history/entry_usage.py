@@ -1,4 +1,4 @@
-"""Who hits an entry: the predictions that it gave, as far as `predictions` still has them."""
+"""The usage of an entry: the predictions that it answered, as far as `predictions` retains them."""
 
 from msgspec import UNSET, Struct
 
@@ -7,10 +7,11 @@ from gracestream.pipeline.settings import Settings
 from gracestream.schemas.messages import InvalidMessage, Prediction, decode
 
 MAX_RECENT_ANSWERS = 10
+"""Answers that are returned one by one."""
 
 
 class EntryAnswer(Struct, frozen=True):
-    """One answer that an entry gave; `timestamp` is Kafka's, in seconds."""
+    """One prediction that an entry answered. `timestamp` is Kafka's, in seconds."""
 
     request_id: str
     timestamp: float
@@ -20,37 +21,39 @@ class EntryAnswer(Struct, frozen=True):
 
 
 class EntryUsage(Struct, frozen=True):
-    """How many answers an entry gave, and the newest of them, newest first."""
+    """The number of predictions that an entry answered, and the newest of them, newest first."""
 
     count: int
     recent: list[EntryAnswer]
 
 
 def read_entry_usage(settings: Settings, entry_id: str) -> EntryUsage:
-    """Read all of `predictions`; one request counts as often as it was answered."""
+    """The usage of an entry, from all of `predictions`. Repeated answers to one request count each."""
     count = 0
     recent: list[EntryAnswer] = []
     for record in read_topic(settings, PREDICTIONS):
-        hit = _parse_entry_answer(record.value, record.timestamp, entry_id)
-        if hit is not None:
+        answer = _parse_entry_answer(record.value, record.timestamp, entry_id)
+        if answer is not None:
             count += 1
-            recent.append(hit)
+            recent.append(answer)
             if len(recent) > 100 * MAX_RECENT_ANSWERS:
                 recent = _newest(recent)
     return EntryUsage(count, _newest(recent))
 
 
 def _newest(answers: list[EntryAnswer]) -> list[EntryAnswer]:
-    return sorted(answers, key=lambda hit: -hit.timestamp)[:MAX_RECENT_ANSWERS]
+    """The newest answers, newest first."""
+    return sorted(answers, key=lambda answer: -answer.timestamp)[:MAX_RECENT_ANSWERS]
 
 
 def _parse_entry_answer(value: bytes | None, timestamp: int, entry_id: str) -> EntryAnswer | None:
-    if value is None or b'"edit"' not in value:
+    """The answer in a record of `predictions` if this entry gave it; else None."""
+    if value is None or b'"edit"' not in value:  # most predictions are unedited: skip decoding them
         return None
     try:
         prediction = decode(value, Prediction)
     except InvalidMessage:
-        return None  # not of this pipeline's making
+        return None  # another program's record
     edit = prediction.edit
     if edit is UNSET or edit.entry_id != entry_id:
         return None

@@ -1,4 +1,4 @@
-"""Near misses: the requests that an entry might have answered and the unedited model did, from the topics."""
+"""Near misses: requests that an entry might have answered, but the unedited model did; read from the topics."""
 
 from collections.abc import Collection
 
@@ -10,7 +10,7 @@ from gracestream.pipeline.settings import Settings
 from gracestream.schemas.messages import Inputs, InvalidMessage, Prediction, Request, decode, peek_id
 
 BUFFER_FACTOR = 10
-"""Predictions that are held while reading, for each one that is wanted."""
+"""Predictions that are held while reading, per near miss that is asked for."""
 
 
 class NearMissRequest(Struct, frozen=True):
@@ -18,16 +18,17 @@ class NearMissRequest(Struct, frozen=True):
 
     Attributes:
         request_id: Of the request.
-        timestamp: Kafka's of the prediction, in seconds.
+        timestamp: Kafka's timestamp of the prediction, in seconds.
         entry_id: The entry that might have answered.
-        reason: Why it did not: `answer`, its value did not give its target; `wording`, the words ask for something
-            else, as `detail` says.
-        target: What the entry answers where it applies; empty where the replica that answered did not say.
-        distance: From its key to the query (Euclidean, layer's units).
+        reason: Why it did not. `distance`: the query lies a little outside the radius. `wording`: the prompt asks for
+            something else, as `detail` says. `answer`: its value did not predict its target.
+        distance: From the entry's key to the query (Euclidean, in the layer's units).
         radius: Of the entry.
         answer: The unedited answer that was published: text or label.
-        replica: Which published it.
-        inputs: The request's; None where `requests` does not have it any more.
+        replica: The name of the replica that answered.
+        inputs: Of the request; None if `requests` has deleted it.
+        detail: The disagreement of the wordings; empty for other reasons.
+        target: The entry's answer where it applies; empty if the replica did not report it.
     """
 
     request_id: str
@@ -44,38 +45,40 @@ class NearMissRequest(Struct, frozen=True):
 
 
 def find_near_misses(settings: Settings, limit: int, entry_id: str | None = None) -> list[NearMissRequest]:
-    """The newest near misses, at most so many, newest first; one request counts once. Of one entry if it is named.
+    """The newest near misses, newest first and at most `limit`, of one entry if it is named. Each request counts once.
 
-    Reads all of `predictions`, and of `requests` if there is any near miss.
+    Reads all of `predictions`, and all of `requests` if there is a near miss.
 
     Raises:
         TopicError: a topic is missing.
         KafkaTimeoutError: Kafka stopped answering.
     """
-    found: dict[str, NearMissRequest] = {}
+    newest_by_id: dict[str, NearMissRequest] = {}
     for record in read_topic(settings, PREDICTIONS):
-        missed = _parse_near_miss(record.value, record.timestamp)
-        if missed is None or entry_id not in (None, missed.entry_id):
+        near_miss = _parse_near_miss(record.value, record.timestamp)
+        if near_miss is None or entry_id not in (None, near_miss.entry_id):
             continue
-        known = found.get(missed.request_id)
-        if known is None or known.timestamp <= missed.timestamp:
-            found[missed.request_id] = missed
-        if len(found) > BUFFER_FACTOR * limit:
-            found = _newest(found, limit)
-    found = _newest(found, limit)
-    inputs = _read_inputs(settings, found) if found else {}
-    return [replace(missed, inputs=inputs.get(request_id)) for request_id, missed in found.items()]
+        earlier = newest_by_id.get(near_miss.request_id)
+        if earlier is None or earlier.timestamp <= near_miss.timestamp:
+            newest_by_id[near_miss.request_id] = near_miss
+        if len(newest_by_id) > BUFFER_FACTOR * limit:
+            newest_by_id = _newest(newest_by_id, limit)
+    newest_by_id = _newest(newest_by_id, limit)
+    inputs = _read_inputs(settings, newest_by_id) if newest_by_id else {}
+    return [replace(near_miss, inputs=inputs.get(request_id)) for request_id, near_miss in newest_by_id.items()]
 
 
 class MatchedRequest(Struct, frozen=True):
-    """A request that an entry answered, or might have; `inputs` is None where `requests` has them no more."""
+    """A request that an entry answered or might have answered; `inputs` is None if `requests` has deleted it."""
 
     entry_id: str
     inputs: Inputs | None
 
 
 def find_matched_requests(settings: Settings, request_ids: Collection[str]) -> dict[str, MatchedRequest]:
-    """Of these requests those that an entry answered, or might have, by request id; by the newest prediction of each.
+    """Those of the requests that an entry answered or might have answered, by request id.
+
+    The newest prediction of each request counts.
 
     Raises:
         TopicError: a topic is missing.
@@ -90,21 +93,25 @@ def find_matched_requests(settings: Settings, request_ids: Collection[str]) -> d
             prediction = decode(record.value, Prediction)
         except InvalidMessage:
             continue  # another program's record
-        named = prediction.near_miss if prediction.edit is UNSET else prediction.edit
+        match = prediction.near_miss if prediction.edit is UNSET else prediction.edit
         entries.pop(request_id, None)
-        if named is not UNSET:
-            entries[request_id] = named.entry_id
+        if match is not UNSET:
+            entries[request_id] = match.entry_id
     inputs = _read_inputs(settings, entries) if entries else {}
     return {request_id: MatchedRequest(entry_id, inputs.get(request_id)) for request_id, entry_id in entries.items()}
 
 
 def _newest(near_misses_by_id: dict[str, NearMissRequest], limit: int) -> dict[str, NearMissRequest]:
-    newest = sorted(near_misses_by_id.values(), key=lambda missed: (-missed.timestamp, missed.request_id))[:limit]
-    return {missed.request_id: missed for missed in newest}
+    """The newest near misses, newest first, at most `limit`."""
+    newest = sorted(near_misses_by_id.values(), key=lambda near_miss: (-near_miss.timestamp, near_miss.request_id))[
+        :limit
+    ]
+    return {near_miss.request_id: near_miss for near_miss in newest}
 
 
 def _parse_near_miss(value: bytes | None, timestamp: int) -> NearMissRequest | None:
-    if value is None or b'"near_miss"' not in value:
+    """The near miss in a record of `predictions`; None if it has none."""
+    if value is None or b'"near_miss"' not in value:  # most predictions have none: skip decoding them
         return None
     try:
         prediction = decode(value, Prediction)
@@ -128,13 +135,13 @@ def _parse_near_miss(value: bytes | None, timestamp: int) -> NearMissRequest | N
 
 
 def _read_inputs(settings: Settings, request_ids: Collection[str]) -> dict[str, Inputs]:
-    """By request id; of a request that was sent more than once the last."""
-    found: dict[str, Inputs] = {}
+    """Inputs by request id; of a request that was sent more than once, those of the last."""
+    inputs: dict[str, Inputs] = {}
     for record in read_topic(settings, REQUESTS):
         if peek_id(record.value, "request_id") in request_ids:
             try:
                 request = decode(record.value, Request)
             except InvalidMessage:
                 continue
-            found[request.request_id] = request.inputs
-    return found
+            inputs[request.request_id] = request.inputs
+    return inputs

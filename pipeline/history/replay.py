@@ -1,4 +1,7 @@
-"""Replay: the codebook at any point of its history, from `deltas` alone (design, section 5, point 8)."""
+"""Replay: the codebook at any point of its history, from `deltas` alone (docs/explanation/consistency.md).
+
+Each record's digest is checked, so the result is equal to the recorded codebook, bit for bit.
+"""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import datetime
@@ -16,16 +19,25 @@ from gracestream.schemas.deltas import Delta, EntryChange, ExceptionChange, deco
 from gracestream.schemas.messages import InvalidMessage, to_display_text
 
 OnApplied = Callable[[bytes, Delta, Codebook], object]
-"""Called with each record that counts, what it says, and the codebook that has just applied it."""
+"""Called for each applied record, with the record, its delta, and the codebook after it."""
 
 
 class HistoryStep(Struct, frozen=True):
-    """One delta in words. `timestamp` is Kafka's, in seconds; `entries` says what happened to each entry.
+    """One delta, described.
 
-    An exception counts as something that happened to the entries that it is of.
-
-    `outcome` is the status that the sender of the feedback got. A correction that the model fulfilled already is
-    `unchanged`, and its delta an `expand`. It is None where no feedback is behind the delta, or `edits` does not tell.
+    Attributes:
+        seq: Of the delta.
+        term: Of the delta.
+        op: Of the delta.
+        outcome: The status that the sender of the feedback got. A correction that the unedited model already answered
+            has `unchanged`, though its delta is an `expand`. None without feedback, or if `edits` has no outcome.
+        timestamp: Kafka's, in seconds.
+        feedback_id: Of the feedback behind the delta; None if there is none.
+        author: Of that feedback; None if it names none.
+        inputs: Of that feedback, for display; None if there are none.
+        target: Of that feedback; None if there is none.
+        undoes: The ids of the feedback that an undo takes back.
+        entries: By entry id, what happened to the entry. An exception counts for the entries that it concerns.
     """
 
     seq: int
@@ -47,13 +59,13 @@ def replay_deltas(
     until: datetime | None = None,
     on_applied: OnApplied = lambda *_: None,
 ) -> Codebook | None:
-    """Fold the log up to delta `seq`, or to the last one of `until`; None where there is nothing up to there.
+    """The codebook at delta `seq`, or after the last delta of time `until`; None if there is no delta up to there.
 
     Raises:
-        HistoryError: the log does not fold: a gap, a broken digest, a record that cannot be read.
+        HistoryError: the log has a gap, a wrong digest, a record that cannot be read, or no delta `seq` yet.
     """
-    folded = replay_with_offset(settings, seq, until, on_applied)
-    return None if folded is None else folded.codebook
+    snapshot = replay_with_offset(settings, seq, until, on_applied)
+    return None if snapshot is None else snapshot.codebook
 
 
 def replay_with_offset(
@@ -62,12 +74,12 @@ def replay_with_offset(
     until: datetime | None = None,
     on_applied: OnApplied = lambda *_: None,
 ) -> Snapshot | None:
-    """As `replay_deltas`, with the offset of the last delta that counts."""
+    """As `replay_deltas`, with the offset of the last applied delta."""
     codebook: Codebook | None = None
-    last = -1
+    last_offset = -1
 
-    def fold(record: bytes, offset: int, timestamp: int) -> bool:
-        nonlocal codebook, last
+    def apply(record: bytes, offset: int, timestamp: int) -> bool:
+        nonlocal codebook, last_offset
         if until is not None and timestamp > 1000 * until.timestamp():
             return False
         if codebook is None:
@@ -77,57 +89,64 @@ def replay_with_offset(
             return False
         applied = codebook.apply(record)
         if applied is not None:
-            last = offset
+            last_offset = offset
             on_applied(record, applied.delta, codebook)
         return True
 
-    read_history(settings, fold)
+    read_history(settings, apply)
     if codebook is not None and seq is not None and codebook.seq < seq:
         raise HistoryError(f"the log ends at delta {codebook.seq}; there is no {seq} yet")
-    return Snapshot(codebook, last) if codebook is not None and codebook.seq else None
+    return Snapshot(codebook, last_offset) if codebook is not None and codebook.seq else None
 
 
 def history_steps(settings: Settings) -> Iterator[HistoryStep]:
-    """Every delta that counts, in words, with the correction behind it."""
+    """Every delta that counts, described, with the feedback behind it.
+
+    Deltas of a lower term than an earlier one do not count: a fenced editor wrote them.
+
+    Raises:
+        HistoryError: a record cannot be read.
+        KafkaError: a topic cannot be read.
+    """
     steps: list[tuple[int | None, HistoryStep]] = []
-    known: set[str] = set()
+    existing_entries: set[str] = set()
     exceptions: dict[str, ExceptionChange] = {}
 
-    def keep(record: bytes, _offset: int, timestamp: int) -> None:
+    def add_step(record: bytes, _offset: int, timestamp: int) -> None:
         delta = _decode_record(record)
         if not steps or delta.term >= steps[-1][1].term:
-            step = _make_step(delta, timestamp / 1000, known, exceptions)
+            step = _make_step(delta, timestamp / 1000, existing_entries, exceptions)
             steps.append((None if delta.cause is UNSET else delta.cause.offset, step))
             for change in delta.entries:
-                (known.discard if change.removed else known.add)(change.entry_id)
+                (existing_entries.discard if change.removed else existing_entries.add)(change.entry_id)
             for exception in delta.exceptions:
                 exceptions[exception.feedback_id] = exception
 
-    read_history(settings, keep)
+    read_history(settings, add_step)
     offsets = [offset for offset, _ in steps if offset is not None]
     history = KafkaHistory(settings)
     corrections = history.feedback_since(min(offsets)) if offsets else {}
     statuses = history.outcome_statuses() if offsets else {}
     for offset, step in steps:
-        asked = None if offset is None else corrections.get(offset)
+        feedback = None if offset is None else corrections.get(offset)
         yield replace(
             step,
             outcome=None if offset is None else statuses.get(offset),
-            inputs=None if asked is None or asked.inputs is UNSET else to_display_text(asked.inputs),
-            target=None if asked is None or asked.target is UNSET else asked.target,
+            inputs=None if feedback is None or feedback.inputs is UNSET else to_display_text(feedback.inputs),
+            target=None if feedback is None or feedback.target is UNSET else feedback.target,
         )
 
 
 def _make_step(
     delta: Delta, timestamp: float, existing_entries: Collection[str], exceptions: Mapping[str, ExceptionChange]
 ) -> HistoryStep:
-    """Describe a delta without the correction that caused it, given the entries and exceptions before it."""
+    """A delta, described without its feedback, given the entries and exceptions before it."""
     cause = delta.cause
     entries = {change.entry_id: _describe_change(change, existing_entries) for change in delta.entries}
     for exception in delta.exceptions:
-        what = f"exception {exception.feedback_id}" + (" ended" if exception.removed else "")
+        description = f"exception {exception.feedback_id}" + (" ended" if exception.removed else "")
         for entry_id in exceptions.get(exception.feedback_id, exception).entry_ids or exception.entry_ids:
-            entries[entry_id] = ", ".join(filter(None, (entries.get(entry_id), what)))
+            entries[entry_id] = ", ".join(filter(None, (entries.get(entry_id), description)))
     return HistoryStep(
         seq=delta.seq,
         term=delta.term,
@@ -151,9 +170,10 @@ def _decode_record(record: bytes) -> Delta:
 
 
 def _describe_change(change: EntryChange, existing_entries: Collection[str]) -> str:
+    """What happened to an entry, in words."""
     if change.removed:
         return "removed"
     if change.entry_id not in existing_entries:
         return f"new, radius {change.radius:.4g}"
-    changed = [f"radius {change.radius:.4g}"] if change.radius is not UNSET else []
-    return ", ".join([*changed, *(["another value"] if change.value is not UNSET else [])])
+    descriptions = [f"radius {change.radius:.4g}"] if change.radius is not UNSET else []
+    return ", ".join([*descriptions, *(["another value"] if change.value is not UNSET else [])])

@@ -1,16 +1,20 @@
-"""Replay with training anew: the same corrections through the same engine (design, section 5, point 8).
+"""Reproduces a history: makes every decision again, values included, and compares it with the recorded one.
 
-Each decision is compared with the recorded one. Corrections come from `feedback`; what a decision saw of `requests`
-stands in its delta, since requests are kept for days and deltas for ever, and so does the plan of each term. Under the
-same versions and on the same device every record comes out the same, byte for byte; elsewhere the decisions do, and
-values differ by rounding.
+Inputs (docs/explanation/determinism.md):
 
-What left no delta is decided again too, on the codebook that it was decided on, as its outcome on `edits` tells: what
-was rejected, be it that no value was found, that the model cannot take the input or failed on it, or that the id was
-used; the same correction again, which was unchanged; and undos of nothing. Its status must be the same again; the
-reason may be in other words and numbers. Not decided again is what no codebook and no model had a part in: feedback
-that could not be read, and what admission refused: copies of signed feedback, and by the limits and the list of authors
-of that minute.
+- Corrections come from `feedback`, which is kept for ever.
+- What a decision saw of `requests` is recorded in its delta, because requests are deleted after days. So is the
+  configuration of each term.
+- A decision without a delta is recorded by its outcome on `edits`: rejections, unchanged repetitions, undos of nothing.
+
+Guarantees:
+
+1. With the same versions on the same device, every record is reproduced byte for byte.
+2. Elsewhere the decisions are the same, and values differ by rounding.
+3. A decision without a delta must have the same status again. Its reason may have other words and numbers.
+
+Not reproduced: results in which neither codebook nor model took part. These are unreadable feedback, copies of signed
+feedback, and rejections by rate limits or by the list of authors at that time.
 """
 
 from collections import defaultdict
@@ -41,20 +45,20 @@ from gracestream.schemas.deltas import Cause, Delta, EntryChange, Seen, Standing
 from gracestream.schemas.messages import Feedback
 
 MAX_CACHED_BATCHES = 64
-"""Of values that were trained together; as many as an editor can have made at once."""
+"""Batch-trained values that are cached; an editor has at most this many at the same time."""
 
 
 class ReproductionReport(Struct):
-    """How far the retrained history is the recorded one.
+    """How far the reproduced history equals the recorded one.
 
     Attributes:
-        decisions: Feedback that was decided on anew; `lead` deltas are none.
-        same_decisions: Those that did the same to the same entries, or left no delta for the same status.
-        same_records: Those of them that left a delta which is equal in every bit.
-        same_fruitless: Those of them that left no delta.
+        decisions: Feedback that was decided again; `lead` deltas do not count.
+        same_decisions: Decisions with the same effect on the same entries, or without a delta and with the same status.
+        same_records: Those of them with a delta that is equal in every bit.
+        same_fruitless: Those of them without a delta.
         value_difference: The largest difference of a number in a value, in the layer's units.
-        first_difference: Where and how the first decision differs; retraining ends there.
-        other_environment: Versions, device and the like that were other ones then: what was, and what is.
+        first_difference: Where and how the first decision differs; reproduction ends there.
+        other_environment: Versions, device and the like that differ: recorded and present value by name.
     """
 
     decisions: int = 0
@@ -67,12 +71,16 @@ class ReproductionReport(Struct):
 
 
 class ReproductionRun:
-    """Feed it the records of `deltas` in order, then `finish_seq`; `records` are the reproduced ones.
+    """A reproduction in progress: call `reproduce` with the records of `deltas` in order, then `finish_seq`.
 
-    Each term is decided with as many torch threads as its editor had, which holds for the whole process.
+    `records` holds the reproduced deltas. Each term uses as many torch threads as its editor had; this setting holds
+    for the whole process.
 
-    `feedback_by_offset` is all feedback by offset; `describe_environment` tells what is recorded of a term under a
-    plan; `no_change_decisions` are the decisions that left no delta, in the order of feedback.
+    Args:
+        model: The model of the history.
+        feedback_by_offset: All feedback, by offset.
+        describe_environment: Returns the environment that a `lead` delta records under a configuration.
+        no_change_decisions: The decisions without a delta, in the order of feedback.
     """
 
     def __init__(
@@ -92,34 +100,34 @@ class ReproductionRun:
         self._engine: EditEngine | None = None
         self._term = 0
         self._drafts_by_batch: dict[tuple[int, ...], dict[int, DraftValue]] = {}
-        """What was trained together of late, by offsets: the next decisions may want the rest of it."""
+        """Recently trained batches by the offsets of their feedback; the next decisions may need the other values."""
         self._no_change_decisions: dict[tuple[int, int], list[NoChangeDecision]] = defaultdict(list)
-        """By term and seq of the codebook."""
-        for one in no_change_decisions:
-            self._no_change_decisions[one.term, one.seq].append(one)
+        """By term and seq of the codebook that they were made on."""
+        for decision in no_change_decisions:
+            self._no_change_decisions[decision.term, decision.seq].append(decision)
 
     @property
     def codebook(self) -> Codebook | None:
-        """What has come out so far."""
+        """The reproduced codebook; None before the first `lead`."""
         return None if self._engine is None else self._engine.codebook
 
     def for_each_delta(self, on_record: Callable[[bytes], bool]) -> None:
-        """The retrained history, for an undo in it."""
+        """Pass the reproduced deltas to `on_record` until it returns False; an undo reads its history here."""
         all(map(on_record, self.records))
 
     def feedback_since(self, since: int) -> Mapping[int, Feedback]:
-        """The feedback from an offset on."""
-        return {offset: one for offset, one in self._feedback_by_offset.items() if offset >= since}
+        """The feedback from an offset on, by offset."""
+        return {offset: feedback for offset, feedback in self._feedback_by_offset.items() if offset >= since}
 
     def reproduce(self, record: bytes) -> bool:
-        """Decide on what was decided up to the next record, and by it; False once a decision has come out otherwise.
+        """Reproduce the decisions before this record, then its own; False once a decision differs.
 
         Raises:
-            HistoryError: the record cannot be read, or the history is of another model.
+            HistoryError: the record cannot be read, its feedback is missing, or the history is of another model.
         """
         delta = decode_delta(record)
         if delta.term < self._term:
-            return True  # an editor that was no longer in charge; every reader drops it
+            return True  # written by a fenced editor; every reader skips it
         if not self.finish_seq():
             return False
         self._term = delta.term
@@ -130,61 +138,71 @@ class ReproductionRun:
         return self._reproduce_delta(self._engine, delta)
 
     def finish_seq(self) -> bool:
-        """Decide on what left no delta on the codebook as it is now; False where a decision has come out otherwise."""
+        """Reproduce the decisions without a delta on the present codebook; False if one differs."""
         if self._engine is None:
             return True
-        book = self._engine.codebook
+        codebook = self._engine.codebook
         return all(
-            self._reproduce_no_change(self._engine, one)
-            for one in self._no_change_decisions.pop((book.term, book.seq), [])
+            self._reproduce_no_change(self._engine, decision)
+            for decision in self._no_change_decisions.pop((codebook.term, codebook.seq), [])
         )
 
     def _reproduce_delta(self, engine: EditEngine, delta: Delta) -> bool:
-        """Whether a decision that left a delta leaves the same one again, numbers apart; which is applied then."""
+        """Reproduce a decision with a delta, and apply it; False if it differs in more than numbers."""
         cause = delta.cause
         if cause is UNSET:
             raise HistoryError(f"no feedback is behind delta {delta.seq}, so it cannot be decided anew")
         self.report.decisions += 1
-        place = f"delta {delta.seq}"
-        feedback = self._feedback_at(cause.offset, place)
+        position = f"delta {delta.seq}"
+        feedback = self._feedback_at(cause.offset, position)
         engine.memory.remember_contexts(delta.decided)
-        read = {} if cause.traffic is UNSET else cause.traffic
-        engine.reservoir.positions = {int(partition): end for partition, end in read.items()}
-        seen = None if cause.seen is UNSET else cause.seen
-        edited = self._decide(engine, feedback, cause.offset, seen, cause.standing, cause.together)
-        if edited.delta_record is None:
-            assert edited.outcome is not None
-            how = f"it is {edited.outcome.status} now: {edited.reason}"
-            return self._record_difference(place, cause.feedback_id, cause.offset, how)
-        ours = decode_delta(edited.delta_record)
-        if (other := _describe_difference(delta, ours)) is not None:
-            return self._record_difference(place, cause.feedback_id, cause.offset, other)
+        read_positions = {} if cause.traffic is UNSET else cause.traffic
+        engine.reservoir.positions = {int(partition): end for partition, end in read_positions.items()}
+        context = None if cause.seen is UNSET else cause.seen
+        result = self._decide(engine, feedback, cause.offset, context, cause.standing, cause.together)
+        if result.delta_record is None:
+            assert result.outcome is not None
+            description = f"it is {result.outcome.status} now: {result.reason}"
+            return self._record_difference(position, cause.feedback_id, cause.offset, description)
+        reproduced = decode_delta(result.delta_record)
+        if (difference := _describe_difference(delta, reproduced)) is not None:
+            return self._record_difference(position, cause.feedback_id, cause.offset, difference)
         self.report.same_decisions += 1
-        self.report.same_records += _without_digest(delta) == _without_digest(ours)
-        self.report.value_difference = max(self.report.value_difference, _max_value_difference(delta, ours))
-        self._apply(edited.delta_record)
+        self.report.same_records += _without_digest(delta) == _without_digest(reproduced)
+        self.report.value_difference = max(self.report.value_difference, _max_value_difference(delta, reproduced))
+        self._apply(result.delta_record)
         return True
 
     def _reproduce_no_change(self, engine: EditEngine, decision: NoChangeDecision) -> bool:
-        """Whether a decision that left no delta comes to the same status again."""
-        was, place = decision.outcome, f"after delta {decision.seq}"
+        """Reproduce a decision without a delta; False if its status differs."""
+        recorded, position = decision.outcome, f"after delta {decision.seq}"
         self.report.decisions += 1
-        feedback = self._feedback_at(decision.offset, f"a decision {place}")
-        edited = self._decide(engine, feedback, decision.offset, decision.context, decision.standing)
-        assert edited.outcome is not None
-        if edited.outcome.status != was.status:
-            before = f"{was.status!r} ({was.reason})" if was.status == "rejected" else repr(was.status)
-            now = f"{edited.outcome.status!r} now" + (f": {edited.reason}" if edited.reason else "")
-            return self._record_difference(place, was.feedback_id, decision.offset, f"it was {before} and is {now}")
+        feedback = self._feedback_at(decision.offset, f"a decision {position}")
+        result = self._decide(engine, feedback, decision.offset, decision.context, decision.standing)
+        assert result.outcome is not None
+        if result.outcome.status != recorded.status:
+            before = (
+                f"{recorded.status!r} ({recorded.reason})" if recorded.status == "rejected" else repr(recorded.status)
+            )
+            now = f"{result.outcome.status!r} now" + (f": {result.reason}" if result.reason else "")
+            return self._record_difference(
+                position, recorded.feedback_id, decision.offset, f"it was {before} and is {now}"
+            )
         self.report.same_decisions += 1
         self.report.same_fruitless += 1
         return True
 
     def _start_term(self, delta: Delta) -> None:
+        """Begin a term with the recorded configuration and number of threads, and compare environments.
+
+        Raises:
+            HistoryError: the history is of another model or layer.
+        """
         environment = {} if delta.environment is UNSET else delta.environment
-        plan = edit_config_from_lead(environment)
+        config = edit_config_from_lead(environment)
         if environment.get("threads", "").isdecimal():
-            torch.set_num_threads(int(environment["threads"]))  # sums come out otherwise with another number of them
+            # The number of threads changes the order of sums, and so their rounding.
+            torch.set_num_threads(int(environment["threads"]))
         if self._engine is None:
             if (delta.model, delta.layer) != (self._model.fingerprint, self._model.layer):
                 raise HistoryError(
@@ -192,15 +210,22 @@ class ReproductionRun:
                     f" {self._model.fingerprint[:12]}… at {self._model.layer}: set --model, --layer,"
                     f" GRACESTREAM_QUERY, _ENCODER and _REPLACE each {original_setting_hint(delta)}"
                 )
-            self._engine = EditEngine(self._model, delta.codebook, plan)
-        self._engine.config = plan
-        now = self._describe_environment(plan)
+            self._engine = EditEngine(self._model, delta.codebook, config)
+        self._engine.config = config
+        present = self._describe_environment(config)
         self.report.other_environment |= {
-            name: (value, now[name]) for name, value in environment.items() if name in now and now[name] != value
+            name: (value, present[name])
+            for name, value in environment.items()
+            if name in present and present[name] != value
         }
         self._apply(self._engine.next_delta("lead", term=delta.term, environment=delta.environment))
 
     def _feedback_at(self, offset: int, consumer_name: str) -> Feedback:
+        """The feedback at an offset.
+
+        Raises:
+            HistoryError: it is missing.
+        """
         if offset not in self._feedback_by_offset:
             raise HistoryError(f"the feedback behind {consumer_name} is not there, so it cannot be decided anew")
         return self._feedback_by_offset[offset]
@@ -214,22 +239,26 @@ class ReproductionRun:
         standing: Standing | UnsetType,
         batch_offsets: tuple[int, ...] = (),
     ) -> EditResult:
+        """The engine's decision, made as the editor makes it; `context` are the recorded inputs."""
         try:
             if feedback.is_undo:
                 return undo(engine, feedback, offset, self, standing=standing)
             if feedback.is_exception:
                 return decide_exception(engine, feedback, offset, standing)
-            ahead = self._train_batch(engine, batch_offsets).pop(offset, None) if batch_offsets else None
-            return engine.edit(feedback, offset, None if context is None else ReplayContext(context), ahead, standing)
+            draft = self._train_batch(engine, batch_offsets).pop(offset, None) if batch_offsets else None
+            return engine.edit(feedback, offset, None if context is None else ReplayContext(context), draft, standing)
         except Exception as error:  # noqa: BLE001  (as the editor does)
             return model_failure(feedback, error)
 
     def _train_batch(self, engine: EditEngine, batch_offsets: tuple[int, ...]) -> dict[int, DraftValue]:
-        """What comes of training the values of the feedback at these offsets in one batch."""
+        """The values of the feedback at these offsets, trained as one batch; cached.
+
+        Batches entirely before this one are dropped: decisions come in the order of offsets.
+        """
         if batch_offsets not in self._drafts_by_batch:
-            first = min(batch_offsets)
+            first_offset = min(batch_offsets)
             self._drafts_by_batch = {
-                others: found for others, found in self._drafts_by_batch.items() if max(others) >= first
+                offsets: drafts for offsets, drafts in self._drafts_by_batch.items() if max(offsets) >= first_offset
             }
             corrections = [
                 (self._feedback_at(offset, f"a batch with offset {offset}"), offset) for offset in batch_offsets
@@ -245,36 +274,44 @@ class ReproductionRun:
         self._engine.apply(record)
 
     def _record_difference(self, position: str, feedback_id: str, offset: int, description: str) -> Literal[False]:
+        """Record where and how a decision differs; always False."""
         self.report.first_difference = f"{position} (feedback {feedback_id!r}, offset {offset}): {description}"
         return False
 
 
 def _without_digest(delta: Delta) -> Delta:
-    """A delta but for its digest, which follows from all before it."""
+    """The delta without its digest, which depends on every delta before it."""
     return msgspec.structs.replace(delta, digest=b"")
 
 
 def _describe_difference(recorded: Delta, reproduced: Delta) -> str | None:
-    """In words how a decision differs, numbers apart; None where it is the same."""
+    """How a decision differs, numbers apart; None if it is the same."""
     if recorded.op != reproduced.op:
         return f"it was {recorded.op!r} and is {reproduced.op!r} now"
-    was, now = (
-        None if d.cause is UNSET else (d.cause.entry_id, d.cause.supersedes, *_rephrase_entries(d.cause))
-        for d in (recorded, reproduced)
+    recorded_serving, reproduced_serving = (
+        None
+        if delta.cause is UNSET
+        else (delta.cause.entry_id, delta.cause.supersedes, *_rephrase_entries(delta.cause))
+        for delta in (recorded, reproduced)
     )
-    if was != now:
-        return f"it was served by {was} and is by {now} now"
-    entries, again = ({_change_signature(change) for change in d.entries} for d in (recorded, reproduced))
-    before, after = _format_entry_ids(entries - again), _format_entry_ids(again - entries)
+    if recorded_serving != reproduced_serving:
+        return f"it was served by {recorded_serving} and is by {reproduced_serving} now"
+    recorded_changes, reproduced_changes = (
+        {_change_signature(change) for change in delta.entries} for delta in (recorded, reproduced)
+    )
+    before, after = (
+        _format_entry_ids(recorded_changes - reproduced_changes),
+        _format_entry_ids(reproduced_changes - recorded_changes),
+    )
     if before != after:
         return f"it changed {before} and changes {after} now"
-    if entries != again:
+    if recorded_changes != reproduced_changes:
         return f"it changes {after} to another target, or other fields of it"
     return _describe_effect_difference(recorded, reproduced)
 
 
 def _describe_effect_difference(recorded: Delta, reproduced: Delta) -> str | None:
-    """The same, of what a decision does beside changing entries."""
+    """How the exceptions or the edits in force differ; None if they are the same."""
     if _exception_signatures(recorded) != _exception_signatures(reproduced):
         return "it makes or ends other exceptions"
     if recorded.edits and _edit_signatures(recorded) != _edit_signatures(reproduced):
@@ -283,16 +320,16 @@ def _describe_effect_difference(recorded: Delta, reproduced: Delta) -> str | Non
 
 
 def _change_signature(change: EntryChange) -> tuple[str, bool, object, tuple[bool, ...]]:
-    """What of an entry changed, without the numbers."""
+    """What changed of an entry, without the numbers."""
     fields = (change.key, change.value, change.radius)
     return change.entry_id, change.removed, change.label, tuple(field is not UNSET for field in fields)
 
 
 def _rephrase_entries(cause: Cause) -> list[str]:
-    """What serves each rephrase."""
+    """The entry that serves each rephrase."""
     return [
-        "left out" if one.left_out else "the bare model" if one.entry_id is UNSET else one.entry_id
-        for one in cause.rephrases
+        "left out" if rephrase.left_out else "the unedited model" if rephrase.entry_id is UNSET else rephrase.entry_id
+        for rephrase in cause.rephrases
     ]
 
 
@@ -305,12 +342,20 @@ def _edit_signatures(delta: Delta) -> set[tuple[str, object, bool]]:
 
 
 def _exception_signatures(delta: Delta) -> set[tuple[str, tuple[str, ...], bool]]:
-    return {(one.feedback_id, one.entry_ids, one.removed) for one in delta.exceptions}
+    return {(change.feedback_id, change.entry_ids, change.removed) for change in delta.exceptions}
 
 
 def _max_value_difference(recorded: Delta, reproduced: Delta) -> float:
-    theirs = {change.entry_id: change.value for change in reproduced.entries}
-    pairs = [(change.value, theirs[change.entry_id]) for change in recorded.entries if change.value is not UNSET]
+    """The largest difference of a number in the values of both deltas; 0 if there are none."""
+    reproduced_values = {change.entry_id: change.value for change in reproduced.entries}
+    pairs = [
+        (change.value, reproduced_values[change.entry_id]) for change in recorded.entries if change.value is not UNSET
+    ]
     return max(
-        (float(np.abs(was.array() - now.array()).max()) for was, now in pairs if isinstance(now, Tensor)), default=0.0
+        (
+            float(np.abs(recorded_value.array() - reproduced_value.array()).max())
+            for recorded_value, reproduced_value in pairs
+            if isinstance(reproduced_value, Tensor)
+        ),
+        default=0.0,
     )

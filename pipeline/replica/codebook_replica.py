@@ -1,19 +1,27 @@
-"""A replica's codebook, kept at the head that Redis names (design, section 5, points 4 to 6 and 9).
+"""A replica's codebook, kept at the head that Redis names (docs/explanation/consistency.md).
 
-The contract:
+Guarantees:
 
-1. It changes in `advance` alone, in the thread that runs the model, between micro-batches. At start, before there are
-   any, it may begin as a snapshot that is no further than the head.
-2. It holds what the head names, and never less than it held before: a Redis that went backwards is not followed.
-3. Redis is untrusted input. While it does not answer, or says otherwise than the log, the codebook stays as it is, and
-   after a grace period follows the log's end; `degraded` says so. A head behind the log begins a new grace period only
-   where it is the highest since it fell behind. Doubt that returns within a grace period is the same doubt, and
-   `degraded` stays until there has been none for a grace period. A digest that is not the log's is a fault only once
-   it has stood for the grace period and the log has been read to its end meanwhile: then there are two histories.
-4. A record of `deltas` that cannot be read or applied is a fault as soon as it was read, whether it is live or not.
-5. Radii are the log's. Those in Redis are compared with them; a difference is counted, logged, and not served.
-6. No batch waits for a Redis that lately did not answer a question in time: see `redis_away`. A head that is not read
-   in time holds up one batch; the next waits only after a grace period without such a head.
+1. The codebook changes in `sync_to_head` alone, in the model's thread, between micro-batches. Only at start, before any
+   batch, it may be replaced by a snapshot that is not ahead of the head.
+2. It holds every delta up to the head, and never goes back, even if the head in Redis does.
+3. Redis is untrusted input. While it does not answer or contradicts the log, the codebook stays as it is. After
+   `redis_grace` seconds the codebook follows the end of the log. `degraded` is set meanwhile; for a head ahead of the
+   log, it is set after the grace period.
+4. A record of `deltas` that cannot be read or applied stops the replica as soon as it is read, published or not.
+5. Radii are the log's. Those in Redis are compared with them; a difference is counted and logged, and never served.
+6. No batch waits for a Redis that recently failed to answer in time (`redis_unavailable`). A head that cannot be read
+   from the log in time delays one batch. The next batch waits only after a grace period without such a head.
+
+How distrust of Redis (point 3) is timed:
+
+- A head behind the log restarts its grace period only if it is the highest head since it fell behind.
+- Distrust that returns within a grace period counts as the same distrust. `degraded` stays set until Redis has been
+  trustworthy for a grace period.
+- A wrong digest stops the replica only after the grace period, and after the log has been read to its end meanwhile.
+  Then there are two histories.
+
+Not promised: an answer from the newest delta in the log. A delta counts once Redis names it, or after the grace period.
 """
 
 import math
@@ -39,34 +47,43 @@ from gracestream.schemas.messages import to_one_line
 log = structlog.get_logger()
 
 DELTA_WAIT_SECONDS = 5.0
-"""How long a batch waits for deltas that are live but have not been read yet; the next ones do not wait as well."""
+"""Seconds that a batch waits for published deltas that have not been read. The next batches do not wait for them."""
 
 UNSEEN_SEQ_WAIT_SECONDS = 0.5
-"""How long a request waits for a `min_seq` that is not in the log as far as it was read: it may be on its way."""
+"""Seconds that a request waits for a `min_seq` that has not been read from the log: it may be on its way."""
 
 HEAD_TIMEOUT_SECONDS = 0.5
-"""How long a batch waits for the head; a Redis that takes longer counts as away."""
+"""Seconds that a batch waits for the head. A slower Redis counts as unavailable."""
 
 MIN_GOOD_ANSWERS, MAX_GOOD_ANSWERS = 3, 48
-"""Good answers in a row after which batches ask Redis again: twice as many each time, from the first to the second."""
+"""Consecutive timely answers that let batches ask Redis again: first the minimum, then twice as many each time.
+
+At most the maximum. Twice the maximum of timely answers resets the count.
+"""
 
 HEAD_RETRY_SECONDS = 0.2
-"""How often a starting replica asks again for a head that the log has not reached."""
+"""Seconds between two reads of the head by a starting replica that has read the log to its end."""
 
 PROGRESS_LOG_SECONDS = 5.0
-"""How often a starting replica says how far it has come."""
+"""Seconds between two log lines about the progress of a starting replica."""
 
 MAX_LOGGED_ITEMS = 16
-"""Up to so many deltas, or wrong radii, at once have a line of the log each."""
+"""Deltas, or wrong radii, that are logged line by line; more of them are summarised or dropped."""
 
 DistrustReason = Literal["", "redis_lost", "redis_empty", "redis_disagrees", "redis_ahead", "redis_behind"]
-"""Why Redis is not believed: no answer that can be read, no head, another digest than the log's, a delta that the log
-does not hold, no news of deltas that it holds. Empty: it is believed.
+"""Why Redis is not trusted; empty if it is.
+
+`redis_lost`: no readable answer. `redis_empty`: no head. `redis_disagrees`: another digest than the log's.
+`redis_ahead`: a delta that the log does not hold. `redis_behind`: the head has not followed the log for a grace period.
 """
 
 
 class CodebookReplica:
-    """Codebook and index of one replica."""
+    """The codebook and key index of one replica.
+
+    `read_head` and `wait_for_head` are safe in any thread. Once requests are answered, everything else that changes
+    state runs in the model's thread.
+    """
 
     def __init__(
         self, codebook: Codebook, index: KeyIndex, store: RedisHeadStore, follower: DeltaFollower, settings: Settings
@@ -74,45 +91,49 @@ class CodebookReplica:
         self.codebook, self.index = codebook, index
         self.lookup = CodebookLookup(codebook, index)
         self.degraded = False
+        """True while the replica answers without a trustworthy Redis."""
         self.unread_head_seq = 0
-        """The delta that is live but could not be read in time; 0: none."""
+        """The published delta that could not be read in time; 0 if there is none."""
         self._last_unread_head: tuple[int, float] | None = None
-        """The highest head that was not read in time, and when such a head was last named."""
+        """The highest head that could not be read in time, and the monotonic time when Redis last named such a head."""
         self.redis_unavailable = False
-        """The circuit breaker: whether Redis lately failed to answer a question within `HEAD_TIMEOUT_SECONDS`.
+        """A circuit breaker: True if Redis recently failed to answer within `HEAD_TIMEOUT_SECONDS`.
 
-        Meanwhile no batch asks; whoever follows the head while there are no batches goes on asking. Several answers in
-        time, one after the other, let batches ask again: a Redis that hangs now and then may still answer one.
+        While it is open, batches do not ask Redis; only the idle loop of the replica does. Several consecutive timely
+        answers close it, since a Redis with occasional hangs may answer single requests.
         """
         self._good_answers = 0
-        """Answers in time since the last failure."""
+        """Timely answers since the last failure."""
         self._good_answers_needed = 0
-        """How many of them close the breaker; 0: it has not opened lately."""
+        """Timely answers that close the breaker; 0 if it has not opened recently."""
         self._store, self._follower, self._settings = store, follower, settings
         self._distrust_reason: DistrustReason = ""
         self._distrusted_since = 0.0
-        """When the present doubt began, for whatever reason; doubt that returns within a grace period goes on."""
+        """Monotonic time when the present distrust began, whatever its reasons since then."""
         self._last_distrust_at = -math.inf
-        """When an answer last gave reason for doubt."""
+        """Monotonic time of the last answer that gave a reason for distrust."""
         self._is_recurring = False
-        """Whether the present doubt has returned within a grace period."""
+        """True if the present distrust returned within a grace period."""
         self._reason_since = 0.0
-        """Since when for this reason."""
+        """Monotonic time since which the reason has been the present one."""
         self._head_behind_since: tuple[int, float] | None = None
-        """The highest head since the head has been behind the log, and since when it has been that one.
+        """The highest head since Redis fell behind the log, and the monotonic time when Redis first named it.
 
-        A lower head restarts nothing: two old heads in turn would keep the replica on old edits for ever.
+        A lower head does not restart the time: two old heads in turn would keep the replica on old edits for ever.
         """
 
     def read_head(self) -> Head | Literal["lost"] | None:
-        """What Redis says, in one round trip; "lost" when it gives no answer that can be read. Safe in any thread."""
-        asked = time.monotonic()
+        """The head in Redis, in one round trip; None if there is none. Safe in any thread.
+
+        "lost" if Redis gives no answer that can be read.
+        """
+        started = time.monotonic()
         try:
             head = self._store.read_head(self.codebook.seq)
         except RedisError as error:
             self._record_failure(to_one_line(error))
             return "lost"
-        if time.monotonic() - asked > HEAD_TIMEOUT_SECONDS:
+        if time.monotonic() - started > HEAD_TIMEOUT_SECONDS:
             self._record_failure(f"no answer in {HEAD_TIMEOUT_SECONDS} s")
         else:
             self._record_answer()
@@ -121,7 +142,11 @@ class CodebookReplica:
     def wait_for_head(
         self, pending_head: "Future[Head | Literal['lost'] | None] | None"
     ) -> Head | Literal["lost"] | None:
-        """The head that a batch uses, or "lost" if Redis did not answer within `HEAD_TIMEOUT_SECONDS`."""
+        """The head for a batch, or "lost" if Redis does not answer within `HEAD_TIMEOUT_SECONDS`.
+
+        Args:
+            pending_head: The result of `read_head` in another thread; None if Redis was not asked.
+        """
         if pending_head is None or (self.redis_unavailable and not pending_head.done()):
             return "lost"
         try:
@@ -131,16 +156,16 @@ class CodebookReplica:
             return "lost"
 
     def should_wait_for(self, seq: int, waited_seconds: float) -> bool:
-        """Whether a request that has waited so many seconds for delta `seq` does well to wait on.
+        """True if a request that has waited `waited_seconds` for delta `seq` should wait on.
 
-        For at most `min_seq_wait` seconds once that delta has been read from the log and so is about to become live,
-        and for a moment where it may not have been read yet.
+        The limit is `min_seq_wait` once the delta has been read from the log and awaits publication. Otherwise it is
+        `UNSEEN_SEQ_WAIT_SECONDS`, since the delta may not exist.
         """
-        read = seq <= self._follower.latest_seq
-        return waited_seconds < (self._settings.min_seq_wait if read else UNSEEN_SEQ_WAIT_SECONDS)
+        is_read = seq <= self._follower.latest_seq
+        return waited_seconds < (self._settings.min_seq_wait if is_read else UNSEEN_SEQ_WAIT_SECONDS)
 
     def start(self) -> None:
-        """Begin with the newest good snapshot, where there is one, and read the log from there on."""
+        """Load the newest valid snapshot, if there is one, and follow the log from there."""
         snapshot = self._load_snapshot()
         if snapshot is None:
             self._follower.start()
@@ -150,19 +175,19 @@ class CodebookReplica:
         self._follower.start(snapshot.offset + 1, self.codebook.seq, self.codebook.term)
 
     def catch_up(self, timeout: float) -> bool:
-        """At start: reach the head that Redis names, or the log's end where it names none or none of the log's.
+        """At start: reach the head in Redis, or the end of the log if Redis names no head of this log.
 
-        False after `timeout` seconds in which nothing came of the log; a log that takes longer is waited for.
+        False after `timeout` seconds without progress. A log that takes longer but progresses is waited for.
 
         Raises:
             HistoryError: the history cannot be followed that far.
         """
-        head, asked = self.read_head(), time.monotonic()
+        head, head_read_at = self.read_head(), time.monotonic()
         progress = CatchUpProgress(self.codebook.seq)
         while True:
             read_all = self._follower.at_end
-            if read_all and time.monotonic() > asked + HEAD_RETRY_SECONDS:
-                head, asked = self.read_head(), time.monotonic()
+            if read_all and time.monotonic() > head_read_at + HEAD_RETRY_SECONDS:
+                head, head_read_at = self.read_head(), time.monotonic()
             if isinstance(head, Head):
                 self.sync_to_head(head)
                 done = self.codebook.seq >= head.seq or (read_all and self.degraded)
@@ -177,7 +202,12 @@ class CodebookReplica:
             time.sleep(0.01)
 
     def sync_to_head(self, head: Head | Literal["lost"] | None) -> None:
-        """Apply what has become live, before the next batch.
+        """Apply the deltas that were published since the last call. Call it before each batch, in the model's thread.
+
+        1. Apply deltas up to the head, or up to the end of the log if Redis has been distrusted for a grace period.
+        2. Check the next delta, which stops the replica even before it is published.
+        3. Compare the radii in Redis with the codebook.
+        4. Decide whether Redis is trusted.
 
         Raises:
             HistoryError: the history cannot be followed; the replica must stop.
@@ -196,10 +226,11 @@ class CodebookReplica:
         metrics.set_codebook_gauges(self.codebook.seq, self.codebook.term, len(self.codebook))
 
     def state(self) -> dict[str, object]:
-        """Which codebook this is, for `/state`."""
+        """The codebook's identity and `degraded`, for `/state`."""
         return {**self.codebook.describe(), "degraded": self.degraded}
 
     def _record_answer(self) -> None:
+        """Count a timely answer of Redis; enough of them close the circuit breaker."""
         self._good_answers += 1
         if self._good_answers >= self._good_answers_needed:
             self.redis_unavailable = False
@@ -207,6 +238,7 @@ class CodebookReplica:
             self._good_answers_needed = 0
 
     def _record_failure(self, reason: str) -> None:
+        """Open the circuit breaker. Each time it opens, closing it takes twice as many timely answers."""
         self._good_answers = 0
         if self.redis_unavailable:
             return
@@ -215,7 +247,10 @@ class CodebookReplica:
         self._good_answers_needed = min(2 * self._good_answers_needed or MIN_GOOD_ANSWERS, MAX_GOOD_ANSWERS)
 
     def _update_unread_head(self, seq: int) -> None:
-        """Remember a head that was not read in time, until it is, or no such head was named for a grace period."""
+        """Remember a head that could not be read in time.
+
+        It is forgotten once it is applied, or once Redis has named no such head for a grace period.
+        """
         self.unread_head_seq = seq if self.codebook.seq < seq else 0
         highest = self._last_unread_head[0] if self._last_unread_head else 0
         if self.unread_head_seq:
@@ -224,45 +259,48 @@ class CodebookReplica:
             self._last_unread_head = None
 
     def _unread_pause_is_over(self) -> bool:
+        """True if Redis has named no unreadable head for a grace period, so that a batch may wait for deltas again."""
         pause = max(self._settings.redis_grace, DELTA_WAIT_SECONDS)
         return self._last_unread_head is None or time.monotonic() - self._last_unread_head[1] >= pause
 
     def _is_following_log(self) -> bool:
-        """Whether Redis has not been believed for so long that the log's end counts instead."""
+        """True if Redis has been distrusted for a grace period, so that the end of the log counts as the head."""
         return bool(self._distrust_reason) and time.monotonic() - self._distrusted_since >= self._settings.redis_grace
 
     def _update_trust(self, head: Head | Literal["lost"] | None) -> None:
-        """Believe Redis or not, by what it says and what the log holds.
+        """Compare the head with the log, and update `degraded`.
 
         Raises:
-            HistoryError: there are two histories.
+            HistoryError: Redis and the log have disagreed on a digest for a grace period: there are two histories.
         """
-        now, doubt = time.monotonic(), self._distrust_reason_for(head)
-        if doubt != self._distrust_reason:
+        now, reason = time.monotonic(), self._distrust_reason_for(head)
+        if reason != self._distrust_reason:
             if not self._distrust_reason:
                 self._is_recurring = now - self._last_distrust_at < self._settings.redis_grace
                 if not self._is_recurring:
                     self._distrusted_since = (
-                        self._head_behind_since[1] if doubt == "redis_behind" and self._head_behind_since else now
+                        self._head_behind_since[1] if reason == "redis_behind" and self._head_behind_since else now
                     )
-            if not doubt:
+            if not reason:
                 log.info("redis_back", seq=self.codebook.seq)
-            elif doubt != "redis_lost":  # which whoever asked has logged
+            elif reason != "redis_lost":  # `_record_failure` has logged that
                 seq = head.seq if isinstance(head, Head) else None
-                log.warning(doubt, head=seq, seq=self.codebook.seq, read=self._follower.latest_seq)
-            self._distrust_reason, self._reason_since = doubt, now
-        grace, complete_at = self._settings.redis_grace, self._follower.caught_up_at
-        if doubt in {"redis_ahead", "redis_disagrees"}:  # what the log holds now may not have been read yet
+                log.warning(reason, head=seq, seq=self.codebook.seq, read=self._follower.latest_seq)
+            self._distrust_reason, self._reason_since = reason, now
+        grace, caught_up_at = self._settings.redis_grace, self._follower.caught_up_at
+        if reason in {"redis_ahead", "redis_disagrees"}:  # the log may hold records that were not read yet
             self._follower.request_end_check()
-        overdue = doubt == "redis_disagrees" and complete_at >= self._reason_since and now - self._reason_since >= grace
-        old = now - self._distrusted_since >= grace
-        if doubt:
+        disagreement_is_final = (
+            reason == "redis_disagrees" and caught_up_at >= self._reason_since and now - self._reason_since >= grace
+        )
+        is_past_grace = now - self._distrusted_since >= grace
+        if reason:
             self._last_distrust_at = now
-            self.degraded = doubt != "redis_ahead" or (old and complete_at >= self._distrusted_since)
-        elif not (self._is_recurring and old and now - self._last_distrust_at < grace):
+            self.degraded = reason != "redis_ahead" or (is_past_grace and caught_up_at >= self._distrusted_since)
+        elif not (self._is_recurring and is_past_grace and now - self._last_distrust_at < grace):
             self.degraded = False
         metrics.DEGRADED.set(int(self.degraded))
-        if overdue:
+        if disagreement_is_final:
             raise HistoryError(
                 f"Redis and the log have disagreed on the digest of delta {self.codebook.seq} for"
                 f" {now - self._reason_since:.0f} s: are they of one cluster? Set GRACESTREAM_REDIS, or delete the key"
@@ -270,6 +308,7 @@ class CodebookReplica:
             )
 
     def _distrust_reason_for(self, head: Head | Literal["lost"] | None) -> DistrustReason:
+        """The reason to distrust this answer of Redis; empty if there is none."""
         if head == "lost":
             return "redis_lost"
         if head is None:
@@ -288,34 +327,40 @@ class CodebookReplica:
         return ""
 
     def _load_snapshot(self) -> Snapshot | None:
+        """The newest valid snapshot that is not ahead of the head; None if there is none or it cannot be fetched."""
         if not self._settings.snapshot_url:
             return None
         head = self.read_head()
         try:
-            upto = head.seq if isinstance(head, Head) else None
-            return load_newest_snapshot(self._settings, self.codebook.model, self.codebook.layer, upto)
+            max_seq = head.seq if isinstance(head, Head) else None
+            return load_newest_snapshot(self._settings, self.codebook.model, self.codebook.layer, max_seq)
         except (SnapshotError, TopicError, KafkaError, OSError) as error:
             log.warning("snapshots_unreachable", reason=str(error) or type(error).__name__)
             return None
 
     def _apply_until(self, seq: int) -> None:
-        """Waits at most `DELTA_WAIT_SECONDS` for deltas that are not read yet.
+        """Apply deltas up to `seq`; waits up to `DELTA_WAIT_SECONDS` for deltas that are not read yet.
 
-        It does not wait after a wait in vain, until no unread head was named for a grace period: one good answer in
-        between would let a head that is wrong now and then hold up a batch each time.
+        After a wait that timed out, no batch waits again before a grace period without an unreadable head has passed.
+        Otherwise a head that is wrong now and then would delay a batch each time.
         """
         may_wait = seq <= self._follower.latest_seq or self._unread_pause_is_over()
         deadline = time.monotonic() + (DELTA_WAIT_SECONDS if may_wait else 0.0)
         while self.codebook.seq < seq:
-            left = deadline - time.monotonic()
-            records = self._follower.poll(seq, max(0.0, left))
+            remaining = deadline - time.monotonic()
+            records = self._follower.poll(seq, max(0.0, remaining))
             if records:
                 self._apply(records)
-            if not records or left <= 0:
+            if not records or remaining <= 0:
                 return
 
     def _apply(self, records: Sequence[tuple[int, bytes]]) -> None:
-        changes: list[AppliedDelta] = []
+        """Apply records, refresh the index, and log the deltas.
+
+        Raises:
+            HistoryError: a record cannot be applied. The records before it are applied.
+        """
+        applied_deltas: list[AppliedDelta] = []
         started = time.perf_counter()
         try:
             for offset, record in records:
@@ -326,57 +371,63 @@ class CodebookReplica:
                 if applied is None:
                     log.warning("delta_dropped", seq=self.codebook.seq, term=self.codebook.term)
                 else:
-                    changes.append(applied)
-        finally:  # also of what came before a fault
-            if changes:
-                self.index.refresh(*changes)
+                    applied_deltas.append(applied)
+        finally:  # the index must also hold the deltas before a fault
+            if applied_deltas:
+                self.index.refresh(*applied_deltas)
         ms = round(1000 * (time.perf_counter() - started), 2)
-        for applied in changes if len(changes) <= MAX_LOGGED_ITEMS else ():
+        for applied in applied_deltas if len(applied_deltas) <= MAX_LOGGED_ITEMS else ():
             delta = applied.delta
             log.info("delta_applied", seq=delta.seq, op=delta.op, entries=len(delta.entries), ms=ms)
-        if len(changes) > MAX_LOGGED_ITEMS:
-            log.info("deltas_applied", deltas=len(changes), seq=self.codebook.seq, entries=len(self.codebook), ms=ms)
+        if len(applied_deltas) > MAX_LOGGED_ITEMS:
+            log.info(
+                "deltas_applied", deltas=len(applied_deltas), seq=self.codebook.seq, entries=len(self.codebook), ms=ms
+            )
 
     def _check_next_delta(self) -> None:
-        """Nothing after a record that cannot be applied ever can be, so it stops the replica before it is live."""
-        waiting = self._follower.peek()
-        if waiting is not None:
-            offset, record = waiting
+        """Check the next delta before it is published: no later delta could be applied after it.
+
+        Raises:
+            HistoryError: it cannot be applied.
+        """
+        next_record = self._follower.peek()
+        if next_record is not None:
+            offset, record = next_record
             try:
                 self.codebook.check(record)
             except HistoryError as fault:
                 raise history_error_at(offset, fault) from fault
 
     def _compare_radii(self, head: Head) -> None:
-        """Count and log radii that are not the log's."""
+        """Count and log radii in Redis that differ from the codebook's, if both are at the same delta."""
         if head.seq != self.codebook.seq or not head.changed_radii:
             return
-        wrong = 0
+        mismatches = 0
         for entry_id, radius in head.changed_radii.items():
             ours = self.codebook.radii_N[self.codebook.slot(entry_id)] if entry_id in self.codebook else None
-            with np.errstate(over="ignore"):
+            with np.errstate(over="ignore"):  # a radius beyond float32 becomes infinite, and so differs
                 theirs = None if radius is None else np.float32(radius)
             if theirs == ours:
                 continue
-            wrong += 1
+            mismatches += 1
             metrics.RADIUS_MISMATCH.inc()
-            if wrong <= MAX_LOGGED_ITEMS:
-                own = None if ours is None else float(ours)
-                log.error("radius_mismatch", entry_id=to_one_line(entry_id), redis=radius, log=own)
+            if mismatches <= MAX_LOGGED_ITEMS:
+                log_radius = None if ours is None else float(ours)
+                log.error("radius_mismatch", entry_id=to_one_line(entry_id), redis=radius, log=log_radius)
 
 
 class CatchUpProgress:
-    """How a starting replica comes along: it says so every few seconds, and knows since when nothing has come."""
+    """The progress of a starting replica: logs it every few seconds, and measures the time without any."""
 
     def __init__(self, seq: int) -> None:
         self._started_at = self._progressed_at = self._logged_at = time.monotonic()
         self._first_seq, self._last_position = seq, (seq, -1)
 
     def seconds_without_progress(self, seq: int, follower: DeltaFollower) -> float:
-        """Seconds since the codebook, or the reading of the log, came any further."""
-        now, seen = time.monotonic(), (seq, follower.next_offset)
-        if seen != self._last_position:
-            self._progressed_at, self._last_position = now, seen
+        """Seconds since the codebook or the reading of the log last advanced."""
+        now, position = time.monotonic(), (seq, follower.next_offset)
+        if position != self._last_position:
+            self._progressed_at, self._last_position = now, position
         if now - self._logged_at > PROGRESS_LOG_SECONDS:
             self._logged_at = now
             percent = round(100 * follower.next_offset / follower.initial_end, 1) if follower.initial_end else 0.0

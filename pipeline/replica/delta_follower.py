@@ -1,16 +1,16 @@
-"""The delta follower: it reads `deltas` and hands its records out in order (design, section 5).
+"""Reads `deltas` in a background thread and hands out its records in order.
 
-What it guarantees:
+Guarantees (docs/explanation/consistency.md):
 
-1. Every committed record of the topic comes out once, in order of offset, from the start of the history or from the
-   place that it was given; but for those of a lower term than one before them, which a fenced editor may have left.
-2. `take(seq)` hands out only records up to that delta; none of a later one.
-3. A record that cannot be read is a fault: `take` raises it at that place and hands out nothing after it;
-   `next_record` tells of it at once.
-4. It holds records of at most some 64 MiB that were not taken yet, or one record, with what they are decoded to, and
-   reads on as they are taken.
+1. Every committed record is returned once, in the order of offsets, from the given offset on. Records of a lower term
+   than an earlier record are skipped: a fenced editor wrote them.
+2. `poll(max_seq)` returns no record after delta `max_seq`.
+3. A record that cannot be read is a fault. `peek` raises it at once, `poll` after every record before it has been
+   returned.
+4. Memory is bounded. The buffer holds up to 64 MiB of records and one more, plus their decoded form, and is refilled as
+   records are taken.
 
-It does not judge whether a record continues the history: that is the codebook's to say.
+Not promised: that a record continues the history. The codebook checks this.
 """
 
 import math
@@ -33,47 +33,49 @@ from gracestream.schemas.messages import InvalidMessage
 log = structlog.get_logger()
 
 MAX_BUFFERED_BYTES = 64 * 2**20
-"""Of the records that a follower holds and that were not taken yet; what they are decoded to takes as much again."""
+"""Bytes of records in the buffer. Their decoded form takes about as much again."""
 
 END_OFFSET_TIMEOUT_MS = 1000
-"""How long Kafka has to say where the topic ends."""
+"""Milliseconds that Kafka has to tell the end of the topic."""
 
 
 class DeltaFollower:
-    """A thread that keeps what `deltas` holds until it is taken. Start it once; close it at the end."""
+    """A thread that buffers the records of `deltas`. Start it once, and close it at the end."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._buffer: deque[tuple[int, int, bytes]] = deque()
+        """Records that were not taken yet: seq, offset, record."""
         self._buffered_bytes = 0
         self._condition = threading.Condition()
+        """Guards the buffer; notified when it grows, shrinks, or reading fails."""
         self._fault: HistoryError | None = None
         self._term = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
         self.latest_seq = 0
-        """The newest delta read; nothing says that it is live."""
+        """The newest delta that was read, whether it is published or not."""
         self.next_offset = 0
-        """The next offset to be read."""
+        """The next offset to read."""
         self.initial_end = 0
-        """The end of the topic as it was when reading began."""
+        """The end of the topic when reading began."""
         self.at_end = False
-        """Whether all that the topic held when reading began was read, or a fault was met."""
+        """True once everything before `initial_end` has been read, or reading has failed."""
         self.caught_up_at = -math.inf
-        """When (monotonic time) the topic held nothing that has not been read; `find_end` brings it up to date."""
+        """Monotonic time at which the topic had no unread record. `request_end_check` renews it."""
         self._end_check_requested = threading.Event()
 
     def start(self, offset: int = 0, seq: int = 0, term: int = 0) -> None:
-        """Begin to read: at `next_offset`, after delta `seq` of `term`."""
+        """Start reading at `offset`, after delta `seq` of `term`."""
         self.next_offset, self.latest_seq, self._term = offset, seq, term
         self._thread.start()
 
     def request_end_check(self) -> None:
-        """Let `caught_up_at` become a later time, once the topic has been read to its end."""
+        """Let the thread set `caught_up_at` once it has read the topic to its end."""
         self._end_check_requested.set()
 
     def close(self) -> None:
-        """Stop reading."""
+        """Stop reading, and wait up to 5 s for the thread."""
         self._stop.set()
         with self._condition:
             self._condition.notify_all()
@@ -81,7 +83,9 @@ class DeltaFollower:
             self._thread.join(timeout=5)
 
     def poll(self, max_seq: int, timeout: float) -> list[tuple[int, bytes]]:
-        """Offsets and records not taken yet, up to delta `max_seq`; waits up to `timeout` seconds until there is one.
+        """Offsets and records up to delta `max_seq`, each returned once.
+
+        Waits up to `timeout` seconds while no record is buffered and `max_seq` has not been read.
 
         Raises:
             HistoryError: the next record cannot be read.
@@ -101,16 +105,20 @@ class DeltaFollower:
         return taken
 
     def raise_if_failed(self) -> None:
-        """Raises HistoryError where reading met one and all before it has been taken."""
+        """Report a fault, once every record before it has been taken.
+
+        Raises:
+            HistoryError: reading has failed and the buffer is empty.
+        """
         with self._condition:
             if self._fault is not None and not self._buffer:
                 raise self._fault
 
     def peek(self) -> tuple[int, bytes] | None:
-        """Offset and record of what `poll` hands out next, whether it is live or not.
+        """Offset and record that `poll` returns next, published or not; None if none is buffered.
 
         Raises:
-            HistoryError: reading met a record that cannot be read, be it this one or a later one.
+            HistoryError: a record cannot be read, this one or a later one.
         """
         with self._condition:
             if self._fault is not None:
@@ -121,12 +129,12 @@ class DeltaFollower:
         while not self._stop.is_set():
             try:
                 self._read()
-            except (KafkaError, OSError) as error:
+            except (KafkaError, OSError) as error:  # transient: `_read` goes on at `next_offset`
                 log.warning("deltas_unreachable", error=str(error) or type(error).__name__, offset=self.next_offset)
                 self._stop.wait(1.0)
             except HistoryError as fault:
                 self._fail(fault)
-            except Exception as error:  # noqa: BLE001  (a thread that ends unseen would leave the replica behind)
+            except Exception as error:  # noqa: BLE001  (a thread that ends unnoticed would leave the replica behind)
                 self._fail(HistoryError(f"reading {DELTAS} failed at offset {self.next_offset}: {error!r}"))
 
     def _fail(self, fault: HistoryError) -> None:
@@ -138,6 +146,7 @@ class DeltaFollower:
         self._stop.set()
 
     def _read(self) -> None:
+        """Read from `next_offset` until `close`: the backlog by aiokafka, which is faster, then by kafka-python."""
         partition = TopicPartition(self._settings.topic(DELTAS), 0)
         reader = consumer(self._settings, fetch_max_wait_ms=100, **DELTA_CONSUMER_OPTIONS)
         try:
@@ -146,11 +155,11 @@ class DeltaFollower:
             with closing(
                 read_bulk(self._settings, partition, self.next_offset, self.initial_end, **DELTA_CONSUMER_OPTIONS)
             ) as bulk:
-                for records, following in bulk:
+                for records, next_offset in bulk:
                     self._buffer_records([(record.offset, record.value) for record in records])
                     if self._stop.is_set():
                         return
-                    self.next_offset = following
+                    self.next_offset = next_offset
             reader.seek(partition, self.next_offset)
             while not self._stop.is_set():
                 self.at_end = self.at_end or reader.position(partition) >= self.initial_end
@@ -162,16 +171,18 @@ class DeltaFollower:
             reader.close()
 
     def _check_end(self, reader: Any, partition: TopicPartition) -> None:
-        now = time.monotonic()
+        """Set `caught_up_at` if the position has reached the end of the topic."""
+        now = time.monotonic()  # taken before the end is read: a record that comes later is not covered
         try:
             end = reader.end_offsets([partition], timeout_ms=END_OFFSET_TIMEOUT_MS)[partition]
         except KafkaTimeoutError:
-            return  # and asked again after the next poll
+            return  # the request stands, so the next poll is followed by another check
         if reader.position(partition) >= end:
             self.caught_up_at = now
             self._end_check_requested.clear()
 
     def _buffer_records(self, records: list[tuple[int, bytes]]) -> None:
+        """Decode and buffer records; waits while the buffer is full."""
         with self._condition:
             for offset, record in records:
                 while self._buffered_bytes > MAX_BUFFERED_BYTES and not self._stop.is_set():

@@ -1,11 +1,20 @@
-"""An inference replica: requests in, predictions out, from the codebook that is live (design, sections 1 and 5).
+"""An inference replica: answers requests from the published codebook.
 
-While the model is at one micro-batch, the next requests are taken, decoded and tokenised in another thread, and the
-answers before are sent, so that the model never waits for Kafka. Before each micro-batch the replica reads the head
-from Redis, and the codebook moves to it. So one codebook answers the whole micro-batch, and a request that was sent
-after a delta was published is answered with it. Only when every answer is in Kafka does a batch that was taken count
-as done: a replica killed at any point leaves it to another. Requests that wait for a delta (`min_seq`) are answered
-when it has come, the others of their batch at once.
+How it works (docs/explanation/architecture.md):
+
+1. While the model runs one micro-batch, another thread decodes and tokenises the next requests, and earlier replies are
+   sent. So the model does not wait for Kafka.
+2. Before each micro-batch the replica reads the head from Redis, and the codebook moves to it. One codebook answers the
+   whole micro-batch.
+3. Offsets are committed once all replies are in Kafka. A replica that is killed leaves its requests to another replica.
+
+Guarantees:
+
+1. A request sent after the publication of a delta is answered from that delta or a later one. This needs a Redis and a
+   log that answer in time.
+2. Requests that wait for a delta (`min_seq`) delay no other request of their batch.
+
+Not promised: one reply per request. After a failure, a request may be answered again.
 """
 
 import asyncio
@@ -41,20 +50,20 @@ from gracestream.schemas.messages import to_one_line
 log = structlog.get_logger()
 
 IDLE_POLL_SECONDS = 0.2
-"""How often a replica looks for what is live, also without requests."""
+"""Seconds between two reads of the head while no request waits for a delta."""
 
 FAST_POLL_SECONDS = 0.02
-"""How often it looks while requests wait for a delta."""
+"""Seconds between two reads of the head while requests wait for a delta."""
 
 STOP_CHECK_SECONDS = 0.1
-"""How often it looks for the end."""
+"""Seconds between two checks of the stop event."""
 
 DRAIN_FRACTION = 0.7
-"""Share of the time to shut down that the running batch may take; the rest is for leaving the group."""
+"""The share of the shutdown timeout for unfinished batches; the rest is for leaving the group."""
 
 
 class Replica:
-    """A model, the mirror of the codebook, and the faust app that feeds them."""
+    """The model, the codebook replica, and the faust app that feeds them with requests."""
 
     def __init__(
         self,
@@ -66,7 +75,7 @@ class Replica:
         stop: threading.Event,
         idle: threading.Event,
     ) -> None:
-        """`stop` ends it. It sets and clears `idle`: while that is set it has nothing in hand."""
+        """`stop` ends the replica. It sets `idle` while no work is in progress."""
         self._settings, self._health, self._stop, self._idle = settings, health, stop, idle
         codebook = Codebook(settings.codebook, model.fingerprint, model.layer)
         self._follower = DeltaFollower(settings)
@@ -77,6 +86,7 @@ class Replica:
         self._request_handler = RequestHandler(model, self._codebook_replica, settings, name)
         self._model_thread = ThreadPoolExecutor(1, thread_name_prefix="model")
         self._prepare_thread = ThreadPoolExecutor(1, thread_name_prefix="reading")
+        # Two: a probe of the idle loop that hangs must not delay the head of a micro-batch.
         self._head_thread = ThreadPoolExecutor(2, thread_name_prefix="head")
         self._micro_batcher = MicroBatcher(self._run_micro_batch, settings.batch, self._model_thread)
         self._waiting_count = 0
@@ -84,73 +94,85 @@ class Replica:
         health.state = self._codebook_replica.state
 
     async def run(self) -> int:
-        """Catch up, join the group, serve; after a fault in the history leave the group, but stay to be looked at.
+        """Catch up, join the group, and answer until `stop` is set; the exit status.
 
-        After a fault of the device it ends: a new process mends that.
+        After a fault in the history the replica leaves the group but stays alive, so that an operator can inspect it.
+        After a fault of the device it exits: a new process may find the device working.
         """
         await asyncio.to_thread(self._codebook_replica.start)
         try:
             if not await asyncio.to_thread(self._codebook_replica.catch_up, self._settings.startup_timeout):
                 log.error("not_caught_up", seq=self._codebook_replica.codebook.seq, read=self._follower.latest_seq)
                 return 1
-            in_order = await self._serve()
+            clean = await self._serve()
         except HistoryError as fault:
             self._record_fault(fault)
-            in_order = False
+            clean = False
         while isinstance(self._fault, HistoryError) and not await self._wait_for_stop():
             pass
         self._stop.set()
         self._follower.close()
         for thread in (self._prepare_thread, self._model_thread, self._head_thread):
-            thread.shutdown(wait=in_order)
-        return 0 if in_order else 1
+            thread.shutdown(wait=clean)
+        return 0 if clean else 1
 
     async def _serve(self) -> bool:
-        """Whether it was told to stop, and left nothing undone."""
+        """Join the group and answer requests; True if `stop` was set and no work is left undone."""
         self._idle.clear()
         plane = RequestPlane(self._settings, self._answer_records)
         await plane.start()
-        following = asyncio.create_task(self._follow_head())
+        head_task = asyncio.create_task(self._follow_head())
         self._health.set_ready()
         log.info("ready", seq=self._codebook_replica.codebook.seq, entries=len(self._codebook_replica.codebook))
-        while not (await self._wait_for_stop() or self._fault or plane.failed or following.done()):
+        while not (await self._wait_for_stop() or self._fault or plane.failed or head_task.done()):
             self._update_readiness()
-        if following.done():  # it ends by a defect alone
+        if head_task.done():  # only a defect ends it
             log.error(
-                "follower_ended", reason=_describe_error(following.exception()), seq=self._codebook_replica.codebook.seq
+                "follower_ended", reason=_describe_error(head_task.exception()), seq=self._codebook_replica.codebook.seq
             )
         if plane.failed:
             log.error("request_plane_ended", reason=_describe_error(plane.failure))
         if self._fault is None:
             self._health.set_not_ready("stopping")
-        time = self._settings.shutdown_timeout
-        told = self._fault is None and not plane.failed and not following.done()
-        finished = await plane.stop(DRAIN_FRACTION * time if told else 0, (1 - DRAIN_FRACTION) * time)
-        following.cancel()
-        return told and finished
+        shutdown_timeout = self._settings.shutdown_timeout
+        stop_requested = self._fault is None and not plane.failed and not head_task.done()
+        finished = await plane.stop(
+            DRAIN_FRACTION * shutdown_timeout if stop_requested else 0, (1 - DRAIN_FRACTION) * shutdown_timeout
+        )
+        head_task.cancel()
+        return stop_requested and finished
 
     async def _answer_records(self, records: list[RequestRecord]) -> AsyncGenerator[ReplyChunk, None]:
+        """Answer a batch of records in chunks.
+
+        1. Decode and tokenise in the prepare thread. Move to the head if a request needs a later delta.
+        2. Answer the requests that the codebook can answer now. Release the others at once, so that they delay no
+           further batch.
+        3. Wait for the deltas that the others need, and answer each as soon as possible. Requests that have waited
+           too long get an error.
+        """
         loop = asyncio.get_running_loop()
-        work = await loop.run_in_executor(self._prepare_thread, self._request_handler.prepare, records)
-        if any(question.min_seq > self._codebook_replica.codebook.seq for question in work.requests):
+        prepared = await loop.run_in_executor(self._prepare_thread, self._request_handler.prepare, records)
+        if any(request.min_seq > self._codebook_replica.codebook.seq for request in prepared.requests):
             await self._sync_to_head(probe=False)
-        now, later = work.split(self._codebook_replica.codebook.seq)
-        yield ReplyChunk(work.replies, len(records) - len(now.requests))
-        async with aclosing(self._answer_requests(now.requests)) as answers:
+        answerable, waiting = prepared.split(self._codebook_replica.codebook.seq)
+        yield ReplyChunk(prepared.replies, len(records) - len(answerable.requests))
+        async with aclosing(self._answer_requests(answerable.requests)) as answers:
             async for replies in answers:
                 yield ReplyChunk(replies, len(replies))
         started = loop.time()
-        while later.requests:
-            hope = await self._wait_for_first_delta(later, started)
-            now, later = later.split(self._codebook_replica.codebook.seq)
-            async with aclosing(self._answer_requests(now.requests)) as answers:
+        while waiting.requests:
+            may_arrive = await self._wait_for_first_delta(waiting, started)
+            answerable, waiting = waiting.split(self._codebook_replica.codebook.seq)
+            async with aclosing(self._answer_requests(answerable.requests)) as answers:
                 async for replies in answers:
                     yield ReplyChunk(replies, 0)
-            if not hope:
-                yield ReplyChunk(self._request_handler.min_seq_timeouts(later.requests), 0)
+            if not may_arrive:
+                yield ReplyChunk(self._request_handler.min_seq_timeouts(waiting.requests), 0)
                 return
 
     async def _answer_requests(self, requests: Sequence[PreparedRequest]) -> AsyncGenerator[list[Reply], None]:
+        """Answer requests in micro-batches. After a fault it never returns, so the requests stay uncommitted."""
         try:
             async with aclosing(self._micro_batcher.answer(requests)) as answers:
                 async for replies in answers:
@@ -159,19 +181,21 @@ class Replica:
             await self._park_forever(fault)
 
     def _run_micro_batch(self, requests: list[PreparedRequest]) -> list[Reply]:
-        """In the model's thread."""
+        """Move the codebook to the head, then answer; runs in the model's thread."""
         with self._health.busy("model"):
-            mirror = self._codebook_replica
-            head = None if mirror.redis_unavailable else self._head_thread.submit(mirror.read_head)
-            mirror.sync_to_head(mirror.wait_for_head(head))
+            codebook_replica = self._codebook_replica
+            pending_head = (
+                None if codebook_replica.redis_unavailable else self._head_thread.submit(codebook_replica.read_head)
+            )
+            codebook_replica.sync_to_head(codebook_replica.wait_for_head(pending_head))
             return self._request_handler.answer(requests)
 
     async def _wait_for_first_delta(self, batch: PreparedBatch, started_at: float) -> bool:
-        """Wait until the first of the deltas that these need is live; whether it is of use to wait for the others."""
-        min_seq = min(question.min_seq for question in batch.requests)
+        """Wait until the first delta that these requests need is published; False if waiting longer is useless."""
+        min_seq = min(request.min_seq for request in batch.requests)
         self._waiting_count += 1
         try:
-            while hope := self._codebook_replica.should_wait_for(
+            while may_arrive := self._codebook_replica.should_wait_for(
                 min_seq, asyncio.get_running_loop().time() - started_at
             ):
                 if self._codebook_replica.codebook.seq >= min_seq:
@@ -179,56 +203,65 @@ class Replica:
                 await asyncio.sleep(FAST_POLL_SECONDS)
         finally:
             self._waiting_count -= 1
-        return hope
+        return may_arrive
 
     async def _follow_head(self) -> None:
-        """What each micro-batch does too, for a replica that has none: it stays at the head all the same."""
+        """Keep the codebook at the head while no micro-batch does."""
         while True:
             await self._sync_to_head(probe=True)
             await asyncio.sleep(FAST_POLL_SECONDS if self._waiting_count else IDLE_POLL_SECONDS)
 
     async def _sync_to_head(self, *, probe: bool) -> None:
-        """Ask for the head and go there; while Redis is away, only who probes asks."""
+        """Read the head and move the codebook to it. While Redis is unavailable, it is asked only if `probe` is set."""
         loop = asyncio.get_running_loop()
         head: Head | Literal["lost"] | None = "lost"
         if probe or not self._codebook_replica.redis_unavailable:
             head = await loop.run_in_executor(self._head_thread, self._codebook_replica.read_head)
 
-        def advance() -> None:
+        def sync() -> None:
             with self._health.busy("model"):
                 self._codebook_replica.sync_to_head(head)
 
         try:
-            await loop.run_in_executor(self._model_thread, advance)
+            await loop.run_in_executor(self._model_thread, sync)
         except (HistoryError, DeviceLostError) as fault:
             await self._park_forever(fault)
 
     async def _park_forever(self, fault: HistoryError | DeviceLostError) -> None:
-        """Never returns: what it was at is not done. Another replica does it, or this one mended."""
+        """Record the fault, and never return.
+
+        The interrupted work stays uncommitted. Another replica does it, or this one after a restart.
+        """
         self._record_fault(fault)
         await asyncio.Event().wait()
 
     async def _wait_for_stop(self) -> bool:
+        """Report progress to the health check, wait `STOP_CHECK_SECONDS`, and return whether `stop` is set."""
         self._health.begin("event loop")
         await asyncio.sleep(STOP_CHECK_SECONDS)
         return self._stop.is_set()
 
     def _update_readiness(self) -> None:
-        health, mirror = self._health, self._codebook_replica
-        unread = mirror.unread_head_seq and not mirror.degraded
-        if unread and health.ready:
-            reason = f"delta {mirror.unread_head_seq} is live, but only those up to {mirror.codebook.seq} can be read"
+        """Report `not ready` while a published delta cannot be read from the log."""
+        health, codebook_replica = self._health, self._codebook_replica
+        is_behind = codebook_replica.unread_head_seq and not codebook_replica.degraded
+        if is_behind and health.ready:
+            reason = (
+                f"delta {codebook_replica.unread_head_seq} is published, but the log can be read only up to delta"
+                f" {codebook_replica.codebook.seq}"
+            )
             health.set_not_ready(reason)
             log.error("deltas_behind", reason=reason)
-        elif not unread and not health.ready:
+        elif not is_behind and not health.ready:
             health.set_ready()
-            log.info("ready", seq=mirror.codebook.seq, entries=len(mirror.codebook))
+            log.info("ready", seq=codebook_replica.codebook.seq, entries=len(codebook_replica.codebook))
 
     def _record_fault(self, fault: HistoryError | DeviceLostError) -> None:
+        """Keep the first fault, report it, and end readiness."""
         if self._fault is not None:
             return
         self._fault = fault
-        self._idle.clear()  # from now on it stays to be looked at, and ends with status 1
+        self._idle.clear()  # a signal must now end it with status 1, not 0
         self._health.set_not_ready(str(fault))
         event = "history_fault" if isinstance(fault, HistoryError) else "device_fault"
         log.error(event, reason=str(fault), seq=self._codebook_replica.codebook.seq)

@@ -1,14 +1,17 @@
-"""Sends replies, and answers with an error in place of what Kafka refuses for good.
+"""Sends replies, and replaces those that Kafka rejects for good by errors.
 
-What it guarantees:
+Guarantees:
 
-1. `send` returns once each reply, or what is sent instead of it, is in Kafka; else it raises, and is called again.
-2. A reply that is too large for its topic is answered by an error prediction, or at last by a dead letter of its
-   request. Kafka refuses a batch of records as a whole: its other replies are sent again, each in a batch of its own.
-3. A reply topic that a request has chosen holds up nothing else: it has a producer of its own, and
-   `SEND_TIMEOUT_SECONDS`. A topic that does not take a reply by then is not tried for `TOPIC_BACKOFF_SECONDS`; its
-   replies go to `predictions`, as errors. `send` hands back the tasks that are at it.
-4. No topic is ever created.
+1. `send` returns once every reply or its replacement is in Kafka. Otherwise it raises, and the caller sends the batch
+   again.
+2. A reply that is too large for its topic is replaced by an error prediction, or at last by a dead letter. Kafka
+   rejects a batch of records as a whole, so its other replies are sent again, each in its own batch.
+3. A reply topic that a request names delays nothing else. It has its own producer and `SEND_TIMEOUT_SECONDS`. After a
+   failure its replies go to `predictions`, as errors, for `TOPIC_BACKOFF_SECONDS`. `send` returns the tasks that still
+   send to such topics.
+4. No topic is created.
+
+Not promised: that a reply is sent once. A batch that is sent again repeats its replies.
 """
 
 import asyncio
@@ -43,19 +46,19 @@ from gracestream.schemas.messages import to_one_line
 log = structlog.get_logger()
 
 SEND_TIMEOUT_SECONDS = 5.0
-"""That a reply topic has to take a reply."""
+"""Seconds that a topic named by a request has to accept a reply."""
 
 TOPIC_BACKOFF_SECONDS = 10.0
-"""For which one that did not is not tried again."""
+"""Seconds without another attempt after such a topic has failed."""
 
 MAX_REFUSED_TOPICS = 1000
-"""Names of such topics that are remembered: whoever asks may make up any number of them."""
+"""Failed topics that are remembered, at most: requests may name any number of topics."""
 
 _TOO_LARGE_ERRORS = (MessageSizeTooLargeError, RecordListTooLargeError)
 
 
 class ReplySender:
-    """Sends through `app`, a faust app; to reply topics through a producer that is made when one is asked for."""
+    """Sends through the faust app's producer, and to topics named by requests through a producer created on demand."""
 
     def __init__(self, settings: Settings, app: Any) -> None:
         disable_topic_creation()
@@ -63,31 +66,36 @@ class ReplySender:
         self._reply_producer: AIOKafkaProducer | None = None
         self._producer_lock = asyncio.Lock()
         self._refused_topics: OrderedDict[str, tuple[float, str]] = OrderedDict()
+        """By topic, the monotonic time before which it is not tried again, and the reason."""
 
     async def send(self, replies: Sequence[Reply]) -> list[asyncio.Task[None]]:
-        """Send them all; the tasks that still send to topics that requests have chosen.
+        """Send replies; returns the tasks that still send to topics named by requests.
 
         Raises:
-            Exception: Kafka did not take one of them now, and may take it later.
+            Exception: Kafka did not accept a reply now, but may accept it later.
         """
-        late = [asyncio.create_task(self._send_to_reply_topic(reply)) for reply in replies if reply.reply_to]
+        reply_topic_tasks = [
+            asyncio.create_task(self._send_to_reply_topic(reply)) for reply in replies if reply.reply_to
+        ]
         ordinary = [reply for reply in replies if not reply.reply_to]
-        sent = [await self._start_send(reply) for reply in ordinary]
-        found = await asyncio.gather(*(one for one in sent if not isinstance(one, Exception)), return_exceptions=True)
-        ends = iter(found)
-        results = [one if isinstance(one, Exception) else next(ends) for one in sent]
+        sends = [await self._start_send(reply) for reply in ordinary]
+        acknowledgements = await asyncio.gather(
+            *(item for item in sends if not isinstance(item, Exception)), return_exceptions=True
+        )
+        next_acknowledgement = iter(acknowledgements)
+        results = [item if isinstance(item, Exception) else next(next_acknowledgement) for item in sends]
         for reply, result in zip(ordinary, results, strict=True):
             if isinstance(result, BaseException):
                 await self._retry_or_replace(reply, result)
-        return late
+        return reply_topic_tasks
 
     async def close(self) -> None:
-        """Leave the reply topics."""
+        """Close the producer of the topics named by requests."""
         if self._reply_producer is not None:
             await self._reply_producer.stop()
 
     async def _start_send(self, reply: Reply) -> Any:
-        """The future of a reply on its way; or why there is none."""
+        """The future of a reply that is being sent, or the error why it could not be."""
         topic = self._settings.topic(reply.topic)
         try:
             return await self._app.producer.send(topic, reply.key, reply.value, None, None, list(reply.headers))
@@ -95,22 +103,30 @@ class ReplySender:
             return error
 
     async def _retry_or_replace(self, reply: Reply, error: BaseException) -> None:
-        """For one that was refused, perhaps because of others in its batch: alone, and then what is sent instead."""
-        local = error.__cause__ if isinstance(error, ProducerSendError) else None
-        if not isinstance(local or error, _TOO_LARGE_ERRORS):
+        """Send a rejected reply in its own batch, and its fallbacks if it is rejected again.
+
+        Kafka may have rejected it only because of other replies in its batch. A reply that the producer itself rejects
+        is too large in any batch.
+
+        Raises:
+            BaseException: `error`, if the reply was not rejected for its size.
+        """
+        producer_error = error.__cause__ if isinstance(error, ProducerSendError) else None
+        if not isinstance(producer_error or error, _TOO_LARGE_ERRORS):
             raise error
-        trying: Reply | None = self._fallback_for(reply) if local else reply
-        producer = self._app.producer._ensure_producer()  # noqa: SLF001  (faust sends no batch)
-        while trying is not None:
+        candidate: Reply | None = self._fallback_for(reply) if producer_error else reply
+        producer = self._app.producer._ensure_producer()  # noqa: SLF001  (faust has no call for sending a batch)
+        while candidate is not None:
             try:
-                await _send_alone(producer, self._settings.topic(trying.topic), trying)
+                await _send_alone(producer, self._settings.topic(candidate.topic), candidate)
             except _TOO_LARGE_ERRORS:
-                trying = self._fallback_for(trying)
+                candidate = self._fallback_for(candidate)
             else:
                 return
         log.error("reply_lost", key=reply.key, remedy="raise max.message.bytes of the topics")
 
     def _fallback_for(self, reply: Reply) -> Reply | None:
+        """Report a reply that is too large; returns the reply to send instead, or None."""
         metrics.REPLIES_REFUSED.inc()
         topic = reply.reply_to or self._settings.topic(reply.topic)
         reason = _too_large_message(topic, reply)
@@ -118,7 +134,7 @@ class ReplySender:
         return reply.fallback(reason)
 
     async def _send_to_reply_topic(self, reply: Reply) -> None:
-        """To the topic that its request chose, else as an error to the ordinary one."""
+        """Send a reply to the topic that its request names, or else an error to `predictions`."""
         topic = reply.reply_to
         if not (reason := self._recent_refusal(topic)):
             try:
@@ -126,16 +142,21 @@ class ReplySender:
                     await self._try_reply_topic(topic, reply)
             except (KafkaError, OSError, TimeoutError) as error:
                 reason = _refusal_reason(topic, reply, error)
-                if not isinstance(error, _TOO_LARGE_ERRORS):  # the topic may take the next reply
+                if not isinstance(error, _TOO_LARGE_ERRORS):  # else the topic may accept the next reply
                     self._remember_refusal(topic, reason)
                 metrics.REPLIES_REFUSED.inc()
                 log.warning("reply_refused", topic=topic, key=reply.key, reason=reason)
             else:
                 return
-        if (instead := reply.fallback(reason)) is not None:
-            await self.send([replace(instead, reply_to="")])
+        if (fallback := reply.fallback(reason)) is not None:
+            await self.send([replace(fallback, reply_to="")])
 
     async def _try_reply_topic(self, topic: str, reply: Reply) -> None:
+        """Send a reply, or its error where it is too large, to the topic that its request names.
+
+        Raises:
+            KafkaError: the topic does not exist, is not allowed, or accepts neither.
+        """
         producer = await self._get_reply_producer()
         if producer.client.cluster.partitions_for_topic(topic) is None:
             await _require_topic(producer, topic)
@@ -145,15 +166,16 @@ class ReplySender:
             try:
                 await _send_alone(producer, topic, reply)
             except _TOO_LARGE_ERRORS:
-                smaller = self._fallback_for(reply)
-                if smaller is None or not smaller.reply_to:
+                fallback = self._fallback_for(reply)
+                if fallback is None or not fallback.reply_to:
                     raise
-                await _send_alone(producer, topic, smaller)
+                await _send_alone(producer, topic, fallback)
 
     async def _get_reply_producer(self) -> AIOKafkaProducer:
+        """The producer for topics named by requests, started on first use."""
         async with self._producer_lock:
             if self._reply_producer is None:
-                made = AIOKafkaProducer(
+                producer = AIOKafkaProducer(
                     bootstrap_servers=[address.strip() for address in self._settings.kafka.split(",")],
                     acks="all",
                     max_request_size=MAX_DELTA_BYTES,
@@ -161,14 +183,15 @@ class ReplySender:
                     **kafka_security_options(self._settings),
                 )
                 try:
-                    await made.start()
+                    await producer.start()
                 except BaseException:
-                    await made.stop()
+                    await producer.stop()
                     raise
-                self._reply_producer = made
+                self._reply_producer = producer
         return self._reply_producer
 
     def _recent_refusal(self, topic: str) -> str:
+        """Why the topic failed within `TOPIC_BACKOFF_SECONDS`; empty if it did not."""
         until, reason = self._refused_topics.get(topic, (0.0, ""))
         return reason if time.monotonic() < until else ""
 
@@ -180,12 +203,19 @@ class ReplySender:
 
 
 def disable_topic_creation() -> None:
-    """Let no client of aiokafka, faust's among them, create the topics that it asks about; it has no such setting."""
+    """Stop aiokafka's clients, and so faust's, from creating the topics that they ask about.
+
+    aiokafka has no setting for it, so this replaces its metadata request, for the whole process.
+    """
     aiokafka.client.MetadataRequest = partial(MetadataRequest, allow_auto_topic_creation=False)
 
 
 async def _require_topic(producer: AIOKafkaProducer, topic: str) -> None:
-    """Raises KafkaError where there is no such topic, or none for us."""
+    """Check that a topic exists and may be described.
+
+    Raises:
+        KafkaError: it does not exist, or access is denied.
+    """
     client = producer.client
     request = MetadataRequest([topic], allow_auto_topic_creation=False)
     for code, *_ in (await client.send(client.get_random_node(), request)).topics:
@@ -194,7 +224,7 @@ async def _require_topic(producer: AIOKafkaProducer, topic: str) -> None:
 
 
 async def _send_alone(producer: AIOKafkaProducer, topic: str, reply: Reply) -> None:
-    """In a batch of its own."""
+    """Send a reply in its own batch, and wait until Kafka has it."""
     await producer.partitions_for(topic)
     batch = producer.create_batch()
     batch.append(timestamp=None, key=reply.key, value=reply.value, headers=list(reply.headers))
@@ -211,17 +241,17 @@ def _too_large_message(topic: str, reply: Reply) -> str:
 
 
 def _refusal_reason(topic: str, reply: Reply, error: BaseException) -> str:
-    """Why a reply topic did not take a reply, as a sentence for the sender of the request."""
+    """Why a reply topic did not accept a reply, as a sentence for the sender of the request."""
     if isinstance(error, _TOO_LARGE_ERRORS):
         return _too_large_message(topic, reply)
-    what = f"the topic {topic}, which the header reply_to names,"
+    subject = f"the topic {topic}, which the header reply_to names,"
     match error:
         case UnknownTopicOrPartitionError():
-            return f"{what} does not exist; create it, or send no such header"
+            return f"{subject} does not exist; create it, or send no such header"
         case TopicAuthorizationFailedError():
-            return f"{what} is not one that this replica may write to; deploy/acls.sh allows it REPLY_TOPICS"
+            return f"{subject} is not one that this replica may write to; deploy/acls.sh allows it REPLY_TOPICS"
         case TimeoutError():
-            return f"{what} did not take the answer within {SEND_TIMEOUT_SECONDS:g} s"
+            return f"{subject} did not take the answer within {SEND_TIMEOUT_SECONDS:g} s"
         case _:
-            told = str(getattr(error, "description", None) or error) or type(error).__name__
-            return f"{what} did not take the answer: {to_one_line(told)}"
+            description = str(getattr(error, "description", None) or error) or type(error).__name__
+            return f"{subject} did not take the answer: {to_one_line(description)}"

@@ -1,8 +1,13 @@
-"""Answering request records, a micro-batch at a time, each from one state of the codebook.
+"""Prepares request records and answers them, one micro-batch from one codebook.
 
-Reading (`read`) and answering (`answer`) are apart, so that some requests are read while the model runs others. What
-cannot be read goes to the dead letter queue; what fails on its own is answered with `error`; neither touches its
-neighbours. An answer takes along its request's headers, and goes where they say (`pipeline.kafka.reply_addressing`).
+Guarantees:
+
+1. `prepare` and `answer` are separate, so that one thread prepares requests while the model runs others.
+2. Bad requests do not affect others. A record that cannot be read is dead-lettered. A request on which the model fails
+   gets a prediction with `error`.
+3. A reply carries its request's headers and goes to the topic that they name (`pipeline.kafka.resolve_reply_address`).
+
+Not promised: any effect on Kafka. The caller sends the replies (`pipeline.replica.replies`).
 """
 
 import time
@@ -49,7 +54,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """One record of `requests`; `timestamp` is Kafka's, in seconds."""
+    """A record of `requests`. `timestamp` is Kafka's, in seconds."""
 
     value: bytes | None
     topic: str
@@ -61,17 +66,20 @@ class RequestRecord:
 
 
 def no_fallback(_reason: str) -> None:
-    """For replies that nothing can be sent instead of."""
+    """The fallback of a reply without one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One record to send.
+    """A record to send.
 
     Attributes:
         topic: Without the deployment's prefix.
-        reply_to: The whole name of the topic that its request has chosen; empty: `topic`.
-        fallback: What to send where Kafka refuses it, for the reason given; None: nothing.
+        key: Of the record.
+        value: Of the record.
+        headers: Of the record.
+        reply_to: The full name of the topic that the request names; empty: send to `topic`.
+        fallback: Returns the reply to send if Kafka rejects this one, given the reason; None if there is none.
     """
 
     topic: str
@@ -84,12 +92,12 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class ReplyChunk:
-    """Some of the replies to the records that were taken.
+    """Some of the replies to a batch of records.
 
     Attributes:
-        replies: To be sent.
-        released: So many more of the records are done with by these replies, or wait for something that may take long;
-            they hold up no others.
+        replies: To send.
+        released: The number of further records that delay no other batch: they are answered, or wait for something that
+            may take long.
     """
 
     replies: list[Reply]
@@ -98,7 +106,15 @@ class ReplyChunk:
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A request that can be answered: its tokens, and the group of requests it can share a micro-batch with."""
+    """A request that can be answered.
+
+    Attributes:
+        record: The record that it came in.
+        request: As decoded.
+        prompt: Its tokens.
+        batch_key: Requests with the same key may share a micro-batch.
+        address: The topic and headers of its reply.
+    """
 
     record: RequestRecord
     request: Request
@@ -108,26 +124,26 @@ class PreparedRequest:
 
     @property
     def min_seq(self) -> int:
-        """The delta that the answer must have seen; 0: any."""
+        """The delta that the answer must include; 0: any."""
         return 0 if self.request.min_seq is UNSET else self.request.min_seq
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedBatch:
-    """Records as read: what to answer, and the replies that are certain already."""
+    """Prepared records: the requests to answer, and the replies that need no answer."""
 
     requests: list[PreparedRequest]
     replies: list[Reply]
 
     def split(self, seq: int) -> tuple["PreparedBatch", "PreparedBatch"]:
-        """What a codebook at delta `seq` can answer, with the replies that are certain; and what needs a later one."""
-        now = [question for question in self.requests if question.min_seq <= seq]
-        later = [question for question in self.requests if question.min_seq > seq]
-        return PreparedBatch(now, self.replies), PreparedBatch(later, [])
+        """What a codebook at delta `seq` can answer, with the finished replies, and what needs a later delta."""
+        answerable = [request for request in self.requests if request.min_seq <= seq]
+        waiting = [request for request in self.requests if request.min_seq > seq]
+        return PreparedBatch(answerable, self.replies), PreparedBatch(waiting, [])
 
 
 class RequestHandler:
-    """Answers with one model and one mirror of the codebook. `answer` is the model's thread's; the rest is any's."""
+    """Answers with one model and one codebook replica. `answer` runs in the model's thread; the rest in any."""
 
     def __init__(
         self, model: EditableModel, codebook_replica: CodebookReplica, settings: Settings, replica_name: str
@@ -140,62 +156,65 @@ class RequestHandler:
         )
 
     def prepare(self, records: Iterable[RequestRecord]) -> PreparedBatch:
-        """Decode and tokenise."""
-        work = PreparedBatch([], [])
+        """Decode and tokenise records. Those that cannot be answered get their replies at once."""
+        batch = PreparedBatch([], [])
         for record in records:
             try:
                 request = decode(record.value, Request, self._settings.max_record_bytes)
                 address = resolve_reply_address(record.headers, self._settings)
                 if address.error:
-                    work.replies.append(
+                    batch.replies.append(
                         self._error_reply(PreparedRequest(record, request, Prompt(()), None, address), address.error)
                     )
                     continue
                 prompt = self._model.task.tokenize(request.inputs)
-                work.requests.append(
+                batch.requests.append(
                     PreparedRequest(
                         record, request, prompt, self._model.task.batch_key(prompt, request.parameters), address
                     )
                 )
             except (InvalidMessage, InputError) as error:
-                work.replies.extend(self._reject(record, to_one_line(error)))
-        return work
+                batch.replies.extend(self._reject(record, to_one_line(error)))
+        return batch
 
     def min_seq_timeouts(self, requests: Iterable[PreparedRequest]) -> list[Reply]:
-        """Answers to requests for whose delta it is of no use to wait."""
+        """Error replies for requests that have waited too long for their delta."""
         seq = self._codebook_replica.codebook.seq
         return [
-            self._error_reply(question, f"min_seq {question.min_seq} is not reached: the codebook is at {seq}")
-            for question in requests
+            self._error_reply(request, f"min_seq {request.min_seq} is not reached: the codebook is at {seq}")
+            for request in requests
         ]
 
     def answer(self, requests: Sequence[PreparedRequest]) -> list[Reply]:
-        """Answer requests of one group, one reply each, all from the codebook as it is now.
+        """Answer requests of one batch key, one reply each, from the codebook as it is now.
+
+        If the model fails, each request is answered alone, so that only the request at fault gets an error.
 
         Raises:
-            DeviceFault: the device is broken, so none of these is an answer.
+            DeviceLostError: the device failed, so no request can be answered.
         """
         metrics.BATCH_SIZE.observe(len(requests))
         try:
             with metrics.BATCH_MODEL_SECONDS.time():
                 served = self._model.answer(
-                    [question.prompt for question in requests],
-                    [question.request.parameters for question in requests],
+                    [request.prompt for request in requests],
+                    [request.request.parameters for request in requests],
                     self._codebook_replica.lookup,
                     check_answers=self._settings.check_answers,
                 )
-        except Exception as error:  # noqa: BLE001  (whatever one request does to the model, the others are answered)
+        except Exception as error:  # noqa: BLE001  (a request that breaks the model must not affect the others)
             raise_if_device_lost(error)
             failure = f"{type(error).__name__}: {to_one_line(error)}"
         else:
-            return [self._answer_reply(question, answer) for question, answer in zip(requests, served, strict=True)]
-        # Here, and not above: as long as the error is at hand, so is all that its stack holds in the device's memory.
+            return [self._answer_reply(request, answer) for request, answer in zip(requests, served, strict=True)]
+        # Outside the `except` block: its error holds the frames of the failed pass, and so tensors in device memory.
         if len(requests) == 1:
             log.warning("request_failed", request_id=requests[0].request.request_id, error=failure)
             return [self._error_reply(requests[0], f"the model failed: {failure}")]
-        return [reply for question in requests for reply in self.answer([question])]
+        return [reply for request in requests for reply in self.answer([request])]
 
     def _answer_reply(self, prepared: PreparedRequest, served: ServedAnswer) -> Reply:
+        """The prediction for an answer, with the edit that served it or the near miss."""
         metrics.REQUESTS_TOTAL.labels("ok").inc()
         hit = served.hit
         if hit is not None:
@@ -221,12 +240,13 @@ class RequestHandler:
         return _prediction_reply(prediction, prepared.record, prepared.address)
 
     def _error_reply(self, prepared: PreparedRequest, reason: str) -> Reply:
+        """A prediction with `error` instead of an answer."""
         metrics.REQUESTS_TOTAL.labels("error").inc()
         prediction = self._empty_prediction(prepared.request.request_id, prepared.record)
         return _prediction_reply(msgspec.structs.replace(prediction, error=reason), prepared.record, prepared.address)
 
     def _reject(self, record: RequestRecord, reason: str) -> list[Reply]:
-        """To the dead letter queue; and where the sender can be told, an answer that says why."""
+        """A dead letter for a record, and an error prediction if its request id can be read."""
         metrics.REQUESTS_TOTAL.labels("rejected").inc()
         log.warning("request_rejected", partition=record.partition, offset=record.offset, reason=reason)
         replies = [_dead_letter_reply(record, reason)]
@@ -236,7 +256,7 @@ class RequestHandler:
         return replies
 
     def _empty_prediction(self, request_id: str, record: RequestRecord) -> Prediction:
-        """An answer with everything but the answer."""
+        """A prediction with every field but the answer; observes the latency."""
         seconds = max(0.0, time.time() - record.timestamp)
         metrics.REQUEST_SECONDS.observe(seconds)
         return Prediction(
@@ -251,20 +271,23 @@ class RequestHandler:
 
 
 def _prediction_reply(prediction: Prediction, record: RequestRecord, address: ReplyAddress) -> Reply:
-    instead = partial(_error_fallback, prediction, record, address)
+    """A prediction as a reply whose fallback is the same prediction with an error."""
+    fallback = partial(_error_fallback, prediction, record, address)
     key = prediction.request_id.encode()
-    return Reply(PREDICTIONS, key, encode(prediction), address.headers, address.topic, instead)
+    return Reply(PREDICTIONS, key, encode(prediction), address.headers, address.topic, fallback)
 
 
 def _error_fallback(prediction: Prediction, record: RequestRecord, address: ReplyAddress, reason: str) -> Reply:
-    """An error in place of an answer that Kafka refuses; where it refuses that too, a dead letter."""
-    told = reason if prediction.error is UNSET else f"{prediction.error}; {reason}"
-    failed = msgspec.structs.replace(prediction, outputs=UNSET, score=UNSET, edit=UNSET, near_miss=UNSET, error=told)
-    key = failed.request_id.encode()
+    """An error in place of an answer that Kafka rejects; its fallback is a dead letter."""
+    error = reason if prediction.error is UNSET else f"{prediction.error}; {reason}"
+    error_prediction = msgspec.structs.replace(
+        prediction, outputs=UNSET, score=UNSET, edit=UNSET, near_miss=UNSET, error=error
+    )
+    key = error_prediction.request_id.encode()
     return Reply(
         PREDICTIONS,
         key,
-        encode(failed),
+        encode(error_prediction),
         address.headers,
         address.topic,
         partial(_dead_letter_reply, record, unanswered=True),
@@ -272,6 +295,7 @@ def _error_fallback(prediction: Prediction, record: RequestRecord, address: Repl
 
 
 def _near_miss_reason(missed: Hit) -> NearMissReason:
+    """Why the nearest entry did not answer: distance, wording, or its value's answer."""
     if missed.disagreement == OUTSIDE_RADIUS_REASON:
         return "distance"
     return "wording" if missed.disagreement else "answer"
@@ -280,12 +304,18 @@ def _near_miss_reason(missed: Hit) -> NearMissReason:
 def _dead_letter_reply(
     record: RequestRecord, reason: str, *, unanswered: bool = False, max_bytes: int = MAX_UNTRUNCATED_BYTES
 ) -> Reply:
-    """A dead letter; cut where its queue takes less than it should. `unanswered`: no topic took an answer."""
-    place = (record.topic, record.partition, record.offset)
-    letter = dead_letter_for(reason, record.key, record.value, *place, max_bytes=max_bytes, unanswered=unanswered)
-    instead = (
+    """A dead letter of a request.
+
+    If Kafka rejects it, its fallback has the key and value truncated (`max_bytes` 0). `unanswered`: no topic accepted
+    an answer.
+    """
+    position = (record.topic, record.partition, record.offset)
+    dead_letter = dead_letter_for(
+        reason, record.key, record.value, *position, max_bytes=max_bytes, unanswered=unanswered
+    )
+    fallback = (
         no_fallback
         if max_bytes == 0
         else lambda _: _dead_letter_reply(record, reason, unanswered=unanswered, max_bytes=0)
     )
-    return Reply(REQUESTS_DLQ, letter.key, letter.value, letter.headers, fallback=instead)
+    return Reply(REQUESTS_DLQ, dead_letter.key, dead_letter.value, dead_letter.headers, fallback=fallback)

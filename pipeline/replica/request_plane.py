@@ -1,16 +1,18 @@
-"""The faust app of a replica: one agent over `requests`, in the group of all replicas.
+"""The faust app of a replica: one agent over `requests`, in the consumer group of all replicas.
 
-What it guarantees:
+Guarantees:
 
-1. A batch counts as done, and its offsets are committed, once all its replies are in Kafka and every batch taken
-   before it is done: what a replica leaves undone, another one does.
-2. While some requests are answered, those of `MAX_UNANSWERED_BATCHES` batches are taken, so that they can be read
-   meanwhile and the model can choose among them.
-3. Requests that wait for something hold up no other request, but `MAX_IN_FLIGHT_BATCHES` batches that are not done hold
-   up the next.
-4. What waits in the process is bounded, however much waits in Kafka: the records of a few batches, of at most
-   `MAX_PENDING_BYTES` and one record before they are taken, and `MAX_PENDING_BYTES` and one batch after that; and for
-   each partition one fetch, as Kafka stores it (`pipeline.kafka.lenient_records` says how it is read).
+1. A batch is done once all its replies are in Kafka. Its offsets are committed once it and every batch taken before it
+   are done. So another replica answers what this one leaves unfinished.
+2. While requests are being answered, up to `MAX_UNANSWERED_BATCHES` further batches are taken, to be prepared and to
+   give the model a choice.
+3. Requests that wait for a delta do not delay others, until `MAX_IN_FLIGHT_BATCHES` batches are unfinished.
+4. Memory is bounded, however much waits in Kafka:
+   - before they are taken: records of a few batches, up to `MAX_PENDING_BYTES` and one record;
+   - after they are taken: up to `MAX_PENDING_BYTES` and one batch;
+   - one fetch per partition, as stored by Kafka (`pipeline.kafka.lenient_records` says how it is read).
+
+Not promised: exactly one reply. A batch that fails, or moves to another replica, is answered again.
 """
 
 import asyncio
@@ -35,41 +37,41 @@ from gracestream.schemas.deltas import MAX_DELTA_BYTES
 log = structlog.get_logger()
 
 BatchHandler = Callable[[list[RequestRecord]], AsyncGenerator[ReplyChunk, None]]
-"""Answers a batch, some of its records at a time."""
+"""Answers a batch of records, in chunks."""
 
 BATCH_RETRY_SECONDS = 1.0
-"""Pause before a batch whose answers could not be sent is tried again."""
+"""Seconds before a batch whose replies could not be sent is answered again."""
 
 PREFETCH_BATCHES = 4
-"""Batches that are fetched ahead, so that no model waits for Kafka."""
+"""Batches that are fetched in advance, so that the model does not wait for Kafka."""
 
 MAX_UNANSWERED_BATCHES = 4
-"""Batches' worth of requests that are taken and not answered, besides the one that is taken last."""
+"""Batches' worth of requests that may be taken and unanswered, beside the last batch taken."""
 
 MAX_IN_FLIGHT_BATCHES = 20
-"""Batches at most that are taken and not done."""
+"""Batches that may be taken and unfinished."""
 
 
 MAX_PENDING_BYTES = 16 * 2**20
-"""Bytes of records that wait to be taken, and again of those that are taken and not done."""
+"""Bytes of records that may wait to be taken, and the same again for taken and unfinished ones."""
 
 
 class _BlockingQueue(ThrowableQueue):  # type: ignore[misc]
-    """Blocks whoever fills it once it is full, by number or by bytes, and does nothing before.
+    """A queue that blocks its producer once it is full, by number or by bytes, and never pauses fetching before.
 
-    faust's own stops fetching for a second at four fifths: its consumer would not be polled for that long, and a fast
-    model has emptied the rest by then.
+    faust's own queue pauses fetching for a second at 80 %. Its consumer would not be polled meanwhile, and a fast model
+    would empty the queue.
     """
 
-    pressure_high_ratio = 0.5  # twice the size, which is never reached
+    pressure_high_ratio = 0.5  # faust pauses at size / ratio: twice the size, which is never reached
     _queued_bytes = 0
 
     def full(self) -> bool:
-        """Whether whoever puts one more has to wait."""
+        """True if a producer must wait."""
         return bool(super().full()) or self._queued_bytes >= MAX_PENDING_BYTES
 
     def clear(self) -> None:
-        """Forget all that waits."""
+        """Drop all records."""
         super().clear()
         self._queued_bytes = 0
 
@@ -84,34 +86,39 @@ class _BlockingQueue(ThrowableQueue):  # type: ignore[misc]
 
 
 class _App(faust.App):  # type: ignore[misc]
+    """A faust app whose streams buffer in `_BlockingQueue`."""
+
     def FlowControlQueue(self, maxsize: int | None = None, *, clear_on_resume: bool = False) -> ThrowableQueue:
         return _BlockingQueue(maxsize or 0, flow_control=self.flow_control, clear_on_resume=clear_on_resume)
 
 
 class _InFlightBatch:
-    """A batch that was taken and is not done."""
+    """A batch that was taken and is unfinished."""
 
     def __init__(self, events: Sequence[Any]) -> None:
         self.events = events
         self.records = [_request_record(event) for event in events]
         self.size_bytes = sum(record_memory_bytes(event.message) for event in events)
         self.pending = len(events)
-        """Records that hold up others."""
+        """Records that still delay other batches."""
         self.done = False
-        """All its replies are in Kafka."""
+        """True once all its replies are in Kafka."""
 
 
 class RequestPlane:
-    """The app, without a web server, tables, or topics of faust's own: topics are `gracestream topics`' to create."""
+    """The faust app, without web server, tables or topics of its own.
+
+    `gracestream topics` creates the topics.
+    """
 
     def __init__(self, settings: Settings, handle_batch: BatchHandler) -> None:
-        logging.getLogger("mode.timers").setLevel(logging.ERROR)  # a tick that came late is no news
+        logging.getLogger("mode.timers").setLevel(logging.ERROR)  # a late tick needs no warning
         install_lenient_parser()
         self._settings, self._handle_batch = settings, handle_batch
         self._in_flight: deque[_InFlightBatch] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         self._progress_event = asyncio.Event()
-        """Since it was cleared, something that was taken came further."""
+        """Set when a batch in flight has progressed since the event was cleared."""
         self._stopping = False
         self._app = _App(
             settings.topic("inference"),
@@ -123,11 +130,11 @@ class RequestPlane:
             autodiscover=False,
             store="memory://",
             stream_buffer_maxsize=PREFETCH_BATCHES * settings.batch,
-            datadir=str(Path(tempfile.gettempdir()) / "gracestream-faust"),  # faust makes it, and leaves it empty
+            datadir=str(Path(tempfile.gettempdir()) / "gracestream-faust"),  # faust creates it and leaves it empty
             broker_session_timeout=settings.session_timeout,
             broker_heartbeat_interval=settings.session_timeout / 4,
             broker_max_poll_interval=settings.stuck_after,
-            broker_max_poll_records=settings.batch,  # so there is a poll for every batch, however slow
+            broker_max_poll_records=settings.batch,  # one poll per batch, however slow the batches are
             broker_commit_interval=0.5,
             consumer_auto_offset_reset="earliest",
             consumer_max_fetch_size=settings.max_record_bytes,
@@ -141,12 +148,12 @@ class RequestPlane:
 
     @property
     def failed(self) -> bool:
-        """Whether it stopped by itself: something in it failed for good."""
+        """True if faust stopped by itself after an unrecoverable failure."""
         return bool(self._app.should_stop)
 
     @property
     def failure(self) -> BaseException | None:
-        """Why, where it says so."""
+        """The failure that stopped faust, if it is known."""
         reason: BaseException | None = self._app.crash_reason
         return reason
 
@@ -155,11 +162,11 @@ class RequestPlane:
         await self._app.start()
 
     async def stop(self, drain_seconds: float, leave_seconds: float) -> bool:
-        """Take nothing more, finish what was taken, commit, leave the group; whether all of that was done.
+        """Stop taking batches, finish those in flight, commit, and leave the group; True if all of it was done.
 
         Args:
-            drain_seconds: Seconds for what was taken; what is unfinished then is left to another replica.
-            leave_seconds: Seconds for the rest, which takes longer only where Kafka does not answer.
+            drain_seconds: Seconds for the batches in flight. Unfinished ones are left to another replica.
+            leave_seconds: Seconds for committing and leaving. They take longer only if Kafka does not answer.
         """
         self._stopping = True
         deadline = asyncio.get_running_loop().time() + drain_seconds
@@ -167,30 +174,32 @@ class RequestPlane:
             await asyncio.sleep(0.02)
         for task in self._tasks:
             task.cancel()
-        if unfinished := sum(len(taken.events) for taken in self._in_flight):
+        if unfinished := sum(len(batch.events) for batch in self._in_flight):
             log.warning("left_to_others", requests=unfinished, offset=self._in_flight[0].records[0].offset)
-        self._app.conf.stream_wait_empty = False  # faust would wait for what is left, for ever
-        left = asyncio.create_task(self._leave())
-        await asyncio.wait({left}, timeout=leave_seconds)
-        if not left.done():
+        self._app.conf.stream_wait_empty = False  # faust would wait for the unfinished batches, for ever
+        leave_task = asyncio.create_task(self._leave())
+        await asyncio.wait({leave_task}, timeout=leave_seconds)
+        if not leave_task.done():
             log.warning("group_not_left", seconds=round(leave_seconds, 1))
-        return left.done() and not unfinished
+        return leave_task.done() and not unfinished
 
     async def _leave(self) -> None:
         await self._app.stop()
         await self._replies.close()
 
     async def _agent(self, stream: Any) -> None:
-        # `take_events` would count a batch as done even when it failed or a stop cancelled it.
+        """Take batches while there is capacity, and answer each in a task of its own."""
+        # `noack_take` leaves acknowledging to `_complete`. `take_events` would acknowledge a batch even if it failed
+        # or was cancelled.
         batches: AsyncIterable[Sequence[Any]] = stream.noack_take(
             self._settings.batch, within=self._settings.batch_wait
         )
         async for events in batches:
             if self._stopping:
                 await asyncio.Event().wait()  # until faust cancels its agents
-            taken = _InFlightBatch(events)
-            self._in_flight.append(taken)
-            task = asyncio.create_task(self._complete(stream, taken))
+            batch = _InFlightBatch(events)
+            self._in_flight.append(batch)
+            task = asyncio.create_task(self._complete(stream, batch))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
             while not self._has_capacity():
@@ -198,17 +207,20 @@ class RequestPlane:
                 await self._progress_event.wait()
 
     def _has_capacity(self) -> bool:
-        unsettled = sum(taken.pending for taken in self._in_flight)
-        few = (
-            unsettled <= MAX_UNANSWERED_BATCHES * self._settings.batch and len(self._in_flight) < MAX_IN_FLIGHT_BATCHES
+        """True if another batch may be taken."""
+        pending = sum(batch.pending for batch in self._in_flight)
+        below_count_limits = (
+            pending <= MAX_UNANSWERED_BATCHES * self._settings.batch and len(self._in_flight) < MAX_IN_FLIGHT_BATCHES
         )
-        return few and sum(taken.size_bytes for taken in self._in_flight) < MAX_PENDING_BYTES
+        return below_count_limits and sum(batch.size_bytes for batch in self._in_flight) < MAX_PENDING_BYTES
 
     async def _complete(self, stream: Any, batch: _InFlightBatch) -> None:
+        """Answer a batch, retrying for as long as it takes, then acknowledge it in order."""
         while not await self._try_answer(batch):
             await asyncio.sleep(BATCH_RETRY_SECONDS)
         batch.done = True
-        # In the order they were taken: faust commits past a record that is not acknowledged where one after it is.
+        # Acknowledge in the order of taking: once a later record is acknowledged, faust commits past the unacknowledged
+        # records before it.
         while self._in_flight and self._in_flight[0].done:
             for event in self._in_flight[0].events:
                 await stream.ack(event)
@@ -216,22 +228,23 @@ class RequestPlane:
         self._progress_event.set()
 
     async def _try_answer(self, batch: _InFlightBatch) -> bool:
-        batch.pending, elsewhere = len(batch.records), list[asyncio.Task[None]]()
+        """Answer a batch and send its replies; False if that failed, so that it must be tried again."""
+        batch.pending, reply_topic_tasks = len(batch.records), list[asyncio.Task[None]]()
         try:
-            async with aclosing(self._handle_batch(batch.records)) as parts:
-                async for part in parts:
-                    elsewhere += await self._replies.send(part.replies)
-                    batch.pending -= part.released
+            async with aclosing(self._handle_batch(batch.records)) as chunks:
+                async for chunk in chunks:
+                    reply_topic_tasks += await self._replies.send(chunk.replies)
+                    batch.pending -= chunk.released
                     self._progress_event.set()
-            await asyncio.gather(*elsewhere)
-        except Exception:  # the batch is tried again, whatever it was
+            await asyncio.gather(*reply_topic_tasks)
+        except Exception:  # whatever failed, the batch is tried again
             log.exception("batch_failed", requests=len(batch.records), offset=batch.records[0].offset)
             return False
         return True
 
 
 def _faust_credentials(settings: Settings) -> Any:
-    """What `kafka_security` gives the other clients, in faust's words; None for a connection without either."""
+    """The TLS and SASL settings of the other clients as faust's credentials; None for a plain connection."""
     context = kafka_tls_context(settings) if settings.kafka_security_protocol.endswith("SSL") else None
     if settings.kafka_security_protocol.startswith("SASL"):
         return faust.SASLCredentials(

@@ -3,7 +3,8 @@
 import pytest
 from kafka.errors import KafkaError, KafkaTimeoutError
 
-from gracestream.pipeline.editor.log import FeedbackResult, PartitionLostError, UnexpectedWriterError, is_retriable
+from gracestream.pipeline.editor.log import FeedbackResult, UnexpectedWriterError, is_retriable
+from gracestream.pipeline.editor.membership import PartitionLostError
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.kafka.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ, TOPICS
 from gracestream.pipeline.settings import load_settings

@@ -5,7 +5,8 @@ import time
 import pytest
 from kafka.errors import KafkaError
 
-from gracestream.pipeline.editor.log import FeedbackResult, PartitionLostError, is_retriable
+from gracestream.pipeline.editor.log import FeedbackResult, is_retriable
+from gracestream.pipeline.editor.membership import PartitionLostError
 from gracestream.pipeline.kafka.topics import DELTAS, EDITS, FEEDBACK
 from tests.support.editor_clusters import Cluster, half_written, next_offset, outcome_of, outcomes, take_session
 from tests.support.running import PATIENCE, headers_of, wait_until

@@ -322,7 +322,7 @@ def test_a_worker_that_waits_for_kafka_ends_at_once_and_in_order(
     with Forked("waiting", command, settings, folder, shutdown_timeout=600.0) as worker:
         wait_until(lambda: '"starting"' in worker.said(), 90)
         assert worker.stop() == 0
-        assert "it had nothing in hand" in worker.said()
+        assert "no work was in progress" in worker.said()
 
 
 def test_a_replica_that_catches_up_ends_at_once_and_in_order(deployment: Settings, folder: Path) -> None:
@@ -338,7 +338,7 @@ def test_a_replica_that_catches_up_ends_at_once_and_in_order(deployment: Setting
         wait_until(lambda: "redis_ahead" in replica.said(), 90)
         assert replica.ready()[0] == 503
         assert replica.stop() == 0
-        assert "it had nothing in hand" in replica.said()
+        assert "no work was in progress" in replica.said()
     history.empty_redis()
     history.close()
 
