@@ -17,14 +17,16 @@ from torch import Tensor
 from gracestream.pipeline.codebook import CodebookLookup, Hit, Label
 from gracestream.pipeline.model.adaptor import Adaptor, QueryToken, ReplacedTokens
 from gracestream.pipeline.model.batch import Batch, Prompt
-from gracestream.pipeline.model.checkpoint import ModelError, cached_fingerprint, compute_fingerprint, load_checkpoint
+from gracestream.pipeline.model.checkpoint import ModelError, load_checkpoint
+from gracestream.pipeline.model.fingerprint import cached_fingerprint, compute_fingerprint
 from gracestream.pipeline.model.layers import LayerError, find_layer, is_in_decoder, linear_layers, normalize_path
 from gracestream.pipeline.model.probe_texts import PROBE_TEXTS
 from gracestream.pipeline.model.sentence_encoder import SentenceEncoder
 from gracestream.pipeline.model.suffix_pass import SuffixRunner
 from gracestream.pipeline.model.tasks.base import InputError, Limits, ModelAnswer, ModelTask, TargetPass
+from gracestream.pipeline.model.tasks.causal import CausalGeneration
 from gracestream.pipeline.model.tasks.classification import Classification
-from gracestream.pipeline.model.tasks.generation import CausalGeneration, Seq2SeqGeneration
+from gracestream.pipeline.model.tasks.seq2seq import Seq2SeqGeneration
 from gracestream.pipeline.model.trial import layer_fault
 from gracestream.schemas.messages import Inputs, Parameters
 

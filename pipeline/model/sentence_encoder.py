@@ -24,8 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gracestream.pipeline.model.checkpoint import ModelError, cached_fingerprint, load_encoder, resolve_device
+from gracestream.pipeline.model.checkpoint import ModelError, load_encoder, resolve_device
 from gracestream.pipeline.model.control_tokens import text_tokenizer
+from gracestream.pipeline.model.fingerprint import cached_fingerprint
 from gracestream.pipeline.model.probe_texts import PROBE_TEXTS
 
 PROMPT_HASH_DIM = 32

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from gracestream.pipeline.codebook import CodebookLookup, Label
 from gracestream.pipeline.device import raise_if_device_lost
+from gracestream.pipeline.model.activation_cache import ActivationCache
 from gracestream.pipeline.model.adaptor import Adaptor, AdaptorPass
 from gracestream.pipeline.model.batch import Batch
 from gracestream.pipeline.model.cls_attention import ClsOnlyAttention
-from gracestream.pipeline.model.layers import ActivationCache
 from gracestream.pipeline.model.probe_texts import PROBE_TEXTS
 from gracestream.pipeline.model.tasks.base import InputError, ModelTask, TargetPass
 from gracestream.pipeline.model.tasks.classification import Classification

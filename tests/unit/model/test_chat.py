@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from gracestream.pipeline.editing.config import EditConfig
 from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.model.chat import CONTENT_END, CONTENT_START, ChatError, ChatTemplate
-from gracestream.pipeline.model.checkpoint import compute_fingerprint
 from gracestream.pipeline.model.control_tokens import control_tokens, text_tokenizer
+from gracestream.pipeline.model.fingerprint import compute_fingerprint
 from gracestream.pipeline.model.probe_texts import PROBE_TEXTS
 from gracestream.pipeline.model.tasks.base import InputError
 from gracestream.schemas.messages import ChatMessage, Feedback, Inputs, Parameters

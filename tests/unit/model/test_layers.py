@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from gracestream.pipeline.model.activation_cache import ActivationCache
 from gracestream.pipeline.model.adaptor import QueryToken
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.model.layers import (
-    ActivationCache,
     LayerError,
     enclosing_blocks,
     find_layer,
