@@ -1,4 +1,4 @@
-"""Models that can be edited: how they are loaded, read, and made to answer with a codebook."""
+"""Editable models: checkpoints, layers, tasks and the adaptor, up to answers served with a codebook's edits."""
 
 from gracestream.pipeline.model.adaptor import AdaptorPass, QueryToken, ReplacedTokens, last_token_positions
 from gracestream.pipeline.model.batch import Batch, Prompt

@@ -1,4 +1,9 @@
-"""Checkpoints of Hugging Face models: loaded from a folder or a hub, and told apart by what they hold."""
+"""Loads Hugging Face checkpoints from a local folder or a hub, without running code from them.
+
+1. `load_checkpoint` returns a sequence classifier, an encoder-decoder or a causal language model, with its tokenizer.
+2. No code of a checkpoint runs: weights are safetensors, and `trust_remote_code` is off.
+3. Every failure is a `ModelError` of one sentence with the remedy (`checkpoint_faults`).
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -36,103 +41,112 @@ from gracestream.pipeline.model.checkpoint_faults import (
 )
 
 T = TypeVar("T")
+"""The type that a sidecar file decodes to."""
 
 
 class ModelError(UserError):
-    """A model that cannot be loaded or edited; the text says which and why."""
+    """A model that cannot be loaded or edited. The message names the model and the reason."""
 
 
 def load_checkpoint(name: str, *, device: str = "auto", dtype: str = "float32") -> tuple[Any, Any]:
-    """A model of one of the three kinds and its tokenizer, from a local folder, a hub id or `id@revision`.
+    """A model of a supported kind and its tokenizer, from a local folder, a hub id, or `id@revision`.
 
     Raises:
-        ModelError: no such checkpoint, not of one of the three kinds, or no such device.
+        ModelError: the checkpoint or the device does not exist, or the model is of no supported kind.
+        DeviceError: the environment makes the device's results inexact.
     """
     target = resolve_device(device)
     with _as_model_error("model", name):
-        place, pinned = _split_revision(name)
-        config = AutoConfig.from_pretrained(place, trust_remote_code=False, **pinned)
-        auto = _auto_class(config, name)
+        location, revision = _split_revision(name)
+        config = AutoConfig.from_pretrained(location, trust_remote_code=False, **revision)
+        auto_class = _auto_class(config, name)
         _raise_if_fault(unsupported_config_fault(config))
         tokenizer = _load_tokenizer(name)
         with suppress_load_warnings():
-            model, info = auto.from_pretrained(
-                place, dtype=getattr(torch, dtype), trust_remote_code=False, use_safetensors=True,
-                output_loading_info=True, **pinned,
+            model, info = auto_class.from_pretrained(
+                location, dtype=getattr(torch, dtype), trust_remote_code=False, use_safetensors=True,
+                output_loading_info=True, **revision,
             )  # fmt: skip
         _raise_if_fault(missing_tensors_fault(info["missing_keys"]))
         return model.to(target), tokenizer
 
 
 def is_causal(name: str) -> bool:
-    """Whether a checkpoint is a causal language model. Its config says so; no weights are read.
+    """True if a checkpoint is a causal language model. Only its config is read, no weights.
 
     Raises:
-        ModelError: no such checkpoint, or not of one of the three kinds.
+        ModelError: the checkpoint does not exist or is of no supported kind.
     """
     with _as_model_error("model", name):
-        place, pinned = _split_revision(name)
-        config = AutoConfig.from_pretrained(place, trust_remote_code=False, **pinned)
+        location, revision = _split_revision(name)
+        config = AutoConfig.from_pretrained(location, trust_remote_code=False, **revision)
         return _auto_class(config, name) is AutoModelForCausalLM
 
 
 def load_encoder(name: str) -> tuple[Any, Any, int | None]:
-    """A sentence encoder on the CPU, its tokenizer, and the tokens that it reads at once, where its files say so.
+    """A sentence encoder on the CPU, its tokenizer, and its token limit if sentence-transformers' files set one.
 
-    It gives each token a vector, in float32; heads and a pooler are left out. The files beside a checkpoint that tell
-    how its tokens become one vector are sentence-transformers' own.
+    The model gives one float32 vector per token, without head and pooler. sentence-transformers' own files beside the
+    checkpoint say how these vectors become one embedding; only their mean is supported.
 
     Raises:
-        ModelError: no such checkpoint, weights that it lacks, or one whose embedding is not the mean of its tokens.
+        ModelError: the checkpoint does not exist, lacks weights, or its embedding is not the mean of its tokens.
     """
     with _as_model_error("encoder", name), suppress_load_warnings():
-        place, pinned = _split_revision(name)
-        _raise_if_fault(unsupported_config_fault(AutoConfig.from_pretrained(place, trust_remote_code=False, **pinned)))
+        location, revision = _split_revision(name)
+        _raise_if_fault(
+            unsupported_config_fault(AutoConfig.from_pretrained(location, trust_remote_code=False, **revision))
+        )
         tokenizer = _load_tokenizer(name)
         model, info = AutoModel.from_pretrained(
-            place, dtype=torch.float32, trust_remote_code=False, use_safetensors=True, output_loading_info=True,
-            **pinned,
+            location, dtype=torch.float32, trust_remote_code=False, use_safetensors=True, output_loading_info=True,
+            **revision,
         )  # fmt: skip
         pooling = _read_sidecar(name, "1_Pooling/config.json", dict[str, Any])
         modules = _read_sidecar(name, "modules.json", list[_EmbeddingStep]) or []
-        sizes = _read_sidecar(name, "sentence_bert_config.json", _EncoderLimits) or _EncoderLimits()
-    if lacking := sorted(key for key in info["missing_keys"] if not key.startswith("pooler.")):
-        raise ModelError(f"the encoder {name!r} cannot be used: its checkpoint has no {lacking[0]}")
-    others = {key for key, on in (pooling or {}).items() if key.startswith("pooling_mode") and on is True}
-    others |= {module.type for module in modules if module.type.endswith(".Dense")}
-    if others - {"pooling_mode_mean_tokens"}:
+        limits = _read_sidecar(name, "sentence_bert_config.json", _EncoderLimits) or _EncoderLimits()
+    if missing := sorted(key for key in info["missing_keys"] if not key.startswith("pooler.")):
+        raise ModelError(f"the encoder {name!r} cannot be used: its checkpoint has no {missing[0]}")
+    pooling_steps = {key for key, on in (pooling or {}).items() if key.startswith("pooling_mode") and on is True}
+    pooling_steps |= {module.type for module in modules if module.type.endswith(".Dense")}
+    if pooling_steps - {"pooling_mode_mean_tokens"}:
         raise ModelError(
-            f"the encoder {name!r} cannot be used: its embedding is not the mean of its tokens, but {sorted(others)}"
+            f"the encoder {name!r} cannot be used: its embedding is not the mean of its tokens, but"
+            f" {sorted(pooling_steps)}"
         )
-    if pooling is None and any(kind.endswith("ForCausalLM") for kind in model.config.architectures or ()):
-        raise ModelError(f"the encoder {name!r} cannot be used: it is a language model, no sentence encoder")
+    # Without sentence-transformers' files, the mean is assumed, except for a language model.
+    if pooling is None and any(
+        architecture.endswith("ForCausalLM") for architecture in model.config.architectures or ()
+    ):
+        raise ModelError(f"the encoder {name!r} cannot be used: it is a language model, not a sentence encoder")
     if getattr(model, "pooler", None) is not None:
-        model.pooler = None  # nothing reads it, and where a checkpoint has none it is drawn at random
-    return model, tokenizer, sizes.max_seq_length
+        # Nothing reads the pooler, and transformers initialises it at random if the checkpoint has none.
+        model.pooler = None
+    return model, tokenizer, limits.max_seq_length
 
 
 class _EmbeddingStep(Struct, frozen=True):
-    """A step of sentence-transformers, from tokens to an embedding."""
+    """One step of sentence-transformers' pipeline from tokens to an embedding (`modules.json`)."""
 
     type: str = ""
 
 
 class _EncoderLimits(Struct, frozen=True):
-    """Tokens that are read at once."""
+    """The number of tokens that the encoder reads in one pass (`sentence_bert_config.json`)."""
 
     max_seq_length: Annotated[int, Meta(ge=8)] | None = None
 
 
 def _read_sidecar(name: str, file: str, schema: type[T]) -> T | None:
-    """What a JSON file of a checkpoint says; None where there is none."""
-    place, pinned = _split_revision(name)
-    path = cached_file(place, file, _raise_exceptions_for_missing_entries=False, **pinned)
+    """The decoded content of a JSON file of a checkpoint, or None without such a file."""
+    location, revision = _split_revision(name)
+    path = cached_file(location, file, _raise_exceptions_for_missing_entries=False, **revision)
     return None if path is None else msgspec.json.decode(Path(path).read_bytes(), type=schema)
 
 
 @contextmanager
 def suppress_load_warnings() -> Iterator[None]:
-    """Without warnings of what is on purpose: a checkpoint's head that is left out, or one that is new."""
+    """Inside this context, transformers does not warn about heads that are intentionally dropped or new."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
@@ -142,9 +156,9 @@ def suppress_load_warnings() -> Iterator[None]:
 
 
 def _load_tokenizer(name: str) -> Any:
-    place, pinned = _split_revision(name)
+    location, revision = _split_revision(name)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False, **pinned)
+        tokenizer = AutoTokenizer.from_pretrained(location, trust_remote_code=False, **revision)
     except Exception as error:
         if _is_hub_unreachable(error):
             raise
@@ -154,7 +168,7 @@ def _load_tokenizer(name: str) -> Any:
 
 
 class _CheckpointFault(Exception):
-    """Why a checkpoint cannot be used, as a sentence."""
+    """The reason why a checkpoint cannot be used, as one sentence."""
 
 
 def _raise_if_fault(fault: str | None) -> None:
@@ -164,14 +178,14 @@ def _raise_if_fault(fault: str | None) -> None:
 
 @contextmanager
 def _as_model_error(kind: Literal["model", "encoder"], name: str) -> Iterator[None]:
-    """What fails inside is a `ModelError` of one sentence."""
+    """Turn every failure inside this context into a `ModelError` of one sentence."""
     folder = _local_folder(name)
-    cannot = f"the {kind} {name!r} cannot be loaded: "
+    prefix = f"the {kind} {name!r} cannot be loaded: "
     if folder is None and name.endswith(".gguf") and Path(name).is_file():
-        raise ModelError(f"{cannot}it is GGUF, {GGUF_MESSAGE}")
+        raise ModelError(f"{prefix}it is GGUF, {GGUF_MESSAGE}")
     if folder is None and name.startswith(("/", ".", "~")):
-        there = "it is a file, not a folder" if Path(name).exists() else "there is no such folder"
-        raise ModelError(f"{cannot}{there}" + ("; choose another GRACESTREAM_MODEL" if kind == "model" else ""))
+        reason = "it is a file, not a folder" if Path(name).exists() else "there is no such folder"
+        raise ModelError(f"{prefix}{reason}" + ("; choose another GRACESTREAM_MODEL" if kind == "model" else ""))
     transformers_logging.disable_progress_bar()
     try:
         if folder is not None:
@@ -182,9 +196,9 @@ def _as_model_error(kind: Literal["model", "encoder"], name: str) -> Iterator[No
     except ModelError:
         raise
     except _CheckpointFault as fault:
-        raise ModelError(f"{cannot}{fault}") from fault
-    except Exception as error:  # the libraries raise errors of any kind for the files of a checkpoint
-        raise ModelError(f"{cannot}{_failure_reason(error, name)}") from error
+        raise ModelError(f"{prefix}{fault}") from fault
+    except Exception as error:  # for damaged files, the libraries raise exceptions of any class
+        raise ModelError(f"{prefix}{_failure_reason(error, name)}") from error
 
 
 def _failure_reason(error: Exception, name: str) -> str:
@@ -193,18 +207,18 @@ def _failure_reason(error: Exception, name: str) -> str:
         return describe_load_error(error, folder)
     if _is_hub_unreachable(error):
         return "there is no such folder, it was not loaded from a hub before, and the hub cannot be reached"
-    place, pinned = _split_revision(name)
-    with suppress(OSError, ValueError):  # such as a hub id that is none
-        there = [file for file in PROBED_FILES if has_file(place, file, **pinned)]
-        if there and (fault := missing_files_fault(there)) is not None:
+    location, revision = _split_revision(name)
+    with suppress(OSError, ValueError):  # such as a malformed hub id
+        present_files = [file for file in PROBED_FILES if has_file(location, file, **revision)]
+        if present_files and (fault := missing_files_fault(present_files)) is not None:
             return fault
     return describe_load_error(error, None)
 
 
 def _split_revision(name: str) -> tuple[str, dict[str, str]]:
-    """A folder or hub id, and the revision of a hub id that stands behind an `@`: a branch, a tag or a commit."""
-    place, found, revision = name.rpartition("@")
-    return (place, {"revision": revision}) if found and not _is_folder(name) else (name, {})
+    """A folder or hub id, and the keyword argument for the revision behind `@`: a branch, a tag or a commit."""
+    location, separator, revision = name.rpartition("@")
+    return (location, {"revision": revision}) if separator and not _is_folder(name) else (name, {})
 
 
 def _local_folder(name: str) -> Path | None:
@@ -212,15 +226,16 @@ def _local_folder(name: str) -> Path | None:
 
 
 def _is_folder(name: str) -> bool:
-    with suppress(OSError):  # such as for a name that is too long
+    with suppress(OSError):  # such as a name that is too long
         return Path(name).is_dir()
     return False
 
 
 def _is_hub_unreachable(error: BaseException | None) -> bool:
-    """Whether a loading failed for want of a network: the hub's client names that only in what lies behind the error.
+    """True if loading failed because the hub could not be reached.
 
-    Its second try after a failed connection ends in a closed client, for which it has a bare `RuntimeError`.
+    The hub's client reports that only in an exception in the chain of causes. Its retry after a failed connection uses
+    a closed client and raises a plain `RuntimeError`.
     """
     while error is not None:
         if isinstance(error, LocalEntryNotFoundError) or "client has been closed" in str(error):
@@ -230,19 +245,18 @@ def _is_hub_unreachable(error: BaseException | None) -> bool:
 
 
 def resolve_device(requested: str) -> str:
-    """The device that `auto`, `cpu` or `cuda` stands for.
+    """The torch device for `auto`, `cpu` or `cuda`.
 
     Raises:
-        ModelError: there is none such.
-        DeviceError: the environment makes its results inexact.
+        ModelError: `cuda` is requested and torch can use no CUDA device.
+        DeviceError: the environment makes the device's results inexact.
     """
     if requested == "cpu" or (requested == "auto" and not torch.cuda.is_available()):
         return "cpu"
     if not torch.cuda.is_available():
         raise ModelError(
             f"GRACESTREAM_DEVICE is cuda, but torch can use no CUDA device: {cuda_unavailable_reason()}. Give this"
-            " process a GPU"
-            " with such a driver, or set GRACESTREAM_DEVICE to cpu or auto"
+            " process a GPU with such a driver, or set GRACESTREAM_DEVICE to cpu or auto"
         )
     prepare_cuda()
     return "cuda"

@@ -1,4 +1,4 @@
-"""Names of a model's modules, as the paper writes them: `encoder.block[4].layer[1].DenseReluDense.wo`."""
+"""Finds a model's modules by path, as the GRACE paper writes them: `encoder.block[4].layer[1].DenseReluDense.wo`."""
 
 import re
 from dataclasses import dataclass
@@ -9,12 +9,19 @@ from gracestream.pipeline.errors import UserError
 
 
 class LayerError(UserError):
-    """No such layer, or one that cannot be edited; the text names the layers there are."""
+    """A layer that does not exist or cannot be edited. The message names existing layers or the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class RepeatedLayer:
-    """Modules that differ in nothing but the number of their block: `path` with `*` for the number, and how many."""
+    """Modules that differ only in the number of their block.
+
+    Attributes:
+        path: Their path with `*` in place of the block's number.
+        count: Number of modules.
+        kind: Class name of the modules.
+        shape: Shape of the first module's weight.
+    """
 
     path: str
     count: int
@@ -23,7 +30,7 @@ class RepeatedLayer:
 
 
 def normalize_path(path: str) -> str:
-    """`a.block[4].wo.weight` as torch names the module: `a.block.4.wo`."""
+    """A path in torch's notation without the parameter's name: `a.block[4].wo.weight` becomes `a.block.4.wo`."""
     return re.sub(r"\[(\d+)\]", r".\1", path.strip()).removesuffix(".weight").removesuffix(".bias")
 
 
@@ -31,41 +38,49 @@ def find_layer(model: nn.Module, path: str) -> nn.Module:
     """The module at `path`.
 
     Raises:
-        LayerError: there is none; the text lists the nearest that exist.
+        LayerError: no such module exists, or it is a list of blocks; the message lists existing paths.
     """
-    normal = normalize_path(path)
+    normalized = normalize_path(path)
     try:
-        module = model.get_submodule(normal) if normal else model
+        module = model.get_submodule(normalized) if normalized else model
     except AttributeError:
         module = model
     if module is model:
-        raise LayerError(f"layer {path!r} not found in {type(model).__name__}; it has {_suggest_paths(model, normal)}")
+        raise LayerError(
+            f"layer {path!r} not found in {type(model).__name__}; it has {_suggest_paths(model, normalized)}"
+        )
     if isinstance(module, nn.ModuleList):
-        raise LayerError(f"layer {path!r} is a list of {len(module)} blocks; name one: {normal}.0 … .{len(module) - 1}")
+        raise LayerError(
+            f"layer {path!r} is a list of {len(module)} blocks; name one: {normalized}.0 … .{len(module) - 1}"
+        )
     return module
 
 
 def linear_layers(model: nn.Module) -> list[RepeatedLayer]:
-    """The linear maps of the blocks: the layers that the paper and this project edit."""
-    found: dict[str, list[nn.Module]] = {}
+    """The linear layers inside numbered blocks, which the paper and this project edit."""
+    modules_by_path: dict[str, list[nn.Module]] = {}
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
-        linear = "Linear" in type(module).__name__ or type(module).__name__ == "Conv1D"
-        if linear and weight is not None and weight.dim() == 2 and re.search(r"\.\d+\.", name):
-            found.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", name, count=1), []).append(module)
+        # Conv1D is transformers' linear layer with a transposed weight (GPT-2).
+        is_linear = "Linear" in type(module).__name__ or type(module).__name__ == "Conv1D"
+        if is_linear and weight is not None and weight.dim() == 2 and re.search(r"\.\d+\.", name):
+            modules_by_path.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", name, count=1), []).append(module)
     return [
         RepeatedLayer(path, len(modules), type(modules[0]).__name__, tuple(modules[0].weight.shape))  # type: ignore[arg-type]
-        for path, modules in found.items()
+        for path, modules in modules_by_path.items()
     ]
 
 
 def is_in_decoder(path: str) -> bool:
-    """Whether a layer of an encoder-decoder lies in its decoder, which sees one token where the encoder sees all."""
+    """True if a layer of an encoder-decoder is in the decoder, which does not see the prompt's tokens."""
     return "decoder" in normalize_path(path).split(".")
 
 
 def enclosing_blocks(model: nn.Module, path: str) -> tuple[list[nn.Module], int]:
-    """The blocks of the stack that holds `path`, in order, and the number of the one that does; none outside of one."""
+    """The blocks of the stack that contains `path`, in order, and the index of the enclosing block.
+
+    `([], 0)` for a module outside any stack of blocks.
+    """
     module: nn.Module = model
     for part in normalize_path(path).split("."):
         if isinstance(module, nn.ModuleList):
@@ -75,17 +90,17 @@ def enclosing_blocks(model: nn.Module, path: str) -> tuple[list[nn.Module], int]
 
 
 def _suggest_paths(model: nn.Module, path: str) -> str:
-    """The siblings at the first part of `path` that does not exist, in a form a person can pick from."""
-    module, known = model, ""
+    """The existing children at the first unknown part of `path`, or the stacks of blocks, as text for a message."""
+    module, prefix = model, ""
     for part in path.split("."):
         children = dict(module.named_children())
         if part not in children:
             break
-        module, known = children[part], f"{known}{part}."
-    names = [known + name for name, _ in module.named_children()]
+        module, prefix = children[part], f"{prefix}{part}."
+    names = [prefix + name for name, _ in module.named_children()]
     if isinstance(module, nn.ModuleList) and names:
         return f"{names[0]} … {names[-1]}"
-    if known or len(names) > 3:
+    if prefix or len(names) > 3:
         return ", ".join(names)
-    lists = [(name, child) for name, child in model.named_modules() if isinstance(child, nn.ModuleList)]
-    return ", ".join(f"{name}.0 … {name}.{len(child) - 1}" for name, child in lists[:4]) or ", ".join(names)
+    stacks = [(name, child) for name, child in model.named_modules() if isinstance(child, nn.ModuleList)]
+    return ", ".join(f"{name}.0 … {name}.{len(child) - 1}" for name, child in stacks[:4]) or ", ".join(names)

@@ -1,4 +1,7 @@
-"""Causal language models."""
+"""Generation by causal language models: decoder-only, with prompt and answer in one sequence.
+
+Shapes: B rows, T tokens, L length of a label.
+"""
 
 import inspect
 from collections.abc import Sequence
@@ -20,11 +23,11 @@ from gracestream.pipeline.model.tasks.generation import Generation, label_logits
 from gracestream.schemas.messages import Inputs, is_chat
 
 POSITIONAL_INPUTS = ("input_ids", "position_ids")
-"""Of a causal model's arguments those that tell nothing of the positions before."""
+"""The arguments that describe only their own positions; the attention mask also covers cached positions."""
 
 
 class CausalGeneration(Generation):
-    """A causal language model. Prompts are padded on the left: answers grow to the right."""
+    """A causal language model. Prompts are padded on the left, because answers grow on the right."""
 
     padding_side = "left"
 
@@ -33,28 +36,38 @@ class CausalGeneration(Generation):
         self._chat_template = ChatTemplate(self.tokenizer, self._text_tokenizer)
 
     def tokenize(self, inputs: Inputs) -> Prompt:
-        """One prompt in tokens; messages of a chat by the model's chat template."""
+        """One tokenised prompt; a chat is rendered by the model's chat template.
+
+        Raises:
+            InputError: the inputs are a pair, have too many tokens or none, or are a chat that the template rejects.
+        """
         if not is_chat(inputs):
             return super().tokenize(inputs)
         try:
             token_ids = self._check_token_ids(self._chat_template.token_ids(inputs))
         except ChatError as error:
             raise InputError(str(error)) from error
-        follows = any(message.role != "system" for message in inputs[:-1])
-        return Prompt(tuple(token_ids), last_turn=LastTurn(inputs[-1].content, follows))
+        has_earlier_turns = any(message.role != "system" for message in inputs[:-1])
+        return Prompt(tuple(token_ids), last_turn=LastTurn(inputs[-1].content, has_earlier_turns))
 
     def forward_prompt(self, batch: Batch) -> None:
-        """With positions counted from each row's first real token, as generation counts them."""
+        """Run one pass with positions counted from each row's first unpadded token, as in generation."""
         positions_BT = (batch.kwargs["attention_mask"].cumsum(dim=1) - 1).clamp(min=0)
-        extra = {"position_ids": positions_BT} if self._accepts_argument("position_ids") else {}
-        self.model(**batch.kwargs, **extra, use_cache=False)
+        position_kwargs = {"position_ids": positions_BT} if self._accepts_argument("position_ids") else {}
+        self.model(**batch.kwargs, **position_kwargs, use_cache=False)
 
     def make_target_pass(self, inputs: Inputs, label: Label) -> TargetPass:
-        """Prompt and target in one row; the last target token needs no forward pass of its own."""
+        """Prompt and target in one row. The last target token predicts nothing, so it is left out.
+
+        Raises:
+            InputError: prompt and target exceed the model's context.
+        """
         prompt = self.tokenize(inputs)
         if self.context_length is not None and len(prompt) + len(label) > self.context_length:
-            tokens = len(prompt) + len(label)
-            raise InputError(f"prompt and target have {tokens} tokens; the model has room for {self.context_length}")
+            num_tokens = len(prompt) + len(label)
+            raise InputError(
+                f"prompt and target have {num_tokens} tokens; the model has room for {self.context_length}"
+            )
         device = self.model.device
         ids_1T = torch.tensor([[*prompt.token_ids, *label[:-1]]], device=device)
         mask_1T = torch.ones_like(ids_1T)
@@ -64,34 +77,45 @@ class CausalGeneration(Generation):
         return TargetPass(batch, (torch.tensor(label, device=device),), len(label))
 
     def collate(self, rows: Sequence[TargetPass]) -> TargetPass:
-        """The last tokens of all prompts stand in one column; positions are counted from each row's first token."""
-        prompts = [int(row.batch.mask_BT.sum()) for row in rows if row.batch.mask_BT is not None]
-        padded = self._pad_passes(rows, [max(prompts) - tokens for tokens in prompts])
+        """Several passes as one, with the last prompt tokens in one column.
+
+        Positions count from each row's first token.
+        """
+        prompt_lengths = [int(row.batch.mask_BT.sum()) for row in rows if row.batch.mask_BT is not None]
+        target_pass = self._pad_passes(rows, [max(prompt_lengths) - length for length in prompt_lengths])
         if len(rows) > 1 and self._accepts_argument("position_ids"):
-            positions_BT = (padded.batch.kwargs["attention_mask"].cumsum(dim=1) - 1).clamp(min=0)
-            padded.batch.kwargs["position_ids"] = positions_BT
-        return padded
+            positions_BT = (target_pass.batch.kwargs["attention_mask"].cumsum(dim=1) - 1).clamp(min=0)
+            target_pass.batch.kwargs["position_ids"] = positions_BT
+        return target_pass
 
     def join_suffixes(self, parts: Sequence[TargetPass]) -> TargetPass | None:
-        """Keys and values before the last prompt tokens are padded on the left, what follows on the right."""
+        """The suffix passes as one: cached keys and values are padded on the left, later tokens on the right.
+
+        None if a part has no cached keys and values.
+        """
         if not all(part.past_key_values for part in parts):
             return None
         masks = [part.batch.mask_BT for part in parts if part.batch.mask_BT is not None]
-        before = [part.past_key_values[0][0].shape[-2] for part in parts]
-        seen_BT = [part.batch.kwargs["attention_mask"] for part in parts]
-        earlier_BT = pad_and_concat(
-            [mask_BT[:, :tokens] for mask_BT, tokens in zip(seen_BT, before, strict=True)], 1, pad_left=True
+        cached_lengths = [part.past_key_values[0][0].shape[-2] for part in parts]
+        attention_masks = [part.batch.kwargs["attention_mask"] for part in parts]
+        # The attention mask of a suffix covers its cached positions first, then its own.
+        cached_mask_BT = pad_and_concat(
+            [mask_BT[:, :length] for mask_BT, length in zip(attention_masks, cached_lengths, strict=True)],
+            1,
+            pad_left=True,
         )
-        later_BT = pad_and_concat([mask_BT[:, tokens:] for mask_BT, tokens in zip(seen_BT, before, strict=True)], 1)
-        mask_BT = torch.cat([earlier_BT, later_BT], dim=1)
+        suffix_mask_BT = pad_and_concat(
+            [mask_BT[:, length:] for mask_BT, length in zip(attention_masks, cached_lengths, strict=True)], 1
+        )
+        mask_BT = torch.cat([cached_mask_BT, suffix_mask_BT], dim=1)
         ids = [part.batch.kwargs["input_ids"] for part in parts]
         kwargs = {
             "input_ids": pad_and_concat(ids, 1, pad_value=int(self.tokenizer.pad_token_id)),
             "attention_mask": mask_BT,
         }
         if self._accepts_argument("position_ids"):
-            kwargs["position_ids"] = (mask_BT.cumsum(dim=1) - 1).clamp(min=0)[:, earlier_BT.shape[1] :]
-        earlier = tuple(
+            kwargs["position_ids"] = (mask_BT.cumsum(dim=1) - 1).clamp(min=0)[:, cached_mask_BT.shape[1] :]
+        past_key_values = tuple(
             (
                 pad_and_concat([keys for keys, _ in block], 2, pad_left=True),
                 pad_and_concat([values for _, values in block], 2, pad_left=True),
@@ -100,53 +124,65 @@ class CausalGeneration(Generation):
         )
         labels = tuple(label_L for part in parts for label_L in part.labels)
         return TargetPass(
-            Batch(kwargs, pad_and_concat(masks, 1)), labels, max(part.target_columns for part in parts), earlier
+            Batch(kwargs, pad_and_concat(masks, 1)), labels, max(part.target_columns for part in parts), past_key_values
         )
 
     def logits(self, target_pass: TargetPass) -> list[Tensor]:
-        """Only the labels' positions go through the head, where the model allows it."""
+        """The labels' logits. Only their columns go through the language model's head if the model supports that."""
         return self._run_with_cache(
             target_pass, _make_cache(target_pass.past_key_values) if target_pass.past_key_values else None
         )
 
     def logits_and_suffix(self, target_pass: TargetPass, replace: ReplacedTokens) -> tuple[list[Tensor], TargetPass]:
-        """A value at the last prompt token changes nothing before it, so keys and values there are kept."""
+        """The logits, and a suffix pass from the last prompt token on.
+
+        A value at the last prompt token affects no earlier position, so keys and values of earlier positions are
+        cached. The suffix pass is the whole pass if values replace all tokens, or if the model's cache cannot be
+        sliced.
+        """
         kwargs, mask_BT = target_pass.batch.kwargs, target_pass.batch.mask_BT
         assert mask_BT is not None
-        before = int(last_token_positions(mask_BT)[0])
-        if replace != "last" or before == 0 or not self._accepts_argument("past_key_values"):
+        num_cached = int(last_token_positions(mask_BT)[0])
+        if replace != "last" or num_cached == 0 or not self._accepts_argument("past_key_values"):
             return self.logits(target_pass), target_pass
         cache = DynamicCache(config=self.model.config)
         logits = self._run_with_cache(target_pass, cache)
-        # A block that keeps no more than a window, or a state in place of keys, or nothing, cannot be cut.
-        tokens = kwargs["input_ids"].shape[1]
-        if any(type(layer) is not DynamicLayer or layer.get_seq_length() != tokens for layer in cache.layers):
+        # A block with a sliding window, a recurrent state or no cache has no keys of all positions to slice.
+        num_tokens = kwargs["input_ids"].shape[1]
+        if any(type(layer) is not DynamicLayer or layer.get_seq_length() != num_tokens for layer in cache.layers):
             return logits, target_pass
-        earlier = tuple((keys[..., :before, :], values[..., :before, :]) for keys, values, _ in cache)
-        # The mask goes on to tell of the positions before as well.
-        later: dict[str, Any] = {name: kwargs[name][:, before:] for name in POSITIONAL_INPUTS if name in kwargs}
-        batch = Batch({**kwargs, **later}, mask_BT[:, before:])
-        return logits, replace_in(target_pass, batch=batch, past_key_values=earlier)
+        past_key_values = tuple((keys[..., :num_cached, :], values[..., :num_cached, :]) for keys, values, _ in cache)
+        # The attention mask still covers the cached positions.
+        suffix_kwargs: dict[str, Any] = {
+            name: kwargs[name][:, num_cached:] for name in POSITIONAL_INPUTS if name in kwargs
+        }
+        batch = Batch({**kwargs, **suffix_kwargs}, mask_BT[:, num_cached:])
+        return logits, replace_in(target_pass, batch=batch, past_key_values=past_key_values)
 
     def _run_with_cache(self, target_pass: TargetPass, cache: DynamicCache | None) -> list[Tensor]:
-        extra = {"logits_to_keep": target_pass.target_columns} if self._accepts_argument("logits_to_keep") else {}
-        kept = {} if cache is None else {"past_key_values": cache}
-        found = self.model(**target_pass.batch.kwargs, **extra, **kept, use_cache=cache is not None)
-        return label_logits(found.logits, target_pass)
+        logits_kwargs = (
+            {"logits_to_keep": target_pass.target_columns} if self._accepts_argument("logits_to_keep") else {}
+        )
+        cache_kwargs = {} if cache is None else {"past_key_values": cache}
+        output = self.model(**target_pass.batch.kwargs, **logits_kwargs, **cache_kwargs, use_cache=cache is not None)
+        return label_logits(output.logits, target_pass)
 
     def _target_ids(self, inputs: Inputs, target: str) -> list[int]:
-        """A target is a word of its own: a space stands before it unless the prompt ends with white space.
+        """The target's token ids, with a space before the target unless it starts at a word boundary.
 
-        None stands before an answer in a chat whose template ends in a control token, either.
+        A word boundary is white space at the prompt's end, or a control token at the end of a chat template.
+
+        Raises:
+            InputError: the chat template rejects the messages.
         """
         if is_chat(inputs):
             try:
-                joined = self._chat_template.ends_at_word_boundary(inputs)
+                at_word_boundary = self._chat_template.ends_at_word_boundary(inputs)
             except ChatError as error:
                 raise InputError(str(error)) from error
         else:
-            joined = isinstance(inputs, str) and inputs[-1:].isspace()
-        return super()._target_ids(inputs, target if joined else f" {target}")
+            at_word_boundary = isinstance(inputs, str) and inputs[-1:].isspace()
+        return super()._target_ids(inputs, target if at_word_boundary else f" {target}")
 
     def _num_leading_tokens(self, batch: Batch) -> int:
         prompt: Tensor = batch.kwargs["input_ids"]
@@ -157,9 +193,10 @@ class CausalGeneration(Generation):
 
 
 def _make_cache(past_key_values: Sequence[tuple[Tensor, Tensor]]) -> DynamicCache:
-    """A cache that begins with these keys and values, by block.
+    """A cache with these keys and values per block.
 
-    `DynamicCache` would copy each; most belong to blocks that do not run again, and the others copy them as they add.
+    `DynamicCache` would copy them all. Most belong to blocks that do not run again, and a block that runs copies its
+    own when it appends to them.
     """
     cache = DynamicCache()
     for keys, values in past_key_values:

@@ -1,7 +1,10 @@
-"""Generation: causal language models and encoder-decoders, greedy, so that an answer can be reproduced.
+"""Generated text, the common base of causal language models and encoder-decoders.
 
-Of a checkpoint's own generation settings only the special tokens count: sampling and penalties are the request's to ask
-for. A target's label is its token ids and the end token, so an edited model says the target and stops.
+1. Answers are greedy, so they can be reproduced.
+2. Of a checkpoint's generation settings only the special tokens count. Penalties come from the request alone.
+3. A label is the target's token ids with the end token, so an edited model generates the target and stops.
+
+Shapes: B rows, T tokens, L length of a label, C vocabulary.
 """
 
 import copy
@@ -21,43 +24,47 @@ from gracestream.schemas.messages import Inputs, Outputs, Parameters
 
 
 class Generation(ModelTask):
-    """What causal models and encoder-decoders share."""
+    """The base of tasks that generate text."""
 
     def __init__(self, model: Any, tokenizer: Any, limits: Limits, is_decoder_layer: bool) -> None:
         super().__init__(model, tokenizer, limits, is_decoder_layer)
-        found = model.generation_config
-        ends = found.eos_token_id
-        self._eos_token_ids = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
-        start = found.decoder_start_token_id
-        start = getattr(model.config, "decoder_start_token_id", None) if start is None else start
+        checkpoint_config = model.generation_config
+        end_ids = checkpoint_config.eos_token_id
+        self._eos_token_ids = {*(end_ids if isinstance(end_ids, list) else [end_ids]), tokenizer.eos_token_id} - {None}
+        start_id = checkpoint_config.decoder_start_token_id
+        start_id = getattr(model.config, "decoder_start_token_id", None) if start_id is None else start_id
         self._config = GenerationConfig(
             do_sample=False,
             num_beams=1,
             pad_token_id=tokenizer.pad_token_id,
-            bos_token_id=found.bos_token_id,
+            bos_token_id=checkpoint_config.bos_token_id,
             eos_token_id=sorted(self._eos_token_ids) or None,
-            decoder_start_token_id=tokenizer.pad_token_id if start is None else start,
-            forced_bos_token_id=found.forced_bos_token_id,
+            decoder_start_token_id=tokenizer.pad_token_id if start_id is None else start_id,
+            forced_bos_token_id=checkpoint_config.forced_bos_token_id,
         )
-        # `generate` takes what is not set here from the model's own; a penalty would keep an edit from its target.
+        # `generate` fills unset fields from the model's own config, whose penalties could keep an edit from its target.
         model.generation_config = copy.deepcopy(self._config)
 
     def batch_key(self, prompt: Prompt, parameters: Parameters) -> object:
-        """Requests that generate alike and as much: none waits for another's longer answer, none outgrows the model."""
+        """The parameters that shape an answer: no request waits for a longer answer in its batch.
+
+        Raises:
+            InputError: the answer may exceed the configured limit or the model's context.
+        """
         if self._max_new_tokens(parameters) > self.limits.new_tokens_limit:
             raise InputError(
                 f"max_new_tokens is {self._max_new_tokens(parameters)}; the limit is {self.limits.new_tokens_limit}"
                 " (GRACESTREAM_NEW_TOKENS_LIMIT)"
             )
-        tokens = (
+        num_tokens = (
             self._num_forced_tokens
             + self._max_new_tokens(parameters)
             + (0 if self.model.config.is_encoder_decoder else len(prompt))
         )
-        if self.context_length is not None and tokens > self.context_length:
+        if self.context_length is not None and num_tokens > self.context_length:
             raise InputError(
-                f"prompt and answer may have {tokens} tokens; the model has room for {self.context_length}: ask for a"
-                f" smaller max_new_tokens (GRACESTREAM_MAX_NEW_TOKENS where a request has none)"
+                f"prompt and answer may have {num_tokens} tokens; the model has room for {self.context_length}: ask"
+                f" for a smaller max_new_tokens (GRACESTREAM_MAX_NEW_TOKENS for requests without one)"
             )
         return (
             self._max_new_tokens(parameters),
@@ -77,15 +84,24 @@ class Generation(ModelTask):
         return [self._to_answer(row) for row in generated_BT[:, self._num_leading_tokens(batch) :].tolist()]
 
     def wording(self, prompt: Prompt) -> str:
-        """Of the prompt's text; of a chat's last message, whose meaning may depend on earlier turns."""
+        """The wording of the prompt's text; for a chat, of its last message.
+
+        A last message after earlier turns is marked as an excerpt, because its meaning may depend on them.
+        """
         if prompt.last_turn is not None:
             wording = extract_wording(prompt.last_turn.text)
             return mark_as_excerpt(wording) if prompt.last_turn.has_earlier_turns else wording
-        ids = list(prompt.token_ids)
-        return extract_wording(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        token_ids = list(prompt.token_ids)
+        return extract_wording(
+            self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        )
 
     def encode_target(self, inputs: Inputs, target: str) -> Label:
-        """The target's token ids, as they follow the prompt, and the end token."""
+        """The target's token ids, as they follow the prompt, with the end token.
+
+        Raises:
+            InputError: the target is too long, or its tokens do not decode to it.
+        """
         token_ids = self._target_ids(inputs, target.strip())
         if len(token_ids) > self.limits.max_target_tokens:
             raise InputError(
@@ -93,24 +109,26 @@ class Generation(ModelTask):
                 " (GRACESTREAM_MAX_TARGET_TOKENS)"
             )
         if self._decode(token_ids) != target.strip():
-            raise InputError(f"the tokenizer cannot express the target: it makes of it {self._decode(token_ids)!r}")
-        end = self.tokenizer.eos_token_id
-        return (*token_ids, end) if end is not None else tuple(token_ids)
+            raise InputError(
+                f"the tokenizer cannot express the target: its tokens decode to {self._decode(token_ids)!r}"
+            )
+        end_id = self.tokenizer.eos_token_id
+        return (*token_ids, end_id) if end_id is not None else tuple(token_ids)
 
     def decode_label(self, label: Label) -> str:
-        """The target that a label stands for."""
-        return self._decode([token for token in label if token not in self._eos_token_ids])
+        """The target of a label, without end tokens."""
+        return self._decode([token_id for token_id in label if token_id not in self._eos_token_ids])
 
     def matches_target(self, answer: ModelAnswer, label: Label, parameters: Parameters) -> bool:
-        """The answer is the target, or as much of it as the request's budget allows.
+        """True if the answer is the target, or the part of it that fits the request's `max_new_tokens`.
 
-        Text may follow the target where the request asks for a least length, or where the label has no end token.
+        Text may follow the target if the request sets `min_new_tokens` or the label has no end token.
         """
         text = answer.outputs.text
         assert text is not UNSET
-        wanted = self.decode_label(label[: self._max_new_tokens(parameters)])
-        goes_on = parameters.min_new_tokens is not UNSET or label[-1] not in self._eos_token_ids
-        return text.startswith(wanted) if goes_on else text == wanted
+        expected = self.decode_label(label[: self._max_new_tokens(parameters)])
+        may_continue = parameters.min_new_tokens is not UNSET or label[-1] not in self._eos_token_ids
+        return text.startswith(expected) if may_continue else text == expected
 
     def _target_ids(self, inputs: Inputs, target: str) -> list[int]:
         del inputs
@@ -118,7 +136,9 @@ class Generation(ModelTask):
         return token_ids
 
     def _to_answer(self, token_ids: list[int]) -> ModelAnswer:
-        end = next((place for place, token in enumerate(token_ids) if token in self._eos_token_ids), len(token_ids))
+        end = next(
+            (position for position, token_id in enumerate(token_ids) if token_id in self._eos_token_ids), len(token_ids)
+        )
         return ModelAnswer(Outputs(text=self._decode(token_ids[:end])))
 
     def _decode(self, token_ids: list[int]) -> str:
@@ -127,7 +147,7 @@ class Generation(ModelTask):
 
     @property
     def _num_forced_tokens(self) -> int:
-        """Tokens that generation puts before an answer."""
+        """The number of tokens that generation forces before an answer."""
         return int(self._config.forced_bos_token_id is not None)
 
     def _max_new_tokens(self, parameters: Parameters) -> int:
@@ -135,13 +155,13 @@ class Generation(ModelTask):
 
     @abstractmethod
     def _num_leading_tokens(self, batch: Batch) -> int:
-        """Tokens at the start of what `generate` returns that are not the answer's."""
+        """The number of tokens before the answer in the output of `generate`."""
 
 
 def label_logits(logits_BTC: Tensor, target_pass: TargetPass) -> list[Tensor]:
-    """The logits of each row's label: all labels begin in one column."""
-    first = logits_BTC.shape[1] - target_pass.target_columns
+    """The float32 logits (L, C) of each row's label. All labels start in the same column."""
+    start = logits_BTC.shape[1] - target_pass.target_columns
     return [
-        row_TC[first : first + len(label_L)].float()
+        row_TC[start : start + len(label_L)].float()
         for row_TC, label_L in zip(logits_BTC, target_pass.labels, strict=True)
     ]

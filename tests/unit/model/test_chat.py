@@ -153,7 +153,7 @@ def test_what_templates_do_is_followed(source: Any, content: str, text: str) -> 
         ("{{ strftime_now('%d') }}", "asks for the date"),
         ("{{ [1, 2] | random }}", "draws at random"),
         ("{{ lipsum() }}", "draws at random"),
-        ("{{ messages[0].content }}{{ raise_exception }}", "prints an address of memory"),
+        ("{{ messages[0].content }}{{ raise_exception }}", "prints a memory address"),
         ("{{ messages[0].content[:2] }}", "rewrites a content"),
         ("{{ messages[0].content.split('b')[-1] }}", "rewrites a content"),
         ("{{ messages[0].content.tools.first }}", "'str object' has no attribute 'tools'"),
