@@ -114,40 +114,40 @@ class Adaptor:
             row_wording: Returns the wording of a row; called only for rows that may match.
             capture_output: Records the module's own output as well.
         """
-        session = AdaptorPass(batch, capture_output=capture_output)
+        adaptor_pass = AdaptorPass(batch, capture_output=capture_output)
 
         def lookup(queries_BD: Tensor) -> tuple[Tensor, Tensor] | None:
-            session.matches = codebook_lookup.find_hits(queries_BD, row_wording)
-            return codebook_lookup.gather_values(session.hits)
+            adaptor_pass.matches = codebook_lookup.find_hits(queries_BD, row_wording)
+            return codebook_lookup.gather_values(adaptor_pass.hits)
 
-        session.lookup = lookup
-        with self._activate(session):
-            yield session
+        adaptor_pass.lookup = lookup
+        with self._activate(adaptor_pass):
+            yield adaptor_pass
 
     @contextmanager
     def with_lookup(self, batch: Batch, lookup: ValueLookup) -> Iterator[AdaptorPass]:
         """A pass that injects the values returned by `lookup`."""
-        with self._activate(AdaptorPass(batch, lookup=lookup)) as session:
-            yield session
+        with self._activate(AdaptorPass(batch, lookup=lookup)) as adaptor_pass:
+            yield adaptor_pass
 
     @contextmanager
     def inject(self, batch: Batch, values_BV: Tensor) -> Iterator[AdaptorPass]:
         """A pass that injects these values in every row, without a lookup, to train or check them."""
-        with self._activate(AdaptorPass(batch, values_BV=values_BV)) as session:
-            yield session
+        with self._activate(AdaptorPass(batch, values_BV=values_BV)) as adaptor_pass:
+            yield adaptor_pass
 
     @contextmanager
     def capture_output(self, batch: Batch) -> Iterator[AdaptorPass]:
         """A pass that records the module's own output and changes nothing."""
-        with self._activate(AdaptorPass(batch, capture_output=True)) as session:
-            yield session
+        with self._activate(AdaptorPass(batch, capture_output=True)) as adaptor_pass:
+            yield adaptor_pass
 
     @contextmanager
     def capture_query(self, batch: Batch) -> Iterator[AdaptorPass]:
         """A pass that records the queries and ends the forward pass at the wrapped module."""
-        with self._activate(AdaptorPass(batch, stop_after_query=True)) as session:
+        with self._activate(AdaptorPass(batch, stop_after_query=True)) as adaptor_pass:
             try:
-                yield session
+                yield adaptor_pass
             except StopForward:
                 return
 
@@ -162,27 +162,36 @@ class Adaptor:
             self._active_pass = None
 
     def _hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        session = self._active_pass
-        if session is None:
+        """The module's forward hook: returns the edited output, or None to keep the module's own."""
+        adaptor_pass = self._active_pass
+        if adaptor_pass is None:
             return None
-        # A model may pass the input by keyword; the hidden states are then the first one.
+        # A model may pass its arguments by keyword; the first one is then taken as the hidden states.
         input_BTX = _require_hidden_states(args[0] if args else next(iter(kwargs.values())), module)
         output_BTX = _require_hidden_states(output[0] if isinstance(output, tuple) else output, module)
-        is_first_call = session.num_tokens == 0
+        is_first_call = adaptor_pass.num_tokens == 0
         if is_first_call:
-            self._run_first_call(session, input_BTX, output_BTX)
-        elif input_BTX.shape[1] <= session.num_tokens:
+            self._run_first_call(adaptor_pass, input_BTX, output_BTX)
+        elif input_BTX.shape[1] <= adaptor_pass.num_tokens:
             return None  # a decode step with a KV cache; without one the sequence grows with every call
-        if session.values_BV is None or session.inject_mask_B is None:
+        if adaptor_pass.values_BV is None or adaptor_pass.inject_mask_B is None:
             return None
-        token_mask_BT = session.inject_mask_BT
+        token_mask_BT = adaptor_pass.inject_mask_BT
         # The sequence may have grown since the first call, whose tokens come first.
         inject_BT = torch.zeros(output_BTX.shape[:2], dtype=torch.bool, device=output_BTX.device)
-        inject_BT[:, : token_mask_BT.shape[1]] = token_mask_BT & session.inject_mask_B[:, None]
-        edited_BTX = torch.where(inject_BT[..., None], session.values_BV[:, None, :].to(output_BTX.dtype), output_BTX)
+        inject_BT[:, : token_mask_BT.shape[1]] = token_mask_BT & adaptor_pass.inject_mask_B[:, None]
+        edited_BTX = torch.where(
+            inject_BT[..., None], adaptor_pass.values_BV[:, None, :].to(output_BTX.dtype), output_BTX
+        )
         return (edited_BTX, *output[1:]) if isinstance(output, tuple) else edited_BTX
 
     def _run_first_call(self, adaptor_pass: AdaptorPass, input_BTX: Tensor, output_BTX: Tensor) -> None:
+        """Compute the queries, look values up, and set the tokens that take them.
+
+        Raises:
+            LayerError: the module runs for some of the prompt's tokens only.
+            StopForward: the pass captures queries only.
+        """
         adaptor_pass.num_tokens = input_BTX.shape[1]
         mask_BT = self._prompt_mask(adaptor_pass, input_BTX)
         if mask_BT.shape[1] > min(input_BTX.shape[1], output_BTX.shape[1]):
@@ -226,11 +235,12 @@ class Adaptor:
 def last_token_positions(mask_BT: Tensor) -> Tensor:
     """The position (B) of each row's last unpadded token, for padding on either side."""
     positions_T = torch.arange(mask_BT.shape[1], device=mask_BT.device)
-    # Padding counts as position 0; so the largest product is that of the last token.
+    # The mask turns the positions of padding into 0, so the largest position is that of the last token.
     return (mask_BT.long() * positions_T).argmax(dim=1)
 
 
 def _pool_tokens(hidden_BTX: Tensor, mask_BT: Tensor, token: QueryToken) -> Tensor:
+    """One vector per row, (B, X): the hidden states of a token, or their mean over the tokens in the mask."""
     hidden_BTX = hidden_BTX[:, : mask_BT.shape[1]]
     rows_B = torch.arange(len(hidden_BTX), device=hidden_BTX.device)
     if token == "last":
@@ -242,12 +252,17 @@ def _pool_tokens(hidden_BTX: Tensor, mask_BT: Tensor, token: QueryToken) -> Tens
 
 
 def _require_hidden_states(candidate: Any, module: nn.Module) -> Tensor:
+    """A module's input or output as hidden states (B, T, X).
+
+    Raises:
+        LayerError: it is not a tensor of three dimensions.
+    """
     if not isinstance(candidate, Tensor) or candidate.dim() != 3:
         description = (
             f"of shape {tuple(candidate.shape)}" if isinstance(candidate, Tensor) else type(candidate).__name__
         )
         raise LayerError(
-            f"{type(module).__name__} does not map (batch, tokens, width) to the like: its input or output is"
+            f"{type(module).__name__} does not map (batch, tokens, width) to the same layout: its input or output is"
             f" {description}"
         )
     return candidate

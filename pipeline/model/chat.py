@@ -169,8 +169,7 @@ class ChatTemplate:
         if len(text) > MAX_CHAT_CHARACTERS:
             raise ChatError(
                 f"the model's chat template makes {len(text)} characters of `inputs`; the limit is"
-                f" {MAX_CHAT_CHARACTERS}:"
-                " send fewer or shorter messages"
+                f" {MAX_CHAT_CHARACTERS}: send fewer or shorter messages"
             )
         return text
 

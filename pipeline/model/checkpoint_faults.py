@@ -112,8 +112,8 @@ def unsupported_config_fault(config: Any) -> str | None:
         fields = quantization if isinstance(quantization, dict) else vars(quantization)
         method = getattr(fields.get("quant_method"), "value", fields.get("quant_method"))
         return (
-            f"its weights are quantised ({method or 'by an unknown method'}), and gracestream edits whole ones; choose"
-            " the original checkpoint, with GRACESTREAM_DTYPE=bfloat16 where memory is short"
+            f"its weights are quantised ({method or 'by an unknown method'}), and gracestream edits unquantised ones;"
+            " choose the original checkpoint, with GRACESTREAM_DTYPE=bfloat16 where memory is short"
         )
     implementations = (getattr(config, f"_{kind}_implementation", None) for kind in ("attn", "experts"))
     if hub_code := next((name for name in implementations if "/" in str(name)), None):

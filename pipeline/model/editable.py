@@ -101,7 +101,7 @@ class EditableModel:
             ValueError: both a query token and an encoder are given.
         """
         if query is not None and encoder is not None:
-            raise ValueError(f"the query is the {query} token's or the encoder's")
+            raise ValueError(f"query={query!r} and an encoder are both given; choose one of them")
         checkpoint = fingerprint or compute_fingerprint(model, tokenizer)
         self.module = model.eval().requires_grad_(False)
         self.layer = normalize_path(layer)
@@ -217,11 +217,12 @@ class EditableModel:
         batch = self.task.batch(prompts)
         if self._encoder is not None:
             return self._encode_queries(batch)
-        with torch.inference_mode(), self.adaptor.capture_query(batch) as session:
+        with torch.inference_mode(), self.adaptor.capture_query(batch) as adaptor_pass:
             self.task.forward_prompt(batch)
-        return session.queries_BD
+        return adaptor_pass.queries_BD
 
     def _encode_queries(self, batch: Batch) -> Tensor:
+        """The encoder's queries (B, D), from each prompt's text, or from the last message of a chat."""
         assert self._encoder is not None
         prompts = batch.prompt_token_ids()
         texts = self.task.tokenizer.batch_decode(prompts, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -244,13 +245,13 @@ class EditableModel:
         """
         batch = self.task.batch(prompts)
         serving = self.adaptor.with_codebook(batch, codebook_lookup, row_wording=self.task.wording_getter(batch))
-        with torch.inference_mode(), serving as session:
+        with torch.inference_mode(), serving as adaptor_pass:
             answers = self.task.run(batch, parameters)
         served = [
             ServedAnswer(answer, None, match)
             if match is not None and match.disagreement
             else ServedAnswer(answer, match)
-            for answer, match in zip(answers, session.matches, strict=True)
+            for answer, match in zip(answers, adaptor_pass.matches, strict=True)
         ]
         return self._fall_back_to_unedited(served, prompts, parameters, codebook_lookup) if check_answers else served
 
@@ -289,6 +290,11 @@ class EditableModel:
 
 
 def _task_class(model: Any) -> type[ModelTask]:
+    """The task of a model's kind.
+
+    Raises:
+        ModelError: the model is of no supported kind.
+    """
     if type(model).__name__.endswith("ForSequenceClassification"):
         return Classification
     if model.config.is_encoder_decoder:

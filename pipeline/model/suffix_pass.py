@@ -112,9 +112,9 @@ class SuffixRunner:
         serving = self._adaptor.with_codebook(
             batch, codebook_lookup, row_wording=self._task.wording_getter(batch), capture_output=True
         )
-        with torch.no_grad(), serving as session:
+        with torch.no_grad(), serving as adaptor_pass:
             logits, suffix = self._run_whole_pass(target_pass, self._optimisations)
-        return check_target(logits[0], target_pass.labels[0])[0], session, suffix
+        return check_target(logits[0], target_pass.labels[0])[0], adaptor_pass, suffix
 
     def supports_padding(self) -> bool:
         """True if rows of different lengths give the same results in one pass as alone, apart from rounding.
@@ -156,9 +156,9 @@ class SuffixRunner:
 
     def _layer_output(self, target_pass: TargetPass) -> Tensor:
         """The module's own output (V) at the tokens of the first row that a value would replace."""
-        with torch.no_grad(), self._adaptor.capture_output(target_pass.batch) as session:
+        with torch.no_grad(), self._adaptor.capture_output(target_pass.batch) as adaptor_pass:
             self._task.logits(target_pass)
-        return session.outputs_BV[0]
+        return adaptor_pass.outputs_BV[0]
 
     def suffix_of(self, rows: Sequence[TargetPass]) -> SuffixPass:
         """Run one pass over several corrections and return its suffix pass."""

@@ -1,8 +1,7 @@
 """Checks whether a layer can be edited: injects a trial value in real forward passes when a model is loaded.
 
-A layer is rejected if the model does not call it, fails with a value there, or gives the same logits with and without a
-value. The check costs two forward passes over a few tokens. Generators need a third, because answers take another code
-path.
+A layer is rejected if the model does not call it, fails with a value there, or ignores the value. The check costs two
+forward passes over a few tokens. Generators need a third, because answers take another code path.
 """
 
 import torch

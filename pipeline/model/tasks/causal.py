@@ -201,6 +201,7 @@ def _make_cache(past_key_values: Sequence[tuple[Tensor, Tensor]]) -> DynamicCach
     cache = DynamicCache()
     for keys, values in past_key_values:
         layer = DynamicLayer()
+        # The state that `DynamicLayer` has after its first update.
         layer.dtype, layer.device, layer.is_initialized = keys.dtype, keys.device, True
         layer.keys, layer.values = keys, values
         cache.layers.append(layer)

@@ -181,7 +181,7 @@ def test_another_encoder_is_another_key_space() -> None:
     shorter = SentenceEncoder(module(), tokenizer("bert"), "encoder-0", ROOM // 2)
     made = [editable("bert"), *(editable("bert", encoder=one) for one in (encoder(0), encoder(1), shorter))]
     assert len({model.fingerprint for model in made}) == len(made)
-    with pytest.raises(ValueError, match="the last token's or the encoder's"):
+    with pytest.raises(ValueError, match="query='last' and an encoder are both given"):
         editable("bert", encoder=encoder(), query="last")
 
 
