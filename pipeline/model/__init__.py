@@ -1,4 +1,4 @@
-"""Models that can be edited: how they are loaded, read, and made to answer with a codebook."""
+"""Editable models: checkpoints, layers, tasks and the adaptor, up to answers served with a codebook's edits."""
 
 from gracestream.pipeline.model.adaptor import AdaptorPass, QueryToken, ReplacedTokens, last_token_positions
 from gracestream.pipeline.model.batch import Batch, Prompt
@@ -32,8 +32,9 @@ from gracestream.pipeline.model.sentence_encoder import (
 )
 from gracestream.pipeline.model.suffix_pass import SuffixPass, SuffixRunner, TargetCheck, check_target
 from gracestream.pipeline.model.tasks.base import InputError, Limits, ModelAnswer, ModelTask, TargetPass
+from gracestream.pipeline.model.tasks.causal import CausalGeneration
 from gracestream.pipeline.model.tasks.classification import Classification
-from gracestream.pipeline.model.tasks.generation import CausalGeneration, Seq2SeqGeneration
+from gracestream.pipeline.model.tasks.seq2seq import Seq2SeqGeneration
 from gracestream.pipeline.model.trial import layer_fault
 
 __all__ = [

@@ -1,11 +1,16 @@
-"""The adaptor: it wraps one module, takes the query from its input and puts the value into its output (paper, 2.2).
+"""The adaptor: wraps one module, reads the query from its input and writes values into its output (GRACE, section 2.2).
 
-With an encoder, a query is what that makes of the prompt's text instead; when and where a value is put stays the same.
+With a sentence encoder, the query is the encoder's embedding of the prompt's text. Where and when a value is injected
+does not change.
 
-Outside a session the module runs as it always did. A session belongs to one batch and one thread: it knows which
-tokens are the prompt's, looks up once, at the first call, and in generation with a KV cache later calls pass through,
-so no decode step ever queries. Where the whole sequence runs again (generation without a cache), the first decision is
-applied again at the same tokens. The codebook is never written here, and no random number is drawn.
+1. Outside a pass (`AdaptorPass`) the module runs unchanged. A pass belongs to one batch and one thread.
+2. The lookup runs once per pass, at the module's first call. No decode step of generation looks anything up.
+3. Generation with a KV cache: later calls see new tokens only and pass through unchanged.
+4. Generation without a KV cache: each call sees the whole sequence, so the values are injected again at the same
+   tokens.
+5. The adaptor writes to no codebook and draws no random number.
+
+Shapes: B rows, T tokens, D width of a query, V width of a value, X any width.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,13 +26,16 @@ from gracestream.pipeline.model.batch import Batch
 from gracestream.pipeline.model.layers import LayerError
 
 QueryToken = Literal["last", "first", "mean"]
+"""The token whose input to the wrapped module is the query; `mean` averages over the prompt's tokens."""
+
 ReplacedTokens = Literal["last", "all"]
+"""The prompt's tokens whose output the value replaces."""
 
 QueryEncoder = Callable[[Batch], Tensor]
-"""Queries (B, D), float32, of a batch's prompts."""
+"""Maps a batch to its queries (B, D), float32."""
 
 ValueLookup = Callable[[Tensor], tuple[Tensor, Tensor] | None]
-"""Of queries (B, D): which rows take a value (B), and values (B, V) that count in those; None where no row does."""
+"""Maps queries (B, D) to a mask (B) and values (B, V); values are used where the mask is set. None: no row matched."""
 
 
 class StopForward(Exception):
@@ -36,16 +44,20 @@ class StopForward(Exception):
 
 @dataclass(slots=True)
 class AdaptorPass:
-    """What one batch saw and did. Rows are those of the batch.
+    """The input, state and result of the adaptor for one batch. Rows are those of the batch.
 
     Attributes:
-        batch: What goes through the model.
-        queries_BD: Float32 queries, after the first call, of a session that looks up or takes them.
-        outputs_BV: The module's own output where a value would go, float32: the mean over the tokens that it would
-            replace. Only of a session that is `capture_output`.
-        matches: For each row the entry that may serve it, or None; of a session that serves from a codebook.
-        inject_mask_BT: The prompt's tokens that a value replaces, in a row that has one.
-        inject_mask_B: The rows that have one.
+        batch: The arguments of the model.
+        lookup: Looks values up by query; None in a pass without lookup.
+        values_BV: The values to inject, given or looked up.
+        stop_after_query: Ends the forward pass at the wrapped module once the queries are known.
+        queries_BD: Float32 queries, set at the first call if the pass has a lookup or captures queries.
+        capture_output: Turns the recording of `outputs_BV` on.
+        outputs_BV: The module's own output, float32: the mean over the tokens that a value would replace.
+        matches: For each row the entry that may serve it, or None; only set by a lookup in a codebook.
+        inject_mask_BT: The prompt's tokens that a value replaces, in a row with a value.
+        inject_mask_B: The rows with a value.
+        num_tokens: Tokens of the module's first call; 0 before it.
     """
 
     batch: Batch
@@ -67,9 +79,11 @@ class AdaptorPass:
 
 
 class Adaptor:
-    """Hooks one module. `query` names the token whose input is the query, `replace` the tokens that take the value.
+    """Hooks one module to read queries and inject values.
 
-    With `query_encoder` the query is what that gives, of no token.
+    Attributes:
+        query: The token whose input is the query.
+        replace: The tokens that take the value.
     """
 
     def __init__(
@@ -80,7 +94,7 @@ class Adaptor:
         self._handle = module.register_forward_hook(self._hook, with_kwargs=True)
 
     def remove(self) -> None:
-        """Unwrap the module."""
+        """Remove the hook."""
         self._handle.remove()
 
     @contextmanager
@@ -92,44 +106,48 @@ class Adaptor:
         row_wording: WordingGetter,
         capture_output: bool = False,
     ) -> Iterator[AdaptorPass]:
-        """Put the value of the entry that serves a row in place, where one does.
+        """A pass that injects the values of the entries that serve the rows.
 
-        `row_wording` tells the wording of a row that lies within the radius of an entry.
+        Args:
+            batch: The arguments of the model.
+            codebook_lookup: Finds entries by query.
+            row_wording: Returns the wording of a row; called only for rows that may match.
+            capture_output: Records the module's own output as well.
         """
-        session = AdaptorPass(batch, capture_output=capture_output)
+        adaptor_pass = AdaptorPass(batch, capture_output=capture_output)
 
         def lookup(queries_BD: Tensor) -> tuple[Tensor, Tensor] | None:
-            session.matches = codebook_lookup.find_hits(queries_BD, row_wording)
-            return codebook_lookup.gather_values(session.hits)
+            adaptor_pass.matches = codebook_lookup.find_hits(queries_BD, row_wording)
+            return codebook_lookup.gather_values(adaptor_pass.hits)
 
-        session.lookup = lookup
-        with self._activate(session):
-            yield session
+        adaptor_pass.lookup = lookup
+        with self._activate(adaptor_pass):
+            yield adaptor_pass
 
     @contextmanager
     def with_lookup(self, batch: Batch, lookup: ValueLookup) -> Iterator[AdaptorPass]:
-        """Put in place what `lookup` makes of the queries, where it says so."""
-        with self._activate(AdaptorPass(batch, lookup=lookup)) as session:
-            yield session
+        """A pass that injects the values returned by `lookup`."""
+        with self._activate(AdaptorPass(batch, lookup=lookup)) as adaptor_pass:
+            yield adaptor_pass
 
     @contextmanager
     def inject(self, batch: Batch, values_BV: Tensor) -> Iterator[AdaptorPass]:
-        """Put these values in place in every row, without a lookup: for training a value and for checking one."""
-        with self._activate(AdaptorPass(batch, values_BV=values_BV)) as session:
-            yield session
+        """A pass that injects these values in every row, without a lookup, to train or check them."""
+        with self._activate(AdaptorPass(batch, values_BV=values_BV)) as adaptor_pass:
+            yield adaptor_pass
 
     @contextmanager
     def capture_output(self, batch: Batch) -> Iterator[AdaptorPass]:
-        """See what the module sees and puts out, and change nothing."""
-        with self._activate(AdaptorPass(batch, capture_output=True)) as session:
-            yield session
+        """A pass that records the module's own output and changes nothing."""
+        with self._activate(AdaptorPass(batch, capture_output=True)) as adaptor_pass:
+            yield adaptor_pass
 
     @contextmanager
     def capture_query(self, batch: Batch) -> Iterator[AdaptorPass]:
-        """Take the queries and end the forward pass at the wrapped module; nothing after it runs."""
-        with self._activate(AdaptorPass(batch, stop_after_query=True)) as session:
+        """A pass that records the queries and ends the forward pass at the wrapped module."""
+        with self._activate(AdaptorPass(batch, stop_after_query=True)) as adaptor_pass:
             try:
-                yield session
+                yield adaptor_pass
             except StopForward:
                 return
 
@@ -144,53 +162,66 @@ class Adaptor:
             self._active_pass = None
 
     def _hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        session = self._active_pass
-        if session is None:
+        """The module's forward hook: returns the edited output, or None to keep the module's own."""
+        adaptor_pass = self._active_pass
+        if adaptor_pass is None:
             return None
-        tokens = _require_hidden_states(args[0] if args else next(iter(kwargs.values())), module)
-        hidden = _require_hidden_states(output[0] if isinstance(output, tuple) else output, module)
-        first = session.num_tokens == 0
-        if first:
-            self._run_first_call(session, tokens, hidden)
-        elif tokens.shape[1] <= session.num_tokens:
+        # A model may pass its arguments by keyword; the first one is then taken as the hidden states.
+        input_BTX = _require_hidden_states(args[0] if args else next(iter(kwargs.values())), module)
+        output_BTX = _require_hidden_states(output[0] if isinstance(output, tuple) else output, module)
+        is_first_call = adaptor_pass.num_tokens == 0
+        if is_first_call:
+            self._run_first_call(adaptor_pass, input_BTX, output_BTX)
+        elif input_BTX.shape[1] <= adaptor_pass.num_tokens:
+            return None  # a decode step with a KV cache; without one the sequence grows with every call
+        if adaptor_pass.values_BV is None or adaptor_pass.inject_mask_B is None:
             return None
-        if session.values_BV is None or session.inject_mask_B is None:
-            return None
-        prompt_BT = session.inject_mask_BT
-        where_BT = torch.zeros(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
-        where_BT[:, : prompt_BT.shape[1]] = prompt_BT & session.inject_mask_B[:, None]
-        edited = torch.where(where_BT[..., None], session.values_BV[:, None, :].to(hidden.dtype), hidden)
-        return (edited, *output[1:]) if isinstance(output, tuple) else edited
+        token_mask_BT = adaptor_pass.inject_mask_BT
+        # The sequence may have grown since the first call, whose tokens come first.
+        inject_BT = torch.zeros(output_BTX.shape[:2], dtype=torch.bool, device=output_BTX.device)
+        inject_BT[:, : token_mask_BT.shape[1]] = token_mask_BT & adaptor_pass.inject_mask_B[:, None]
+        edited_BTX = torch.where(
+            inject_BT[..., None], adaptor_pass.values_BV[:, None, :].to(output_BTX.dtype), output_BTX
+        )
+        return (edited_BTX, *output[1:]) if isinstance(output, tuple) else edited_BTX
 
-    def _run_first_call(self, adaptor_pass: AdaptorPass, tokens: Tensor, hidden: Tensor) -> None:
-        adaptor_pass.num_tokens = tokens.shape[1]
-        mask_BT = self._prompt_mask(adaptor_pass, tokens)
-        if mask_BT.shape[1] > min(tokens.shape[1], hidden.shape[1]):
+    def _run_first_call(self, adaptor_pass: AdaptorPass, input_BTX: Tensor, output_BTX: Tensor) -> None:
+        """Compute the queries, look values up, and set the tokens that take them.
+
+        Raises:
+            LayerError: the module runs for some of the prompt's tokens only.
+            StopForward: the pass captures queries only.
+        """
+        adaptor_pass.num_tokens = input_BTX.shape[1]
+        mask_BT = self._prompt_mask(adaptor_pass, input_BTX)
+        if mask_BT.shape[1] > min(input_BTX.shape[1], output_BTX.shape[1]):
             raise LayerError("it runs for some of a prompt's tokens only, as a language model's head does")
         if adaptor_pass.lookup is not None or adaptor_pass.stop_after_query:
-            adaptor_pass.queries_BD = self._queries(adaptor_pass.batch, tokens, mask_BT)
+            adaptor_pass.queries_BD = self._queries(adaptor_pass.batch, input_BTX, mask_BT)
         if adaptor_pass.stop_after_query:
             raise StopForward
         adaptor_pass.inject_mask_BT = self._inject_mask(mask_BT)
         if adaptor_pass.capture_output:
-            adaptor_pass.outputs_BV = _pool_tokens(hidden, adaptor_pass.inject_mask_BT, "mean").float()
+            adaptor_pass.outputs_BV = _pool_tokens(output_BTX, adaptor_pass.inject_mask_BT, "mean").float()
         if adaptor_pass.lookup is not None:
-            found = adaptor_pass.lookup(adaptor_pass.queries_BD.detach())
-            if found is not None:
-                adaptor_pass.inject_mask_B, adaptor_pass.values_BV = (part.to(hidden.device) for part in found)
+            found_values = adaptor_pass.lookup(adaptor_pass.queries_BD.detach())
+            if found_values is not None:
+                adaptor_pass.inject_mask_B, adaptor_pass.values_BV = (
+                    part.to(output_BTX.device) for part in found_values
+                )
         elif adaptor_pass.values_BV is not None:
-            adaptor_pass.inject_mask_B = torch.ones(len(hidden), dtype=torch.bool, device=hidden.device)
+            adaptor_pass.inject_mask_B = torch.ones(len(output_BTX), dtype=torch.bool, device=output_BTX.device)
 
-    def _queries(self, batch: Batch, tokens: Tensor, mask_BT: Tensor) -> Tensor:
+    def _queries(self, batch: Batch, input_BTX: Tensor, mask_BT: Tensor) -> Tensor:
         return (
-            _pool_tokens(tokens, mask_BT, self.query).float()
+            _pool_tokens(input_BTX, mask_BT, self.query).float()
             if self._query_encoder is None
             else self._query_encoder(batch)
         )
 
-    def _prompt_mask(self, adaptor_pass: AdaptorPass, tokens: Tensor) -> Tensor:
-        if adaptor_pass.batch.mask_BT is None:
-            return torch.ones(tokens.shape[0], 1, dtype=torch.bool, device=tokens.device)
+    def _prompt_mask(self, adaptor_pass: AdaptorPass, input_BTX: Tensor) -> Tensor:
+        if adaptor_pass.batch.mask_BT is None:  # in a decoder: its first token, before any generated one
+            return torch.ones(input_BTX.shape[0], 1, dtype=torch.bool, device=input_BTX.device)
         return adaptor_pass.batch.mask_BT.bool()
 
     def _inject_mask(self, mask_BT: Tensor) -> Tensor:
@@ -202,12 +233,14 @@ class Adaptor:
 
 
 def last_token_positions(mask_BT: Tensor) -> Tensor:
-    """The position of each row's last real token, wherever the padding is."""
+    """The position (B) of each row's last unpadded token, for padding on either side."""
     positions_T = torch.arange(mask_BT.shape[1], device=mask_BT.device)
+    # The mask turns the positions of padding into 0, so the largest position is that of the last token.
     return (mask_BT.long() * positions_T).argmax(dim=1)
 
 
 def _pool_tokens(hidden_BTX: Tensor, mask_BT: Tensor, token: QueryToken) -> Tensor:
+    """One vector per row, (B, X): the hidden states of a token, or their mean over the tokens in the mask."""
     hidden_BTX = hidden_BTX[:, : mask_BT.shape[1]]
     rows_B = torch.arange(len(hidden_BTX), device=hidden_BTX.device)
     if token == "last":
@@ -219,9 +252,17 @@ def _pool_tokens(hidden_BTX: Tensor, mask_BT: Tensor, token: QueryToken) -> Tens
 
 
 def _require_hidden_states(candidate: Any, module: nn.Module) -> Tensor:
+    """A module's input or output as hidden states (B, T, X).
+
+    Raises:
+        LayerError: it is not a tensor of three dimensions.
+    """
     if not isinstance(candidate, Tensor) or candidate.dim() != 3:
-        found = f"of shape {tuple(candidate.shape)}" if isinstance(candidate, Tensor) else type(candidate).__name__
+        description = (
+            f"of shape {tuple(candidate.shape)}" if isinstance(candidate, Tensor) else type(candidate).__name__
+        )
         raise LayerError(
-            f"{type(module).__name__} does not map (batch, tokens, width) to the like: its input or output is {found}"
+            f"{type(module).__name__} does not map (batch, tokens, width) to the same layout: its input or output is"
+            f" {description}"
         )
     return candidate

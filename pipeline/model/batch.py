@@ -1,4 +1,7 @@
-"""Tokenised prompts, as a model is called with them."""
+"""Tokenised prompts, and the arguments of one forward pass over them.
+
+Shapes: B rows, T tokens.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,11 +11,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LastTurn:
-    """The last message of a chat, which a sentence encoder reads in place of the whole prompt.
+    """The last message of a chat. A sentence encoder reads it instead of the whole prompt.
 
     Attributes:
-        text: Its content.
-        has_earlier_turns: Whether earlier turns stand before it, on which its meaning may depend.
+        text: Content of the message.
+        has_earlier_turns: True if messages other than system prompts come before it; its meaning may depend on them.
     """
 
     text: str
@@ -24,9 +27,9 @@ class Prompt:
     """One tokenised prompt.
 
     Attributes:
-        token_ids: With those that the tokenizer's template adds.
-        segments: The segment of each token (`token_type_ids`); none where the tokenizer has no segments.
-        last_turn: Of a chat its last message; None of any other prompt.
+        token_ids: Token ids, with those that the tokenizer's template adds.
+        segments: The segment of each token (`token_type_ids`); empty if the tokenizer has no segments.
+        last_turn: The last message of a chat; None for any other prompt.
     """
 
     token_ids: tuple[int, ...]
@@ -39,12 +42,12 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One batch.
+    """The arguments of one forward pass.
 
     Attributes:
-        kwargs: What the model is called with.
-        mask_BT: Real prompt tokens, as the wrapped module sees them; None where it lies in a decoder.
-        last_turns: The last message of each prompt that is a chat; empty where no query is taken from the batch.
+        kwargs: Keyword arguments of the model.
+        mask_BT: The prompt's tokens, without padding, as the wrapped module sees them; None for a layer in a decoder.
+        last_turns: The last message of each prompt that is a chat; empty if no query is computed from the batch.
     """
 
     kwargs: dict[str, Any]
@@ -52,6 +55,6 @@ class Batch:
     last_turns: tuple[LastTurn | None, ...] = ()
 
     def prompt_token_ids(self) -> list[list[int]]:
-        """Each row's token ids, without padding and what comes after the prompt."""
+        """Each row's token ids, without padding and without tokens after the prompt."""
         mask_BT = (self.kwargs["attention_mask"] if self.mask_BT is None else self.mask_BT).cpu().bool()
         return [row_T[mask_T].tolist() for row_T, mask_T in zip(self.kwargs["input_ids"].cpu(), mask_BT, strict=True)]

@@ -1,8 +1,10 @@
-"""Checkpoints of Hugging Face models: loaded from a folder or a hub, and told apart by what they hold."""
+"""Loads Hugging Face checkpoints from a local folder or a hub, without running code from them.
 
-import hashlib
-import json
-import os
+1. `load_checkpoint` returns a sequence classifier, an encoder-decoder or a causal language model, with its tokenizer.
+2. No code of a checkpoint runs: weights are safetensors, and `trust_remote_code` is off.
+3. Every failure is a `ModelError` of one sentence with the remedy (`checkpoint_faults`).
+"""
+
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -39,106 +41,112 @@ from gracestream.pipeline.model.checkpoint_faults import (
 )
 
 T = TypeVar("T")
-
-FINGERPRINT_VERSION = 2
-"""What a fingerprint covers, as a number: one that was cached under another number counts no more."""
+"""The type that a sidecar file decodes to."""
 
 
 class ModelError(UserError):
-    """A model that cannot be loaded or edited; the text says which and why."""
+    """A model that cannot be loaded or edited. The message names the model and the reason."""
 
 
 def load_checkpoint(name: str, *, device: str = "auto", dtype: str = "float32") -> tuple[Any, Any]:
-    """A model of one of the three kinds and its tokenizer, from a local folder, a hub id or `id@revision`.
+    """A model of a supported kind and its tokenizer, from a local folder, a hub id, or `id@revision`.
 
     Raises:
-        ModelError: no such checkpoint, not of one of the three kinds, or no such device.
+        ModelError: the checkpoint or the device does not exist, or the model is of no supported kind.
+        DeviceError: the environment makes the device's results inexact.
     """
     target = resolve_device(device)
     with _as_model_error("model", name):
-        place, pinned = _split_revision(name)
-        config = AutoConfig.from_pretrained(place, trust_remote_code=False, **pinned)
-        auto = _auto_class(config, name)
+        location, revision = _split_revision(name)
+        config = AutoConfig.from_pretrained(location, trust_remote_code=False, **revision)
+        auto_class = _auto_class(config, name)
         _raise_if_fault(unsupported_config_fault(config))
         tokenizer = _load_tokenizer(name)
         with suppress_load_warnings():
-            model, info = auto.from_pretrained(
-                place, dtype=getattr(torch, dtype), trust_remote_code=False, use_safetensors=True,
-                output_loading_info=True, **pinned,
+            model, info = auto_class.from_pretrained(
+                location, dtype=getattr(torch, dtype), trust_remote_code=False, use_safetensors=True,
+                output_loading_info=True, **revision,
             )  # fmt: skip
         _raise_if_fault(missing_tensors_fault(info["missing_keys"]))
         return model.to(target), tokenizer
 
 
 def is_causal(name: str) -> bool:
-    """Whether a checkpoint is a causal language model. Its config says so; no weights are read.
+    """True if a checkpoint is a causal language model. Only its config is read, no weights.
 
     Raises:
-        ModelError: no such checkpoint, or not of one of the three kinds.
+        ModelError: the checkpoint does not exist or is of no supported kind.
     """
     with _as_model_error("model", name):
-        place, pinned = _split_revision(name)
-        config = AutoConfig.from_pretrained(place, trust_remote_code=False, **pinned)
+        location, revision = _split_revision(name)
+        config = AutoConfig.from_pretrained(location, trust_remote_code=False, **revision)
         return _auto_class(config, name) is AutoModelForCausalLM
 
 
 def load_encoder(name: str) -> tuple[Any, Any, int | None]:
-    """A sentence encoder on the CPU, its tokenizer, and the tokens that it reads at once, where its files say so.
+    """A sentence encoder on the CPU, its tokenizer, and its token limit if sentence-transformers' files set one.
 
-    It gives each token a vector, in float32; heads and a pooler are left out. The files beside a checkpoint that tell
-    how its tokens become one vector are sentence-transformers' own.
+    The model gives one float32 vector per token, without head and pooler. sentence-transformers' own files beside the
+    checkpoint say how these vectors become one embedding; only their mean is supported.
 
     Raises:
-        ModelError: no such checkpoint, weights that it lacks, or one whose embedding is not the mean of its tokens.
+        ModelError: the checkpoint does not exist, lacks weights, or its embedding is not the mean of its tokens.
     """
     with _as_model_error("encoder", name), suppress_load_warnings():
-        place, pinned = _split_revision(name)
-        _raise_if_fault(unsupported_config_fault(AutoConfig.from_pretrained(place, trust_remote_code=False, **pinned)))
+        location, revision = _split_revision(name)
+        _raise_if_fault(
+            unsupported_config_fault(AutoConfig.from_pretrained(location, trust_remote_code=False, **revision))
+        )
         tokenizer = _load_tokenizer(name)
         model, info = AutoModel.from_pretrained(
-            place, dtype=torch.float32, trust_remote_code=False, use_safetensors=True, output_loading_info=True,
-            **pinned,
+            location, dtype=torch.float32, trust_remote_code=False, use_safetensors=True, output_loading_info=True,
+            **revision,
         )  # fmt: skip
         pooling = _read_sidecar(name, "1_Pooling/config.json", dict[str, Any])
         modules = _read_sidecar(name, "modules.json", list[_EmbeddingStep]) or []
-        sizes = _read_sidecar(name, "sentence_bert_config.json", _EncoderLimits) or _EncoderLimits()
-    if lacking := sorted(key for key in info["missing_keys"] if not key.startswith("pooler.")):
-        raise ModelError(f"the encoder {name!r} cannot be used: its checkpoint has no {lacking[0]}")
-    others = {key for key, on in (pooling or {}).items() if key.startswith("pooling_mode") and on is True}
-    others |= {module.type for module in modules if module.type.endswith(".Dense")}
-    if others - {"pooling_mode_mean_tokens"}:
+        limits = _read_sidecar(name, "sentence_bert_config.json", _EncoderLimits) or _EncoderLimits()
+    if missing := sorted(key for key in info["missing_keys"] if not key.startswith("pooler.")):
+        raise ModelError(f"the encoder {name!r} cannot be used: its checkpoint has no {missing[0]}")
+    pooling_steps = {key for key, on in (pooling or {}).items() if key.startswith("pooling_mode") and on is True}
+    pooling_steps |= {module.type for module in modules if module.type.endswith(".Dense")}
+    if pooling_steps - {"pooling_mode_mean_tokens"}:
         raise ModelError(
-            f"the encoder {name!r} cannot be used: its embedding is not the mean of its tokens, but {sorted(others)}"
+            f"the encoder {name!r} cannot be used: its embedding is not the mean of its tokens, but"
+            f" {sorted(pooling_steps)}"
         )
-    if pooling is None and any(kind.endswith("ForCausalLM") for kind in model.config.architectures or ()):
-        raise ModelError(f"the encoder {name!r} cannot be used: it is a language model, no sentence encoder")
+    # Without sentence-transformers' files, the mean is assumed, except for a language model.
+    if pooling is None and any(
+        architecture.endswith("ForCausalLM") for architecture in model.config.architectures or ()
+    ):
+        raise ModelError(f"the encoder {name!r} cannot be used: it is a language model, not a sentence encoder")
     if getattr(model, "pooler", None) is not None:
-        model.pooler = None  # nothing reads it, and where a checkpoint has none it is drawn at random
-    return model, tokenizer, sizes.max_seq_length
+        # Nothing reads the pooler, and transformers initialises it at random if the checkpoint has none.
+        model.pooler = None
+    return model, tokenizer, limits.max_seq_length
 
 
 class _EmbeddingStep(Struct, frozen=True):
-    """A step of sentence-transformers, from tokens to an embedding."""
+    """One step of sentence-transformers' pipeline from tokens to an embedding (`modules.json`)."""
 
     type: str = ""
 
 
 class _EncoderLimits(Struct, frozen=True):
-    """Tokens that are read at once."""
+    """The number of tokens that the encoder reads in one pass (`sentence_bert_config.json`)."""
 
     max_seq_length: Annotated[int, Meta(ge=8)] | None = None
 
 
 def _read_sidecar(name: str, file: str, schema: type[T]) -> T | None:
-    """What a JSON file of a checkpoint says; None where there is none."""
-    place, pinned = _split_revision(name)
-    path = cached_file(place, file, _raise_exceptions_for_missing_entries=False, **pinned)
+    """The decoded content of a JSON file of a checkpoint, or None without such a file."""
+    location, revision = _split_revision(name)
+    path = cached_file(location, file, _raise_exceptions_for_missing_entries=False, **revision)
     return None if path is None else msgspec.json.decode(Path(path).read_bytes(), type=schema)
 
 
 @contextmanager
 def suppress_load_warnings() -> Iterator[None]:
-    """Without warnings of what is on purpose: a checkpoint's head that is left out, or one that is new."""
+    """Inside this context, transformers does not warn about heads that are intentionally dropped or new."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
@@ -148,9 +156,9 @@ def suppress_load_warnings() -> Iterator[None]:
 
 
 def _load_tokenizer(name: str) -> Any:
-    place, pinned = _split_revision(name)
+    location, revision = _split_revision(name)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False, **pinned)
+        tokenizer = AutoTokenizer.from_pretrained(location, trust_remote_code=False, **revision)
     except Exception as error:
         if _is_hub_unreachable(error):
             raise
@@ -160,7 +168,7 @@ def _load_tokenizer(name: str) -> Any:
 
 
 class _CheckpointFault(Exception):
-    """Why a checkpoint cannot be used, as a sentence."""
+    """The reason why a checkpoint cannot be used, as one sentence."""
 
 
 def _raise_if_fault(fault: str | None) -> None:
@@ -170,14 +178,14 @@ def _raise_if_fault(fault: str | None) -> None:
 
 @contextmanager
 def _as_model_error(kind: Literal["model", "encoder"], name: str) -> Iterator[None]:
-    """What fails inside is a `ModelError` of one sentence."""
+    """Turn every failure inside this context into a `ModelError` of one sentence."""
     folder = _local_folder(name)
-    cannot = f"the {kind} {name!r} cannot be loaded: "
+    prefix = f"the {kind} {name!r} cannot be loaded: "
     if folder is None and name.endswith(".gguf") and Path(name).is_file():
-        raise ModelError(f"{cannot}it is GGUF, {GGUF_MESSAGE}")
+        raise ModelError(f"{prefix}it is GGUF, {GGUF_MESSAGE}")
     if folder is None and name.startswith(("/", ".", "~")):
-        there = "it is a file, not a folder" if Path(name).exists() else "there is no such folder"
-        raise ModelError(f"{cannot}{there}" + ("; choose another GRACESTREAM_MODEL" if kind == "model" else ""))
+        reason = "it is a file, not a folder" if Path(name).exists() else "there is no such folder"
+        raise ModelError(f"{prefix}{reason}" + ("; choose another GRACESTREAM_MODEL" if kind == "model" else ""))
     transformers_logging.disable_progress_bar()
     try:
         if folder is not None:
@@ -188,9 +196,9 @@ def _as_model_error(kind: Literal["model", "encoder"], name: str) -> Iterator[No
     except ModelError:
         raise
     except _CheckpointFault as fault:
-        raise ModelError(f"{cannot}{fault}") from fault
-    except Exception as error:  # the libraries raise errors of any kind for the files of a checkpoint
-        raise ModelError(f"{cannot}{_failure_reason(error, name)}") from error
+        raise ModelError(f"{prefix}{fault}") from fault
+    except Exception as error:  # for damaged files, the libraries raise exceptions of any class
+        raise ModelError(f"{prefix}{_failure_reason(error, name)}") from error
 
 
 def _failure_reason(error: Exception, name: str) -> str:
@@ -199,18 +207,18 @@ def _failure_reason(error: Exception, name: str) -> str:
         return describe_load_error(error, folder)
     if _is_hub_unreachable(error):
         return "there is no such folder, it was not loaded from a hub before, and the hub cannot be reached"
-    place, pinned = _split_revision(name)
-    with suppress(OSError, ValueError):  # such as a hub id that is none
-        there = [file for file in PROBED_FILES if has_file(place, file, **pinned)]
-        if there and (fault := missing_files_fault(there)) is not None:
+    location, revision = _split_revision(name)
+    with suppress(OSError, ValueError):  # such as a malformed hub id
+        present_files = [file for file in PROBED_FILES if has_file(location, file, **revision)]
+        if present_files and (fault := missing_files_fault(present_files)) is not None:
             return fault
     return describe_load_error(error, None)
 
 
 def _split_revision(name: str) -> tuple[str, dict[str, str]]:
-    """A folder or hub id, and the revision of a hub id that stands behind an `@`: a branch, a tag or a commit."""
-    place, found, revision = name.rpartition("@")
-    return (place, {"revision": revision}) if found and not _is_folder(name) else (name, {})
+    """A folder or hub id, and the keyword argument for the revision behind `@`: a branch, a tag or a commit."""
+    location, separator, revision = name.rpartition("@")
+    return (location, {"revision": revision}) if separator and not _is_folder(name) else (name, {})
 
 
 def _local_folder(name: str) -> Path | None:
@@ -218,15 +226,16 @@ def _local_folder(name: str) -> Path | None:
 
 
 def _is_folder(name: str) -> bool:
-    with suppress(OSError):  # such as for a name that is too long
+    with suppress(OSError):  # such as a name that is too long
         return Path(name).is_dir()
     return False
 
 
 def _is_hub_unreachable(error: BaseException | None) -> bool:
-    """Whether a loading failed for want of a network: the hub's client names that only in what lies behind the error.
+    """True if loading failed because the hub could not be reached.
 
-    Its second try after a failed connection ends in a closed client, for which it has a bare `RuntimeError`.
+    The hub's client reports that only in an exception in the chain of causes. Its retry after a failed connection uses
+    a closed client and raises a plain `RuntimeError`.
     """
     while error is not None:
         if isinstance(error, LocalEntryNotFoundError) or "client has been closed" in str(error):
@@ -236,69 +245,21 @@ def _is_hub_unreachable(error: BaseException | None) -> bool:
 
 
 def resolve_device(requested: str) -> str:
-    """The device that `auto`, `cpu` or `cuda` stands for.
+    """The torch device for `auto`, `cpu` or `cuda`.
 
     Raises:
-        ModelError: there is none such.
-        DeviceError: the environment makes its results inexact.
+        ModelError: `cuda` is requested and torch can use no CUDA device.
+        DeviceError: the environment makes the device's results inexact.
     """
     if requested == "cpu" or (requested == "auto" and not torch.cuda.is_available()):
         return "cpu"
     if not torch.cuda.is_available():
         raise ModelError(
             f"GRACESTREAM_DEVICE is cuda, but torch can use no CUDA device: {cuda_unavailable_reason()}. Give this"
-            " process a GPU"
-            " with such a driver, or set GRACESTREAM_DEVICE to cpu or auto"
+            " process a GPU with such a driver, or set GRACESTREAM_DEVICE to cpu or auto"
         )
     prepare_cuda()
     return "cuda"
-
-
-def compute_fingerprint(model: Any, tokenizer: Any) -> str:
-    """SHA-256 over weights (as loaded, in order of name), config, tokenizer and chat template.
-
-    Equal models give equal keys.
-    """
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    config = model.config.to_dict()
-    for volatile in ("_name_or_path", "transformers_version"):
-        config.pop(volatile, None)
-    digest.update(json.dumps(config, sort_keys=True, default=str).encode())
-    vocabulary = getattr(tokenizer, "backend_tokenizer", None)
-    content = vocabulary.to_str() if vocabulary is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    digest.update(content.encode())
-    if tokenizer.chat_template is not None:  # another template gives the same chat another prompt, and another query
-        names = {name: token for name, token in tokenizer.special_tokens_map.items() if name != "pad_token"}
-        template = [tokenizer.chat_template, names]  # without padding, which a task sets where there is none
-        digest.update(json.dumps(template, sort_keys=True, default=str).encode())
-    return digest.hexdigest()
-
-
-def cached_fingerprint(model: Any, tokenizer: Any, folder: Path, cache: Path | None) -> str:
-    """The fingerprint, computed once for a local folder whose files and dtype stay as they are.
-
-    Where the cache cannot be used, as under a read-only root or on a full disk, it is computed at each start.
-    """
-    if cache is None or not folder.is_dir():
-        return compute_fingerprint(model, tokenizer)
-    # Not the time of its content alone, which a copy or an image may keep: other weights of a model have its very size.
-    marks = ("st_size", "st_mtime_ns", "st_ctime_ns", "st_ino")
-    files = [(file.name, *(getattr(file.stat(), mark) for mark in marks)) for file in sorted(folder.iterdir())]
-    state = json.dumps([FINGERPRINT_VERSION, str(folder.resolve()), type(model).__name__, str(model.dtype), files])
-    kept = cache.expanduser() / "fingerprints" / hashlib.sha256(state.encode()).hexdigest()
-    with suppress(OSError):
-        if len(known := kept.read_text(errors="replace")) == hashlib.sha256().digest_size * 2:
-            return known
-    fingerprint = compute_fingerprint(model, tokenizer)
-    with suppress(OSError):
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        half = kept.with_suffix(f".{os.getpid()}")
-        half.write_text(fingerprint)
-        half.replace(kept)
-    return fingerprint
 
 
 def _auto_class(config: Any, name: str) -> Any:

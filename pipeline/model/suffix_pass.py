@@ -1,8 +1,14 @@
-"""Passes over corrections that differ in the value alone, and compute no more than what depends on it.
+"""Runs forward passes that differ in the injected value only, and computes no more than depends on that value.
 
-What runs before the edited layer does not depend on the value, nor do earlier positions; what a classifier's head does
-not read need not be computed. Whether a model can be run in such parts is not taken on trust: a probe tells, whose loss
-and gradient have to be those of the whole model.
+Three parts of a pass need not run again: modules before the edited layer, positions before the edited token, and the
+tokens of the last block that a classifier's head does not read.
+
+1. A model uses these optimisations only if a probe shows the loss and gradient of the full model, apart from rounding.
+2. A model that fails the probe runs the full pass.
+
+Not promised: the same bits as the full pass.
+
+Shapes: B rows, T tokens, L length of a label, C classes or vocabulary, V width of a value.
 """
 
 from collections.abc import Sequence
@@ -16,10 +22,10 @@ from torch import Tensor
 
 from gracestream.pipeline.codebook import CodebookLookup, Label
 from gracestream.pipeline.device import raise_if_device_lost
+from gracestream.pipeline.model.activation_cache import ActivationCache
 from gracestream.pipeline.model.adaptor import Adaptor, AdaptorPass
 from gracestream.pipeline.model.batch import Batch
 from gracestream.pipeline.model.cls_attention import ClsOnlyAttention
-from gracestream.pipeline.model.layers import ActivationCache
 from gracestream.pipeline.model.probe_texts import PROBE_TEXTS
 from gracestream.pipeline.model.tasks.base import InputError, ModelTask, TargetPass
 from gracestream.pipeline.model.tasks.classification import Classification
@@ -27,28 +33,34 @@ from gracestream.pipeline.model.tasks.classification import Classification
 
 @dataclass(frozen=True, slots=True)
 class TargetCheck:
-    """Whether the model gives a label: `margin` is the least lead (logits) of a label's token, `loss` the mean CE."""
+    """How well the model predicts a label.
+
+    Attributes:
+        margin: The smallest lead, in logits, of a label's token over any other token.
+        loss: Mean cross entropy over the label's tokens.
+    """
 
     margin: float
     loss: float
 
     @property
     def predicts_target(self) -> bool:
-        """Every token of the label is the model's choice."""
+        """True if the model chooses every token of the label."""
         return self.margin > 0
 
 
 Optimisations = Literal["all", "no narrowing", "none"]
-"""What is left out of a pass that differs from an earlier one in the value alone: all that can be, all but what a
-classifier's head does not read, or nothing."""
+"""The optimisations of a pass: all, all but the [CLS]-only last block, or none."""
 
 
 @dataclass(frozen=True, slots=True)
 class SuffixPass:
-    """What of a forward pass over corrections, a row each, depends on the value and counts.
+    """The part of a forward pass that depends on the injected value and affects the logits; one row per correction.
 
-    What runs before the layer does not depend on it, nor do earlier positions; `cls_attention` leaves out what a
-    classifier's head never reads.
+    Attributes:
+        target_pass: Arguments of the model, with labels.
+        activations: Outputs of the modules that need not run again.
+        cls_attention: Restricts the last block to the [CLS] token; None runs it for all tokens.
     """
 
     target_pass: TargetPass
@@ -56,18 +68,23 @@ class SuffixPass:
     cls_attention: ClsOnlyAttention | None = None
 
     def select_rows(self, indices: Sequence[int]) -> Self:
-        """What is left of it for some of its rows."""
+        """The suffix pass of some of its rows."""
         return replace_in(
             self, target_pass=self.target_pass.select_rows(indices), activations=self.activations.select_rows(indices)
         )
 
 
 PASS_OVERHEAD_TOKENS = 32
-"""Tokens that cost about as much as one more pass does by itself."""
+"""The fixed cost of one more pass, in tokens of about the same cost."""
 
 
 class SuffixRunner:
-    """Those of one model, with one layer wrapped by an adaptor."""
+    """Runs the suffix passes of one model with one wrapped layer.
+
+    Attributes:
+        device: Device of the model.
+        dtype: Dtype of the model's first parameter.
+    """
 
     def __init__(self, module: Any, layer: str, task: ModelTask, adaptor: Adaptor) -> None:
         self._module, self._layer, self._task, self._adaptor = module, layer, task, adaptor
@@ -79,27 +96,30 @@ class SuffixRunner:
         )
         self._optimisations: Optimisations | None = None
         self._batched_modules: set[torch.nn.Module] | None = None
-        """What may be kept of a pass, once a probe has told."""
+        """The modules whose output may be cached; None before the probe."""
         self._padding_supported: bool | None = None
 
     def inspect(
         self, target_pass: TargetPass, codebook_lookup: CodebookLookup
     ) -> tuple[TargetCheck, AdaptorPass, SuffixPass]:
-        """Whether the edited model gives the label, what the wrapped module saw, and the rest for other values."""
+        """Check whether the edited model predicts the label.
+
+        Returns the check, the adaptor's record of the pass, and the suffix pass for other values.
+        """
         if self._optimisations is None:
             self._optimisations = self._verified_optimisations()
         batch = target_pass.batch
         serving = self._adaptor.with_codebook(
             batch, codebook_lookup, row_wording=self._task.wording_getter(batch), capture_output=True
         )
-        with torch.no_grad(), serving as session:
-            logits, rest = self._run_whole_pass(target_pass, self._optimisations)
-        return check_target(logits[0], target_pass.labels[0])[0], session, rest
+        with torch.no_grad(), serving as adaptor_pass:
+            logits, suffix = self._run_whole_pass(target_pass, self._optimisations)
+        return check_target(logits[0], target_pass.labels[0])[0], adaptor_pass, suffix
 
     def supports_padding(self) -> bool:
-        """Whether rows of different lengths are trained in one pass as each is alone, rounding apart, on a probe.
+        """True if rows of different lengths give the same results in one pass as alone, apart from rounding.
 
-        They are not where padding reaches what is not padding, as in a convolution, or counts as a position.
+        A probe decides. It fails if padding affects other tokens, as in a convolution, or counts as a position.
         """
         if self._padding_supported is None:
             self._padding_supported = self._probe_padding()
@@ -114,147 +134,166 @@ class SuffixRunner:
             ]
         except InputError:
             return False
-        starts = [self._layer_output(row) for row in rows]
+        outputs = [self._layer_output(row) for row in rows]
         expected = [
-            self._loss_and_grad(self.suffix_of([row]), start_V) for row, start_V in zip(rows, starts, strict=True)
+            self._loss_and_grad(self.suffix_of([row]), output_V) for row, output_V in zip(rows, outputs, strict=True)
         ]
         try:
-            both = self.suffix_of(rows)
-            found = self._losses_and_grads(both, torch.stack(starts))
-            found += [self._loss_and_grad(both.select_rows([place]), starts[place]) for place in range(len(rows))]
-        except Exception as error:  # noqa: BLE001  (a model that takes no padding fails anyhow)
+            suffix = self.suffix_of(rows)
+            actual = self._losses_and_grads(suffix, torch.stack(outputs))
+            actual += [self._loss_and_grad(suffix.select_rows([row]), outputs[row]) for row in range(len(rows))]
+        except Exception as error:  # noqa: BLE001  (a model without padding may fail in any way)
             raise_if_device_lost(error)
             return False
-        return all(self._is_close(ours, theirs) for ours, theirs in zip(found, expected * 2, strict=True))
+        return all(
+            self._is_close(row_actual, row_expected)
+            for row_actual, row_expected in zip(actual, expected * 2, strict=True)
+        )
 
     def _probe_label(self) -> Label:
-        """A class, or a few tokens."""
+        """A label for probes: one class, or three tokens."""
         return (0,) * (1 if isinstance(self._task, Classification) else 3)
 
     def _layer_output(self, target_pass: TargetPass) -> Tensor:
-        """The module's own output (V) where a value of the first row would go."""
-        with torch.no_grad(), self._adaptor.capture_output(target_pass.batch) as session:
+        """The module's own output (V) at the tokens of the first row that a value would replace."""
+        with torch.no_grad(), self._adaptor.capture_output(target_pass.batch) as adaptor_pass:
             self._task.logits(target_pass)
-        return session.outputs_BV[0]
+        return adaptor_pass.outputs_BV[0]
 
     def suffix_of(self, rows: Sequence[TargetPass]) -> SuffixPass:
-        """What is left for other values of one pass over several corrections."""
-        supervised = self._task.collate(rows)
+        """Run one pass over several corrections and return its suffix pass."""
+        target_pass = self._task.collate(rows)
         if self._optimisations is None:
             self._optimisations = self._verified_optimisations()
-        with torch.no_grad(), self._adaptor.capture_output(supervised.batch):
-            return self._run_whole_pass(supervised, self._optimisations)[1]
+        with torch.no_grad(), self._adaptor.capture_output(target_pass.batch):
+            return self._run_whole_pass(target_pass, self._optimisations)[1]
 
     def suffix_by_length(self, rows: Sequence[TargetPass]) -> SuffixPass:
-        """The same of rows of unequal lengths: shorter and longer ones pass apart, where that saves padding enough."""
+        """Like `suffix_of`, in two passes for short and long rows if that saves enough padding."""
         order = sorted(range(len(rows)), key=lambda row: rows[row].num_tokens)
         lengths = [rows[row].num_tokens for row in order]
-        # What a split saves: each shorter row then has less padding.
-        saved, split = max((place * (lengths[-1] - lengths[place - 1]), place) for place in range(1, len(rows) + 1))
+        # Splitting after `count` rows saves padding in each of them: the longest row's length minus the length of the
+        # longest row before the split. A split after the last row saves nothing, so `saved` is at least 0.
+        saved, split = max((count * (lengths[-1] - lengths[count - 1]), count) for count in range(1, len(rows) + 1))
         if saved < PASS_OVERHEAD_TOKENS:
             return self.suffix_of(rows)
-        parts = [self.suffix_of([rows[row] for row in some]) for some in (order[:split], order[split:])]
-        supervised = self._task.join_suffixes([part.target_pass for part in parts])
-        prefix = parts[0].activations.concatenate([part.activations for part in parts[1:]])
-        if supervised is None or prefix is None:
+        parts = [self.suffix_of([rows[row] for row in indices]) for indices in (order[:split], order[split:])]
+        target_pass = self._task.join_suffixes([part.target_pass for part in parts])
+        activations = parts[0].activations.concatenate([part.activations for part in parts[1:]])
+        if target_pass is None or activations is None:
             return self.suffix_of(rows)
-        return SuffixPass(supervised, prefix, parts[0].cls_attention).select_rows(
+        # The parts are sorted by length; put the rows back into the caller's order.
+        return SuffixPass(target_pass, activations, parts[0].cls_attention).select_rows(
             [order.index(row) for row in range(len(rows))]
         )
 
     def _run_whole_pass(self, target_pass: TargetPass, optimisations: Optimisations) -> tuple[list[Tensor], SuffixPass]:
-        """Logits of the whole pass, and what is left of it for other values."""
+        """The logits of the full pass, and its suffix pass."""
         if optimisations == "none":
             return self._task.logits(target_pass), SuffixPass(target_pass, ActivationCache())
-        prefix = ActivationCache.for_layer(self._module, self._layer, self._batched_modules)
-        with prefix.record():
-            logits, left = self._task.logits_and_suffix(target_pass, self._adaptor.replace)
-        last = self._cls_attention if optimisations == "all" else None
-        if left.past_key_values:
-            prefix.slice_tokens(slice(-left.batch.kwargs["input_ids"].shape[1], None))
-        elif last is not None and last.layer_inside:
-            if prefix.contains(last.attention) and left.batch.mask_BT is not None:
-                prefix.slice_tokens(slice(1))  # then the block is over the first token from the start
-                left = replace_in(left, batch=Batch(left.batch.kwargs, left.batch.mask_BT[:, :1]))
-            last = None
-        return logits, SuffixPass(left, prefix, last)
+        activations = ActivationCache.for_layer(self._module, self._layer, self._batched_modules)
+        with activations.record():
+            logits, suffix = self._task.logits_and_suffix(target_pass, self._adaptor.replace)
+        cls_attention = self._cls_attention if optimisations == "all" else None
+        if suffix.past_key_values:
+            # The suffix covers the last positions only: keys and values of the earlier ones are cached.
+            activations.slice_tokens(slice(-suffix.batch.kwargs["input_ids"].shape[1], None))
+        elif cls_attention is not None and cls_attention.layer_inside:
+            if activations.contains(cls_attention.attention) and suffix.batch.mask_BT is not None:
+                # The attention's output is cached, so the whole block can run for the first token only.
+                activations.slice_tokens(slice(1))
+                suffix = replace_in(suffix, batch=Batch(suffix.batch.kwargs, suffix.batch.mask_BT[:, :1]))
+            cls_attention = None
+        return logits, SuffixPass(suffix, activations, cls_attention)
 
     def _verified_optimisations(self) -> Optimisations:
-        """The most of them under which loss and gradient are those of the whole model, rounding apart, on a probe."""
+        """The most extensive optimisations with the full model's loss and gradient on a probe, apart from rounding."""
         try:
-            supervised = self._task.make_target_pass(" ".join(PROBE_TEXTS[:3]), self._probe_label())
+            target_pass = self._task.make_target_pass(" ".join(PROBE_TEXTS[:3]), self._probe_label())
         except InputError:
             return "none"
-        start_V = self._layer_output(supervised)
-        wave_V = torch.cos(torch.arange(len(start_V), device=self.device)) * start_V.abs().mean()
+        output_V = self._layer_output(target_pass)
+        wave_V = torch.cos(torch.arange(len(output_V), device=self.device)) * output_V.abs().mean()
         expected = [
-            self._loss_and_grad(SuffixPass(supervised, ActivationCache()), value_V) for value_V in (start_V, wave_V)
+            self._loss_and_grad(SuffixPass(target_pass, ActivationCache()), value_V) for value_V in (output_V, wave_V)
         ]
+        # Best first. The loss at the layer's own output cannot reveal a wrongly cached activation; `wave_V` can.
         choices: tuple[Optimisations, ...] = ("all", "no narrowing")
-        for shortcuts in choices:
+        for optimisations in choices:
             try:
-                with torch.no_grad(), self._adaptor.capture_output(supervised.batch):
-                    _, rest = self._run_whole_pass(supervised, shortcuts)
+                with torch.no_grad(), self._adaptor.capture_output(target_pass.batch):
+                    _, suffix = self._run_whole_pass(target_pass, optimisations)
+                # The first pass shows which modules have an output per row; the second caches only those.
                 if self._batched_modules is None:
-                    self._batched_modules = rest.activations.batched_modules()
-                    with torch.no_grad(), self._adaptor.capture_output(supervised.batch):
-                        _, rest = self._run_whole_pass(supervised, shortcuts)
-                found = [self._loss_and_grad(rest, value_V) for value_V in (start_V, wave_V)]
-            except Exception as error:  # noqa: BLE001  (a model that is built in another way fails anyhow)
+                    self._batched_modules = suffix.activations.batched_modules()
+                    with torch.no_grad(), self._adaptor.capture_output(target_pass.batch):
+                        _, suffix = self._run_whole_pass(target_pass, optimisations)
+                actual = [self._loss_and_grad(suffix, value_V) for value_V in (output_V, wave_V)]
+            except Exception as error:  # noqa: BLE001  (a model of another structure may fail in any way)
                 raise_if_device_lost(error)
                 continue
-            if all(self._is_close(ours, theirs) for ours, theirs in zip(found, expected, strict=True)):
-                return shortcuts
+            if all(
+                self._is_close(one_actual, one_expected)
+                for one_actual, one_expected in zip(actual, expected, strict=True)
+            ):
+                return optimisations
         return "none"
 
     def _loss_and_grad(self, suffix: SuffixPass, value_V: Tensor) -> Tensor:
-        """The loss with a value in place, and its derivative by each of the value's numbers: (1 + V)."""
+        """The loss with a value in place, followed by its gradient with respect to the value: (1 + V)."""
         return self._losses_and_grads(suffix, value_V[None])[0]
 
     def _losses_and_grads(self, suffix: SuffixPass, values_BV: Tensor) -> list[Tensor]:
-        """Likewise, of each row."""
+        """Loss and gradient of each row: B tensors of (1 + V)."""
         values_BV = values_BV.clone().requires_grad_()
         with torch.enable_grad():
             losses_B = torch.stack([loss for _, loss in self.evaluate(suffix, values_BV)])
-        (slopes_BV,) = torch.autograd.grad(losses_B.sum(), values_BV)
-        return list(torch.cat([losses_B.detach()[:, None], slopes_BV], dim=1))
+        (grads_BV,) = torch.autograd.grad(losses_B.sum(), values_BV)
+        return list(torch.cat([losses_B.detach()[:, None], grads_BV], dim=1))
 
     def _is_close(self, actual: Tensor, expected: Tensor) -> bool:
-        allowed = 1e-3 if self._module.dtype in (torch.float32, torch.float64) else 0.05
+        tolerance = 1e-3 if self._module.dtype in (torch.float32, torch.float64) else 0.05
+        # Loss and gradient differ in scale, so each has its own tolerance, relative to its largest number.
         pairs = (actual[:1], expected[:1]), (actual[1:], expected[1:])
-        return all(float((a - b).abs().max()) <= allowed * float(b.abs().max()) for a, b in pairs)
+        return all(
+            float((part - expected_part).abs().max()) <= tolerance * float(expected_part.abs().max())
+            for part, expected_part in pairs
+        )
 
     def evaluate(self, suffix: SuffixPass, values_BV: Tensor) -> list[tuple[TargetCheck, Tensor]]:
-        """Of each row the verdict with its value in place, and the loss, which can be differentiated by the value."""
+        """For each row, the check with its value in place, and the loss, which can be differentiated by the value."""
         return [
             check_target(*row)
             for row in zip(self._edited_logits(suffix, values_BV), suffix.target_pass.labels, strict=True)
         ]
 
     def _edited_logits(self, suffix: SuffixPass, values_BV: Tensor) -> list[Tensor]:
-        """Of each row the logits (L, C) at its label's places with its value in place."""
-        narrowed = nullcontext() if suffix.cls_attention is None else suffix.cls_attention.enabled()
-        with suffix.activations.replay(), narrowed, self._adaptor.inject(suffix.target_pass.batch, values_BV):
+        """The logits (L, C) of each row at its label's positions, with its value in place."""
+        cls_only = nullcontext() if suffix.cls_attention is None else suffix.cls_attention.enabled()
+        with suffix.activations.replay(), cls_only, self._adaptor.inject(suffix.target_pass.batch, values_BV):
             return self._task.logits(suffix.target_pass)
 
     def check_value(self, suffix: SuffixPass, value_V: Tensor) -> TargetCheck:
-        """Whether a value in place makes the model give the label."""
+        """Check whether the model predicts the label with a value in place."""
         with torch.no_grad():
             return self.evaluate(suffix, value_V.to(self.device)[None])[0][0]
 
     def tokens_influenced(self, suffix: SuffixPass, value_V: Tensor) -> int:
-        """How many tokens of the label, from its first, a value has a say in: in a last block no more than one."""
+        """The number of the label's tokens, up to the last one whose logits depend on the value.
+
+        In a model's last block a value at the last prompt token influences at most one token.
+        """
         value_V = value_V.to(self.device)
         with torch.no_grad():
-            ours_LC, others_LC = (
-                self._edited_logits(suffix, one_V[None])[0] for one_V in (value_V, torch.zeros_like(value_V))
+            logits_LC, zero_logits_LC = (
+                self._edited_logits(suffix, injected_V[None])[0] for injected_V in (value_V, torch.zeros_like(value_V))
             )
-        told = (ours_LC != others_LC).any(dim=1).nonzero()
-        return int(told.max()) + 1 if len(told) else 0
+        influenced = (logits_LC != zero_logits_LC).any(dim=1).nonzero()
+        return int(influenced.max()) + 1 if len(influenced) else 0
 
 
 def check_target(logits_LC: Tensor, label_L: Tensor) -> tuple[TargetCheck, Tensor]:
-    """The verdict on logits, and the loss (mean cross entropy) as a tensor that can be differentiated."""
+    """The check of logits (L, C) against a label (L), and the mean cross entropy as a differentiable tensor."""
     loss = torch.nn.functional.cross_entropy(logits_LC, label_L)
     chosen_L = logits_LC.detach().gather(1, label_L[:, None])[:, 0]
     others_LC = logits_LC.detach().scatter(1, label_L[:, None], -torch.inf)

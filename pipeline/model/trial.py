@@ -1,7 +1,7 @@
-"""Whether a layer can be edited: a trial value is put there in real forward passes, once, when a model is loaded.
+"""Checks whether a layer can be edited: injects a trial value in real forward passes when a model is loaded.
 
-A layer is refused if the model does not call it, fails with a value there, or answers the same with and without one.
-It costs two forward passes over a few tokens, and a third for generators, which answer by another way.
+A layer is rejected if the model does not call it, fails with a value there, or ignores the value. The check costs two
+forward passes over a few tokens. Generators need a third, because answers take another code path.
 """
 
 import torch
@@ -16,14 +16,14 @@ from gracestream.pipeline.model.tasks.classification import Classification
 from gracestream.schemas.messages import Parameters, to_one_line
 
 PROBE_PROMPTS = (" ".join(PROBE_TEXTS[0].split()[:5]), PROBE_TEXTS[0].split()[1])
-"""A short prompt, and a shorter one for models that take very few tokens."""
+"""A short prompt, and a one-word prompt for models with very few positions."""
 
 PROBE_LABEL = (0, 0, 0)
-"""Any tokens, or any class: what counts is that the logits change."""
+"""Arbitrary tokens, or an arbitrary class with the first one: only a change of the logits matters."""
 
 
 def layer_fault(task: ModelTask, adaptor: Adaptor) -> str | None:
-    """Why the layer that the adaptor wraps cannot be edited; None if it can, or if no probe fits into the model."""
+    """The reason why the adaptor's layer cannot be edited; None if it can be, or if no probe fits the model."""
     for prompt in PROBE_PROMPTS:
         try:
             return _trial_fault(task, adaptor, prompt)
@@ -31,24 +31,24 @@ def layer_fault(task: ModelTask, adaptor: Adaptor) -> str | None:
             continue
         except LayerError as error:
             return str(error)
-        except Exception as error:  # noqa: BLE001  (a model fails in its own way on what it was not built for)
+        except Exception as error:  # noqa: BLE001  (a model may fail in any way with an injected value)
             raise_if_device_lost(error)
             return f"the model fails with a value there ({to_one_line(error) or type(error).__name__})"
     return None
 
 
 def _trial_fault(task: ModelTask, adaptor: Adaptor, prompt: str) -> str | None:
-    supervised = task.make_target_pass(prompt, PROBE_LABEL[: 1 if isinstance(task, Classification) else None])
-    with torch.inference_mode(), adaptor.capture_output(supervised.batch) as seen:
-        before = task.logits(supervised)
-    if seen.outputs_BV.dim() < 2:
+    target_pass = task.make_target_pass(prompt, PROBE_LABEL[: 1 if isinstance(task, Classification) else None])
+    with torch.inference_mode(), adaptor.capture_output(target_pass.batch) as recorded:
+        before = task.logits(target_pass)
+    if recorded.outputs_BV.dim() < 2:  # still the empty default of `AdaptorPass`
         return "the model does not call it when it answers"
-    values_BV = _trial_values(seen.outputs_BV)
-    with torch.inference_mode(), adaptor.inject(supervised.batch, values_BV):
-        after = task.logits(supervised)
+    values_BV = _trial_values(recorded.outputs_BV)
+    with torch.inference_mode(), adaptor.inject(target_pass.batch, values_BV):
+        after = task.logits(target_pass)
     if all(torch.equal(*pair) for pair in zip(before, after, strict=True)):
         return "a value there changes nothing in the model's answer"
-    if not isinstance(task, Classification):  # whose answers come from the very pass above
+    if not isinstance(task, Classification):  # a classifier answers with the pass above
         batch = task.batch([task.tokenize(prompt)])
         with torch.inference_mode(), adaptor.with_lookup(batch, lambda _: (torch.tensor([True]), values_BV)):
             task.run(batch, [Parameters(max_new_tokens=1)])
@@ -56,6 +56,6 @@ def _trial_fault(task: ModelTask, adaptor: Adaptor, prompt: str) -> str | None:
 
 
 def _trial_values(outputs_BV: Tensor) -> Tensor:
-    """Other values of the same scale, of both signs: a layer behind a ReLU passes on only some."""
+    """Values of the same scale as the outputs, above and below them: a ReLU after the layer may hide those below."""
     wave_V = torch.cos(torch.arange(outputs_BV.shape[1], device=outputs_BV.device))
     return outputs_BV + wave_V * (1 + outputs_BV.abs().mean())

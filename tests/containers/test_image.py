@@ -153,7 +153,7 @@ def test_a_model_that_it_may_not_read_is_named(name: str, checkpoint: Checkpoint
     (checkpoint.folder / name).chmod(0o600)
     ran = run("--volume", f"{checkpoint.folder}:/model:ro", IMAGE, "layers", "--model", "/model")
     assert ran.returncode == 1
-    assert f"the user 10001 may not read '{Path('/model') / name}'; let it: chmod -R a+rX" in ran.stderr
+    assert f"the user 10001 may not read '{Path('/model') / name}'; run `chmod -R a+rX" in ran.stderr
     assert len(ran.stderr.splitlines()) == 1
 
 

@@ -1,1 +1,1 @@
-"""What a model is for: classes of a text, or a generated text; as a causal model or an encoder-decoder."""
+"""Task heads: sequence classification, and generation by causal models and encoder-decoders."""

@@ -1,7 +1,10 @@
-"""The three kinds of model: a sequence classifier, an encoder-decoder, a causal language model.
+"""The interface of model kinds: sequence classifiers, encoder-decoders and causal language models.
 
-A task knows how inputs become tokens, how the model answers, what a target is as a label (token ids with the end token,
-or a class index), and which forward pass tells whether the model gives that label. It never sees the codebook.
+A task defines how inputs become tokens, how the model answers, and how a target becomes a label. A label is a tuple of
+token ids with the end token, or one class index. The task also defines the forward pass that shows whether the model
+predicts that label. It never accesses the codebook.
+
+Shapes: B rows, T tokens, L length of a label, C classes or vocabulary, X any width.
 """
 
 from abc import ABC, abstractmethod
@@ -22,22 +25,22 @@ from gracestream.schemas.messages import Inputs, Outputs, Parameters, is_chat
 
 
 class InputError(UserError):
-    """Inputs, parameters or a target that this model cannot take; the text says why."""
+    """Inputs, parameters or a target that this model cannot take. The message gives the reason."""
 
 
 TOKEN_TYPE_IDS = "token_type_ids"
-"""The argument of models that tell the texts of a pair apart."""
+"""The argument of models that distinguish the two texts of a pair."""
 
 
 @dataclass(frozen=True, slots=True)
 class TargetPass:
-    """Inputs with their labels, for one forward pass whose last logits should choose the labels.
+    """Inputs with their labels, for one forward pass whose last logits predict the labels.
 
     Attributes:
-        batch: What goes through the model; each of its arguments is a tensor whose first dimension is that of the rows.
-        labels: Of each row token ids, or a class index, (L).
-        target_columns: At the end of a row's pass, for its label; as many as the longest label of all rows took.
-        past_key_values: Of a causal model, the keys and values of each block at positions before the batch's first.
+        batch: Arguments of the model. Each is a tensor whose first dimension is B.
+        labels: For each row token ids or a class index, (L).
+        target_columns: Columns at the end of the pass for the labels: the length of the longest label.
+        past_key_values: For a causal model, keys and values of each block at positions before the batch's first token.
     """
 
     batch: Batch
@@ -47,23 +50,31 @@ class TargetPass:
 
     @property
     def num_tokens(self) -> int:
-        """Of a row: each argument of the model is (B, T, ...)."""
+        """The number of tokens T of a row, from the first argument, (B, T, ...)."""
         return int(next(iter(self.batch.kwargs.values())).shape[1])
 
     def select_rows(self, indices: Sequence[int]) -> Self:
-        """Some of the rows."""
+        """A pass over some of the rows."""
         rows = list(indices)
         kwargs = {name: argument[rows] for name, argument in self.batch.kwargs.items()}
         mask_BT = None if self.batch.mask_BT is None else self.batch.mask_BT[rows]
-        earlier = tuple((keys[rows], values[rows]) for keys, values in self.past_key_values)
+        past_key_values = tuple((keys[rows], values[rows]) for keys, values in self.past_key_values)
         return replace_in(
-            self, batch=Batch(kwargs, mask_BT), labels=tuple(self.labels[row] for row in rows), past_key_values=earlier
+            self,
+            batch=Batch(kwargs, mask_BT),
+            labels=tuple(self.labels[row] for row in rows),
+            past_key_values=past_key_values,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class ModelAnswer:
-    """One row's answer."""
+    """One row's answer.
+
+    Attributes:
+        outputs: The answer as the prediction reports it.
+        score: Probability of a classifier's answer; None for generated text.
+    """
 
     outputs: Outputs
     score: float | None = None
@@ -71,7 +82,14 @@ class ModelAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Tokens a prompt or a target may have, how many are generated where a request does not say, and at most."""
+    """Limits on the number of tokens.
+
+    Attributes:
+        max_input_tokens: Tokens of a prompt.
+        max_target_tokens: Tokens of a target, without the end token.
+        max_new_tokens: Tokens generated for a request without `max_new_tokens`.
+        new_tokens_limit: The largest `max_new_tokens` of a request.
+    """
 
     max_input_tokens: int = 512
     max_target_tokens: int = 64
@@ -80,7 +98,13 @@ class Limits:
 
 
 class ModelTask(ABC):
-    """What all kinds share: tokenising one text at a time with a clear error, and padding a batch."""
+    """The base of all tasks: tokenises inputs with clear errors, and pads batches.
+
+    Attributes:
+        query: The default query token.
+        replace: The default tokens that take a value.
+        padding_side: The side on which prompts are padded.
+    """
 
     query: QueryToken = "last"
     replace: ReplacedTokens = "last"
@@ -89,6 +113,8 @@ class ModelTask(ABC):
     def __init__(self, model: Any, tokenizer: Any, limits: Limits, is_decoder_layer: bool) -> None:
         self.model, self.tokenizer, self.limits = model, tokenizer, limits
         self._is_decoder_layer = is_decoder_layer
+        # Batches need a padding token; the attention mask hides it. transformers' classifiers of causal models also
+        # find a row's last token by `config.pad_token_id`.
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
         if model.config.pad_token_id is None:
@@ -99,10 +125,10 @@ class ModelTask(ABC):
         self.max_prompt_tokens = min(limits.max_input_tokens, self.context_length or limits.max_input_tokens)
 
     def tokenize(self, inputs: Inputs) -> Prompt:
-        """One prompt in tokens.
+        """One tokenised prompt.
 
         Raises:
-            InputError: a pair or a chat for a model that takes none, too long, or nothing left.
+            InputError: the model takes no pair or no chat, or the inputs have too many tokens or none.
         """
         if is_chat(inputs):
             raise InputError("this model takes no messages of a chat; send `inputs` as one text")
@@ -111,27 +137,29 @@ class ModelTask(ABC):
         return self._tokenize_texts(inputs)
 
     def _tokenize_texts(self, *texts: str) -> Prompt:
-        found = self._text_tokenizer(*texts, add_special_tokens=True, verbose=False)
-        return Prompt(tuple(self._check_token_ids(found["input_ids"])), tuple(found.get(TOKEN_TYPE_IDS, ())))
+        encoded = self._text_tokenizer(*texts, add_special_tokens=True, verbose=False)
+        return Prompt(tuple(self._check_token_ids(encoded["input_ids"])), tuple(encoded.get(TOKEN_TYPE_IDS, ())))
 
     def _check_token_ids(self, token_ids: list[int]) -> list[int]:
         if not token_ids:
             raise InputError("the prompt has no tokens")
         if len(token_ids) > self.max_prompt_tokens:
-            ours = self.max_prompt_tokens == self.limits.max_input_tokens
-            whose = "GRACESTREAM_MAX_INPUT_TOKENS" if ours else "the model's own"
-            raise InputError(f"the prompt has {len(token_ids)} tokens; the limit is {self.max_prompt_tokens} ({whose})")
+            configured = self.max_prompt_tokens == self.limits.max_input_tokens
+            source = "GRACESTREAM_MAX_INPUT_TOKENS" if configured else "the model's own"
+            raise InputError(
+                f"the prompt has {len(token_ids)} tokens; the limit is {self.max_prompt_tokens} ({source})"
+            )
         if max(token_ids) >= self.vocabulary_size:
             raise InputError(f"token {max(token_ids)} is unknown to the model, which knows {self.vocabulary_size}")
         return token_ids
 
     def wording(self, prompt: Prompt) -> str:
-        """What a prompt asks for (`pipeline.wording`); empty for models whose prompts are not compared by words."""
+        """The request in comparable words (`pipeline.wording`); empty for models without a comparison by words."""
         del prompt
         return ""
 
     def wording_getter(self, batch: Batch) -> WordingGetter:
-        """The wording of each row, taken from its tokens when it is asked for."""
+        """A function from row to wording, which decodes the batch's tokens at its first call."""
         prompts: list[list[int]] = []
 
         def wording(row: int) -> str:
@@ -144,33 +172,33 @@ class ModelTask(ABC):
         return wording
 
     def batch(self, prompts: Sequence[Prompt]) -> Batch:
-        """Pad tokenised prompts (`tokenize`) into one batch."""
+        """Pad tokenised prompts into one batch."""
         ids_BT = self._pad_rows([prompt.token_ids for prompt in prompts], int(self.tokenizer.pad_token_id))
         mask_BT = self._pad_rows([[1] * len(prompt) for prompt in prompts], 0)
         kwargs = {"input_ids": ids_BT, "attention_mask": mask_BT}
         return Batch(kwargs, None if self._is_decoder_layer else mask_BT, tuple(prompt.last_turn for prompt in prompts))
 
     def _pad_rows(self, rows: Sequence[Sequence[int]], pad_value: int) -> Tensor:
-        """Numbers for each token of each prompt, padded on this task's side."""
+        """Numbers per token as one tensor (B, T), padded on this task's side."""
         width = max(map(len, rows))
         rows_BT = torch.full((len(rows), width), pad_value)
-        for place, row in enumerate(rows):
-            rows_BT[place, slice(0, len(row)) if self.padding_side == "right" else slice(width - len(row), width)] = (
+        for index, row in enumerate(rows):
+            rows_BT[index, slice(0, len(row)) if self.padding_side == "right" else slice(width - len(row), width)] = (
                 torch.tensor(row)
             )
         return rows_BT.to(self.model.device)
 
     @abstractmethod
     def forward_prompt(self, batch: Batch) -> None:
-        """One forward pass over the prompts, for what the wrapped module sees."""
+        """Run one forward pass over the prompts, so that the wrapped module sees them."""
 
     @abstractmethod
     def run(self, batch: Batch, parameters: Sequence[Parameters]) -> list[ModelAnswer]:
-        """Answer a batch; its requests are of one group (`batch_key`)."""
+        """Answer a batch whose requests share one `batch_key`."""
 
     @abstractmethod
     def batch_key(self, prompt: Prompt, parameters: Parameters) -> object:
-        """Requests for which this returns equal groups can share a batch.
+        """A key that is equal for requests that can share a batch.
 
         Raises:
             InputError: the model cannot answer this prompt with these parameters.
@@ -178,35 +206,35 @@ class ModelTask(ABC):
 
     @abstractmethod
     def encode_target(self, inputs: Inputs, target: str) -> Label:
-        """What a target is to this model.
+        """The label of a target.
 
         Raises:
-            InputError: no such class, too long, or not expressible in the tokenizer's vocabulary.
+            InputError: the class does not exist, or the target is too long or not expressible in the vocabulary.
         """
 
     @abstractmethod
     def decode_label(self, label: Label) -> str:
-        """A label in words."""
+        """The text of a label."""
 
     @abstractmethod
     def matches_target(self, answer: ModelAnswer, label: Label, parameters: Parameters) -> bool:
-        """Whether an answer to a request with these parameters is the target that `encode_target` stands for."""
+        """True if an answer to a request with these parameters is the label's target."""
 
     @abstractmethod
     def make_target_pass(self, inputs: Inputs, label: Label) -> TargetPass:
-        """The forward pass that tells whether the model gives `encode_target`; one row."""
+        """The forward pass over one row that shows whether the model predicts the label."""
 
     def collate(self, rows: Sequence[TargetPass]) -> TargetPass:
-        """Several passes of one row each as one, padded on the right."""
+        """Several passes of one row each as one pass, padded on the right."""
         return self._pad_passes(rows, [0] * len(rows))
 
     def join_suffixes(self, parts: Sequence[TargetPass]) -> TargetPass | None:
-        """What is left of several passes (`logits_and_suffix`) as one; None where the task cannot join them."""
+        """The suffix passes of several passes (`logits_and_suffix`) as one; None if the task cannot join them."""
         del self, parts
         return None
 
     def _pad_passes(self, rows: Sequence[TargetPass], offsets: Sequence[int]) -> TargetPass:
-        """One pass over the rows, each after so many columns of padding."""
+        """One pass over all rows, each after its offset in columns of padding."""
         names = rows[0].batch.kwargs
         kwargs = {
             name: _stack_with_offsets([row.batch.kwargs[name] for row in rows], offsets, self._pad_value(name))
@@ -224,18 +252,21 @@ class ModelTask(ABC):
 
     @abstractmethod
     def logits(self, target_pass: TargetPass) -> list[Tensor]:
-        """Run it: of each row the float32 logits (L, C) at its label's positions."""
+        """Run the pass and return for each row the float32 logits (L, C) at its label's positions."""
 
     def logits_and_suffix(self, target_pass: TargetPass, replace: ReplacedTokens) -> tuple[list[Tensor], TargetPass]:
-        """Its logits, and the pass that is left of it for other values: what no value can change is kept."""
+        """The logits, and the suffix pass: the part that must run again when only the injected value changes.
+
+        The default suffix pass is the whole pass.
+        """
         del replace
         return self.logits(target_pass), target_pass
 
 
 def _stack_with_offsets(rows: Sequence[Tensor], offsets: Sequence[int], pad_value: int) -> Tensor:
-    """Tensors (1, T, ...) of several widths as one (B, T, ...), each after so many columns of padding."""
-    width = max(lead + row.shape[1] for row, lead in zip(rows, offsets, strict=True))
+    """Tensors (1, T, ...) of several widths as one (B, T, ...); row i starts after `offsets[i]` columns of padding."""
+    width = max(offset + row.shape[1] for row, offset in zip(rows, offsets, strict=True))
     stacked = rows[0].new_full((len(rows), width, *rows[0].shape[2:]), pad_value)
-    for place, (row, lead) in enumerate(zip(rows, offsets, strict=True)):
-        stacked[place, lead : lead + row.shape[1]] = row[0]
+    for index, (row, offset) in enumerate(zip(rows, offsets, strict=True)):
+        stacked[index, offset : offset + row.shape[1]] = row[0]
     return stacked

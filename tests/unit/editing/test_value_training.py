@@ -13,8 +13,8 @@ from gracestream.pipeline.codebook.lookup import CodebookLookup
 from gracestream.pipeline.device import deterministic_algorithms
 from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.editing.value_training import TrainedValue, ValueTrainingConfig, train_value, train_values
+from gracestream.pipeline.model.activation_cache import ActivationCache
 from gracestream.pipeline.model.editable import EditableModel
-from gracestream.pipeline.model.layers import ActivationCache
 from gracestream.pipeline.model.suffix_pass import SuffixPass, check_target
 from gracestream.pipeline.model.tasks.base import InputError
 from tests.support.tiny_models import LIMITS, MODEL, WORDS, correct, editable, index_of, new_codebook, texts

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from gracestream.pipeline.editing.config import EditConfig
 from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.model.chat import CONTENT_END, CONTENT_START, ChatError, ChatTemplate
-from gracestream.pipeline.model.checkpoint import compute_fingerprint
 from gracestream.pipeline.model.control_tokens import control_tokens, text_tokenizer
+from gracestream.pipeline.model.fingerprint import compute_fingerprint
 from gracestream.pipeline.model.probe_texts import PROBE_TEXTS
 from gracestream.pipeline.model.tasks.base import InputError
 from gracestream.schemas.messages import ChatMessage, Feedback, Inputs, Parameters
@@ -153,7 +153,7 @@ def test_what_templates_do_is_followed(source: Any, content: str, text: str) -> 
         ("{{ strftime_now('%d') }}", "asks for the date"),
         ("{{ [1, 2] | random }}", "draws at random"),
         ("{{ lipsum() }}", "draws at random"),
-        ("{{ messages[0].content }}{{ raise_exception }}", "prints an address of memory"),
+        ("{{ messages[0].content }}{{ raise_exception }}", "prints a memory address"),
         ("{{ messages[0].content[:2] }}", "rewrites a content"),
         ("{{ messages[0].content.split('b')[-1] }}", "rewrites a content"),
         ("{{ messages[0].content.tools.first }}", "'str object' has no attribute 'tools'"),

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import torch
 
-from gracestream.pipeline.model.checkpoint import cached_fingerprint, compute_fingerprint, load_checkpoint
+from gracestream.pipeline.model.checkpoint import load_checkpoint
+from gracestream.pipeline.model.fingerprint import cached_fingerprint, compute_fingerprint
 from tests.support.tiny_models import KINDS
 from tests.support.tiny_models import tokenizer as tokenizer_of
 

@@ -22,9 +22,9 @@ from transformers import (
 
 from gracestream.pipeline.codebook.lookup import CodebookLookup
 from gracestream.pipeline.editing.value_training import ValueTrainingConfig, train_value
+from gracestream.pipeline.model.activation_cache import ActivationCache
 from gracestream.pipeline.model.cls_attention import ClsOnlyAttention
 from gracestream.pipeline.model.editable import EditableModel
-from gracestream.pipeline.model.layers import ActivationCache
 from gracestream.pipeline.model.suffix_pass import SuffixPass
 from tests.support.tiny_models import (
     END,

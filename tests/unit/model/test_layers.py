@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from gracestream.pipeline.model.activation_cache import ActivationCache
 from gracestream.pipeline.model.adaptor import QueryToken
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.model.layers import (
-    ActivationCache,
     LayerError,
     enclosing_blocks,
     find_layer,
@@ -155,6 +155,6 @@ def test_a_query_that_sees_one_token_alone_is_refused(
     model = editable(kind)
     for saved in (model.module, model.task.tokenizer):
         saved.save_pretrained(tmp_path)
-    match = rf"^layer '{layer}': the {query} token has seen no other token of a prompt there, so that an edit would"
+    match = rf"^layer '{layer}': the {query} token has seen no other token of a prompt there, so an edit would"
     with pytest.raises(LayerError, match=match) if blind else nullcontext():
         EditableModel.load(str(tmp_path), layer, device="cpu", query=query)

@@ -181,7 +181,7 @@ def test_another_encoder_is_another_key_space() -> None:
     shorter = SentenceEncoder(module(), tokenizer("bert"), "encoder-0", ROOM // 2)
     made = [editable("bert"), *(editable("bert", encoder=one) for one in (encoder(0), encoder(1), shorter))]
     assert len({model.fingerprint for model in made}) == len(made)
-    with pytest.raises(ValueError, match="the last token's or the encoder's"):
+    with pytest.raises(ValueError, match="query='last' and an encoder are both given"):
         editable("bert", encoder=encoder(), query="last")
 
 
@@ -260,7 +260,7 @@ def test_a_language_model_is_no_encoder(tmp_path: Path) -> None:
     model = editable("llama")
     for saved in (model.module, model.task.tokenizer):
         saved.save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="it is a language model, no sentence encoder"):
+    with pytest.raises(ModelError, match="it is a language model, not a sentence encoder"):
         SentenceEncoder.load(str(tmp_path), device="cpu")
 
 
@@ -294,7 +294,7 @@ def test_what_is_no_sentence_encoder_is_refused(tmp_path: Path) -> None:
         SentenceEncoder(editable("t5-encoder").module, tokenizer("t5"), "t5")
     unpadded = tokenizer()
     unpadded.pad_token = None
-    with pytest.raises(ModelError, match="its tokenizer cannot read long texts in parts"):
+    with pytest.raises(ModelError, match="its tokenizer cannot split long texts into parts"):
         SentenceEncoder(GPT2Model(GPT2Config(vocab_size=SIZE, n_embd=8, n_layer=1, n_head=2)), unpadded, "gpt2")
     with pytest.raises(ModelError, match="does not read 64 tokens"):
         SentenceEncoder(editable("llama").module, tokenizer(), "llama")
