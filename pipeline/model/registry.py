@@ -41,6 +41,7 @@ class KnownModel:
         packages: Modules that the build needs, each with the command that installs it.
         folder: Returns the name of the model's folder in the cache, which changes with the sources of the build.
         build: Writes the checkpoint into an empty folder and reports progress.
+        hub_id: The hub's name of the same model; its default layer is the same.
     """
 
     description: str
@@ -48,11 +49,14 @@ class KnownModel:
     packages: Mapping[str, str]
     folder: Callable[[], str]
     build: Callable[[Path, ProgressCallback], None]
+    hub_id: str | None = None
 
 
 def default_layer(name_or_path: str) -> str | None:
-    """The default layer of a model known by name; None for other models."""
-    return KNOWN_MODELS[name_or_path].default_layer if name_or_path in KNOWN_MODELS else None
+    """The default layer of a model known by name or by hub id; None for other models."""
+    layers = {name: model.default_layer for name, model in KNOWN_MODELS.items()}
+    layers |= {model.hub_id: model.default_layer for model in KNOWN_MODELS.values() if model.hub_id is not None}
+    return layers.get(name_or_path)
 
 
 def resolve_layer(name_or_path: str, chosen: str | None) -> str:
@@ -217,6 +221,7 @@ KNOWN_MODELS: dict[str, KnownModel] = {
         },
         folder=lambda: "smollm2-135m-instruct",
         build=_lazy_builder("smollm2:build_smollm2"),
+        hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
     ),
     "intent": KnownModel(
         description="the demo's intent classifier from MiniLM",
