@@ -243,7 +243,7 @@ def load_settings(**overrides: object) -> Settings:
     overrides = {name: value for name, value in overrides.items() if value is not None}
     folder = str(overrides.get("secrets", os.environ.get("GRACESTREAM_SECRETS", "")))
     if folder and not (Path(folder).is_dir() and os.access(folder, os.R_OK | os.X_OK)):
-        raise SettingsError(f"GRACESTREAM_SECRETS: {folder!r} is no folder that can be read")
+        raise SettingsError(f"GRACESTREAM_SECRETS: {folder!r} is not a readable folder")
     try:
         settings = Settings(_secrets_dir=folder or None, **overrides)  # type: ignore[call-arg,arg-type]
     except ValidationError as error:
@@ -281,7 +281,7 @@ def _describe_secret_error(error: Exception) -> str:
     """The reason why a file in `GRACESTREAM_SECRETS` cannot be read; the cause of the error has it."""
     reason = error if isinstance(error, OSError) else error.__cause__
     if not isinstance(reason, OSError):
-        return f"GRACESTREAM_SECRETS: {to_one_line(error)}: its file holds no text in UTF-8"
+        return f"GRACESTREAM_SECRETS: {to_one_line(error)}: its file is not text in UTF-8"
     user = f"; the user {os.geteuid()} must have the right to read it" if isinstance(reason, PermissionError) else ""
     return f"GRACESTREAM_SECRETS: {reason.filename!r} cannot be read: {reason.strerror}{user}"
 
@@ -317,7 +317,7 @@ def _kafka_contradictions(settings: Settings) -> Iterator[str]:
             yield f"{variable} is not set, and GRACESTREAM_KAFKA_SECURITY_PROTOCOL={protocol} needs it"
         if not protocol.startswith("SASL") and value:
             yield (
-                f"{variable} is set, and GRACESTREAM_KAFKA_SECURITY_PROTOCOL={protocol} has no use for it: choose"
+                f"{variable} is set, and GRACESTREAM_KAFKA_SECURITY_PROTOCOL={protocol} does not use it: choose"
                 " SASL_SSL, or unset one of them"
             )
     for field in ("kafka_ca", "kafka_certificate", "kafka_key"):
@@ -350,4 +350,4 @@ def _unreadable_files(settings: Settings) -> Iterator[str]:
     for field in FILE_FIELDS:
         path = getattr(settings, field)
         if path and not (Path(path).is_file() and os.access(path, os.R_OK)):
-            yield f"GRACESTREAM_{field.upper()}: {path!r} is no file that can be read"
+            yield f"GRACESTREAM_{field.upper()}: {path!r} is not a readable file"

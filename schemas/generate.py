@@ -321,9 +321,9 @@ def asyncapi_document() -> Json:
         "info": {
             "title": "gracestream",
             "version": f"{SCHEMA_VERSION}.0.0",
-            "description": "Corrects deployed transformer models live. Readers ignore unknown fields; `v` is the version "
-            "of the schema. Timestamps are those of the Kafka records. The operations are those of gracestream; "
-            "users do the counterpart.",
+            "description": "Corrects deployed transformer models live. Readers ignore unknown fields; `v` is the "
+            "version of the schema. Timestamps are those of the Kafka records. The operations are those of gracestream;"
+            " users do the counterpart.",
         },
         "defaultContentType": "application/json",
         "servers": {

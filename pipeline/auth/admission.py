@@ -61,8 +61,8 @@ class DuplicateFeedback(FeedbackRefused):
 
     def __init__(self, first_offset: int) -> None:
         super().__init__(
-            f"its signed id was used at offset {first_offset}, and counts once; `edits` says what became of that;"
-            " to ask again, sign with a new id"
+            f"its signed id was used at offset {first_offset} already; `edits` has its outcome; to send it again,"
+            " sign with a new id"
         )
         self.first_offset = first_offset
 
@@ -283,5 +283,5 @@ class Admission:
                 f"author {name!r} is not on the list of authors" if name else "it is signed and names no author"
             )
         if not verify(record, author.keys, self._codebook):
-            raise FeedbackRefused(f"its signature is not one by author {name!r} over this record for this codebook")
+            raise FeedbackRefused(f"its signature is not valid for author {name!r} , this record and this codebook")
         return author

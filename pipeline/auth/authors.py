@@ -106,7 +106,7 @@ def parse_authors(raw: bytes, path: Path) -> AuthorsByName:
     try:
         entries = msgspec.toml.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise AuthorsError(f"{path} is no list of authors: {error}; {AUTHORS_FILE_REMEDY}") from error
+        raise AuthorsError(f"{path} is not a valid list of authors: {error}; {AUTHORS_FILE_REMEDY}") from error
     authors = {}
     for name, fields in entries.items():
         try:
@@ -128,7 +128,7 @@ def _parse_roles(names: Collection[str]) -> tuple[Role, ...]:
     """
     for name in names:
         if name not in AUTHOR_ROLES:
-            raise ValueError(f"{name!r} is no role; the roles are {', '.join(AUTHOR_ROLES)}")
+            raise ValueError(f"{name!r} is not a role; the roles are {', '.join(AUTHOR_ROLES)}")
     return tuple(role for role in AUTHOR_ROLES if role in names)
 
 

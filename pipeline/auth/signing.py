@@ -122,7 +122,7 @@ def read_key_file(path: Path) -> Ed25519PrivateKey:
     except TypeError as error:
         raise KeyFileError(f"{path} is encrypted; write the key without a passphrase first") from error
     except (ValueError, UnsupportedAlgorithm) as error:
-        raise KeyFileError(f"{path} is no private key in PEM; `gracestream keys new` makes one") from error
+        raise KeyFileError(f"{path} is not a private key in PEM; `gracestream keys new` makes one") from error
     if not isinstance(key, Ed25519PrivateKey):
         raise KeyFileError(f"{path} holds a key of another kind than Ed25519; `gracestream keys new` makes one")
     return key

@@ -4,7 +4,7 @@
 2. Producers wait for the acknowledgement of all in-sync replicas.
 3. The wait ends at once on a final failure, such as a rejected password or an untrusted certificate.
 
-kafka-python cannot detect a rejected password, and would retry for ever. A broker sends its error and closes the
+kafka-python can miss a rejected password, and would then retry for ever. A broker sends its error and closes the
 connection. If both arrive in one read, kafka-python handles the close and drops the error. The first connection is
 therefore made by aiokafka, which reads the error.
 """
@@ -159,7 +159,7 @@ def _bootstrap_servers(settings: Settings) -> list[str]:
         address = _HOST_PORT.fullmatch(server)
         if address is None or not 0 < int(address[1]) < 2**16:
             raise SettingsError(
-                f"GRACESTREAM_KAFKA: {server!r} is no host:port; set it to the addresses of one or more brokers, such"
+                f"GRACESTREAM_KAFKA: {server!r} is not host:port; set it to the addresses of one or more brokers, such"
                 " as broker-1:9092,broker-2:9092"
             )
     return servers

@@ -237,8 +237,8 @@ def _select_letters(
             truncated.append(letter.offset)
         else:
             raise DeadLetterError(
-                f"the dead letter at offset {letter.offset} of {letter.queue} had {letter.size} bytes and was cut to"
-                f" {len(letter.value or b'')}, so it cannot be replayed"
+                f"the dead letter at offset {letter.offset} of {letter.queue} had {letter.size} bytes and was truncated"
+                f" to {len(letter.value or b'')}, so it cannot be replayed"
             )
     if missing := sorted((offsets or set()) - existing):
         raise DeadLetterError(

@@ -48,7 +48,7 @@ def read_topic(
 ) -> Generator[Any, None, None]:
     """Iterate over the committed records of a topic, in each partition from `start_offset` to its current end.
 
-    With `start_time_ms`, a partition starts instead at its first record of this time or later, in milliseconds.
+    With `start_time_ms`, it skips the records before the first one of this time or later, in milliseconds.
     `options` are options of the consumer.
 
     Raises:

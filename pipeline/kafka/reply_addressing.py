@@ -71,7 +71,7 @@ def _check_reply_topic(topic: str, settings: Settings) -> str:
     """The fault of a reply topic, for the sender; empty if it is valid."""
     header = f"the header {REPLY_TO_HEADER} names {to_one_line(topic)!r}"
     if _TOPIC_NAME.fullmatch(topic) is None or topic in {".", ".."}:
-        return f"{header}, which is no name of a topic: send 1 to 249 of A-Z a-z 0-9 . _ -"
+        return f"{header}, which is not a valid topic name: use 1 to 249 of A-Z a-z 0-9 . _ -"
     if topic == settings.topic(PREDICTIONS):
         return ""
     if not topic.startswith(settings.prefix) or topic.startswith("__"):

@@ -28,14 +28,14 @@ def load_client_cert(context: ssl.SSLContext, certificate: str, key: str, variab
     # Without this callback, OpenSSL would ask for the password on the terminal, and a worker would wait forever.
     def get_password() -> str:
         if not password:
-            raise SettingsError(f"{variable}_KEY: the key in {key or certificate!r} has a password, and none is given")
+            raise SettingsError(f"{variable}_KEY: the key in {key or certificate!r} has a password, and none is set")
         return password
 
     try:
         context.load_cert_chain(certificate, key or None, get_password)
     except (OSError, ValueError) as error:
         raise SettingsError(
-            f"{variable}_CERTIFICATE: {certificate!r} and its key in {key or certificate!r} are no pair in PEM that"
+            f"{variable}_CERTIFICATE: {certificate!r} and its key in {key or certificate!r} are not a pair in PEM that"
             f" can be read: {error}"
         ) from error
 

@@ -76,8 +76,8 @@ class TopicError(UserError):
 def missing_topic_error(name: str) -> TopicError:
     """The error for a topic that Kafka does not list, because it is missing or because the user may not see it."""
     return TopicError(
-        f"there is no topic {name!r} that we may see; create the topics with `gracestream topics`, or correct the"
-        " prefix, GRACESTREAM_PREFIX"
+        f"there is no topic {name!r}, or this user may not see it; create the topics with `gracestream topics`, or"
+        " correct the prefix, GRACESTREAM_PREFIX"
     )
 
 

@@ -70,7 +70,7 @@ class Health:
         now = time.monotonic()
         for part, since in list(self._started_at.items()):  # a copy, because other threads change the dict
             if now - since > self.stuck_after:
-                return f"the {part} is stuck: it has been at one thing for {now - since:.0f} s"
+                return f"the {part} is stalled: it has been at one piece of work for {now - since:.0f} s"
         return None
 
     def set_ready(self) -> None:

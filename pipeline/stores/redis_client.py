@@ -51,7 +51,7 @@ def ping_redis(settings: Settings, timeout_seconds: float) -> None:
         client = redis_client(settings, timeout_seconds)
     except ValueError as error:  # its text is not shown: it may contain a part of the password
         raise SettingsError(
-            "GRACESTREAM_REDIS is no URL of a Redis such as redis://localhost:6379/0 or rediss://user:password@host:6379"
+            "GRACESTREAM_REDIS is not a URL of a Redis such as redis://localhost:6379/0 or rediss://user:password@host:6379"
             " (with @ : / ? # in a password as %40 %3A %2F %3F %23)"
         ) from error
     try:

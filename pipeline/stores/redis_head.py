@@ -160,7 +160,7 @@ class RedisHeadStore:
             if not (
                 _COUNT_PATTERN.fullmatch(term) and _COUNT_PATTERN.fullmatch(seq) and _DIGEST_PATTERN.fullmatch(digest)
             ):
-                raise ValueError("this is no head")  # noqa: TRY301  (all such faults have one message)
+                raise ValueError("this is not a head")  # noqa: TRY301  (all such faults have one message)
             changed = {
                 entry.decode(errors="backslashreplace"): _parse_radius(radius)
                 for entry, radius in zip(pairs[::2], pairs[1::2], strict=True)
@@ -168,7 +168,7 @@ class RedisHeadStore:
             return Head(int(term), int(seq), digest.decode(), changed)
         except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
             raise DataError(
-                f"{self._keys[0]} or {self._keys[1]} holds what gracestream never wrote: {error}"
+                f"{self._keys[0]} or {self._keys[1]} holds content that gracestream did not write: {error}"
             ) from error
 
     def read_radii(self) -> dict[str, float]:
@@ -213,8 +213,8 @@ class RedisHeadStore:
             args: list[str | int] = [codebook.term, codebook.seq, codebook.digest.hex(), last, first, *flat]
             if not ask_redis(self._client, partial(self._publish, keys=self._keys, args=args)):
                 raise StaleHeadError(
-                    f"delta {codebook.seq} of term {codebook.term} is not made live: Redis has a newer one;"
-                    " another editor has led since, or the log was lost"
+                    f"delta {codebook.seq} of term {codebook.term} is not published: Redis has a newer one;"
+                    " another editor has acquired leadership, or the log was lost"
                 )
 
 

@@ -175,5 +175,5 @@ class SnapshotStore:
         """
         folder, _, name = uri.rpartition("/")
         if folder != self.url or _FILE_NAME.fullmatch(name) is None:
-            raise SnapshotError(f"{split_url_secrets(uri)[0]} is no file of GRACESTREAM_SNAPSHOT_URL={self.url}")
+            raise SnapshotError(f"{split_url_secrets(uri)[0]} is not a file in GRACESTREAM_SNAPSHOT_URL={self.url}")
         return f"{self._root}/{name}"

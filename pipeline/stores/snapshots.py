@@ -177,15 +177,15 @@ def _load_snapshot(
     """
     for part, stated, expected in (("model", manifest.model, model), ("layer", manifest.layer, layer)):
         if stated is not UNSET and stated != expected:
-            raise SnapshotError(f"it is of {part} {stated!r}; this one is {expected!r}")
+            raise SnapshotError(f"it is of {part} {stated!r}; this worker has {expected!r}")
     if manifest.offset is UNSET:
         raise SnapshotError("its manifest does not say where in the log it lies")
     if not 0 < manifest.bytes <= _total_memory_bytes() // 2:
-        raise SnapshotError(f"it has {manifest.bytes} bytes, which half of this machine's memory does not hold")
+        raise SnapshotError(f"it has {manifest.bytes} bytes, and must fit into half of this machine's memory")
     _check_log_holds(settings, manifest, manifest.offset)
     data = store.read(manifest.uri, manifest.bytes)
     if hashlib.sha256(data).hexdigest() != manifest.sha256:
-        raise SnapshotError("the file is not what was written: its SHA-256 is another")
+        raise SnapshotError("the file is not what was written: its SHA-256 differs")
     codebook = parse_codebook(data)
     contents = (codebook.name, codebook.model, codebook.layer, codebook.seq, codebook.term, codebook.digest.hex())
     if contents != (manifest.codebook, model, layer, manifest.seq, manifest.term, manifest.digest):

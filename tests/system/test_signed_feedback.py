@@ -214,7 +214,7 @@ class TestCommands:
     def test_signing_with_no_key_is_one_sentence(self, run: Callable[..., Command], folder: Path) -> None:
         (folder / "rubbish").write_text("rubbish")
         said = sentence(run("keys", "sign", str(folder / "rubbish"), "--author", "ann", given="{}"))
-        assert said == f"{folder / 'rubbish'} is no private key in PEM; `gracestream keys new` makes one"
+        assert said == f"{folder / 'rubbish'} is not a private key in PEM; `gracestream keys new` makes one"
 
     @pytest.mark.parametrize(
         ("content", "complaint"),
