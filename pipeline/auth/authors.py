@@ -11,8 +11,7 @@ An author without `roles` has `propose` and `undo_own`. With an empty list, an a
 1. The file is read again for each feedback record. After an author is removed, their next record is rejected.
 2. If the file becomes unreadable, the last valid list stays in force, and the log has an error.
 
-Not promised: that a change applies to records already accepted. Records whose values are trained in one batch may be
-such.
+Not promised: that a change applies to records already accepted, such as those whose values are being trained.
 """
 
 from collections.abc import Collection

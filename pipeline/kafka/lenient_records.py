@@ -15,8 +15,9 @@ Workarounds for faults in the parsers of both libraries:
 Limits, because `max.message.bytes` limits the stored size of a batch, and a compressed batch may expand a thousandfold.
 The libraries decompress a whole batch at once, and return any number of bytes from one call:
 
-5. A compressed batch of more than `MAX_EAGER_BYTES` is decompressed as a stream, record by record.
-6. In such a batch, a key or a value of more than `MAX_UNTRUNCATED_BYTES` becomes a `TruncatedBytes`. On `deltas` the
+5. A compressed batch is decompressed as a stream, record by record. Only aiokafka's parser gets whole batches, of at
+   most `MAX_EAGER_BYTES`.
+6. In a stream, a key or a value of more than `MAX_UNTRUNCATED_BYTES` becomes a `TruncatedBytes`. On `deltas` the
    limit is `MAX_DELTA_BYTES`.
 7. Decompression of a batch stops after `MAX_BATCH_BYTES`, or at an error. One record with a `TruncatedBytes` value then
    replaces the remaining records. It has the last offset of the batch, so that readers continue after the batch.
@@ -223,7 +224,7 @@ def install_lenient_parser() -> None:
 
 
 class _LenientBatch(DefaultRecordBatch):  # type: ignore[misc]
-    """A batch that returns one record for every offset that it holds, whatever is in it.
+    """A batch that can be read to its end, whatever is in it.
 
     The base class parses `_buffer` from `_pos`. A compressed batch has a stream; each of its records is put into
     `_buffer` alone.

@@ -1,7 +1,7 @@
 """The HTTP endpoints of the workers: `/live`, `/ready`, `/metrics` and `/state`.
 
-1. `/live` answers 200, or 503 with the reason if a part of the worker is stalled: one piece of work has taken more than
-   `stuck_after` seconds.
+1. `/live` answers 200. It answers 503 with the reason if a part of the worker is stalled: one piece of work has taken
+   more than `stuck_after` seconds.
 2. `/ready` answers 503 with the reason until the worker can take work; then 200.
 3. `/metrics` answers the Prometheus metrics, and `/state` the state of the codebook in JSON.
 4. A separate thread answers, so a long forward pass does not delay the answer.
