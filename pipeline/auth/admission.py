@@ -283,5 +283,5 @@ class Admission:
                 f"author {name!r} is not on the list of authors" if name else "it is signed and names no author"
             )
         if not verify(record, author.keys, self._codebook):
-            raise FeedbackRefused(f"its signature is not valid for author {name!r} , this record and this codebook")
+            raise FeedbackRefused(f"its signature is not valid for author {name!r}, this record and this codebook")
         return author

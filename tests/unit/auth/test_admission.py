@@ -118,7 +118,7 @@ class TestSignatures:
         judge = admission(authors)
         admit(judge, record("ann", ANNS))
         authors["ann"] = Author("ann", (ANNS_NEW.public_key(),))
-        assert "not one by author 'ann'" in refusal(judge, record("ann", ANNS))
+        assert "not valid for author 'ann'" in refusal(judge, record("ann", ANNS))
         admit(judge, record("ann", ANNS_NEW))
         del authors["ann"]
         assert "not on the list" in refusal(judge, record("ann", ANNS_NEW))
