@@ -2,12 +2,12 @@
 
 The public API:
 
-- `Client` sends requests, corrections and undos to Kafka, and reads predictions and outcomes.
+- `Client` sends requests and feedback to Kafka, and reads predictions and outcomes.
 - `Request`, `ChatMessage`, `Parameters`, `Prediction`, `Feedback` and `Outcome` are its messages.
-- `Settings` and `load_settings` say where Kafka is; a `Client` takes them.
-- `load_codebook` reads a codebook that `gracestream replay --output` wrote.
+- `load_settings` reads the `Settings` of a `Client`, such as the address of Kafka.
+- `load_codebook` reads a codebook file written by `gracestream replay --output`.
 
-Each name is imported on first use: a `Client` needs no torch.
+Each name is imported on first use, so that a `Client` does not import torch.
 """
 
 from importlib import import_module
@@ -44,7 +44,7 @@ _SOURCES = {
     "load_codebook": "gracestream.pipeline.codebook",
     "load_settings": "gracestream.pipeline.settings",
 }
-"""The module of each public name that is no message."""
+"""The module that defines each public name; the names not listed here are messages."""
 
 
 def __getattr__(name: str) -> object:

@@ -1,7 +1,7 @@
-"""A user's end of the pipeline: send requests or feedback, and wait for what becomes of them.
+"""The client for users: sends requests and feedback, and collects predictions and outcomes.
 
-For the command line, the demo and tests. A program of one's own needs no more than a Kafka client and the JSON of
-`schemas/`; the README has a complete example.
+The command line, the demo and tests use it. It is optional: any Kafka client and the JSON messages of `schemas/` are
+enough. The README has a complete example.
 """
 
 import json
@@ -34,14 +34,14 @@ M = TypeVar("M", Prediction, Outcome)
 
 @dataclass(frozen=True, slots=True)
 class SignedFeedback:
-    """Feedback as its signature covers it: byte for byte, with what this code does not know of."""
+    """Signed feedback: the exact bytes that the signature covers, including fields unknown to this code."""
 
     feedback_id: str
     record: bytes
 
 
 class ReplyCollector(Generic[M]):
-    """What comes back on one topic from the moment this was opened; the first reply to an id counts."""
+    """Collects the replies on one topic since it was opened. If an id has several replies, the first counts."""
 
     def __init__(self, reader: KafkaConsumer, message_type: type[M], get_id: Callable[[M], str]) -> None:
         self._reader = reader
@@ -50,7 +50,11 @@ class ReplyCollector(Generic[M]):
         self._replies_by_id: dict[str, M] = {}
 
     def wait(self, ids: Collection[str], timeout: float, on_reply: Callable[[M], None] | None = None) -> dict[str, M]:
-        """The replies to these ids; after `timeout` seconds without a new one, those that came."""
+        """Wait for the replies to these ids, and return them by id.
+
+        After `timeout` seconds without a new one, it returns the replies received so far. `on_reply` is called for each
+        of them when it arrives.
+        """
         missing = set(ids) - self._replies_by_id.keys()
         deadline = time.monotonic() + timeout
         while missing and time.monotonic() < deadline:
@@ -59,7 +63,7 @@ class ReplyCollector(Generic[M]):
                     try:
                         reply = decode(record.value, self._message_type)
                     except InvalidMessage:
-                        continue  # not of this pipeline's making
+                        continue  # from another program, which may write to the topic too
                     reply_id = self._get_id(reply)
                     self._replies_by_id.setdefault(reply_id, reply)
                     if reply_id in missing:
@@ -71,40 +75,54 @@ class ReplyCollector(Generic[M]):
 
 
 class Client:
-    """Sends, and opens views of what comes back; open the view before sending."""
+    """Sends requests and feedback. Open `predictions` or `outcomes` before sending: they show only later replies."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._producer = producer(settings)
 
     def close(self) -> None:
-        """Send what waits, and leave."""
+        """Send what is buffered, within 10 s, and close the connections."""
         self._producer.close(timeout=10)
 
     def send(self, messages: Iterable[Request | Feedback | SignedFeedback], partition: int | None = None) -> None:
-        """Send requests or feedback, and return when Kafka has them all; to one partition, or as the ids hash."""
-        sent = []
+        """Send requests or feedback, and return when Kafka has acknowledged all of them.
+
+        Without `partition`, the hash of the id chooses the partition.
+
+        Raises:
+            KafkaError: a record was not acknowledged.
+        """
+        futures = []
         for message in messages:
             topic, key = (
                 (REQUESTS, message.request_id) if isinstance(message, Request) else (FEEDBACK, message.feedback_id)
             )
             value = message.record if isinstance(message, SignedFeedback) else encode(message)
-            sent.append(
+            futures.append(
                 self._producer.send(self._settings.topic(topic), value=value, key=key.encode(), partition=partition)
             )
         self._producer.flush()
-        for future in sent:
+        for future in futures:
             future.get(timeout=30)
 
     @contextmanager
     def predictions(self) -> Iterator[ReplyCollector[Prediction]]:
-        """What `predictions` gets from now on."""
+        """A collector of the predictions written from now on.
+
+        Raises:
+            TopicError: the topic does not exist.
+        """
         with self._open_at_end(PREDICTIONS) as reader:
             yield ReplyCollector(reader, Prediction, lambda prediction: prediction.request_id)
 
     @contextmanager
     def outcomes(self) -> Iterator[ReplyCollector[Outcome]]:
-        """What `edits` gets from now on."""
+        """A collector of the outcomes written from now on.
+
+        Raises:
+            TopicError: the topic does not exist.
+        """
         with self._open_at_end(EDITS) as reader:
             yield ReplyCollector(reader, Outcome, lambda outcome: outcome.feedback_id)
 
@@ -126,44 +144,46 @@ class Client:
 
 
 def build_request(fields: Mapping[str, object] | str) -> Request:
-    """A request from what a person writes: a text alone, or an object that may lack `v` and `request_id`.
+    """Build a request from a text, or from an object that may lack `v` and `request_id`.
 
     Raises:
-        InvalidMessage: it is no request.
+        InvalidMessage: the result is not a valid request.
     """
     return _build_message(fields, Request, "request_id", "inputs")
 
 
 def build_feedback(fields: Mapping[str, object] | str) -> Feedback:
-    """Feedback from what a person writes: an object that may lack `v` and `feedback_id`.
+    """Build feedback from an object that may lack `v` and `feedback_id`.
 
     Raises:
-        InvalidMessage: it is no feedback.
+        InvalidMessage: the result is not valid feedback.
     """
     return _build_message(fields, Feedback, "feedback_id", "inputs")
 
 
 def feedback_to_sign(fields: Mapping[str, object] | str, author: str) -> bytes:
-    """What an author signs (`pipeline.auth.signing`): likewise, in JSON of ASCII alone, with all fields that are given.
+    """The text that an author signs (`pipeline.auth.signing`), built as by `build_feedback`.
+
+    It is JSON in ASCII. It keeps all given fields, also unknown ones.
 
     Raises:
-        InvalidMessage: it is no feedback, is signed already, or names another author.
+        InvalidMessage: the result is not valid feedback, is signed already, or names another author.
     """
-    whole = _with_defaults(fields, "feedback_id", "inputs")
-    if "signature" in whole:
+    members = _with_defaults(fields, "feedback_id", "inputs")
+    if "signature" in members:
         raise InvalidMessage("it is signed already")
-    if whole.setdefault("author", author) != author:
-        raise InvalidMessage(f"it names another author, {whole['author']!r}")
-    text = json.dumps(whole, separators=(",", ":")).encode()
-    decode(text, Feedback)
+    if members.setdefault("author", author) != author:
+        raise InvalidMessage(f"it names another author, {members['author']!r}")
+    text = json.dumps(members, separators=(",", ":")).encode()
+    decode(text, Feedback)  # only checks it
     return text
 
 
 def parse_signed_feedback(record: bytes) -> SignedFeedback:
-    """Feedback that was signed: a whole record, to which nothing can be added.
+    """Read a signed record. It must be complete, because any change would break its signature.
 
     Raises:
-        InvalidMessage: it is no feedback.
+        InvalidMessage: the record is not valid feedback.
     """
     return SignedFeedback(decode(record, Feedback).feedback_id, record)
 
@@ -181,5 +201,5 @@ def _build_message(fields: Mapping[str, object] | str, message_type: type[W], id
 def _with_defaults(fields: Mapping[str, object] | str, id_field: str, text_field: str) -> dict[str, object]:
     if not isinstance(fields, str | Mapping):
         raise InvalidMessage("neither a text nor an object")
-    given = {text_field: fields} if isinstance(fields, str) else fields
-    return {"v": SCHEMA_VERSION, id_field: str(uuid.uuid4()), **given}
+    members = {text_field: fields} if isinstance(fields, str) else fields
+    return {"v": SCHEMA_VERSION, id_field: str(uuid.uuid4()), **members}

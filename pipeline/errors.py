@@ -1,9 +1,9 @@
-"""Errors that a user, not a defect, can bring about."""
+"""Errors caused by the user or the environment, as opposed to a defect of the program."""
 
 
 class UserError(Exception):
-    """The root of them. Its text is one plain sentence: what was wrong, with the value, and what to do."""
+    """Base class of these errors. The text is one plain sentence: what was wrong, the value, and the remedy."""
 
 
 class HistoryError(UserError):
-    """A delta cannot be applied. Skipping it would let replicas diverge, so the reader stops."""
+    """A delta cannot be applied. The reader stops, because skipping a delta would let replicas diverge."""

@@ -1,7 +1,10 @@
-"""Every setting, in one place: environment variables with the prefix `GRACESTREAM_`, or files of that name.
+"""All settings: environment variables with the prefix `GRACESTREAM_`, or files of these names.
 
-Passwords are `SecretStr`, and the URLs of Redis and of snapshots, which may hold one, are left out of what `repr`
-shows: none gets into a log or an error by accident.
+1. `load_settings` checks, at the start of a process, everything that can be checked without a connection.
+2. Secrets do not appear in logs or errors. Passwords are `SecretStr`. The URLs of Redis and of snapshots, which may
+   contain a password, are excluded from `repr`, and no error shows their values.
+
+Not promised: that a path or an address stays valid after the start.
 """
 
 import os
@@ -22,7 +25,7 @@ from gracestream.schemas.messages import to_one_line
 
 
 class Settings(BaseSettings):
-    """Read from the environment once, at the start of a process, and never changed after."""
+    """The settings of a process. They are read once, at its start, and never change."""
 
     model_config = SettingsConfigDict(env_prefix="GRACESTREAM_", frozen=True, extra="ignore")
 
@@ -34,25 +37,28 @@ class Settings(BaseSettings):
     codebook: str = Field("default", min_length=1, description="Name of the codebook, written into every delta.")
     startup_timeout: FiniteFloat = Field(60.0, gt=0, description="Seconds to wait for Kafka and Redis at start.")
 
-    secrets: str = Field("", description="Folder of files that are named as these variables and hold their values.")
+    secrets: str = Field(
+        "", description="Folder of files that have the names of these variables and contain their values."
+    )
     kafka_security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = Field(
-        "PLAINTEXT", description="How clients speak to Kafka: with TLS (SSL), with a user and password (SASL), or both."
+        "PLAINTEXT",
+        description="Protocol of Kafka connections: with TLS (SSL), with user and password (SASL), or both.",
     )
     kafka_sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] = Field(
-        "SCRAM-SHA-512", description="How the user and password are proven to Kafka."
+        "SCRAM-SHA-512", description="Mechanism by which the user and password are verified."
     )
     kafka_username: str = Field("", description="User of Kafka, for SASL.")
     kafka_password: SecretStr = Field(SecretStr(""), description="That user's password.")
     kafka_ca: str = Field(
-        "", description="File (PEM) of the authorities that Kafka is trusted by; empty: the system's."
+        "", description="File (PEM) of the authorities that may sign Kafka's certificate; empty: the system's."
     )
     kafka_certificate: str = Field("", description="File (PEM) of the client certificate shown to Kafka.")
     kafka_key: str = Field("", description="File (PEM) of its key; empty: in the file of the certificate.")
-    kafka_key_password: SecretStr = Field(SecretStr(""), description="Password of that key, where it has one.")
-    kafka_check_hostname: bool = Field(True, description="Whether Kafka's certificate must bear the host's name.")
-    redis_password: SecretStr = Field(SecretStr(""), description="Password of Redis, where its URL has none.")
+    kafka_key_password: SecretStr = Field(SecretStr(""), description="Password of that key, if it has one.")
+    kafka_check_hostname: bool = Field(True, description="Whether Kafka's certificate must match the host name.")
+    redis_password: SecretStr = Field(SecretStr(""), description="Password of Redis, if its URL has none.")
     redis_ca: str = Field(
-        "", description="File (PEM) of the authorities that Redis is trusted by; empty: the system's."
+        "", description="File (PEM) of the authorities that may sign Redis's certificate; empty: the system's."
     )
     redis_certificate: str = Field("", description="File (PEM) of the client certificate shown to Redis.")
     redis_key: str = Field("", description="File (PEM) of its key; empty: in the file of the certificate.")
@@ -68,8 +74,8 @@ class Settings(BaseSettings):
     threads: int = Field(0, ge=0, description="Torch threads of a worker; 0 leaves torch's own choice.")
     query: Literal["auto", "last", "first", "mean", "encoder"] = Field(
         "auto",
-        description="What makes the query: a token of the prompt, or encoder: a sentence encoder, of its text; auto:"
-        " encoder for a causal language model unless `policy` is paper, else the last token, or a classifier's [CLS].",
+        description="Source of the query: a token of the prompt, or encoder: a sentence encoder. auto: encoder for a"
+        " causal language model unless `policy` is paper; otherwise the last token, or [CLS] of a classifier.",
     )
     encoder: str = Field(
         "minilm",
@@ -80,115 +86,131 @@ class Settings(BaseSettings):
         "auto", description="Which prompt tokens take the value; auto: last for generators, all for classifiers."
     )
 
-    policy: Literal["nearest", "paper"] = Field("nearest", description="Codebook maintenance; paper: Algorithm 1.")
+    policy: Literal["nearest", "paper"] = Field(
+        "nearest", description="How edits change the codebook; paper: Algorithm 1."
+    )
     radius: FiniteFloat = Field(
         1.0,
         gt=0,
-        description="Radius of a new entry, in units of `radius_unit`; with an encoder's queries 0.6 unless it is set.",
+        description="Radius of a new entry, in units of `radius_unit`; if not set, 0.6 for queries of an encoder.",
     )
     radius_unit: Literal["median", "absolute"] = Field(
-        "median", description="median: the median nearest-neighbour distance of recent traffic; absolute: as it is."
+        "median",
+        description="Unit of `radius`: the median nearest-neighbour distance of recent traffic, or 1 (absolute).",
     )
     max_radius: FiniteFloat = Field(
         0.0,
         ge=0,
-        description="No radius grows beyond it, absolute, but for what batch noise needs; 0: no such limit; with"
-        " an encoder's queries 1 unless it is set.",
+        description="Limit on every radius, absolute, except for the numerical tolerance; 0: no limit; if not set,"
+        " 1 for queries of an encoder.",
     )
     scope_radius: bool = Field(
         True,
-        description="With an encoder's queries, `policy` nearest and a generator: a new entry's radius also keeps"
-        " clear of other requests about its subject; off where `radius` is set, unless this is set, too.",
+        description="For queries of an encoder, `policy` nearest and a generator: a new radius also excludes other"
+        " requests about the subject of its entry. Off if `radius` is set, unless this is set, too.",
     )
     scope_alpha: FiniteFloat = Field(
         0.05,
         ge=0.01,
         le=0.2,
-        description="For `scope_radius`: the share of other requests about a subject that may lie within a radius.",
+        description="For `scope_radius`: the share of other requests about a subject that may be within a radius.",
     )
     expand: Literal["cover", "paper"] = Field(
-        "cover", description="How the paper policy expands: just to cover the query, or by the initial radius."
+        "cover",
+        description="How the paper policy expands a radius: just to include the query, or by the initial radius.",
     )
-    guard: bool = Field(True, description="Give an earlier edit an entry of its own when a new one takes its query.")
+    guard: bool = Field(
+        True,
+        description="Retention guard: give an earlier edit its own entry if a new entry would take over its query.",
+    )
     wording: bool = Field(
         True,
-        description="Serve a prompt within a radius only where its words can ask for the same as the correction's:"
-        " numbers, names, negation, words that exclude each other; with `policy` paper false unless it is set.",
+        description="Do not serve a prompt within a radius if its wording disagrees with the correction's: numbers,"
+        " names, negation, words that exclude each other. If not set, false for `policy` paper.",
     )
-    traffic: int = Field(512, ge=0, description="Unflagged recent queries that new radii keep clear of; 0: none.")
-    seed: int = Field(0, ge=0, lt=2**32, description="Seed of everything random in the editor.")
+    traffic: int = Field(512, ge=0, description="Number of recent unflagged queries that new radii exclude; 0: none.")
+    seed: int = Field(0, ge=0, lt=2**32, description="Seed of the editor's random numbers.")
 
     max_steps: int = Field(
         100,
         ge=1,
-        description="Optimisation steps after which an edit is given up; over 16 tokens of target, in proportion more.",
+        description="Limit on the optimisation steps of an edit; for targets over 16 tokens, proportionally higher.",
     )
     learning_rate: FiniteFloat = Field(2.0, gt=0, le=1e6, description="Adam's learning rate for values.")
     margin: FiniteFloat = Field(3.0, ge=0, description="Logit margin at which a value counts as trained.")
     edit_batch: int = Field(
-        16, ge=1, le=64, description="Waiting corrections whose values are trained together, at most."
+        16, ge=1, le=64, description="Limit on the waiting corrections whose values are trained in one batch."
     )
     init: Literal["layer", "label", "random"] = Field(
-        "layer", description="A value starts as the layer's own output, as that of an entry of its label, or at random."
+        "layer", description="Initial value: the output of the layer, the value of an entry with the label, or random."
     )
 
     forms: bool = Field(
         True,
-        description="Train a causal model's values on other forms of the inputs, too; with `policy` paper false unless"
-        " it is set.",
+        description="Train a causal model's values on other forms of the inputs, too; if not set, false for `policy`"
+        " paper.",
     )
 
     check_answers: bool = Field(
-        True, description="Answer unedited, and mark a near miss, where an entry does not give its target on a prompt."
+        True,
+        description="If the value of an entry does not produce its target on a prompt, answer unedited (near miss).",
     )
-    max_new_tokens: int = Field(64, ge=1, description="Tokens to generate where a request does not say.")
-    new_tokens_limit: int = Field(512, ge=1, description="A request for more tokens than this is refused.")
-    max_input_tokens: int = Field(512, ge=1, description="A longer prompt is refused.")
-    max_target_tokens: int = Field(64, ge=1, description="A longer correction is refused.")
+    max_new_tokens: int = Field(
+        64, ge=1, description="Tokens to generate if the request does not set `max_new_tokens`."
+    )
+    new_tokens_limit: int = Field(512, ge=1, description="A request for more tokens is rejected.")
+    max_input_tokens: int = Field(512, ge=1, description="A prompt of more tokens is rejected.")
+    max_target_tokens: int = Field(64, ge=1, description="A correction whose target has more tokens is rejected.")
     max_record_bytes: int = Field(
-        262_144, ge=1024, le=2**20, description="A larger request or feedback record is refused; at most 1 MiB."
+        262_144, ge=1024, le=2**20, description="A larger request or feedback record is rejected; at most 1 MiB."
     )
 
-    authors: str = Field(
-        "", description="TOML file of who may edit, with which keys and roles; empty: there is no list."
+    authors: str = Field("", description="TOML file with the authors, their keys and roles; empty: no list of authors.")
+    require_signature: bool = Field(False, description="Reject feedback that is not signed by an author on the list.")
+    edits_per_minute: int = Field(
+        0, ge=0, description="Limit on the feedback records accepted from one author per minute; 0: no limit."
     )
-    require_signature: bool = Field(False, description="Refuse feedback that no author on the list has signed.")
-    edits_per_minute: int = Field(0, ge=0, description="Feedback of one author that is taken in a minute; 0: all.")
 
-    batch: int = Field(16, ge=1, description="Requests of one micro-batch at most.")
+    batch: int = Field(16, ge=1, description="Limit on the requests in one micro-batch.")
     batch_wait: FiniteFloat = Field(0.02, ge=0, description="Seconds that a micro-batch waits for more requests.")
-    min_seq_wait: FiniteFloat = Field(5.0, ge=0, description="Seconds that a request waits for a `min_seq` in the log.")
+    min_seq_wait: FiniteFloat = Field(5.0, ge=0, description="Seconds that a request waits for its `min_seq`.")
     redis_grace: FiniteFloat = Field(
-        5.0, ge=0, description="Seconds without Redis after which a replica follows the log."
+        5.0, ge=0, description="Seconds without Redis after which a replica follows the log instead."
     )
     session_timeout: FiniteFloat = Field(
-        10.0, gt=0, description="Seconds after which Kafka takes a silent replica's or editor's work."
+        10.0,
+        gt=0,
+        description="Seconds without a heartbeat after which Kafka assigns a worker's partitions to another one.",
     )
     stuck_after: FiniteFloat = Field(
         300.0,
         gt=0,
         le=7 * 24 * 3600,
-        description="Seconds that a batch or an edit may take before `/live` answers 503 and another worker takes it.",
+        description="Seconds after which a batch or an edit is stalled: `/live` answers 503, another worker takes it.",
     )
     shutdown_timeout: FiniteFloat = Field(
-        9.0, gt=0, description="Seconds after SIGTERM in which a worker ends, its work done or left to another."
+        9.0,
+        gt=0,
+        description="Seconds after SIGTERM within which a worker stops. Another worker takes unfinished work.",
     )
 
     snapshot_url: str = Field(
         "",
         repr=False,
-        description="Folder, or URL that fsspec knows, of snapshots; the same for all workers. Empty: none.",
+        description="Folder or fsspec URL for snapshots, the same for all workers; empty: no snapshots.",
     )
     snapshot_every: int = Field(
-        1000, ge=0, description="Deltas between two snapshots of the editor; 0: none of its own."
+        1000, ge=0, description="Deltas between two snapshots by the editor; 0: the editor writes none."
     )
-    snapshot_keep: int = Field(3, ge=1, description="Snapshots that are kept; older ones are deleted.")
+    snapshot_keep: int = Field(3, ge=1, description="Number of snapshots to keep; older ones are deleted.")
 
     replica: str = Field("", description="Name of this replica in predictions; empty: host name and process id.")
-    host: str = Field("127.0.0.1", description="Address that `/live`, `/ready`, `/metrics` and `/state` listen on.")
-    port: int = Field(0, ge=0, le=65535, description="Their port; 0 takes a free one.")
-    cache: Path = Field(Path("~/.cache/gracestream"), description="Folder of converted models and fingerprints.")
-    log_format: Literal["json", "text"] = Field("json", description="How the log on standard error is written.")
+    host: str = Field(
+        "127.0.0.1", description="Address of the HTTP endpoints `/live`, `/ready`, `/metrics` and `/state`."
+    )
+    port: int = Field(0, ge=0, le=65535, description="Port of these endpoints; 0: a free port.")
+    cache: Path = Field(Path("~/.cache/gracestream"), description="Folder for converted models and fingerprints.")
+    log_format: Literal["json", "text"] = Field("json", description="Format of the log on standard error.")
 
     @field_validator("new_tokens_limit")
     @classmethod
@@ -198,30 +220,32 @@ class Settings(BaseSettings):
         return limit
 
     def topic(self, name: str) -> str:
-        """The name of a topic, or of a group, in this deployment."""
+        """The full name of a topic or group in this deployment: with the prefix."""
         return self.prefix + name
 
 
 TYPO_CUTOFF = 0.8
-"""How like a setting's name is (of 1) that may be a slip."""
+"""Similarity, from 0 to 1, at which an unknown variable counts as a misspelt setting (`difflib`)."""
 
 
 class SettingsError(UserError):
-    """A setting that is not what it must be; the text names the environment variable."""
+    """A setting is not valid. The text names the environment variable."""
 
 
 def load_settings(**overrides: object) -> Settings:
-    """Settings from the environment, then from the files of `GRACESTREAM_SECRETS`; `overrides` that are not None win.
+    """Load and check the settings.
+
+    `overrides` that are not None come first, then the environment, then the files in the folder `GRACESTREAM_SECRETS`.
 
     Raises:
-        SettingsError: one line for each setting that is wrong. No value of a secret stands in it.
+        SettingsError: a setting is not valid. The text has one line per fault and no value of a secret.
     """
-    chosen = {name: value for name, value in overrides.items() if value is not None}
-    folder = str(chosen.get("secrets", os.environ.get("GRACESTREAM_SECRETS", "")))
+    overrides = {name: value for name, value in overrides.items() if value is not None}
+    folder = str(overrides.get("secrets", os.environ.get("GRACESTREAM_SECRETS", "")))
     if folder and not (Path(folder).is_dir() and os.access(folder, os.R_OK | os.X_OK)):
-        raise SettingsError(f"GRACESTREAM_SECRETS: {folder!r} is no folder that can be read")
+        raise SettingsError(f"GRACESTREAM_SECRETS: {folder!r} is not a readable folder")
     try:
-        settings = Settings(_secrets_dir=folder or None, **chosen)  # type: ignore[call-arg,arg-type]
+        settings = Settings(_secrets_dir=folder or None, **overrides)  # type: ignore[call-arg,arg-type]
     except ValidationError as error:
         raise SettingsError("\n".join(_describe_problem(problem) for problem in error.errors())) from error
     except (OSError, SourceError) as error:
@@ -237,16 +261,16 @@ def load_settings(**overrides: object) -> Settings:
 
 
 def unknown_variables(environment: Iterable[str]) -> dict[str, str]:
-    """Of these variables those that are none of gracestream's and look like one, which is given."""
-    ours = "GRACESTREAM_"
+    """Variables that are probably misspelt settings, each with the name of the setting."""
+    prefix = "GRACESTREAM_"
     known = [name.upper() for name in Settings.model_fields]
-    unknown = [name for name in environment if name.startswith(ours) and name.removeprefix(ours) not in known]
-    found = {name: get_close_matches(name.removeprefix(ours), known, n=1, cutoff=TYPO_CUTOFF) for name in unknown}
-    return {name: ours + close[0] for name, close in found.items() if close}
+    unknown = [name for name in environment if name.startswith(prefix) and name.removeprefix(prefix) not in known]
+    matches = {name: get_close_matches(name.removeprefix(prefix), known, n=1, cutoff=TYPO_CUTOFF) for name in unknown}
+    return {name: prefix + close[0] for name, close in matches.items() if close}
 
 
 def to_environment_variables(values: Mapping[str, object]) -> dict[str, str]:
-    """Fields of `Settings` as the variables that a child process reads them from, secrets in plain text."""
+    """Environment variables that set these fields of `Settings` in a child process, with secrets in plain text."""
     return {
         f"GRACESTREAM_{name.upper()}": value.get_secret_value() if isinstance(value, SecretStr) else str(value)
         for name, value in values.items()
@@ -254,10 +278,10 @@ def to_environment_variables(values: Mapping[str, object]) -> dict[str, str]:
 
 
 def _describe_secret_error(error: Exception) -> str:
-    """Why a file of `GRACESTREAM_SECRETS` cannot be read; pydantic-settings names the field, and has the reason."""
+    """The reason why a file in `GRACESTREAM_SECRETS` cannot be read; the cause of the error has it."""
     reason = error if isinstance(error, OSError) else error.__cause__
     if not isinstance(reason, OSError):
-        return f"GRACESTREAM_SECRETS: {to_one_line(error)}: its file holds no text in UTF-8"
+        return f"GRACESTREAM_SECRETS: {to_one_line(error)}: its file is not text in UTF-8"
     user = f"; the user {os.geteuid()} must have the right to read it" if isinstance(reason, PermissionError) else ""
     return f"GRACESTREAM_SECRETS: {reason.filename!r} cannot be read: {reason.strerror}{user}"
 
@@ -266,11 +290,13 @@ SECRET_FIELDS = {"redis", "snapshot_url", "kafka_password", "kafka_key_password"
 """Settings whose value no error shows."""
 
 FILE_FIELDS = ("kafka_ca", "kafka_certificate", "kafka_key", "redis_ca", "redis_certificate", "redis_key")
+"""Settings that name a file, which must be readable at start."""
 
 
 def _describe_problem(problem: ErrorDetails) -> str:
     field = str(problem["loc"][0])
     value = "its value" if field in SECRET_FIELDS else repr(problem["input"])
+    # pydantic writes "Value error, …" or "Input should …"; both become "should …", after the variable and its value.
     rule = re.sub(r"^(Value error,|\w+ should) ", "should ", problem["msg"])
     return f"GRACESTREAM_{field.upper()}: {value} {rule}"
 
@@ -291,7 +317,7 @@ def _kafka_contradictions(settings: Settings) -> Iterator[str]:
             yield f"{variable} is not set, and GRACESTREAM_KAFKA_SECURITY_PROTOCOL={protocol} needs it"
         if not protocol.startswith("SASL") and value:
             yield (
-                f"{variable} is set, and GRACESTREAM_KAFKA_SECURITY_PROTOCOL={protocol} has no use for it: choose"
+                f"{variable} is set, and GRACESTREAM_KAFKA_SECURITY_PROTOCOL={protocol} does not use it: choose"
                 " SASL_SSL, or unset one of them"
             )
     for field in ("kafka_ca", "kafka_certificate", "kafka_key"):
@@ -310,7 +336,7 @@ def _redis_contradictions(settings: Settings) -> Iterator[str]:
     try:
         url = urlsplit(settings.redis)
     except ValueError:
-        return  # no URL at all, which whoever connects says
+        return  # not a URL; `ping_redis` reports it
     if settings.redis_password and url.password:
         yield "GRACESTREAM_REDIS_PASSWORD is set, and GRACESTREAM_REDIS has a password too: keep one of them"
     for field in ("redis_ca", "redis_certificate", "redis_key"):
@@ -324,4 +350,4 @@ def _unreadable_files(settings: Settings) -> Iterator[str]:
     for field in FILE_FIELDS:
         path = getattr(settings, field)
         if path and not (Path(path).is_file() and os.access(path, os.R_OK)):
-            yield f"GRACESTREAM_{field.upper()}: {path!r} is no file that can be read"
+            yield f"GRACESTREAM_{field.upper()}: {path!r} is not a readable file"

@@ -1,1 +1,1 @@
-"""Messages, their JSON Schemas and golden records."""
+"""Message types, the JSON Schemas and AsyncAPI document generated from them, and golden records."""

@@ -1,7 +1,7 @@
-"""Writes the JSON Schemas and the AsyncAPI document: `make schemas`.
+"""Generates the JSON Schemas and the AsyncAPI document from the message types: `make schemas`.
 
-Both follow from the message types, so the committed files are never edited by hand; a test says when they are stale.
-The schemas keep to what draft-07 and later drafts read alike, since AsyncAPI tools know draft-07 for certain.
+Never edit the generated files by hand. A test fails if a committed file is stale. The schemas use only keywords with
+the same meaning in draft-07 and later drafts, because every AsyncAPI tool supports draft-07.
 """
 
 import inspect
@@ -40,16 +40,16 @@ SCHEMA_TYPES: dict[str, type[Struct]] = {
     "snapshot": SnapshotManifest,
     "delta": Delta,
 }
-"""The types that travel, under the names that the design gives them."""
+"""The message types on the wire, by the name of their schema file."""
 
 
 def _constraints_by_type() -> dict[str, Json]:
-    """What the decoders check in code, by type: keywords of the type, and under `properties` whole properties."""
+    """Rules that the decoders check in code, by type: keywords of the type, and whole schemas under `properties`."""
     text = {"type": "string", "pattern": r"\S"}
     message = {"$ref": "#/definitions/ChatMessage"}
     inputs = {
         "description": "A text, a pair of texts for a classifier of pairs, or the messages of a chat; no text is blank."
-        " Only the first message of a chat can be the system's; the last is the user's.",
+        " In a chat, only the first message can have the role system, and the last has the role user.",
         "anyOf": [
             text,
             {"type": "array", "items": text, "minItems": 2, "maxItems": 2},
@@ -57,7 +57,7 @@ def _constraints_by_type() -> dict[str, Json]:
         ],
     }
     rephrases = {
-        "description": "Other words for `inputs`, each of the same kinds, and each with other words than the rest.",
+        "description": "The request of `inputs` in other words. Each item is valid as `inputs`, and no two are equal.",
         "type": "array",
         "items": inputs,
         "maxItems": MAX_REPHRASES,
@@ -65,7 +65,7 @@ def _constraints_by_type() -> dict[str, Json]:
     }
     signature = {
         "description": "Ed25519, in base64, over `gracestream feedback` NUL codebook NUL and the record without it. "
-        'What is signed are the bytes that travel: it stands last, as `,"signature":"…"}`, without white space.',
+        'The bytes on the wire are signed: it is the last member, as `,"signature":"…"}`, without white space.',
         "type": "string",
     }
     binary = {"type": "string", "contentEncoding": "base64"}
@@ -84,7 +84,7 @@ def _constraints_by_type() -> dict[str, Json]:
             "then": {"properties": {"rephrases": {"maxItems": 0}}},
         },
         "Delta": {
-            "$comment": "The record is MessagePack, one map; the schema is of its JSON rendering, base64 for bytes.",
+            "$comment": "The record is one MessagePack map; the schema describes it as JSON, with bytes in base64.",
             "properties": {
                 "digest": binary
                 | {
@@ -104,7 +104,7 @@ def _constraints_by_type() -> dict[str, Json]:
 
 
 def _feedback_kind(title: str, *fields: str) -> Json:
-    """One kind of feedback: it has these fields, and none of another kind."""
+    """Rule of one kind of feedback: all of these fields are present, and no field of another kind."""
     others = [name for name in ("inputs", "target", "except_from", "undo", "undo_author") if name not in fields]
     return {"title": title, "required": list(fields), "not": _any_required(*others)}
 
@@ -114,7 +114,7 @@ def _any_required(*fields: str) -> Json:
 
 
 def json_schema(kind: type[Struct]) -> Json:
-    """The JSON Schema of one type, with the types that it holds under `definitions`."""
+    """The JSON Schema of one type. The types of its fields are under `definitions`."""
     _, components = msgspec.json.schema_components([kind], ref_template="#/definitions/{name}")
     rules = _constraints_by_type()
     for name, component in components.items():
@@ -132,7 +132,15 @@ def json_schema(kind: type[Struct]) -> Json:
 
 
 def _channel(topic: str, message: str, description: str, *, partitions: int | None = 1, **configuration: Any) -> Json:
-    """One topic. Without `partitions` there are as many as the deployment gives it; by age is Kafka's own cleanup."""
+    """The AsyncAPI channel of one topic.
+
+    Args:
+        topic: Name without the prefix.
+        message: Name of its message.
+        description: What the topic holds.
+        partitions: Number of partitions; None if the deployment chooses it.
+        configuration: `cleanup` for `cleanup.policy`, and further options of the topic.
+    """
     cleanup: Json = {"cleanup.policy": configuration.pop("cleanup", ["delete"])}
     if cleanup["cleanup.policy"] == ["delete"]:
         cleanup["message.timestamp.type"] = "LogAppendTime"
@@ -151,41 +159,41 @@ def _channel(topic: str, message: str, description: str, *, partitions: int | No
 
 def _channels() -> Json:
     forever, large = {"retention.ms": -1, "retention.bytes": -1}, {"max.message.bytes": 64 * 2**20}
-    dead = "Records of `{}` that are no valid message, byte for byte, under their own key. Kept by age."
-    unanswered = " Also requests whose answer no topic took. The request's own headers are not kept."
+    dead = "Records of `{}` that are not valid messages, byte for byte, with their own key. Deleted by age."
+    unanswered = " Also requests whose answer no topic accepted. The headers of the request are not kept."
     return {
         "requests": _channel(
             "requests",
             "request",
-            "What users ask. Inference workers share it as one consumer group. Key: any. Kept by age. The header "
+            "Requests of users. Inference workers share it as one consumer group. Key: any. Deleted by age. The header "
             "`reply_to` names another topic of the deployment for the answer.",
             partitions=None,
         ),
         "predictions": _channel(
             "predictions",
             "prediction",
-            "The answers, at least once each; consumers deduplicate by `request_id`. Key: `request_id`. Kept by age. "
-            "A request's headers come back with its answer. An answer that a record cannot hold comes as an error, and "
-            "an error that it cannot hold as a dead letter of the request.",
+            "Answers, delivered at least once; consumers deduplicate by `request_id`. Key: `request_id`. Deleted by "
+            "age. An answer has the headers of its request. If an answer is too large for a record, an error is sent; "
+            "if the error is too large, the request is dead-lettered.",
             partitions=None,
         ),
         "feedback": _channel(
             "feedback",
             "feedback",
-            "Corrections, exceptions and undos, decided by the editor in this order. Key: any. Never deleted.",
+            "Corrections, exceptions and undos. The editor decides on them in this order. Key: any. Never deleted.",
             **forever,
         ),
         "edits": _channel(
             "edits",
             "edit",
-            "What became of each feedback record: exactly one outcome each. Key: `feedback_id`. Never deleted.",
+            "The result of each feedback record: exactly one outcome each. Key: `feedback_id`. Never deleted.",
             **forever,
         ),
         "deltas": _channel(
             "deltas",
             "delta",
-            "The history of the codebook, totally ordered; the codebook is a fold over it. Written by the one editor, "
-            "in transactions; read committed, by every replica without a group. Never deleted, never compacted.",
+            "The history of the codebook, in total order; applying all deltas gives the codebook. The editor writes it "
+            "in transactions. Every replica reads committed records, without a group. Never deleted, never compacted.",
             **forever,
             **large,
         ),
@@ -215,84 +223,91 @@ def _message(name: str, title: str, key: str, content: str = "application/json",
 
 
 def _dead_letter_message() -> Json:
-    """A dead letter; Kafka's header values are bytes, here UTF-8 text and decimal numbers."""
+    """The message of a dead letter. The values of its headers are UTF-8 text; numbers are decimal."""
     number = r"^[0-9]+$"
     required = {
-        "reason": {"type": "string", "description": "What is wrong with the record, in one line."},
-        "source_topic": {"type": "string", "description": "The topic that it was read from, with the prefix."},
+        "reason": {"type": "string", "description": "The fault of the record, in one line."},
+        "source_topic": {"type": "string", "description": "The topic that the record was read from, with the prefix."},
         "source_partition": {"type": "string", "pattern": number, "description": "Its partition there, in decimal."},
         "source_offset": {"type": "string", "pattern": number, "description": "Its offset there, in decimal."},
     }
     digest = r"^[0-9a-f]{64}$"
-    cut = {
-        f"{part}_{what}": {"type": "string", "pattern": pattern, "description": description.format(part)}
+    truncation = {
+        f"{part}_{measure}": {"type": "string", "pattern": pattern, "description": description.format(part)}
         for part in ("key", "value")
-        for what, pattern, description in (
-            ("bytes", number, "Only where the record was too large for the queue: bytes of its {}, which was cut."),
-            ("sha256", digest, "Only where the record was too large for the queue: SHA-256 of its whole {}, in hex."),
+        for measure, pattern, description in (
+            ("bytes", number, "Only if the record was too large for the queue: bytes of its {}, which was truncated."),
+            ("sha256", digest, "Only if the record was too large for the queue: SHA-256 of its whole {}, in hex."),
         )
     }
-    told = "Only of a request: no topic took an answer, an error included, so its sender got none."
-    unanswered = {UNANSWERED_HEADER: {"type": "string", "const": "true", "description": told}}
+    description = "Only for a request: no topic accepted its answer, not even an error, so the sender got none."
+    unanswered = {UNANSWERED_HEADER: {"type": "string", "const": "true", "description": description}}
     return {
         "name": "rejected",
         "title": "A record that could not be read",
         "contentType": "application/octet-stream",
-        "headers": {"type": "object", "required": list(required), "properties": {**required, **cut, **unanswered}},
-        "payload": {"description": "The value of the rejected record, byte for byte, unless it was cut."},
+        "headers": {
+            "type": "object",
+            "required": list(required),
+            "properties": {**required, **truncation, **unanswered},
+        },
+        "payload": {"description": "The value of the rejected record, byte for byte, unless it was truncated."},
         "bindings": {"kafka": {"key": {"description": "The key of the rejected record."}, "bindingVersion": "0.5.0"}},
     }
 
 
 def _outcome_headers() -> Json:
-    """Headers of an outcome, as UTF-8 text."""
+    """The headers of an outcome, as UTF-8 text."""
     number = {"type": "string", "pattern": r"^[0-9]+$"}
-    decided = "Only of feedback that was decided on and changed nothing: "
+    no_change = "Only if the decision changed nothing: "
     properties = {
         "feedback_offset": number | {"description": "Offset of the feedback record, in decimal."},
-        "author": {"type": "string", "description": "Whose rate it counts towards, where it was let in."},
-        "admitted": number | {"description": "Milliseconds since 1970 at which it was let in."},
+        "author": {
+            "type": "string",
+            "description": "If the feedback was accepted: the author whose rate limit it counts towards.",
+        },
+        "admitted": number | {"description": "Time in milliseconds since 1970 at which the feedback was accepted."},
         "spends": {
             "type": "string",
             "pattern": r"^[0-9a-f]{32}$",
-            "description": "Only of signed feedback that is no copy: the mark by which a copy is known.",
+            "description": "Only for signed feedback that is not a copy: the mark by which a copy is recognised.",
         },
-        "term": number | {"description": f"{decided}the term of the codebook that it was decided on."},
-        "codebook_seq": number | {"description": f"{decided}the newest delta of that codebook."},
+        "term": number | {"description": f"{no_change}the term of the codebook that it was based on."},
+        "codebook_seq": number | {"description": f"{no_change}the newest delta of that codebook."},
         "standing": {
-            "description": f"{decided}what the sender was allowed, as `standing` in a delta's `cause`, in JSON."
+            "description": f"{no_change}the roles of the sender, as `standing` in the `cause` of a delta, in JSON."
         },
-        "seen": {"description": f"{decided}what it saw of the traffic, in JSON."},
+        "seen": {"description": f"{no_change}its decision context, as `seen` in the `cause` of a delta, in JSON."},
     }
     return {"type": "object", "required": ["feedback_offset"], "properties": properties}
 
 
 def _request_headers() -> Json:
-    """Headers of a request, which may be a dead letter that was sent again."""
-    described = (
-        "Whole name of the topic for the answer, in place of `predictions`; of several the last. It begins with the "
-        "prefix, exists, is none of gracestream's own, and replicas may write to it; else the answer is an error on "
-        "`predictions`."
+    """The headers of a request, which may be a replayed dead letter."""
+    description = (
+        "Full name of the topic for the answer, in place of `predictions`; if there are several, the last counts. It "
+        "begins with the prefix, exists, is not one of gracestream's topics, and replicas may write to it; otherwise "
+        "the answer is an error on `predictions`."
     )
     headers = _replayed_headers()
-    headers["properties"]["reply_to"] = {"type": "string", "maxLength": 249, "description": described}
+    headers["properties"]["reply_to"] = {"type": "string", "maxLength": 249, "description": description}
     return headers
 
 
 def _prediction_headers() -> Json:
-    """Headers of an answer."""
+    """The headers of an answer."""
     return {
         "type": "object",
         "additionalProperties": True,
-        "description": f"Those of the request, in their order: the first {MAX_COPIED_HEADERS} that fit into "
-        f"{MAX_COPIED_HEADER_BYTES} bytes of names and values, and none named {', '.join(sorted(RESERVED_HEADERS))}.",
+        "description": f"The headers of the request, in order: the first {MAX_COPIED_HEADERS} that fit into "
+        f"{MAX_COPIED_HEADER_BYTES} bytes of names and values, except {', '.join(sorted(RESERVED_HEADERS))}.",
     }
 
 
 def _replayed_headers() -> Json:
-    """Headers of a record that may be a dead letter which was sent again."""
-    told = "Only of a dead letter that was sent again: its queue and its offset there, as `feedback.dlq/17`."
-    return {"type": "object", "properties": {"replayed_from": {"type": "string", "description": told}}}
+    """The headers of a record that may be a replayed dead letter."""
+    description = "Only for a replayed dead letter: its queue and its offset there, as `feedback.dlq/17`."
+    return {"type": "object", "properties": {"replayed_from": {"type": "string", "description": description}}}
 
 
 def _operation(action: str, channel: str, summary: str) -> Json:
@@ -300,15 +315,15 @@ def _operation(action: str, channel: str, summary: str) -> Json:
 
 
 def asyncapi_document() -> Json:
-    """The topics, who writes and reads them, and what they hold (design, section 1)."""
+    """The AsyncAPI document: the topics, their writers and readers, and their messages."""
     return {
         "asyncapi": "3.0.0",
         "info": {
             "title": "gracestream",
             "version": f"{SCHEMA_VERSION}.0.0",
-            "description": "Corrects deployed transformer models while they serve. Fields that a reader does not know "
-            "are ignored; `v` is the version of a message's schema. Record timestamps are Kafka's. "
-            "Operations are those of gracestream; users do the counterpart.",
+            "description": "Corrects deployed transformer models live. Readers ignore unknown fields; `v` is the "
+            "version of the schema. Timestamps are those of the Kafka records. The operations are those of gracestream;"
+            " users do the counterpart.",
         },
         "defaultContentType": "application/json",
         "servers": {
@@ -327,10 +342,10 @@ def asyncapi_document() -> Json:
             "receiveFeedback": _operation(
                 "receive", "feedback", "The editor takes a correction, an exception or an undo."
             ),
-            "sendEdit": _operation("send", "edits", "The editor says what became of a feedback record."),
+            "sendEdit": _operation("send", "edits", "The editor reports the outcome of a feedback record."),
             "sendDelta": _operation("send", "deltas", "The editor changes the codebook."),
             "receiveDelta": _operation("receive", "deltas", "Every replica applies the change."),
-            "sendSnapshot": _operation("send", "snapshots", "The editor says where a snapshot lies."),
+            "sendSnapshot": _operation("send", "snapshots", "The editor reports the location of a snapshot."),
             "receiveSnapshot": _operation("receive", "snapshots", "A starting replica looks for the newest snapshot."),
             "rejectRequest": _operation("send", "requests.dlq", "An inference worker could not read a request."),
             "rejectFeedback": _operation("send", "feedback.dlq", "The editor could not read a feedback record."),
@@ -340,7 +355,7 @@ def asyncapi_document() -> Json:
                 "prefix": {"default": "", "description": "GRACESTREAM_PREFIX, so that deployments can share a cluster."}
             },
             "messages": {
-                "request": _message("request", "A question to the model", "Any.", headers=_request_headers()),
+                "request": _message("request", "A request to the model", "Any.", headers=_request_headers()),
                 "prediction": _message(
                     "prediction", "The answer to one request", "`request_id`.", headers=_prediction_headers()
                 ),
@@ -348,11 +363,13 @@ def asyncapi_document() -> Json:
                     "feedback", "A correction, an exception from one, or an undo", "Any.", headers=_replayed_headers()
                 ),
                 "edit": _message(
-                    "edit", "What became of one feedback record", "`feedback_id`.", headers=_outcome_headers()
+                    "edit", "The outcome of one feedback record", "`feedback_id`.", headers=_outcome_headers()
                 ),
                 "delta": _message("delta", "One step of a codebook's history", "Any.", "application/msgpack"),
                 "snapshot": _message(
-                    "snapshot", "Where a snapshot of a codebook lies", "What compaction keeps one of."
+                    "snapshot",
+                    "The location of a snapshot of a codebook",
+                    "`codebook/seq`; compaction keeps one.",
                 ),
                 "rejected": _dead_letter_message(),
             },
@@ -361,14 +378,14 @@ def asyncapi_document() -> Json:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes every value out where it stands, without anchors."""
+    """Writes every value in place, without anchors and aliases."""
 
     def ignore_aliases(self, _data: Any) -> bool:
         return True
 
 
 def render_documents() -> Mapping[str, str]:
-    """The text of every generated file, by its path below `schemas/`."""
+    """The text of each generated file, by its path relative to `schemas/`."""
     texts = {
         f"json/{name}.schema.json": json.dumps(json_schema(kind), indent=2, ensure_ascii=False) + "\n"
         for name, kind in SCHEMA_TYPES.items()
@@ -379,7 +396,7 @@ def render_documents() -> Mapping[str, str]:
 
 
 def write_documents(folder: Path = SCHEMAS_FOLDER) -> None:
-    """Write every document below `folder`."""
+    """Write each generated file below `folder`."""
     for path, text in render_documents().items():
         target = folder / path
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,42 +1,49 @@
-"""Headers that gracestream gives a meaning, on any of its topics. Values are UTF-8 text, numbers in decimal."""
+"""Names and limits of the Kafka headers that gracestream reads or writes (docs/explanation/messages-and-topics.md).
+
+Values are UTF-8 text; numbers are decimal.
+"""
 
 from typing import Any
 
 REPLY_TO_HEADER = "reply_to"
-"""Of a request: the whole name of the topic for its answer. Of several the last counts."""
+"""On a request: the full name of the topic for the answer. If there are several, the last one counts."""
 
 FEEDBACK_OFFSET_HEADER = "feedback_offset"
-"""Of an outcome: the offset of its feedback."""
+"""On an outcome: the offset of the feedback record."""
 
 AUTHOR_HEADER, ACCEPTED_AT_HEADER = "author", "admitted"
-"""Of an outcome whose feedback was accepted: its author, and the time in ms at which it counts for the rate limit."""
+"""On an outcome of accepted feedback: its author, and the time in ms at which it counts towards the rate limit."""
 
 SPENT_MARK_HEADER = "spends"
-"""Of an outcome of signed feedback: the mark by which a copy of that feedback is known, in hex."""
+"""On an outcome of signed feedback: the mark, in hex, by which a copy of this feedback is recognised."""
 
 TERM_HEADER, CODEBOOK_SEQ_HEADER, CONTEXT_HEADER, STANDING_HEADER = "term", "codebook_seq", "seen", "standing"
-"""Of the outcome of a decision without a delta: what that decision saw. `seen` and `standing` are JSON."""
+"""On an outcome without a delta: the inputs of the decision.
+
+These are the term and the newest delta of the codebook, the decision context (`seen`, in JSON) and the sender's
+standing (in JSON).
+"""
 
 REASON_HEADER = "reason"
-"""Of a dead letter: what is wrong with the record, in one line."""
+"""On a dead letter: the fault of the record, in one line."""
 
 SOURCE_TOPIC_HEADER, SOURCE_PARTITION_HEADER, SOURCE_OFFSET_HEADER = "source_topic", "source_partition", "source_offset"
-"""Of a dead letter: where the record lies."""
+"""On a dead letter: the topic, partition and offset of the record."""
 
 UNANSWERED_HEADER = "unanswered"
-"""Of a dead letter on `requests.dlq`: no topic took an answer to this request, so its sender got none."""
+"""On a dead letter of `requests.dlq`: no topic accepted an answer to this request, so the sender got none."""
 
 REPLAYED_FROM_HEADER = "replayed_from"
-"""Of a record that was sent again: the queue and the offset of its dead letter."""
+"""On a replayed record: the dead-letter queue and the offset of its dead letter, as `feedback.dlq/17`."""
 
 TRUNCATION_HEADERS = tuple(f"{part}_{what}" for part in ("key", "value") for what in ("bytes", "sha256"))
-"""Of a dead letter that was cut: the size and the digest of the whole key and value."""
+"""On a truncated dead letter: size in bytes and SHA-256 of the whole key and of the whole value."""
 
 MAX_COPIED_HEADERS = 32
-"""Headers that are copied to an answer."""
+"""Limit on the number of headers copied from a request to its answer."""
 
 MAX_COPIED_HEADER_BYTES = 8192
-"""Of their names and values; W3C's `baggage` may take as much."""
+"""Limit on the bytes of names and values of the copied headers; a W3C `baggage` header may have as many."""
 
 RESERVED_HEADERS = frozenset(
     {
@@ -58,15 +65,16 @@ RESERVED_HEADERS = frozenset(
         *TRUNCATION_HEADERS,
     }
 )
-"""All of them: a client's own headers of these names are not copied to an answer."""
+"""All headers with a meaning to gracestream; headers of a request with these names are not copied to its answer."""
 
 
 def feedback_offset_of(record: Any) -> int:
-    """The offset of the feedback that an outcome on `edits` belongs to; -1 where it does not say."""
+    """The offset of the feedback record that an outcome on `edits` belongs to; -1 if the header is missing."""
     return read_offset_header(FEEDBACK_OFFSET_HEADER, record)
 
 
 def read_offset_header(header: str, record: Any) -> int:
-    """The offset in a header of a record; -1 where it has none."""
-    said = dict(record.headers).get(header) or b""
-    return int(said) if said.isdigit() and len(said) < 19 else -1
+    """The offset in this header of a record; -1 if the header is missing or holds no offset."""
+    digits = dict(record.headers).get(header) or b""
+    # Offsets are int64. 18 digits always fit, and the limit keeps a hostile header from becoming a huge integer.
+    return int(digits) if digits.isdigit() and len(digits) < 19 else -1

@@ -1,8 +1,10 @@
-"""The JSON messages that people and programs write and read (design, section 3).
+"""The JSON messages: requests, predictions, feedback, outcomes and snapshot manifests.
 
-Unknown fields are ignored, so that a newer writer never breaks an older reader; `v` is the schema version, and a
-record of a version that this code does not know is refused rather than half understood. Record timestamps are
-Kafka's and stand in no message.
+docs/explanation/messages-and-topics.md describes them for users.
+
+1. Unknown fields are ignored, so a newer writer does not break an older reader.
+2. `v` is the schema version. A record of a newer version is rejected, because it could be misunderstood.
+3. Messages hold no timestamps. The time of a record is its Kafka timestamp.
 """
 
 import math
@@ -19,24 +21,24 @@ Id = Annotated[str, Meta(min_length=1, max_length=MAX_ID_LENGTH)]
 
 CHAT_ROLES = ("system", "user", "assistant")
 MAX_MESSAGES = 256
-"""Messages of one chat, at most."""
+"""Limit on the messages of one chat."""
 
 MAX_REPHRASES = 16
-"""Other words for one correction, at most."""
+"""Limit on the rephrases of one correction."""
 
 
 class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
-    """One message of a chat; `role` is system, user or assistant. An unknown name is an error."""
+    """One message of a chat. `role` is system, user or assistant. An unknown field is an error."""
 
     role: str
     content: str
 
 
 Inputs = str | tuple[str | ChatMessage, ...]
-"""A text, a pair of texts for a classifier of pairs, or the messages of a chat; no text is blank.
+"""A text, a pair of texts for a classifier of pairs, or the messages of a chat. No text is blank.
 
-`check_inputs` checks what the type leaves open. Its errors name the field and the remedy, and msgspec crashes the
-process where a union holds both a constrained string and a fixed tuple.
+`check_inputs` enforces these rules, for two reasons. Its errors name the field and the remedy. And msgspec crashes the
+process if a union holds both a constrained string and a fixed tuple.
 """
 
 CHAT_MESSAGE_HINT = 'a message of a chat is {"role": "user", "content": "a text"}'
@@ -45,23 +47,23 @@ Status = Literal["added", "expanded", "split", "replaced", "unchanged", "undone"
 
 
 class InvalidMessage(ValueError):
-    """A record that is no message of its type; the text says what is wrong, in one line."""
+    """A record is not a valid message of its type. The text names the fault in one line."""
 
 
 class TruncatedBytes(bytes):
-    """The start of a key or a value whose rest was not kept, since it is larger than any message may be.
+    """The start of a key or a value that was not read to its end, mostly because it is larger than any valid message.
 
     Attributes:
-        size: Bytes of the whole; 0 where that is unknown.
-        sha256: Of the whole, in hexadecimal digits; empty where that is unknown.
-        reason: Why it was not read to its end; empty where its size alone is the reason.
+        size: Bytes of the whole key or value; 0 if unknown.
+        sha256: SHA-256 of the whole key or value, in hex; empty if unknown.
+        reason: Why reading stopped; empty if the size is the only reason.
     """
 
     def __new__(cls, start: bytes, size: int, sha256: str = "", reason: str = "") -> Self:
-        """Of these bytes."""
-        made = super().__new__(cls, start)
-        made.size, made.sha256, made.reason = size, sha256, reason
-        return made
+        """Build from the bytes that were kept; the other arguments are the attributes."""
+        truncated = super().__new__(cls, start)
+        truncated.size, truncated.sha256, truncated.reason = size, sha256, reason
+        return truncated
 
     size: int
     sha256: str
@@ -69,12 +71,16 @@ class TruncatedBytes(bytes):
 
 
 def is_chat(inputs: Inputs) -> TypeGuard[tuple[ChatMessage, ...]]:
-    """Whether inputs are messages of a chat."""
+    """Whether the inputs are the messages of a chat."""
     return not isinstance(inputs, str) and isinstance(inputs[0], ChatMessage)
 
 
 def check_inputs(inputs: Inputs | UnsetType, field: str = "inputs") -> None:
-    """Raises ValueError where `field` is no text, no pair and no chat, or where one of its texts is blank."""
+    """Check a field that holds inputs; UNSET is valid.
+
+    Raises:
+        ValueError: it is not a text, a pair of texts or a chat, or one of its texts is blank. The text names `field`.
+    """
     if inputs is UNSET:
         return
     if isinstance(inputs, str):
@@ -82,15 +88,15 @@ def check_inputs(inputs: Inputs | UnsetType, field: str = "inputs") -> None:
     else:
         if not inputs:
             raise ValueError(f"`{field}` is an empty list; give a text, a pair of texts, or the messages of a chat")
-        texts = [one for one in inputs if isinstance(one, str)]
+        texts = [item for item in inputs if isinstance(item, str)]
         if not texts:
-            _check_chat([one for one in inputs if isinstance(one, ChatMessage)], field)
+            _check_chat([item for item in inputs if isinstance(item, ChatMessage)], field)
             return
         if len(texts) < len(inputs):
             raise ValueError(f"`{field}` mixes texts with messages; give a pair of texts, or the messages of a chat")
         if len(texts) != 2:
-            counted = "1 text" if len(texts) == 1 else f"{len(texts)} texts"
-            raise ValueError(f"`{field}` is a list of {counted}; give a text, a pair, or the messages of a chat")
+            count = "1 text" if len(texts) == 1 else f"{len(texts)} texts"
+            raise ValueError(f"`{field}` is a list of {count}; give a text, a pair, or the messages of a chat")
     if not all(text.strip() for text in texts):
         raise ValueError(f"`{field}` is empty")
 
@@ -100,15 +106,15 @@ def _check_chat(messages: list[ChatMessage], field: str) -> None:
         raise ValueError(
             f"`{field}` has {len(messages)} messages; the limit is {MAX_MESSAGES}: leave out the earliest turns"
         )
-    for place, message in enumerate(messages):
+    for index, message in enumerate(messages):
         if message.role not in CHAT_ROLES:
             raise ValueError(
-                f"`{field}[{place}].role` is {message.role!r}; use {', '.join(CHAT_ROLES[:-1])} or {CHAT_ROLES[-1]}"
+                f"`{field}[{index}].role` is {message.role!r}; use {', '.join(CHAT_ROLES[:-1])} or {CHAT_ROLES[-1]}"
             )
-        if message.role == "system" and place > 0:
-            raise ValueError(f"`{field}[{place}].role` is 'system'; only the first message can be the system's")
+        if message.role == "system" and index > 0:
+            raise ValueError(f"`{field}[{index}].role` is 'system'; only the first message can be the system's")
         if not message.content.strip():
-            raise ValueError(f"`{field}[{place}].content` is empty; give it a text, or leave the message out")
+            raise ValueError(f"`{field}[{index}].content` is empty; give it a text, or leave the message out")
     if messages[-1].role != "user":
         raise ValueError(
             f"`{field}[{len(messages) - 1}].role` is {messages[-1].role!r}; the last message must be the user's"
@@ -116,35 +122,39 @@ def _check_chat(messages: list[ChatMessage], field: str) -> None:
 
 
 def check_rephrases(rephrases: tuple[Inputs, ...], inputs: Inputs | UnsetType) -> None:
-    """Raises ValueError where there are too many, one is no `inputs`, or one says the same as another."""
+    """Check the rephrases of a correction.
+
+    Raises:
+        ValueError: there are too many, one is not valid as `inputs`, or one equals `inputs` or another rephrase.
+    """
     if len(rephrases) > MAX_REPHRASES:
         raise ValueError(f"`rephrases` has {len(rephrases)} items; the limit is {MAX_REPHRASES}")
-    for place, rephrase in enumerate(rephrases):
-        check_inputs(rephrase, f"rephrases[{place}]")
+    for index, rephrase in enumerate(rephrases):
+        check_inputs(rephrase, f"rephrases[{index}]")
         if rephrase == inputs:
-            raise ValueError(f"`rephrases[{place}]` is the same as `inputs`; leave it out")
-        if rephrase in rephrases[:place]:
+            raise ValueError(f"`rephrases[{index}]` is the same as `inputs`; leave it out")
+        if rephrase in rephrases[:index]:
             first = rephrases.index(rephrase)
-            raise ValueError(f"`rephrases[{place}]` is the same as `rephrases[{first}]`; leave it out")
+            raise ValueError(f"`rephrases[{index}]` is the same as `rephrases[{first}]`; leave it out")
 
 
 def to_display_text(inputs: Inputs) -> str:
-    """Inputs as a person reads them: of a chat each message after its role."""
+    """The inputs in one line for display. Each message of a chat follows its role."""
     if isinstance(inputs, str):
         return inputs
-    return " | ".join(one if isinstance(one, str) else f"{one.role}: {one.content}" for one in inputs)
+    return " | ".join(item if isinstance(item, str) else f"{item.role}: {item.content}" for item in inputs)
 
 
 class Message(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What every message has: the version of its schema."""
+    """Base class of the messages: the version of the schema."""
 
     v: Version
 
 
 class Parameters(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """How to generate. Decoding is greedy, so that an answer can be reproduced; an unknown name is an error.
+    """Options of text generation. Decoding is greedy, so an answer can be reproduced. An unknown field is an error.
 
-    A deployment limits `max_new_tokens` further, by its setting `new_tokens_limit`.
+    The setting `new_tokens_limit` of a deployment may lower the limit of `max_new_tokens`.
     """
 
     max_new_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | UnsetType = UNSET
@@ -154,9 +164,9 @@ class Parameters(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
 
 
 class Request(Message, frozen=True, kw_only=True):
-    """A question to the model, on `requests`, under any key.
+    """A request to the model, on the topic `requests`, with any record key.
 
-    `min_seq` asks for an answer of a codebook that has seen at least that delta.
+    With `min_seq`, the replica answers with a codebook that has applied at least this delta.
     """
 
     request_id: Id
@@ -169,7 +179,7 @@ class Request(Message, frozen=True, kw_only=True):
 
 
 class Outputs(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`text` of a generator; `label` and the `probabilities` of all labels of a classifier."""
+    """The answer: `text` from a generator; `label` and the `probabilities` of all labels from a classifier."""
 
     text: str | UnsetType = UNSET
     label: str | UnsetType = UNSET
@@ -177,9 +187,10 @@ class Outputs(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class AppliedEdit(Struct, frozen=True, kw_only=True):
-    """Which entry answered: its key lies `distance` from the query, within its `radius` (Euclidean, layer's units).
+    """The entry that answered. `distance` is the Euclidean distance of its key from the query.
 
-    Where the distance is no less than the radius, the prompt has the same words as the corrected one.
+    `radius` is the radius of the entry. If the distance is not less than the radius, the prompt has the same words as
+    the corrected prompt.
     """
 
     entry_id: str
@@ -191,12 +202,12 @@ NearMissReason = Literal["answer", "distance", "wording"]
 
 
 class NearMiss(Struct, frozen=True, kw_only=True):
-    """An entry that might have answered and did not: the unedited model answered instead.
+    """An entry that might have applied; the unedited model answered instead.
 
-    `distance` and `radius` are as in an applied edit. The reason `answer`: within the radius, but the entry's value did
-    not give the entry's target on this prompt. The reason `wording`: within the radius, but the words ask for something
-    else, as `detail` says. The reason `distance`: a little outside the radius, but the prompt names the same. `target`
-    is what the entry answers where it applies.
+    `distance` and `radius` are as in an applied edit. `target` is the answer of the entry.
+    With the reason `answer`, the query is within the radius, but the value did not produce the target on this prompt.
+    With the reason `wording`, the query is within the radius, but the wordings disagree, as `detail` describes.
+    With the reason `distance`, the query is a little outside the radius, but the prompt has the same names.
     """
 
     entry_id: str
@@ -208,9 +219,10 @@ class NearMiss(Struct, frozen=True, kw_only=True):
 
 
 class Prediction(Message, frozen=True, kw_only=True):
-    """The answer to one request, on `predictions`, keyed by `request_id`; delivered at least once.
+    """The answer to one request, on the topic `predictions`, keyed by `request_id`; delivered at least once.
 
-    `codebook_seq` and `term` name the codebook that served it. Either `outputs` or `error` is there.
+    `codebook_seq` and `term` name the newest delta of the codebook that served the request. A prediction has either
+    `outputs` or `error`.
     """
 
     request_id: str
@@ -227,12 +239,12 @@ class Prediction(Message, frozen=True, kw_only=True):
 
 
 class Feedback(Message, frozen=True, kw_only=True):
-    """A correction, an exception from one, or an undo of earlier feedback, on `feedback`.
+    """A correction, an exception or an undo, on the topic `feedback`.
 
-    A correction has `inputs` and `target`; `rephrases` are other words for its inputs, and each becomes a key of the
-    same edit. An exception has `inputs` and `except_from`, the id of a correction or of an entry: the edit does not
-    answer these inputs any more. `undo` names the feedback to take back by its id, `undo_author` takes back all that an
-    author sent until then. An exception and an undo can be taken back too.
+    A correction has `inputs` and `target`. Its `rephrases` ask for the same in other words; each becomes a key of the
+    same edit. An exception has `inputs` and `except_from`, the id of a correction or of an entry: this edit no longer
+    answers these inputs. `undo` is the id of the feedback to undo. `undo_author` undoes all earlier feedback of an
+    author. Exceptions and undos can be undone too.
     """
 
     feedback_id: Id
@@ -245,12 +257,12 @@ class Feedback(Message, frozen=True, kw_only=True):
     request_id: str | UnsetType = UNSET
     author: Id | UnsetType = UNSET
     note: str | UnsetType = UNSET
-    signature: str | UnsetType = UNSET  # the last, as `pipeline.auth.signing` has it
+    signature: str | UnsetType = UNSET  # keep last: `pipeline.auth.signing` cuts it off the end of the record
 
     def __post_init__(self) -> None:
         check_inputs(self.inputs)
-        asks = (self.target, self.except_from, self.undo, self.undo_author)
-        if sum(one is not UNSET for one in asks) > 1 or (self.is_undo and self.inputs is not UNSET):
+        kind_fields = (self.target, self.except_from, self.undo, self.undo_author)
+        if sum(field is not UNSET for field in kind_fields) > 1 or (self.is_undo and self.inputs is not UNSET):
             raise ValueError(
                 "feedback is one of a correction (inputs, target), an exception (inputs, except_from) and an undo, not"
                 " several"
@@ -269,32 +281,32 @@ class Feedback(Message, frozen=True, kw_only=True):
 
     @property
     def is_correction(self) -> bool:
-        """Whether it is a correction."""
+        """Whether the feedback is a correction."""
         return self.target is not UNSET
 
     @property
     def is_exception(self) -> bool:
-        """Whether it is an exception from an edit."""
+        """Whether the feedback is an exception from an edit."""
         return self.except_from is not UNSET
 
     @property
     def is_undo(self) -> bool:
-        """Whether it takes something back."""
+        """Whether the feedback undoes earlier feedback."""
         return self.undo is not UNSET or self.undo_author is not UNSET
 
 
 class LeftOut(Struct, frozen=True, kw_only=True):
-    """A rephrase that is no key of its edit, and why; `rephrase` is its number, from 1."""
+    """A rephrase that did not become a key of its edit, with the reason. `rephrase` is its number, counted from 1."""
 
     rephrase: Annotated[int, Meta(ge=1)]
     reason: str
 
 
 class Outcome(Message, frozen=True, kw_only=True):
-    """What became of one feedback record, on `edits`; exactly one per record.
+    """The result of one feedback record, on the topic `edits`; exactly one per record.
 
-    `seq` is the delta that made it, `loss` the training loss at the last of `steps`, `seconds` the editor's time.
-    `left_out` names the rephrases that the edit does not serve.
+    `seq` is the delta that carried out the decision, `loss` the training loss after the last of `steps`, and `seconds`
+    the time of the editor. `left_out` lists the rephrases that are not part of the edit.
     """
 
     feedback_id: str
@@ -309,9 +321,10 @@ class Outcome(Message, frozen=True, kw_only=True):
 
 
 class SnapshotManifest(Message, frozen=True, kw_only=True):
-    """Where a codebook as of `seq` lies: a safetensors file at `uri` of `bytes` bytes and hex digest `sha256`.
+    """Location of a snapshot: the codebook after delta `seq`, as a safetensors file at `uri`.
 
-    `offset` is that of the delta `seq` in `deltas`: there the log must hold `digest`, and after it the tail begins.
+    The file has `bytes` bytes and the hex digest `sha256`. `offset` is the offset of delta `seq` on the topic `deltas`.
+    The record there must have `digest`; a replica reads the log from the record after it.
     """
 
     codebook: str
@@ -333,37 +346,43 @@ JSON_MESSAGES: tuple[type[Message], ...] = (Request, Prediction, Feedback, Outco
 
 
 def check_version(v: int) -> None:
-    """Raises InvalidMessage for a version newer than any known here."""
+    """Check the schema version of a record.
+
+    Raises:
+        InvalidMessage: the version is newer than `SCHEMA_VERSION`.
+    """
     if v > SCHEMA_VERSION:
         raise InvalidMessage(f"schema version {v} is newer than {SCHEMA_VERSION}, the newest known here")
 
 
 def escape_unprintable(text: str) -> str:
-    """With escapes for what a terminal or a log should not be sent, such as control characters and half surrogates."""
+    """The text with unprintable characters escaped, such as control characters and lone surrogates."""
     return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
 
 
 def to_one_line(error: Exception | str) -> str:
-    """What an error says, in one short printable line: msgspec quotes names and values of the record, however long."""
+    """The text of an error as one printable line of at most 300 characters."""
     text = escape_unprintable(" ".join(str(error).split()))
-    return text if len(text) <= 300 else f"{text[:200]}…{text[-80:]}"  # the end says where in the record
+    # msgspec quotes names and values of the record at any length. The end of its text names the place in the record.
+    return text if len(text) <= 300 else f"{text[:200]}…{text[-80:]}"
 
 
 def encode(message: Message) -> bytes:
-    """The message as UTF-8 JSON, which has no NaN and no infinity: a number that is not finite is left out.
+    """The message as UTF-8 JSON, without the fields whose number is not finite, such as a diverged `loss`.
 
-    A `loss` that diverged is the case in point; msgspec would write `null`, which no reader takes for a number.
+    JSON has no NaN and no infinity. msgspec would write `null`, and readers would reject it as a number.
     """
     fields = ((name, getattr(message, name)) for name in message.__struct_fields__)
-    odd = {name: UNSET for name, value in fields if isinstance(value, float) and not math.isfinite(value)}
-    return msgspec.json.encode(msgspec.structs.replace(message, **odd) if odd else message)
+    non_finite = {name: UNSET for name, value in fields if isinstance(value, float) and not math.isfinite(value)}
+    return msgspec.json.encode(msgspec.structs.replace(message, **non_finite) if non_finite else message)
 
 
 def decode(raw: bytes | None, kind: type[M], max_bytes: int | None = None) -> M:
-    """Read one record's value.
+    """Decode the value of one record.
 
     Raises:
-        InvalidMessage: over `max_bytes`, no JSON, not UTF-8, a field missing or of a wrong type, an unknown version.
+        InvalidMessage: the record has no value, has more than `max_bytes` bytes, or is not JSON in UTF-8. Or it has a
+            newer version, lacks a field, or has a field of a wrong type.
     """
     if raw is None:
         raise InvalidMessage("the record has no value")
@@ -377,30 +396,32 @@ def decode(raw: bytes | None, kind: type[M], max_bytes: int | None = None) -> M:
     except UnicodeDecodeError as error:
         raise InvalidMessage(f"not UTF-8: {error}") from error
     try:
-        check_version(msgspec.json.decode(text, type=Message).v)  # first: in a newer schema anything may be different
+        # The version comes first: a newer schema may differ in any field, and its name is the more helpful error.
+        check_version(msgspec.json.decode(text, type=Message).v)
         return msgspec.json.decode(text, type=kind)
     except (msgspec.MsgspecError, RecursionError) as error:
         reason = to_one_line(error)
-        if "`$.inputs[" in reason or "`$.rephrases[" in reason:  # msgspec names the field alone
+        if "`$.inputs[" in reason or "`$.rephrases[" in reason:  # msgspec names the field, not the remedy
             reason = f"{reason}; {CHAT_MESSAGE_HINT}"
         raise InvalidMessage(f"not a valid {kind.__name__.lower()}: {reason}") from error
 
 
 class _RecordIds(Struct):
-    """Of a record."""
+    """The ids of a record, of any type."""
 
     request_id: object = None
     feedback_id: object = None
 
 
 def peek_id(raw: bytes | None, field: Literal["request_id", "feedback_id"]) -> str | None:
-    """The id of a record that is otherwise no valid message, if it can be read; so that its sender gets an answer.
+    """The id in a record that need not be a valid message; None if it cannot be read.
 
-    No more of it is made than its text: a record that is too large for `decode` may be larger by far as objects.
+    An invalid request can so be answered. The function builds no objects from the other fields: they could need far
+    more memory than the record, which may be too large for `decode`.
     """
     try:
-        text = (raw or b"").decode()  # all of it, since msgspec does not look into what it passes over
-        found = getattr(msgspec.json.decode(text, type=_RecordIds), field)
+        text = (raw or b"").decode()  # checks UTF-8 in the whole record; msgspec does not check fields that it skips
+        record_id = getattr(msgspec.json.decode(text, type=_RecordIds), field)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-    return found if isinstance(found, str) and 0 < len(found) <= MAX_ID_LENGTH else None
+    return record_id if isinstance(record_id, str) and 0 < len(record_id) <= MAX_ID_LENGTH else None

@@ -1,4 +1,4 @@
-"""Who may correct: signatures, the list of authors, rate limits and spent signatures."""
+"""Decides which feedback is accepted: signatures, the list of authors, rate limits and spent signatures."""
 
 from gracestream.pipeline.auth.admission import (
     RATE_WINDOW_MS,

@@ -1,29 +1,32 @@
-"""Admission: whether a feedback record may edit at all, before the engine sees it (design, section 6).
+"""Decides whether a feedback record is accepted, before the engine sees it (docs/explanation/security-model.md).
 
-What its sender may do is passed on with an admitted record; whether that is enough is the engine's to decide
+A rejected record has no effect; its outcome has the status `rejected` and the reason. A record is rejected if
+
+- it is signed, but the signature is not valid for these bytes and a key of the listed author that it names;
+- it is not signed, and signatures are required, or the author that it names is on the list. Nobody else can use a
+  listed name;
+- it is signed, and its id is spent: a signed record counts once (`pipeline.auth.spent_signatures`);
+- its author has reached the limit of accepted records per minute. Records without an author share one limit. An author
+  on the list may have a limit of their own.
+
+An accepted record carries the roles of its sender. Whether they permit its action is decided by the engine
 (`pipeline.editing.roles`).
 
-A record is refused, with an outcome `rejected` that says why and without any effect, where
+Guarantees of the rate limit:
 
-- it is signed, and not by a key of the listed author whom it names, over just these bytes;
-- it is not signed, and signatures are required, or the author whom it names is on the list: a listed name is no one
-  else's to use;
-- it is signed, and its id is spent: a signed record counts once (`pipeline.auth.spent_signatures`);
-- its author has had as many records admitted in the last minute as the limit allows. Records without an author share
-  one limit; an author on the list may have one of their own.
+1. Time is the LogAppendTime of `feedback`, from the clock of the Kafka broker, never from the editor. An editor with a
+   backlog decides the same as one without.
+2. The window slides. An accepted record counts against the records of the 60 s after it, whatever its outcome. A
+   rejected record does not count.
+3. The limit survives a change of editors. The outcome of an accepted record has its author and its time as headers, in
+   the same transaction. Before its first record, an editor reads the headers of the last minute from `edits`.
+4. Times never decrease. If the clock of a new partition leader is behind, a record counts as no earlier than the
+   accepted records before it.
 
-What is promised of the limit:
+Not promised:
 
-1. Time is that of Kafka's clock at the broker, `feedback`'s LogAppendTime, never the editor's. An editor that lags
-   behind, or works through a backlog, decides as one that keeps up.
-2. It slides: an admitted record counts against those of the 60 s after it, whatever then became of it. A refused one
-   counts against nothing.
-3. It survives the editor. Each admitted record's outcome says in its headers whose it was and when it came, in the
-   transaction of the outcome; before its first record an editor reads those of the last minute from `edits`.
-4. Times never go back: where a new leader's clock is behind, records count as no earlier than those before them.
-
-Not promised: that the same feedback read again is admitted again. The list of authors may be another by then; what was
-decided stands in `edits`. That a limit binds who need not sign: such a one may name another author each time.
+- The same decision when a record is read again. The list of authors may have changed; `edits` has the first decision.
+- A limit for senders that need not sign. They can name another author in each record.
 """
 
 import datetime as dt
@@ -42,11 +45,11 @@ from gracestream.schemas.deltas import UNSIGNED_STANDING, Standing
 from gracestream.schemas.messages import Feedback
 
 RATE_WINDOW_MS = 60_000
-"""Milliseconds, as Kafka's timestamps are."""
+"""Length of the window of the rate limit, in milliseconds like Kafka's timestamps."""
 
 
 class FeedbackRefused(UserError):
-    """Feedback that may not edit; the text says why. `mark` is what its outcome spends, if it spends anything."""
+    """Feedback was rejected; the text gives the reason. `mark` is the mark that its outcome spends, if any."""
 
     def __init__(self, reason: str, mark: bytes | None = None) -> None:
         super().__init__(reason)
@@ -54,21 +57,25 @@ class FeedbackRefused(UserError):
 
 
 class DuplicateFeedback(FeedbackRefused):
-    """A signed record whose id is spent, by the feedback at offset `first_offset`."""
+    """A signed record has an id that the feedback at offset `first_offset` has spent."""
 
     def __init__(self, first_offset: int) -> None:
         super().__init__(
-            f"its signed id was used at offset {first_offset}, and counts once; `edits` says what became of that;"
-            " to ask again, sign with a new id"
+            f"its signed id was used at offset {first_offset} already; `edits` has its outcome; to send it again,"
+            " sign with a new id"
         )
         self.first_offset = first_offset
 
 
 @dataclass(frozen=True, slots=True)
 class AcceptedFeedback:
-    """A record that was let in: its author (empty: it names none), and its time in ms as it counts for the limit.
+    """An accepted record.
 
-    `mark` is what it spends: its author's id where it is signed. `standing` is what its sender is allowed.
+    Attributes:
+        author: Author that the record names; empty if it names none.
+        time_ms: Time in milliseconds at which it counts towards the rate limit.
+        mark: Mark of its id, which it spends; None if it is not signed.
+        standing: Roles of the sender; UNSET if there is no list of authors.
     """
 
     author: str
@@ -77,63 +84,65 @@ class AcceptedFeedback:
     standing: Standing | UnsetType = UNSET
 
     def headers(self) -> list[tuple[str, bytes]]:
-        """What the outcome carries, for the next editor."""
-        counted = [
+        """The headers of the outcome, from which the next editor restores the rate limit and the spent marks."""
+        rate_headers = [
             (headers.AUTHOR_HEADER, self.author.encode()),
             (headers.ACCEPTED_AT_HEADER, str(self.time_ms).encode()),
         ]
-        return counted if self.mark is None else [*counted, mark_header(self.mark)]
+        return rate_headers if self.mark is None else [*rate_headers, mark_header(self.mark)]
 
 
 class SlidingWindowLimiter:
-    """The records admitted in the last minute.
+    """The accepted records of the last minute, for the rate limit.
 
-    A record is added once and dropped once, so the cost of a decision does not grow with the number of records.
+    Each record is added once and removed once, so the amortised cost of a decision is constant.
     """
 
     def __init__(self, accepted: Iterable[AcceptedFeedback] = ()) -> None:
         self._accepted: deque[AcceptedFeedback] = deque()
         self._times_by_author: dict[str, deque[int]] = {}
-        """The times of each author's records, in order; nothing of an author without a record."""
-        for admitted in sorted(accepted, key=lambda admitted: admitted.time_ms):
-            self._add(admitted)
+        """Times of the records by author, in ascending order. An author without a record has no item."""
+        for record in sorted(accepted, key=lambda record: record.time_ms):
+            self._add(record)
 
     def __len__(self) -> int:
         return len(self._accepted)
 
     @property
     def author_count(self) -> int:
-        """How many authors these records have."""
+        """Number of authors with a record in the window."""
         return len(self._times_by_author)
 
     def accept(self, author: str, time_ms: int, limit: int) -> AcceptedFeedback:
-        """Let one more record of an author in; `limit` 0: however many there are.
+        """Count one more record of an author at `time_ms`, and return it. A `limit` of 0 means no limit.
 
         Raises:
-            FeedbackRefused: there are `limit` already.
+            FeedbackRefused: the author has `limit` records in the window already.
         """
         if self._accepted:
-            time_ms = max(time_ms, self._accepted[-1].time_ms)
+            time_ms = max(time_ms, self._accepted[-1].time_ms)  # guarantee 4
         start, own = time_ms - RATE_WINDOW_MS, self._times_by_author.get(author, ())
-        # Times are in order, so the limit is reached exactly where the last but `limit` is of this minute.
+        # The author's times are in order, so at least `limit` of them are in the window if and only if the `limit`-th
+        # newest is in it. `own` may hold older times, because the window is trimmed only below.
         if limit and len(own) >= limit and own[-limit] > start:
-            again = dt.datetime.fromtimestamp((own[-limit] + RATE_WINDOW_MS + 999) // 1000, dt.UTC)
-            whose = f"author {author!r}" if author else "feedback without an author"
+            # That record leaves the window at its time plus the window. Adding 999 rounds up to a full second.
+            retry_at = dt.datetime.fromtimestamp((own[-limit] + RATE_WINDOW_MS + 999) // 1000, dt.UTC)
+            sender = f"author {author!r}" if author else "feedback without an author"
             raise FeedbackRefused(
-                f"{whose} is limited to {limit} a minute; send this again after {again:%Y-%m-%dT%H:%M:%SZ}"
+                f"{sender} is limited to {limit} a minute; send this again after {retry_at:%Y-%m-%dT%H:%M:%SZ}"
             )
         while self._accepted and self._accepted[0].time_ms <= start:
             self._drop_oldest()
-        admitted = AcceptedFeedback(author, time_ms)
-        self._add(admitted)
-        return admitted
+        accepted = AcceptedFeedback(author, time_ms)
+        self._add(accepted)
+        return accepted
 
     def _add(self, accepted: AcceptedFeedback) -> None:
         self._accepted.append(accepted)
         self._times_by_author.setdefault(accepted.author, deque()).append(accepted.time_ms)
 
     def _drop_oldest(self) -> None:
-        """Forget the oldest record, which is its author's oldest as well."""
+        """Remove the oldest record, which is also the oldest of its author."""
         author = self._accepted.popleft().author
         own = self._times_by_author[author]
         own.popleft()
@@ -142,15 +151,15 @@ class SlidingWindowLimiter:
 
 
 class Admission:
-    """Judges one feedback record after the other, in the order of the log.
+    """Accepts or rejects feedback records, one after the other, in the order of the log.
 
     Args:
-        codebook: What signatures must be for.
-        authors: Gives the list of this moment; None: there is none.
-        require_signature: Refuse what is not signed.
-        per_minute: The limit of each author that has no other; 0: none.
-        accepted_since: Gives the records admitted since a time in ms, as `edits` has them.
-        marks: Gives what earlier records have spent, likewise.
+        codebook: Name of the codebook that signatures must be for.
+        authors: Returns the current list of authors. None: there is no list.
+        require_signature: Reject unsigned records.
+        per_minute: Limit of accepted records per minute for each author without an own limit; 0: no limit.
+        accepted_since: Reads from `edits` the records accepted since a time in milliseconds.
+        marks: Reads from `edits` the marks that earlier records have spent.
     """
 
     def __init__(
@@ -169,43 +178,50 @@ class Admission:
         self._spent_marks, self._has_read_marks = SpentMarks(marks), False
 
     def reset(self) -> None:
-        """Another editor may have written since: the next record is judged by what `edits` says then."""
+        """Forget what was read from `edits`; the next record reads it again, since another editor may have written."""
         self._limiter, self._has_read_marks = None, False
 
     def catch_up(self) -> None:
-        """Read what `edits` says of spent signatures; ahead of the first record, since a long topic takes its time.
+        """Read the spent marks from `edits`. Call it before the first record, because a long topic takes time.
 
         Raises:
-            KafkaError: it cannot be read.
+            KafkaError: `edits` cannot be read.
         """
-        if self._authors is not None:  # else no signature is verified, and nothing that is signed has an effect
+        if self._authors is not None:  # without a list, every signed record is rejected, so no mark is needed
             self._spent_marks.catch_up()
 
     def accept(self, feedback: Feedback, record: bytes, offset: int, time_ms: int) -> AcceptedFeedback:
-        """Let a record in. `feedback` is what was decoded from `record`, `time_ms` its timestamp in ms.
+        """Accept a record.
+
+        Args:
+            feedback: The decoded record.
+            record: The bytes of the record.
+            offset: Its offset in `feedback`.
+            time_ms: Its Kafka timestamp in milliseconds.
 
         Raises:
-            DuplicateFeedback: it is signed, and its id is spent.
-            FeedbackRefused: it may not edit.
+            DuplicateFeedback: the record is signed, and its id is spent.
+            FeedbackRefused: the record is rejected for another reason.
             KafkaError: `edits` cannot be read.
         """
         name = "" if feedback.author is UNSET else feedback.author
         try:
             author = self._verify_author(feedback, name, record)
-        except FeedbackRefused as refused:
-            raise FeedbackRefused(str(refused), self.unverified_mark(record, offset)) from None
+        except FeedbackRefused as rejection:
+            raise FeedbackRefused(str(rejection), self.unverified_mark(record, offset)) from None
         mark = None if author is None else self._spend(mark_of_id(name, feedback.feedback_id), record, offset)
         limit = self._per_minute if author is None or author.per_minute is None else author.per_minute
         if self._limiter is None:
             self._limiter = SlidingWindowLimiter(self._accepted_since(time_ms - RATE_WINDOW_MS))
         try:
-            counted = self._limiter.accept(name, time_ms, limit)
-        except FeedbackRefused as refused:
-            raise FeedbackRefused(str(refused) + (", signed with a new id" if mark else ""), mark) from None
-        return replace(counted, mark=mark, standing=self._standing(author))
+            accepted = self._limiter.accept(name, time_ms, limit)
+        except FeedbackRefused as rejection:
+            # The id is spent also by a record over the limit, so a repetition needs another id.
+            raise FeedbackRefused(str(rejection) + (", signed with a new id" if mark else ""), mark) from None
+        return replace(accepted, mark=mark, standing=self._standing(author))
 
     def unverified_mark(self, record: bytes, offset: int) -> bytes | None:
-        """What a record spends whose signature cannot be verified; None where it has none, or is a copy.
+        """The mark of a record whose signature cannot be verified; None if it is unsigned or a copy.
 
         Raises:
             KafkaError: `edits` cannot be read.
@@ -216,35 +232,42 @@ class Admission:
         return mark if self._first_offset(mark, offset) is None else None
 
     def _standing(self, author: Author | None) -> Standing | UnsetType:
-        """What a sender is allowed: an author who signed, one who need not, or anyone where there is no list."""
+        """The roles of a sender: of a listed author who signed, of an unsigned sender, or UNSET without a list."""
         if author is not None:
             return Standing(roles=author.roles, signed=True)
         return UNSET if self._authors is None else UNSIGNED_STANDING
 
     def _spend(self, mark: bytes, record: bytes, offset: int) -> bytes:
-        """Spend the mark of a signed id; `record` may be spent itself, from before its author was listed.
+        """Spend the mark of a verified id, and return it.
 
         Raises:
-            DuplicateFeedback: one of the two is spent.
+            DuplicateFeedback: the id is spent; or the same bytes were rejected before their author was listed.
         """
-        of_record = self._first_offset(mark_of_record(record), offset, add=False)
-        first = self._first_offset(mark, offset) if of_record is None else of_record
+        record_spent_at = self._first_offset(mark_of_record(record), offset, add=False)
+        first = self._first_offset(mark, offset) if record_spent_at is None else record_spent_at
         if first is not None:
             raise DuplicateFeedback(first)
         return mark
 
     def _first_offset(self, mark: bytes, offset: int, *, add: bool = True) -> int | None:
-        """The offset at which another record spent this; None where none did, and then this one does (`add`)."""
+        """The offset of the other record that spent a mark; None if there is none.
+
+        In this case, with `add` and a list of authors, this record spends the mark.
+        """
         if not self._has_read_marks:
             self.catch_up()
             self._has_read_marks = True
         first = self._spent_marks.first_offset(mark)
         if first is None and add and self._authors is not None:
             self._spent_marks.add(mark, offset)
-        return None if first == offset else first
+        return None if first == offset else first  # a record that is read again is not a copy of itself
 
     def _verify_author(self, feedback: Feedback, name: str, record: bytes) -> Author | None:
-        """The listed author who signed a record; None for one that need not be signed."""
+        """The listed author who signed a record; None for an unsigned record, if it need not be signed.
+
+        Raises:
+            FeedbackRefused: the signature is missing or not valid.
+        """
         listed = None if self._authors is None else self._authors()
         author = None if listed is None else listed.get(name)
         if feedback.signature is UNSET:
@@ -260,5 +283,5 @@ class Admission:
                 f"author {name!r} is not on the list of authors" if name else "it is signed and names no author"
             )
         if not verify(record, author.keys, self._codebook):
-            raise FeedbackRefused(f"its signature is not one by author {name!r} over this record for this codebook")
+            raise FeedbackRefused(f"its signature is not valid for author {name!r}, this record and this codebook")
         return author

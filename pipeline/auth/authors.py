@@ -1,16 +1,17 @@
-"""The list of authors: who may edit, with which keys, in which roles, and how much (design, section 6).
+"""The list of authors: their keys, roles and rate limits (docs/explanation/security-model.md).
 
-A TOML file with one entry for each author; several keys let an author change from one to the next without a gap.
+It is a TOML file with one entry per author. An author may have several keys, and so change keys without a gap.
 
     ann = { keys = ["qMZ9…="] }
     "review-bot@example.org" = { keys = ["1rT0…=", "Zk3v…="], roles = ["propose"], per_minute = 120 }
 
-An author without `roles` has `propose` and `undo_own`. One with an empty list may do nothing. `pipeline.editing.roles`
-says what each allows.
+An author without `roles` has `propose` and `undo_own`. With an empty list, an author may do nothing.
+`pipeline.editing.roles` defines the roles.
 
-The file is read again for each feedback record as it is taken in, so that an author who is taken off it is refused from
-then on; records that are in hand already, since their values are trained together, are still decided on. One that has
-become unreadable changes nothing: the last good list stays in force, and the log says so as an error.
+1. The file is read again for each feedback record. After an author is removed, their next record is rejected.
+2. If the file becomes unreadable, the last valid list stays in force, and the log has an error.
+
+Not promised: that a change applies to records already accepted, such as those whose values are being trained.
 """
 
 from collections.abc import Collection
@@ -32,15 +33,22 @@ log = structlog.get_logger()
 
 
 AUTHORS_FILE_REMEDY = "correct the file that GRACESTREAM_AUTHORS names"
+"""The remedy in every error about the content of the file."""
 
 
 class AuthorsError(UserError):
-    """A list of authors that cannot be used; the text names the file and the line or the author."""
+    """The list of authors cannot be used. The text names the file, and the line or the author."""
 
 
 @dataclass(frozen=True, slots=True)
 class Author:
-    """Whose feedback is taken. `per_minute` None: as many records as the settings allow; 0: any number."""
+    """An author on the list.
+
+    Attributes:
+        keys: Public keys that may sign for the author.
+        per_minute: Limit of accepted records per minute. None: the limit in the settings. 0: no limit.
+        roles: Roles of the author.
+    """
 
     name: str
     keys: tuple[Ed25519PublicKey, ...]
@@ -49,10 +57,11 @@ class Author:
 
 
 AuthorsByName = dict[str, Author]
+"""The list of authors, by name."""
 
 
 class _AuthorEntry(Struct, frozen=True, forbid_unknown_fields=True):
-    """An author as the file has it."""
+    """The entry of an author in the file."""
 
     keys: Annotated[tuple[str, ...], Meta(min_length=1)]
     per_minute: Annotated[int, Meta(ge=0)] | UnsetType = UNSET
@@ -60,10 +69,10 @@ class _AuthorEntry(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AuthorsFile:
-    """The list as it is now.
+    """The file with the list of authors.
 
     Raises:
-        AuthorsError: at start, where there is no good list yet.
+        AuthorsError: the file is not valid when this object is created.
     """
 
     def __init__(self, path: Path) -> None:
@@ -73,7 +82,7 @@ class AuthorsFile:
         self._last_error = ""
 
     def load(self) -> AuthorsByName:
-        """The list of this moment, or the last good one."""
+        """The current list; if the file is not valid now, the last valid list."""
         try:
             raw = _read_file(self._path)
             if raw != self._raw:
@@ -81,7 +90,7 @@ class AuthorsFile:
                 log.info("authors_changed", authors=len(self._authors))
             self._last_error = ""
         except AuthorsError as error:
-            if str(error) != self._last_error:
+            if str(error) != self._last_error:  # the file is read for each record; log each error once
                 log.error("authors_not_read", reason=str(error), kept=len(self._authors))  # noqa: TRY400  (no defect)
             self._last_error = str(error)
         return self._authors
@@ -91,12 +100,12 @@ def parse_authors(raw: bytes, path: Path) -> AuthorsByName:
     """The authors in a TOML file that was read from `path`.
 
     Raises:
-        AuthorsError: it is no TOML, or an author's entry is not as it must be.
+        AuthorsError: the text is not TOML, or the entry of an author is not valid.
     """
     try:
         entries = msgspec.toml.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise AuthorsError(f"{path} is no list of authors: {error}; {AUTHORS_FILE_REMEDY}") from error
+        raise AuthorsError(f"{path} is not a valid list of authors: {error}; {AUTHORS_FILE_REMEDY}") from error
     authors = {}
     for name, fields in entries.items():
         try:
@@ -111,10 +120,14 @@ def parse_authors(raw: bytes, path: Path) -> AuthorsByName:
 
 
 def _parse_roles(names: Collection[str]) -> tuple[Role, ...]:
-    """These roles, in the order of `ROLES`; ValueError where one is unknown."""
+    """These roles, in the order of `AUTHOR_ROLES`.
+
+    Raises:
+        ValueError: a role is unknown.
+    """
     for name in names:
         if name not in AUTHOR_ROLES:
-            raise ValueError(f"{name!r} is no role; the roles are {', '.join(AUTHOR_ROLES)}")
+            raise ValueError(f"{name!r} is not a role; the roles are {', '.join(AUTHOR_ROLES)}")
     return tuple(role for role in AUTHOR_ROLES if role in names)
 
 

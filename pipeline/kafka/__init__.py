@@ -1,4 +1,4 @@
-"""Kafka: clients, topics, permissions, TLS, and reading a topic to its end."""
+"""Everything about Kafka: clients, topics, permissions, TLS, dead letters, and reading a topic to its end."""
 
 from gracestream.pipeline.kafka.clients import consumer, ping_kafka, producer, wait_for_kafka
 from gracestream.pipeline.kafka.dead_letters import (

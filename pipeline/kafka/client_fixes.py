@@ -1,9 +1,14 @@
-"""Workarounds for two faults of kafka-python 3.0.12; `pipeline.kafka.transactions` has those of its transactions.
+"""Workarounds for two faults of kafka-python; `pipeline.kafka.transactions` has those of its transactions.
 
-1. While the coordinator cannot be connected to, the producer's I/O thread drops the current transactional request.
-   The caller then waits forever. A node that is merely not ready keeps the request.
-2. A member that starts to rejoin after a metadata change forgets to, if the metadata changes back before the join
-   completes. It then neither sends heartbeats nor fetches (KAFKA-9815 in the Java client).
+Both are in kafka-python 3.0.12, the newest release in November 2026. No release ends them yet. No issue of
+kafka-python is known for either.
+
+1. A transactional call can wait forever. `await_ready` raises KafkaConnectionError if it cannot reach the coordinator.
+   The producer's I/O thread catches the error, but drops the current request instead of repeating it.
+   `RetryingNetClient` returns False instead, and the thread repeats the request.
+2. A group member can stop working without an error. It starts to rejoin after a metadata change, and the metadata
+   changes back before the join completes. It then neither sends heartbeats nor fetches. The Java client had the same
+   fault, KAFKA-9815. `RejoiningConsumer` requests the join again.
 """
 
 from typing import Any
@@ -14,10 +19,10 @@ from kafka.net import KafkaNetClient
 
 
 class RetryingNetClient(KafkaNetClient):  # type: ignore[misc]
-    """Its nodes are ready or not."""
+    """A network client for producers that reports an unreachable node as not ready (fault 1)."""
 
     def await_ready(self, node_id: Any, timeout_ms: float = 30000) -> bool:
-        """Whether a node can be sent to, after at most `timeout_ms`; False also where it cannot be connected to."""
+        """Wait up to `timeout_ms` milliseconds for a connection; False if there is none then."""
         try:
             return bool(super().await_ready(node_id, timeout_ms))
         except KafkaConnectionError:
@@ -25,10 +30,12 @@ class RetryingNetClient(KafkaNetClient):  # type: ignore[misc]
 
 
 class RejoiningConsumer(KafkaConsumer):  # type: ignore[misc]
-    """Its place in a group is decided sooner or later, whatever happens between two polls."""
+    """A consumer that completes every join that it started (fault 2)."""
 
     def poll(self, *args: Any, **options: Any) -> Any:
-        """As KafkaConsumer's."""
+        """Poll as KafkaConsumer does, after requesting again a join that has not completed."""
+        # kafka-python compares two snapshots of the metadata to find out if it must join, and remembers no result. Its
+        # flag `rejoining` is set from the start of a join to its end, also while the snapshots are equal again.
         if self._coordinator.rejoining:
             self._coordinator.request_rejoin()
         return super().poll(*args, **options)

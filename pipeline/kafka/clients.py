@@ -1,8 +1,12 @@
-"""Clients of Kafka, made from settings, and the wait for it at start.
+"""Creates Kafka clients from the settings, and waits for Kafka at start.
 
-The wait ends at once where it is hopeless: a refused password, a certificate that is not trusted. kafka-python would go
-on trying, and never learn of the first: a broker that refuses says so and hangs up, and where both come in one read,
-kafka-python sees that it hung up and drops what it said. So the first connection is aiokafka's, which hears it out.
+1. Every consumer reads only committed records and commits no offset by itself.
+2. Producers wait for the acknowledgement of all in-sync replicas.
+3. The wait ends at once on a final failure, such as a rejected password or an untrusted certificate.
+
+kafka-python can miss a rejected password, and would then retry for ever. A broker sends its error and closes the
+connection. If both arrive in one read, kafka-python handles the close and drops the error. The first connection is
+therefore made by aiokafka, which reads the error.
 """
 
 import asyncio
@@ -26,26 +30,31 @@ from gracestream.schemas.deltas import MAX_DELTA_BYTES
 _HOST_PORT = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[^\s:/@\[\]]+):([0-9]{1,5})")
 
 MAX_FETCH_BYTES = 4 * 2**20
-"""Bytes that a broker sends at once: few, so that one fetch is on its way while the last is worked at. A batch that is
-larger comes all the same, alone (KIP-74)."""
+"""Limit on the bytes of one fetch. It is small so that the next fetch is on its way while the last one is processed.
+
+A broker sends a batch larger than this alone (KIP-74), so large records are not blocked.
+"""
 
 
 def consumer(settings: Settings, **options: Any) -> RejoiningConsumer:
-    """A consumer of committed records, whatever their headers are called, which commits nothing by itself."""
-    ours = {
+    """A consumer of committed records that accepts any record and commits no offset by itself.
+
+    `options` are options of KafkaConsumer and override the defaults.
+    """
+    defaults = {
         "isolation_level": "read_committed",
         "enable_auto_commit": False,
         "auto_offset_reset": "earliest",
         "max_partition_fetch_bytes": MAX_FETCH_BYTES,
         "fetch_max_bytes": MAX_FETCH_BYTES,
     }
-    made = RejoiningConsumer(**_connection_options(settings), **(ours | options))
-    made._fetcher.__class__ = BoundedFetcher  # noqa: SLF001  (it has no public name)
-    return made
+    client = RejoiningConsumer(**_connection_options(settings), **(defaults | options))
+    client._fetcher.__class__ = BoundedFetcher  # noqa: SLF001  (there is no option for its class)
+    return client
 
 
 def aiokafka_consumer(settings: Settings, **options: Any) -> AIOKafkaConsumer:
-    """A consumer of committed records, in no group, that raises where its offset is not there."""
+    """An aiokafka consumer of committed records, without a group. It raises if its offset does not exist."""
     install_lenient_parser()
     return AIOKafkaConsumer(
         bootstrap_servers=_bootstrap_servers(settings),
@@ -58,29 +67,29 @@ def aiokafka_consumer(settings: Settings, **options: Any) -> AIOKafkaConsumer:
 
 
 def producer(settings: Settings, **options: Any) -> KafkaProducer:
-    """A producer whose records are acknowledged by all replicas of a partition.
+    """A producer whose records are acknowledged by all in-sync replicas of a partition.
 
-    With a `transactional_id` it is a TransactionalProducer, which asks the cluster for its `transaction.version`.
+    With a `transactional_id` it is a TransactionalProducer; the cluster is asked for its `transaction.version`.
     """
-    ours: dict[str, Any] = {"acks": "all", "max_request_size": MAX_DELTA_BYTES, "kafka_client": RetryingNetClient}
+    defaults: dict[str, Any] = {"acks": "all", "max_request_size": MAX_DELTA_BYTES, "kafka_client": RetryingNetClient}
     if "transactional_id" in options:
         options = {"end_raises_epoch": _end_txn_raises_epoch(settings), **options}
-        return TransactionalProducer(**_connection_options(settings), **ours, **options)
-    return KafkaProducer(**_connection_options(settings), **ours, **options)
+        return TransactionalProducer(**_connection_options(settings), **defaults, **options)
+    return KafkaProducer(**_connection_options(settings), **defaults, **options)
 
 
 def admin(settings: Settings, **options: Any) -> KafkaAdminClient:
-    """A client for creating and describing topics."""
+    """An admin client, for example to create and describe topics."""
     return KafkaAdminClient(**_connection_options(settings), **options)
 
 
 def ping_kafka(settings: Settings, timeout_seconds: float) -> None:
-    """See that the cluster answers, within `timeout_seconds` seconds or so.
+    """Check once that the cluster answers, within about `timeout_seconds`.
 
     Raises:
-        AccessDeniedError: it does not take us, or is not trusted.
-        SettingsError: an address is none.
-        KafkaError, OSError, ValueError: it does not answer, or its name is none.
+        AccessDeniedError: the cluster rejects the user or certificate, or its certificate is not trusted.
+        SettingsError: an address in the settings is invalid.
+        KafkaError, OSError, ValueError: the cluster does not answer, or its host name is invalid.
     """
     milliseconds = int(1000 * timeout_seconds)
     try:
@@ -88,8 +97,8 @@ def ping_kafka(settings: Settings, timeout_seconds: float) -> None:
         with admin(settings, bootstrap_timeout_ms=milliseconds, request_timeout_ms=milliseconds) as client:
             client.describe_cluster()
     except (RawKafkaError, KafkaError, OSError) as error:
-        if refused := permanent_kafka_failure(error, settings):
-            raise AccessDeniedError(refused) from error
+        if failure := permanent_kafka_failure(error, settings):
+            raise AccessDeniedError(failure) from error
         if isinstance(error, RawKafkaError):
             raise KafkaConnectionError(*error.args) from error
         raise
@@ -98,13 +107,13 @@ def ping_kafka(settings: Settings, timeout_seconds: float) -> None:
 def wait_for_kafka(settings: Settings, report: ProgressCallback, *, await_name: bool = False) -> None:
     """Wait until the cluster answers.
 
-    With `await_name` also for a host name that is unknown yet: the services of a deployment start together, and a
-    service's name may appear after its users have started. A command fails at once instead.
+    With `await_name`, an unknown host name is retried too. Services of a deployment start together, so the name of one
+    may appear after another has started. Commands do not set it, and fail at once.
 
     Raises:
-        UnreachableError: not within `startup_timeout`, or, without `await_name`, no host name is known.
-        SettingsError: an address is none; at once.
-        AccessDeniedError: it does not take us, or is not trusted; at once.
+        UnreachableError: no answer within `startup_timeout`; or, without `await_name`, no host name is known.
+        SettingsError: an address in the settings is invalid; raised at once.
+        AccessDeniedError: the cluster rejects the user or certificate, or is not trusted; raised at once.
     """
     wait_until_reachable(
         f"Kafka at {settings.kafka}",
@@ -120,7 +129,7 @@ def wait_for_kafka(settings: Settings, report: ProgressCallback, *, await_name: 
 
 
 def _end_txn_raises_epoch(settings: Settings) -> bool:
-    """Whether EndTxn raises the producer's epoch: the finalised `transaction.version` is 2 or more (KIP-890)."""
+    """Whether EndTxn raises the epoch of the producer: `transaction.version` is finalised at 2 or more (KIP-890)."""
     with admin(settings) as client:
         features = client.describe_features()
     _, level = features.get("transaction.version", {}).get("finalized", (0, 0))
@@ -128,7 +137,10 @@ def _end_txn_raises_epoch(settings: Settings) -> bool:
 
 
 def _connection_options(settings: Settings) -> dict[str, Any]:
-    """Where and how to connect; a cluster that was away is found again within a second, not half a minute."""
+    """Address and security options of kafka-python clients.
+
+    The reconnect backoff is limited to 1 s instead of 30 s, so that a client finds a restarted cluster soon.
+    """
     return {
         "bootstrap_servers": _bootstrap_servers(settings),
         "reconnect_backoff_max_ms": 1000,
@@ -137,13 +149,17 @@ def _connection_options(settings: Settings) -> dict[str, Any]:
 
 
 def _bootstrap_servers(settings: Settings) -> list[str]:
-    """Raises SettingsError where one is not host:port."""
+    """The addresses in the settings.
+
+    Raises:
+        SettingsError: an address is not host:port.
+    """
     servers = [server.strip() for server in settings.kafka.split(",")]
     for server in servers:
         address = _HOST_PORT.fullmatch(server)
         if address is None or not 0 < int(address[1]) < 2**16:
             raise SettingsError(
-                f"GRACESTREAM_KAFKA: {server!r} is no host:port; set it to the addresses of one or more brokers, such"
+                f"GRACESTREAM_KAFKA: {server!r} is not host:port; set it to the addresses of one or more brokers, such"
                 " as broker-1:9092,broker-2:9092"
             )
     return servers
@@ -152,7 +168,9 @@ def _bootstrap_servers(settings: Settings) -> list[str]:
 async def _connect(settings: Settings, timeout_ms: int) -> None:
     """Connect to one of the bootstrap servers and authenticate.
 
-    Where none takes us, the error is that of the last one whose name is known, if there is one.
+    Raises:
+        KafkaError, OSError, UnicodeError: no server accepted the connection. The error is that of the last server with
+            a known host name; if there is none, that of the first server.
     """
     failure: Exception | None = None
     for host, port, _ in collect_hosts(_bootstrap_servers(settings), randomize=False):
@@ -160,7 +178,7 @@ async def _connect(settings: Settings, timeout_ms: int) -> None:
             connection = await create_conn(
                 host, port, request_timeout_ms=timeout_ms, **kafka_security_options(settings)
             )
-        except (RawKafkaError, OSError, UnicodeError) as error:  # a time-out is an OSError
+        except (RawKafkaError, OSError, UnicodeError) as error:  # a timeout is an OSError
             if failure is None or not is_dns_failure(error):
                 failure = error
         else:

@@ -1,16 +1,18 @@
-"""Dead letters: records that no worker could take, set aside with the reason for those who run the deployment.
+"""Dead letters: unreadable records, stored with the reason for the operators of the deployment.
 
-What it guarantees:
+Guarantees:
 
-1. A dead letter has the key and the value of its record, byte for byte; headers say why it is there and where the
-   record lies.
-2. It always fits its queue. Of a record larger than `MAX_UNTRUNCATED_BYTES` only the start is kept. Headers give the
-   size and, where all of it was read, the SHA-256 of what was cut; such a one is never replayed.
-3. A replay sends equal records once: a letter that came back from a replay, or that two replicas set aside because one
-   of them died, is not multiplied.
-4. Unless it is named by its offset, a request whose sender got an error for an answer is not sent again: the sender may
-   have sent a better one under the same id. A replica answers each request that it dead-letters and whose id it can
-   read. Where no topic takes the answer, the letter says so in a header and is sent again.
+1. A dead letter has the key and the value of its record, byte for byte. Its headers give the reason, and the topic,
+   partition and offset of the record.
+2. A dead letter always fits its queue. A record larger than `MAX_UNTRUNCATED_BYTES` is truncated. Headers then give its
+   size and, if the whole record was read, its SHA-256. A truncated dead letter is never replayed.
+3. A replay sends equal records once. A record can be dead-lettered several times: after a replay, or by two replicas of
+   which one died.
+4. A replay without offsets skips requests whose sender received an error as the answer. The sender may have sent a
+   better request with the same id. A replica answers each request that it dead-letters, if it can read the id. If no
+   topic accepts the answer, the dead letter has a header for this, and the replay sends it.
+
+Not promised: that a record is dead-lettered only once, or that a replayed record can be read this time.
 """
 
 import hashlib
@@ -41,19 +43,19 @@ from gracestream.schemas.messages import TruncatedBytes, escape_unprintable, pee
 
 DeadLetterSource = Literal["requests", "feedback"]
 DLQ_TOPICS: dict[DeadLetterSource, str] = {"requests": REQUESTS_DLQ, "feedback": FEEDBACK_DLQ}
-"""The dead letter queue of each topic."""
+"""The dead-letter queue of each topic."""
 
 MAX_REASON_CHARACTERS = 1000
-"""Characters of a reason that are kept."""
+"""Limit on the characters of a reason; the remainder is cut off."""
 
 
 class DeadLetterError(UserError):
-    """A dead letter that is not there, or that cannot be replayed; the text says which."""
+    """A dead letter does not exist or cannot be replayed. The text names it."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeadLetterRecord:
-    """What is to be written into a dead letter queue."""
+    """A record to write to a dead-letter queue."""
 
     key: bytes | None
     value: bytes | None
@@ -62,7 +64,14 @@ class DeadLetterRecord:
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """A dead letter as it lies in its queue; `timestamp` in seconds, `size` in bytes of the value as it was."""
+    """A dead letter in its queue.
+
+    Attributes:
+        timestamp: Seconds since 1970.
+        source_partition: Partition of the record; -1 if unknown, as for `source_offset`.
+        size: Bytes of the value before it was truncated.
+        unanswered: No topic accepted an answer to the request.
+    """
 
     queue: str
     offset: int
@@ -79,9 +88,15 @@ class DeadLetter:
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """The offsets of dead letters: sent again; cut, answered or equal to one that is sent; refused as too large.
+    """The result of a replay: offsets of dead letters in their queue.
 
-    A record that was compressed may be larger on its way than its topic takes.
+    Attributes:
+        sent: Sent again; with `dry_run`, would be sent.
+        truncated: Skipped, because only the start of the record is known.
+        answered: Skipped, because the sender received an error as the answer.
+        duplicates: Skipped, because an equal dead letter is sent.
+        too_large: Rejected by Kafka as too large. A compressed record may exceed the limit of its topic when it is sent
+            again with another compression.
     """
 
     sent: list[int]
@@ -102,9 +117,9 @@ def dead_letter_for(
     max_bytes: int = MAX_UNTRUNCATED_BYTES,
     unanswered: bool = False,
 ) -> DeadLetterRecord:
-    """The dead letter of one record of `topic`, cut where key and value have more than `max_bytes` bytes.
+    """The dead letter for one record of `topic`, truncated if key and value have more than `max_bytes` bytes.
 
-    `unanswered`: no topic took an answer, so the record's sender got none.
+    `unanswered` means that no topic accepted an answer to the request, so its sender got none.
     """
     headers = [
         (REASON_HEADER, escape_unprintable(reason)[:MAX_REASON_CHARACTERS].encode()),
@@ -122,37 +137,38 @@ def dead_letter_for(
             if part.sha256:
                 headers.append((f"{name}_sha256", part.sha256.encode()))
     if key is None and value is None:
-        key = b""  # clients send no record without both
-    # Clients send no subclass of `bytes`.
+        key = b""  # clients reject a record with neither key nor value
+    # Clients reject subclasses of `bytes`, such as TruncatedBytes.
     return DeadLetterRecord(key if key is None else bytes(key), value if value is None else bytes(value), headers)
 
 
 def _truncate(part: bytes | None) -> bytes | None:
-    """Its start, unless it is short or cut already."""
+    """The start of a key or value with its size and digest; unchanged if it is short or truncated already."""
     if part is None or len(part) <= TRUNCATED_BYTES:
         return part
     return TruncatedBytes(part[:TRUNCATED_BYTES], len(part), hashlib.sha256(part).hexdigest())
 
 
 def list_dead_letters(settings: Settings, source: DeadLetterSource, last: int | None = None) -> Iterator[DeadLetter]:
-    """The dead letters of a topic in order, one at a time; or only the `last` so many.
+    """Iterate over the dead letters of a topic in order; with `last`, only over this many at the end.
 
     Raises:
-        TopicError: there is no such queue.
+        TopicError: the queue does not exist.
     """
     if last is None:
         yield from (_parse_dead_letter(record, source) for record in read_topic(settings, DLQ_TOPICS[source]))
         return
-    # Transactions leave records of their own between letters, so how far back the last so many lie is found out.
+    # Control records of transactions lie between the letters, so offsets do not count letters. Search a window of
+    # offsets at the end, and enlarge it until it holds enough letters.
     end, window = _end_offset(settings, source), 2 * last + 16
     while True:
         start = max(0, end - window)
-        found = deque(
+        letters = deque(
             (_parse_dead_letter(record, source) for record in read_topic(settings, DLQ_TOPICS[source], start)),
             maxlen=last,
         )
-        if len(found) == last or start == 0:
-            yield from found
+        if len(letters) == last or start == 0:
+            yield from letters
             return
         window *= 8
 
@@ -165,69 +181,75 @@ def replay_dead_letters(
     include_answered: bool = False,
     dry_run: bool = False,
 ) -> ReplayResult:
-    """Send dead letters to their topic again, key and value as they were.
+    """Send dead letters to their topic again, with unchanged key and value.
 
-    Without `offsets`: all that were not cut, and of requests those alone that have no answer, unless
-    `include_answered`. Of equal records the first is sent. With `dry_run` nothing is sent.
+    Args:
+        settings: Address of the cluster.
+        source: Topic of the records.
+        offsets: Offsets of dead letters in their queue. None: all that were not truncated, without requests that were
+            answered.
+        include_answered: Do not skip requests that were answered.
+        dry_run: Only report what would be sent.
 
     Raises:
-        DeadLetterError: there is no letter at one of the offsets, or it was cut; then none is sent.
-        TopicError: there is no such queue.
+        DeadLetterError: there is no dead letter at one of the offsets, or it was truncated. Nothing was sent.
+        TopicError: the queue does not exist.
     """
-    chosen = _select_letters(
+    selection = _select_letters(
         settings, source, None if offsets is None else set(offsets), include_answered=include_answered
     )
-    if dry_run or not chosen.sent:
-        return chosen
-    wanted = set(chosen.sent)
-    # A record that is too large takes others with it: what is sent at once and, if idempotent, all that comes after.
-    sender, refused = producer(settings, compression_type="gzip", enable_idempotence=False), []
+    if dry_run or not selection.sent:
+        return selection
+    to_send = set(selection.sent)
+    # A record that is too large fails its whole batch, and with idempotence every later record of the producer. So each
+    # record is awaited before the next one is sent, and idempotence is off.
+    sender, too_large = producer(settings, compression_type="gzip", enable_idempotence=False), []
     try:
         for letter in list_dead_letters(settings, source):
-            if letter.offset in wanted:
+            if letter.offset in to_send:
                 headers = [(REPLAYED_FROM_HEADER, f"{letter.queue}/{letter.offset}".encode())]
                 try:
                     sender.send(settings.topic(source), letter.value, letter.key, headers).get(timeout=30)
                 except MessageSizeTooLargeError:
-                    refused.append(letter.offset)
+                    too_large.append(letter.offset)
     finally:
         sender.close(timeout=10)
-    sent = [offset for offset in chosen.sent if offset not in refused]
-    return ReplayResult(sent, chosen.truncated, chosen.answered, chosen.duplicates, refused)
+    sent = [offset for offset in selection.sent if offset not in too_large]
+    return ReplayResult(sent, selection.truncated, selection.answered, selection.duplicates, too_large)
 
 
 def _select_letters(
     settings: Settings, source: DeadLetterSource, offsets: set[int] | None, *, include_answered: bool
 ) -> ReplayResult:
-    chosen: dict[bytes, int] = {}
-    seen, cut, skipped, equal = set(), [], [], []
+    offset_by_content: dict[bytes, int] = {}  # by SHA-256 of key and value, the first dead letter that has them
+    existing, truncated, answered, duplicates = set(), [], [], []
     for letter in list_dead_letters(settings, source):
         if offsets is not None and letter.offset not in offsets:
             continue
-        seen.add(letter.offset)
+        existing.add(letter.offset)
         if offsets is None and not include_answered and _was_answered(letter, source):
-            skipped.append(letter.offset)
+            answered.append(letter.offset)
         elif not letter.truncated:
             content = hashlib.sha256(repr((letter.key, letter.value)).encode()).digest()
-            if chosen.setdefault(content, letter.offset) != letter.offset:
-                equal.append(letter.offset)
+            if offset_by_content.setdefault(content, letter.offset) != letter.offset:
+                duplicates.append(letter.offset)
         elif offsets is None:
-            cut.append(letter.offset)
+            truncated.append(letter.offset)
         else:
             raise DeadLetterError(
-                f"the dead letter at offset {letter.offset} of {letter.queue} had {letter.size} bytes and was cut to"
-                f" {len(letter.value or b'')}, so it cannot be replayed"
+                f"the dead letter at offset {letter.offset} of {letter.queue} had {letter.size} bytes and was truncated"
+                f" to {len(letter.value or b'')}, so it cannot be replayed"
             )
-    if missing := sorted((offsets or set()) - seen):
+    if missing := sorted((offsets or set()) - existing):
         raise DeadLetterError(
             f"there is no dead letter at offset {', '.join(map(str, missing))} of {settings.topic(DLQ_TOPICS[source])};"
             " `gracestream dlq list` shows those that are there"
         )
-    return ReplayResult(sorted(chosen.values()), cut, skipped, equal)
+    return ReplayResult(sorted(offset_by_content.values()), truncated, answered, duplicates)
 
 
 def _was_answered(letter: DeadLetter, source: DeadLetterSource) -> bool:
-    """Whether the sender of a request got an error: wherever its id can be read, unless no topic took the error."""
+    """Whether the sender received an error as the answer: the id can be read, and a topic accepted the error."""
     if source != "requests" or letter.truncated or letter.unanswered:
         return False
     return peek_id(letter.value, "request_id") is not None
@@ -243,12 +265,12 @@ def _end_offset(settings: Settings, source: DeadLetterSource) -> int:
 
 
 def _parse_dead_letter(record: Any, source: DeadLetterSource) -> DeadLetter:
-    """As far as its headers tell: whoever may write to the queue may have left some out."""
+    """Parse a dead letter. Any header may be missing or malformed, since other programs may write to the queue."""
     headers = {name: (value or b"").decode(errors="backslashreplace") for name, value in record.headers}
 
-    def number(name: str, otherwise: int) -> int:
+    def number(name: str, default: int) -> int:
         text = headers.get(name, "")
-        return int(text) if text.isdecimal() and len(text) < 20 else otherwise
+        return int(text) if text.isdecimal() and len(text) < 20 else default
 
     return DeadLetter(
         queue=DLQ_TOPICS[source],

@@ -1,6 +1,7 @@
-"""What a worker must be allowed on a Kafka cluster with an authorizer: what `deploy/acls.sh` allows it.
+"""The permissions that each worker needs on a Kafka cluster with an authorizer. `deploy/acls.sh` grants them.
 
-Asked once, at the start: without it, a replica that may not write predictions would take requests and try for ever.
+A worker checks them once, at its start. Otherwise a replica without write access to `predictions` would take requests
+and retry its answers for ever. Not promised: that permissions stay granted later.
 """
 
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from gracestream.pipeline.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class TopicPermissions:
-    """Topics that are read and written, and the consumer group."""
+    """The topics that a worker reads and writes, and its consumer group."""
 
     reads: tuple[str, ...]
     writes: tuple[str, ...]
@@ -46,35 +47,35 @@ REQUIRED_PERMISSIONS = {
         group="inference",
     ),
 }
-"""By kind of worker."""
+"""The permissions by kind of worker."""
 
 
 def require_permissions(settings: Settings, permissions: TopicPermissions) -> None:
-    """What a worker does before it starts; a topic that is not there at all is not this function's to report.
+    """Check the permissions of a worker before it starts. Missing topics are ignored; `require_topics` reports them.
 
     Raises:
-        AccessDeniedError: something is not allowed.
+        AccessDeniedError: a permission is missing.
     """
-    wanted = [(settings.topic(name), "READ") for name in permissions.reads]
-    wanted += [(settings.topic(name), "WRITE") for name in permissions.writes]
-    wanted += [(settings.topic(topic.name), "DESCRIBE_CONFIGS") for topic in TOPICS]  # for `require_topics`
+    required = [(settings.topic(name), "READ") for name in permissions.reads]
+    required += [(settings.topic(name), "WRITE") for name in permissions.writes]
+    required += [(settings.topic(topic.name), "DESCRIBE_CONFIGS") for topic in TOPICS]  # for `require_topics`
     client = admin(settings)
     try:
-        topics = {topic["name"]: topic for topic in client.describe_topics(sorted({name for name, _ in wanted}))}
-        lacking = [
-            f"{operation} topic {name}" for name, operation in wanted if not _is_allowed(topics[name], operation)
+        topics = {topic["name"]: topic for topic in client.describe_topics(sorted({name for name, _ in required}))}
+        missing = [
+            f"{operation} topic {name}" for name, operation in required if not _is_allowed(topics[name], operation)
         ]
         try:
             client.list_group_offsets({settings.topic(permissions.group): None})
         except GroupAuthorizationFailedError:
-            lacking.append(f"READ group {settings.topic(permissions.group)}")
+            missing.append(f"READ group {settings.topic(permissions.group)}")
         except KafkaError:
-            pass  # the group's coordinator is on its way, and no authorizer has refused
+            pass  # for example, the coordinator of the group is starting; an authorizer has rejected nothing
     finally:
         client.close()
-    if lacking:
+    if missing:
         raise AccessDeniedError(
-            f"Kafka at {settings.kafka} does not allow {describe_kafka_user(settings)} to {', '.join(lacking)};"
+            f"Kafka at {settings.kafka} does not allow {describe_kafka_user(settings)} to {', '.join(missing)};"
             f" {ACL_HINT}"
         )
 
@@ -82,5 +83,5 @@ def require_permissions(settings: Settings, permissions: TopicPermissions) -> No
 def _is_allowed(topic: dict[str, Any], operation: str) -> bool:
     if topic["error_code"] == TopicAuthorizationFailedError.errno:
         return False
-    operations = topic["authorized_operations"]  # none where the topic is missing, or the broker too old to say
+    operations = topic["authorized_operations"]  # empty if the topic is missing, or if the broker is too old
     return not operations or operation in operations

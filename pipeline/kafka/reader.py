@@ -1,9 +1,12 @@
-"""Reading a topic once, from some offset to where it ends now.
+"""Reads a topic once, from an offset to its current end.
 
-kafka-python finds out what there is to be read, and reads it, all but the bulk of a long partition: that comes by
-aiokafka, whose parser is in C, several times as fast. Whatever keeps aiokafka from going on only ends the bulk early,
-and kafka-python reads on from there: a codec that is not installed, a broker that went away. So there is one reader
-that says what is wrong, in its own errors.
+1. Every committed record of this range is returned once, in the order of its partition.
+2. aiokafka reads most of a long partition, because its parser is in C and several times as fast. kafka-python finds the
+   range and reads the remainder.
+3. Any failure of aiokafka, such as a missing codec or a lost broker, only ends its part early. kafka-python continues
+   from there. So all errors come from kafka-python.
+
+Not promised: an order of records between partitions.
 """
 
 import asyncio
@@ -22,32 +25,35 @@ from gracestream.pipeline.kafka.topics import missing_topic_error
 from gracestream.pipeline.settings import Settings
 
 BULK_MIN_OFFSETS = 5000
-"""Offsets in a partition from which on aiokafka is worth a connection of its own."""
+"""Number of offsets in a partition from which aiokafka saves more time than its connection costs."""
 
 BULK_FETCH_BYTES = 16 * 2**20
-"""That a broker sends at once of them: there is one request under way, and none while the last answer is worked at."""
+"""Limit on the bytes of one fetch of aiokafka.
+
+It is large because there is one request at a time, and none while the records of the last one are processed.
+"""
 
 BULK_TIMEOUT_SECONDS = 5.0
-"""Seconds in which aiokafka must bring something."""
+"""Seconds without progress after which aiokafka's part ends."""
 
 READ_TIMEOUT_SECONDS = 30.0
-"""After so long without an answer Kafka counts as away."""
+"""Seconds without progress after which reading fails with KafkaTimeoutError."""
 
 RecordsAndNext = tuple[list[Any], int]
-"""Records, and the offset that follows them and what is between them and the next ones."""
+"""Records, and the offset at which reading continues. Control records of transactions lie between."""
 
 
 def read_topic(
     settings: Settings, name: str, start_offset: int = 0, start_time_ms: int | None = None, **options: Any
 ) -> Generator[Any, None, None]:
-    """Every committed record of a topic's partitions, from `start_offset` to their present ends, in order.
+    """Iterate over the committed records of a topic, in each partition from `start_offset` to its current end.
 
-    Or, where `start_time_ms` is given, from the first record of that time in ms on. `options` are the consumer's.
-    Control records of transactions lie between offsets, so the end is where the position reaches it, not a count.
+    With `start_time_ms`, it skips the records before the first one of this time or later, in milliseconds.
+    `options` are options of the consumer.
 
     Raises:
-        TopicError: there is no such topic.
-        KafkaTimeoutError: for so long nothing of it could be read.
+        TopicError: the topic does not exist.
+        KafkaTimeoutError: no progress for `READ_TIMEOUT_SECONDS`.
     """
     topic = settings.topic(name)
     reader = consumer(settings, **options)
@@ -58,19 +64,21 @@ def read_topic(
         reader.assign(partitions)
         starts, ends = reader.beginning_offsets(partitions), reader.end_offsets(partitions)
         if start_time_ms is not None:
-            found = reader.offsets_for_times(dict.fromkeys(partitions, start_time_ms))
-            starts = {part: ends[part] if first is None else first.offset for part, first in found.items()}
+            first_records = reader.offsets_for_times(dict.fromkeys(partitions, start_time_ms))
+            starts = {part: ends[part] if first is None else first.offset for part, first in first_records.items()}
         for partition in partitions:
             position = max(start_offset, starts[partition])
             for records, following in read_bulk(settings, partition, position, ends[partition], **options):
                 yield from records
                 position = following
             reader.seek(partition, position)
-        reached, heard = None, monotonic()
-        while (found := {part: reader.position(part) for part in partitions}) and _has_unread(found, ends):
-            if found != reached:
-                reached, heard = found, monotonic()
-            elif monotonic() > heard + READ_TIMEOUT_SECONDS:
+        # Control records of transactions take offsets too, and may be last. So the end is reached when the positions
+        # reach it; neither the number of records nor the last offset shows it.
+        last_positions, progress_at = None, monotonic()
+        while (positions := {part: reader.position(part) for part in partitions}) and _has_unread(positions, ends):
+            if positions != last_positions:
+                last_positions, progress_at = positions, monotonic()
+            elif monotonic() > progress_at + READ_TIMEOUT_SECONDS:
                 raise KafkaTimeoutError(
                     f"{topic} could not be read to its end: for {READ_TIMEOUT_SECONDS:g} s nothing came"
                 )
@@ -83,10 +91,11 @@ def read_topic(
 def read_bulk(
     settings: Settings, partition: TopicPartition, start: int, end: int, **options: Any
 ) -> Generator[RecordsAndNext, None, None]:
-    """The committed records between two offsets of a partition, or the first of them; none where they are few.
+    """Read the committed records between two offsets of a partition with aiokafka, in batches.
 
-    There is a batch, be it empty, every half second. What is left, from the offset that follows the last batch on, is
-    for kafka-python to read, whose `options` these are.
+    It may stop before `end`, and reads nothing if the range is short or the thread runs an event loop. The caller
+    continues with kafka-python at the offset of the last batch. A batch, possibly empty, comes every half second.
+    `options` are options of the kafka-python consumer.
     """
     if end - start < BULK_MIN_OFFSETS or _is_loop_running():
         return
@@ -95,14 +104,15 @@ def read_bulk(
     async def next_batch() -> RecordsAndNext | None:
         return await anext(batches, None)
 
-    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:  # which ends what is still open
-        loop = runner.get_loop()  # not by `run`, which turns Ctrl-C into a cancellation, and that may be lost
+    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:  # it cancels open tasks at the end
+        # Not `runner.run`: it turns Ctrl-C into a cancellation, and the reader may swallow that.
+        loop = runner.get_loop()
         while (batch := loop.run_until_complete(next_batch())) is not None:
             yield batch
 
 
 def _has_unread(positions: dict[TopicPartition, int], ends: dict[TopicPartition, int]) -> bool:
-    """Whether one of these is."""
+    """Whether the position of a partition is before its end."""
     return any(positions[partition] < end for partition, end in ends.items())
 
 
@@ -123,21 +133,21 @@ async def _read_batches(
         reader.seek(partition, start)
         position, deadline = start, clock() + BULK_TIMEOUT_SECONDS
         while position < end and clock() < deadline:
-            found = await reader.getmany(partition, timeout_ms=500, max_records=count)
+            records = await reader.getmany(partition, timeout_ms=500, max_records=count)
             before, position = position, await asyncio.wait_for(reader.position(partition), BULK_TIMEOUT_SECONDS)
-            yield [record for record in found.get(partition, ()) if record.offset < end], min(position, end)
+            yield [record for record in records.get(partition, ()) if record.offset < end], min(position, end)
             if position > before:
                 deadline = clock() + BULK_TIMEOUT_SECONDS
-    except (RawKafkaError, KafkaError, OSError):  # a time-out is an OSError; our records are kafka-python's
-        return
+    except (RawKafkaError, KafkaError, OSError):
+        return  # a timeout is an OSError; KafkaError comes from our parser, which uses kafka-python's
     finally:
-        with suppress(RawKafkaError, OSError, asyncio.CancelledError):  # of a fetch that it cancels while that waits
+        with suppress(RawKafkaError, OSError, asyncio.CancelledError):  # `stop` cancels a waiting fetch
             await reader.stop()
-        await reader._client.close()  # noqa: SLF001  (in which case it is left open)
+        await reader._client.close()  # noqa: SLF001  (`stop` leaves it open if it raises)
 
 
 def _is_loop_running() -> bool:
-    """Whether this thread runs an event loop already: it cannot run another one within."""
+    """Whether this thread runs an event loop. It could not run another one inside."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -1,9 +1,9 @@
-"""SASL and TLS of Kafka's clients, and which failures are final.
+"""SASL and TLS of the Kafka clients, and recognition of final failures.
 
-1. Every client of Kafka gets the same options from `kafka_security_options`, and trusts by the same `ssl.SSLContext`.
-2. What `permanent_kafka_failure` recognises is final: a wrong password or a certificate that is not trusted stays so
-   however often it is tried. The libraries themselves would try for ever.
-3. No text made here holds a password.
+1. Every Kafka client gets its options from `kafka_security_options`, so all of them trust the same authorities.
+2. `permanent_kafka_failure` recognises failures that a retry cannot mend: a wrong password, an untrusted certificate.
+   The libraries would retry for ever.
+3. No message made here contains a password.
 """
 
 import re
@@ -22,7 +22,7 @@ ACL_HINT = "deploy/acls.sh says who may do what"
 
 
 def kafka_security_options(settings: Settings) -> dict[str, Any]:
-    """Options of kafka-python's clients, and of aiokafka's.
+    """Security options for clients of kafka-python and of aiokafka.
 
     Raises:
         SettingsError: a file of certificates or keys is not what it must be.
@@ -40,7 +40,7 @@ def kafka_security_options(settings: Settings) -> dict[str, Any]:
 
 
 def kafka_tls_context(settings: Settings) -> ssl.SSLContext:
-    """Whom clients trust to be Kafka, and the certificate that they show it.
+    """The TLS context of Kafka clients: the trusted authorities, and the client certificate.
 
     Raises:
         SettingsError: a file of certificates or keys is not what it must be.
@@ -54,7 +54,7 @@ def kafka_tls_context(settings: Settings) -> ssl.SSLContext:
 
 
 def permanent_kafka_failure(error: BaseException, settings: Settings) -> str | None:
-    """What is wrong, where trying again cannot help; None for all that may pass."""
+    """The reason and the remedy if a retry cannot help; None if the failure may be temporary."""
     if isinstance(error, SaslAuthenticationFailed | UnsupportedSaslMechanismError):
         return (
             f"Kafka at {settings.kafka} does not accept the user {settings.kafka_username!r} by"
@@ -66,16 +66,19 @@ def permanent_kafka_failure(error: BaseException, settings: Settings) -> str | N
 
 
 def describe_error(error: Exception) -> str:
-    """An error of either library as one line; what an authorizer refused, without the whole request that it refused."""
+    """The text of an error of either library, for users.
+
+    Authorization errors are shortened: their text holds the whole rejected request.
+    """
     text = str(error) or type(error).__name__
-    refused = re.search(r"(Topic|Group|Cluster|TransactionalId)AuthorizationFailed", text)
-    if refused is None:
+    denied = re.search(r"(Topic|Group|Cluster|TransactionalId)AuthorizationFailed", text)
+    if denied is None:
         return text
-    return f"Kafka does not allow this user to do this ({refused[0]}); {ACL_HINT}"
+    return f"Kafka does not allow this user to do this ({denied[0]}); {ACL_HINT}"
 
 
 def describe_kafka_user(settings: Settings) -> str:
-    """Who we are to Kafka, in words."""
+    """The identity of this client at Kafka, for messages: its user, its certificate, or none."""
     if settings.kafka_username:
         return f"the user {settings.kafka_username!r}"
     if settings.kafka_certificate:

@@ -1,4 +1,4 @@
-"""TLS of the clients of Kafka and Redis: what the settings mean, and which failures are final."""
+"""TLS for clients of Kafka and Redis: contexts from the settings, and recognition of final failures."""
 
 import re
 import ssl
@@ -7,7 +7,11 @@ from gracestream.pipeline.settings import SettingsError
 
 
 def create_tls_context(ca_file: str, variable: str) -> ssl.SSLContext:
-    """Trusts the authorities in a file, or those of the system where none is named."""
+    """A context that trusts the authorities in `ca_file`, or those of the system if it is empty.
+
+    Raises:
+        SettingsError: the file, set by the setting `variable`, holds no certificate.
+    """
     try:
         return ssl.create_default_context(cafile=ca_file or None)
     except (OSError, ValueError) as error:  # an SSLError is an OSError
@@ -15,26 +19,35 @@ def create_tls_context(ca_file: str, variable: str) -> ssl.SSLContext:
 
 
 def load_client_cert(context: ssl.SSLContext, certificate: str, key: str, variable: str, password: str) -> None:
-    """Load the client certificate; a key that wants a password gets the one given, never one from the terminal."""
+    """Load a client certificate and its key into a context.
 
-    def given() -> str:
+    Raises:
+        SettingsError: the files are not a certificate and its key, or the key needs a password and `password` is empty.
+    """
+
+    # Without this callback, OpenSSL would ask for the password on the terminal, and a worker would wait forever.
+    def get_password() -> str:
         if not password:
-            raise SettingsError(f"{variable}_KEY: the key in {key or certificate!r} has a password, and none is given")
+            raise SettingsError(f"{variable}_KEY: the key in {key or certificate!r} has a password, and none is set")
         return password
 
     try:
-        context.load_cert_chain(certificate, key or None, given)
+        context.load_cert_chain(certificate, key or None, get_password)
     except (OSError, ValueError) as error:
         raise SettingsError(
-            f"{variable}_CERTIFICATE: {certificate!r} and its key in {key or certificate!r} are no pair in PEM that"
+            f"{variable}_CERTIFICATE: {certificate!r} and its key in {key or certificate!r} are not a pair in PEM that"
             f" can be read: {error}"
         ) from error
 
 
 def permanent_tls_failure(error: BaseException, service: str, variable: str, protocol_setting: str) -> str | None:
-    """What is wrong, where a TLS failure is final; None for any other error.
+    """The reason and the remedy if an error is a final TLS failure; None for any other error.
 
-    `service` names the service, `variable` its settings' prefix, and `protocol_setting` the setting that chooses TLS.
+    Args:
+        error: Error of a client library.
+        service: Name and address of the service.
+        variable: Setting of its address, and prefix of its TLS settings.
+        protocol_setting: Setting that turns TLS on.
     """
     tls = _find_tls_error(error)
     if isinstance(tls, ssl.SSLCertVerificationError):
@@ -48,12 +61,12 @@ def permanent_tls_failure(error: BaseException, service: str, variable: str, pro
 
 
 def error_message(error: BaseException) -> str:
-    """The text of an error, or its type where it has none."""
+    """The text of an error, or the name of its type if the text is empty."""
     return str(error) or type(error).__name__
 
 
 def _find_tls_error(error: BaseException | None) -> ssl.SSLError | None:
-    """The TLS failure behind an error: both libraries wrap it, as its cause, its context or its argument."""
+    """The TLS failure that an error wraps. The client libraries keep it as cause, as context or as an argument."""
     while error is not None:
         if isinstance(error, ssl.SSLError):
             return error

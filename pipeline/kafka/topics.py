@@ -1,4 +1,7 @@
-"""The topics (design, section 1): their partitions and what Kafka may throw away of them."""
+"""Creates and checks the topics: their partitions, retention and limits.
+
+docs/explanation/messages-and-topics.md describes the topics for users.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,18 +21,21 @@ CREATE_TIME = {"message.timestamp.type": "CreateTime"}
 KEEP_FOREVER = {**LOG_APPEND_TIME, "cleanup.policy": "delete", "retention.ms": "-1", "retention.bytes": "-1"}
 RETENTION_BY_AGE = {**LOG_APPEND_TIME, "cleanup.policy": "delete", "retention.ms": str(7 * 24 * 3600 * 1000)}
 DLQ_CONFIG = {**RETENTION_BY_AGE, "max.message.bytes": str(MAX_DELTA_BYTES)}
-"""A record as large as its own topic takes goes here with headers on top."""
+"""The limit is that of deltas, so that the largest record of `requests` or `feedback` fits with its added headers."""
 
 BROKER_DEFAULT = -1
-"""In place of a number of copies."""
+"""As a replication factor: the broker's own default."""
 
 MIN_REPLICAS_FOR_ISR, MIN_ISR_CONFIG = 3, {"min.insync.replicas": "2"}
-"""From so many copies on a record counts as written once two brokers have it: one may be lost, and one away."""
+"""With 3 or more copies, a record counts as written only when 2 brokers have it.
+
+One copy can then be lost, and another broker unavailable, without losing an acknowledged record.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """One topic. `partitions` None: as many as the deployment wants, for work that is shared out."""
+    """One topic. `partitions` is None if the deployment chooses their number, because replicas share the work."""
 
     name: str
     partitions: int | None
@@ -37,9 +43,9 @@ class Topic:
 
     @property
     def required_config(self) -> dict[str, str]:
-        """What of it no deployment may have otherwise: how many days records are kept is its own to choose."""
-        for_ever = self.config.get("retention.ms") == KEEP_FOREVER["retention.ms"]
-        return {option: value for option, value in self.config.items() if for_ever or option != "retention.ms"}
+        """The options that must not differ. Where retention is finite, a deployment may choose its length."""
+        keeps_forever = self.config.get("retention.ms") == KEEP_FOREVER["retention.ms"]
+        return {option: value for option, value in self.config.items() if keeps_forever or option != "retention.ms"}
 
 
 REQUESTS = "requests"
@@ -64,27 +70,27 @@ TOPICS = (
 
 
 class TopicError(UserError):
-    """A topic that exists, but not as it must; the text says what to change."""
+    """A topic is missing or has the wrong configuration. The text gives the remedy."""
 
 
 def missing_topic_error(name: str) -> TopicError:
-    """What to raise where Kafka shows no such topic, although its name is as the settings have it."""
+    """The error for a topic that Kafka does not list, because it is missing or because the user may not see it."""
     return TopicError(
-        f"there is no topic {name!r} that we may see; create the topics with `gracestream topics`, or correct the"
-        " prefix, GRACESTREAM_PREFIX"
+        f"there is no topic {name!r}, or this user may not see it; create the topics with `gracestream topics`, or"
+        " correct the prefix, GRACESTREAM_PREFIX"
     )
 
 
 def create_topics(settings: Settings, partitions: int, replication: int = BROKER_DEFAULT) -> list[str]:
-    """Create what is missing and check what is there; the names of those created.
+    """Create the missing topics, check the existing ones, and return the names of the created ones.
 
     Args:
-        settings: Which cluster, and the prefix of names.
-        partitions: Of `requests` and `predictions`.
-        replication: Copies of each partition; else the broker's `default.replication.factor`.
+        settings: Address of the cluster, and prefix of the names.
+        partitions: Number of partitions of `requests` and of `predictions`.
+        replication: Copies of each partition; by default the broker's `default.replication.factor`.
 
     Raises:
-        TopicError: a topic that was there is not as it must be.
+        TopicError: an existing topic has the wrong number of partitions or the wrong configuration.
     """
     client = admin(settings)
     try:
@@ -97,7 +103,7 @@ def create_topics(settings: Settings, partitions: int, replication: int = BROKER
             try:
                 client.create_topics([new], wait_for_metadata=True)
             except TopicAlreadyExistsError:
-                continue
+                continue  # another process created it at the same moment
         _check_topics(client, settings, {name: topic for name, topic in wanted.items() if name not in missing})
         return missing
     finally:
@@ -105,10 +111,10 @@ def create_topics(settings: Settings, partitions: int, replication: int = BROKER
 
 
 def require_topics(settings: Settings) -> None:
-    """What a worker does before it starts.
+    """Check every topic; a worker does so before it starts.
 
     Raises:
-        TopicError: a topic is missing, or is not as it must be.
+        TopicError: a topic is missing, or has the wrong number of partitions or the wrong configuration.
     """
     client = admin(settings)
     try:
@@ -123,30 +129,30 @@ def require_topics(settings: Settings) -> None:
 
 @contextmanager
 def use_sender_timestamps(settings: Settings, names: Sequence[str]) -> Iterator[None]:
-    """Let topics take the timestamps of their records from whoever sends them; Kafka's clock is back at the end.
+    """Within this context, records of the topics have the timestamps of their senders; afterwards Kafka's clock again.
 
-    Kafka notes beside each batch whose its timestamps are, so those that were written meanwhile stay as they are.
+    Each batch stores the type of its timestamps, so the records written meanwhile keep theirs.
     """
     client = admin(settings)
     resources = [ConfigResource(ConfigResourceType.TOPIC, settings.topic(name)) for name in names]
 
-    def choose(config: dict[str, str]) -> None:
+    def alter(config: dict[str, str]) -> None:
         for resource in resources:
             resource.configs = config
         client.alter_configs(resources)
 
     try:
-        choose(CREATE_TIME)
+        alter(CREATE_TIME)
         yield
     finally:
         try:
-            choose(LOG_APPEND_TIME)
+            alter(LOG_APPEND_TIME)
         finally:
             client.close()
 
 
 def topic_layout(settings: Settings) -> tuple[int, int]:
-    """The partitions of `requests`, and how many copies there are of each partition of `deltas`."""
+    """The number of partitions of `requests`, and the smallest number of copies of a partition of `deltas`."""
     requests, deltas = settings.topic(REQUESTS), settings.topic(DELTAS)
     client = admin(settings)
     try:
@@ -166,23 +172,24 @@ def _check_topics(client: Any, settings: Settings, topics: dict[str, Topic]) -> 
                 f"topic {name!r} has {partitions} partitions and must have {topics[name].partitions}; choose another"
                 " GRACESTREAM_PREFIX, or delete the topic, and create it with `gracestream topics`"
             )
-    asked = [ConfigResource(ConfigResourceType.TOPIC, name) for name in topics]
-    configs = client.describe_configs(asked, config_filter="all")["topic"]
+    resources = [ConfigResource(ConfigResourceType.TOPIC, name) for name in topics]
+    configs = client.describe_configs(resources, config_filter="all")["topic"]
     for name, topic in topics.items():
-        found = {option: configs[name][option]["value"] for option in topic.required_config}
+        actual = {option: configs[name][option]["value"] for option in topic.required_config}
         wrong = [
-            option for option, value in topic.required_config.items() if not _satisfies(option, found[option], value)
+            option for option, value in topic.required_config.items() if not _satisfies(option, actual[option], value)
         ]
         if wrong:
-            must = _format_config(topic.required_config, wrong)
+            required = _format_config(topic.required_config, wrong)
             raise TopicError(
-                f"topic {name!r} has {_format_config(found, wrong)} and must have {must}; set it with `kafka-configs.sh"
-                f" --bootstrap-server {settings.kafka} --alter --entity-type topics --entity-name {name}"
-                f" --add-config {must}`"
+                f"topic {name!r} has {_format_config(actual, wrong)} and must have {required}; set it with"
+                f" `kafka-configs.sh --bootstrap-server {settings.kafka} --alter --entity-type topics"
+                f" --entity-name {name} --add-config {required}`"
             )
 
 
 def _satisfies(option: str, actual: str, required: str) -> bool:
+    # A larger record limit does no harm; every other option must be equal.
     return int(actual) >= int(required) if option == "max.message.bytes" else actual == required
 
 

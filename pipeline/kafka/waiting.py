@@ -1,4 +1,4 @@
-"""The wait for a service at start. It ends at once where waiting is hopeless."""
+"""Waits for a service at start, and ends at once if waiting cannot help."""
 
 import socket
 import time
@@ -7,23 +7,24 @@ from collections.abc import Callable
 from gracestream.pipeline.errors import UserError
 
 ProgressCallback = Callable[[str], None]
+"""Receives a line of text that reports the progress."""
 
 REPORT_INTERVAL_SECONDS = 5.0
-"""Seconds between two lines that say the same of a wait."""
+"""Seconds after which an unchanged reason for waiting is reported again."""
 
 
 class UnreachableError(UserError):
-    """Kafka or Redis did not answer in time; the text says where it was looked for."""
+    """Kafka or Redis did not answer in time. The text names the address and the setting to check."""
 
 
 class AccessDeniedError(UserError):
-    """Kafka or Redis does not take us, or we do not trust it; the text says which setting to look at."""
+    """Kafka or Redis rejects the user or certificate, or is not trusted. The text names the setting to check."""
 
 
 def is_dns_failure(error: BaseException | None) -> bool:
-    """Whether an error is that of a host name without an address; redis-py wraps it."""
+    """Whether an error, or an error that it wraps, is a host name without an address. redis-py wraps such errors."""
     while error is not None:
-        if isinstance(error, socket.gaierror | UnicodeError):  # the latter for what no host can be called
+        if isinstance(error, socket.gaierror | UnicodeError):  # Python raises UnicodeError for an invalid host name
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -41,28 +42,29 @@ def wait_until_reachable(
     await_name: bool,
     report: ProgressCallback,
 ) -> None:
-    """Ask until a service answers.
+    """Ping a service, about once a second, until it answers.
 
     Args:
-        service: The service and its address.
-        protocol: Over which protocol; may be empty.
-        variable: The setting that holds the address.
-        ping: Asks once, and raises where there is no answer.
-        retriable_errors: What `ping` raises where asking again may help, beside OSError and ValueError.
-        is_set: Whether the setting was set.
-        timeout_seconds: Seconds until waiting ends.
-        await_name: Wait for a host name that is unknown yet, too.
-        report: Is told what is waited for.
+        service: Name and address of the service, for messages.
+        protocol: Protocol, for messages, such as "over SSL"; may be empty.
+        variable: Name of the setting that holds the address.
+        ping: Pings once, and raises if there is no answer.
+        retriable_errors: Errors of `ping` after which it is called again, besides OSError and ValueError.
+        is_set: Whether the setting was set; if not, the remedy is to set it.
+        timeout_seconds: Limit on the waiting time.
+        await_name: Retry an unknown host name, too.
+        report: Receives a line of progress when the reason changes, and every `REPORT_INTERVAL_SECONDS`.
 
     Raises:
-        UnreachableError: `timeout_seconds` has passed, or the host name is unknown.
+        UnreachableError: no answer within `timeout_seconds`; or, without `await_name`, an unknown host name.
+        Exception: any other error of `ping`, at once.
     """
     caught: tuple[type[Exception], ...] = (*retriable_errors, OSError, ValueError)
     deadline = time.monotonic() + timeout_seconds
     remedy = f"is it running, and is {variable} right?"
     if not is_set:
         remedy = f"{variable} is not set: set it to an address, such as the one that `gracestream up` prints"
-    told, told_at = "", 0.0
+    reported_reason, reported_at = "", 0.0
     while True:
         try:
             ping()
@@ -72,13 +74,13 @@ def wait_until_reachable(
                 reason = f"its host name is unknown: {reason}"
                 if not await_name:
                     raise UnreachableError(f"{service} cannot be reached, {reason}; is {variable} right?") from error
-            left = deadline - now
-            if left <= 0:
+            remaining = deadline - now
+            if remaining <= 0:
                 answer = f"does not answer {protocol}".rstrip()
                 raise UnreachableError(f"{service} {answer} ({reason}); {remedy}") from error
-            if reason != told or now >= told_at + REPORT_INTERVAL_SECONDS:
-                report(f"waiting for {service}, {left:.0f} s more ({reason})")
-                told, told_at = reason, now
-            time.sleep(min(1.0, left))
+            if reason != reported_reason or now >= reported_at + REPORT_INTERVAL_SECONDS:
+                report(f"waiting for {service}, {remaining:.0f} s more ({reason})")
+                reported_reason, reported_at = reason, now
+            time.sleep(min(1.0, remaining))
         else:
             return

@@ -1,4 +1,4 @@
-"""Logs, metrics and health of a worker."""
+"""Logs, Prometheus metrics and the HTTP endpoints of the workers."""
 
 from gracestream.pipeline.observability.health import Health, HealthServer
 from gracestream.pipeline.observability.logs import configure_logs, silence_libraries

@@ -1,8 +1,12 @@
-"""The workers' HTTP end: `/live`, `/ready`, `/metrics` and `/state`.
+"""The HTTP endpoints of the workers: `/live`, `/ready`, `/metrics` and `/state`.
 
-`/live` says that the process works: no part of it has been at one thing for longer than `stuck_after` seconds. `/ready`
-says that it may be given work (503 with the reason, until then), `/state` as JSON which codebook it holds. It answers
-from a thread of its own, so a long forward pass does not hold it up.
+1. `/live` answers 200. It answers 503 with the reason if a part of the worker is stalled: one piece of work has taken
+   more than `stuck_after` seconds.
+2. `/ready` answers 503 with the reason until the worker can take work; then 200.
+3. `/metrics` answers the Prometheus metrics, and `/state` the state of the codebook in JSON.
+4. A separate thread answers, so a long forward pass does not delay the answer.
+
+Not promised: access control. The endpoints have neither authentication nor TLS.
 """
 
 import math
@@ -22,16 +26,19 @@ from gracestream.pipeline.observability.metrics import READY, STUCK, render_metr
 
 
 class PortError(UserError):
-    """The port cannot be listened on."""
+    """The HTTP server cannot listen on its address and port."""
 
 
 @dataclass
 class Health:
-    """What the worker says of itself. `reason` is why it is not ready.
+    """The health of a worker. The worker updates it, and `HealthServer` reports it.
 
     Attributes:
-        stuck_after: Seconds that one piece of work may take at most.
-        metrics: What `/metrics` answers.
+        stuck_after: Limit on the seconds of one piece of work.
+        ready: Whether the worker can take work.
+        reason: Why the worker is not ready.
+        state: Returns the answer of `/state`.
+        metrics: Returns the answer of `/metrics`.
     """
 
     stuck_after: float = math.inf
@@ -42,16 +49,16 @@ class Health:
     _started_at: dict[str, float] = field(default_factory=dict)
 
     def begin(self, part: str) -> None:
-        """A part of the worker begins a piece of work; the one before it is done."""
+        """Record that a part of the worker begins a piece of work; its previous one is done."""
         self._started_at[part] = time.monotonic()
 
     def end(self, part: str) -> None:
-        """A part of the worker has nothing to do until it begins a piece of work."""
+        """Record that a part of the worker is idle."""
         self._started_at.pop(part, None)
 
     @contextmanager
     def busy(self, part: str) -> Iterator[None]:
-        """For one piece of work, after which the part rests."""
+        """A context for one piece of work of a part, which is idle after it."""
         self.begin(part)
         try:
             yield
@@ -59,29 +66,31 @@ class Health:
             self.end(part)
 
     def stalled_part(self) -> str | None:
-        """Which part has been at one thing for too long, if any."""
+        """A report of the first part that has exceeded `stuck_after`; None if there is none."""
         now = time.monotonic()
-        for part, since in list(self._started_at.items()):
+        for part, since in list(self._started_at.items()):  # a copy, because other threads change the dict
             if now - since > self.stuck_after:
-                return f"the {part} is stuck: it has been at one thing for {now - since:.0f} s"
+                return f"the {part} is stalled: it has been at one piece of work for {now - since:.0f} s"
         return None
 
     def set_ready(self) -> None:
-        """`/ready` answers 200 from now on."""
+        """Report the worker as ready."""
         self.ready, self.reason = True, ""
         READY.set(1)
 
     def set_not_ready(self, reason: str) -> None:
-        """`/ready` answers 503 with this reason from now on."""
+        """Report the worker as not ready, for this reason."""
         self.ready, self.reason = False, reason
         READY.set(0)
 
 
 class HealthServer:
-    """Serves a `Health` until closed.
+    """The HTTP server of a `Health`. It runs in a thread of its own until `close`.
+
+    `url` is its address. A port of 0 takes a free port.
 
     Raises:
-        PortError: the port is taken, or the address is not this machine's.
+        PortError: the port is in use, or the address does not belong to this machine.
     """
 
     def __init__(self, health: Health, host: str, port: int) -> None:
@@ -98,7 +107,7 @@ class HealthServer:
         threading.Thread(target=self._server.serve_forever, name="health", daemon=True).start()
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop the server and close its port."""
         self._server.shutdown()
         self._server.server_close()
 
@@ -106,10 +115,10 @@ class HealthServer:
 class _Handler(BaseHTTPRequestHandler):
     health: Health
     timeout = 10.0
-    """Seconds for a request to come; who connects and says nothing keeps no thread for longer."""
+    """Seconds to wait for a request. A silent client does not occupy a thread for longer."""
 
     def do_GET(self) -> None:
-        """Answer one of the four paths."""
+        """Answer the request for a path."""
         match self.path.split("?")[0]:
             case "/live":
                 self._send_status(self.health.stalled_part())
@@ -124,7 +133,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(404, "text/plain", b"try /live, /ready, /metrics or /state\n")
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002  (the base class names it so)
-        """Nothing: probes come every few seconds."""
+        """Log nothing: probes arrive every few seconds."""
 
     def _send_status(self, failure: str | None) -> None:
         status, text = (200, "ok") if failure is None else (503, failure)

@@ -1,4 +1,4 @@
-"""The workers' log: structured events on standard error, one fact an event. Commands have none."""
+"""Sets up the log of the workers: structured events on standard error, one fact per event. Commands have no log."""
 
 import logging
 import os
@@ -8,20 +8,25 @@ from typing import Any
 import structlog
 
 REPEAT_INTERVAL_SECONDS = 10.0
-"""Seconds within which a library's warning is not said again: a client that lost Kafka says so ten times a second."""
+"""Seconds in which an equal warning of a library is not repeated.
+
+A Kafka client without a connection logs about ten warnings a second.
+"""
 
 
 def configure_logs(log_format: str, **fields: Any) -> None:
-    """Set up structlog, and send the warnings of libraries the same way. `fields` stand in every event.
+    """Set up the log for structlog and for warnings of libraries.
 
-    What a library says has its logger's name beside it, as `logger`.
+    Args:
+        log_format: "json" or "text".
+        fields: Added to every event. Events of libraries also have the name of the logger, as `logger`.
     """
 
-    def name(_logger: Any, _method: str, event: dict[str, Any]) -> dict[str, Any]:
+    def add_fields(_logger: Any, _method: str, event: dict[str, Any]) -> dict[str, Any]:
         return {**event, **fields}
 
     shared: list[Any] = [
-        name,
+        add_fields,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.format_exc_info,
@@ -36,37 +41,37 @@ def configure_logs(log_format: str, **fields: Any) -> None:
         cache_logger_on_first_use=True,
     )
     handler = logging.StreamHandler(sys.stderr)
-    last = [structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer]
+    final_processors = [structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer]
     handler.addFilter(_is_relevant)
     handler.addFilter(_RepeatFilter())
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
-            processors=last, foreign_pre_chain=[structlog.stdlib.add_logger_name, *shared]
+            processors=final_processors, foreign_pre_chain=[structlog.stdlib.add_logger_name, *shared]
         )
     )
     root = logging.getLogger()
-    root.handlers[:] = [handler]
+    root.handlers[:] = [handler]  # replaces handlers that libraries added when they were imported
     root.setLevel(logging.WARNING)
 
 
 def silence_libraries() -> None:
-    """Keep what libraries log from the standard error of a command, which says itself what went wrong.
+    """Keep log records of libraries from the standard error of a command. The command reports errors itself.
 
-    Python prints their warnings where no log is set up: aiokafka's have several for each attempt to reach a broker.
+    Without a handler, Python prints warnings. aiokafka logs several for each failed connection to a broker.
     """
     logging.getLogger().addHandler(logging.NullHandler())
-    # The client of the model hub has a handler of its own, and takes its level from here when it is imported.
+    # The client of the model hub has its own handler. It takes its level from this variable when it is imported.
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
 def _is_relevant(record: logging.LogRecord) -> bool:
-    """Whether a warning says something: kafka-python's event loop reports each step over 0.1 s, as on a busy core."""
+    """Whether a record is worth logging. kafka-python warns of each step over 0.1 s, which is common on a busy core."""
     return not (record.name == "kafka.net.selector" and "blocking the event loop" in record.getMessage())
 
 
 class _RepeatFilter(logging.Filter):
-    """Passes what was not said, word for word, in the last `REPEAT_INTERVAL_SECONDS` seconds."""
+    """Drops a record if an equal text was logged in the last `REPEAT_INTERVAL_SECONDS`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,6 +80,7 @@ class _RepeatFilter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         text = (record.name, record.getMessage())
         self._last_logged = {
-            said: at for said, at in self._last_logged.items() if record.created < at + REPEAT_INTERVAL_SECONDS
+            logged: at for logged, at in self._last_logged.items() if record.created < at + REPEAT_INTERVAL_SECONDS
         }
+        # A new text gets this record's time. A repeated one keeps the earlier time, and so differs.
         return self._last_logged.setdefault(text, record.created) == record.created

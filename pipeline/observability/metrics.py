@@ -1,7 +1,7 @@
 """Prometheus metrics of the workers.
 
-What both kinds have is in prometheus-client's own registry, with the figures of the process. Each kind has another one
-beside it, so that no worker shows zeros of the other kind.
+Metrics of both kinds of worker are in the default registry of prometheus-client, with the metrics of the process. Each
+kind has a further registry, so that no worker exports metrics of the other kind as zeros.
 """
 
 from typing import get_args
@@ -11,9 +11,13 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 from gracestream.schemas.messages import Status
 
 REPLICA_REGISTRY = CollectorRegistry()
+"""Metrics of inference replicas."""
+
 EDITOR_REGISTRY = CollectorRegistry()
+"""Metrics of the editor."""
 
 LATENCY_BUCKETS_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+"""Upper bounds of the histograms of times, in seconds."""
 
 # Both kinds of worker.
 CODEBOOK_SEQ = Gauge("gracestream_codebook_seq", "Newest delta that the codebook in use has applied.")
@@ -24,13 +28,11 @@ READY = Gauge("gracestream_ready", "1 while /ready answers 200, else 0.")
 STUCK = Gauge("gracestream_stuck", "1 while /live answers 503, else 0.")
 
 # Inference replicas.
-HEAD_SEQ = Gauge("gracestream_head_seq", "Newest delta that is live, as Redis says.", registry=REPLICA_REGISTRY)
-REQUESTS_TOTAL = Counter(
-    "gracestream_requests_total", "Requests by what became of them.", ["outcome"], registry=REPLICA_REGISTRY
-)
+HEAD_SEQ = Gauge("gracestream_head_seq", "Newest published delta, according to Redis.", registry=REPLICA_REGISTRY)
+REQUESTS_TOTAL = Counter("gracestream_requests_total", "Requests by outcome.", ["outcome"], registry=REPLICA_REGISTRY)
 REPLIES_REFUSED = Counter(
     "gracestream_replies_refused_total",
-    "Replies that their topic did not take, and that an error or a dead letter stands for.",
+    "Replies that their topic rejected; an error or a dead letter replaces each.",
     registry=REPLICA_REGISTRY,
 )
 EDITED_ANSWERS = Counter(
@@ -60,12 +62,12 @@ BATCH_SIZE = Histogram(
 )
 RADIUS_MISMATCH = Counter(
     "gracestream_radius_mismatch_total",
-    "Radii in Redis that are not the log's; the log's served.",
+    "Radii in Redis that differ from the log; the log's radii served.",
     registry=REPLICA_REGISTRY,
 )
 SNAPSHOTS_REFUSED = Counter(
     "gracestream_snapshots_refused_total",
-    "Snapshots that a start passed over: missing, corrupt, or of another log.",
+    "Snapshots skipped at start: missing, corrupt, or of another log.",
     registry=REPLICA_REGISTRY,
 )
 
@@ -73,7 +75,7 @@ SNAPSHOTS_REFUSED = Counter(
 FEEDBACK_TOTAL = Counter(
     "gracestream_feedback_total", "Feedback records by outcome.", ["status"], registry=EDITOR_REGISTRY
 )
-FEEDBACK_LAG = Gauge("gracestream_feedback_lag", "Feedback records that wait.", registry=EDITOR_REGISTRY)
+FEEDBACK_LAG = Gauge("gracestream_feedback_lag", "Feedback records that are waiting.", registry=EDITOR_REGISTRY)
 FEEDBACK_BLOCKED = Gauge(
     "gracestream_feedback_blocked",
     "Feedback records behind a transaction that was left open.",
@@ -81,7 +83,7 @@ FEEDBACK_BLOCKED = Gauge(
 )
 EDIT_SECONDS = Histogram(
     "gracestream_edit_seconds",
-    "From taking a feedback record to its live delta.",
+    "From reading a feedback record to publishing its delta.",
     buckets=LATENCY_BUCKETS_SECONDS,
     registry=EDITOR_REGISTRY,
 )
@@ -99,7 +101,7 @@ SNAPSHOT_FAILURES = Counter(
     "gracestream_snapshot_failures_total", "Snapshots that could not be written.", registry=EDITOR_REGISTRY
 )
 
-# From the first scrape on each series is there: the increase of one that begins at 1 would be none.
+# Create each series at 0. Prometheus computes no increase for a series that first appears at 1.
 for _outcome in ("ok", "error", "rejected"):
     REQUESTS_TOTAL.labels(_outcome)
 for _status in (*get_args(Status), "unreadable"):
@@ -107,12 +109,12 @@ for _status in (*get_args(Status), "unreadable"):
 
 
 def set_codebook_gauges(seq: int, term: int, entries: int) -> None:
-    """Set the gauges of the codebook in use: its newest delta, that delta's term, and its number of entries."""
+    """Set the gauges of the codebook in use: seq and term of its newest delta, and its number of entries."""
     CODEBOOK_SEQ.set(seq)
     CODEBOOK_TERM.set(term)
     CODEBOOK_ENTRIES.set(entries)
 
 
 def render_metrics(*registries: CollectorRegistry) -> bytes:
-    """What `/metrics` answers: the shared metrics, and those of the worker's own kind."""
+    """The answer of `/metrics`: the shared metrics, and those in `registries`."""
     return b"".join(generate_latest(registry) for registry in (REGISTRY, *registries))

@@ -1,4 +1,4 @@
-"""Projections of the log: the published head in Redis, and snapshots in files."""
+"""Copies of what the log holds: the published head in Redis, and snapshots in files."""
 
 from gracestream.pipeline.stores.redis_client import ping_redis, redact_url, redis_client, wait_for_redis
 from gracestream.pipeline.stores.redis_head import Head, RedisHeadStore, StaleHeadError

@@ -1,8 +1,8 @@
-"""Redis: a client made from settings, its TLS, and the wait for it at start.
+"""Creates Redis clients from the settings, with TLS, and waits for Redis at start.
 
-1. No text made here holds a password.
-2. What `permanent_redis_failure` recognises is final: waiting ends at once for a wrong password or an untrusted
-   certificate.
+1. No message made here contains a password.
+2. The wait ends at once on a final failure (`permanent_redis_failure`): a wrong password, an untrusted certificate.
+3. A call takes a limited time and returns an answer of limited size (`pipeline.stores.redis_bounds`).
 """
 
 import re
@@ -26,7 +26,10 @@ from gracestream.pipeline.stores.redis_bounds import BoundedParser, ask_redis
 
 
 def redis_client(settings: Settings, timeout: float = 1.0) -> Redis:
-    """A client whose calls take `timeout` seconds at most, so that a lost Redis never holds up a batch for long."""
+    """A Redis client. An answer, and a connection, must arrive within `timeout` seconds.
+
+    The limit keeps a lost Redis from delaying a micro-batch for long.
+    """
     return Redis.from_url(
         settings.redis,
         socket_timeout=timeout,
@@ -37,36 +40,36 @@ def redis_client(settings: Settings, timeout: float = 1.0) -> Redis:
 
 
 def ping_redis(settings: Settings, timeout_seconds: float) -> None:
-    """See that Redis answers, within `timeout_seconds` seconds.
+    """Check once that Redis answers within `timeout_seconds`.
 
     Raises:
-        AccessDeniedError: it does not take us, or is not trusted.
-        SettingsError: the URL is none.
-        RedisError, OSError: it does not answer, or its answer is malformed.
+        AccessDeniedError: Redis rejects the user or certificate, or its certificate is not trusted.
+        SettingsError: the URL in the settings is invalid.
+        RedisError, OSError: Redis does not answer, or its answer is malformed.
     """
     try:
         client = redis_client(settings, timeout_seconds)
-    except ValueError as error:  # its text may show a part of the password
+    except ValueError as error:  # its text is not shown: it may contain a part of the password
         raise SettingsError(
-            "GRACESTREAM_REDIS is no URL of a Redis such as redis://localhost:6379/0 or rediss://user:password@host:6379"
+            "GRACESTREAM_REDIS is not a URL of a Redis such as redis://localhost:6379/0 or rediss://user:password@host:6379"
             " (with @ : / ? # in a password as %40 %3A %2F %3F %23)"
         ) from error
     try:
         with client:
             ask_redis(client, client.ping)
     except (RedisError, OSError) as error:
-        if refused := permanent_redis_failure(error, settings):
-            raise AccessDeniedError(refused) from error
+        if failure := permanent_redis_failure(error, settings):
+            raise AccessDeniedError(failure) from error
         raise
 
 
 def wait_for_redis(settings: Settings, report: ProgressCallback) -> None:
-    """Wait until Redis answers, for as long as a replica does without it before it follows the log.
+    """Wait until Redis answers, for at most `redis_grace` seconds. Workers start without it after that.
 
     Raises:
-        UnreachableError: not within `redis_grace`.
-        SettingsError: the URL is none.
-        AccessDeniedError: it does not take us, or is not trusted; at once.
+        UnreachableError: no answer within `redis_grace`.
+        SettingsError: the URL in the settings is invalid; raised at once.
+        AccessDeniedError: Redis rejects the user or certificate, or is not trusted; raised at once.
     """
     wait_until_reachable(
         f"Redis at {redact_url(settings.redis)}",
@@ -82,16 +85,16 @@ def wait_for_redis(settings: Settings, report: ProgressCallback) -> None:
 
 
 def redis_security_options(settings: Settings) -> dict[str, Any]:
-    """Options of redis-py's `from_url`, beside the URL, whose own password wins.
+    """Security options for redis-py's `from_url`. A password in the URL takes precedence.
 
     Raises:
-        SettingsError: a file of certificates or keys is not what it must be.
+        SettingsError: a file of certificates or keys cannot be used.
     """
     options: dict[str, Any] = {}
     if password := settings.redis_password.get_secret_value():
         options["password"] = password
     if settings.redis_ca:
-        create_tls_context(settings.redis_ca, "GRACESTREAM_REDIS_CA")
+        create_tls_context(settings.redis_ca, "GRACESTREAM_REDIS_CA")  # only checks the file
         options["ssl_ca_certs"] = settings.redis_ca
     if settings.redis_certificate:
         load_client_cert(
@@ -103,20 +106,19 @@ def redis_security_options(settings: Settings) -> dict[str, Any]:
 
 
 def permanent_redis_failure(error: BaseException, settings: Settings) -> str | None:
-    """Likewise, for what a client of Redis raised."""
+    """The reason and the remedy if a retry cannot help; None if the failure may be temporary."""
     where = f"Redis at {redact_url(settings.redis)}"
     if isinstance(error, AuthenticationError | NoPermissionError):
         return (
             f"{where} refuses this user ({error_message(error)}); check the user and the password in"
-            " GRACESTREAM_REDIS and"
-            " GRACESTREAM_REDIS_PASSWORD"
+            " GRACESTREAM_REDIS and GRACESTREAM_REDIS_PASSWORD"
         )
     return permanent_tls_failure(error, where, "GRACESTREAM_REDIS", "the scheme of GRACESTREAM_REDIS")
 
 
 def redact_url(url: str) -> str:
-    """The URL of a Redis as it may be shown: without user, password and options.
+    """The URL of a Redis without user, password and options, for messages.
 
-    Everything up to the last @ goes: a password that was not percent-encoded may hold any character.
+    Everything up to the last @ is removed, because a password without percent-encoding may contain any character.
     """
     return re.sub(r"//.*@", "//", url, flags=re.DOTALL).partition("?")[0]

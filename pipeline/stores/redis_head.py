@@ -1,12 +1,17 @@
-"""Redis: which delta is live, and the radius of every entry (design, section 5, points 4 and 5).
+"""Stores the published head and the radius of every entry in Redis (docs/explanation/consistency.md).
 
-Three keys a codebook, in one slot of a cluster: `head` (term, seq, digest), `radii` (entry id: radius) and `changed`
-(entry id, scored by the seq that last changed its radius). Radii are written as the shortest decimal of the float32.
-Writes and reads are one script each, so nobody sees a head without its radii.
+Each codebook has three keys, in one slot of a cluster. `head` has the term, seq and digest of the head. `radii` has the
+radius of each entry id, as the shortest decimal of a float32. `changed` is a sorted set of entry ids; the score is the
+seq that last changed the radius.
 
-Redis is untrusted input. Keys may be of any type and hold anything; a read takes a bounded number of bytes and raises
-RedisError for a head that no editor wrote, and for an answer that redis-py cannot read. A write replaces what no editor
-wrote.
+1. Each read and each write is one script, and Redis runs scripts one at a time. A head is never visible without its
+   radii.
+2. A write never replaces a head of a newer term or seq.
+3. Redis is untrusted input: a key may have any type and content. A read transfers a limited number of bytes. It raises
+   RedisError for a head that no editor wrote, and for an answer that redis-py cannot parse.
+4. A write replaces whatever no editor wrote.
+
+Not promised: durability. The log is the truth, and `rebuild` restores a lost or altered Redis from it.
 """
 
 import re
@@ -33,7 +38,10 @@ local function count(text) return #text <= 16 and string.match(text, '^%d+$') an
 local empty = head[1] == '' and head[2] == '' and head[3] == ''
 local written = count(head[1]) and count(head[2]) and #head[3] == 64 and string.match(head[3], '^[0-9a-f]+$')
 """
-"""The head as an editor writes it; `written`: whether one did."""
+"""Lua: reads the head. `written` is true if it has the form that an editor writes; `empty` if there is none.
+
+A longer field is not transferred, and becomes '?'. Numbers stay below 2^53, which Lua represents exactly.
+"""
 
 _PUBLISH_SCRIPT = (
     """
@@ -55,6 +63,16 @@ if ARGV[4] == 'live' then redis.call('HSET', KEYS[1], 'term', ARGV[1], 'seq', AR
 return 1
 """
 )
+"""Lua: writes radii and, in the last call of a write, the head.
+
+ARGV: term, seq, digest, 'live' to write the head, 'anew' to delete all radii first, then pairs of entry id and radius.
+An empty radius removes it.
+
+1. Delete keys of a type that no editor writes; other commands would fail on them.
+2. Return 0 if the present head is newer.
+3. Write the radii, with their seq in `changed`.
+4. Write the head, and return 1.
+"""
 
 _READ_SCRIPT = (
     _HEAD_SCRIPT
@@ -73,12 +91,20 @@ end
 return answer
 """
 )
+"""Lua: reads the head and the radii that changed after it.
+
+ARGV: the seq after which changes are wanted, the limit on their number, and the limit on their bytes. The answer is
+empty without a head, and has '?' in place of a head that no editor wrote. Radii of deltas after the head are left out.
+"""
 
 RADII_PER_SCRIPT = 2000
-"""Radii of one script call; Redis serves nobody else meanwhile, and a script takes some thousand arguments."""
+"""Limit on the radii of one script call.
+
+Redis serves no other client during a script, and a script accepts a limited number of arguments, some thousands.
+"""
 
 MAX_CHANGED_BYTES = 2**20
-"""Of entry ids and radii that are read at once; those beyond are not compared with the log's."""
+"""Limit on the bytes of changed entry ids and radii in one read; radii beyond it are not compared with the log."""
 
 _COUNT_PATTERN = re.compile(rb"\d{1,16}")
 _DIGEST_PATTERN = re.compile(rb"[0-9a-f]{64}")
@@ -86,7 +112,14 @@ _DIGEST_PATTERN = re.compile(rb"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What is live: the delta (term, seq, digest in hex), and radii that changed since the seq that was asked about."""
+    """The published head.
+
+    Attributes:
+        term: Term of the published delta.
+        seq: Its sequence number.
+        digest: Its digest in hex.
+        changed_radii: By entry id, radii that changed after the seq of the query; None for a removed entry.
+    """
 
     term: int
     seq: int
@@ -95,11 +128,11 @@ class Head:
 
 
 class StaleHeadError(UserError):
-    """Redis knows a newer head than the one that was to be written: another editor leads, or the log was lost."""
+    """Redis has a newer head than the one to write: another editor has acquired leadership, or the log was lost."""
 
 
 class RedisHeadStore:
-    """The keys of one codebook. Raises redis-py's RedisError where Redis does not answer."""
+    """The head and the radii of one codebook in Redis. Methods raise RedisError if Redis does not answer."""
 
     def __init__(self, client: Redis, settings: Settings) -> None:
         name = f"{settings.prefix}gracestream:{{{settings.codebook}}}"
@@ -110,7 +143,13 @@ class RedisHeadStore:
         self._read = client.register_script(_READ_SCRIPT)
 
     def read_head(self, since: int) -> Head | None:
-        """The head, and up to 2,000 radii that changed after delta `since`; None when nothing was ever live."""
+        """The published head, with up to `RADII_PER_SCRIPT` radii that changed after delta `since`.
+
+        It returns None if no delta was ever published.
+
+        Raises:
+            RedisError: no answer; or the head was not written by an editor.
+        """
         answer = ask_redis(
             self._client, lambda: self._read(keys=self._keys, args=[since, RADII_PER_SCRIPT, MAX_CHANGED_BYTES])
         )
@@ -121,7 +160,7 @@ class RedisHeadStore:
             if not (
                 _COUNT_PATTERN.fullmatch(term) and _COUNT_PATTERN.fullmatch(seq) and _DIGEST_PATTERN.fullmatch(digest)
             ):
-                raise ValueError("this is no head")  # noqa: TRY301  (one sentence says it for all)
+                raise ValueError("this is not a head")  # noqa: TRY301  (all such faults have one message)
             changed = {
                 entry.decode(errors="backslashreplace"): _parse_radius(radius)
                 for entry, radius in zip(pairs[::2], pairs[1::2], strict=True)
@@ -129,23 +168,23 @@ class RedisHeadStore:
             return Head(int(term), int(seq), digest.decode(), changed)
         except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
             raise DataError(
-                f"{self._keys[0]} or {self._keys[1]} holds what gracestream never wrote: {error}"
+                f"{self._keys[0]} or {self._keys[1]} holds content that gracestream did not write: {error}"
             ) from error
 
     def read_radii(self) -> dict[str, float]:
-        """Every radius."""
+        """All radii, by entry id."""
         return {entry.decode(): float(radius) for entry, radius in self._client.hgetall(self._keys[1]).items()}
 
     def count_radii(self) -> int:
-        """How many radii there are."""
+        """The number of radii."""
         count: int = ask_redis(self._client, lambda: self._client.hlen(self._keys[1]))
         return count
 
     def publish(self, applied: AppliedDelta, codebook: Codebook) -> None:
-        """Make the delta that the codebook has just applied live.
+        """Publish the delta that the codebook has just applied: its radii, then the head.
 
         Raises:
-            StaleHeadError: a newer delta or term is live already.
+            StaleHeadError: a newer delta or term is published already.
         """
         changes = {
             change.entry_id: _format_radius(codebook, change.entry_id) if change.entry_id in codebook else ""
@@ -154,15 +193,18 @@ class RedisHeadStore:
         self._write(changes, codebook, "")
 
     def rebuild(self, codebook: Codebook) -> None:
-        """Write every radius and the head in place of what is there: for a Redis that is not as the log says.
+        """Replace everything by the radii and the head of a codebook, if Redis does not agree with the log.
 
         Raises:
-            StaleHeadError: a newer delta or term is live already.
+            StaleHeadError: a newer delta or term is published already.
         """
         self._write({entry_id: _format_radius(codebook, entry_id) for entry_id in codebook.entry_ids}, codebook, "anew")
 
     def _write(self, changes: dict[str, str], codebook: Codebook, mode: str) -> None:
-        """The head comes with the last radii: until then replicas serve what was live before."""
+        """Write radii ('' removes one) in several scripts; the last one writes the head.
+
+        Until then, replicas serve the head published before. With the mode "anew", the first script deletes all radii.
+        """
         pairs = list(changes.items())
         for start in range(0, max(len(pairs), 1), RADII_PER_SCRIPT):
             flat = [part for pair in pairs[start : start + RADII_PER_SCRIPT] for part in pair]
@@ -171,8 +213,8 @@ class RedisHeadStore:
             args: list[str | int] = [codebook.term, codebook.seq, codebook.digest.hex(), last, first, *flat]
             if not ask_redis(self._client, partial(self._publish, keys=self._keys, args=args)):
                 raise StaleHeadError(
-                    f"delta {codebook.seq} of term {codebook.term} is not made live: Redis has a newer one;"
-                    " another editor has led since, or the log was lost"
+                    f"delta {codebook.seq} of term {codebook.term} is not published: Redis has a newer one;"
+                    " another editor has acquired leadership, or the log was lost"
                 )
 
 
@@ -181,7 +223,7 @@ def _format_radius(codebook: Codebook, entry_id: str) -> str:
 
 
 def _parse_radius(text: bytes) -> float | None:
-    """A radius as it was written; not a number where it is none, which is unlike any of the log's."""
+    """A radius; None for a removed entry; NaN for malformed text, since NaN differs from every radius of the log."""
     try:
         return float(text) if text else None
     except ValueError:

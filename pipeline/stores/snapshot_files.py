@@ -1,13 +1,13 @@
-"""Where snapshot files lie: a local folder, or any URL that fsspec has a driver for (s3://, gs://, memory://, …).
+"""Stores snapshot files in a local folder, or at any URL with an fsspec driver (s3://, gs://, memory://, …).
 
-The URL is configuration and is trusted. Its credentials come from the environment, as the driver documents; those that
-the URL itself has are in no manifest, error or log. What is read under it is not trusted: a file is asked for by its
-plain name, never by an address that a record gives, and no more of it is read than its manifest says.
+1. A file appears whole or not at all. In a local folder, it is written under a temporary name and renamed. Elsewhere,
+   it is uploaded in one piece, and its size is checked.
+2. A file is never replaced by other content, because its name has the delta and the first digits of its SHA-256.
+3. Manifests, errors and logs contain no credentials of the URL. Drivers take further credentials from the environment.
+4. The URL is trusted, but its files are not. A file is read by its plain name in the folder, never at an address from a
+   record. At most one byte more than its manifest states is read.
 
-A file appears whole or not at all: in a folder under a temporary name that is then renamed (what a writer that was
-killed leaves in its folder `.writing-…`, another one deletes an hour later); elsewhere it is put under its name in one
-piece and its size is compared. A name bears the delta and the beginning of the file's own SHA-256, so no content ever
-replaces another.
+A killed writer leaves a folder `.writing-…`. Another writer deletes it after `ABANDONED_SECONDS`.
 """
 
 import hashlib
@@ -27,31 +27,34 @@ from gracestream.pipeline.codebook import Codebook, save_codebook
 from gracestream.pipeline.errors import UserError
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9._%~-]+\.safetensors")
+"""Plain file names only: there is no slash, so a manifest cannot name a file outside the folder."""
+
 _STAGING_PREFIX = ".writing-"
+"""Prefix of the temporary folders of writers."""
 
 ABANDONED_SECONDS = 3600.0
-"""No writer is at one file for so long, unless it was killed."""
+"""Age in seconds at which a temporary folder is deleted. No writer takes this long unless it was killed."""
 
 _URL_CREDENTIALS = re.compile(r"(?<=://)(?:([^/@]*):(.*)|([^/@]*))@", re.DOTALL)
-"""User and password, which may hold any character, since secret keys of S3 have slashes."""
+"""Matches user and password. The password may contain any character: secret keys of S3 contain slashes."""
 
 
 def split_url_secrets(url: str) -> tuple[str, list[str]]:
-    """A URL of snapshots as it may be shown, without user, password and options; and what was left out of it."""
+    """The URL without user, password and options, for messages; and the removed parts, also decoded."""
     if "://" not in url or url.startswith("file://"):
         return url, []
     shown, _, options = _URL_CREDENTIALS.sub("", url).partition("?")
-    found = [part for match in _URL_CREDENTIALS.finditer(url) for part in (match[0], *match.groups()) if part]
-    return shown, [*found, *(unquote(part) for part in found), *([options] if options else [])]
+    secrets = [part for match in _URL_CREDENTIALS.finditer(url) for part in (match[0], *match.groups()) if part]
+    return shown, [*secrets, *(unquote(part) for part in secrets), *([options] if options else [])]
 
 
 class SnapshotError(UserError):
-    """A snapshot that cannot be written or used; the text says why."""
+    """A snapshot cannot be written or used. The text gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file as it was written."""
+    """A snapshot file that was written: its address, SHA-256 in hex, and size in bytes."""
 
     uri: str
     sha256: str
@@ -59,10 +62,10 @@ class StoredFile:
 
 
 class SnapshotStore:
-    """One folder of snapshots.
+    """The folder of snapshots at a URL.
 
     Raises:
-        SnapshotError: fsspec has no such store, or its driver is not installed.
+        SnapshotError: fsspec does not know the protocol, or its driver is not installed.
     """
 
     def __init__(self, url: str) -> None:
@@ -75,19 +78,20 @@ class SnapshotStore:
             ) from self._cause(error)
         self._root = self._root.rstrip("/")
         self.url: str = shown.rstrip("/") if self._secrets else self._filesystem.unstrip_protocol(self._root)
-        """Without user and password."""
+        """URL of the folder, without user, password and options."""
         self._local = isinstance(self._filesystem, LocalFileSystem)
 
     def put(self, codebook: Codebook, stem: str) -> StoredFile:
-        """Write a codebook to a file of its own, whose name begins with `stem`.
+        """Write a codebook to a new file, whose name begins with `stem`.
 
         Raises:
-            SnapshotError: it cannot be written there.
+            SnapshotError: the file cannot be written.
         """
         try:
             if self._local:
                 Path(self._root).mkdir(parents=True, exist_ok=True)
                 self._delete_abandoned()
+            # The temporary folder of a local store is inside the store, because a rename must stay in one file system.
             with tempfile.TemporaryDirectory(prefix=_STAGING_PREFIX, dir=self._root if self._local else None) as folder:
                 staged = Path(folder) / "codebook"
                 save_codebook(codebook, staged)
@@ -105,14 +109,14 @@ class SnapshotStore:
         return StoredFile(f"{self.url}/{name}", sha256, size)
 
     def read(self, uri: str, size: int) -> bytes:
-        """The content of a file of this folder, which must have `size` bytes.
+        """The content of a file in this folder, which must have `size` bytes.
 
         Raises:
-            SnapshotError: it is no file of this folder, is missing, or has another size.
+            SnapshotError: `uri` is not in this folder, or the file is missing, cannot be read, or has another size.
         """
         path = self._path(uri)
         try:
-            data: bytes = self._filesystem.cat_file(path, start=0, end=size + 1)
+            data: bytes = self._filesystem.cat_file(path, start=0, end=size + 1)  # one byte more shows a larger file
         except FileNotFoundError as error:
             raise SnapshotError("the file is not there") from self._cause(error)
         except Exception as error:  # noqa: BLE001  (each driver fails in its own way)
@@ -122,10 +126,10 @@ class SnapshotStore:
         return data
 
     def delete(self, uri: str) -> None:
-        """Delete a file of this folder; one that is gone already is none.
+        """Delete a file in this folder, if it still exists.
 
         Raises:
-            SnapshotError: it is no file of this folder, or cannot be deleted.
+            SnapshotError: `uri` is not in this folder, or the file cannot be deleted.
         """
         path = self._path(uri)
         try:
@@ -136,23 +140,24 @@ class SnapshotStore:
             raise SnapshotError(f"{uri} cannot be deleted: {self._describe_error(error)}") from self._cause(error)
 
     def _describe_error(self, error: Exception) -> str:
-        """What a driver says; only the type of its error where the text may hold a part of a secret."""
+        """The text of a driver's error; only its type if the text may contain a part of a secret."""
         parts = [part for secret in self._secrets for part in re.split(r"\W+", secret) if part]
         text = str(error)
         return type(error).__name__ if not text or any(part in text for part in parts) else text
 
     def _cause(self, error: Exception) -> Exception | None:
-        """The error itself, unless a traceback of it may show a secret."""
+        """The error as the cause of another one; None if its traceback may show a secret."""
         return None if self._secrets else error
 
     def _delete_abandoned(self) -> None:
-        """Delete what writers that were killed have left; another one may be at it as well."""
+        """Delete the temporary folders of killed writers. Another writer may do so at the same time."""
         for folder in Path(self._root).glob(f"{_STAGING_PREFIX}*"):
             with suppress(OSError):
                 if time.time() > folder.stat().st_mtime + ABANDONED_SECONDS:
                     shutil.rmtree(folder)
 
     def _move(self, staged: Path, name: str, size: int) -> None:
+        """Put a complete file into the store under its name (guarantee 1)."""
         if self._local:
             staged.replace(Path(self._root) / name)
             return
@@ -163,7 +168,12 @@ class SnapshotStore:
             raise SnapshotError(f"{self.url}/{name} has {stored} bytes after {size} were written to it")
 
     def _path(self, uri: str) -> str:
+        """The path for the driver of a file in this folder.
+
+        Raises:
+            SnapshotError: `uri` is not in this folder, or not a plain name of a snapshot.
+        """
         folder, _, name = uri.rpartition("/")
         if folder != self.url or _FILE_NAME.fullmatch(name) is None:
-            raise SnapshotError(f"{split_url_secrets(uri)[0]} is no file of GRACESTREAM_SNAPSHOT_URL={self.url}")
+            raise SnapshotError(f"{split_url_secrets(uri)[0]} is not a file in GRACESTREAM_SNAPSHOT_URL={self.url}")
         return f"{self._root}/{name}"

@@ -1,16 +1,20 @@
-"""Snapshots: a codebook as of one delta, so that a starting replica need not fold all of history (design, section 5).
+"""Snapshots of a codebook, so that a starting replica need not replay the whole log (docs/explanation/consistency.md).
 
-What they guarantee:
+Guarantees:
 
-1. Snapshot and tail equal a full replay, bit for bit: the same entries in the same slots.
-2. A manifest is written only after its file is complete, and only for a delta that the log holds.
-3. `load_newest_snapshot` gives back only what was proven: the file has the size and SHA-256 of its manifest and says of
-   itself what the manifest says, and the log holds the snapshot's digest at the manifest's offset. The chain of digests
-   makes that digest stand for the whole history before it, so a topic that was lost, cut short or made anew is noticed.
-4. Whatever does not fit is passed over for the next older snapshot, with a warning; without any, the log is read.
+1. A snapshot and the deltas after it give the same codebook as a full replay, bit for bit: the same entries in the same
+   slots.
+2. A manifest is written only after its file is complete. The caller passes the offset of a committed delta.
+3. `load_newest_snapshot` returns only a verified snapshot. The file has the size, SHA-256 and contents of its manifest.
+   The log has the digest of the snapshot at the offset of the manifest. A digest stands for the whole history before
+   it, so a lost, truncated or recreated topic is detected.
+4. A snapshot that fails a check is skipped with a warning, and the next older one is tried. Without a valid snapshot,
+   replicas read the whole log.
 
-Manifests are keyed by codebook and seq, so that compaction leaves older ones alone: they are there for when a newer one
-is of no use. Whoever writes one deletes, by tombstones, all but the `snapshot_keep` written last, and then their files.
+The key of a manifest is codebook and seq, so compaction keeps older manifests as a fallback. A writer deletes all but
+the last `snapshot_keep` manifests with tombstones, and then their files.
+
+Not promised: that every snapshot file has a manifest. A writer may fail between the two; the file then does no harm.
 """
 
 import hashlib
@@ -39,41 +43,41 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A codebook, and the offset in `deltas` of the last delta that it holds."""
+    """A codebook, and the offset in `deltas` of the last delta that it has applied."""
 
     codebook: Codebook
     offset: int
 
 
 def list_manifests(settings: Settings, codebook: str) -> dict[bytes | None, SnapshotManifest]:
-    """Those of one codebook by their keys, in the order in which they were written.
+    """The manifests of a codebook by record key, in the order in which they were written.
 
     Raises:
-        TopicError: there is no topic of them.
+        TopicError: the topic of manifests does not exist.
     """
-    found: dict[bytes | None, SnapshotManifest] = {}
+    manifests: dict[bytes | None, SnapshotManifest] = {}
     for record in read_topic(settings, SNAPSHOTS):
-        found.pop(record.key, None)
+        manifests.pop(record.key, None)  # so that a rewritten manifest moves to the end of the order
         if record.value is None:
             continue
         try:
-            found[record.key] = decode(record.value, SnapshotManifest)
+            manifests[record.key] = decode(record.value, SnapshotManifest)
         except InvalidMessage as error:
             log.warning("manifest_unreadable", offset=record.offset, reason=str(error))
-    return {key: manifest for key, manifest in found.items() if manifest.codebook == codebook}
+    return {key: manifest for key, manifest in manifests.items() if manifest.codebook == codebook}
 
 
 def load_newest_snapshot(settings: Settings, model: str, layer: str, max_seq: int | None = None) -> Snapshot | None:
-    """The newest good snapshot for this model and layer, of delta `max_seq` at most; None where there is none.
+    """The newest valid snapshot for this model and layer, of delta `max_seq` at most; None if there is none.
 
     Raises:
-        SnapshotError: there is no such store.
-        TopicError: there is no topic of manifests.
+        SnapshotError: the store cannot be used.
+        TopicError: the topic of manifests does not exist.
         KafkaError: Kafka does not answer.
     """
     store = SnapshotStore(settings.snapshot_url)
-    known = list_manifests(settings, settings.codebook).values()
-    for manifest in sorted(known, key=lambda manifest: manifest.seq, reverse=True):
+    manifests = list_manifests(settings, settings.codebook).values()
+    for manifest in sorted(manifests, key=lambda manifest: manifest.seq, reverse=True):
         if max_seq is not None and manifest.seq > max_seq:
             continue
         started = time.perf_counter()
@@ -91,16 +95,17 @@ def load_newest_snapshot(settings: Settings, model: str, layer: str, max_seq: in
 
 
 def write_snapshot(settings: Settings, snapshot: Snapshot) -> SnapshotManifest:
-    """Write a snapshot: its file, then its manifest; and then delete what is beyond `snapshot_keep`.
+    """Write a snapshot, return its manifest, and delete snapshots beyond `snapshot_keep`.
 
     Raises:
         SnapshotError: the file cannot be written.
-        TopicError: there is no topic of manifests.
+        TopicError: the topic of manifests does not exist.
         KafkaError: the manifest cannot be written; the file stays and does no harm.
     """
     codebook = snapshot.codebook
     store = SnapshotStore(settings.snapshot_url)
     older = list_manifests(settings, codebook.name)
+    # 1. Write the file.
     stored = store.put(codebook, quote(settings.topic(codebook.name), safe=""))
     manifest = SnapshotManifest(
         v=SCHEMA_VERSION,
@@ -122,24 +127,27 @@ def write_snapshot(settings: Settings, snapshot: Snapshot) -> SnapshotManifest:
     topic = settings.topic(SNAPSHOTS)
     client = producer(settings)
     try:
+        # 2. Publish the manifest, now that its file is complete.
         client.send(topic, key=key, value=encode(manifest), partition=0).get(timeout=30)
-        gone = [client.send(topic, key=old, value=None, partition=0) for old in outdated if old is not None]
-        for sent in gone:
-            sent.get(timeout=30)
+        # 3. Delete outdated manifests. Their files still exist, so no replica finds a manifest without its file.
+        tombstones = [client.send(topic, key=old, value=None, partition=0) for old in outdated if old is not None]
+        for tombstone in tombstones:
+            tombstone.get(timeout=30)
     finally:
         client.close(timeout=5)
-    kept = {manifest.uri} | {other.uri for other in older.values()} - {other.uri for other in outdated.values()}
+    # 4. Delete their files, and the file of a replaced manifest of the same delta, unless another manifest names it.
+    needed = {manifest.uri} | {other.uri for other in older.values()} - {other.uri for other in outdated.values()}
     for other in (*outdated.values(), *([] if replaced is None else [replaced])):
-        if other.uri not in kept:
+        if other.uri not in needed:
             _delete_file(store, other)
     return manifest
 
 
 def find_delta_offset(settings: Settings, codebook: Codebook) -> int:
-    """Where in `deltas` the last delta of a codebook lies; the log is searched from its end.
+    """The offset in `deltas` of the last delta of a codebook. The log is searched from its end.
 
     Raises:
-        SnapshotError: the log does not hold it.
+        SnapshotError: the log does not have this delta.
     """
     with _delta_consumer(settings) as (reader, partition):
         end = reader.end_offsets([partition])[partition]
@@ -155,33 +163,42 @@ def find_delta_offset(settings: Settings, codebook: Codebook) -> int:
                             return offset
             if start == 0:
                 raise SnapshotError(f"the log does not hold delta {codebook.seq}")
-            window *= 8
+            window *= 8  # control records of transactions take offsets too, so the first window may hold few deltas
 
 
 def _load_snapshot(
     settings: Settings, store: SnapshotStore, manifest: SnapshotManifest, model: str, layer: str
 ) -> Snapshot:
-    """What is cheap to find out comes first: the manifest, then one record of the log, then the file."""
-    for what, said, ours in (("model", manifest.model, model), ("layer", manifest.layer, layer)):
-        if said is not UNSET and said != ours:
-            raise SnapshotError(f"it is of {what} {said!r}; this one is {ours!r}")
+    """Load and verify a snapshot. Cheap checks come first: of the manifest, of one record of the log, of the file.
+
+    Raises:
+        SnapshotError, CodebookFileError: a check failed.
+        MemoryError: the file does not fit into memory.
+    """
+    for part, stated, expected in (("model", manifest.model, model), ("layer", manifest.layer, layer)):
+        if stated is not UNSET and stated != expected:
+            raise SnapshotError(f"it is of {part} {stated!r}; this worker has {expected!r}")
     if manifest.offset is UNSET:
         raise SnapshotError("its manifest does not say where in the log it lies")
     if not 0 < manifest.bytes <= _total_memory_bytes() // 2:
-        raise SnapshotError(f"it has {manifest.bytes} bytes, which half of this machine's memory does not hold")
+        raise SnapshotError(f"it has {manifest.bytes} bytes, and must fit into half of this machine's memory")
     _check_log_holds(settings, manifest, manifest.offset)
     data = store.read(manifest.uri, manifest.bytes)
     if hashlib.sha256(data).hexdigest() != manifest.sha256:
-        raise SnapshotError("the file is not what was written: its SHA-256 is another")
+        raise SnapshotError("the file is not what was written: its SHA-256 differs")
     codebook = parse_codebook(data)
-    held = (codebook.name, codebook.model, codebook.layer, codebook.seq, codebook.term, codebook.digest.hex())
-    if held != (manifest.codebook, model, layer, manifest.seq, manifest.term, manifest.digest):
+    contents = (codebook.name, codebook.model, codebook.layer, codebook.seq, codebook.term, codebook.digest.hex())
+    if contents != (manifest.codebook, model, layer, manifest.seq, manifest.term, manifest.digest):
         raise SnapshotError("the file holds another codebook, or another delta, than its manifest says")
     return Snapshot(codebook, manifest.offset)
 
 
 def _check_log_holds(settings: Settings, manifest: SnapshotManifest, offset: int) -> None:
-    """Raises SnapshotError unless the log holds the manifest's delta at `offset`."""
+    """Check that the log has the delta of a manifest at `offset`.
+
+    Raises:
+        SnapshotError: it has not, or cannot be read within `startup_timeout`.
+    """
     missing = SnapshotError(f"the log does not hold its delta at offset {offset}: was the topic lost, or made anew?")
     deadline = time.monotonic() + settings.startup_timeout
     with _delta_consumer(settings) as (reader, partition):
@@ -195,8 +212,8 @@ def _check_log_holds(settings: Settings, manifest: SnapshotManifest, offset: int
                     delta = decode_delta(record.value)
                 except InvalidMessage:
                     raise missing from None
-                held = (record.offset, delta.codebook, delta.seq, delta.term, delta.digest.hex())
-                if held != (offset, manifest.codebook, manifest.seq, manifest.term, manifest.digest):
+                identity = (record.offset, delta.codebook, delta.seq, delta.term, delta.digest.hex())
+                if identity != (offset, manifest.codebook, manifest.seq, manifest.term, manifest.digest):
                     raise missing
                 return
     raise SnapshotError(f"the log could not be read at offset {offset} within {settings.startup_timeout:g} s")
@@ -204,6 +221,7 @@ def _check_log_holds(settings: Settings, manifest: SnapshotManifest, offset: int
 
 @contextmanager
 def _delta_consumer(settings: Settings) -> Iterator[tuple[Any, TopicPartition]]:
+    """A consumer that is assigned the one partition of `deltas`, and this partition."""
     partition = TopicPartition(settings.topic(DELTAS), 0)
     reader = consumer(settings, **DELTA_CONSUMER_OPTIONS)
     try:
@@ -221,5 +239,5 @@ def _delete_file(store: SnapshotStore, manifest: SnapshotManifest) -> None:
 
 
 def _total_memory_bytes() -> int:
-    """Bytes of this machine's memory."""
+    """Memory of this machine, in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

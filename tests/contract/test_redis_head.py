@@ -102,7 +102,7 @@ class TestRadii:
         """Head and radii stay those of `live`, whatever `late` says, which is the newest delta of `stale`."""
         store.rebuild(live)
         before = store.read_head(0), store.read_radii()
-        with pytest.raises(StaleHeadError, match=f"delta {stale.seq} of term {stale.term} is not made live"):
+        with pytest.raises(StaleHeadError, match=f"delta {stale.seq} of term {stale.term} is not published"):
             store.publish(late, stale)
         assert (store.read_head(0), store.read_radii()) == before
         assert before[0] == Head(live.term, live.seq, live.digest.hex(), {**before[1]})

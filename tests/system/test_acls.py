@@ -239,8 +239,13 @@ class TestCommands:
                 '{"inputs": "a", "target": "b"}',
                 "not allow this user to do this (TopicAuthorizationF",
             ),
-            ("corrector", "send", '{"inputs": "a"}', "there is no topic '{prefix}predictions' that we may see"),
-            ("user", "replay", "", "there is no topic '{prefix}deltas' that we may see"),
+            (
+                "corrector",
+                "send",
+                '{"inputs": "a"}',
+                "there is no topic '{prefix}predictions', or this user may not see it",
+            ),
+            ("user", "replay", "", "there is no topic '{prefix}deltas', or this user may not see it"),
         ],
     )
     def test_others_are_told_in_one_sentence(

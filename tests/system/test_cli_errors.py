@@ -91,12 +91,12 @@ def test_the_version_is_that_of_the_package(run: Callable[..., Command]) -> None
 def test_a_kafka_that_is_no_address_is_not_waited_for(run: Callable[..., Command]) -> None:
     for command in ("replay", "infer"):
         ran = run(command, kafka="", startup_timeout=600)
-        assert sentence(ran).startswith("GRACESTREAM_KAFKA: '' is no host:port; set it to ")
+        assert sentence(ran).startswith("GRACESTREAM_KAFKA: '' is not host:port; set it to ")
         assert "waiting" not in ran.said()
 
 
 def test_a_redis_url_that_is_none(run: Callable[..., Command], deployment: Settings) -> None:
-    assert "GRACESTREAM_REDIS is no URL" in sentence(run("infer", settings=deployment, redis="localhost"))
+    assert "GRACESTREAM_REDIS is not a URL" in sentence(run("infer", settings=deployment, redis="localhost"))
 
 
 def test_no_topics(run: Callable[..., Command], deployment: Settings) -> None:
@@ -264,7 +264,7 @@ class TestUp:
         ("content", "said"),
         [
             (None, "cannot be read: No such file or directory; is GRACESTREAM_AUTHORS right?"),
-            ("ann = ", "is no list of authors"),
+            ("ann = ", "is not a valid list of authors"),
         ],
     )
     def test_a_list_of_authors_that_cannot_be_used(

@@ -187,7 +187,7 @@ class TestReplay:
     def test_one_that_was_cut_is_never_sent(self, run: Callable[..., Command], deployment: Settings) -> None:
         set_aside(deployment, "requests", b"one", b"x" * (MAX_UNTRUNCATED_BYTES + 1))
         said = sentence(run("dlq", "replay", "requests", "--offset", "0", "--offset", "1", settings=deployment))
-        assert f"offset 1 of requests.dlq had {MAX_UNTRUNCATED_BYTES + 1} bytes and was cut" in said
+        assert f"offset 1 of requests.dlq had {MAX_UNTRUNCATED_BYTES + 1} bytes and was truncated" in said
         assert records(deployment, "requests") == [], "all or nothing"
         command = run("dlq", "replay", "requests", "--all", settings=deployment)
         assert command.told() == f"sent 1 to {deployment.topic('requests')}; 1 were cut and cannot be sent\n"

@@ -57,9 +57,9 @@ def test_what_is_unsigned_forged_or_tampered_with_is_rejected_and_changes_nothin
             {"v": 1, "feedback_id": "unsigned", "inputs": PROMPTS[1], "target": "museum", "author": "ann"}
         ).encode()),
         "'mallory' is not on the list": signed("mallory", PROMPTS[1], STRANGER),
-        "not one by author 'bob'": signed("bob", PROMPTS[1], STRANGER),
-        "not one by author 'carl'": signed("carl", PROMPTS[1], CARL, codebook="another deployment's"),
-        "not one by author 'ann'": SignedFeedback(tampered.feedback_id, tampered.record.replace(b"museum", b"bridge")),
+        "not valid for author 'bob'": signed("bob", PROMPTS[1], STRANGER),
+        "not valid for author 'carl'": signed("carl", PROMPTS[1], CARL, codebook="another deployment's"),
+        "valid for author 'ann'": SignedFeedback(tampered.feedback_id, tampered.record.replace(b"museum", b"bridge")),
     }  # fmt: skip
     for outcome, reason in zip(running.send(*bad.values()), bad, strict=True):
         assert outcome.status == "rejected"
@@ -158,14 +158,14 @@ class TestCommands:
         assert json.loads(sent.told())["status"] == "undone", sent.said()
         undo_id = json.loads(line)["feedback_id"]
         forged = run("undo", undo_id, "--by", "bob", "--key", str(key), settings=running.settings)
-        assert "not one by author 'bob'" in json.loads(forged.told())["reason"]
+        assert "not valid for author 'bob'" in json.loads(forged.told())["reason"]
         assert status_of(forged) == 1
         back = run("undo", undo_id, "--by", "carl", "--key", str(key), settings=running.settings)
         assert (status_of(back), json.loads(back.told())["status"]) == (0, "undone"), back.said()
         elsewhere = run(
             "undo", undo_id, "--by", "carl", "--key", str(key), "--codebook", "x", settings=running.settings
         )
-        assert "not one by author 'carl'" in json.loads(elsewhere.told())["reason"]
+        assert "not valid for author 'carl'" in json.loads(elsewhere.told())["reason"]
 
     def test_a_key_signs_in_somebody_s_name(self, run: Callable[..., Command], folder: Path) -> None:
         unnamed = run("undo", "f", "--key", str(folder / "key.pem"))
@@ -214,7 +214,7 @@ class TestCommands:
     def test_signing_with_no_key_is_one_sentence(self, run: Callable[..., Command], folder: Path) -> None:
         (folder / "rubbish").write_text("rubbish")
         said = sentence(run("keys", "sign", str(folder / "rubbish"), "--author", "ann", given="{}"))
-        assert said == f"{folder / 'rubbish'} is no private key in PEM; `gracestream keys new` makes one"
+        assert said == f"{folder / 'rubbish'} is not a private key in PEM; `gracestream keys new` makes one"
 
     @pytest.mark.parametrize(
         ("content", "complaint"),

@@ -116,6 +116,6 @@ def test_another_spelling_of_a_signed_record_is_neither_taken_nor_does_it_spend_
     ]
     for spelling in spellings:
         (refused,) = running.send(SignedFeedback("f", spelling.encode()))
-        assert "its signature is not one by author 'ann'" in str(refused.reason)
+        assert "its signature is not valid for author 'ann'" in str(refused.reason)
     assert len(deltas_in_log(running.settings)) == 1
     assert running.send(sent)[0].status == "added"

@@ -456,7 +456,7 @@ class TestAServerThatIsNone:
         with (
             listening(huge_radius) as listener,
             redis_client(load_settings(redis=listener.url)) as client,
-            pytest.raises(RedisError, match="holds what gracestream never wrote"),
+            pytest.raises(RedisError, match="holds content that gracestream did not write"),
         ):
             RedisHeadStore(client, load_settings()).read_head(0)
 

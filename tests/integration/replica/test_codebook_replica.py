@@ -73,7 +73,7 @@ class TestFollowing:
         assert step(mirror) == 4
         assert not mirror.degraded
         history.make_live()
-        with pytest.raises(StaleHeadError, match="delta 1 of term 1 is not made live: Redis has a newer one"):
+        with pytest.raises(StaleHeadError, match="delta 1 of term 1 is not published: Redis has a newer one"):
             history.store.rebuild(older)
 
     def test_a_record_of_a_lower_term_is_passed_over(

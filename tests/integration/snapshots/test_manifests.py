@@ -29,14 +29,14 @@ LIES: dict[str, tuple[dict[str, Any], str]] = {
     "another digest": ({"digest": "0" * 64}, "the log does not hold its delta"),
     "another seq": ({"seq": 9}, "the log does not hold its delta"),
     "another term": ({"term": 7}, "the log does not hold its delta"),
-    "another hash": ({"sha256": "0" * 64}, "its SHA-256 is another"),
+    "another hash": ({"sha256": "0" * 64}, "its SHA-256 differs"),
     "fewer bytes": ({"bytes": 10}, "the file has more bytes"),
     "more bytes": ({"bytes": 2**20}, "it must have 1048576"),
-    "more bytes than any memory": ({"bytes": 2**60}, "does not hold"),
-    "a negative size": ({"bytes": -1}, "does not hold"),
-    "a file elsewhere": ({"uri": "file:///etc/hostname"}, "is no file of GRACESTREAM_SNAPSHOT_URL"),
-    "an address in the network": ({"uri": "http://localhost/a.safetensors"}, "is no file of"),
-    "a way out of the folder": ({"uri": "../a.safetensors"}, "is no file of"),
+    "more bytes than any memory": ({"bytes": 2**60}, "must fit into half of this machine"),
+    "a negative size": ({"bytes": -1}, "must fit into half of this machine"),
+    "a file elsewhere": ({"uri": "file:///etc/hostname"}, "is not a file in GRACESTREAM_SNAPSHOT_URL"),
+    "an address in the network": ({"uri": "http://localhost/a.safetensors"}, "is not a file in"),
+    "a way out of the folder": ({"uri": "../a.safetensors"}, "is not a file in"),
 }
 
 
@@ -55,7 +55,7 @@ class TestManifests:
     def test_a_name_under_the_url_cannot_leave_it(self, settings: Settings) -> None:
         store = SnapshotStore(settings.snapshot_url)
         for uri in (f"{store.url}/../a.safetensors", f"{store.url}/", f"{store.url}/a", f"{store.url}/%2e%2e/a", ""):
-            with pytest.raises(SnapshotError, match="is no file of"):
+            with pytest.raises(SnapshotError, match="is not a file in"):
                 store.read(uri, 10)
 
     def test_a_file_that_holds_another_codebook_than_its_manifest_says(

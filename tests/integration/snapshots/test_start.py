@@ -103,7 +103,7 @@ def replace_by_folder(path: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
-    "a flipped bit": (flip, "its SHA-256 is another"),
+    "a flipped bit": (flip, "its SHA-256 differs"),
     "cut short": (shorten, "it must have"),
     "too long": (lengthen, "the file has more bytes"),
     "gone": (Path.unlink, "the file is not there"),

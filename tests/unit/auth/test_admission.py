@@ -87,13 +87,13 @@ class TestSignatures:
     @pytest.mark.parametrize(
         ("raw", "reason"),
         [
-            (record("ann", STRANGERS), "its signature is not one by author 'ann'"),
-            (record("ann", BOBS), "its signature is not one by author 'ann'"),
-            (record("ann", ANNS, "another codebook"), "its signature is not one by author 'ann'"),
-            (record("ann", ANNS).replace(b'"y"', b'"z"'), "its signature is not one by author 'ann'"),
-            (record("ann", ANNS).replace(b'"ann"', b'"bob"'), "its signature is not one by author 'bob'"),
-            (record("ann", ANNS).replace(b'{"v"', b'{"later":1,"v"'), "its signature is not one by author 'ann'"),
-            (record("ann")[:-1] + b',"signature":""}', "its signature is not one by author 'ann'"),
+            (record("ann", STRANGERS), "its signature is not valid for author 'ann'"),
+            (record("ann", BOBS), "its signature is not valid for author 'ann'"),
+            (record("ann", ANNS, "another codebook"), "its signature is not valid for author 'ann'"),
+            (record("ann", ANNS).replace(b'"y"', b'"z"'), "its signature is not valid for author 'ann'"),
+            (record("ann", ANNS).replace(b'"ann"', b'"bob"'), "its signature is not valid for author 'bob'"),
+            (record("ann", ANNS).replace(b'{"v"', b'{"later":1,"v"'), "its signature is not valid for author 'ann'"),
+            (record("ann")[:-1] + b',"signature":""}', "its signature is not valid for author 'ann'"),
             (record("mallory", STRANGERS), "author 'mallory' is not on the list of authors"),
             (record(None, ANNS), "it is signed and names no author"),
             (record("ann"), "it is not signed"),
@@ -118,7 +118,7 @@ class TestSignatures:
         judge = admission(authors)
         admit(judge, record("ann", ANNS))
         authors["ann"] = Author("ann", (ANNS_NEW.public_key(),))
-        assert "not one by author 'ann'" in refusal(judge, record("ann", ANNS))
+        assert "not valid for author 'ann'" in refusal(judge, record("ann", ANNS))
         admit(judge, record("ann", ANNS_NEW))
         del authors["ann"]
         assert "not on the list" in refusal(judge, record("ann", ANNS_NEW))
@@ -131,7 +131,7 @@ class TestSpent:
         found = refused(judge, raw, offset=9)
         assert isinstance(found, DuplicateFeedback)
         assert (found.first_offset, found.mark) == (7, None)
-        assert str(found).startswith("its signed id was used at offset 7, and counts once; ")
+        assert str(found).startswith("its signed id was used at offset 7 already; ")
 
     def test_a_record_that_is_read_again_after_a_failure_is_no_copy(self) -> None:
         judge, raw = admission(), record("ann", ANNS)

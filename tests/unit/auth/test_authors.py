@@ -51,9 +51,9 @@ def test_a_list_may_be_empty(path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        (ANN + "bob = nothing\n", r"authors\.toml is no list of authors: .*line 2"),
-        (ANN + ANN, r"is no list of authors: Cannot overwrite a value"),
-        ("\udcff", r"is no list of authors: .*utf-8"),
+        (ANN + "bob = nothing\n", r"authors\.toml is not a valid list of authors: .*line 2"),
+        (ANN + ANN, r"is not a valid list of authors: Cannot overwrite a value"),
+        ("\udcff", r"is not a valid list of authors: .*utf-8"),
         ('keys = ["x"]', r"author 'keys': Expected `object`, got `array`"),
         ("ann = {}", r"author 'ann': .*missing required field `keys`"),
         ("ann = { keys = [] }", r"author 'ann': .*length >= 1 - at `\$.keys`"),
@@ -63,7 +63,7 @@ def test_a_list_may_be_empty(path: Path) -> None:
         (ANN.replace("}", ", per_minute = -1 }"), r"author 'ann': .*at `\$.per_minute`"),
         (
             ANN.replace("}", ', roles = ["undo_all"] }'),
-            r"author 'ann': 'undo_all' is no role; the roles are propose, undo_",
+            r"author 'ann': 'undo_all' is not a role; the roles are propose, undo_",
         ),
         (ANN.replace("}", ', roles = "propose" }'), r"author 'ann': .*got `str` - at `\$.roles`"),
         (ANN.replace("ann", '""'), r"author '': .*length >= 1"),

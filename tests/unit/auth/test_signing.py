@@ -245,8 +245,8 @@ class TestKeys:
             read_key_file(path)
         pem, pkcs8 = Encoding.PEM, PrivateFormat.PKCS8
         for content, reason in (
-            (b"", "is no private key in PEM"),
-            (b"\xff\xfe", "is no private key in PEM"),
+            (b"", "is not a private key in PEM"),
+            (b"\xff\xfe", "is not a private key in PEM"),
             (KEY.private_bytes(pem, pkcs8, BestAvailableEncryption(b"secret")), "is encrypted"),
             (generate_private_key(65537, 2048).private_bytes(pem, pkcs8, NoEncryption()), "another kind than Ed25519"),
         ):

@@ -82,7 +82,7 @@ class TestContradictions:
     def test_a_file_that_is_not_there_is_named(self, field: str, tmp_path: Path) -> None:
         path = str(tmp_path / "nothing.pem")
         said = complaint(redis="rediss://localhost", kafka_security_protocol="SSL", **{field: path})
-        assert said == f"GRACESTREAM_{field.upper()}: {path!r} is no file that can be read"
+        assert said == f"GRACESTREAM_{field.upper()}: {path!r} is not a readable file"
 
     def test_a_protocol_and_a_mechanism_that_do_not_exist(self) -> None:
         assert "GRACESTREAM_KAFKA_SECURITY_PROTOCOL: 'TLS' should be 'PLAINTEXT'" in complaint(
@@ -106,9 +106,9 @@ class TestFiles:
         mine, _ = certificates.issue("mine")
         _, key = certificates.issue("theirs")
         tls = {"kafka_certificate": str(mine), "kafka_key": str(key), "kafka_security_protocol": "SSL"}
-        with pytest.raises(SettingsError, match=r"GRACESTREAM_KAFKA_CERTIFICATE: .* are no pair in PEM"):
+        with pytest.raises(SettingsError, match=r"GRACESTREAM_KAFKA_CERTIFICATE: .* are not a pair in PEM"):
             kafka_security_options(load_settings(**tls))
-        with pytest.raises(SettingsError, match=r"GRACESTREAM_REDIS_CERTIFICATE: .* are no pair in PEM"):
+        with pytest.raises(SettingsError, match=r"GRACESTREAM_REDIS_CERTIFICATE: .* are not a pair in PEM"):
             redis_security_options(
                 load_settings(redis="rediss://localhost", redis_certificate=str(mine), redis_key=str(key))
             )
@@ -118,7 +118,7 @@ class TestFiles:
         tls = {"kafka_security_protocol": "SSL", "kafka_certificate": str(certificate), "kafka_key": str(key)}
         with pytest.raises(SettingsError, match=r"GRACESTREAM_KAFKA_KEY: the key in .* has a password, and none is"):
             kafka_security_options(load_settings(**tls))
-        with pytest.raises(SettingsError, match="are no pair in PEM") as caught:
+        with pytest.raises(SettingsError, match="are not a pair in PEM") as caught:
             kafka_security_options(load_settings(**tls, kafka_key_password="another"))
         assert "another" not in str(caught.value)
         kafka_security_options(load_settings(**tls, kafka_key_password="hush"))
@@ -163,7 +163,7 @@ class TestSecrets:
 
     def test_a_folder_that_is_not_there_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("GRACESTREAM_SECRETS", str(tmp_path / "nothing"))
-        assert complaint() == f"GRACESTREAM_SECRETS: {str(tmp_path / 'nothing')!r} is no folder that can be read"
+        assert complaint() == f"GRACESTREAM_SECRETS: {str(tmp_path / 'nothing')!r} is not a readable folder"
 
     def test_a_file_that_this_user_may_not_read_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """As a Compose secret whose file on the host only its owner may read."""
@@ -188,7 +188,7 @@ class TestSecrets:
         (folder / "GRACESTREAM_KAFKA_PASSWORD").write_bytes(b"hush\xff")
         monkeypatch.setenv("GRACESTREAM_SECRETS", str(folder))
         assert "kafka_password" in complaint()
-        assert "holds no text in UTF-8" in complaint()
+        assert "is not text in UTF-8" in complaint()
         assert "hush" not in complaint()
 
     def test_a_child_process_gets_them_in_its_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:

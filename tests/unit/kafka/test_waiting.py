@@ -83,7 +83,7 @@ def test_what_is_no_address_is_not_waited_for(kafka: str, named: str) -> None:
     lines: list[str] = []
     with pytest.raises(SettingsError) as caught:
         wait_for_kafka(load_settings(kafka=kafka), lines.append)
-    assert str(caught.value).startswith(f"GRACESTREAM_KAFKA: {named} is no host:port; set it to ")
+    assert str(caught.value).startswith(f"GRACESTREAM_KAFKA: {named} is not host:port; set it to ")
     assert lines == []
 
 

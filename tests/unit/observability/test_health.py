@@ -59,7 +59,7 @@ def test_a_part_that_is_at_one_thing_for_too_long_is_named_until_it_is_done(
     status, reason = get("/live")
     assert status == 503
     assert "gracestream_stuck 1.0" in get("/metrics")[1].splitlines()
-    assert reason.startswith("the model is stuck: it has been at one thing for ")
+    assert reason.startswith("the model is stalled: it has been at one piece of work for ")
     go_on.set()
     thread.join()
     assert get("/live") == (200, "ok\n")
