@@ -4,7 +4,7 @@ from gracestream.pipeline.editing.calibration import CalibrationError, LabelledR
 from gracestream.pipeline.editing.candidate import DraftValue, ReplayContext
 from gracestream.pipeline.editing.config import EditConfig, edit_config_from_lead
 from gracestream.pipeline.editing.counterfactual import History
-from gracestream.pipeline.editing.engine import FORM_BATCH_SIZE, SHORT_TARGET_TOKENS, EditEngine
+from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.editing.exceptions import decide_exception
 from gracestream.pipeline.editing.forms import make_forms
 from gracestream.pipeline.editing.negatives import TEMPLATES_PER_RADIUS, other_requests
@@ -14,6 +14,7 @@ from gracestream.pipeline.editing.result import EditResult, committed_outcome, m
 from gracestream.pipeline.editing.roles import may_propose
 from gracestream.pipeline.editing.scope import ScopeRadius
 from gracestream.pipeline.editing.undo import undo
+from gracestream.pipeline.editing.value_search import FORM_BATCH_SIZE, SHORT_TARGET_TOKENS
 from gracestream.pipeline.editing.value_training import ValueTrainingConfig
 
 __all__ = [

@@ -41,6 +41,7 @@ from gracestream.pipeline.editing.config import edit_config_from_lead
 from gracestream.pipeline.editing.divergence import Divergence
 from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.editing.exceptions import build_exception
+from gracestream.pipeline.editing.value_search import warm_start_entry
 from gracestream.pipeline.errors import HistoryError, UserError
 from gracestream.schemas.deltas import Cause, Delta, EditChange, EntryChange, ExceptionChange, Seen, Tensor
 from gracestream.schemas.messages import Feedback
@@ -198,7 +199,7 @@ class CounterfactualReplay:
         query_D, trained = _decision_query(delta, self._actual.codebook), _trained_change(delta)
         value_V = None
         if trained is not None and trained.value is not UNSET and trained.label is not UNSET:
-            start = engine.warm_start_entry(trained.label, query_D)
+            start = warm_start_entry(engine, trained.label, query_D)
             if start == seen.start and start not in self._divergence.entry_ids:
                 value_V = trained.value.array()
         if (later := self._engine.memory.replay_contexts.get(cause.feedback_id)) is not None:

@@ -21,6 +21,7 @@ import torch
 from msgspec import UNSET, UnsetType
 
 from gracestream.pipeline.codebook import UNEDITED_MODEL, is_same_request
+from gracestream.pipeline.editing.delta_builder import build_result
 from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.editing.result import EditResult, rejected_result
 from gracestream.pipeline.editing.roles import explain_propose_denial
@@ -75,7 +76,7 @@ def decide_exception(
         standing=standing,
     )
     outcome = Outcome(v=SCHEMA_VERSION, feedback_id=feedback.feedback_id, status="excepted")
-    return engine.build_result(feedback, outcome, "except", exceptions=(found,), cause=cause)
+    return build_result(engine.codebook, feedback, outcome, "except", exceptions=(found,), cause=cause)
 
 
 def _refusal_result(feedback: Feedback, refusal: ExceptionRefusal) -> EditResult:

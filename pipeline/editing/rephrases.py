@@ -12,7 +12,6 @@ Not promised: that the keys stay together. A later correction of one of the text
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,14 +22,12 @@ from gracestream.pipeline.codebook import UNEDITED_MODEL, Label, Neighbour, Poli
 from gracestream.pipeline.editing.candidate import EditCandidate, Inspection
 from gracestream.pipeline.editing.forms import supervised_forms
 from gracestream.pipeline.editing.value_training import TrainedValue, TrainingTexts, train_further
+from gracestream.pipeline.editing.workspace import EditWorkspace
 from gracestream.pipeline.model import InputError
 from gracestream.pipeline.search import NO_SLOT, exact_distance
 from gracestream.pipeline.wording import find_disagreement
 from gracestream.schemas.deltas import EntryChange, RephraseKey, Tensor, rephrase_name
 from gracestream.schemas.messages import Feedback, LeftOut, to_one_line
-
-if TYPE_CHECKING:
-    from gracestream.pipeline.editing.engine import EditEngine
 
 REASON_NO_VALUE = (
     "the model answers the inputs of the correction by itself, so there is no value; correct this text on its own"
@@ -73,7 +70,7 @@ class RephrasePlacement:
 
 
 def inspect_rephrases(
-    engine: "EditEngine", candidate: EditCandidate, value_V: np.ndarray | None
+    workspace: EditWorkspace, candidate: EditCandidate, value_V: np.ndarray | None
 ) -> list[RephraseCandidate]:
     """What passes of the model tell of the rephrases; `value_V` is the edit's, which must give the target there."""
     found = []
@@ -82,7 +79,7 @@ def inspect_rephrases(
         name = rephrase_name(candidate.feedback.feedback_id, number)
         assert candidate.feedback.target is not UNSET
         try:
-            examined = engine.inspect(inputs, candidate.feedback.target)
+            examined = workspace.inspect(inputs, candidate.feedback.target)
         except InputError as error:
             found.append(RephraseCandidate(number, name, None, None, to_one_line(error)))
             continue
@@ -92,48 +89,48 @@ def inspect_rephrases(
             found.append(RephraseCandidate(number, name, None, None, why))
             continue
         one = RephraseCandidate(number, name, examined, query_D)
-        found.append(one if value_V is None else _check_rephrase(engine, one, value_V))
+        found.append(one if value_V is None else _check_rephrase(workspace, one, value_V))
     return found
 
 
-def _check_rephrase(engine: "EditEngine", rephrase: RephraseCandidate, value_V: np.ndarray) -> RephraseCandidate:
+def _check_rephrase(workspace: EditWorkspace, rephrase: RephraseCandidate, value_V: np.ndarray) -> RephraseCandidate:
     """A rephrase with what a value does there."""
     if rephrase.inspection is None:
         return rephrase
-    right = engine.model.suffix_runner.check_value(rephrase.inspection.suffix, torch.tensor(value_V)).predicts_target
+    right = workspace.model.suffix_runner.check_value(rephrase.inspection.suffix, torch.tensor(value_V)).predicts_target
     return replace(rephrase, exclusion_reason="" if right else REASON_VALUE_FAILS)
 
 
 def fit_shared_value(
-    engine: "EditEngine", candidate: EditCandidate, trained: TrainedValue
+    workspace: EditWorkspace, candidate: EditCandidate, trained: TrainedValue
 ) -> tuple[TrainedValue, list[RephraseCandidate]]:
     """The value that serves the most texts: the correction's own, or the same trained on for rephrases and forms."""
-    rephrases = inspect_rephrases(engine, candidate, trained.value_V)
+    rephrases = inspect_rephrases(workspace, candidate, trained.value_V)
     failing = sum(one.exclusion_reason == REASON_VALUE_FAILS for one in rephrases)
     if not failing and candidate.draft is not None:
         return trained, rephrases  # `train_ahead` has trained it on for the forms
     asked = tuple(one.inspection.target_pass for one in rephrases if one.inspection is not None)
-    texts = make_training_texts(engine, candidate.feedback, candidate.inspection, trained)
-    if not (failing or texts.form_passes) or not engine.model.suffix_runner.supports_padding():
+    texts = make_training_texts(workspace, candidate.feedback, candidate.inspection, trained)
+    if not (failing or texts.form_passes) or not workspace.model.suffix_runner.supports_padding():
         return trained, rephrases
     (more,) = train_further(
-        engine.model.suffix_runner,
+        workspace.model.suffix_runner,
         [replace(texts, rephrase_passes=asked, has_full_budget=bool(failing))],
-        engine.config.recipe,
+        workspace.config.recipe,
     )
-    again = [_check_rephrase(engine, one, more.value_V) for one in rephrases]
+    again = [_check_rephrase(workspace, one, more.value_V) for one in rephrases]
     if sum(one.exclusion_reason == REASON_VALUE_FAILS for one in again) > failing:
         return trained, rephrases
     return more, again
 
 
 def make_training_texts(
-    engine: "EditEngine", feedback: Feedback, inspection: Inspection, trained: TrainedValue
+    workspace: EditWorkspace, feedback: Feedback, inspection: Inspection, trained: TrainedValue
 ) -> TrainingTexts:
     """A value with the forms of its correction, where the plan has any."""
     assert feedback.inputs is not UNSET
     assert feedback.target is not UNSET
-    forms = supervised_forms(engine.model, feedback.inputs, feedback.target) if engine.config.forms else []
+    forms = supervised_forms(workspace.model, feedback.inputs, feedback.target) if workspace.config.forms else []
     return TrainingTexts(trained, inspection.target_pass, inspection.suffix, form_passes=tuple(forms))
 
 
@@ -143,7 +140,7 @@ def any_predicts_target(rephrases: Iterable[RephraseCandidate]) -> bool:
 
 
 def place_rephrases(
-    engine: "EditEngine",
+    workspace: EditWorkspace,
     candidate: EditCandidate,
     value_V: np.ndarray,
     changes: dict[str, EntryChange],
@@ -157,29 +154,29 @@ def place_rephrases(
         if one.exclusion_reason or one.inspection is None or one.query_D is None:
             placed.leave_out(one, one.exclusion_reason)
             continue
-        own_case, slot, distance, nearest = _candidate_at(engine, candidate, one.query_D)
+        own_case, slot, distance, nearest = _candidate_at(workspace, candidate, one.query_D)
         noise, label, query = own_case.policy.tolerance, one.inspection.label, Tensor.from_array(one.query_D)
-        wording = engine.entry_wording(one.inspection)
-        served_by = _entry_with_key(engine, one.query_D, new_keys, slot if distance <= noise else NO_SLOT, noise)
-        if served_by is not None and find_disagreement(_wording_of_entry(engine, served_by, changes), wording):
+        wording = workspace.entry_wording(one.inspection)
+        served_by = _entry_with_key(workspace, one.query_D, new_keys, slot if distance <= noise else NO_SLOT, noise)
+        if served_by is not None and find_disagreement(_wording_of_entry(workspace, served_by, changes), wording):
             placed.leave_out(one, REASON_OTHER_WORDS, nearest, wording)
             continue
         if served_by is not None and served_by not in new_keys:
-            change = _change_to_serve(engine, own_case, one.inspection, served_by, value, changes)
+            change = _change_to_serve(workspace, own_case, one.inspection, served_by, value, changes)
             changes |= {} if change is None else {served_by: change}
         if served_by is None:
-            neighbour = None if slot == NO_SLOT else _conflicting_neighbour(engine, slot, distance, label, changes)
+            neighbour = None if slot == NO_SLOT else _conflicting_neighbour(workspace, slot, distance, label, changes)
             decision = decide_action(
                 own_case.policy,
                 neighbour,
-                engine.protected_distance(one.name, one.query_D, wording, own_case),
+                workspace.protected_distance(one.name, one.query_D, wording, own_case),
             )
             assert decision.radius is not None
-            if (reason := engine.find_proximity_conflict(decision.radius, own_case, wording)) is not None:
+            if (reason := workspace.find_proximity_conflict(decision.radius, own_case, wording)) is not None:
                 placed.leave_out(one, reason, nearest, wording)
                 continue
             if neighbour is not None:
-                _shrink_neighbour(engine.codebook.entry_ids[slot], neighbour, decision, changes)
+                _shrink_neighbour(workspace.codebook.entry_ids[slot], neighbour, decision, changes)
             radius = float(np.float32(decision.radius))
             changes[one.name] = EntryChange(
                 entry_id=one.name,
@@ -200,22 +197,22 @@ def place_rephrases(
                 assert change.radius is not UNSET
                 changes[served_by] = with_fields(change, radius=max(reach, change.radius))
             placed.keys.append(with_fields(nearest, entry_id=served_by, query=query, wording=one.inspection.wording))
-        same_input = engine.memory.edits_of_input(one.query_D, noise)
+        same_input = workspace.memory.edits_of_input(one.query_D, noise)
         placed.same_input_edits += same_input
-        placed.supersedes += engine.superseded_edits(same_input, label, wording)
+        placed.supersedes += workspace.superseded_edits(same_input, label, wording)
         placed.tolerance = max(placed.tolerance, noise)
     return placed
 
 
-def protect_rephrases(engine: "EditEngine", candidate: EditCandidate) -> RephrasePlacement:
+def protect_rephrases(workspace: EditWorkspace, candidate: EditCandidate) -> RephrasePlacement:
     """Guard the rephrases that are right already, where the correction has no value to give the others."""
     placed = RephrasePlacement()
-    for one in inspect_rephrases(engine, candidate, None):
+    for one in inspect_rephrases(workspace, candidate, None):
         if one.exclusion_reason or one.inspection is None or one.query_D is None:
             placed.leave_out(one, one.exclusion_reason)
             continue
-        own_case, _, _, nearest = _candidate_at(engine, candidate, one.query_D)
-        hit, wording = one.inspection.hit, engine.entry_wording(one.inspection)
+        own_case, _, _, nearest = _candidate_at(workspace, candidate, one.query_D)
+        hit, wording = one.inspection.hit, workspace.entry_wording(one.inspection)
         if not one.inspection.target_check.predicts_target:
             placed.leave_out(
                 one, REASON_NO_VALUE if candidate.inspection.hit is None else REASON_VALUE_FAILS, nearest, wording
@@ -228,24 +225,24 @@ def protect_rephrases(engine: "EditEngine", candidate: EditCandidate) -> Rephras
             placed.keys.append(with_fields(nearest, entry_id=entry_id, query=query, wording=one.inspection.wording))
             placed.supersedes += [
                 other
-                for other in engine.memory.edits_of_input(one.query_D, own_case.policy.tolerance)
-                if engine.memory.serving_entry_id(other) not in (UNEDITED_MODEL, entry_id)
-                and engine.label_of_edit(other) != one.inspection.label
+                for other in workspace.memory.edits_of_input(one.query_D, own_case.policy.tolerance)
+                if workspace.memory.serving_entry_id(other) not in (UNEDITED_MODEL, entry_id)
+                and workspace.label_of_edit(other) != one.inspection.label
             ]
     return placed
 
 
 def _candidate_at(
-    engine: "EditEngine", candidate: EditCandidate, query_D: np.ndarray
+    workspace: EditWorkspace, candidate: EditCandidate, query_D: np.ndarray
 ) -> tuple[EditCandidate, int, float, RephraseKey]:
     """The case as it is for a rephrase of this query; slot and distance of the nearest key, and the record of both."""
-    found = engine.index.nearest(torch.from_numpy(query_D)[None])
+    found = workspace.index.nearest(torch.from_numpy(query_D)[None])
     slot, distance = int(found.slots_B[0]), float(found.distances_B[0])
-    policy = replace(candidate.policy, tolerance=engine.tolerance(query_D))
+    policy = replace(candidate.policy, tolerance=workspace.tolerance(query_D))
     own_case = replace(candidate, query_D=query_D, policy=policy)
     if slot == NO_SLOT:
         return own_case, slot, distance, RephraseKey()
-    return own_case, slot, distance, RephraseKey(nearest=engine.codebook.entry_ids[slot], distance=distance)
+    return own_case, slot, distance, RephraseKey(nearest=workspace.codebook.entry_ids[slot], distance=distance)
 
 
 def _shrink_neighbour(
@@ -259,7 +256,7 @@ def _shrink_neighbour(
 
 
 def _change_to_serve(
-    engine: "EditEngine",
+    workspace: EditWorkspace,
     candidate: EditCandidate,
     inspection: Inspection,
     entry_id: str,
@@ -267,18 +264,18 @@ def _change_to_serve(
     changes: dict[str, EntryChange],
 ) -> EntryChange | None:
     """What makes the entry whose key lies at a rephrase serve it; None where it does."""
-    slot = engine.codebook.slot(entry_id)
+    slot = workspace.codebook.slot(entry_id)
     before = changes.get(entry_id, EntryChange(entry_id=entry_id))
-    label = engine.codebook.labels[slot] if before.label is UNSET else before.label
-    value_V = engine.codebook.values_NV[slot].copy() if before.value is UNSET else before.value.array().copy()
-    radius = float(engine.codebook.radii_N[slot]) if before.radius is UNSET else before.radius
+    label = workspace.codebook.labels[slot] if before.label is UNSET else before.label
+    value_V = workspace.codebook.values_NV[slot].copy() if before.value is UNSET else before.value.array().copy()
+    radius = float(workspace.codebook.radii_N[slot]) if before.radius is UNSET else before.radius
     after = before
     if (
         label != inspection.label
-        or not engine.model.suffix_runner.check_value(inspection.suffix, torch.from_numpy(value_V)).predicts_target
+        or not workspace.model.suffix_runner.check_value(inspection.suffix, torch.from_numpy(value_V)).predicts_target
     ):
         after = with_fields(after, value=value, label=inspection.label)
-    distance = exact_distance(candidate.query_D, engine.codebook.keys_ND[slot])
+    distance = exact_distance(candidate.query_D, workspace.codebook.keys_ND[slot])
     reach = float(np.float32(candidate.policy.covering_radius(distance)))
     if reach > radius:
         after = with_fields(after, radius=reach)
@@ -286,28 +283,28 @@ def _change_to_serve(
 
 
 def _entry_with_key(
-    engine: "EditEngine", query_D: np.ndarray, new_keys: dict[str, np.ndarray], slot: int, tolerance: float
+    workspace: EditWorkspace, query_D: np.ndarray, new_keys: dict[str, np.ndarray], slot: int, tolerance: float
 ) -> str | None:
     """The entry whose key is the query itself, within the noise: a new one, or the one in this slot."""
-    known = None if slot == NO_SLOT else engine.codebook.entry_ids[slot]
+    known = None if slot == NO_SLOT else workspace.codebook.entry_ids[slot]
     return next((name for name, key_D in new_keys.items() if exact_distance(query_D, key_D) <= tolerance), known)
 
 
-def _wording_of_entry(engine: "EditEngine", entry_id: str, changes: dict[str, EntryChange]) -> str:
+def _wording_of_entry(workspace: EditWorkspace, entry_id: str, changes: dict[str, EntryChange]) -> str:
     """With these changes; the wording of an entry that is not there yet is that of its change."""
     change = changes.get(entry_id)
     if change is not None and (change.wording is not UNSET or change.key is not UNSET):
         return change.wording or ""
-    return engine.codebook.wordings[engine.codebook.slot(entry_id)]
+    return workspace.codebook.wordings[workspace.codebook.slot(entry_id)]
 
 
 def _conflicting_neighbour(
-    engine: "EditEngine", slot: int, distance: float, label: Label, changes: dict[str, EntryChange]
+    workspace: EditWorkspace, slot: int, distance: float, label: Label, changes: dict[str, EntryChange]
 ) -> Neighbour | None:
     """The nearest entry as seen from a rephrase, if it says something else: of its own label there is none."""
-    change = changes.get(engine.codebook.entry_ids[slot])
-    now = engine.codebook.labels[slot] if change is None or change.label is UNSET else change.label
+    change = changes.get(workspace.codebook.entry_ids[slot])
+    now = workspace.codebook.labels[slot] if change is None or change.label is UNSET else change.label
     if now == label:
         return None
-    radius = engine.codebook.radii_N[slot] if change is None or change.radius is UNSET else change.radius
+    radius = workspace.codebook.radii_N[slot] if change is None or change.radius is UNSET else change.radius
     return Neighbour(distance, float(radius), same_label=False)

@@ -12,6 +12,7 @@ from msgspec import UNSET, UnsetType
 
 from gracestream.pipeline.codebook import EditMemory, resolve_undos
 from gracestream.pipeline.editing.counterfactual import CounterfactualReplay, History, MissingFeedbackError
+from gracestream.pipeline.editing.delta_builder import build_result
 from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.editing.result import EditResult, rejected_result
 from gracestream.pipeline.editing.roles import explain_undo_denial
@@ -74,10 +75,17 @@ def undo(
     if rewritten.failed:
         reason += f"; these corrections rested on that and cannot be made without: {_list_names(rewritten.failed)}"
     outcome = Outcome(v=SCHEMA_VERSION, feedback_id=feedback.feedback_id, status="undone", reason=reason)
-    return engine.build_result(
-        feedback, outcome, "undo", entries=differs.entries, edits=differs.edits, exceptions=differs.exceptions,
-        decided=rewritten.redecided, cause=cause,
-    )  # fmt: skip
+    return build_result(
+        engine.codebook,
+        feedback,
+        outcome,
+        "undo",
+        entries=differs.entries,
+        edits=differs.edits,
+        exceptions=differs.exceptions,
+        decided=rewritten.redecided,
+        cause=cause,
+    )
 
 
 def _list_names(names: Sequence[str]) -> str:

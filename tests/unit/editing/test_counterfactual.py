@@ -8,7 +8,7 @@ import pytest
 from msgspec import UNSET
 
 from gracestream.pipeline.editing import counterfactual as rewriting
-from gracestream.pipeline.editing import engine as editing
+from gracestream.pipeline.editing import value_search
 from gracestream.pipeline.editing.config import EditConfig
 from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.editing.value_training import ValueTrainingConfig
@@ -62,7 +62,7 @@ def test_values_that_started_from_others_are_not_trained_anew(monkeypatch: pytes
     told = story(init="label")
     for number in range(6):
         told.correct(f"f{number}", (9 * number, 0), 1 + number % 2)
-    monkeypatch.setattr(editing, "train_value", None)
+    monkeypatch.setattr(value_search, "train_value", None)
     assert told.undo("u", "f5").status == "undone"
     assert told.engine.codebook.entry_ids == ["f0", "f1", "f2", "f3", "f4"]
 
