@@ -1,4 +1,8 @@
-"""GRACE editing: decides on corrections, trains their values, and undoes them. It knows no Kafka."""
+"""GRACE editing: decide on corrections, train their values, and undo them (docs/explanation/method.md).
+
+The package does no I/O: it takes feedback and returns outcomes and deltas. The editor and the history packages connect
+it to Kafka.
+"""
 
 from gracestream.pipeline.editing.calibration import CalibrationError, LabelledRequest, calibrate_layer
 from gracestream.pipeline.editing.candidate import DraftValue, ReplayContext

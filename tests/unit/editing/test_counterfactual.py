@@ -188,7 +188,7 @@ def test_a_correction_that_cannot_be_made_without_it_falls_away_and_the_outcome_
     told.correct("b", (1, 1.2), 2)
     outcome = told.undo("u", "a")
     assert outcome.status == "undone"
-    assert "it takes back a; these corrections rested on that and cannot be made without: b (no value was found" in str(
+    assert "it takes back a; these corrections depended on that and cannot be made without: b (no value was found" in str(
         outcome.reason
     )
     assert len(told.engine.codebook) == 0
@@ -236,7 +236,7 @@ def test_a_decision_whose_correction_is_gone_leaves_the_undo_rejected() -> None:
     told.feedback[1] = Feedback(v=1, feedback_id="other", undo="nothing")
     outcome = told.undo("u", "a")
     assert outcome.status == "rejected"
-    assert outcome.reason == "delta 3 rests on feedback at offset 1: it is not there"
+    assert outcome.reason == "delta 3 depends on feedback at offset 1, which is no longer there"
     assert len(told.engine.codebook) == 1
 
 
