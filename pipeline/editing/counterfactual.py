@@ -5,13 +5,14 @@ point. From there on:
 
 1. A recorded decision is reused if none of its inputs differs between the histories.
 2. Otherwise the engine decides again, with the recorded query, value and traffic distances.
-3. A value is trained anew only if the correction never had one of its own, such as one served by an entry that is gone,
-   or if training would start from another value (`init=label`). If training fails, the correction drops out.
+3. A value is trained anew only if the correction had none of its own, as when an entry that is gone served it. With
+   `init=label` it is also trained anew if it would start from another value. A correction whose training fails drops
+   out.
 4. Feedback that was rejected at the time stays rejected. A rejection leaves nothing in `deltas`, and only `deltas`
    count (docs/explanation/consistency.md). Its author has the reason, and may send it again.
 
-Cost: one replay of the log, a second replay of the part after the divergence point with a few searches for each
-decision, and one full edit with the model for each decision that depends on the removed feedback.
+The cost has three parts: a replay of the log; a second replay from the divergence point, with a few searches for each
+decision; and one full edit with the model for each decision that depends on the removed feedback.
 
 Not promised: the decisions that an editor would have made at the time. Distances that no delta records come from the
 current traffic sample.
@@ -312,9 +313,9 @@ class CounterfactualReplay:
             same_input = engine.memory.edits_of_input(query_D, slack)
             if not divergence.entry_ids.isdisjoint(map(engine.memory.serving_entry_id, same_input)):
                 return False
-        # An input bounds a radius R only if it lies within R / MAX_TRAFFIC_FRACTION of the key. For a new entry, R is the
-        # initial radius at most. The nearest entry, if it overlaps, grows to max(distance, radius) plus the initial
-        # radius at most; inputs that bound it lie up to `distance` farther from the query than from its key.
+        # An input bounds a radius R only if it lies within R / MAX_TRAFFIC_FRACTION of the key. A new entry has at most
+        # the initial radius. The nearest entry, if it overlaps, grows to at most max(distance, radius) plus the initial
+        # radius. Inputs that bound that one lie up to `distance` farther from the query than from its key.
         reach = (initial_radius + slack) / MAX_TRAFFIC_FRACTION
         if nearest is not UNSET:
             radius = float(engine.codebook.radii_N[engine.codebook.slot(nearest)])

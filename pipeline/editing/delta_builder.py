@@ -153,8 +153,8 @@ def build_correction(
         radius = round_to_float32(decision.neighbour_radius)
     wording: str | UnsetType = UNSET
     if not own_key and workspace.shares_nearest_key(candidate):
-        # The entry serves both wordings from now on, so it loses its own. Inputs that one of the wordings ruled out now
-        # bound the radius, down to the least radius that still covers the query in every batch.
+        # The entry serves both wordings from now on, so it loses its own. Inputs that its wording ruled out so far now
+        # limit its radius. The radius still covers the query in every batch.
         wording = ""
         current_radius = codebook.radii_N[candidate.nearest_slot] if radius is UNSET else radius
         limit = policy.max_allowed_radius(workspace.entry_protected_distance(candidate.nearest_slot, candidate))

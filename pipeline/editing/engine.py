@@ -312,7 +312,8 @@ class EditEngine(EditWorkspace):
             wording = self.entry_wording(candidate.inspection)
             if (conflict := self.find_proximity_conflict(decision.radius, candidate, wording)) is not None:
                 return rejected_result(candidate.feedback, conflict)
-        start_V = start_value(self, candidate)  # in any case: the delta records the entry that it comes from
+        # Before the reuse of a recorded value too: the delta records the entry that training would start from.
+        start_V = start_value(self, candidate)
         if candidate.given_value_V is not None:
             rephrases = inspect_rephrases(self, candidate, candidate.given_value_V)
             return build_correction(self, candidate, decision, candidate.given_value_V, rephrases)

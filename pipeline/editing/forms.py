@@ -1,7 +1,7 @@
 """Forms of a correction's inputs, made by rules: the same request with another frame, ending or capitalisation.
 
-A value is injected at the last token of a prompt. After training on one prompt it often fails when the same request
-ends in another token, such as a line break or the end of a chat template. So training continues on these forms.
+A value is injected at the last token of a prompt. So a value trained on one prompt often fails if the request ends in
+another token, such as a line break. Training therefore continues on these forms.
 
 1. The same inputs have the same forms, in the same order, under the same tokenizer.
 2. The prompts of the correction and its forms all differ. A form has no unknown token unless the correction has it too.

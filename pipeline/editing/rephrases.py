@@ -310,8 +310,8 @@ def _change_to_serve(
 ) -> EntryChange | None:
     """The change that makes an existing entry serve the rephrase at its key; None if it does already.
 
-    The entry gets the edit's value and label if its own value fails, and a larger radius if its own does not cover the
-    rephrase in every batch. Earlier changes of the same delta count.
+    The entry gets the edit's value and label if its own value fails. It gets a larger radius if its own does not cover
+    the rephrase in every batch. Earlier changes of the same delta count.
     """
     slot = workspace.codebook.slot(entry_id)
     before = changes.get(entry_id, EntryChange(entry_id=entry_id))

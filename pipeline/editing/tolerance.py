@@ -1,8 +1,8 @@
 """Measure the numerical noise of queries: how far batches, padding and devices move the query of one input.
 
 A key is the query of an input that the editor ran alone. Queries within the numerical tolerance of it count as the same
-input (`pipeline.codebook.policy.DTYPE_TOLERANCES`). This module measures whether the tolerance covers the noise, on one
-device or between devices, such as an editor on a GPU with replicas on CPUs.
+input (`pipeline.codebook.policy.DTYPE_TOLERANCES`). This module measures whether the tolerance covers the noise. It
+compares batches on one device, or several devices, such as an editor on a GPU with replicas on CPUs.
 
 Not promised: a bound. Other inputs, thread counts and processors may move a query farther than these.
 """

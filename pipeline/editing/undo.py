@@ -42,7 +42,7 @@ def undo(
         feedback: The undo.
         offset: The offset of `feedback` in its topic.
         history: The log that led to the engine's state.
-        heartbeat: Called for each delta read, because a long history takes longer than the editor's timeouts.
+        heartbeat: Called for each delta read, because a long history may take longer than the editor's timeouts.
         standing: The sender's permissions (`pipeline.editing.roles`); UNSET without a list of authors.
 
     Raises:

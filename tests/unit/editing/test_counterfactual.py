@@ -188,9 +188,8 @@ def test_a_correction_that_cannot_be_made_without_it_falls_away_and_the_outcome_
     told.correct("b", (1, 1.2), 2)
     outcome = told.undo("u", "a")
     assert outcome.status == "undone"
-    assert "it takes back a; these corrections depended on that and cannot be made without: b (no value was found" in str(
-        outcome.reason
-    )
+    reason = "it takes back a; these corrections depended on that and cannot be made without: b (no value was found"
+    assert reason in str(outcome.reason)
     assert len(told.engine.codebook) == 0
     assert "b" not in told.engine.memory
 
