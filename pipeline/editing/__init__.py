@@ -1,10 +1,14 @@
-"""GRACE editing: decides on corrections, trains their values, and undoes them. It knows no Kafka."""
+"""GRACE editing: decide on corrections, train their values, and undo them (docs/explanation/method.md).
+
+The package does no I/O: it takes feedback and returns outcomes and deltas. The editor and the history packages connect
+it to Kafka.
+"""
 
 from gracestream.pipeline.editing.calibration import CalibrationError, LabelledRequest, calibrate_layer
 from gracestream.pipeline.editing.candidate import DraftValue, ReplayContext
 from gracestream.pipeline.editing.config import EditConfig, edit_config_from_lead
 from gracestream.pipeline.editing.counterfactual import History
-from gracestream.pipeline.editing.engine import FORM_BATCH_SIZE, SHORT_TARGET_TOKENS, EditEngine
+from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.editing.exceptions import decide_exception
 from gracestream.pipeline.editing.forms import make_forms
 from gracestream.pipeline.editing.negatives import TEMPLATES_PER_RADIUS, other_requests
@@ -14,6 +18,7 @@ from gracestream.pipeline.editing.result import EditResult, committed_outcome, m
 from gracestream.pipeline.editing.roles import may_propose
 from gracestream.pipeline.editing.scope import ScopeRadius
 from gracestream.pipeline.editing.undo import undo
+from gracestream.pipeline.editing.value_search import FORM_BATCH_SIZE, SHORT_TARGET_TOKENS
 from gracestream.pipeline.editing.value_training import ValueTrainingConfig
 
 __all__ = [

@@ -1,4 +1,10 @@
-"""The scale of a layer: how far apart inputs lie there, and whether rephrases lie nearer (design, section 4)."""
+"""Calibration of a layer: how far apart inputs lie there, and which radius would cover the rephrases of an input.
+
+`gracestream layers` compares layers by these figures. The unit of radii is a median distance
+(docs/explanation/method.md).
+
+Not promised: that a layer with good figures can be edited. Whether training finds a value shows only in a trial.
+"""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,16 +21,18 @@ from gracestream.pipeline.search import exact_distances
 from gracestream.schemas.messages import Inputs, check_inputs
 
 CALIBRATION_BATCH_SIZE = 16
+"""Inputs of one forward pass."""
+
 RADIUS_GRID = tuple(round(0.1 * step, 1) for step in range(1, 41))
-"""Radii that are tried, in medians."""
+"""Radii that are tried, in units of the median distance: 0.1 to 4.0."""
 
 
 class CalibrationError(UserError):
-    """Too little to measure."""
+    """There are too few inputs to measure distances."""
 
 
 class LabelledRequest(Struct, frozen=True):
-    """One input of real traffic and, where there are any, other words for the same and the answer it should get."""
+    """One input of real traffic, with an optional rephrase of it and an optional target answer."""
 
     inputs: Inputs
     rephrase: Inputs | UnsetType = UNSET
@@ -38,16 +46,16 @@ class LabelledRequest(Struct, frozen=True):
 
 
 class Calibration(Struct, frozen=True):
-    """What one layer shows.
+    """The measurements of one layer; the last three are None without rephrases.
 
     Attributes:
-        layer: Its path.
+        layer: The path of the layer in the model.
         norm: Median Euclidean norm of a query.
-        noise: The most that batch composition and padding moved a query.
-        median: Median distance of an input to its nearest other one: the unit of radii.
+        noise: Largest distance by which batch composition and padding moved a query, over up to eight inputs.
+        median: Median distance of an input to its nearest other input: the unit of radii.
         rephrase: Median distance of an input to its rephrase.
-        reached: Share of rephrases inside their own input's ball, and nearest to it, at the best radius.
-        radius: The smallest radius, in medians, that reaches as many as any.
+        reached: Share of rephrases that the best radius covers and whose nearest key is their own input's.
+        radius: The smallest radius, in units of `median`, with the highest share `reached`.
     """
 
     layer: str
@@ -60,11 +68,11 @@ class Calibration(Struct, frozen=True):
 
 
 def calibrate_layer(model: EditableModel, requests: Sequence[LabelledRequest]) -> Calibration:
-    """Measure the layer that `model` wraps.
+    """Measure the edited layer of `model` on these requests; equal inputs count once.
 
     Raises:
-        CalibrationError: fewer than two different inputs.
-        InputError: an input that the model cannot take.
+        CalibrationError: there are fewer than two different inputs.
+        InputError: the model cannot take one of the inputs.
     """
     distinct = {sample.inputs: sample for sample in requests}
     if len(distinct) < 2:
@@ -72,6 +80,7 @@ def calibrate_layer(model: EditableModel, requests: Sequence[LabelledRequest]) -
             f"distances need two different inputs at least, and there are {len(distinct)}; add lines"
         )
     keys_ND = _compute_queries(model, list(distinct))
+    # The keys come from batches. The same input in a batch of its own shows how far batching moves a query.
     alone_D = _compute_queries(model, list(distinct)[:1])
     noise = float(exact_distances(alone_D, keys_ND[None, :1])[0, 0])
     for inputs in list(distinct)[1:8]:
@@ -90,18 +99,20 @@ def calibrate_layer(model: EditableModel, requests: Sequence[LabelledRequest]) -
     own_P = to_keys_PN.gather(1, rows_P[:, None])[:, 0]
     nearest_P = to_keys_PN.argmin(dim=1) == rows_P
     between_NN = torch.cat([exact_distances(key_D[None], keys_ND[None]) for key_D in keys_ND]).fill_diagonal_(torch.inf)
+    # The editor keeps radii within this share of the distance to other traffic; here the other inputs stand for it.
     limit_P = MAX_TRAFFIC_FRACTION * between_NN.amin(dim=1)[rows_P]
     shares = {
         radius: float((nearest_P & (own_P < torch.clamp(limit_P, max=radius * median))).float().mean())
         for radius in RADIUS_GRID
     }
-    best = max(shares.values())
-    radius = next(radius for radius in RADIUS_GRID if shares[radius] == best)
-    return Calibration(model.layer, norm, noise, median, float(own_P.median()), best, radius)
+    best_share = max(shares.values())
+    radius = next(radius for radius in RADIUS_GRID if shares[radius] == best_share)
+    return Calibration(model.layer, norm, noise, median, float(own_P.median()), best_share, radius)
 
 
 def _compute_queries(model: EditableModel, inputs: Sequence[Inputs]) -> torch.Tensor:
-    prompts = [model.task.tokenize(one) for one in inputs]
+    """The queries (N, D) of these inputs, on the CPU."""
+    prompts = [model.task.tokenize(prompt_inputs) for prompt_inputs in inputs]
     rows = [
         model.queries(prompts[start : start + CALIBRATION_BATCH_SIZE]).cpu()
         for start in range(0, len(prompts), CALIBRATION_BATCH_SIZE)
@@ -110,10 +121,12 @@ def _compute_queries(model: EditableModel, inputs: Sequence[Inputs]) -> torch.Te
 
 
 def radius_unit_from_probes(model: EditableModel) -> float:
-    """The median distance of probe sentences, as many as the model takes: the unit of radii before there is traffic.
+    """The median nearest-neighbour distance of the probe sentences: the unit of radii while there is no traffic.
+
+    Sentences that the model cannot take, such as too long ones, are left out.
 
     Raises:
-        InputError: it takes less than two of them.
+        InputError: the model takes fewer than two of the sentences.
     """
     prompts = []
     for text in PROBE_TEXTS:

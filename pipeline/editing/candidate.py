@@ -1,4 +1,7 @@
-"""One correction under decision, and what may be known of it before (design, section 4)."""
+"""The data of an edit on its way through the phases: the inspection, the draft and the candidate.
+
+The phases are listed in `pipeline.editing.engine`, their rules in docs/explanation/method.md.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,31 +18,51 @@ from gracestream.schemas.deltas import Seen, Standing
 from gracestream.schemas.messages import Feedback
 
 MAX_LENGTH_RATIO = 1.25
-"""Inputs are trained together where the longest has at most so many times the tokens of the shortest, or few more."""
+"""Greatest ratio of the longest to the shortest input, in tokens, of one training batch.
+
+A pass computes padding like any token, so this bounds the additional work to a fourth.
+"""
 
 LENGTH_SLACK_TOKENS = 8
+"""Tokens by which inputs may differ regardless of `MAX_LENGTH_RATIO`; short inputs would hardly share a batch."""
 
 MAX_BATCH_TOKENS = 16_384
-"""Of all inputs that are trained together, with their padding."""
+"""Tokens of one training batch with padding: rows times the length of the longest. It bounds the memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayContext:
-    """A decision that is made again: what it saw, and of its query and its value those that are to be kept."""
+    """The recorded inputs of a decision that is repeated.
+
+    Attributes:
+        recorded: The decision context that the delta records.
+        query_D: The recorded query; None: use the query that the model computes now.
+        value_V: The recorded value; None: train a value if one is needed.
+    """
 
     recorded: Seen
     query_D: np.ndarray | None = None
     value_V: np.ndarray | None = None
     rephrase_queries_RD: tuple[np.ndarray | None, ...] = ()
-    """The queries of the rephrases, in their order; none where it is not known."""
+    """The recorded queries of the rephrases, in order; None for a rephrase without one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What a pass of the edited model told about a correction.
+    """The facts about one input and its target, from one pass of the edited model.
 
-    A codebook bears on `target_check` alone, by `hit`, the entry that served it, and by that one's value `hit_value_V`
-    (empty where there was none).
+    Only `target_check`, `hit` and `hit_value_V` depend on the codebook. So while the same entry with the same value
+    serves the input, an inspection stays valid (`EditWorkspace.is_still_valid`).
+
+    Attributes:
+        label: The target as tokens or a class.
+        target_pass: The input with the target, as the model takes it.
+        suffix: The part of the pass that depends on the value, for repeated passes with other values.
+        target_check: Whether the edited model predicts the target.
+        hit: The entry that served the input; None if the unedited model did.
+        hit_value_V: The value of that entry; empty without one.
+        query_D: The query.
+        layer_output_V: The layer's own output at the position where a value is injected.
     """
 
     label: Label
@@ -51,19 +74,26 @@ class Inspection:
     query_D: np.ndarray
     layer_output_V: torch.Tensor
     wording: str = ""
-    """What the prompt asks for (`pipeline.wording`); empty where wordings are not compared."""
+    """The wording of the prompt (`pipeline.wording`); empty for a prompt whose wording is not comparable."""
 
     @property
     def is_already_correct(self) -> bool:
-        """Whether the target is given already, and will be: an entry with the same words alone is no key of its own."""
+        """Whether the edited model predicts the target and will go on to do so.
+
+        An entry that serves the input only by the same words does not count: its radius does not cover the query, so
+        the correction still needs a key of its own.
+        """
         return self.target_check.predicts_target and (self.hit is None or not self.hit.is_word_match)
 
 
 @dataclass(frozen=True, slots=True)
 class DraftValue:
-    """A value that was trained before its correction is decided on, with those of the feedback at these offsets.
+    """A value that was trained before the decision on its correction.
 
-    `inspection` is what was seen of the correction then.
+    Attributes:
+        trained: The value.
+        trained_with: Offsets of the feedback of its training batch, in order; its own is among them.
+        inspection: The inspection of the correction at that time.
     """
 
     trained: TrainedValue
@@ -73,10 +103,21 @@ class DraftValue:
 
 @dataclass(frozen=True, slots=True)
 class EditCandidate:
-    """One correction under decision; `nearest_slot` holds the key nearest to its query, at `nearest_distance`.
+    """One correction under decision, with all facts that the decision and its delta need.
 
-    `again` is what the decision saw before, where it is made again; `draft` its value, where that was trained ahead;
-    `standing` what its sender is allowed.
+    Attributes:
+        feedback: The correction.
+        offset: The offset of the correction on `feedback`.
+        inspection: The facts from the model.
+        query_D: The query; in a repeated decision the recorded one.
+        policy: The maintenance policy, with the radii and the tolerance of this correction.
+        context: The distances to traffic that the decision reads, and a record of them.
+        nearest_slot: The slot of the nearest key; NO_SLOT if the codebook is empty.
+        nearest_distance: The distance from the query to that key.
+        given_value_V: In a repeated decision, the recorded value to reuse.
+        draft: The value that was trained in advance, if any.
+        standing: The sender's permissions; UNSET without a list of authors.
+        rephrase_queries_RD: In a repeated decision, the recorded queries of the rephrases.
     """
 
     feedback: Feedback
@@ -94,11 +135,11 @@ class EditCandidate:
 
 
 def group_by_length(candidates: Sequence[EditCandidate]) -> Iterator[list[EditCandidate]]:
-    """Groups to be trained together, each in the order of feedback."""
+    """Split candidates into training batches of similar length; each batch is in the order of feedback."""
     group: list[EditCandidate] = []
-    for case in sorted(candidates, key=lambda case: (case.inspection.target_pass.num_tokens, case.offset)):
-        tokens = case.inspection.target_pass.num_tokens
-        longest = (
+    for candidate in sorted(candidates, key=lambda one: (one.inspection.target_pass.num_tokens, one.offset)):
+        tokens = candidate.inspection.target_pass.num_tokens
+        max_tokens = (
             max(
                 MAX_LENGTH_RATIO * group[0].inspection.target_pass.num_tokens,
                 group[0].inspection.target_pass.num_tokens + LENGTH_SLACK_TOKENS,
@@ -106,9 +147,10 @@ def group_by_length(candidates: Sequence[EditCandidate]) -> Iterator[list[EditCa
             if group
             else 0
         )
-        if group and (tokens > longest or tokens * (len(group) + 1) > MAX_BATCH_TOKENS):
-            yield sorted(group, key=lambda case: case.offset)
+        # Candidates come in ascending order of length, so this one is the longest and sets the padded length.
+        if group and (tokens > max_tokens or tokens * (len(group) + 1) > MAX_BATCH_TOKENS):
+            yield sorted(group, key=lambda one: one.offset)
             group = []
-        group.append(case)
+        group.append(candidate)
     if group:
-        yield sorted(group, key=lambda case: case.offset)
+        yield sorted(group, key=lambda one: one.offset)

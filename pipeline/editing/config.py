@@ -1,4 +1,8 @@
-"""How an editor edits: its policy, radii, guard and recipe, as one value."""
+"""The configuration of edits: policy, radii, retention guard and training, as one immutable value.
+
+An editor writes its configuration into the `lead` delta of its term. So replays decide under the same configuration
+(docs/explanation/determinism.md).
+"""
 
 import math
 from collections.abc import Mapping
@@ -13,7 +17,7 @@ from gracestream.pipeline.errors import HistoryError
 
 @dataclass(frozen=True, slots=True)
 class EditConfig:
-    """How an editor edits: the fields that `Settings` explains under the same names."""
+    """The configuration of edits; docs/reference/settings.md explains the fields. It is constant within a term."""
 
     policy: Literal["nearest", "paper"] = "nearest"
     radius: float = 1.0
@@ -32,16 +36,18 @@ class EditConfig:
 
 
 def edit_config_from_lead(environment: Mapping[str, str]) -> EditConfig:
-    """The plan under which a term edited, as its `lead` delta says; what it does not say is the default.
+    """The configuration that the environment of a `lead` delta records; missing fields have their defaults.
 
-    A delta that says nothing of forms or wordings is of an editor that trained at one prompt, and compared no words.
+    Raises:
+        HistoryError: a recorded field has a value that cannot be read.
     """
+    # An environment without these two fields comes from an editor that had neither feature, whatever the default is.
     known = {"forms": "False", "wording": "False"} | {
         name: environment[name] for name in EditConfig.__dataclass_fields__ if name in environment
     }
     recipe = {name: environment[name] for name in ValueTrainingConfig.__dataclass_fields__ if name in environment}
     try:
-        made: EditConfig = msgspec.convert({**known, "recipe": recipe}, EditConfig, strict=False)
+        config: EditConfig = msgspec.convert({**known, "recipe": recipe}, EditConfig, strict=False)
     except msgspec.ValidationError as error:
-        raise HistoryError(f"the plan in a lead delta cannot be read: {error}") from error
-    return made
+        raise HistoryError(f"the configuration in a lead delta cannot be read: {error}") from error
+    return config

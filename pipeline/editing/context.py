@@ -1,9 +1,13 @@
-"""What one decision sees of the traffic around it (design, section 4).
+"""The decision context: the distances to unflagged traffic that one decision reads, and a record of them.
 
-A decision follows from keys, radii, labels and its query, and from distances to traffic that nobody flagged. Those come
-from a reservoir that nobody can fill again once the requests are gone. So each distance that a decision asked for is
-written into its delta, and a decision that is made again gets the same ones; what it did not ask for then, it sees as
-traffic is now.
+A decision follows from keys, radii, labels and its query, all of which the log holds, and from distances to traffic.
+The traffic sample cannot be rebuilt once the requests have expired. So a delta records each distance that its decision
+read (docs/explanation/method.md).
+
+1. When a decision is repeated, recorded distances are reused.
+2. Distances that were not recorded are computed from the current traffic sample, and recorded in turn.
+
+Not promised: that a decision repeated under other circumstances sees the traffic of its time (rule 2).
 """
 
 import math
@@ -18,9 +22,13 @@ from gracestream.schemas.deltas import Seen
 
 
 class DecisionContext:
-    """The traffic, as seen by one decision; `recorded` is what it saw when it was made the first time.
+    """The traffic distances of one decision.
 
-    A `ignored_share` of the traffic may lie within a radius.
+    Args:
+        reservoir: The current traffic sample.
+        initial_radius: Computes the initial radius; not called in a repeated decision.
+        recorded: In a repeated decision, the context that was recorded.
+        ignored_share: The share of the traffic sample that may lie within a radius, between 0 and 1.
     """
 
     def __init__(
@@ -32,32 +40,37 @@ class DecisionContext:
     ) -> None:
         self._reservoir, self._recorded, self._ignored_share = reservoir, recorded, ignored_share
         self.initial_radius = initial_radius() if recorded is None else recorded.radius
-        """Epsilon_init, absolute."""
+        """The initial radius (epsilon_init of the paper), as an absolute distance."""
         self.start_entry: str | UnsetType = UNSET
-        """The entry whose value the new one starts from."""
+        """The entry whose value is the starting point of training, with `init=label`."""
         self._traffic_distances: dict[str, float | None] = {}
 
     def traffic_distance(
         self, name: str, key_D: np.ndarray, tolerance: float, excluded_D: np.ndarray, wording: str
     ) -> float:
-        """From a key, known as `name`, to the nearest unflagged query but for `excluded_D`; infinite: there is none.
+        """The distance from a key to the nearest unflagged query that limits its radius; infinite without any.
 
-        Only those count whose wording agrees in other words, after the share that may be nearer.
+        Args:
+            name: The entry id of the key; the distance is recorded under it.
+            key_D: The key.
+            tolerance: The numerical tolerance: queries within it of the key or of `excluded_D` do not count.
+            excluded_D: The query of the correction.
+            wording: The wording of the entry; queries that such an entry would not serve do not count.
         """
         if self._recorded is not None and name in self._recorded.clearance:
             self._traffic_distances[name] = self._recorded.clearance[name]
         else:
-            found = self._reservoir.nearest_distance(key_D, tolerance, excluded_D, wording, self._ignored_share)
-            self._traffic_distances[name] = found if math.isfinite(found) else None
-        known = self._traffic_distances[name]
-        return math.inf if known is None else known
+            distance = self._reservoir.nearest_distance(key_D, tolerance, excluded_D, wording, self._ignored_share)
+            self._traffic_distances[name] = distance if math.isfinite(distance) else None
+        recorded_distance = self._traffic_distances[name]
+        return math.inf if recorded_distance is None else recorded_distance
 
     def record(self, nearest: str | None, distance: float) -> Seen:
-        """All that was asked for, and the entries that counted: what the delta says."""
+        """The whole context, for the delta: all distances read, the starting entry, and the nearest entry if any."""
         seen = Seen(radius=self.initial_radius, clearance=self._traffic_distances, start=self.start_entry)
         return seen if nearest is None else msgspec.structs.replace(seen, nearest=nearest, distance=distance)
 
     def record_for_status(self, *names: str) -> Seen:
-        """As much of it as the kind of a decision rests on: the initial radius, and the clearance of these keys."""
-        asked = {name: self._traffic_distances[name] for name in names if name in self._traffic_distances}
-        return Seen(radius=self.initial_radius, clearance=asked)
+        """The part that can change the status of an outcome: the initial radius, and the distances of these keys."""
+        distances = {name: self._traffic_distances[name] for name in names if name in self._traffic_distances}
+        return Seen(radius=self.initial_radius, clearance=distances)

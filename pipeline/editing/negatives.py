@@ -1,19 +1,24 @@
-"""A radius of a correction's own, from other requests about its subject (design, section 4).
+"""The scope radius of a correction, from its distances to other requests about the same subject.
 
-To a sentence encoder another request about the same subject may be as near as other words for the request, and how near
-differs from subject to subject: a long or a rare name is most of what a text says. So requests about a correction's
-subject are made from templates of relations, and its radius is a share of the median distance to them.
+A sentence encoder may place another request about the subject as near as a paraphrase. How near differs from subject to
+subject: a long or rare name makes up most of a text's meaning. So templates of relations generate requests about the
+subject of a correction. The radius is a share of the median distance to them (docs/explanation/method.md).
 
-The shares are those of split conformal prediction. The distance from a correction to another request about its subject,
-divided by its own median, was taken for development corrections: to requests from templates that were not among those
-of the median, and to those that KnowEdit lists as other relations of the subject. `RADIUS_SHARES` has the quantile
-alpha of the stricter of the two. For a correction and another request that are drawn like these, and MiniLM, the chance
-that the request lies within the correction's radius is alpha at most. The templates of a correction's own relation
-count as other requests here, though they are none, which errs on the careful side.
+The shares come from split conformal prediction (docs/decisions/0001-scope-of-a-correction.md). For development
+corrections, the distance to a held-out request about the subject was divided by the median distance of that correction.
+The held-out requests came from two sources: other templates, and other relations of the subject in KnowEdit.
+`RADIUS_SHARES` holds the quantile alpha of the stricter source.
 
-What is not promised: anything for a single correction, as the chance is over all of them; for another encoder, or for
-requests of another kind; or for other subjects. That a request differs from the correction in a year, a number or a
-letter of a name is not seen in its distance to requests about the same subject.
+1. For MiniLM, and a correction and request drawn from these sources, the request lies within the radius with a
+   probability of at most alpha.
+2. Templates of a correction's own relation count as other requests, although they ask for the same. That can only make
+   radii smaller.
+
+Not promised:
+
+- A bound for a single correction: the probability is over all corrections.
+- A bound for other encoders, other kinds of requests, or other subjects. A request that differs from the correction in
+  a year, a number or a letter of a name may lie nearer than every template.
 """
 
 import hashlib
@@ -25,62 +30,73 @@ from gracestream.pipeline.model import ENCODER_MAX_RADIUS
 from gracestream.pipeline.wording import SUBJECT_PLACEHOLDER, extract_request, extract_subject, relation_templates
 
 TEMPLATES_PER_RADIUS = 25
-"""Templates that one radius takes; with 45 or 90, measured figures are the same."""
+"""Templates for one radius; 45 or 90 gave the same measured figures."""
 
 LONG_TEXT_CHARS, TEMPLATES_FOR_LONG_TEXT = 500, 12
-"""Characters of a text above which fewer templates do: what stands around the request goes through the encoder with
-each of them."""
+"""Characters from which a text counts as long, and its number of templates.
+
+The text around the request passes through the encoder once for each template, so long texts cost more.
+"""
 
 MIN_REQUESTS = 10
-"""Of fewer requests, as where most are too long for the model, no radius is made."""
+"""Fewer requests give no radius, as when the model cannot take most of them because of their length."""
 
 RADIUS_SHARES = ((0.01, 0.62), (0.02, 0.66), (0.05, 0.72), (0.1, 0.77), (0.2, 0.82))
-"""By alpha, the radius as a share of the median, for MiniLM. Between two of them it is interpolated."""
+"""Pairs of alpha and the radius as a share of the median distance, for MiniLM; `radius_share` interpolates."""
 
 
 def draw_templates(subject: str, count: int = TEMPLATES_PER_RADIUS) -> list[str]:
-    """That many templates, each of another relation while there is one: drawn by a hash of the subject."""
-    drawn = sorted(
-        (_shuffle_key(subject, one), place, one) for place, row in enumerate(relation_templates()) for one in row
+    """`count` templates in the order of a hash with the subject; the first ones are of different relations."""
+    shuffled = sorted(
+        (_shuffle_key(subject, template), relation, template)
+        for relation, templates in enumerate(relation_templates())
+        for template in templates
     )
-    first = {place: one for _, place, one in reversed(drawn)}.values()
-    in_order = [one for _, _, one in drawn]
-    return list(dict.fromkeys([*sorted(first, key=in_order.index), *in_order]))[:count]
+    # In reverse, the first template of each relation overwrites the later ones.
+    first_by_relation = {relation: template for _, relation, template in reversed(shuffled)}.values()
+    in_order = [template for _, _, template in shuffled]
+    return list(dict.fromkeys([*sorted(first_by_relation, key=in_order.index), *in_order]))[:count]
 
 
 def other_requests(text: str, count: int = TEMPLATES_PER_RADIUS) -> list[str]:
-    """Other requests about the subject of a text, in the same frame; none where it has no subject."""
+    """Other requests about the subject of a text, in the same frame; none if no subject is found."""
     subject = extract_subject(text)
     if subject is None:
         return []
     request = extract_request(text)
-    made = (
+    others = (
         request.replace_request(template.replace(SUBJECT_PLACEHOLDER, subject))
         for template in draw_templates(subject, count)
     )
-    return [one for one in made if one != text]
+    return [other for other in others if other != text]
 
 
 def radius_share(alpha: float) -> float:
-    """The radius as a share of the median distance to other requests, of which alpha lie within it."""
+    """The radius as a share of the median distance to other requests, at an error rate of `alpha`."""
     alphas, shares = np.array(RADIUS_SHARES).T
     return float(np.interp(alpha, alphas, shares))
 
 
 def radius_from_distances(distances: Sequence[float], alpha: float) -> float | None:
-    """A correction's radius by its distances to other requests about its subject; None of too few."""
+    """The radius of a correction from its distances to other requests about its subject; None if there are too few."""
     if len(distances) < MIN_REQUESTS:
         return None
+    # Queries of an encoder have unit length: at a distance of sqrt(2) two texts have nothing in common. The limit keeps
+    # an unusual subject, far from all templates, from getting a radius of that size.
     return radius_share(alpha) * min(float(np.median(distances)), ENCODER_MAX_RADIUS)
 
 
 def scope_radius(
     compute_queries: Callable[[Sequence[str]], np.ndarray], text: str, query_D: np.ndarray, alpha: float
 ) -> float | None:
-    """The radius of a correction of this text, whose query is `query_D`; None where no subject is found in it.
+    """The scope radius of a correction, or None if its text has no subject or too few requests could be measured.
 
-    `compute_queries` (N, D) are those that a replica would make of texts; it may leave out some, and need not be
-    finite.
+    Args:
+        compute_queries: Returns the queries (N, D) of texts, as replicas compute them. It may leave texts out, and
+            queries may be infinite or NaN: these are ignored.
+        text: The text of the correction.
+        query_D: The query of the correction.
+        alpha: The probability with which another request may lie within the radius.
     """
     others = other_requests(text, TEMPLATES_PER_RADIUS if len(text) <= LONG_TEXT_CHARS else TEMPLATES_FOR_LONG_TEXT)
     if not others:
@@ -90,4 +106,5 @@ def scope_radius(
 
 
 def _shuffle_key(subject: str, template: str) -> bytes:
+    """The sorting key of a template: pseudo-random, but the same in every process."""
     return hashlib.blake2b(f"{subject}\0{template}".encode("utf-8", "surrogatepass"), digest_size=8).digest()

@@ -1,9 +1,11 @@
-"""Decisions that left no delta: what their outcomes on `edits` say, so that they can be made again.
+"""Decisions without a delta, as their outcomes on `edits` record them; a replay can repeat them.
 
-Such an outcome is `rejected`, or `unchanged` where nothing is to be kept: the correction of a used id, or an undo of
-nothing. Its headers name the codebook that it was decided on, what its sender was allowed, and what it saw of the
-traffic as far as another status could have come of that. What was not decided on, because it could not be read or was
-not let in, has no such headers.
+The status of such an outcome is `rejected`, or `unchanged` if there is nothing to remember: a correction that was sent
+again, or an undo of nothing. The headers record the codebook version, the sender's permissions, and the traffic
+distances that could have changed the status (docs/explanation/messages-and-topics.md).
+
+Not covered: feedback that could not be read or was not accepted. No decision was made, and its outcome has no such
+headers.
 """
 
 from dataclasses import dataclass
@@ -25,7 +27,16 @@ from gracestream.schemas.messages import Outcome, decode
 
 @dataclass(frozen=True, slots=True)
 class NoChangeDecision:
-    """What became of the feedback at an offset, decided on the codebook as of delta `seq` of `term`."""
+    """A decision that left the codebook unchanged.
+
+    Attributes:
+        offset: The offset of the feedback.
+        term: The term of the editor.
+        seq: The newest delta that the codebook had applied.
+        outcome: The outcome on `edits`.
+        context: The recorded traffic distances; None if the decision read none.
+        standing: The sender's permissions; UNSET without a list of authors.
+    """
 
     offset: int
     term: int
@@ -35,7 +46,7 @@ class NoChangeDecision:
     standing: Standing | UnsetType = UNSET
 
     def headers(self) -> list[tuple[str, bytes]]:
-        """What the outcome carries, beside the feedback's offset."""
+        """The headers of the outcome's record, besides the offset of the feedback."""
         headers = [(TERM_HEADER, str(self.term).encode()), (CODEBOOK_SEQ_HEADER, str(self.seq).encode())]
         if self.context is not None:
             headers.append((CONTEXT_HEADER, msgspec.json.encode(self.context)))
@@ -45,7 +56,11 @@ class NoChangeDecision:
 
 
 def parse_no_change(record: Any) -> NoChangeDecision | None:
-    """The decision that a record of `edits` tells of; None where it left a delta, or nothing was decided."""
+    """The decision behind a record of `edits`; None if it left a delta, or if there was no decision.
+
+    Raises:
+        InvalidMessage: the record's value is no outcome.
+    """
     headers = dict(record.headers)
     if CODEBOOK_SEQ_HEADER not in headers:
         return None
@@ -60,7 +75,10 @@ def parse_no_change(record: Any) -> NoChangeDecision | None:
 
 
 def _decode_context(header: bytes | None) -> Seen | None:
+    """The recorded context; None without a header, or if its radius is not a valid one."""
     try:
         return None if header is None else msgspec.json.decode(header, type=Seen)
     except msgspec.ValidationError:
-        return None  # of a radius that no delta can hold; no traffic bounds it, so it is the plan's
+        # An infinite initial radius, say, is valid in the configuration but not in a delta. No traffic bounds it, so a
+        # repeated decision takes it from the configuration again.
+        return None

@@ -1,4 +1,9 @@
-"""Under which versions, device and policy values are made: what a `lead` delta records (design, section 5, point 8)."""
+"""The provenance of values: library versions, device and configuration, as a `lead` delta records them.
+
+A replay under the same provenance trains the same values bit for bit (docs/explanation/determinism.md).
+
+Not promised: that another environment gives the same bits.
+"""
 
 import dataclasses
 import platform
@@ -14,7 +19,7 @@ from gracestream.pipeline.search import load_faiss
 
 
 def describe_environment(model: EditableModel, edit_config: EditConfig) -> dict[str, str]:
-    """Names and values, all texts."""
+    """The environment of a `lead` delta: the names and values of everything that training depends on, as text."""
     libraries = {"torch": torch, "transformers": transformers, "faiss": load_faiss(), "numpy": np}
     config = getattr(model.module, "config", None)
     settings = {**dataclasses.asdict(edit_config), **dataclasses.asdict(edit_config.recipe)}

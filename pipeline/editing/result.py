@@ -1,4 +1,4 @@
-"""What comes of one feedback record: its outcome, and the record of `deltas` that carries it out."""
+"""The result of a decision on one feedback record: an outcome, and a delta if the decision changes anything."""
 
 from dataclasses import dataclass
 
@@ -15,16 +15,19 @@ STATUS_BY_OP: dict[Op, Status] = {
     "undo": "undone",
     "except": "excepted",
 }
-"""What an outcome reports, by the op of its delta."""
+"""The status of an outcome, by the operation of its delta."""
 
 
 @dataclass(frozen=True, slots=True)
 class EditResult:
-    """The outcome of one feedback record, and the record for `deltas` that carries it out (None: nothing changes).
+    """The result of a decision on one feedback record.
 
-    `is_dead_letter` marks feedback that cannot be taken at all, for `reason`: it belongs in the dead letter queue. Only
-    where it does not even tell its id is there no outcome. `context` is what of the traffic the status of an outcome
-    without a record rested on, where it did.
+    Attributes:
+        outcome: The outcome to report; None only for an unreadable record whose id is unknown.
+        delta_record: The record for `deltas`; None if nothing changes.
+        is_dead_letter: Whether the feedback is invalid, so that it belongs on the dead-letter topic too.
+        reason: Why the feedback was rejected; empty otherwise.
+        context: For a result without a delta: the traffic distances that could have changed its status, if any.
     """
 
     outcome: Outcome | None
@@ -35,24 +38,27 @@ class EditResult:
 
 
 def rejected_result(feedback: Feedback, reason: str, *, is_dead_letter: bool = False, **fields: object) -> EditResult:
-    """A rejection with its reason; `is_dead_letter`: the record goes to the dead letter queue as well."""
+    """A rejection with its reason and further `fields` of `Outcome`; with `is_dead_letter` also a dead letter."""
     outcome = Outcome(v=SCHEMA_VERSION, feedback_id=feedback.feedback_id, status="rejected", reason=reason, **fields)  # type: ignore[arg-type]
     return EditResult(outcome, is_dead_letter=is_dead_letter, reason=reason)
 
 
 def unchanged_outcome(feedback: Feedback, loss: float) -> Outcome:
-    """An outcome that says that the model is right already; `loss` is its loss on the target."""
+    """The outcome of a correction whose target the model predicts already; `loss` is its mean cross entropy there."""
     return Outcome(v=SCHEMA_VERSION, feedback_id=feedback.feedback_id, status="unchanged", loss=loss)
 
 
 def committed_outcome(delta: Delta) -> Outcome:
-    """The outcome of a delta that was committed without one; `steps` and `loss` are not known any more."""
+    """The outcome of a delta that was committed without one, made from the delta alone.
+
+    `steps`, `loss` and the reasons of left-out rephrases are not in a delta, so they are missing or replaced.
+    """
     assert delta.cause is not UNSET
     status: Status = (
         "unchanged" if delta.op == "expand" and not (delta.entries or delta.exceptions) else STATUS_BY_OP[delta.op]
     )
     reason = "its delta was committed without an outcome; a later editor reports it"
-    left_out = [number for number, one in enumerate(delta.cause.rephrases, 1) if one.left_out]
+    left_out = [number for number, key in enumerate(delta.cause.rephrases, 1) if key.left_out]
     return Outcome(
         v=SCHEMA_VERSION,
         feedback_id=delta.cause.feedback_id,
@@ -65,5 +71,5 @@ def committed_outcome(delta: Delta) -> Outcome:
 
 
 def make_correction(feedback_id: str, inputs: Inputs, target: str) -> Feedback:
-    """A feedback record for a correction."""
+    """A feedback record that corrects `inputs` to `target`, without author and rephrases."""
     return Feedback(v=SCHEMA_VERSION, feedback_id=feedback_id, inputs=inputs, target=target)

@@ -1,8 +1,10 @@
-"""The noise of queries: how far a batch, its padding and the device move the query of one input.
+"""Measure the numerical noise of queries: how far batches, padding and devices move the query of one input.
 
-A key is the query of an input that the editor ran alone. Queries within the tolerance of it count as the same input
-(`pipeline.codebook.policy.ROUNDINGS`). This measures whether the tolerance covers the noise: on one device, or between
-devices where an editor on a GPU serves replicas on CPUs.
+A key is the query of an input that the editor ran alone. Queries within the numerical tolerance of it count as the same
+input (`pipeline.codebook.policy.DTYPE_TOLERANCES`). This module measures whether the tolerance covers the noise. It
+compares batches on one device, or several devices, such as an editor on a GPU with replicas on CPUs.
+
+Not promised: a bound. Other inputs, thread counts and processors may move a query farther than these.
 """
 
 from collections.abc import Sequence
@@ -16,19 +18,19 @@ from gracestream.pipeline.model import PROBE_TEXTS, EditableModel, Prompt
 from gracestream.schemas.messages import Inputs
 
 BATCH_SIZES = (1, 2, 32)
-"""Rows of the batches that each input is queried in. In larger ones it stands beside longer and shorter inputs."""
+"""Sizes of the batches in which each input is queried. Larger ones mix longer and shorter inputs."""
 
 
 class NumericalNoise(Struct, frozen=True):
-    """What was measured.
+    """The measured distances between queries and keys of the same inputs.
 
     Attributes:
-        dtype: Of the queries.
-        devices: Of the models, the editor's first.
-        inputs: How many were measured.
-        relative: The largest distance of a query from the key of the same input, in parts of the key's norm.
-        absolute: The largest such distance.
-        of_tolerance: The largest such distance, in parts of the tolerance; above 1 the tolerance is too small.
+        dtype: The dtype of the queries.
+        devices: The device types of the models; the first model provides the keys, as an editor does.
+        inputs: The number of inputs.
+        relative: The largest distance, relative to the norm of the key.
+        absolute: The largest distance.
+        of_tolerance: The largest distance, relative to the tolerance; above 1 the tolerance is too small.
     """
 
     dtype: str
@@ -40,15 +42,15 @@ class NumericalNoise(Struct, frozen=True):
 
 
 def measure_query_noise(*models: EditableModel, inputs: Sequence[Inputs] = PROBE_TEXTS) -> NumericalNoise:
-    """Measure the queries of these inputs, on one model or between copies of one model on several devices.
+    """Measure the queries of these inputs on one model, or between copies of one model on several devices.
 
-    The keys are those of the first model.
+    The keys are the queries of the first model in batches of one.
 
     Raises:
-        InputError: an input that a model cannot take.
+        InputError: a model cannot take one of the inputs.
     """
-    keys_ND, *ways = [way_ND for model in models for way_ND in _query_variants(model, inputs)]
-    far_N = stack([(way_ND - keys_ND).norm(dim=1) for way_ND in ways]).amax(dim=0)
+    keys_ND, *variants = [variant_ND for model in models for variant_ND in _query_variants(model, inputs)]
+    far_N = stack([(variant_ND - keys_ND).norm(dim=1) for variant_ND in variants]).amax(dim=0)
     norms_N = keys_ND.norm(dim=1)
     dtype = models[0].query_dtype
     shares = [far / match_tolerance(norm, dtype) for far, norm in zip(far_N.tolist(), norms_N.tolist(), strict=True)]
@@ -58,13 +60,13 @@ def measure_query_noise(*models: EditableModel, inputs: Sequence[Inputs] = PROBE
         inputs=len(inputs),
         relative=float((far_N / norms_N).max()),
         absolute=float(far_N.max()),
-        of_tolerance=float(tensor(shares).max()),  # Python's max passes over what is not a number
+        of_tolerance=float(tensor(shares).max()),  # Python's max may skip a NaN; the tensor's returns it
     )
 
 
 def _query_variants(model: EditableModel, inputs: Sequence[Inputs]) -> list[Tensor]:
-    """The queries (N, D), float64, on the host: of each input alone, in batches, and beside the longest one."""
-    prompts = [model.task.tokenize(one) for one in inputs]
+    """The queries (N, D; float64, on the CPU) of each input alone, in larger batches, and padded to the longest one."""
+    prompts = [model.task.tokenize(prompt_inputs) for prompt_inputs in inputs]
     longest = max(prompts, key=len)
     batched = [
         cat([_compute_queries(model, batch)[:1] for batch in _cyclic_batches(prompts, size)]) for size in BATCH_SIZES
@@ -73,9 +75,10 @@ def _query_variants(model: EditableModel, inputs: Sequence[Inputs]) -> list[Tens
 
 
 def _cyclic_batches(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
-    """For each prompt a batch that it is the first of; the next ones follow, over and over."""
-    return [list(islice(cycle([*prompts[place:], *prompts[:place]]), size)) for place in range(len(prompts))]
+    """For each prompt a batch that starts with it and goes on with the following prompts, cyclically."""
+    return [list(islice(cycle([*prompts[start:], *prompts[:start]]), size)) for start in range(len(prompts))]
 
 
 def _compute_queries(model: EditableModel, prompts: Sequence[Prompt]) -> Tensor:
+    """The queries (N, D) of one batch in float64, so that differences add no rounding of their own."""
     return model.queries(prompts).cpu().double()

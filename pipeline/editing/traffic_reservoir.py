@@ -1,8 +1,14 @@
-"""A bounded reservoir of recent queries that nobody flagged, which new radii keep clear of (design, section 4).
+"""A bounded sample of recent unflagged requests; new radii keep clear of their queries (docs/explanation/method.md).
 
-Which requests are held depends on nothing but their place in the log: a request's score is the time of its record plus
-a Gumbel number drawn from a hash of (partition, offset), and the highest scores stay. That is a uniform sample that
-forgets with a half-life, and whoever reads the same requests holds the same sample.
+The sampling is weighted and without replacement, by the keys of Efraimidis and Spirakis (algorithm A-Res, 2006), with
+weights that decay exponentially. With the weight w = exp(t / decay) of a request at time t, their key u^(1/w) ranks
+requests like log(w) - log(-log(u)): the time in units of the decay plus a Gumbel variable. The highest scores stay.
+
+1. A score depends only on the partition, offset, timestamp and seed. Whoever reads the same requests draws the same
+   sample.
+2. The odds that a request is in the sample fall by a factor of e every `DECAY_SECONDS`.
+
+Not promised: one row for each request. Equal inputs share a row, and an input that is flagged is removed.
 """
 
 import hashlib
@@ -16,21 +22,22 @@ from gracestream.pipeline.search import PointSet, exact_distances
 from gracestream.pipeline.wording import limits_radius
 
 DECAY_SECONDS = 3600.0
-"""A request's odds of being held fall by e in this time."""
+"""Seconds in which the odds that a request is in the sample fall by a factor of e."""
 
 MIN_SAMPLE = 32
-"""Queries from which the reservoir's median distance is used."""
+"""Queries that the sample must hold before its median distance serves as the unit of radii."""
 
 
 def reservoir_score(partition: int, offset: int, timestamp: float, seed: int) -> float:
-    """The rank of one request record; `timestamp` in seconds. A pure function."""
+    """The sampling score of one request record; `timestamp` in seconds. See the module for the derivation."""
     digest = hashlib.blake2b(f"{seed}/{partition}/{offset}".encode(), digest_size=8).digest()
+    # The half step keeps `uniform` strictly between 0 and 1, so that both logarithms are finite.
     uniform = (int.from_bytes(digest, "little") + 0.5) / 2.0**64
     return timestamp / DECAY_SECONDS - math.log(-math.log(uniform))
 
 
 def median_nearest_distance(queries_RD: np.ndarray) -> float:
-    """The median over queries of the distance to the nearest other one: the unit of radii. Needs two queries."""
+    """The median distance from a query to the nearest other one, over two or more queries (R, D): the unit of radii."""
     queries = torch.from_numpy(queries_RD)
     distances_RR = torch.cat([exact_distances(query_D[None], queries[None]) for query_D in queries])
     distances_RR.fill_diagonal_(torch.inf)
@@ -38,7 +45,11 @@ def median_nearest_distance(queries_RD: np.ndarray) -> float:
 
 
 class TrafficReservoir:
-    """At most `capacity` queries; `positions` says how far into each partition of `requests` they were taken."""
+    """A sample of at most `capacity` unflagged queries, with their scores and wordings.
+
+    Attributes:
+        positions: By partition of `requests`: the offset after the last record that was offered.
+    """
 
     def __init__(self, capacity: int, seed: int) -> None:
         self.positions: dict[int, int] = {}
@@ -53,15 +64,21 @@ class TrafficReservoir:
         return len(self._queries)
 
     def offer(self, partition: int, offset: int, timestamp: float) -> float | None:
-        """The record's score, if its query would be held; also moves the partition's position past it."""
+        """The score of a record if the sample would take its query, else None; moves the partition's position past it.
+
+        Callers compute the query, which takes a pass of the model, only for records with a score.
+        """
         self.positions[partition] = max(offset + 1, self.positions.get(partition, 0))
-        rank = reservoir_score(partition, offset, timestamp, self._seed)
-        if self._capacity == 0 or (len(self) == self._capacity and rank <= min(self._scores)):
+        score = reservoir_score(partition, offset, timestamp, self._seed)
+        if self._capacity == 0 or (len(self) == self._capacity and score <= min(self._scores)):
             return None
-        return rank
+        return score
 
     def add(self, score: float, query_D: np.ndarray, tolerance: float, wording: str = "") -> None:
-        """Hold a query that `offer` asked for. The same input again (within `tolerance`) only renews the one held."""
+        """Add a query (D) with its score from `offer`.
+
+        A query within `tolerance` of one in the sample only raises its score. A query that is not finite is ignored.
+        """
         if not np.isfinite(query_D).all():
             return
         self._median_distance = None
@@ -88,20 +105,28 @@ class TrafficReservoir:
         wording: str = "",
         ignored_share: float = 0.0,
     ) -> float:
-        """The distance to the nearest query held, other than the key's own and `excluded_D` (within `tolerance`).
+        """The distance from a key to the nearest query of the sample that counts; infinite without any.
 
-        Only those count whose wording agrees in other words. A share of all that are held may be nearer.
+        Args:
+            key_D: The key.
+            tolerance: Queries within this distance of `key_D` or `excluded_D` are the same input and do not count.
+            excluded_D: The query of the correction under decision, if any.
+            wording: The wording of the key's entry. A query counts if its wording agrees with this one, but does not
+                have the same words.
+            ignored_share: This share of the sample may be nearer: as many of the nearest queries are skipped.
         """
-        counts = partial(self._bounds_radius, wording)
+        is_counted = partial(self._bounds_radius, wording)
         return self._queries.nearest_distance(
-            key_D, tolerance, excluded_D, counts, skip_count=int(ignored_share * len(self))
+            key_D, tolerance, excluded_D, is_counted, skip_count=int(ignored_share * len(self))
         )
 
     def _bounds_radius(self, wording: str, name: str) -> bool:
+        """Whether an entry with this wording must keep clear of the query under this name."""
         return limits_radius(wording, self._wordings[name])
 
     def remove(self, query_D: np.ndarray, tolerance: float) -> None:
-        """Drop an input that turned out to be wrong: it was flagged."""
+        """Remove the queries within `tolerance` of `query_D`: feedback has flagged this input."""
+        # In descending order: a removal moves the last row into the gap, which must not move a row still to be removed.
         for row in sorted(self._queries.within(query_D, tolerance).tolist(), reverse=True):
             self._wordings.pop(self._queries.names[row])
             self._queries.remove(self._queries.names[row])
@@ -110,7 +135,7 @@ class TrafficReservoir:
             self._median_distance = None
 
     def median_distance(self) -> float | None:
-        """The median nearest-neighbour distance of what is held; None while that is too little to tell."""
+        """The median nearest-neighbour distance of the sample; None while it holds fewer than `MIN_SAMPLE` queries."""
         if self._median_distance is None and len(self) >= MIN_SAMPLE:
             self._median_distance = median_nearest_distance(self._queries.points_ND)
         return self._median_distance

@@ -1,4 +1,11 @@
-"""Training a value: Adam on the model's own loss, with the value as the only parameter (paper, 2.2; appendix A)."""
+"""Train values: Adam on the model's own loss, with the value as the only parameter (GRACE, section 2.2, appendix A).
+
+1. Each value of a batch depends only on its own texts, label and start. The batch changes it by rounding only.
+2. The same batch on the same environment gives the same bits (docs/explanation/determinism.md).
+3. The model's parameters do not change.
+
+Not promised: convergence. `TrainedValue.converged` reports it.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,34 +19,36 @@ from gracestream.pipeline.device import deterministic_algorithms
 from gracestream.pipeline.model import SuffixPass, SuffixRunner, TargetCheck, TargetPass
 
 LOSS_SCALE = 2.0**12
-"""A model in float16 is given its loss so many times: its gradients are as small as 1e-8, which float16 takes for 0."""
+"""Initial loss scale of a float16 model. Its gradients can be as small as 1e-8, which float16 rounds to 0."""
 
 SCALE_BACKOFF_FACTOR = 2.0**4
-"""A gradient that overflows makes the scale so many times smaller, and its step is left out."""
-
+"""Divisor of the loss scale after a gradient has overflowed; that step is skipped for the value."""
 
 LONG_LABEL_TOKENS = 16
-"""Tokens of a label from which on its value may take more steps: one vector has to decide on all of them."""
-
+"""Tokens from which a label gets more steps, in proportion: one vector has to determine all of them."""
 
 MAX_FORM_STEPS = 20
-"""Steps in which a value is trained on for the sake of forms: most have the margin after half as many."""
+"""Additional steps for the forms of a correction; most values reach the margin in half of them."""
 
 FORM_MARGIN = 0.5
-"""Logit margin at which a form counts as trained: three would take three times the steps and served no more texts."""
+"""Logit margin at which a form counts as trained. A margin of 3 took three times the steps, for no more texts."""
 
 CORRECTION_MARGIN = 1.0
-"""Logit margin that the correction itself keeps then, or the recipe's where that is smaller."""
+"""Logit margin that the correction must keep meanwhile, or that of the configuration if it is smaller."""
 
 FORM_RATE_FACTOR = 1.5
-"""The learning rate is so many times the recipe's then, which saves a fourth of the steps."""
+"""Factor on the learning rate during these additional steps; it saves a fourth of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValueTrainingConfig:
-    """How values are trained: they stop at `margin` (logits), or after `max_steps` steps at most.
+    """How values are trained.
 
-    A label of more than `LONG_LABEL_TOKENS` tokens has more steps, in proportion, until the model gives it.
+    Attributes:
+        max_steps: The limit of optimisation steps. A label of more than `LONG_LABEL_TOKENS` tokens has more steps, in
+            proportion, but stops as soon as the model predicts it.
+        learning_rate: The learning rate of Adam.
+        margin: Training stops once each token of the label leads by this many logits.
     """
 
     max_steps: int = 100
@@ -47,17 +56,17 @@ class ValueTrainingConfig:
     margin: float = 3.0
 
     def step_limit(self, tokens: int) -> int:
-        """Steps at most, for a label of so many tokens."""
+        """The limit of steps for a label with this number of tokens."""
         return max(self.max_steps, math.ceil(self.max_steps * tokens / LONG_LABEL_TOKENS))
 
     def is_done(self, target_check: TargetCheck, steps: int) -> bool:
-        """Whether a value needs no more steps: it has the margin, or is right after `max_steps`."""
+        """Whether a value needs no more steps: it has the margin, or predicts the target after `max_steps`."""
         return target_check.predicts_target and (target_check.margin >= self.margin or steps >= self.max_steps)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedValue:
-    """A value (V, float32), the optimisation steps it took, and what the model says with it in place."""
+    """A value (V, float32), its number of steps, and the check of the target with the value in place."""
 
     value_V: np.ndarray
     steps: int
@@ -67,15 +76,15 @@ class TrainedValue:
 
 @dataclass(frozen=True, slots=True)
 class TrainingTexts:
-    """A value that was trained at its correction's prompt, and other texts at which it should give the target.
+    """A value that was trained on its correction, with further texts at which it should predict the target.
 
     Attributes:
         trained: The value so far.
         correction_pass: The pass over the correction.
-        suffix: The same, as it depends on the value.
-        rephrase_passes: Passes over texts that a reviewer gave.
-        form_passes: Passes over forms made by rules, which are best effort.
-        has_full_budget: Whether training may take as many steps as a correction's, for the sake of `rephrase_passes`.
+        suffix: The part of that pass that depends on the value.
+        rephrase_passes: Passes over rephrases, which a reviewer gave; the value must not lose any of them.
+        form_passes: Passes over forms, which rules made (`pipeline.editing.forms`); these are best effort.
+        has_full_budget: Whether training may take as many steps as for a correction, because a rephrase fails.
     """
 
     trained: TrainedValue
@@ -87,14 +96,14 @@ class TrainingTexts:
 
     @property
     def all_passes(self) -> list[TargetPass]:
-        """All passes, the correction's first."""
+        """All passes: the correction, the rephrases, the forms."""
         return [self.correction_pass, *self.rephrase_passes, *self.form_passes]
 
 
 def train_value(
     suffix_runner: SuffixRunner, suffix: SuffixPass, start_V: Tensor, recipe: ValueTrainingConfig
 ) -> TrainedValue:
-    """Train one value from `start_V`."""
+    """Train one value from `start_V` (V)."""
     return train_values(suffix_runner, suffix, [start_V], recipe)[0]
 
 
@@ -105,22 +114,26 @@ def train_values(
     recipe: ValueTrainingConfig,
     heartbeat: Callable[[], object] = lambda: None,
 ) -> list[TrainedValue]:
-    """Train a value for each row of `suffix`, from its start (V); each stops by itself, and its row is left out then.
+    """Train a value for each row of `suffix`; each value stops by itself, and its row then leaves the batch.
 
-    Each step runs only what depends on the values, of which each depends on nothing but its input, its label and its
-    start; the others change what it comes out as by rounding alone. `converged` says whether the margin was reached; a
-    value that merely makes the prediction right after the last step counts as converged too. `heartbeat` is called at
-    each step.
+    A value is `converged` if it is finite and the model predicts the target with it, with or without the margin.
+
+    Args:
+        suffix_runner: Runs the part of the model that depends on the values.
+        suffix: The passes over the corrections, one row each.
+        starts: The start (V) of each row.
+        recipe: The training configuration.
+        heartbeat: Called at each step.
     """
     limits = [recipe.step_limit(len(label_L)) for label_L in suffix.target_pass.labels]
 
-    def ends(value: int, verdicts: Sequence[TargetCheck], steps: int) -> bool:
-        return recipe.is_done(verdicts[0], steps) or steps == limits[value]
+    def should_stop(value: int, checks: Sequence[TargetCheck], steps: int) -> bool:
+        return recipe.is_done(checks[0], steps) or steps == limits[value]
 
-    found = _optimize(suffix_runner, suffix, range(len(starts)), starts, recipe.learning_rate, ends, heartbeat)
+    runs = _optimize(suffix_runner, suffix, range(len(starts)), starts, recipe.learning_rate, should_stop, heartbeat)
     return [
-        TrainedValue(value_V, steps, verdict, converged=verdict.predicts_target and bool(np.isfinite(value_V).all()))
-        for value_V, steps, _, (verdict,) in found
+        TrainedValue(value_V, steps, check, converged=check.predicts_target and bool(np.isfinite(value_V).all()))
+        for value_V, steps, _, (check,) in runs
     ]
 
 
@@ -130,17 +143,21 @@ def train_further(
     recipe: ValueTrainingConfig,
     heartbeat: Callable[[], object] = lambda: None,
 ) -> list[TrainedValue]:
-    """Train values on for all their texts, as rows of one padded batch.
+    """Train values further on all of their texts, as rows of one padded batch.
 
-    A value stops once each asked text has the recipe's margin, the correction `CORRECTION_MARGIN`, and each form
-    `FORM_MARGIN`; after `MAX_FORM_STEPS` steps forms count no more. The new value is taken only where it gives the
-    target at more texts than before, at no fewer of the asked ones, and at the correction by itself. Else the old one
-    stays.
+    A value stops once three margins hold: that of the configuration at each rephrase, `CORRECTION_MARGIN` at the
+    correction, and `FORM_MARGIN` at each form. After `MAX_FORM_STEPS` steps forms no longer count.
+
+    The new value replaces the old one only if the model predicts the target:
+
+    1. at more texts than before,
+    2. at no fewer rephrases than before, and
+    3. at the correction alone, with the smaller of `CORRECTION_MARGIN` and the old margin.
     """
     owners = [number for number, texts in enumerate(corrections) for _ in texts.all_passes]
-    short = min(MAX_FORM_STEPS, recipe.max_steps)
+    form_steps = min(MAX_FORM_STEPS, recipe.max_steps)
     limits = [recipe.step_limit(max(len(row.labels[0]) for row in texts.all_passes)) for texts in corrections]
-    limits = [limit if texts.has_full_budget else short for limit, texts in zip(limits, corrections, strict=True)]
+    limits = [limit if texts.has_full_budget else form_steps for limit, texts in zip(limits, corrections, strict=True)]
     margins = [
         [min(CORRECTION_MARGIN, recipe.margin)]
         + [recipe.margin] * len(texts.rephrase_passes)
@@ -148,17 +165,18 @@ def train_further(
         for texts in corrections
     ]
 
-    def ends(value: int, verdicts: Sequence[TargetCheck], steps: int) -> bool:
-        counted = None if steps < short else 1 + len(corrections[value].rephrase_passes)
+    def should_stop(value: int, checks: Sequence[TargetCheck], steps: int) -> bool:
+        counted = None if steps < form_steps else 1 + len(corrections[value].rephrase_passes)
         return steps == limits[value] or all(
-            one.predicts_target and (one.margin >= margin or steps >= recipe.max_steps)
-            for one, margin in list(zip(verdicts, margins[value], strict=True))[:counted]
+            check.predicts_target and (check.margin >= margin or steps >= recipe.max_steps)
+            for check, margin in list(zip(checks, margins[value], strict=True))[:counted]
         )
 
     starts = [torch.from_numpy(texts.trained.value_V.copy()) for texts in corrections]
-    rest = suffix_runner.suffix_by_length([row for texts in corrections for row in texts.all_passes])
-    found = _optimize(suffix_runner, rest, owners, starts, FORM_RATE_FACTOR * recipe.learning_rate, ends, heartbeat)
-    return [_select_better(suffix_runner, texts, *one) for texts, one in zip(corrections, found, strict=True)]
+    suffix = suffix_runner.suffix_by_length([row for texts in corrections for row in texts.all_passes])
+    rate = FORM_RATE_FACTOR * recipe.learning_rate
+    runs = _optimize(suffix_runner, suffix, owners, starts, rate, should_stop, heartbeat)
+    return [_select_better(suffix_runner, texts, *run) for texts, run in zip(corrections, runs, strict=True)]
 
 
 def _select_better(
@@ -169,12 +187,15 @@ def _select_better(
     before: Sequence[TargetCheck],
     after: Sequence[TargetCheck],
 ) -> TrainedValue:
-    """The value that was trained on, where it serves more texts; else the one before."""
-    asked = slice(1, 1 + len(texts.rephrase_passes))
-    gains = sum(one.predicts_target for one in after) > sum(one.predicts_target for one in before)
-    keeps = sum(one.predicts_target for one in after[asked]) >= sum(one.predicts_target for one in before[asked])
-    if not (steps and gains and keeps and np.isfinite(value_V).all()):
+    """The new value if it is better by the rules of `train_further`, else the old one."""
+    rephrases = slice(1, 1 + len(texts.rephrase_passes))
+    gains_texts = sum(check.predicts_target for check in after) > sum(check.predicts_target for check in before)
+    keeps_rephrases = sum(check.predicts_target for check in after[rephrases]) >= sum(
+        check.predicts_target for check in before[rephrases]
+    )
+    if not (steps and gains_texts and keeps_rephrases and np.isfinite(value_V).all()):
         return texts.trained
+    # A padded batch rounds otherwise than the correction alone, which is what counts. The outcome reports this check.
     alone = suffix_runner.check_value(texts.suffix, torch.from_numpy(value_V.copy()))
     if not (alone.predicts_target and alone.margin >= min(CORRECTION_MARGIN, texts.trained.target_check.margin)):
         return texts.trained
@@ -182,7 +203,7 @@ def _select_better(
 
 
 TrainingRun = tuple[np.ndarray, int, list[TargetCheck], list[TargetCheck]]
-"""A value (V), its steps, and the verdicts of its rows before the first and after the last of them."""
+"""A value (V), its number of steps, and the checks of its rows before the first and after the last step."""
 
 
 def _optimize(
@@ -194,49 +215,62 @@ def _optimize(
     should_stop: Callable[[int, Sequence[TargetCheck], int], bool],
     heartbeat: Callable[[], object],
 ) -> list[TrainingRun]:
-    """Train one value for each group of rows of `suffix`, until `should_stop` (value, checks, steps) is true."""
+    """Train one value for each group of rows of `suffix`.
+
+    Args:
+        suffix_runner: Runs the part of the model that depends on the values.
+        suffix: The passes, one row each.
+        owners: For each row, the number of the value that is injected into it.
+        starts: The start (V) of each value.
+        learning_rate: The learning rate of Adam.
+        should_stop: Called with the number of a value, the checks of its rows and the steps so far. A value also stops
+            if its loss is not finite.
+        heartbeat: Called at each step.
+    """
     with deterministic_algorithms(suffix_runner.device):
         values = [start_V.detach().float().clone().to(suffix_runner.device).requires_grad_() for start_V in starts]
         optimizer = torch.optim.Adam(values, lr=learning_rate)
         scales = dict.fromkeys(range(len(values)), LOSS_SCALE) if suffix_runner.dtype == torch.float16 else {}
-        first: dict[int, list[TargetCheck]] = {}
+        first_checks: dict[int, list[TargetCheck]] = {}
         trained: dict[int, TrainingRun] = {}
-        left, steps = list(owners), 0
+        active, steps = list(owners), 0
         while True:
             heartbeat()
             with torch.enable_grad():
-                judged = suffix_runner.evaluate(suffix, torch.stack([values[value] for value in left]))
+                evaluated = suffix_runner.evaluate(suffix, torch.stack([values[value] for value in active]))
             losses: dict[int, Tensor] = {}
-            for value in dict.fromkeys(left):
-                rows = [row for row, owner in zip(judged, left, strict=True) if owner == value]
-                verdicts = [verdict for verdict, _ in rows]
-                first.setdefault(value, verdicts)
+            for value in dict.fromkeys(active):
+                rows = [row for row, owner in zip(evaluated, active, strict=True) if owner == value]
+                checks = [check for check, _ in rows]
+                first_checks.setdefault(value, checks)
                 loss = torch.stack([loss for _, loss in rows]).mean()
-                if should_stop(value, verdicts, steps) or not loss.isfinite():
+                if should_stop(value, checks, steps) or not loss.isfinite():
                     value_V = values[value].detach().cpu().numpy().copy()
-                    trained[value] = value_V, steps, first[value], verdicts
+                    trained[value] = value_V, steps, first_checks[value], checks
                 else:
                     losses[value] = loss * scales[value] if scales else loss
             if not losses:
                 return [trained[value] for value in range(len(values))]
             optimizer.zero_grad()
+            # No row depends on another value, so the gradient of the sum is each value's own.
             torch.stack(list(losses.values())).sum().backward()  # type: ignore[no-untyped-call]
             if scales:
                 _unscale(values, list(losses), scales)
-            optimizer.step()  # not of those without a gradient, which have stopped
+            optimizer.step()  # skips values without a gradient: these have stopped, or their gradient overflowed
             steps += 1
-            going = [place for place, value in enumerate(left) if value in losses]
-            if len(going) < len(left):
-                suffix, left = suffix.select_rows(going), [left[place] for place in going]
+            remaining = [row for row, value in enumerate(active) if value in losses]
+            if len(remaining) < len(active):
+                suffix, active = suffix.select_rows(remaining), [active[row] for row in remaining]
 
 
-def _unscale(values: Sequence[Tensor], rows: Sequence[int], scales: dict[int, float]) -> None:
-    """Divide the gradients of these rows by their scales; one that overflowed is dropped, and its scale lowered."""
-    gradients = {row: values[row].grad for row in rows}
-    for row, gradient_V in gradients.items():
+def _unscale(values: Sequence[Tensor], numbers: Sequence[int], scales: dict[int, float]) -> None:
+    """Divide the gradients of these values by their scales; drop a gradient that overflowed, and lower its scale."""
+    gradients = {number: values[number].grad for number in numbers}
+    for number, gradient_V in gradients.items():
         assert gradient_V is not None
-        if scales[row] > 1 and not bool(gradient_V.isfinite().all()):
-            values[row].grad = None
-            scales[row] /= SCALE_BACKOFF_FACTOR
+        # At a scale of 1 the gradient itself is not finite. The value then becomes NaN and stops by its loss.
+        if scales[number] > 1 and not bool(gradient_V.isfinite().all()):
+            values[number].grad = None
+            scales[number] /= SCALE_BACKOFF_FACTOR
         else:
-            gradient_V.div_(scales[row])
+            gradient_V.div_(scales[number])

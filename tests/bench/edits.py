@@ -138,7 +138,7 @@ class Asked:
 def asked_at(settings: Settings, trained: Known) -> Iterator[Asked]:
     """The model, wrapped at the layer of the settings, whose engines train each value once."""
     asked = Asked(load_model(settings), trained)
-    with mock.patch("gracestream.pipeline.editing.engine.train_value", asked.train):
+    with mock.patch("gracestream.pipeline.editing.value_search.train_value", asked.train):
         yield asked
 
 

@@ -128,7 +128,7 @@ def without(told: Story, gone: set[str], *, sees_again: bool = True) -> Story:
             if edited.delta_record is None:
                 # Under the guard it lies too near an input that what is gone had corrected, and that is right now.
                 assert edited.reason is not None
-                assert "is to stay right" in edited.reason
+                assert "confirmed answer" in edited.reason
                 continue
             made.apply(edited.delta_record)
     return made

@@ -8,7 +8,7 @@ import pytest
 from msgspec import UNSET
 
 from gracestream.pipeline.editing import counterfactual as rewriting
-from gracestream.pipeline.editing import engine as editing
+from gracestream.pipeline.editing import value_search
 from gracestream.pipeline.editing.config import EditConfig
 from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.editing.value_training import ValueTrainingConfig
@@ -62,7 +62,7 @@ def test_values_that_started_from_others_are_not_trained_anew(monkeypatch: pytes
     told = story(init="label")
     for number in range(6):
         told.correct(f"f{number}", (9 * number, 0), 1 + number % 2)
-    monkeypatch.setattr(editing, "train_value", None)
+    monkeypatch.setattr(value_search, "train_value", None)
     assert told.undo("u", "f5").status == "undone"
     assert told.engine.codebook.entry_ids == ["f0", "f1", "f2", "f3", "f4"]
 
@@ -188,9 +188,8 @@ def test_a_correction_that_cannot_be_made_without_it_falls_away_and_the_outcome_
     told.correct("b", (1, 1.2), 2)
     outcome = told.undo("u", "a")
     assert outcome.status == "undone"
-    assert "it takes back a; these corrections rested on that and cannot be made without: b (no value was found" in str(
-        outcome.reason
-    )
+    reason = "it takes back a; these corrections depended on that and cannot be made without: b (no value was found"
+    assert reason in str(outcome.reason)
     assert len(told.engine.codebook) == 0
     assert "b" not in told.engine.memory
 
@@ -236,7 +235,7 @@ def test_a_decision_whose_correction_is_gone_leaves_the_undo_rejected() -> None:
     told.feedback[1] = Feedback(v=1, feedback_id="other", undo="nothing")
     outcome = told.undo("u", "a")
     assert outcome.status == "rejected"
-    assert outcome.reason == "delta 3 rests on feedback at offset 1: it is not there"
+    assert outcome.reason == "delta 3 depends on feedback at offset 1, which is no longer there"
     assert len(told.engine.codebook) == 1
 
 

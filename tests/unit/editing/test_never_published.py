@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from gracestream.pipeline.editing import engine as editing
+from gracestream.pipeline.editing import delta_builder
 from gracestream.pipeline.editing.config import EditConfig
 from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.editing.result import make_correction
@@ -30,7 +30,7 @@ def test_a_delta_that_no_reader_would_take_is_rejected_and_not_published() -> No
 
 
 def test_a_delta_too_large_for_the_topic_is_rejected_and_not_published(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(editing, "MAX_RECORD_BYTES", 100)
+    monkeypatch.setattr(delta_builder, "MAX_RECORD_BYTES", 100)
     engine = EditEngine(editable("bert"), "default")
     engine.apply(engine.lead_delta({}))
     outcomes = [

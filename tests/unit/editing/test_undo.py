@@ -189,7 +189,7 @@ def test_a_log_that_is_not_the_engines_own_is_a_fault() -> None:
     told = story()
     told.correct("a", (1, 1), 2)
     told.deltas.pop()
-    with pytest.raises(HistoryError, match=r"the log folds to delta 1 \(.*\), but the editor holds 2"):
+    with pytest.raises(HistoryError, match=r"the log replays to delta 1 \(.*\), but the editor is at delta 2"):
         told.undo("u", "a")
 
 

@@ -142,7 +142,7 @@ def test_the_plan_of_a_term_is_read_back_from_its_lead_delta(history: Recorded) 
     assert edit_config_from_lead({}) == replace(EditConfig(), forms=False, wording=False), (
         "it is of an editor that had neither"
     )
-    with pytest.raises(HistoryError, match="the plan in a lead delta cannot be read"):
+    with pytest.raises(HistoryError, match="the configuration in a lead delta cannot be read"):
         edit_config_from_lead({"radius": "wide"})
 
 
