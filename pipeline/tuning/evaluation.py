@@ -137,7 +137,9 @@ def evaluate(
     matched = [index for index, served in enumerate(edited) if served.hit is not None]
     # Where no entry matched, the edited answer is the unedited one already.
     empty = Codebook(codebook.name, codebook.model, codebook.layer)
-    unedited_answers = _answer_cases(model, empty, [prompts[index] for index in matched], [cases[index] for index in matched])
+    unedited_answers = _answer_cases(
+        model, empty, [prompts[index] for index in matched], [cases[index] for index in matched]
+    )
     unedited = dict(zip(matched, unedited_answers, strict=True))
     return [
         _evaluate_case(model, codebook, case, served, unedited.get(index, served))

@@ -111,7 +111,8 @@ class UserRequests:
                 f"trial edits need two different requests at least, and there are {len(self.rephrases)}; add lines"
             )
         ranked = sorted(
-            self.rephrases, key=lambda inputs: (not self.rephrases[inputs], inputs not in self.targets, _shuffle_key(inputs))
+            self.rephrases,
+            key=lambda inputs: (not self.rephrases[inputs], inputs not in self.targets, _shuffle_key(inputs)),
         )
         count = min(trial_count, len(ranked) // 2)
         reworded = {rephrase for inputs in ranked[:count] for rephrase in self.rephrases[inputs]}
