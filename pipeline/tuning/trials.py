@@ -164,7 +164,7 @@ class TrialMaterial:
         unedited = answers.unedited_answers([task.tokenize(text) for text in trial_requests])
         for number, (inputs, unedited_answer) in enumerate(zip(trial_requests, unedited, strict=True)):
             try:
-                # A target equal to the unedited answer would be no edit, so a request with it gets an invented one, too.
+                # A target equal to the unedited answer would need no edit, so such a request gets a made target, too.
                 wanted = requests.targets.get(inputs, unedited_answer)
                 target = targets.make_target(number, inputs, unedited_answer) if wanted == unedited_answer else wanted
                 bench.any_model.prepare_correction(inputs, target)

@@ -223,7 +223,7 @@ def test_what_an_editor_cannot_edit_is_told_before_the_grid_runs_and_costs_no_re
     out = ["--out", str(tmp_path / "out")]
     grid = ["--sweep", "layer=model.layers.1.mlp.down_proj,model.layers.1.mlp", "--sweep", "editor=grace,mend"]
     own = [*chosen[:2], *chosen[4:]]
-    assert "is no linear layer" in sentence(run("experiment", "hallucination", *own, *grid, *out))
+    assert "is not a linear layer" in sentence(run("experiment", "hallucination", *own, *grid, *out))
     assert not (tmp_path / "out").exists()
     for option, own in (("layer", []), ("editor", ["--editor", "ft"]), ("seed", ["--seed", "0", "--sweep", "seed=1"])):
         grid = ["--sweep", "layer=a"] if option == "layer" else ["--sweep", "editor=grace,mend"]
@@ -277,7 +277,7 @@ def test_what_is_no_report_is_told_before_the_grid_runs(
     (out / "seed=2" / "metrics.json").write_text(kept)
     said = sentence(run("experiment", "hallucination", *chosen, "--sweep", "seed=1,2", "--out", str(out)))
     assert complaint in said
-    assert said.endswith("; remove it to run this anew")
+    assert said.endswith("; remove it to run this again")
     assert not (out / "seed=1" / "metrics.json").exists()
 
 
@@ -305,10 +305,10 @@ def test_what_is_missing_or_does_not_fit_is_one_sentence(
     out = str(tmp_path / "file" / "folder")
     assert "cannot be written to" in sentence(run("experiment", "hallucination", *chosen, "--edits", "1", "--out", out))
     out = str(tmp_path / "file")
-    assert sentence(run("experiment", "hallucination", *chosen, "--out", out)).endswith("file: it is no folder")
+    assert sentence(run("experiment", "hallucination", *chosen, "--out", out)).endswith("file: it is not a folder")
     (tmp_path / "metrics.json").write_text("{}")
     out = str(tmp_path)
-    assert "is no report: " in sentence(run("experiment", "hallucination", *chosen, "--edits", "1", "--out", out))
+    assert "is not a report: " in sentence(run("experiment", "hallucination", *chosen, "--edits", "1", "--out", out))
 
 
 def test_plots_of_a_run_without_any_are_drawn_when_it_is_asked_for_again(
@@ -342,5 +342,5 @@ def test_of_two_processes_one_writes_to_a_folder(
     out.mkdir()
     with exclusive_lock(out):
         command = run("experiment", "hallucination", *chosen, "--edits", "1", "--out", str(out))
-        assert sentence(command) == f"another process is at work in {out}: name another folder with --out"
+        assert sentence(command) == f"another process writes to {out}: name another folder with --out"
     assert [path.name for path in out.iterdir()] == [".lock"]
