@@ -173,13 +173,13 @@ def test_a_grid_runs_each_combination_once_and_goes_on_where_it_was_killed(
         ("policy", "it takes one or more values of policy, each once"),
         ("policy=paper,paper", "it takes one or more values of policy, each once"),
         ("learning_rate=1e7", "GRACESTREAM_LEARNING_RATE"),
-        ("editor=grace,gracie", "--sweep editor: 'gracie' is none of grace, ft"),
-        ("seed=-1", "'-1' is no number from 0 to 4294967295"),
-        ("seed=4294967296", "is no number from 0 to 4294967295"),
+        ("editor=grace,gracie", "--sweep editor: 'gracie' is not one of grace, ft"),
+        ("seed=-1", "'-1' is not a number from 0 to 4294967295"),
+        ("seed=4294967296", "is not a number from 0 to 4294967295"),
         ("policy=no", "GRACESTREAM_POLICY"),
         ("through=kafka", "'through' cannot be swept"),
-        ("seed=0,00", "seed=00 is there twice"),
-        ("radius=1,1.0", "radius=1.0 is there twice"),
+        ("seed=0,00", "seed=00 is given twice"),
+        ("radius=1,1.0", "radius=1.0 is given twice"),
         ("layer=model.layers.1.mlp.down_proj,model.layers.9.mlp", "layer 'model.layers.9.mlp' not found in"),
     ],
 )
@@ -253,7 +253,7 @@ def test_results_stay_until_those_of_another_run_replace_them_and_what_was_spoil
     assert (out / "metrics.json").exists()
     other = run(*asked, "--edits", "2")
     assert status_of(other) == 0
-    assert "are of another run; those of this one will replace them" in other.said()
+    assert "are of another run; this run will replace them" in other.said()
     assert len(json.loads((out / "metrics.json").read_text())["made"]) == 2
     assert (out / "pipeline" / "mine.py").exists()
 
@@ -331,8 +331,8 @@ def test_more_than_there_is_is_told(run: Callable[..., Command], chosen: list[st
     )
     assert status_of(ran) == 0
     there = len(json.loads((out / "metrics.json").read_bytes())["made"])
-    assert f"there are no more than {there} corrections" in ran.said()
-    assert " examples that TRR is measured on" in ran.said()
+    assert f"there are only {there} corrections" in ran.said()
+    assert " examples to measure TRR on" in ran.said()
 
 
 def test_of_two_processes_one_writes_to_a_folder(
