@@ -145,7 +145,7 @@ def _message_sections(name: str, schema: Json, documented_types: set[str]) -> It
     yield f"JSON Schema: `schemas/json/{name}.schema.json`."
     if variants := [variant for variant in schema.get("oneOf", ()) if "title" in variant]:
         yield "One of these kinds, and none of the fields of another:\n\n" + "\n".join(
-            f"- {variant['title']}: {', '.join(f'`{field}`' for field in kind['required'])}" for variant in variants
+            f"- {variant['title']}: {', '.join(f'`{field}`' for field in variant['required'])}" for variant in variants
         )
     yield _fields_table(schema)
     if name in GOLDEN_EXAMPLES:
@@ -235,7 +235,7 @@ def _metrics_page() -> str:
             )
             if owner == group:
                 name = family.name + ("_total" if family.type == "counter" else "")
-                labels = ", ".join(f"`{label}`" for label in metric._labelnames)  # noqa: SLF001 - nothing public has them
+                labels = ", ".join(f"`{label}`" for label in metric._labelnames)  # no public attribute has them
                 rows.append((f"`{name}`", family.type, labels, _escape_tags(family.documentation)))
         parts += [f"## {group}", _render_table(("metric", "type", "labels", "what it is"), rows)]
     return _render_page(
