@@ -138,8 +138,8 @@ def _run_chapters(demo_run: DemoRun, stack: Stack, client: Client, script: DemoS
             for case in wrong_cases
         )
         console.print(
-            f"  [dim]asked {variant_name}, {reached_count} of {len(wrong_cases)} are right, too, without an edit of their"
-            " own[/]"
+            f"  [dim]asked {variant_name}, {reached_count} of {len(wrong_cases)} are right, too, without an edit of"
+            " their own[/]"
         )
 
     console.print(Rule("4. A replica is killed (SIGKILL) and comes back", align="left"))

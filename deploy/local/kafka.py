@@ -99,7 +99,7 @@ class LocalKafka(LocalServer):
         self._report(f"starting a local Apache Kafka {kafka_version()}")
         config = self.data_dir / "server.properties"
         config.write_text(self._render_properties(), encoding="utf-8")
-        # Without the optimising compiler (tier 4) the broker starts in half the time and leaves the cores to the models.
+        # Without the optimising compiler (tier 4) the broker starts in half the time and leaves the models the cores.
         java_options = ["-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC", "-XX:+ExitOnOutOfMemoryError", "-Xmx512m"]
         logging = f"-Dlog4j2.configurationFile={BROKER_FOLDER / 'log4j2.properties'}"
         command = [java, *java_options, logging, "-cp", f"{jars}/*"]
