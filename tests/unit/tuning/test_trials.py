@@ -172,7 +172,7 @@ def test_each_layer_is_trained_once_and_every_step_is_told() -> None:
     layers = ["model.layers.1.mlp.down_proj", "model.layers.1.self_attn.o_proj"]
     made = rig("llama", layers=layers)
     choices = [absolute("last", NOTHING), absolute("mean", NOTHING), absolute(ENCODER_QUERY, NOTHING)]
-    measuring = made.measuring(step=told.append)
+    measuring = made.measuring(on_step=told.append)
     found = list(measuring.measure(choices))
     assert [(one.layer, one.query) for one in found] == [(layer, kind) for layer in layers for kind in ("last", "mean")]
     assert len(told) == measuring.count_steps(choices) == 2 * (4 + 2)
@@ -258,7 +258,7 @@ def test_no_answer_is_generated_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         generated.append(len(prompts))
         return run(self, model, prompts, values_BV)
 
-    monkeypatch.setattr(workbench.AnswerCache, "_run_micro_batch", counting)
+    monkeypatch.setattr(workbench.AnswerCache, "_run", counting)
     made.tried(absolute("last", EVERYTHING))
     first = sum(generated)
     made.tried(absolute("last", EVERYTHING))
