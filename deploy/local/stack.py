@@ -129,8 +129,8 @@ def running_stack(
 ) -> Iterator[Stack]:
     """A context with a running system: start everything, wait until it is ready, and stop it at the end.
 
-    Nothing is started if the folder is in use, a port is taken, the list of authors is unusable, an existing Kafka or
-    Redis does not answer, or `check` raises.
+    Nothing is started if the folder is in use, a port is taken, or the list of authors is unusable. Nor is it if an
+    existing Kafka or Redis does not answer, or `check` raises.
 
     Args:
         data: The folder for logs, and for the data of a local Kafka and Redis.

@@ -110,7 +110,7 @@ class EditStream:
                 self.outcomes.append(self.editor.edit(len(self.outcomes), edit.example))
                 self.edit_scores += self.evaluator.score(self.editor, [edit.example])
                 self.on_correction()
-            # One measurement covers all rephrases; `_measure` selects those of the corrections so far.
+            # The unedited states cover all rephrases; `_measure` selects those of the corrections so far.
             yield self._measure(unedited_scores, accurate, unedited_states)
 
     def _measure(

@@ -66,8 +66,8 @@ def send(
 ) -> None:
     """Send a text as a request, or JSON lines: each is a text or an object with `inputs`; a missing id is generated.
 
-    The argument is a text unless it is an existing file, looks like a file name (one word with a / or a suffix such as
-    .jsonl), or is a JSON object. `inputs` may be the messages of a chat: [{"role": "user", "content": "a text"}].
+    The argument is a text unless it is a file, a file name, or a JSON object. A file name is one word with a / or a
+    suffix such as .jsonl. `inputs` may be the messages of a chat: [{"role": "user", "content": "a text"}].
     Shows the answers in the order of the requests: in a table at a terminal, elsewhere as JSON lines.
     Ends with status 1 if an answer is an error or is missing.
     Example: gracestream send "The capital of Mongolia is"

@@ -62,17 +62,17 @@ def near_misses(
     if same or excepted:
         _print_feedback(settings, same or [], excepted or [], entry)
         return
-    found = missed_requests(settings, limit, entry)
+    near_miss_list = missed_requests(settings, limit, entry)
     if as_json:
-        for near_miss in found:
+        for near_miss in near_miss_list:
             print_json(msgspec.to_builtins(near_miss))
         return
-    if not found:
+    if not near_miss_list:
         stderr_console.print("there are no near misses" if entry is None else "there are no near misses of this entry")
         return
     folded = [Column(name, overflow="fold") for name in ("request", "entry", "reason")]
     table = Table("time", *folded, "distance", "radius", "inputs", "answer", "target")
-    for near_miss in found:
+    for near_miss in near_miss_list:
         inputs = "(no longer in the topic)" if near_miss.inputs is None else shorten(to_display_text(near_miss.inputs))
         distances = (f"{near_miss.distance:.4g}", f"{near_miss.radius:.4g}")
         names = (

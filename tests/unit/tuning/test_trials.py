@@ -191,7 +191,7 @@ def ending_after(asked: int) -> Callable[[], bool]:
 def test_without_time_the_first_edits_are_measured_and_no_other_layer_is_begun() -> None:
     layers = ["model.layers.1.mlp.down_proj", "model.layers.1.self_attn.o_proj"]
     made = rig("llama", trials=12, layers=layers)
-    found = made.tried(absolute("last", NOTHING), absolute("mean", NOTHING), ended=ending_after(0))
+    found = made.tried(absolute("last", NOTHING), absolute("mean", NOTHING), is_time_up=ending_after(0))
     assert [one.layer for one in found] == layers[:1] * 2
     assert {one.edited.of for one in found} == {4}, "those that are trained together"
 
