@@ -51,7 +51,7 @@ schemas: setup  ## write the JSON Schemas and the AsyncAPI document anew
 	$(BIN)/python -m gracestream.schemas.generate
 
 reference: setup  ## write docs/reference anew from settings, messages, metrics, alerts and commands
-	$(BIN)/python -m gracestream.workers.cli.reference
+	$(BIN)/python -m tests.support.reference_pages
 
 docs: reference  ## build the documentation's site in site/; a broken link is an error
 	$(BIN)/zensical build --strict

@@ -1,1 +1,1 @@
-"""What runs gracestream: container images, Kubernetes, monitoring, and the local stack of `gracestream up`."""
+"""Running gracestream: container images, Kubernetes, monitoring, and the local stack of `gracestream up`."""

@@ -15,9 +15,9 @@ TIMEOUT = 120.0
 
 
 def ask(client: Client, inputs: str, min_seq: int = 0) -> Prediction:
-    """The answer to one prompt, by a replica that has applied delta `min_seq`."""
+    """The prediction for one prompt, from a replica that has applied delta `min_seq`."""
     request = Request(v=1, request_id=str(uuid.uuid4()), inputs=inputs, min_seq=min_seq)
-    with client.predictions() as replies:  # open before sending: it reads what comes from now on
+    with client.predictions() as replies:  # open it before sending: it reads only replies that arrive from now on
         client.send([request])
         return replies.wait([request.request_id], TIMEOUT)[request.request_id]
 

@@ -1,1 +1,1 @@
-"""How the models that are known by name are built: from installed packages, as Hugging Face checkpoints."""
+"""Building the models that are known by name, from installed packages, as Hugging Face checkpoints."""

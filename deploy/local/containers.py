@@ -1,7 +1,10 @@
-"""Kafka and Redis in containers, where a Docker engine of this machine answers. Their data goes when they stop.
+"""Kafka and Redis in containers, on a Docker engine of this machine.
 
-Their ports are published on the loopback interface alone: neither asks for a password, and Docker's own default is
-every interface, past most firewalls. So is the port of Ryuk, the container by which testcontainers cleans up.
+1. Ports are published on the loopback interface only. Neither server asks for a password, and Docker's default would
+   open the ports on every interface, bypassing most firewalls.
+2. This holds for Ryuk, too, the container with which testcontainers cleans up.
+
+Not promised: durable data. The data is lost when a container stops.
 """
 
 from collections.abc import Iterator
@@ -18,10 +21,14 @@ from testcontainers.core.docker_client import DockerClient
 from gracestream.deploy.local.kafka import SINGLE_NODE_CONFIG, describe_cluster, kafka_version
 
 REDIS_IMAGE = "redis:8-alpine"
-KAFKA_PORT = 9092
-LOOPBACK = "127.0.0.1"
+"""The image of Redis."""
 
-# Everything that says "this engine cannot run that image": no network, no such image, a start that fails or hangs.
+KAFKA_PORT = 9092
+"""The port of Kafka's listener for clients inside its container."""
+
+LOOPBACK = "127.0.0.1"
+"""The address on which ports are published."""
+
 CONTAINER_ERRORS = (
     docker.errors.DockerException,
     requests.RequestException,
@@ -30,8 +37,10 @@ CONTAINER_ERRORS = (
     RuntimeError,
     OSError,
 )
+"""Errors of an engine that cannot run an image: no network, no such image, a start that fails or times out."""
 
-# The broker must be told the address under which clients reach it, and that is known only once the container runs.
+# The broker needs the address under which clients reach it, and Docker chooses the port when the container starts. So
+# the container starts with a shell, which waits for the address and then starts the broker.
 _START_SCRIPT = """
 until [ -f /tmp/address ]; do sleep 0.1; done
 export KAFKA_ADVERTISED_LISTENERS="CLIENT://$(cat /tmp/address),BROKER://localhost:9094"
@@ -40,17 +49,17 @@ exec /etc/kafka/docker/run
 
 
 def _expose_on_loopback(container: DockerContainer, *ports: int | str) -> DockerContainer:
-    """Publish ports of a container at free ports of the loopback interface."""
+    """Publish a container's ports on free ports of the loopback interface."""
     container.ports.update({str(port): (LOOPBACK, None) for port in ports})
     return container
 
 
-# testcontainers has no setting for the interface; Ryuk and RedisContainer call this method themselves.
+# testcontainers has no setting for the interface. Ryuk and RedisContainer call this method, so it is replaced for all.
 DockerContainer.with_exposed_ports = _expose_on_loopback
 
 
 def is_docker_available() -> bool:
-    """Whether a Docker engine answers on this machine; from another one, ports on its loopback cannot be reached."""
+    """Whether a Docker engine answers on this machine; the loopback ports of a remote engine could not be reached."""
     try:
         engine = DockerClient(timeout=5)
         with closing(engine.client) as client:
@@ -60,18 +69,18 @@ def is_docker_available() -> bool:
 
 
 def kafka_image() -> str:
-    """Apache Kafka's own image, of the version that the local broker has."""
+    """The official image of Apache Kafka, in the version of the local broker."""
     return f"apache/kafka:{kafka_version()}"
 
 
 @contextmanager
 def kafka_container(timeout: float = 60.0) -> Iterator[str]:
-    """A Kafka container; the address to bootstrap from.
+    """A context with a Kafka container; yields the address to bootstrap from.
 
-    testcontainers' KafkaContainer runs the scripts of Confluent's images, which Apache's does not have.
+    testcontainers' KafkaContainer needs the scripts of Confluent's images, which Apache's image does not have.
 
     Raises:
-        One of FAILURES: it cannot be run.
+        One of CONTAINER_ERRORS: the container cannot be run.
     """
     settings = {
         "process.roles": "broker,controller",
@@ -79,7 +88,7 @@ def kafka_container(timeout: float = 60.0) -> Iterator[str]:
         "controller.quorum.voters": "1@localhost:9093",
         "listeners": f"CLIENT://:{KAFKA_PORT},BROKER://:9094,CONTROLLER://:9093",
         "listener.security.protocol.map": "CLIENT:PLAINTEXT,BROKER:PLAINTEXT,CONTROLLER:PLAINTEXT",
-        # Ending a transaction, the broker calls itself, and the clients' address leads nowhere inside the container.
+        # The broker calls itself when it ends a transaction. Inside the container the clients' address leads nowhere.
         "inter.broker.listener.name": "BROKER",
         "controller.listener.names": "CONTROLLER",
         **SINGLE_NODE_CONFIG,
@@ -89,7 +98,7 @@ def kafka_container(timeout: float = 60.0) -> Iterator[str]:
         container.with_env("KAFKA_" + key.replace(".", "_").upper(), value)
     with container:
         address = f"{container.get_container_host_ip()}:{container.get_exposed_port(KAFKA_PORT)}"
-        # Moved into place, so that the shell above never reads half of it.
+        # Moved into place, so that the start script never reads an incomplete address.
         container.exec(["sh", "-c", f"echo {address} > /tmp/address.new && mv /tmp/address.new /tmp/address"])
         describe_cluster(address, timeout)
         yield address
@@ -97,10 +106,10 @@ def kafka_container(timeout: float = 60.0) -> Iterator[str]:
 
 @contextmanager
 def redis_container() -> Iterator[str]:
-    """A Redis container; its URL.
+    """A context with a Redis container; yields its URL.
 
     Raises:
-        One of FAILURES: it cannot be run.
+        One of CONTAINER_ERRORS: the container cannot be run.
     """
     with RedisContainer(REDIS_IMAGE) as container:
         yield f"redis://{container.get_container_host_ip()}:{container.get_exposed_port(container.port)}/0"

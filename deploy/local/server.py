@@ -1,4 +1,4 @@
-"""What the local Kafka and the local Valkey share: one server process over one data directory."""
+"""The common part of the local Kafka and the local Valkey: one server process on one data directory."""
 
 import abc
 import fcntl
@@ -11,16 +11,16 @@ from gracestream.deploy.local.processes import HOST, ChildProcess, StackError, f
 
 
 def ignore_progress(_message: str) -> None:
-    """Report progress to nobody."""
+    """Discard a progress line; the default of `report` parameters."""
 
 
 class LocalServer(abc.ABC):
-    """A server on 127.0.0.1 that keeps its data, its port and its log over any number of stops, kills and starts.
+    """A server on 127.0.0.1; its data, port and log stay the same over any number of stops, kills and starts.
 
     Args:
-        data_dir: made if missing; a server started on it again finds its data.
-        port: where it listens; a free port if not given.
-        report: called with one line for each step that takes a while.
+        data_dir: The data directory; created if missing. A server that starts on it again finds its data.
+        port: The port to listen on; a free port if not given.
+        report: Called with one line for each step that takes a while.
     """
 
     name: ClassVar[str]
@@ -36,7 +36,7 @@ class LocalServer(abc.ABC):
 
     @abc.abstractmethod
     def _prepare_command(self) -> Sequence[str]:
-        """Make everything ready for a start; the command line."""
+        """Prepare a start; return the command line."""
 
     @abc.abstractmethod
     def is_responding(self, timeout: float) -> bool:
@@ -44,10 +44,10 @@ class LocalServer(abc.ABC):
 
     @property
     def child(self) -> ChildProcess:
-        """The server's process; another object after each start.
+        """The server's process; a new object after each start.
 
         Raises:
-            StackError: it was never started.
+            StackError: the server was never started.
         """
         if self._child is None:
             raise StackError(f"{self.name} was never started; call start() first")
@@ -55,20 +55,20 @@ class LocalServer(abc.ABC):
 
     @property
     def address(self) -> str:
-        """`host:port` that it listens on."""
+        """`host:port` of the server."""
         return f"{HOST}:{self.port}"
 
     @property
     def running(self) -> bool:
-        """Whether its process is there."""
+        """Whether the server's process runs."""
         return self._child is not None and self._child.running
 
     def start(self, timeout: float = 60.0) -> None:
-        """Start it and wait until it answers.
+        """Start the server and wait until it responds; if it does not, it is killed.
 
         Raises:
-            StackError: its port or its data are in use, something it needs is missing, it died, or it did not answer
-                in time.
+            StackError: the port or the data are in use, a requirement is missing, the server died, or it did not
+                respond within `timeout` seconds.
         """
         if self.running:
             raise StackError(f"{self.name} runs already, on {self.address}; stop it first")
@@ -76,6 +76,7 @@ class LocalServer(abc.ABC):
             raise StackError(
                 f"port {self.port} of {HOST}, wanted for {self.name}, is in use; choose another, or stop its user"
             )
+        # The child inherits the lock; closing our copy at the end of the block leaves the child's.
         with self._lock_data() as lock:
             self._child = ChildProcess(self.name, self._prepare_command(), log=self.log)
             started = time.monotonic()
@@ -88,24 +89,28 @@ class LocalServer(abc.ABC):
         self._report(f"{self.name} answers on {self.address} after {time.monotonic() - started:.1f} s")
 
     def stop(self, timeout: float = 30.0) -> None:
-        """Let it shut down in order; after `timeout` seconds, kill it."""
+        """Shut the server down in order; kill it after `timeout` seconds."""
         if self._child is not None:
             self._child.stop(timeout)
 
     def kill(self) -> None:
-        """End it at once, as a crash would."""
+        """End the server at once, as in a crash."""
         if self._child is not None:
             self._child.kill()
 
     def restart(self, timeout: float = 60.0) -> None:
-        """Stop it and start it on the same data and port."""
+        """Stop the server and start it again on the same data and port."""
         self.stop()
         self.start(timeout)
 
     def _lock_data(self) -> BinaryIO:
-        """A lock on the data that a child which inherits the file holds until it ends, whatever becomes of us.
+        """A locked file in the data directory; a child that inherits it holds the lock until the child ends.
 
-        Kafka has a lock of its own, but a second broker takes over the metadata log before it looks at that lock.
+        The lock survives this process. Kafka has a lock of its own, but a second broker takes over the metadata log
+        before it checks that lock.
+
+        Raises:
+            StackError: the directory cannot be created or written, or another server holds the lock.
         """
         try:
             self.data_dir.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,9 @@
-"""The whole system on this machine: Kafka, Redis, one editor and its replicas, each a process of its own."""
+"""The whole system on this machine: Kafka, Redis, one editor and its replicas, each in a process of its own.
+
+1. Settings, ports, the list of authors and the model are checked before anything starts.
+2. Everything that was started is stopped at the end, in reverse order: the workers before their servers.
+3. Two stacks never share a folder.
+"""
 
 import fcntl
 import json
@@ -23,46 +28,55 @@ from gracestream.pipeline.settings import Settings, load_settings
 from gracestream.pipeline.stores import redact_url
 
 WORKER_READY_SECONDS = 180.0
-"""Seconds that a worker has to load its model and catch up."""
+"""Seconds for a worker to load its model and catch up."""
 
 WATCH_INTERVAL_SECONDS = 0.5
-"""Seconds between looks at whether all workers are still there."""
+"""Seconds between two checks that all workers run."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerProcess:
-    """One worker process and where its HTTP end is."""
+    """One worker process and its HTTP port."""
 
     child: ChildProcess
     port: int
 
     @property
     def url(self) -> str:
-        """Its HTTP end."""
+        """The base URL of the worker's HTTP server."""
         return f"http://127.0.0.1:{self.port}"
 
     def state(self) -> dict[str, Any]:
-        """What `/state` says."""
+        """The answer of `/state`."""
         with urllib.request.urlopen(f"{self.url}/state", timeout=10) as answer:  # noqa: S310  (a port of our own)
-            found: dict[str, Any] = json.load(answer)
-            return found
+            state: dict[str, Any] = json.load(answer)
+            return state
 
     def start(self) -> None:
-        """Start the process, and return at once."""
+        """Start the process without waiting for it."""
         self.child.start()
 
     def wait_ready(self) -> None:
         """Wait until `/ready` answers 200.
 
         Raises:
-            StackError: it ended, or was not ready in time; with the last lines of its log.
+            StackError: the worker ended, or was not ready in time; the message has the end of its log.
         """
         self.child.wait_for(lambda: is_http_ok(self.port, "/ready"), WORKER_READY_SECONDS, poll_seconds=0.2)
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A running system."""
+    """A running system.
+
+    Attributes:
+        settings: The settings of all workers.
+        kafka_origin: The origin of Kafka: `environment`, `docker` or `local`.
+        redis_origin: The origin of Redis, likewise.
+        editor: The editor.
+        replicas: The replicas.
+        servers: The local Kafka and Redis; servers in Docker or from the environment are not included.
+    """
 
     settings: Settings
     kafka_origin: str
@@ -70,10 +84,9 @@ class Stack:
     editor: WorkerProcess
     replicas: tuple[WorkerProcess, ...]
     servers: tuple[ChildProcess, ...]
-    """The local Kafka and Redis; those in Docker or of the environment are not among them."""
 
     def endpoints(self) -> dict[str, Any]:
-        """What `gracestream up --json` prints."""
+        """The addresses that `gracestream up --json` prints, without passwords."""
         return {
             "kafka": self.settings.kafka,
             "redis": redact_url(self.settings.redis),
@@ -82,22 +95,22 @@ class Stack:
         }
 
     def watch(self, report: Callable[[str], None]) -> None:
-        """Stay, and report each worker and each local server that ends by itself; the others go on.
+        """Watch until no worker is left, and report each worker and each local server that ends by itself.
 
         Raises:
             StackError: no worker is left.
         """
-        at_work, servers = [self.editor, *self.replicas], list(self.servers)
-        while at_work:
+        workers, servers = [self.editor, *self.replicas], list(self.servers)
+        while workers:
             time.sleep(WATCH_INTERVAL_SECONDS)
-            for server in [one for one in servers if not one.running]:
+            for server in [candidate for candidate in servers if not candidate.running]:
                 servers.remove(server)
                 report(
                     f"{server.name} ended with status {server.returncode}, and the workers wait for it; see its log"
                     f" {server.log}, stop this with Ctrl-C, and start `gracestream up` again"
                 )
-            ended = [worker for worker in at_work if not worker.child.running]
-            at_work = [worker for worker in at_work if worker not in ended]
+            ended = [worker for worker in workers if not worker.child.running]
+            workers = [worker for worker in workers if worker not in ended]
             for worker in ended:
                 report(worker.child.describe_exit())
         raise StackError("no worker is left")
@@ -114,57 +127,60 @@ def running_stack(
     report: Callable[[str], None] = ignore_progress,
     **overrides: Any,
 ) -> Iterator[Stack]:
-    """Start everything, wait until it is ready, and stop what was started at the end.
+    """A context with a running system: start everything, wait until it is ready, and stop it at the end.
 
-    Nothing is started where the folder is in use, a port is taken, the list of authors cannot be used, an existing
-    Kafka or Redis does not answer, or `check` raises.
+    Nothing is started if the folder is in use, a port is taken, or the list of authors is unusable. Nor is it if an
+    existing Kafka or Redis does not answer, or `check` raises.
 
     Args:
-        data: Folder for logs and for the data of a local Kafka and Redis.
-        replicas: How many.
-        partitions: Of `requests`; no more replicas than these get work.
-        port: Of Kafka; Redis, the editor and the replicas have those after it. Without it those of the last run in
-            this folder, where they are free. Containers and existing servers have ports of their own.
-        check: Raises where the model of these settings, whose folder is known, cannot be served.
-        report: Called with one line a step.
-        overrides: Settings that win over the environment, such as `model` and `layer`.
+        data: The folder for logs, and for the data of a local Kafka and Redis.
+        replicas: The number of replicas.
+        partitions: The number of partitions of `requests`, and so the largest number of replicas that get work.
+        port: The port of Kafka; Redis, the editor and the replicas get the next ports. Without it each gets its port of
+            the last run in this folder, if it is free. Containers and existing servers have ports of their own.
+        check: Raises if the model of these settings, with the model's folder resolved, cannot be served.
+        report: Called with one line per step.
+        overrides: Settings that override the environment, such as `model` and `layer`.
 
     Raises:
-        StackError: something did not start; the text says what, why, and where its log is.
-        SettingsError, AuthorsError: the editor could not judge feedback by the list of authors.
+        StackError: something did not start; the message says what, why, and where its log is.
+        SettingsError, AuthorsError: the editor could not use the list of authors.
     """
     try:
         data.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
-        raise StackError(f"{data} is no folder") from error
+        raise StackError(f"{data} is not a folder") from error
     except OSError as error:
         raise StackError(f"the folder {data} cannot be made: {error.strerror}") from error
     with ExitStack() as stack:
+        # 1. Check everything that can be checked without starting a process.
         stack.enter_context(_lock_folder(data))
-        first = load_settings(**overrides)
-        admission_from_settings(first)
+        initial = load_settings(**overrides)
+        admission_from_settings(initial)  # only for its errors
         find_existing_kafka()
         find_existing_redis()
         commands = {"editor": "edit", **{f"replica-{n + 1}": "infer" for n in range(replicas)}}
         ports = assign_ports(data, ["kafka", "redis", *commands], port, report)
-        overrides["layer"] = first.layer or default_layer(first.model)
-        overrides["model"] = resolve_model(first.model, first.cache, report)
+        overrides["layer"] = initial.layer or default_layer(initial.model)
+        overrides["model"] = resolve_model(initial.model, initial.cache, report)
         check(load_settings(**overrides))
-        cache = first.cache.expanduser()
+        # 2. Start the servers, and create the topics.
+        cache = initial.cache.expanduser()
         kafka = stack.enter_context(kafka_backend(data / "kafka", port=ports["kafka"], cache=cache, report=report))
         redis = stack.enter_context(redis_backend(data / "redis", port=ports["redis"], report=report))
         if port is not None and "docker" in (kafka.origin, redis.origin):
             report("Docker chooses the ports of containers; --port holds for the workers")
         settings = load_settings(**{**overrides, "kafka": kafka.address, "redis": redis.address})
         create_topics(settings, partitions=partitions, replication=1)
+        # 3. Start all workers, so that they load their models at the same time; then wait for each.
         threads = settings.threads or 1
         workers = []
         for name, command in commands.items():
-            own = {"port": ports[name], "replica": name, "threads": threads}
-            given = {field: getattr(settings, field) for field in settings.model_fields_set} | own
+            worker_settings = {"port": ports[name], "replica": name, "threads": threads}
+            all_settings = {field: getattr(settings, field) for field in settings.model_fields_set} | worker_settings
             worker = WorkerProcess(
                 worker_process(
-                    name, "gracestream.workers.cli", command, log=data / "logs" / f"{name}.log", settings=given
+                    name, "gracestream.workers.cli", command, log=data / "logs" / f"{name}.log", settings=all_settings
                 ),
                 ports[name],
             )
@@ -180,10 +196,12 @@ def running_stack(
 
 @contextmanager
 def _lock_folder(data: Path) -> Iterator[None]:
-    """Keep other stacks from a folder; the system frees it when this process ends, however it ends.
+    """A context that keeps other stacks out of a folder.
+
+    The operating system releases the lock when this process ends, for any reason.
 
     Raises:
-        StackError: another one has it; the text names its process.
+        StackError: another stack holds the folder; the message names its process.
     """
     with (data / "up.lock").open("a+") as lock:
         try:

@@ -1,1 +1,1 @@
-"""The paper's experiments: streams of edits on real data, what is measured of them, and other editors beside GRACE."""
+"""The paper's experiments: streams of edits on real data, their measurements, and baselines to compare GRACE with."""

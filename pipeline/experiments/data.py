@@ -1,4 +1,4 @@
-"""The data of the experiments: gzip files in one folder, which are no part of the project."""
+"""Reading the experiments' data: gzip files in one folder, which are not part of the repository."""
 
 import gzip
 import os
@@ -12,14 +12,15 @@ from msgspec import Meta, Struct
 from gracestream.pipeline.errors import UserError
 
 DATA_VARIABLE = "GRACESTREAM_DATA"
+"""The environment variable with the folder of the data."""
 
 
 class DataError(UserError):
-    """Data that are not there, or not what they should be; the text says which, and what to do."""
+    """Data are missing or malformed; the message names the file and the remedy."""
 
 
 class ZsreRow(Struct, frozen=True):
-    """A question in two wordings, its answers, what it is about, and a question that has nothing to do with it."""
+    """A row of zsRE: a question, a rephrase, its answers, its subject, and an unrelated question (`loc`)."""
 
     src: str
     rephrase: str
@@ -29,7 +30,7 @@ class ZsreRow(Struct, frozen=True):
 
 
 class CounterFactRow(Struct, frozen=True):
-    """A statement without its end in two wordings, another end, what it is about, and one that should stay."""
+    """A row of CounterFact: an incomplete statement, a rephrase, its new end, its subject, and a statement to keep."""
 
     prompt: str
     rephrase_prompt: str
@@ -39,7 +40,7 @@ class CounterFactRow(Struct, frozen=True):
 
 
 class BiographyRow(Struct, frozen=True):
-    """A biography so far, its next sentence, of whom it is, and a text from the web with what follows it."""
+    """A row of the hallucination data: a biography so far, its next sentence, its subject, a web text in two parts."""
 
     prompt: str
     target_new: str
@@ -49,7 +50,7 @@ class BiographyRow(Struct, frozen=True):
 
 
 class CourtCaseRow(Struct, frozen=True):
-    """A case of the Supreme Court: in which term, on what, by its code."""
+    """A case of the US Supreme Court: its term (a year), the code of its issue area, its facts and its question."""
 
     term: int
     issue_area: Annotated[int, Meta(ge=1, le=14)]
@@ -58,7 +59,7 @@ class CourtCaseRow(Struct, frozen=True):
 
 
 class QuestionRow(Struct, frozen=True):
-    """A question of somebody's, and answers."""
+    """A row of Natural Questions: a question and its answers."""
 
     question: str
     answer: Annotated[list[str], Meta(min_length=1)]
@@ -68,7 +69,7 @@ R = TypeVar("R", bound=Struct)
 
 
 def find_data_file(name: str) -> Path:
-    """The path of a file in the folder that `GRACESTREAM_DATA` names.
+    """The path of a file in the folder `GRACESTREAM_DATA`.
 
     Raises:
         DataError: the variable is not set, or the folder has no such file.
@@ -83,10 +84,10 @@ def find_data_file(name: str) -> Path:
 
 
 def read_rows(name: str, row_type: type[R]) -> list[R]:
-    """The rows of a `.jsonl.gz` file in the folder that `GRACESTREAM_DATA` names.
+    """The rows of a `.jsonl.gz` file in the folder `GRACESTREAM_DATA`.
 
     Raises:
-        DataError: the file is not there, or cannot be read, or a line of it is not such a row.
+        DataError: the file is missing or cannot be read, or a line is not a row of this type.
     """
     path = find_data_file(name)
     rows: list[R] = []

@@ -1,4 +1,9 @@
-"""The folder of an experiment's results: everything as JSON, a table, and the codebook."""
+"""The folder of a run's results: the report as JSON, a table, plots, and the codebook.
+
+1. `metrics.json` is written last and moved into place. If it exists, the other files of its run are complete.
+2. One process at a time writes to a folder (`exclusive_lock`).
+3. A report of another `REPORT_VERSION` counts as missing.
+"""
 
 import fcntl
 import math
@@ -21,34 +26,34 @@ COLUMNS = (
     "corrections", "edits", "failed", "entries", "ES", "ERR", "TRR", "ARR", "rephrases", "coming", "edits an entry",
     "agreement", "covered", "captured", "seconds an edit",
 )  # fmt: skip
-
+"""Columns of the table, in order; `_format_cells` fills them."""
 
 METRICS_FILE, TABLE_FILE, PLOTS_FILE, CODEBOOK_FILE = "metrics.json", "table.md", "plots.png", "codebook.safetensors"
 REPORT_VERSION = 2
-"""Of the editors and measures; raised when one changes what comes of a run."""
+"""Version of the editors and measures; raised when a change of them alters the results of a run."""
 
 LOCK_FILE = ".lock"
-"""Stays where it is: who deleted it might delete another's."""
+"""Is never deleted: deleting it could remove a lock that another process has just taken."""
 
 
 class ReportError(UserError):
-    """Results that cannot be written."""
+    """Results cannot be written or read; the message names the file and the remedy."""
 
 
 class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run was asked for. Where that is equal, so is what comes of it, times and rounding apart.
+    """The specification of a run. Equal specifications give equal results, except for times and rounding.
 
     Attributes:
-        experiment: Its name.
-        data: SHA-256 of its data.
-        editor: Its name.
-        edits: Corrections, at most; None: all.
-        retention: Examples of which TRR tells, at most; None: all.
-        every: Corrections between points.
-        seed: Of the order in which corrections come, and of which examples are retained; 0: as the data have them.
-        settings: Those of an editor that were set, as texts.
+        experiment: Name of the experiment.
+        data: SHA-256 of the experiment's data.
+        editor: Name of the editor.
+        edits: Largest number of corrections; None: all.
+        retention: Largest number of examples for TRR; None: all.
+        every: Corrections between two measurements.
+        seed: Draws the order of the corrections and the retained examples; 0: the order of the data.
+        settings: The editor's settings that were set explicitly, as texts.
         through: `engine`: corrections are decided in this process; `kafka`: by an editor worker.
-        version: `REPORT_VERSION` of those that ran it.
+        version: `REPORT_VERSION` of the program that ran it.
     """
 
     experiment: str
@@ -64,19 +69,19 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What was run, under which settings and versions, and what came of it.
+    """A run's specification, environment and results.
 
     Attributes:
-        asked: What was asked for.
-        measure: Of answers.
+        asked: The specification.
+        measure: The measure of answers.
         model: The model's fingerprint.
-        layer: The layer that is edited.
+        layer: The edited layer.
         environment: Versions, device and settings.
-        left_out: Examples and texts that the model cannot take.
-        points: How things stood on the way.
-        make_dir: What became of each correction.
-        uses: Of what the editor has stored, at the end.
-        agreeing: Of a run through Kafka the share of corrections that replicas answer as was measured here.
+        left_out: Number of examples and texts that the model cannot take.
+        points: The measurements, in order.
+        made: The outcome of each correction.
+        uses: Prompts that each stored entry serves at the end.
+        agreeing: For a run through Kafka, the share of corrections on which replicas agree with the scores here.
     """
 
     asked: RunSpec
@@ -92,10 +97,10 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_dir(folder: Path) -> Path:
-    """The folder, made if need be: before hours of work and not after them.
+    """Create the folder if it is missing, and return it; called before hours of work, so that failures show early.
 
     Raises:
-        ReportError: it cannot be made.
+        ReportError: the folder cannot be created.
     """
     with translate_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -104,10 +109,12 @@ def make_dir(folder: Path) -> Path:
 
 @contextmanager
 def exclusive_lock(folder: Path) -> Iterator[None]:
-    """Keep other processes out of a folder of results; the system frees that of a process which died.
+    """A context that keeps other processes from writing to a folder of results.
+
+    The operating system releases the lock when the process dies.
 
     Raises:
-        ReportError: another one is at work in it, or it cannot be written to.
+        ReportError: another process holds the lock, or the folder cannot be written to.
     """
     with translate_write_errors(folder):
         lock = os.open(folder / LOCK_FILE, os.O_CREAT | os.O_RDWR, 0o644)
@@ -115,7 +122,7 @@ def exclusive_lock(folder: Path) -> Iterator[None]:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(lock)
-        raise ReportError(f"another process is at work in {folder}: name another folder with --out") from None
+        raise ReportError(f"another process writes to {folder}: name another folder with --out") from None
     try:
         yield
     finally:
@@ -123,9 +130,11 @@ def exclusive_lock(folder: Path) -> Iterator[None]:
 
 
 def write_report(report: RunReport, codebook: Codebook | None, folder: Path, *, plots: bool = True) -> None:
-    """Write `table.md`, `plots.png`, of GRACE `codebook.safetensors`, and at last `metrics.json`.
+    """Write the files of a run; `metrics.json` marks it as complete.
 
-    Those of a run before are taken away first, so that without `metrics.json` nothing is there that can be relied on.
+    1. Delete the files of an earlier run, `metrics.json` first: from here on the folder counts as incomplete.
+    2. Write `codebook.safetensors` (GRACE only), `table.md` and `plots.png`.
+    3. Write `metrics.json` under another name and move it into place.
 
     Raises:
         ReportError, FileError: the folder cannot be written to.
@@ -139,13 +148,13 @@ def write_report(report: RunReport, codebook: Codebook | None, folder: Path, *, 
         _write_table(report, folder)
         if plots:
             _draw_plots(report, folder)
-        half = folder / f".{METRICS_FILE}"
-        half.write_bytes(msgspec.json.format(msgspec.json.encode(to_json(report)), indent=1) + b"\n")
-        half.replace(folder / METRICS_FILE)
+        temporary = folder / f".{METRICS_FILE}"
+        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(to_json(report)), indent=1) + b"\n")
+        temporary.replace(folder / METRICS_FILE)
 
 
 def refresh_outputs(report: RunReport, folder: Path, *, plots: bool) -> None:
-    """Write `table.md` anew from a report that was read, and `plots.png` where there is none.
+    """Write `table.md` again from a report, and `plots.png` if it is missing.
 
     Raises:
         ReportError: the folder cannot be written to.
@@ -161,65 +170,65 @@ def _write_table(report: RunReport, folder: Path) -> None:
 
 
 def _draw_plots(report: RunReport, folder: Path) -> None:
-    asked = report.asked
-    title = f"{asked.experiment}, {asked.editor}, {report.layer}, seed {asked.seed}"
+    spec = report.asked
+    title = f"{spec.experiment}, {spec.editor}, {report.layer}, seed {spec.seed}"
     draw_run(report.points, report.uses, report.measure, title, folder / PLOTS_FILE)
 
 
 @contextmanager
 def translate_write_errors(folder: Path) -> Iterator[None]:
-    """Whatever is written inside to the folder, where it cannot be, is a `ReportError`."""
+    """A context that turns an `OSError` of writing to the folder into a `ReportError`."""
     try:
         yield
     except FileExistsError as error:
-        raise ReportError(f"the results cannot be written to {folder}: it is no folder") from error
+        raise ReportError(f"the results cannot be written to {folder}: it is not a folder") from error
     except OSError as error:
         raise ReportError(f"the results cannot be written to {folder}: {error.strerror}") from error
 
 
 def read_report(folder: Path) -> RunReport | None:
-    """The report of a run that came to its end; None, where there is none such, or one of another `REPORT_VERSION`.
+    """The report of a complete run; None if there is none, or if it is of another `REPORT_VERSION`.
 
     Raises:
-        ReportError: there is a file, but it cannot be read as one.
+        ReportError: the file exists but is not a report.
     """
     try:
-        told = msgspec.json.decode((folder / METRICS_FILE).read_bytes(), type=dict[str, Any])
-        if msgspec.convert(told.get("asked"), _ReportVersion).version != REPORT_VERSION:
+        fields = msgspec.json.decode((folder / METRICS_FILE).read_bytes(), type=dict[str, Any])
+        if msgspec.convert(fields.get("asked"), _ReportVersion).version != REPORT_VERSION:
             return None
-        told["points"] = _restore_numbers(told.get("points"))
-        return msgspec.convert(told, RunReport)
+        fields["points"] = _restore_numbers(fields.get("points"))
+        return msgspec.convert(fields, RunReport)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ReportError(f"{folder / METRICS_FILE} is no report: {error}; remove it to run this anew") from error
+        raise ReportError(f"{folder / METRICS_FILE} is not a report: {error}; remove it to run this again") from error
 
 
 class _ReportVersion(msgspec.Struct, frozen=True):
-    """What can be read of a report of any version."""
+    """The only field that reports of all versions share."""
 
     version: int = 0
 
 
 def to_json(fields: object) -> Any:
-    """In what JSON has words for: null for NaN, and "inf" for what is infinite, as a spoilt perplexity is."""
+    """The object as JSON builtins; NaN becomes null, and infinity (a perplexity of ruined weights) becomes "inf"."""
 
-    def known(value: Any) -> Any:
+    def encode(value: Any) -> Any:
         if isinstance(value, float) and not math.isfinite(value):
             return None if math.isnan(value) else str(value)
         return value
 
-    return _map_leaves(msgspec.to_builtins(fields), known)
+    return _map_leaves(msgspec.to_builtins(fields), encode)
 
 
 def _restore_numbers(fields: object) -> Any:
-    """The numbers that `to_json` had no words for."""
-    words = {None: math.nan, "inf": math.inf}
-    return _map_leaves(fields, lambda value: words.get(value, value))
+    """The inverse of `to_json` for numbers: null becomes NaN, and "inf" becomes infinity."""
+    numbers = {None: math.nan, "inf": math.inf}
+    return _map_leaves(fields, lambda value: numbers.get(value, value))
 
 
 def _map_leaves(tree: Any, function: Callable[[Any], Any]) -> Any:
-    """JSON with each of its values changed."""
+    """The JSON tree with `function` applied to each leaf."""
     if isinstance(tree, dict):
         return {name: _map_leaves(value, function) for name, value in tree.items()}
     if isinstance(tree, list):
@@ -228,26 +237,26 @@ def _map_leaves(tree: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table."""
-    told = [list(columns), ["---:"] * len(columns), *map(list, rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in told) + "\n"
+    """A Markdown table with right-aligned columns."""
+    lines = [list(columns), ["---:"] * len(columns), *map(list, rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
 def table_columns(measurements: Sequence[Measurement]) -> tuple[list[str], list[list[str]]]:
-    """The table's head and lines, without columns that hold nothing."""
-    lines = [_format_cells(point) for point in measurements]
-    filled = [place for place, _ in enumerate(COLUMNS) if any(line[place] for line in lines)]
-    return [COLUMNS[place] for place in filled], [[line[place] for place in filled] for line in lines]
+    """The table's columns and rows, without columns that are empty in every row."""
+    rows = [_format_cells(point) for point in measurements]
+    filled = [index for index, _ in enumerate(COLUMNS) if any(row[index] for row in rows)]
+    return [COLUMNS[index] for index in filled], [[row[index] for index in filled] for row in rows]
 
 
 def format_measurement(measurement: Measurement) -> str:
-    """One point on one line, without what it has no number for."""
-    return ", ".join(f"{name} {told}" for name, told in zip(COLUMNS, _format_cells(measurement), strict=True) if told)
+    """A measurement on one line, without the columns that are empty."""
+    return ", ".join(f"{name} {cell}" for name, cell in zip(COLUMNS, _format_cells(measurement), strict=True) if cell)
 
 
 def _format_cells(measurement: Measurement) -> list[str]:
-    """One line of the table, in the order of `COLUMNS`."""
-    qualities = (
+    """The cells of one row, in the order of `COLUMNS`; a NaN gives an empty cell."""
+    scores = (
         measurement.es,
         measurement.err,
         measurement.trr,
@@ -263,15 +272,15 @@ def _format_cells(measurement: Measurement) -> list[str]:
         measurement.captured,
         measurement.seconds,
     )
-    return [*map(str, counts), *map(_format_score, qualities), *map(format_number, shares)]
+    return [*map(str, counts), *map(_format_score, scores), *map(format_number, shares)]
 
 
 def _format_score(score: MeanScore) -> str:
-    """The measure; and in parentheses the share that is exact, where that says something else."""
+    """The measure, followed by the exact share in parentheses if it differs; empty for NaN."""
     exact = "" if score.value == score.exact else f" ({score.exact:.3f})"
     return "" if math.isnan(score.value) else f"{format_number(score.value)}{exact}"
 
 
 def format_number(value: float) -> str:
-    """With three decimals; nothing for what is none."""
+    """The number with three decimals; empty for NaN."""
     return "" if math.isnan(value) else f"{value:.3f}"

@@ -1,4 +1,4 @@
-"""One experiment: edits one after the other, and how the model does at points on the way (paper, section 3)."""
+"""One experiment: a stream of edits with measurements in between (paper, section 3)."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,22 +14,22 @@ from gracestream.pipeline.model import EditableModel, InputError
 from gracestream.schemas.messages import Parameters
 
 UNCHANGED_STATUS = "unchanged"
-"""The status of a correction that the model was right on already: it is no edit."""
+"""Status of a correction whose target the model predicted already; it does not count as an edit."""
 
 FAILED_STATUSES = ("rejected", "failed")
-"""Statuses of edits after which the model was not right."""
+"""Statuses of edits after which the model did not predict the target."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeanScore:
-    """Means over some examples: the task's measure, and the share that is exactly right. NaN of no examples."""
+    """Means over examples: the task's measure, and the share of exact answers; NaN if there are no examples."""
 
     value: float
     exact: float
 
     @classmethod
     def from_scores(cls, scores: Sequence[ExampleScore]) -> "MeanScore":
-        """Of these scores."""
+        """The means of these scores."""
         if not scores:
             return cls(float("nan"), float("nan"))
         return cls(fmean(score.value for score in scores), fmean(score.exact for score in scores))
@@ -37,23 +37,24 @@ class MeanScore:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """How things stand after some corrections.
+    """The state of the model after some corrections.
+
+    A text counts as reached if the editor's state for it differs from the state before the first edit.
 
     Attributes:
-        corrections: That have come.
-        edits: Those of them that were needed: the model was wrong.
-        failed: Those edits after which it was still wrong.
-        entries: Stored by the editor.
-        seconds: Spent on an edit, mean.
-        es: Edit success: of each edit when it was made, on its own example.
-        err: Edit retention rate: of all corrections that have come, now.
-        trr: Test retention rate: of what the model was good at before.
-        arr: Accuracy retention rate: of what it said right before any edit, in texts like the edited.
-        rephrases: Of the corrections that have come, in other words.
-        coming: Of the corrections that have not come yet.
-        agreement: The share of TRR's examples at each token of which, after those before it, the model's choice is
-            what it was before any edit.
-        covered: The share of the rephrases of corrections that have come which the editor reaches.
+        corrections: Corrections so far.
+        edits: Corrections whose target the model did not predict, so that an edit was needed.
+        failed: Edits after which the model still did not predict the target.
+        entries: Entries that the editor stores.
+        seconds: Mean seconds of an edit.
+        es: Edit success: the score of each edit's example right after the edit.
+        err: Edit retention rate: the score of all corrections so far.
+        trr: Test retention rate: the score of the examples that the unedited model was good at.
+        arr: Accuracy retention rate: the score of examples similar to the edits that the unedited model answered right.
+        rephrases: The score of the rephrases of the corrections so far.
+        coming: The score of the corrections that are still to come.
+        agreement: The share of TRR's examples with the same predicted tokens as before the first edit.
+        covered: The share of the rephrases of the corrections so far that the editor reaches.
         captured: The share of unrelated texts that the editor reaches.
     """
 
@@ -74,18 +75,21 @@ class Measurement:
 
     @property
     def edits_per_entry(self) -> float:
-        """Of those that did not fail; NaN where nothing is stored."""
+        """Successful edits per entry; NaN if no entry is stored."""
         return (self.edits - self.failed) / self.entries if self.entries else float("nan")
 
 
 @dataclass(slots=True)
 class EditStream:
-    """Runs a task's edits through an editor. `run` is told after how many corrections to measure.
+    """Runs a task's edits through an editor, and measures the model in between.
 
     Attributes:
+        task: The edits and the examples.
+        editor: The editor.
+        evaluator: Scores the edited model.
         on_correction: Called after each correction.
-        outcomes: What became of each correction so far.
-        edit_scores: How the model did on each right after it.
+        outcomes: The outcome of each correction so far.
+        edit_scores: The score of each correction right after it.
     """
 
     task: ExperimentTask
@@ -96,52 +100,57 @@ class EditStream:
     edit_scores: list[ExampleScore] = field(default_factory=list)
 
     def run(self, measure_after: Sequence[int]) -> Iterator[Measurement]:
-        """One point for each number, in ascending order, and one before the first edit."""
-        before = self._scores(self.task.retention)
-        known = zip(self.task.accurate, self._scores(self.task.accurate), strict=True)
-        accurate = [example for example, score in known if score.exact]
-        bare = self.editor.state_keys([*self.task.unrelated, *self._all_rephrases()])
-        for point in sorted({0, *measure_after}):
-            for edit in self.task.edits[len(self.outcomes) : point]:
+        """Yield a measurement before the first correction, and one after each number of corrections, in order."""
+        unedited_scores = self._scores(self.task.retention)
+        scored = zip(self.task.accurate, self._scores(self.task.accurate), strict=True)
+        accurate = [example for example, score in scored if score.exact]
+        unedited_states = self.editor.state_keys([*self.task.unrelated, *self._all_rephrases()])
+        for count in sorted({0, *measure_after}):
+            for edit in self.task.edits[len(self.outcomes) : count]:
                 self.outcomes.append(self.editor.edit(len(self.outcomes), edit.example))
                 self.edit_scores += self.evaluator.score(self.editor, [edit.example])
                 self.on_correction()
-            yield self._measure(before, accurate, bare)
+            # The unedited states cover all rephrases; `_measure` selects those of the corrections so far.
+            yield self._measure(unedited_scores, accurate, unedited_states)
 
     def _measure(
         self, unedited_scores: Sequence[ExampleScore], accurate: Sequence[Example], unedited_states: Sequence[Hashable]
     ) -> Measurement:
         count = len(self.outcomes)
-        come, coming = self.task.edits[:count], self.task.edits[count:]
-        kept = self._scores(self.task.retention)
-        edits = [place for place, one in enumerate(self.outcomes) if one.status != UNCHANGED_STATUS]
+        past, coming = self.task.edits[:count], self.task.edits[count:]
+        retention_scores = self._scores(self.task.retention)
+        edits = [index for index, outcome in enumerate(self.outcomes) if outcome.status != UNCHANGED_STATUS]
         states = self.editor.state_keys([*self.task.unrelated, *self._all_rephrases()])
-        reached = [now != was for now, was in zip(states, unedited_states, strict=True)]
+        is_reached = [current != original for current, original in zip(states, unedited_states, strict=True)]
+        # `is_reached` has the unrelated texts first, then the rephrases in the order of the edits.
         unrelated = len(self.task.unrelated)
-        rephrases = sum(len(edit.rephrases) for edit in come)
+        rephrases = sum(len(edit.rephrases) for edit in past)
         return Measurement(
             corrections=count,
             edits=len(edits),
-            failed=sum(self.outcomes[place].status in FAILED_STATUSES for place in edits),
+            failed=sum(self.outcomes[index].status in FAILED_STATUSES for index in edits),
             entries=self.editor.num_entries,
-            seconds=_mean([self.outcomes[place].seconds for place in edits]),
-            es=MeanScore.from_scores([self.edit_scores[place] for place in edits]),
-            err=MeanScore.from_scores(self._scores([edit.example for edit in come])),
-            trr=MeanScore.from_scores(kept),
+            seconds=_mean([self.outcomes[index].seconds for index in edits]),
+            es=MeanScore.from_scores([self.edit_scores[index] for index in edits]),
+            err=MeanScore.from_scores(self._scores([edit.example for edit in past])),
+            trr=MeanScore.from_scores(retention_scores),
             arr=MeanScore.from_scores(self._scores(accurate)),
             rephrases=MeanScore.from_scores(
-                self._scores([example for edit in come for example in _rephrase_examples(edit)])
+                self._scores([example for edit in past for example in _rephrase_examples(edit)])
             ),
             coming=MeanScore.from_scores(self._scores([edit.example for edit in coming])),
             agreement=_mean(
-                [now.predicted_tokens == was.predicted_tokens for now, was in zip(kept, unedited_scores, strict=True)]
+                [
+                    current.predicted_tokens == original.predicted_tokens
+                    for current, original in zip(retention_scores, unedited_scores, strict=True)
+                ]
             ),
-            covered=_mean(reached[unrelated : unrelated + rephrases]),
-            captured=_mean(reached[:unrelated]),
+            covered=_mean(is_reached[unrelated : unrelated + rephrases]),
+            captured=_mean(is_reached[:unrelated]),
         )
 
     def _all_rephrases(self) -> list[str]:
-        """Of all corrections."""
+        """The rephrases of all corrections, in order."""
         return [text for edit in self.task.edits for text in edit.rephrases]
 
     def _scores(self, examples: Sequence[Example]) -> list[ExampleScore]:
@@ -149,29 +158,35 @@ class EditStream:
 
 
 class StreamError(UserError):
-    """An experiment that cannot be run; the text says why."""
+    """An experiment cannot be run; the message says why."""
 
 
 def select_examples(task: ExperimentTask, edits: int | None, retention: int | None, seed: int = 0) -> ExperimentTask:
-    """The task with so many of its edits, and of what must stay, at most; None: all. A seed but 0 draws which."""
+    """The task with at most `edits` edits and `retention` retained examples; None: all.
+
+    Seed 0 takes the first ones; any other seed shuffles both lists first.
+    """
     if seed:
         generator = np.random.default_rng(seed)
         task = replace(
             task,
-            edits=[task.edits[place] for place in generator.permutation(len(task.edits))],
-            retention=[task.retention[place] for place in generator.permutation(len(task.retention))],
+            edits=[task.edits[index] for index in generator.permutation(len(task.edits))],
+            retention=[task.retention[index] for index in generator.permutation(len(task.retention))],
         )
     return replace(task, edits=task.edits[:edits], retention=task.retention[:retention])
 
 
 def drop_unsupported(task: ExperimentTask, model: EditableModel) -> tuple[ExperimentTask, int]:
-    """The task without what the model cannot take, such as longer texts than it has room for; and how much that is.
+    """The task without the examples and texts that the model cannot take, and their number.
+
+    A text may be too long for the model, for example. An edit goes with its rephrases: if one is too long, all are left
+    out.
 
     Raises:
         StreamError: no edit is left.
     """
 
-    def fits(example: Example) -> bool:
+    def is_supported(example: Example) -> bool:
         try:
             model.prepare_correction(example.inputs, example.target)
             if task.measure == "f1":
@@ -180,30 +195,30 @@ def drop_unsupported(task: ExperimentTask, model: EditableModel) -> tuple[Experi
             return False
         return True
 
-    def asks(text: str) -> bool:
+    def is_prompt(text: str) -> bool:
         try:
             model.task.tokenize(text)
         except InputError:
             return False
         return True
 
-    edits = [edit for edit in task.edits if all(map(fits, (edit.example, *_rephrase_examples(edit))))]
-    left = replace(
+    edits = [edit for edit in task.edits if all(map(is_supported, (edit.example, *_rephrase_examples(edit))))]
+    supported = replace(
         task,
         edits=edits,
-        retention=list(filter(fits, task.retention)),
-        accurate=list(filter(fits, task.accurate)),
-        unrelated=list(filter(asks, task.unrelated)),
-        traffic=list(filter(asks, task.traffic)),
+        retention=list(filter(is_supported, task.retention)),
+        accurate=list(filter(is_supported, task.accurate)),
+        unrelated=list(filter(is_prompt, task.unrelated)),
+        traffic=list(filter(is_prompt, task.traffic)),
     )
     if not task.edits:
         raise StreamError(f"the data of {task.name} hold no edits")
     if not edits:
         raise StreamError(
-            f"the model can take none of the {len(task.edits)} edits of {task.name}: is it one of the kind that they"
-            " are for, and are GRACESTREAM_MAX_INPUT_TOKENS and GRACESTREAM_MAX_TARGET_TOKENS large enough?"
+            f"the model can take none of the {len(task.edits)} edits of {task.name}; check that it is of the right"
+            " kind, and that GRACESTREAM_MAX_INPUT_TOKENS and GRACESTREAM_MAX_TARGET_TOKENS are large enough"
         )
-    return left, _count_texts(task) - _count_texts(left)
+    return supported, _count_texts(task) - _count_texts(supported)
 
 
 def _count_texts(task: ExperimentTask) -> int:

@@ -1,4 +1,7 @@
-"""Grids of settings: which runs they make, and what came of these, with intervals where only the seed differs."""
+"""Grids of settings: the runs of a grid, and tables and plots of their results.
+
+Runs that differ in the seed alone are combined: their results become means with 95 % confidence intervals.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,14 +17,17 @@ from gracestream.pipeline.experiments.report import RunReport, format_number, ma
 from gracestream.pipeline.experiments.stream import Measurement
 
 T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""Of Student's t at 97.5 %, by degrees of freedom from 1; the last serves for more, and gives wider intervals then."""
+"""97.5 % quantiles of Student's t, for 1, 2, ... degrees of freedom.
+
+The last one also serves for more degrees of freedom. It is larger than their quantiles, so the intervals are wider than
+needed, never narrower.
+"""
 
 SAFE_CHARACTERS = " []+:@"
-"""Beside letters, digits and `_.-~`, what stands in a folder's name as it is."""
+"""Characters that a folder's name keeps unescaped, besides letters, digits and `_.-~`."""
 
 SEED_NAME = "seed"
-"""Of a grid's names the one over which intervals are told."""
-
+"""The name in a grid over which means and intervals are computed."""
 
 COST_CURVES: dict[str, Callable[[Measurement], float]] = {
     "edits": lambda point: point.edits,
@@ -30,24 +36,24 @@ COST_CURVES: dict[str, Callable[[Measurement], float]] = {
     "edits an entry": lambda point: point.edits_per_entry,
     "seconds an edit": lambda point: point.seconds,
 }
-"""What edits take."""
+"""Numbers and costs of edits, by name."""
 
 COUNT_COLUMNS = ("edits", "failed", "entries")
-"""Of what edits take, what is told in whole numbers where there are such."""
+"""Columns that show an integer when they are not a mean over seeds."""
 
 EXACT_SUFFIX = ", exact"
-"""Ends the name of the exact share beside a measure's, where it says something else."""
+"""Suffix of the name of a measure's exact share, which is listed only if it differs from the measure."""
 
 
 class SweepError(UserError):
-    """A grid that makes no sense; the text says where."""
+    """A grid is malformed; the message names the option."""
 
 
 def expand_grid(options: Sequence[str], allowed_names: Iterable[str]) -> list[dict[str, str]]:
-    """Each combination of `NAME=VALUE,VALUE`; the first name changes slowest.
+    """All combinations of the options `NAME=VALUE,VALUE`; the first name varies slowest.
 
     Raises:
-        SweepError: such a text has no `=` or no values, names what is not known, or the same twice.
+        SweepError: an option has no values, an unknown name, or a repeated value.
     """
     allowed_names = sorted(allowed_names)
     axes: dict[str, list[str]] = {}
@@ -62,36 +68,40 @@ def expand_grid(options: Sequence[str], allowed_names: Iterable[str]) -> list[di
 
 
 def combination_name(combination: dict[str, str]) -> str:
-    """One combination in a few words, which a folder can be called."""
+    """The combination as a text that can name a folder."""
     return ", ".join(f"{name}={quote(value, safe=SAFE_CHARACTERS)}" for name, value in combination.items())
 
 
 def estimate_mean(values: Sequence[float]) -> Estimate:
-    """The mean of the seeds that have a value, and how far its 95 % interval reaches to each side: NaN of one."""
+    """The mean of the values that are not NaN, and half the width of its 95 % interval.
+
+    The half width is NaN for fewer than two values, or if a value is infinite.
+    """
     values = [value for value in values if not math.isnan(value)]
     if len(values) < 2:
         return (values[0] if values else math.nan), math.nan
     quantile = T_QUANTILES[min(len(values) - 2, len(T_QUANTILES) - 1)]
-    half = quantile * np.std(values, ddof=1) / math.sqrt(len(values)) if np.isfinite(values).all() else math.nan
-    return float(np.mean(values)), float(half)
+    half_width = quantile * np.std(values, ddof=1) / math.sqrt(len(values)) if np.isfinite(values).all() else math.nan
+    return float(np.mean(values)), float(half_width)
 
 
 class Sweep:
-    """The runs of a grid that are done, of `num_runs` in all."""
+    """The finished runs of a grid of `num_runs` runs."""
 
     def __init__(self, num_runs: int) -> None:
         self._num_runs = num_runs
         self._reports: dict[str, list[RunReport]] = {}
 
     def add(self, combination: dict[str, str], report: RunReport) -> None:
-        """One run. Those whose combinations differ in the seed alone are told of together."""
+        """Add a finished run; runs whose combinations differ in the seed alone are combined."""
         name = combination_name({name: value for name, value in combination.items() if name != SEED_NAME}) or "all"
         self._reports.setdefault(name, []).append(report)
 
     def curves(self) -> dict[str, dict[int, dict[str, Estimate]]]:
-        """Of each combination, by corrections, what plots and table show; without what is NaN."""
+        """The estimates by combination, number of corrections, and name; NaN estimates are left out."""
         return {
             name: {
+                # Runs of other seeds may have fewer corrections: only their common measurements are combined.
                 points[0].corrections: _estimate_curves(points)
                 for points in zip(*(run.points for run in runs), strict=False)
             }
@@ -100,50 +110,51 @@ class Sweep:
 
     @property
     def columns(self) -> list[str]:
-        """Of `rows`."""
-        told = dict.fromkeys(name for end in self._final_estimates().values() for name in end)
-        return ["settings", *(name for name in told if not name.endswith(EXACT_SUFFIX))]
+        """The columns of `rows`."""
+        names = dict.fromkeys(name for estimates in self._final_estimates().values() for name in estimates)
+        return ["settings", *(name for name in names if not name.endswith(EXACT_SUFFIX))]
 
     @property
     def rows(self) -> list[list[str]]:
-        """How each combination ended; in parentheses the share that is exact, where that says something else."""
+        """The final estimates of each combination; an exact share that differs follows in parentheses."""
         columns = self.columns[1:]
         return [
-            [name, *(_format_cell(end, column) for column in columns)] for name, end in self._final_estimates().items()
+            [name, *(_format_cell(estimates, column) for column in columns)]
+            for name, estimates in self._final_estimates().items()
         ]
 
     def write(self, folder: Path, *, plots: bool) -> None:
-        """Write `sweep.md` and `sweep.png` over the runs so far into a folder that is there.
+        """Write `sweep.md` and `sweep.png` of the finished runs into an existing folder; there must be a run.
 
         Raises:
-            ReportError: it cannot be written to.
+            ReportError: the folder cannot be written to.
         """
         measure = next(iter(self._reports.values()))[0].measure
-        done = sum(map(len, self._reports.values()))
-        missing = "" if done == self._num_runs else f"\n{done} of {self._num_runs} runs are done.\n"
+        run_count = sum(map(len, self._reports.values()))
+        note = "" if run_count == self._num_runs else f"\n{run_count} of {self._num_runs} runs are done.\n"
         with translate_write_errors(folder):
-            (folder / "sweep.md").write_text(markdown_table(self.columns, self.rows) + missing, encoding="utf-8")
+            (folder / "sweep.md").write_text(markdown_table(self.columns, self.rows) + note, encoding="utf-8")
             if plots:
                 draw_sweep(self.curves(), measure, folder / "sweep.png")
 
     def _final_estimates(self) -> dict[str, dict[str, Estimate]]:
-        return {name: line[max(line)] for name, line in self.curves().items()}
+        return {name: curve[max(curve)] for name, curve in self.curves().items()}
 
 
 def _estimate_curves(measurements: Sequence[Measurement]) -> dict[str, Estimate]:
-    found: dict[str, Estimate] = {}
-    for name, of in SCORE_CURVES.items():
-        qualities = [of(point) for point in measurements]
-        found[name] = estimate_mean([quality.value for quality in qualities])
-        if any(quality.exact != quality.value for quality in qualities):
-            found[name + EXACT_SUFFIX] = estimate_mean([quality.exact for quality in qualities])
+    estimates: dict[str, Estimate] = {}
+    for name, select_score in SCORE_CURVES.items():
+        scores = [select_score(point) for point in measurements]
+        estimates[name] = estimate_mean([score.value for score in scores])
+        if any(score.exact != score.value for score in scores):
+            estimates[name + EXACT_SUFFIX] = estimate_mean([score.exact for score in scores])
     for name, value in (REACH_CURVES | COST_CURVES).items():
-        found[name] = estimate_mean([value(point) for point in measurements])
-    return {name: told for name, told in found.items() if not math.isnan(told[0])}
+        estimates[name] = estimate_mean([value(point) for point in measurements])
+    return {name: estimate for name, estimate in estimates.items() if not math.isnan(estimate[0])}
 
 
 def _format_cell(estimates: Mapping[str, Estimate], column: str) -> str:
-    """One of a row; empty where there is nothing to tell."""
+    """A cell of the table; empty if there is no estimate."""
     if column not in estimates:
         return ""
     if column in COUNT_COLUMNS and math.isnan(estimates[column][1]):
@@ -153,5 +164,5 @@ def _format_cell(estimates: Mapping[str, Estimate], column: str) -> str:
 
 
 def _format_estimate(mean_and_half_width: Estimate) -> str:
-    mean, half = mean_and_half_width
-    return format_number(mean) if math.isnan(half) else f"{format_number(mean)} ± {format_number(half)}"
+    mean, half_width = mean_and_half_width
+    return format_number(mean) if math.isnan(half_width) else f"{format_number(mean)} ± {format_number(half_width)}"

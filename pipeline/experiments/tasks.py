@@ -1,8 +1,12 @@
-"""The tasks of the paper's experiments (section 4, and the appendix on data): what is edited, and what must stay.
+"""The tasks of the paper's experiments (section 4 and the appendix on data): edits, and examples that must not change.
 
-Each is one stream of edits in a fixed order. Beside it lie the examples that the model was good at before (`retention`,
-the paper's D_test, of which TRR tells), texts that no edit should reach (`unrelated`), and requests that nobody flagged
-(`traffic`), which overlap with neither. No row is drawn at random from one run to the next.
+A task has a stream of edits in a fixed order, and:
+
+- `retention`: examples that the unedited model is good at (the paper's D_test, measured by TRR);
+- `unrelated`: texts that no edit should reach;
+- `traffic`: unflagged requests, disjoint from both.
+
+The selection of rows is the same on every run.
 """
 
 import hashlib
@@ -24,26 +28,26 @@ from gracestream.pipeline.experiments.data import (
 )
 
 Measure = Literal["f1", "accuracy", "perplexity"]
-"""How well a model does, as the paper measures it: of answers, of classes, and of sentences."""
+"""The paper's measures: `f1` for answers, `accuracy` for classes, `perplexity` for sentences."""
 
 PromptFormat = Callable[[str], str]
-"""Puts a question into the words that a model is asked it in."""
+"""Turns a question into a prompt."""
 
 NUM_TRAFFIC_QUESTIONS = 512
-"""Questions of Natural Questions that are requests which nobody flagged."""
+"""Questions of Natural Questions that serve as unflagged requests."""
 
 MAX_RETENTION_EXAMPLES = 500
-"""Examples of which TRR tells, at most."""
+"""Largest number of examples for TRR."""
 
 HELD_OUT_DIVISOR = 7
-"""Of zsRE's questions the last, one in so many, are no edits, but such as a model may know already (ARR)."""
+"""The last seventh of zsRE's questions are not edited; a model may be trained on them and is tested on them (ARR)."""
 
 NQ_FILE, ZSRE_FILE, COUNTERFACT_FILE = "nq_open_dev_3610.jsonl.gz", "zsre_700.jsonl.gz", "counterfact_val_1919.jsonl.gz"
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A text, and what the model should say to it; `subject` is what it is about, where the data tell."""
+    """A prompt and its target; `subject` is the prompt's subject, or empty if the data do not name it."""
 
     inputs: str
     target: str
@@ -52,7 +56,7 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """A correction. `rephrases` ask the same in other words."""
+    """A correction; `rephrases` are other prompts with the same target."""
 
     example: Example
     rephrases: tuple[str, ...] = ()
@@ -63,13 +67,13 @@ class ExperimentTask:
     """One experiment's data.
 
     Attributes:
-        name: Of the experiment.
-        measure: What is measured of answers.
-        edits: In the order in which they come.
-        retention: What the model knew before.
-        accurate: What it may say right before and is asked about in the same way as edits (the paper's ARR).
+        name: Name of the experiment.
+        measure: Measure of answers.
+        edits: The corrections, in order.
+        retention: Examples that the unedited model is good at.
+        accurate: Candidates for ARR: unedited examples of the same form as the edits.
         unrelated: Texts that no edit should reach.
-        traffic: Requests that nobody flagged; GRACE sees the last of them, as many as its settings say.
+        traffic: Unflagged requests; GRACE samples the last `GRACESTREAM_TRAFFIC` of them.
     """
 
     name: str
@@ -81,7 +85,7 @@ class ExperimentTask:
     traffic: list[str] = field(default_factory=list)
 
     def digest(self) -> str:
-        """SHA-256 of all of it, in hexadecimal."""
+        """The SHA-256 of the whole task, in hexadecimal."""
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()
 
 
@@ -90,105 +94,110 @@ ISSUE_AREAS = (
     "Economic Activity", "Judicial Power", "Federalism", "Interstate Relations", "Federal Taxation", "Miscellaneous",
     "Private Action",
 )  # fmt: skip
-"""The topics of SCOTUS, in the order of their codes, from 1."""
+"""The issue areas of SCOTUS, in the order of their codes, from 1."""
 
 TRAINING_RELABELS = {
     "First Amendment": "Civil Rights",
     "Due Process": "Civil Rights",
     "Unions": "Economic Activity",
 }
-"""What the paper changes in what the classifier is taught, so that it has something to be corrected on."""
+"""Issue areas that the paper relabels in the classifier's training data, so that there is something to correct."""
 
 TRAINING_TERMS, RETENTION_TERMS, EDIT_TERMS = (0, 1982), (1983, 1990), (1991, 2009)
-"""The first and last terms of SCOTUS's cases that are trained on, retained and edited."""
+"""First and last terms (years) of the SCOTUS cases for training, retention and edits."""
 
 
 def format_question(text: str) -> str:
-    """For a language model that was not trained to answer questions."""
+    """The prompt for a language model that was not trained to answer questions."""
     return f"Question: {text.strip().removesuffix('?')}? Answer:"
 
 
 def zsre(prompt_format: PromptFormat = format_question) -> ExperimentTask:
-    """Questions and answers; retention and traffic are of Natural Questions.
+    """The zsRE task: questions and answers; retention and traffic come from Natural Questions.
 
     Raises:
-        DataError: the data are not there.
+        DataError: the data are missing or malformed.
     """
-    found = read_rows(ZSRE_FILE, ZsreRow)
+    rows = read_rows(ZSRE_FILE, ZsreRow)
     edits = _deduplicate(
         Edit(Example(prompt_format(row.src), row.answers[0], row.subject), (prompt_format(row.rephrase),))
-        for row in found
+        for row in rows
     )
-    unrelated = (prompt_format(row.loc.removeprefix("nq question: ")) for row in found)
-    edited = len(edits) - len(edits) // HELD_OUT_DIVISOR
-    accurate = [edit.example for edit in edits[edited:]]
-    return replace(_fact_task("zsre", edits[:edited], unrelated, prompt_format), accurate=accurate)
+    unrelated = (prompt_format(row.loc.removeprefix("nq question: ")) for row in rows)
+    num_edited = len(edits) - len(edits) // HELD_OUT_DIVISOR
+    accurate = [edit.example for edit in edits[num_edited:]]
+    return replace(_fact_task("zsre", edits[:num_edited], unrelated, prompt_format), accurate=accurate)
 
 
 def zsre_training() -> list[Example]:
-    """What a model is taught that should know what is retained: Natural Questions, and zsRE's that are not edited.
+    """Training examples for a model that should know the retained answers: `retention` and `accurate` of zsRE.
 
     Raises:
-        DataError: the data are not there.
+        DataError: the data are missing or malformed.
     """
     task = zsre()
     return [*task.retention, *task.accurate]
 
 
 def answer_names() -> list[str]:
-    """What answers are, each once, of zsRE's and of Natural Questions; not which question it answers.
+    """The distinct answers of zsRE and Natural Questions, without their questions.
 
     Raises:
-        DataError: the data are not there.
+        DataError: the data are missing or malformed.
     """
-    of_zsre = (row.answers[0] for row in read_rows(ZSRE_FILE, ZsreRow))
-    of_nq = (row.answer[0] for row in read_rows(NQ_FILE, QuestionRow))
-    return [name for name in dict.fromkeys((*of_zsre, *of_nq)) if name.strip()]
+    zsre_answers = (row.answers[0] for row in read_rows(ZSRE_FILE, ZsreRow))
+    nq_answers = (row.answer[0] for row in read_rows(NQ_FILE, QuestionRow))
+    return [name for name in dict.fromkeys((*zsre_answers, *nq_answers)) if name.strip()]
 
 
 def counterfact() -> ExperimentTask:
-    """Statements with another end; retention and traffic are of Natural Questions, the unrelated are its neighbours.
+    """The CounterFact task: statements with a counterfactual end; retention and traffic come from Natural Questions.
+
+    The unrelated texts are CounterFact's neighbouring statements, which share the true end.
 
     Raises:
-        DataError: the data are not there.
+        DataError: the data are missing or malformed.
     """
-    found = read_rows(COUNTERFACT_FILE, CounterFactRow)
-    edits = _deduplicate(
-        Edit(Example(row.prompt, row.target_new, row.subject), (row.rephrase_prompt,)) for row in found
-    )
-    return _fact_task("counterfact", edits, (row.locality_prompt for row in found), format_question)
+    rows = read_rows(COUNTERFACT_FILE, CounterFactRow)
+    edits = _deduplicate(Edit(Example(row.prompt, row.target_new, row.subject), (row.rephrase_prompt,)) for row in rows)
+    return _fact_task("counterfact", edits, (row.locality_prompt for row in rows), format_question)
 
 
 def hallucination() -> ExperimentTask:
-    """Biographies and their true next sentence; retention is of web text, as the model was trained on.
+    """The hallucination task: biographies and their true next sentence; retention is web text as in pretraining.
 
     Raises:
-        DataError: the data are not there.
+        DataError: the data are missing or malformed.
     """
-    found = read_rows("hallucination_edit_450.jsonl.gz", BiographyRow)
-    edits = _deduplicate(Edit(Example(row.prompt, row.target_new, row.subject)) for row in found)
-    others = read_rows("hallucination_other_306.jsonl.gz", BiographyRow)
-    web = (_cut_between_words(row.locality_prompt, row.locality_ground_truth) for row in found)
-    retention = [example for example in web if example.inputs and example.target]
-    traffic = [row.locality_prompt for row in others]
+    rows = read_rows("hallucination_edit_450.jsonl.gz", BiographyRow)
+    edits = _deduplicate(Edit(Example(row.prompt, row.target_new, row.subject)) for row in rows)
+    other_rows = read_rows("hallucination_other_306.jsonl.gz", BiographyRow)
+    web_examples = (_cut_between_words(row.locality_prompt, row.locality_ground_truth) for row in rows)
+    retention = [example for example in web_examples if example.inputs and example.target]
+    traffic = [row.locality_prompt for row in other_rows]
     unrelated = [example.inputs for example in retention]
     return ExperimentTask("hallucination", "perplexity", edits, retention, unrelated=unrelated, traffic=traffic)
 
 
 def _cut_between_words(beginning: str, rest: str) -> Example:
-    """A text that was cut in two anywhere, even within a word, and ends anywhere: cut anew, without the last word."""
+    """Split a text between words near its original split, and drop its last word.
+
+    The data cut texts at arbitrary characters: in two, and at the end. So the split may fall into a word, and the last
+    word may be incomplete.
+    """
     text = beginning + rest
     start = text.rfind(" ", 0, len(beginning) + 1)
     return Example(text[: max(start, 0)].rstrip(), text[start : text.rfind(" ")].strip())
 
 
 def scotus() -> ExperimentTask:
-    """Cases of the Supreme Court and their topics, as they came; retention is of the terms before, traffic older.
+    """The SCOTUS task: court cases and their issue areas in order of their terms.
 
-    What is retained has the topics that the classifier was taught, since that is what it should still do.
+    Retention has earlier cases, and traffic the earliest ones. The retained cases have the labels of the classifier's
+    training data, because the classifier should still predict them.
 
     Raises:
-        DataError: the data are not there.
+        DataError: the data are missing or malformed.
     """
     edits = _deduplicate(Edit(example) for example in _court_cases(EDIT_TERMS))
     traffic = [case.inputs for case in _court_cases(TRAINING_TERMS)]
@@ -198,14 +207,14 @@ def scotus() -> ExperimentTask:
 
 
 def scotus_training() -> list[Example]:
-    """What the classifier is trained on: earlier cases, under the labels of their time.
+    """The classifier's training examples: cases of `TRAINING_TERMS`, relabelled as in the paper.
 
     Raises:
-        DataError: the data are not there, or have no such case.
+        DataError: the data are missing or malformed, or have no such case.
     """
     cases = _relabel_for_training(_court_cases(TRAINING_TERMS))
     if not cases:
-        raise DataError(f"of the terms up to {TRAINING_TERMS[1]} there is no case to train on")
+        raise DataError(f"the data have no case of a term up to {TRAINING_TERMS[1]} to train on")
     return cases
 
 
@@ -215,38 +224,38 @@ def _relabel_for_training(cases: Sequence[Example]) -> list[Example]:
 
 def _court_cases(terms: tuple[int, int]) -> list[Example]:
     first, last = terms
-    found = [row for row in read_rows("scotus_facts_to_2009.jsonl.gz", CourtCaseRow) if first <= row.term <= last]
-    found.sort(key=lambda row: row.term)  # stable: within a term as the file has them
-    return [Example(f"{row.facts} {row.question}", ISSUE_AREAS[row.issue_area - 1]) for row in found]
+    rows = [row for row in read_rows("scotus_facts_to_2009.jsonl.gz", CourtCaseRow) if first <= row.term <= last]
+    rows.sort(key=lambda row: row.term)  # stable: cases of one term keep the order of the file
+    return [Example(f"{row.facts} {row.question}", ISSUE_AREAS[row.issue_area - 1]) for row in rows]
 
 
 def _fact_task(name: str, edits: list[Edit], unrelated: Iterable[str], prompt_format: PromptFormat) -> ExperimentTask:
-    """Edits of facts, whose retention and traffic are of Natural Questions."""
+    """A task of facts, with retention and traffic from Natural Questions."""
     traffic, retention = _natural_questions(prompt_format)
     return ExperimentTask(name, "f1", edits, retention, unrelated=_without_edited(unrelated, edits), traffic=traffic)
 
 
 def _natural_questions(prompt_format: PromptFormat) -> tuple[list[str], list[Example]]:
-    """Questions as traffic, and others with their answers, in an order of no meaning."""
-    found = read_rows(NQ_FILE, QuestionRow)
-    order = np.random.default_rng(0).permutation(len(found)).tolist()
-    examples = [Example(prompt_format(found[place].question), found[place].answer[0]) for place in order]
+    """Questions for the traffic, and other questions with their answers for the retention, in a fixed random order."""
+    rows = read_rows(NQ_FILE, QuestionRow)
+    order = np.random.default_rng(0).permutation(len(rows)).tolist()
+    examples = [Example(prompt_format(rows[index].question), rows[index].answer[0]) for index in order]
     return [example.inputs for example in examples[:NUM_TRAFFIC_QUESTIONS]], examples[NUM_TRAFFIC_QUESTIONS:][
         :MAX_RETENTION_EXAMPLES
     ]
 
 
 def _deduplicate(edits: Iterable[Edit]) -> list[Edit]:
-    """The first of those with the same text; without those whose target is nothing."""
-    found: dict[str, Edit] = {}
+    """The edits without repeated prompts (the first one stays) and without blank targets."""
+    by_prompt: dict[str, Edit] = {}
     for edit in edits:
         if edit.example.target.strip():
-            found.setdefault(edit.example.inputs, edit)
-    return list(found.values())
+            by_prompt.setdefault(edit.example.inputs, edit)
+    return list(by_prompt.values())
 
 
 def _without_edited(texts: Iterable[str], edits: Iterable[Edit]) -> list[str]:
-    """Each text once that is not edited itself."""
+    """The distinct texts that are not prompts of the edits."""
     edited = {edit.example.inputs for edit in edits}
     return [text for text in dict.fromkeys(texts) if text not in edited]
 
@@ -257,3 +266,4 @@ TASKS: dict[str, Callable[[], ExperimentTask]] = {
     "counterfact": counterfact,
     "hallucination": hallucination,
 }
+"""The tasks by name; each reads its data when it is called."""

@@ -1,1 +1,1 @@
-"""Finding the settings of an editor by trial edits on a user's requests (`gracestream calibrate --auto`)."""
+"""Choosing an editor's settings by trial edits on a user's requests (`gracestream calibrate --auto`)."""

@@ -1,4 +1,10 @@
-"""A codebook measured on a user's own cases: what should be answered, and what should not change."""
+"""Measuring a codebook on a user's own cases: prompts with a target, and prompts whose answer must not change.
+
+1. Prompts go through the lookup and the model that replicas run.
+2. The unedited model answers the same prompts with the same parameters, so a changed answer comes from an entry.
+
+Not promised: bitwise equality with a replica's answer, whose prompt shares its batch with other prompts.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -11,6 +17,7 @@ from gracestream.pipeline.model import EditableModel, Prompt, ServedAnswer
 from gracestream.schemas.messages import Inputs, Parameters
 
 ANSWER_BATCH_SIZE = 16
+"""Prompts of one forward pass."""
 
 
 class EvaluationError(UserError):
@@ -18,7 +25,7 @@ class EvaluationError(UserError):
 
 
 class EvaluationCase(Struct, frozen=True):
-    """A prompt with the `target` that its answer should be, or one whose answer the codebook must leave `unchanged`."""
+    """A prompt with the right answer (`target`), or a prompt whose answer the codebook must leave `unchanged`."""
 
     inputs: Inputs
     target: str | UnsetType = UNSET
@@ -33,22 +40,23 @@ class EvaluationCase(Struct, frozen=True):
 
 
 CaseVerdict = Literal["correct", "wrong", "unchanged", "changed"]
+"""`correct` and `wrong` judge cases with a target, `unchanged` and `changed` the others."""
 
 
 class CaseResult(Struct, frozen=True):
-    """What became of one case.
+    """The result of one case.
 
     Attributes:
         inputs: The prompt.
-        expected: The case's target; None where the answer must not change.
-        verdict: `correct` where the answer begins with the target, as words; `unchanged` where it is the unedited one.
-        exact: The answer is the target, and nothing follows it.
-        broken: The edited model answers neither the target of the entry that serves it nor as it would unedited.
+        expected: The case's target; None: the answer must not change.
+        verdict: `correct`: the answer begins with the target, at a word boundary. `unchanged`: it is the unedited one.
+        exact: The answer equals the target.
+        broken: The edited answer is neither the entry's target nor the unedited answer.
         answer: The edited model's answer: a text, or a classifier's label.
         unedited: The unedited model's answer.
-        entry_id: The entry whose radius holds the prompt, if one does.
+        entry_id: The entry that matched the prompt; None: no entry matched.
         entry_target: That entry's target.
-        distance: From the prompt's query to that entry's key.
+        distance: Distance from the prompt's query to that entry's key.
         radius: That entry's radius.
     """
 
@@ -66,23 +74,23 @@ class CaseResult(Struct, frozen=True):
 
     @property
     def passed(self) -> bool:
-        """The answer is as the case asks."""
+        """Whether the case is `correct` or `unchanged`."""
         return self.verdict in ("correct", "unchanged")
 
 
 class EvaluationSummary(Struct, frozen=True):
-    """Counts over cases.
+    """Counts over all cases.
 
     Attributes:
-        cases: All of them.
-        passed: Those that were answered as they ask.
-        with_target: Those with a target.
-        correct: Of these, answers that begin with it.
-        exact: Of these, answers that are it.
-        to_stay: Those whose answer must not change.
-        unchanged: Of these, those whose answer does not.
-        captured: Those that an entry serves.
-        broken: Of these, edited answers that are neither the entry's target nor the unedited one.
+        cases: All cases.
+        passed: Cases with the verdict `correct` or `unchanged`.
+        with_target: Cases with a target.
+        correct: Cases whose answer begins with the target.
+        exact: Cases whose answer equals the target.
+        to_stay: Cases whose answer must not change.
+        unchanged: Cases whose answer must not change and did not.
+        captured: Cases that matched an entry.
+        broken: Captured cases whose edited answer is neither the entry's target nor the unedited answer.
     """
 
     cases: int
@@ -104,14 +112,19 @@ def evaluate(
     *,
     checked: bool = False,
 ) -> list[CaseResult]:
-    """Answer each case with the edited model and, where an entry serves it, with the unedited one.
+    """Answer each case with the edited model, and each case that an entry serves with the unedited model, too.
 
-    `on_answer` is called with the number of cases that were answered. With `checked`, a case that an entry serves
-    without giving its target has the unedited answer, and counts as broken all the same.
+    Args:
+        model: The model of the codebook.
+        codebook: The codebook to measure.
+        cases: The cases.
+        on_answer: Called with the number of cases answered so far.
+        checked: Check answers as a replica does with GRACESTREAM_CHECK_ANSWERS: a case whose entry does not produce its
+            target gets the unedited answer. It still counts as broken.
 
     Raises:
-        EvaluationError: the codebook is of another model or layer.
-        InputError: a case that the model cannot take.
+        EvaluationError: the codebook belongs to another model or layer.
+        InputError: the model cannot take a case's prompt.
     """
     if (codebook.model, codebook.layer) != (model.fingerprint, model.layer):
         raise EvaluationError(
@@ -121,18 +134,21 @@ def evaluate(
         )
     prompts = [model.task.tokenize(case.inputs) for case in cases]
     edited = _answer_cases(model, codebook, prompts, cases, on_answer, checked=checked)
-    held = [place for place, served in enumerate(edited) if served.hit is not None]
+    matched = [index for index, served in enumerate(edited) if served.hit is not None]
+    # Where no entry matched, the edited answer is the unedited one already.
     empty = Codebook(codebook.name, codebook.model, codebook.layer)
-    again = _answer_cases(model, empty, [prompts[place] for place in held], [cases[place] for place in held])
-    unedited = dict(zip(held, again, strict=True))
+    unedited_answers = _answer_cases(
+        model, empty, [prompts[index] for index in matched], [cases[index] for index in matched]
+    )
+    unedited = dict(zip(matched, unedited_answers, strict=True))
     return [
-        _evaluate_case(model, codebook, case, served, unedited.get(place, served))
-        for place, (case, served) in enumerate(zip(cases, edited, strict=True))
+        _evaluate_case(model, codebook, case, served, unedited.get(index, served))
+        for index, (case, served) in enumerate(zip(cases, edited, strict=True))
     ]
 
 
 def summarize(results: Sequence[CaseResult]) -> EvaluationSummary:
-    """What there is to count."""
+    """The counts over these results."""
     verdicts = [result.verdict for result in results]
     return EvaluationSummary(
         cases=len(results),
@@ -148,9 +164,9 @@ def summarize(results: Sequence[CaseResult]) -> EvaluationSummary:
 
 
 def begins_with_target(answer: str, target: str) -> bool:
-    """Whether an answer begins with a target, as words."""
-    rest = answer.removeprefix(target)
-    return answer.startswith(target) and not rest[:1].isalnum()
+    """Whether an answer begins with a target and the target ends at a word boundary there."""
+    remainder = answer.removeprefix(target)
+    return answer.startswith(target) and not remainder[:1].isalnum()
 
 
 def _answer_cases(
@@ -162,38 +178,39 @@ def _answer_cases(
     *,
     checked: bool = False,
 ) -> list[ServedAnswer]:
-    """An answer to each prompt, in their order; those of similar length share a batch."""
+    """The answer to each prompt, in the order of the prompts; prompts of similar length share a batch."""
     lookup = CodebookLookup(codebook, KeyIndex(codebook, model.device))
     groups: dict[object, list[int]] = {}
-    for place, (prompt, case) in enumerate(zip(prompts, cases, strict=True)):
-        groups.setdefault(model.task.batch_key(prompt, case.parameters), []).append(place)
-    found: dict[int, ServedAnswer] = {}
+    for index, (prompt, case) in enumerate(zip(prompts, cases, strict=True)):
+        groups.setdefault(model.task.batch_key(prompt, case.parameters), []).append(index)
+    answers: dict[int, ServedAnswer] = {}
     for members in groups.values():
-        places = sorted(members, key=lambda place: len(prompts[place]))
-        for start in range(0, len(places), ANSWER_BATCH_SIZE):
-            batch = places[start : start + ANSWER_BATCH_SIZE]
+        indices = sorted(members, key=lambda index: len(prompts[index]))
+        for start in range(0, len(indices), ANSWER_BATCH_SIZE):
+            batch = indices[start : start + ANSWER_BATCH_SIZE]
             served = model.answer(
-                [prompts[place] for place in batch],
-                [cases[place].parameters for place in batch],
+                [prompts[index] for index in batch],
+                [cases[index].parameters for index in batch],
                 lookup,
                 check_answers=checked,
             )
-            found |= zip(batch, served, strict=True)
-            on_answer(len(found))
-    return [found[place] for place in range(len(prompts))]
+            answers |= zip(batch, served, strict=True)
+            on_answer(len(answers))
+    return [answers[index] for index in range(len(prompts))]
 
 
 def _evaluate_case(
     model: EditableModel, codebook: Codebook, case: EvaluationCase, edited: ServedAnswer, unedited: ServedAnswer
 ) -> CaseResult:
-    answer, before = _answer_text(edited), _answer_text(unedited)
-    failed = edited.near_miss if edited.near_miss is not None and not edited.near_miss.disagreement else None
-    hit = edited.hit or failed
+    answer, unedited_text = _answer_text(edited), _answer_text(unedited)
+    # A near miss without a disagreement in wording is a match whose answer check failed: the replica answered unedited.
+    failed_match = edited.near_miss if edited.near_miss is not None and not edited.near_miss.disagreement else None
+    hit = edited.hit or failed_match
     entry_target = None if hit is None else model.task.decode_label(codebook.labels[hit.slot])
     expected = None if case.target is UNSET else case.target.strip()
     verdict: CaseVerdict
     if expected is None:
-        verdict = "unchanged" if answer == before else "changed"
+        verdict = "unchanged" if answer == unedited_text else "changed"
     else:
         verdict = "correct" if begins_with_target(answer, expected) else "wrong"
     return CaseResult(
@@ -201,9 +218,9 @@ def _evaluate_case(
         expected=expected,
         verdict=verdict,
         exact=answer == expected,
-        broken=failed is not None or (answer not in (before, entry_target) and hit is not None),
+        broken=failed_match is not None or (answer not in (unedited_text, entry_target) and hit is not None),
         answer=answer,
-        unedited=before,
+        unedited=unedited_text,
         entry_id=None if hit is None else hit.entry_id,
         entry_target=entry_target,
         distance=None if hit is None else hit.distance,

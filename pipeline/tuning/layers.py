@@ -1,6 +1,7 @@
-"""Which layers are worth trial edits: outputs of attention and MLP in the later half of a model.
+"""Candidate layers for trial edits: the output projections of attention and MLP in the later half of a model.
 
-Earlier layers see too little of a request. The last block of a causal model reaches only the first token of an answer.
+Earlier layers have combined too little of a request. A value in the last block of a causal model is excluded, too: no
+later attention layer passes it on to the later tokens of an answer.
 """
 
 from collections.abc import Iterator
@@ -11,32 +12,34 @@ from gracestream.pipeline.model import RepeatedLayer, is_in_decoder, linear_laye
 OUTPUT_LAYER_NAMES = frozenset({
     "o", "o_proj", "out_proj", "out_lin", "c_proj", "dense", "down_proj", "fc2", "wo", "lin2", "dense_4h_to_h",
 })  # fmt: skip
-"""Names of the linear maps by which attention and MLP write to the residual stream."""
+"""Names of the linear layers through which attention and MLP write to the residual stream."""
 
 DEPTH_SHARES = (2 / 3, 5 / 6, 1 / 2)
-"""Shares of the depth, the most promising first."""
+"""Depths of the candidates as shares of the model's blocks, the most promising first."""
 
 
 def candidate_layers(model: Any) -> list[str]:
-    """Paths of the layers to try, the most promising first; none where no layer has a known name."""
+    """Paths of the layers to try, the most promising first; empty if no layer has a known name."""
     ranges = [layers for layers in linear_layers(model) if _writes_to_residual(model, layers)]
-    found = (
+    paths = (
         layers.path.replace("*", str(block), 1)
         for depth in DEPTH_SHARES
         for layers, block in _layers_at_depth(model, ranges, depth)
     )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(paths))
 
 
 def _writes_to_residual(model: Any, layers: RepeatedLayer) -> bool:
-    """Whether these layers write to the residual stream, of the encoder where there is one."""
-    out = layers.shape[-1] if layers.kind == "Conv1D" else layers.shape[0]
-    known = layers.path.rpartition(".")[2] in OUTPUT_LAYER_NAMES and out == model.config.hidden_size
-    return known and not (model.config.is_encoder_decoder and is_in_decoder(layers.path))
+    """Whether these layers write to the residual stream; in an encoder-decoder model, to the encoder's."""
+    # transformers' Conv1D stores its weight as (in, out), nn.Linear as (out, in).
+    output_dim = layers.shape[-1] if layers.kind == "Conv1D" else layers.shape[0]
+    has_output_name = layers.path.rpartition(".")[2] in OUTPUT_LAYER_NAMES and output_dim == model.config.hidden_size
+    return has_output_name and not (model.config.is_encoder_decoder and is_in_decoder(layers.path))
 
 
 def _layers_at_depth(model: Any, ranges: list[RepeatedLayer], depth: float) -> Iterator[tuple[RepeatedLayer, int]]:
-    """Each of the layers with the number of its block at this depth."""
-    spared = 2 if model.can_generate() and not model.config.is_encoder_decoder else 1
+    """Each of the repeated layers with the number of the block at this depth."""
+    # `count - 1` is the last block; a decoder-only generator spares it (see the module's docstring).
+    offset_from_end = 2 if model.can_generate() and not model.config.is_encoder_decoder else 1
     for layers in ranges:
-        yield layers, max(0, min(round(depth * layers.count), layers.count - spared))
+        yield layers, max(0, min(round(depth * layers.count), layers.count - offset_from_end))

@@ -1,4 +1,4 @@
-"""The plot of trial edits: what each candidate reaches against its false positives."""
+"""The plot of trial edits: reach of each combination against its false positives."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -9,14 +9,14 @@ from gracestream.pipeline.tuning.trials import TrialResult
 
 
 class PlotError(UserError):
-    """Nothing can be drawn here; the text says what to do."""
+    """The plot cannot be drawn; the message names the remedy."""
 
 
 def require_plot(path: Path) -> None:
-    """Check that a plot can be drawn into this file, before minutes of work.
+    """Check that a plot can be written to this file; called before the trial edits, which take minutes.
 
     Raises:
-        PlotError: matplotlib is not installed, or the file cannot be written or has another ending.
+        PlotError: matplotlib is not installed, the folder does not exist, or the suffix is not supported.
     """
     if find_spec("matplotlib") is None:
         raise PlotError("--plot needs matplotlib: `pip install 'gracestream[experiments]'`, or leave --plot out")
@@ -27,21 +27,22 @@ def require_plot(path: Path) -> None:
 
 
 def draw(results: Sequence[TrialResult], chosen: TrialResult | None, max_false_positives: float, path: Path) -> None:
-    """Draw one line for each layer and kind of query over its radii; bars are the intervals of false positives."""
-    import matplotlib as mpl  # noqa: PLC0415  (only who draws needs it)
+    """Draw one line over the radii for each layer and kind of query; error bars are 95 % intervals."""
+    import matplotlib as mpl  # noqa: PLC0415  (an optional dependency)
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     lines: dict[tuple[str, str], list[TrialResult]] = {}
-    for one in results:
-        lines.setdefault((one.query, one.layer), []).append(one)
+    for result in results:
+        lines.setdefault((result.query, result.layer), []).append(result)
+    # A fixed salt and no date make two runs write the same SVG; text stays text.
     with mpl.rc_context({"svg.hashsalt": "gracestream", "svg.fonttype": "none"}):
         figure = Figure(figsize=(9, 6), layout="constrained")
         panel = figure.subplots()
         for (query, layer), points in sorted(lines.items()):
-            points.sort(key=lambda one: (one.false_positives, one.reach))
+            points.sort(key=lambda result: (result.false_positives, result.reach))
             panel.errorbar(
-                [one.false_positives for one in points],
-                [one.reach for one in points],
+                [result.false_positives for result in points],
+                [result.reach for result in points],
                 xerr=_error_bars(points),
                 label=f"{query}, {layer}",
                 marker="o",
@@ -59,8 +60,8 @@ def draw(results: Sequence[TrialResult], chosen: TrialResult | None, max_false_p
 
 
 def _error_bars(points: Sequence[TrialResult]) -> list[list[float]]:
-    """How far the intervals of false positives reach below and above."""
-    worst = [max(one.others, one.about, key=lambda share: share.value) for one in points]
-    low = [max(0.0, share.value - share.interval[0]) for share in worst]
-    high = [max(0.0, share.interval[1] - share.value) for share in worst]
+    """Lengths of the error bars to the left and to the right of each point's false positives."""
+    shares = [max(point.others, point.about, key=lambda share: share.value) for point in points]
+    low = [max(0.0, share.value - share.interval[0]) for share in shares]
+    high = [max(0.0, share.interval[1] - share.value) for share in shares]
     return [low, high]

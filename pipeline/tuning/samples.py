@@ -1,10 +1,10 @@
-"""What trial edits are made of: corrections of a user's requests, texts they should reach, and texts they should not.
+"""Material for trial edits: corrections of a user's requests, texts they should reach, and texts they should not.
 
-1. The same requests make the same trials, whatever their order.
-2. A request is a trial, or part of the traffic that the editor sees, or held out; never two of these.
-3. Input that cannot be used is left out, and a note says why.
+1. The division into trials, traffic and held-out requests does not depend on the order of the requests.
+2. A request is either a trial, or background traffic for the editor, or held out.
+3. Unusable input is left out.
 
-Not promised: that targets are true. Where a request has no target, it gets one that the model does not give.
+Not promised: true targets. A request without a target gets an answer that the unedited model does not give.
 """
 
 import hashlib
@@ -26,20 +26,22 @@ from gracestream.pipeline.model import CausalGeneration, Classification, InputEr
 from gracestream.schemas.messages import Feedback, Inputs, is_chat, to_display_text
 
 MAX_HELD_OUT = 200
-"""Held-out requests at most: with none of them captured, a share above .02 is ruled out."""
+"""Largest number of held-out requests. If none of 200 is captured, the 95 % interval of the share ends below 0.02."""
 
 MAX_TRAFFIC = 512
+"""Largest number of requests that the editor sees as background traffic."""
 
 REQUESTS_PER_SUBJECT = 8
-"""Other requests about a trial's subject."""
+"""Other requests about a trial's subject that no entry should capture."""
 
 END_PUNCTUATION = ".?!…"
+"""Characters that surface forms leave out at the end of a prompt."""
 
 INVENTED_NAMES = (
     "Velmora", "Tarnix", "Orbelin", "Sudrek", "Calvano", "Mirth", "Pelloway", "Ganteric", "Brusk", "Ildema",
     "Fornaxia", "Wexley", "Quandor", "Hespin", "Luvanne", "Doriath",
 )  # fmt: skip
-"""Names that no model gives to any request."""
+"""Invented names, which no model answers to any request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +49,12 @@ class TrialEdit:
     """One trial edit.
 
     Attributes:
-        name: Its feedback id.
+        name: Feedback id of the correction.
         inputs: The request to correct.
-        target: The answer that it should get.
-        rephrases: The user's other words for it.
-        forms: Its surface forms, made by rules.
-        same_subject: Other requests about its subject, made from templates.
+        target: The answer to teach.
+        rephrases: The user's rephrases of the request.
+        forms: Surface forms of the request, made by rules.
+        same_subject: Other requests about the same subject, made from templates.
     """
 
     name: str
@@ -63,13 +65,13 @@ class TrialEdit:
     same_subject: tuple[Inputs, ...] = ()
 
     def to_feedback(self) -> Feedback:
-        """The feedback that makes it."""
+        """The correction as feedback."""
         return make_correction(self.name, self.inputs, self.target)
 
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """The user's requests by what they are used for."""
+    """The user's requests, divided by their use."""
 
     trial_requests: list[Inputs]
     held_out: list[Inputs]
@@ -78,51 +80,57 @@ class Division:
 
 @dataclass(slots=True)
 class UserRequests:
-    """The user's requests, each once, with all that the lines say of it."""
+    """The user's requests without duplicates, with the rephrases and the target of each."""
 
     rephrases: dict[Inputs, tuple[Inputs, ...]] = field(default_factory=dict)
     targets: dict[Inputs, str] = field(default_factory=dict)
 
     @classmethod
     def from_labelled(cls, requests: Sequence[LabelledRequest]) -> "UserRequests":
-        """Of the lines in their order: several lines may give other words for one request."""
-        made = cls()
+        """Merge the lines of the user's file: several lines may give rephrases of one request; the last target wins."""
+        merged = cls()
         for sample in requests:
-            known = made.rephrases.setdefault(sample.inputs, ())
+            known = merged.rephrases.setdefault(sample.inputs, ())
             if sample.rephrase is not UNSET and sample.rephrase not in (sample.inputs, *known):
-                made.rephrases[sample.inputs] = (*known, sample.rephrase)
+                merged.rephrases[sample.inputs] = (*known, sample.rephrase)
             if sample.target is not UNSET:
-                made.targets[sample.inputs] = sample.target.strip()
-        return made
+                merged.targets[sample.inputs] = sample.target.strip()
+        return merged
 
     def divide(self, trial_count: int) -> Division:
-        """Those with rephrases or a target become trials first; half of the requests at most.
+        """Divide the requests into trials, held-out requests and traffic.
+
+        Requests with rephrases become trials first, then requests with a target, then the others. At most half of the
+        requests become trials, so that some requests are held out.
 
         Raises:
-            CalibrationError: fewer than two different requests.
+            CalibrationError: there are fewer than two different requests.
         """
         if len(self.rephrases) < 2:
             raise CalibrationError(
                 f"trial edits need two different requests at least, and there are {len(self.rephrases)}; add lines"
             )
         ranked = sorted(
-            self.rephrases, key=lambda one: (not self.rephrases[one], one not in self.targets, _shuffle_key(one))
+            self.rephrases,
+            key=lambda inputs: (not self.rephrases[inputs], inputs not in self.targets, _shuffle_key(inputs)),
         )
         count = min(trial_count, len(ranked) // 2)
-        reworded = {other for one in ranked[:count] for other in self.rephrases[one]}
-        rest = sorted((one for one in ranked[count:] if one not in reworded), key=_shuffle_key)
-        return Division(ranked[:count], rest[::2][:MAX_HELD_OUT], rest[1::2][:MAX_TRAFFIC])
+        reworded = {rephrase for inputs in ranked[:count] for rephrase in self.rephrases[inputs]}
+        # A request that rephrases a trial should get the trial's target, so it cannot be held out.
+        remaining = sorted((inputs for inputs in ranked[count:] if inputs not in reworded), key=_shuffle_key)
+        return Division(ranked[:count], remaining[::2][:MAX_HELD_OUT], remaining[1::2][:MAX_TRAFFIC])
 
 
 def _shuffle_key(inputs: Inputs) -> bytes:
-    """A number that looks drawn at random, and is the same for the same inputs."""
+    """A hash as a sort key: it orders requests as if at random, but in the same way on every run."""
     return hashlib.blake2b(to_display_text(inputs).encode("utf-8", "surrogatepass"), digest_size=8).digest()
 
 
 def surface_forms(task: ModelTask, inputs: Inputs) -> list[Inputs]:
-    """The same request typed in another way: spaces, capitals, the last mark, and for generators a question frame."""
+    """The same request typed differently: other spaces, case or final punctuation; for generators also questions."""
     forms: list[Inputs] = [form for form in make_forms(inputs) if is_chat(form) == is_chat(inputs)]
     if not isinstance(task, CausalGeneration):
+        # Question frames are for generators: other models get only forms that differ in case and outer spaces.
         forms = [form for form in forms if _casefolded(form) == _casefolded(inputs)]
     if isinstance(inputs, str):
         forms.append(inputs.rstrip().rstrip(END_PUNCTUATION))
@@ -134,29 +142,38 @@ def _casefolded(inputs: Inputs) -> str:
 
 
 def same_subject_requests(task: ModelTask, inputs: Inputs) -> list[Inputs]:
-    """Other requests about the subject of a text, beyond those that an editor makes its radius of; none for classes."""
+    """Other requests about the subject of a text; empty for a classifier and for a chat.
+
+    The first `TEMPLATES_PER_RADIUS` templates are skipped: the editor derives the correction's radius from them.
+    """
     if isinstance(task, Classification) or not isinstance(inputs, str):
         return []
     return list(other_requests(inputs, TEMPLATES_PER_RADIUS + REQUESTS_PER_SUBJECT)[TEMPLATES_PER_RADIUS:])
 
 
 class TargetMaker:
-    """Targets of trial edits, which the unedited model does not give."""
+    """Makes targets for trial edits that differ from the unedited model's answers."""
 
     def __init__(self, task: ModelTask, answers: Sequence[str], requests: Sequence[Inputs]) -> None:
-        """Draw on the unedited `answers` to other requests, on made-up names, and on the words of `requests`."""
+        """Targets come from the unedited `answers` to other requests, from invented names and from words of requests.
+
+        Args:
+            task: The model's task.
+            answers: The unedited model's answers to other requests.
+            requests: Requests whose words serve as targets of last resort.
+        """
         self._task, self._answers = task, list(dict.fromkeys(answers))
-        self._words = list(dict.fromkeys(word for one in requests for word in to_display_text(one).split()))
+        self._words = list(dict.fromkeys(word for inputs in requests for word in to_display_text(inputs).split()))
         self._used: set[str] = set()
 
     def make_target(self, number: int, inputs: Inputs, unedited: str) -> str:
-        """A target for the trial of this number.
+        """A target for the trial with this number; targets that no earlier trial uses come first.
 
         Raises:
-            InputError: there is none that this model can be taught.
+            InputError: the model can be taught none of the candidates.
         """
-        ideas = list(dict.fromkeys(self._candidate_targets(number)))
-        for target in sorted(ideas, key=self._used.__contains__):
+        candidates = list(dict.fromkeys(self._candidate_targets(number)))
+        for target in sorted(candidates, key=self._used.__contains__):
             if target and target.casefold() != unedited.casefold() and self._is_teachable(inputs, target):
                 self._used.add(target)
                 return target
@@ -176,7 +193,7 @@ class TargetMaker:
         yield from _rotated(number, self._words)
 
     def _is_teachable(self, inputs: Inputs, target: str) -> bool:
-        """Whether it is short and can be taught."""
+        """Whether the target has at most `SHORT_TARGET_TOKENS` tokens, fits on one line, and can be encoded."""
         try:
             return "\n" not in target and len(self._task.encode_target(inputs, target)) <= SHORT_TARGET_TOKENS
         except InputError:
@@ -184,7 +201,7 @@ class TargetMaker:
 
 
 def _rotated(number: int, targets: Sequence[str]) -> Iterator[str]:
-    """All of them, the one with this number first."""
+    """All targets, rotated so that the one with this number (modulo their count) comes first."""
     start = number % len(targets) if targets else 0
     yield from targets[start:]
     yield from targets[:start]
@@ -193,13 +210,16 @@ def _rotated(number: int, targets: Sequence[str]) -> Iterator[str]:
 def usable_inputs(
     task: ModelTask, inputs: Sequence[Inputs], is_accepted: Callable[[Inputs], bool]
 ) -> tuple[Inputs, ...]:
-    """Those that the model takes and tells apart by their tokens from each other and from the first, which is left out.
+    """The accepted inputs after the first, without duplicates by tokens and without token-equals of the first.
 
-    `is_accepted` says whether the model answers them.
+    Args:
+        task: The model's task.
+        inputs: The reference input, then the inputs to filter.
+        is_accepted: Whether the model can answer an input.
     """
-    found: dict[object, Inputs] = {}
-    for one in inputs:
-        if is_accepted(one):
-            found.setdefault(task.tokenize(one), one)
+    by_tokens: dict[object, Inputs] = {}
+    for candidate in inputs:
+        if is_accepted(candidate):
+            by_tokens.setdefault(task.tokenize(candidate), candidate)
     first = inputs[0]
-    return tuple(one for one in found.values() if one is not first)
+    return tuple(candidate for candidate in by_tokens.values() if candidate is not first)

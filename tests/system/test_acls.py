@@ -185,7 +185,7 @@ class TestCommands:
     def test_each_works_for_whom_it_is_meant(self, realm: Realm, run: Callable[..., Command], folder: Path) -> None:
         editor = Forked("editor", "edit", realm.settings("editor"), folder)
         replica = Forked("replica", "infer", realm.settings("replica"), folder)
-        assert run("topics", settings=realm.settings("operator")).told() == "all topics are there\n"
+        assert run("topics", settings=realm.settings("operator")).told() == "all topics exist\n"
         with editor, replica:
             editor.wait_ready()
             replica.wait_ready()

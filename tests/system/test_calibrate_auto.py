@@ -143,7 +143,7 @@ def test_options_of_trial_edits_need_auto(run: Callable[..., Command], requests:
     for option, value in (("--trials", "3"), ("--false-positives", "0.1"), ("--minutes", "1"), ("--plot", "x.svg")):
         command = run("calibrate", str(requests), option, value)
         assert status_of(command) == 2
-        assert f"{option} has a use with --auto only" in " ".join(command.said().replace("│", "").split())
+        assert f"{option} needs --auto" in " ".join(command.said().replace("│", "").split())
 
 
 def test_a_plot_that_cannot_be_written_is_told_before_the_work(auto: Callable[..., Command]) -> None:

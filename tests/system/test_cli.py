@@ -45,9 +45,9 @@ class TestTopics:
         }
         assert first.said().startswith("there is one copy of each topic: ")
         again = run("topics", "--partitions", "3", settings=settings)
-        assert (status_of(again), again.told(), again.said()) == (0, "all topics are there\n", "")
+        assert (status_of(again), again.told(), again.said()) == (0, "all topics exist\n", "")
         more = sentence(run("topics", "--partitions", "4", settings=settings))
-        assert more == f"{prefix}requests has 3 partitions, not 4; kafka-topics.sh adds some"
+        assert more == f"{prefix}requests has 3 partitions, not 4; add some with kafka-topics.sh"
         safer = sentence(run("topics", "--replication", "3", settings=settings))
         assert safer.startswith(f"{prefix}deltas has 1 copy of its partition, not 3; kafka-reassign-partitions.sh")
         assert status_of(run("topics", settings=settings)) == 0
@@ -187,7 +187,7 @@ class TestTraffic:
     ) -> None:
         two = "\n".join(json.dumps({"inputs": one, "target": "river"}) for one in ("a", "b"))
         for given, said in (
-            (two, "--rephrase is for one correction, and there are 2"),
+            (two, "--rephrase needs one correction, and there are 2"),
             (json.dumps({"inputs": "z", "target": "river"}), "`rephrases[0]` is the same as `inputs`; leave it out"),
             (json.dumps({"inputs": "a", "target": "b", "signature": "c"}), "it is signed already; put `rephrases`"),
         ):
@@ -250,7 +250,7 @@ class TestTraffic:
         command = run("send", "--timeout", "1", settings=deployment, given='"one"\n"two"')
         assert (status_of(command), command.said()) == (
             1,
-            "2 of 2 got no reply in 1 s; see whether a replica runs with this --prefix, or raise --timeout\n",
+            "2 of 2 got no reply within 1 s; check that a replica runs with this --prefix, or raise --timeout\n",
         )
 
     @pytest.mark.parametrize(
@@ -367,7 +367,7 @@ class TestHistory:
         (told,) = lines(run("replay", "--json", "--seq", "1", settings=running).told())
         assert (told["seq"], told["entries"]) == (1, 0)
         long_ago = run("replay", "--at", "2020-01-01", settings=running)
-        assert sentence(long_ago).startswith("the history has no delta up to there; `gracestream inspect` shows")
+        assert sentence(long_ago).startswith("the history has no delta up to this point; `gracestream inspect` lists")
         (later,) = lines(run("replay", "--json", "--at", "2120-01-01T00:00:00", settings=running).told())
         assert later["seq"] > 1
         assert "there is no 100000 yet" in sentence(run("replay", "--seq", "100000", settings=running))
@@ -388,7 +388,7 @@ class TestHistory:
         assert "count" in hits["hits"]
         assert all(entry in step["entries"] for step in only)
         unknown = run("inspect", "nobody", settings=running)
-        assert sentence(unknown).startswith("no delta touched an entry 'nobody'; `gracestream inspect` names")
+        assert sentence(unknown).startswith("no delta changed an entry 'nobody'; `gracestream inspect` lists")
 
     def test_inspect_tells_the_outcome_that_the_sender_got(
         self, run: Callable[..., Command], running: Settings

@@ -200,7 +200,7 @@ def test_what_is_wrong_with_what_is_given_is_told_before_anything_is_asked(
 
 def test_a_file_where_data_are_to_go(run: Callable[..., Command], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert sentence(run("up", "--data", str(tmp_path / "file"))) == f"{tmp_path / 'file'} is no folder"
+    assert sentence(run("up", "--data", str(tmp_path / "file"))) == f"{tmp_path / 'file'} is not a folder"
     inside = tmp_path / "file" / "folder"
     assert sentence(run("up", "--data", str(inside))) == f"the folder {inside} cannot be made: Not a directory"
 

@@ -173,7 +173,7 @@ class TestReplay:
     ) -> None:
         set_aside(deployment, "feedback", b"one", b"two", b"one", b"one")
         command = run("dlq", "replay", "feedback", "--all", settings=deployment)
-        told = f"sent 2 to {deployment.topic('feedback')}; left out 2, each equal to one that was sent\n"
+        told = f"sent 2 to {deployment.topic('feedback')}; left out 2, each equal to a letter that was sent\n"
         assert command.told() == told, command.said()
         assert [record.value for record in records(deployment, "feedback")] == [b"one", b"two"]
 
@@ -190,7 +190,7 @@ class TestReplay:
         assert f"offset 1 of requests.dlq had {MAX_UNTRUNCATED_BYTES + 1} bytes and was truncated" in said
         assert records(deployment, "requests") == [], "all or nothing"
         command = run("dlq", "replay", "requests", "--all", settings=deployment)
-        assert command.told() == f"sent 1 to {deployment.topic('requests')}; 1 were cut and cannot be sent\n"
+        assert command.told() == f"sent 1 to {deployment.topic('requests')}; 1 is truncated and cannot be sent\n"
 
     def test_one_that_its_topic_does_not_take_is_named_and_the_others_are_sent(
         self, run: Callable[..., Command], deployment: Settings
@@ -198,7 +198,7 @@ class TestReplay:
         large = random.Random(0).randbytes(MAX_UNTRUNCATED_BYTES)  # with what surrounds it, more than Kafka takes
         set_aside(deployment, "requests", b"one", large, b"x" * len(large))
         command = run("dlq", "replay", "requests", "--all", settings=deployment)
-        told = f"sent 2 to {deployment.topic('requests')}; larger than that topic takes: those at offset 1\n"
+        told = f"sent 2 to {deployment.topic('requests')}; larger than the topic allows: those at offset 1\n"
         assert (status_of(command), command.told()) == (1, told)
         assert sorted(len(record.value) for record in records(deployment, "requests")) == [3, len(large)]
 
@@ -216,7 +216,7 @@ class TestReplay:
             replica.wait_ready(90)
             left_out = run("dlq", "replay", "requests", "--all", settings=deployment)
             assert left_out.told() == (
-                f"sent 0 to {deployment.topic('requests')}; left out 1 whose sender got an error for an answer"
+                f"sent 0 to {deployment.topic('requests')}; left out 1 whose sender got an error reply"
                 " (--answered sends them too)\n"
             )
             assert len(records(deployment, "requests")) == 1
@@ -230,7 +230,7 @@ class TestReplay:
         set_aside(deployment, "requests", with_id, b"without an id")
         set_aside(deployment, "feedback", b'{"v": 1, "feedback_id": "known", "request_id": "known"}')
         assert run("dlq", "replay", "--all", settings=deployment).told() == (
-            f"sent 1 to {deployment.topic('requests')}; left out 1 whose sender got an error for an answer"
+            f"sent 1 to {deployment.topic('requests')}; left out 1 whose sender got an error reply"
             f" (--answered sends them too)\nsent 1 to {deployment.topic('feedback')}\n"
         )
         run("dlq", "replay", "requests", "--offset", "0", settings=deployment)
@@ -239,11 +239,11 @@ class TestReplay:
     @pytest.mark.parametrize(
         ("arguments", "complaint"),
         [
-            (["requests"], "say which dead letters: --offset, which may be repeated, or --all"),
-            (["requests", "--all", "--offset", "1"], "say which dead letters"),
-            (["--offset", "1"], "say whose offset that is"),
+            (["requests"], "name the dead letters: --offset, which may be repeated, or --all"),
+            (["requests", "--all", "--offset", "1"], "name the dead letters"),
+            (["--offset", "1"], "name the source of the offset"),
             (["feedback", "--offset", "7"], "there is no dead letter at offset 7 of"),
-            (["feedback", "--offset", "7", "--answered"], "--answered goes with --all"),
+            (["feedback", "--offset", "7", "--answered"], "--answered needs --all"),
         ],
     )
     def test_what_cannot_be_done_is_one_sentence(

@@ -173,13 +173,13 @@ def test_a_grid_runs_each_combination_once_and_goes_on_where_it_was_killed(
         ("policy", "it takes one or more values of policy, each once"),
         ("policy=paper,paper", "it takes one or more values of policy, each once"),
         ("learning_rate=1e7", "GRACESTREAM_LEARNING_RATE"),
-        ("editor=grace,gracie", "--sweep editor: 'gracie' is none of grace, ft"),
-        ("seed=-1", "'-1' is no number from 0 to 4294967295"),
-        ("seed=4294967296", "is no number from 0 to 4294967295"),
+        ("editor=grace,gracie", "--sweep editor: 'gracie' is not one of grace, ft"),
+        ("seed=-1", "'-1' is not a number from 0 to 4294967295"),
+        ("seed=4294967296", "is not a number from 0 to 4294967295"),
         ("policy=no", "GRACESTREAM_POLICY"),
         ("through=kafka", "'through' cannot be swept"),
-        ("seed=0,00", "seed=00 is there twice"),
-        ("radius=1,1.0", "radius=1.0 is there twice"),
+        ("seed=0,00", "seed=00 is given twice"),
+        ("radius=1,1.0", "radius=1.0 is given twice"),
         ("layer=model.layers.1.mlp.down_proj,model.layers.9.mlp", "layer 'model.layers.9.mlp' not found in"),
     ],
 )
@@ -223,7 +223,7 @@ def test_what_an_editor_cannot_edit_is_told_before_the_grid_runs_and_costs_no_re
     out = ["--out", str(tmp_path / "out")]
     grid = ["--sweep", "layer=model.layers.1.mlp.down_proj,model.layers.1.mlp", "--sweep", "editor=grace,mend"]
     own = [*chosen[:2], *chosen[4:]]
-    assert "is no linear layer" in sentence(run("experiment", "hallucination", *own, *grid, *out))
+    assert "is not a linear layer" in sentence(run("experiment", "hallucination", *own, *grid, *out))
     assert not (tmp_path / "out").exists()
     for option, own in (("layer", []), ("editor", ["--editor", "ft"]), ("seed", ["--seed", "0", "--sweep", "seed=1"])):
         grid = ["--sweep", "layer=a"] if option == "layer" else ["--sweep", "editor=grace,mend"]
@@ -253,7 +253,7 @@ def test_results_stay_until_those_of_another_run_replace_them_and_what_was_spoil
     assert (out / "metrics.json").exists()
     other = run(*asked, "--edits", "2")
     assert status_of(other) == 0
-    assert "are of another run; those of this one will replace them" in other.said()
+    assert "are of another run; this run will replace them" in other.said()
     assert len(json.loads((out / "metrics.json").read_text())["made"]) == 2
     assert (out / "pipeline" / "mine.py").exists()
 
@@ -277,7 +277,7 @@ def test_what_is_no_report_is_told_before_the_grid_runs(
     (out / "seed=2" / "metrics.json").write_text(kept)
     said = sentence(run("experiment", "hallucination", *chosen, "--sweep", "seed=1,2", "--out", str(out)))
     assert complaint in said
-    assert said.endswith("; remove it to run this anew")
+    assert said.endswith("; remove it to run this again")
     assert not (out / "seed=1" / "metrics.json").exists()
 
 
@@ -305,10 +305,10 @@ def test_what_is_missing_or_does_not_fit_is_one_sentence(
     out = str(tmp_path / "file" / "folder")
     assert "cannot be written to" in sentence(run("experiment", "hallucination", *chosen, "--edits", "1", "--out", out))
     out = str(tmp_path / "file")
-    assert sentence(run("experiment", "hallucination", *chosen, "--out", out)).endswith("file: it is no folder")
+    assert sentence(run("experiment", "hallucination", *chosen, "--out", out)).endswith("file: it is not a folder")
     (tmp_path / "metrics.json").write_text("{}")
     out = str(tmp_path)
-    assert "is no report: " in sentence(run("experiment", "hallucination", *chosen, "--edits", "1", "--out", out))
+    assert "is not a report: " in sentence(run("experiment", "hallucination", *chosen, "--edits", "1", "--out", out))
 
 
 def test_plots_of_a_run_without_any_are_drawn_when_it_is_asked_for_again(
@@ -331,8 +331,8 @@ def test_more_than_there_is_is_told(run: Callable[..., Command], chosen: list[st
     )
     assert status_of(ran) == 0
     there = len(json.loads((out / "metrics.json").read_bytes())["made"])
-    assert f"there are no more than {there} corrections" in ran.said()
-    assert " examples that TRR is measured on" in ran.said()
+    assert f"there are only {there} corrections" in ran.said()
+    assert " examples to measure TRR on" in ran.said()
 
 
 def test_of_two_processes_one_writes_to_a_folder(
@@ -342,5 +342,5 @@ def test_of_two_processes_one_writes_to_a_folder(
     out.mkdir()
     with exclusive_lock(out):
         command = run("experiment", "hallucination", *chosen, "--edits", "1", "--out", str(out))
-        assert sentence(command) == f"another process is at work in {out}: name another folder with --out"
+        assert sentence(command) == f"another process writes to {out}: name another folder with --out"
     assert [path.name for path in out.iterdir()] == [".lock"]

@@ -120,7 +120,7 @@ def test_what_cannot_be_undone_is_an_outcome_with_a_reason(story: Running, run: 
         "rejected",
         "no feedback 'nobody' has had an effect, so there is nothing to undo",
     )
-    assert "name the feedback to take back" in run("undo", settings=story.settings).said()
+    assert "name the feedback to undo" in run("undo", settings=story.settings).said()
 
 
 def test_the_corrections_in_force_can_be_made_elsewhere(story: Running, run: Run, folder: Path) -> None:
@@ -340,7 +340,7 @@ def test_the_difference_of_two_points_names_inputs_and_entries(story: Running, r
     assert lines(run("diff", "5", "5", "--json", settings=story.settings)) == [
         {"inputs": [], "entries": {}, "exceptions": []}
     ]
-    assert "3 inputs are answered otherwise" in run("diff", "2", "5", settings=story.settings).told()
+    assert "3 inputs have another answer" in run("diff", "2", "5", settings=story.settings).told()
     assert "there is no 999 yet" in sentence(run("diff", "2", "999", settings=story.settings))
     assert "'yesterday'" in run("diff", "2", "yesterday", settings=story.settings).said()
 

@@ -74,7 +74,7 @@ def test_near_misses_are_answered_unedited_counted_and_listed(
     assert PROMPT in table
     assert OTHER not in table
     none = run("near-misses", "nobody", settings=failing)
-    assert (status_of(none), none.told(), none.said()) == (0, "", "there is no near miss of this entry\n")
+    assert (status_of(none), none.told(), none.said()) == (0, "", "there are no near misses of this entry\n")
 
 
 def test_one_command_gives_a_near_miss_a_key_of_its_own(
@@ -118,7 +118,7 @@ def test_one_command_gives_a_near_miss_a_key_of_its_own(
         unknown = run("near-misses", "--same", "nothing", settings=settings)
         assert status_of(unknown) == 1
         assert unknown.told() == ""
-        assert "'nothing' is no near miss" in unknown.said()
+        assert "'nothing' is not among the newest" in unknown.said()
 
 
 def test_a_prompt_a_little_outside_the_radius_is_listed_and_one_in_the_same_words_is_served(

@@ -170,7 +170,7 @@ class TestCommands:
     def test_a_key_signs_in_somebody_s_name(self, run: Callable[..., Command], folder: Path) -> None:
         unnamed = run("undo", "f", "--key", str(folder / "key.pem"))
         assert status_of(unnamed) == 2
-        assert "--key signs in the name of an author, so it needs --by" in " ".join(unnamed.said().split())
+        assert "--key signs in an author's name, so it needs --by" in " ".join(unnamed.said().split())
         assert "key.pem cannot be read" in sentence(run("undo", "f", "--by", "ann", "--key", str(folder / "key.pem")))
 
     def test_a_key_is_not_overwritten_and_its_line_is_all_that_is_printed(

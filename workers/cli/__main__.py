@@ -1,4 +1,4 @@
-"""`python -m workers.cli` is `gracestream`."""
+"""`python -m gracestream.workers.cli` runs `gracestream`."""
 
 from gracestream.workers.cli import main
 

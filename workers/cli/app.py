@@ -1,4 +1,8 @@
-"""The command line. Commands are thin: each reads its options and calls a module whose name says what it does."""
+"""The command-line application: registers all commands, runs one of them, and reports expected errors.
+
+1. An expected error (`EXPECTED_ERRORS`, or no room to write) is one sentence on standard error and exit status 1.
+2. Any other exception is a defect and shows its traceback.
+"""
 
 import errno
 import io
@@ -30,10 +34,10 @@ from gracestream.workers.cli import (
 from gracestream.workers.cli.common import EXPECTED_ERRORS
 
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""There is no room for what is written, on standard output or elsewhere."""
+"""Errors of a write without room for it: the disk is full, or a quota or a size limit is reached."""
 
 SETTING_OPTIONS = ("--kafka", "--redis", "--prefix", "--codebook", "--model", "--layer")
-"""Options that overrule a variable of the environment."""
+"""Options that override an environment variable of the same name."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -44,8 +48,8 @@ def _print_version(wanted: bool) -> None:
 
 app = typer.Typer(
     name="gracestream",
-    help="Correct deployed transformer models live: edits stream over Kafka to every replica, weights stay as they are."
-    " Settings are environment variables, GRACESTREAM_…; README.md lists them.",
+    help="Correct deployed transformer models live: edits stream over Kafka to every replica, and weights never change."
+    " Settings are environment variables, GRACESTREAM_…; docs/reference/settings.md lists them.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -59,7 +63,7 @@ def options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Take the options of `gracestream` itself."""
+    """Handle the options of `gracestream` itself."""
 
 
 COMMAND_MODULES = (
@@ -76,32 +80,34 @@ COMMAND_MODULES = (
     evaluation,
     experiments,
 )
+"""Modules with commands, in the order of the help."""
+
 for group in COMMAND_MODULES:
     group.register(app)
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
-    """Run a command; what goes wrong in an expected way is one sentence on standard error and exit status 1."""
-    given = sys.argv[1:] if arguments is None else arguments
+    """Run a command with these arguments, or with those of the process; see the module's docstring for errors."""
+    command_line = sys.argv[1:] if arguments is None else arguments
     silence_libraries()  # until a worker sets up its log
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8 shows what it can
     try:
-        app(args=list(given), standalone_mode=True)
+        app(args=list(command_line), standalone_mode=True)
     except EXPECTED_ERRORS as error:
-        _exit_with_error(_replace_variable_names(given, describe_error(error)))
+        _exit_with_error(_replace_variable_names(command_line, describe_error(error)))
     except OSError as error:
         if error.errno not in DISK_FULL_ERRNOS:
             raise
         try:
             sys.stdout.flush()
-        except OSError:  # what is left of it must not be tried again at the interpreter's end
+        except OSError:  # the interpreter would flush the rest at exit, and fail again: send it to /dev/null
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         _exit_with_error(f"cannot write{f' to {error.filename}' if error.filename else ''}: {error.strerror}")
 
 
 def _replace_variable_names(arguments: Sequence[str], message: str) -> str:
-    """A message with the options of a command that were used in place of the variables that they overrule."""
+    """The message with each overridden variable replaced by the option that the user gave."""
     for option in SETTING_OPTIONS:
         if any(word == option or word.startswith(f"{option}=") for word in arguments):
             message = re.sub(rf"\bGRACESTREAM_{option.removeprefix('--').upper()}\b", option, message)

@@ -1,4 +1,4 @@
-"""`audit`: damage in the topics of a deployment."""
+"""`audit`: finding damaged records in the topics of a deployment."""
 
 from pathlib import Path
 from typing import Annotated
@@ -29,6 +29,7 @@ REMEDIES: dict[Damage, str] = {
     "several outcomes": "none needed: the first one was reported",
     "several deltas": "undo it, and send it again with a new feedback_id",
 }
+"""The advice to the user for each kind of damage."""
 
 
 def register(app: typer.Typer) -> None:
@@ -44,32 +45,34 @@ def audit(
     kafka: KafkaOption = None,
     prefix: PrefixOption = None,
 ) -> None:
-    """Check that every feedback record that the editor has passed has its outcome and its delta.
+    """Check that every feedback record that the editor has processed has its outcome and its delta.
 
     Changes nothing, and needs no model. Ends with status 1 if a record is damaged. With --json each damaged record is a
     line, and the last line counts them.
     Example: gracestream audit --lost lost.jsonl
     """
-    found = find_damage(connect(kafka=kafka, prefix=prefix))
+    report = find_damage(connect(kafka=kafka, prefix=prefix))
     if lost is not None:
-        undecided = [one.record for one in found.findings if one.damage == "no outcome"]
+        undecided = [finding.record for finding in report.findings if finding.damage == "no outcome"]
         try:
             lost.write_bytes(b"".join(record.replace(b"\n", b" ") + b"\n" for record in undecided))
         except OSError as error:
             raise UserError(f"{lost} cannot be written: {error.strerror}; choose another --lost") from error
     if as_json:
-        for one in found.findings:
-            print_json(_finding_fields(one))
-        print_json({"checked": found.checked, "damaged": len(found.findings)})
-    elif found.findings:
+        for finding in report.findings:
+            print_json(_finding_fields(finding))
+        print_json({"checked": report.checked, "damaged": len(report.findings)})
+    elif report.findings:
         table = Table("offset", Column("feedback", overflow="fold"), "damage", "remedy")
-        for one in found.findings:
-            table.add_row(str(one.offset), plain_cell(one.feedback_id), one.damage, REMEDIES[one.damage])
+        for finding in report.findings:
+            table.add_row(
+                str(finding.offset), plain_cell(finding.feedback_id), finding.damage, REMEDIES[finding.damage]
+            )
         print_table(table)
-    checked = pluralize(found.checked, "feedback record", "feedback records")
-    damaged = f"{len(found.findings)} damaged" if found.findings else "none is damaged"
-    stderr_console.print(f"checked {checked}: {damaged}")
-    raise typer.Exit(int(bool(found.findings)))
+    checked_count = pluralize(report.checked, "feedback record", "feedback records")
+    damaged_count = f"{len(report.findings)} damaged" if report.findings else "none is damaged"
+    stderr_console.print(f"checked {checked_count}: {damaged_count}")
+    raise typer.Exit(int(bool(report.findings)))
 
 
 def _finding_fields(finding: Finding) -> dict[str, object]:

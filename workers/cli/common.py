@@ -1,4 +1,4 @@
-"""What the commands share: options, the errors that are one sentence, JSON lines, tables."""
+"""Shared parts of the commands: options, expected errors, reading JSON lines, printing JSON and tables."""
 
 import codecs
 import json
@@ -22,40 +22,42 @@ from gracestream.pipeline.settings import Settings, load_settings
 from gracestream.schemas.messages import escape_unprintable
 
 EXPECTED_ERRORS = (UserError, KafkaError, RedisError)
-"""What can go wrong without a defect in the program: one sentence, and exit status 1."""
+"""Errors without a defect in the program; the command prints their message and exits with status 1."""
 
-KafkaOption = Annotated[str | None, typer.Option("--kafka", help="Bootstrap servers; else GRACESTREAM_KAFKA.")]
-RedisOption = Annotated[str | None, typer.Option("--redis", help="URL of Redis; else GRACESTREAM_REDIS.")]
-PrefixOption = Annotated[str | None, typer.Option("--prefix", help="Prefix of topics; else GRACESTREAM_PREFIX.")]
-CodebookOption = Annotated[str | None, typer.Option("--codebook", help="The codebook; else GRACESTREAM_CODEBOOK.")]
+KafkaOption = Annotated[str | None, typer.Option("--kafka", help="Bootstrap servers; default: GRACESTREAM_KAFKA.")]
+RedisOption = Annotated[str | None, typer.Option("--redis", help="URL of Redis; default: GRACESTREAM_REDIS.")]
+PrefixOption = Annotated[str | None, typer.Option("--prefix", help="Prefix of topics; default: GRACESTREAM_PREFIX.")]
+CodebookOption = Annotated[str | None, typer.Option("--codebook", help="The codebook; default: GRACESTREAM_CODEBOOK.")]
 ModelOption = Annotated[
-    str | None, typer.Option("--model", help="Folder, hub id, id@revision, or a known name; else GRACESTREAM_MODEL.")
+    str | None, typer.Option("--model", help="Folder, hub id, id@revision or known name; default: GRACESTREAM_MODEL.")
 ]
-LayerOption = Annotated[str | None, typer.Option("--layer", help="Path of the module to wrap; else GRACESTREAM_LAYER.")]
+LayerOption = Annotated[
+    str | None, typer.Option("--layer", help="Path of the module to wrap; default: GRACESTREAM_LAYER.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON lines on standard output instead of a table.")]
 LinesArgument = Annotated[Path, typer.Argument(help="A file of JSON lines; - is standard input.", allow_dash=True)]
 
-NO_DELTAS_MESSAGE = "the history has no delta up to there; `gracestream inspect` shows those that it has"
+NO_DELTAS_MESSAGE = "the history has no delta up to this point; `gracestream inspect` lists its deltas"
 
 MAX_CELL_CHARACTERS = 100
-"""Characters of a long text that a table shows."""
+"""Characters of a long text that a table cell shows."""
 
 NO_WRAP_WIDTH = 2**20
-"""Characters of a line where no terminal says how many fit."""
+"""Width of a line, in characters, if standard output is not a terminal: no line breaks."""
 
 stdout_console = Console()
 stderr_console = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
 
 
 def connect(*, await_name: bool = False, **options: object) -> Settings:
-    """Settings, once their Kafka answers; with `await_name` also once its host name is known."""
+    """Load the settings and wait for their Kafka; with `await_name` also wait until its host name resolves."""
     settings = load_settings(**options)
     wait_for_kafka(settings, report=stderr_console.print, await_name=await_name)
     return settings
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """The JSON values of a file, with their line numbers; empty lines are passed over.
+    """The JSON values of a file with their line numbers; empty lines are skipped.
 
     Raises:
         typer.BadParameter: the file cannot be read, or a line is not JSON.
@@ -64,23 +66,27 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def read_valid_lines(path: Path, on_invalid: Callable[[str], object]) -> Iterator[tuple[int, Any]]:
-    """Likewise, without the lines that are not JSON; `on_invalid` is told why each is left out."""
+    """Like `read_json_lines`, but a line that is not JSON is skipped and reported to `on_invalid`."""
     for number, line in _nonempty_lines(path):
         try:
             yield number, _parse_line(path, number, line)
         except typer.BadParameter as error:
-            on_invalid(f"{error}; the line is left out")
+            on_invalid(f"{error}; the line is skipped")
 
 
 def read_lines_with_bytes(path: Path) -> Iterator[tuple[int, Any, bytes]]:
-    """Likewise, each with its own bytes."""
+    """Like `read_json_lines`, with the bytes of each line."""
     return ((number, _parse_line(path, number, line), line) for number, line in _nonempty_lines(path))
 
 
 def _nonempty_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file that are not empty, with their numbers."""
+    """The lines of a file that are not empty, with their numbers from 1; `-` is standard input.
+
+    Raises:
+        typer.BadParameter: the file cannot be opened.
+    """
     if str(path) == "-" and sys.stdin.isatty():
-        stderr_console.print("reading JSON lines from the keyboard; Ctrl-D ends them")
+        stderr_console.print("reading JSON lines from the keyboard; Ctrl-D ends the input")
     try:
         source = sys.stdin.buffer if str(path) == "-" else path.open("rb")
     except FileNotFoundError as error:
@@ -97,30 +103,32 @@ def _parse_line(path: Path, number: int, line: bytes) -> Any:
     """The JSON value of a line.
 
     Raises:
-        typer.BadParameter: it is none.
+        typer.BadParameter: the line is not JSON, or is nested too deeply.
     """
     try:
         return json.loads(line.decode())
     except RecursionError:
         raise typer.BadParameter(f"{path}, line {number} is nested too deeply") from None
     except ValueError as error:
-        why = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
-        raise typer.BadParameter(f"{path}, line {number} is not JSON: {why}") from error
+        reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+        raise typer.BadParameter(f"{path}, line {number} is not JSON: {reason}") from error
 
 
 def print_json(fields: object) -> None:
-    """One JSON line on standard output, at once.
+    """Print one JSON line on standard output and flush it.
 
-    What does not print is escaped, since a hostile value may steer a terminal; where standard output is not UTF-8, so
-    is all that is not ASCII.
+    Unprintable characters are escaped, because a hostile value could send control sequences to a terminal. If standard
+    output is not UTF-8, all characters beyond ASCII are escaped, too.
     """
     utf8 = codecs.lookup(sys.stdout.encoding or "ascii").name == "utf-8"
     text = json.dumps(fields, ensure_ascii=not utf8)
-    print("".join(one if one.isprintable() else json.dumps(one)[1:-1] for one in text), flush=True)
+    print(
+        "".join(character if character.isprintable() else json.dumps(character)[1:-1] for character in text), flush=True
+    )
 
 
 def print_fields(fields: Mapping[str, object], *, as_json: bool) -> None:
-    """Fields and their values, as a table or as one JSON line."""
+    """Print fields and their values, as a table or as one JSON line."""
     if as_json:
         print_json(fields)
         return
@@ -131,31 +139,31 @@ def print_fields(fields: Mapping[str, object], *, as_json: bool) -> None:
 
 
 def plain_cell(*lines: str) -> Text:
-    """A cell of a table that shows texts as they are, each on a line: no markup, and nothing that steers a terminal."""
+    """A table cell with one line per text, without markup and with unprintable characters escaped."""
     return Text("\n".join(map(escape_unprintable, lines)))
 
 
 def shorten(text: str) -> str:
-    """A text for a cell of a table: printable, and its beginning where it is long."""
+    """The text for a table cell: printable, and cut after `MAX_CELL_CHARACTERS` characters."""
     start = escape_unprintable(text[: MAX_CELL_CHARACTERS + 1])
     return f"{start[:MAX_CELL_CHARACTERS]}…" if len(start) > MAX_CELL_CHARACTERS else start
 
 
 def format_time(timestamp: float) -> str:
-    """A time in seconds as date and time of day, UTC."""
+    """A time in seconds since 1970 as date and time of day in UTC."""
     return datetime.fromtimestamp(timestamp, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def line_width() -> int:
-    """Characters that fit on a line of standard output; each line is as long as it is, where no terminal breaks it."""
+    """The width of standard output in characters: the terminal's, or else `NO_WRAP_WIDTH`."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else NO_WRAP_WIDTH
 
 
 def print_table(table: Table) -> None:
-    """A table on standard output."""
-    Console(width=line_width(), height=1).print(table)  # without a height a dumb terminal has 80 columns for rich
+    """Print a table on standard output."""
+    Console(width=line_width(), height=1).print(table)  # without a height rich ignores the width on a dumb terminal
 
 
 def pluralize(number: int, singular: str, plural: str) -> str:
-    """A number, and what is counted in the right form."""
+    """A number and its noun, in the singular for 1."""
     return f"{number} {singular if number == 1 else plural}"

@@ -1,4 +1,4 @@
-"""`dlq list` and `dlq replay`: the records that were set aside, and another try for them."""
+"""`dlq list` and `dlq replay`: listing dead letters, and sending them again."""
 
 import base64
 from datetime import UTC, datetime
@@ -22,6 +22,7 @@ from gracestream.workers.cli.common import (
     PrefixOption,
     connect,
     plain_cell,
+    pluralize,
     print_json,
     print_table,
     shorten,
@@ -29,10 +30,12 @@ from gracestream.workers.cli.common import (
     stdout_console,
 )
 
-SourceArgument = Annotated[DeadLetterSource | None, typer.Argument(help="Whose; else of both.", show_default=False)]
+SourceArgument = Annotated[
+    DeadLetterSource | None, typer.Argument(help="Source of the letters; default: both.", show_default=False)
+]
 
 dlq = typer.Typer(
-    help="Look at the dead letters: requests and feedback that could not be taken. Send them again.",
+    help="List dead letters (requests and feedback that could not be processed), and send them again.",
     no_args_is_help=True,
 )
 
@@ -46,77 +49,77 @@ def register(app: typer.Typer) -> None:
 
 def print_dead_letters(
     of: SourceArgument = None,
-    limit: Annotated[int, typer.Option(min=1, help="The last so many of each queue.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, help="Number of letters of each queue, the newest.")] = 50,
     as_json: JsonOption = False,
     kafka: KafkaOption = None,
     prefix: PrefixOption = None,
 ) -> None:
-    """List dead letters, the newest last: where they are, why, and where they came from.
+    """List dead letters, the newest last: their offset, the reason, and their origin.
 
-    With --json the whole value stands in `value`, or in `value_base64` where it is not UTF-8; likewise the key.
+    With --json the whole value is in `value`, or in `value_base64` if it is not UTF-8; likewise the key.
     Example: gracestream dlq list feedback --limit 5
     """
     settings = connect(kafka=kafka, prefix=prefix)
-    found = [letter for source in _selected_sources(of) for letter in list_dead_letters(settings, source, last=limit)]
+    letters = [letter for source in _selected_sources(of) for letter in list_dead_letters(settings, source, last=limit)]
     if as_json:
-        for letter in found:
+        for letter in letters:
             print_json(_letter_fields(letter))
         return
-    if not found:
+    if not letters:
         stderr_console.print(f"no dead letters of {' or '.join(_selected_sources(of))}")
         return
     table = Table(
         "queue", "offset", "time", Column("reason", overflow="fold"), "from", "bytes", Column("value", overflow="fold")
     )
-    for letter in found:
+    for letter in letters:
         table.add_row(*map(plain_cell, _letter_row(letter)))
     print_table(table)
 
 
 def resend_dead_letters(
     of: SourceArgument = None,
-    offset: Annotated[list[int] | None, typer.Option(min=0, help="Of the dead letter; may be repeated.")] = None,
+    offset: Annotated[list[int] | None, typer.Option(min=0, help="Offset of a dead letter; may be repeated.")] = None,
     every: Annotated[
-        bool, typer.Option("--all", help="All that are there, but for requests that got an answer.")
+        bool, typer.Option("--all", help="All dead letters except requests whose sender got an error reply.")
     ] = False,
     answered: Annotated[
-        bool, typer.Option("--answered", help="With --all: also requests whose sender got an error for an answer.")
+        bool, typer.Option("--answered", help="With --all: also requests whose sender got an error reply.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be sent.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only report what would be sent.")] = False,
     kafka: KafkaOption = None,
     prefix: PrefixOption = None,
 ) -> None:
-    """Send dead letters to their topic again, as they were: once their cause is gone, such as a limit or a defect.
+    """Send dead letters to their topic again, unchanged, after their cause (such as a limit or a defect) is removed.
 
-    The letters stay where they are. Of equal ones the first is sent, so one that came back is not multiplied. With
-    --all a request whose sender got an error for an answer is left out: the sender knows, and may have asked again. A
-    record that is wrong in itself comes back: mend it (`dlq list --json`) and use `send` or `correct`.
+    The letters stay in their queue. Of equal letters only the first is sent, so a letter that comes back is not
+    multiplied. With --all a request whose sender got an error reply is left out: the sender may have asked again. An
+    invalid record becomes a dead letter again: correct it (`dlq list --json`) and use `send` or `correct`.
     Example: gracestream dlq replay requests --offset 17 --offset 18
     """
     if every == bool(offset):
-        raise DeadLetterError("say which dead letters: --offset, which may be repeated, or --all")
+        raise DeadLetterError("name the dead letters: --offset, which may be repeated, or --all")
     if offset and of is None:
-        raise DeadLetterError("say whose offset that is: `dlq replay requests` or `dlq replay feedback`")
+        raise DeadLetterError("name the source of the offset: `dlq replay requests` or `dlq replay feedback`")
     if answered and not every:
-        raise DeadLetterError("--answered goes with --all; a letter that is named by its --offset is sent in any case")
+        raise DeadLetterError("--answered needs --all; a letter named by its --offset is sent in any case")
     settings = connect(kafka=kafka, prefix=prefix)
-    refused = False
+    any_too_large = False
     for source in _selected_sources(of):
-        done = replay_dead_letters(settings, source, offset, include_answered=answered, dry_run=dry_run)
-        told = f"{'would send' if dry_run else 'sent'} {len(done.sent)} to {settings.topic(source)}"
-        if done.answered:
-            told += (
-                f"; left out {len(done.answered)} whose sender got an error for an answer (--answered sends them too)"
+        result = replay_dead_letters(settings, source, offset, include_answered=answered, dry_run=dry_run)
+        summary = f"{'would send' if dry_run else 'sent'} {len(result.sent)} to {settings.topic(source)}"
+        if result.answered:
+            summary += f"; left out {len(result.answered)} whose sender got an error reply (--answered sends them too)"
+        if result.duplicates:
+            summary += (
+                f"; left out {len(result.duplicates)}, each equal to a letter that {'is' if dry_run else 'was'} sent"
             )
-        if done.duplicates:
-            told += f"; left out {len(done.duplicates)}, each equal to one {'that is' if dry_run else 'that was'} sent"
-        if done.truncated:
-            told += f"; {len(done.truncated)} were cut and cannot be sent"
-        if done.too_large:
-            told += f"; larger than that topic takes: those at offset {', '.join(map(str, done.too_large))}"
-        stdout_console.print(told, soft_wrap=True)
-        refused |= bool(done.too_large)
-    raise typer.Exit(int(refused))
+        if result.truncated:
+            summary += f"; {pluralize(len(result.truncated), 'is', 'are')} truncated and cannot be sent"
+        if result.too_large:
+            summary += f"; larger than the topic allows: those at offset {', '.join(map(str, result.too_large))}"
+        stdout_console.print(summary, soft_wrap=True)
+        any_too_large |= bool(result.too_large)
+    raise typer.Exit(int(any_too_large))
 
 
 def _selected_sources(of: DeadLetterSource | None) -> list[DeadLetterSource]:
@@ -124,6 +127,7 @@ def _selected_sources(of: DeadLetterSource | None) -> list[DeadLetterSource]:
 
 
 def _letter_row(letter: DeadLetter) -> tuple[str, ...]:
+    # A character has at most 4 bytes in UTF-8, so these bytes hold more characters than a cell shows.
     value = (letter.value or b"")[: 4 * (MAX_CELL_CHARACTERS + 1)].decode(errors="backslashreplace")
     return (
         letter.queue,

@@ -1,4 +1,4 @@
-"""`topics`, `infer` and `edit`: what a deployment runs."""
+"""`topics`, `infer` and `edit`: creating a deployment's topics, and running its workers."""
 
 from collections.abc import Callable
 from typing import Annotated
@@ -21,6 +21,7 @@ from gracestream.workers.cli.common import (
 )
 
 DEFAULT_PARTITIONS = 8
+"""Partitions of `requests` and `predictions`, and so the largest number of replicas with work."""
 
 
 def register(app: typer.Typer) -> None:
@@ -34,47 +35,50 @@ def topics(
     kafka: KafkaOption = None,
     prefix: PrefixOption = None,
     partitions: Annotated[
-        int | None, typer.Option(min=1, help="Of requests and predictions: the most replicas; 8 where it is not said.")
+        int | None, typer.Option(min=1, help="Partitions of requests and predictions: most replicas; default: 8.")
     ] = None,
     replication: Annotated[
-        int | None, typer.Option(min=1, help="Copies of each partition; else the broker's default.")
+        int | None, typer.Option(min=1, help="Copies of each partition; default: the broker's.")
     ] = None,
 ) -> None:
-    """Create the topics that are missing, and check those that are there.
+    """Create the missing topics, and check the existing ones.
 
     Example: gracestream topics --kafka broker:9092 --partitions 32 --replication 3
     """
-    settings = connect(kafka=kafka, prefix=prefix, await_name=True)  # as a service that starts with Kafka's
+    settings = connect(
+        kafka=kafka, prefix=prefix, await_name=True
+    )  # this may run as a service that starts before Kafka's
     created = create_topics(settings, partitions or DEFAULT_PARTITIONS, replication or BROKER_DEFAULT)
-    stdout_console.print(f"created: {', '.join(created)}" if created else "all topics are there", soft_wrap=True)
-    has_partitions, has_replication = topic_layout(settings)
-    if created and has_replication == 1:
+    stdout_console.print(f"created: {', '.join(created)}" if created else "all topics exist", soft_wrap=True)
+    actual_partitions, actual_replication = topic_layout(settings)
+    if created and actual_replication == 1:
         stderr_console.print(
             "there is one copy of each topic: the history is lost with its broker; --replication 3 keeps three"
         )
-    if partitions not in (None, has_partitions):
+    if partitions not in (None, actual_partitions):
         raise TopicError(
-            f"{settings.topic(REQUESTS)} has {has_partitions} partitions, not {partitions}; kafka-topics.sh adds some"
+            f"{settings.topic(REQUESTS)} has {actual_partitions} partitions, not {partitions}; add some with"
+            " kafka-topics.sh"
         )
-    if replication not in (None, has_replication):
+    if replication not in (None, actual_replication):
         raise TopicError(
-            f"{settings.topic(DELTAS)} has {pluralize(has_replication, 'copy', 'copies')} of its partition, not"
-            f" {replication}; kafka-reassign-partitions.sh changes that, topic by topic"
+            f"{settings.topic(DELTAS)} has {pluralize(actual_replication, 'copy', 'copies')} of its partition, not"
+            f" {replication}; change that with kafka-reassign-partitions.sh, topic by topic"
         )
 
 
 def infer(settings: Settings) -> int:
-    """Run one inference replica; start as many as there is work for.
+    """Run one inference replica; start as many as the load needs.
 
     Example: gracestream infer --kafka broker:9092 --redis redis://cache:6379/0 --model ./checkpoint --layer LAYER
     """
-    from gracestream.workers.inference import run  # noqa: PLC0415  (faust takes a second that other commands need not wait)
+    from gracestream.workers.inference import run  # noqa: PLC0415  (importing faust takes a second)
 
     return run(settings)
 
 
 def edit(settings: Settings) -> int:
-    """Run the editor of a codebook. A second one waits as standby, and takes over when the first stops or dies.
+    """Run the editor of a codebook. A second editor is a standby, and takes over when the first stops or dies.
 
     Example: gracestream edit --kafka broker:9092 --redis redis://cache:6379/0 --model ./checkpoint --layer LAYER
     """
@@ -84,7 +88,7 @@ def edit(settings: Settings) -> int:
 
 
 def _worker_command(worker: Callable[[Settings], int]) -> Callable[..., None]:
-    """A worker with the options that each of them has."""
+    """The command that runs a worker, with the options that all workers share."""
 
     def command(
         kafka: KafkaOption = None,

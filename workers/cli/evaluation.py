@@ -1,4 +1,4 @@
-"""`evaluate`: what a deployment's codebook does to cases of one's own."""
+"""`evaluate`: measuring a deployment's codebook on a user's own cases."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -40,22 +40,22 @@ def register(app: typer.Typer) -> None:
 
 def evaluate(
     lines: LinesArgument,
-    seq: Annotated[int | None, typer.Option(min=0, help="The codebook after this delta; else as it is now.")] = None,
+    seq: Annotated[int | None, typer.Option(min=0, help="The codebook after this delta; default: the newest.")] = None,
     as_json: JsonOption = False,
     kafka: KafkaOption = None,
     prefix: PrefixOption = None,
     model: ModelOption = None,
     layer: LayerOption = None,
 ) -> None:
-    """Measure a deployment's codebook on cases of your own: what should be answered, and what should not change.
+    """Measure a deployment's codebook on your own cases: answers to get right, and answers that must not change.
 
-    Each line is an object with `inputs` and either `target`, the right answer, or `unchanged`: true. The model answers
-    here, from the codebook that `deltas` gives; no replica is asked. Ends with status 1 if a case is not answered as it
-    asks. With --json each case is a line, and the last line counts them.
+    Each line is an object with `inputs` and either `target`, the right answer, or `unchanged`: true. The model runs in
+    this process with the codebook from `deltas`; replicas get no requests. Ends with status 1 if a case fails. With
+    --json each case is a line, and the last line counts them.
     Example: gracestream evaluate cases.jsonl
     """
     from gracestream.pipeline.history import replay_deltas  # noqa: PLC0415
-    from gracestream.pipeline.tuning.evaluation import evaluate as answered  # noqa: PLC0415  (torch takes seconds)
+    from gracestream.pipeline.tuning.evaluation import evaluate as evaluate_cases  # noqa: PLC0415  (importing torch takes seconds)
     from gracestream.pipeline.tuning.evaluation import summarize  # noqa: PLC0415
     from gracestream.workers.bootstrap import load_model  # noqa: PLC0415
 
@@ -70,34 +70,34 @@ def evaluate(
     _require_valid_inputs(loaded, cases, lines)
     with Progress(console=stderr_console, transient=True, disable=not stderr_console.is_terminal) as progress:
         bar = progress.add_task("answering", total=len(cases))
-        given = list(cases.values())
-        results = answered(
+        case_list = list(cases.values())
+        results = evaluate_cases(
             loaded,
             codebook,
-            given,
+            case_list,
             lambda done: progress.update(bar, completed=done),
             checked=settings.check_answers,
         )
-    found = summarize(results)
+    summary = summarize(results)
     if as_json:
         for result in results:
             print_json(msgspec.to_builtins(result))
-        print_json({"seq": codebook.seq, **msgspec.to_builtins(found)})
-    elif found.passed < found.cases:
+        print_json({"seq": codebook.seq, **msgspec.to_builtins(summary)})
+    elif summary.passed < summary.cases:
         print_table(_failures_table(list(cases), results))
     stderr_console.print(
-        f"delta {codebook.seq}: {found.correct} of {found.with_target} correct ({found.exact} exactly),"
-        f" {found.unchanged} of {found.to_stay} unchanged; an entry serves {found.captured} of {found.cases},"
-        f" {found.broken} of them with broken output"
+        f"delta {codebook.seq}: {summary.correct} of {summary.with_target} correct ({summary.exact} exactly),"
+        f" {summary.unchanged} of {summary.to_stay} unchanged; an entry serves {summary.captured} of {summary.cases},"
+        f" {summary.broken} of them with broken output"
     )
-    raise typer.Exit(int(found.passed < found.cases))
+    raise typer.Exit(int(summary.passed < summary.cases))
 
 
 def _read_cases(path: Path) -> dict[int, "EvaluationCase"]:
-    """The cases of a file by the numbers of their lines.
+    """The cases of a file by line number.
 
     Raises:
-        typer.BadParameter: a line is no case, or there is none.
+        typer.BadParameter: a line is not a case, or the file has no lines.
     """
     from gracestream.pipeline.tuning.evaluation import EvaluationCase  # noqa: PLC0415
 
@@ -113,7 +113,11 @@ def _read_cases(path: Path) -> dict[int, "EvaluationCase"]:
 
 
 def _require_valid_inputs(model: "EditableModel", cases: Mapping[int, "EvaluationCase"], path: Path) -> None:
-    """Raises typer.BadParameter where the model cannot answer a case."""
+    """Check that the model can answer every case.
+
+    Raises:
+        typer.BadParameter: it cannot; the message names the line.
+    """
     from gracestream.pipeline.model import InputError  # noqa: PLC0415
 
     for number, case in cases.items():
@@ -124,7 +128,7 @@ def _require_valid_inputs(model: "EditableModel", cases: Mapping[int, "Evaluatio
 
 
 def _failures_table(numbers: Sequence[int], results: Sequence["CaseResult"]) -> Table:
-    """The cases that were not answered as they ask."""
+    """The table of failed cases; `numbers` are the line numbers of all cases."""
     table = Table("line", *(Column(name, overflow="fold") for name in ("inputs", "expected", "answer", "entry")))
     for number, result in zip(numbers, results, strict=True):
         if not result.passed:

@@ -1,4 +1,4 @@
-"""`experiment`: the paper's experiments, through the engine that the editor worker runs."""
+"""`experiment`: running the paper's experiments with the editor worker's engine."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 MAX_SEED = 2**32 - 1
-"""As an editor's."""
+"""Largest seed, as for GRACESTREAM_SEED."""
 
 
 class ExperimentName(StrEnum):
-    """The experiments."""
+    """The experiments by name; the same names as in `TASKS`, whose import takes seconds."""
 
     scotus = "scotus"
     zsre = "zsre"
@@ -34,14 +34,14 @@ class ExperimentName(StrEnum):
 
 
 class EditRoute(StrEnum):
-    """Where corrections are decided."""
+    """The place of decisions: this process (`engine`), or an editor worker (`kafka`)."""
 
     engine = "engine"
     kafka = "kafka"
 
 
 class EditorName(StrEnum):
-    """The editors."""
+    """The editors by name; the same names as in `EDITOR_FACTORIES`, whose import takes seconds."""
 
     grace = "grace"
     ft = "ft"
@@ -60,42 +60,40 @@ def register(app: typer.Typer) -> None:
 
 def experiment(
     context: typer.Context,
-    name: Annotated[ExperimentName, typer.Argument(help="Which one.")],
-    editor: Annotated[
-        EditorName, typer.Option(help="GRACE, or one that the paper measures it beside.")
-    ] = EditorName.grace,
+    name: Annotated[ExperimentName, typer.Argument(help="Name of the experiment.")],
+    editor: Annotated[EditorName, typer.Option(help="GRACE, or a baseline of the paper.")] = EditorName.grace,
     sweep: Annotated[
         list[str] | None,
-        typer.Option(help="NAME=VALUE,VALUE: a run for each. Several make a grid. NAME: editor, seed, or a setting."),
+        typer.Option(help="NAME=VALUE,VALUE: one run per value; several make a grid. NAME: editor, seed or a setting."),
     ] = None,
-    edits: Annotated[int | None, typer.Option(help="Corrections, at most.", min=1)] = None,
-    retention: Annotated[int | None, typer.Option(help="Examples that TRR is measured on, at most.", min=1)] = None,
-    every: Annotated[int, typer.Option(help="Measure after so many corrections, and at the end.", min=1)] = 100,
+    edits: Annotated[int | None, typer.Option(help="Largest number of corrections.", min=1)] = None,
+    retention: Annotated[int | None, typer.Option(help="Largest number of examples for TRR.", min=1)] = None,
+    every: Annotated[int, typer.Option(help="Corrections between two measurements.", min=1)] = 100,
     seed: Annotated[
         int,
         typer.Option(
-            help="Draws which edits, in which order; 0: as the data have them.",
+            help="Shuffles the edits; 0: the order of the data.",
             min=0,
             max=MAX_SEED,
             envvar="GRACESTREAM_SEED",
         ),
     ] = 0,
     through: Annotated[
-        EditRoute, typer.Option(help="kafka: start a pipeline of one's own, and correct by its topics.")
+        EditRoute, typer.Option(help="kafka: start a separate pipeline, and send corrections through its topics.")
     ] = EditRoute.engine,
     data: Annotated[Path | None, typer.Option(help="Folder of the data.", envvar=DATA_VARIABLE)] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the results; else one in results.")] = None,
-    plots: Annotated[bool, typer.Option(help="Draw what comes of it, by matplotlib.")] = True,
+    out: Annotated[Path | None, typer.Option(help="Folder of the results; default: a folder in results.")] = None,
+    plots: Annotated[bool, typer.Option(help="Draw plots of the results with matplotlib.")] = True,
     model: ModelOption = None,
     layer: LayerOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Run one of the paper's streams of edits on this machine, and write what comes of it.
+    """Run one of the paper's streams of edits on this machine, and write the results.
 
-    The settings of an editor apply. A run whose results are there already is not run again.
+    The editor's settings apply. A run whose results exist is not repeated.
     Example: gracestream experiment zsre --edits 200 --retention 200 --sweep policy=paper,nearest --sweep seed=1,2,3
     """
-    from gracestream.pipeline.experiments.plots import require_matplotlib  # noqa: PLC0415  (torch takes seconds)
+    from gracestream.pipeline.experiments.plots import require_matplotlib  # noqa: PLC0415  (importing torch takes seconds)
     from gracestream.pipeline.experiments.report import (  # noqa: PLC0415
         REPORT_VERSION,
         RunSpec,
@@ -119,61 +117,70 @@ def experiment(
         settings={}, through=through.value, version=REPORT_VERSION,
     )  # fmt: skip
     sources = {name: context.get_parameter_source(name) for name in context.params}
-    chosen = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
-    runs = _expand_runs(base, sweep or [], {"model": model, "layer": layer}, chosen)
+    explicit_options = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+    runs = _expand_runs(base, sweep or [], {"model": model, "layer": layer}, explicit_options)
     runner = ExperimentRunner(stderr_console.print, plots=plots)
-    runner.check_runs(asked for _, asked in runs)
-    ending = "" if through is EditRoute.engine else f"-{through}"
-    whole = make_dir(out or Path("results") / f"{name}-{'sweep' if sweep else editor}{ending}")
-    for cell, _ in runs:
-        read_report(whole / combination_name(cell))  # what is no report is told before hours of work
-    done = Sweep(len(runs))
+    runner.check_runs(spec for _, spec in runs)
+    suffix = "" if through is EditRoute.engine else f"-{through}"
+    results_folder = make_dir(out or Path("results") / f"{name}-{'sweep' if sweep else editor}{suffix}")
+    for combination, _ in runs:
+        read_report(results_folder / combination_name(combination))  # fail on a damaged report before hours of work
+    finished = Sweep(len(runs))
     with (
-        exclusive_lock(whole),
+        exclusive_lock(results_folder),
         Progress(console=stderr_console, transient=True, disable=not stderr_console.is_terminal) as progress,
     ):
         bar = progress.add_task(name)
-        for number, (cell, asked) in enumerate(runs, 1):
-            if cell:
-                stderr_console.print(f"{number} of {len(runs)}: {combination_name(cell)}")
+        for number, (combination, spec) in enumerate(runs, 1):
+            if combination:
+                stderr_console.print(f"{number} of {len(runs)}: {combination_name(combination)}")
             progress.reset(bar)
-            folder = make_dir(whole / combination_name(cell))
-            with exclusive_lock(folder) if cell else nullcontext():
+            folder = make_dir(results_folder / combination_name(combination))
+            with exclusive_lock(folder) if combination else nullcontext():
                 report = runner.run(
-                    asked, task, folder, lambda count, of: progress.update(bar, completed=count, total=of)
+                    spec, task, folder, lambda count, total: progress.update(bar, completed=count, total=total)
                 )
-            done.add(cell, report)
-            for point in report.points if as_json else ():
-                print_json({**cell, **to_json(point)})
+            finished.add(combination, report)
+            for measurement in report.points if as_json else ():
+                print_json({**combination, **to_json(measurement)})
             if report.agreeing is not None:
-                stderr_console.print(f"replicas answered {report.agreeing:.1%} of the corrections as was measured")
-            if sweep:  # after each, for those who stop here
-                done.write(whole, plots=plots)
+                stderr_console.print(f"replicas agree with the scores on {report.agreeing:.1%} of the corrections")
+            if sweep:  # after each run, so that an interrupted grid has its table, too
+                finished.write(results_folder, plots=plots)
     if not as_json:
-        _print_rows(*((done.columns, done.rows) if sweep else table_columns(report.points)))
-    stderr_console.print(f"the results are in {whole}")
+        _print_rows(*((finished.columns, finished.rows) if sweep else table_columns(report.points)))
+    stderr_console.print(f"the results are in {results_folder}")
 
 
 def _expand_runs(
     base: "RunSpec", sweep: Sequence[str], overrides: Mapping[str, str | None], explicit_options: AbstractSet[str]
 ) -> list[tuple[dict[str, str], "RunSpec"]]:
-    """What a grid asks for, by its combinations; `explicit_options` names the options on the command line."""
+    """The runs of a grid with their combinations.
+
+    Raises:
+        typer.BadParameter: the grid contradicts an option of the command line (`explicit_options`), names an unknown
+            editor or seed, or has a run twice.
+        SweepError, SettingsError: the grid is malformed, or a setting is wrong.
+    """
     from gracestream.pipeline.experiments.sweep import combination_name, expand_grid  # noqa: PLC0415
     from gracestream.workers.cli.experiment_runner import SWEEPABLE_SETTINGS, explicit_settings  # noqa: PLC0415
 
     runs: list[tuple[dict[str, str], RunSpec]] = []
-    for cell in expand_grid(sweep, (*SWEEPABLE_SETTINGS, "editor", "seed")):
-        if twice := sorted(explicit_options & cell.keys()):
-            raise typer.BadParameter(f"--{twice[0]} and --sweep {twice[0]} contradict each other")
-        swept = dict(cell)
-        method, seed = _parse_editor(swept.pop("editor", base.editor)), _parse_seed(swept.pop("seed", str(base.seed)))
-        if base.through == EditRoute.kafka and method is not EditorName.grace:
-            raise typer.BadParameter(f"--through kafka: an editor worker runs GRACE, not {method}")
-        settings = explicit_settings(base.experiment, method, {**overrides, **swept})
-        asked = msgspec.structs.replace(base, editor=method.value, seed=seed, settings=settings)
-        if any(asked == other for _, other in runs):
-            raise typer.BadParameter(f"--sweep: {combination_name(cell)} is there twice")
-        runs.append((cell, asked))
+    for combination in expand_grid(sweep, (*SWEEPABLE_SETTINGS, "editor", "seed")):
+        if repeated := sorted(explicit_options & combination.keys()):
+            raise typer.BadParameter(f"--{repeated[0]} and --sweep {repeated[0]} contradict each other")
+        remaining = dict(combination)
+        editor, seed = (
+            _parse_editor(remaining.pop("editor", base.editor)),
+            _parse_seed(remaining.pop("seed", str(base.seed))),
+        )
+        if base.through == EditRoute.kafka and editor is not EditorName.grace:
+            raise typer.BadParameter(f"--through kafka: an editor worker runs GRACE, not {editor}")
+        settings = explicit_settings(base.experiment, editor, {**overrides, **remaining})
+        spec = msgspec.structs.replace(base, editor=editor.value, seed=seed, settings=settings)
+        if any(spec == earlier for _, earlier in runs):
+            raise typer.BadParameter(f"--sweep: {combination_name(combination)} is given twice")
+        runs.append((combination, spec))
     return runs
 
 
@@ -188,10 +195,10 @@ def _parse_editor(name: str) -> EditorName:
     try:
         return EditorName(name)
     except ValueError:
-        raise typer.BadParameter(f"--sweep editor: {name!r} is none of {', '.join(EditorName)}") from None
+        raise typer.BadParameter(f"--sweep editor: {name!r} is not one of {', '.join(EditorName)}") from None
 
 
 def _parse_seed(seed: str) -> int:
     if not (seed.isascii() and seed.isdigit() and len(seed) <= len(str(MAX_SEED)) and int(seed) <= MAX_SEED):
-        raise typer.BadParameter(f"--sweep seed: {seed!r} is no number from 0 to {MAX_SEED}")
+        raise typer.BadParameter(f"--sweep seed: {seed!r} is not a number from 0 to {MAX_SEED}")
     return int(seed)

@@ -1,6 +1,6 @@
-"""A table of many rows as lines of text.
+"""Rendering long tables as lines of text, in the style of rich.
 
-Rich takes one to four milliseconds for each row of such a table, most of the time of `inspect` on a long history.
+Rich itself takes one to four milliseconds per row, which would be most of the time of `inspect` on a long history.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,18 +9,20 @@ from itertools import zip_longest
 from rich.cells import cell_len, chop_cells, set_cell_size
 
 GridRow = Sequence[Sequence[str]]
-"""The lines of each cell; every character of them prints."""
+"""The lines of each cell, which must have printable characters only."""
 
 
 def render_table(header: Sequence[str], rows: Sequence[GridRow], width: int) -> Iterator[str]:
-    """The lines of a table of at most `width` characters, where each column can have one at least.
+    """The lines of a table that is at most `width` characters wide.
 
-    What does not fit into its column goes on in the next line of its cell; the widest columns give way first.
+    Each column has at least one character, so a table of many columns may be wider. Text that is too long for its
+    column continues on the next line of its cell; the widest columns shrink first.
     """
     widths = [cell_len(name) for name in header]
     for row in rows:
         for column, lines in enumerate(row):
             widths[column] = max(widths[column], *map(cell_len, lines), 1)
+    # Each column has a border and a space before it and a space after it, and the table ends with a border.
     widths = _fit_widths(widths, width - 3 * len(header) - 1)
     yield _border_line("┏", "━", "┳", "┓", widths)
     yield from _row_lines("┃", [[name] for name in header], widths)
@@ -31,28 +33,33 @@ def render_table(header: Sequence[str], rows: Sequence[GridRow], width: int) -> 
 
 
 def _fit_widths(widths: Sequence[int], max_total: int) -> list[int]:
-    """The widths, the largest ones reduced to a common bound, so that their sum is at most `max_total` if possible."""
-    left, bound = max_total, 1
+    """The widths, cut at the largest common bound with which their sum is at most `max_total`, if there is one.
+
+    Columns narrower than an equal share of the remaining width keep their width, from the narrowest on.
+    """
+    remaining, bound = max_total, 1
     ascending = sorted(widths)
-    for place, narrow in enumerate(ascending):
-        bound = max(1, left // (len(ascending) - place))
+    for index, narrow in enumerate(ascending):
+        bound = max(1, remaining // (len(ascending) - index))
         if narrow > bound:
             break
-        left -= narrow
+        remaining -= narrow
     else:
         return list(widths)
-    return [min(one, bound) for one in widths]
+    return [min(width, bound) for width in widths]
 
 
 def _border_line(start: str, line: str, junction: str, end: str, widths: Sequence[int]) -> str:
-    return start + junction.join(line * (one + 2) for one in widths) + end
+    return start + junction.join(line * (width + 2) for width in widths) + end
 
 
 def _row_lines(border: str, row: GridRow, widths: Sequence[int]) -> Iterator[str]:
-    """The lines of one row."""
-    cells = [[part for line in lines for part in _wrap_line(line, one)] for lines, one in zip(row, widths, strict=True)]
-    for parts in zip_longest(*cells, fillvalue=""):
-        padded = (set_cell_size(part, one) for part, one in zip(parts, widths, strict=True))
+    """The lines of one row, with borders."""
+    cells = [
+        [part for line in lines for part in _wrap_line(line, width)] for lines, width in zip(row, widths, strict=True)
+    ]
+    for line_parts in zip_longest(*cells, fillvalue=""):
+        padded = (set_cell_size(part, width) for part, width in zip(line_parts, widths, strict=True))
         yield f"{border} " + f" {border} ".join(padded) + f" {border}"
 
 

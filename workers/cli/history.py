@@ -1,4 +1,4 @@
-"""`replay`, `inspect`, `diff` and `corrections`: the history of a codebook, from `deltas`."""
+"""`replay`, `inspect`, `diff` and `corrections`: reading the history of a codebook from `deltas`."""
 
 from datetime import UTC, datetime
 from pathlib import Path
@@ -38,10 +38,10 @@ from gracestream.workers.cli.common import (
 from gracestream.workers.cli.grid import render_table
 
 INSPECT_COLUMNS = ("seq", "term", "time", "outcome", "feedback", "inputs", "target", "entries")
-"""Of the columns of `inspect`."""
+"""The columns of `inspect`."""
 
 MAX_SEQ_DIGITS = 18
-"""Of a delta's number."""
+"""Largest number of digits of a delta's number: it fits into 64 bits."""
 
 
 def register(app: typer.Typer) -> None:
@@ -51,14 +51,16 @@ def register(app: typer.Typer) -> None:
 
 
 def replay(
-    seq: Annotated[int | None, typer.Option(min=0, help="Up to this delta; else all.")] = None,
-    at: Annotated[str | None, typer.Option(help="Up to this time (UTC unless it says), by Kafka's clock.")] = None,
+    seq: Annotated[int | None, typer.Option(min=0, help="Up to this delta; default: all.")] = None,
+    at: Annotated[str | None, typer.Option(help="Up to this time by Kafka's clock (default zone: UTC).")] = None,
     output: Annotated[Path | None, typer.Option(help="Write the codebook to this safetensors file.")] = None,
-    retrain: Annotated[bool, typer.Option("--retrain", help="Decide and train anew, and compare.")] = False,
-    to: Annotated[str | None, typer.Option(help="Copy the history to topics of this prefix, to branch it.")] = None,
-    to_codebook: Annotated[str | None, typer.Option(help="Name of the codebook there; else the same.")] = None,
+    retrain: Annotated[bool, typer.Option("--retrain", help="Decide and train again, and compare.")] = False,
+    to: Annotated[str | None, typer.Option(help="Branch the history: copy it to topics with this prefix.")] = None,
+    to_codebook: Annotated[
+        str | None, typer.Option(help="Name of the codebook in the copy; default: the same.")
+    ] = None,
     replication: Annotated[
-        int | None, typer.Option(min=1, help="Copies of each partition there; else as many as `deltas` has here.")
+        int | None, typer.Option(min=1, help="Copies of each partition in the copy; default: as for `deltas`.")
     ] = None,
     as_json: JsonOption = False,
     kafka: KafkaOption = None,
@@ -66,128 +68,132 @@ def replay(
     model: ModelOption = None,
     layer: LayerOption = None,
 ) -> None:
-    """Fold `deltas` into a codebook, checking every digest, and say what came out.
+    """Replay `deltas` into a codebook, checking every digest, and describe the codebook.
 
-    The digest is the one that replicas report on /state. With --retrain all feedback that the editor decided on, also
-    what it rejected, is decided and trained anew on the model, and the first decision that comes out otherwise is
-    reported, with exit status 1. Feedback that could not be read, or was refused by signatures or limits, is left out.
-    With --to the history (the retrained one, if it was) is copied, so that an editor with that prefix goes on from
-    there.
+    The digest is the one that replicas report on /state. With --retrain the model decides and trains again on all
+    feedback that the editor decided on, including rejected feedback; the first decision that differs is reported, with
+    exit status 1. Feedback that could not be read, or was refused by signatures or limits, is left out.
+    With --to the history (with --retrain the retrained one) is copied, so that an editor with that prefix continues
+    from there.
     Example: gracestream replay --seq 41 --output codebook.safetensors
     """
     if to_codebook is not None and to is None:
         raise typer.BadParameter("--to-codebook names the codebook of a copy, so it needs --to")
-    until = None if at is None else _parse_time(at, "is no time")
+    until = None if at is None else _parse_time(at, "is not a time")
     settings = connect(kafka=kafka, prefix=prefix, model=model, layer=layer)
     records: list[bytes] = []
-    needed = retrain or to is not None
-    codebook = replay_deltas(settings, seq, until, lambda record, *_: records.append(record) if needed else None)
+    keep_records = retrain or to is not None
+    codebook = replay_deltas(settings, seq, until, lambda record, *_: records.append(record) if keep_records else None)
     if codebook is None:
         raise UserError(NO_DELTAS_MESSAGE)
-    told = codebook.describe()
+    fields = codebook.describe()
     status = 0
     if retrain:
-        codebook, records, compared = _reproduce(settings, records)
-        told = {**codebook.describe(), "recorded_digest": told["digest"], **compared}
-        status = int(compared["first_difference"] is not None)
+        codebook, records, comparison = _reproduce(settings, records)
+        fields = {**codebook.describe(), "recorded_digest": fields["digest"], **comparison}
+        status = int(comparison["first_difference"] is not None)
     if output is not None:
         save_codebook(codebook, output)
     if to is not None and status == 0:
-        told["copied_to"] = to
-        told["copied_digest"] = _copy_to_branch(settings, to, to_codebook or codebook.name, records, replication)
-    print_fields(told, as_json=as_json)
+        fields["copied_to"] = to
+        fields["copied_digest"] = _copy_to_branch(settings, to, to_codebook or codebook.name, records, replication)
+    print_fields(fields, as_json=as_json)
     raise typer.Exit(status)
 
 
 def inspect(
-    entry: Annotated[str | None, typer.Argument(help="Only what touched this entry, and who hits it.")] = None,
+    entry: Annotated[str | None, typer.Argument(help="Only deltas that changed this entry, and its answers.")] = None,
     full: Annotated[
-        bool, typer.Option("--full", help="Show long inputs and targets whole, as --json always does.")
+        bool, typer.Option("--full", help="Show long inputs and targets in full, as --json always does.")
     ] = False,
     as_json: JsonOption = False,
     kafka: KafkaOption = None,
     prefix: PrefixOption = None,
 ) -> None:
-    """Show a codebook's history: each delta, the correction behind it, its outcome, and what it did to which entries.
+    """Show a codebook's history: each delta with its correction, its outcome, and its changes of entries.
 
-    A correction that the model fulfilled already is `unchanged`: its delta only protects that answer from later edits.
-    Of one entry also the answers that it gave, as far as `predictions` still has them.
+    A correction whose target the model gave already is `unchanged`: its delta only protects the answer from later
+    edits. With an entry, also its answers are shown, as far as `predictions` still has them.
     Example: gracestream inspect
     """
     settings = connect(kafka=kafka, prefix=prefix)
     steps = [step for step in history_steps(settings) if entry is None or entry in step.entries]
     if entry is not None and not steps:
-        raise UserError(f"no delta touched an entry {entry!r}; `gracestream inspect` names those that there were")
-    served = None if entry is None else read_entry_usage(settings, entry)
+        raise UserError(f"no delta changed an entry {entry!r}; `gracestream inspect` lists the entries of each delta")
+    usage = None if entry is None else read_entry_usage(settings, entry)
     if as_json:
         for step in steps:
             print_json(msgspec.to_builtins(step))
-        if served is not None:
-            print_json({"hits": msgspec.to_builtins(served)})
+        if usage is not None:
+            print_json({"hits": msgspec.to_builtins(usage)})
         return
     for line in render_table(INSPECT_COLUMNS, [_step_row(step, full=full) for step in steps], line_width()):
         print(line)
-    if served is not None:
-        count = pluralize(served.count, "answer", "answers")
-        stdout_console.print(f"{count} came from it" + (", the newest:" if served.recent else ""))
-        if served.recent:
+    if usage is not None:
+        count = pluralize(usage.count, "answer", "answers")
+        stdout_console.print(f"{count} came from it" + (", the newest:" if usage.recent else ""))
+        if usage.recent:
             table = Table("time", Column("request", overflow="fold"), "distance", "radius", "replica")
-            for hit in served.recent:
-                near = (f"{hit.distance:.4g}", f"{hit.radius:.4g}")
-                table.add_row(*map(plain_cell, (format_time(hit.timestamp), hit.request_id, *near, hit.replica)))
+            for hit in usage.recent:
+                distances = (f"{hit.distance:.4g}", f"{hit.radius:.4g}")
+                table.add_row(*map(plain_cell, (format_time(hit.timestamp), hit.request_id, *distances, hit.replica)))
             print_table(table)
 
 
 def compare(
-    before: Annotated[str, typer.Argument(help="A delta's number, or a time (UTC unless it says).")],
-    after: Annotated[str, typer.Argument(help="Likewise.")],
+    before: Annotated[str, typer.Argument(help="A delta's number, or a time (default zone: UTC).")],
+    after: Annotated[str, typer.Argument(help="The second point, in the same form.")],
     as_json: JsonOption = False,
     kafka: KafkaOption = None,
     prefix: PrefixOption = None,
 ) -> None:
-    """Say what changed between two points of the history: which inputs are answered otherwise, and which entries.
+    """Show the changes between two points of the history: inputs with another answer, and changed entries.
 
     Example: gracestream diff 12 41
     """
     points = _parse_point(before), _parse_point(after)
-    from gracestream.pipeline.history import diff_history  # noqa: PLC0415  (torch takes seconds that other commands need not wait)
+    from gracestream.pipeline.history import diff_history  # noqa: PLC0415  (importing torch takes seconds)
 
-    found = diff_history(connect(kafka=kafka, prefix=prefix), *points)
+    difference = diff_history(connect(kafka=kafka, prefix=prefix), *points)
     if as_json:
-        print_json(msgspec.to_builtins(found))
+        print_json(msgspec.to_builtins(difference))
         return
-    fold = [Column(name, overflow="fold") for name in ("inputs", "answer before", "answer after", "feedback")]
-    title = pluralize(len(found.inputs), "input is answered otherwise", "inputs are answered otherwise")
-    table = Table(*fold, title=title)
-    for change in found.inputs:
+    columns = [Column(name, overflow="fold") for name in ("inputs", "answer before", "answer after", "feedback")]
+    title = pluralize(len(difference.inputs), "input has another answer", "inputs have another answer")
+    table = Table(*columns, title=title)
+    for change in difference.inputs:
         answers = (change.before or "(the model's own)", change.after or "(the model's own)")
         table.add_row(*map(plain_cell, (change.inputs, *answers, change.feedback_id)))
     print_table(table)
-    if found.exceptions:
+    if difference.exceptions:
         table = Table(*(Column(name, overflow="fold") for name in ("inputs", "exception", "feedback")))
-        for one in found.exceptions:
-            what = f"{'not answered' if one.excepted else 'may be answered again'} by {one.except_from}"
-            table.add_row(*map(plain_cell, (one.inputs, what, one.feedback_id)))
+        for exception in difference.exceptions:
+            change_text = (
+                f"{'not answered' if exception.excepted else 'may be answered again'} by {exception.except_from}"
+            )
+            table.add_row(*map(plain_cell, (exception.inputs, change_text, exception.feedback_id)))
         print_table(table)
-    title = pluralize(len(found.entries), "entry differs", "entries differ")
+    title = pluralize(len(difference.entries), "entry differs", "entries differ")
     table = Table(Column("entry", overflow="fold"), "what", title=title)
-    for entry_id, what in found.entries.items():
-        table.add_row(plain_cell(entry_id), plain_cell(what))
+    for entry_id, change_text in difference.entries.items():
+        table.add_row(plain_cell(entry_id), plain_cell(change_text))
     print_table(table)
 
 
 def corrections(
-    seq: Annotated[int | None, typer.Option(min=0, help="Those that held after this delta; else now.")] = None,
+    seq: Annotated[
+        int | None, typer.Option(min=0, help="The corrections in force after this delta; default: now.")
+    ] = None,
     kafka: KafkaOption = None,
     prefix: PrefixOption = None,
 ) -> None:
-    """Print the corrections in force, oldest first, as the JSON lines that `correct` takes: for another model or layer.
+    """Print the corrections in force, oldest first, as JSON lines for `correct`, such as for another model or layer.
 
-    Exceptions from them are printed, too. Those that were undone or corrected again are left out. A signed one is
-    printed as it was sent, byte for byte: its signature is good where the codebook has the same name.
+    Exceptions from them are printed, too. Undone and superseded corrections are left out. A signed correction is
+    printed as it was sent, byte for byte: its signature is valid for a codebook of the same name.
     Example: gracestream corrections --prefix old- | gracestream correct --prefix new-
     """
-    from gracestream.pipeline.history import iter_active_corrections  # noqa: PLC0415  (torch takes seconds)
+    from gracestream.pipeline.history import iter_active_corrections  # noqa: PLC0415  (importing torch takes seconds)
 
     for record in iter_active_corrections(connect(kafka=kafka, prefix=prefix), seq):
         feedback = decode(record, Feedback)
@@ -198,7 +204,11 @@ def corrections(
 
 
 def _reproduce(settings: Settings, records: list[bytes]) -> tuple[Codebook, list[bytes], dict[str, Any]]:
-    """The codebook that training anew gives, its records, and how they compare."""
+    """Decide and train again; return the resulting codebook, its records, and the comparison with the recorded ones.
+
+    Raises:
+        LayerError: the model has no such layer as the history's.
+    """
     from gracestream.pipeline.editing import describe_environment  # noqa: PLC0415
     from gracestream.pipeline.history import ReproductionRun  # noqa: PLC0415
     from gracestream.pipeline.model import LayerError  # noqa: PLC0415
@@ -210,34 +220,39 @@ def _reproduce(settings: Settings, records: list[bytes]) -> tuple[Codebook, list
         model = load_model(settings)
     except LayerError as error:
         raise LayerError(
-            f"the history is of a model with a layer {lead.layer!r}; set --model as it was: {error}"
+            f"the history belongs to a model with a layer {lead.layer!r}; set --model to that model: {error}"
         ) from error
     history = KafkaHistory(settings)
-    fruitless = list(history.no_change_decisions())  # before the feedback: all of theirs is there then
-    retraining = ReproductionRun(
-        model, history.feedback_since(0), lambda plan: describe_environment(model, plan), fruitless
+    no_change_decisions = list(
+        history.no_change_decisions()
+    )  # before the feedback, so that the feedback of each is read
+    run = ReproductionRun(
+        model, history.feedback_since(0), lambda plan: describe_environment(model, plan), no_change_decisions
     )
-    shown = stderr_console.is_terminal
-    tracked = track(records, "deciding and training anew", console=stderr_console, transient=True, disable=not shown)
-    if all(map(retraining.reproduce, tracked)):
-        retraining.finish_seq()
-    assert retraining.codebook is not None
-    return retraining.codebook, retraining.records, msgspec.to_builtins(retraining.report)
+    is_terminal = stderr_console.is_terminal
+    tracked = track(
+        records, "deciding and training again", console=stderr_console, transient=True, disable=not is_terminal
+    )
+    if all(map(run.reproduce, tracked)):
+        run.finish_seq()
+    assert run.codebook is not None
+    return run.codebook, run.records, msgspec.to_builtins(run.report)
 
 
 def _with_recorded_settings(lead: Delta, settings: Settings) -> Settings:
-    """The settings, with the layer and the queries of a history where they are not set."""
-    found: dict[str, str] = {}
+    """The settings; if layer or query are not set, with those of the history's lead delta."""
+    recorded: dict[str, str] = {}
     if "layer" not in settings.model_fields_set:
-        found["layer"] = lead.layer
+        recorded["layer"] = lead.layer
     if settings.query == "auto" and (query := read_query_setting(lead)) is not None:
-        found["query"] = query
-    return settings.model_copy(update=found)
+        recorded["query"] = query
+    return settings.model_copy(update=recorded)
 
 
 def _copy_to_branch(
     settings: Settings, prefix: str, codebook: str, records: list[bytes], replication: int | None
 ) -> str:
+    """Copy the records to topics with this prefix; return the digest of the copy."""
     from gracestream.pipeline.history import branch_history  # noqa: PLC0415
 
     target = load_settings(kafka=settings.kafka, prefix=prefix, codebook=codebook)
@@ -251,7 +266,11 @@ def _parse_point(text: str) -> int | datetime:
 
 
 def _parse_time(text: str, problem: str) -> datetime:
-    """Raises typer.BadParameter where it is none: what is given `problem`."""
+    """A time in ISO 8601; UTC unless it has a zone.
+
+    Raises:
+        typer.BadParameter: the text is not a time; `problem` describes it in the message.
+    """
     try:
         time = datetime.fromisoformat(text)
     except ValueError as error:
@@ -260,17 +279,17 @@ def _parse_time(text: str, problem: str) -> datetime:
 
 
 def _step_row(step: HistoryStep, *, full: bool) -> list[list[str]]:
-    """The lines of each cell."""
-    entries = (f"{entry_id} {what}" for entry_id, what in step.entries.items())
-    whose = "" if step.feedback_id is None else step.feedback_id + (f" by {step.author}" if step.author else "")
+    """The lines of each cell of a delta's row, in the order of `INSPECT_COLUMNS`."""
+    entries = (f"{entry_id} {change}" for entry_id, change in step.entries.items())
+    feedback = "" if step.feedback_id is None else step.feedback_id + (f" by {step.author}" if step.author else "")
     inputs = f"(undoes {', '.join(step.undoes)})" if step.undoes else step.inputs or ""
-    asked = [escape_unprintable(text) if full else shorten(text) for text in (inputs, step.target or "")]
-    told = [
+    prompt_and_target = [escape_unprintable(text) if full else shorten(text) for text in (inputs, step.target or "")]
+    cells = [
         str(step.seq),
         str(step.term),
         format_time(step.timestamp),
         step.outcome or step.op,
-        escape_unprintable(whose),
-        *asked,
+        escape_unprintable(feedback),
+        *prompt_and_target,
     ]
-    return [*([text] for text in told), list(map(escape_unprintable, entries))]
+    return [*([text] for text in cells), list(map(escape_unprintable, entries))]

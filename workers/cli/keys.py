@@ -1,4 +1,4 @@
-"""`keys new` and `keys sign`: who a correction comes from."""
+"""`keys new` and `keys sign`: making an author's key, and signing feedback."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from gracestream.schemas.deltas import DEFAULT_ROLES
 from gracestream.schemas.messages import Id, InvalidMessage
 from gracestream.workers.cli.common import CodebookOption, LinesArgument, read_json_lines, stderr_console
 
-AuthorOption = Annotated[str, typer.Option("--author", help="The author's name, as in the list of authors.")]
+AuthorOption = Annotated[str, typer.Option("--author", help="Name of the author, as in the list of authors.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -29,13 +29,11 @@ def register(app: typer.Typer) -> None:
 
 def new_key(
     author: AuthorOption,
-    output: Annotated[Path, typer.Option(help="The file of the private key, which must not exist yet.")] = Path(
-        "key.pem"
-    ),
+    output: Annotated[Path, typer.Option(help="New file for the private key; it must not exist.")] = Path("key.pem"),
 ) -> None:
     """Make a private key in a new file, and print its author's line for the list of authors (GRACESTREAM_AUTHORS).
 
-    The line has the roles `propose` and `undo_own`; `undo_any` lets an author take back the feedback of others.
+    The line has the roles `propose` and `undo_own`; `undo_any` lets an author undo the feedback of others.
     Example: gracestream keys new --author ann --output ann.pem >> authors.toml
     """
     try:
@@ -43,27 +41,27 @@ def new_key(
     except msgspec.ValidationError as error:
         raise typer.BadParameter(f"--author {author!r}: {error}") from error
     key = create_key_file(output)
-    stderr_console.print(f"the private key is in {output}; keep it to yourself")
-    name, roles = (json.dumps(one, ensure_ascii=False) for one in (author, DEFAULT_ROLES))
+    stderr_console.print(f"the private key is in {output}; keep it secret")
+    name, roles = (json.dumps(value, ensure_ascii=False) for value in (author, DEFAULT_ROLES))
     print(f'{name} = {{ keys = ["{encode_public_key(key.public_key())}"], roles = {roles} }}')
 
 
 def sign_feedback(
-    key: Annotated[Path, typer.Argument(help="The file of the private key.")],
+    key: Annotated[Path, typer.Argument(help="File of the private key.")],
     author: AuthorOption,
     lines: LinesArgument = Path("-"),
     codebook: CodebookOption = None,
 ) -> None:
-    """Sign feedback: JSON lines as `correct` takes them, printed with author and signature; a missing id is made up.
+    """Sign feedback: JSON lines as for `correct`, printed with author and signature; a missing id is generated.
 
-    A signature is good for one codebook.
+    A signature is valid for one codebook.
     Example: gracestream keys sign ann.pem --author ann < corrections.jsonl | gracestream correct
     """
-    private, settings = read_key_file(key), load_settings(codebook=codebook)
-    signed = []
+    private_key, settings = read_key_file(key), load_settings(codebook=codebook)
+    signed = []  # all lines are signed before the first is printed: a wrong line prints nothing
     for number, fields in read_json_lines(lines):
         try:
-            signed.append(sign(feedback_to_sign(fields, author), private, settings.codebook))
+            signed.append(sign(feedback_to_sign(fields, author), private_key, settings.codebook))
         except InvalidMessage as error:
             raise typer.BadParameter(f"{lines}, line {number}: {error}") from error
     for record in signed:

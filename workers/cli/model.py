@@ -1,4 +1,4 @@
-"""`layers` and `calibrate`: which layer to wrap, and how far a radius should reach."""
+"""`prepare`, `layers` and `calibrate`: building a known model, and choosing the layer and the radius."""
 
 from pathlib import Path
 from typing import Annotated
@@ -28,9 +28,9 @@ def register(app: typer.Typer) -> None:
 
 
 def prepare(
-    name: Annotated[str, typer.Argument(help="smollm2, intent, or, with GRACESTREAM_DATA, scotus or t5.")],
+    name: Annotated[str, typer.Argument(help="smollm2 or intent; with GRACESTREAM_DATA also scotus or t5.")],
 ) -> None:
-    """Build a model that is known by name, and print its folder. Whatever needs the model does this too.
+    """Build a model that is known by name, and print its folder. Every command that needs the model does this, too.
 
     Example: gracestream prepare scotus
     """
@@ -40,20 +40,20 @@ def prepare(
 
 
 def layers(model: ModelOption = None, as_json: JsonOption = False) -> None:
-    """List the layers of a model that can be wrapped; * stands for the number of a block.
+    """List the layers of a model that can be wrapped; * stands for a block's number.
 
     Example: gracestream layers --model smollm2
     """
-    from gracestream.pipeline.model import linear_layers  # noqa: PLC0415  (torch takes seconds that other commands need not wait)
+    from gracestream.pipeline.model import linear_layers  # noqa: PLC0415  (importing torch takes seconds)
     from gracestream.workers.bootstrap import load_base_model  # noqa: PLC0415
 
-    found = linear_layers(load_base_model(load_settings(model=model)))
+    layer_list = linear_layers(load_base_model(load_settings(model=model)))
     if as_json:
-        for layer in found:
+        for layer in layer_list:
             print_json(msgspec.to_builtins(layer))
         return
     table = Table("layer", "blocks", "kind", "weight")
-    for layer in found:
+    for layer in layer_list:
         table.add_row(layer.path, f"0 … {layer.count - 1}", layer.kind, "x".join(map(str, layer.shape)))
     print_table(table)
 
@@ -64,27 +64,29 @@ def calibrate(
     layer: Annotated[list[str] | None, typer.Option("--layer", help="A layer to measure; may be repeated.")] = None,
     model: ModelOption = None,
     as_json: JsonOption = False,
-    auto: Annotated[bool, typer.Option("--auto", help="Make trial edits, and print the settings to use.")] = False,
-    trials: Annotated[int, typer.Option(min=1, help="With --auto: requests to correct, at most.")] = 12,
+    auto: Annotated[bool, typer.Option("--auto", help="Make trial edits, and print settings to use.")] = False,
+    trials: Annotated[int, typer.Option(min=1, help="With --auto: largest number of trial edits.")] = 12,
     false_positives: Annotated[
-        float, typer.Option(min=0, max=1, help="With --auto: the share of other requests that edits may capture.")
+        float, typer.Option(min=0, max=1, help="With --auto: share of other requests that edits may capture.")
     ] = 0.05,
-    minutes: Annotated[float, typer.Option(min=0, help="With --auto: stop after so long, with what was found.")] = 20,
+    minutes: Annotated[
+        float, typer.Option(min=0, help="With --auto: stop after this time, with the results so far.")
+    ] = 20,
     plot: Annotated[
-        Path | None, typer.Option(help="With --auto: draw reach against false positives into this file.")
+        Path | None, typer.Option(help="With --auto: plot reach against false positives into this file.")
     ] = None,
 ) -> None:
     """Measure the scale of layers on requests, and how well rephrases separate from other traffic.
 
-    Each line is a text or an object with `inputs` and, where there is one, `rephrase`: other words for the same. With
-    --auto it may have a `target`, too. Trial edits are made then at several layers, with several kinds of query and
-    radii, on this machine alone; the command reports what they reach, and prints the settings to use. It ends with
-    status 1 if no settings will do, and says why. Ctrl-C shows what was found so far.
+    Each line is a text or an object with `inputs` and an optional `rephrase`, which asks the same in other words. With
+    --auto it may have a `target`, too. The command then makes trial edits at several layers, with several kinds of
+    query and radii, on this machine alone; it reports their reach, and prints the settings to use. It ends with status
+    1 if no settings are good enough, and gives the reason. Ctrl-C shows the results so far.
     Example: gracestream calibrate requests.jsonl --layer 'model.layers[20].mlp.up_proj'
     Example: gracestream calibrate requests.jsonl --auto --plot reach.svg
     """
     if auto:
-        from gracestream.workers.cli.trials import find_settings  # noqa: PLC0415  (torch takes seconds)
+        from gracestream.workers.cli.trials import find_settings  # noqa: PLC0415  (importing torch takes seconds)
 
         find_settings(lines, layer or [], model, trials, false_positives, minutes, plot, as_json=as_json)
         return
@@ -93,15 +95,23 @@ def calibrate(
 
 
 def _require_auto(context: typer.Context) -> None:
-    """Raises typer.BadParameter where an option is given that only `--auto` has a use for."""
+    """Check that no option of `--auto` is given without it.
+
+    Raises:
+        typer.BadParameter: one is.
+    """
     for name in ("trials", "false_positives", "minutes", "plot"):
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
-            raise typer.BadParameter(f"--{name.replace('_', '-')} has a use with --auto only; add --auto")
+            raise typer.BadParameter(f"--{name.replace('_', '-')} needs --auto; add --auto")
 
 
 def _calibrate_layers(lines: Path, layer: list[str] | None, model: str | None, *, as_json: bool) -> None:
-    """Measure the layers without any edit."""
+    """Measure the layers without edits, and print the table.
+
+    Raises:
+        typer.BadParameter: a line is not a sample, or several layers would share an encoder's queries.
+    """
     from gracestream.pipeline.editing import LabelledRequest, calibrate_layer  # noqa: PLC0415
     from gracestream.workers.bootstrap import load_model, settings_use_encoder  # noqa: PLC0415
 
@@ -114,8 +124,8 @@ def _calibrate_layers(lines: Path, layer: list[str] | None, model: str | None, *
     measured = []
     if layer and len(layer) > 1 and settings_use_encoder(load_settings(model=model)):
         raise typer.BadParameter(
-            "an encoder makes the queries, the same for all layers: name one, or set GRACESTREAM_QUERY=last to compare"
-            " layers"
+            "an encoder makes the queries, so they are equal for all layers: name one layer, or set"
+            " GRACESTREAM_QUERY=last to compare layers"
         )
     for settings in [load_settings(model=model, layer=path) for path in layer or (None,)]:
         loaded = load_model(settings)
@@ -138,7 +148,8 @@ def _calibrate_layers(lines: Path, layer: list[str] | None, model: str | None, *
     print_table(table)
     stdout_console.print(
         f"{pluralize(len(samples), 'input', 'inputs')}."
-        " 'median' is the distance of an input to its nearest other one: the unit of radii."
-        " 'reached' are the rephrases inside their own input's ball at the best radius (last column, in medians), with"
-        " every ball kept at most 0.8 of the way to the nearest other input. 'noise' is what batches and padding do."
+        " 'median' is the median distance of an input to its nearest other input: the unit of radii."
+        " 'reached' is the share of rephrases within their own input's radius at the best radius (last column, in"
+        " medians), where no radius is more than 0.8 of the distance to the nearest other input. 'noise' is the"
+        " numerical tolerance: the effect of batches and padding on a query."
     )

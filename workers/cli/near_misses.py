@@ -1,4 +1,4 @@
-"""`near-misses`: what entries might have answered and did not."""
+"""`near-misses`: listing requests that an entry might have answered, and making feedback from them."""
 
 from collections.abc import Mapping
 from typing import Annotated
@@ -26,11 +26,11 @@ from gracestream.workers.cli.common import (
 )
 
 MAX_NEAR_MISSES = 10_000
-"""Near misses that are listed or searched at most, the newest."""
+"""Largest number of near misses that are listed or searched, the newest first."""
 
-SAME_HELP = "Print corrections that give the prompts of these requests the entry's target; may be repeated."
+SAME_HELP = "Print a correction with the entry's target for this request; may be repeated."
 
-EXCEPT_HELP = "Print exceptions that keep the entry from answering the prompts of these requests; may be repeated."
+EXCEPT_HELP = "Print an exception that keeps the entry from answering this request; may be repeated."
 
 
 def register(app: typer.Typer) -> None:
@@ -39,77 +39,94 @@ def register(app: typer.Typer) -> None:
 
 
 def near_misses(
-    entry: Annotated[str | None, typer.Argument(help="Only those of this entry.")] = None,
-    limit: Annotated[int, typer.Option("--limit", min=1, max=MAX_NEAR_MISSES, help="So many, the newest.")] = 50,
+    entry: Annotated[str | None, typer.Argument(help="Only near misses of this entry.")] = None,
+    limit: Annotated[
+        int, typer.Option("--limit", min=1, max=MAX_NEAR_MISSES, help="Number of near misses, the newest.")
+    ] = 50,
     same: Annotated[list[str] | None, typer.Option("--same", metavar="REQUEST", help=SAME_HELP)] = None,
     excepted: Annotated[list[str] | None, typer.Option("--except", metavar="REQUEST", help=EXCEPT_HELP)] = None,
     as_json: JsonOption = False,
     kafka: KafkaOption = None,
     prefix: PrefixOption = None,
 ) -> None:
-    """List requests that an entry might have answered and the unedited model did, newest first.
+    """List requests that an entry might have answered but the unedited model did, newest first.
 
-    The reason `answer`: the prompt is within the entry's radius, but the entry did not give its target there. Another
+    The reason `answer`: the prompt is within the entry's radius, but the entry did not produce its target. Any other
     reason names the words by which the prompt asks for something else.
-    With --same it prints the correction of each request that asks for the same, which gives its prompt a key.
-    With --except it prints an exception for each request that asks for something else: a near miss, or one that an
-    entry answered. The entry's edit answers that prompt no more.
+    With --same the command prints a correction for each request that asks for the same, which gives its prompt a key.
+    With --except it prints an exception for each request that asks for something else: a near miss, or a request that
+    an entry answered. Once it is sent, the entry's edit no longer answers this prompt.
     Example: gracestream near-misses --same REQUEST | gracestream correct
     """
     settings = connect(kafka=kafka, prefix=prefix)
     if same or excepted:
         _print_feedback(settings, same or [], excepted or [], entry)
         return
-    listed = missed_requests(settings, limit, entry)
+    near_miss_list = missed_requests(settings, limit, entry)
     if as_json:
-        for missed in listed:
-            print_json(msgspec.to_builtins(missed))
+        for near_miss in near_miss_list:
+            print_json(msgspec.to_builtins(near_miss))
         return
-    if not listed:
-        stderr_console.print("there is no near miss" if entry is None else "there is no near miss of this entry")
+    if not near_miss_list:
+        stderr_console.print("there are no near misses" if entry is None else "there are no near misses of this entry")
         return
     folded = [Column(name, overflow="fold") for name in ("request", "entry", "reason")]
     table = Table("time", *folded, "distance", "radius", "inputs", "answer", "target")
-    for missed in listed:
-        inputs = "(no longer in the topic)" if missed.inputs is None else shorten(to_display_text(missed.inputs))
-        near = (f"{missed.distance:.4g}", f"{missed.radius:.4g}")
-        names = (format_time(missed.timestamp), missed.request_id, missed.entry_id, missed.detail or missed.reason)
-        table.add_row(*map(plain_cell, (*names, *near, inputs, shorten(missed.answer), shorten(missed.target))))
+    for near_miss in near_miss_list:
+        inputs = "(no longer in the topic)" if near_miss.inputs is None else shorten(to_display_text(near_miss.inputs))
+        distances = (f"{near_miss.distance:.4g}", f"{near_miss.radius:.4g}")
+        names = (
+            format_time(near_miss.timestamp),
+            near_miss.request_id,
+            near_miss.entry_id,
+            near_miss.detail or near_miss.reason,
+        )
+        table.add_row(
+            *map(plain_cell, (*names, *distances, inputs, shorten(near_miss.answer), shorten(near_miss.target)))
+        )
     print_table(table)
 
 
 def _print_feedback(settings: Settings, same: list[str], excepted: list[str], entry: str | None) -> None:
-    """The lines that `correct` takes, once there is one for each request."""
-    found = {missed.request_id: missed for missed in missed_requests(settings, MAX_NEAR_MISSES, entry)} if same else {}
-    served = find_matched_requests(settings, excepted) if excepted else {}
-    lines = [_correction_fields(found, request_id) for request_id in same]
-    for line in [*lines, *(_exception_fields(served, request_id) for request_id in excepted)]:
+    """Print feedback for `correct`: a correction for each request of `same`, an exception for each of `excepted`.
+
+    Raises:
+        UserError: there is no feedback for a request; then nothing is printed.
+    """
+    near_miss_requests = (
+        {near_miss.request_id: near_miss for near_miss in missed_requests(settings, MAX_NEAR_MISSES, entry)}
+        if same
+        else {}
+    )
+    matched_requests = find_matched_requests(settings, excepted) if excepted else {}
+    lines = [_correction_fields(near_miss_requests, request_id) for request_id in same]
+    for line in [*lines, *(_exception_fields(matched_requests, request_id) for request_id in excepted)]:
         print_json(line)
 
 
 def _exception_fields(matched_requests: Mapping[str, MatchedRequest], request_id: str) -> dict[str, object]:
-    served = matched_requests.get(request_id)
-    if served is None:
+    matched = matched_requests.get(request_id)
+    if matched is None:
         raise UserError(
-            f"no entry answered request {request_id!r}, and it is no near miss, as far as `predictions` tells;"
+            f"no entry answered request {request_id!r}, and it is not a near miss, as far as `predictions` shows;"
             " list near misses without --except"
         )
-    if served.inputs is None:
+    if matched.inputs is None:
         raise UserError(f"the inputs of request {request_id!r} are no longer in the topic `requests`")
-    inputs = msgspec.to_builtins(served.inputs)
-    return {"inputs": inputs, "except_from": served.entry_id, "request_id": request_id}
+    inputs = msgspec.to_builtins(matched.inputs)
+    return {"inputs": inputs, "except_from": matched.entry_id, "request_id": request_id}
 
 
 def _correction_fields(near_miss_requests: Mapping[str, NearMissRequest], request_id: str) -> dict[str, object]:
-    missed = near_miss_requests.get(request_id)
-    if missed is None:
+    near_miss = near_miss_requests.get(request_id)
+    if near_miss is None:
         raise UserError(
-            f"request {request_id!r} is no near miss among the newest {MAX_NEAR_MISSES}; list them without --same"
+            f"request {request_id!r} is not among the newest {MAX_NEAR_MISSES} near misses; list them without --same"
         )
-    if missed.inputs is None:
+    if near_miss.inputs is None:
         raise UserError(f"the inputs of request {request_id!r} are no longer in the topic `requests`")
-    if not missed.target:
+    if not near_miss.target:
         raise UserError(
             f"the prediction of request {request_id!r} does not name the entry's target: write a correction"
         )
-    return {"inputs": msgspec.to_builtins(missed.inputs), "target": missed.target, "request_id": request_id}
+    return {"inputs": msgspec.to_builtins(near_miss.inputs), "target": near_miss.target, "request_id": request_id}

@@ -1,6 +1,6 @@
-"""Sending requests or feedback, and showing what becomes of them in the order in which they were given.
+"""Sending requests or feedback, and showing their replies in the order of the messages.
 
-At a terminal that is a table, with what was sent beside each reply; elsewhere one JSON line for each reply, whole.
+A terminal gets a table of messages and replies; any other output gets one JSON line with each complete reply.
 """
 
 import sys
@@ -20,7 +20,10 @@ from gracestream.schemas.messages import Feedback, Outcome, Prediction, Request,
 from gracestream.workers.cli.common import plain_cell, print_json, print_table, stderr_console
 
 SentMessage = Request | Feedback | SignedFeedback
+"""A message that gets a reply."""
+
 R = TypeVar("R", Prediction, Outcome)
+"""A kind of reply."""
 
 
 def send_and_wait(
@@ -32,12 +35,18 @@ def send_and_wait(
     timeout: float,
     as_json: bool,
 ) -> None:
-    """Send messages, each of an id of its own, and show the replies.
+    """Send messages with distinct ids, and show the replies.
 
-    Exit status 1 where one is missing, an error or a rejection.
+    Args:
+        settings: The settings of the deployment.
+        messages: The messages.
+        open_replies: Opens the topic of the replies; it is opened before the messages are sent, so none is missed.
+        wait: Wait for the replies and show them.
+        timeout: Seconds to wait for the next reply.
+        as_json: Print JSON lines at a terminal, too.
 
     Raises:
-        typer.Exit: with that status.
+        typer.Exit: with status 1: a reply is missing, an error or a rejection.
     """
     if not messages:
         stderr_console.print("there were no lines, so nothing was sent")
@@ -52,19 +61,19 @@ def send_and_wait(
         with open_replies(client) as replies:
             client.send(messages)
             if as_json or not sys.stdout.isatty():
-                came = _print_replies(replies, ids, timeout)
+                received = _print_replies(replies, ids, timeout)
             else:
                 with stderr_console.status(f"waiting for {len(ids)}"):
-                    came = replies.wait(ids, timeout)
-                print_table(_replies_table(messages, came))
+                    received = replies.wait(ids, timeout)
+                print_table(_replies_table(messages, received))
     finally:
         client.close()
-    missing, failed = len(ids) - len(came), sum(map(_is_failure, came.values()))
+    missing, failed = len(ids) - len(received), sum(map(_is_failure, received.values()))
     if missing:
         worker = "a replica" if isinstance(messages[0], Request) else "an editor"
         stderr_console.print(
-            f"{missing} of {len(ids)} got no reply in {timeout:g} s; see whether {worker} runs with this --prefix, or"
-            " raise --timeout"
+            f"{missing} of {len(ids)} got no reply within {timeout:g} s; check that {worker} runs with this --prefix,"
+            " or raise --timeout"
         )
     if failed:
         stderr_console.print(
@@ -75,25 +84,28 @@ def send_and_wait(
 
 
 def _print_replies(replies: ReplyCollector[R], ids: Sequence[str], timeout: float) -> dict[str, R]:
-    """Replies as JSON lines in the order of their ids: each once those before it have come, or nothing more comes."""
-    waiting, came = deque(ids), dict[str, R]()
+    """Print replies as JSON lines in the order of `ids`; return them by id.
 
-    def take(reply: R) -> None:
-        came[message_id(reply)] = reply
-        while waiting and waiting[0] in came:
-            print_json(msgspec.to_builtins(came[waiting.popleft()]))
+    A reply is printed as soon as all replies before it are printed. The others follow when waiting ends.
+    """
+    waiting, received = deque(ids), dict[str, R]()
+
+    def on_reply(reply: R) -> None:
+        received[message_id(reply)] = reply
+        while waiting and waiting[0] in received:
+            print_json(msgspec.to_builtins(received[waiting.popleft()]))
 
     try:
-        replies.wait(ids, timeout, take)
+        replies.wait(ids, timeout, on_reply)
     finally:
         for name in waiting:
-            if name in came:
-                print_json(msgspec.to_builtins(came[name]))
-    return came
+            if name in received:
+                print_json(msgspec.to_builtins(received[name]))
+    return received
 
 
 def message_id(message: SentMessage | Prediction | Outcome) -> str:
-    """What a message and its reply have in common."""
+    """The id that a message and its reply share."""
     return message.request_id if isinstance(message, Request | Prediction) else message.feedback_id
 
 
@@ -102,7 +114,7 @@ def _is_failure(reply: Prediction | Outcome) -> bool:
 
 
 def _replies_table(messages: Sequence[SentMessage], replies: Mapping[str, Prediction | Outcome]) -> Table:
-    """Each message, and what became of it; the columns are what there is to say of any of them."""
+    """The table of messages and replies; it has every column that at least one row fills."""
     rows = []
     for message in messages:
         sent = decode(message.record, Feedback) if isinstance(message, SignedFeedback) else message
@@ -119,20 +131,22 @@ def _describe_sent(sent: Request | Feedback) -> dict[str, str]:
     if isinstance(sent, Request):
         return {"inputs": to_display_text(sent.inputs), "answer": "no reply"}
     if sent.undo is not UNSET:
-        told = {"takes back": sent.undo}
+        fields = {"undoes": sent.undo}
     elif sent.undo_author is not UNSET:
-        told = {"takes back": f"all by {sent.undo_author}"}
+        fields = {"undoes": f"all by {sent.undo_author}"}
     elif sent.except_from is not UNSET:
-        told = {"inputs": to_display_text(sent.inputs or ""), "except from": sent.except_from}
+        fields = {"inputs": to_display_text(sent.inputs or ""), "except from": sent.except_from}
     else:
-        told = {"inputs": to_display_text(sent.inputs or ""), "target": sent.target or ""}
-    return {**told, "feedback": sent.feedback_id, "outcome": "no reply"}
+        fields = {"inputs": to_display_text(sent.inputs or ""), "target": sent.target or ""}
+    return {**fields, "feedback": sent.feedback_id, "outcome": "no reply"}
 
 
 def _describe_reply(reply: Prediction | Outcome) -> dict[str, str]:
     if isinstance(reply, Outcome):
         outcome = reply.status if reply.reason is UNSET else f"{reply.status}: {reply.reason}"
-        left_out = "; ".join(f"rephrase {one.rephrase} is left out: {one.reason}" for one in reply.left_out)
+        left_out = "; ".join(
+            f"rephrase {rejected.rephrase} is left out: {rejected.reason}" for rejected in reply.left_out
+        )
         outcome = f"{outcome}; {left_out}" if left_out else outcome
         return {"outcome": outcome, **({} if reply.seq is UNSET else {"delta": str(reply.seq)})}
     if reply.outputs is UNSET:

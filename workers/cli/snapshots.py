@@ -1,4 +1,4 @@
-"""`snapshot`: write one on demand."""
+"""`snapshot`: writing a snapshot on demand."""
 
 from typing import Annotated
 
@@ -24,19 +24,19 @@ def register(app: typer.Typer) -> None:
 
 
 def snapshot(
-    seq: Annotated[int | None, typer.Option(min=1, help="As of this delta; else of all.")] = None,
+    seq: Annotated[int | None, typer.Option(min=1, help="The codebook after this delta; default: the newest.")] = None,
     as_json: JsonOption = False,
     kafka: KafkaOption = None,
     prefix: PrefixOption = None,
 ) -> None:
-    """Fold `deltas`, checking every digest, and write a snapshot to GRACESTREAM_SNAPSHOT_URL for starting replicas.
+    """Replay `deltas`, checking every digest, and write a snapshot to GRACESTREAM_SNAPSHOT_URL for starting replicas.
 
     Needs no model and no editor. Example: gracestream snapshot --seq 41
     """
     settings = connect(kafka=kafka, prefix=prefix)
     if not settings.snapshot_url:
         raise SnapshotError("there is nowhere to write to; set GRACESTREAM_SNAPSHOT_URL to a folder or a URL")
-    folded = replay_with_offset(settings, seq)
-    if folded is None:
+    replayed = replay_with_offset(settings, seq)
+    if replayed is None:
         raise UserError(NO_DELTAS_MESSAGE)
-    print_fields(msgspec.to_builtins(write_snapshot(settings, folded)), as_json=as_json)
+    print_fields(msgspec.to_builtins(write_snapshot(settings, replayed)), as_json=as_json)

@@ -1,4 +1,4 @@
-"""`up` and `demo`: the whole system on this machine."""
+"""`up` and `demo`: running the whole system on this machine."""
 
 import signal
 from contextlib import suppress
@@ -39,24 +39,30 @@ def up(
     prefix: PrefixOption = None,
     port: Annotated[
         int | None,
-        typer.Option(min=1, max=65_400, help="Of Kafka; Redis, the editor and the replicas have those after it."),
+        typer.Option(min=1, max=65_400, help="Port of Kafka; Redis, the editor and the replicas get the next ports."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Start Kafka, Redis, an editor and replicas, keep them running until Ctrl-C, and report each that ends early.
 
-    Kafka and Redis come from GRACESTREAM_KAFKA and GRACESTREAM_REDIS, else from Docker, else they run locally. The
-    model, its layer, the list of authors and the ports are checked before anything starts. Without --port each keeps
-    the port that it had in the last run with the same --data.
+    Kafka and Redis come from GRACESTREAM_KAFKA and GRACESTREAM_REDIS, or from Docker, or they run locally. The model,
+    its layer, the list of authors and the ports are checked before anything starts. Without --port each process keeps
+    its port of the last run with the same --data.
     Example: gracestream up --replicas 3 --model smollm2 --port 9092
     """
     from gracestream.deploy.local.stack import running_stack  # noqa: PLC0415
 
     _interrupt_on_sigterm()
-    chosen = {"model": model, "layer": layer, "prefix": prefix}
-    most = max(DEFAULT_PARTITIONS, replicas)
+    overrides = {"model": model, "layer": layer, "prefix": prefix}
+    partitions = max(DEFAULT_PARTITIONS, replicas)
     with running_stack(
-        data, replicas=replicas, partitions=most, port=port, check=_check_model, report=stderr_console.print, **chosen
+        data,
+        replicas=replicas,
+        partitions=partitions,
+        port=port,
+        check=_check_model,
+        report=stderr_console.print,
+        **overrides,
     ) as stack:
         endpoints = stack.endpoints()
         if as_json:
@@ -81,13 +87,13 @@ def demo(
     model: Annotated[str, typer.Option("--model", help="smollm2 or intent.")] = "smollm2",
     data: DataOption = Path(".gracestream/demo"),
 ) -> None:
-    """Tell the whole story on this machine: wrong answers, corrections, both replicas right, a crash, a replay.
+    """Show the whole system on this machine: wrong answers, corrections, right answers, a crash, a replay.
 
     Example: gracestream demo --model intent
     """
     from gracestream.deploy.demo.cases import load_script  # noqa: PLC0415
 
-    load_script(model)  # a model that has no story is told before the rest is loaded, which takes a while
+    load_script(model)  # fails for a model without a story, before the slow imports
     from gracestream.deploy.demo.story import run_demo  # noqa: PLC0415
 
     _interrupt_on_sigterm()
@@ -95,10 +101,10 @@ def demo(
 
 
 def _check_model(settings: Settings) -> None:
-    """Load the model as a worker does, but on the CPU, where it leaves nothing behind.
+    """Load the model as a worker does, but on the CPU: this process must not hold memory of the workers' GPU.
 
     Raises:
-        ModelError, LayerError: it cannot be loaded, or has no such layer, or there is no such device.
+        ModelError, LayerError: the model cannot be loaded, has no such layer, or the device does not exist.
     """
     from gracestream.pipeline.model import resolve_device  # noqa: PLC0415
     from gracestream.workers.bootstrap import load_model  # noqa: PLC0415
@@ -111,5 +117,5 @@ def _check_model(settings: Settings) -> None:
 
 
 def _interrupt_on_sigterm() -> None:
-    """Let SIGTERM do at any moment what Ctrl-C does: stop everything that was started."""
+    """Make SIGTERM raise KeyboardInterrupt, as Ctrl-C does, so that everything is stopped."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)

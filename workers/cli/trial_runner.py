@@ -1,4 +1,4 @@
-"""Trial edits as settings ask for them: the model, the candidates, and the variables to set afterwards."""
+"""Setting up trial edits from the settings: the model, the combinations to try, and the variables to set afterwards."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -25,29 +25,36 @@ from gracestream.pipeline.tuning.workbench import ENCODER_QUERY, AnswerCache, Lo
 from gracestream.workers.bootstrap import checkpoint_from_settings, edit_config_from_settings, limits_from_settings
 
 TUNED_SETTINGS = frozenset({"layer", "query", "radius", "radius_unit", "scope_radius", "scope_alpha"})
-"""Settings that are chosen here, whatever they were."""
+"""Settings that the trial edits choose; the user's values are ignored."""
 
 FIXED_SETTINGS = (
     "model", "encoder", "replace", "device", "dtype", "max_input_tokens", "max_target_tokens", "policy", "max_radius",
     "expand", "guard", "wording", "traffic", "init", "forms", "max_steps", "learning_rate", "margin",
 )  # fmt: skip
-"""Settings that are given, and that the chosen ones were measured with."""
+"""Settings that stay as the user set them; the measurement depends on them, so they are printed with the choice."""
 
 RADIUS_MULTIPLES = (1.0, 0.5, 1.5, 2.0)
-"""Radii of a layer's queries and of classifiers, in units of the default."""
+"""Radii to try for a layer's queries and for classifiers, as multiples of the default; the default first."""
 
 SCOPE_SETTINGS: tuple[dict[str, Any], ...] = (
     {}, {"scope_alpha": 0.01}, {"scope_alpha": 0.2}, {"radius": 0.6}, {"radius": 0.8},
 )  # fmt: skip
-"""Radii of an encoder's queries of generators: by the scope of each correction, and one for all."""
+"""Radii to try for a generator's encoder queries: a radius for each correction's scope, and one radius for all."""
 
 MIN_ANSWER_TOKENS = SHORT_TARGET_TOKENS + 4
-"""Tokens of an answer, unless a given target is longer: targets that are made here have `SHORT_TARGET_TOKENS` tokens at
-most."""
+"""Smallest limit on the tokens of an answer: made targets have at most `SHORT_TARGET_TOKENS` tokens; 4 more show
+whether the answer goes on."""
 
 
 class TrialRunner:
-    """Trial edits on one model, with the samples of a user."""
+    """Trial edits on one model with a user's samples.
+
+    Attributes:
+        notes: Sentences about everything that was left out.
+        choices: The combinations to try.
+        measurement: Measures them.
+        material: The trials and other texts.
+    """
 
     def __init__(
         self,
@@ -58,18 +65,18 @@ class TrialRunner:
         is_time_up: Callable[[], bool],
         on_step: Callable[[str], object],
     ) -> None:
-        """Load the model and divide the samples; without `layers` some are chosen by rules.
+        """Load the model and divide the samples; without `layers`, candidate layers are tried.
 
         Raises:
             ModelError: the model cannot be loaded.
             WorkbenchError: no layer can be tried.
-            CalibrationError: too few samples.
+            CalibrationError: there are too few samples.
         """
         self.notes: list[str] = []
         self._settings = _without_tuned(settings)
         checkpoint = self._load_checkpoint()
         bench = Workbench.wrap_layers(checkpoint, layers or self._default_layers(settings, checkpoint.module))
-        self.notes += [f"{layer} is left out: {fault}" for layer, fault in bench.layer_errors.items()]
+        self.notes += [f"{layer} is left out: {reason}" for layer, reason in bench.layer_errors.items()]
         requests = UserRequests.from_labelled(samples)
         answers = AnswerCache(bench.task, _max_answer_tokens(bench, requests))
         material = TrialMaterial.from_requests(bench, answers, requests, trials)
@@ -79,14 +86,14 @@ class TrialRunner:
         self.material = material
 
     def environment_variables(self, candidate: TrialResult) -> dict[str, str]:
-        """The environment variables that differ from the defaults, with a candidate's settings."""
+        """The environment variables to set for a combination: its settings and the fixed ones, without defaults."""
         updates = candidate.settings | {"layer": candidate.layer}
-        known = {name: getattr(self._settings, name) for name in FIXED_SETTINGS} | updates
+        values = {name: getattr(self._settings, name) for name in FIXED_SETTINGS} | updates
         if candidate.query != ENCODER_QUERY:
-            known.pop("encoder")
+            values.pop("encoder")
         defaults = {name: field.default for name, field in Settings.model_fields.items()}
         defaults["layer"] = default_layer(self._settings.model)
-        return to_environment_variables({name: value for name, value in known.items() if value != defaults[name]})
+        return to_environment_variables({name: value for name, value in values.items() if value != defaults[name]})
 
     def _load_checkpoint(self) -> LoadedCheckpoint:
         settings = self._settings
@@ -103,7 +110,7 @@ class TrialRunner:
         )
 
     def _load_encoder(self) -> SentenceEncoder | None:
-        """The sentence encoder, where one can be loaded."""
+        """The sentence encoder; None if it cannot be loaded, with a note."""
         settings = self._settings
         try:
             return SentenceEncoder.load(
@@ -114,39 +121,41 @@ class TrialRunner:
             return None
 
     def _default_layers(self, settings: Settings, module: Any) -> list[str]:
-        """The layer that is set or known for this model, and the candidates."""
-        chosen = settings.layer or default_layer(settings.model)
-        return [*([chosen] if chosen else []), *candidate_layers(module)]
+        """The layer that is set, or else the known layer of this model; then the candidates."""
+        first = settings.layer or default_layer(settings.model)
+        return [*([first] if first else []), *candidate_layers(module)]
 
     def _make_choices(self, bench: Workbench) -> list[ConfigChoice]:
-        """All kinds of query with their radii."""
+        """All kinds of query, each with its radii."""
         causal = isinstance(bench.task, CausalGeneration)
         default = (
             ENCODER_QUERY if causal and self._settings.policy != "paper" else bench.task.query
-        )  # as `query` auto has it
+        )  # the kind that GRACESTREAM_QUERY=auto selects
         kinds = dict.fromkeys(kind for models in bench.models.values() for kind in models)
-        made = []
+        choices = []
         for kind in kinds:
             query: dict[str, Any] = {} if kind == default else {"query": kind}
-            scoped = kind == ENCODER_QUERY and not isinstance(bench.task, Classification)
-            for radius in _radius_settings(kind, is_scoped=scoped):
-                changed = {**query, **radius}
-                plan = edit_config_from_settings(
-                    self._settings.model_copy(update=changed), uses_encoder=kind == ENCODER_QUERY
+            is_scoped = kind == ENCODER_QUERY and not isinstance(bench.task, Classification)
+            for radius in _radius_settings(kind, is_scoped=is_scoped):
+                changes = {**query, **radius}
+                config = edit_config_from_settings(
+                    self._settings.model_copy(update=changes), uses_encoder=kind == ENCODER_QUERY
                 )
-                in_words = f"scope {plan.scope_alpha:g}" if scoped and plan.scope_radius else f"{plan.radius:g}"
-                made.append(ConfigChoice(kind, in_words, changed, plan))
-        return made
+                radius_text = (
+                    f"scope {config.scope_alpha:g}" if is_scoped and config.scope_radius else f"{config.radius:g}"
+                )
+                choices.append(ConfigChoice(kind, radius_text, changes, config))
+        return choices
 
 
 def _without_tuned(settings: Settings) -> Settings:
-    """The settings without those that are chosen here."""
+    """The settings with the tuned ones at their defaults, as if the user had not set them."""
     kept = {name: getattr(settings, name) for name in settings.model_fields_set - TUNED_SETTINGS}
     return Settings.model_construct(_fields_set=set(kept), **kept)
 
 
 def _max_answer_tokens(bench: Workbench, requests: UserRequests) -> int:
-    """Tokens of an answer that is as long as the longest target that was given and can be taught."""
+    """The limit on the tokens of an answer: the longest usable target, but at least `MIN_ANSWER_TOKENS`."""
     lengths = [MIN_ANSWER_TOKENS]
     for inputs, target in requests.targets.items():
         with suppress(InputError):
@@ -155,7 +164,7 @@ def _max_answer_tokens(bench: Workbench, requests: UserRequests) -> int:
 
 
 def _radius_settings(query_kind: str, *, is_scoped: bool) -> list[dict[str, Any]]:
-    """The settings of radii to try, the default first; `is_scoped`: each correction has a radius of its own."""
+    """The radius settings to try, the default first; `is_scoped`: each correction has a radius of its own."""
     if is_scoped:
         return list(SCOPE_SETTINGS)
     unit = ENCODER_DEFAULT_RADIUS if query_kind == ENCODER_QUERY else 1.0

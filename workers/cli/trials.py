@@ -1,4 +1,4 @@
-"""`calibrate --auto`: what trial edits showed, as a table, and the settings to use."""
+"""`calibrate --auto`: running trial edits, and printing their results and the settings to use."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -26,12 +26,13 @@ from gracestream.workers.cli.common import (
 from gracestream.workers.cli.trial_runner import TrialRunner
 
 MAX_TABLE_ROWS = 12
-"""Rows of the table; --json has all of them."""
+"""Largest number of rows of the table; --json prints all results."""
 
 MAX_INVALID_LINES = 5
-"""Lines that are left out and named."""
+"""Largest number of skipped lines with a message of their own."""
 
 SHARE_COLUMNS = ("edited", "kept", "rephrases", "forms", "others", "about", "broken")
+"""Fields of a result that are shares, in the order of the columns."""
 
 
 def find_settings(
@@ -45,43 +46,47 @@ def find_settings(
     *,
     as_json: bool,
 ) -> None:
-    """Make trial edits and print what they showed; ends with status 1 if no settings will do."""
+    """Make trial edits, and print their results and the advice.
+
+    Raises:
+        typer.Exit: with status 1 if no settings are good enough.
+    """
     if plot is not None:
         require_plot(plot)
     samples = _read_samples(lines)
-    found: list[TrialResult] = []
-    ends = time.monotonic() + 60 * minutes
-    tuning = None
+    results: list[TrialResult] = []
+    deadline = time.monotonic() + 60 * minutes
+    runner = None
     with _suppress_interrupt(), _make_progress() as progress:
-        bar = progress.add_task("loading the model", total=None)
-        tuning = TrialRunner(
-            load_settings(model=model), samples, layers, trials, lambda: time.monotonic() > ends,
-            lambda what: progress.update(bar, advance=1, description=what),
+        task = progress.add_task("loading the model", total=None)
+        runner = TrialRunner(
+            load_settings(model=model), samples, layers, trials, lambda: time.monotonic() > deadline,
+            lambda step: progress.update(task, advance=1, description=step),
         )  # fmt: skip
-        for note in tuning.notes:
+        for note in runner.notes:
             stderr_console.print(note)
-        steps = tuning.measurement.count_steps(tuning.choices)
-        progress.update(bar, total=steps)
-        for one in tuning.measurement.measure(tuning.choices):
-            found.append(one)
+        steps = runner.measurement.count_steps(runner.choices)
+        progress.update(task, total=steps)
+        for result in runner.measurement.measure(runner.choices):
+            results.append(result)
             if as_json:
-                print_json(_trial_fields(one))
+                print_json(_trial_fields(result))
     advice = advise(
-        found, max_false_positives, 0 if tuning is None else tuning.measurement.count_combinations(tuning.choices)
+        results, max_false_positives, 0 if runner is None else runner.measurement.count_combinations(runner.choices)
     )
-    if plot is not None and found:
-        draw(found, advice.chosen, max_false_positives, plot)
-    _print_result(tuning, found, advice, max_false_positives, as_json=as_json)
+    if plot is not None and results:
+        draw(results, advice.chosen, max_false_positives, plot)
+    _print_result(runner, results, advice, max_false_positives, as_json=as_json)
     raise typer.Exit(int(advice.chosen is None))
 
 
 @contextmanager
 def _suppress_interrupt() -> Iterator[None]:
-    """Inside, Ctrl-C ends the work, and what comes after it goes on."""
+    """A context that Ctrl-C leaves, so that the results so far are printed."""
     try:
         yield
     except KeyboardInterrupt:
-        stderr_console.print("stopped: what follows was found so far")
+        stderr_console.print("stopped; these are the results so far")
 
 
 def _make_progress() -> Progress:
@@ -90,18 +95,20 @@ def _make_progress() -> Progress:
 
 
 def _read_samples(path: Path) -> list[LabelledRequest]:
-    """The samples of a file; a line that is none is left out, and the first of these are named."""
-    bad: list[str] = []
+    """The samples of a file; invalid lines are skipped, and the first of them are reported."""
+    problems: list[str] = []
     samples = []
-    for number, fields in read_valid_lines(path, bad.append):
+    for number, fields in read_valid_lines(path, problems.append):
         try:
             samples.append(msgspec.convert({"inputs": fields} if isinstance(fields, str) else fields, LabelledRequest))
         except msgspec.ValidationError as error:
-            bad.append(f"{path}, line {number}: {error}; the line is left out")
-    for why in bad[:MAX_INVALID_LINES]:
-        stderr_console.print(why)
-    if len(bad) > MAX_INVALID_LINES:
-        stderr_console.print(f"{pluralize(len(bad) - MAX_INVALID_LINES, 'more line is', 'more lines are')} left out")
+            problems.append(f"{path}, line {number}: {error}; the line is skipped")
+    for problem in problems[:MAX_INVALID_LINES]:
+        stderr_console.print(problem)
+    if len(problems) > MAX_INVALID_LINES:
+        stderr_console.print(
+            f"{pluralize(len(problems) - MAX_INVALID_LINES, 'more line is', 'more lines are')} skipped"
+        )
     return samples
 
 
@@ -113,31 +120,31 @@ def _print_result(
     *,
     as_json: bool,
 ) -> None:
-    """The table, the findings, and the settings."""
+    """Print the table, the findings and the settings."""
     variables = {} if runner is None or advice.chosen is None else runner.environment_variables(advice.chosen)
     if as_json:
         print_json({"settings": variables, "findings": advice.findings})
         return
     if trials:
         print_table(_trials_table(rank_results(trials, advice, max_false_positives)[:MAX_TABLE_ROWS]))
-        more = (
-            f"; the best {MAX_TABLE_ROWS} of {len(trials)} settings, all with --json"
+        rest_note = (
+            f"; the table has the best {MAX_TABLE_ROWS} of {len(trials)} settings, --json all of them"
             if len(trials) > MAX_TABLE_ROWS
             else ""
         )
         stderr_console.print(
-            "Shares with 95 % intervals. 'edited': trial edits that work; 'kept': those that hold at the end;"
-            " 'rephrases', 'forms': other words and other spellings that get the target; 'others', 'about': requests"
-            " captured that should not be, of your file and about the same subjects; 'broken': of all captured"
-            f" texts, those with neither the target nor the unedited answer; 's/edit': CPU seconds{more}."
+            "Shares with 95 % intervals. 'edited': trial edits that work; 'kept': working edits that hold at the end;"
+            " 'rephrases', 'forms': rephrases and other spellings that get the target; 'others', 'about': wrongly"
+            " captured requests, of your file and about the same subjects; 'broken': captured texts with neither the"
+            f" target nor the unedited answer; 's/edit': seconds of training an edit{rest_note}."
         )
     for finding in advice.findings:
         stderr_console.print(finding)
     if advice.chosen is not None and not variables:
-        stderr_console.print("The defaults will do: no setting needs to be changed.")
+        stderr_console.print("The defaults are good enough: no setting needs to be changed.")
     elif advice.chosen is not None:
         stderr_console.print(
-            "Settings to use, where they differ from the defaults; take a new codebook and prefix with them:"
+            "Settings to use, where they differ from the defaults; use them with a new codebook and a new prefix:"
         )
         for name, value in variables.items():
             stdout_console.print(f"{name}={value}", soft_wrap=True, markup=False, highlight=False)
@@ -152,7 +159,7 @@ def _trials_table(rows: Sequence[TrialResult]) -> Table:
 
 
 def _share_cell(share: Share) -> str:
-    """A share above its interval."""
+    """A share, and its interval on the next line; `-` if there are no cases."""
     if not share.of:
         return "-"
     low, high = share.interval
@@ -160,7 +167,7 @@ def _share_cell(share: Share) -> str:
 
 
 def _trial_fields(trial: TrialResult) -> dict[str, object]:
-    """A candidate as one JSON object."""
+    """A result as the fields of one JSON object."""
     shares = {
         name: {"share": share.value, "interval": share.interval, "of": share.of}
         for name in (*SHARE_COLUMNS, "nearer")

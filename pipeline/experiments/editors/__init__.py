@@ -1,1 +1,1 @@
-"""The editors that are compared: GRACE, and those beside which the paper measures it."""
+"""The editors that an experiment compares: GRACE, and the baselines of the paper."""

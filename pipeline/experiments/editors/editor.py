@@ -1,4 +1,4 @@
-"""What every editor is to an experiment."""
+"""The interface of an editor in an experiment."""
 
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
@@ -10,16 +10,22 @@ from gracestream.pipeline.experiments.tasks import Example
 from gracestream.pipeline.model import Batch
 
 MAX_EDIT_STEPS = 100
-"""Optimisation steps for one correction, at most (paper, appendix A)."""
+"""Largest number of optimisation steps for one correction (paper, appendix A)."""
 
 
 class EditorError(UserError):
-    """A model or a layer that an editor cannot edit; the text says why."""
+    """The editor cannot edit this model or layer, or a deployment does not respond; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class EditOutcome:
-    """What became of one correction: its status (as of an outcome), optimisation steps and seconds."""
+    """The result of one correction.
+
+    Attributes:
+        status: `unchanged`, `failed` or `rejected`, or any other status of an outcome for a successful edit.
+        steps: Optimisation steps.
+        seconds: Wall-clock seconds.
+    """
 
     status: str
     steps: int
@@ -27,17 +33,17 @@ class EditOutcome:
 
 
 class ModelEditor(Protocol):
-    """Corrects one model, which answers as corrected inside `with_edits`."""
+    """Edits one model. The model is edited inside `with_edits` only."""
 
     def edit(self, number: int, example: Example) -> EditOutcome:
-        """Make the model give the example's target; corrections are numbered from 0 as they come."""
+        """Make the model predict the example's target; corrections are numbered from 0 in their order."""
 
     def state_keys(self, texts: Sequence[str]) -> list[Hashable]:
-        """Of each text that of the editor's state on which an answer to it depends: equal states, equal answers."""
+        """A key of the editor's state for each text: if a text's key is unchanged, so is the answer to the text."""
 
     def with_edits(self, batch: Batch) -> AbstractContextManager[object]:
-        """Forward passes inside, over this batch, are the corrected model's."""
+        """A context in which forward passes over this batch run the edited model."""
 
     @property
     def num_entries(self) -> int:
-        """What the editor has stored: keys of a codebook, 0 where it stores none."""
+        """Number of stored entries; 0 for an editor without a codebook."""

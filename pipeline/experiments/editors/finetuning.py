@@ -1,13 +1,14 @@
-"""Finetuning the layer that GRACE would wrap, in three ways (paper, appendix on compared editors).
+"""Three baselines that finetune the layer that GRACE would wrap (paper, appendix on compared editors).
 
-All train the layer's weights by Adam on the model's loss for one correction, and stop once the model is right, or after
-`STEPS` steps.
+All three train the layer's weights with Adam on the model's loss for one correction. They stop once the model predicts
+the target, or after `MAX_EDIT_STEPS` steps.
 
-- `FineTuning`: nothing else.
-- `ElasticWeights`: elastic weight consolidation (Kirkpatrick et al. 2017, in its online form): the more the model's
-  answers so far depend on a weight, the more it resists. Their Fisher information is that of the traffic, under answers
-  drawn from the model itself, and of each correction that was made: all traffic counts as much as one.
-- `PeriodicRetraining`: after so many corrections the original weights are trained on all of them.
+- `FineTuning`: finetuning without regularisation.
+- `ElasticWeights`: elastic weight consolidation in its online form (Kirkpatrick et al. 2017). A quadratic penalty holds
+  each weight near its last value, in proportion to its Fisher information. The information is estimated on the traffic,
+  with answers sampled from the model, and on each successful correction. The whole traffic counts as much as one
+  correction.
+- `PeriodicRetraining`: finetuning; after every `interval` corrections the original weights are trained on all of them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,13 +23,13 @@ from gracestream.pipeline.experiments.tasks import Example
 from gracestream.pipeline.model import EditableModel, InputError, TargetPass, check_target
 
 LEARNING_RATE = 1e-2
-"""The paper's, of those that it tried the best for finetuning."""
+"""Adam's learning rate: the best one for finetuning in the paper's search."""
 
 PENALTY_STRENGTH = 1e3
-"""Of the elastic weights' resistance."""
+"""Factor of the penalty of `ElasticWeights`."""
 
 MAX_FISHER_TEXTS = 128
-"""Texts of the traffic that tell which weights count, at most."""
+"""Largest number of traffic texts for the estimate of the Fisher information."""
 
 
 class FineTuning(WeightEditor):
@@ -39,32 +40,35 @@ class FineTuning(WeightEditor):
         self.learning_rate, self._steps = learning_rate, steps
 
     def _apply_correction(self, example: Example, supervised: TargetPass) -> int:
-        """Train until the model gives the target."""
+        """Train until the model predicts the target; return the number of steps."""
         del example
         steps = self._train([supervised], self._steps)
         return steps + self._after_correction(supervised)
 
     def _after_correction(self, supervised: TargetPass) -> int:
-        """What a correction brings with it once it is made; the steps that this takes."""
+        """Do the work that follows each correction; return its optimisation steps."""
         del supervised
         return 0
 
     def _train(self, corrections: Sequence[TargetPass], max_steps: int) -> int:
-        """A step on each that is wrong, in turns, until none is, or so many are made; the number of steps."""
+        """Take one step on each unfulfilled correction in turn until all are fulfilled; return the number of steps.
+
+        At most `max_steps` steps are taken.
+        """
         optimizer = torch.optim.Adam(self.weights, lr=self.learning_rate)
         steps = 0
         with self._gradients_enabled():
             while steps < max_steps:
-                begun = steps
+                steps_before_round = steps
                 for supervised in corrections:
-                    judged, loss = check_target(self._model.task.logits(supervised)[0], supervised.labels[0])
-                    if judged.predicts_target or steps == max_steps:
+                    check, loss = check_target(self._model.task.logits(supervised)[0], supervised.labels[0])
+                    if check.predicts_target or steps == max_steps:
                         continue
                     optimizer.zero_grad()
                     (loss + self._penalty()).backward()  # type: ignore[no-untyped-call]
                     optimizer.step()
                     steps += 1
-                if steps == begun:
+                if steps == steps_before_round:
                     break
         return steps
 
@@ -81,15 +85,15 @@ class FineTuning(WeightEditor):
                 weight.grad = None
 
     def _penalty(self) -> Tensor | float:
-        """What is added to the loss."""
+        """The regularisation term of the loss."""
         return 0.0
 
 
 class ElasticWeights(FineTuning):
-    """Weights that count are held near where they were after the last correction.
+    """Finetuning with elastic weight consolidation, anchored at the weights after the last correction.
 
     Attributes:
-        fisher: How much each weight counts, in the shape of `weights`.
+        fisher: The Fisher information of each weight, in the shapes of `weights`.
     """
 
     def __init__(
@@ -107,39 +111,41 @@ class ElasticWeights(FineTuning):
         generator = torch.Generator().manual_seed(0)
         for text in traffic[:MAX_FISHER_TEXTS]:
             try:
-                asked = self._next_token_pass(text)
-            except InputError:  # no room for a token after it
+                target_pass = self._next_token_pass(text)
+            except InputError:  # the text leaves no room for another token
                 continue
             with torch.no_grad():
-                (logits_1C,) = self._model.task.logits(asked)
-            drawn = torch.multinomial(logits_1C[0].float().softmax(dim=0).cpu(), 1, generator=generator)
-            self._update_fisher(self._next_token_pass(text, int(drawn)), 1 / min(MAX_FISHER_TEXTS, len(traffic)))
+                (logits_1C,) = self._model.task.logits(target_pass)
+            sampled = torch.multinomial(logits_1C[0].float().softmax(dim=0).cpu(), 1, generator=generator)
+            self._update_fisher(self._next_token_pass(text, int(sampled)), 1 / min(MAX_FISHER_TEXTS, len(traffic)))
 
     def _next_token_pass(self, text: str, token: int = 0) -> TargetPass:
-        """One token after the text, or its class."""
+        """A pass with one token after the text as its target, or with its class."""
         return self._model.task.make_target_pass(text, (token,))
 
     def _after_correction(self, supervised: TargetPass) -> int:
-        if self._check_prediction(supervised).predicts_target:  # what failed is nothing to hold on to
+        if self._check_prediction(supervised).predicts_target:  # a failed correction is not worth protecting
             self._update_fisher(supervised, 1.0)
         self._anchors = [weight.detach().clone() for weight in self.weights]
         return 0
 
     def _update_fisher(self, supervised: TargetPass, sample_weight: float) -> None:
-        """Add what an answer tells of the weights: the square of its loss's slope."""
+        """Add the squared gradient of the target's loss, times `sample_weight`."""
         with self._gradients_enabled():
             _, loss = check_target(self._model.task.logits(supervised)[0], supervised.labels[0])
-            slopes = torch.autograd.grad(loss, self.weights)
-        self.fisher = [had + sample_weight * slope.square() for had, slope in zip(self.fisher, slopes, strict=True)]
+            gradients = torch.autograd.grad(loss, self.weights)
+        self.fisher = [
+            fisher + sample_weight * gradient.square() for fisher, gradient in zip(self.fisher, gradients, strict=True)
+        ]
 
     def _penalty(self) -> Tensor:
         parts = zip(self.weights, self._anchors, self.fisher, strict=True)
-        apart = torch.stack([(fisher * (weight - anchor).square()).sum() for weight, anchor, fisher in parts])
-        return self._strength / 2 * apart.sum()
+        distances = torch.stack([(fisher * (weight - anchor).square()).sum() for weight, anchor, fisher in parts])
+        return self._strength / 2 * distances.sum()
 
 
 class PeriodicRetraining(FineTuning):
-    """After every `interval` corrections, train on all corrections so far, starting from the original weights."""
+    """Finetuning; after every `interval` corrections the original weights are trained on all corrections so far."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""GRACE, by the engine that the editor worker runs."""
+"""GRACE, run by the editor worker's engine in this process."""
 
 import time
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from gracestream.pipeline.model import EditableModel
 
 
 class Grace(CodebookEditor):
-    """A codebook at one layer, which has seen the traffic as an editor worker sees it."""
+    """GRACE with a codebook at one layer. The engine samples the traffic as an editor worker does."""
 
     def __init__(self, model: EditableModel, plan: EditConfig, traffic: Sequence[str]) -> None:
         self.engine = EditEngine(model, "experiment", plan)
@@ -26,13 +26,13 @@ class Grace(CodebookEditor):
                     self.engine.add_traffic(rank, query_D, model.task.wording(model.task.tokenize(text)))
 
     def edit(self, number: int, example: Example) -> EditOutcome:
-        """As the editor worker edits, without the log."""
-        begun = time.perf_counter()
-        edited = self.engine.edit(make_correction(str(number), example.inputs, example.target), number)
-        if edited.delta_record is not None:
-            self.engine.apply(edited.delta_record)
-        outcome = edited.outcome
+        """Decide as the editor worker does, and apply the delta without a log."""
+        started = time.perf_counter()
+        result = self.engine.edit(make_correction(str(number), example.inputs, example.target), number)
+        if result.delta_record is not None:
+            self.engine.apply(result.delta_record)
+        outcome = result.outcome
         if outcome is None:
-            raise RuntimeError(edited.reason)
+            raise RuntimeError(result.reason)
         steps = 0 if outcome.steps is UNSET else outcome.steps
-        return EditOutcome(outcome.status, steps, time.perf_counter() - begun)
+        return EditOutcome(outcome.status, steps, time.perf_counter() - started)

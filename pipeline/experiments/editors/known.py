@@ -1,4 +1,4 @@
-"""The editors by the names under which an experiment runs them."""
+"""The registry of editors by name (`gracestream experiment --editor`)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,8 +13,11 @@ from gracestream.pipeline.experiments.editors.rome import Rome
 from gracestream.pipeline.model import EditableModel
 
 EditorFactory = Callable[[EditableModel, EditConfig, Sequence[str], dict[str, Any]], ModelEditor]
-"""Of the model that it edits, the plan of an editor worker, requests that nobody flagged, and what was chosen of its
-`learning_rate` and the like. GRACE has those in its plan."""
+"""Makes an editor from a model, an editor worker's configuration, unflagged requests, and keyword arguments.
+
+The keyword arguments are the editor's own options that the user set, such as `learning_rate`. GRACE ignores them: its
+options are in the configuration.
+"""
 
 EDITOR_REQUIREMENTS: dict[str, Callable[[EditableModel], None]] = {
     "ft": FineTuning.require_editable,
@@ -23,15 +26,16 @@ EDITOR_REQUIREMENTS: dict[str, Callable[[EditableModel], None]] = {
     "mend": Mend.require_editable,
     "rome": Rome.require_editable,
 }
-"""Of those that cannot edit every model at every layer: raises `EditorError` for such a one."""
+"""Checks of the editors that cannot edit every model at every layer; they raise `EditorError`."""
 
 EDITOR_FACTORIES: dict[str, EditorFactory] = {
-    "grace": lambda model, plan, traffic, _chosen: Grace(model, plan, traffic),
-    "ft": lambda model, _plan, _traffic, chosen: FineTuning(model, **chosen),
-    "ewc": lambda model, _plan, traffic, chosen: ElasticWeights(model, traffic, **chosen),
-    "retrain": lambda model, _plan, _traffic, chosen: PeriodicRetraining(model, **chosen),
-    "memory": lambda model, plan, _traffic, chosen: MemoryNetwork(model, seed=plan.seed, **chosen),
-    "defer": lambda model, plan, _traffic, chosen: DeferNetwork(model, seed=plan.seed, **chosen),
-    "mend": lambda model, plan, _traffic, chosen: Mend(model, seed=plan.seed, **chosen),
-    "rome": lambda model, _plan, traffic, chosen: Rome(model, traffic, **chosen),
+    "grace": lambda model, config, traffic, _options: Grace(model, config, traffic),
+    "ft": lambda model, _config, _traffic, options: FineTuning(model, **options),
+    "ewc": lambda model, _config, traffic, options: ElasticWeights(model, traffic, **options),
+    "retrain": lambda model, _config, _traffic, options: PeriodicRetraining(model, **options),
+    "memory": lambda model, config, _traffic, options: MemoryNetwork(model, seed=config.seed, **options),
+    "defer": lambda model, config, _traffic, options: DeferNetwork(model, seed=config.seed, **options),
+    "mend": lambda model, config, _traffic, options: Mend(model, seed=config.seed, **options),
+    "rome": lambda model, _config, traffic, options: Rome(model, traffic, **options),
 }
+"""The editors by name."""

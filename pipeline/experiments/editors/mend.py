@@ -1,12 +1,14 @@
-"""MEND: a network that turns the gradient of a correction into a change of the weights (Mitchell et al. 2021).
+"""MEND: a hypernetwork turns the gradient of a correction into a weight update (Mitchell et al. 2021).
 
-The gradient of a linear layer is a sum over tokens of outer products: of what the layer sees, and of the loss's slope
-by what it puts out. The network maps each such pair to another, whose outer products, times a step size of its own, are
-subtracted from the weights. It is trained as corrections come, by Adam on the loss of the model that it has changed,
-and goes on from what it was: as in the paper's comparison there are no corrections to train it on before.
+The weight gradient of a linear layer is a sum over tokens of outer products of two vectors: the layer's input, and the
+gradient of the loss with respect to the layer's output. The hypernetwork maps each pair of vectors to another pair. The
+sum of the new outer products, with a learned step size, is subtracted from the weights.
 
-A pair is given to the network with its input at a length of one and its slope in parts of the longest of all tokens',
-and what the network adds to it is nothing at first. So the first change goes, token by token, down the gradient.
+The hypernetwork is trained online: each correction trains it further with Adam, on the loss of the updated model. As in
+the paper's comparison, there are no corrections to train it on in advance.
+
+The inputs have norm 1, and the gradients are divided by the largest norm over all tokens. The network's residual
+blocks start as the identity, so the first update follows the negative gradient of each token.
 """
 
 import torch
@@ -18,69 +20,73 @@ from gracestream.pipeline.experiments.tasks import Example
 from gracestream.pipeline.model import EditableModel, TargetPass, check_target
 
 LEARNING_RATE = 1e-2
-"""The paper's, of those that it tried the best for MEND."""
+"""Adam's learning rate: the best one for MEND in the paper's search."""
 
 HIDDEN_RANK = 128
-"""Of the network's hidden layers."""
+"""Width of the hypernetwork's hidden layers."""
 
 INITIAL_STEP_SIZE = 0.1
-"""How far the weights go along the pairs, before any training."""
+"""Step size before any training."""
 
 
 class Mend(LinearLayerEditor):
-    """`seed` draws the network's first weights."""
+    """Edits with a hypernetwork; `seed` initialises its weights."""
 
     def __init__(
         self, model: EditableModel, learning_rate: float = LEARNING_RATE, steps: int = MAX_EDIT_STEPS, seed: int = 0
     ) -> None:
         super().__init__(model)
         self.learning_rate, self._steps = learning_rate, steps
-        values, queries = self.weight_VD.shape
+        value_dim, input_dim = self.weight_VD.shape
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self._network = _Hypernetwork(queries, values).to(model.device)
+            self._network = _Hypernetwork(input_dim, value_dim).to(model.device)
         self._optimizer = torch.optim.Adam(self._network.parameters(), lr=learning_rate)
 
     def _apply_correction(self, example: Example, supervised: TargetPass) -> int:
-        """Train the network until its change makes the model right, and make that change."""
+        """Train the hypernetwork until its update makes the model predict the target, then apply the update."""
         del example
         pairs = self._gradient_pairs(supervised)
         steps = 0
         while True:
             with torch.enable_grad():
-                inputs_TD, slopes_TV = self._network(*pairs)
+                inputs_TD, gradients_TV = self._network(*pairs)
 
-                def changed(
-                    seen_BTD: Tensor, output_BTV: Tensor, left: Tensor = inputs_TD, right: Tensor = slopes_TV
+                # The update W -= gradientsᵀ inputs, applied to the layer's output, so that the loss depends on the
+                # hypernetwork. The default arguments bind the tensors of this step.
+                def subtract_update(
+                    input_BTD: Tensor, output_BTV: Tensor, inputs: Tensor = inputs_TD, gradients: Tensor = gradients_TV
                 ) -> Tensor:
-                    return output_BTV - (seen_BTD.float() @ left.T @ right).to(output_BTV.dtype)
+                    return output_BTV - (input_BTD.float() @ inputs.T @ gradients).to(output_BTV.dtype)
 
-                with self._with_output_hook(changed):
-                    judged, loss = check_target(self._model.task.logits(supervised)[0], supervised.labels[0])
-            if judged.predicts_target or steps == self._steps:
+                with self._with_output_hook(subtract_update):
+                    check, loss = check_target(self._model.task.logits(supervised)[0], supervised.labels[0])
+            if check.predicts_target or steps == self._steps:
                 break
             self._optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             self._optimizer.step()
             steps += 1
-        self.weight_VD.sub_((slopes_TV.T @ inputs_TD).detach())
+        self.weight_VD.sub_((gradients_TV.T @ inputs_TD).detach())
         return steps
 
     def _gradient_pairs(self, supervised: TargetPass) -> tuple[Tensor, Tensor]:
-        """What the layer sees at each token (T, D), and the loss's slope by what it puts out there (T, V)."""
-        seen: list[Tensor] = []
+        """The layer's input at each token (T, D), and the gradient of the loss by the layer's output (T, V)."""
+        recorded: list[Tensor] = []
 
-        def watched(seen_BTD: Tensor, output_BTV: Tensor) -> Tensor:
-            seen.extend((seen_BTD.detach()[0].float(), output_BTV.detach().requires_grad_()))
-            return seen[1]
+        def record(input_BTD: Tensor, output_BTV: Tensor) -> Tensor:
+            recorded.extend((input_BTD.detach()[0].float(), output_BTV.detach().requires_grad_()))
+            return recorded[1]
 
-        with torch.enable_grad(), self._with_output_hook(watched):
+        with torch.enable_grad(), self._with_output_hook(record):
             _, loss = check_target(self._model.task.logits(supervised)[0], supervised.labels[0])
-            (slopes_1TV,) = torch.autograd.grad(loss, seen[1])
-        return seen[0], slopes_1TV[0].float()
+            (gradients_1TV,) = torch.autograd.grad(loss, recorded[1])
+        return recorded[0], gradients_1TV[0].float()
 
 
 class _Hypernetwork(nn.Module):
+    """Maps inputs (T, D) and gradients (T, V) to the factors of the weight update, in the same shapes."""
+
     def __init__(self, input_dim: int, output_dim: int) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(_LowRankResidual(input_dim + output_dim) for _ in range(2))
@@ -97,7 +103,7 @@ class _Hypernetwork(nn.Module):
 
 
 class _LowRankResidual(nn.Module):
-    """Adds to its input what a network of low rank makes of it: nothing at first."""
+    """A residual block with a hidden layer of low rank; its last weights start at 0, so the block is the identity."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -1,7 +1,9 @@
-"""GRACE by a whole deployment: corrections go to `feedback`, and the codebook comes out of `deltas`.
+"""GRACE through a whole deployment: corrections go to `feedback`, and deltas come back from `deltas`.
 
-The codebook is folded here as a replica folds it, and the model is scored with it, since a prediction tells no loss.
-What replicas say to each correction is compared with that at the end (`agreeing`). The traffic goes to them before.
+1. The traffic is sent as requests before the first correction, so that the editor samples it.
+2. This process applies the deltas to a codebook of its own, as a replica does. It scores the model with this codebook,
+   because a prediction on `predictions` has no loss.
+3. At the end `agreement_rate` compares the replicas' answers with these scores.
 """
 
 import time
@@ -25,15 +27,17 @@ from gracestream.pipeline.settings import Settings
 from gracestream.schemas.messages import SCHEMA_VERSION, Feedback, Outcome, Parameters, Prediction, Request
 
 REPLY_TIMEOUT_SECONDS = 600.0
-"""Seconds within which an editor or the replicas have to answer something."""
+"""Seconds to wait for the next reply of the editor or of the replicas."""
 
 
 class DeploymentEditor(CodebookEditor):
-    """Used as a context. The deployment's codebook is empty, and nobody else uses it.
+    """Edits through a deployment. Use it as a context manager.
+
+    The deployment must start with an empty codebook and serve this experiment alone.
 
     Raises:
-        EditorError: the replicas do not answer, or the editor does not.
-        HistoryError: the deployment's codebook is one of another model.
+        EditorError: the replicas or the editor do not answer in time.
+        HistoryError: the deployment's codebook belongs to another model.
     """
 
     def __init__(self, model: EditableModel, settings: Settings, traffic: Sequence[str]) -> None:
@@ -50,7 +54,7 @@ class DeploymentEditor(CodebookEditor):
             self._follower = DeltaFollower(self._settings)
             self._follower.start()
             stack.callback(self._follower.close)
-            self._catch_up(1)  # the editor leads
+            self._catch_up(1)  # delta 1 is the editor's lead delta: an editor runs
             self._request_predictions([Example(text, "") for text in self._traffic], "traffic", single_token=True)
             self._resources = stack.pop_all()
         return self
@@ -61,30 +65,43 @@ class DeploymentEditor(CodebookEditor):
         self._resources.close()
 
     def edit(self, number: int, example: Example) -> EditOutcome:
-        """Flag it, and wait until its outcome and its delta are here; the seconds are those of the whole way."""
-        begun = time.perf_counter()
+        """Send the correction and wait for its outcome and its delta; the seconds include the way through Kafka."""
+        started = time.perf_counter()
         name = f"correction-{number}"
         self._client.send([Feedback(v=SCHEMA_VERSION, feedback_id=name, inputs=example.inputs, target=example.target)])
-        found: dict[str, Outcome] = self._outcomes.wait([name], REPLY_TIMEOUT_SECONDS)
-        if name not in found:
+        outcomes: dict[str, Outcome] = self._outcomes.wait([name], REPLY_TIMEOUT_SECONDS)
+        if name not in outcomes:
             raise EditorError(
-                f"the editor has not told for {REPLY_TIMEOUT_SECONDS:.0f} s what became of a correction; does it run?"
+                f"the editor has sent no outcome of a correction for {REPLY_TIMEOUT_SECONDS:.0f} s; does it run?"
             )
-        outcome = found[name]
+        outcome = outcomes[name]
         if outcome.seq is not UNSET:
             self._catch_up(outcome.seq)
-        return EditOutcome(outcome.status, 0 if outcome.steps is UNSET else outcome.steps, time.perf_counter() - begun)
+        return EditOutcome(
+            outcome.status, 0 if outcome.steps is UNSET else outcome.steps, time.perf_counter() - started
+        )
 
     def agreement_rate(self, examples: Sequence[Example], scores: Sequence[ExampleScore]) -> float:
-        """The share of examples of which replicas, as of the last delta, give the target where these scores say so."""
+        """The share of examples for which the replicas' answers and these scores agree on the exact target.
+
+        The replicas answer with the codebook as of the last delta; NaN if there are no examples.
+        """
         if not examples:
             return float("nan")
-        found = self._request_predictions(examples, "check", single_token=False)
-        said = [{one.outputs.text, one.outputs.label} if one.outputs is not UNSET else set() for one in found]
-        told = zip(said, examples, scores, strict=True)
-        return fmean((example.target.strip() in answer) == score.exact for answer, example, score in told)
+        predictions = self._request_predictions(examples, "check", single_token=False)
+        answers = [
+            {prediction.outputs.text, prediction.outputs.label} if prediction.outputs is not UNSET else set()
+            for prediction in predictions
+        ]
+        compared = zip(answers, examples, scores, strict=True)
+        return fmean((example.target.strip() in answer) == score.exact for answer, example, score in compared)
 
     def _catch_up(self, seq: int) -> None:
+        """Apply deltas until `seq` is applied.
+
+        Raises:
+            EditorError: the delta did not come in time.
+        """
         deadline = time.monotonic() + REPLY_TIMEOUT_SECONDS
         while self.codebook.seq < seq:
             for _, record in self._follower.poll(seq, 1.0):
@@ -92,12 +109,18 @@ class DeploymentEditor(CodebookEditor):
                 if applied is not None:
                     self.index.refresh(applied)
             if time.monotonic() > deadline:
-                raise EditorError(f"delta {seq} has not come for {REPLY_TIMEOUT_SECONDS:.0f} s; does an editor run?")
+                raise EditorError(
+                    f"delta {seq} has not arrived within {REPLY_TIMEOUT_SECONDS:.0f} s; does an editor run?"
+                )
 
     def _request_predictions(
         self, examples: Sequence[Example], id_prefix: str, *, single_token: bool
     ) -> list[Prediction]:
-        """What replicas answer, with so many tokens as the target has and one more, or only one."""
+        """The replicas' predictions, in the order of the examples.
+
+        An answer may be one token longer than the target, so that a longer answer shows; with `single_token` it has one
+        token only.
+        """
         requests = [
             Request(
                 v=SCHEMA_VERSION, request_id=f"{id_prefix}-{number}", inputs=example.inputs, min_seq=self.codebook.seq,
@@ -108,10 +131,10 @@ class DeploymentEditor(CodebookEditor):
         ids = [request.request_id for request in requests]
         with self._client.predictions() as predictions:
             self._client.send(requests)
-            found = predictions.wait(ids, REPLY_TIMEOUT_SECONDS)
-        if len(found) < len(ids):
-            raise EditorError(f"replicas answered {len(found)} of {len(ids)} requests; do they run?")
-        return [found[request_id] for request_id in ids]
+            replies = predictions.wait(ids, REPLY_TIMEOUT_SECONDS)
+        if len(replies) < len(ids):
+            raise EditorError(f"replicas answered {len(replies)} of {len(ids)} requests; do they run?")
+        return [replies[request_id] for request_id in ids]
 
     def _parameters(self, example: Example, *, single_token: bool) -> Parameters:
         if isinstance(self.model.task, Classification):

@@ -1,11 +1,12 @@
-"""Small networks that predict a value, in place of a codebook that finds it (paper, appendix on compared editors).
+"""Baselines that predict a value with a small network instead of a codebook (paper, appendix on compared editors).
 
-Both see the query that GRACE would look up, and their value goes where GRACE's would. They are trained by Adam on the
-model's loss for each correction as it comes, go on from what they were, and stop once the model is right.
+Both networks take the query that GRACE would look up, and inject their value at GRACE's layer. Each correction trains
+them further with Adam, on the model's loss, until the model predicts the target.
 
 - `MemoryNetwork`: attention over `NUM_MEMORIES` learned vectors. It replaces the layer's output for every input.
-- `DeferNetwork`: one network says how likely an input is to be one that was corrected, another what the value is. In
-  training value and own output are mixed by that probability, so that both learn; in use it replaces from one half on.
+- `DeferNetwork`: one linear map predicts the probability that an input needs a correction, another one the value.
+  Training mixes the value and the layer's own output by this probability, so that both maps learn. Inference replaces
+  the output if the probability is at least 0.5.
 """
 
 import time
@@ -22,12 +23,17 @@ from gracestream.pipeline.experiments.tasks import Example
 from gracestream.pipeline.model import PROBE_TEXTS, Batch, EditableModel, TargetPass, check_target
 
 NUM_MEMORIES = 50
+"""Learned vectors of a `MemoryNetwork`."""
+
 MEMORY_LEARNING_RATE, DEFER_LEARNING_RATE = 1e-2, 1.0
-"""The paper's, of those that it tried the best for each."""
+"""Adam's learning rates: the best ones for each network in the paper's search."""
 
 
 class ValueNetworkEditor(ABC):
-    """Networks beside the model, whose first weights `seed` draws. They replace nothing before the first correction."""
+    """Edits with networks that predict values; `seed` initialises their weights.
+
+    The model stays unedited until the first correction.
+    """
 
     num_entries = 0
 
@@ -36,51 +42,56 @@ class ValueNetworkEditor(ABC):
         self._query_cache = QueryCache(model)
         self._version = 0
         batch = model.task.batch([model.task.tokenize(PROBE_TEXTS[0])])
-        with torch.no_grad(), model.adaptor.capture_output(batch) as seen:
+        with torch.no_grad(), model.adaptor.capture_output(batch) as captured:
             model.task.forward_prompt(batch)
-        width = self._query_cache.get([PROBE_TEXTS[0]]).shape[1]
+        query_dim = self._query_cache.get([PROBE_TEXTS[0]]).shape[1]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.networks = self._build_networks(width, seen.outputs_BV.shape[1]).to(model.device)
+            self.networks = self._build_networks(query_dim, captured.outputs_BV.shape[1]).to(model.device)
         self._optimizer = torch.optim.Adam(self.networks.parameters(), lr=learning_rate)
 
     def edit(self, number: int, example: Example) -> EditOutcome:
-        """Train the networks until the model gives the target."""
+        """Train the networks until the model predicts the target."""
         del number
-        begun = time.perf_counter()
+        started = time.perf_counter()
         _, supervised = self._model.prepare_correction(example.inputs, example.target)
         if self._predicts_target(supervised):
-            return EditOutcome("unchanged", 0, time.perf_counter() - begun)
+            return EditOutcome("unchanged", 0, time.perf_counter() - started)
         steps = self._train(example, supervised)
         status = "added" if self._predicts_target(supervised) else "failed"
-        return EditOutcome(status, steps, time.perf_counter() - begun)
+        return EditOutcome(status, steps, time.perf_counter() - started)
 
     def state_keys(self, texts: Sequence[str]) -> list[Hashable]:
-        """The networks', of a text for which they replace the output."""
+        """The version of the networks for each text whose output they replace; None for the other texts."""
         if not texts:
             return []
-        found = self._lookup(torch.from_numpy(self._query_cache.get(texts)))
-        return [None] * len(texts) if found is None else [self._version if one else None for one in found[0].tolist()]
+        replacement = self._lookup(torch.from_numpy(self._query_cache.get(texts)))
+        return (
+            [None] * len(texts)
+            if replacement is None
+            else [self._version if replaced else None for replaced in replacement[0].tolist()]
+        )
 
     def with_edits(self, batch: Batch) -> AbstractContextManager[object]:
-        """The adaptor's session, with a prediction for each row."""
+        """A context in which the adaptor injects the networks' values."""
         return self._model.adaptor.with_lookup(batch, self._lookup)
 
     def _lookup(self, queries_BD: Tensor) -> tuple[Tensor, Tensor] | None:
         return self._replacement_values(queries_BD) if self._version else None
 
     def _train(self, example: Example, supervised: TargetPass) -> int:
-        """The steps that it took."""
+        """Train on one correction; return the number of steps."""
         self._version += 1
         queries_1D = torch.from_numpy(self._query_cache.get([example.inputs]))
-        with torch.no_grad(), self._model.adaptor.capture_output(supervised.batch) as seen:
+        with torch.no_grad(), self._model.adaptor.capture_output(supervised.batch) as captured:
             self._model.task.logits(supervised)
-        rest = self._model.suffix_runner.suffix_of([supervised])
+        suffix = self._model.suffix_runner.suffix_of([supervised])
         for step in range(self._steps):
             with torch.enable_grad():
-                values_1V = self._training_values(queries_1D, seen.outputs_BV)
-                ((judged, loss),) = self._model.suffix_runner.evaluate(rest, values_1V)
-            if judged.predicts_target and self._predicts_target(supervised):
+                values_1V = self._training_values(queries_1D, captured.outputs_BV)
+                ((check, loss),) = self._model.suffix_runner.evaluate(suffix, values_1V)
+            # `DeferNetwork` mixes outputs in training and replaces them in use, so inference is checked, too.
+            if check.predicts_target and self._predicts_target(supervised):
                 return step
             self._optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
@@ -88,25 +99,25 @@ class ValueNetworkEditor(ABC):
         return self._steps
 
     def _predicts_target(self, supervised: TargetPass) -> bool:
-        """Whether the model gives the target, served as it would be."""
+        """Whether the model predicts the target at inference."""
         with torch.no_grad(), self.with_edits(supervised.batch):
             return check_target(self._model.task.logits(supervised)[0], supervised.labels[0])[0].predicts_target
 
     @abstractmethod
     def _build_networks(self, query_dim: int, value_dim: int) -> nn.Module:
-        """The networks, for queries and values of so many numbers."""
+        """Make the networks for queries and values of these dimensions."""
 
     @abstractmethod
     def _training_values(self, queries_BD: Tensor, outputs_BV: Tensor) -> Tensor:
-        """Values (B, V) to train by, beside what the layer puts out itself."""
+        """The values (B, V) to inject in training, given the layer's own outputs (B, V)."""
 
     @abstractmethod
     def _replacement_values(self, queries_BD: Tensor) -> tuple[Tensor, Tensor]:
-        """In use: the rows whose output is replaced (B), and values (B, V)."""
+        """At inference, a mask of the rows to replace (B), and the values (B, V)."""
 
 
 class MemoryNetwork(ValueNetworkEditor):
-    """Learned vectors, of which each input is served a mean that attention weighs."""
+    """Injects an attention-weighted mean of learned vectors for every input."""
 
     def __init__(
         self,
@@ -132,7 +143,7 @@ class MemoryNetwork(ValueNetworkEditor):
 
 
 class DeferNetwork(ValueNetworkEditor):
-    """Two linear networks: the probability that an input is to be corrected (its last output), and the value."""
+    """Predicts a value and the probability that the input needs it, in one linear map; its last output is the logit."""
 
     def __init__(
         self,
@@ -147,12 +158,12 @@ class DeferNetwork(ValueNetworkEditor):
         return nn.Linear(query_dim, value_dim + 1)
 
     def _training_values(self, queries_BD: Tensor, outputs_BV: Tensor) -> Tensor:
-        shares_B1, values_BV = self._predict_with_probability(queries_BD)
-        return shares_B1 * values_BV + (1 - shares_B1) * outputs_BV
+        probabilities_B1, values_BV = self._predict_with_probability(queries_BD)
+        return probabilities_B1 * values_BV + (1 - probabilities_B1) * outputs_BV
 
     def _replacement_values(self, queries_BD: Tensor) -> tuple[Tensor, Tensor]:
-        shares_B1, values_BV = self._predict_with_probability(queries_BD)
-        return shares_B1[:, 0] >= 0.5, values_BV
+        probabilities_B1, values_BV = self._predict_with_probability(queries_BD)
+        return probabilities_B1[:, 0] >= 0.5, values_BV
 
     def _predict_with_probability(self, queries_BD: Tensor) -> tuple[Tensor, Tensor]:
         """Probabilities (B, 1) and values (B, V)."""

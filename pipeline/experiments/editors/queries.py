@@ -1,4 +1,4 @@
-"""What the wrapped layer sees of texts."""
+"""A cache of the queries of texts."""
 
 from collections.abc import Sequence
 
@@ -7,18 +7,18 @@ import numpy as np
 from gracestream.pipeline.model import EditableModel
 
 QUERY_BATCH_SIZE = 16
-"""Texts whose queries are taken in one pass."""
+"""Texts of one forward pass."""
 
 
 class QueryCache:
-    """Of a model. A query depends on no edit at the layer, so that of each text is taken once."""
+    """Caches one model's queries. An edit at the layer does not change a query, so the cache never expires."""
 
     def __init__(self, model: EditableModel) -> None:
         self._model = model
         self._cached: dict[str, np.ndarray] = {}
 
     def get(self, texts: Sequence[str]) -> np.ndarray:
-        """A query (D), float32, for each text: (N, D)."""
+        """The queries of the texts, float32 (N, D)."""
         new = [text for text in dict.fromkeys(texts) if text not in self._cached]
         for start in range(0, len(new), QUERY_BATCH_SIZE):
             batch = new[start : start + QUERY_BATCH_SIZE]

@@ -1,10 +1,14 @@
-"""ROME: one association of a linear layer is rewritten by a change of rank one (Meng et al. 2022, section 3.1).
+"""ROME: a rank-one update of a linear layer rewrites one association (Meng et al. 2022, section 3.1).
 
-The layer is taken for a memory of pairs: what it sees at the last token of a subject is a key, what it puts out there a
-value. A correction finds the value that makes the model give the target, at the least change of what it says of the
-subject otherwise, and the change of the weights that puts it there while it moves what the layer made of other inputs
-the least. How inputs vary is told by the traffic, of which there is far less than the paper's 100,000 samples, so a
-ridge is added to their second moment. Where a prompt has no subject that is known, its last token counts.
+The layer is seen as an associative memory: its input at the last token of a subject is a key, its output there a value.
+A correction takes two steps:
+
+1. Optimise the value until the model predicts the target. A Kullback-Leibler term preserves the model's predictions
+   about the subject's essence ("... is a").
+2. Update the weights so that the key maps to the value, with the least change for other inputs.
+
+The second moment of the layer's inputs is estimated on the traffic. The traffic has far fewer than the paper's 100,000
+samples, so a ridge is added. If a prompt's subject is unknown, the prompt's last token takes its place.
 """
 
 from collections.abc import Sequence
@@ -26,47 +30,56 @@ from gracestream.pipeline.model import (
 )
 
 MAX_VALUE_STEPS = 20
+"""Largest number of optimisation steps for one value."""
+
 LEARNING_RATE = 0.5
+"""Adam's learning rate for the value."""
+
 SUBJECT_LOSS_WEIGHT = 0.0625
-"""Of what the model says of the subject otherwise, in the loss."""
+"""Weight of the Kullback-Leibler term in the loss."""
 
 MAX_CHANGE_RATIO = 4.0
-"""Times the length of the value that was there: a change is no longer."""
+"""Largest norm of the change of a value, as a multiple of the original value's norm."""
 
 SUFFICIENT_LOSS = 0.05
-"""A loss of the target at which a value is good."""
+"""Loss of the target below which the optimisation of a value stops."""
 
 NUM_PREFIXES, PREFIX_WORDS = 5, 8
-"""Beginnings of other texts, and their words, before which a correction's prompt is looked at as well."""
+"""Number and length of the text beginnings that precede further copies of a correction's prompt."""
 
 RIDGE_FRACTION = 1e-2
-"""Added to the second moment's diagonal, in shares of its mean."""
+"""Ridge on the diagonal of the second moment, as a share of the diagonal's mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class _SubjectPass:
-    """Passes over prompts, and in each row how many tokens before the prompt's last one the subject ends."""
+    """A pass over prompts with the position of each row's subject.
+
+    Attributes:
+        supervised: The pass.
+        tokens_before_end_B: Tokens between the subject's last token and the prompt's last token, in each row.
+    """
 
     supervised: TargetPass
     tokens_before_end_B: Tensor
 
     @property
     def subject_columns_B(self) -> Tensor:
-        """Where the subject ends."""
+        """The column of the subject's last token in each row; padding shifts it."""
         mask_BT = self.supervised.batch.mask_BT
         assert mask_BT is not None
         return last_token_positions(mask_BT) - self.tokens_before_end_B
 
     def select_subject(self, tokens_BTX: Tensor) -> Tensor:
-        """What stands there of each row: (B, X)."""
+        """The vectors (B, X) at each row's subject column."""
         return tokens_BTX[torch.arange(len(tokens_BTX), device=tokens_BTX.device), self.subject_columns_B]
 
 
 class Rome(LinearLayerEditor):
-    """Of causal language models, with texts that tell how the layer's inputs vary.
+    """Edits a causal language model; the second moment of the layer's inputs is estimated on `traffic`.
 
     Raises:
-        EditorError: the model is none, the layer is not linear, or there are no texts.
+        EditorError: the model is not a causal language model, the layer is not linear, or there is no traffic.
     """
 
     def __init__(
@@ -88,22 +101,26 @@ class Rome(LinearLayerEditor):
 
     @classmethod
     def require_editable(cls, model: EditableModel) -> None:
-        """Whether it can edit this model."""
+        """Check that the model is a causal language model and its layer is linear.
+
+        Raises:
+            EditorError: it is not.
+        """
         if not isinstance(model.task, CausalGeneration):
             raise EditorError("this editor is for causal language models, which this model is not")
         super().require_editable(model)
 
     def _second_moment(self, texts: Sequence[str]) -> Tensor:
-        """The mean over all tokens of the outer product of what the layer sees with itself."""
+        """The mean over all tokens of the outer product of the layer's input with itself (D, D)."""
         task = self._model.task
-        width = self.weight_VD.shape[1]
-        moment_DD, tokens = torch.zeros(width, width, device=self._model.device), 0
+        input_dim = self.weight_VD.shape[1]
+        moment_DD, tokens = torch.zeros(input_dim, input_dim, device=self._model.device), 0
 
-        def watched(seen_BTD: Tensor, _output: Tensor) -> None:
-            seen_TD = seen_BTD[0].float()
-            moment_DD.add_(seen_TD.T @ seen_TD)
+        def add_inputs(input_BTD: Tensor, _output: Tensor) -> None:
+            input_TD = input_BTD[0].float()
+            moment_DD.add_(input_TD.T @ input_TD)
 
-        with torch.no_grad(), self._with_output_hook(watched):
+        with torch.no_grad(), self._with_output_hook(add_inputs):
             for text in texts:
                 prompt = task.tokenize(text)
                 task.forward_prompt(task.batch([prompt]))
@@ -118,21 +135,22 @@ class Rome(LinearLayerEditor):
                 rows.append(
                     self._subject_pass(text, example.subject, self._model.prepare_correction(text, example.target)[1])
                 )
-            except InputError:  # with the prefix it is too long
+            except InputError:  # the prompt is too long with this prefix
                 continue
         parts = [self._collate(rows)] if self._model.suffix_runner.supports_padding() else rows
         keys_BD = torch.cat([self._subject_activations(part)[0] for part in parts])
         change_V, steps = self._optimise_value(example, parts, self._subject_activations(rows[0])[1][0])
         direction_D = torch.cholesky_solve(keys_BD.mean(dim=0)[:, None], self._cholesky_DD)[:, 0]
-        # The prompt as it stands is given its value exactly.
+        # The direction comes from the mean key, and the scale from the prompt's own key without a prefix (row 0): its
+        # output changes by `change_V`, because (change ⊗ direction / (direction · key)) key = change.
         self.weight_VD.add_(torch.outer(change_V, direction_D / (direction_D @ keys_BD[0])))
         return steps
 
     def _optimise_value(
         self, example: Example, parts: Sequence[_SubjectPass], original_V: Tensor
     ) -> tuple[Tensor, int]:
-        """How the value has to change, from what it was, and the steps that it took to find out."""
-        essence, usual_C = self._essence_pass(example)
+        """The change of the value (V) that makes the model predict the target, and the number of steps."""
+        essence, original_C = self._essence_pass(example)
         change_V = torch.zeros_like(original_V).requires_grad_()
         optimizer = torch.optim.Adam([change_V], lr=self.learning_rate)
         for step in range(self._steps):
@@ -144,13 +162,13 @@ class Rome(LinearLayerEditor):
                         self._logits_with_change(part, change_V), part.supervised.labels, strict=True
                     )
                 ]
-                told = torch.stack([check_target(*row)[1] for row in logits]).mean()
-                loss = told
+                target_loss = torch.stack([check_target(*row)[1] for row in logits]).mean()
+                loss = target_loss
                 if essence is not None:
-                    now_C = torch.log_softmax(self._logits_with_change(essence, change_V)[0][0], dim=0)
-                    kept = torch.nn.functional.kl_div(usual_C, now_C, log_target=True, reduction="sum")
-                    loss = loss + SUBJECT_LOSS_WEIGHT * kept
-            if told.item() < SUFFICIENT_LOSS:
+                    edited_C = torch.log_softmax(self._logits_with_change(essence, change_V)[0][0], dim=0)
+                    divergence = torch.nn.functional.kl_div(original_C, edited_C, log_target=True, reduction="sum")
+                    loss = loss + SUBJECT_LOSS_WEIGHT * divergence
+            if target_loss.item() < SUFFICIENT_LOSS:
                 return change_V.detach(), step
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
@@ -160,48 +178,54 @@ class Rome(LinearLayerEditor):
         return change_V.detach(), self._steps
 
     def _essence_pass(self, example: Example) -> tuple[_SubjectPass | None, Tensor]:
-        """A prompt that asks what the subject is, and the log probabilities (C) of what the model says next."""
+        """A prompt about the subject's essence, and the unedited log probabilities (C) of the next token.
+
+        None if the subject is unknown or its prompt is too long.
+        """
         if not example.subject:
             return None, torch.empty(0)
         text = f"{example.subject} is a"
         try:
-            asked = self._subject_pass(text, example.subject, self._model.task.make_target_pass(text, (0,)))
-        except InputError:  # no room for it
+            essence = self._subject_pass(text, example.subject, self._model.task.make_target_pass(text, (0,)))
+        except InputError:  # the subject's prompt is too long
             return None, torch.empty(0)
         with torch.no_grad():
-            (logits_1C,) = self._model.task.logits(asked.supervised)
-        return asked, torch.log_softmax(logits_1C[0], dim=0)
+            (logits_1C,) = self._model.task.logits(essence.supervised)
+        return essence, torch.log_softmax(logits_1C[0], dim=0)
 
     def _subject_pass(self, text: str, subject: str, supervised: TargetPass) -> _SubjectPass:
-        task, found = self._model.task, text.rfind(subject) if subject else -1
-        prompt = len(task.tokenize(text))
-        end = prompt if found < 0 else len(task.tokenize(text[: found + len(subject)]))
-        return _SubjectPass(supervised, torch.tensor([max(prompt - end, 0)], device=self._model.device))
+        """The pass with the position of the subject's last occurrence in the text, or else of the last token."""
+        task, start = self._model.task, text.rfind(subject) if subject else -1
+        prompt_length = len(task.tokenize(text))
+        subject_length = prompt_length if start < 0 else len(task.tokenize(text[: start + len(subject)]))
+        return _SubjectPass(
+            supervised, torch.tensor([max(prompt_length - subject_length, 0)], device=self._model.device)
+        )
 
     def _collate(self, rows: Sequence[_SubjectPass]) -> _SubjectPass:
         supervised = self._model.task.collate([row.supervised for row in rows])
         return _SubjectPass(supervised, torch.cat([row.tokens_before_end_B for row in rows]))
 
     def _subject_activations(self, subject_pass: _SubjectPass) -> tuple[Tensor, Tensor]:
-        """What the layer sees (B, D) and puts out (B, V) where the subject ends."""
-        seen: list[Tensor] = []
+        """The layer's inputs (B, D) and outputs (B, V) at the subjects' last tokens."""
+        recorded: list[Tensor] = []
 
-        def watched(seen_BTD: Tensor, output_BTV: Tensor) -> None:
-            seen.extend(
-                (subject_pass.select_subject(seen_BTD).float(), subject_pass.select_subject(output_BTV).float())
+        def record(input_BTD: Tensor, output_BTV: Tensor) -> None:
+            recorded.extend(
+                (subject_pass.select_subject(input_BTD).float(), subject_pass.select_subject(output_BTV).float())
             )
 
-        with torch.no_grad(), self._with_output_hook(watched):
+        with torch.no_grad(), self._with_output_hook(record):
             self._model.task.logits(subject_pass.supervised)
-        return seen[0], seen[1]
+        return recorded[0], recorded[1]
 
     def _logits_with_change(self, subject_pass: _SubjectPass, change_V: Tensor) -> list[Tensor]:
-        """Of the model whose value at the subject's end is changed."""
+        """The model's logits with the layer's output changed at the subjects' last tokens."""
 
-        def changed(_seen: Tensor, output_BTV: Tensor) -> Tensor:
+        def add_change(_input: Tensor, output_BTV: Tensor) -> Tensor:
             columns_T = torch.arange(output_BTV.shape[1], device=output_BTV.device)
-            where_BT1 = (columns_T == subject_pass.subject_columns_B[:, None])[..., None]
-            return output_BTV + where_BT1 * change_V.to(output_BTV.dtype)
+            is_subject_BT1 = (columns_T == subject_pass.subject_columns_B[:, None])[..., None]
+            return output_BTV + is_subject_BT1 * change_V.to(output_BTV.dtype)
 
-        with self._with_output_hook(changed):
+        with self._with_output_hook(add_change):
             return self._model.task.logits(subject_pass.supervised)

@@ -1,4 +1,4 @@
-"""A model that a codebook corrects, as a replica serves it."""
+"""The common part of GRACE's editors: a model with a codebook, served as a replica serves it."""
 
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -18,14 +18,14 @@ from gracestream.pipeline.search import NO_SLOT
 
 @dataclass(frozen=True, slots=True)
 class ServedCounts:
-    """Of one entry: how many corrections it serves, and how many of their rephrases."""
+    """Prompts that one entry serves: corrections, and rephrases of corrections."""
 
     edits: int
     rephrases: int
 
 
 class CodebookEditor(ABC):
-    """What GRACE is to an experiment, wherever its edits are made. `index` is the codebook's."""
+    """GRACE in an experiment, in this process or through a deployment. `index` holds the codebook's keys."""
 
     def __init__(self, model: EditableModel, codebook: Codebook, index: KeyIndex) -> None:
         self.model, self.codebook, self.index = model, codebook, index
@@ -33,27 +33,30 @@ class CodebookEditor(ABC):
 
     @property
     def num_entries(self) -> int:
-        """Keys of the codebook."""
+        """The number of keys in the codebook."""
         return len(self.codebook)
 
     @abstractmethod
     def edit(self, number: int, example: Example) -> EditOutcome:
-        """Bring an entry about that gives the example's target, if one is needed."""
+        """Make the model predict the example's target; add or change an entry if the unedited model does not."""
 
     def state_keys(self, texts: Sequence[str]) -> list[Hashable]:
-        """The value that serves each text, or None where the bare model does: nothing else reaches an answer."""
+        """The value that each text matches, as bytes; None: the unedited model answers.
+
+        An answer depends on no other part of the codebook.
+        """
         slots = self.matched_slots(texts)
         values_NV = self.codebook.values_NV
         return [None if slot == NO_SLOT else values_NV[slot].tobytes() for slot in slots]
 
     def with_edits(self, batch: Batch) -> AbstractContextManager[object]:
-        """The adaptor's session, with a lookup for each row."""
+        """A context in which the adaptor looks up each row in the codebook."""
         return self.model.adaptor.with_codebook(
             batch, CodebookLookup(self.codebook, self.index), row_wording=self.model.task.wording_getter(batch)
         )
 
     def matched_slots(self, texts: Sequence[str]) -> list[int]:
-        """The slot of the entry that serves each text; -1: none."""
+        """The slot of the nearest entry whose radius contains the text; `NO_SLOT` if there is none."""
         if not texts:
             return []
         slots: list[int] = self.index.nearest_within_radius(
@@ -62,8 +65,8 @@ class CodebookEditor(ABC):
         return slots
 
     def served_counts(self, edits: Sequence[Edit]) -> list[ServedCounts]:
-        """Of each entry that serves one of these corrections; those of the most rephrases first."""
+        """The counts of each entry that serves one of these corrections, by rephrases in descending order."""
         corrections = Counter(self.matched_slots([edit.example.inputs for edit in edits]))
         rephrases = Counter(self.matched_slots([text for edit in edits for text in edit.rephrases]))
-        found = [ServedCounts(count, rephrases[slot]) for slot, count in corrections.items() if slot != NO_SLOT]
-        return sorted(found, key=lambda use: (-use.rephrases, -use.edits))
+        counts = [ServedCounts(count, rephrases[slot]) for slot, count in corrections.items() if slot != NO_SLOT]
+        return sorted(counts, key=lambda served: (-served.rephrases, -served.edits))

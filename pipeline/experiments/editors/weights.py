@@ -1,6 +1,7 @@
-"""What editors share that change the weights of the layer that GRACE would wrap.
+"""The common part of editors that change the weights of the layer that GRACE would wrap.
 
-The weights are the editor's until it is closed: then they are what they were.
+At the end of the editor's context the original weights are back, bit for bit. Nothing else may change the weights
+meanwhile.
 """
 
 import time
@@ -20,10 +21,10 @@ from gracestream.pipeline.model import Batch, EditableModel, TargetCheck, Target
 
 
 class WeightEditor(ABC):
-    """Used as a context, at whose end the weights are the original ones again.
+    """Edits the layer's weights. Use it as a context manager: its end restores the original weights.
 
     Raises:
-        EditorError: the layer has none.
+        EditorError: the layer has no weights.
     """
 
     num_entries = 0
@@ -38,7 +39,7 @@ class WeightEditor(ABC):
 
     @classmethod
     def require_editable(cls, model: EditableModel) -> None:
-        """Whether it can edit this model at its layer, told before any work.
+        """Check that this editor can edit the model at its layer, before any work.
 
         Raises:
             EditorError: it cannot.
@@ -56,33 +57,33 @@ class WeightEditor(ABC):
 
     def restore(self) -> None:
         """Put the original weights back."""
-        self._version += 1
+        self._version += 1  # answers that were scored with the edited weights are stale
         with torch.no_grad():
             for weight, original in zip(self.weights, self._original_weights, strict=True):
                 weight.copy_(original)
 
     def edit(self, number: int, example: Example) -> EditOutcome:
-        """Change the weights, unless the model is right already."""
+        """Change the weights, unless the model predicts the target already."""
         del number
-        begun = time.perf_counter()
+        started = time.perf_counter()
         _, supervised = self._model.prepare_correction(example.inputs, example.target)
         if self._check_prediction(supervised).predicts_target:
-            return EditOutcome("unchanged", 0, time.perf_counter() - begun)
+            return EditOutcome("unchanged", 0, time.perf_counter() - started)
         steps = self._apply_correction(example, supervised)
         self._version += 1
-        right = self._check_prediction(supervised).predicts_target
-        return EditOutcome("added" if right else "failed", steps, time.perf_counter() - begun)
+        predicts_target = self._check_prediction(supervised).predicts_target
+        return EditOutcome("added" if predicts_target else "failed", steps, time.perf_counter() - started)
 
     @abstractmethod
     def _apply_correction(self, example: Example, supervised: TargetPass) -> int:
-        """Make the model give the example's target; the optimisation steps that it took."""
+        """Make the model predict the example's target; return the number of optimisation steps."""
 
     def state_keys(self, texts: Sequence[str]) -> list[Hashable]:
-        """Every answer depends on the weights."""
+        """The version of the weights for every text: every answer depends on the weights."""
         return [self._version] * len(texts)
 
     def with_edits(self, batch: Batch) -> AbstractContextManager[object]:
-        """The weights are in the model."""
+        """An empty context: the model itself holds the edited weights."""
         del batch
         return nullcontext()
 
@@ -92,30 +93,37 @@ class WeightEditor(ABC):
 
 
 class LinearLayerEditor(WeightEditor):
-    """Of those, the ones that know a layer as a linear map of its inputs.
+    """Edits the matrix of a linear layer.
 
     Raises:
-        EditorError: the layer is none.
+        EditorError: the layer is not linear.
     """
 
     @classmethod
     def require_editable(cls, model: EditableModel) -> None:
-        """Whether it can edit this model at its layer."""
+        """Check that the layer is linear.
+
+        Raises:
+            EditorError: it is not.
+        """
         super().require_editable(model)
         layer = model.module.get_submodule(model.layer)
         if not isinstance(layer, nn.Linear | Conv1D):
             kind = type(layer).__name__
-            raise EditorError(f"{model.layer} is no linear layer, but {kind}: this editor changes linear layers only")
+            raise EditorError(f"{model.layer} is not a linear layer but {kind}: this editor changes linear layers only")
 
     @property
     def weight_VD(self) -> Tensor:
-        """The map's matrix; what is written to it is in the model."""
+        """The layer's matrix (V, D), a view: writing to it changes the model. Conv1D stores it transposed."""
         (weight,) = (weight.detach() for weight in self.weights if weight.dim() == 2)
         return weight.T if isinstance(self.layer, Conv1D) else weight
 
     @contextmanager
     def _with_output_hook(self, output_hook: Callable[[Tensor, Tensor], Tensor | None]) -> Iterator[None]:
-        """Passes inside put out what `output_hook` makes of the layer's inputs (B, T, D) and outputs (B, T, V)."""
+        """A context in which `output_hook` replaces the layer's outputs.
+
+        The hook takes the layer's inputs (B, T, D) and outputs (B, T, V). None leaves the outputs unchanged.
+        """
 
         def hook(_layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
             return output_hook(args[0], output)

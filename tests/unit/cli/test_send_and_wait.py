@@ -127,7 +127,7 @@ def test_outcomes_stand_beside_what_was_flagged_or_taken_back() -> None:
     ]
     undone = Outcome(v=1, feedback_id="u", status="undone", seq=5)
     assert cells(undos, undone) == [
-        ["takes back", "feedback", "outcome", "delta"],
+        ["undoes", "feedback", "outcome", "delta"],
         ["f", "u", "undone", "5"],
         ["all by ann", "w", "no reply", ""],
     ]

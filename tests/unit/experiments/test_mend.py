@@ -72,5 +72,5 @@ def test_what_it_learned_serves_the_next_correction() -> None:
 
 
 def test_a_layer_that_is_not_linear_is_named() -> None:
-    with pytest.raises(EditorError, match=r"model\.layers\.1\.mlp is no linear layer, but LlamaMLP"):
+    with pytest.raises(EditorError, match=r"model\.layers\.1\.mlp is not a linear layer but LlamaMLP"):
         Mend(editable("llama", layer="model.layers[1].mlp"))

@@ -115,5 +115,5 @@ def test_other_models_are_refused(kind: str) -> None:
 def test_it_needs_texts_and_a_linear_layer() -> None:
     with pytest.raises(EditorError, match="needs texts"):
         Rome(editable("llama"), [])
-    with pytest.raises(EditorError, match="is no linear layer"):
+    with pytest.raises(EditorError, match="is not a linear layer"):
         Rome(editable("llama", layer="model.layers[1].mlp"), TRAFFIC)

@@ -74,7 +74,7 @@ def test_values_that_are_not_found_have_the_most_frequent_reason() -> None:
 
 def test_an_edit_that_its_own_radius_misses_is_told_apart_from_one_without_a_value() -> None:
     (finding,) = advise([like(edited=Share(0, 12))], 0.05, 1).findings
-    assert "outside of every radius" in finding
+    assert "outside every radius" in finding
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_queries_that_do_not_separate_are_said_to(nearer: Share, said: str) -> N
     [
         ({"kept": Share(10, 12)}, "2 of 12 trial edits no longer held"),
         ({"forms": Share(10, 72)}, "mostly holds at the exact prompt: 14%"),
-        ({"rephrases": Share(3, 12)}, "reached for 25% only"),
+        ({"rephrases": Share(3, 12)}, "Only 25% of the rephrases get the target"),
         ({"rephrases": Share(0, 0)}, "No request has a `rephrase`"),
         ({"broken": Share(40, 80)}, "50% of the captured texts had a broken answer"),
         ({"others": Share(0, 20)}, "the true share may be up to 16%"),

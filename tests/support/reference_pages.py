@@ -1,6 +1,7 @@
-"""Writes the reference pages of `docs/reference` from the code: `make reference`.
+"""Generates the pages of `docs/reference` from the code (`make reference`).
 
-Each page follows from one source, so none is edited by hand; a test fails where a committed page is not current.
+This is a tool of the repository and no part of the product: it needs the development requirements and the whole source
+tree. Nobody edits the pages by hand; a test fails if a committed page is not current. The sources of the pages are:
 
 1. `settings.md`: the fields of `Settings`.
 2. `messages.md` and `headers.md`: the AsyncAPI document and the JSON Schemas.
@@ -26,8 +27,8 @@ from gracestream.pipeline.observability import metrics
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.generate import SCHEMA_TYPES, asyncapi_document, json_schema
 from gracestream.workers.cli.app import app
+from tests.support.repository import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 REFERENCE_FOLDER = ROOT / "docs" / "reference"
 GOLDEN_FOLDER = ROOT / "schemas" / "golden"
 ALERT_RULES_FOLDER = ROOT / "deploy" / "prometheus"
@@ -41,7 +42,10 @@ GOLDEN_EXAMPLES = {
     "edit": "edit-added",
     "snapshot": "snapshot-offset",
 }
-"""The golden record that shows each message of JSON."""
+"""The golden record that serves as the example of each JSON message."""
+
+
+# Markdown
 
 
 def _render_page(title: str, introduction: str, *parts: str) -> str:
@@ -60,7 +64,8 @@ def _render_cell(text: str) -> str:
 
 
 def _escape_tags(text: str) -> str:
-    """A text with the signs that Markdown would read as tags escaped, outside code."""
+    """The text with each `<` escaped outside code, because Markdown would read a tag."""
+    # Between backticks every second part is code.
     parts = text.split("`")
     return "`".join(part if number % 2 else part.replace("<", "&lt;") for number, part in enumerate(parts))
 
@@ -94,26 +99,27 @@ def _settings_page() -> str:
 
 
 def _describe_type(schema: Json) -> str:
-    """The type of a field, in words."""
+    """The type of a field as text."""
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         return f"[{name}](#{name.lower()})"
-    if several := schema.get("anyOf") or schema.get("oneOf"):
-        return " or ".join(dict.fromkeys(map(_describe_type, several)))
+    if alternatives := schema.get("anyOf") or schema.get("oneOf"):
+        return " or ".join(dict.fromkeys(map(_describe_type, alternatives)))
     if values := schema.get("enum") or [schema[key] for key in ("const",) if key in schema]:
         return ", ".join(f"`{value}`" for value in values)
     kind = str(schema.get("type", "any"))
-    held = schema.get({"array": "items", "object": "additionalProperties"}.get(kind, ""))
-    return f"{kind} of {_describe_type(held)}" if isinstance(held, Mapping) else kind
+    element = schema.get({"array": "items", "object": "additionalProperties"}.get(kind, ""))
+    return f"{kind} of {_describe_type(element)}" if isinstance(element, Mapping) else kind
 
 
 def _describe_limits(schema: Json) -> str:
+    """The limits and the default of a field as text; empty if there are none."""
     words = {"minimum": "from", "maximum": "to", "maxItems": "at most", "maxLength": "at most"}
     units = {"maxItems": " items", "maxLength": " characters"}
-    said = [f"{word} {schema[key]}{units.get(key, '')}" for key, word in words.items() if key in schema]
+    limits = [f"{word} {schema[key]}{units.get(key, '')}" for key, word in words.items() if key in schema]
     if "default" in schema and schema["default"] not in ([], {}, None):
-        said.append(f"default `{schema['default']}`")
-    return ", ".join(said)
+        limits.append(f"default `{schema['default']}`")
+    return ", ".join(limits)
 
 
 def _fields_table(schema: Json) -> str:
@@ -130,25 +136,28 @@ def _fields_table(schema: Json) -> str:
 
 
 def _message_sections(name: str, schema: Json, documented_types: set[str]) -> Iterator[str]:
-    """The sections of one message: its fields, an example, and the types that it holds."""
+    """The sections of one message: its fields, an example, and its nested types.
+
+    `documented_types` collects the nested types, so that each is described once per page.
+    """
     yield f"## {schema['title']}"
     yield _escape_tags(schema["description"])
     yield f"JSON Schema: `schemas/json/{name}.schema.json`."
-    if kinds := [kind for kind in schema.get("oneOf", ()) if "title" in kind]:
+    if variants := [variant for variant in schema.get("oneOf", ()) if "title" in variant]:
         yield "One of these kinds, and none of the fields of another:\n\n" + "\n".join(
-            f"- {kind['title']}: {', '.join(f'`{field}`' for field in kind['required'])}" for kind in kinds
+            f"- {variant['title']}: {', '.join(f'`{field}`' for field in variant['required'])}" for variant in variants
         )
     yield _fields_table(schema)
     if name in GOLDEN_EXAMPLES:
         golden = next(GOLDEN_FOLDER.glob(f"v*/{GOLDEN_EXAMPLES[name]}.json"))
-        shown = json.dumps(msgspec.json.decode(golden.read_bytes()), indent=2, ensure_ascii=False)
-        yield f"```json\n{shown}\n```"
-    for title, held in schema.get("definitions", {}).items():
+        example = json.dumps(msgspec.json.decode(golden.read_bytes()), indent=2, ensure_ascii=False)
+        yield f"```json\n{example}\n```"
+    for title, definition in schema.get("definitions", {}).items():
         if title not in documented_types:
             documented_types.add(title)
             yield f"### {title}"
-            yield _escape_tags(held["description"])
-            yield _fields_table(held)
+            yield _escape_tags(definition["description"])
+            yield _fields_table(definition)
 
 
 def _topics_table(document: Json) -> str:
@@ -214,17 +223,19 @@ def _metrics_page() -> str:
         "Replicas": metrics.REPLICA_REGISTRY,
         "The editor": metrics.EDITOR_REGISTRY,
     }
-    kinds = {name: _metric_names(registry) for name, registry in groups.items() if registry is not None}
-    found = [metric for metric in vars(metrics).values() if isinstance(metric, MetricWrapperBase)]
+    names_by_group = {name: _metric_names(registry) for name, registry in groups.items() if registry is not None}
+    all_metrics = [metric for metric in vars(metrics).values() if isinstance(metric, MetricWrapperBase)]
     parts = []
     for group in groups:
         rows = []
-        for metric in found:
+        for metric in all_metrics:
             (family,) = metric.describe()
-            owner = next((name for name, names in kinds.items() if family.name in names), "Replicas and the editor")
+            owner = next(
+                (name for name, names in names_by_group.items() if family.name in names), "Replicas and the editor"
+            )
             if owner == group:
                 name = family.name + ("_total" if family.type == "counter" else "")
-                labels = ", ".join(f"`{label}`" for label in metric._labelnames)  # noqa: SLF001 - nothing public has them
+                labels = ", ".join(f"`{label}`" for label in metric._labelnames)  # no public attribute has them
                 rows.append((f"`{name}`", family.type, labels, _escape_tags(family.documentation)))
         parts += [f"## {group}", _render_table(("metric", "type", "labels", "what it is"), rows)]
     return _render_page(
@@ -268,7 +279,7 @@ def _alerts_page() -> str:
 
 
 def _template_variable(match: re.Match[str]) -> str:
-    """A template's variable as a word in capitals: `{{ $labels.job }}` becomes `JOB`."""
+    """A template variable as a placeholder in capitals: `{{ $labels.job }}` becomes `JOB`."""
     words = re.findall(r"\w+", match[0])
     name = words[1] if words[0] == "labels" else words[0]
     return f"`{name.upper()}`"
@@ -280,19 +291,19 @@ def _template_variable(match: re.Match[str]) -> str:
 def _cli_page() -> str:
     command = typer.main.get_command(app)
     text = get_docs_for_click(obj=command, ctx=typer.Context(command), name="gracestream")
-    body = text.split("\n", 2)[2].strip()  # without its title
+    body = text.split("\n", 2)[2].strip()  # drop the generator's title, which is this page's, too
     body = re.sub(r"^Example: (.*)$", r"\n```console\n$ \1\n```", body, flags=re.MULTILINE)
     body = re.sub(r"\n{3,}", "\n\n", body)
     return _render_page(
         "Command line",
-        "What went wrong in an expected way is one sentence on standard error, and exit status 1. Commands print tables"
-        " at a terminal, and JSON lines elsewhere or with `--json`.",
+        "An expected error is one sentence on standard error, and exit status 1. Commands print tables, or JSON lines"
+        " with `--json`; `send`, `correct` and `undo` print tables at a terminal only.",
         body,
     )
 
 
 def render_pages() -> Mapping[str, str]:
-    """The text of every generated page, by its name in `docs/reference`."""
+    """The text of every generated page, by file name."""
     return {
         "settings.md": _settings_page(),
         "messages.md": _messages_page(),
@@ -304,7 +315,7 @@ def render_pages() -> Mapping[str, str]:
 
 
 def write_pages(folder: Path = REFERENCE_FOLDER) -> None:
-    """Write every page below `folder`."""
+    """Write every page into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in render_pages().items():
         (folder / name).write_text(text, encoding="utf-8", newline="\n")

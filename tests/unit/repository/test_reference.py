@@ -1,10 +1,10 @@
-"""The committed pages of `docs/reference` are those that the code gives."""
+"""The committed pages of `docs/reference` equal the generated ones."""
 
 from pathlib import Path
 
 import pytest
 
-from gracestream.workers.cli.reference import REFERENCE_FOLDER, render_pages, write_pages
+from tests.support.reference_pages import REFERENCE_FOLDER, render_pages, write_pages
 
 PAGES = render_pages()
 
