@@ -71,10 +71,10 @@ MIN_QUERIES_FOR_BF16 = 4
 TIE_REL_ERROR = 16 * 2.0**-23
 """Slack for ties: upper bound on the difference of half squared distances that round to the same float32.
 
-In units of |q|^2 + |k|^2. An exact distance is off by at most 1.01 eps (`exact_distances`), so equal ones have squares
-within 4.1 eps d^2, and d^2 / 2 <= |q|^2 + |k|^2. The shift by the centre displaces q by u |q|, which changes each of two
-half squares by at most eps (|q|^2 + |k|^2). Together under 7 eps, where eps = 2^-23. Without it a tied key could be
-excluded, and the tie would not go to the first entry id.
+In units of |q|^2 + |k|^2. An exact distance is off by at most 1.01 eps of itself (`exact_distances`). So the half
+squares of equal distances d differ by at most 4.1 eps d^2 / 2, and d^2 / 2 <= |q|^2 + |k|^2. The shift by the centre
+displaces q by u |q|, which changes each half square by at most eps (|q|^2 + |k|^2). Together this is under 7 eps, where
+eps = 2^-23. Without the slack a tied key could be excluded, and the tie would not go to the first entry id.
 """
 
 _EPS = float(np.finfo(np.float32).eps)
