@@ -252,7 +252,7 @@ class EditMemory:
             tolerance: Numerical tolerance. Distances that differ by less than twice this count as equal.
             ignore: Ids of edits of the same input, which the decision supersedes or serves.
         """
-        settled_rows = {self._edits.row(feedback_id) for feedback_id in ignore if feedback_id in self}
+        done_rows = {self._edits.row(feedback_id) for feedback_id in ignore if feedback_id in self}
         pending_rows = {
             row
             for entry_id in {*shrunk, *relabelled}
@@ -261,13 +261,13 @@ class EditMemory:
         }
         for entry_id, key_D in keys.items():
             pending_rows |= {row for row in self._shadowed_rows(key_D, tolerance) if self.entry_ids[row] != entry_id}
-        feedback_ids: list[str] = []
-        while pending_rows := pending_rows - settled_rows:
+        affected_ids: list[str] = []
+        while pending_rows := pending_rows - done_rows:
             row = min(pending_rows)  # a fixed order, so that replays give equal deltas
-            settled_rows.add(row)
-            feedback_ids.append(self.feedback_ids[row])
+            done_rows.add(row)
+            affected_ids.append(self.feedback_ids[row])
             pending_rows |= self._shadowed_rows(self.queries_ED[row], tolerance)
-        return feedback_ids
+        return affected_ids
 
     def _shadowed_rows(self, key_D: np.ndarray, tolerance: float) -> set[int]:
         """Rows of the edits that a new key would shadow: it is nearer to their query than their serving key.

@@ -6,7 +6,7 @@ On a CPU a prefilter excludes nearly all keys. If it leaves too many, and always
 Guarantees:
 
 1. Results equal those of a comparison with all keys by exact distance, whatever the norms.
-2. Of keys at the same distance the entry whose id sorts first wins. So results do not depend on slots.
+2. Of keys at the same distance, the one with the first entry id in order wins. So results do not depend on slots.
 3. A query that is not finite matches nothing.
 
 Not promised: current results after a delta unless `refresh` was called.
@@ -201,9 +201,9 @@ class KeyIndex:
     def nearest_within_radius(self, queries_BD: torch.Tensor) -> NearestKeys:
         """The nearest key of each query if the query is within its radius (distance < radius), otherwise none.
 
-        1. The prefilter returns candidates. They include the nearest key if the query is within its radius, or if it is
-           at most `min_radius` away, or if the row is in `always_included`.
-        2. The nearest candidate is final if one of the last two conditions holds: no other key can be nearer.
+        1. The prefilter returns candidates. They include the nearest key if (a) the query is within its radius, (b) it
+           is at most `min_radius` away, or (c) the row is `always_included`.
+        2. The nearest candidate is final if (b) or (c) holds: no other key can be nearer.
         3. Otherwise, if the query is within its radius, a key with a smaller radius may be nearer. A second search
            finds the nearest key up to this distance.
         4. Otherwise the query is not within the radius of its nearest key, so there is no match.
@@ -292,7 +292,7 @@ class KeyIndex:
             found.slots_B[full_scan_rows], found.distances_B[full_scan_rows] = scanned.slots_B, scanned.distances_B
 
     def _set_nearest(self, found: NearestKeys, row: int, slots: np.ndarray, distance: float) -> None:
-        """Write the nearest key of a row: of these slots, all at one distance, the one whose entry id sorts first."""
+        """Write the nearest key of a row: of these slots, all at one distance, the one with the first entry id."""
         found.slots_B[row], found.distances_B[row] = self._first_by_id(slots.tolist()), distance
 
     def _nearest_among(
@@ -401,7 +401,7 @@ class KeyIndex:
         self._stale_slots = set()
 
     def _first_by_id(self, slots: list[int]) -> int:
-        """The slot whose entry id sorts first."""
+        """The slot of the entry with the first id in order."""
         return min(slots, key=self._codebook.entry_ids.__getitem__)
 
     def _keep_within_radius(self, found: NearestKeys) -> NearestKeys:

@@ -143,7 +143,7 @@ def decide_action(
 
 
 def fallback_to_own_entry(policy: MaintenancePolicy, neighbour: Neighbour, protected_distance: float) -> PolicyDecision:
-    """The decision in place of an `expand` whose value fails on the new input: the input gets its own value."""
+    """The decision in place of an `expand` if its value fails on the new input: the input gets its own value."""
     if policy.kind == "nearest" and neighbour.distance <= policy.tolerance:
         return _replace(policy, neighbour)
     return PolicyDecision("add", radius=policy.new_entry_radius(protected_distance))

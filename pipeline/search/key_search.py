@@ -178,8 +178,9 @@ class KeySearch(ABC):
         max_key_norm_B = ((proposed.norms_B + distances_B) * (1 + 1e-5)).clamp(max=self._max_norm)
         squares_B = (proposed.norms_B + max_key_norm_B).square()
         error_B = (1.01 * width + 8) * (_FLOAT32_INFO.eps * squares_B + _FLOAT32_INFO.tiny)
-        # The factor 1 + 1e-6 covers the rounding of two exact distances (1.01 eps each), so that no tied key is missed.
-        # Every key outside the candidates is at least as far as the last candidate, according to the product.
+        # Every key outside the candidates is at least as far as the last candidate, according to the product. A key
+        # that ties with the winner has a true squared distance of at most 1 + 2.1 eps times the winner's square below,
+        # since an exact distance is off by at most 1.01 eps of itself. The factor 1 + 1e-6 (8 eps) covers this.
         winner_square_B = distances_B.square() * (1 + 1e-6)
         return (proposed.last_squared_distance_B - error_B > winner_square_B) & (squares_B < _MAX_SAFE_SQUARE)
 

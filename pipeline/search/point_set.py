@@ -89,7 +89,7 @@ class PointSet:
         return row
 
     def within(self, query_D: np.ndarray, max_distance: float) -> np.ndarray:
-        """Rows of the points whose exact distance is at most `max_distance`."""
+        """Rows of the points at an exact distance of at most `max_distance`."""
         rows = self._candidates_within(query_D, max_distance)
         return rows[self._exact_distances(query_D, rows) <= max_distance]
 
@@ -117,7 +117,7 @@ class PointSet:
         Args:
             query_D: The query.
             tolerance: Points at most this far from the query or from `excluded_D` are not eligible.
-            excluded_D: A second point whose surroundings are not eligible.
+            excluded_D: A second point; see `tolerance`.
             is_counted: A point of another name is not eligible.
             skip_count: So many of the nearest eligible points are skipped.
         """

@@ -74,10 +74,10 @@ class Prefilter:
         self.min_radius = 0.0
         """A distance. Smaller radii count as this one, so `candidates_for_match` finds every nearest key this close."""
         self._stale_slots: set[int] | None = None
-        """Slots whose codes are out of date; None: all slots."""
+        """Slots with outdated codes; None: all slots."""
 
     def mark_stale(self, slots: Collection[int] | None) -> None:
-        """Mark slots whose key or radius has changed; None: all slots."""
+        """Mark slots with a changed key or radius; None: all slots."""
         if slots is None:
             self._stale_slots = None
         elif self._stale_slots is not None:
@@ -136,7 +136,7 @@ class Prefilter:
         return self._nearest_survivors(queries_BD, self._survivors_by_codes(self._project(queries_BD), bound_query))[0]
 
     def approximate_nearest(self, query_D: np.ndarray, count: int) -> np.ndarray:
-        """The `count` slots whose keys seem nearest by the first codes, or all slots if there are few.
+        """The `count` slots that seem nearest by the first codes, or all slots if there are few.
 
         Other keys may be nearer.
         """
@@ -295,7 +295,7 @@ class _ProjectedQueries:
 
 
 def _undecided_rows(found: Sequence[np.ndarray | None], key_count: int) -> list[int]:
-    """Rows whose candidates are still None; none where the keys are too few to use codes."""
+    """Rows with None as candidates; no rows where the keys are too few to use codes."""
     return [row for row, slots in enumerate(found) if slots is None] if key_count > SMALL_SET_SIZE else []
 
 

@@ -52,8 +52,8 @@ class OrthonormalProjection:
     def project(self, points_MD: np.ndarray, dimensions: int) -> tuple[np.ndarray, np.ndarray]:
         """Map points (M, D) to their first `dimensions` coordinates and the norm of the remainder.
 
-        Returns the mapped points (M, dimensions + 1), float32, and for each (M) a bound on its distance to the point
-        that exact arithmetic would give.
+        Returns the mapped points (M, dimensions + 1), float32, and their slack (M). The slack of a point is a bound on
+        its distance to the point that exact arithmetic would give.
         """
         basis_PD = self._basis_PD[:dimensions]
         mapped_MP = np.empty((len(points_MD), dimensions + 1), np.float32)

@@ -19,9 +19,9 @@ distance given per query counts in s. Squared and rearranged:
     margin = q.y - (|q|^2 + |y|^2) / 2 + (w^2 + s^2) / 2 + w s >= 0
 
 A slot survives unless its computed margin is negative, so the computed margin must not be smaller than the exact one.
-Let u = eps / 2. A float32 sum of P products is off by at most P u of the sum of their magnitudes, in any order. So
-q.y - (|q|^2 + |y|^2) / 2 is off by at most P eps (|q|^2 + |y|^2) / 2, since 2 |q| |y| <= |q|^2 + |y|^2. Likewise the
-terms in w and s are off by a few eps (w^2 + s^2). Let rho be `_rounding_bound(P)` = 8 (P + 8) eps. The code multiplies
+Let u = eps / 2. A float32 sum of P products is off by at most P u of the sum of their magnitudes, in any order. Also
+2 |q| |y| <= |q|^2 + |y|^2. So q.y - (|q|^2 + |y|^2) / 2 is off by at most P eps (|q|^2 + |y|^2) / 2. Likewise the terms
+in w and s are off by a few eps (w^2 + s^2). Let rho be `_rounding_bound(P)` = 8 (P + 8) eps. The code multiplies
 |q|^2 and |y|^2 by 1 - rho, and w^2 and s^2 by 1 + rho. This adds rho (|q|^2 + |y|^2 + w^2 + s^2) / 2 to the margin,
 which is several times the error.
 """
@@ -38,7 +38,7 @@ TILE_ELEMENTS = 2**18
 """Elements of one tile of a product, so that the tile stays in the cache."""
 
 MIN_TILE_ROWS = 1024
-"""Fewest keys per product."""
+"""Keys per product in `KeyNorms`, and the least number in `Int8Codes`."""
 
 INT8_MAX = 127
 """Codes are whole numbers from -127 to 127."""
@@ -84,8 +84,8 @@ _TINY = float(np.finfo(np.float32).tiny)
 _NORM_INFLATION = 1 + 1e-5
 """Factor that makes a computed float32 norm, radius or distance an upper bound.
 
-The norm of P <= 128 numbers loses at most (P / 2 + 2) u < 4e-6 of itself, an exact distance at most 1.01 eps. Norms of
-whole keys are wider, but enter only terms with an error bound eight times too large (`product_error`).
+The norm of P <= 128 numbers loses at most (P / 2 + 2) u < 4e-6 of itself. An exact distance loses less. Norms of
+whole keys may lose more, but they enter only the error of a product, with a bound at least eight times too large.
 """
 
 _CPU_CAPABILITIES: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
@@ -371,8 +371,9 @@ class KeyNorms:
         """For each query, sorted slots that include the nearest key and all keys tied with it; None: more than `limit`.
 
         Keys are tied if their exact distances are the same float32. Half the squared distance is |q|^2 / 2 - c(k), with
-        the closeness c(k) = q.k - |k|^2 / 2. The product gives a lower and an upper bound on the closeness of each key.
-        A key survives if its upper bound, plus the slack for ties, reaches the best lower bound of all keys so far.
+        the closeness c(k) = q.k - |k|^2 / 2, all relative to the centre. (A float32 product adds the same q.c for each
+        key.) The product gives a lower and an upper bound on the closeness of each key. A key survives if its upper
+        bound, plus the slack for ties, reaches the best lower bound of all keys so far.
         """
         error_B = products.product_error * products.query_norm_B
         # The part of the slack in |k|^2 is not added here, as `square_error_M` contains it: rho |k|^2 / 2 is
@@ -485,7 +486,7 @@ def _collect_survivors(
     slots = places // query_count  # a place is slot * B + row
     rows = (places - slots * query_count).astype(
         np.min_scalar_type(query_count)
-    )  # of up to 16 bits, numpy's stable sort is a radix sort
+    )  # numpy sorts numbers of up to 16 bits by radix, in linear time
     order = np.argsort(rows, kind="stable")
     slots_by_row = np.split(slots[order], np.cumsum(np.bincount(rows, minlength=query_count))[:-1])
     return [

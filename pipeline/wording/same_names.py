@@ -1,8 +1,8 @@
 """An index of wordings by names, for near misses: prompts about the same names that may ask for the same.
 
-No rule can decide whether "What did Ann write?" asks for "the book by Ann", so people decide on near misses. A prompt
-is a near miss of an entry if its query is a little outside the radius and it has all names of the entry's wording
-(`pipeline.codebook.lookup`). Entries are indexed by their longest name, so a prompt without that name costs little.
+No rule can decide whether "What did Ann write?" asks for "the book by Ann", so people decide on near misses. A near
+miss of an entry is a prompt a little outside its radius with all names of its wording (`pipeline.codebook.lookup`).
+Entries are indexed by their longest name, so a prompt without that name costs little.
 
 Not promised: that all near misses are found. A wording of common words has no names.
 """

@@ -3,8 +3,11 @@
 `What is the capital of Mongolia?` and `The capital of Mongolia is` ask for the same. A model continues them in
 different ways, so a value trained on one often fails on the other.
 
-Not promised: that a request can be converted. The rules cover questions of `what`, `who` and `which` with a form of
-`be`, questions of `who` with regular and a few irregular verbs, and statements that end in a form of `be`.
+Not promised: that a request can be converted. The rules cover
+
+1. questions of `what`, `who` and `which` with a form of `be`;
+2. questions of `who` with a regular verb, or one of a few irregular verbs;
+3. statements that end in a form of `be`.
 """
 
 import re
