@@ -118,7 +118,7 @@ class PointSet:
             query_D: The query.
             tolerance: Points at most this far from the query or from `excluded_D` are not eligible.
             excluded_D: A second point; see `tolerance`.
-            is_counted: A point of another name is not eligible.
+            is_counted: A point is eligible only if this returns true for its name.
             skip_count: So many of the nearest eligible points are skipped.
         """
         nearest_among = partial(self._nearest_distance_among, query_D, tolerance, excluded_D, is_counted, skip_count)

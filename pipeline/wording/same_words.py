@@ -113,7 +113,7 @@ def limits_radius(entry_wording: str, input_wording: str) -> bool:
 @lru_cache(WORDING_CACHE_SIZE)
 def _normalize_words(wording: str) -> tuple[str, ...]:
     """The words of a wording as they are compared: casefolded, accents composed, without ignored words and signs."""
-    # Composed before casefolding, which treats some decomposed letters differently, and again, since it may decompose.
+    # Composed before casefolding, so that both forms of a letter fold alike, and after it, since folding may decompose.
     plain = unicodedata.normalize("NFC", unicodedata.normalize("NFC", wording).casefold())
     words = map(_normalize_word, plain.split())
     return tuple(word for word in words if word and word not in IGNORED_WORDS)
