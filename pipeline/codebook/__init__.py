@@ -1,4 +1,4 @@
-"""The codebook: entries, their lookup, the edits that they serve, and files of them."""
+"""The codebook: its entries, their lookup, the edits that they serve, maintenance policies and files."""
 
 from gracestream.pipeline.codebook.codebook import (
     AppliedDelta,

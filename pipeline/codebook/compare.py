@@ -1,4 +1,4 @@
-"""What differs between two states of a codebook, or of two: entry by entry, and edit by edit."""
+"""Comparison of two codebook states, by entry, exception and edit. Numbers are compared bit for bit."""
 
 from msgspec import UNSET, UnsetType
 
@@ -8,13 +8,17 @@ from gracestream.schemas.deltas import Delta, EntryChange, ExceptionChange, Tens
 
 
 class EditState:
-    """A codebook and the memory of its edits."""
+    """A codebook together with the memory of its edits."""
 
     def __init__(self, codebook: Codebook, memory: EditMemory) -> None:
         self.codebook, self.memory = codebook, memory
 
     def apply(self, record: bytes) -> Delta | None:
-        """One record of `deltas`; None where it is of a lower term, and dropped."""
+        """Apply one record of `deltas` to both. Returns None, and changes nothing, if it is of a lower term.
+
+        Raises:
+            HistoryError: the record cannot be applied.
+        """
         applied = self.codebook.apply(record)
         if applied is None:
             return None
@@ -23,30 +27,30 @@ class EditState:
 
 
 def entries_equal(entry_id: str, old: Codebook, new: Codebook) -> bool:
-    """Whether two codebooks hold the same entry under a name, bit for bit, or both none."""
+    """True if both codebooks hold the same entry under this id, bit for bit, or both hold none."""
     if (entry_id in old) != (entry_id in new):
         return False
     if entry_id not in new:
         return True
-    before, after = old.slot(entry_id), new.slot(entry_id)
+    old_slot, new_slot = old.slot(entry_id), new.slot(entry_id)
     return (
-        old.labels[before] == new.labels[after]
-        and old.wordings[before] == new.wordings[after]
-        and old.radii_N[before] == new.radii_N[after]
-        and old.values_NV[before].tobytes() == new.values_NV[after].tobytes()
-        and old.keys_ND[before].tobytes() == new.keys_ND[after].tobytes()
+        old.labels[old_slot] == new.labels[new_slot]
+        and old.wordings[old_slot] == new.wordings[new_slot]
+        and old.radii_N[old_slot] == new.radii_N[new_slot]
+        and old.values_NV[old_slot].tobytes() == new.values_NV[new_slot].tobytes()
+        and old.keys_ND[old_slot].tobytes() == new.keys_ND[new_slot].tobytes()
     )
 
 
 def edits_equal(feedback_id: str, old: EditMemory, new: EditMemory) -> bool:
-    """Whether an edit is served by the same entry in both memories, or in force in neither."""
+    """True if the same entry serves an edit in both memories, or the edit is in force in neither."""
     if (feedback_id in old) != (feedback_id in new):
         return False
     return feedback_id not in new or old.serving_entry_id(feedback_id) == new.serving_entry_id(feedback_id)
 
 
 def diff_exception(feedback_id: str, old: Codebook, new: Codebook) -> ExceptionChange | None:
-    """What turns the exception of a name into what it is now; None where nothing does."""
+    """The change that turns an exception of `old` into that of `new`; None if they are equal."""
     before, after = old.exceptions.get(feedback_id), new.exceptions.get(feedback_id)
     if before == after:
         return None
@@ -54,7 +58,11 @@ def diff_exception(feedback_id: str, old: Codebook, new: Codebook) -> ExceptionC
 
 
 def diff_entry(entry_id: str, old: Codebook, new: Codebook) -> EntryChange:
-    """What turns an entry into what it is now; everything where it was not there."""
+    """The change that turns an entry of `old` into that of `new`; all fields if `old` lacks it.
+
+    Raises:
+        KeyError: `new` lacks the entry.
+    """
     after = new.entry(new.slot(entry_id))
     before = old.entry(old.slot(entry_id)) if entry_id in old else None
     value: Tensor | UnsetType = UNSET

@@ -1,9 +1,15 @@
-"""What the editor remembers of past edits, and the guard that keeps one edit from undoing another (design, section 4).
+"""The editor's memory of past edits, and the retention guard (docs/explanation/method.md, policies).
 
-For each edit in force the memory holds its query and the entry that serves it, or that the bare model does: a
-correction that was right already is kept right too. Each rephrase of a correction is held likewise, as an edit under
-the name of its key. Like the codebook it is a fold over `deltas`: a starting editor folds the log and knows what its
-predecessor knew.
+The retention guard ensures that no edit undoes an earlier one. For each edit in force the memory holds its query and
+the entry that serves it. The unedited model may also serve an edit: it was right already, and must stay right. Each
+rephrase of a correction is an edit of its own, under the name of its key.
+
+Guarantees:
+
+1. Equal deltas in equal order give equal memories. A starting editor rebuilds its predecessor's memory from the log.
+2. Each lookup by distance equals a comparison with all edits (`PointSet`).
+
+Not promised: an unchanged memory after a `HistoryError`.
 """
 
 from collections.abc import Collection, Mapping
@@ -18,16 +24,19 @@ from gracestream.pipeline.wording import SameWordsIndex, limits_radius
 from gracestream.schemas.deltas import Cause, Delta, Seen
 
 UNEDITED_MODEL = ""
-"""In place of an entry id: no entry serves the edit, because the model needs none."""
+"""Stands in place of an entry id: the unedited model serves the edit, so it needs no entry."""
 
 
 def resolve_undos(undo_targets: Mapping[str, Collection[str]]) -> set[str]:
-    """What these undos, in their order, take back when each counts unless a later one takes it back."""
-    gone: set[str] = set()
-    for feedback_id, taken_back in reversed(list(undo_targets.items())):
-        if feedback_id not in gone:
-            gone.update(taken_back)
-    return gone
+    """The ids of feedback that the undos take back. An undo counts unless a later undo in force takes it back.
+
+    `undo_targets` maps the id of each undo to the ids that it takes back, in the order of the undos.
+    """
+    undone: set[str] = set()
+    for feedback_id, target_ids in reversed(list(undo_targets.items())):
+        if feedback_id not in undone:
+            undone.update(target_ids)
+    return undone
 
 
 class EditMemory:
@@ -35,29 +44,29 @@ class EditMemory:
 
     def __init__(self) -> None:
         self.entry_ids: list[str] = []
-        """Of each row: the entry that serves the edit, or `UNEDITED_MODEL`."""
+        """By row: the id of the entry that serves the edit, or `UNEDITED_MODEL`."""
         self.offsets: dict[str, int] = {}
-        """Offset in `feedback` of every feedback id that ever made a delta."""
+        """Offset in `feedback` of every feedback id that has caused a delta."""
         self.authors: dict[str, str] = {}
-        """Author of each of these ids that had one."""
+        """Author of each of these ids, if known."""
         self.signed_ids: set[str] = set()
-        """Those of these ids whose author had signed."""
+        """The feedback ids that their authors had signed."""
         self.undo_targets: dict[str, tuple[str, ...]] = {}
-        """By the id of each undo, in order: the ids that it takes back."""
+        """The ids that each undo takes back, by the undo's id, in the order of the undos."""
         self.rephrase_owners: dict[str, str] = {}
-        """By the name of each rephrase's key, in force or not: the id of its correction."""
+        """The id of the correction, by the name of each rephrase's key, in force or not."""
         self.replay_contexts: dict[str, Seen] = {}
-        """What decisions saw when an undo made them again, by feedback id."""
+        """The recorded inputs of decisions that an undo repeated, by feedback id."""
         self._wordings: dict[str, str] = {}
-        """By feedback id: the wording of its prompt, where it has one."""
+        """The wording of each edit's prompt, by feedback id; edits without a wording are absent."""
         self._edits = PointSet()
-        """The queries; the reach of each is the distance to the key that serves it."""
+        """The queries of all edits. Each radius is the distance to the key of the serving entry."""
         self._confirmed = PointSet()
-        """The queries that the bare model serves."""
+        """The queries that the unedited model serves."""
         self._confirmed_words = SameWordsIndex()
-        """Their wordings."""
+        """The wordings of these queries."""
         self._edits_by_entry: dict[str, set[str]] = {}
-        """By entry id: the edits that it serves beside the one whose own it is."""
+        """The edits that each entry serves, by entry id, without the edit of the same id."""
 
     def __len__(self) -> int:
         return len(self._edits)
@@ -72,12 +81,12 @@ class EditMemory:
 
     @property
     def queries_ED(self) -> np.ndarray:
-        """A view; float32."""
+        """The queries of the edits in force; a view, float32."""
         return self._edits.points_ND
 
     @property
     def distances_E(self) -> np.ndarray:
-        """From each query to the key that serves it; a view; float32."""
+        """Distance from each query to the key of its serving entry; a view, float32."""
         return self._edits.radii_N
 
     def feedback_id_of(self, name: str) -> str:
@@ -85,27 +94,39 @@ class EditMemory:
         return self.rephrase_owners.get(name, name)
 
     def query(self, feedback_id: str) -> np.ndarray:
-        """A copy of one edit's query (D); KeyError where no such edit is in force."""
+        """A copy of an edit's query (D).
+
+        Raises:
+            KeyError: no such edit is in force.
+        """
         query_D: np.ndarray = self.queries_ED[self._edits.row(feedback_id)].copy()
         return query_D
 
     def wording(self, feedback_id: str) -> str:
-        """Of one edit's prompt (`pipeline.wording`); empty where nothing is to be compared."""
+        """The wording of an edit's prompt (`pipeline.wording`); empty if it has none to compare."""
         return self._wordings.get(feedback_id, "")
 
     def serving_entry_id(self, feedback_id: str) -> str:
-        """The id of the entry that serves an edit; KeyError where no such edit is in force."""
+        """The id of the entry that serves an edit, or `UNEDITED_MODEL`.
+
+        Raises:
+            KeyError: no such edit is in force.
+        """
         return self.entry_ids[self._edits.row(feedback_id)]
 
     def distance(self, feedback_id: str) -> float:
-        """From an edit's query to the key that serves it; KeyError where no such edit is in force."""
+        """The distance from an edit's query to the key of its serving entry.
+
+        Raises:
+            KeyError: no such edit is in force.
+        """
         return float(self.distances_E[self._edits.row(feedback_id)])
 
     def apply_delta(self, delta: Delta, codebook: Codebook) -> None:
-        """Take over what a delta did, after `codebook` has applied it.
+        """Record the effect of a delta, after `codebook` has applied it.
 
         Raises:
-            HistoryError: it names an edit or an entry that is not there, or holds a query that does not fit.
+            HistoryError: the delta names an unknown edit or entry, or its query has another width than the keys.
         """
         try:
             self._apply_delta(delta, codebook)
@@ -121,8 +142,8 @@ class EditMemory:
             return
         for change in delta.entries:
             if change.entry_id in self and not change.removed:
-                own = change.entry_id
-                self._upsert(own, self.query(own), own, codebook, self.wording(own))
+                own_id = change.entry_id
+                self._upsert(own_id, self.query(own_id), own_id, codebook, self.wording(own_id))
         if cause is UNSET:
             return
         for feedback_id in cause.supersedes:
@@ -135,16 +156,17 @@ class EditMemory:
         self._apply_rephrases(cause, codebook)
 
     def _apply_rephrases(self, cause: Cause, codebook: Codebook) -> None:
-        for name, one in cause.rephrases_by_name().items():
-            if not one.left_out:
-                entry_id = UNEDITED_MODEL if one.entry_id is UNSET else one.entry_id
-                if one.query is UNSET:
+        """Record the rephrases of a correction, except those that the decision left out."""
+        for name, rephrase in cause.rephrases_by_name().items():
+            if not rephrase.left_out:
+                entry_id = UNEDITED_MODEL if rephrase.entry_id is UNSET else rephrase.entry_id
+                if rephrase.query is UNSET:
                     self._upsert(name, *_arguments_at_key(entry_id, codebook))
                 else:
-                    self._upsert(name, one.query.array(), entry_id, codebook, one.wording)
+                    self._upsert(name, rephrase.query.array(), entry_id, codebook, rephrase.wording)
 
     def _record_source(self, cause: Cause) -> None:
-        """Keep where a feedback id came from."""
+        """Record offset, author, signature and rephrases of a feedback id."""
         self.offsets[cause.feedback_id] = cause.offset
         self.rephrase_owners |= dict.fromkeys(cause.rephrases_by_name(), cause.feedback_id)
         if cause.author is not UNSET:
@@ -153,6 +175,7 @@ class EditMemory:
             self.signed_ids.add(cause.feedback_id)
 
     def _apply_undo(self, delta: Delta, codebook: Codebook) -> None:
+        """Record an undo: its targets, the contexts of repeated decisions, and each edit that changes its entry."""
         if delta.cause is not UNSET:
             self.undo_targets[delta.cause.feedback_id] = delta.cause.undoes
         self.remember_contexts(delta.decided)
@@ -160,42 +183,47 @@ class EditMemory:
             if edit.removed:
                 self._remove(edit.feedback_id)
                 continue
-            name = edit.feedback_id
+            feedback_id = edit.feedback_id
             entry_id = UNEDITED_MODEL if edit.entry_id is UNSET else edit.entry_id
             if edit.query is UNSET:
-                self._upsert(name, self.query(name), entry_id, codebook, self.wording(name))
+                self._upsert(feedback_id, self.query(feedback_id), entry_id, codebook, self.wording(feedback_id))
             else:
-                self._upsert(name, edit.query.array(), entry_id, codebook, edit.wording)
+                self._upsert(feedback_id, edit.query.array(), entry_id, codebook, edit.wording)
 
     def remember_contexts(self, contexts: Mapping[str, Seen]) -> None:
-        """Keep what decisions saw when they were made again, beside what they saw in earlier undos."""
-        for feedback_id, seen in contexts.items():
+        """Store the recorded inputs of repeated decisions, merged with those of earlier undos."""
+        for feedback_id, context in contexts.items():
             earlier = self.replay_contexts.get(feedback_id)
-            self.replay_contexts[feedback_id] = seen if earlier is None else merge_contexts(seen, earlier)
+            self.replay_contexts[feedback_id] = context if earlier is None else merge_contexts(context, earlier)
 
     def undone_ids(self, before_offset: float = np.inf) -> set[str]:
-        """The ids of feedback that counts as never sent, by the undos of offsets below `before_offset`."""
+        """The ids of feedback that undos at offsets below `before_offset` take back: it counts as never sent."""
         return resolve_undos(
-            {name: ids for name, ids in self.undo_targets.items() if self.offsets[name] < before_offset}
+            {
+                feedback_id: target_ids
+                for feedback_id, target_ids in self.undo_targets.items()
+                if self.offsets[feedback_id] < before_offset
+            }
         )
 
     def edits_of_input(self, query_D: np.ndarray, tolerance: float) -> list[str]:
-        """Edits of this very input: their queries lie within `tolerance`."""
+        """Feedback ids of the edits of this input: their queries are at most `tolerance` away."""
         return [self.feedback_ids[row] for row in self._edits.within(query_D, tolerance)]
 
     def nearest_confirmed_distance(
         self, key_D: np.ndarray, tolerance: float, excluded_D: np.ndarray | None = None, wording: str = ""
     ) -> float:
-        """The distance to the nearest input that the unedited model serves, other than the key's own and `excluded_D`.
+        """The distance to the nearest input that the unedited model serves, except the key's own and `excluded_D`.
 
-        Only those count whose wording agrees in other words: what is asked in the same words has been corrected, too.
+        Only inputs that limit the radius count (`limits_radius`): their wording agrees with `wording`, but in other
+        words. An input in the same words asks for the same, so the correction applies to it as well.
         """
         return self._confirmed.nearest_distance(
             key_D, tolerance, excluded_D, lambda name: limits_radius(wording, self.wording(name))
         )
 
     def confirmed_with_same_words(self, wording: str) -> list[str]:
-        """The edits that the unedited model serves whose prompts have the same words as this wording."""
+        """Feedback ids of the edits served by the unedited model with the same words as this wording."""
         return self._confirmed_words.find(wording)
 
     def edits_needing_entry(
@@ -206,48 +234,58 @@ class EditMemory:
         tolerance: float,
         ignore: Collection[str],
     ) -> list[str]:
-        """The edits that need an entry of their own before a decision is carried out, in a fixed order.
+        """The edits that need an entry of their own for a decision not to undo them, each once, in a fixed order.
 
-        An edit does where one of these keys is nearer to its query than the one that serves it. It does, too, where the
-        radius of that entry would no longer hold it (`shrunk`), or the entry gets another value (`relabelled`).
-        A key may be nearer before the decision, too: its entry did not serve the edit, as the wordings disagree or its
-        radius does not hold it. An entry of its own is a new key too, so this is followed to its end; each edit is
-        named once at most.
+        An edit needs its own entry if
+
+        1. one of these keys is nearer to its query than the key of its serving entry;
+        2. the new radius of its serving entry no longer contains its query (`shrunk`); or
+        3. its serving entry gets another value (`relabelled`).
+
+        A key of an existing entry may already be nearer (1): the entry did not serve the edit, because of its wording
+        or its radius. A new entry is a new key, which may shadow further edits. So this repeats until nothing changes.
 
         Args:
-            keys: Of the entries that the decision adds, or whose radius or wording it changes; by entry id.
+            keys: Keys of the entries that the decision adds, or whose radius or wording it changes; by entry id.
             shrunk: New radii of entries, by entry id.
-            relabelled: Entries whose value and label are replaced.
-            tolerance: Distances closer to each other than twice this are not told apart.
-            ignore: Feedback ids of the same input, which the decision supersedes or serves.
+            relabelled: Ids of entries whose value and label are replaced.
+            tolerance: Numerical tolerance. Distances that differ by less than twice this count as equal.
+            ignore: Ids of edits of the same input, which the decision supersedes or serves.
         """
-        taken = {self._edits.row(name) for name in ignore if name in self}
-        lost = {
+        done_rows = {self._edits.row(feedback_id) for feedback_id in ignore if feedback_id in self}
+        pending_rows = {
             row
             for entry_id in {*shrunk, *relabelled}
             for row in map(self._edits.row, self._edits_by_entry.get(entry_id, ()))
             if entry_id in relabelled or self.distances_E[row] + 2 * tolerance > shrunk[entry_id]
         }
         for entry_id, key_D in keys.items():
-            lost |= {row for row in self._shadowed_rows(key_D, tolerance) if self.entry_ids[row] != entry_id}
-        named: list[str] = []
-        while lost := lost - taken:
-            row = min(lost)
-            taken.add(row)
-            named.append(self.feedback_ids[row])
-            lost |= self._shadowed_rows(self.queries_ED[row], tolerance)
-        return named
+            pending_rows |= {row for row in self._shadowed_rows(key_D, tolerance) if self.entry_ids[row] != entry_id}
+        affected_ids: list[str] = []
+        while pending_rows := pending_rows - done_rows:
+            row = min(pending_rows)  # a fixed order, so that replays give equal deltas
+            done_rows.add(row)
+            affected_ids.append(self.feedback_ids[row])
+            pending_rows |= self._shadowed_rows(self.queries_ED[row], tolerance)
+        return affected_ids
 
     def _shadowed_rows(self, key_D: np.ndarray, tolerance: float) -> set[int]:
-        """Rows of the edits that are nearer to a new key than to the one that serves them, which is another's.
+        """Rows of the edits that a new key would shadow: it is nearer to their query than their serving key.
 
-        An edit that lies at its serving key has a key of its own in all but name.
+        Edits with their own entry, or served by the unedited model, are not among them. Neither are edits at most
+        `tolerance` from their serving key: that key is as good as their own.
         """
         rows = self._edits.containing(key_D, 2 * tolerance)
-        served_by = ((row, self.entry_ids[row]) for row in rows[self.distances_E[rows] > tolerance].tolist())
-        return {row for row, entry_id in served_by if entry_id not in (UNEDITED_MODEL, self.feedback_ids[row])}
+        rows_and_entries = ((row, self.entry_ids[row]) for row in rows[self.distances_E[rows] > tolerance].tolist())
+        return {row for row, entry_id in rows_and_entries if entry_id not in (UNEDITED_MODEL, self.feedback_ids[row])}
 
     def _upsert(self, feedback_id: str, query_D: np.ndarray, entry_id: str, codebook: Codebook, wording: str) -> None:
+        """Add or replace an edit that an entry, or the unedited model, serves.
+
+        Raises:
+            ValueError: the query has another width than the keys.
+            KeyError: the codebook lacks the entry.
+        """
         width = codebook.keys_ND.shape[1] or self.queries_ED.shape[1]
         if width and query_D.shape != (width,):
             raise ValueError(f"a query of shape {query_D.shape}, not {(width,)}")
@@ -268,7 +306,7 @@ class EditMemory:
             self._wordings[feedback_id] = wording
 
     def _remove(self, feedback_id: str) -> None:
-        """The last row takes the dropped one's place."""
+        """Remove an edit. The last row moves to its place, as in `PointSet.remove`."""
         self._detach_from_entry(feedback_id)
         self._wordings.pop(feedback_id, None)
         row = self._edits.remove(feedback_id)
@@ -276,6 +314,7 @@ class EditMemory:
         self.entry_ids.pop()
 
     def _detach_from_entry(self, feedback_id: str) -> None:
+        """Remove an edit from the indexes by its serving entry or, for the unedited model, by query and wording."""
         entry_id = self.serving_entry_id(feedback_id)
         if entry_id == UNEDITED_MODEL:
             self._confirmed.remove(feedback_id)
@@ -287,11 +326,11 @@ class EditMemory:
 
 
 def _arguments_at_key(entry_id: str, codebook: Codebook) -> tuple[np.ndarray, str, Codebook, str]:
-    """What `EditMemory._put` takes of an edit that lies at the key of the entry that serves it."""
+    """The arguments of `EditMemory._upsert` for an edit whose query is the key of its serving entry."""
     slot = codebook.slot(entry_id)
     return codebook.keys_ND[slot], entry_id, codebook, codebook.wordings[slot]
 
 
 def merge_contexts(first: Seen, later: Seen) -> Seen:
-    """What a decision saw when it was made, and what it saw beside that when it was made again."""
+    """The recorded inputs of a decision: those of its first run, and further distances recorded in a later run."""
     return Seen(radius=first.radius, clearance=later.clearance | first.clearance)

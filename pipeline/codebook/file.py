@@ -1,12 +1,16 @@
-"""A codebook as one safetensors file, and back again bit for bit.
+"""A codebook as one safetensors file.
 
-Everything is a tensor: keys (N, D), values (N, V), radii (N), the labels, entry ids and wordings one after the other
-with their lengths, and as bytes a JSON header that says where in the history this is, and the exceptions in
-MessagePack. The tensor `sha256` covers all
-the others with their names and shapes. Slots keep their order, so the codebook goes on as the one that was saved would.
+The file holds only tensors: keys (N, D), values (N, V) and radii (N); labels, entry ids and wordings, concatenated,
+with their lengths. Two tensors of bytes hold a JSON header (identity and place in the history) and the exceptions in
+MessagePack. The tensor `sha256` covers all other tensors with their names and shapes.
 
-What is read is judged as if someone hostile had written it: shapes, dtypes and lengths must fit each other, numbers
-must be finite, ids must differ. No part of the file says how much memory to take beyond its own size.
+Guarantees:
+
+1. A loaded codebook equals the saved one bit for bit. Slots keep their order, so both continue alike.
+2. A file from a hostile writer is safe to read. Shapes, dtypes and lengths must be consistent, numbers finite and ids
+   distinct. No number in the file makes the reader allocate more than the file's size.
+
+Not promised: that the file comes from a trusted writer. Everyone can compute a SHA-256.
 """
 
 import hashlib
@@ -38,13 +42,13 @@ TENSOR_LAYOUT = {
     "exceptions": (np.uint8, 1),
     "sha256": (np.uint8, 1),
 }
-"""The tensors of a file, each with its dtype and number of dimensions."""
+"""Dtype and number of dimensions of each tensor in a file."""
 
 Tensors = dict[str, np.ndarray]
 
 
 class CodebookFileError(UserError):
-    """A file that cannot be written, or that holds no codebook."""
+    """A codebook file that cannot be written or read; the text names the file and the reason."""
 
 
 class _Header(Struct, frozen=True, kw_only=True):
@@ -57,10 +61,10 @@ class _Header(Struct, frozen=True, kw_only=True):
 
 
 def save_codebook(codebook: Codebook, path: Path) -> None:
-    """Write the whole codebook; a file that was there is replaced only once the new one is complete.
+    """Write a codebook to a file. An existing file is replaced only once the new one is complete.
 
     Raises:
-        CodebookFileError: it cannot be written there.
+        CodebookFileError: the file cannot be written.
     """
     header = _Header(
         codebook=codebook.name,
@@ -70,8 +74,8 @@ def save_codebook(codebook: Codebook, path: Path) -> None:
         term=codebook.term,
         digest=codebook.digest.hex(),
     )
-    names = [entry_id.encode() for entry_id in codebook.entry_ids]
-    wordings = [wording.encode() for wording in codebook.wordings]
+    encoded_ids = [entry_id.encode() for entry_id in codebook.entry_ids]
+    encoded_wordings = [wording.encode() for wording in codebook.wordings]
     tensors = {
         "header": np.frombuffer(msgspec.json.encode(header), np.uint8),
         "keys": np.ascontiguousarray(codebook.keys_ND, "<f4"),
@@ -79,42 +83,42 @@ def save_codebook(codebook: Codebook, path: Path) -> None:
         "radii": np.ascontiguousarray(codebook.radii_N, "<f4"),
         "label_lengths": np.array([len(label) for label in codebook.labels], "<i8"),
         "label_tokens": np.array([token for label in codebook.labels for token in label], "<i8"),
-        "entry_id_lengths": np.array([len(name) for name in names], "<i8"),
-        "entry_id_bytes": np.frombuffer(b"".join(names), np.uint8),
-        "wording_lengths": np.array([len(wording) for wording in wordings], "<i8"),
-        "wording_bytes": np.frombuffer(b"".join(wordings), np.uint8),
+        "entry_id_lengths": np.array([len(encoded_id) for encoded_id in encoded_ids], "<i8"),
+        "entry_id_bytes": np.frombuffer(b"".join(encoded_ids), np.uint8),
+        "wording_lengths": np.array([len(wording) for wording in encoded_wordings], "<i8"),
+        "wording_bytes": np.frombuffer(b"".join(encoded_wordings), np.uint8),
         "exceptions": np.frombuffer(msgspec.msgpack.encode(tuple(codebook.exceptions)), np.uint8),
     }
     tensors["sha256"] = np.frombuffer(_content_digest(tensors), np.uint8)
-    half = path.with_name(f"{path.name}.part")
+    partial_path = path.with_name(f"{path.name}.part")
     try:
-        half.touch()
-        rights = half.stat().st_mode
-        save_file(tensors, half)
-        half.chmod(rights)  # safetensors lets only the owner read its files, whatever the umask says
-        half.replace(path)
+        partial_path.touch()  # gives the mode that the umask asks for
+        mode = partial_path.stat().st_mode
+        save_file(tensors, partial_path)
+        partial_path.chmod(mode)  # safetensors makes its files readable by the owner alone, whatever the umask
+        partial_path.replace(path)
     except (OSError, SafetensorError) as error:
-        half.unlink(missing_ok=True)
+        partial_path.unlink(missing_ok=True)
         raise CodebookFileError(f"the codebook cannot be written to {path}: {error}") from error
 
 
 def load_codebook(path: Path) -> Codebook:
-    """Read a codebook back, bit for bit.
+    """Read a codebook from a file.
 
     Raises:
-        CodebookFileError: the file is none of a codebook, or its content is not what was written.
+        CodebookFileError: the file cannot be read, holds no codebook, or is damaged.
     """
     try:
         return parse_codebook(path.read_bytes())
     except (OSError, CodebookFileError) as error:
-        raise CodebookFileError(f"{path} is no codebook: {error}") from error
+        raise CodebookFileError(f"{path} is not a codebook file: {error}") from error
 
 
 def parse_codebook(data: bytes) -> Codebook:
-    """The codebook that the bytes of a file hold.
+    """Read a codebook from the bytes of a file.
 
     Raises:
-        CodebookFileError: they hold none, or are not what was written.
+        CodebookFileError: the bytes hold no codebook, or are damaged.
     """
     try:
         tensors = load_tensors(data)
@@ -124,31 +128,40 @@ def parse_codebook(data: bytes) -> Codebook:
 
 
 def _build_codebook(tensors: Tensors) -> Codebook:
-    """Raises ValueError, or msgspec's ValidationError, where something does not fit."""
+    """Check the tensors of a file and build the codebook.
+
+    Raises:
+        ValueError: the tensors are inconsistent.
+        msgspec.MsgspecError: the header or the exceptions cannot be decoded.
+    """
     layout = {name: (array.dtype.type, array.ndim) for name, array in tensors.items()}
     if layout != TENSOR_LAYOUT:
         raise ValueError(f"its tensors are {', '.join(sorted(tensors))}, which is not the layout of a codebook")
     if tensors["sha256"].tobytes() != _content_digest(tensors):
-        raise ValueError("its content is not what was written: the SHA-256 is another")
+        raise ValueError("its content does not match its SHA-256: the file is damaged")
     header = msgspec.json.decode(tensors["header"].tobytes(), type=_Header)
     keys_ND, values_NV, radii_N = tensors["keys"], tensors["values"], tensors["radii"]
     tokens = tensors["label_tokens"].tolist()
     labels = [tuple(tokens[start:end]) for start, end in _piece_bounds(tensors["label_lengths"], len(tokens))]
     entry_ids, wordings = _decode_texts(tensors, "entry_id"), _decode_texts(tensors, "wording")
     if len({len(keys_ND), len(values_NV), len(radii_N), len(labels), len(entry_ids), len(wordings)}) > 1:
-        raise ValueError("it has not as many keys as values, radii, labels, entry ids and wordings")
+        raise ValueError("its numbers of keys, values, radii, labels, entry ids and wordings differ")
     if any(len(wording) > MAX_WORDING for wording in wordings):
         raise ValueError(f"a wording has more than {MAX_WORDING} characters")
     if entry_ids and not (keys_ND.shape[1] and values_NV.shape[1]):
-        raise ValueError("its keys or values are of no numbers")
+        raise ValueError("its keys or values have width 0")
     if len(set(entry_ids)) < len(entry_ids):
         raise ValueError("it names an entry twice")
     if not all(np.isfinite(array).all() for array in (keys_ND, values_NV, radii_N)) or (radii_N < 0).any():
         raise ValueError("it holds a number that is not finite, or a radius below 0")
     exceptions = msgspec.msgpack.decode(tensors["exceptions"].tobytes(), type=tuple[ExceptionChange, ...])
-    widths = {None if one.query is UNSET else one.query.array().shape for one in exceptions if not one.removed}
-    if not widths <= {keys_ND.shape[1:]} or any(one.removed for one in exceptions):
-        raise ValueError("it holds an exception whose query is no key's")
+    query_shapes = {
+        None if exception.query is UNSET else exception.query.array().shape
+        for exception in exceptions
+        if not exception.removed
+    }
+    if not query_shapes <= {keys_ND.shape[1:]} or any(exception.removed for exception in exceptions):
+        raise ValueError("it holds a removed exception, or one whose query has another width than the keys")
     codebook = Codebook(header.codebook, header.model, header.layer)
     codebook.restore(
         seq=header.seq,
@@ -166,20 +179,30 @@ def _build_codebook(tensors: Tensors) -> Codebook:
 
 
 def _decode_texts(tensors: Tensors, name: str) -> list[str]:
+    """The texts of the tensors `<name>_bytes` and `<name>_lengths`.
+
+    Raises:
+        ValueError: the lengths do not add up, or a text is not UTF-8.
+    """
     joined = tensors[f"{name}_bytes"].tobytes()
     return [joined[start:end].decode() for start, end in _piece_bounds(tensors[f"{name}_lengths"], len(joined))]
 
 
 def _piece_bounds(lengths: np.ndarray, total: int) -> list[tuple[int, int]]:
-    """Start and end of each piece; ValueError unless they fill `total` exactly."""
+    """Start and end of each piece in the concatenation.
+
+    Raises:
+        ValueError: the pieces do not add up to `total`.
+    """
+    # No length may exceed the total, so `cumsum` could overflow int64 only in a file of over 17 GB.
     ends = np.cumsum(lengths).tolist() if len(lengths) else []
     if (lengths < 0).any() or (lengths > total).any() or (ends[-1] if ends else 0) != total:
-        raise ValueError("its lengths do not add up to its labels or entry ids")
+        raise ValueError("its lengths do not add up to its labels, entry ids or wordings")
     return list(zip([0, *ends], ends, strict=False))
 
 
 def _content_digest(tensors: Tensors) -> bytes:
-    """SHA-256 over all but itself: name, shape and bytes of each, in the order of `TENSOR_LAYOUT`."""
+    """SHA-256 over name, shape and bytes of every tensor but `sha256`, in the order of `TENSOR_LAYOUT`."""
     digest = hashlib.sha256()
     for name in TENSOR_LAYOUT:
         if name != "sha256":

@@ -1,4 +1,4 @@
-"""Which entry serves a prompt: by the distance of its query, by its words, and with the prompt's exceptions."""
+"""The lookup: finds the entry that serves a prompt, by query, wording and exceptions (docs/explanation/method.md)."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,22 +13,30 @@ from gracestream.pipeline.search import NO_SLOT
 from gracestream.pipeline.wording import find_disagreement
 
 WordingGetter = Callable[[int], str]
-"""The wording of a batch's row (`pipeline.wording`); empty where nothing is to be compared."""
+"""Returns the wording of a row of the batch (`pipeline.wording`); empty if there is none to compare."""
 
 NEAR_MISS_RADII = 1.4
-"""Radii within which a prompt that names the same is a near miss: as far away lie most other requests of a subject."""
+"""A prompt with the same names is a near miss up to this multiple of the radius.
+
+Most other requests about a subject lie at least this far away.
+"""
 
 OUTSIDE_RADIUS_REASON = "it names the same, and lies a little outside the radius"
 
 MAX_COMPARED_WORDINGS = 16
-"""Entries whose wordings are compared with that of one prompt, at most."""
+"""Most entries whose radius contains the query that are compared with one prompt by wording."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """The entry within whose radius one row's query lies, or that has the same words: its key is `distance` away.
+    """The entry found for one row. It serves the row unless `disagreement` gives a reason against it.
 
-    It serves the row unless there is a `disagreement` of the wordings, which says why not.
+    Attributes:
+        slot: The entry's slot.
+        entry_id: The entry's id.
+        distance: The exact distance from the query to the entry's key.
+        radius: The entry's radius.
+        disagreement: Why the entry does not serve the row; empty if it does.
     """
 
     slot: int
@@ -39,48 +47,50 @@ class Hit:
 
     @property
     def is_word_match(self) -> bool:
-        """Whether the query lies outside the radius, so that the words are the same."""
+        """True if the query is outside the radius: the entry matched by its words."""
         return not self.distance < self.radius
 
 
 @dataclass(frozen=True, slots=True)
 class CodebookLookup:
-    """Looks prompts up in a codebook by the index of its keys."""
+    """Looks up prompts in a codebook, by the index of its keys."""
 
     codebook: Codebook
     index: KeyIndex
 
     def find_hits(self, queries_BD: Tensor, get_wording: WordingGetter) -> list[Hit | None]:
-        """For each query the entry that may serve it.
+        """The entry that may serve each query; None if there is none.
 
-        1. If the radius of the nearest entry holds the query, the entries whose radius holds it are compared, nearest
-           first. The first whose wording agrees serves.
-        2. If none of the first `MAX_COMPARED_WORDINGS` agrees, the nearest one with the same words serves.
-        3. Else it is the nearest one, which the wording rules out, or one that the query lies a little outside of.
-           Its `disagreement` says why it does not serve.
+        1. If the query is within the nearest entry's radius, the entries whose radius contains it are compared, nearest
+           first. The first one whose wording agrees serves.
+        2. If none of the first `MAX_COMPARED_WORDINGS` agrees, the nearest entry with the same words serves.
+        3. Otherwise no entry serves the query. The result is the nearest entry, which its wording excludes, or a near
+           miss. `disagreement` gives the reason.
 
-        Entries from which the prompt is an exception are passed over.
+        Entries that an exception excludes for the prompt are skipped.
 
         Args:
-            queries_BD: Float32.
-            get_wording: Gives the wording of a row; it is called for a row that may match alone.
+            queries_BD: The queries, float32.
+            get_wording: Returns the wording of a row; called only for rows that may match.
         """
         codebook, index = self.codebook, self.index
-        found = index.nearest_within_radius(queries_BD)
-        matched: list[Hit | None] = []
-        for row, nearest in enumerate(zip(found.slots_B.tolist(), found.distances_B.tolist(), strict=True)):
+        nearest_keys = index.nearest_within_radius(queries_BD)
+        hits: list[Hit | None] = []
+        for row, nearest in enumerate(
+            zip(nearest_keys.slots_B.tolist(), nearest_keys.distances_B.tolist(), strict=True)
+        ):
             query_D, wording = queries_BD[row], cache(partial(get_wording, row))
-            match = None
+            hit = None
             if nearest[0] != NO_SLOT:
-                match = _first_agreeing(_iterate_containing(nearest, query_D, index), query_D, codebook, wording)
-            if serving_hit(match) is None:
-                known = index.nearest_with_same_words(query_D, wording)
-                match = match if known is None else _make_hit(codebook, *known)
-            matched.append(match or _near_miss(codebook, index.nearest_with_same_names(query_D, wording)))
-        return matched
+                hit = _first_agreeing(_iterate_containing(nearest, query_D, index), query_D, codebook, wording)
+            if serving_hit(hit) is None:
+                same_words = index.nearest_with_same_words(query_D, wording)
+                hit = hit if same_words is None else _make_hit(codebook, *same_words)
+            hits.append(hit or _near_miss(codebook, index.nearest_with_same_names(query_D, wording)))
+        return hits
 
     def gather_values(self, hits: Sequence[Hit | None]) -> tuple[Tensor, Tensor] | None:
-        """The rows that are served (B), and their entries' values (B, V), zeros in the others; None where none is."""
+        """A mask (B) of the rows with a hit, and the entries' values (B, V), zeros elsewhere; None without any hit."""
         rows = [row for row, hit in enumerate(hits) if hit is not None]
         if not rows:
             return None
@@ -89,12 +99,15 @@ class CodebookLookup:
         return torch.tensor([hit is not None for hit in hits]), values_BV
 
     def label(self, hit: Hit) -> Label:
-        """The label of the entry of a match."""
+        """The label of the hit's entry."""
         return self.codebook.labels[hit.slot]
 
 
 def _iterate_containing(nearest: tuple[int, float], query_D: Tensor, index: KeyIndex) -> Iterator[tuple[int, float]]:
-    """The entries whose radius holds a query, nearest first; those beyond the nearest are looked up when asked for."""
+    """The entries whose radius contains a query, nearest first.
+
+    Entries after the nearest are searched only when they are needed.
+    """
     yield nearest
     yield from index.entries_containing(query_D, MAX_COMPARED_WORDINGS)[1:]
 
@@ -102,8 +115,8 @@ def _iterate_containing(nearest: tuple[int, float], query_D: Tensor, index: KeyI
 def _first_agreeing(
     candidates: Iterable[tuple[int, float]], query_D: Tensor, codebook: Codebook, get_wording: Callable[[], str]
 ) -> Hit | None:
-    """Of these entries the first that serves a prompt, or else the first that misses it by its wording."""
-    missed = None
+    """The first candidate that serves the prompt, or else the first whose wording disagrees; None if there is none."""
+    first_missed = None
     for slot, distance in candidates:
         if codebook.exceptions.is_exempt(codebook.entry_ids[slot], lambda: to_numpy(query_D), get_wording):
             continue
@@ -111,12 +124,12 @@ def _first_agreeing(
         hit = _make_hit(codebook, slot, distance, find_disagreement(wording, get_wording()) if wording else "")
         if serving_hit(hit):
             return hit
-        missed = missed or hit
-    return missed
+        first_missed = first_missed or hit
+    return first_missed
 
 
 def _near_miss(codebook: Codebook, nearest: tuple[int, float] | None) -> Hit | None:
-    """The entry that names the same, if the query lies a little outside its radius."""
+    """The entry with the same names as a near miss, if the query is a little outside its radius, else None."""
     if nearest is None:
         return None
     hit = _make_hit(codebook, *nearest, OUTSIDE_RADIUS_REASON)
@@ -128,5 +141,5 @@ def _make_hit(codebook: Codebook, slot: int, distance: float, disagreement: str 
 
 
 def serving_hit(hit: Hit | None) -> Hit | None:
-    """The match, if its entry serves the row."""
+    """The hit if its entry serves the row, else None."""
     return None if hit is None or hit.disagreement else hit

@@ -1,7 +1,7 @@
-"""Codebook maintenance: what an edit does to keys and radii (paper, Algorithm 1; design, section 4).
+"""Maintenance policies: the effect of an edit on keys and radii (GRACE, Algorithm 1; docs/explanation/method.md).
 
-Pure functions of distances, radii and labels: they see no model, no random numbers and no clock, so the same history
-gives the same decisions everywhere.
+Guarantee: all functions depend only on distances, radii and labels. They use no model, no random numbers and no clock,
+so the same history gives the same decisions everywhere.
 """
 
 import math
@@ -11,15 +11,17 @@ from typing import Literal
 PolicyAction = Literal["add", "expand", "split", "replace"]
 
 MAX_TRAFFIC_FRACTION = 0.8
-"""A radius reaches at most this share of the way to the nearest traffic that nobody flagged."""
+"""A radius is at most this fraction of the distance to the nearest unflagged query."""
 
 
 @dataclass(frozen=True, slots=True)
 class RelativeTolerance:
-    """How far batch composition and padding move an activation, relative to its norm, and where that was measured.
+    """How far an activation moves with batch composition and padding, relative to its norm.
 
-    `measured_on` are kinds of devices (`cpu`, `cuda`), of one or of several together, as
-    `pipeline.editing.tolerance` measures them. Elsewhere the share is an assumption.
+    Attributes:
+        relative: The tolerance, as a fraction of the norm.
+        measured_on: Kinds of devices (`cpu`, `cuda`), alone or together, on which `pipeline.editing.tolerance`
+            measured it. Elsewhere it is an assumption.
     """
 
     relative: float
@@ -31,29 +33,30 @@ DTYPE_TOLERANCES = {
     "float16": RelativeTolerance(2.0**-9, measured_on=("cpu",)),
     "bfloat16": RelativeTolerance(2.0**-6, measured_on=("cpu",)),
 }
-"""By the model's dtype. Nothing was measured on a GPU, or between a GPU and a CPU.
+"""Numerical tolerance by the model's dtype. Measured on a CPU only, not on a GPU or between a GPU and a CPU.
 
-SmolLM2 on a CPU: at most 2.8e-6 in float32 (2.8e-5 absolute), 0 in float16, and 0.022 in bfloat16. The share of
-float32 is twice that maximum, since other inputs, threads and processors may move a query farther. The maximum of
-bfloat16 is above its share, and below the radius that every new entry has at least, which is twice the tolerance.
+Measured maxima with SmolLM2: 2.8e-6 in float32 (2.8e-5 absolute), 0 in float16, and 0.022 in bfloat16. The value for
+float32 is twice its maximum, since other inputs, threads and processors may move a query farther. The maximum for
+bfloat16 exceeds its value of 0.0156. But it is below the smallest radius of a new entry, which is twice the tolerance.
 """
 
 
 def match_tolerance(norm: float, dtype: str) -> float:
-    """Distances up to this are the same input, seen in another batch. `norm` is the query's."""
+    """The distance up to which two queries count as the same input in different batches. `norm` is the query's."""
     return max(2e-4, DTYPE_TOLERANCES[dtype].relative * norm)
 
 
 @dataclass(frozen=True, slots=True)
 class MaintenancePolicy:
-    """How a codebook is maintained.
+    """The rules for maintaining a codebook.
 
     Attributes:
         kind: `nearest` or `paper`.
-        initial_radius: The initial radius (epsilon_init), absolute.
-        expand: How `paper` expands: by the initial radius (`paper`) or just to cover the query (`covering_radius`).
-        tolerance: Distances up to this count as 0, and every ball that must hold a query holds it by twice this.
-        max_radius: No radius is made larger, absolute; but a ball that is larger already stays.
+        initial_radius: The initial radius (epsilon_init in the paper), an absolute distance.
+        expand: Expansion under `paper`: by the initial radius (`paper`), or just to contain the query (`cover`).
+        tolerance: Distances up to this count as 0. A radius that must contain a query exceeds its distance by twice
+            this.
+        max_radius: Largest radius that is set, an absolute distance. A radius that is larger already stays.
     """
 
     kind: Literal["nearest", "paper"]
@@ -67,30 +70,43 @@ class MaintenancePolicy:
         return min(MAX_TRAFFIC_FRACTION * protected_distance, self.max_radius)
 
     def covering_radius(self, distance: float) -> float:
-        """The radius that just holds a query at `distance`, in any batch."""
+        """The smallest radius that contains a query at `distance` in any batch: twice the tolerance more."""
         return distance + 2 * self.tolerance
 
     def new_entry_radius(self, protected_distance: float) -> float:
-        """The radius of a new key: never below what batch noise needs, so that the edited input is always reached."""
+        """The radius of a new key: the initial radius as far as allowed, but at least `covering_radius(0)`.
+
+        The lower limit ensures that the edited input matches in every batch.
+        """
         return max(min(self.initial_radius, self.max_allowed_radius(protected_distance)), self.covering_radius(0.0))
 
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
-    """The nearest entry, as seen from the query."""
+    """The nearest entry, relative to the query.
+
+    Attributes:
+        distance: From the query to the entry's key.
+        radius: The entry's radius.
+        same_label: True if the entry has the label of the correction.
+        protected_distance: From the entry's key to the nearest unflagged query.
+    """
 
     distance: float
     radius: float
     same_label: bool
     protected_distance: float = math.inf
-    """From the entry's key to the nearest unflagged traffic."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyDecision:
-    """What happens to the nearest entry (`neighbour_radius`) and to a new one with the query as key (`radius`).
+    """The outcome of a policy for one edit.
 
-    `replace` gives the nearest entry a new value and label, and leaves its key; its radius grows to reach the query.
+    Attributes:
+        action: `add` or `split`: a new entry with the query as key. `expand`: the nearest entry gets a larger radius.
+            `replace`: the nearest entry keeps its key and gets a new value and label.
+        radius: The radius of the new entry; None: there is no new entry.
+        neighbour_radius: The new radius of the nearest entry; None: it is unchanged.
     """
 
     action: PolicyAction
@@ -101,7 +117,13 @@ class PolicyDecision:
 def decide_action(
     policy: MaintenancePolicy, neighbour: Neighbour | None, protected_distance: float = math.inf
 ) -> PolicyDecision:
-    """Algorithm 1 for one edit: the policy, the nearest entry (None: the codebook is empty), the query's clearance."""
+    """Apply Algorithm 1 to one edit.
+
+    Args:
+        policy: The policy.
+        neighbour: The nearest entry; None: the codebook is empty.
+        protected_distance: From the query to the nearest unflagged query.
+    """
     if neighbour is None or neighbour.distance > neighbour.radius + policy.initial_radius:
         return PolicyDecision("add", radius=policy.new_entry_radius(protected_distance))
     if neighbour.same_label:
@@ -110,34 +132,35 @@ def decide_action(
         if neighbour.distance <= policy.tolerance:
             return _replace(policy, neighbour)
         return PolicyDecision("split", radius=policy.new_entry_radius(protected_distance))
-    half = neighbour.distance / 2
-    # The paper speaks of decreasing the radius; half the distance would enlarge it where the balls only touch.
+    half_distance = neighbour.distance / 2
+    # The paper sets the neighbour's radius to half the distance, in order to decrease it. But an entry up to its radius
+    # plus the initial radius away is split. Half that distance may exceed the radius, which then stays as it is.
     return PolicyDecision(
         "split",
-        radius=min(half, policy.max_allowed_radius(protected_distance)),
-        neighbour_radius=min(neighbour.radius, half),
+        radius=min(half_distance, policy.max_allowed_radius(protected_distance)),
+        neighbour_radius=min(neighbour.radius, half_distance),
     )
 
 
 def fallback_to_own_entry(policy: MaintenancePolicy, neighbour: Neighbour, protected_distance: float) -> PolicyDecision:
-    """What to do instead of an expand whose value fails on the new input: the input gets a value of its own."""
+    """The decision in place of an `expand` if its value fails on the new input: the input gets its own value."""
     if policy.kind == "nearest" and neighbour.distance <= policy.tolerance:
         return _replace(policy, neighbour)
     return PolicyDecision("add", radius=policy.new_entry_radius(protected_distance))
 
 
 def _replace(policy: MaintenancePolicy, neighbour: Neighbour) -> PolicyDecision:
-    """The same input again. Its entry's ball may be too small for it: `paper` splits down to a radius of 0."""
-    reach = policy.covering_radius(neighbour.distance)
-    return PolicyDecision("replace", neighbour_radius=reach if reach > neighbour.radius else None)
+    """The decision for the same input again. Its entry's radius may not contain it: `paper` splits down to radius 0."""
+    needed_radius = policy.covering_radius(neighbour.distance)
+    return PolicyDecision("replace", neighbour_radius=needed_radius if needed_radius > neighbour.radius else None)
 
 
 def _expand(policy: MaintenancePolicy, neighbour: Neighbour, protected_distance: float) -> PolicyDecision:
-    """To cover the query, or by the initial radius; where that is not allowed, the query gets a key of its own."""
-    needed = max(neighbour.radius, policy.covering_radius(neighbour.distance))
-    allowed = max(neighbour.radius, policy.max_allowed_radius(neighbour.protected_distance))
-    if needed > allowed:
+    """The decision for an equal label: a larger radius that contains the query, or a new key if that is not allowed."""
+    needed_radius = max(neighbour.radius, policy.covering_radius(neighbour.distance))
+    allowed_radius = max(neighbour.radius, policy.max_allowed_radius(neighbour.protected_distance))
+    if needed_radius > allowed_radius:
         return fallback_to_own_entry(policy, neighbour, protected_distance)
-    by_initial = policy.kind == "paper" and policy.expand == "paper"
-    wanted = max(needed, neighbour.radius + policy.initial_radius) if by_initial else needed
-    return PolicyDecision("expand", neighbour_radius=min(wanted, allowed))
+    grows_by_initial = policy.kind == "paper" and policy.expand == "paper"
+    wanted_radius = max(needed_radius, neighbour.radius + policy.initial_radius) if grows_by_initial else needed_radius
+    return PolicyDecision("expand", neighbour_radius=min(wanted_radius, allowed_radius))

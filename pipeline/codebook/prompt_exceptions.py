@@ -1,9 +1,10 @@
-"""The exceptions of a codebook: prompts that some of its entries do not serve, though they lie within their radius.
+"""The exceptions of a codebook: prompts that some entries do not serve, although the query is within their radius.
 
-1. An exception holds for prompts whose query lies within its radius, and that are the same request: its wording and
-   theirs differ in capitals at most. Without a wording the query decides alone.
-2. It concerns the entries that it names alone: the next entry whose radius holds the prompt may serve it.
-3. It is part of the codebook, as entries are: of the log, the snapshots and the state digest.
+1. An exception applies to a prompt if the prompt's query is within the exception's radius and its wording is the same
+   but for capitals. An exception without a wording applies by the query alone.
+2. An exception concerns only the entries that it names. Another entry whose radius contains the query may serve the
+   prompt.
+3. Exceptions are part of the codebook like entries: of the log, the snapshots and the state digest.
 """
 
 import struct
@@ -18,15 +19,15 @@ from gracestream.schemas.deltas import ExceptionChange
 
 
 class PromptExceptions:
-    """Exceptions by the id of the feedback that asked for them."""
+    """Exceptions by the id of the feedback that requested them."""
 
     def __init__(self, exceptions: Iterable[ExceptionChange] = ()) -> None:
         self._by_id: dict[str, ExceptionChange] = {}
         self._ids_by_entry: dict[str, set[str]] = {}
         self._queries = PointSet()
-        """The reach of each is its radius."""
-        for one in exceptions:
-            self.apply(one)
+        """The queries of the exceptions, with their radii."""
+        for change in exceptions:
+            self.apply(change)
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -35,58 +36,71 @@ class PromptExceptions:
         return feedback_id in self._by_id
 
     def __iter__(self) -> Iterator[ExceptionChange]:
-        """In the order of their ids."""
-        return iter([self._by_id[name] for name in sorted(self._by_id)])
+        """The exceptions, sorted by id."""
+        return iter([self._by_id[feedback_id] for feedback_id in sorted(self._by_id)])
 
     def get(self, feedback_id: str) -> ExceptionChange | None:
-        """None where there is none of this id."""
+        """The exception of this id, or None."""
         return self._by_id.get(feedback_id)
 
     def apply(self, change: ExceptionChange) -> None:
-        """Add, change or remove one."""
-        name = change.feedback_id
-        if (before := self._by_id.pop(name, None)) is not None:
-            self._queries.remove(name)
-            for entry_id in before.entry_ids:
-                self._ids_by_entry[entry_id].discard(name)
+        """Add, replace or remove an exception."""
+        feedback_id = change.feedback_id
+        if (previous := self._by_id.pop(feedback_id, None)) is not None:
+            self._queries.remove(feedback_id)
+            for entry_id in previous.entry_ids:
+                self._ids_by_entry[entry_id].discard(feedback_id)
                 if not self._ids_by_entry[entry_id]:
                     del self._ids_by_entry[entry_id]
         if not change.removed:
-            self._by_id[name] = change
-            self._queries.upsert(name, exception_query(change), change.radius)
+            self._by_id[feedback_id] = change
+            self._queries.upsert(feedback_id, exception_query(change), change.radius)
             for entry_id in change.entry_ids:
-                self._ids_by_entry.setdefault(entry_id, set()).add(name)
+                self._ids_by_entry.setdefault(entry_id, set()).add(feedback_id)
 
     def is_exempt(self, entry_id: str, get_query: Callable[[], np.ndarray], get_wording: Callable[[], str]) -> bool:
-        """True if an exception forbids this entry to serve the prompt; query and wording are computed on demand."""
+        """True if an exception prevents this entry from serving the prompt.
+
+        The getters are called only for entries with exceptions: most prompts need neither query nor wording here.
+        """
         return any(
-            exact_distance(get_query(), exception_query(one)) < one.radius
-            and is_same_request(one.wording, get_wording())
-            for one in map(self._by_id.__getitem__, self._ids_by_entry.get(entry_id, ()))
+            exact_distance(get_query(), exception_query(exception)) < exception.radius
+            and is_same_request(exception.wording, get_wording())
+            for exception in map(self._by_id.__getitem__, self._ids_by_entry.get(entry_id, ()))
         )
 
     def find_matching(self, query_D: np.ndarray, wording: str, tolerance: float) -> list[ExceptionChange]:
-        """Those that may hold for this prompt in some batch, in the order of their ids."""
-        names = [self._queries.names[row] for row in self._queries.containing(query_D, tolerance)]
-        return [self._by_id[name] for name in sorted(names) if is_same_request(self._by_id[name].wording, wording)]
+        """The exceptions that may apply to this prompt in some batch, sorted by id.
+
+        `tolerance` is added to each radius, since the query differs between batches.
+        """
+        feedback_ids = [self._queries.names[row] for row in self._queries.containing(query_D, tolerance)]
+        return [
+            self._by_id[feedback_id]
+            for feedback_id in sorted(feedback_ids)
+            if is_same_request(self._by_id[feedback_id].wording, wording)
+        ]
 
     def digest_bytes(self) -> bytes:
-        """What the state digest covers; empty where there is none."""
-        return b"".join(_encode_for_digest(one) for one in self)
+        """The bytes of all exceptions for the state digest; empty if there is none."""
+        return b"".join(_encode_for_digest(exception) for exception in self)
 
 
 def is_same_request(exception_wording: str, prompt_wording: str) -> bool:
-    """Whether an exception of one wording holds for another; without a wording it holds for every one."""
+    """True if an exception of the first wording applies to a prompt of the second. Without a wording it always does."""
     return not exception_wording or exception_wording.casefold() == prompt_wording.casefold()
 
 
 def exception_query(exception: ExceptionChange) -> np.ndarray:
-    """The query (D) of an exception that is not removed."""
+    """The query (D) of an exception. The change must not be a removal."""
     assert exception.query is not UNSET
     return exception.query.array()
 
 
 def _encode_for_digest(exception: ExceptionChange) -> bytes:
-    """No entry id is this long, so none of it can be taken for an entry."""
+    """One exception for the state digest.
+
+    Read as the length of an entry id, the first 8 bytes exceed any id. So an exception cannot pass for an entry.
+    """
     encoded = msgspec.msgpack.encode(exception)
     return b"exception " + struct.pack("<q", len(encoded)) + encoded

@@ -1,4 +1,4 @@
-"""Search over keys: exact distances, and the prefilters that keep them few."""
+"""Search over keys: exact distances, and prefilters that limit the exact distances to a few candidates."""
 
 from gracestream.pipeline.search.distance import exact_distance, exact_distances
 from gracestream.pipeline.search.key_search import NO_SLOT, KeySearch, load_faiss, search_class_for, set_threads

@@ -1,11 +1,16 @@
 """A search of all keys: a matrix product proposes a few candidates for the nearest key, and exact distances decide.
 
-1. The distances of candidates are exact (`exact_distances`).
-2. A winner counts as proven only where the rounding of the product cannot hide a nearer key.
-3. A key that is not proven nearest is never returned as such: the caller asks for more candidates.
+FAISS computes the product on the host, and on a GPU if faiss-gpu is installed. Otherwise torch does: on a GPU beside
+faiss-cpu, and on a machine without FAISS.
 
-FAISS does the product on the host, and on a GPU where faiss-gpu is installed. Plain torch does it everywhere else: on a
-GPU beside faiss-cpu, and on a machine without FAISS. No search copies keys from a device to the host.
+Guarantees:
+
+1. The distances of candidates are exact (`exact_distances`).
+2. A winner is proven only if the rounding of the product cannot hide a nearer key.
+3. An unproven winner is reported as such, and the caller asks for more candidates.
+4. No search copies keys from a device to the host.
+
+Not promised: a proven winner. Where many keys lie within rounding of each other, no number of candidates may suffice.
 """
 
 import functools
@@ -29,49 +34,49 @@ T = TypeVar("T")
 NO_SLOT = -1
 
 NORM_CHUNK_ROWS = 256
-"""Keys whose norms are taken together on the host."""
+"""Keys per float64 copy when norms are computed on the host."""
 
 CANDIDATE_CHUNK_ELEMENTS = 2**23
-"""Numbers of candidates' keys that are compared at a time: with float64 sums they take 160 MB."""
+"""Elements of candidate keys per call of `exact_distances`. Float32 and float64 copies together take 160 MB."""
 
 MAX_PRODUCT_ELEMENTS = 2**26
-"""Numbers of one product of queries with keys: 256 MB."""
+"""Largest number of elements of one product of queries with keys: 256 MB."""
 
 MIN_PRODUCT_KEYS = 2**14
-"""Keys of one product, at least."""
+"""Fewest keys per product."""
 
 INITIAL_KEY_CAPACITY = 1024
-"""Keys for which a device has room at first."""
+"""Smallest number of keys for which memory is allocated."""
 
 GROWTH_DIVISOR = 4
-"""When the keys outgrow their room, a device gets room for one key more in so many."""
+"""An allocation has room for a quarter more keys than there are."""
 
 RECENTER_GROWTH_FACTOR = 4
-"""The centre is taken anew when there are so many times as many keys as when it was."""
+"""The centre is computed again when the number of keys has grown by this factor."""
 
 MAX_CENTER_SAMPLE = 2048
-"""Keys that the centre is taken from, at most."""
+"""Most keys from which the centre is computed."""
 
 FAISS_GPU_BYTES = 256 * 2**20
-"""Memory that FAISS keeps on a GPU for its own use; by default it takes 1.5 GiB."""
+"""Memory that FAISS reserves on a GPU for temporary data. Its default is 1.5 GiB."""
 
 FAISS_TILE_KEYS = 2**18
-"""Keys at most that FAISS compares at a time: half of 1 GiB for 512 queries (`chooseTileSize` in FAISS 1.15)."""
+"""Most keys per tile in FAISS: half of 1 GiB of float32 distances for 512 queries (`chooseTileSize`, FAISS 1.15)."""
 
 _FLOAT32_INFO = torch.finfo(torch.float32)
 _MAX_SAFE_SQUARE = 1e38
-"""Below it no square, and no product that is compared with it, overflows in float32."""
+"""Squares below this, and products that are compared with them, do not overflow float32 (3.4e38)."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeySearchResult:
-    """What a search found for B queries.
+    """The result of a search for B queries.
 
     Attributes:
-        summary_B4: On the host, for each query: whether it is finite, whether the winner is proven, its slot (-1: there
-            are several at that distance), and the distance.
-        slots_BK: The candidates.
-        distances_BK: Their exact distances.
+        summary_B4: Per query, on the host, float64: 1 if the query is finite; 1 if the winner is proven; the winner's
+            slot (-1: several candidates share its distance); its distance.
+        slots_BK: The candidates, on the device of the search.
+        distances_BK: Their exact distances, on the device of the search.
     """
 
     summary_B4: torch.Tensor
@@ -81,12 +86,12 @@ class KeySearchResult:
 
 @dataclass(frozen=True, slots=True)
 class _ProposedCandidates:
-    """The outcome of one product, of points that both queries and keys are mapped to by the same shift.
+    """Candidates from one product. Queries and keys enter it as points: both shifted by the same centre, if any.
 
     Attributes:
         slots_BK: The candidates; -1: none.
-        last_squared_distance_B: The square of the distance of the last candidate, as the product has it, float64.
-        norms_B: The lengths of the queries' points, float64.
+        last_squared_distance_B: The last candidate's squared distance according to the product, float64.
+        norms_B: The norms of the queries' points, float64.
     """
 
     slots_BK: torch.Tensor
@@ -95,11 +100,11 @@ class _ProposedCandidates:
 
 
 class KeySearch(ABC):
-    """Searches all keys of a codebook, on one device. `sync` brings it up to date.
+    """A search of all keys of a codebook, on one device. Call `sync` after the keys change.
 
     Args:
-        device: Where it computes.
-        get_keys: Gives the keys (N, D), float32, as they are now.
+        device: The device that computes.
+        get_keys: Returns the current keys (N, D), float32.
 
     Raises:
         DeviceError: the environment makes products on the device inexact.
@@ -108,7 +113,7 @@ class KeySearch(ABC):
     def __init__(self, device: torch.device, get_keys: Callable[[], np.ndarray]) -> None:
         self.device, self._get_keys = device, get_keys
         if device.type == "cuda":
-            prepare_cuda()  # the proof of a winner holds for products in full float32
+            prepare_cuda()  # the proof of a winner needs products in full float32, not TF32
 
     @property
     @abstractmethod
@@ -118,18 +123,21 @@ class KeySearch(ABC):
     @property
     @abstractmethod
     def _max_norm(self) -> torch.Tensor:
-        """At least the length of every key's point, float64."""
+        """An upper bound on the norm of every key's point, float64."""
 
     @abstractmethod
     def sync(self, slots: Sequence[int] | None) -> None:
-        """Take over the keys as they are now; those of these slots have changed since the last call, or all (None)."""
+        """Adopt the current keys. `slots` names those changed since the last call; None: all keys may have changed."""
 
     @abstractmethod
     def _propose(self, queries_BD: torch.Tensor, count: int) -> _ProposedCandidates:
-        """So many candidates for the nearest key of each query."""
+        """Propose `count` candidates for the nearest key of each query."""
 
     def search(self, queries_BD: torch.Tensor, count: int) -> KeySearchResult:
-        """So many candidates, at most all keys, for each query: float32, on the device. A GPU is waited for once."""
+        """Compare `count` candidates per query by exact distance; `count` is at most the number of keys.
+
+        Queries are float32, on the device. A GPU is synchronised once, for the copy of the summary to the host.
+        """
         finite_B = torch.isfinite(queries_BD).all(dim=1)
         queries_BD = queries_BD.masked_fill(~finite_B[:, None], 0)
         proposed = self._propose(queries_BD, count)
@@ -140,12 +148,13 @@ class KeySearch(ABC):
         tied_B = (distances_BK == distances_B[:, None]).sum(dim=1) > 1
         proven_B = self._proven_mask(proposed, distances_B)
         if count == len(self.keys_ND):
-            proven_B = (slots_BK != NO_SLOT).all(dim=1)  # FAISS leaves out keys whose distances overflow
+            # All keys were compared, so the winner needs no proof. FAISS omits keys whose distances overflow.
+            proven_B = (slots_BK != NO_SLOT).all(dim=1)
         summary = (finite_B, proven_B, slots_B.masked_fill(tied_B, NO_SLOT), distances_B)
         return KeySearchResult(torch.stack([part.double() for part in summary], dim=1).cpu(), slots_BK, distances_BK)
 
     def _exact_distances(self, queries_BD: torch.Tensor, slots_BK: torch.Tensor) -> torch.Tensor:
-        """The exact distances of candidates, some queries at a time."""
+        """Exact distances (B, K) of candidates, for a chunk of queries at a time; infinite where there is none."""
         step = max(1, CANDIDATE_CHUNK_ELEMENTS // max(1, slots_BK.shape[1] * queries_BD.shape[1]))
         parts = [
             exact_distances(queries_BD[start : start + step], self.keys_ND[slots_BK[start : start + step]])
@@ -154,23 +163,30 @@ class KeySearch(ABC):
         return torch.cat(parts).masked_fill(slots_BK == NO_SLOT, torch.inf)
 
     def _proven_mask(self, proposed: _ProposedCandidates, distances_B: torch.Tensor) -> torch.Tensor:
-        """Whether no key but the candidates can be the nearest, or as near.
+        """True (B) where no key outside the candidates can be nearest, or tied with the nearest.
 
-        Let s be the sum of the lengths of a query's and a key's point, and D the width. By float32 products the square
-        of their distance comes out wrong by at most (D + 1/2) eps s^2, and the shift of both points adds eps s^2. This
-        holds for every order of summation, and not for TF32. A nearer key is no longer than the query and the winner's
-        distance together, so a key of a huge norm makes no other one unsure.
+        `distances_B` are the winners' exact distances. Holds for every order of summation, but not for TF32.
         """
+        # Let p and k be the points of a query and a key, s = |p| + |k|, D the width and u = eps / 2.
+        # - A float32 sum of D products is off by at most D u of the sum of their magnitudes. So |p|^2 - 2 p.k + |k|^2
+        #   is off by at most D u (|p|^2 + 2 |p| |k| + |k|^2) = D u s^2, and by a few u s^2 for the sum of the three.
+        # - The shift displaces the points by at most u |p| and u |k|. A distance of at most s then changes by u s, and
+        #   its square by 2 u s^2 = eps s^2.
+        # `error_B` is more than twice the sum of both, and has tiny for each term that underflows.
         width, distances_B = self.keys_ND.shape[1], distances_B.double()
-        reach_B = ((proposed.norms_B + distances_B) * (1 + 1e-5)).clamp(max=self._max_norm)
-        squares_B = (proposed.norms_B + reach_B).square()
-        error_B = (1.01 * width + 8) * (_FLOAT32_INFO.eps * squares_B + _FLOAT32_INFO.tiny)  # squares may underflow
-        nearest_B = distances_B.square() * (1 + 1e-6)
-        return (proposed.last_squared_distance_B - error_B > nearest_B) & (squares_B < _MAX_SAFE_SQUARE)
+        # A key as near as the winner has |k| <= |p| + distance. So one key of huge norm leaves other winners proven.
+        max_key_norm_B = ((proposed.norms_B + distances_B) * (1 + 1e-5)).clamp(max=self._max_norm)
+        squares_B = (proposed.norms_B + max_key_norm_B).square()
+        error_B = (1.01 * width + 8) * (_FLOAT32_INFO.eps * squares_B + _FLOAT32_INFO.tiny)
+        # Every key outside the candidates is at least as far as the last candidate, according to the product. A key
+        # that ties with the winner has a true squared distance of at most 1 + 2.1 eps times the winner's square below,
+        # since an exact distance is off by at most 1.01 eps of itself. The factor 1 + 1e-6 (8 eps) covers this.
+        winner_square_B = distances_B.square() * (1 + 1e-6)
+        return (proposed.last_squared_distance_B - error_B > winner_square_B) & (squares_B < _MAX_SAFE_SQUARE)
 
 
 class FaissOnHost(KeySearch):
-    """FAISS over the codebook's own array of keys: no second copy, and nothing to rebuild when an entry goes."""
+    """FAISS over the codebook's own array of keys: no second copy, and nothing to rebuild when an entry is removed."""
 
     def __init__(self, device: torch.device, get_keys: Callable[[], np.ndarray]) -> None:
         super().__init__(device, get_keys)
@@ -186,7 +202,7 @@ class FaissOnHost(KeySearch):
         return torch.tensor(self._norm_bound, dtype=torch.float64)
 
     def sync(self, slots: Sequence[int] | None) -> None:
-        """Take the greatest norm; an entry that is gone may leave it too large, which is harmless."""
+        """Update the bound on the norms. A removed entry may leave it too large, which only proves fewer winners."""
         rows = self._get_keys() if slots is None else self._get_keys()[slots]
         norms = (_max_row_norm(rows[start : start + NORM_CHUNK_ROWS]) for start in range(0, len(rows), NORM_CHUNK_ROWS))
         self._norm_bound = max(norms, default=0.0) if slots is None else max([self._norm_bound, *norms])
@@ -194,15 +210,16 @@ class FaissOnHost(KeySearch):
     def _propose(self, queries_BD: torch.Tensor, count: int) -> _ProposedCandidates:
         faiss: Any = load_faiss()
         squares_BK, slots_BK = faiss.knn(queries_BD.numpy(), self._get_keys(), count)
-        farthest_B = torch.from_numpy(squares_BK).double().amax(dim=1)
-        return _ProposedCandidates(torch.from_numpy(slots_BK), farthest_B, queries_BD.double().norm(dim=1))
+        last_square_B = torch.from_numpy(squares_BK).double().amax(dim=1)
+        return _ProposedCandidates(torch.from_numpy(slots_BK), last_square_B, queries_BD.double().norm(dim=1))
 
 
 class _CenteredSearch(KeySearch):
-    """Keeps the keys in the device's memory: as they are, and from a centre, which the product takes.
+    """A search with two arrays in the device's memory: the keys, and the keys relative to a centre.
 
-    Keys far from the origin but near to each other are short from there, and so is the error of their products. The
-    centre is never seen in an answer. On the host the keys as they are stay the codebook's own.
+    Products use the centred keys. Keys far from the origin but near each other have small norms there, so their
+    products have small errors. The choice of the centre affects no answer. On the host the keys themselves are not
+    copied: `keys_ND` is the codebook's array.
     """
 
     def __init__(self, device: torch.device, get_keys: Callable[[], np.ndarray]) -> None:
@@ -213,7 +230,7 @@ class _CenteredSearch(KeySearch):
 
     @property
     def keys_ND(self) -> torch.Tensor:
-        """A view."""
+        """The keys; a view."""
         return self._keys[: self._count] if self._has_key_copy else torch.from_numpy(self._get_keys())
 
     @property
@@ -221,17 +238,17 @@ class _CenteredSearch(KeySearch):
         return self._norm_bound
 
     def sync(self, slots: Sequence[int] | None) -> None:
-        """Move the keys of these slots to the device, or all where they have outgrown their room there."""
+        """Copy the keys of these slots to the device, or all keys if they no longer fit in the allocated memory."""
         keys_ND = self._get_keys()
         self._count = len(keys_ND)
         if slots is None or self._count > len(self._centered_keys):
             self._reload(keys_ND)
         elif slots:
-            places_M = torch.tensor(slots, device=self.device)
+            slots_M = torch.tensor(slots, device=self.device)
             if self._has_key_copy:
-                self._keys[places_M] = torch.from_numpy(keys_ND[slots]).to(self._keys)
+                self._keys[slots_M] = torch.from_numpy(keys_ND[slots]).to(self._keys)
             if self._count < RECENTER_GROWTH_FACTOR * self._fitted_count:
-                self._center_rows(places_M)
+                self._center_rows(slots_M)
             else:
                 self._fit_center()
 
@@ -242,24 +259,24 @@ class _CenteredSearch(KeySearch):
 
     def _reload(self, keys_ND: np.ndarray) -> None:
         count, width = keys_ND.shape
-        self._release(width)  # given back before there is another
+        self._release(width)  # before the new allocation, so that both never exist at once
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # else torch keeps the old room, which is too small for anything alike
-        room = max(INITIAL_KEY_CAPACITY, count + count // GROWTH_DIVISOR) if count else 0
+            torch.cuda.empty_cache()  # otherwise torch keeps the old block, which is too small to be reused
+        capacity = max(INITIAL_KEY_CAPACITY, count + count // GROWTH_DIVISOR) if count else 0
         if self._has_key_copy:
-            self._keys = torch.empty(room, width, device=self.device)
+            self._keys = torch.empty(capacity, width, device=self.device)
             self._keys[:count] = torch.from_numpy(keys_ND)
-        self._centered_keys = torch.empty(room, width, device=self.device)
-        self._half_squares = torch.empty(room, device=self.device)
+        self._centered_keys = torch.empty(capacity, width, device=self.device)
+        self._half_squares = torch.empty(capacity, device=self.device)
         self._fit_center()
 
     def _fit_center(self) -> None:
-        """Take a centre, and all keys from there."""
+        """Compute the centre from a sample, and centre all keys."""
         self._fitted_count = count = self._count
         if not count:
             return
         sample_MD = self.keys_ND[:: -(-count // MAX_CENTER_SAMPLE)]
-        self._center_D = sample_MD.sort(dim=0).values[len(sample_MD) // 2]  # the median: a huge key does not move it
+        self._center_D = sample_MD.sort(dim=0).values[len(sample_MD) // 2]  # median: one huge key does not move it
         self._norm_bound = torch.zeros_like(self._norm_bound)
         step = max(1, CANDIDATE_CHUNK_ELEMENTS // sample_MD.shape[1])
         for start in range(0, count, step):
@@ -267,44 +284,47 @@ class _CenteredSearch(KeySearch):
 
     def _center_rows(self, rows: torch.Tensor | slice) -> None:
         points_MD = self.keys_ND[rows] - self._center_D
-        halves_M = points_MD.square().sum(dim=1) / 2
-        self._centered_keys[rows], self._half_squares[rows] = points_MD, halves_M
+        half_squares_M = points_MD.square().sum(dim=1) / 2
+        self._centered_keys[rows], self._half_squares[rows] = points_MD, half_squares_M
         width = points_MD.shape[1]
-        longest = (2 * halves_M.max().double()).sqrt() * (1 + width * _FLOAT32_INFO.eps) + math.sqrt(
+        # The computed square of a norm is off by at most D u of itself, its root by D u / 2: D eps is four times that.
+        # Underflow loses at most tiny in each of D squares, so at most sqrt(D tiny) of the norm.
+        max_norm = (2 * half_squares_M.max().double()).sqrt() * (1 + width * _FLOAT32_INFO.eps) + math.sqrt(
             width * _FLOAT32_INFO.tiny
         )
-        self._norm_bound = torch.maximum(self._norm_bound, longest)
+        self._norm_bound = torch.maximum(self._norm_bound, max_norm)
 
     def _propose(self, queries_BD: torch.Tensor, count: int) -> _ProposedCandidates:
         points_BD = queries_BD - self._center_D
-        lengths_B = points_BD.double().norm(dim=1)
-        farthest_B, slots_BK = self._nearest_points(points_BD, lengths_B, count)
-        return _ProposedCandidates(slots_BK, farthest_B, lengths_B)
+        norms_B = points_BD.double().norm(dim=1)
+        last_square_B, slots_BK = self._nearest_points(points_BD, norms_B, count)
+        return _ProposedCandidates(slots_BK, last_square_B, norms_B)
 
     @abstractmethod
     def _nearest_points(
         self, points_BD: torch.Tensor, norms_B: torch.Tensor, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The slots (B, K) of the closest points, and the square of the distance to the last of them (B), float64."""
+        """The squared distance (B), float64, of the last candidate, and the slots (B, K) of the nearest points."""
 
 
 class TorchSearch(_CenteredSearch):
-    """Products by torch, on any device. The norms of keys are computed once, so a search reads the keys once."""
+    """Products by torch, on any device. The norms of keys are precomputed, so a search reads the keys once."""
 
     def _nearest_points(
         self, points_BD: torch.Tensor, norms_B: torch.Tensor, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         step = max(MIN_PRODUCT_KEYS, MAX_PRODUCT_ELEMENTS // max(1, len(points_BD)))
-        best, slots = [], []
+        best_by_chunk, slots_by_chunk = [], []
         for start in range(0, self._count, step):
             rows = slice(start, min(start + step, self._count))
-            # Half of |q|^2 - |q - k|^2. Where that is no number, as after an overflow, `topk` takes it for the largest.
+            # q.k - |k|^2 / 2, which is half of |q|^2 - |q - k|^2. `topk` ranks NaN (after an overflow) as largest.
+            # So such a key becomes a candidate, and its exact distance decides.
             closeness_BM = torch.addmm(self._half_squares[rows], points_BD, self._centered_keys[rows].T, beta=-1)
             best_BK, places_BK = closeness_BM.topk(min(count, closeness_BM.shape[1]), dim=1)
-            best.append(best_BK)
-            slots.append(places_BK + start)
-        best_BK, slots_BK = torch.cat(best, dim=1), torch.cat(slots, dim=1)
-        if len(best) > 1:
+            best_by_chunk.append(best_BK)
+            slots_by_chunk.append(places_BK + start)
+        best_BK, slots_BK = torch.cat(best_by_chunk, dim=1), torch.cat(slots_by_chunk, dim=1)
+        if len(best_by_chunk) > 1:
             best_BK, places_BK = best_BK.topk(count, dim=1)
             slots_BK = slots_BK.gather(1, places_BK)
         return norms_B.square() - 2 * best_BK[:, -1].double(), slots_BK
@@ -316,7 +336,7 @@ class FaissOnGpu(_CenteredSearch):
     def __init__(self, device: torch.device, get_keys: Callable[[], np.ndarray]) -> None:
         super().__init__(device, get_keys)
         origin_12 = torch.zeros(1, 2, device=device)
-        self._knn(origin_12, origin_12, 1)  # FAISS takes its memory now, and not in the first request
+        self._knn(origin_12, origin_12, 1)  # makes FAISS allocate its memory now instead of in the first request
 
     def _nearest_points(
         self, points_BD: torch.Tensor, norms_B: torch.Tensor, count: int
@@ -327,37 +347,38 @@ class FaissOnGpu(_CenteredSearch):
             self._knn(points_BD[start : start + step], self._centered_keys[: self._count], count)
             for start in range(0, max(1, len(points_BD)), step)
         ]
-        squares_BK, slots_BK = (torch.cat(some) for some in zip(*parts, strict=True))
+        squares_BK, slots_BK = (torch.cat(chunk_results) for chunk_results in zip(*parts, strict=True))
         return squares_BK.double().amax(dim=1), slots_BK
 
     def _knn(self, points_BD: torch.Tensor, points_ND: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """So many nearest points: squares of distances (B, K) and slots (B, K)."""
+        """Squared distances (B, K) and slots (B, K) of the `count` nearest points."""
         faiss: Any = load_faiss()
-        # An error that CUDA reports to FAISS aborts the process. One of an earlier kernel is raised here instead.
+        # FAISS aborts the process on a CUDA error. Synchronising raises an earlier kernel's error as an exception.
         torch.cuda.current_stream(self.device).synchronize()
-        found: tuple[torch.Tensor, torch.Tensor] = retry_on_memory_error(
+        squares_and_slots: tuple[torch.Tensor, torch.Tensor] = retry_on_memory_error(
             lambda: faiss.knn_gpu(_gpu_resources(), points_BD, points_ND, count)
         )
-        return found
+        return squares_and_slots
 
 
 def max_queries_per_call(key_count: int, candidate_count: int) -> int:
-    """Queries that FAISS can search in one call within `FAISS_GPU_BYTES`, for so many candidates each.
+    """The number of queries that FAISS can search in one call within `FAISS_GPU_BYTES`; at least 1.
 
-    Where its own memory does not suffice, FAISS asks CUDA for more in each call. That waits for the GPU, and no log
-    tells of it.
+    Beyond its own memory, FAISS allocates from CUDA in each call. This synchronises the GPU and is not logged.
     """
-    compared = min(key_count, FAISS_TILE_KEYS)
-    tiles = -(-key_count // compared)
-    # Each of two streams has the distances to the keys of a tile, float32, and the candidates of all tiles: distances,
-    # and slots of 8 bytes. Besides there are the norms of the query and of all keys.
-    each = 2 * (4 * compared + (4 + 8) * tiles * candidate_count) + 4
-    left = FAISS_GPU_BYTES - 4 * key_count - 8 * 256  # each of these eight arrays is rounded up to 256 bytes
-    return max(1, left // each)
+    tile_keys = min(key_count, FAISS_TILE_KEYS)
+    tile_count = -(-key_count // tile_keys)
+    # Per query, each of two streams holds float32 distances to the keys of one tile. It also holds the candidates of
+    # all tiles: float32 distances and 8-byte slots. The last 4 bytes are the query's norm.
+    bytes_per_query = 2 * (4 * tile_keys + (4 + 8) * tile_count * candidate_count) + 4
+    free_bytes = (
+        FAISS_GPU_BYTES - 4 * key_count - 8 * 256
+    )  # the keys' norms; each of eight arrays is rounded up to 256 bytes
+    return max(1, free_bytes // bytes_per_query)
 
 
 def search_class_for(device: torch.device) -> type[KeySearch]:
-    """The search for a device: by FAISS where one is installed for it, else by torch."""
+    """The search class for a device: FAISS if it is installed for this device, otherwise torch."""
     faiss = load_faiss()
     if device.type == "cpu":
         return TorchSearch if faiss is None else FaissOnHost
@@ -365,7 +386,7 @@ def search_class_for(device: torch.device) -> type[KeySearch]:
 
 
 def set_threads(count: int) -> None:
-    """Let torch and FAISS use so many threads."""
+    """Set the number of threads of torch and FAISS."""
     torch.set_num_threads(count)
     if (faiss := load_faiss()) is not None:
         faiss.omp_set_num_threads(count)
@@ -373,7 +394,7 @@ def set_threads(count: int) -> None:
 
 @functools.cache
 def load_faiss() -> ModuleType | None:
-    """FAISS; None where it is not installed, or cannot be loaded."""
+    """The module `faiss`; None if it is not installed, or cannot be loaded (with a warning)."""
     try:
         return importlib.import_module("faiss")
     except ModuleNotFoundError:
@@ -385,20 +406,20 @@ def load_faiss() -> ModuleType | None:
 
 @functools.cache
 def _gpu_resources() -> Any:
-    """FAISS's memory on the GPU: one for the process, since each would keep its own."""
+    """FAISS's resources on the GPU. One object per process, since each one reserves its own memory."""
     faiss: Any = load_faiss()
     importlib.import_module("faiss.contrib.torch_utils")  # lets FAISS take CUDA tensors, on torch's stream
     resources = faiss.StandardGpuResources()
     resources.setTempMemory(FAISS_GPU_BYTES)
-    resources.setPinnedMemory(0)  # it copies nothing from the host
+    resources.setPinnedMemory(0)  # nothing is copied from the host
     return resources
 
 
 def retry_on_memory_error(search: Callable[[], T]) -> T:
-    """What a search of FAISS returns; where it finds no memory, torch gives back what it keeps, and it runs again.
+    """Run a FAISS search. If memory runs out, release torch's cached memory and run it once more.
 
     Raises:
-        DeviceFault: there is no memory even so. Every later search would fail as well.
+        DeviceLostError: memory runs out again. Every later search would fail as well.
     """
     try:
         return search()

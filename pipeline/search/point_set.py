@@ -1,6 +1,6 @@
-"""Points under names, and which of them lie near a query, without a look at each in full.
+"""A set of named points with radii, searched by exact distance.
 
-A sieve rules nearly all of them out; of those that it leaves the exact distances decide.
+A prefilter excludes nearly all points. Exact distances decide on the rest, so results equal a search of all points.
 """
 
 import math
@@ -15,14 +15,14 @@ from gracestream.pipeline.search.distance import exact_distances
 from gracestream.pipeline.search.prefilter import Prefilter
 
 NamePredicate = Callable[[str], bool]
-"""Whether the point of a name counts."""
+"""True if the point of this name counts."""
 
 FIRST_CANDIDATES = 8
-"""Points that are looked at first where the nearest is wanted."""
+"""Candidates of the first round of a nearest-point search. Each further round has eight times as many."""
 
 
 class PointSet:
-    """Points of one width, each with a name and a reach, in rows 0 to N-1: the last row fills a gap."""
+    """Points (N, D) of one width, each with a name and a radius, in rows 0 to N-1. The last row fills a gap."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -39,29 +39,33 @@ class PointSet:
 
     @property
     def points_ND(self) -> np.ndarray:
-        """A view; float32."""
+        """The points; a view, float32."""
         return self._points[: len(self)]
 
     @property
     def radii_N(self) -> np.ndarray:
-        """A view; float32."""
+        """The radii; a view, float32."""
         return self._radii[: len(self)]
 
     def row(self, name: str) -> int:
-        """Raises KeyError for a point that is not there."""
+        """The row of a point.
+
+        Raises:
+            KeyError: there is no point of this name.
+        """
         return self._rows[name]
 
     def upsert(self, name: str, point_D: np.ndarray, radius: float = 0.0) -> int:
-        """Add a point, or move one that is there; its row."""
+        """Add a point, or replace the point of this name. Returns its row."""
         row = self._rows.get(name)
         if row is None:
             row = len(self)
             if row == len(self._radii):
-                room = max(64, 2 * row)
-                grown = np.zeros((room, len(point_D)), np.float32)
-                grown[:row] = self._points[:row] if row else 0
-                self._points = grown
-                self._radii = np.resize(self._radii, room)
+                capacity = max(64, 2 * row)
+                enlarged = np.zeros((capacity, len(point_D)), np.float32)
+                enlarged[:row] = self._points[:row] if row else 0
+                self._points = enlarged
+                self._radii = np.resize(self._radii, capacity)
             self.names.append(name)
             self._rows[name] = row
         self._points[row], self._radii[row] = point_D, radius
@@ -69,7 +73,11 @@ class PointSet:
         return row
 
     def remove(self, name: str) -> int:
-        """Take a point away; the row that the last point has taken over. KeyError where it is not there."""
+        """Remove a point. Returns its row, which the last point now occupies.
+
+        Raises:
+            KeyError: there is no point of this name.
+        """
         row, last = self._rows.pop(name), len(self) - 1
         if row != last:
             for array in (self._points, self._radii):
@@ -81,18 +89,18 @@ class PointSet:
         return row
 
     def within(self, query_D: np.ndarray, max_distance: float) -> np.ndarray:
-        """Rows of the points whose exact distance is at most `max_distance`."""
+        """Rows of the points at an exact distance of at most `max_distance`."""
         rows = self._candidates_within(query_D, max_distance)
         return rows[self._exact_distances(query_D, rows) <= max_distance]
 
     def containing(self, query_D: np.ndarray, slack: float) -> np.ndarray:
-        """Rows of the points whose exact distance is at most their own reach and `slack`."""
+        """Rows of the points whose exact distance is at most their own radius plus `slack`."""
         rows = self._prefilter.candidates_containing(query_D[None], slack)[0]
-        reached: np.ndarray = rows[self._exact_distances(query_D, rows) <= self.radii_N[rows] + slack]
-        return reached
+        containing_rows: np.ndarray = rows[self._exact_distances(query_D, rows) <= self.radii_N[rows] + slack]
+        return containing_rows
 
     def nearest(self, query_D: np.ndarray, max_distance: float) -> int | None:
-        """The row of the point at the least exact distance, if that is at most `max_distance`."""
+        """The row of the nearest point by exact distance, if it is at most `max_distance` away, else None."""
         rows = self.within(query_D, max_distance)
         return int(rows[self._exact_distances(query_D, rows).argmin()]) if len(rows) else None
 
@@ -104,22 +112,28 @@ class PointSet:
         is_counted: NamePredicate = lambda _name: True,
         skip_count: int = 0,
     ) -> float:
-        """The exact distance to the nearest point farther than `tolerance` from the query and from `excluded_D`.
+        """The exact distance to the nearest eligible point; infinite if there is none.
 
-        Points whose name does not count are passed over, and then as many as may be `skip_count`.
+        Args:
+            query_D: The query.
+            tolerance: Points at most this far from the query or from `excluded_D` are not eligible.
+            excluded_D: A second point; see `tolerance`.
+            is_counted: A point is eligible only if this returns true for its name.
+            skip_count: So many of the nearest eligible points are skipped.
         """
-        others = partial(self._nearest_distance_among, query_D, tolerance, excluded_D, is_counted, skip_count)
-        count = FIRST_CANDIDATES * (1 + skip_count)
-        known = others(self._prefilter.approximate_nearest(query_D, count))
-        while count < len(self):  # else all were looked at
-            if math.isfinite(known):
-                return others(self._candidates_within(query_D, known))
-            count *= FIRST_CANDIDATES
-            known = others(self._prefilter.approximate_nearest(query_D, count))
-        return known
+        nearest_among = partial(self._nearest_distance_among, query_D, tolerance, excluded_D, is_counted, skip_count)
+        candidate_count = FIRST_CANDIDATES * (1 + skip_count)
+        distance = nearest_among(self._prefilter.approximate_nearest(query_D, candidate_count))
+        while candidate_count < len(self):  # otherwise the candidates were all points, and the result is final
+            if math.isfinite(distance):
+                # Approximate candidates give an upper bound. The answer is among all points within it.
+                return nearest_among(self._candidates_within(query_D, distance))
+            candidate_count *= FIRST_CANDIDATES
+            distance = nearest_among(self._prefilter.approximate_nearest(query_D, candidate_count))
+        return distance
 
     def _candidates_within(self, query_D: np.ndarray, max_distance: float) -> np.ndarray:
-        """Of these every row of a point at most `max_distance` away is one."""
+        """Rows that include every point at most `max_distance` away."""
         return self._prefilter.candidates_within(query_D[None], np.array([max_distance]))[0]
 
     def _points_and_radii(self) -> tuple[np.ndarray, np.ndarray]:
@@ -134,15 +148,15 @@ class PointSet:
         skip_count: int,
         rows: np.ndarray,
     ) -> float:
-        """The same, of these points alone."""
+        """The result of `nearest_distance` among the points of these rows."""
         distances = self._exact_distances(query_D, rows)
-        others = distances > tolerance
+        eligible = distances > tolerance
         if excluded_D is not None:
-            others &= self._exact_distances(excluded_D, rows) > tolerance
-        in_order = np.flatnonzero(others)[np.argsort(distances[others], kind="stable")].tolist()
-        counting = (place for place in in_order if is_counted(self.names[rows[place]]))
-        found = next(islice(counting, skip_count, None), None)
-        return math.inf if found is None else float(distances[found])
+            eligible &= self._exact_distances(excluded_D, rows) > tolerance
+        places_by_distance = np.flatnonzero(eligible)[np.argsort(distances[eligible], kind="stable")].tolist()
+        counted_places = (place for place in places_by_distance if is_counted(self.names[rows[place]]))
+        nearest_place = next(islice(counted_places, skip_count, None), None)
+        return math.inf if nearest_place is None else float(distances[nearest_place])
 
     def _exact_distances(self, query_D: np.ndarray, rows: np.ndarray) -> np.ndarray:
         if not len(rows):

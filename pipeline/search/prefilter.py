@@ -1,17 +1,22 @@
-"""The sieve: which points lie near a query, nearly without a look at the others (design, section 4, Lookup).
+"""Candidate keys for a query, without the exact distance to every key (docs/explanation/method.md, lookup).
 
-It looks through the keys of a codebook, whose radii are their reach, and through whatever else is to be found by place.
-Here a point with its reach is a key with its ball.
+Most queries are within the radius of no key. To establish this, it suffices to exclude every key by a lower bound on
+its distance. Each key is projected on a few orthonormal directions, with the norm of its remainder as one more number
+(`OrthonormalProjection`). A projected distance is a lower bound on the true one. Projected keys are stored as int8
+codes (`Int8Codes`).
 
-Most queries lie in no ball, and to know that, one need not find the nearest key: it is enough that no ball reaches the
-query. Each key is mapped to a point of few numbers: its projections on some orthonormal directions, and the length of
-what is left of it beside them. Such a map never lengthens, so what is farther than a ball's radius there is farther in
-truth. The points are kept as codes of one byte a number. A query reads the codes in the first `COARSE_DIMENSIONS`
-directions of every key, and of the few keys that are left the codes in all directions. Where they are not few, it takes
-the product with all of these codes, and where those too rule little out, with the keys.
+1. Stage 1 bounds every key with codes of `COARSE_DIMENSIONS` directions.
+2. Stage 2 checks the survivors with codes of all directions. If stage 1 leaves too many, stage 2 checks every key.
+3. If stage 2 leaves too many as well, stage 3 computes inner products with all keys (`KeyNorms`).
 
-What it guarantees: no key that covers a query is ever left out. Which directions were chosen cannot be seen in any
-answer.
+A `PointSet` uses the same prefilter for its points, with their radii.
+
+Guarantees:
+
+1. The candidates include every key within the radius, within the given distance, or nearest, as each method states.
+2. The choice of directions, codes and stages affects only the time and the superfluous candidates.
+
+Not promised: that a candidate is within the radius. The caller computes exact distances.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -23,34 +28,40 @@ from gracestream.pipeline.search.projection import PROJECTION_CHUNK_ROWS, Orthon
 from gracestream.pipeline.search.quantized_bounds import BoundQuery, InnerProducts, Int8Codes, KeyNorms
 
 COARSE_DIMENSIONS = 63
-"""Directions that every key is looked at in: with the length beside them 64 bytes, a line of the cache."""
+"""Directions of the first codes. With the remainder's norm a code has 64 bytes, one cache line."""
 
 SMALL_SET_SIZE = 16
-"""Keys are few where there are so many times as many in all; so many are worth no further code."""
+"""Up to so many candidates get no further stage: their exact distances cost less.
+
+Also the ratio up to which a short list is checked by itself: its slots must be at most 1 in 16 of all keys.
+"""
 
 SURVIVOR_LIMIT_DIVISOR = 4
-"""Codes that leave more than one key in so many tell too little."""
+"""A stage that leaves more than 1 key in 4 counts as undecided, and the next stage starts from all keys."""
 
 MIN_RADIUS_QUANTILE = 0.1
-"""Share of keys whose radius is raised to that of the next. With more, queries amid many small balls find too many keys
-that might be nearest though no ball holds them; with less, each hit needs a second look."""
+"""Quantile of the radii that becomes `Prefilter.min_radius`.
+
+A higher one gives queries among many small radii too many candidates that match nothing. With a lower one more matches
+need a second search for the nearest key.
+"""
 
 MAX_FIT_SAMPLE = 2048
-"""Keys that the directions are fitted to, at most."""
+"""Most keys to which the directions are fitted."""
 
 REFIT_GROWTH_FACTOR = 4
-"""Directions are fitted anew where there are so many times as many keys as when they were."""
+"""Directions are fitted again when the number of keys has grown by this factor."""
 
 
 DistanceFunction = Callable[[dict[int, np.ndarray]], dict[int, np.ndarray]]
-"""The exact distances from queries, by their places among those asked about, to the keys of some slots."""
+"""Maps row of a query -> slots to row -> exact distances to the keys of these slots."""
 
 
 class Prefilter:
-    """A sieve over keys. Call `mark_stale` with the slots that hold something new; the work is done at the next query.
+    """A prefilter over keys. `mark_stale` names changed slots; the next query updates their codes.
 
     Args:
-        get_keys_and_radii: Gives the keys (N, D) and their radii (N), float32, as they are now.
+        get_keys_and_radii: Returns the current keys (N, D) and radii (N), float32.
     """
 
     def __init__(self, get_keys_and_radii: Callable[[], tuple[np.ndarray, np.ndarray]]) -> None:
@@ -58,22 +69,22 @@ class Prefilter:
         self._projection = OrthonormalProjection(np.empty((0, 1)))
         self._fitted_count = 0
         self._codes_by_dimensions: dict[int, Int8Codes] = {}
-        """By the number of directions, fewest first."""
+        """Codes by number of directions, fewest first."""
         self._key_norms = KeyNorms()
         self.min_radius = 0.0
-        """A distance: keys so near to a query count as if their balls held it, whatever their radii."""
+        """A distance. Smaller radii count as this one, so `candidates_for_match` finds every nearest key this close."""
         self._stale_slots: set[int] | None = None
-        """Slots that hold something new; None: all of them."""
+        """Slots with outdated codes; None: all slots."""
 
     def mark_stale(self, slots: Collection[int] | None) -> None:
-        """Slots that hold something new; None: everything is new."""
+        """Mark slots with a changed key or radius; None: all slots."""
         if slots is None:
             self._stale_slots = None
         elif self._stale_slots is not None:
             self._stale_slots.update(slots)
 
     def sync(self) -> None:
-        """Take in what changed."""
+        """Update the codes of the stale slots. Fit new directions where the keys have multiplied."""
         count = len(self._get_keys_and_radii()[0])
         with np.errstate(all="ignore"):
             if self._stale_slots is None or count >= REFIT_GROWTH_FACTOR * self._fitted_count:
@@ -83,56 +94,62 @@ class Prefilter:
         self._stale_slots = set()
 
     def candidates_containing(self, queries_BD: np.ndarray, slack: float = 0.0) -> list[np.ndarray]:
-        """For each query, in ascending order, slots of which every one whose ball holds it is one.
-
-        `slack` is added to every radius.
-        """
+        """Sorted candidate slots per query: a superset of all keys whose radius plus `slack` contains the query."""
         return self._survivors(queries_BD, BoundQuery(np.full(len(queries_BD), slack, np.float32)))
 
     def few_candidates_containing(self, query_D: np.ndarray, limit: int) -> np.ndarray | None:
-        """As `candidates_containing`, by the codes alone; None where they leave more than `limit` slots."""
-        (found,) = self._survivors_by_codes(self._project(query_D[None]), BoundQuery(np.zeros(1, np.float32)))
-        return None if found is None or len(found) > limit else found
+        """The result of `candidates_containing` for one query, by codes alone; None if over `limit` slots remain."""
+        (survivors,) = self._survivors_by_codes(self._project(query_D[None]), BoundQuery(np.zeros(1, np.float32)))
+        return None if survivors is None or len(survivors) > limit else survivors
 
     def candidates_for_match(
         self, queries_BD: np.ndarray, get_distances: DistanceFunction
     ) -> tuple[list[np.ndarray], set[int]]:
-        """For each query, in ascending order, slots of which the nearest key's is one if its ball holds the query.
+        """Sorted candidate slots per query, for the search of the nearest key within its radius.
 
-        And likewise if it lies no farther than `min_radius`; and, of the queries named besides, in any case. Where many
-        balls hold a query, `get_distances` is asked how far some of their keys are.
+        The candidates include the nearest key if (a) the query lies within its radius, or (b) it is at most
+        `min_radius` away. The second result lists the rows for which the nearest key is always included.
+
+        `get_distances` is called where many radii contain a query, for the exact distances to some of their keys.
         """
         points = self._project(queries_BD)
-        found = self._survivors_by_codes(points, BoundQuery(np.zeros(len(queries_BD), np.float32)))
-        if many := {row: slots for row, slots in enumerate(found) if slots is not None and len(slots) > SMALL_SET_SIZE}:
+        survivors = self._survivors_by_codes(points, BoundQuery(np.zeros(len(queries_BD), np.float32)))
+        if crowded := {
+            row: slots for row, slots in enumerate(survivors) if slots is not None and len(slots) > SMALL_SET_SIZE
+        }:
             _replace_slots(
-                found, list(many), self._narrow_survivors(points.select_rows(list(many)), many, get_distances)
+                survivors,
+                list(crowded),
+                self._narrow_survivors(points.select_rows(list(crowded)), crowded, get_distances),
             )
-        return self._nearest_survivors(queries_BD, found)
+        return self._nearest_survivors(queries_BD, survivors)
 
     def candidates_within(self, queries_BD: np.ndarray, max_distances_B: np.ndarray) -> list[np.ndarray]:
-        """For each query, in ascending order, slots of which every one whose key lies within its distance is one."""
+        """Sorted candidate slots per query: a superset of all keys at most its distance (B) away."""
         return self._survivors(
             queries_BD, BoundQuery(np.zeros(len(queries_BD), np.float32), max_distances_B.astype(np.float32))
         )
 
     def candidates_nearest(self, queries_BD: np.ndarray, max_distances_B: np.ndarray) -> list[np.ndarray]:
-        """For each query, in ascending order, slots of which the nearest key's is one if it lies within a distance."""
-        asked = BoundQuery(np.zeros(len(queries_BD), np.float32), max_distances_B.astype(np.float32))
-        return self._nearest_survivors(queries_BD, self._survivors_by_codes(self._project(queries_BD), asked))[0]
+        """Sorted candidate slots per query. They include the nearest key if it is at most the query's distance away."""
+        bound_query = BoundQuery(np.zeros(len(queries_BD), np.float32), max_distances_B.astype(np.float32))
+        return self._nearest_survivors(queries_BD, self._survivors_by_codes(self._project(queries_BD), bound_query))[0]
 
     def approximate_nearest(self, query_D: np.ndarray, count: int) -> np.ndarray:
-        """So many slots whose keys look nearest in a few directions, or all of few; nothing is said of the others."""
+        """The `count` slots that seem nearest by the first codes, or all slots if there are few.
+
+        Other keys may be nearer.
+        """
         self.sync()
         slots = np.arange(len(self._get_keys_and_radii()[0]))
         if len(slots) <= max(count, SMALL_SET_SIZE):
             return slots
-        few, codes = next(iter(self._codes_by_dimensions.items()))
+        dimensions, codes = next(iter(self._codes_by_dimensions.items()))
         with np.errstate(all="ignore"):
-            return codes.top_k_by_bound([slots], self._project(query_D[None]).truncate(few), count)[0]
+            return codes.top_k_by_bound([slots], self._project(query_D[None]).truncate(dimensions), count)[0]
 
     def _fit(self) -> None:
-        """Choose directions, and map every key."""
+        """Choose directions, scales and the minimum radius from a sample, and encode every key."""
         keys_ND, radii_N = self._get_keys_and_radii()
         self._fitted_count = count = len(keys_ND)
         if not count:
@@ -141,52 +158,56 @@ class Prefilter:
         self._projection = OrthonormalProjection(sample_MD)
         self.min_radius = float(np.quantile(radii_N, MIN_RADIUS_QUANTILE)) if np.isfinite(radii_N).all() else 0.0
         self._codes_by_dimensions = {
-            few: Int8Codes() for few in sorted({min(COARSE_DIMENSIONS, len(self._projection)), len(self._projection)})
+            dimensions: Int8Codes()
+            for dimensions in sorted({min(COARSE_DIMENSIONS, len(self._projection)), len(self._projection)})
         }
-        for few, codes in self._codes_by_dimensions.items():
-            codes.fit(self._projection.project(sample_MD, few)[0])
+        for dimensions, codes in self._codes_by_dimensions.items():
+            codes.fit(self._projection.project(sample_MD, dimensions)[0])
         for start in range(0, count, PROJECTION_CHUNK_ROWS):
             self._encode(np.arange(start, min(start + PROJECTION_CHUNK_ROWS, count)))
 
     def _encode(self, slots_M: np.ndarray) -> None:
+        """Compute the codes and norms of these slots."""
         keys_ND, radii_N = self._get_keys_and_radii()
         keys_MD, radii_M = keys_ND[slots_M], np.maximum(radii_N[slots_M], np.float32(self.min_radius))
         mapped_MP, slack_M = self._projection.project(keys_MD, len(self._projection))
-        for few, codes in self._codes_by_dimensions.items():
-            codes.write(slots_M, OrthonormalProjection.truncate(mapped_MP, few), slack_M, radii_M)
+        for dimensions, codes in self._codes_by_dimensions.items():
+            codes.write(slots_M, OrthonormalProjection.truncate(mapped_MP, dimensions), slack_M, radii_M)
         self._key_norms.write(slots_M, keys_MD, self._projection.center_D)
 
     def _survivors(self, queries_BD: np.ndarray, bound_query: BoundQuery) -> list[np.ndarray]:
-        """Every slot that cannot be ruled out."""
-        found = self._survivors_by_codes(self._project(queries_BD), bound_query)
+        """Sorted slots that no stage excludes, per query."""
+        survivors = self._survivors_by_codes(self._project(queries_BD), bound_query)
         keys_ND, radii_N = self._get_keys_and_radii()
-        if some := _undecided_rows(found, len(keys_ND)):
+        if undecided := _undecided_rows(survivors, len(keys_ND)):
             with np.errstate(all="ignore"):
-                products = InnerProducts(keys_ND, self._projection.center_D, queries_BD[some])
+                products = InnerProducts(keys_ND, self._projection.center_D, queries_BD[undecided])
                 _replace_slots(
-                    found,
-                    some,
+                    survivors,
+                    undecided,
                     self._key_norms.find_survivors(
-                        products, radii_N, bound_query.select_rows(some), len(keys_ND) // SURVIVOR_LIMIT_DIVISOR
+                        products, radii_N, bound_query.select_rows(undecided), len(keys_ND) // SURVIVOR_LIMIT_DIVISOR
                     ),
                 )
-        return [np.arange(len(keys_ND)) if slots is None else slots for slots in found]
+        return [np.arange(len(keys_ND)) if slots is None else slots for slots in survivors]
 
     def _nearest_survivors(
         self, queries_BD: np.ndarray, found: list[np.ndarray | None]
     ) -> tuple[list[np.ndarray], set[int]]:
-        """Where the codes tell too little, the slots that may be those of the nearest keys; and where that was."""
+        """Complete the survivors of undecided rows with candidates for the nearest key; also return these rows."""
         keys_ND = self._get_keys_and_radii()[0]
-        if some := _undecided_rows(found, len(keys_ND)):
+        if undecided := _undecided_rows(found, len(keys_ND)):
             with np.errstate(all="ignore"):
-                products = InnerProducts(keys_ND, self._projection.center_D, queries_BD[some])
+                products = InnerProducts(keys_ND, self._projection.center_D, queries_BD[undecided])
                 _replace_slots(
-                    found, some, self._key_norms.nearest_candidates(products, len(keys_ND) // SURVIVOR_LIMIT_DIVISOR)
+                    found,
+                    undecided,
+                    self._key_norms.nearest_candidates(products, len(keys_ND) // SURVIVOR_LIMIT_DIVISOR),
                 )
-        return [np.arange(len(keys_ND)) if slots is None else slots for slots in found], set(some)
+        return [np.arange(len(keys_ND)) if slots is None else slots for slots in found], set(undecided)
 
     def _project(self, queries_BD: np.ndarray) -> "_ProjectedQueries":
-        """The queries as points, in all directions; in none where keys are so few that no codes are asked."""
+        """The queries projected on all directions; on none where the keys are too few to use codes."""
         self.sync()
         if len(self._get_keys_and_radii()[0]) <= SMALL_SET_SIZE:
             return _ProjectedQueries(np.empty((len(queries_BD), 0), np.float32), np.zeros(len(queries_BD), np.float32))
@@ -194,29 +215,39 @@ class Prefilter:
             return _ProjectedQueries(*self._projection.project(queries_BD, len(self._projection)))
 
     def _survivors_by_codes(self, points: "_ProjectedQueries", bound_query: BoundQuery) -> list[np.ndarray | None]:
-        """The slots that the codes leave; None: too many."""
+        """Sorted slots that stages 1 and 2 leave, per query; None: too many."""
         count = len(self._get_keys_and_radii()[0])
-        found: list[np.ndarray | None] = [None] * len(points.slack_B)
+        survivors: list[np.ndarray | None] = [None] * len(points.slack_B)
         with np.errstate(all="ignore"):
-            for few, codes in self._codes_by_dimensions.items() if count > SMALL_SET_SIZE else ():
-                if some := [row for row, slots in enumerate(found) if slots is None or len(slots) > SMALL_SET_SIZE]:
-                    left = points.select_rows(some)
+            for dimensions, codes in self._codes_by_dimensions.items() if count > SMALL_SET_SIZE else ():
+                if remaining := [
+                    row for row, slots in enumerate(survivors) if slots is None or len(slots) > SMALL_SET_SIZE
+                ]:
+                    remaining_points = points.select_rows(remaining)
                     self._apply_codes(
-                        codes, left.truncate(few), bound_query.select_rows(some).widen(left.slack_B), found, some
+                        codes,
+                        remaining_points.truncate(dimensions),
+                        bound_query.select_rows(remaining).widen(remaining_points.slack_B),
+                        survivors,
+                        remaining,
                     )
-        return found
+        return survivors
 
     def _narrow_survivors(
         self, points: "_ProjectedQueries", slots: dict[int, np.ndarray], get_distances: DistanceFunction
     ) -> list[np.ndarray]:
-        """For each query those of its slots whose key may be no farther than the nearest of some of them."""
-        few, codes = next(reversed(self._codes_by_dimensions.items()))
-        points_BP = points.truncate(few)
+        """The slots of each query whose key may be as near as the nearest one of a sample.
+
+        1. Take the `SMALL_SET_SIZE` slots with the largest margins and compute their exact distances.
+        2. Keep every slot that may lie within the least of these distances. The nearest key always does.
+        """
+        dimensions, codes = next(reversed(self._codes_by_dimensions.items()))
+        points_BP = points.truncate(dimensions)
         with np.errstate(all="ignore"):
-            closest = codes.top_k_by_bound(list(slots.values()), points_BP, SMALL_SET_SIZE)
-            far = get_distances(dict(zip(slots, closest, strict=True)))
-            least_B = np.array([far[row].min() for row in slots])
-            return codes.filter_slots(list(slots.values()), points_BP, BoundQuery(points.slack_B, least_B))
+            closest_slots = codes.top_k_by_bound(list(slots.values()), points_BP, SMALL_SET_SIZE)
+            distances = get_distances(dict(zip(slots, closest_slots, strict=True)))
+            least_distance_B = np.array([distances[row].min() for row in slots])
+            return codes.filter_slots(list(slots.values()), points_BP, BoundQuery(points.slack_B, least_distance_B))
 
     def _apply_codes(
         self,
@@ -226,26 +257,31 @@ class Prefilter:
         found: list[np.ndarray | None],
         rows: list[int],
     ) -> None:
-        """Keep of what was found in these rows what codes leave: of a few slots these alone are looked at."""
+        """Reduce `found` in these rows to the slots that the codes leave.
+
+        A row with a short list checks only its slots. Another row checks every key, which costs less than a long list.
+        """
         count = len(self._get_keys_and_radii()[0])
-        few = {place: slots for place, row in enumerate(rows) if (slots := found[row]) is not None}
-        few = {place: slots for place, slots in few.items() if len(slots) * SMALL_SET_SIZE <= count}
-        if every := [place for place in range(len(rows)) if place not in few]:
-            left = codes.find_survivors(
-                points_BP[every],
-                bound_query.select_rows(every),
+        short_lists = {place: slots for place, row in enumerate(rows) if (slots := found[row]) is not None}
+        short_lists = {place: slots for place, slots in short_lists.items() if len(slots) * SMALL_SET_SIZE <= count}
+        if full_scan := [place for place in range(len(rows)) if place not in short_lists]:
+            survivors = codes.find_survivors(
+                points_BP[full_scan],
+                bound_query.select_rows(full_scan),
                 count,
                 max(SMALL_SET_SIZE, count // SURVIVOR_LIMIT_DIVISOR),
             )
-            _replace_slots(found, [rows[place] for place in every], left)
-        if some := list(few):
-            kept = codes.filter_slots(list(few.values()), points_BP[some], bound_query.select_rows(some))
-            _replace_slots(found, [rows[place] for place in some], kept)
+            _replace_slots(found, [rows[place] for place in full_scan], survivors)
+        if short_list_places := list(short_lists):
+            survivors_of_lists = codes.filter_slots(
+                list(short_lists.values()), points_BP[short_list_places], bound_query.select_rows(short_list_places)
+            )
+            _replace_slots(found, [rows[place] for place in short_list_places], survivors_of_lists)
 
 
 @dataclass(frozen=True, slots=True)
 class _ProjectedQueries:
-    """B queries as points in all directions, and how far each may lie from the truth."""
+    """B queries projected on all directions, with bounds (B) on their rounding errors."""
 
     points_BP: np.ndarray
     slack_B: np.ndarray
@@ -254,12 +290,12 @@ class _ProjectedQueries:
         return _ProjectedQueries(self.points_BP[indices], self.slack_B[indices])
 
     def truncate(self, dimensions: int) -> np.ndarray:
-        """The points in so many directions."""
+        """The points in the first `dimensions` directions."""
         return OrthonormalProjection.truncate(self.points_BP, dimensions)
 
 
 def _undecided_rows(found: Sequence[np.ndarray | None], key_count: int) -> list[int]:
-    """The rows of which the codes tell too little; of so few keys that nobody asked them, none."""
+    """Rows with None as candidates; no rows where the keys are too few to use codes."""
     return [row for row, slots in enumerate(found) if slots is None] if key_count > SMALL_SET_SIZE else []
 
 

@@ -1,34 +1,46 @@
-"""Where points lie in a few orthonormal directions, and beside them: maps that never lengthen a distance."""
+"""A projection of points on a few orthonormal directions that never lengthens a distance.
+
+A point x maps to (B(x - c), |r|): its coordinates on the rows of B, and the norm of its
+remainder r = x - c - B'B(x - c).
+The directions are orthonormal and r is orthogonal to them, so for two points x and y:
+
+    |x - y|^2 = |B(x - y)|^2 + |r_x - r_y|^2 >= |B(x - y)|^2 + (|r_x| - |r_y|)^2
+
+The right side is the squared distance of the two mapped points. So a distance between mapped points is a lower bound.
+
+Not promised: that the directions are the principal ones. Any orthonormal directions give valid bounds.
+"""
 
 import numpy as np
 import torch
 
 MAX_DIMENSIONS = 127
-"""Directions, at most."""
+"""Largest number of directions. With the norm of the remainder a point has at most 128 numbers."""
 
 PROJECTION_CHUNK_ROWS = 8192
-"""Points that are mapped together."""
+"""Points per matrix product. This bounds the memory for centred copies."""
 
 _EPS = float(np.finfo(np.float32).eps)
 
 
 class OrthonormalProjection:
-    """Maps points to their projections on orthonormal directions from a centre, and the length of what is left beside.
+    """Maps points to coordinates on orthonormal directions around a centre, and the norm of the remainder.
 
     Args:
-        sample_MD: Points like those to come. Their principal directions are taken, the widest first; where there are
-            no more points than directions, any.
+        sample_MD: Typical points. The directions approximate their principal directions, widest first. With no more
+            points than directions, random directions are used.
     """
 
     def __init__(self, sample_MD: np.ndarray) -> None:
         width = sample_MD.shape[1]
         sample_MD = sample_MD[np.isfinite(sample_MD).all(axis=1) & (np.abs(sample_MD) < 1e15).all(axis=1)]
         sample_MD = sample_MD.astype(np.float64)
-        center_D = np.median(sample_MD, axis=0) if len(sample_MD) else np.zeros(width)  # a huge key does not move it
+        # The median instead of the mean: one huge key does not move it.
+        center_D = np.median(sample_MD, axis=0) if len(sample_MD) else np.zeros(width)
         basis_DP = np.random.default_rng(0).standard_normal((width, min(MAX_DIMENSIONS, width)))
         if len(sample_MD) > basis_DP.shape[1]:
             centred_MD = sample_MD - center_D
-            for _ in range(3):  # of subspace iteration: directions need not be the very widest
+            for _ in range(3):  # subspace iteration; three rounds suffice, as any directions are valid
                 basis_DP = _matmul(centred_MD.T, _matmul(centred_MD, _orthonormalize(basis_DP)))
             basis_DP = torch.linalg.svd(torch.from_numpy(basis_DP), full_matrices=False)[0].numpy()
         self.center_D = center_D.astype(np.float32)
@@ -38,9 +50,10 @@ class OrthonormalProjection:
         return len(self._basis_PD)
 
     def project(self, points_MD: np.ndarray, dimensions: int) -> tuple[np.ndarray, np.ndarray]:
-        """Projections on so many directions and the length beside them, (M, count + 1), float32.
+        """Map points (M, D) to their first `dimensions` coordinates and the norm of the remainder.
 
-        And of each (M) how far what rounding has made of it may lie from the truth.
+        Returns the mapped points (M, dimensions + 1), float32, and their slack (M). The slack of a point is a bound on
+        its distance to the point that exact arithmetic would give.
         """
         basis_PD = self._basis_PD[:dimensions]
         mapped_MP = np.empty((len(points_MD), dimensions + 1), np.float32)
@@ -50,31 +63,43 @@ class OrthonormalProjection:
             centred_MD = points_MD[rows] - self.center_D
             mapped_MP[rows, :-1] = _matmul(centred_MD, basis_PD.T)
             slack_M[rows] = row_norms(centred_MD)
-            # By difference, and not from the squares of both, which may be nearly equal.
+            # The remainder by difference: |x - c|^2 - |B(x - c)|^2 would cancel where both are nearly equal.
             centred_MD -= _matmul(mapped_MP[rows, :-1], basis_PD)
             mapped_MP[rows, -1] = row_norms(centred_MD)
+        # With n = |x - c|, P directions and u = eps / 2 (half a unit in the last place), in units of sqrt(P) u n:
+        # - coordinates: D for the sums of D products (in any order), 1 for rounding B, 1 for rounding x - c;
+        # - remainder: the same D + 2 again through B', P <= D for the sums of P products, at most 3 for rounding B',
+        #   x - c and the difference, and D / 2 + 1 for its norm.
+        # Together at most 3.5 D + 8, which is sqrt(P) eps n (1.75 D + 4). The factor 4 (D + 8) is more than twice this.
+        # The other half covers the rounding of `slack_M` and of the norm in `truncate`, and second-order terms.
         slack_M *= 4 * _EPS * (points_MD.shape[1] + 8) * dimensions**0.5
         return mapped_MP, slack_M
 
     @staticmethod
     def truncate(mapped_MP: np.ndarray, dimensions: int) -> np.ndarray:
-        """The points in fewer directions, (M, count + 1): what lies in the others is added to the length beside."""
+        """The mapped points in fewer dimensions, (M, dimensions + 1).
+
+        The last number is the norm over the dropped coordinates and the old remainder: the new remainder's norm.
+        """
         return np.column_stack([mapped_MP[:, :dimensions], row_norms(mapped_MP[:, dimensions:])])
 
 
 def row_norms(points_MP: np.ndarray) -> np.ndarray:
-    """Euclidean lengths (M)."""
-    lengths_M: np.ndarray = np.sqrt(np.einsum("mp,mp->m", points_MP, points_MP))
-    return lengths_M
+    """Euclidean norms (M) of points (M, P)."""
+    norms_M: np.ndarray = np.sqrt(np.einsum("mp,mp->m", points_MP, points_MP))
+    return norms_M
 
 
 def _orthonormalize(basis_DP: np.ndarray) -> np.ndarray:
-    """By torch, for the same reason as `_matmul`: on a busy machine numpy's threads wait for each other."""
-    found_DP: np.ndarray = torch.linalg.qr(torch.from_numpy(basis_DP))[0].numpy()
-    return found_DP
+    """Orthonormal columns with the same span, by QR. In torch for the reason given in `_matmul`."""
+    orthonormal_DP: np.ndarray = torch.linalg.qr(torch.from_numpy(basis_DP))[0].numpy()
+    return orthonormal_DP
 
 
 def _matmul(left_MP: np.ndarray, right_PB: np.ndarray) -> np.ndarray:
-    """By torch, in as many threads as a worker is given; those of numpy's products cannot be set at run time."""
+    """A matrix product in torch, which keeps to the worker's number of threads.
+
+    Numpy's thread count cannot be set at run time, and on a busy machine its threads wait for each other.
+    """
     product_MB: np.ndarray = (torch.from_numpy(left_MP) @ torch.from_numpy(right_PB)).numpy()
     return product_MB

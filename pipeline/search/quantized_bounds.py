@@ -1,12 +1,29 @@
-"""Lower bounds on distances, by which points are ruled out without a look at them in full (design, section 4, Lookup).
+"""Lower bounds on distances, which rule keys out without their exact distance (docs/explanation/method.md, lookup).
 
-A bound is asked for the slots that are left, as it cannot rule them out: those whose key may lie within its own radius
-of a query, or within a distance that is the query's. It allows for every rounding on the way, and a number that is not
-finite rules nothing out.
+Each bound returns the slots it cannot exclude: keys that may be within their own radius of the query, or within a
+distance given per query. The bounds come from int8 codes of projected points (`Int8Codes`) or from inner products with
+the keys themselves (`KeyNorms`).
 
-Rounding. Where a point y stands for a key and is off it by at most e, and a query's q likewise by s, a key within r of
-the query has |q - y| <= r + e + s. In P numbers |q|^2 + |y|^2 - 2 q.y is off by at most `_rounding(P)` (|q|^2 + |y|^2),
-and the same holds of the square of the sum of w = r + e and s; where r is the query's, it goes with s.
+Guarantees:
+
+1. A key within the radius, or within the distance, is never excluded: each bound allows for every rounding on the way.
+2. A number that is not finite excludes nothing.
+
+Not promised: that a slot that survives is within the radius. The caller computes its exact distance.
+
+Derivation, used at every line below. A stored point y is off the true point of a key by at most e. A query point q is
+off the true one by at most f. A key within r of the query then satisfies |q - y| <= w + s by the triangle inequality.
+Here w is the key's reach and s the query's reach, with w + s = r + e + f: the radius r of a key counts in w, and a
+distance given per query counts in s. Squared and rearranged:
+
+    margin = q.y - (|q|^2 + |y|^2) / 2 + (w^2 + s^2) / 2 + w s >= 0
+
+A slot survives unless its computed margin is negative, so the computed margin must not be smaller than the exact one.
+Let u = eps / 2. A float32 sum of P products is off by at most P u of the sum of their magnitudes, in any order. Also
+2 |q| |y| <= |q|^2 + |y|^2. So q.y - (|q|^2 + |y|^2) / 2 is off by at most P eps (|q|^2 + |y|^2) / 2. Likewise the terms
+in w and s are off by a few eps (w^2 + s^2). Let rho be `_rounding_bound(P)` = 8 (P + 8) eps. The code multiplies
+|q|^2 and |y|^2 by 1 - rho, and w^2 and s^2 by 1 + rho. This adds rho (|q|^2 + |y|^2 + w^2 + s^2) / 2 to the margin,
+which is several times the error.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,77 +35,93 @@ import torch
 from gracestream.pipeline.search.projection import row_norms
 
 TILE_ELEMENTS = 2**18
-"""Numbers of a product that are looked at together: they stay in the cache."""
+"""Elements of one tile of a product, so that the tile stays in the cache."""
 
 MIN_TILE_ROWS = 1024
-"""Points of one product, at least."""
+"""Keys per product in `KeyNorms`, and the least number in `Int8Codes`."""
 
 INT8_MAX = 127
-"""The largest of the numbers that a code is made of."""
+"""Codes are whole numbers from -127 to 127."""
 
 RESIDUAL_SCALE = 2 * INT8_MAX
-"""What is left over of a number when it is rounded to a whole one, at most a half, is coded in such parts."""
+"""Scale of the second code, for the residual of rounding to a whole number. Its size is at most 1/2."""
 
 CLIP_QUANTILE = 1e-4
-"""The share of a sample's numbers that are beyond the scale. Their points are off by much, and looked at in full."""
+"""Share of a sample's numbers beyond the range of codes. Their points get a large offset and are rarely excluded.
+
+A wider range would make the codes of all other points coarser.
+"""
 
 MAX_GROUPED_SLOTS = 256
-"""Slots of one query that are few enough to be looked at together with those of others."""
+"""Up to so many slots per query, the slots of several queries share one product."""
 
 DENSE_DIVISOR = 32
-"""Points left are many where one in so many is: they are counted then before they are told one by one."""
+"""Where more than 1 in 32 pairs survives, the survivors are counted before they are listed."""
 
 BF16_REL_ERROR = 3.1 * 2.0**-8
-"""What a product in bfloat16 may be off by: each factor and the result by half a place, 2^-8; sums are in float32."""
+"""Relative error of an inner product in bfloat16, in units of |q| |k|.
+
+Both factors and the result are rounded by at most 2^-8 each: (1 + 2^-8)^3 - 1 < 3.02 * 2^-8. Sums are in float32 and
+counted separately. By Cauchy-Schwarz the sum of |q_i k_i| is at most |q| |k|.
+"""
 
 MIN_QUERIES_FOR_BF16 = 4
-"""Queries, at least, whose product with the keys is one in bfloat16: to convert keys for fewer takes as long."""
+"""Fewest queries for a product in bfloat16. For fewer, the conversion of the keys takes as long as it saves."""
 
 TIE_REL_ERROR = 16 * 2.0**-23
-"""Squares of distances that are the same in float32, of differences in float32, differ by less, in parts of the squares
-of the two lengths: those of keys are given as much room besides."""
+"""Slack for ties: upper bound on the difference of half squared distances that round to the same float32.
+
+In units of |q|^2 + |k|^2. An exact distance is off by at most 1.01 eps of itself (`exact_distances`). So the half
+squares of equal distances d differ by at most 4.1 eps d^2 / 2, and d^2 / 2 <= |q|^2 + |k|^2. The shift by the centre
+displaces q by u |q|, which changes each half square by at most eps (|q|^2 + |k|^2). Together this is under 7 eps, where
+eps = 2^-23. Without the slack a tied key could be excluded, and the tie would not go to the first entry id.
+"""
 
 _EPS = float(np.finfo(np.float32).eps)
 _TINY = float(np.finfo(np.float32).tiny)
-"""The least number of full precision."""
+"""Smallest normal float32. A result below it may be rounded to 0, and loses at most this."""
 
 _NORM_INFLATION = 1 + 1e-5
-"""What the rounding of a length may take from it."""
+"""Factor that makes a computed float32 norm, radius or distance an upper bound.
+
+The norm of P <= 128 numbers loses at most (P / 2 + 2) u < 4e-6 of itself. An exact distance loses less. Norms of
+whole keys may lose more, but they enter only the error of a product, with a bound at least eight times too large.
+"""
 
 _CPU_CAPABILITIES: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
-"""Empty below torch 2.12, which has no such function: the slower products are taken then."""
+"""Empty below torch 2.12, which lacks `get_capabilities`; products then take the slower, portable path."""
 
 _HAS_INT8_MATMUL = any(_CPU_CAPABILITIES.get(name, False) for name in ("avx512_vnni", "avx_vnni"))
-"""Whether products of int8 are exact and fast. Where they are not, codes are converted."""
+"""True if the CPU multiplies int8 exactly and fast. Otherwise `int8_matmul` converts the codes to float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class BoundQuery:
-    """What is asked about B queries.
+    """The question that a bound answers for B queries.
 
     Attributes:
-        slack_B: How far the query's point may lie from the truth, and whatever is added to all radii or distances.
-        max_distance_B: The distances; None: each key's own radius.
+        slack_B: Bound on the error of the query's point, plus any slack added to all radii or distances.
+        max_distance_B: The distance per query; None: each key's own radius decides.
     """
 
     slack_B: np.ndarray
     max_distance_B: np.ndarray | None = None
 
     def select_rows(self, indices: list[int]) -> "BoundQuery":
-        """What is asked about some of them."""
+        """The same question for the queries at these indices."""
         return BoundQuery(self.slack_B[indices], None if self.max_distance_B is None else self.max_distance_B[indices])
 
     def widen(self, slack_B: np.ndarray) -> "BoundQuery":
-        """The same of points that may lie so much farther from the truth."""
+        """The same question with `slack_B` added to the slack."""
         return BoundQuery(self.slack_B + slack_B, self.max_distance_B)
 
     @property
     def constants_index(self) -> int:
-        """0: radii are asked about, 1: distances."""
+        """Index into `Int8Codes._key_constants`: 0 for radii, 1 for distances."""
         return 0 if self.max_distance_B is None else 1
 
     def query_reach_B(self) -> np.ndarray:
-        """What the query adds to w."""
+        """The query's reach s: its slack, plus its distance where one is given."""
         return (
             self.slack_B
             if self.max_distance_B is None
@@ -97,17 +130,17 @@ class BoundQuery:
 
 
 class Int8Codes:
-    """Points as codes: P whole numbers of a byte, times one scale, from an origin. A product of codes is exact."""
+    """Points as codes of P int8 numbers, times one scale, relative to an origin. A product of two codes is exact."""
 
     def __init__(self) -> None:
         self._origin_P = np.zeros(1, np.float32)
         self._scale = np.float32(1)
         self._codes = np.empty((0, 0), np.int8)
         self._key_constants = np.empty((2, 0, 2), np.float32)
-        """Of each slot (w^2 - |y|^2) / 2 and w: with its radius, and with a distance of the query's."""
+        """Per slot (w^2 - |y|^2) / 2 and w. Index 0: w includes the key's radius. Index 1: w is the offset alone."""
 
     def fit(self, sample_MP: np.ndarray) -> None:
-        """Take an origin and a scale for points like these."""
+        """Choose origin and scale from a sample of points (M, P). Rows that are not finite are ignored."""
         sample_MP = sample_MP[np.isfinite(sample_MP).all(axis=1)]
         if not len(sample_MP):
             return
@@ -117,93 +150,124 @@ class Int8Codes:
             self._scale = scale
 
     def write(self, slots_M: np.ndarray, points_MP: np.ndarray, slack_M: np.ndarray, radii_M: np.ndarray) -> None:
-        """Take these points, of keys that have these radii and from whose truth they may be so far."""
-        size = points_MP.shape[1]
-        if (needed := int(slots_M.max()) + 1) > len(self._codes) or self._codes.shape[1] != size:
-            room = max(64, 2 * needed)
-            self._codes = resize_array(self._codes, (room, size))
-            self._key_constants = resize_array(self._key_constants, (2, room, 2))
+        """Encode the points of some slots.
+
+        Args:
+            slots_M: The slots.
+            points_MP: The projected keys.
+            slack_M: Bounds on the errors of these points.
+            radii_M: The radii of the keys.
+        """
+        width = points_MP.shape[1]
+        if (needed := int(slots_M.max()) + 1) > len(self._codes) or self._codes.shape[1] != width:
+            capacity = max(64, 2 * needed)
+            self._codes = resize_array(self._codes, (capacity, width))
+            self._key_constants = resize_array(self._key_constants, (2, capacity, 2))
         points_MP, slack_M = self._subtract_origin(points_MP, slack_M)
         codes_MP = np.clip(np.nan_to_num(np.rint(points_MP / self._scale)), -INT8_MAX, INT8_MAX).astype(np.int8)
         self._codes[slots_M] = codes_MP
         coded_MP = codes_MP * self._scale
-        off_M = slack_M + row_norms(points_MP - coded_MP) * np.float32(_NORM_INFLATION)
-        rounding = np.float32(_rounding_bound(size))
+        # The offset e: error of the point, plus its distance to its code. The computed `coded_MP` is off y by at most
+        # u |y|. That adds 2 (w + s) u |y| <= u (2 w^2 + 2 s^2 + |y|^2) to the square, which rho covers.
+        offset_M = slack_M + row_norms(points_MP - coded_MP) * np.float32(_NORM_INFLATION)
+        rounding = np.float32(_rounding_bound(width))
         squares_M = np.einsum("mp,mp->m", coded_MP, coded_MP) * (1 - rounding)
-        reaches: tuple[np.ndarray, ...] = off_M + radii_M * np.float32(_NORM_INFLATION), off_M
-        for mode, reach_M in enumerate(reaches):
-            self._key_constants[mode, slots_M, 0] = _nan_unless_finite(
+        # w for radii, and w for distances. The radius is inflated, since a rounded exact distance may be just below it.
+        reaches: tuple[np.ndarray, ...] = offset_M + radii_M * np.float32(_NORM_INFLATION), offset_M
+        for constants_index, reach_M in enumerate(reaches):
+            self._key_constants[constants_index, slots_M, 0] = _nan_unless_finite(
                 (reach_M * reach_M * (1 + rounding) - squares_M) / 2
             )
-            self._key_constants[mode, slots_M, 1] = reach_M
+            self._key_constants[constants_index, slots_M, 1] = reach_M
 
     def find_survivors(
         self, points_BP: np.ndarray, bound_query: BoundQuery, slot_count: int, limit: int
     ) -> list[np.ndarray | None]:
-        """For each query, the ascending slots below `slot_count` that survive; None if they are more than `limit`."""
-        asking = _QuantizedQuery(*self._shift_query(points_BP, bound_query), self._scale)
-        codes, beside = (
+        """For each query, the sorted slots below `slot_count` that survive; None if they are more than `limit`."""
+        quantized_query = _QuantizedQuery(*self._shift_query(points_BP, bound_query), self._scale)
+        codes, key_constants = (
             torch.from_numpy(self._codes),
             torch.from_numpy(self._key_constants[bound_query.constants_index]),
         )
         step = max(MIN_TILE_ROWS, TILE_ELEMENTS // max(1, len(points_BP)))
         return _collect_survivors(
-            lambda chunk: asking.margins(codes[chunk], beside[chunk]), len(points_BP), slot_count, step, limit
+            lambda chunk: quantized_query.margins(codes[chunk], key_constants[chunk]),
+            len(points_BP),
+            slot_count,
+            step,
+            limit,
         )
 
     def filter_slots(
         self, slots: Sequence[np.ndarray], points_BP: np.ndarray, bound_query: BoundQuery
     ) -> list[np.ndarray]:
-        """Those of some slots for each query that are left."""
-        surpluses = self._margins_of_slots(slots, points_BP, bound_query)
-        return [some[~(surplus < 0)] for some, surplus in zip(slots, surpluses, strict=True)]
+        """The survivors among the given slots of each query. `slots` has one array per query."""
+        margins = self._margins_of_slots(slots, points_BP, bound_query)
+        # `~(margin < 0)` instead of `margin >= 0`: a NaN survives.
+        return [row_slots[~(row_margins < 0)] for row_slots, row_margins in zip(slots, margins, strict=True)]
 
     def top_k_by_bound(self, slots: Sequence[np.ndarray], points_BP: np.ndarray, count: int) -> list[np.ndarray]:
-        """So many of some slots for each query, or all, whose points are closest to its own."""
-        nothing_B = np.zeros(len(points_BP), np.float32)
-        surpluses = self._margins_of_slots(slots, points_BP, BoundQuery(nothing_B, nothing_B))
+        """For each query, the `count` of its given slots with the largest margins, or all of fewer, unsorted.
+
+        These are likely, but not certainly, the nearest keys.
+        """
+        zeros_B = np.zeros(len(points_BP), np.float32)
+        margins = self._margins_of_slots(slots, points_BP, BoundQuery(zeros_B, zeros_B))
         return [
-            some if len(some) <= count else some[np.argpartition(-surplus, count - 1)[:count]]
-            for some, surplus in zip(slots, surpluses, strict=True)
+            row_slots if len(row_slots) <= count else row_slots[np.argpartition(-row_margins, count - 1)[:count]]
+            for row_slots, row_margins in zip(slots, margins, strict=True)
         ]
 
     def _margins_of_slots(
         self, slots: Sequence[np.ndarray], points_BP: np.ndarray, bound_query: BoundQuery
     ) -> list[np.ndarray]:
-        """Of some slots for each query. Few of several queries are multiplied with all of these at once."""
-        together = [row for row, some in enumerate(slots) if len(some) <= MAX_GROUPED_SLOTS]
-        found = [np.empty(0, np.float32)] * len(slots)
-        for rows in (together, *([row] for row, some in enumerate(slots) if len(some) > MAX_GROUPED_SLOTS)):
-            some_M = np.concatenate([np.empty(0, np.int64), *(slots[row] for row in rows)])
-            if len(some_M):
-                asking = _QuantizedQuery(
+        """Margins for the given slots of each query, in the order of the slots.
+
+        Queries with few slots share one product. Its unused elements cost less than separate calls.
+        """
+        grouped_rows = [row for row, row_slots in enumerate(slots) if len(row_slots) <= MAX_GROUPED_SLOTS]
+        margins = [np.empty(0, np.float32)] * len(slots)
+        for rows in (
+            grouped_rows,
+            *([row] for row, row_slots in enumerate(slots) if len(row_slots) > MAX_GROUPED_SLOTS),
+        ):
+            slots_M = np.concatenate([np.empty(0, np.int64), *(slots[row] for row in rows)])
+            if len(slots_M):
+                quantized_query = _QuantizedQuery(
                     *self._shift_query(points_BP[rows], bound_query.select_rows(rows)), self._scale, with_residual=True
                 )
-                codes, beside = (
-                    self._codes.take(some_M, axis=0),
-                    self._key_constants[bound_query.constants_index].take(some_M, axis=0),
+                codes, key_constants = (
+                    self._codes.take(slots_M, axis=0),
+                    self._key_constants[bound_query.constants_index].take(slots_M, axis=0),
                 )
-                surplus_MB = asking.margins(torch.from_numpy(codes), torch.from_numpy(beside)).numpy()
+                margins_MB = quantized_query.margins(torch.from_numpy(codes), torch.from_numpy(key_constants)).numpy()
                 counts = [len(slots[row]) for row in rows]
-                own_M = surplus_MB[np.arange(len(some_M)), np.repeat(np.arange(len(rows)), counts)]
-                for row, surplus in zip(rows, np.split(own_M, np.cumsum(counts)[:-1]), strict=True):
-                    found[row] = surplus
-        return found
+                own_M = margins_MB[np.arange(len(slots_M)), np.repeat(np.arange(len(rows)), counts)]
+                for row, row_margins in zip(rows, np.split(own_M, np.cumsum(counts)[:-1]), strict=True):
+                    margins[row] = row_margins
+        return margins
 
     def _shift_query(self, points_BP: np.ndarray, bound_query: BoundQuery) -> tuple[np.ndarray, BoundQuery]:
         points_BP, slack_B = self._subtract_origin(points_BP, bound_query.slack_B)
         return points_BP, BoundQuery(slack_B, bound_query.max_distance_B)
 
     def _subtract_origin(self, points_MP: np.ndarray, slack_M: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Points from the origin, and how far they may lie from the truth then."""
+        """Points relative to the origin, and their slack with the rounding of this subtraction.
+
+        The difference is off by at most u of its norm. 2 eps is four times that, and covers the rounding of the norm.
+        """
         points_MP = points_MP - self._origin_P
         return points_MP, slack_M + np.float32(2 * _EPS) * row_norms(points_MP)
 
 
 class _QuantizedQuery:
-    """B queries as integer codes, each with its own scale; with `with_residual` a second code of the rest.
+    """B queries as int8 codes, each with its own scale; `with_residual` adds a second code for the rounding residual.
 
-    Closeness is q.y + w s + (w^2 - |y|^2) / 2, over both scales; the surplus is what of it is above the least.
+    Margins are computed in units of the product of both scales, so that q.y is the exact product of the two codes:
+
+        margin = q.y + w s + (w^2 - |y|^2) / 2 - threshold, with threshold = (|q|^2 - s^2) / 2
+
+    Key constants and threshold contain rho (module docstring).
     """
 
     def __init__(
@@ -221,42 +285,49 @@ class _QuantizedQuery:
             else codes_BP
         )
         coded_BP = coded_BP * scale_B[:, None]
-        added_B = bound_query.query_reach_B() + row_norms(points_BP - coded_BP) * np.float32(_NORM_INFLATION)
+        reach_B = bound_query.query_reach_B() + row_norms(points_BP - coded_BP) * np.float32(_NORM_INFLATION)
         rounding = np.float32(_rounding_bound(points_BP.shape[1]))
-        both_B = scale * scale_B
+        # A subnormal product of scales is off by at most 2^-150. Times a product of codes (under 2^21) it is tiny / 8.
+        # A product of scales that is 0 makes the threshold infinite, hence NaN, so it excludes nothing.
+        scale_product_B = scale * scale_B
         squares_B = np.einsum("bp,bp->b", coded_BP, coded_BP)
-        least_B = _nan_unless_finite(
-            ((1 - rounding) * squares_B - (1 + rounding) * added_B * added_B - 2 * _TINY) / (2 * both_B)
+        # 2 tiny: w^2 and s^2 lose at most tiny each where a CPU flushes subnormals to 0. Then a subnormal product of
+        # scales is 0, too. With gradual underflow they lose far less, which leaves room for the tiny / 8 above. Where
+        # |q|^2 or |y|^2 underflows, the margin grows.
+        threshold_B = _nan_unless_finite(
+            ((1 - rounding) * squares_B - (1 + rounding) * reach_B * reach_B - 2 * _TINY) / (2 * scale_product_B)
         )
-        self._negated_threshold_1B = torch.from_numpy(-least_B[None])
-        self._factors_2B = torch.from_numpy(np.stack([1 / both_B, added_B / both_B]))
+        self._negated_threshold_1B = torch.from_numpy(-threshold_B[None])
+        self._factors_2B = torch.from_numpy(np.stack([1 / scale_product_B, reach_B / scale_product_B]))
 
     def margins(self, codes_MP: torch.Tensor, constants_M2: torch.Tensor) -> torch.Tensor:
-        """Of M slots for each query, (M, B): those below 0 are ruled out."""
-        surplus_MB = torch.addmm(self._negated_threshold_1B, constants_M2, self._factors_2B)
+        """Margins (M, B) of M slots, given their codes and key constants. A negative margin excludes the slot."""
+        margins_MB = torch.addmm(self._negated_threshold_1B, constants_M2, self._factors_2B)
         if self._residual_codes_PB is not None:
-            surplus_MB.add_(int8_matmul(codes_MP, self._residual_codes_PB), alpha=1 / RESIDUAL_SCALE)
-        return surplus_MB.add_(int8_matmul(codes_MP, self._codes_PB))
+            margins_MB.add_(int8_matmul(codes_MP, self._residual_codes_PB), alpha=1 / RESIDUAL_SCALE)
+        return margins_MB.add_(int8_matmul(codes_MP, self._codes_PB))
 
 
 def _round_to_int8(numbers_PB: np.ndarray) -> torch.Tensor:
-    """Rounded to whole numbers of a byte each; what is not finite becomes anything."""
+    """Numbers rounded to int8. Where a number is not finite the code is arbitrary, and the query's threshold is NaN."""
     return torch.from_numpy(np.ascontiguousarray(np.rint(numbers_PB).astype(np.int8)))
 
 
 class KeyNorms:
-    """The keys themselves: what is beside them is their length, and the square of that of their difference to a centre.
+    """Bounds from inner products with the keys themselves. Per key: its norm and its squared distance to the centre.
 
-    A query q is taken from the centre c. Its product with a key k as it is is q.c more than one with k - c, and off by
-    at most `_rounding(D)` of |q| |k|; for one in bfloat16 the key is taken from the centre as it is converted, and the
-    product is off by `BF16_REL_ERROR` of |q| |k - c| besides. Closeness is q.k - |k|^2 / 2.
+    The query q is relative to the centre c, the keys are as they are stored. Products come in two kinds:
+
+    - float32: q.k = q.(k - c) + q.c. The product is off by at most rho |q| |k|. The constant q.c is subtracted.
+    - bfloat16: the key is centred while it is converted. The product q.(k - c) is off by at most
+      (rho + `BF16_REL_ERROR`) |q| |k - c|.
     """
 
     def __init__(self) -> None:
         self._key_constants = np.empty((0, 2), np.float32)
 
     def write(self, slots_M: np.ndarray, keys_MD: np.ndarray, center_D: np.ndarray) -> None:
-        """Take what is beside these keys."""
+        """Store norm and squared distance to the centre for the keys (M, D) of these slots."""
         if (needed := int(slots_M.max()) + 1) > len(self._key_constants):
             self._key_constants = resize_array(self._key_constants, (max(64, 2 * needed), 2))
         self._key_constants[slots_M, 0] = row_norms(keys_MD) * np.float32(_NORM_INFLATION)
@@ -266,69 +337,84 @@ class KeyNorms:
     def find_survivors(
         self, products: "InnerProducts", radii_N: np.ndarray, bound_query: BoundQuery, limit: int
     ) -> list[np.ndarray | None]:
-        """For each query, in ascending order, the slots that are left; None: more than `limit`."""
-        rounding, length_B = products.rounding_error, products.query_norm_B
-        added_B = bound_query.query_reach_B() + np.float32(2 * _EPS) * length_B
-        least_B = (
-            (1 - rounding) * length_B * length_B - (1 + rounding) * added_B * added_B
-        ) / 2 - products.underflow_error
-        least_1B = torch.from_numpy(-_nan_unless_finite((least_B + products.center_offset_B).astype(np.float32))[None])
-        factors_3B = torch.from_numpy(np.stack([np.ones_like(length_B), added_B, products.product_error * length_B]))
+        """For each query, the sorted slots that survive; None if they are more than `limit`.
 
-        def surplus(chunk: slice) -> torch.Tensor:
-            size_M, squares_M = self._norms_and_squares(products, chunk)
+        `radii_N` are the radii of all keys; they count where `bound_query` gives no distance.
+        """
+        rounding, norm_B = products.rounding_error, products.query_norm_B
+        # The shift by the centre displaces the query by at most u |q|; 2 eps |q| also covers the rounding of the norm.
+        query_reach_B = bound_query.query_reach_B() + np.float32(2 * _EPS) * norm_B
+        threshold_B = (
+            (1 - rounding) * norm_B * norm_B - (1 + rounding) * query_reach_B * query_reach_B
+        ) / 2 - products.underflow_error
+        negated_threshold_1B = torch.from_numpy(
+            -_nan_unless_finite((threshold_B + products.center_offset_B).astype(np.float32))[None]
+        )
+        factors_3B = torch.from_numpy(np.stack([np.ones_like(norm_B), query_reach_B, products.product_error * norm_B]))
+
+        def margins(chunk: slice) -> torch.Tensor:
+            norm_M, squares_M = self._norms_and_squares(products, chunk)
+            # The key's reach w is its radius or 0: a key is not displaced. The rounding of k - c is part of rho.
             reach_M = (
-                np.zeros_like(size_M)
+                np.zeros_like(norm_M)
                 if bound_query.max_distance_B is not None
                 else radii_N[chunk] * np.float32(_NORM_INFLATION)
             )
-            closer_M = _nan_unless_finite((reach_M * reach_M * (1 + rounding) - squares_M * (1 - rounding)) / 2)
-            beside_M3 = torch.from_numpy(np.column_stack([closer_M, reach_M, size_M]))
-            return torch.addmm(least_1B, beside_M3, factors_3B).add_(products.compute(chunk))
+            constant_M = _nan_unless_finite((reach_M * reach_M * (1 + rounding) - squares_M * (1 - rounding)) / 2)
+            constants_M3 = torch.from_numpy(np.column_stack([constant_M, reach_M, norm_M]))
+            # constant + w s + (error of the product, so that the margin is an upper bound) - threshold + product.
+            return torch.addmm(negated_threshold_1B, constants_M3, factors_3B).add_(products.compute(chunk))
 
-        return _collect_survivors(surplus, len(length_B), products.key_count, MIN_TILE_ROWS, limit)
+        return _collect_survivors(margins, len(norm_B), products.key_count, MIN_TILE_ROWS, limit)
 
     def nearest_candidates(self, products: "InnerProducts", limit: int) -> list[np.ndarray | None]:
-        """For each query, in ascending order, slots of which that of its nearest key is one; None: more than `limit`.
+        """For each query, sorted slots that include the nearest key and all keys tied with it; None: more than `limit`.
 
-        And those of all keys whose distances are the same in float32. How close a key is at least, and at most, is
-        known from its product. The closest of the first bounds the second.
+        Keys are tied if their exact distances are the same float32. Half the squared distance is |q|^2 / 2 - c(k), with
+        the closeness c(k) = q.k - |k|^2 / 2, all relative to the centre. (A float32 product adds the same q.c for each
+        key.) The product gives a lower and an upper bound on the closeness of each key. A key survives if its upper
+        bound, plus the slack for ties, reaches the best lower bound of all keys so far.
         """
-        off_B = products.product_error * products.query_norm_B
-        same_B = torch.from_numpy(np.float32(TIE_REL_ERROR) * products.query_norm_B * products.query_norm_B)
-        factors_2B = torch.from_numpy(np.stack([np.ones_like(off_B), off_B]))
-        best_B = torch.full((len(off_B),), -torch.inf)
+        error_B = products.product_error * products.query_norm_B
+        # The part of the slack in |k|^2 is not added here, as `square_error_M` contains it: rho |k|^2 / 2 is
+        # 4 (D + 8) eps |k|^2, and exceeds the error of |k|^2 / 2, below (D + 4) eps |k|^2 / 2, by over 16 eps |k|^2.
+        tie_slack_B = torch.from_numpy(np.float32(TIE_REL_ERROR) * products.query_norm_B * products.query_norm_B)
+        factors_2B = torch.from_numpy(np.stack([np.ones_like(error_B), error_B]))
+        best_lower_B = torch.full((len(error_B),), -torch.inf)
 
-        def surplus(chunk: slice) -> torch.Tensor:
-            nonlocal best_B
-            size_M, squares_M = self._norms_and_squares(products, chunk)
-            rounded_M = squares_M * products.rounding_error / 2 + products.underflow_error
-            most_M2 = torch.from_numpy(np.column_stack([rounded_M - squares_M / 2, size_M]))
-            less_M2 = torch.from_numpy(np.column_stack([2 * rounded_M, 2 * size_M]))
-            closest_MB = (most_M2 @ factors_2B).add_(products.compute(chunk))
-            surely_MB = (closest_MB - less_M2 @ factors_2B).nan_to_num_(nan=-torch.inf, posinf=-torch.inf)
-            best_B = torch.maximum(best_B, surely_MB.amax(dim=0))
-            return closest_MB.sub_(best_B - same_B)
+        def margins(chunk: slice) -> torch.Tensor:
+            nonlocal best_lower_B
+            norm_M, squares_M = self._norms_and_squares(products, chunk)
+            # Error of |k|^2 / 2, and of everything that underflows.
+            square_error_M = squares_M * products.rounding_error / 2 + products.underflow_error
+            upper_M2 = torch.from_numpy(np.column_stack([square_error_M - squares_M / 2, norm_M]))
+            gap_M2 = torch.from_numpy(np.column_stack([2 * square_error_M, 2 * norm_M]))
+            # Upper bound: -|k|^2 / 2 + its error + error of the product + product. The lower bound is two errors below.
+            upper_MB = (upper_M2 @ factors_2B).add_(products.compute(chunk))
+            lower_MB = (upper_MB - gap_M2 @ factors_2B).nan_to_num_(nan=-torch.inf, posinf=-torch.inf)
+            # `best_lower_B` only grows, so an earlier chunk keeps more slots than needed, never fewer.
+            best_lower_B = torch.maximum(best_lower_B, lower_MB.amax(dim=0))
+            return upper_MB.sub_(best_lower_B - tie_slack_B)
 
-        return _collect_survivors(surplus, len(off_B), products.key_count, MIN_TILE_ROWS, limit)
+        return _collect_survivors(margins, len(error_B), products.key_count, MIN_TILE_ROWS, limit)
 
     def _norms_and_squares(self, products: "InnerProducts", chunk: slice) -> tuple[np.ndarray, np.ndarray]:
-        """Lengths of the keys as they are multiplied, and squares of those from the centre."""
-        size_M, squares_M = self._key_constants[: products.key_count][chunk].T
-        return np.sqrt(squares_M) * np.float32(_NORM_INFLATION) if products.is_bfloat16 else size_M, squares_M
+        """Norms of the keys as they enter the product (centred in bfloat16), and squared distances to the centre."""
+        norm_M, squares_M = self._key_constants[: products.key_count][chunk].T
+        return np.sqrt(squares_M) * np.float32(_NORM_INFLATION) if products.is_bfloat16 else norm_M, squares_M
 
 
 class InnerProducts:
-    """Of queries from a centre with keys.
+    """Inner products of centred queries with all keys, computed in chunks.
 
     Attributes:
-        key_count: Keys.
-        is_bfloat16: Whether they are in bfloat16.
-        rounding_error: What float32 may make of squares, and of products with keys, in parts of themselves.
-        product_error: What a product may be off by, in parts of both lengths.
-        underflow_error: What squares and products may lose besides, where they are too small for float32.
-        query_norm_B: Lengths of the queries from the centre.
-        center_offset_B: So much more is a product than one of which both are from the centre.
+        key_count: Number of keys.
+        is_bfloat16: True if the products are in bfloat16, of centred keys.
+        rounding_error: Relative error rho of float32 squares and products.
+        product_error: Error of a product in units of |q| |k|: rho, plus `BF16_REL_ERROR` in bfloat16.
+        underflow_error: Absolute error of squares and products that underflow.
+        query_norm_B: Norms of the centred queries.
+        center_offset_B: Lower bound on q.c, by which a float32 product exceeds the product with the centred key.
     """
 
     def __init__(self, keys_ND: np.ndarray, center_D: np.ndarray, queries_BD: np.ndarray) -> None:
@@ -338,6 +424,8 @@ class InnerProducts:
         self.is_bfloat16 = len(queries_BD) >= MIN_QUERIES_FOR_BF16 and bool(_CPU_CAPABILITIES.get("avx512_bf16", False))
         self.rounding_error = np.float32(_rounding_bound(width))
         self.product_error = self.rounding_error + np.float32(BF16_REL_ERROR if self.is_bfloat16 else 0)
+        # Each of the D terms of a product may underflow and lose tiny, and so may (w^2 + s^2) / 2. In
+        # `nearest_candidates` |k|^2 / 2 loses at most D tiny / 2 instead.
         self.underflow_error = np.float32(2 * width * _TINY)
         self.query_norm_B = row_norms(centred_BD)
         if self.is_bfloat16:
@@ -345,12 +433,13 @@ class InnerProducts:
             self._bfloat16_buffer = torch.empty(MIN_TILE_ROWS, width, dtype=torch.bfloat16)
             self.center_offset_B = np.zeros(len(queries_BD))
         else:
-            # Less what adding it may be off by.
-            unsure_B = 4 * _EPS * self.query_norm_B * np.linalg.norm(center_D)
-            self.center_offset_B = centred_BD.astype(np.float64) @ center_D.astype(np.float64) - unsure_B
+            # The float32 sums with this offset are off by a few u |q| |c|; 4 eps is 8 u. Subtracted here, the error can
+            # only enlarge the margin.
+            offset_error_B = 4 * _EPS * self.query_norm_B * np.linalg.norm(center_D)
+            self.center_offset_B = centred_BD.astype(np.float64) @ center_D.astype(np.float64) - offset_error_B
 
     def compute(self, chunk: slice) -> torch.Tensor:
-        """With the keys of at most `MIN_TILE_ROWS` slots, (M, B)."""
+        """Products (M, B) with the keys of one chunk of at most `MIN_TILE_ROWS` slots."""
         keys_MD = self._keys[chunk]
         if self.is_bfloat16:
             keys_MD = torch.sub(keys_MD, self._center, out=self._bfloat16_buffer[: len(keys_MD)])
@@ -358,7 +447,7 @@ class InnerProducts:
 
 
 def resize_array(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Larger in one dimension, with what it held; or of another shape, and empty."""
+    """A new array of this shape: a copy of the old content if one dimension changes, zeros if more do."""
     larger = np.zeros(shape, array.dtype)
     if sum(old != new for old, new in zip(array.shape, shape, strict=True)) == 1:
         larger[tuple(slice(length) for length in array.shape)] = array
@@ -366,45 +455,51 @@ def resize_array(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def int8_matmul(codes_MP: torch.Tensor, codes_PB: torch.Tensor) -> torch.Tensor:
-    """Of whole numbers of a byte each."""
+    """The exact product of int8 codes (M, P) and (P, B)."""
     if _HAS_INT8_MATMUL:
-        return torch._int_mm(codes_MP, codes_PB)  # noqa: SLF001  (torch has no other product of these)
+        return torch._int_mm(codes_MP, codes_PB)  # noqa: SLF001  (torch has no public product of int8)
+    # Exact in float32 as well, in any order: every partial sum is a whole number of at most 128 * 127^2 < 2^24.
     return codes_MP.float() @ codes_PB.float()
 
 
 def _collect_survivors(
     compute_margins: Callable[[slice], torch.Tensor], query_count: int, slot_count: int, chunk_size: int, limit: int
 ) -> list[np.ndarray | None]:
-    """For each query, the ascending slots whose surplus (M, B) is not negative, `chunk_size` slots at a time.
+    """For each query, the sorted slots with no negative margin, computed for `chunk_size` slots at a time.
 
-    None where there are more than `limit`; where that is so of all queries, the others are not looked at.
+    None for a query with more than `limit` survivors. Once all queries have more, the remaining slots are skipped.
+    `compute_margins` maps a range of slots to margins (M, B).
     """
-    left_B, hopeless_B = np.zeros(query_count, np.int64), np.zeros(query_count, bool)
-    found = [np.empty(0, np.int64)]
+    survivors_B, over_limit_B = np.zeros(query_count, np.int64), np.zeros(query_count, bool)
+    places_by_chunk = [np.empty(0, np.int64)]
     for start in range(0, slot_count, chunk_size):
-        less_MB = np.less(compute_margins(slice(start, min(start + chunk_size, slot_count))).numpy(), 0)
-        left_MB = np.logical_not(less_MB, out=less_MB)  # what is no number is left as well
-        if np.count_nonzero(left_MB) * DENSE_DIVISOR > left_MB.size:
-            left_B += left_MB.sum(axis=0)
-            hopeless_B |= left_B > limit
-            if hopeless_B.all():
+        ruled_out_MB = np.less(compute_margins(slice(start, min(start + chunk_size, slot_count))).numpy(), 0)
+        survives_MB = np.logical_not(ruled_out_MB, out=ruled_out_MB)  # by negation, so that NaN survives
+        if np.count_nonzero(survives_MB) * DENSE_DIVISOR > survives_MB.size:
+            survivors_B += survives_MB.sum(axis=0)
+            over_limit_B |= survivors_B > limit
+            if over_limit_B.all():
                 return [None] * query_count
-            left_MB[:, hopeless_B] = False
-        found.append(np.flatnonzero(left_MB) + start * query_count)
-    places = np.concatenate(found)
-    slots = places // query_count
+            survives_MB[:, over_limit_B] = False
+        places_by_chunk.append(np.flatnonzero(survives_MB) + start * query_count)
+    places = np.concatenate(places_by_chunk)
+    slots = places // query_count  # a place is slot * B + row
     rows = (places - slots * query_count).astype(
         np.min_scalar_type(query_count)
-    )  # so small that they are sorted by digits
+    )  # numpy sorts numbers of up to 16 bits by radix, in linear time
     order = np.argsort(rows, kind="stable")
-    parts = np.split(slots[order], np.cumsum(np.bincount(rows, minlength=query_count))[:-1])
-    return [None if hopeless or len(part) > limit else part for part, hopeless in zip(parts, hopeless_B, strict=True)]
+    slots_by_row = np.split(slots[order], np.cumsum(np.bincount(rows, minlength=query_count))[:-1])
+    return [
+        None if over_limit or len(row_slots) > limit else row_slots
+        for row_slots, over_limit in zip(slots_by_row, over_limit_B, strict=True)
+    ]
 
 
 def _rounding_bound(width: int) -> float:
+    """Rho for sums of `width` products (module docstring)."""
     return 8 * (width + 8) * _EPS
 
 
 def _nan_unless_finite(numbers_M: np.ndarray) -> np.ndarray:
-    """Where a number overflowed, what rules nothing out."""
+    """NaN in place of infinite numbers: a margin computed from it is NaN, which excludes nothing."""
     return np.where(np.isfinite(numbers_M), numbers_M, np.float32(np.nan))

@@ -1,4 +1,4 @@
-"""What a prompt asks for, in words: comparison of wordings, and requests about a subject."""
+"""Rules on the text of prompts: extraction and comparison of requests, their names and their subject."""
 
 from gracestream.pipeline.wording.comparison import (
     ELLIPSIS,

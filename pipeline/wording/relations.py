@@ -1,7 +1,7 @@
-"""Relations that requests ask for, as templates with a place for the subject; the package's file holds them.
+"""Templates of requests with a placeholder for the subject, from the package's file `words/relations.txt`.
 
-They were written for this project, of persons, places, companies, works, things, rules and events, each in several
-wordings: as a question, as a statement to be completed, as a noun phrase.
+Each relation has several templates: a question, a statement to complete, a noun phrase. The relations concern persons,
+places, companies, works, things, rules and events. They were written for this project.
 """
 
 import re
@@ -9,7 +9,7 @@ from functools import cache
 from importlib.resources import files
 
 SUBJECT_PLACEHOLDER = "{s}"
-"""Where the subject stands in a template."""
+"""The placeholder for the subject in a template."""
 
 
 @cache
@@ -22,11 +22,15 @@ def relation_templates() -> tuple[tuple[str, ...], ...]:
         .splitlines()
     )
     rows = [line.split("|") for line in lines if line.strip() and not line.startswith("[")]
-    return tuple(tuple(one.strip() for one in row[1:]) for row in rows)
+    return tuple(tuple(template.strip() for template in row[1:]) for row in rows)
 
 
 @cache
 def template_words() -> frozenset[str]:
-    """The words of all templates, in lower case: what many requests have, whatever they are about."""
-    words = (re.findall(r"\w+", one.replace(SUBJECT_PLACEHOLDER, " ")) for row in relation_templates() for one in row)
+    """The words of all templates, in lower case: usual words of requests about any subject."""
+    words = (
+        re.findall(r"\w+", template.replace(SUBJECT_PLACEHOLDER, " "))
+        for row in relation_templates()
+        for template in row
+    )
     return frozenset(word.lower() for row in words for word in row)

@@ -1,8 +1,8 @@
-"""Requests that name what a correction is about, of which people may decide whether they ask for the same.
+"""An index of wordings by names, for near misses: prompts about the same names that may ask for the same.
 
-No rule tells whether "What did Ann write?" asks for "the book by Ann". A prompt is a near miss where it lies a little
-outside an entry's radius and has all names of its wording (`pipeline.model.matches`). Entries are found by their
-longest name, so that a prompt without such a name costs a few look-ups.
+No rule can decide whether "What did Ann write?" asks for "the book by Ann", so people decide on near misses. A near
+miss of an entry is a prompt a little outside its radius with all names of its wording (`pipeline.codebook.lookup`).
+Entries are indexed by their longest name, so a prompt without that name costs little.
 
 Not promised: that all near misses are found. A wording of common words has no names.
 """
@@ -12,29 +12,29 @@ from heapq import nsmallest
 from gracestream.pipeline.wording.comparison import parse_wording, wordings_agree
 
 MAX_COMPARED_ENTRIES = 64
-"""Entries that are compared for one prompt; of more the first, by their ids."""
+"""Most entries that are compared for one prompt: the first ones by id."""
 
 
 class SameNamesIndex:
-    """Wordings under names of entries, found by a wording that has all their names."""
+    """Wordings of entries, found by another wording with all their names."""
 
     def __init__(self) -> None:
         self._wordings: dict[str, str] = {}
         self._ids_by_name: dict[str, set[str]] = {}
-        """By the longest name in a wording."""
+        """Entry ids by the longest name in their wording."""
 
     def __len__(self) -> int:
         return len(self._wordings)
 
     def upsert(self, entry_id: str, wording: str) -> None:
-        """Keep a wording for an entry, in place of the one that it had."""
+        """Set the wording of an entry. An entry without a wording or names is not indexed."""
         self.remove(entry_id)
         if wording and (longest := _longest_name(wording)):
             self._wordings[entry_id] = wording
             self._ids_by_name.setdefault(longest, set()).add(entry_id)
 
     def remove(self, entry_id: str) -> None:
-        """Forget an entry, if it is known."""
+        """Remove an entry, if it is indexed."""
         if (wording := self._wordings.pop(entry_id, None)) is not None:
             longest = _longest_name(wording)
             self._ids_by_name[longest].remove(entry_id)
@@ -42,18 +42,24 @@ class SameNamesIndex:
                 del self._ids_by_name[longest]
 
     def find(self, wording: str) -> list[str]:
-        """The entries whose wording agrees and whose names all occur here; sorted, at most `MAX_COMPARED_ENTRIES`."""
+        """The sorted ids of entries whose wording agrees and whose names all occur in `wording`.
+
+        At most `MAX_COMPARED_ENTRIES` entries are compared.
+        """
         if not wording or not self._wordings:
             return []
         names = set(parse_wording(wording).names)
-        found = nsmallest(
+        candidate_ids = nsmallest(
             MAX_COMPARED_ENTRIES, {entry_id for name in names for entry_id in self._ids_by_name.get(name, ())}
         )
-        known = ((entry_id, self._wordings[entry_id]) for entry_id in found)
+        candidates = ((entry_id, self._wordings[entry_id]) for entry_id in candidate_ids)
         return [
-            one for one, kept in known if names.issuperset(parse_wording(kept).names) and wordings_agree(kept, wording)
+            entry_id
+            for entry_id, entry_wording in candidates
+            if names.issuperset(parse_wording(entry_wording).names) and wordings_agree(entry_wording, wording)
         ]
 
 
 def _longest_name(wording: str) -> str:
+    """The longest name in a wording, of equally long ones the last in order; empty if it has no names."""
     return max(parse_wording(wording).names, key=lambda name: (len(name), name), default="")

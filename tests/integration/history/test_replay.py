@@ -203,7 +203,7 @@ class TestFiles:
 
     def test_a_file_that_is_none_or_not_whole_is_a_fault(self, history: History, tmp_path: Path) -> None:
         path = tmp_path / "codebook"
-        with pytest.raises(CodebookFileError, match="is no codebook"):
+        with pytest.raises(CodebookFileError, match="is not a codebook file"):
             load_codebook(path)
         save_codebook(replayed(history.settings), path)
         whole = path.read_bytes()
