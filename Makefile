@@ -9,7 +9,7 @@ ROUNDS ?= 5
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test chaos containers bench gpu lock schemas reference docs clean
+.PHONY: help setup demo quick test chaos containers bench gpu lock schemas reference docs clean
 
 help:  ## what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -27,6 +27,14 @@ setup: .venv/.ready  ## the virtual environment with everything pinned
 
 demo: setup  ## the whole story on this machine; MODEL=intent for a classifier
 	$(BIN)/gracestream demo --model $(MODEL)
+
+QUICK := $(addprefix tests/unit/,auth kafka observability schemas search wording deploy repository/test_structure.py)
+
+quick: setup  ## a first look within a minute: lint, types, and unit tests that need neither Kafka nor a model
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/dmypy run
+	$(BIN)/pytest -n 2 -q -m "not kafka and not model" --hypothesis-profile=dev $(QUICK)
 
 test: setup  ## lint, types and all tests, on a real Kafka and a real Valkey
 	$(BIN)/ruff format --check .

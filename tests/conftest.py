@@ -12,10 +12,16 @@ try:
 except ModuleNotFoundError:  # the tests that run on a GPU need none of it, so that they start on a bare GPU machine
     pass
 else:
-    hypothesis.settings.register_profile(
-        "ours", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-    )
-    hypothesis.settings.load_profile("ours")
+    # `--hypothesis-profile` chooses another one: `make quick` takes dev, a nightly run takes nightly.
+    for name, examples, fixed in (("dev", 10, True), ("ci", 100, True), ("nightly", 1000, False)):
+        hypothesis.settings.register_profile(
+            name,
+            deadline=None,
+            derandomize=fixed,
+            max_examples=examples,
+            suppress_health_check=[hypothesis.HealthCheck.too_slow],
+        )
+    hypothesis.settings.load_profile("ci")
 
 
 @pytest.fixture(scope="session")

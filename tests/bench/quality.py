@@ -1,4 +1,4 @@
-"""What edits are worth: success, rephrases, locality and cost, on zsRE and on the demo's facts (design, section 4).
+"""What edits are worth: success, rephrases, locality and cost, on zsRE and the demo (docs/explanation/method.md).
 
 The engine is the editor worker's, without Kafka. zsRE: 200 corrections in the form `Question: … Answer:`, one after
 the other; the reservoir of traffic holds 512 questions of NQ, and locality is asked of others. Everything is asked

@@ -49,7 +49,9 @@ class TestTopics:
         more = sentence(run("topics", "--partitions", "4", settings=settings))
         assert more == f"{prefix}requests has 3 partitions, not 4; add some with kafka-topics.sh"
         safer = sentence(run("topics", "--replication", "3", settings=settings))
-        assert safer.startswith(f"{prefix}deltas has 1 copy of its partition, not 3; kafka-reassign-partitions.sh")
+        assert safer.startswith(
+            f"{prefix}deltas has 1 copy of its partition, not 3; change that with kafka-reassign-partitions.sh"
+        )
         assert status_of(run("topics", settings=settings)) == 0
 
     @pytest.mark.parametrize(
@@ -473,7 +475,7 @@ class TestTuning:
         given = ["calibrate", str(tmp_path / "requests"), *chosen, "--model", model, "--json"]
         refused = run(*given)
         assert status_of(refused) == 2
-        assert "name one, or set GRACESTREAM_QUERY=last to compare" in " ".join(refused.said().split())
+        assert "name one layer, or set GRACESTREAM_QUERY=last to compare layers" in " ".join(refused.said().split())
         command = run(*given, query="last")
         assert status_of(command) == 0, command.said()
         assert [row["layer"] for row in lines(command.told())] == [

@@ -286,7 +286,7 @@ def test_a_run_of_a_grid_is_kept_from_others(run: Callable[..., Command], chosen
     with exclusive_lock(make_dir(out / "seed=1")):
         ran = run("experiment", "hallucination", *chosen, "--sweep", "seed=1", "--out", str(out))
         assert status_of(ran) == 1
-        assert "another process is at work" in ran.said().splitlines()[-1]
+        assert "another process writes to" in ran.said().splitlines()[-1]
 
 
 def test_only_grace_runs_in_an_editor_worker(run: Callable[..., Command], chosen: list[str]) -> None:

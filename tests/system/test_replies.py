@@ -195,9 +195,9 @@ class TestReplyTo:
             *((topic.name, "one of gracestream's own topics") for topic in TOPICS if topic.name != "predictions"),
             ("another-deltas", "one of gracestream's own topics"),
             ("nowhere", "does not exist"),
-            ("a b", "no name of a topic"),
-            ("x" * 300, "no name of a topic"),
-            ("/../etc", "no name of a topic"),
+            ("a b", "not a valid topic name"),
+            ("x" * 300, "not a valid topic name"),
+            ("/../etc", "not a valid topic name"),
         ],
     )
     def test_one_that_cannot_be_used_is_an_error_on_the_usual_one(
