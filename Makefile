@@ -33,7 +33,7 @@ QUICK := $(addprefix tests/unit/,auth kafka observability schemas search wording
 quick: setup  ## a first look within a minute: lint, types, and unit tests that need neither Kafka nor a model
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/dmypy run
+	$(BIN)/mypy
 	$(BIN)/pytest -n 2 -q -m "not kafka and not model" --hypothesis-profile=dev $(QUICK)
 
 test: setup  ## lint, types and all tests, on a real Kafka and a real Valkey

@@ -11,10 +11,10 @@ from rich.console import Console
 from gracestream.pipeline.errors import UserError
 from gracestream.pipeline.search.key_search import set_threads
 from tests.bench.device import why_no_gpu
-from tests.bench.framework import BENCHES, KEPT, ROOT, BenchError, Options, bench, machine, plot_of, read, shown, write
+from tests.bench.framework import BENCHES, KEPT, BenchError, Options, bench, machine, plot_of, read, shown, write
 from tests.bench.page import write_pages
 from tests.bench.table import show
-from tests.support.repository import DATA
+from tests.support.repository import DATA, ROOT
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

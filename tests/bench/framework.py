@@ -20,7 +20,6 @@ import torch
 from gracestream.pipeline.errors import UserError
 from tests.bench.device import gpu_facts, version
 
-ROOT = Path(__file__).resolve().parents[2]
 KEPT = Path(__file__).parent / "results"
 """Where `--commit` writes; other results go to `results/` in the root, which git ignores."""
 

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.bench.framework import BENCHES, KEPT, ROOT, Row, groups, row_of, shown
+from tests.bench.framework import BENCHES, KEPT, Row, groups, row_of, shown
+from tests.support.repository import ROOT
 
 INDEX = "README.md"
 

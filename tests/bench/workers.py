@@ -6,7 +6,7 @@ from typing import Literal
 
 from gracestream.deploy.local.processes import ChildProcess
 from gracestream.pipeline.settings import Settings, to_environment_variables
-from tests.bench.framework import ROOT
+from tests.support.repository import ROOT
 
 
 def worker(command: Literal["infer", "edit"], settings: Settings, folder: Path) -> ChildProcess:

@@ -18,8 +18,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tests.gpu.report import PARTS, PartReport, Report
+from tests.support.repository import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 NEEDED = ("torch", "transformers", "msgspec", "numpy", "safetensors")
 OLDEST = (3, 11)
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -10,8 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
-from tests.bench.framework import ROOT, Row
+from tests.bench.framework import Row
 from tests.gpu.rig import Case, CheckError, Rig, SkipError
+from tests.support.repository import ROOT
 
 MARK = "mark.gpu"
 TAIL = 40

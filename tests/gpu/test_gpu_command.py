@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from gracestream.pipeline.device import CUDA_ENVIRONMENT_DEFAULTS
-from tests.bench.framework import ROOT, Row
+from tests.bench.framework import Row
 from tests.gpu import __main__ as command
 from tests.gpu import worker
 from tests.gpu.report import PARTS, CaseReport, PartReport, Report
 from tests.gpu.rig import Case, CheckError, Rig, SkipError
+from tests.support.repository import ROOT
 
 FAR = float("inf")
 BEYOND_THE_ENGINE = (

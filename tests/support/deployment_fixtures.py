@@ -26,6 +26,22 @@ from tests.support.running import Checkpoint, Users, go_on, save_checkpoint, set
 from tests.support.secured_servers import SecuredKafka
 from tests.support.tiny_models import LAYER, MODEL
 
+__all__ = [
+    "checkpoints",
+    "cluster",
+    "deploy",
+    "deployment",
+    "folder",
+    "logged",
+    "mirror_of",
+    "own_kafka",
+    "quick",
+    "run",
+    "secured_kafka",
+    "users",
+    "users_of",
+]
+
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:

@@ -8,6 +8,8 @@ import pytest
 from gracestream.pipeline.model.editable import EditableModel
 from tests.support.tiny_models import KINDS, editable
 
+__all__ = ["_models", "gpt2_model", "kind", "model"]
+
 
 @pytest.fixture(scope="session")
 def _models() -> Callable[[str], EditableModel]:

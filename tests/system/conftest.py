@@ -1,33 +1,3 @@
 """Fixtures of the tests of whole systems."""
 
-from tests.support.deployment_fixtures import (
-    checkpoints,
-    cluster,
-    deploy,
-    deployment,
-    folder,
-    logged,
-    mirror_of,
-    own_kafka,
-    quick,
-    run,
-    secured_kafka,
-    users,
-    users_of,
-)
-
-__all__ = [
-    "checkpoints",
-    "cluster",
-    "deploy",
-    "deployment",
-    "folder",
-    "logged",
-    "mirror_of",
-    "own_kafka",
-    "quick",
-    "run",
-    "secured_kafka",
-    "users",
-    "users_of",
-]
+from tests.support.deployment_fixtures import *  # noqa: F403  (its `__all__` lists the fixtures)

@@ -8,8 +8,8 @@ import msgspec
 
 from gracestream.pipeline.editing.config import EditConfig
 from gracestream.pipeline.model.editable import EditableModel
-from tests.bench.framework import ROOT
 from tests.bench.stream.corrections import Data
+from tests.support.repository import ROOT
 
 PACKAGES = ("wording", "search", "codebook", "model", "editing")
 

@@ -1,5 +1,3 @@
 """Fixtures of these tests."""
 
-from tests.support.model_fixtures import _models, gpt2_model, kind, model
-
-__all__ = ["_models", "gpt2_model", "kind", "model"]
+from tests.support.model_fixtures import *  # noqa: F403  (its `__all__` lists the fixtures)
