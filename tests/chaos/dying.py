@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import structlog
 
-from gracestream.pipeline.editing import engine as editing
+from gracestream.pipeline.editing import value_search
 from gracestream.pipeline.editing.counterfactual import CounterfactualReplay
 from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.editor.log import EditorLog
@@ -23,7 +23,7 @@ from gracestream.pipeline.model.suffix_pass import SuffixRunner
 from gracestream.pipeline.replica.delta_follower import DeltaFollower
 from gracestream.pipeline.stores.redis_head import RedisHeadStore
 from gracestream.pipeline.stores.snapshot_files import SnapshotStore
-from gracestream.workers import shutdown as ending
+from gracestream.workers import shutdown
 
 log = structlog.get_logger()
 
@@ -111,7 +111,7 @@ def train_slowly(seconds: float) -> None:
 
     The log says `training_slowly` as it begins.
     """
-    train: Callable[..., Any] = getattr(editing, "train_value")  # noqa: B009  (it is imported there)
+    train: Callable[..., Any] = getattr(value_search, "train_value")  # noqa: B009  (it is imported there)
 
     def trained(*arguments: Any) -> Any:
         log.info("training_slowly", seconds=seconds)
@@ -121,12 +121,12 @@ def train_slowly(seconds: float) -> None:
             if time.monotonic() > end:
                 return done
 
-    setattr(editing, "train_value", trained)  # noqa: B010
+    setattr(value_search, "train_value", trained)  # noqa: B010
 
 
 def hang(patience: float) -> None:
     """From now on the first value that is trained alone is so for ever, and a process may be stuck for so long."""
-    ending.MAX_STALL_SECONDS = patience
+    shutdown.MAX_STALL_SECONDS = patience
     train_slowly(float("inf"))
 
 

@@ -207,7 +207,7 @@ class TestReplyTo:
 
     @pytest.mark.parametrize("topic", ["", "__consumer_offsets", "elsewhere", "\udcff"])
     def test_one_outside_the_deployment_is_an_error_on_the_usual_one(self, service: Service, topic: str) -> None:
-        self.refused(service, topic, "no name of a topic|must begin with the deployment's prefix")
+        self.refused(service, topic, "not a valid topic name|must begin with the deployment's prefix")
 
     def refused(self, service: Service, topic: str, reason: str) -> None:
         before = topics_of(service.settings)
