@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from msgspec import UNSET
 
@@ -85,6 +85,8 @@ def test_control_tokens_in_prompts_and_targets_are_text(smollm2: EditableModel) 
 @given(text=st.text(min_size=1))
 @settings(max_examples=200)
 def test_other_text_has_the_tokens_that_it_always_had(smollm2: EditableModel, text: str) -> None:
+    # Hypothesis also draws strings of this repository's code, and control tokens are among them.
+    assume(not any(str(token) in text for token in control_tokens(smollm2.task.tokenizer).values()))
     tokens = smollm2.task.tokenizer(text)["input_ids"]
     assert smollm2.task.tokenize(text).token_ids == tuple(tokens)
 
