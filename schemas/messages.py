@@ -205,7 +205,7 @@ class NearMiss(Struct, frozen=True, kw_only=True):
     """An entry that might have applied; the unedited model answered instead.
 
     `distance` and `radius` are as in an applied edit. `target` is the answer of the entry.
-    With the reason `answer`, the query is within the radius, but the value did not produce the target on this prompt.
+    With the reason `answer`, the entry matched, but its value did not produce the target on this prompt.
     With the reason `wording`, the query is within the radius, but the wordings disagree, as `detail` describes.
     With the reason `distance`, the query is a little outside the radius, but the prompt has the same names.
     """

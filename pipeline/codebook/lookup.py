@@ -21,7 +21,7 @@ NEAR_MISS_RADII = 1.4
 Most other requests about a subject lie at least this far away.
 """
 
-OUTSIDE_RADIUS_REASON = "it names the same, and lies a little outside the radius"
+OUTSIDE_RADIUS_REASON = "the prompt has all names of the correction, and is a little outside its radius"
 
 MAX_COMPARED_WORDINGS = 16
 """Most entries whose radius contains the query that are compared with one prompt by wording."""
@@ -29,25 +29,25 @@ MAX_COMPARED_WORDINGS = 16
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """The entry found for one row. It serves the row unless `disagreement` gives a reason against it.
+    """The entry found for one row. It serves the row unless `reason_not_served` is set.
 
     Attributes:
         slot: The entry's slot.
         entry_id: The entry's id.
         distance: The exact distance from the query to the entry's key.
         radius: The entry's radius.
-        disagreement: Why the entry does not serve the row; empty if it does.
+        reason_not_served: Why the entry does not serve the row; empty if it does.
     """
 
     slot: int
     entry_id: str
     distance: float
     radius: float
-    disagreement: str = ""
+    reason_not_served: str = ""
 
     @property
-    def is_word_match(self) -> bool:
-        """True if the query is outside the radius: the entry matched by its words."""
+    def is_outside_radius(self) -> bool:
+        """True if the query is outside the radius: the entry matched by its words, or is a near miss."""
         return not self.distance < self.radius
 
 
@@ -65,7 +65,7 @@ class CodebookLookup:
            first. The first one whose wording agrees serves.
         2. If none of the first `MAX_COMPARED_WORDINGS` agrees, the nearest entry with the same words serves.
         3. Otherwise no entry serves the query. The result is the nearest entry, which its wording excludes, or a near
-           miss. `disagreement` gives the reason.
+           miss. `reason_not_served` gives the reason.
 
         Entries that an exception excludes for the prompt are skipped.
 
@@ -136,10 +136,10 @@ def _near_miss(codebook: Codebook, nearest: tuple[int, float] | None) -> Hit | N
     return hit if hit.radius <= hit.distance < NEAR_MISS_RADII * hit.radius else None
 
 
-def _make_hit(codebook: Codebook, slot: int, distance: float, disagreement: str = "") -> Hit:
-    return Hit(slot, codebook.entry_ids[slot], distance, float(codebook.radii_N[slot]), disagreement)
+def _make_hit(codebook: Codebook, slot: int, distance: float, reason_not_served: str = "") -> Hit:
+    return Hit(slot, codebook.entry_ids[slot], distance, float(codebook.radii_N[slot]), reason_not_served)
 
 
 def serving_hit(hit: Hit | None) -> Hit | None:
     """The hit if its entry serves the row, else None."""
-    return None if hit is None or hit.disagreement else hit
+    return None if hit is None or hit.reason_not_served else hit

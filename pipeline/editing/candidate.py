@@ -83,7 +83,7 @@ class Inspection:
         An entry that serves the input only by the same words does not count: its radius does not cover the query, so
         the correction still needs a key of its own.
         """
-        return self.target_check.predicts_target and (self.hit is None or not self.hit.is_word_match)
+        return self.target_check.predicts_target and (self.hit is None or not self.hit.is_outside_radius)
 
 
 @dataclass(frozen=True, slots=True)

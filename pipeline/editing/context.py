@@ -1,8 +1,9 @@
-"""The decision context: the distances to unflagged traffic that one decision reads, and a record of them.
+"""The decision context: what a decision reads beside the log, and the record of it.
 
-A decision follows from keys, radii, labels and its query, all of which the log holds, and from distances to traffic.
-The traffic sample cannot be rebuilt once the requests have expired. So a delta records each distance that its decision
-read (docs/explanation/method.md).
+A decision follows from keys, radii, labels and its query, all of which the log holds. Beside these it reads the initial
+radius, distances to unflagged traffic, and the entry with which training starts. The traffic sample cannot be rebuilt
+once the requests have expired. So a delta records these inputs as `Seen` (docs/explanation/method.md), and an undo or a
+reproduction can repeat the decision.
 
 1. When a decision is repeated, recorded distances are reused.
 2. Distances that were not recorded are computed from the current traffic sample, and recorded in turn.

@@ -303,7 +303,8 @@ class CounterfactualReplay:
             keys: The keys of the entries that the decision added or changed.
         """
         divergence = self._divergence
-        # Policy and memory compare distances with a room of two tolerances. This is twice that, to be on the safe side.
+        # Policy and memory treat distances that differ by up to two tolerances as equal. Four tolerances are allowed
+        # here: more can only cause a decision to be repeated without need.
         slack = 4 * engine.tolerance(query_D)
         distance = np.inf if distance is UNSET else distance
         if nearest in divergence.entry_ids or divergence.key_within(query_D, distance + slack):

@@ -113,22 +113,28 @@ class Divergence:
 
     def _update_edit(self, name: str, actual: EditState, counterfactual: EditEngine) -> None:
         """Compare one edit, and the exception of the same name. The earlier record of it is removed first."""
-        before, after = actual.memory, counterfactual.memory
+        actual_memory, counterfactual_memory = actual.memory, counterfactual.memory
         if name in self._entry_by_edit:
             self._served_queries.remove(name)
             self._edit_counts[self._entry_by_edit.pop(name)] -= 1
         if name in self._unedited_queries:
             self._unedited_queries.remove(name)
         self._wordings.remove(_EDIT_PREFIX + name)
-        if edits_equal(name, before, after) and diff_exception(name, actual.codebook, counterfactual.codebook) is None:
+        if (
+            edits_equal(name, actual_memory, counterfactual_memory)
+            and diff_exception(name, actual.codebook, counterfactual.codebook) is None
+        ):
             self.edit_ids.discard(name)
             return
         self.edit_ids.add(name)
-        for memory in (before, after):
+        for memory in (actual_memory, counterfactual_memory):
             if name in memory and memory.serving_entry_id(name) == UNEDITED_MODEL:
                 self._unedited_queries.upsert(name, memory.query(name))
                 self._wordings.upsert(_EDIT_PREFIX + name, memory.wording(name))
-        if name in after and (entry_id := after.serving_entry_id(name)) != UNEDITED_MODEL:
-            self._served_queries.upsert(name, after.query(name), after.distance(name))
+        if (
+            name in counterfactual_memory
+            and (entry_id := counterfactual_memory.serving_entry_id(name)) != UNEDITED_MODEL
+        ):
+            self._served_queries.upsert(name, counterfactual_memory.query(name), counterfactual_memory.distance(name))
             self._entry_by_edit[name] = entry_id
             self._edit_counts[entry_id] += 1

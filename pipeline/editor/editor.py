@@ -144,7 +144,7 @@ class Editor:
             self._health.begin("editor")
             membership = services.log.membership(0.05)
             self._apply_new_deltas()
-            if membership == "chosen":
+            if membership == "elected":
                 return True
             if membership == "standby" and self._role != "standby":
                 self._set_role("standby")

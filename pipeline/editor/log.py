@@ -131,7 +131,7 @@ class EditorLog(GroupMember):
     Call in this order; each call may raise kafka-python's KafkaError, then call `close` and begin with step 1:
 
     1. `read_new_deltas`: learn the history.
-    2. `join`, then `membership` until it returns `chosen`.
+    2. `join`, then `membership` until it returns `elected`.
     3. `fence`: exclude earlier writers.
     4. `read_new_deltas`: learn the predecessor's last deltas.
     5. `write_lead`: begin a term.

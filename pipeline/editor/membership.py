@@ -28,8 +28,11 @@ from kafka.structs import MemberState
 from gracestream.pipeline.kafka import FEEDBACK, consumer
 from gracestream.pipeline.settings import Settings
 
-MembershipState = Literal["joining", "standby", "chosen"]
-"""`joining`: a rebalance is under way. `standby`: another member is elected. `chosen`: this member is elected."""
+MembershipState = Literal["joining", "standby", "elected"]
+"""`joining`: a rebalance is under way. `standby`: another member is elected. `elected`: this member has the partition.
+
+An elected member leads once it has committed its `lead` delta.
+"""
 
 
 class PartitionLostError(KafkaError):  # type: ignore[misc]
@@ -87,7 +90,7 @@ class GroupMember:
         if not self._rebalances.count or not self._is_stable():
             return "joining"  # also while it rejoins: the generation is about to change
         self._adopt_generation()
-        return "chosen" if self._feedback in self._member.assignment() else "standby"
+        return "elected" if self._feedback in self._member.assignment() else "standby"
 
     def poll(self, timeout: float) -> tuple[int, int, bytes | None, bytes | None] | None:
         """The next feedback record, as (offset, timestamp in ms, key, value); None if none comes in `timeout` seconds.

@@ -45,8 +45,8 @@ class ServedAnswer:
     Attributes:
         answer: The model's answer.
         hit: The entry that served it; None if the unedited model answered.
-        near_miss: An entry that matched the row but did not serve it: the wordings disagree, or its value did not give
-            the entry's target.
+        near_miss: An entry that might have applied but did not serve the row: the wordings disagree, its value did not
+            give the entry's target, or the query is a little outside the radius.
     """
 
     answer: ModelAnswer
@@ -249,7 +249,7 @@ class EditableModel:
             answers = self.task.run(batch, parameters)
         served = [
             ServedAnswer(answer, None, match)
-            if match is not None and match.disagreement
+            if match is not None and match.reason_not_served
             else ServedAnswer(answer, match)
             for answer, match in zip(answers, adaptor_pass.matches, strict=True)
         ]

@@ -23,7 +23,7 @@ LATENCY_BUCKETS_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0
 CODEBOOK_SEQ = Gauge("gracestream_codebook_seq", "Newest delta that the codebook in use has applied.")
 CODEBOOK_TERM = Gauge("gracestream_codebook_term", "Term of that delta.")
 CODEBOOK_ENTRIES = Gauge("gracestream_codebook_entries", "Entries of the codebook in use.")
-DEGRADED = Gauge("gracestream_degraded", "1 while Redis is out of reach, else 0.")
+DEGRADED = Gauge("gracestream_degraded", "1 while Redis does not answer or contradicts the log, else 0.")
 READY = Gauge("gracestream_ready", "1 while /ready answers 200, else 0.")
 STUCK = Gauge("gracestream_stuck", "1 while /live answers 503, else 0.")
 

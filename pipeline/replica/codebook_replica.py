@@ -6,7 +6,7 @@ Guarantees:
    batch, it may be replaced by a snapshot that is not ahead of the head.
 2. It holds every delta up to the head, and never goes back, even if the head in Redis does.
 3. Redis is untrusted input. While it does not answer or contradicts the log, the codebook stays as it is. After
-   `redis_grace` seconds the codebook follows the end of the log. `degraded` is set meanwhile; for a head ahead of the
+   `redis_grace` seconds the codebook follows the end of the log. `degraded` is set at once; for a head ahead of the
    log, it is set after the grace period.
 4. A record of `deltas` that cannot be read or applied stops the replica as soon as it is read, published or not.
 5. Radii are the log's. Those in Redis are compared with them; a difference is counted and logged, and never served.
@@ -15,7 +15,8 @@ Guarantees:
 
 How distrust of Redis (point 3) is timed:
 
-- A head behind the log restarts its grace period only if it is the highest head since it fell behind.
+- While Redis names an old head, its grace period runs. Only a head higher than all since then restarts it; two old
+  heads in turn do not.
 - Distrust that returns within a grace period counts as the same distrust. `degraded` stays set until Redis has been
   trustworthy for a grace period.
 - A wrong digest stops the replica only after the grace period, and after the log has been read to its end meanwhile.

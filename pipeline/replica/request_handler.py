@@ -229,7 +229,7 @@ class RequestHandler:
                 distance=missed.distance,
                 radius=missed.radius,
                 reason=reason,
-                detail=missed.disagreement or UNSET,
+                detail=missed.reason_not_served or UNSET,
                 target=self._model.task.decode_label(self._codebook_replica.codebook.labels[missed.slot]),
             )
         score = UNSET if served.answer.score is None else served.answer.score
@@ -296,9 +296,9 @@ def _error_fallback(prediction: Prediction, record: RequestRecord, address: Repl
 
 def _near_miss_reason(missed: Hit) -> NearMissReason:
     """Why the nearest entry did not answer: distance, wording, or its value's answer."""
-    if missed.disagreement == OUTSIDE_RADIUS_REASON:
+    if missed.reason_not_served == OUTSIDE_RADIUS_REASON:
         return "distance"
-    return "wording" if missed.disagreement else "answer"
+    return "wording" if missed.reason_not_served else "answer"
 
 
 def _dead_letter_reply(

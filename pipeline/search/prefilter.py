@@ -31,10 +31,10 @@ COARSE_DIMENSIONS = 63
 """Directions of the first codes. With the remainder's norm a code has 64 bytes, one cache line."""
 
 SMALL_SET_SIZE = 16
-"""Up to so many candidates get no further stage: their exact distances cost less.
+"""Up to so many candidates get no further stage: their exact distances cost less."""
 
-Also the ratio up to which a short list is checked by itself: its slots must be at most 1 in 16 of all keys.
-"""
+SHORT_LIST_DIVISOR = 16
+"""A list of at most 1 key in 16 is checked by itself. A longer list costs more than a check of every key."""
 
 SURVIVOR_LIMIT_DIVISOR = 4
 """A stage that leaves more than 1 key in 4 counts as undecided, and the next stage starts from all keys."""
@@ -263,7 +263,7 @@ class Prefilter:
         """
         count = len(self._get_keys_and_radii()[0])
         short_lists = {place: slots for place, row in enumerate(rows) if (slots := found[row]) is not None}
-        short_lists = {place: slots for place, slots in short_lists.items() if len(slots) * SMALL_SET_SIZE <= count}
+        short_lists = {place: slots for place, slots in short_lists.items() if len(slots) * SHORT_LIST_DIVISOR <= count}
         if full_scan := [place for place in range(len(rows)) if place not in short_lists]:
             survivors = codes.find_survivors(
                 points_BP[full_scan],

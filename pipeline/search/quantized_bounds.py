@@ -11,7 +11,18 @@ Guarantees:
 
 Not promised: that a slot that survives is within the radius. The caller computes its exact distance.
 
-Derivation, used at every line below. A stored point y is off the true point of a key by at most e. A query point q is
+Derivation, used at every line below. Its symbols in the code:
+
+| symbol | meaning | code |
+|---|---|---|
+| y, q | stored point of a key, point of the query | `coded_MP`, `coded_BP` |
+| e | how far y may be from the key's true point | `offset_M` |
+| f | how far q may be from the query's true point | `slack_B`, plus the rounding to codes |
+| w | the key's reach | `reach_M` |
+| s | the query's reach | `BoundQuery.query_reach_B`, `reach_B` |
+| rho | relative allowance for rounding | `_rounding_bound` |
+
+A stored point y is off the true point of a key by at most e. A query point q is
 off the true one by at most f. A key within r of the query then satisfies |q - y| <= w + s by the triangle inequality.
 Here w is the key's reach and s the query's reach, with w + s = r + e + f: the radius r of a key counts in w, and a
 distance given per query counts in s. Squared and rearranged:
@@ -100,7 +111,7 @@ class BoundQuery:
     """The question that a bound answers for B queries.
 
     Attributes:
-        slack_B: Bound on the error of the query's point, plus any slack added to all radii or distances.
+        slack_B: How far the query's point may be from its true point (f), plus any distance that the caller adds.
         max_distance_B: The distance per query; None: each key's own radius decides.
     """
 

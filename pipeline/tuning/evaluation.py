@@ -204,7 +204,7 @@ def _evaluate_case(
 ) -> CaseResult:
     answer, unedited_text = _answer_text(edited), _answer_text(unedited)
     # A near miss without a disagreement in wording is a match whose answer check failed: the replica answered unedited.
-    failed_match = edited.near_miss if edited.near_miss is not None and not edited.near_miss.disagreement else None
+    failed_match = edited.near_miss if edited.near_miss is not None and not edited.near_miss.reason_not_served else None
     hit = edited.hit or failed_match
     entry_target = None if hit is None else model.task.decode_label(codebook.labels[hit.slot])
     expected = None if case.target is UNSET else case.target.strip()

@@ -32,15 +32,20 @@ def stored(real_ND: np.ndarray, count: int) -> np.ndarray:
 
 
 def codebook_of(model: EditableModel, keys_ND: np.ndarray, others_RD: np.ndarray) -> Codebook:
-    """One entry a key, whose radius is 0.8 of the distance to the nearest of other queries, and the median at most."""
+    """A codebook with one entry per key, with the radii of `radii_of`."""
+    width_V = value_width(model.module.get_submodule(model.layer), keys_ND.shape[1])
+    return filled(model.fingerprint, model.layer, keys_ND, radii_of(keys_ND, others_RD), width_V)
+
+
+def radii_of(keys_ND: np.ndarray, others_RD: np.ndarray) -> np.ndarray:
+    """One radius (N) per key: 0.8 of the distance to the nearest of some other queries, and at most their median."""
     count = len(keys_ND)
     nearest_N = np.empty(count, np.float32)
     for start in range(0, count, 8192):
         distances = torch.cdist(torch.from_numpy(keys_ND[start : start + 8192]), torch.from_numpy(others_RD))
         nearest_N[start : start + 8192] = distances.amin(dim=1).numpy()
-    radii_N = np.minimum(0.8 * nearest_N, np.median(nearest_N)).astype(np.float32)
-    width_V = value_width(model.module.get_submodule(model.layer), keys_ND.shape[1])
-    return filled(model.fingerprint, model.layer, keys_ND, radii_N, width_V)
+    radii_N: np.ndarray = np.minimum(0.8 * nearest_N, np.median(nearest_N)).astype(np.float32)
+    return radii_N
 
 
 def filled(model: str, layer: str, keys_ND: np.ndarray, radii_N: np.ndarray, width_V: int) -> Codebook:

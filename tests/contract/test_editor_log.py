@@ -57,7 +57,7 @@ class TestTransactions:
         log.close()
         list(log.read_new_deltas())
         log.join()
-        cluster.settle(log, "chosen")
+        cluster.settle(log, "elected")
         log.fence()
         list(log.read_new_deltas())
         assert cluster.values(DELTAS) == [b"lead", b"half"]

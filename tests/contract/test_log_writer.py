@@ -45,7 +45,7 @@ class TestOneWriter:
         with pytest.raises(KafkaError):
             first._writer.send(cluster.settings.topic(DELTAS), value=b"too late", partition=0).get(timeout=PATIENCE)
         first.close()  # which fences nobody, though kafka-python would ask for another epoch here
-        cluster.settle(second, "chosen")
+        cluster.settle(second, "elected")
         list(second.read_new_deltas())
         second.write_lead(b"lead again")
         second.commit(FeedbackResult(0, outcome_of("f0"), b"by the second"))

@@ -43,7 +43,7 @@ class Cluster:
         made = self.editor()
         list(made.read_new_deltas())
         made.join()
-        self.settle(made, "chosen", "standby")
+        self.settle(made, "elected", "standby")
         return made
 
     def leader(self, lead: bytes = b"lead") -> EditorLog:
@@ -52,7 +52,7 @@ class Cluster:
 
     def take_over(self, log: EditorLog, lead: bytes = b"lead") -> EditorLog:
         """Let a standby lead, once it is chosen."""
-        self.settle(log, "chosen")
+        self.settle(log, "elected")
         log.fence()
         list(log.read_new_deltas())
         log.write_lead(lead)

@@ -79,7 +79,7 @@ class TestAudit:
         log = cluster.editor()
         list(log.read_new_deltas())
         log.join()
-        cluster.settle(log, "chosen")
+        cluster.settle(log, "elected")
         log.fence()
         log._transact(0, [])
         log.commit(FeedbackResult(0, outcome_of("f0")))

@@ -182,7 +182,7 @@ def generated(model: EditableModel, prompts: Sequence[Prompt], codebook: Codeboo
             outputs = served.answer.outputs
             said = outputs.label if outputs.text is UNSET else outputs.text
             found[place] = Said(
-                "" if said is UNSET else said, served.near_miss is not None and not served.near_miss.disagreement
+                "" if said is UNSET else said, served.near_miss is not None and not served.near_miss.reason_not_served
             )
     return [found[place] for place in range(len(prompts))]
 

@@ -24,4 +24,4 @@ def test_a_leader_that_joins_again_between_two_polls_leads_on(cluster: Cluster) 
     polled = wait_until(lambda: log.poll(0.05))
     assert polled is not None
     assert polled[3] == b"f0"
-    assert log.membership(0.05) == "chosen"
+    assert log.membership(0.05) == "elected"

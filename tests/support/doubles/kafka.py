@@ -1,6 +1,6 @@
 """Kafka in memory, as the editor uses it: topics of one partition, transactions, isolation, fencing, groups.
 
-`test_log_behaviour.py` and `test_writer_behaviour.py` hold this double and the real Kafka to the same behaviour.
+`tests/contract` holds this double and the real Kafka to the same behaviour.
 Nothing here waits, and nothing happens by itself: a session ends when a test says so, and each operation first and last
 calls its client's `step`, where a test may let another process go on, fail the operation, or end the process.
 

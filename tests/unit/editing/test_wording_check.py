@@ -73,7 +73,7 @@ def test_a_prompt_with_other_words_gets_the_unedited_answer_and_the_reason(kind:
     assert other.hit is None
     assert other.near_miss is not None
     assert other.near_miss.entry_id == "a"
-    assert other.near_miss.disagreement == find_disagreement(extract_wording(EDITED), extract_wording(OTHER))
+    assert other.near_miss.reason_not_served == find_disagreement(extract_wording(EDITED), extract_wording(OTHER))
     assert other.answer.outputs == before[1].answer.outputs
     assert edited.answer.outputs.text == TARGET
 
@@ -109,8 +109,8 @@ def test_the_nearest_entry_that_holds_a_prompt_and_agrees_serves_it(data: st.Dat
         for search in (None, TorchSearch):
             index = KeyIndex(codebook, torch.device("cpu"), search)
             (match,) = CodebookLookup(codebook, index).find_hits(torch.zeros(1, 2), lambda _row: asked)
-            found = match if match is None or match.disagreement != OUTSIDE_RADIUS_REASON else None
-            assert (found and (found.entry_id, not found.disagreement)) == expected
+            found = match if match is None or match.reason_not_served != OUTSIDE_RADIUS_REASON else None
+            assert (found and (found.entry_id, not found.reason_not_served)) == expected
 
 
 def test_no_more_entries_are_compared_than_is_promised() -> None:
@@ -123,7 +123,7 @@ def test_no_more_entries_are_compared_than_is_promised() -> None:
         (match,) = CodebookLookup(codebook, index_of(codebook)).find_hits(torch.zeros(1, 1), lambda _row: ASKED[0])
         assert match is not None
         assert match.entry_id == ("z" if serves else "e0")
-        assert bool(match.disagreement) is not serves
+        assert bool(match.reason_not_served) is not serves
 
 
 def test_an_edit_that_a_farther_entry_serves_keeps_its_answer() -> None:
@@ -244,12 +244,12 @@ def test_a_prompt_in_the_same_words_is_served_outside_the_radius(kind: str) -> N
     correct(engine, "a", EDITED, TARGET)
     edited, same, other = ask(engine, EDITED, SAME_WORDS, OTHER)
     assert edited.hit is not None
-    assert not edited.hit.is_word_match
+    assert not edited.hit.is_outside_radius
     match = same.hit or same.near_miss  # a value of one prompt may fail at another
     assert match is not None
     assert match.entry_id == "a"
     assert match.distance > match.radius
-    assert match.is_word_match
+    assert match.is_outside_radius
     assert other.hit is None
     assert other.near_miss is None
     assert other.answer.outputs == before[0].answer.outputs
@@ -359,7 +359,7 @@ def test_a_prompt_a_little_outside_that_names_the_same_is_a_near_miss() -> None:
         engine.apply(engine.next_delta("retune", entries=(EntryChange(entry_id="a", radius=radius),)))
         further, other = ask(engine, FURTHER, OTHER)
         match = further.near_miss or further.hit
-        assert (None if match is None else match.disagreement) == reason
+        assert (None if match is None else match.reason_not_served) == reason
         if reason != "":
             assert further.answer.outputs == before[0].answer.outputs
         assert other.hit is None
