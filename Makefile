@@ -58,7 +58,7 @@ gpu:  ## whether gracestream works on this GPU, in any Python with torch; PYTHON
 schemas: setup  ## write the JSON Schemas and the AsyncAPI document anew
 	$(BIN)/python -m gracestream.schemas.generate
 
-reference: setup  ## write docs/reference anew from settings, messages, metrics, alerts and commands
+reference: setup  ## write docs/reference anew from settings, messages, metrics, alerts, log events and commands
 	$(BIN)/python -m tests.support.reference_pages
 
 docs: reference  ## build the documentation's site in site/; a broken link is an error

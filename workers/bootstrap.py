@@ -79,7 +79,13 @@ def start_worker(kind: Literal["inference", "editor"], settings: Settings) -> It
     name = settings.replica or f"{socket.gethostname()}-{os.getpid()}"
     configure_logs(settings.log_format, worker=kind, name=name)
     for variable, intended in unknown_variables(os.environ).items():
-        log.warning("unknown_setting", variable=variable, meant=intended)
+        log.warning(
+            "setting_ignored",
+            variable=variable,
+            meant=intended,
+            consequence="the variable has no effect",
+            remedy="correct the variable's name, or unset it",
+        )
     idle = threading.Event()
     idle.set()
     stop = exit_on_signals(settings.shutdown_timeout, idle)
@@ -88,14 +94,18 @@ def start_worker(kind: Literal["inference", "editor"], settings: Settings) -> It
     exit_when_stalled(health.stalled_part, stop)
     server = HealthServer(health, settings.host, settings.port)
     try:
-        log.info("starting", url=server.url)
-        wait_for_kafka(settings, report=lambda line: log.info("waiting", what=line), await_name=True)
+        log.info("worker_starting", url=server.url)
+        wait_for_kafka(settings, report=_log_waiting, await_name=True)
         require_permissions(settings, REQUIRED_PERMISSIONS[kind])
         require_topics(settings)
         try:
-            wait_for_redis(settings, report=lambda line: log.info("waiting", what=line))
+            wait_for_redis(settings, report=_log_waiting)
         except UnreachableError as error:
-            log.warning("starting_without_redis", reason=str(error))
+            log.warning(
+                "redis_wait_timeout",
+                reason=str(error),
+                consequence="the worker starts without Redis, and is degraded until Redis answers",
+            )
         if settings.threads:
             set_threads(settings.threads)
         model = load_model(settings)
@@ -126,7 +136,11 @@ def start_worker(kind: Literal["inference", "editor"], settings: Settings) -> It
     finally:
         stop.set()  # starts the shutdown timeout for threads that still work
         server.close()
-        log.info("stopped")
+        log.info("worker_stopped")
+
+
+def _log_waiting(progress: str) -> None:
+    log.info("waiting_for_dependency", progress=progress)
 
 
 def edit_config_from_settings(settings: Settings, *, uses_encoder: bool) -> EditConfig:
@@ -240,4 +254,8 @@ def limits_from_settings(settings: Settings) -> Limits:
 
 def checkpoint_from_settings(settings: Settings) -> str:
     """The folder or hub id of the model. A model that is known by name is built first."""
-    return resolve_model(settings.model, settings.cache.expanduser(), lambda line: log.info("preparing", what=line))
+    return resolve_model(
+        settings.model,
+        settings.cache.expanduser(),
+        lambda progress: log.info("model_build_progress", progress=progress),
+    )

@@ -35,7 +35,11 @@ def run(settings: Settings) -> int:
             build_editor(started, settings, admission).run(started.stop)
         except (HistoryError, DeviceLostError, StaleHeadError, KafkaError) as error:
             started.health.set_not_ready(str(error))
-            log.error("editor_stopped", reason=str(error) or type(error).__name__)  # noqa: TRY400  (not a defect)
+            log.error(  # noqa: TRY400  (not a defect)
+                "editor_stopped",
+                reason=str(error) or type(error).__name__,
+                consequence="the process exits with status 1; feedback waits for a standby or a restart",
+            )
             return 1
         return 0
 

@@ -65,24 +65,42 @@ def _exit_when_stalled(stalled_part: Callable[[], str | None], stop: threading.E
         reason, now = stalled_part(), time.monotonic()
         stalled_since = None if reason is None else stalled_since or now
         if stalled_since is not None and now - stalled_since > MAX_STALL_SECONDS:
-            remedy = "set GRACESTREAM_STUCK_AFTER higher where work takes that long"
-            _exit(1, log.error, "ended_as_stuck", reason=reason, remedy=remedy)
+            _exit(
+                1,
+                log.error,
+                "killed_after_stall",
+                reason=reason,
+                consequence="the process exits with status 1; its uncommitted work is done again",
+                remedy="set GRACESTREAM_STUCK_AFTER higher where work takes that long",
+            )
 
 
 def _handle_signals(signals: socket.socket, stop: threading.Event, timeout: float, idle: threading.Event) -> None:
     (first,) = signals.recv(1)
     stop.set()
     if idle.is_set():
-        _exit(0, log.info, "stopped", signal=signal.Signals(first).name, reason="no work was in progress")
-    _log_with_timeout(log.info, "stopping", signal=signal.Signals(first).name, seconds=timeout)
+        _exit(0, log.info, "worker_stopped", signal=signal.Signals(first).name, reason="no work was in progress")
+    _log_with_timeout(log.info, "worker_stopping", signal=signal.Signals(first).name, seconds=timeout)
     (second,) = signals.recv(1)
-    _exit(128 + second, log.warning, "stopped_at_once", signal=signal.Signals(second).name)
+    _exit(
+        128 + second,
+        log.warning,
+        "forced_exit",
+        signal=signal.Signals(second).name,
+        consequence="the process ends at once; another worker does its uncommitted work",
+    )
 
 
 def _enforce_timeout(stop: threading.Event, timeout: float) -> None:
     stop.wait()
     time.sleep(timeout)
-    _exit(1, log.error, "not_stopped_in_time", seconds=timeout)
+    _exit(
+        1,
+        log.error,
+        "shutdown_timeout",
+        seconds=timeout,
+        consequence="the process exits with status 1; another worker does its uncommitted work",
+    )
 
 
 def _exit(status: int, log_method: Callable[..., object], event: str, **fields: object) -> None:

@@ -87,11 +87,16 @@ class AuthorsFile:
             raw = _read_file(self._path)
             if raw != self._raw:
                 self._authors, self._raw = parse_authors(raw, self._path), raw
-                log.info("authors_changed", authors=len(self._authors))
+                log.info("authors_reloaded", authors=len(self._authors))
             self._last_error = ""
         except AuthorsError as error:
             if str(error) != self._last_error:  # the file is read for each record; log each error once
-                log.error("authors_not_read", reason=str(error), kept=len(self._authors))  # noqa: TRY400  (no defect)
+                log.error(  # noqa: TRY400  (no defect)
+                    "authors_reload_failed",
+                    reason=str(error),
+                    kept=len(self._authors),
+                    consequence="the last valid list of authors stays in force",
+                )
             self._last_error = str(error)
         return self._authors
 

@@ -121,7 +121,12 @@ class Editor:
                         raise
                     reason = str(error) or type(error).__name__
                     self._set_role("starting", f"Kafka failed: {reason}")
-                    log.warning("log_lost", reason=reason, retry_seconds=KAFKA_RETRY_SECONDS)
+                    log.warning(
+                        "kafka_connection_lost",
+                        reason=reason,
+                        retry_seconds=KAFKA_RETRY_SECONDS,
+                        consequence="this editor leads no more and begins again; feedback waits for a leading editor",
+                    )
                     self._services.log.close()
                     self._health.end("editor")
                     self._idle.set()
@@ -262,7 +267,12 @@ class Editor:
             self._blocked_since, self._blocked_records = now, 0
         elif now > self._blocked_since + BLOCKED_AFTER_SECONDS:
             if not self._blocked_records:
-                log.warning("feedback_blocked", records=blocked, remedy=BLOCKED_REMEDY)
+                log.warning(
+                    "feedback_blocked",
+                    records=blocked,
+                    consequence="no feedback behind the open transaction can be read or decided",
+                    remedy=BLOCKED_REMEDY,
+                )
             self._blocked_records = blocked
         metrics.FEEDBACK_BLOCKED.set(self._blocked_records)
 
@@ -321,7 +331,7 @@ class Editor:
         else:
             self._health.set_ready()
             book = self._services.engine.codebook
-            log.info("ready", role=role, term=book.term, seq=book.seq, entries=len(book), **fields)
+            log.info("worker_ready", role=role, term=book.term, seq=book.seq, entries=len(book), **fields)
 
     def _state(self) -> dict[str, object]:
         engine = self._services.engine
@@ -340,9 +350,14 @@ def _report(result: FeedbackResult) -> None:
     outcome = result.outcome
     if outcome is None:
         metrics.FEEDBACK_TOTAL.labels("unreadable").inc()
-        log.warning("feedback_unreadable", offset=result.offset, reason=result.dead_letter_reason)
+        log.warning(
+            "feedback_dead_lettered",
+            offset=result.offset,
+            reason=result.dead_letter_reason,
+            consequence="the record is on feedback.dlq, and changed nothing",
+        )
         return
     metrics.FEEDBACK_TOTAL.labels(outcome.status).inc()
     if outcome.steps is not UNSET:
         metrics.EDIT_STEPS.observe(outcome.steps)
-    log.info("feedback", offset=result.offset, **msgspec.to_builtins(outcome))
+    log.info("feedback_decided", offset=result.offset, **msgspec.to_builtins(outcome))

@@ -154,7 +154,11 @@ class FeedbackProcessor:
             return self._engine.draft_values(corrections, self._heartbeat)
         except Exception as error:  # any record may be at fault; `decide` finds out which
             _raise_unless_record_fault(error)
-            log.exception("not_trained_ahead", offset=corrections[0][1])
+            log.exception(
+                "draft_training_failed",
+                offset=corrections[0][1],
+                consequence="each correction of the batch is trained alone, which takes longer",
+            )
             return {}
 
     def decide(self, parsed: ParsedFeedback, draft: DraftValue | None = None) -> DecidedFeedback:
@@ -214,7 +218,7 @@ class FeedbackProcessor:
             return self._engine.edit(feedback, offset, draft=draft, standing=standing)
         except Exception as error:  # a record that breaks the model must not stop the stream
             result = model_failure(feedback, error)
-            log.exception("edit_failed", offset=offset)
+            log.exception("edit_failed", offset=offset, consequence="this feedback is rejected, and the editor goes on")
             return result
 
 

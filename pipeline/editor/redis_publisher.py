@@ -144,8 +144,24 @@ class RedisPublisher:
             DEGRADED.set(0)
 
     def _handle_failure(self, error: RedisError) -> None:
-        """Log a failure once. `redis_refused`: Redis rejected the command. `redis_lost`: Redis did not answer."""
-        self._report_problem("redis_refused" if isinstance(error, ResponseError) else "redis_lost", to_one_line(error))
+        """Log a failure once: Redis rejected a command, or did not answer."""
+        reason = to_one_line(error)
+        if self._is_new_problem(reason):
+            if isinstance(error, ResponseError):
+                log.warning(
+                    "redis_command_rejected",
+                    reason=reason,
+                    seq=self._codebook.seq,
+                    consequence="the editor publishes nothing; replicas follow the log once their grace period ends",
+                    remedy="allow the editor the commands in deploy/redis.acl",
+                )
+            else:
+                log.warning(
+                    "redis_lost",
+                    reason=reason,
+                    seq=self._codebook.seq,
+                    consequence="the editor goes on; its deltas are published once Redis answers again",
+                )
         self._retry_at = time.monotonic() + self._retry_seconds
 
     def _handle_newer_head(self, error: StaleHeadError) -> None:
@@ -157,12 +173,17 @@ class RedisPublisher:
         self._ahead_since = now if self._ahead_since is None else self._ahead_since
         if now - self._ahead_since >= self._grace_seconds:
             raise error
-        self._report_problem("redis_ahead", str(error))
+        if self._is_new_problem(str(error)):
+            log.warning(
+                "redis_distrusted",
+                reason=str(error),
+                seq=self._codebook.seq,
+                consequence="the editor publishes nothing, and stops if Redis names that head for the grace period",
+            )
 
-    def _report_problem(self, event: str, reason: str) -> None:
-        """Log a problem that differs from the last one, and report `degraded`."""
-        if reason != self._last_problem:
-            self._last_problem = reason
-            log.warning(event, error=reason, seq=self._codebook.seq)
+    def _is_new_problem(self, reason: str) -> bool:
+        """Report `degraded`; True if the problem differs from the last one, so that it must be logged."""
         self.in_sync = False
         DEGRADED.set(1)
+        is_new, self._last_problem = reason != self._last_problem, reason
+        return is_new

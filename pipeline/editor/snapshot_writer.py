@@ -61,7 +61,7 @@ class SnapshotWriter:
     def _start_write(self, codebook: Codebook) -> None:
         started = time.perf_counter()
         codebook_copy = codebook.copy()
-        log.info("snapshot_begun", seq=codebook_copy.seq, copy_ms=round(1000 * (time.perf_counter() - started), 1))
+        log.info("snapshot_started", seq=codebook_copy.seq, copy_ms=round(1000 * (time.perf_counter() - started), 1))
         self._thread = threading.Thread(target=self._write, args=(codebook_copy,), name="snapshot", daemon=True)
         self._thread.start()
 
@@ -80,4 +80,8 @@ class SnapshotWriter:
     def _record_failure(self, error: Exception) -> None:
         self._retry_at = time.monotonic() + SNAPSHOT_RETRY_SECONDS
         metrics.SNAPSHOT_FAILURES.inc()
-        log.error("snapshot_failed", reason=str(error) or type(error).__name__)
+        log.error(
+            "snapshot_failed",
+            reason=str(error) or type(error).__name__,
+            consequence="replicas that start read more of the log; the editor tries again in a minute",
+        )

@@ -90,7 +90,11 @@ class TrafficReader:
         self._last_progress_at = time.monotonic()
         while self._has_unread(ends):
             if time.monotonic() > self._last_progress_at + TRAFFIC_RETRY_SECONDS:
-                log.warning("traffic_unseen", reason=f"no record of {self._topic} came in {TRAFFIC_RETRY_SECONDS:g} s")
+                log.warning(
+                    "traffic_catch_up_incomplete",
+                    reason=f"no record of {self._topic} came in {TRAFFIC_RETRY_SECONDS:g} s",
+                    consequence="the editor starts with less traffic, so new radii may reach earlier requests",
+                )
                 break
             best = self._highest_scored(best + self._poll_scored(0.5))
         for start in range(0, len(best), QUERY_BATCH_SIZE):
@@ -121,11 +125,19 @@ class TrafficReader:
             ends = self._offset_consumer.end_offsets(sorted(self._assigned), timeout_ms=1000 * limit_seconds)
             while self._backlog or self._has_unread(ends):
                 if time.monotonic() - started > limit_seconds:
-                    log.info("traffic_unseen", reason=f"more requests came than can be read in {limit_seconds:g} s")
+                    log.info(
+                        "traffic_catch_up_incomplete",
+                        reason=f"more requests came than can be read in {limit_seconds:g} s",
+                    )
                     return
                 self.poll(POLL_TIMEOUT_SECONDS)
         except KafkaTimeoutError as error:
-            log.warning("traffic_unseen", reason=str(error), retry_seconds=TRAFFIC_RETRY_SECONDS)
+            log.warning(
+                "traffic_catch_up_incomplete",
+                reason=str(error),
+                retry_seconds=TRAFFIC_RETRY_SECONDS,
+                consequence="new radii may reach requests that were not read",
+            )
             self._retry_at = time.monotonic() + TRAFFIC_RETRY_SECONDS
 
     def close(self) -> None:
@@ -209,7 +221,12 @@ class TrafficReader:
             while len(self._query_cache) > self._settings.traffic:
                 self._query_cache.popitem(last=False)
         elif len(scored_prompts) == 1:
-            log.warning("request_left_out", tokens=len(scored_prompts[0][0]), error=failure)
+            log.warning(
+                "traffic_request_skipped",
+                tokens=len(scored_prompts[0][0]),
+                reason=failure,
+                consequence="new radii do not keep clear of this request",
+            )
         else:
             for scored_prompt in scored_prompts:
                 self._add_prompts([scored_prompt])

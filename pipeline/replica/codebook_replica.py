@@ -40,6 +40,7 @@ from gracestream.pipeline.codebook import AppliedDelta, Codebook, CodebookLookup
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.kafka import TopicError, history_error_at
 from gracestream.pipeline.observability import metrics
+from gracestream.pipeline.replica.catch_up import CatchUpProgress
 from gracestream.pipeline.replica.delta_follower import DeltaFollower
 from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.stores import Head, RedisHeadStore, Snapshot, SnapshotError, load_newest_snapshot
@@ -64,9 +65,6 @@ At most the maximum. Twice the maximum of timely answers resets the count.
 
 HEAD_RETRY_SECONDS = 0.2
 """Seconds between two reads of the head by a starting replica that has read the log to its end."""
-
-PROGRESS_LOG_SECONDS = 5.0
-"""Seconds between two log lines about the progress of a starting replica."""
 
 MAX_LOGGED_ITEMS = 16
 """Deltas, or wrong radii, that are logged line by line; more of them are summarised or dropped."""
@@ -243,7 +241,12 @@ class CodebookReplica:
         self._good_answers = 0
         if self.redis_unavailable:
             return
-        log.warning("redis_lost", error=reason, seq=self.codebook.seq)
+        log.warning(
+            "redis_lost",
+            reason=reason,
+            seq=self.codebook.seq,
+            consequence="the replica is degraded: it keeps its codebook, and follows the log after the grace period",
+        )
         self.redis_unavailable = True
         self._good_answers_needed = min(2 * self._good_answers_needed or MIN_GOOD_ANSWERS, MAX_GOOD_ANSWERS)
 
@@ -283,10 +286,17 @@ class CodebookReplica:
                         self._head_behind_since[1] if reason == "redis_behind" and self._head_behind_since else now
                     )
             if not reason:
-                log.info("redis_back", seq=self.codebook.seq)
+                log.info("redis_recovered", seq=self.codebook.seq)
             elif reason != "redis_lost":  # `_record_failure` has logged that
                 seq = head.seq if isinstance(head, Head) else None
-                log.warning(reason, head=seq, seq=self.codebook.seq, read=self._follower.latest_seq)
+                log.warning(
+                    "redis_distrusted",
+                    reason=reason,
+                    head=seq,
+                    seq=self.codebook.seq,
+                    read=self._follower.latest_seq,
+                    consequence="the replica keeps its codebook, and follows the log after the grace period",
+                )
             self._distrust_reason, self._reason_since = reason, now
         grace, caught_up_at = self._settings.redis_grace, self._follower.caught_up_at
         if reason in {"redis_ahead", "redis_disagrees"}:  # the log may hold records that were not read yet
@@ -336,7 +346,11 @@ class CodebookReplica:
             max_seq = head.seq if isinstance(head, Head) else None
             return load_newest_snapshot(self._settings, self.codebook.model, self.codebook.layer, max_seq)
         except (SnapshotError, TopicError, KafkaError, OSError) as error:
-            log.warning("snapshots_unreachable", reason=str(error) or type(error).__name__)
+            log.warning(
+                "snapshot_search_failed",
+                reason=str(error) or type(error).__name__,
+                consequence="the replica reads the whole log, so its start takes longer",
+            )
             return None
 
     def _apply_until(self, seq: int) -> None:
@@ -370,7 +384,12 @@ class CodebookReplica:
                 except HistoryError as fault:
                     raise history_error_at(offset, fault) from fault
                 if applied is None:
-                    log.warning("delta_dropped", seq=self.codebook.seq, term=self.codebook.term)
+                    log.warning(
+                        "stale_delta_ignored",
+                        seq=self.codebook.seq,
+                        term=self.codebook.term,
+                        consequence="none: a fenced editor wrote the delta, and no worker applies it",
+                    )
                 else:
                     applied_deltas.append(applied)
         finally:  # the index must also hold the deltas before a fault
@@ -414,24 +433,11 @@ class CodebookReplica:
             metrics.RADIUS_MISMATCH.inc()
             if mismatches <= MAX_LOGGED_ITEMS:
                 log_radius = None if ours is None else float(ours)
-                log.error("radius_mismatch", entry_id=to_one_line(entry_id), redis=radius, log=log_radius)
-
-
-class CatchUpProgress:
-    """The progress of a starting replica: logs it every few seconds, and measures the time without any."""
-
-    def __init__(self, seq: int) -> None:
-        self._started_at = self._progressed_at = self._logged_at = time.monotonic()
-        self._first_seq, self._last_position = seq, (seq, -1)
-
-    def seconds_without_progress(self, seq: int, follower: DeltaFollower) -> float:
-        """Seconds since the codebook or the reading of the log last advanced."""
-        now, position = time.monotonic(), (seq, follower.next_offset)
-        if position != self._last_position:
-            self._progressed_at, self._last_position = now, position
-        if now - self._logged_at > PROGRESS_LOG_SECONDS:
-            self._logged_at = now
-            percent = round(100 * follower.next_offset / follower.initial_end, 1) if follower.initial_end else 0.0
-            rate = round((seq - self._first_seq) / (now - self._started_at))
-            log.info("catching_up", seq=seq, percent=percent, deltas_per_second=rate)
-        return now - self._progressed_at
+                log.error(
+                    "radius_mismatch_found",
+                    entry_id=to_one_line(entry_id),
+                    redis=radius,
+                    log=log_radius,
+                    consequence="none for answers, which use the log's radius; somebody else writes to Redis",
+                    remedy="let only the editor write to Redis, and give each deployment its own prefix",
+                )

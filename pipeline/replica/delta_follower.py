@@ -130,7 +130,12 @@ class DeltaFollower:
             try:
                 self._read()
             except (KafkaError, OSError) as error:  # transient: `_read` goes on at `next_offset`
-                log.warning("deltas_unreachable", error=str(error) or type(error).__name__, offset=self.next_offset)
+                log.warning(
+                    "delta_read_failed",
+                    reason=str(error) or type(error).__name__,
+                    offset=self.next_offset,
+                    consequence="the replica keeps its codebook, and reads on in a second",
+                )
                 self._stop.wait(1.0)
             except HistoryError as fault:
                 self._fail(fault)
@@ -138,7 +143,12 @@ class DeltaFollower:
                 self._fail(HistoryError(f"reading {DELTAS} failed at offset {self.next_offset}: {error!r}"))
 
     def _fail(self, fault: HistoryError) -> None:
-        log.error("deltas_fault", reason=str(fault), offset=self.next_offset)
+        log.error(
+            "history_error",
+            reason=str(fault),
+            offset=self.next_offset,
+            consequence="no later delta can be applied, so the replica stops answering",
+        )
         with self._condition:
             self._fault = fault
             self._condition.notify_all()
@@ -197,7 +207,13 @@ class DeltaFollower:
                 self.next_offset = offset + 1
                 delta = decoded.delta
                 if delta.term < self._term:
-                    log.warning("delta_dropped", seq=delta.seq, term=delta.term, newer=self._term)
+                    log.warning(
+                        "stale_delta_ignored",
+                        seq=delta.seq,
+                        term=delta.term,
+                        newer=self._term,
+                        consequence="none: a fenced editor wrote the delta, and no worker applies it",
+                    )
                     continue
                 self._term = delta.term
                 self._buffer.append((delta.seq, offset, decoded))

@@ -102,7 +102,13 @@ class Replica:
         await asyncio.to_thread(self._codebook_replica.start)
         try:
             if not await asyncio.to_thread(self._codebook_replica.catch_up, self._settings.startup_timeout):
-                log.error("not_caught_up", seq=self._codebook_replica.codebook.seq, read=self._follower.latest_seq)
+                log.error(
+                    "startup_catch_up_timeout",
+                    seq=self._codebook_replica.codebook.seq,
+                    read=self._follower.latest_seq,
+                    consequence="the replica exits with status 1 and has answered nothing",
+                    remedy="check that Kafka answers, and start the replica again",
+                )
                 return 1
             clean = await self._serve()
         except HistoryError as fault:
@@ -123,15 +129,22 @@ class Replica:
         await plane.start()
         head_task = asyncio.create_task(self._follow_head())
         self._health.set_ready()
-        log.info("ready", seq=self._codebook_replica.codebook.seq, entries=len(self._codebook_replica.codebook))
+        log.info("worker_ready", seq=self._codebook_replica.codebook.seq, entries=len(self._codebook_replica.codebook))
         while not (await self._wait_for_stop() or self._fault or plane.failed or head_task.done()):
             self._update_readiness()
         if head_task.done():  # only a defect ends it
             log.error(
-                "follower_ended", reason=_describe_error(head_task.exception()), seq=self._codebook_replica.codebook.seq
+                "head_follower_failed",
+                reason=_describe_error(head_task.exception()),
+                seq=self._codebook_replica.codebook.seq,
+                consequence="the replica exits with status 1; others answer its requests",
             )
         if plane.failed:
-            log.error("request_plane_ended", reason=_describe_error(plane.failure))
+            log.error(
+                "request_plane_failed",
+                reason=_describe_error(plane.failure),
+                consequence="the replica exits with status 1; others answer its requests",
+            )
         if self._fault is None:
             self._health.set_not_ready("stopping")
         shutdown_timeout = self._settings.shutdown_timeout
@@ -251,10 +264,14 @@ class Replica:
                 f" {codebook_replica.codebook.seq}"
             )
             health.set_not_ready(reason)
-            log.error("deltas_behind", reason=reason)
+            log.error(
+                "replica_behind_head",
+                reason=reason,
+                consequence="the replica is not ready, and answers from an older codebook",
+            )
         elif not is_behind and not health.ready:
             health.set_ready()
-            log.info("ready", seq=codebook_replica.codebook.seq, entries=len(codebook_replica.codebook))
+            log.info("worker_ready", seq=codebook_replica.codebook.seq, entries=len(codebook_replica.codebook))
 
     def _record_fault(self, fault: HistoryError | DeviceLostError) -> None:
         """Keep the first fault, report it, and end readiness."""
@@ -263,8 +280,21 @@ class Replica:
         self._fault = fault
         self._idle.clear()  # a signal must now end it with status 1, not 0
         self._health.set_not_ready(str(fault))
-        event = "history_fault" if isinstance(fault, HistoryError) else "device_fault"
-        log.error(event, reason=str(fault), seq=self._codebook_replica.codebook.seq)
+        seq = self._codebook_replica.codebook.seq
+        if isinstance(fault, HistoryError):
+            log.error(
+                "history_error",
+                reason=str(fault),
+                seq=seq,
+                consequence="the replica answers no more, and stays alive for inspection; others answer its requests",
+            )
+        else:
+            log.error(
+                "device_lost",
+                reason=str(fault),
+                seq=seq,
+                consequence="the replica exits with status 1; others answer its requests",
+            )
 
 
 def _describe_error(error: BaseException | None) -> str:

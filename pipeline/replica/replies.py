@@ -123,14 +123,25 @@ class ReplySender:
                 candidate = self._fallback_for(candidate)
             else:
                 return
-        log.error("reply_lost", key=reply.key, remedy="raise max.message.bytes of the topics")
+        log.error(
+            "reply_lost",
+            key=reply.key,
+            consequence="the request has neither an answer nor a dead letter",
+            remedy="raise max.message.bytes of the topics",
+        )
 
     def _fallback_for(self, reply: Reply) -> Reply | None:
         """Report a reply that is too large; returns the reply to send instead, or None."""
         metrics.REPLIES_REFUSED.inc()
         topic = reply.reply_to or self._settings.topic(reply.topic)
         reason = _too_large_message(topic, reply)
-        log.warning("reply_refused", topic=topic, key=reply.key, reason=reason)
+        log.warning(
+            "reply_rejected",
+            topic=topic,
+            key=reply.key,
+            reason=reason,
+            consequence="an error or a dead letter replaces the reply",
+        )
         return reply.fallback(reason)
 
     async def _send_to_reply_topic(self, reply: Reply) -> None:
@@ -145,7 +156,13 @@ class ReplySender:
                 if not isinstance(error, _TOO_LARGE_ERRORS):  # else the topic may accept the next reply
                     self._remember_refusal(topic, reason)
                 metrics.REPLIES_REFUSED.inc()
-                log.warning("reply_refused", topic=topic, key=reply.key, reason=reason)
+                log.warning(
+                    "reply_rejected",
+                    topic=topic,
+                    key=reply.key,
+                    reason=reason,
+                    consequence="an error on predictions replaces the reply",
+                )
             else:
                 return
         if (fallback := reply.fallback(reason)) is not None:

@@ -209,7 +209,12 @@ class RequestHandler:
             return [self._answer_reply(request, answer) for request, answer in zip(requests, served, strict=True)]
         # Outside the `except` block: its error holds the frames of the failed pass, and so tensors in device memory.
         if len(requests) == 1:
-            log.warning("request_failed", request_id=requests[0].request.request_id, error=failure)
+            log.warning(
+                "request_failed",
+                request_id=requests[0].request.request_id,
+                reason=failure,
+                consequence="its prediction has an error instead of an answer; other requests are not affected",
+            )
             return [self._error_reply(requests[0], f"the model failed: {failure}")]
         return [reply for request in requests for reply in self.answer([request])]
 
@@ -248,7 +253,13 @@ class RequestHandler:
     def _reject(self, record: RequestRecord, reason: str) -> list[Reply]:
         """A dead letter for a record, and an error prediction if its request id can be read."""
         metrics.REQUESTS_TOTAL.labels("rejected").inc()
-        log.warning("request_rejected", partition=record.partition, offset=record.offset, reason=reason)
+        log.warning(
+            "request_rejected",
+            partition=record.partition,
+            offset=record.offset,
+            reason=reason,
+            consequence="the record is on requests.dlq; if its id can be read, the sender gets an error",
+        )
         replies = [_dead_letter_reply(record, reason)]
         if (request_id := peek_id(record.value, "request_id")) is not None:
             prediction = msgspec.structs.replace(self._empty_prediction(request_id, record), error=reason)

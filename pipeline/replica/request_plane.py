@@ -175,12 +175,21 @@ class RequestPlane:
         for task in self._tasks:
             task.cancel()
         if unfinished := sum(len(batch.events) for batch in self._in_flight):
-            log.warning("left_to_others", requests=unfinished, offset=self._in_flight[0].records[0].offset)
+            log.warning(
+                "unfinished_requests_released",
+                requests=unfinished,
+                offset=self._in_flight[0].records[0].offset,
+                consequence="another replica answers them, some for the second time",
+            )
         self._app.conf.stream_wait_empty = False  # faust would wait for the unfinished batches, for ever
         leave_task = asyncio.create_task(self._leave())
         await asyncio.wait({leave_task}, timeout=leave_seconds)
         if not leave_task.done():
-            log.warning("group_not_left", seconds=round(leave_seconds, 1))
+            log.warning(
+                "group_leave_timeout",
+                seconds=round(leave_seconds, 1),
+                consequence="requests on its partitions wait until Kafka ends its session in the group",
+            )
         return leave_task.done() and not unfinished
 
     async def _leave(self) -> None:
@@ -238,7 +247,12 @@ class RequestPlane:
                     self._progress_event.set()
             await asyncio.gather(*reply_topic_tasks)
         except Exception:  # whatever failed, the batch is tried again
-            log.exception("batch_failed", requests=len(batch.records), offset=batch.records[0].offset)
+            log.exception(
+                "batch_failed",
+                requests=len(batch.records),
+                offset=batch.records[0].offset,
+                consequence="its requests wait, and are answered again in a second",
+            )
             return False
         return True
 

@@ -63,7 +63,12 @@ def list_manifests(settings: Settings, codebook: str) -> dict[bytes | None, Snap
         try:
             manifests[record.key] = decode(record.value, SnapshotManifest)
         except InvalidMessage as error:
-            log.warning("manifest_unreadable", offset=record.offset, reason=str(error))
+            log.warning(
+                "manifest_skipped",
+                offset=record.offset,
+                reason=str(error),
+                consequence="no worker uses the snapshot that this record names",
+            )
     return {key: manifest for key, manifest in manifests.items() if manifest.codebook == codebook}
 
 
@@ -86,7 +91,13 @@ def load_newest_snapshot(settings: Settings, model: str, layer: str, max_seq: in
         except (SnapshotError, CodebookFileError, MemoryError) as error:
             metrics.SNAPSHOTS_REFUSED.inc()
             uri = split_url_secrets(manifest.uri)[0]
-            log.warning("snapshot_refused", seq=manifest.seq, uri=uri, reason=str(error) or "no memory")
+            log.warning(
+                "snapshot_rejected",
+                seq=manifest.seq,
+                uri=uri,
+                reason=str(error) or "no memory",
+                consequence="an older snapshot or the log is read instead, so the start takes longer",
+            )
         else:
             seconds = round(time.perf_counter() - started, 2)
             log.info("snapshot_loaded", seq=manifest.seq, entries=manifest.entries, uri=manifest.uri, seconds=seconds)
@@ -235,7 +246,13 @@ def _delete_file(store: SnapshotStore, manifest: SnapshotManifest) -> None:
     try:
         store.delete(manifest.uri)
     except SnapshotError as error:
-        log.warning("snapshot_not_deleted", uri=split_url_secrets(manifest.uri)[0], reason=str(error))
+        log.warning(
+            "snapshot_not_deleted",
+            uri=split_url_secrets(manifest.uri)[0],
+            reason=str(error),
+            consequence="the old file stays in the store, and no worker uses it",
+            remedy="delete the file",
+        )
 
 
 def _total_memory_bytes() -> int:

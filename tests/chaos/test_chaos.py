@@ -166,8 +166,10 @@ def kafka_is_cut_off(site: Site, until: Callable[[], object] = lambda: time.slee
 def kafka_is_cut_off_for_long(site: Site) -> None:
     """Kafka does not answer until the editor that leads waits no longer, and begins again."""
     leader = site.leader()
-    before = leader.said().count("log_lost")
-    given_up = partial(wait_until, lambda: leader.said().count("log_lost") > before, 180, "an editor that noticed")
+    before = leader.said().count("kafka_connection_lost")
+    given_up = partial(
+        wait_until, lambda: leader.said().count("kafka_connection_lost") > before, 180, "an editor that noticed"
+    )
     kafka_is_cut_off(site, given_up)
 
 
@@ -196,7 +198,7 @@ def newest_snapshot_is_cut(site: Site) -> None:
     os.truncate(newest.uri.removeprefix("file://"), newest.bytes // 2)
     fresh = site.add_replica()
     fresh.wait_ready(90)
-    refused = [line for line in fresh.said().splitlines() if "snapshot_refused" in line]
+    refused = [line for line in fresh.said().splitlines() if "snapshot_rejected" in line]
     assert any(newest.uri in line for line in refused), fresh.said()
     assert ("snapshot_loaded" in fresh.said()) == bool(older), fresh.said()
     site.replicas.pop(0).stop()

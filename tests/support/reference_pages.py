@@ -7,7 +7,8 @@ tree. Nobody edits the pages by hand; a test fails if a committed page is not cu
 2. `messages.md` and `headers.md`: the AsyncAPI document and the JSON Schemas.
 3. `metrics.md`: the Prometheus metrics of the workers.
 4. `alerts.md`: the alert rules in `deploy/prometheus`.
-5. `cli.md`: the commands of `gracestream`, by Typer's own generator.
+5. `log-events.md`: the log calls in the code, and their meanings in `tests/support/log_events.py`.
+6. `cli.md`: the commands of `gracestream`, by Typer's own generator.
 """
 
 import json
@@ -27,6 +28,7 @@ from gracestream.pipeline.observability import metrics
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.generate import SCHEMA_TYPES, asyncapi_document, json_schema
 from gracestream.workers.cli.app import app
+from tests.support.log_events import MEANINGS, log_events
 from tests.support.repository import ROOT
 
 REFERENCE_FOLDER = ROOT / "docs" / "reference"
@@ -89,7 +91,7 @@ def _settings_page() -> str:
         "Settings",
         "Every process reads its settings from environment variables, once, at its start. A file of that name in the"
         " folder that `GRACESTREAM_SECRETS` names may hold it instead; a variable of the environment wins."
-        " Options of a command overrule both. A worker logs the event `unknown_setting` for a variable that only looks"
+        " Options of a command overrule both. A worker logs the event `setting_ignored` for a variable that only looks"
         " like one of these.",
         _render_table(("variable", "default", "what it is"), rows),
     )
@@ -285,6 +287,34 @@ def _template_variable(match: re.Match[str]) -> str:
     return f"`{name.upper()}`"
 
 
+# Log events
+
+
+def _log_events_page() -> str:
+    events, parts = log_events(), []
+    for workers, meanings in MEANINGS.items():
+        rows = [
+            (
+                f"`{name}`",
+                " or ".join(events[name].levels),
+                ", ".join(f"`{field}`" for field in events[name].fields),
+                _escape_tags(meaning),
+                _escape_tags("; or: ".join(events[name].consequences)),
+            )
+            for name, meaning in meanings.items()
+        ]
+        parts += [f"## {workers}", _render_table(("event", "level", "fields", "meaning", "consequence"), rows)]
+    return _render_page(
+        "Log events",
+        "Workers log to standard error, one event a line, as JSON by default. Each line has `event`, `level`,"
+        " `timestamp`, the kind of worker as `worker`, and its name as `name`. Warnings and errors have `consequence`,"
+        " which says what the event means for the service, and `remedy` where there is one. A failure of unknown cause"
+        " has its traceback as `exception`. Warnings of libraries have the name of their logger as `logger`, and their"
+        " text as `event`.",
+        *parts,
+    )
+
+
 # Commands
 
 
@@ -310,6 +340,7 @@ def render_pages() -> Mapping[str, str]:
         "headers.md": _headers_page(),
         "metrics.md": _metrics_page(),
         "alerts.md": _alerts_page(),
+        "log-events.md": _log_events_page(),
         "cli.md": _cli_page(),
     }
 

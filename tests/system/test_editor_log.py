@@ -235,7 +235,7 @@ def test_an_editor_whose_edit_does_not_end_ends_itself(deployment: Settings, use
         assert metric(stuck.port, "gracestream_stuck") == 0
         users.client.send([flag("f", PROMPTS[0], "museum")])
         assert stuck.wait(60) == 1
-        assert "ended_as_stuck" in stuck.said()
+        assert "killed_after_stall" in stuck.said()
         assert "the editor is stalled: it has been at one piece of work for" in stuck.said()
     with Forked("next", "edit", settings, folder), users.client.outcomes() as outcomes:
         assert outcomes.wait(["f"], 60)["f"].status == "added"

@@ -208,7 +208,7 @@ class TestKafka:
 def said_without_redis(settings: Settings, folder: Path, **chosen: Any) -> str:
     """What an editor writes to its log that starts although Redis does not answer."""
     with Forked("editor", "edit", settings, folder, **chosen) as worker:
-        wait_until(lambda: "starting_without_redis" in worker.said(), 60)
+        wait_until(lambda: "redis_wait_timeout" in worker.said(), 60)
         return worker.said()
 
 
@@ -273,8 +273,8 @@ class TestRedis:
                 for _ in range(3):
                     projection.reconcile()
             assert projection.in_sync
-        assert [event["event"] for event in logged] == ["redis_refused", "redis_refused"]
-        assert f"no permissions to run the '{command}' command" in logged[0]["error"]
+        assert [event["event"] for event in logged] == ["redis_command_rejected", "redis_command_rejected"]
+        assert f"no permissions to run the '{command}' command" in logged[0]["reason"]
 
     def test_a_password_may_stand_beside_the_url(self, redis_server: SecuredRedis, prefix: str) -> None:
         redis_server.add_workers(prefix)

@@ -139,7 +139,7 @@ def test_an_answer_that_takes_too_long_is_left_to_another_replica(
             hasty.process.terminate()
             wait_until(lambda: not members(slow), what="an empty group")
             assert hasty.wait(10) == 1
-            assert "left_to_others" in hasty.said()
+            assert "unfinished_requests_released" in hasty.said()
             assert uncommitted(slow) == len(asked)
             with Forked("second", "infer", slow, folder):
                 assert len(replies.wait([request.request_id for request in asked], 90)) == len(asked)
@@ -183,7 +183,7 @@ def test_an_edit_that_takes_too_long_is_left_to_the_next_editor(
         wait_until(lambda: "training_slowly" in slow.said())
         slow.process.terminate()
         assert slow.wait(seconds + LATE) == 1
-        assert "not_stopped_in_time" in slow.said()
+        assert "shutdown_timeout" in slow.said()
     assert [delta.op for delta in deltas_in_log(deployment)] == ["lead"]
     assert outcomes_in_log(deployment) == []
     with Forked("next", "edit", deployment, folder) as following:
@@ -269,8 +269,8 @@ def test_workers_end_in_time_while_kafka_is_away_and_others_do_what_they_left(
         for worker in workers:
             status = worker.wait(deadline - time.monotonic())
             said = worker.said()
-            assert '"stopping"' in said
-            reasons = ("not_stopped_in_time", "left_to_others", "group_not_left")
+            assert '"worker_stopping"' in said
+            reasons = ("shutdown_timeout", "unfinished_requests_released", "group_leave_timeout")
             assert status == int(any(reason in said for reason in reasons)), said
         come_back(own_kafka)
         assert len(outcomes_in_log(busy)) < len(flagged)
@@ -294,7 +294,7 @@ def test_workers_start_without_redis_and_work(deployment: Settings, users: Users
         answer = users.ask(question("q", PROMPTS[0], min_seq=outcome.seq))["q"]
         assert answer.edit.entry_id == "f"  # type: ignore[union-attr]
         for worker in (replica, editor):
-            assert "starting_without_redis" in worker.said()
+            assert "redis_wait_timeout" in worker.said()
             assert metric(worker.port, "gracestream_degraded") == 1
 
 
@@ -320,7 +320,7 @@ def test_a_worker_that_waits_for_kafka_ends_at_once_and_in_order(
 ) -> None:
     settings = away(deployment, own_kafka)
     with Forked("waiting", command, settings, folder, shutdown_timeout=600.0) as worker:
-        wait_until(lambda: '"starting"' in worker.said(), 90)
+        wait_until(lambda: '"worker_starting"' in worker.said(), 90)
         assert worker.stop() == 0
         assert "no work was in progress" in worker.said()
 
@@ -381,7 +381,7 @@ def test_a_replica_whose_model_never_answers_ends_in_time(deployment: Settings, 
         wait_until(lambda: '"hanging"' in replica.said())
         replica.process.terminate()
         assert replica.wait(3.0 + LATE) == 1
-        assert "left_to_others" in replica.said()
+        assert "unfinished_requests_released" in replica.said()
     assert uncommitted(deployment) == 1
     assert not answered(deployment)
 
@@ -432,5 +432,5 @@ def fail_to_follow() -> None:
 def test_a_replica_says_why_it_no_longer_follows(deployment: Settings, folder: Path) -> None:
     with Forked("replica", "infer", deployment, folder, sabotage=fail_to_follow) as replica:
         assert replica.wait(90) == 1
-        (ended,) = (event for event in replica.events() if event["event"] == "follower_ended")
+        (ended,) = (event for event in replica.events() if event["event"] == "head_follower_failed")
         assert ended["reason"] == "ZeroDivisionError: a defect"

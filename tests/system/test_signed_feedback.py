@@ -92,7 +92,7 @@ def test_an_author_taken_off_the_list_is_refused_while_the_editor_runs_and_a_bro
     running.authors.write_text("carl = ")
     (refused, taken) = running.send(signed("carl", PROMPTS[6], CARL), signed("ann", PROMPTS[7], ANN))
     assert (refused.status, taken.status == "rejected") == ("rejected", False)
-    assert "authors_not_read" in running.editor.said()
+    assert "authors_reload_failed" in running.editor.said()
     running.authors.write_text(whole)
     assert running.send(signed("carl", PROMPTS[8], CARL))[0].status != "rejected"
 

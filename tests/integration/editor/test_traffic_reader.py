@@ -190,7 +190,7 @@ class TestSee:
         send(small, 3000, partition=0)
         with capture_logs() as events:
             tail.catch_up_to_now(0.2)
-        assert [event["event"] for event in events] == ["traffic_unseen"]
+        assert [event["event"] for event in events] == ["traffic_catch_up_incomplete"]
         assert traffic(tail).positions.get(0, 0) < 3000
 
     def test_a_kafka_that_does_not_answer_is_not_asked_each_time(
@@ -209,7 +209,7 @@ class TestSee:
         with capture_logs() as events:
             tail.catch_up_to_now(0.5)
             tail.catch_up_to_now(0.5)
-        assert [event["event"] for event in events] == ["traffic_unseen"]
+        assert [event["event"] for event in events] == ["traffic_catch_up_incomplete"]
         go_on(own_kafka)
 
         def read_on() -> bool:

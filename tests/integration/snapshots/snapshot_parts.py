@@ -32,7 +32,7 @@ def publish(history: History, manifest: SnapshotManifest | bytes, key: bytes | N
 
 
 def reasons(events: list[EventDict]) -> list[str]:
-    return [event["reason"] for event in events if event["event"] == "snapshot_refused"]
+    return [event["reason"] for event in events if event["event"] == "snapshot_rejected"]
 
 
 def loaded(events: list[EventDict]) -> list[int]:

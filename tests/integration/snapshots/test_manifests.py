@@ -77,7 +77,7 @@ class TestManifests:
         found = load_newest_snapshot(history.settings, MODEL, LAYER)
         assert found is not None
         assert found.codebook.seq == 4
-        assert [event["event"] for event in logged].count("manifest_unreadable") == 5
+        assert [event["event"] for event in logged].count("manifest_skipped") == 5
         assert reasons(logged) == []
 
     def test_only_the_last_written_are_kept_files_and_all(self, history: History, url: str) -> None:

@@ -32,7 +32,7 @@ def test_neither_a_manifest_nor_the_log_has_it(
     publish(history, msgspec.structs.replace(manifest, uri=f"{url}/other.safetensors", seq=5))
     theirs = records(settings, SNAPSHOTS)[-1].offset
     assert load_newest_snapshot(settings, MODEL, LAYER) is not None
-    assert any(event["event"] == "snapshot_refused" for event in logged)
+    assert any(event["event"] == "snapshot_rejected" for event in logged)
     written = repr([record.value for record in records(settings, SNAPSHOTS) if record.offset != theirs])
     shown = written + repr(logged) + repr(settings) + "".join(capfd.readouterr())
     for secret in (PASSWORD, "pass/w/rd", "user:", "token=secret"):

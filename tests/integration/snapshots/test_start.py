@@ -80,7 +80,7 @@ class TestStart:
         mirror = mirror_of(history.settings.model_copy(update={"snapshot_url": "nothing://of/the/kind"}))
         assert mirror.catch_up(20)
         assert same(mirror.codebook, history.codebook)
-        assert "snapshots_unreachable" in [event["event"] for event in logged]
+        assert "snapshot_search_failed" in [event["event"] for event in logged]
 
 
 def flip(path: Path) -> None:

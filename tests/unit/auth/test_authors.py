@@ -117,7 +117,7 @@ def test_a_list_that_breaks_leaves_the_last_good_one_in_force_and_says_so_once(p
     with capture_logs() as events:
         assert [set(authors.load()) for _ in range(3)] == [{"ann"}] * 3
     (event,) = events
-    assert (event["event"], event["log_level"], event["kept"]) == ("authors_not_read", "error", 1)
+    assert (event["event"], event["log_level"], event["kept"]) == ("authors_reload_failed", "error", 1)
     assert str(path) in event["reason"]
     path.write_text(BOT)
     assert set(authors.load()) == {"review-bot@example.org"}
