@@ -56,7 +56,7 @@ def exit_on_signals(timeout: float, idle: threading.Event) -> threading.Event:
 
 def exit_when_stalled(stalled_part: Callable[[], str | None], stop: threading.Event) -> None:
     """Until `stop`, end the process once `stalled_part` has reported a stall for `MAX_STALL_SECONDS`."""
-    threading.Thread(target=_exit_when_stalled, args=[stalled_part, stop], name="stuck", daemon=True).start()
+    threading.Thread(target=_exit_when_stalled, args=[stalled_part, stop], name="stalls", daemon=True).start()
 
 
 def _exit_when_stalled(stalled_part: Callable[[], str | None], stop: threading.Event) -> None:

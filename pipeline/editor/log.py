@@ -47,6 +47,7 @@ from gracestream.pipeline.kafka import (
     producer,
     read_bulk,
 )
+from gracestream.pipeline.observability import metrics
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.headers import FEEDBACK_OFFSET_HEADER, SOURCE_OFFSET_HEADER, read_offset_header
 from gracestream.schemas.messages import Outcome, encode, peek_id
@@ -330,6 +331,7 @@ class EditorLog(GroupMember):
             position: The offset after the last decided feedback record.
             records: Topic (without the prefix), value, key and headers of each record.
         """
+        started = time.perf_counter()
         # 1. Send the records and the group's offset.
         self._writer.begin_transaction()
         futures = []
@@ -346,6 +348,7 @@ class EditorLog(GroupMember):
         end = self._check_offsets(deltas)
         # 3. Commit, and only then remember the new ends.
         self._writer.commit_transaction()
+        metrics.TRANSACTION_SECONDS.observe(time.perf_counter() - started)
         if deltas:
             self._next_delta, self._delta_end = end, end + 1  # the transaction's control record takes one offset
         self._written_ends |= {topic: offset + 1 for topic, offset in offsets}

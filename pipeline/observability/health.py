@@ -22,7 +22,7 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from gracestream.pipeline.errors import UserError
-from gracestream.pipeline.observability.metrics import READY, STUCK, render_metrics
+from gracestream.pipeline.observability.metrics import READY, STALLED, render_metrics
 
 
 class PortError(UserError):
@@ -127,7 +127,7 @@ class _Handler(BaseHTTPRequestHandler):
             case "/state":
                 self._send(200, "application/json", msgspec.json.encode(self.health.state()))
             case "/metrics":
-                STUCK.set(self.health.stalled_part() is not None)
+                STALLED.set(self.health.stalled_part() is not None)
                 self._send(200, CONTENT_TYPE_LATEST, self.health.metrics())
             case _:
                 self._send(404, "text/plain", b"try /live, /ready, /metrics or /state\n")

@@ -19,24 +19,30 @@ EDITOR_REGISTRY = CollectorRegistry()
 LATENCY_BUCKETS_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """Upper bounds of the histograms of times, in seconds."""
 
+ROUND_TRIP_BUCKETS_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
+"""Upper bounds for a round trip to a near server, and for waits of its order."""
+
+LOOKUP_BUCKETS_SECONDS = (0.00005, *ROUND_TRIP_BUCKETS_SECONDS)
+"""Upper bounds for lookups: one request in a small codebook takes less than 0.1 ms."""
+
 # Both kinds of worker.
 CODEBOOK_SEQ = Gauge("gracestream_codebook_seq", "Newest delta that the codebook in use has applied.")
 CODEBOOK_TERM = Gauge("gracestream_codebook_term", "Term of that delta.")
 CODEBOOK_ENTRIES = Gauge("gracestream_codebook_entries", "Entries of the codebook in use.")
 DEGRADED = Gauge("gracestream_degraded", "1 while Redis does not answer or contradicts the log, else 0.")
 READY = Gauge("gracestream_ready", "1 while /ready answers 200, else 0.")
-STUCK = Gauge("gracestream_stuck", "1 while /live answers 503, else 0.")
+STALLED = Gauge("gracestream_stalled", "1 while /live answers 503, else 0.")
 
 # Inference replicas.
 HEAD_SEQ = Gauge("gracestream_head_seq", "Newest published delta, according to Redis.", registry=REPLICA_REGISTRY)
 REQUESTS_TOTAL = Counter("gracestream_requests_total", "Requests by outcome.", ["outcome"], registry=REPLICA_REGISTRY)
-REPLIES_REFUSED = Counter(
-    "gracestream_replies_refused_total",
+REPLIES_REJECTED = Counter(
+    "gracestream_replies_rejected_total",
     "Replies that their topic rejected; an error or a dead letter replaces each.",
     registry=REPLICA_REGISTRY,
 )
 EDITED_ANSWERS = Counter(
-    "gracestream_edited_total", "Answers that an entry of the codebook gave.", registry=REPLICA_REGISTRY
+    "gracestream_edited_answers_total", "Answers that an entry of the codebook gave.", registry=REPLICA_REGISTRY
 )
 NEAR_MISSES = Counter(
     "gracestream_near_misses_total",
@@ -52,21 +58,45 @@ REQUEST_SECONDS = Histogram(
     registry=REPLICA_REGISTRY,
 )
 BATCH_MODEL_SECONDS = Histogram(
-    "gracestream_model_seconds",
+    "gracestream_batch_model_seconds",
     "The model's time for one batch.",
     buckets=LATENCY_BUCKETS_SECONDS,
     registry=REPLICA_REGISTRY,
 )
+BATCH_LOOKUP_SECONDS = Histogram(
+    "gracestream_batch_lookup_seconds",
+    "The lookup's part of that: key search and comparison of words. On a GPU it includes the wait for the queries.",
+    buckets=LOOKUP_BUCKETS_SECONDS,
+    registry=REPLICA_REGISTRY,
+)
+BATCH_WAIT_SECONDS = Histogram(
+    "gracestream_batch_wait_seconds",
+    "Time that requests taken from Kafka waited for more, to be taken together.",
+    buckets=ROUND_TRIP_BUCKETS_SECONDS,
+    registry=REPLICA_REGISTRY,
+)
 BATCH_SIZE = Histogram(
     "gracestream_batch_size", "Requests of one batch.", buckets=(1, 2, 4, 8, 16, 32, 64), registry=REPLICA_REGISTRY
+)
+REDIS_READ_SECONDS = Histogram(
+    "gracestream_redis_read_seconds",
+    "Round trips of reading the head that Redis answered, also if too late.",
+    buckets=ROUND_TRIP_BUCKETS_SECONDS,
+    registry=REPLICA_REGISTRY,
+)
+OFFSET_COMMIT_SECONDS = Histogram(
+    "gracestream_offset_commit_seconds",
+    "Kafka's time for a commit of the offsets of answered requests.",
+    buckets=LATENCY_BUCKETS_SECONDS,
+    registry=REPLICA_REGISTRY,
 )
 RADIUS_MISMATCH = Counter(
     "gracestream_radius_mismatch_total",
     "Radii in Redis that differ from the log; the log's radii served.",
     registry=REPLICA_REGISTRY,
 )
-SNAPSHOTS_REFUSED = Counter(
-    "gracestream_snapshots_refused_total",
+SNAPSHOTS_REJECTED = Counter(
+    "gracestream_snapshots_rejected_total",
     "Snapshots skipped at start: missing, corrupt, or of another log.",
     registry=REPLICA_REGISTRY,
 )
@@ -87,6 +117,12 @@ EDIT_SECONDS = Histogram(
     buckets=LATENCY_BUCKETS_SECONDS,
     registry=EDITOR_REGISTRY,
 )
+TRANSACTION_SECONDS = Histogram(
+    "gracestream_transaction_seconds",
+    "From the beginning of a Kafka transaction to its commit; each holds a delta or several outcomes.",
+    buckets=LATENCY_BUCKETS_SECONDS,
+    registry=EDITOR_REGISTRY,
+)
 EDIT_STEPS = Histogram(
     "gracestream_edit_steps",
     "Optimisation steps of a value.",
@@ -94,7 +130,9 @@ EDIT_STEPS = Histogram(
     registry=EDITOR_REGISTRY,
 )
 TRAFFIC_RESERVOIR_SIZE = Gauge(
-    "gracestream_traffic_queries", "Unflagged recent queries in the editor's reservoir.", registry=EDITOR_REGISTRY
+    "gracestream_traffic_reservoir_size",
+    "Unflagged recent queries in the editor's reservoir.",
+    registry=EDITOR_REGISTRY,
 )
 SNAPSHOT_SEQ = Gauge("gracestream_snapshot_seq", "Newest delta that a snapshot holds.", registry=EDITOR_REGISTRY)
 SNAPSHOT_FAILURES = Counter(

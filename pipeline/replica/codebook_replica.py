@@ -36,7 +36,7 @@ import structlog
 from kafka.errors import KafkaError
 from redis.exceptions import RedisError
 
-from gracestream.pipeline.codebook import AppliedDelta, Codebook, CodebookLookup, KeyIndex
+from gracestream.pipeline.codebook import AppliedDelta, Codebook, KeyIndex
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.kafka import TopicError, history_error_at
 from gracestream.pipeline.observability import metrics
@@ -88,7 +88,6 @@ class CodebookReplica:
         self, codebook: Codebook, index: KeyIndex, store: RedisHeadStore, follower: DeltaFollower, settings: Settings
     ) -> None:
         self.codebook, self.index = codebook, index
-        self.lookup = CodebookLookup(codebook, index)
         self.degraded = False
         """True while the replica answers without a trustworthy Redis."""
         self.unread_head_seq = 0
@@ -126,13 +125,15 @@ class CodebookReplica:
 
         "lost" if Redis gives no answer that can be read.
         """
-        started = time.monotonic()
+        started = time.perf_counter()
         try:
             head = self._store.read_head(self.codebook.seq)
         except RedisError as error:
             self._record_failure(to_one_line(error))
             return "lost"
-        if time.monotonic() - started > HEAD_TIMEOUT_SECONDS:
+        seconds = time.perf_counter() - started
+        metrics.REDIS_READ_SECONDS.observe(seconds)
+        if seconds > HEAD_TIMEOUT_SECONDS:
             self._record_failure(f"no answer in {HEAD_TIMEOUT_SECONDS} s")
         else:
             self._record_answer()

@@ -51,7 +51,7 @@ SEND_TIMEOUT_SECONDS = 5.0
 TOPIC_BACKOFF_SECONDS = 10.0
 """Seconds without another attempt after such a topic has failed."""
 
-MAX_REFUSED_TOPICS = 1000
+MAX_REJECTING_TOPICS = 1000
 """Failed topics that are remembered, at most: requests may name any number of topics."""
 
 _TOO_LARGE_ERRORS = (MessageSizeTooLargeError, RecordListTooLargeError)
@@ -65,7 +65,7 @@ class ReplySender:
         self._settings, self._app = settings, app
         self._reply_producer: AIOKafkaProducer | None = None
         self._producer_lock = asyncio.Lock()
-        self._refused_topics: OrderedDict[str, tuple[float, str]] = OrderedDict()
+        self._rejecting_topics: OrderedDict[str, tuple[float, str]] = OrderedDict()
         """By topic, the monotonic time before which it is not tried again, and the reason."""
 
     async def send(self, replies: Sequence[Reply]) -> list[asyncio.Task[None]]:
@@ -132,7 +132,7 @@ class ReplySender:
 
     def _fallback_for(self, reply: Reply) -> Reply | None:
         """Report a reply that is too large; returns the reply to send instead, or None."""
-        metrics.REPLIES_REFUSED.inc()
+        metrics.REPLIES_REJECTED.inc()
         topic = reply.reply_to or self._settings.topic(reply.topic)
         reason = _too_large_message(topic, reply)
         log.warning(
@@ -147,15 +147,15 @@ class ReplySender:
     async def _send_to_reply_topic(self, reply: Reply) -> None:
         """Send a reply to the topic that its request names, or else an error to `predictions`."""
         topic = reply.reply_to
-        if not (reason := self._recent_refusal(topic)):
+        if not (reason := self._recent_rejection(topic)):
             try:
                 async with asyncio.timeout(SEND_TIMEOUT_SECONDS):
                     await self._try_reply_topic(topic, reply)
             except (KafkaError, OSError, TimeoutError) as error:
-                reason = _refusal_reason(topic, reply, error)
+                reason = _rejection_reason(topic, reply, error)
                 if not isinstance(error, _TOO_LARGE_ERRORS):  # else the topic may accept the next reply
-                    self._remember_refusal(topic, reason)
-                metrics.REPLIES_REFUSED.inc()
+                    self._remember_rejection(topic, reason)
+                metrics.REPLIES_REJECTED.inc()
                 log.warning(
                     "reply_rejected",
                     topic=topic,
@@ -207,16 +207,16 @@ class ReplySender:
                 self._reply_producer = producer
         return self._reply_producer
 
-    def _recent_refusal(self, topic: str) -> str:
+    def _recent_rejection(self, topic: str) -> str:
         """Why the topic failed within `TOPIC_BACKOFF_SECONDS`; empty if it did not."""
-        until, reason = self._refused_topics.get(topic, (0.0, ""))
+        until, reason = self._rejecting_topics.get(topic, (0.0, ""))
         return reason if time.monotonic() < until else ""
 
-    def _remember_refusal(self, topic: str, reason: str) -> None:
-        self._refused_topics[topic] = time.monotonic() + TOPIC_BACKOFF_SECONDS, reason
-        self._refused_topics.move_to_end(topic)
-        while len(self._refused_topics) > MAX_REFUSED_TOPICS:
-            self._refused_topics.popitem(last=False)
+    def _remember_rejection(self, topic: str, reason: str) -> None:
+        self._rejecting_topics[topic] = time.monotonic() + TOPIC_BACKOFF_SECONDS, reason
+        self._rejecting_topics.move_to_end(topic)
+        while len(self._rejecting_topics) > MAX_REJECTING_TOPICS:
+            self._rejecting_topics.popitem(last=False)
 
 
 def disable_topic_creation() -> None:
@@ -257,7 +257,7 @@ def _too_large_message(topic: str, reply: Reply) -> str:
     )
 
 
-def _refusal_reason(topic: str, reply: Reply, error: BaseException) -> str:
+def _rejection_reason(topic: str, reply: Reply, error: BaseException) -> str:
     """Why a reply topic did not accept a reply, as a sentence for the sender of the request."""
     if isinstance(error, _TOO_LARGE_ERRORS):
         return _too_large_message(topic, reply)

@@ -18,8 +18,9 @@ from functools import partial
 import msgspec
 import structlog
 from msgspec import UNSET, UnsetType
+from torch import Tensor
 
-from gracestream.pipeline.codebook import OUTSIDE_RADIUS_REASON, Hit
+from gracestream.pipeline.codebook import OUTSIDE_RADIUS_REASON, CodebookLookup, Hit, WordingGetter
 from gracestream.pipeline.device import raise_if_device_lost
 from gracestream.pipeline.kafka import (
     DEFAULT_REPLY_ADDRESS,
@@ -142,6 +143,17 @@ class PreparedBatch:
         return PreparedBatch(answerable, self.replies), PreparedBatch(waiting, [])
 
 
+class TimedLookup(CodebookLookup):
+    """A lookup that observes its time."""
+
+    def find_hits(self, queries_BD: Tensor, get_wording: WordingGetter) -> list[Hit | None]:
+        """As `CodebookLookup.find_hits`."""
+        started = time.perf_counter()
+        hits = super().find_hits(queries_BD, get_wording)
+        metrics.BATCH_LOOKUP_SECONDS.observe(time.perf_counter() - started)
+        return hits
+
+
 class RequestHandler:
     """Answers with one model and one codebook replica. `answer` runs in the model's thread; the rest in any."""
 
@@ -154,6 +166,7 @@ class RequestHandler:
             settings,
             replica_name,
         )
+        self._lookup = TimedLookup(codebook_replica.codebook, codebook_replica.index)
 
     def prepare(self, records: Iterable[RequestRecord]) -> PreparedBatch:
         """Decode and tokenise records. Those that cannot be answered get their replies at once."""
@@ -199,7 +212,7 @@ class RequestHandler:
                 served = self._model.answer(
                     [request.prompt for request in requests],
                     [request.request.parameters for request in requests],
-                    self._codebook_replica.lookup,
+                    self._lookup,
                     check_answers=self._settings.check_answers,
                 )
         except Exception as error:  # noqa: BLE001  (a request that breaks the model must not affect the others)

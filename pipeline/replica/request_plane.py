@@ -18,6 +18,7 @@ Not promised: exactly one reply. A batch that fails, or moves to another replica
 import asyncio
 import logging
 import tempfile
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
 from contextlib import aclosing
@@ -26,9 +27,11 @@ from typing import Any
 
 import faust
 import structlog
+from faust.sensors.monitor import Monitor
 from mode.utils.queues import ThrowableQueue
 
 from gracestream.pipeline.kafka import REQUESTS, install_lenient_parser, kafka_tls_context, record_memory_bytes
+from gracestream.pipeline.observability import metrics
 from gracestream.pipeline.replica.replies import ReplySender
 from gracestream.pipeline.replica.request_handler import ReplyChunk, RequestRecord
 from gracestream.pipeline.settings import Settings
@@ -92,6 +95,52 @@ class _App(faust.App):  # type: ignore[misc]
         return _BlockingQueue(maxsize or 0, flow_control=self.flow_control, clear_on_resume=clear_on_resume)
 
 
+class _CommitMonitor(Monitor):  # type: ignore[misc]
+    """faust's monitor, which it always has; this one also observes the time of each commit of offsets.
+
+    faust calls `on_commit_completed` twice a second, also if there was no offset to commit.
+    """
+
+    _has_committed = False
+
+    def on_tp_commit(self, tp_offsets: Any) -> None:
+        """Note that offsets were committed."""
+        super().on_tp_commit(tp_offsets)
+        self._has_committed = True
+
+    def on_commit_completed(self, consumer: Any, state: Any) -> None:
+        """Observe the time since `on_commit_initiated`, which returned `state`."""
+        super().on_commit_completed(consumer, state)
+        if self._has_committed:
+            self._has_committed = False
+            metrics.OFFSET_COMMIT_SECONDS.observe(self.time() - state)
+
+
+class _BatchTimer:
+    """Measures how long the first request of a batch waited for more."""
+
+    def __init__(self) -> None:
+        self._asked_at = 0.0
+        """When the next batch was asked for; earlier, a request waits for the agent and not for more requests."""
+        self._first_at: float | None = None
+
+    def ask(self) -> None:
+        """Note that the next batch is asked for."""
+        self._asked_at = time.perf_counter()
+
+    def add(self, value: Any) -> Any:
+        """Note that a request has come, and return it: a processor of the stream."""
+        if self._first_at is None:
+            self._first_at = time.perf_counter()
+        return value
+
+    def take(self) -> None:
+        """Observe the wait of a batch that is complete."""
+        now = time.perf_counter()
+        metrics.BATCH_WAIT_SECONDS.observe(now - max(self._asked_at, now if self._first_at is None else self._first_at))
+        self._first_at = None
+
+
 class _InFlightBatch:
     """A batch that was taken and is unfinished."""
 
@@ -139,6 +188,7 @@ class RequestPlane:
             consumer_auto_offset_reset="earliest",
             consumer_max_fetch_size=settings.max_record_bytes,
             producer_max_request_size=MAX_DELTA_BYTES,
+            Monitor=_CommitMonitor,
             loghandlers=[],
             logging_config=None,
         )
@@ -198,12 +248,16 @@ class RequestPlane:
 
     async def _agent(self, stream: Any) -> None:
         """Take batches while there is capacity, and answer each in a task of its own."""
+        timer = _BatchTimer()
+        timer.ask()
+        stream.add_processor(timer.add)
         # `noack_take` leaves acknowledging to `_complete`. `take_events` would acknowledge a batch even if it failed
         # or was cancelled.
         batches: AsyncIterable[Sequence[Any]] = stream.noack_take(
             self._settings.batch, within=self._settings.batch_wait
         )
         async for events in batches:
+            timer.take()
             if self._stopping:
                 await asyncio.Event().wait()  # until faust cancels its agents
             batch = _InFlightBatch(events)
@@ -214,6 +268,7 @@ class RequestPlane:
             while not self._has_capacity():
                 self._progress_event.clear()
                 await self._progress_event.wait()
+            timer.ask()
 
     def _has_capacity(self) -> bool:
         """True if another batch may be taken."""

@@ -89,7 +89,7 @@ def load_newest_snapshot(settings: Settings, model: str, layer: str, max_seq: in
         try:
             snapshot = _load_snapshot(settings, store, manifest, model, layer)
         except (SnapshotError, CodebookFileError, MemoryError) as error:
-            metrics.SNAPSHOTS_REFUSED.inc()
+            metrics.SNAPSHOTS_REJECTED.inc()
             uri = split_url_secrets(manifest.uri)[0]
             log.warning(
                 "snapshot_rejected",

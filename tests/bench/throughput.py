@@ -149,7 +149,7 @@ def _answered(replica: ChildProcess, settings: Settings, before: int, count: int
 
 def _model_seconds(settings: Settings) -> float:
     try:
-        return metric(settings.port, "gracestream_model_seconds_sum")
+        return metric(settings.port, "gracestream_batch_model_seconds_sum")
     except StopIteration:  # none yet
         return 0.0
 

@@ -217,7 +217,7 @@ def test_a_leader_whose_edit_does_not_end_loses_the_lead_in_time_and_stops_when_
             wait_until(lambda: "training_slowly" in stuck.said())
             wait_until(lambda: leads(standby), settings.stuck_after + ALLOWANCE, "a take-over in time")
             assert stuck.live()[0] == 503
-            assert metric(stuck.port, "gracestream_stuck") == 1
+            assert metric(stuck.port, "gracestream_stalled") == 1
             assert metric(stuck.port, "gracestream_feedback_lag") == 1
             wait_until(lambda: outcomes_in_log(settings))
             assert stuck.wait(60) == 1
@@ -232,7 +232,7 @@ def test_an_editor_whose_edit_does_not_end_ends_itself(deployment: Settings, use
     settings = deployment.model_copy(update={"stuck_after": 3.0})
     with Forked("stuck", "edit", settings, folder, sabotage=partial(hang, 2.0)) as stuck:
         stuck.wait_ready(90)
-        assert metric(stuck.port, "gracestream_stuck") == 0
+        assert metric(stuck.port, "gracestream_stalled") == 0
         users.client.send([flag("f", PROMPTS[0], "museum")])
         assert stuck.wait(60) == 1
         assert "killed_after_stall" in stuck.said()

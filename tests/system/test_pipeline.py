@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from msgspec import UNSET
 from gracestream.deploy.local.stack import running_stack
 from gracestream.pipeline.history.replay import replay_deltas
 from gracestream.pipeline.kafka.clients import producer
+from gracestream.pipeline.observability.metrics import EDITOR_REGISTRY, REPLICA_REGISTRY
 from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.stores.redis_client import redis_client
 from gracestream.pipeline.stores.redis_head import RedisHeadStore
@@ -28,6 +30,7 @@ from tests.support.running import (
     deltas_in_log,
     flag,
     members,
+    metric,
     outcomes_in_log,
     question,
     records,
@@ -66,6 +69,11 @@ class System:
             found.update({answer.replica: answer for answer in self.users.ask(*requests).values()})
         assert sorted(found) == sorted(replica.name for replica in self.replicas)
         return list(found.values())
+
+
+def observed(worker: Forked, histogram: str) -> bool:
+    """Whether the worker has observed anything in this histogram."""
+    return metric(worker.port, f"{histogram}_count") > 0
 
 
 def said(answer: Any) -> str:
@@ -117,6 +125,20 @@ class TestServing:
             sender.send(settings.topic("feedback"), large(flag(codec, PROMPTS[41], TARGETS[system.kind]))).get(30)
             assert outcomes.wait([codec], PATIENCE)[codec].status in {"added", "expanded", "unchanged"}
         sender.close(timeout=5)
+
+    def test_workers_observe_every_time_and_size_that_they_export(self, system: System) -> None:
+        (outcome,) = system.users.correct(flag("measured", PROMPTS[42], TARGETS[system.kind])).values()
+        assert outcome.status == "added"
+        system.ask_both(PROMPTS[43], outcome.seq)
+        for registry, workers in ((REPLICA_REGISTRY, system.replicas), (EDITOR_REGISTRY, (system.editor,))):
+            for histogram in (family.name for family in registry.collect() if family.type == "histogram"):
+                for worker in workers:
+                    wait_until(partial(observed, worker, histogram), 30, f"{worker.name}'s {histogram}")
+        for replica in system.replicas:
+            lookup, model = (
+                metric(replica.port, f"gracestream_batch_{part}_seconds_sum") for part in ("lookup", "model")
+            )
+            assert 0 < lookup < model
 
     def test_a_correction_is_right_on_both_replicas_once_it_has_its_outcome(self, system: System) -> None:
         prompt, target = PROMPTS[0], TARGETS[system.kind]

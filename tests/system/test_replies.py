@@ -99,7 +99,7 @@ class TestTooLarge:
         assert f"larger than a record of topic {service.settings.topic('predictions')} may be" in str(error)
         assert len(answers) == len(asked)
         assert {answer.error for answer in answers.values()} == {UNSET}
-        assert metric(service.replica.port, "gracestream_replies_refused_total") >= 1
+        assert metric(service.replica.port, "gracestream_replies_rejected_total") >= 1
 
     def test_an_error_that_is_refused_too_leaves_a_dead_letter(self, service: Service) -> None:
         name = "\U0001f600" * (MAX_ID_LENGTH - 8) + secrets.token_hex(4)

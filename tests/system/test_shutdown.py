@@ -153,7 +153,7 @@ def test_a_batch_longer_than_the_session_keeps_its_replica_in_the_group_and_is_a
     with Forked("replica", "infer", slow, folder) as replica:
         replica.wait_ready(90)
         users.ask(question("short", PROMPTS[0], parameters=Parameters(max_new_tokens=200, min_new_tokens=200)))
-        speed = metric(replica.port, "gracestream_model_seconds_sum") / 200
+        speed = metric(replica.port, "gracestream_batch_model_seconds_sum") / 200
         asked = long_answers(1 + int(3 * slow.session_timeout / (TOKENS * speed)))
         (member,) = members(slow)
         with users.client.predictions() as replies:
@@ -166,7 +166,7 @@ def test_a_batch_longer_than_the_session_keeps_its_replica_in_the_group_and_is_a
                 return len(replies.wait([request.request_id for request in asked], 0.2)) == len(asked)
 
             wait_until(all_there, 120)
-        assert metric(replica.port, "gracestream_model_seconds_sum") > slow.session_timeout
+        assert metric(replica.port, "gracestream_batch_model_seconds_sum") > slow.session_timeout
         assert met == {member}
     assert answered(slow) == Counter(["short", *(request.request_id for request in asked)])
 

@@ -9,6 +9,7 @@ import pytest
 from kafka import TopicPartition
 
 from gracestream.pipeline.kafka.clients import consumer, producer
+from gracestream.pipeline.observability.metrics import REPLICA_REGISTRY
 from gracestream.pipeline.replica.request_handler import Reply, ReplyChunk, RequestRecord
 from gracestream.pipeline.replica.request_plane import (
     MAX_IN_FLIGHT_BATCHES,
@@ -57,6 +58,13 @@ def echo(batch: list[RequestRecord]) -> ReplyChunk:
     return ReplyChunk([Reply("predictions", record.key, record.key) for record in batch], len(batch))
 
 
+def waits() -> tuple[float, float]:
+    """The batches that waited for more requests for up to a second, and all batches."""
+    bucket, labels = "gracestream_batch_wait_seconds_bucket", ({"le": "1.0"}, {"le": "+Inf"})
+    short, number = (REPLICA_REGISTRY.get_sample_value(bucket, label) or 0.0 for label in labels)
+    return short, number
+
+
 def committed(settings: Settings) -> dict[int, int]:
     """The group's offsets by partition."""
     reader = consumer(settings, group_id=settings.topic("inference"))
@@ -70,6 +78,7 @@ def committed(settings: Settings) -> dict[int, int]:
 def test_what_a_replica_holds_does_not_grow_with_what_waits(flooded: Settings) -> None:
     taken: list[int] = []
     go_on = asyncio.Event()
+    before = waits()
 
     async def answer(batch: list[RequestRecord]) -> AsyncGenerator[ReplyChunk, None]:
         taken.append(len(batch))
@@ -100,6 +109,8 @@ def test_what_a_replica_holds_does_not_grow_with_what_waits(flooded: Settings) -
     asyncio.run(run())
     assert len(records(flooded, "predictions")) == 4000
     assert sum(committed(flooded).values()) == 4000
+    short, number = (now - then for now, then in zip(waits(), before, strict=True))
+    assert short == number == len(taken), "a wait of the plane for its model is no wait for more requests"
 
 
 def test_requests_that_wait_hold_up_no_other_and_are_not_committed_before_they_are_done(flooded: Settings) -> None:

@@ -66,6 +66,7 @@ class TestMonitoring:
         ("expression", "wrong"),
         [
             ("gracestream_readi == 0", "gracestream_readi"),
+            ("rate(gracestream_model_seconds_bucket[1m])", "gracestream_model_seconds_bucket"),
             ("sum(rate(gracestream_requests[1m]))", "gracestream_requests"),
             ('gracestream_feedback_total{state="rejected"}', "gracestream_feedback_total{state}"),
             ("sum by (outcom) (gracestream_requests_total)", "outcom"),

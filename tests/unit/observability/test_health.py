@@ -58,12 +58,12 @@ def test_a_part_that_is_at_one_thing_for_too_long_is_named_until_it_is_done(
     time.sleep(2 * STUCK_AFTER)
     status, reason = get("/live")
     assert status == 503
-    assert "gracestream_stuck 1.0" in get("/metrics")[1].splitlines()
+    assert "gracestream_stalled 1.0" in get("/metrics")[1].splitlines()
     assert reason.startswith("the model is stalled: it has been at one piece of work for ")
     go_on.set()
     thread.join()
     assert get("/live") == (200, "ok\n")
-    assert "gracestream_stuck 0.0" in get("/metrics")[1].splitlines()
+    assert "gracestream_stalled 0.0" in get("/metrics")[1].splitlines()
 
 
 def test_a_part_that_goes_from_one_thing_to_the_next_is_not_stuck(health: Health) -> None:
