@@ -42,10 +42,11 @@ from gracestream.pipeline.kafka import (
     FEEDBACK,
     FEEDBACK_DLQ,
     READ_TIMEOUT_SECONDS,
+    TopicReader,
     consumer,
     dead_letter_for,
+    open_reader_client,
     producer,
-    read_bulk,
 )
 from gracestream.pipeline.observability import metrics
 from gracestream.pipeline.settings import Settings
@@ -53,9 +54,6 @@ from gracestream.schemas.headers import FEEDBACK_OFFSET_HEADER, SOURCE_OFFSET_HE
 from gracestream.schemas.messages import Outcome, encode, peek_id
 
 log = structlog.get_logger()
-
-FETCH_MAX_WAIT_MS = 5
-"""Milliseconds that a fetch of the reader waits for records. Short, because `_end_offset` shares its connection."""
 
 
 class UnexpectedWriterError(KafkaError):  # type: ignore[misc]
@@ -152,7 +150,6 @@ class EditorLog(GroupMember):
     ) -> None:
         super().__init__(settings, new_consumer)
         self._new_producer = new_producer
-        self._deltas = TopicPartition(settings.topic(DELTAS), 0)
         self._next_delta = 0
         """The next offset of `deltas` to read."""
         self._delta_end = 0
@@ -161,7 +158,8 @@ class EditorLog(GroupMember):
         """By topic, the offset after the last record that this editor has committed there."""
         self._committed_offset = 0
         """The offset after the last feedback record with a committed outcome."""
-        self._reader: Any = None
+        self._client: Any = None
+        """The consumer of all readers. The member's fetches wait 500 ms for records, and would delay their requests."""
         self._writer: Any = None
 
     def read_new_deltas(self) -> Iterator[tuple[int, bytes]]:
@@ -170,13 +168,9 @@ class EditorLog(GroupMember):
         Raises:
             KafkaTimeoutError: no record came for `READ_TIMEOUT_SECONDS`.
         """
-        end = self._end_offset(DELTAS)
-        for records, next_offset in read_bulk(self._settings, self._deltas, self._next_delta, end):
-            for record in records:
-                self._next_delta = record.offset + 1
-                yield record.offset, record.value
-            self._next_delta = next_offset
-        for record in self._read(DELTAS, self._next_delta, end):
+        reader = self._reader(DELTAS)
+        end = reader.end_offset()
+        for record in reader.read(self._next_delta, end):
             self._next_delta = record.offset + 1
             yield record.offset, record.value
         self._next_delta, self._delta_end = max(self._next_delta, end), max(self._delta_end, end)
@@ -210,7 +204,7 @@ class EditorLog(GroupMember):
 
     def lag(self) -> int:
         """The number of feedback records without an outcome, including those behind an open transaction."""
-        return max(0, self._end_offset(FEEDBACK) + self.blocked_records() - self._committed_offset)
+        return max(0, self._reader(FEEDBACK).end_offset() + self.blocked_records() - self._committed_offset)
 
     def blocked_records(self) -> int:
         """The number of records on `feedback` behind an open transaction, which no consumer may read.
@@ -221,7 +215,7 @@ class EditorLog(GroupMember):
         if self._feedback not in self._member.assignment():  # during a rebalance
             return 0
         written = self._member.highwater(self._feedback)
-        return max(0, (written or 0) - self._end_offset(FEEDBACK))
+        return max(0, (written or 0) - self._reader(FEEDBACK).end_offset())
 
     def commit(self, *results: FeedbackResult) -> None:
         """Commit the results of consecutive records that `poll` returned, in their order, all or none.
@@ -258,7 +252,7 @@ class EditorLog(GroupMember):
         The log can be used again, from `read_new_deltas` on.
         """
         # The producer first, so that nothing is being sent any more when a standby is elected.
-        clients, self._writer, self._member, self._reader = (self._writer, self._member, self._reader), None, None, None
+        clients, self._writer, self._member, self._client = (self._writer, self._member, self._client), None, None, None
         for client, timeout_option in zip(
             clients, ({"timeout": 5}, {"timeout_ms": 5000}, {"timeout_ms": 5000}), strict=True
         ):
@@ -276,11 +270,12 @@ class EditorLog(GroupMember):
         3. Neither proves that the readable records in between are decided. A writer without the guarantees of
            `pipeline.kafka.transactions` may have committed an offset alone. So these records are decided now.
         """
-        end = self._end_offset(FEEDBACK)
+        feedback = self._reader(FEEDBACK)
+        end = feedback.end_offset()
         decided_end = min(self._offset_after_last(EDITS, FEEDBACK_OFFSET_HEADER), end)
         committed = self._member.committed(self._feedback, timeout_ms=int(1000 * READ_TIMEOUT_SECONDS)) or 0
         passed_end = max(decided_end, committed, min(self._offset_after_last(FEEDBACK_DLQ, SOURCE_OFFSET_HEADER), end))
-        for record in self._read(FEEDBACK, decided_end, min(passed_end, end)):
+        for record in feedback.read(decided_end, min(passed_end, end)):
             if peek_id(record.value, "feedback_id") is not None:
                 log.warning(
                     "undecided_feedback_found",
@@ -303,14 +298,15 @@ class EditorLog(GroupMember):
         Raises:
             KafkaTimeoutError: hidden records of another writer have stayed for `READ_TIMEOUT_SECONDS`.
         """
-        topics, deadline = (DELTAS, EDITS, FEEDBACK_DLQ), time.monotonic() + READ_TIMEOUT_SECONDS
-        partitions = {TopicPartition(self._settings.topic(topic), 0): topic for topic in topics}
-        uncommitted_reader = self._new_consumer(self._settings, isolation_level="read_uncommitted")
+        deadline = time.monotonic() + READ_TIMEOUT_SECONDS
+        topics = {TopicPartition(self._settings.topic(topic), 0): topic for topic in (DELTAS, EDITS, FEEDBACK_DLQ)}
+        readers = {partition: self._reader(topic) for partition, topic in topics.items()}
+        uncommitted_client = self._new_consumer(self._settings, isolation_level="read_uncommitted")
         try:
             while hidden := [
                 partition.topic
-                for partition, end in uncommitted_reader.end_offsets(list(partitions)).items()
-                if end not in (self._end_offset(partitions[partition]), self._written_ends.get(partitions[partition]))
+                for partition, end in uncommitted_client.end_offsets(list(topics)).items()
+                if end not in (readers[partition].end_offset(), self._written_ends.get(topics[partition]))
             ]:
                 if time.monotonic() > deadline:
                     raise KafkaTimeoutError(
@@ -320,7 +316,7 @@ class EditorLog(GroupMember):
                     )
                 time.sleep(0.05)
         finally:
-            uncommitted_reader.close()
+            uncommitted_client.close()
 
     def _transact(
         self, position: int, records: list[tuple[str, bytes | None, bytes | None, list[tuple[str, bytes]]]]
@@ -373,50 +369,12 @@ class EditorLog(GroupMember):
             end += 1
         return end
 
-    def _read(self, topic: str, start: int, end: int) -> Iterator[Any]:
-        """The committed records of a one-partition topic from offset `start` to `end`, an end read before.
-
-        Transactions leave control records between the offsets, so reading ends when the position reaches `end`.
-
-        Raises:
-            KafkaTimeoutError: the position has not moved for `READ_TIMEOUT_SECONDS`.
-        """
-        partition = TopicPartition(self._settings.topic(topic), 0)
-        if self._reader.assignment() != {partition}:
-            self._reader.assign([partition])
-        self._reader.seek(partition, start)
-        position, last_progress_at = start, time.monotonic()
-        while position < end:
-            for records in self._reader.poll(timeout_ms=20).values():
-                # Skip records that arrived after `end` was read.
-                yield from (record for record in records if record.offset < end)
-            if (new_position := self._reader.position(partition)) > position:
-                position, last_progress_at = new_position, time.monotonic()
-            elif time.monotonic() > last_progress_at + READ_TIMEOUT_SECONDS:
-                raise KafkaTimeoutError(f"{partition.topic} could not be read on from offset {position}")
-
-    def _end_offset(self, topic: str) -> int:
-        """The topic's last stable offset: every transaction before it is committed or aborted.
-
-        Kafka answers the requests of one connection in order, so a waiting fetch delays this request. The member's
-        fetches wait 500 ms; those of the reader wait `FETCH_MAX_WAIT_MS`.
-        """
-        self._reader = self._reader or self._new_consumer(self._settings, fetch_max_wait_ms=FETCH_MAX_WAIT_MS)
-        partition = TopicPartition(self._settings.topic(topic), 0)
-        end: int = self._reader.end_offsets([partition])[partition]
-        return end
+    def _reader(self, topic: str) -> TopicReader:
+        """A reader of the one partition of a topic; all readers share one client."""
+        self._client = self._client or open_reader_client(self._settings, self._new_consumer)
+        return TopicReader(self._settings, topic, client=self._client)
 
     def _offset_after_last(self, topic: str, header: str) -> int:
-        """The offset in `feedback` after that of the topic's last record with this header; 0 if no record has it.
-
-        Reads backwards in growing windows, since an unknown number of control records precedes the end.
-        """
-        end = self._end_offset(topic)
-        start, window = end, 16
-        while start > 0:
-            start = max(0, start - window)
-            last = max((read_offset_header(header, record) for record in self._read(topic, start, end)), default=-1)
-            if last >= 0:
-                return last + 1
-            window *= 8
-        return 0
+        """The offset in `feedback` after that of the topic's last record with this header; 0 if no record has it."""
+        last = self._reader(topic).find_last(lambda record: read_offset_header(header, record) >= 0)
+        return 0 if last is None else read_offset_header(header, last) + 1

@@ -2,18 +2,25 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 
 from kafka.errors import KafkaTimeoutError
 
 from gracestream.pipeline.editing import NoChangeDecision, parse_no_change
-from gracestream.pipeline.kafka import DELTAS, EDITS, FEEDBACK, READ_TIMEOUT_SECONDS, read_history, read_topic
+from gracestream.pipeline.errors import HistoryError
+from gracestream.pipeline.kafka import (
+    DELTA_CONSUMER_OPTIONS,
+    DELTAS,
+    EDITS,
+    FEEDBACK,
+    READ_TIMEOUT_SECONDS,
+    TopicReader,
+    history_error_at,
+    read_topic,
+)
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.headers import feedback_offset_of
 from gracestream.schemas.messages import Feedback, InvalidMessage, Outcome, decode
-
-REREAD_DELAY_SECONDS = 0.02
-"""Seconds between two reads for a record that is not visible yet. Brokers end a transaction within milliseconds."""
 
 
 class KafkaHistory:
@@ -29,27 +36,28 @@ class KafkaHistory:
         """Pass the records of `deltas` to `on_record` in order, until it returns False.
 
         The caller knows that the record it looks for exists. A recently committed record may be invisible until the
-        brokers have ended its transaction. So reading goes on beyond the visible end.
+        brokers have ended its transaction. So the topic is followed beyond the visible end.
 
         Raises:
             KafkaTimeoutError: no further record came for `READ_TIMEOUT_SECONDS`.
         """
-        next_offset, last_progress_at = 0, time.monotonic()
-        finished = False
-
-        def hand_over(record: bytes, offset: int, _time: int) -> bool:
-            nonlocal next_offset, last_progress_at, finished
-            finished = on_record(record) is False
-            next_offset, last_progress_at = offset + 1, time.monotonic()
-            return not finished
-
-        while True:
-            read_history(self._settings, hand_over, next_offset)
-            if finished:
-                return
-            if time.monotonic() > last_progress_at + READ_TIMEOUT_SECONDS:
-                raise KafkaTimeoutError(f"{DELTAS} ends before offset {next_offset}, and the editor has written more")
-            time.sleep(REREAD_DELAY_SECONDS)
+        progress_at = time.monotonic()
+        with (
+            TopicReader(self._settings, DELTAS, **DELTA_CONSUMER_OPTIONS) as reader,
+            closing(reader.follow()) as batches,
+        ):
+            for records, next_offset in batches:
+                for record in records:
+                    try:
+                        if on_record(record.value) is False:
+                            return
+                    except HistoryError as error:
+                        raise history_error_at(record.offset, error) from error
+                    progress_at = time.monotonic()
+                if time.monotonic() > progress_at + READ_TIMEOUT_SECONDS:
+                    raise KafkaTimeoutError(
+                        f"{DELTAS} ends before offset {next_offset}, and the editor has written more"
+                    )
 
     def feedback_since(self, since: int) -> Mapping[int, Feedback]:
         """The feedback from offset `since` on, by offset. Records that cannot be decoded are left out."""

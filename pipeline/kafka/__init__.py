@@ -17,7 +17,13 @@ from gracestream.pipeline.kafka.lenient_records import (
     record_memory_bytes,
 )
 from gracestream.pipeline.kafka.permissions import REQUIRED_PERMISSIONS, require_permissions
-from gracestream.pipeline.kafka.reader import READ_TIMEOUT_SECONDS, read_bulk, read_topic
+from gracestream.pipeline.kafka.reader import (
+    READ_TIMEOUT_SECONDS,
+    TopicReader,
+    open_reader_client,
+    open_readers,
+    read_topic,
+)
 from gracestream.pipeline.kafka.reply_addressing import (
     DEFAULT_REPLY_ADDRESS,
     Header,
@@ -74,6 +80,7 @@ __all__ = [
     "ProgressCallback",
     "ReplyAddress",
     "TopicError",
+    "TopicReader",
     "UnreachableError",
     "consumer",
     "create_tls_context",
@@ -88,10 +95,11 @@ __all__ = [
     "list_dead_letters",
     "load_client_cert",
     "missing_topic_error",
+    "open_reader_client",
+    "open_readers",
     "permanent_tls_failure",
     "ping_kafka",
     "producer",
-    "read_bulk",
     "read_history",
     "read_topic",
     "record_memory_bytes",

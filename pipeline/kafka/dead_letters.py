@@ -16,20 +16,17 @@ Not promised: that a record is dead-lettered only once, or that a replayed recor
 """
 
 import hashlib
-from collections import deque
 from collections.abc import Collection, Iterator
-from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from kafka import TopicPartition
 from kafka.errors import MessageSizeTooLargeError
 
 from gracestream.pipeline.errors import UserError
-from gracestream.pipeline.kafka.clients import consumer, producer
+from gracestream.pipeline.kafka.clients import producer
 from gracestream.pipeline.kafka.lenient_records import MAX_UNTRUNCATED_BYTES, TRUNCATED_BYTES
-from gracestream.pipeline.kafka.reader import read_topic
-from gracestream.pipeline.kafka.topics import FEEDBACK_DLQ, REQUESTS_DLQ, missing_topic_error
+from gracestream.pipeline.kafka.reader import open_readers, read_topic
+from gracestream.pipeline.kafka.topics import FEEDBACK_DLQ, REQUESTS_DLQ
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.headers import (
     REASON_HEADER,
@@ -158,19 +155,9 @@ def list_dead_letters(settings: Settings, source: DeadLetterSource, last: int | 
     if last is None:
         yield from (_parse_dead_letter(record, source) for record in read_topic(settings, DLQ_TOPICS[source]))
         return
-    # Control records of transactions lie between the letters, so offsets do not count letters. Search a window of
-    # offsets at the end, and enlarge it until it holds enough letters.
-    end, window = _end_offset(settings, source), 2 * last + 16
-    while True:
-        start = max(0, end - window)
-        letters = deque(
-            (_parse_dead_letter(record, source) for record in read_topic(settings, DLQ_TOPICS[source], start)),
-            maxlen=last,
-        )
-        if len(letters) == last or start == 0:
-            yield from letters
-            return
-        window *= 8
+    with open_readers(settings, DLQ_TOPICS[source]) as readers:
+        records = [record for reader in readers for record in reader.last(last)]
+    yield from (_parse_dead_letter(record, source) for record in records)
 
 
 def replay_dead_letters(
@@ -253,15 +240,6 @@ def _was_answered(letter: DeadLetter, source: DeadLetterSource) -> bool:
     if source != "requests" or letter.truncated or letter.unanswered:
         return False
     return peek_id(letter.value, "request_id") is not None
-
-
-def _end_offset(settings: Settings, source: DeadLetterSource) -> int:
-    partition = TopicPartition(settings.topic(DLQ_TOPICS[source]), 0)
-    with closing(consumer(settings)) as reader:
-        if not reader.partitions_for_topic(partition.topic):
-            raise missing_topic_error(partition.topic)
-        end: int = reader.end_offsets([partition])[partition]
-    return end
 
 
 def _parse_dead_letter(record: Any, source: DeadLetterSource) -> DeadLetter:

@@ -18,14 +18,12 @@ import threading
 import time
 from collections import deque
 from contextlib import closing
-from typing import Any
 
 import structlog
-from kafka import TopicPartition
 from kafka.errors import KafkaError, KafkaTimeoutError
 
 from gracestream.pipeline.errors import HistoryError
-from gracestream.pipeline.kafka import DELTA_CONSUMER_OPTIONS, DELTAS, consumer, read_bulk
+from gracestream.pipeline.kafka import DELTA_CONSUMER_OPTIONS, DELTAS, TopicReader
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.deltas import DecodedDelta
 from gracestream.schemas.messages import InvalidMessage
@@ -35,8 +33,11 @@ log = structlog.get_logger()
 MAX_BUFFERED_BYTES = 64 * 2**20
 """Bytes of records in the buffer. Their decoded form takes about as much again."""
 
-END_OFFSET_TIMEOUT_MS = 1000
-"""Milliseconds that Kafka has to tell the end of the topic."""
+END_OFFSET_TIMEOUT_SECONDS = 1.0
+"""Seconds that Kafka has to tell the end of the topic to a follower that is asked whether it has caught up."""
+
+FETCH_MAX_WAIT_MS = 100
+"""Milliseconds that a fetch waits for new deltas. A request for the end of the topic may wait behind it."""
 
 
 class DeltaFollower:
@@ -156,38 +157,29 @@ class DeltaFollower:
         self._stop.set()
 
     def _read(self) -> None:
-        """Read from `next_offset` until `close`: the backlog by aiokafka, which is faster, then by kafka-python."""
-        partition = TopicPartition(self._settings.topic(DELTAS), 0)
-        reader = consumer(self._settings, fetch_max_wait_ms=100, **DELTA_CONSUMER_OPTIONS)
-        try:
-            reader.assign([partition])
-            self.initial_end = reader.end_offsets([partition])[partition]
-            with closing(
-                read_bulk(self._settings, partition, self.next_offset, self.initial_end, **DELTA_CONSUMER_OPTIONS)
-            ) as bulk:
-                for records, next_offset in bulk:
+        """Read from `next_offset` until `close`."""
+        options = {"fetch_max_wait_ms": FETCH_MAX_WAIT_MS, **DELTA_CONSUMER_OPTIONS}
+        with TopicReader(self._settings, DELTAS, **options) as reader:
+            self.initial_end = reader.end_offset()
+            self.at_end = self.at_end or self.next_offset >= self.initial_end
+            with closing(reader.follow(self.next_offset)) as batches:
+                for records, next_offset in batches:
                     self._buffer_records([(record.offset, record.value) for record in records])
                     if self._stop.is_set():
                         return
                     self.next_offset = next_offset
-            reader.seek(partition, self.next_offset)
-            while not self._stop.is_set():
-                self.at_end = self.at_end or reader.position(partition) >= self.initial_end
-                if self._end_check_requested.is_set():
-                    self._check_end(reader, partition)
-                for records in reader.poll(timeout_ms=200).values():
-                    self._buffer_records([(record.offset, record.value) for record in records])
-        finally:
-            reader.close()
+                    self.at_end = self.at_end or next_offset >= self.initial_end
+                    if self._end_check_requested.is_set():
+                        self._check_end(reader)
 
-    def _check_end(self, reader: Any, partition: TopicPartition) -> None:
-        """Set `caught_up_at` if the position has reached the end of the topic."""
+    def _check_end(self, reader: TopicReader) -> None:
+        """Set `caught_up_at` if everything before the end of the topic has been read."""
         now = time.monotonic()  # taken before the end is read: a record that comes later is not covered
         try:
-            end = reader.end_offsets([partition], timeout_ms=END_OFFSET_TIMEOUT_MS)[partition]
+            end = reader.end_offset(END_OFFSET_TIMEOUT_SECONDS)
         except KafkaTimeoutError:
-            return  # the request stands, so the next poll is followed by another check
-        if reader.position(partition) >= end:
+            return  # the request stands, so the next batch is followed by another check
+        if self.next_offset >= end:
             self.caught_up_at = now
             self._end_check_requested.clear()
 

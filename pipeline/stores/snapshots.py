@@ -20,18 +20,14 @@ Not promised: that every snapshot file has a manifest. A writer may fail between
 import hashlib
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 from urllib.parse import quote
 
 import structlog
-from kafka import TopicPartition
 from msgspec import UNSET
 
 from gracestream.pipeline.codebook import Codebook, CodebookFileError, parse_codebook
-from gracestream.pipeline.kafka import DELTA_CONSUMER_OPTIONS, DELTAS, SNAPSHOTS, consumer, producer, read_topic
+from gracestream.pipeline.kafka import DELTA_CONSUMER_OPTIONS, DELTAS, SNAPSHOTS, TopicReader, producer, read_topic
 from gracestream.pipeline.observability import metrics
 from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.stores.snapshot_files import SnapshotError, SnapshotStore, split_url_secrets
@@ -159,22 +155,15 @@ def find_delta_offset(settings: Settings, codebook: Codebook) -> int:
 
     Raises:
         SnapshotError: the log does not have this delta.
+        KafkaError: Kafka does not answer.
     """
-    with _delta_consumer(settings) as (reader, partition):
-        end = reader.end_offsets([partition])[partition]
-        window = 64
-        while True:
-            start = max(0, end - window)
-            reader.seek(partition, start)
-            while reader.position(partition) < end:
-                for records in reader.poll(timeout_ms=1000).values():
-                    for record in records:
-                        if record.value is not None and record.value[-DIGEST_BYTES:] == codebook.digest:
-                            offset: int = record.offset
-                            return offset
-            if start == 0:
-                raise SnapshotError(f"the log does not hold delta {codebook.seq}")
-            window *= 8  # control records of transactions take offsets too, so the first window may hold few deltas
+    with TopicReader(settings, DELTAS, **DELTA_CONSUMER_OPTIONS) as reader:
+        record = reader.find_last(
+            lambda record: record.value is not None and record.value[-DIGEST_BYTES:] == codebook.digest
+        )
+    if record is None:
+        raise SnapshotError(f"the log does not hold delta {codebook.seq}")
+    return int(record.offset)
 
 
 def _load_snapshot(
@@ -185,6 +174,7 @@ def _load_snapshot(
     Raises:
         SnapshotError, CodebookFileError: a check failed.
         MemoryError: the file does not fit into memory.
+        KafkaError: Kafka does not answer.
     """
     for part, stated, expected in (("model", manifest.model, model), ("layer", manifest.layer, layer)):
         if stated is not UNSET and stated != expected:
@@ -208,38 +198,18 @@ def _check_log_holds(settings: Settings, manifest: SnapshotManifest, offset: int
     """Check that the log has the delta of a manifest at `offset`.
 
     Raises:
-        SnapshotError: it has not, or cannot be read within `startup_timeout`.
+        SnapshotError: it has not.
+        KafkaError: Kafka does not answer.
     """
-    missing = SnapshotError(f"the log does not hold its delta at offset {offset}: was the topic lost, or made anew?")
-    deadline = time.monotonic() + settings.startup_timeout
-    with _delta_consumer(settings) as (reader, partition):
-        first = reader.beginning_offsets([partition])[partition]
-        if not first <= offset < reader.end_offsets([partition])[partition]:
-            raise missing
-        reader.seek(partition, offset)
-        while reader.position(partition) <= offset and time.monotonic() < deadline:
-            for record in (record for records in reader.poll(timeout_ms=500).values() for record in records):
-                try:
-                    delta = decode_delta(record.value)
-                except InvalidMessage:
-                    raise missing from None
-                identity = (record.offset, delta.codebook, delta.seq, delta.term, delta.digest.hex())
-                if identity != (offset, manifest.codebook, manifest.seq, manifest.term, manifest.digest):
-                    raise missing
-                return
-    raise SnapshotError(f"the log could not be read at offset {offset} within {settings.startup_timeout:g} s")
-
-
-@contextmanager
-def _delta_consumer(settings: Settings) -> Iterator[tuple[Any, TopicPartition]]:
-    """A consumer that is assigned the one partition of `deltas`, and this partition."""
-    partition = TopicPartition(settings.topic(DELTAS), 0)
-    reader = consumer(settings, **DELTA_CONSUMER_OPTIONS)
+    with TopicReader(settings, DELTAS, **DELTA_CONSUMER_OPTIONS) as reader:
+        record = reader.at(offset)
     try:
-        reader.assign([partition])
-        yield reader, partition
-    finally:
-        reader.close()
+        delta = None if record is None else decode_delta(record.value)
+    except InvalidMessage:
+        delta = None
+    expected = (manifest.codebook, manifest.seq, manifest.term, manifest.digest)
+    if delta is None or (delta.codebook, delta.seq, delta.term, delta.digest.hex()) != expected:
+        raise SnapshotError(f"the log does not hold its delta at offset {offset}: was the topic lost, or made anew?")
 
 
 def _delete_file(store: SnapshotStore, manifest: SnapshotManifest) -> None:

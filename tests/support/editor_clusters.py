@@ -9,7 +9,8 @@ from kafka.admin import MemberToRemove
 from kafka.structs import OffsetAndMetadata
 
 from gracestream.pipeline.editor.log import EditorLog
-from gracestream.pipeline.kafka.clients import admin, producer
+from gracestream.pipeline.kafka.clients import admin, consumer, producer
+from gracestream.pipeline.kafka.reader import TopicReader
 from gracestream.pipeline.kafka.topics import DELTAS, EDITS, FEEDBACK_DLQ
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.headers import SOURCE_OFFSET_HEADER
@@ -93,6 +94,11 @@ class Cluster:
             if self.double is None
             else self.double.producer(self.settings, **options)
         )
+
+    def reader(self, topic: str) -> TopicReader:
+        """A reader of a topic; close it."""
+        new_consumer = consumer if self.double is None else self.double.consumer
+        return TopicReader(self.settings, topic, new_consumer=new_consumer)
 
     def send(self, topic: str, *values: bytes) -> None:
         """Records as users send them."""

@@ -210,9 +210,7 @@ def test_replay_and_a_starting_replica_read_in_bulk(
     deployment: Settings,
     by_aiokafka: list[int],
     mirror_of: Callable[..., CodebookReplica],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("gracestream.pipeline.replica.delta_follower.read_bulk", reading.read_bulk)
     history = History(deployment)
     try:
         history.lead()

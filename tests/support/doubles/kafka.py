@@ -369,7 +369,10 @@ class MemoryConsumer:
         self._step("committed")
         return self._kafka.group(self._group).offsets.get(partition)
 
-    def beginning_offsets(self, partitions: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
+    def beginning_offsets(
+        self, partitions: Sequence[TopicPartition], timeout_ms: float | None = None
+    ) -> dict[TopicPartition, int]:
+        del timeout_ms
         return dict.fromkeys(partitions, 0)
 
     def end_offsets(

@@ -1,6 +1,9 @@
 """The history for an undo: all that the editor has written, though Kafka may show the last of it a moment late."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import ClassVar, Self
 
 import pytest
 from kafka.errors import KafkaTimeoutError
@@ -9,25 +12,42 @@ from gracestream.pipeline.editor.log import is_retriable
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.history import kafka_history as history
 from gracestream.pipeline.history.kafka_history import KafkaHistory
-from gracestream.pipeline.settings import Settings, load_settings
+from gracestream.pipeline.kafka.reader import RecordsAndNext
+from gracestream.pipeline.settings import load_settings
 
 SETTINGS = load_settings()
 RECORDS = [b"1", b"2", b"3"]
 
 
+class Log:
+    """In the place of a reader of `deltas`: `ends` are the numbers of records that it shows, one after the other.
+
+    It shows the last number for ever after. A control record follows each record.
+    """
+
+    ends: ClassVar[list[int]] = []
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def follow(self) -> Iterator[RecordsAndNext]:
+        shown = 0
+        for end in itertools.chain(self.ends, itertools.repeat(self.ends[-1])):
+            records = [SimpleNamespace(offset=2 * number, value=RECORDS[number]) for number in range(shown, end)]
+            shown = end
+            yield records, max(0, 2 * shown - 1)
+
+
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many records each reading shows, the last number for ever after; a control record follows each one."""
-    ends: list[int] = []
-
-    def read(_: Settings, on_record: Callable[[bytes, int, int], object], since: int) -> None:
-        end = ends.pop(0) if len(ends) > 1 else ends[0]
-        for number, record in enumerate(RECORDS[:end]):
-            if 2 * number >= since and on_record(record, 2 * number, 0) is False:
-                return
-
-    monkeypatch.setattr(history, "read_history", read)
-    return ends
+    """How many records the log shows, one number after the other."""
+    monkeypatch.setattr(history, "TopicReader", Log)
+    monkeypatch.setattr(Log, "ends", [])
+    return Log.ends
 
 
 def until_third(found: list[bytes]) -> Callable[[bytes], bool]:
@@ -71,5 +91,5 @@ def test_a_fault_is_one_at_once(shown: list[int]) -> None:
         raise HistoryError("a gap")
 
     shown.append(2)
-    with pytest.raises(HistoryError):
+    with pytest.raises(HistoryError, match="the record at offset 0 of deltas cannot be applied: a gap"):
         KafkaHistory(SETTINGS).for_each_delta(refuse)

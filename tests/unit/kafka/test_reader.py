@@ -25,19 +25,19 @@ class Consumer:
     def partitions_for_topic(self, _topic: str) -> set[int]:
         return {0}
 
+    def assignment(self) -> set[TopicPartition]:
+        return set()
+
     def assign(self, _partitions: Any) -> None:
         pass
 
-    def beginning_offsets(self, partitions: Any) -> dict[Any, int]:
-        return dict.fromkeys(partitions, 0)
-
-    def end_offsets(self, partitions: Any) -> dict[Any, int]:
+    def end_offsets(self, partitions: Any, **_: Any) -> dict[Any, int]:
         return dict.fromkeys(partitions, END)
 
     def seek(self, _partition: Any, offset: int) -> None:
         self._position = offset
 
-    def position(self, _partition: Any) -> int:
+    def position(self, _partition: Any, **_: Any) -> int:
         return self._position
 
     def poll(self, **_: Any) -> dict[Any, Any]:
@@ -53,9 +53,11 @@ class Consumer:
 @pytest.mark.parametrize("last", [0, 4, END])
 def test_where_nothing_comes_any_more_that_is_an_error(monkeypatch: pytest.MonkeyPatch, last: int) -> None:
     consumer, found = Consumer(last), list[int]()
-    monkeypatch.setattr(reading, "consumer", lambda *_, **__: consumer)
+    monkeypatch.setattr(reading, "open_reader_client", lambda *_, **__: consumer)
     monkeypatch.setattr(reading, "READ_TIMEOUT_SECONDS", 0.1)
-    late = pytest.raises(KafkaTimeoutError, match="edits could not be read to its end")
+    late = pytest.raises(
+        KafkaTimeoutError, match=f"edits could not be read on from offset {last}: Kafka sent nothing for 0.1 s"
+    )
     with nullcontext() if last == END else late:
         found.extend(record.offset for record in read_topic(load_settings(), "edits"))
     assert found == list(range(last))
