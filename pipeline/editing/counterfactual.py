@@ -234,7 +234,7 @@ class CounterfactualReplay:
         replay_context = ReplayContext(context, query_D, value_V, rephrases_RD)
         result = engine.edit(correction, cause.offset, replay_context, standing=cause.standing)
         if result.delta_record is None:
-            self.failed.append(f"{cause.feedback_id} ({result.reason})")
+            self.failed.append(f"{cause.feedback_id} ({result.rejection_reason})")
             return set()
         applied = engine.apply(result.delta_record)
         assert applied is not None

@@ -7,6 +7,10 @@ The phases of an edit, in order:
 3. Decide (this module): choose to add, extend, split or replace entries (docs/explanation/method.md).
 4. Build (`delta_builder`): turn the decision into entry changes, a delta and an outcome.
 
+A correction that waits with others is inspected and decided on twice. `draft_values` does both only to learn which
+corrections need a value. `edit` repeats them, because earlier decisions of the batch may have changed the codebook. A
+draft that is still valid saves it the inspection and the training.
+
 Guarantees:
 
 1. `edit` changes nothing. A decision takes effect when its record is given to `apply`. A starting editor replays its

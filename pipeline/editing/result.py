@@ -25,22 +25,28 @@ class EditResult:
     Attributes:
         outcome: The outcome to report; None only for an unreadable record whose id is unknown.
         delta_record: The record for `deltas`; None if nothing changes.
-        is_dead_letter: Whether the feedback is invalid, so that it belongs on the dead-letter topic too.
-        reason: Why the feedback was rejected; empty otherwise.
+        dead_letter_reason: Why the feedback is invalid, so that it belongs on the dead-letter topic too; None if it is
+            valid.
         context: For a result without a delta: the traffic distances that could have changed its status, if any.
     """
 
     outcome: Outcome | None
     delta_record: bytes | None = None
-    is_dead_letter: bool = False
-    reason: str = ""
+    dead_letter_reason: str | None = None
     context: Seen | None = None
+
+    @property
+    def rejection_reason(self) -> str:
+        """Why the feedback was rejected; empty if it was not."""
+        if self.outcome is None:
+            return self.dead_letter_reason or ""
+        return self.outcome.reason or "" if self.outcome.status == "rejected" else ""
 
 
 def rejected_result(feedback: Feedback, reason: str, *, is_dead_letter: bool = False, **fields: object) -> EditResult:
     """A rejection with its reason and further `fields` of `Outcome`; with `is_dead_letter` also a dead letter."""
     outcome = Outcome(v=SCHEMA_VERSION, feedback_id=feedback.feedback_id, status="rejected", reason=reason, **fields)  # type: ignore[arg-type]
-    return EditResult(outcome, is_dead_letter=is_dead_letter, reason=reason)
+    return EditResult(outcome, dead_letter_reason=reason if is_dead_letter else None)
 
 
 def unchanged_outcome(feedback: Feedback, loss: float) -> Outcome:

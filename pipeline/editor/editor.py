@@ -26,8 +26,9 @@ from kafka.errors import KafkaError
 from msgspec import UNSET
 
 from gracestream.pipeline.editing import DraftValue, EditEngine
-from gracestream.pipeline.editor.feedback_processor import FeedbackProcessor, ParsedFeedback
-from gracestream.pipeline.editor.log import EditorLog, FeedbackResult, is_retriable
+from gracestream.pipeline.editor.feedback import DecidedFeedback, FeedbackRecord, ParsedFeedback
+from gracestream.pipeline.editor.feedback_processor import FeedbackProcessor
+from gracestream.pipeline.editor.log import EditorLog, is_retriable
 from gracestream.pipeline.editor.redis_publisher import RedisPublisher
 from gracestream.pipeline.editor.snapshot_writer import SnapshotWriter
 from gracestream.pipeline.editor.traffic_reader import TrafficReader
@@ -64,9 +65,6 @@ BLOCKED_REMEDY = (
 KEEP_ALIVE_SECONDS = 1.0
 """Minimum seconds between two polls that keep the partition during long work."""
 
-FeedbackRecord = tuple[int, int, bytes | None, bytes | None]
-"""A record of `feedback`: offset, timestamp in ms, key, value."""
-
 
 @dataclass(frozen=True, slots=True)
 class EditorServices:
@@ -97,8 +95,8 @@ class Editor:
         """The feedback that waited when Kafka was last asked, and the monotonic time of that request."""
         self._blocked_since, self._blocked_records = time.monotonic(), 0
         """Monotonic time since which records are blocked, and their number once it is reported."""
-        self._uncommitted: list[FeedbackResult] = []
-        """Results that wait for a commit. None of them changes the codebook."""
+        self._uncommitted: list[DecidedFeedback] = []
+        """Decisions that wait for a commit. None of them changes the codebook."""
         health.state = self._state
 
     def run(self, stop: threading.Event) -> None:
@@ -225,23 +223,23 @@ class Editor:
             if (record := log.poll(0.0 if records or self._uncommitted else 0.05)) is None:
                 break
             records.append(record)
-            size_bytes += len(record[2] or b"") + len(record[3] or b"")
+            size_bytes += record.size_bytes
         return records
 
     def _edit_batch(self, records: Sequence[FeedbackRecord], stop: threading.Event) -> None:
         """Train the values of a batch together, then decide on its records one after the other."""
         self._update_lag(len(records))
         processor, started = self._services.feedback_processor, time.perf_counter()
-        parsed_batch = [processor.parse(offset, timestamp, value) for offset, timestamp, _, value in records]
+        parsed_batch = [processor.parse(record) for record in records]
         drafts = processor.draft_values(parsed_batch)
         draft_seconds = (time.perf_counter() - started) / max(1, len(drafts))
-        for decided_count, (record, parsed) in enumerate(zip(records, parsed_batch, strict=True)):
+        for decided_count, parsed in enumerate(parsed_batch):
             self._update_lag(len(records) - decided_count)
             self._health.begin("editor")
             self._services.log.keep_alive(KEEP_ALIVE_SECONDS)
             if stop.is_set():
                 return
-            self._edit(record, parsed, drafts.get(parsed.offset), draft_seconds if parsed.offset in drafts else 0.0)
+            self._edit(parsed, drafts.get(parsed.offset), draft_seconds if parsed.offset in drafts else 0.0)
 
     def _update_lag(self, received: int = 0) -> None:
         """Report the amount of waiting feedback.
@@ -276,9 +274,7 @@ class Editor:
             self._blocked_records = blocked
         metrics.FEEDBACK_BLOCKED.set(self._blocked_records)
 
-    def _edit(
-        self, record: FeedbackRecord, parsed: ParsedFeedback, draft: DraftValue | None, earlier_seconds: float
-    ) -> None:
+    def _edit(self, parsed: ParsedFeedback, draft: DraftValue | None, earlier_seconds: float) -> None:
         """Decide on one record, and commit, apply and publish its delta.
 
         1. Decide.
@@ -287,37 +283,29 @@ class Editor:
         4. Publish it in Redis, and write a snapshot if one is due.
 
         Args:
-            record: The feedback record.
-            parsed: The same, parsed.
+            parsed: The feedback record.
             draft: Its value as trained in the batch; None if it was not.
             earlier_seconds: This record's share of the time that the batch took so far, for the outcome's `seconds`.
         """
         services, started = self._services, time.perf_counter() - earlier_seconds
-        decision = services.feedback_processor.decide(parsed, draft)
-        edit_result, outcome = decision.result, decision.result.outcome
-        if outcome is not None:
-            outcome = msgspec.structs.replace(outcome, seconds=round(time.perf_counter() - started, 4))
-        dead_letter_reason = edit_result.reason if edit_result.is_dead_letter else None
-        offset, _, key, value = record
-        self._uncommitted.append(
-            FeedbackResult(offset, outcome, edit_result.delta_record, dead_letter_reason, key, value, decision.headers)
-        )
-        if edit_result.delta_record is not None:
+        decided = services.feedback_processor.decide(parsed, draft)
+        self._uncommitted.append(decided.with_seconds(round(time.perf_counter() - started, 4)))
+        if decided.result.delta_record is not None:
             self._commit()
-            applied = services.engine.apply(edit_result.delta_record)
+            applied = services.engine.apply(decided.result.delta_record)
             assert applied is not None
             services.redis_publisher.publish(applied)
             services.snapshot_writer.maybe_write(services.engine.codebook)
             metrics.EDIT_SECONDS.observe(time.perf_counter() - started)
-        elif sum(result.size_bytes for result in self._uncommitted) > MAX_UNCOMMITTED_BYTES:
+        elif sum(waiting.size_bytes for waiting in self._uncommitted) > MAX_UNCOMMITTED_BYTES:
             self._commit()
 
     def _commit(self) -> None:
-        """Commit the waiting results in one transaction, and report them."""
+        """Commit the waiting decisions in one transaction, and report them."""
         if self._uncommitted:
             self._services.log.commit(*self._uncommitted)
-        for result in self._uncommitted:
-            _report(result)
+        for decided in self._uncommitted:
+            _report(decided)
         self._uncommitted.clear()
 
     def _set_role(self, role: Literal["starting", "standby", "leading"], reason: str = "", **fields: object) -> None:
@@ -345,19 +333,19 @@ class Editor:
         }
 
 
-def _report(result: FeedbackResult) -> None:
-    """Count a committed result in the metrics, and log its outcome."""
-    outcome = result.outcome
+def _report(decided: DecidedFeedback) -> None:
+    """Count a committed decision in the metrics, and log its outcome."""
+    offset, outcome = decided.record.offset, decided.result.outcome
     if outcome is None:
         metrics.FEEDBACK_TOTAL.labels("unreadable").inc()
         log.warning(
             "feedback_dead_lettered",
-            offset=result.offset,
-            reason=result.dead_letter_reason,
+            offset=offset,
+            reason=decided.result.dead_letter_reason,
             consequence="the record is on feedback.dlq, and changed nothing",
         )
         return
     metrics.FEEDBACK_TOTAL.labels(outcome.status).inc()
     if outcome.steps is not UNSET:
         metrics.EDIT_STEPS.observe(outcome.steps)
-    log.info("feedback_decided", offset=result.offset, **msgspec.to_builtins(outcome))
+    log.info("feedback_decided", offset=offset, **msgspec.to_builtins(outcome))

@@ -11,12 +11,11 @@ are no fault of a record are raised: Kafka, files, settings, the device.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 import structlog
 from kafka.errors import KafkaError
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 
 from gracestream.pipeline.auth import Admission, DuplicateFeedback, FeedbackRefused, mark_header
 from gracestream.pipeline.device import raise_if_device_lost
@@ -32,41 +31,12 @@ from gracestream.pipeline.editing import (
     rejected_result,
     undo,
 )
+from gracestream.pipeline.editor.feedback import DecidedFeedback, FeedbackRecord, Headers, ParsedFeedback
 from gracestream.pipeline.errors import UserError
-from gracestream.schemas.deltas import Delta, Standing, decode_delta
+from gracestream.schemas.deltas import Delta, decode_delta
 from gracestream.schemas.messages import SCHEMA_VERSION, Feedback, InvalidMessage, Outcome, decode, peek_id, to_one_line
 
 log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedFeedback:
-    """A parsed record: feedback that may edit, or the result of feedback that may not.
-
-    Attributes:
-        offset: Of the record.
-        feedback: The accepted feedback; None if `early_result` decides the record.
-        headers: For the outcome.
-        early_result: The result of a record that needs no decision: unreadable, rejected, or committed before without
-            an outcome.
-        copy_of_offset: The offset of the first record with this signed id, if this record is a copy.
-        standing: The rights of the sender.
-    """
-
-    offset: int
-    feedback: Feedback | None = None
-    headers: tuple[tuple[str, bytes], ...] = ()
-    early_result: EditResult | None = None
-    copy_of_offset: int | None = None
-    standing: Standing | UnsetType = UNSET
-
-
-@dataclass(frozen=True, slots=True)
-class DecidedFeedback:
-    """The result of a decision, and the headers of its outcome."""
-
-    result: EditResult
-    headers: list[tuple[str, bytes]] = field(default_factory=list)
 
 
 class FeedbackProcessor:
@@ -105,35 +75,29 @@ class FeedbackProcessor:
         """
         self._admission.catch_up()
 
-    def parse(self, offset: int, timestamp_ms: int, value: bytes | None) -> ParsedFeedback:
-        """Decode one record, and check whether it may edit.
-
-        Args:
-            offset: Of the record.
-            timestamp_ms: Kafka's timestamp of the record.
-            value: Of the record.
-        """
-        record = value or b""
+    def parse(self, record: FeedbackRecord) -> ParsedFeedback:
+        """Decode one record, and check whether it may edit."""
+        offset, value = record.offset, record.value or b""
         try:
-            feedback = decode(value, Feedback, self._max_bytes)
+            feedback = decode(record.value, Feedback, self._max_bytes)
         except InvalidMessage as error:
-            headers = _spent_headers(self._admission.unverified_mark(record, offset))
-            return ParsedFeedback(offset, early_result=_unreadable_result(value, str(error)), headers=headers)
+            headers = _spent_headers(self._admission.unverified_mark(value, offset))
+            return ParsedFeedback(record, early_result=_unreadable_result(record.value, str(error)), headers=headers)
         if self._engine.memory.offsets.get(feedback.feedback_id) == offset:
             return ParsedFeedback(
-                offset, early_result=EditResult(self._committed_outcome(feedback.feedback_id, offset))
+                record, early_result=EditResult(self._committed_outcome(feedback.feedback_id, offset))
             )
         try:
-            accepted = self._admission.accept(feedback, record, offset, timestamp_ms)
+            accepted = self._admission.accept(feedback, value, offset, record.timestamp_ms)
         except DuplicateFeedback as duplicate:
             return ParsedFeedback(
-                offset, early_result=rejected_result(feedback, str(duplicate)), copy_of_offset=duplicate.first_offset
+                record, early_result=rejected_result(feedback, str(duplicate)), copy_of_offset=duplicate.first_offset
             )
         except FeedbackRefused as refusal:
             return ParsedFeedback(
-                offset, early_result=rejected_result(feedback, str(refusal)), headers=_spent_headers(refusal.mark)
+                record, early_result=rejected_result(feedback, str(refusal)), headers=_spent_headers(refusal.mark)
             )
-        return ParsedFeedback(offset, feedback, tuple(accepted.headers()), standing=accepted.standing)
+        return ParsedFeedback(record, feedback, tuple(accepted.headers()), standing=accepted.standing)
 
     def draft_values(self, parsed: Sequence[ParsedFeedback]) -> dict[int, DraftValue]:
         """The values of waiting corrections by offset, as far as they can be trained as one batch.
@@ -170,14 +134,15 @@ class FeedbackProcessor:
         """
         if parsed.feedback is None:
             assert parsed.early_result is not None
-            return DecidedFeedback(self._resolve_copy(parsed.early_result, parsed.copy_of_offset), list(parsed.headers))
+            result = self._resolve_copy(parsed.early_result, parsed.copy_of_offset)
+            return DecidedFeedback(parsed.record, result, parsed.headers)
         result, codebook = self._run_engine(parsed.feedback, parsed, draft), self._engine.codebook
-        headers = list(parsed.headers)
+        headers = parsed.headers
         if result.delta_record is None:
             assert result.outcome is not None
             position = (parsed.offset, codebook.term, codebook.seq)
-            headers += NoChangeDecision(*position, result.outcome, result.context, parsed.standing).headers()
-        return DecidedFeedback(result, headers)
+            headers += tuple(NoChangeDecision(*position, result.outcome, result.context, parsed.standing).headers())
+        return DecidedFeedback(parsed.record, result, headers)
 
     def _committed_outcome(self, feedback_id: str, offset: int) -> Outcome:
         """The outcome of feedback whose delta is in the log, but whose outcome is missing."""
@@ -241,7 +206,7 @@ def _raise_unless_record_fault(error: Exception) -> None:
     raise_if_device_lost(error)
 
 
-def _spent_headers(mark: bytes | None) -> tuple[tuple[str, bytes], ...]:
+def _spent_headers(mark: bytes | None) -> Headers:
     """The outcome's headers that spend a signature's mark; empty without a mark."""
     return () if mark is None else (mark_header(mark),)
 
@@ -252,4 +217,4 @@ def _unreadable_result(value: bytes | None, reason: str) -> EditResult:
     outcome = None
     if feedback_id is not None:
         outcome = Outcome(v=SCHEMA_VERSION, feedback_id=feedback_id, status="rejected", reason=reason)
-    return EditResult(outcome, is_dead_letter=True, reason=reason)
+    return EditResult(outcome, dead_letter_reason=reason)

@@ -26,7 +26,6 @@ promised on a cluster that loses acknowledged records.
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
@@ -34,6 +33,7 @@ from kafka import TopicPartition, errors
 from kafka.errors import KafkaError, KafkaTimeoutError
 from kafka.structs import OffsetAndMetadata
 
+from gracestream.pipeline.editor.feedback import DecidedFeedback
 from gracestream.pipeline.editor.membership import GroupMember, PartitionLostError
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.kafka import (
@@ -51,7 +51,7 @@ from gracestream.pipeline.kafka import (
 from gracestream.pipeline.observability import metrics
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.headers import FEEDBACK_OFFSET_HEADER, SOURCE_OFFSET_HEADER, read_offset_header
-from gracestream.schemas.messages import Outcome, encode, peek_id
+from gracestream.schemas.messages import encode, peek_id
 
 log = structlog.get_logger()
 
@@ -90,38 +90,6 @@ def is_retriable(error: KafkaError) -> bool:
     if type(error) is KafkaError:  # kafka-python names the cause of a failed producer only in the text
         return "AuthorizationFailed" not in str(error)
     return isinstance(error, _RETRIABLE_ERRORS)
-
-
-@dataclass(frozen=True, slots=True)
-class FeedbackResult:
-    """The records to write for one feedback record.
-
-    Attributes:
-        offset: Of the feedback record.
-        outcome: For `edits`; None if the record has no id that an outcome could bear.
-        delta: For `deltas`; None if the decision changes nothing.
-        dead_letter_reason: Why the record is dead-lettered; None if it is not.
-        key: Of the feedback record, for a dead letter.
-        value: Of the feedback record, for a dead letter.
-        headers: Of the outcome, beside the feedback's offset.
-    """
-
-    offset: int
-    outcome: Outcome | None
-    delta: bytes | None = None
-    dead_letter_reason: str | None = None
-    key: bytes | None = None
-    value: bytes | None = field(default=None, repr=False)
-    headers: list[tuple[str, bytes]] = field(default_factory=list)
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes that this result holds in memory and adds to a transaction.
-
-        Without the outcome, which is short, and the delta: a result with a delta is committed at once.
-        """
-        headers = sum(len(name) + len(value) for name, value in self.headers)
-        return len(self.key or b"") + len(self.value or b"") + headers
 
 
 class EditorLog(GroupMember):
@@ -217,8 +185,8 @@ class EditorLog(GroupMember):
         written = self._member.highwater(self._feedback)
         return max(0, (written or 0) - self._reader(FEEDBACK).end_offset())
 
-    def commit(self, *results: FeedbackResult) -> None:
-        """Commit the results of consecutive records that `poll` returned, in their order, all or none.
+    def commit(self, *decided: DecidedFeedback) -> None:
+        """Commit the decisions on consecutive records that `poll` returned, in their order, all or none.
 
         Later records that `poll` has returned may wait for a later commit.
 
@@ -229,22 +197,23 @@ class EditorLog(GroupMember):
         """
         if (elapsed := time.monotonic() - self._last_poll_at) > self._settings.stuck_after:
             raise PartitionLostError(
-                f"feedback at offset {results[-1].offset} took {elapsed:.0f} s, and the group waits for at most"
+                f"feedback at offset {decided[-1].record.offset} took {elapsed:.0f} s, and the group waits for at most"
                 f" {self._settings.stuck_after:g} s; set GRACESTREAM_STUCK_AFTER higher where edits take that long"
             )
         records: list[tuple[str, bytes | None, bytes | None, list[tuple[str, bytes]]]] = []
-        for result in results:
-            if result.delta is not None:
-                records.append((DELTAS, result.delta, None, []))
+        for one in decided:
+            record, result = one.record, one.result
+            if result.delta_record is not None:
+                records.append((DELTAS, result.delta_record, None, []))
             if result.outcome is not None:
-                headers = [(FEEDBACK_OFFSET_HEADER, str(result.offset).encode()), *result.headers]
+                headers = [(FEEDBACK_OFFSET_HEADER, str(record.offset).encode()), *one.headers]
                 records.append((EDITS, encode(result.outcome), result.outcome.feedback_id.encode(), headers))
             if result.dead_letter_reason is not None:
                 dead_letter = dead_letter_for(
-                    result.dead_letter_reason, result.key, result.value, self._feedback.topic, 0, result.offset
+                    result.dead_letter_reason, record.key, record.value, self._feedback.topic, 0, record.offset
                 )
                 records.append((FEEDBACK_DLQ, dead_letter.value, dead_letter.key, dead_letter.headers))
-        self._transact(results[-1].offset + 1, records)
+        self._transact(decided[-1].record.offset + 1, records)
 
     def close(self) -> None:
         """Leave the group, so that a standby is elected at once, and abort an open transaction.

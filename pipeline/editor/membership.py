@@ -25,6 +25,7 @@ from kafka.coordinator.assignors.sticky.sticky_assignor import StickyPartitionAs
 from kafka.errors import KafkaError
 from kafka.structs import MemberState
 
+from gracestream.pipeline.editor.feedback import FeedbackRecord
 from gracestream.pipeline.kafka import FEEDBACK, consumer
 from gracestream.pipeline.settings import Settings
 
@@ -92,8 +93,8 @@ class GroupMember:
         self._adopt_generation()
         return "elected" if self._feedback in self._member.assignment() else "standby"
 
-    def poll(self, timeout: float) -> tuple[int, int, bytes | None, bytes | None] | None:
-        """The next feedback record, as (offset, timestamp in ms, key, value); None if none comes in `timeout` seconds.
+    def poll(self, timeout: float) -> FeedbackRecord | None:
+        """The next feedback record; None if none comes in `timeout` seconds.
 
         Raises:
             PartitionLostError: another editor has the partition now.
@@ -108,7 +109,7 @@ class GroupMember:
             return None
         for record in polled.get(self._feedback, []):
             self._next_feedback = record.offset + 1
-            return record.offset, record.timestamp, record.key, record.value
+            return FeedbackRecord(record.offset, record.timestamp, record.key, record.value)
         return None
 
     def keep_alive(self, min_interval: float) -> None:

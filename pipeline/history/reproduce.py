@@ -162,7 +162,7 @@ class ReproductionRun:
         result = self._decide(engine, feedback, cause.offset, context, cause.standing, cause.together)
         if result.delta_record is None:
             assert result.outcome is not None
-            description = f"it is {result.outcome.status} now: {result.reason}"
+            description = f"it is {result.outcome.status} now: {result.rejection_reason}"
             return self._record_difference(position, cause.feedback_id, cause.offset, description)
         reproduced = decode_delta(result.delta_record)
         if (difference := _describe_difference(delta, reproduced)) is not None:
@@ -184,7 +184,7 @@ class ReproductionRun:
             before = (
                 f"{recorded.status!r} ({recorded.reason})" if recorded.status == "rejected" else repr(recorded.status)
             )
-            now = f"{result.outcome.status!r} now" + (f": {result.reason}" if result.reason else "")
+            now = f"{result.outcome.status!r} now" + (f": {result.rejection_reason}" if result.rejection_reason else "")
             return self._record_difference(
                 position, recorded.feedback_id, decision.offset, f"it was {before} and is {now}"
             )

@@ -3,20 +3,20 @@
 import pytest
 from kafka.errors import KafkaError, KafkaTimeoutError
 
-from gracestream.pipeline.editor.log import FeedbackResult, UnexpectedWriterError, is_retriable
+from gracestream.pipeline.editor.log import UnexpectedWriterError, is_retriable
 from gracestream.pipeline.editor.membership import PartitionLostError
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.kafka.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ, TOPICS
 from gracestream.pipeline.settings import load_settings
 from tests.support.doubles.kafka import MemoryKafka
-from tests.support.editor_clusters import Cluster, half_written, next_offset, outcome_of, outcomes, values_of
+from tests.support.editor_clusters import Cluster, decided, half_written, next_offset, outcome_of, outcomes, values_of
 from tests.support.running import PATIENCE, headers_of, wait_until
 
 
 class TestTransactions:
     def test_everything_of_one_feedback_record_commits_together(self, cluster: Cluster) -> None:
         log = cluster.leader()
-        log.commit(FeedbackResult(4, outcome_of("f"), b"a delta", "no good", b"a key", b"\xff\x00 a record"))
+        log.commit(decided(4, outcome_of("f"), b"a delta", "no good", b"a key", b"\xff\x00 a record"))
         assert cluster.values(DELTAS) == [b"lead", b"a delta"]
         (outcome,) = cluster.records(EDITS)
         assert (outcome.key, headers_of(outcome)) == (b"f", {"feedback_offset": "4"})
@@ -37,7 +37,7 @@ class TestTransactions:
         assert cluster.values(DELTAS) == [b"lead"]
         assert cluster.values(EDITS) == []
         successor = cluster.leader(b"lead again")
-        successor.commit(FeedbackResult(0, outcome_of("f"), b"whole"))
+        successor.commit(decided(0, outcome_of("f"), b"whole"))
         assert cluster.values(DELTAS) == [b"lead", b"lead again", b"whole"]
         assert successor._member.committed(successor._feedback) == 1
 
@@ -93,7 +93,7 @@ class TestLostControlRecords:
         cluster = Cluster(load_settings(prefix=prefix), kafka)
         log = cluster.leader()
         kafka.skips_markers = True
-        log.commit(FeedbackResult(0, outcome_of("f0"), b"hidden"))
+        log.commit(decided(0, outcome_of("f0"), b"hidden"))
         kafka.skips_markers = False
         assert cluster.values(DELTAS) == [b"lead"]
         log.close()
@@ -101,7 +101,7 @@ class TestLostControlRecords:
         log.join()
         cluster.take_over(log, b"lead again")
         assert cluster.values(DELTAS) == [b"lead", b"hidden", b"lead again"]
-        log.commit(FeedbackResult(1, outcome_of("f1"), b"next"))
+        log.commit(decided(1, outcome_of("f1"), b"next"))
         assert [outcome.feedback_id for outcome in outcomes(cluster)] == ["f0", "f1"]
 
     def test_another_editor_does_not_write_on(
@@ -111,7 +111,7 @@ class TestLostControlRecords:
         cluster = Cluster(load_settings(prefix=prefix), kafka)
         log = cluster.leader()
         kafka.skips_markers = True
-        log.commit(FeedbackResult(0, outcome_of("f0"), b"hidden"))
+        log.commit(decided(0, outcome_of("f0"), b"hidden"))
         log.close()
         other = cluster.member()
         with pytest.raises(KafkaTimeoutError, match="find-hanging"):
@@ -129,7 +129,7 @@ class TestHistory:
         assert list(log.read_new_deltas()) == [(2, b"three")]
         log.join()
         cluster.take_over(log)
-        log.commit(FeedbackResult(0, None, b"four"))
+        log.commit(decided(0, None, b"four"))
         assert list(log.read_new_deltas()) == []
         log.close()
         cluster.send(DELTAS, b"five")
@@ -147,16 +147,16 @@ class TestForeignRecords:
 
     def test_nothing_is_committed_behind_a_record_that_was_not_read(self, cluster: Cluster) -> None:
         log = cluster.leader()
-        log.commit(FeedbackResult(0, outcome_of("f0"), b"first"))
+        log.commit(decided(0, outcome_of("f0"), b"first"))
         cluster.send(DELTAS, b"foreign")
         with pytest.raises(UnexpectedWriterError, match=r"somebody else has written to .*deltas at offset 4") as raised:
-            log.commit(FeedbackResult(1, outcome_of("f1"), b"second"))
+            log.commit(decided(1, outcome_of("f1"), b"second"))
         assert is_retriable(raised.value)
         log.close()
         assert list(log.read_new_deltas()) == [(4, b"foreign")]
         log.join()
         cluster.take_over(log, b"lead again")
-        log.commit(FeedbackResult(1, outcome_of("f1"), b"second"))
+        log.commit(decided(1, outcome_of("f1"), b"second"))
         assert cluster.values(DELTAS) == [b"lead", b"first", b"foreign", b"lead again", b"second"]
         assert [outcome.feedback_id for outcome in outcomes(cluster)] == ["f0", "f1"]
 
@@ -174,7 +174,7 @@ class TestForeignRecords:
         log = cluster.leader()
         cluster.send(DELTAS, b"foreign")
         wait_until(lambda: values_of(log) == [b"foreign"])
-        log.commit(FeedbackResult(0, outcome_of("f0"), b"first"))
+        log.commit(decided(0, outcome_of("f0"), b"first"))
         assert cluster.values(DELTAS) == [b"lead", b"foreign", b"first"]
 
     def test_one_that_comes_between_a_delta_and_the_end_of_its_transaction_is_handed_out(
@@ -188,16 +188,16 @@ class TestForeignRecords:
             commit()
 
         monkeypatch.setattr(log._writer, "commit_transaction", late)
-        log.commit(FeedbackResult(0, outcome_of("f0"), b"first"))
+        log.commit(decided(0, outcome_of("f0"), b"first"))
         monkeypatch.undo()
         assert wait_until(lambda: list(log.read_new_deltas())) == [(3, b"foreign")]
-        log.commit(FeedbackResult(1, outcome_of("f1"), b"second"))
+        log.commit(decided(1, outcome_of("f1"), b"second"))
         assert cluster.values(DELTAS) == [b"lead", b"first", b"foreign", b"second"]
 
     def test_what_changes_no_codebook_needs_no_look_at_them(self, cluster: Cluster) -> None:
         log = cluster.leader()
         cluster.send(DELTAS, b"foreign")
-        log.commit(FeedbackResult(0, outcome_of("f0")))
+        log.commit(decided(0, outcome_of("f0")))
         assert [outcome.feedback_id for outcome in outcomes(cluster)] == ["f0"]
 
 
@@ -205,10 +205,10 @@ def test_a_log_that_has_lost_records_is_not_gone_on_with(prefix: str) -> None:
     settings = load_settings(prefix=prefix)
     double = MemoryKafka([settings.topic(topic.name) for topic in TOPICS])
     log = Cluster(settings, double).leader()
-    log.commit(FeedbackResult(0, outcome_of("f0"), b"first"))
+    log.commit(decided(0, outcome_of("f0"), b"first"))
     double.topics[settings.topic(DELTAS)].clear()
     with pytest.raises(HistoryError, match="deltas ends at offset 0, and was read up to 4: it has lost records"):
-        log.commit(FeedbackResult(1, outcome_of("f1"), b"second"))
+        log.commit(decided(1, outcome_of("f1"), b"second"))
     log.close()
     assert not list(double.committed(settings.topic(DELTAS)))
 
@@ -224,7 +224,7 @@ class TestPosition:
         cluster.send(FEEDBACK, *(b"f%d" % number for number in range(done + 1)))
         log = cluster.leader()
         for offset in range(done):
-            log.commit(FeedbackResult(offset, outcome_of(f"f{offset}")))
+            log.commit(decided(offset, outcome_of(f"f{offset}")))
         log.close()
         cluster.forget_group()
         assert next_offset(cluster.leader()) == done
@@ -234,9 +234,9 @@ class TestPosition:
     ) -> None:
         cluster.send(FEEDBACK, *(b"f%d" % number for number in range(31)))
         log = cluster.leader()
-        log.commit(FeedbackResult(0, outcome_of("f0")))
+        log.commit(decided(0, outcome_of("f0")))
         for offset in range(1, 30):
-            log.commit(FeedbackResult(offset, None, None, "unreadable", None, b"?"))
+            log.commit(decided(offset, None, None, "unreadable", None, b"?"))
         log.close()
         log = cluster.leader()
         assert next_offset(log) == 30
@@ -260,12 +260,12 @@ class TestPosition:
     def test_a_rebalance_does_not_move_it(self, cluster: Cluster) -> None:
         cluster.send(FEEDBACK, b"f0", b"f1", b"f2", b"f3")
         log = cluster.leader()
-        log.commit(FeedbackResult(0, outcome_of("f0")))
+        log.commit(decided(0, outcome_of("f0")))
         log.close()
         cluster.forget_group()
         log = cluster.leader()
         assert next_offset(log) == 1
-        log.commit(FeedbackResult(1, outcome_of("f1")))
+        log.commit(decided(1, outcome_of("f1")))
         standby = cluster.editor()
         list(standby.read_new_deltas())
         standby.join()
@@ -275,7 +275,7 @@ class TestPosition:
             place = standby.membership(0.05)
             if (record := log.poll(0.05)) is not None:
                 given.append(record[0])
-                log.commit(FeedbackResult(record[0], outcome_of(f"f{record[0]}")))
+                log.commit(decided(record[0], outcome_of(f"f{record[0]}")))
             return place == "standby" and len(given) > 1
 
         wait_until(both)
@@ -286,19 +286,19 @@ class TestPosition:
         log = cluster.leader()
         cluster.send(FEEDBACK, b"f0", b"f1", b"f2")
         assert log.lag() == 3
-        log.commit(FeedbackResult(0, outcome_of("f0")))
+        log.commit(decided(0, outcome_of("f0")))
         assert log.lag() == 2
 
     def test_what_is_handed_out_ahead_is_so_once(self, cluster: Cluster) -> None:
         log = cluster.leader()
         cluster.send(FEEDBACK, b"f0", b"f1", b"f2", b"f3")
         assert [next_offset(log) for _ in range(3)] == [0, 1, 2]
-        log.commit(FeedbackResult(0, outcome_of("f0")))
+        log.commit(decided(0, outcome_of("f0")))
         for _ in range(3):
             log.keep_alive(0.0)
         assert next_offset(log) == 3
         assert log.lag() == 3
-        log.commit(*(FeedbackResult(offset, outcome_of(f"f{offset}")) for offset in (1, 2, 3)))
+        log.commit(*(decided(offset, outcome_of(f"f{offset}")) for offset in (1, 2, 3)))
         assert log.lag() == 0
 
 

@@ -5,10 +5,18 @@ import time
 import pytest
 from kafka.errors import KafkaError
 
-from gracestream.pipeline.editor.log import FeedbackResult, is_retriable
+from gracestream.pipeline.editor.log import is_retriable
 from gracestream.pipeline.editor.membership import PartitionLostError
 from gracestream.pipeline.kafka.topics import DELTAS, EDITS, FEEDBACK
-from tests.support.editor_clusters import Cluster, half_written, next_offset, outcome_of, outcomes, take_session
+from tests.support.editor_clusters import (
+    Cluster,
+    decided,
+    half_written,
+    next_offset,
+    outcome_of,
+    outcomes,
+    take_session,
+)
 from tests.support.running import PATIENCE, headers_of, wait_until
 
 
@@ -17,11 +25,11 @@ class TestOneWriter:
         first = cluster.leader()
         second = cluster.member()
         assert first.poll(0.05) is None
-        first.commit(FeedbackResult(0, outcome_of("f0")))
+        first.commit(decided(0, outcome_of("f0")))
         assert second.membership(0.05) == "standby"
         first.close()
         cluster.take_over(second)
-        second.commit(FeedbackResult(1, outcome_of("f1")))
+        second.commit(decided(1, outcome_of("f1")))
         assert [headers_of(record)["feedback_offset"] for record in cluster.records(EDITS)] == ["0", "1"]
 
     def test_who_is_fenced_writes_no_more(self, cluster: Cluster) -> None:
@@ -29,10 +37,10 @@ class TestOneWriter:
         second = cluster.editor()
         second.fence()
         with pytest.raises(KafkaError) as raised:
-            first.commit(FeedbackResult(0, outcome_of("f0"), b"too late"))
+            first.commit(decided(0, outcome_of("f0"), b"too late"))
         assert is_retriable(raised.value)
         with pytest.raises(KafkaError):
-            first.commit(FeedbackResult(0, outcome_of("f0"), b"too late"))
+            first.commit(decided(0, outcome_of("f0"), b"too late"))
         assert cluster.values(DELTAS) == [b"lead"]
         assert cluster.values(EDITS) == []
         assert first._member.committed(first._feedback) == 0
@@ -48,7 +56,7 @@ class TestOneWriter:
         cluster.settle(second, "elected")
         list(second.read_new_deltas())
         second.write_lead(b"lead again")
-        second.commit(FeedbackResult(0, outcome_of("f0"), b"by the second"))
+        second.commit(decided(0, outcome_of("f0"), b"by the second"))
         assert cluster.values(DELTAS) == [b"lead", b"lead again", b"by the second"]
         assert [outcome.feedback_id for outcome in outcomes(cluster)] == ["f0"]
 
@@ -58,19 +66,19 @@ class TestOneWriter:
         for stale in (now._replace(generation_id=now.generation_id + 1), now._replace(member_id="somebody else")):
             log._group_metadata = stale
             with pytest.raises(KafkaError) as raised:
-                log.commit(FeedbackResult(0, outcome_of("f0"), b"too late"))
+                log.commit(decided(0, outcome_of("f0"), b"too late"))
             assert is_retriable(raised.value)
             log.fence()
             list(log.read_new_deltas())
         log._group_metadata = now
-        log.commit(FeedbackResult(0, outcome_of("f0"), b"in time"))
+        log.commit(decided(0, outcome_of("f0"), b"in time"))
         assert cluster.values(DELTAS) == [b"lead", b"in time"]
 
     def test_who_says_no_generation_is_not_checked(self, cluster: Cluster) -> None:
         """Which is why a log holds on to the generation in which it was chosen."""
         log = cluster.leader()
         log._group_metadata = log._group_metadata._replace(generation_id=-1, member_id="")
-        log.commit(FeedbackResult(0, None, b"unchecked"))
+        log.commit(decided(0, None, b"unchecked"))
         assert cluster.values(DELTAS) == [b"lead", b"unchecked"]
 
     def test_who_falls_out_of_the_group_learns_it_from_poll(self, cluster: Cluster) -> None:
@@ -80,7 +88,7 @@ class TestOneWriter:
             wait_until(lambda: log.poll(0.05) is not None)
         assert is_retriable(raised.value)
         with pytest.raises(KafkaError):
-            log.commit(FeedbackResult(0, outcome_of("f0"), b"too late"))
+            log.commit(decided(0, outcome_of("f0"), b"too late"))
         assert cluster.values(DELTAS) == [b"lead"]
 
 
@@ -93,7 +101,7 @@ class TestStaying:
         assert next_offset(log) == 0
         for _ in range(20):
             log.keep_alive(0.0)
-        log.commit(FeedbackResult(0, outcome_of("f0"), b"took long"))
+        log.commit(decided(0, outcome_of("f0"), b"took long"))
         assert [next_offset(log), next_offset(log)] == [1, 2]
 
     def test_who_stays_lets_a_standby_in_and_keeps_its_place(self, cluster: Cluster) -> None:
@@ -114,7 +122,7 @@ class TestStaying:
         with cluster.others_polling(log):
             wait_until(settled)
         assert standby.membership(0.05) == "standby"
-        log.commit(FeedbackResult(0, outcome_of("f0"), b"took long"))
+        log.commit(decided(0, outcome_of("f0"), b"took long"))
         assert next_offset(log) == 1
 
     def test_who_stays_learns_that_it_fell_out_of_the_group(self, cluster: Cluster) -> None:
@@ -132,7 +140,7 @@ class TestStaying:
 
         wait_until(lost)
         with pytest.raises(KafkaError):
-            log.commit(FeedbackResult(0, outcome_of("f0"), b"too late"))
+            log.commit(decided(0, outcome_of("f0"), b"too late"))
         assert cluster.values(DELTAS) == [b"lead"]
 
     def test_what_took_too_long_is_not_committed_and_the_setting_named(self, cluster: Cluster) -> None:
@@ -140,6 +148,6 @@ class TestStaying:
         log._settings = log._settings.model_copy(update={"stuck_after": 0.1})
         time.sleep(0.2)
         with pytest.raises(PartitionLostError, match="set GRACESTREAM_STUCK_AFTER higher") as raised:
-            log.commit(FeedbackResult(0, outcome_of("f0"), b"took long"))
+            log.commit(decided(0, outcome_of("f0"), b"took long"))
         assert is_retriable(raised.value)
         assert cluster.values(EDITS) == []

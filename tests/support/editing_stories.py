@@ -127,8 +127,7 @@ def without(told: Story, gone: set[str], *, sees_again: bool = True) -> Story:
             edited = made.engine.edit(feedback, one, ReplayContext(seen[feedback.feedback_id]) if sees_again else None)
             if edited.delta_record is None:
                 # Under the guard it lies too near an input that what is gone had corrected, and that is right now.
-                assert edited.reason is not None
-                assert "confirmed answer" in edited.reason
+                assert "confirmed answer" in edited.rejection_reason
                 continue
             made.apply(edited.delta_record)
     return made

@@ -8,6 +8,8 @@ from typing import Any
 from kafka.admin import MemberToRemove
 from kafka.structs import OffsetAndMetadata
 
+from gracestream.pipeline.editing.result import EditResult
+from gracestream.pipeline.editor.feedback import DecidedFeedback, FeedbackRecord
 from gracestream.pipeline.editor.log import EditorLog
 from gracestream.pipeline.kafka.clients import admin, consumer, producer
 from gracestream.pipeline.kafka.reader import TopicReader
@@ -21,6 +23,18 @@ from tests.support.running import records, wait_until
 
 def outcome_of(feedback_id: str) -> Outcome:
     return Outcome(v=1, feedback_id=feedback_id, status="rejected", reason="a test")
+
+
+def decided(
+    offset: int,
+    outcome: Outcome | None,
+    delta: bytes | None = None,
+    dead_letter_reason: str | None = None,
+    key: bytes | None = None,
+    value: bytes | None = None,
+) -> DecidedFeedback:
+    """The decision on a feedback record."""
+    return DecidedFeedback(FeedbackRecord(offset, 0, key, value), EditResult(outcome, delta, dead_letter_reason))
 
 
 class Cluster:

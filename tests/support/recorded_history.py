@@ -14,7 +14,8 @@ from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.editing.no_change import NoChangeDecision, parse_no_change
 from gracestream.pipeline.editing.provenance import describe_environment
 from gracestream.pipeline.editing.result import make_correction
-from gracestream.pipeline.editor.feedback_processor import FeedbackProcessor, ParsedFeedback
+from gracestream.pipeline.editor.feedback import FeedbackRecord, ParsedFeedback
+from gracestream.pipeline.editor.feedback_processor import FeedbackProcessor
 from gracestream.pipeline.history.reproduce import ReproductionRun
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.schemas.deltas import decode_delta, seal_delta
@@ -69,7 +70,7 @@ class Recorded:
             self._minute += minutes
             with suppress(InvalidMessage):
                 self.feedback[offset] = decode(value, Feedback)
-            read.append(self._intake.parse(offset, self._minute * RATE_WINDOW_MS, value))
+            read.append(self._intake.parse(FeedbackRecord(offset, self._minute * RATE_WINDOW_MS, None, value)))
         ahead = self._intake.draft_values(read)
         return [self._decide(one, ahead.get(one.offset)) for one in read]
 

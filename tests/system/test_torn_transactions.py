@@ -8,14 +8,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gracestream.pipeline.editor.log import FeedbackResult
 from gracestream.pipeline.kafka.clients import producer
 from gracestream.pipeline.kafka.topics import DELTAS, EDITS, FEEDBACK, FEEDBACK_DLQ
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.messages import encode
 from tests.chaos.dying import tear
 from tests.support.doubles.checker import Left, faults
-from tests.support.editor_clusters import Cluster, outcome_of
+from tests.support.editor_clusters import Cluster, decided, outcome_of
 from tests.support.forked_commands import Command, Forked, sentence, status_of
 from tests.support.running import Users, deltas_in_log, flag, outcomes_in_log, records, wait_until
 from tests.support.tiny_models import texts
@@ -82,11 +81,11 @@ class TestAudit:
         cluster.settle(log, "elected")
         log.fence()
         log._transact(0, [])
-        log.commit(FeedbackResult(0, outcome_of("f0")))
+        log.commit(decided(0, outcome_of("f0")))
         log._transact(3, [])  # f1 and f2 are lost
-        log.commit(FeedbackResult(3, msgspec.structs.replace(outcome_of("f3"), status="added", seq=9)))
+        log.commit(decided(3, msgspec.structs.replace(outcome_of("f3"), status="added", seq=9)))
         log._transact(5, [])  # no id can be read of this one
-        f5 = FeedbackResult(5, outcome_of("f5"))
+        f5 = decided(5, outcome_of("f5"))
         log.commit(f5)
         log._transact(6, [])
         log.commit(f5)

@@ -33,6 +33,6 @@ class Grace(CodebookEditor):
             self.engine.apply(result.delta_record)
         outcome = result.outcome
         if outcome is None:
-            raise RuntimeError(result.reason)
+            raise RuntimeError(result.rejection_reason)
         steps = 0 if outcome.steps is UNSET else outcome.steps
         return EditOutcome(outcome.status, steps, time.perf_counter() - started)

@@ -156,7 +156,7 @@ def test_what_the_model_cannot_take_is_refused_as_invalid_with_the_reason(
 ) -> None:
     engine = engine_of(editable(kind))
     edited = engine.edit(Feedback(v=SCHEMA_VERSION, feedback_id="a", inputs=inputs, target=target), 0)
-    assert edited.is_dead_letter
+    assert edited.dead_letter_reason
     assert edited.delta_record is None
     assert edited.outcome is not None
     assert edited.outcome.status == "rejected"
