@@ -48,7 +48,7 @@ Wording = Annotated[str, Meta(max_length=MAX_WORDING)]
 TokenId = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 """A token id, in the range of int64, the type of label tensors."""
 
-Op = Literal["lead", "add", "expand", "split", "replace", "undo", "except", "retune"]
+Op = Literal["lead", "add", "expand", "split", "replace", "undo", "except"]
 
 
 class Tensor(Struct, frozen=True, kw_only=True):

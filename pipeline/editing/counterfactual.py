@@ -174,9 +174,7 @@ class CounterfactualReplay:
     def _advance(self, engine: EditEngine, delta: Delta) -> None:
         """Advance the counterfactual history by one delta, after the actual history has applied it."""
         names = _touched_names(delta)
-        if delta.op == "retune":
-            self._retune(engine, delta)
-        elif delta.op == "except" and delta.cause is not UNSET and delta.cause.feedback_id not in self._removed_ids:
+        if delta.op == "except" and delta.cause is not UNSET and delta.cause.feedback_id not in self._removed_ids:
             self._redecide_exceptions(engine, delta, delta.cause)
         elif delta.op in ("lead", "undo") or delta.cause is UNSET or delta.cause.feedback_id in self._removed_ids:
             pass  # a lead changes no entry, `removed_ids` contains the effect of undos, and removed feedback has none
@@ -187,13 +185,6 @@ class CounterfactualReplay:
         else:
             names |= self._redecide(engine, delta, delta.cause)
         self._divergence.update(names, self._actual, engine)
-
-    @staticmethod
-    def _retune(engine: EditEngine, delta: Delta) -> None:
-        """Repeat a `retune` delta for the entries that exist; no feedback is behind it that could be removed."""
-        entries = tuple(change for change in delta.entries if change.entry_id in engine.codebook)
-        if entries:
-            engine.apply(engine.next_delta("retune", entries=entries))
 
     def _redecide_exceptions(self, engine: EditEngine, delta: Delta, cause: Cause) -> None:
         """Repeat the exceptions of a delta for the entries that exist; this needs no pass of the model."""

@@ -218,10 +218,10 @@ def texts(count: int, seed: int = 0, shortest: int = 2, longest: int = 12) -> li
     return [" ".join(generator.choice(WORDS, int(generator.integers(shortest, longest + 1)))) for _ in range(count)]
 
 
-def retuned(codebook: Codebook, entry_id: str, radius: float, value: np.ndarray | None = None) -> bytes:
+def with_radius(codebook: Codebook, entry_id: str, radius: float, value: np.ndarray | None = None) -> bytes:
     """The record that gives an entry another radius, and another value if there is one."""
     change = EntryChange(entry_id=entry_id, radius=radius, value=UNSET if value is None else Tensor.from_array(value))
-    return sealed(codebook, change, op="retune")
+    return sealed(codebook, change, op="split")
 
 
 class Failing(torch.nn.Module):

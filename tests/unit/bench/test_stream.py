@@ -180,7 +180,7 @@ def test_an_edit_that_no_entry_serves_any_more_is_not_retained(toy: Data) -> Non
         edits.made(other, WAYS[1], known, one, number)
     assert served(engine, known, feedback) == [True] * 3
     assert same(engine, other)
-    engine.apply(engine.next_delta("retune", entries=(EntryChange(entry_id="1", radius=0.0, wording=""),)))
+    engine.apply(engine.next_delta("split", entries=(EntryChange(entry_id="1", radius=0.0, wording=""),)))
     assert served(engine, known, feedback) == [True, False, True]
     assert not same(engine, other)
 

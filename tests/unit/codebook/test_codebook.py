@@ -254,7 +254,7 @@ def test_the_state_digest_knows_where_a_name_ends_and_a_label_begins() -> None:
 def test_an_entry_copied_out_stays_as_it_was() -> None:
     codebook = filled(KEYS)
     entry = codebook.entry(codebook.slot("e1"))
-    codebook.apply(sealed(codebook, EntryChange(entry_id="e1", key=raw([9, 9, 9]), radius=3.0), op="retune"))
+    codebook.apply(sealed(codebook, EntryChange(entry_id="e1", key=raw([9, 9, 9]), radius=3.0), op="split"))
     assert entry.key_D.tolist() == KEYS[1].tolist()
     assert dataclasses.asdict(entry)["radius"] == 1.0
 
@@ -294,7 +294,7 @@ class Folding(RuleBasedStateMachine):
 
     @precondition(lambda self: self.oracle)
     @rule(data=st.data(), radius=radii)
-    def retune(self, data: st.DataObject, radius: float) -> None:
+    def change_radius(self, data: st.DataObject, radius: float) -> None:
         name = data.draw(st.sampled_from(sorted(self.oracle)))
         self._apply(EntryChange(entry_id=name, radius=radius))
         self.oracle[name]["radius"] = radius
@@ -350,7 +350,7 @@ def test_a_copy_is_equal_and_goes_its_own_way() -> None:
     assert state(copied) == state(codebook)
     before = state(copied)
     codebook.apply(sealed(codebook, EntryChange(entry_id="e0", removed=True), NEW, op="undo"))
-    codebook.apply(sealed(codebook, altered(GOOD, entry_id="e1"), op="retune"))
+    codebook.apply(sealed(codebook, altered(GOOD, entry_id="e1"), op="split"))
     assert state(copied) == before
     assert copied.apply(sealed(copied, NEW)) is not None
 
@@ -360,7 +360,7 @@ def test_facts_come_without_a_state_that_changes_too_fast(monkeypatch: pytest.Mo
     digest = codebook.state_digest
 
     def slowly() -> str:
-        codebook.apply(sealed(codebook, altered(GOOD, entry_id="e1"), op="retune"))
+        codebook.apply(sealed(codebook, altered(GOOD, entry_id="e1"), op="split"))
         return digest()
 
     monkeypatch.setattr(codebook, "state_digest", slowly)

@@ -61,7 +61,7 @@ def test_an_edit_is_remembered_with_its_query_entry_distance_and_offset(log: Log
     assert log.memory.offsets == {"a": 7, "b": 8}
 
 
-def test_a_lead_and_a_retune_are_no_edits(log: Log) -> None:
+def test_a_lead_and_a_delta_without_feedback_are_no_edits(log: Log) -> None:
     log.write(EntryChange(entry_id="a", radius=0.5))
     fold(sealed(log.codebook, op="lead"), log.codebook, log.memory)
     assert log.memory.feedback_ids == ["a", "b"]

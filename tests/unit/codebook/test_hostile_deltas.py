@@ -13,7 +13,7 @@ from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.errors import HistoryError
 from gracestream.schemas.deltas import DIGEST_BYTES, EntryChange, chain_digest
 from tests.support.hostile import mutated_bytes
-from tests.support.tiny_models import CODEBOOK, LAYER, MODEL, added, retuned, sealed
+from tests.support.tiny_models import CODEBOOK, LAYER, MODEL, added, sealed, with_radius
 
 MUTANTS = 10_000
 ODD: list[Any] = [
@@ -30,7 +30,7 @@ def history() -> list[bytes]:
     makers: list[Callable[[], bytes]] = [
         lambda: sealed(codebook, op="lead"),
         lambda: sealed(codebook, added("e1", [1.0, 2.0], 0.5), added("e2", [3.0, -1.0], 0.25)),
-        lambda: retuned(codebook, "e1", 0.75, np.array([5.0, 6.0])),
+        lambda: with_radius(codebook, "e1", 0.75, np.array([5.0, 6.0])),
         lambda: sealed(codebook, EntryChange(entry_id="e2", removed=True), op="undo"),
         lambda: sealed(codebook, op="lead", environment={"torch": "2"}),
         lambda: sealed(codebook, added("e3", [2.0, 2.0], 1.0, label=(4, 5))),

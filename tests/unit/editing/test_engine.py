@@ -16,7 +16,7 @@ from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.model.tasks.base import InputError, Limits
 from gracestream.schemas.deltas import decode_delta
 from gracestream.schemas.messages import SCHEMA_VERSION, Feedback, Outcome, Parameters
-from tests.support.tiny_models import CODEBOOK, WORDS, correct, editable, retuned, texts
+from tests.support.tiny_models import CODEBOOK, WORDS, correct, editable, texts, with_radius
 
 TEXTS = texts(40, seed=11)
 NAMES = ["wrong", "right", "neither", "both"]
@@ -228,7 +228,7 @@ def test_a_near_input_of_the_same_label_expands_and_a_value_that_fails_there_is_
         correct(engine, "a", TEXTS[0], target)
         # The ball shrinks, so that the other input lies outside it but near.
         value_V = engine.codebook.entry(0).value_V
-        engine.apply(retuned(engine.codebook, "a", 1e-3, -value_V if broken else None))
+        engine.apply(with_radius(engine.codebook, "a", 1e-3, -value_V if broken else None))
         other = next(text for text in TEXTS[1:] if said(engine, text) != target)
         outcome, record = correct(engine, "b", other, target, 1)
         assert record is not None

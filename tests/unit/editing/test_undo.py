@@ -15,7 +15,6 @@ from gracestream.schemas.deltas import decode_delta
 from gracestream.schemas.messages import Feedback
 from tests.support.chosen_queries import answer
 from tests.support.editing_stories import Story, assert_same, plan_of, story
-from tests.support.tiny_models import retuned
 
 
 def test_an_undone_correction_is_answered_as_before_it() -> None:
@@ -75,20 +74,6 @@ def test_an_undo_can_be_undone() -> None:
     assert told.engine.codebook.state_digest() == state
     assert told.undo("w", "v").status == "undone"
     assert len(told.engine.codebook) == 0
-
-
-def test_a_radius_that_was_retuned_stays_so_where_its_entry_does() -> None:
-    told = story()
-    told.correct("a", (0, 0), 1)
-    told.correct("b", (5, 5), 1)
-    told.apply(retuned(told.engine.codebook, "b", 0.25))
-    told.apply(retuned(told.engine.codebook, "a", 0.5))
-    told.undo("u", "a")
-    assert told.engine.codebook.entry_ids == ["b"]
-    assert told.engine.codebook.radii_N.tolist() == [0.25]
-    told.undo("v", "u")
-    radii = dict(zip(told.engine.codebook.entry_ids, told.engine.codebook.radii_N.tolist(), strict=True))
-    assert radii == {"a": 0.5, "b": 0.25}
 
 
 def test_what_an_author_has_taken_back_already_is_not_taken_back_again() -> None:

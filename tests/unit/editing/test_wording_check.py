@@ -269,7 +269,7 @@ def test_the_nearest_of_those_with_the_same_words_serves_and_an_undone_one_does_
     for name, place, label in (("a", 0.0, "1"), ("b", 0.4, "2")):
         correct(made, name, chosen_queries.at(place, 0), label)
     assert [chosen_queries.answer(made, place, 0) for place in (0, 0.2, 0.18, 0.22, 0.4)] == [1, 1, 1, 2, 2]
-    removed = made.next_delta("retune", entries=(EntryChange(entry_id="a", removed=True),))
+    removed = made.next_delta("split", entries=(EntryChange(entry_id="a", removed=True),))
     made.apply(removed)
     assert [chosen_queries.answer(made, place, 0) for place in (0, 0.2, 0.4)] == [2, 2, 2]
 
@@ -356,7 +356,7 @@ def test_a_prompt_a_little_outside_that_names_the_same_is_a_near_miss() -> None:
     queries_BD = model.queries([model.task.tokenize(text) for text in (EDITED, FURTHER)])
     distance = float((queries_BD[0] - queries_BD[1]).norm())
     for radius, reason in ((distance / 1.5, None), (distance / 1.3, OUTSIDE_RADIUS_REASON), (1.1 * distance, "")):
-        engine.apply(engine.next_delta("retune", entries=(EntryChange(entry_id="a", radius=radius),)))
+        engine.apply(engine.next_delta("split", entries=(EntryChange(entry_id="a", radius=radius),)))
         further, other = ask(engine, FURTHER, OTHER)
         match = further.near_miss or further.hit
         assert (None if match is None else match.reason_not_served) == reason
