@@ -2,7 +2,9 @@
 
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -18,6 +20,7 @@ from gracestream.pipeline.replica.codebook_replica import DELTA_WAIT_SECONDS, Co
 from gracestream.pipeline.settings import Settings, load_settings
 from gracestream.pipeline.stores.redis_client import redis_client
 from gracestream.pipeline.stores.redis_head import RedisHeadStore, StaleHeadError
+from gracestream.schemas.deltas import Delta
 from tests.support.running import wait_until
 from tests.support.tiny_models import LAYER, MODEL, added, sealed
 from tests.support.written_history import History, same
@@ -58,6 +61,37 @@ class TestFollowing:
         assert same(mirror.codebook, history.codebook)
         nearest = mirror.index.nearest(torch.tensor([[0.1, 0.9]]))
         assert mirror.codebook.entry_ids[int(nearest.slots_B[0])] == "b"
+
+    def test_each_delta_is_decoded_and_checked_once_however_often_it_is_polled(
+        self, history: History, mirror_of: Callable[..., CodebookReplica], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        history.lead()
+        history.add("a", [1.0, 0.0])
+        history.make_live()
+        history.add("b", [0.0, 1.0])
+        history.add("c", [1.0, 1.0])
+        decoded, checked = list[int](), list[int]()
+        decode, check_position = msgspec.msgpack.decode, Codebook._check_position
+
+        def counted_decode(*args: Any, **options: Any) -> Any:
+            found = decode(*args, **options)
+            decoded.append(found.seq)
+            return found
+
+        def counted_check(codebook: Codebook, delta: Delta, record: bytes) -> None:
+            checked.append(delta.seq)
+            check_position(codebook, delta, record)
+
+        monkeypatch.setattr(msgspec.msgpack, "decode", counted_decode)
+        monkeypatch.setattr(Codebook, "_check_position", counted_check)
+        mirror = mirror_of(history.settings)
+        assert mirror.catch_up(30)
+        wait_until(lambda: mirror._follower.latest_seq == 4)
+        assert [step(mirror) for _ in range(20)] == [2] * 20
+        assert checked == [1, 2, 3], "the next delta is checked before it is published"
+        history.make_live()
+        assert step(mirror) == 4
+        assert (decoded, checked) == ([1, 2, 3, 4], [1, 2, 3, 4])
 
     def test_it_never_goes_backwards(self, history: History, mirror_of: Callable[..., CodebookReplica]) -> None:
         mirror = mirror_of(history.settings)
