@@ -2,7 +2,8 @@
 
 1. Equal weights, config, tokenizer and chat template give equal fingerprints under equal library versions.
 2. A change of any of them gives another fingerprint.
-3. A cached fingerprint is used only while the files of the checkpoint and the dtype are unchanged.
+3. A cached fingerprint is used only while the files of the checkpoint and the dtype are unchanged. A cache file that
+   does not hold 64 lower-case hexadecimal digits is computed anew and replaced.
 
 Not promised: equal fingerprints under different versions of transformers, which may add fields to a config.
 """
@@ -10,6 +11,7 @@ Not promised: equal fingerprints under different versions of transformers, which
 import hashlib
 import json
 import os
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ import torch
 
 FINGERPRINT_VERSION = 2
 """The version of the fingerprint's definition. Fingerprints cached under another version are ignored."""
+
+_FINGERPRINT = re.compile("[0-9a-f]{64}")
 
 
 def compute_fingerprint(model: Any, tokenizer: Any) -> str:
@@ -55,7 +59,8 @@ def cached_fingerprint(model: Any, tokenizer: Any, folder: Path, cache: Path | N
     state = json.dumps([FINGERPRINT_VERSION, str(folder.resolve()), type(model).__name__, str(model.dtype), files])
     cache_file = cache.expanduser() / "fingerprints" / hashlib.sha256(state.encode()).hexdigest()
     with suppress(OSError):
-        if len(cached := cache_file.read_text(errors="replace")) == hashlib.sha256().digest_size * 2:
+        # Anything else is damaged, such as a file that a full disk or a lost power supply has left.
+        if _FINGERPRINT.fullmatch(cached := cache_file.read_text(errors="replace")):
             return cached
     fingerprint = compute_fingerprint(model, tokenizer)
     with suppress(OSError):
