@@ -7,3 +7,7 @@ class UserError(Exception):
 
 class HistoryError(UserError):
     """A delta cannot be applied. The reader stops, because skipping a delta would let replicas diverge."""
+
+
+class PlotError(UserError):
+    """Plots cannot be drawn or written."""

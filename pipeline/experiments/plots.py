@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gracestream.pipeline.errors import UserError
+from gracestream.pipeline.errors import PlotError
 from gracestream.pipeline.experiments.editors.serving import ServedCounts
 from gracestream.pipeline.experiments.stream import MeanScore, Measurement
 
@@ -32,10 +32,6 @@ REACH_CURVES: dict[str, Callable[[Measurement], float]] = {
 
 Estimate = tuple[float, float]
 """A mean, and half the width of its confidence interval."""
-
-
-class PlotError(UserError):
-    """Plots cannot be drawn; the message names the missing package."""
 
 
 def require_matplotlib() -> None:

@@ -4,12 +4,8 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from gracestream.pipeline.errors import UserError
+from gracestream.pipeline.errors import PlotError
 from gracestream.pipeline.tuning.trials import TrialResult
-
-
-class PlotError(UserError):
-    """The plot cannot be drawn; the message names the remedy."""
 
 
 def require_plot(path: Path) -> None:

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gracestream.pipeline.errors import PlotError
 from gracestream.pipeline.experiments import plots
 from gracestream.pipeline.experiments.editors.serving import ServedCounts
-from gracestream.pipeline.experiments.plots import PlotError, draw_run, require_matplotlib
+from gracestream.pipeline.experiments.plots import draw_run, require_matplotlib
 from gracestream.pipeline.experiments.report import (
     METRICS_FILE,
     REPORT_VERSION,

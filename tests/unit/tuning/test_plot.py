@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from gracestream.pipeline.errors import PlotError
 from gracestream.pipeline.tuning import plot
-from gracestream.pipeline.tuning.plot import PlotError, draw, require_plot
+from gracestream.pipeline.tuning.plot import draw, require_plot
 from gracestream.pipeline.tuning.trials import Share
 from tests.unit.tuning.test_advice import GOOD, like
 
