@@ -16,7 +16,7 @@ set -euo pipefail
 KAFKA_ACLS=${KAFKA_ACLS:-kafka-acls.sh}      # from Kafka's bin folder
 BOOTSTRAP=${BOOTSTRAP:-localhost:9092}
 COMMAND_CONFIG=${COMMAND_CONFIG:-}           # properties of a client that may alter ACLs
-PREFIX=${GRACESTREAM_PREFIX:-}
+PREFIX=${GRACESTREAM_TOPIC_PREFIX:-}
 
 EDITOR_PRINCIPAL=${EDITOR_PRINCIPAL:-User:gracestream-editor}
 REPLICA_PRINCIPAL=${REPLICA_PRINCIPAL:-User:gracestream-replica}

@@ -33,11 +33,13 @@ class Settings(BaseSettings):
     redis: str = Field(
         "redis://localhost:6379/0", repr=False, description="URL of Redis or Valkey; `rediss://` for TLS."
     )
-    prefix: str = Field("", pattern=r"^[A-Za-z0-9._-]*$", description="Put before every topic, group and Redis key.")
+    topic_prefix: str = Field(
+        "", pattern=r"^[A-Za-z0-9._-]*$", description="Put before every topic, group and Redis key."
+    )
     codebook: str = Field("default", min_length=1, description="Name of the codebook, written into every delta.")
     startup_timeout: FiniteFloat = Field(60.0, gt=0, description="Seconds to wait for Kafka and Redis at start.")
 
-    secrets: str = Field(
+    secrets_dir: str = Field(
         "", description="Folder of files that have the names of these variables and contain their values."
     )
     kafka_security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = Field(
@@ -72,7 +74,7 @@ class Settings(BaseSettings):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the model runs.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="The model's weights.")
     threads: int = Field(0, ge=0, description="Torch threads of a worker; 0 leaves torch's own choice.")
-    query: Literal["auto", "last", "first", "mean", "encoder"] = Field(
+    query_source: Literal["auto", "last", "first", "mean", "encoder"] = Field(
         "auto",
         description="Source of the query: a token of the prompt, or encoder: a sentence encoder. auto: encoder for a"
         " causal language model unless `policy` is paper; otherwise the last token, or [CLS] of a classifier.",
@@ -82,7 +84,7 @@ class Settings(BaseSettings):
         min_length=1,
         description="The sentence encoder that makes queries: a local folder, a hub id, `id@revision`, or `minilm`.",
     )
-    replace: Literal["auto", "last", "all"] = Field(
+    inject_tokens: Literal["auto", "last", "all"] = Field(
         "auto", description="Which prompt tokens take the value; auto: last for generators, all for classifiers."
     )
 
@@ -104,31 +106,33 @@ class Settings(BaseSettings):
         description="Limit on every radius, absolute, except for the numerical tolerance; 0: no limit; if not set,"
         " 1 for queries of an encoder.",
     )
-    scope_radius: bool = Field(
+    use_scope_radius: bool = Field(
         True,
         description="For queries of an encoder, `policy` nearest and a generator: a new radius also excludes other"
         " requests about the subject of its entry. Off if `radius` is set, unless this is set, too.",
     )
-    scope_alpha: FiniteFloat = Field(
+    scope_error_rate: FiniteFloat = Field(
         0.05,
         ge=0.01,
         le=0.2,
-        description="For `scope_radius`: the share of other requests about a subject that may be within a radius.",
+        description="For `use_scope_radius`: the share of other requests about a subject that may be within a radius.",
     )
     expand: Literal["cover", "paper"] = Field(
         "cover",
         description="How the paper policy expands a radius: just to include the query, or by the initial radius.",
     )
-    guard: bool = Field(
+    retention_guard: bool = Field(
         True,
         description="Retention guard: give an earlier edit its own entry if a new entry would take over its query.",
     )
-    wording: bool = Field(
+    check_wording: bool = Field(
         True,
         description="Do not serve a prompt within a radius if its wording disagrees with the correction's: numbers,"
         " names, negation, words that exclude each other. If not set, false for `policy` paper.",
     )
-    traffic: int = Field(512, ge=0, description="Number of recent unflagged queries that new radii exclude; 0: none.")
+    traffic_sample_size: int = Field(
+        512, ge=0, description="Number of recent unflagged queries that new radii exclude; 0: none."
+    )
     seed: int = Field(0, ge=0, lt=2**32, description="Seed of the editor's random numbers.")
 
     max_steps: int = Field(
@@ -137,15 +141,15 @@ class Settings(BaseSettings):
         description="Limit on the optimisation steps of an edit; for targets over 16 tokens, proportionally higher.",
     )
     learning_rate: FiniteFloat = Field(2.0, gt=0, le=1e6, description="Adam's learning rate for values.")
-    margin: FiniteFloat = Field(3.0, ge=0, description="Logit margin at which a value counts as trained.")
-    edit_batch: int = Field(
+    stop_margin: FiniteFloat = Field(3.0, ge=0, description="Logit margin at which a value counts as trained.")
+    edit_batch_size: int = Field(
         16, ge=1, le=64, description="Limit on the waiting corrections whose values are trained in one batch."
     )
-    init: Literal["layer", "label", "random"] = Field(
+    value_init: Literal["layer", "label", "random"] = Field(
         "layer", description="Initial value: the output of the layer, the value of an entry with the label, or random."
     )
 
-    forms: bool = Field(
+    train_prompt_forms: bool = Field(
         True,
         description="Train a causal model's values on other forms of the inputs, too; if not set, false for `policy`"
         " paper.",
@@ -155,26 +159,28 @@ class Settings(BaseSettings):
         True,
         description="If the value of an entry does not produce its target on a prompt, answer unedited (near miss).",
     )
-    max_new_tokens: int = Field(
+    default_max_new_tokens: int = Field(
         64, ge=1, description="Tokens to generate if the request does not set `max_new_tokens`."
     )
-    new_tokens_limit: int = Field(512, ge=1, description="A request for more tokens is rejected.")
+    max_new_tokens: int = Field(512, ge=1, description="A request for more tokens is rejected.")
     max_input_tokens: int = Field(512, ge=1, description="A prompt of more tokens is rejected.")
     max_target_tokens: int = Field(64, ge=1, description="A correction whose target has more tokens is rejected.")
     max_record_bytes: int = Field(
         262_144, ge=1024, le=2**20, description="A larger request or feedback record is rejected; at most 1 MiB."
     )
 
-    authors: str = Field("", description="TOML file with the authors, their keys and roles; empty: no list of authors.")
+    authors_file: str = Field(
+        "", description="TOML file with the authors, their keys and roles; empty: no list of authors."
+    )
     require_signature: bool = Field(False, description="Reject feedback that is not signed by an author on the list.")
-    edits_per_minute: int = Field(
+    feedback_rate_limit: int = Field(
         0, ge=0, description="Limit on the feedback records accepted from one author per minute; 0: no limit."
     )
 
-    batch: int = Field(16, ge=1, description="Limit on the requests in one micro-batch.")
-    batch_wait: FiniteFloat = Field(0.02, ge=0, description="Seconds that a micro-batch waits for more requests.")
+    request_batch_size: int = Field(16, ge=1, description="Limit on the requests in one micro-batch.")
+    batch_max_wait: FiniteFloat = Field(0.02, ge=0, description="Seconds that a micro-batch waits for more requests.")
     min_seq_wait: FiniteFloat = Field(5.0, ge=0, description="Seconds that a request waits for its `min_seq`.")
-    redis_grace: FiniteFloat = Field(
+    redis_outage_grace: FiniteFloat = Field(
         5.0, ge=0, description="Seconds without Redis after which a replica follows the log instead."
     )
     session_timeout: FiniteFloat = Field(
@@ -182,7 +188,7 @@ class Settings(BaseSettings):
         gt=0,
         description="Seconds without a heartbeat after which Kafka assigns a worker's partitions to another one.",
     )
-    stuck_after: FiniteFloat = Field(
+    stall_timeout: FiniteFloat = Field(
         300.0,
         gt=0,
         le=7 * 24 * 3600,
@@ -199,29 +205,31 @@ class Settings(BaseSettings):
         repr=False,
         description="Folder or fsspec URL for snapshots, the same for all workers; empty: no snapshots.",
     )
-    snapshot_every: int = Field(
+    snapshot_interval: int = Field(
         1000, ge=0, description="Deltas between two snapshots by the editor; 0: the editor writes none."
     )
     snapshot_keep: int = Field(3, ge=1, description="Number of snapshots to keep; older ones are deleted.")
 
-    replica: str = Field("", description="Name of this replica in predictions; empty: host name and process id.")
-    host: str = Field(
+    worker_name: str = Field("", description="Name of this replica in predictions; empty: host name and process id.")
+    http_host: str = Field(
         "127.0.0.1", description="Address of the HTTP endpoints `/live`, `/ready`, `/metrics` and `/state`."
     )
-    port: int = Field(0, ge=0, le=65535, description="Port of these endpoints; 0: a free port.")
-    cache: Path = Field(Path("~/.cache/gracestream"), description="Folder for converted models and fingerprints.")
+    http_port: int = Field(0, ge=0, le=65535, description="Port of these endpoints; 0: a free port.")
+    cache_dir: Path = Field(Path("~/.cache/gracestream"), description="Folder for converted models and fingerprints.")
     log_format: Literal["json", "text"] = Field("json", description="Format of the log on standard error.")
 
-    @field_validator("new_tokens_limit")
+    @field_validator("max_new_tokens")
     @classmethod
-    def _check_new_tokens_limit(cls, limit: int, info: ValidationInfo) -> int:
-        if limit < info.data.get("max_new_tokens", 0):
-            raise ValueError(f"be at least GRACESTREAM_MAX_NEW_TOKENS, which is {info.data['max_new_tokens']}")
+    def _check_max_new_tokens(cls, limit: int, info: ValidationInfo) -> int:
+        if limit < info.data.get("default_max_new_tokens", 0):
+            raise ValueError(
+                f"be at least GRACESTREAM_DEFAULT_MAX_NEW_TOKENS, which is {info.data['default_max_new_tokens']}"
+            )
         return limit
 
     def topic(self, name: str) -> str:
         """The full name of a topic or group in this deployment: with the prefix."""
-        return self.prefix + name
+        return self.topic_prefix + name
 
 
 TYPO_CUTOFF = 0.8
@@ -235,15 +243,15 @@ class SettingsError(UserError):
 def load_settings(**overrides: object) -> Settings:
     """Load and check the settings.
 
-    `overrides` that are not None come first, then the environment, then the files in the folder `GRACESTREAM_SECRETS`.
+    `overrides` that are not None come first, then the environment, then the files in `GRACESTREAM_SECRETS_DIR`.
 
     Raises:
         SettingsError: a setting is not valid. The text has one line per fault and no value of a secret.
     """
     overrides = {name: value for name, value in overrides.items() if value is not None}
-    folder = str(overrides.get("secrets", os.environ.get("GRACESTREAM_SECRETS", "")))
+    folder = str(overrides.get("secrets_dir") or os.environ.get("GRACESTREAM_SECRETS_DIR", ""))
     if folder and not (Path(folder).is_dir() and os.access(folder, os.R_OK | os.X_OK)):
-        raise SettingsError(f"GRACESTREAM_SECRETS: {folder!r} is not a readable folder")
+        raise SettingsError(f"GRACESTREAM_SECRETS_DIR: {folder!r} is not a readable folder")
     try:
         settings = Settings(_secrets_dir=folder or None, **overrides)  # type: ignore[call-arg,arg-type]
     except ValidationError as error:
@@ -278,12 +286,12 @@ def to_environment_variables(values: Mapping[str, object]) -> dict[str, str]:
 
 
 def _describe_secret_error(error: Exception) -> str:
-    """The reason why a file in `GRACESTREAM_SECRETS` cannot be read; the cause of the error has it."""
+    """The reason why a file in `GRACESTREAM_SECRETS_DIR` cannot be read; the cause of the error has it."""
     reason = error if isinstance(error, OSError) else error.__cause__
     if not isinstance(reason, OSError):
-        return f"GRACESTREAM_SECRETS: {to_one_line(error)}: its file is not text in UTF-8"
+        return f"GRACESTREAM_SECRETS_DIR: {to_one_line(error)}: its file is not text in UTF-8"
     user = f"; the user {os.geteuid()} must have the right to read it" if isinstance(reason, PermissionError) else ""
-    return f"GRACESTREAM_SECRETS: {reason.filename!r} cannot be read: {reason.strerror}{user}"
+    return f"GRACESTREAM_SECRETS_DIR: {reason.filename!r} cannot be read: {reason.strerror}{user}"
 
 
 SECRET_FIELDS = {"redis", "snapshot_url", "kafka_password", "kafka_key_password", "redis_password"}
@@ -302,10 +310,10 @@ def _describe_problem(problem: ErrorDetails) -> str:
 
 
 def _model_contradictions(settings: Settings) -> Iterator[str]:
-    if "encoder" in settings.model_fields_set and settings.query == "auto" and settings.policy == "paper":
+    if "encoder" in settings.model_fields_set and settings.query_source == "auto" and settings.policy == "paper":
         yield (
             "GRACESTREAM_ENCODER is set, and with GRACESTREAM_POLICY=paper the layer makes the queries: set"
-            " GRACESTREAM_QUERY=encoder, or unset GRACESTREAM_ENCODER"
+            " GRACESTREAM_QUERY_SOURCE=encoder, or unset GRACESTREAM_ENCODER"
         )
 
 

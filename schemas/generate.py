@@ -352,7 +352,10 @@ def asyncapi_document() -> Json:
         },
         "components": {
             "parameters": {
-                "prefix": {"default": "", "description": "GRACESTREAM_PREFIX, so that deployments can share a cluster."}
+                "prefix": {
+                    "default": "",
+                    "description": "GRACESTREAM_TOPIC_PREFIX, so that deployments can share a cluster.",
+                }
             },
             "messages": {
                 "request": _message("request", "A request to the model", "Any.", headers=_request_headers()),

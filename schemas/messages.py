@@ -154,7 +154,7 @@ class Message(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Parameters(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """Options of text generation. Decoding is greedy, so an answer can be reproduced. An unknown field is an error.
 
-    The setting `new_tokens_limit` of a deployment may lower the limit of `max_new_tokens`.
+    The setting `max_new_tokens` of a deployment may lower the limit of `max_new_tokens`.
     """
 
     max_new_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | UnsetType = UNSET

@@ -76,7 +76,7 @@ def start_worker(kind: Literal["inference", "editor"], settings: Settings) -> It
         PortError, SettingsError, UnreachableError, AccessDeniedError, TopicError, ModelError, LayerError: the worker
             cannot start; the text gives the reason and the remedy.
     """
-    name = settings.replica or f"{socket.gethostname()}-{os.getpid()}"
+    name = settings.worker_name or f"{socket.gethostname()}-{os.getpid()}"
     configure_logs(settings.log_format, worker=kind, name=name)
     for variable, intended in unknown_variables(os.environ).items():
         log.warning(
@@ -90,9 +90,9 @@ def start_worker(kind: Literal["inference", "editor"], settings: Settings) -> It
     idle.set()
     stop = exit_on_signals(settings.shutdown_timeout, idle)
     registry = metrics.REPLICA_REGISTRY if kind == "inference" else metrics.EDITOR_REGISTRY
-    health = Health(settings.stuck_after, metrics=functools.partial(metrics.render_metrics, registry))
+    health = Health(settings.stall_timeout, metrics=functools.partial(metrics.render_metrics, registry))
     exit_when_stalled(health.stalled_part, stop)
-    server = HealthServer(health, settings.host, settings.port)
+    server = HealthServer(health, settings.http_host, settings.http_port)
     try:
         log.info("worker_starting", url=server.url)
         wait_for_kafka(settings, report=_log_waiting, await_name=True)
@@ -147,7 +147,7 @@ def edit_config_from_settings(settings: Settings, *, uses_encoder: bool) -> Edit
     """The editing configuration that the settings ask for.
 
     With an encoder's queries, radii that are not set have other defaults. The paper trains at one prompt and compares
-    no words. So does its policy, unless `forms` and `wording` are set.
+    no words. So does its policy, unless `train_prompt_forms` and `check_wording` are set.
 
     Args:
         settings: Of the editor.
@@ -159,16 +159,16 @@ def edit_config_from_settings(settings: Settings, *, uses_encoder: bool) -> Edit
     return EditConfig(
         policy=settings.policy,
         radius_unit=settings.radius_unit,
-        scope_radius=uses_encoder and _has_scope_radius(settings),
-        scope_alpha=settings.scope_alpha,
+        use_scope_radius=uses_encoder and _has_scope_radius(settings),
+        scope_error_rate=settings.scope_error_rate,
         expand=settings.expand,
-        guard=settings.guard,
-        wording=_enabled_unless_paper(settings, "wording"),
-        traffic=settings.traffic,
+        retention_guard=settings.retention_guard,
+        check_wording=_enabled_unless_paper(settings, "check_wording"),
+        traffic_sample_size=settings.traffic_sample_size,
         seed=settings.seed,
-        init=settings.init,
-        forms=_enabled_unless_paper(settings, "forms"),
-        recipe=ValueTrainingConfig(settings.max_steps, settings.learning_rate, settings.margin),
+        value_init=settings.value_init,
+        train_prompt_forms=_enabled_unless_paper(settings, "train_prompt_forms"),
+        recipe=ValueTrainingConfig(settings.max_steps, settings.learning_rate, settings.stop_margin),
         **radii,
     )
 
@@ -184,8 +184,8 @@ def _has_scope_radius(settings: Settings) -> bool:
 
     An explicit `radius` is meant literally, so it disables this default; an explicit `scope_radius` enables it again.
     """
-    applies = "scope_radius" in settings.model_fields_set or "radius" not in settings.model_fields_set
-    return settings.scope_radius and applies
+    applies = "use_scope_radius" in settings.model_fields_set or "radius" not in settings.model_fields_set
+    return settings.use_scope_radius and applies
 
 
 def load_base_model(settings: Settings) -> Any:
@@ -203,14 +203,14 @@ def choose_query_source(settings: Settings, checkpoint: str) -> QueryToken | Lit
         ModelError: there is no such checkpoint.
         SettingsError: an encoder is set that this model does not use.
     """
-    if settings.query != "auto":
-        return settings.query
+    if settings.query_source != "auto":
+        return settings.query_source
     if settings.policy != "paper" and is_causal(checkpoint):
         return "encoder"
     if "encoder" in settings.model_fields_set:
         raise SettingsError(
             f"GRACESTREAM_ENCODER is set, but {settings.model!r} is not a causal language model, so its layer makes the"
-            " queries: set GRACESTREAM_QUERY=encoder, or unset GRACESTREAM_ENCODER"
+            " queries: set GRACESTREAM_QUERY_SOURCE=encoder, or unset GRACESTREAM_ENCODER"
         )
     return None
 
@@ -228,7 +228,7 @@ def load_model(settings: Settings) -> EditableModel:
         ModelError, LayerError: the model or its encoder cannot be loaded, or has no such layer.
         SettingsError: an encoder is set that this model does not use.
     """
-    cache = settings.cache.expanduser()
+    cache = settings.cache_dir.expanduser()
     with suggest_known_models(settings.model):
         checkpoint = checkpoint_from_settings(settings)
         query = choose_query_source(settings, checkpoint)
@@ -240,7 +240,7 @@ def load_model(settings: Settings) -> EditableModel:
             cache=cache,
             limits=limits_from_settings(settings),
             query=None if query == "encoder" else query,
-            replace=None if settings.replace == "auto" else settings.replace,
+            replace=None if settings.inject_tokens == "auto" else settings.inject_tokens,
             encoder=resolve_encoder(settings.encoder) if query == "encoder" else None,
         )
 
@@ -248,7 +248,7 @@ def load_model(settings: Settings) -> EditableModel:
 def limits_from_settings(settings: Settings) -> Limits:
     """The limits of prompts, targets and answers."""
     return Limits(
-        settings.max_input_tokens, settings.max_target_tokens, settings.max_new_tokens, settings.new_tokens_limit
+        settings.max_input_tokens, settings.max_target_tokens, settings.default_max_new_tokens, settings.max_new_tokens
     )
 
 
@@ -256,6 +256,6 @@ def checkpoint_from_settings(settings: Settings) -> str:
     """The folder or hub id of the model. A model that is known by name is built first."""
     return resolve_model(
         settings.model,
-        settings.cache.expanduser(),
+        settings.cache_dir.expanduser(),
         lambda progress: log.info("model_build_progress", progress=progress),
     )

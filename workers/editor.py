@@ -62,9 +62,9 @@ def build_editor(worker: WorkerContext, settings: Settings, admission: Admission
         ),
         traffic_reader=traffic_reader,
         redis_publisher=RedisPublisher(
-            RedisHeadStore(redis_client(settings), settings), engine.codebook, settings.redis_grace
+            RedisHeadStore(redis_client(settings), settings), engine.codebook, settings.redis_outage_grace
         ),
         snapshot_writer=SnapshotWriter(settings),
         environment={"editor": worker.name, **describe_environment(worker.model, engine.config)},
     )
-    return Editor(services, worker.health, settings.edit_batch, worker.idle)
+    return Editor(services, worker.health, settings.edit_batch_size, worker.idle)

@@ -71,7 +71,7 @@ def _exit_when_stalled(stalled_part: Callable[[], str | None], stop: threading.E
                 "killed_after_stall",
                 reason=reason,
                 consequence="the process exits with status 1; its uncommitted work is done again",
-                remedy="set GRACESTREAM_STUCK_AFTER higher where work takes that long",
+                remedy="set GRACESTREAM_STALL_TIMEOUT higher where work takes that long",
             )
 
 

@@ -71,7 +71,7 @@ def run_demo(model: str, data: Path, console: Console) -> int:
     def step(line: str) -> None:
         console.print(f"  [dim]{line}[/]")
 
-    overrides: dict[str, Any] = {"model": model, "prefix": f"{name}.", "codebook": "demo"}
+    overrides: dict[str, Any] = {"model": model, "topic_prefix": f"{name}.", "codebook": "demo"}
     with running_stack(folder, replicas=2, partitions=DEMO_PARTITIONS, report=step, **overrides) as stack:
         console.print(f"  an editor and two replicas are ready after {time.monotonic() - started:.0f} s")
         client = Client(stack.settings)

@@ -212,7 +212,7 @@ def make_worker_process(
 ) -> ChildProcess:
     """A worker process: `python -m module arguments` with `settings` as `GRACESTREAM_*` variables.
 
-    Set its `port` (from `find_free_port`), so that `is_http_ok(port, "/ready")` shows when it is ready.
+    Set its `http_port` (from `find_free_port`), so that `is_http_ok(port, "/ready")` shows when it is ready.
     """
     return ChildProcess(
         name, [sys.executable, "-m", module, *arguments], log=log, env=to_environment_variables(settings)

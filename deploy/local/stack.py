@@ -162,10 +162,10 @@ def running_stack(
         commands = {"editor": "edit", **{f"replica-{n + 1}": "infer" for n in range(replicas)}}
         ports = assign_ports(data, ["kafka", "redis", *commands], port, report)
         overrides["layer"] = initial.layer or default_layer(initial.model)
-        overrides["model"] = resolve_model(initial.model, initial.cache, report)
+        overrides["model"] = resolve_model(initial.model, initial.cache_dir, report)
         check(load_settings(**overrides))
         # 2. Start the servers, and create the topics.
-        cache = initial.cache.expanduser()
+        cache = initial.cache_dir.expanduser()
         kafka = stack.enter_context(kafka_backend(data / "kafka", port=ports["kafka"], cache=cache, report=report))
         redis = stack.enter_context(redis_backend(data / "redis", port=ports["redis"], report=report))
         if port is not None and "docker" in (kafka.origin, redis.origin):
@@ -176,7 +176,7 @@ def running_stack(
         threads = settings.threads or 1
         workers = []
         for name, command in commands.items():
-            worker_settings = {"port": ports[name], "replica": name, "threads": threads}
+            worker_settings = {"http_port": ports[name], "worker_name": name, "threads": threads}
             all_settings = {field: getattr(settings, field) for field in settings.model_fields_set} | worker_settings
             worker = WorkerProcess(
                 worker_process(

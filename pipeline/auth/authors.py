@@ -32,7 +32,7 @@ from gracestream.schemas.messages import Id
 log = structlog.get_logger()
 
 
-AUTHORS_FILE_REMEDY = "correct the file that GRACESTREAM_AUTHORS names"
+AUTHORS_FILE_REMEDY = "correct the file that GRACESTREAM_AUTHORS_FILE names"
 """The remedy in every error about the content of the file."""
 
 
@@ -141,5 +141,5 @@ def _read_file(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise AuthorsError(
-            f"the list of authors {path} cannot be read: {error.strerror}; is GRACESTREAM_AUTHORS right?"
+            f"the list of authors {path} cannot be read: {error.strerror}; is GRACESTREAM_AUTHORS_FILE right?"
         ) from error

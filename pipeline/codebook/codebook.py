@@ -47,11 +47,11 @@ IDENTITY_SETTINGS = {
 """Identity fields of a delta, each with the settings that determine it. A delta of another identity is not applied."""
 
 QUERY_SETTINGS = {"last", "first", "mean", "encoder"}
-"""Values of `GRACESTREAM_QUERY` that a `lead` delta may record."""
+"""Values of `GRACESTREAM_QUERY_SOURCE` that a `lead` delta may record."""
 
 
 def read_query_setting(delta: Delta) -> str | None:
-    """The value of `GRACESTREAM_QUERY` that a `lead` delta records for its term; None if it records none.
+    """The value of `GRACESTREAM_QUERY_SOURCE` that a `lead` delta records for its term; None if it records none.
 
     The recorded text may continue with a space and the encoder's fingerprint.
     """
@@ -61,9 +61,9 @@ def read_query_setting(delta: Delta) -> str | None:
 
 
 def original_setting_hint(delta: Delta) -> str:
-    """The part "as it was" of an error message, with the value of `GRACESTREAM_QUERY` if the delta records it."""
+    """The part "as it was" of an error message, with `GRACESTREAM_QUERY_SOURCE` if the delta records it."""
     query = read_query_setting(delta)
-    return "as it was" if query is None else f"as it was (GRACESTREAM_QUERY={query} in that history)"
+    return "as it was" if query is None else f"as it was (GRACESTREAM_QUERY_SOURCE={query} in that history)"
 
 
 CheckedDelta = tuple[Delta, list[tuple[np.ndarray | None, np.ndarray | None]]]
@@ -323,7 +323,7 @@ class Codebook:
             )
             raise HistoryError(
                 f"delta {delta.seq} is of {field} {received!r}; this one is {own!r}:"
-                f" set {IDENTITY_SETTINGS[field]} {original_setting_hint(delta)}, or another GRACESTREAM_PREFIX"
+                f" set {IDENTITY_SETTINGS[field]} {original_setting_hint(delta)}, or another GRACESTREAM_TOPIC_PREFIX"
             )
         if delta.seq != self.seq + 1:
             raise HistoryError(f"delta {delta.seq} of term {delta.term} follows {self.seq} of term {self.term}: a gap")

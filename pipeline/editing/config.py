@@ -23,15 +23,15 @@ class EditConfig:
     radius: float = 1.0
     radius_unit: Literal["median", "absolute"] = "median"
     max_radius: float = math.inf
-    scope_radius: bool = False
-    scope_alpha: float = 0.05
+    use_scope_radius: bool = False
+    scope_error_rate: float = 0.05
     expand: Literal["cover", "paper"] = "cover"
-    guard: bool = True
-    wording: bool = True
-    traffic: int = 512
+    retention_guard: bool = True
+    check_wording: bool = True
+    traffic_sample_size: int = 512
     seed: int = 0
-    init: Literal["layer", "label", "random"] = "layer"
-    forms: bool = True
+    value_init: Literal["layer", "label", "random"] = "layer"
+    train_prompt_forms: bool = True
     recipe: ValueTrainingConfig = field(default_factory=ValueTrainingConfig)
 
 
@@ -42,7 +42,7 @@ def edit_config_from_lead(environment: Mapping[str, str]) -> EditConfig:
         HistoryError: a recorded field has a value that cannot be read.
     """
     # An environment without these two fields comes from an editor that had neither feature, whatever the default is.
-    known = {"forms": "False", "wording": "False"} | {
+    known = {"train_prompt_forms": "False", "check_wording": "False"} | {
         name: environment[name] for name in EditConfig.__dataclass_fields__ if name in environment
     }
     recipe = {name: environment[name] for name in ValueTrainingConfig.__dataclass_fields__ if name in environment}

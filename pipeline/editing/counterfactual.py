@@ -101,7 +101,7 @@ class CounterfactualReplay:
         self._divergence = Divergence()
         self._feedback_by_offset: Mapping[int, Feedback] | None = None
         self._config, self._heartbeat = engine.config, heartbeat
-        self._always_guarded = engine.config.guard
+        self._always_guarded = engine.config.retention_guard
         """Whether every term so far had the retention guard."""
 
     def apply(self, record: bytes) -> bool:
@@ -167,7 +167,7 @@ class CounterfactualReplay:
         """Take over the configuration of a term from its `lead` delta, if the delta records one."""
         if "policy" in environment:
             self._config = edit_config_from_lead(environment)
-            self._always_guarded = self._always_guarded and self._config.guard
+            self._always_guarded = self._always_guarded and self._config.retention_guard
             if self._counterfactual is not None:
                 self._counterfactual.config = self._config
 
@@ -318,7 +318,7 @@ class CounterfactualReplay:
     def _same_start_entry(self, engine: EditEngine, delta: Delta, recorded: Seen, query_D: np.ndarray) -> bool:
         """Whether training would start from the same entry in both histories; true for a decision without training."""
         trained = _trained_change(delta)
-        if engine.config.init != "label" or trained is None or trained.label is UNSET:
+        if engine.config.value_init != "label" or trained is None or trained.label is UNSET:
             return True
         if recorded.start is UNSET:
             return not self._divergence.label_changed(trained.label)

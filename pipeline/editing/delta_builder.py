@@ -105,7 +105,7 @@ def build_confirmation(workspace: EditWorkspace, candidate: EditCandidate) -> Ed
     ]
     placement = protect_rephrases(workspace, candidate)
     ended_exceptions = _ended_exceptions(workspace, candidate, outcome.entry_id, placement)
-    if workspace.config.guard:
+    if workspace.config.retention_guard:
         same_input = memory.edits_of_input(candidate.query_D, candidate.policy.tolerance)
         changes += _retention_entries(workspace, candidate, changes, same_input, 0.0, ended_exceptions)
     return _build_with_cause(
@@ -187,7 +187,7 @@ def build_correction(
         *_ended_exceptions(workspace, candidate, entry_id, placement),
     ]
     ended_exceptions = [name for name in (*superseded, *placement.supersedes) if name in codebook.exceptions]
-    if workspace.config.guard:
+    if workspace.config.retention_guard:
         # Last, since the guard looks at every key and radius that the changes above add, grow or shrink.
         changes += _retention_entries(
             workspace,
@@ -309,7 +309,7 @@ def _retention_entries(
     retained = []
     for feedback_id in shadowed:
         query_D = memory.query(feedback_id)
-        wording = _retention_wording(workspace, memory.wording(feedback_id)) if workspace.config.wording else ""
+        wording = _retention_wording(workspace, memory.wording(feedback_id)) if workspace.config.check_wording else ""
         server = codebook.entry(codebook.slot(memory.serving_entry_id(feedback_id)))
         policy = replace(candidate.policy, tolerance=workspace.tolerance(query_D))
         protected_distance = workspace.protected_distance(feedback_id, query_D, wording, candidate)

@@ -151,7 +151,7 @@ class EditEngine(EditWorkspace):
         Raises:
             Exception: an error of the model on one of the corrections, as it is.
         """
-        if self.config.init == "label" or not self.model.suffix_runner.supports_padding():
+        if self.config.value_init == "label" or not self.model.suffix_runner.supports_padding():
             return {}
         candidates = []
         for feedback, offset in corrections:

@@ -71,7 +71,7 @@ def decide_exception(
         return rejected_result(feedback, to_one_line(error), is_dead_letter=True)
     if not np.isfinite(query_D).all():
         return rejected_result(feedback, "the model's activations on this input are not finite")
-    wording = engine.model.task.wording(prompt) if engine.config.wording else ""
+    wording = engine.model.task.wording(prompt) if engine.config.check_wording else ""
     # Before the check of the id: the same exception sent again is unchanged, not an error.
     exception = build_exception(engine, feedback.feedback_id, feedback.except_from, query_D, wording)
     if isinstance(exception, ExceptionRefusal):

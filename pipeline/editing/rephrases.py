@@ -152,7 +152,11 @@ def make_training_texts(
     """A trained value with the forms of its correction, if the configuration trains on forms."""
     assert feedback.inputs is not UNSET
     assert feedback.target is not UNSET
-    forms = supervised_forms(workspace.model, feedback.inputs, feedback.target) if workspace.config.forms else []
+    forms = (
+        supervised_forms(workspace.model, feedback.inputs, feedback.target)
+        if workspace.config.train_prompt_forms
+        else []
+    )
     return TrainingTexts(trained, inspection.target_pass, inspection.suffix, form_passes=tuple(forms))
 
 

@@ -34,12 +34,12 @@ SHORT_TARGET_TOKENS = 8
 
 
 def warm_start_entry(workspace: EditWorkspace, label: Label, query_D: np.ndarray) -> str | UnsetType:
-    """The entry whose value is the starting point of a new one: with `init=label`, the nearest of the same label.
+    """The entry whose value is the starting point of a new one: with `value_init=label`, the nearest of the same label.
 
-    UNSET without such an entry, or with another `init`. Of equally near entries the first by id is taken.
+    UNSET without such an entry, or with another `value_init`. Of equally near entries the first by id is taken.
     """
     codebook = workspace.codebook
-    if workspace.config.init != "label" or label not in codebook.labels:
+    if workspace.config.value_init != "label" or label not in codebook.labels:
         return UNSET
     rows = [row for row, other in enumerate(codebook.labels) if other == label]
     distances = np.linalg.norm(codebook.keys_ND[rows] - query_D, axis=1).tolist()
@@ -120,7 +120,9 @@ def explain_failed_training(workspace: EditWorkspace, inspection: Inspection, tr
     if influenced == tokens:
         # An encoder layer runs over all tokens of the input, so replacing more of them gives the value more influence.
         can_replace_all = isinstance(model.task, Seq2SeqGeneration) and not is_in_decoder(model.layer)
-        replace_all = ", set GRACESTREAM_REPLACE=all" if can_replace_all and model.adaptor.replace == "last" else ""
+        replace_all = (
+            ", set GRACESTREAM_INJECT_TOKENS=all" if can_replace_all and model.adaptor.replace == "last" else ""
+        )
         shorter = " or give a shorter target" if tokens > SHORT_TARGET_TOKENS else ""
         return (
             f"{reason}; raise GRACESTREAM_MAX_STEPS, which is {recipe.max_steps}{replace_all}, edit another layer"
@@ -138,8 +140,8 @@ def _verified_draft(workspace: EditWorkspace, candidate: EditCandidate, trained:
 
 
 def _cold_start_value(workspace: EditWorkspace, offset: int, layer_output_V: torch.Tensor) -> torch.Tensor:
-    """The starting point of a value that starts from no entry: the layer's own output, or random with `init=random`."""
-    if workspace.config.init != "random":
+    """The start of a value that starts from no entry: the layer's own output, or random with `value_init=random`."""
+    if workspace.config.value_init != "random":
         return layer_output_V
     # A generator of its own, seeded by the offset: the same feedback starts from the same numbers in every process.
     generator = torch.Generator().manual_seed(workspace.config.seed * 1_000_003 + offset)

@@ -48,12 +48,12 @@ class ValueTrainingConfig:
         max_steps: The limit of optimisation steps. A label of more than `LONG_LABEL_TOKENS` tokens has more steps, in
             proportion, but stops as soon as the model predicts it.
         learning_rate: The learning rate of Adam.
-        margin: Training stops once each token of the label leads by this many logits.
+        stop_margin: Training stops once each token of the label leads by this many logits.
     """
 
     max_steps: int = 100
     learning_rate: float = 2.0
-    margin: float = 3.0
+    stop_margin: float = 3.0
 
     def step_limit(self, tokens: int) -> int:
         """The limit of steps for a label with this number of tokens."""
@@ -61,7 +61,7 @@ class ValueTrainingConfig:
 
     def is_done(self, target_check: TargetCheck, steps: int) -> bool:
         """Whether a value needs no more steps: it has the margin, or predicts the target after `max_steps`."""
-        return target_check.predicts_target and (target_check.margin >= self.margin or steps >= self.max_steps)
+        return target_check.predicts_target and (target_check.margin >= self.stop_margin or steps >= self.max_steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +159,9 @@ def train_further(
     limits = [recipe.step_limit(max(len(row.labels[0]) for row in texts.all_passes)) for texts in corrections]
     limits = [limit if texts.has_full_budget else form_steps for limit, texts in zip(limits, corrections, strict=True)]
     margins = [
-        [min(CORRECTION_MARGIN, recipe.margin)]
-        + [recipe.margin] * len(texts.rephrase_passes)
-        + [min(FORM_MARGIN, recipe.margin)] * len(texts.form_passes)
+        [min(CORRECTION_MARGIN, recipe.stop_margin)]
+        + [recipe.stop_margin] * len(texts.rephrase_passes)
+        + [min(FORM_MARGIN, recipe.stop_margin)] * len(texts.form_passes)
         for texts in corrections
     ]
 

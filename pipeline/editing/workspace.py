@@ -59,7 +59,7 @@ class EditWorkspace:
         self.codebook = Codebook(codebook, model.fingerprint, model.layer)
         self.index = KeyIndex(self.codebook, model.device)
         self.memory = EditMemory()
-        self.reservoir = TrafficReservoir(self.config.traffic, self.config.seed)
+        self.reservoir = TrafficReservoir(self.config.traffic_sample_size, self.config.seed)
         self._probe_radius_unit: float | None = None
         self._scope = scope or ScopeRadius(model)
 
@@ -100,12 +100,12 @@ class EditWorkspace:
 
         A scope radius keeps clear of other requests about the subject of `inputs` (`pipeline.editing.negatives`).
         """
-        own_radius = self._scope(inputs, query_D, self.config.scope_alpha) if self.uses_scope_radius() else None
+        own_radius = self._scope(inputs, query_D, self.config.scope_error_rate) if self.uses_scope_radius() else None
         return self.initial_radius() if own_radius is None else min(self.initial_radius(), own_radius)
 
     def uses_scope_radius(self) -> bool:
         """Whether corrections with a subject get a radius of their own."""
-        return self.config.scope_radius and self.config.policy == "nearest" and self._scope.is_supported
+        return self.config.use_scope_radius and self.config.policy == "nearest" and self._scope.is_supported
 
     def ignored_traffic_share(self, inputs: Inputs) -> float:
         """The share of the traffic sample that may lie within a radius of this correction, between 0 and 1.
@@ -113,7 +113,7 @@ class EditWorkspace:
         A scope radius already keeps clear of other requests about the subject. So most traffic within it asks for the
         same as the correction, and a few requests do not shrink it.
         """
-        return self.config.scope_alpha if self.uses_scope_radius() and self._scope.has_subject(inputs) else 0.0
+        return self.config.scope_error_rate if self.uses_scope_radius() and self._scope.has_subject(inputs) else 0.0
 
     # Inspection
 
@@ -170,7 +170,7 @@ class EditWorkspace:
 
     def find_proximity_conflict(self, radius: float, candidate: EditCandidate, wording: str) -> str | None:
         """Why a key at the candidate's query with this radius would change the answer of a confirmed input, or None."""
-        if self.config.guard:
+        if self.config.retention_guard:
             confirmed_distance = self.memory.nearest_confirmed_distance(
                 candidate.query_D, candidate.policy.tolerance, candidate.query_D, wording
             )
@@ -204,7 +204,7 @@ class EditWorkspace:
                 traffic_distance,
                 self.memory.nearest_confirmed_distance(key_D, tolerance, candidate.query_D, wording),
             )
-            if self.config.guard
+            if self.config.retention_guard
             else traffic_distance
         )
 
@@ -230,7 +230,7 @@ class EditWorkspace:
         An entry without a wording serves all prompts within its radius. The log keeps the wording of every prompt in
         any case, so that a later configuration with wordings knows those of earlier edits.
         """
-        return inspection.wording if self.config.wording else ""
+        return inspection.wording if self.config.check_wording else ""
 
     def wording_agrees(self, candidate: EditCandidate) -> bool:
         """Whether the wording of the nearest entry agrees with that of the correction."""

@@ -23,13 +23,13 @@ def admission_from_settings(settings: Settings) -> Admission:
         SettingsError: signatures are required, but no list of authors is set.
         AuthorsError: the list of authors cannot be used.
     """
-    if settings.require_signature and not settings.authors:
-        raise SettingsError("GRACESTREAM_REQUIRE_SIGNATURE needs a list of authors; set GRACESTREAM_AUTHORS")
+    if settings.require_signature and not settings.authors_file:
+        raise SettingsError("GRACESTREAM_REQUIRE_SIGNATURE needs a list of authors; set GRACESTREAM_AUTHORS_FILE")
     return Admission(
         settings.codebook,
-        AuthorsFile(Path(settings.authors).expanduser()).load if settings.authors else None,
+        AuthorsFile(Path(settings.authors_file).expanduser()).load if settings.authors_file else None,
         require_signature=settings.require_signature,
-        per_minute=settings.edits_per_minute,
+        per_minute=settings.feedback_rate_limit,
         accepted_since=lambda since: accepted_since(settings, since),
         marks=lambda since: spent_marks_since(settings, since),
     )

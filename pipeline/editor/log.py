@@ -191,14 +191,14 @@ class EditorLog(GroupMember):
         Later records that `poll` has returned may wait for a later commit.
 
         Raises:
-            PartitionLostError: the work on these records took longer than `stuck_after`.
+            PartitionLostError: the work on these records took longer than `stall_timeout`.
             UnexpectedWriterError: `read_new_deltas` has records to read first.
             HistoryError: `deltas` has lost records.
         """
-        if (elapsed := time.monotonic() - self._last_poll_at) > self._settings.stuck_after:
+        if (elapsed := time.monotonic() - self._last_poll_at) > self._settings.stall_timeout:
             raise PartitionLostError(
                 f"feedback at offset {decided[-1].record.offset} took {elapsed:.0f} s, and the group waits for at most"
-                f" {self._settings.stuck_after:g} s; set GRACESTREAM_STUCK_AFTER higher where edits take that long"
+                f" {self._settings.stall_timeout:g} s; set GRACESTREAM_STALL_TIMEOUT higher where edits take that long"
             )
         records: list[tuple[str, bytes | None, bytes | None, list[tuple[str, bytes]]]] = []
         for one in decided:

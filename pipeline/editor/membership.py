@@ -6,9 +6,9 @@ may lead.
 Guarantees (docs/explanation/consistency.md):
 
 1. A busy leader keeps the partition. kafka-python sends heartbeats from a thread of its own, and the group waits
-   `stuck_after` seconds for the next poll. `keep_alive` polls, and so restarts that time.
-2. A leader that does not poll for `stuck_after` seconds, or is silent for `session_timeout` seconds, loses the
-   partition to a standby. `/live` reports a stall after `stuck_after` seconds, too.
+   `stall_timeout` seconds for the next poll. `keep_alive` polls, and so restarts that time.
+2. A leader that does not poll for `stall_timeout` seconds, or is silent for `session_timeout` seconds, loses the
+   partition to a standby. `/live` reports a stall after `stall_timeout` seconds, too.
 3. A standby that joins or leaves does not move the partition: the assignment is sticky.
 4. A former leader learns of its loss from the next `poll` or `keep_alive`, which raise KafkaError.
 
@@ -44,7 +44,7 @@ class GroupMember:
     """A consumer of `feedback` in the group of editors.
 
     Args:
-        settings: The cluster, the prefix of names, `session_timeout` and `stuck_after`.
+        settings: The cluster, the prefix of names, `session_timeout` and `stall_timeout`.
         new_consumer: Creates a consumer, with the signature of `pipeline.kafka.consumer`.
     """
 
@@ -54,7 +54,7 @@ class GroupMember:
         self._next_feedback = 0
         """The offset after the last record that `poll` returned."""
         self._last_poll_at = 0.0
-        """Monotonic time of the last poll; the group waits `stuck_after` seconds from there."""
+        """Monotonic time of the last poll; the group waits `stall_timeout` seconds from there."""
         self._last_stable_at = 0.0
         """Monotonic time at which the group last accepted this member's generation."""
         self._member: Any = None
@@ -75,7 +75,7 @@ class GroupMember:
             group_id=self._settings.topic("editor"),
             session_timeout_ms=timeout_ms,
             heartbeat_interval_ms=timeout_ms // 10,
-            max_poll_interval_ms=int(1000 * self._settings.stuck_after),
+            max_poll_interval_ms=int(1000 * self._settings.stall_timeout),
             partition_assignment_strategy=[StickyPartitionAssignor],
             max_poll_records=1,  # so that a poll, and any pending rebalance, follows each edit
         )

@@ -1,4 +1,4 @@
-"""Writes the editor's snapshots, one every `snapshot_every` deltas, in a background thread.
+"""Writes the editor's snapshots, one every `snapshot_interval` deltas, in a background thread.
 
 1. The editor's thread only copies the codebook, which takes as long as copying its keys and values in memory.
 2. A background thread writes the file and then the manifest. At most one snapshot is being written.
@@ -25,11 +25,11 @@ SNAPSHOT_RETRY_SECONDS = 60.0
 
 
 class SnapshotWriter:
-    """Writes nothing if `snapshot_url` is empty or `snapshot_every` is 0."""
+    """Writes nothing if `snapshot_url` is empty or `snapshot_interval` is 0."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._interval_deltas = settings.snapshot_every if settings.snapshot_url else 0
+        self._interval_deltas = settings.snapshot_interval if settings.snapshot_url else 0
         self._last_snapshot_seq: int | None = None
         """Delta of the newest snapshot of this codebook; None until the topic has been read."""
         self._retry_at = 0.0

@@ -119,7 +119,7 @@ class TrafficReader:
         New radii then keep clear of every request sent before the correction, however short the time between them.
         """
         started = time.monotonic()
-        if started < self._retry_at or self._settings.traffic == 0:
+        if started < self._retry_at or self._settings.traffic_sample_size == 0:
             return
         try:
             ends = self._offset_consumer.end_offsets(sorted(self._assigned), timeout_ms=1000 * limit_seconds)
@@ -171,7 +171,7 @@ class TrafficReader:
 
     def _highest_scored(self, scored: list[ScoredRequest]) -> list[ScoredRequest]:
         """The best requests, best first: as many as the reservoir holds, within `MAX_BACKLOG_BYTES`."""
-        best, size_bytes = heapq.nlargest(self._settings.traffic, scored), 0
+        best, size_bytes = heapq.nlargest(self._settings.traffic_sample_size, scored), 0
         for index, (_, value) in enumerate(best):
             size_bytes += len(value)
             if size_bytes > MAX_BACKLOG_BYTES:
@@ -218,7 +218,7 @@ class TrafficReader:
             for (prompt, score), query_D in zip(scored_prompts, queries_BD, strict=True):
                 self._engine.add_traffic(score, query_D, self._engine.model.task.wording(prompt))
                 self._query_cache[prompt] = query_D
-            while len(self._query_cache) > self._settings.traffic:
+            while len(self._query_cache) > self._settings.traffic_sample_size:
                 self._query_cache.popitem(last=False)
         elif len(scored_prompts) == 1:
             log.warning(

@@ -73,7 +73,7 @@ class ExperimentTask:
         retention: Examples that the unedited model is good at.
         accurate: Candidates for ARR: unedited examples of the same form as the edits.
         unrelated: Texts that no edit should reach.
-        traffic: Unflagged requests; GRACE samples the last `GRACESTREAM_TRAFFIC` of them.
+        traffic: Unflagged requests; GRACE samples the last `GRACESTREAM_TRAFFIC_SAMPLE_SIZE` of them.
     """
 
     name: str

@@ -60,8 +60,8 @@ def branch_history(source: Settings, target: Settings, records: Sequence[bytes],
         BranchError: the target is the source, has a history already, or the source lacks feedback.
         TopicError: topics of the target's prefix exist and are configured otherwise.
     """
-    if target.prefix == source.prefix:
-        raise BranchError(f"the branch needs a prefix of its own; {target.prefix!r} is that of the source")
+    if target.topic_prefix == source.topic_prefix:
+        raise BranchError(f"the branch needs a prefix of its own; {target.topic_prefix!r} is that of the source")
     deltas = [decode_delta(record) for record in records]
     referenced = {offset for delta in deltas for offset in _referenced_offsets(delta)}
     last_offset = max(referenced, default=-1)

@@ -208,7 +208,7 @@ class ReproductionRun:
                 raise HistoryError(
                     f"the history is of model {delta.model[:12]}… at {delta.layer}; this one is"
                     f" {self._model.fingerprint[:12]}… at {self._model.layer}: set --model, --layer,"
-                    f" GRACESTREAM_QUERY, _ENCODER and _REPLACE each {original_setting_hint(delta)}"
+                    f" GRACESTREAM_QUERY_SOURCE, _ENCODER and _REPLACE each {original_setting_hint(delta)}"
                 )
             self._engine = EditEngine(self._model, delta.codebook, config)
         self._engine.config = config

@@ -74,8 +74,8 @@ def _check_reply_topic(topic: str, settings: Settings) -> str:
         return f"{header}, which is not a valid topic name: use 1 to 249 of A-Z a-z 0-9 . _ -"
     if topic == settings.topic(PREDICTIONS):
         return ""
-    if not topic.startswith(settings.prefix) or topic.startswith("__"):
-        return f"{header}; a reply topic's name must begin with the deployment's prefix, {settings.prefix!r}"
-    if _OWN_TOPIC.search(topic.removeprefix(settings.prefix)):  # or a topic of a deployment with a longer prefix
+    if not topic.startswith(settings.topic_prefix) or topic.startswith("__"):
+        return f"{header}; a reply topic's name must begin with the deployment's prefix, {settings.topic_prefix!r}"
+    if _OWN_TOPIC.search(topic.removeprefix(settings.topic_prefix)):  # or a topic of a deployment with a longer prefix
         return f"{header}, which ends as one of gracestream's own topics does; choose another name"
     return ""

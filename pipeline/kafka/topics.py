@@ -77,7 +77,7 @@ def missing_topic_error(name: str) -> TopicError:
     """The error for a topic that Kafka does not list, because it is missing or because the user may not see it."""
     return TopicError(
         f"there is no topic {name!r}, or this user may not see it; create the topics with `gracestream topics`, or"
-        " correct the prefix, GRACESTREAM_PREFIX"
+        " correct the prefix, GRACESTREAM_TOPIC_PREFIX"
     )
 
 
@@ -170,7 +170,7 @@ def _check_topics(client: Any, settings: Settings, topics: dict[str, Topic]) -> 
         if topics[name].partitions is not None and partitions != topics[name].partitions:
             raise TopicError(
                 f"topic {name!r} has {partitions} partitions and must have {topics[name].partitions}; choose another"
-                " GRACESTREAM_PREFIX, or delete the topic, and create it with `gracestream topics`"
+                " GRACESTREAM_TOPIC_PREFIX, or delete the topic, and create it with `gracestream topics`"
             )
     resources = [ConfigResource(ConfigResourceType.TOPIC, name) for name in topics]
     configs = client.describe_configs(resources, config_filter="all")["topic"]

@@ -180,7 +180,7 @@ def _build_lock(folder: Path) -> Iterator[None]:
         descriptor = os.open(folder.with_name(f".{folder.name}.lock"), os.O_CREAT | os.O_RDWR, 0o644)
     except OSError as error:
         raise ModelError(
-            f"models cannot be kept in {folder.parent}: {error.strerror}; set GRACESTREAM_CACHE"
+            f"models cannot be kept in {folder.parent}: {error.strerror}; set GRACESTREAM_CACHE_DIR"
         ) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -56,7 +56,9 @@ ENCODER_DEFAULT_RADIUS = 0.6
 """Default radius of a new entry, as a multiple of the median nearest-neighbour distance of traffic. Unrelated texts are
 all about equally far apart, so that median is the distance between unrelated texts."""
 
-ENCODER_REMEDY = "choose another GRACESTREAM_ENCODER, or set GRACESTREAM_QUERY=last to take queries from the layer"
+ENCODER_REMEDY = (
+    "choose another GRACESTREAM_ENCODER, or set GRACESTREAM_QUERY_SOURCE=last to take queries from the layer"
+)
 """The remedy in messages about an encoder that cannot be loaded."""
 
 ENCODER_MAX_RADIUS = 1.0

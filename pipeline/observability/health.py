@@ -1,7 +1,7 @@
 """The HTTP endpoints of the workers: `/live`, `/ready`, `/metrics` and `/state`.
 
 1. `/live` answers 200. It answers 503 with the reason if a part of the worker is stalled: one piece of work has taken
-   more than `stuck_after` seconds.
+   more than `stall_timeout` seconds.
 2. `/ready` answers 503 with the reason until the worker can take work; then 200.
 3. `/metrics` answers the Prometheus metrics, and `/state` the state of the codebook in JSON.
 4. A separate thread answers, so a long forward pass does not delay the answer.
@@ -34,14 +34,14 @@ class Health:
     """The health of a worker. The worker updates it, and `HealthServer` reports it.
 
     Attributes:
-        stuck_after: Limit on the seconds of one piece of work.
+        stall_timeout: Limit on the seconds of one piece of work.
         ready: Whether the worker can take work.
         reason: Why the worker is not ready.
         state: Returns the answer of `/state`.
         metrics: Returns the answer of `/metrics`.
     """
 
-    stuck_after: float = math.inf
+    stall_timeout: float = math.inf
     ready: bool = False
     reason: str = "starting"
     state: Callable[[], dict[str, object]] = dict
@@ -66,10 +66,10 @@ class Health:
             self.end(part)
 
     def stalled_part(self) -> str | None:
-        """A report of the first part that has exceeded `stuck_after`; None if there is none."""
+        """A report of the first part that has exceeded `stall_timeout`; None if there is none."""
         now = time.monotonic()
         for part, since in list(self._started_at.items()):  # a copy, because other threads change the dict
-            if now - since > self.stuck_after:
+            if now - since > self.stall_timeout:
                 return f"the {part} is stalled: it has been at one piece of work for {now - since:.0f} s"
         return None
 
@@ -100,7 +100,7 @@ class HealthServer:
             self._server = type("Server", (ThreadingHTTPServer,), {"address_family": family})((host, port), handler)
         except OSError as error:
             raise PortError(
-                f"cannot listen on {host}:{port}: {error.strerror}; choose another GRACESTREAM_PORT"
+                f"cannot listen on {host}:{port}: {error.strerror}; choose another GRACESTREAM_HTTP_PORT"
             ) from error
         self._server.daemon_threads = True
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._server.server_port}"

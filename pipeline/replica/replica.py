@@ -88,7 +88,7 @@ class Replica:
         self._prepare_thread = ThreadPoolExecutor(1, thread_name_prefix="reading")
         # Two: a probe of the idle loop that hangs must not delay the head of a micro-batch.
         self._head_thread = ThreadPoolExecutor(2, thread_name_prefix="head")
-        self._micro_batcher = MicroBatcher(self._run_micro_batch, settings.batch, self._model_thread)
+        self._micro_batcher = MicroBatcher(self._run_micro_batch, settings.request_batch_size, self._model_thread)
         self._waiting_count = 0
         self._fault: HistoryError | DeviceLostError | None = None
         health.state = self._codebook_replica.state

@@ -178,12 +178,12 @@ class RequestPlane:
             topic_allow_declare=False,
             autodiscover=False,
             store="memory://",
-            stream_buffer_maxsize=PREFETCH_BATCHES * settings.batch,
+            stream_buffer_maxsize=PREFETCH_BATCHES * settings.request_batch_size,
             datadir=str(Path(tempfile.gettempdir()) / "gracestream-faust"),  # faust creates it and leaves it empty
             broker_session_timeout=settings.session_timeout,
             broker_heartbeat_interval=settings.session_timeout / 4,
-            broker_max_poll_interval=settings.stuck_after,
-            broker_max_poll_records=settings.batch,  # one poll per batch, however slow the batches are
+            broker_max_poll_interval=settings.stall_timeout,
+            broker_max_poll_records=settings.request_batch_size,  # one poll per batch, however slow the batches are
             broker_commit_interval=0.5,
             consumer_auto_offset_reset="earliest",
             consumer_max_fetch_size=settings.max_record_bytes,
@@ -254,7 +254,7 @@ class RequestPlane:
         # `noack_take` leaves acknowledging to `_complete`. `take_events` would acknowledge a batch even if it failed
         # or was cancelled.
         batches: AsyncIterable[Sequence[Any]] = stream.noack_take(
-            self._settings.batch, within=self._settings.batch_wait
+            self._settings.request_batch_size, within=self._settings.batch_max_wait
         )
         async for events in batches:
             timer.take()
@@ -274,7 +274,8 @@ class RequestPlane:
         """True if another batch may be taken."""
         pending = sum(batch.pending for batch in self._in_flight)
         below_count_limits = (
-            pending <= MAX_UNANSWERED_BATCHES * self._settings.batch and len(self._in_flight) < MAX_IN_FLIGHT_BATCHES
+            pending <= MAX_UNANSWERED_BATCHES * self._settings.request_batch_size
+            and len(self._in_flight) < MAX_IN_FLIGHT_BATCHES
         )
         return below_count_limits and sum(batch.size_bytes for batch in self._in_flight) < MAX_PENDING_BYTES
 

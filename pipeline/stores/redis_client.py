@@ -64,10 +64,10 @@ def ping_redis(settings: Settings, timeout_seconds: float) -> None:
 
 
 def wait_for_redis(settings: Settings, report: ProgressCallback) -> None:
-    """Wait until Redis answers, for at most `redis_grace` seconds. Workers start without it after that.
+    """Wait until Redis answers, for at most `redis_outage_grace` seconds. Workers start without it after that.
 
     Raises:
-        UnreachableError: no answer within `redis_grace`.
+        UnreachableError: no answer within `redis_outage_grace`.
         SettingsError: the URL in the settings is invalid; raised at once.
         AccessDeniedError: Redis rejects the user or certificate, or is not trusted; raised at once.
     """
@@ -78,7 +78,7 @@ def wait_for_redis(settings: Settings, report: ProgressCallback) -> None:
         lambda: ping_redis(settings, 1.0),
         (RedisError,),
         is_set="redis" in settings.model_fields_set,
-        timeout_seconds=settings.redis_grace,
+        timeout_seconds=settings.redis_outage_grace,
         await_name=True,
         report=report,
     )

@@ -135,7 +135,7 @@ class RedisHeadStore:
     """The head and the radii of one codebook in Redis. Methods raise RedisError if Redis does not answer."""
 
     def __init__(self, client: Redis, settings: Settings) -> None:
-        name = f"{settings.prefix}gracestream:{{{settings.codebook}}}"
+        name = f"{settings.topic_prefix}gracestream:{{{settings.codebook}}}"
         self._client: Any = client
         self._keys = [f"{name}:head", f"{name}:radii", f"{name}:changed"]
         self.head_key = self._keys[0]

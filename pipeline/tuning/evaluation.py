@@ -130,7 +130,7 @@ def evaluate(
         raise EvaluationError(
             f"the codebook is of another model or layer: {codebook.model[:12]} at {codebook.layer}, and this is"
             f" {model.fingerprint[:12]} at {model.layer}; set GRACESTREAM_MODEL, _LAYER, _QUERY, _ENCODER and _REPLACE"
-            " as the editor has them (GRACESTREAM_QUERY=last where the layer makes the queries)"
+            " as the editor has them (GRACESTREAM_QUERY_SOURCE=last where the layer makes the queries)"
         )
     prompts = [model.task.tokenize(case.inputs) for case in cases]
     edited = _answer_cases(model, codebook, prompts, cases, on_answer, checked=checked)

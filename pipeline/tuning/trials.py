@@ -45,7 +45,7 @@ class ConfigChoice:
     """A kind of query with a radius.
 
     Attributes:
-        query: The kind of query, as in GRACESTREAM_QUERY.
+        query: The kind of query, as in GRACESTREAM_QUERY_SOURCE.
         radius: The radius as printed to the user.
         settings: The settings that differ from the defaults, without the layer.
         config: The editor's configuration with these settings.
@@ -287,7 +287,9 @@ class TrialMeasurement:
     def _train_layer(self, model: EditableModel, config: EditConfig) -> LayerValues:
         """Train the values of the trials at this layer in batches; stop when the time is up, but after one batch."""
         supports_padding = model.suffix_runner.supports_padding()
-        engine = EditEngine(model, TRIAL_FINGERPRINT, replace(config, forms=config.forms and supports_padding))
+        engine = EditEngine(
+            model, TRIAL_FINGERPRINT, replace(config, train_prompt_forms=config.train_prompt_forms and supports_padding)
+        )
         batch_size = FORM_BATCH_SIZE if supports_padding else 1
         # On a CPU the time of this process alone counts, so that a busy machine does not change the advice.
         clock = time.process_time if model.device.type == "cpu" else time.perf_counter

@@ -58,9 +58,9 @@ def run(options: Options) -> Iterator[Row]:
         kafka = stack.enter_context(kafka_backend(folder / "kafka"))
         redis = stack.enter_context(redis_backend(folder / "redis"))
         settings = load_settings(
-            kafka=kafka.address, redis=redis.address, prefix=f"bench-{os.getpid()}-", model=str(folder / "model"),
-            layer="model.layers[0].mlp.down_proj", cache=folder / "cache", max_new_tokens=2, port=find_free_port(),
-            threads=1, device=options.device, query="last",
+            kafka=kafka.address, redis=redis.address, topic_prefix=f"bench-{os.getpid()}-", model=str(folder / "model"),
+            layer="model.layers[0].mlp.down_proj", cache_dir=folder / "cache", default_max_new_tokens=2,
+            http_port=find_free_port(), threads=1, device=options.device, query_source="last",
         )  # fmt: skip
         create_topics(settings, PARTITIONS, 1)
         for role in ROLES:
@@ -77,7 +77,7 @@ def _flooded(role: Role, settings: Settings, folder: Path, options: Options) -> 
         process = worker(role.command, settings, folder)
         process.start()
         stack.callback(process.stop)
-        process.wait_for(lambda: is_http_ok(settings.port, "/ready"), 120)
+        process.wait_for(lambda: is_http_ok(settings.http_port, "/ready"), 120)
         process.wait_for(lambda: _done(role, settings) > 500, 60)
         memory = psutil.Process(process.pid).memory_info
         before, started = _done(role, settings), time.monotonic()
@@ -141,7 +141,7 @@ def _done(role: Role, settings: Settings) -> float:
 
 def _counted(role: Role, settings: Settings) -> list[tuple[str, float]]:
     """Each counter of what the worker has done, with its labels."""
-    lines = (line.rpartition(" ") for line in status(settings.port, "/metrics")[1].splitlines())
+    lines = (line.rpartition(" ") for line in status(settings.http_port, "/metrics")[1].splitlines())
     return [(name, float(value)) for name, _space, value in lines if name.startswith(role.counters)]
 
 

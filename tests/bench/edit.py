@@ -51,7 +51,9 @@ WAITING = 16
 WAITING_TOKENS = {"bert-base": (20, 512), "gpt2-small": (20,), "t5-v1.1-small": (20,)}
 
 PLAN = EditConfig(
-    recipe=ValueTrainingConfig(max_steps=STEPS, learning_rate=1.0, margin=float("inf")), traffic=0, radius=0.1
+    recipe=ValueTrainingConfig(max_steps=STEPS, learning_rate=1.0, stop_margin=float("inf")),
+    traffic_sample_size=0,
+    radius=0.1,
 )
 
 

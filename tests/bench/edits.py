@@ -146,7 +146,7 @@ def started(asked: Asked, plan: EditConfig, traffic: Sequence[str]) -> EditEngin
     """An engine that leads and has seen the traffic, as the editor worker shows it."""
     engine = EditEngine(asked.model, "bench", plan)
     engine.apply(engine.lead_delta({}))
-    if plan.traffic == 0:
+    if plan.traffic_sample_size == 0:
         return engine
     task = asked.model.task
     for offset, (text, query_D) in enumerate(zip(traffic, asked.queries(traffic), strict=True)):

@@ -51,9 +51,9 @@ def run(options: Options) -> Iterator[Row]:
         kafka = stack.enter_context(kafka_backend(folder / "kafka", report=options.tell))
         redis = stack.enter_context(redis_backend(folder / "redis"))
         settings = load_settings(
-            kafka=kafka.address, redis=redis.address, prefix=f"bench-{os.getpid()}-", model=str(folder / "model"),
-            layer="model.layers[0].mlp.down_proj", cache=folder / "cache", max_input_tokens=32, max_target_tokens=4,
-            max_new_tokens=4, threads=1, device=options.device, query="last",
+            kafka=kafka.address, redis=redis.address, topic_prefix=f"bench-{os.getpid()}-", model=str(folder / "model"),
+            layer="model.layers[0].mlp.down_proj", cache_dir=folder / "cache", max_input_tokens=32, max_target_tokens=4,
+            default_max_new_tokens=4, threads=1, device=options.device, query_source="last",
         )  # fmt: skip
         create_topics(settings, 2, 1)
         options.tell("starting two replicas and two editors")
@@ -115,12 +115,12 @@ def _take_over(editors: list[tuple[ChildProcess, int]], signum: signal.Signals) 
 
 
 def _started(stack: ExitStack, command: str, settings: Settings, folder: Path) -> tuple[ChildProcess, int]:
-    here = settings.model_copy(update={"port": find_free_port()})
+    here = settings.model_copy(update={"http_port": find_free_port()})
     process = worker("infer" if command == "infer" else "edit", here, folder)
     process.start()
     stack.callback(process.stop)
-    process.wait_for(lambda: is_http_ok(here.port, "/ready"), 120)
-    return process, here.port
+    process.wait_for(lambda: is_http_ok(here.http_port, "/ready"), 120)
+    return process, here.http_port
 
 
 def _state(port: int) -> dict[str, Any]:

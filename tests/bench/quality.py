@@ -11,8 +11,8 @@ again at the END of the stream. The defaults were chosen on rows that lie after 
   answers that equal the unedited model's to the letter.
 - `told`: of a sample of the edits, answers that equal the target to the letter, as a replica generates them.
 - `steps`, `seconds`: means over the edits that trained a value; `entries`, `rejected`: counts.
-- `encoder`: MiniLM beside the model makes the queries (`GRACESTREAM_QUERY=encoder`), with the radii of these. In all
-  other rows the layer does (`GRACESTREAM_QUERY=last`).
+- `encoder`: MiniLM beside the model makes the queries (`GRACESTREAM_QUERY_SOURCE=encoder`), with the radii of these.
+  In all other rows the layer does (`GRACESTREAM_QUERY_SOURCE=last`).
 
 The baseline of a number is the same number under `paper`: Algorithm 1 to the letter, which knows neither guard nor
 traffic. A value depends on its input, label and recipe alone, so settings that share a recipe train it once, and its
@@ -60,12 +60,12 @@ class Zsre:
 
 def run(options: Options) -> Iterator[Row]:
     """The rows of `quality`."""
-    settings = load_settings(device=options.device, query="last", layer=default_layer("smollm2"))
+    settings = load_settings(device=options.device, query_source="last", layer=default_layer("smollm2"))
     assert settings.layer is not None
     whole = zsre_data(QUICK if options.quick else EDITS)
     few = replace(whole, facts=whole.facts[:QUICK])
     plan = edit_config_from_settings(settings, uses_encoder=False)
-    margins = [margin for margin in (1.0, 2.0) if margin != plan.recipe.margin]
+    margins = [margin for margin in (1.0, 2.0) if margin != plan.recipe.stop_margin]
     paper: dict[str, float] = {}
     trained: Known = {}
     with asked_at(settings, trained) as asked:
@@ -79,9 +79,9 @@ def run(options: Options) -> Iterator[Row]:
         yield from zsre_rows(f"zsre-{QUICK}/{short(settings.layer)}", asked, plan, few)
         for margin in margins:
             options.tell(f"zsRE: margin {margin:g}")
-            other = replace(plan, recipe=replace(plan.recipe, margin=margin))
+            other = replace(plan, recipe=replace(plan.recipe, stop_margin=margin))
             yield from zsre_rows(f"zsre-{QUICK}/margin {margin:g}", asked, other, few)
-    by_text = settings.model_copy(update={"query": "encoder", "scope_radius": False})
+    by_text = settings.model_copy(update={"query_source": "encoder", "use_scope_radius": False})
     with asked_at(by_text, trained) as asked:
         for part in ENCODED:
             chosen = edit_config_from_settings(by_text, uses_encoder=True)
@@ -99,9 +99,9 @@ def run(options: Options) -> Iterator[Row]:
 def variants(plan: EditConfig) -> dict[str, EditConfig]:
     """The settings that are compared on the whole stream: `paper` first, for it is the baseline."""
     return {
-        "paper": replace(plan, policy="paper", expand="paper", guard=False, traffic=0),
+        "paper": replace(plan, policy="paper", expand="paper", retention_guard=False, traffic_sample_size=0),
         "paper, guard, traffic": replace(plan, policy="paper", expand="paper"),
-        "nearest, no traffic": replace(plan, traffic=0),
+        "nearest, no traffic": replace(plan, traffic_sample_size=0),
         "nearest (default)": plan,
         **{f"radius {part * plan.radius:g}": replace(plan, radius=part * plan.radius) for part in (0.75, 1.5)},
     }

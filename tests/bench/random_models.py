@@ -58,7 +58,7 @@ class RandomModel:
         """A module of this architecture with an adaptor around its layer."""
         size = module.get_input_embeddings().num_embeddings
         end = None if module.config.eos_token_id is None else "</s>"
-        limits = Limits(max_new_tokens=1)
+        limits = Limits(default_max_new_tokens=1)
         return EditableModel(module, tokenizer(size, end), self.layer, limits=limits, fingerprint="0" * 64)
 
     def wrong(self, model: EditableModel, tokens: int, seed: int) -> tuple[str, str]:

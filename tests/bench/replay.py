@@ -73,7 +73,7 @@ def run(options: Options) -> Iterator[Row]:
             settings = load_settings(
                 kafka=kafka.address,
                 redis="redis://127.0.0.1:1/0",  # nothing answers there
-                prefix=f"bench-{os.getpid()}-{made.width_D}-",
+                topic_prefix=f"bench-{os.getpid()}-{made.width_D}-",
                 snapshot_url=f"{folder}/snapshots-{made.width_D}",
                 device=options.device,
             )

@@ -53,11 +53,11 @@ def run(options: Options) -> Iterator[Row]:
         kafka = stack.enter_context(kafka_backend(folder / "kafka", report=options.tell))
         redis = stack.enter_context(redis_backend(folder / "redis"))
         common: dict[str, object] = {
-            "kafka": kafka.address, "redis": redis.address, "model": MODEL, "query": "last", "threads": 1,
+            "kafka": kafka.address, "redis": redis.address, "model": MODEL, "query_source": "last", "threads": 1,
             "device": options.device,
         }  # fmt: skip
-        none = load_settings(**common, prefix=f"bench-{os.getpid()}-none-", layer=default_layer(MODEL))
-        full = none.model_copy(update={"prefix": f"bench-{os.getpid()}-"})
+        none = load_settings(**common, topic_prefix=f"bench-{os.getpid()}-none-", layer=default_layer(MODEL))
+        full = none.model_copy(update={"topic_prefix": f"bench-{os.getpid()}-"})
         made = _history_of(none)
         for settings in (none, full):
             create_topics(settings, 1, 1)
@@ -95,19 +95,19 @@ def _seconds(command: Literal["infer", "edit"], settings: Settings, folder: Path
 
 
 def _start(command: Literal["infer", "edit"], settings: Settings, folder: Path) -> float:
-    here = settings.model_copy(update={"port": find_free_port()})
+    here = settings.model_copy(update={"http_port": find_free_port()})
     process = worker(command, here, folder)
 
     def works() -> bool:
-        ready = is_http_ok(here.port, "/ready")
-        return ready and (command == "infer" or json.loads(status(here.port, "/state")[1])["role"] == "leading")
+        ready = is_http_ok(here.http_port, "/ready")
+        return ready and (command == "infer" or json.loads(status(here.http_port, "/state")[1])["role"] == "leading")
 
     started = time.monotonic()
     process.start()
     try:
         process.wait_for(works, 300, 0.02)
         seconds = time.monotonic() - started
-        state = json.loads(status(here.port, "/state")[1])
+        state = json.loads(status(here.http_port, "/state")[1])
     finally:
         process.stop()
     whole = replay_with_offset(here)

@@ -65,9 +65,9 @@ def run(options: Options) -> Iterator[Row]:
         redis = stack.enter_context(redis_backend(folder / "redis"))
         for kind, count in REQUESTS.items():
             settings = load_settings(
-                kafka=kafka.address, redis=redis.address, prefix=f"bench-{os.getpid()}-{kind}-", model=kind,
-                layer=default_layer(kind), max_new_tokens=NEW_TOKENS, threads=1,
-                device=options.device, port=find_free_port(), query=QUERIES[kind],
+                kafka=kafka.address, redis=redis.address, topic_prefix=f"bench-{os.getpid()}-{kind}-", model=kind,
+                layer=default_layer(kind), default_max_new_tokens=NEW_TOKENS, threads=1,
+                device=options.device, http_port=find_free_port(), query_source=QUERIES[kind],
             )  # fmt: skip
             create_topics(settings, 1, 1)
             yield from _beside_bare(settings, count // 10 if options.quick else count, folder, options)
@@ -77,14 +77,17 @@ def _beside_bare(settings: Settings, count: int, folder: Path, options: Options)
     texts = list(itertools.islice(itertools.cycle(_texts(settings.model)), count))
     model = load_model(settings)
     prompts = [model.task.tokenize(text) for text in texts]
-    batches = {"bare": _as_a_replica(prompts, settings.batch), "unsorted": _as_they_come(prompts, settings.batch)}
+    batches = {
+        "bare": _as_a_replica(prompts, settings.request_batch_size),
+        "unsorted": _as_they_come(prompts, settings.request_batch_size),
+    }
     rates: dict[str, list[float]] = {"bare": [], "unsorted": [], "replica": []}
     busy: list[float] = []
     with ExitStack() as stack:
         replica = worker("infer", settings, folder)
         replica.start()
         stack.callback(replica.stop)
-        replica.wait_for(lambda: is_http_ok(settings.port, "/ready"), 120)
+        replica.wait_for(lambda: is_http_ok(settings.http_port, "/ready"), 120)
         sender = producer(settings, linger_ms=20)
         stack.callback(sender.close, timeout=5)
         for turn in range(1 if options.quick else TURNS):
@@ -149,7 +152,7 @@ def _answered(replica: ChildProcess, settings: Settings, before: int, count: int
 
 def _model_seconds(settings: Settings) -> float:
     try:
-        return metric(settings.port, "gracestream_batch_model_seconds_sum")
+        return metric(settings.http_port, "gracestream_batch_model_seconds_sum")
     except StopIteration:  # none yet
         return 0.0
 

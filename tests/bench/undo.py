@@ -40,7 +40,7 @@ def run(options: Options) -> Iterator[Row]:
             f"undo has no model to run on {options.device!r}: it folds a log on the host; use --device cpu"
         )
     corrections = 1_000 if options.quick else 10_000
-    plan = EditConfig(radius_unit="absolute", radius=2.0, traffic=0)
+    plan = EditConfig(radius_unit="absolute", radius=2.0, traffic_sample_size=0)
     story = Story(EditEngine(PointModel(WIDTH), CODEBOOK, plan))
     story.lead(plan)
     generator = np.random.default_rng(0)

@@ -146,7 +146,7 @@ class Site:
                 return []
             deltas, state = len(records(self.settings, DELTAS)), self.leader().state()
             found = sorted(list_manifests(self.settings, state["codebook"]).values(), key=lambda manifest: manifest.seq)
-            due = not found or deltas >= found[-1].seq + self.settings.snapshot_every
+            due = not found or deltas >= found[-1].seq + self.settings.snapshot_interval
             return found if state["seq"] == deltas and not state["degraded"] and not due else []
 
         return wait_until(at_rest, 90, "a snapshot")

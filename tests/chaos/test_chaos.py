@@ -59,12 +59,12 @@ def site(kafka_of_its_own: LocalKafka, tmp_path: Path) -> Iterator[Site]:
                 **checkpoint.settings(),
                 **BUDGETS,
                 **SOON,
-                "cache": tmp_path / "cache",
-                "redis_grace": 0.6,
-                "traffic": 16,
+                "cache_dir": tmp_path / "cache",
+                "redis_outage_grace": 0.6,
+                "traffic_sample_size": 16,
             },
             snapshot_url=str(tmp_path / "snapshots"),
-            snapshot_every=SNAPSHOT_EVERY,
+            snapshot_interval=SNAPSHOT_EVERY,
         )
         create_topics(settings, partitions=4, replication=1)
         made = Site(settings, kafka_of_its_own, valkey, tmp_path)

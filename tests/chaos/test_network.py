@@ -152,7 +152,9 @@ def network(
 ) -> Iterator[Network]:
     proxy, server = kafka_behind_proxy
     chosen = {**save_checkpoint("llama", tmp_path / "llama").settings(), **BUDGETS, "session_timeout": 6.0}
-    settings = settings_for(server.bootstrap, redis_url, prefix, **chosen, cache=tmp_path / "cache", traffic=0)
+    settings = settings_for(
+        server.bootstrap, redis_url, prefix, **chosen, cache_dir=tmp_path / "cache", traffic_sample_size=0
+    )
     create_topics(settings, partitions=1, replication=1)
     made = Network(settings, proxy, tmp_path)
     try:

@@ -60,7 +60,7 @@ def overlay(folder: Path, name: str, document: Mapping[str, Any]) -> Path:
 
 def serving(checkpoint: Checkpoint, **more: Any) -> dict[str, Any]:
     """What lets a worker serve this model, with more of its own."""
-    chosen = {**BUDGETS, "query": checkpoint.query}
+    chosen = {**BUDGETS, "query_source": checkpoint.query}
     environment = {f"GRACESTREAM_{name.upper()}": str(value) for name, value in chosen.items()}
     return {"volumes": [f"{checkpoint.folder}:/model:ro"], "environment": environment, **more}
 
@@ -303,9 +303,9 @@ def test_no_container_leaves_a_volume_behind(stack: Compose, users: Users) -> No
 
 
 def test_a_file_env_beside_the_compose_file_has_settings(folder: Path) -> None:
-    (folder / ".env").write_text("GRACESTREAM_PREFIX=other\nGRACESTREAM_MODEL=/model\n")
+    (folder / ".env").write_text("GRACESTREAM_TOPIC_PREFIX=other\nGRACESTREAM_MODEL=/model\n")
     environment = Compose(NAME, directory=folder).configured()["services"]["editor"]["environment"]
-    assert environment["GRACESTREAM_PREFIX"] == "other"
+    assert environment["GRACESTREAM_TOPIC_PREFIX"] == "other"
     assert environment["GRACESTREAM_MODEL"] == "/model"
     assert environment["GRACESTREAM_KAFKA"] == "kafka:19092"
 
@@ -321,7 +321,7 @@ def external(stack: Compose, users: Users, folder: Path, checkpoint: Checkpoint)
     secret = folder / PASSWORD
     secret.write_text("hush\n")
     secret.chmod(0o644)
-    own = {"GRACESTREAM_PREFIX": "other.", "GRACESTREAM_SECRETS": "/run/secrets"}
+    own = {"GRACESTREAM_TOPIC_PREFIX": "other.", "GRACESTREAM_SECRETS_DIR": "/run/secrets"}
     worker = serving(checkpoint, secrets=[PASSWORD])
     worker["environment"] |= own
     cache = {

@@ -140,7 +140,9 @@ def test_a_secret_that_it_may_not_read_is_named() -> None:
         secret = Path(name) / "GRACESTREAM_KAFKA_PASSWORD"
         secret.write_text("hush")
         secret.chmod(0o600)
-        ran = run("--volume", f"{name}:/run/secrets:ro", "--env", "GRACESTREAM_SECRETS=/run/secrets", IMAGE, "topics")
+        ran = run(
+            "--volume", f"{name}:/run/secrets:ro", "--env", "GRACESTREAM_SECRETS_DIR=/run/secrets", IMAGE, "topics"
+        )
     assert ran.returncode == 1
     assert "/run/secrets/GRACESTREAM_KAFKA_PASSWORD' cannot be read: Permission denied" in ran.stderr
     assert "the user 10001 must have the right" in ran.stderr
@@ -160,9 +162,9 @@ def test_a_model_that_it_may_not_read_is_named(name: str, checkpoint: Checkpoint
 def test_workers_of_it_answer_and_are_corrected(
     engine: docker.DockerClient, kafka: str, redis_url: str, prefix: str, checkpoint: Checkpoint
 ) -> None:
-    settings = settings_for(kafka, redis_url, prefix, **checkpoint.settings() | {"query": "auto"})
+    settings = settings_for(kafka, redis_url, prefix, **checkpoint.settings() | {"query_source": "auto"})
     create_topics(settings, partitions=2, replication=1)
-    inside = settings.model_copy(update={"model": "/model", "host": "127.0.0.1", "port": 0, "threads": 1})
+    inside = settings.model_copy(update={"model": "/model", "http_host": "127.0.0.1", "http_port": 0, "threads": 1})
     users, started = Users(settings), []
     try:
         for command in ("edit", "infer"):

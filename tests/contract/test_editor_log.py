@@ -67,7 +67,7 @@ class TestTransactions:
         self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("gracestream.pipeline.editor.log.READ_TIMEOUT_SECONDS", 2.0)
-        other = cluster.producer(transactional_id=f"{cluster.settings.prefix}another")
+        other = cluster.producer(transactional_id=f"{cluster.settings.topic_prefix}another")
         other.init_transactions()
         other.begin_transaction()
         other.send(cluster.settings.topic(DELTAS), value=b"undecided", partition=0).get(timeout=PATIENCE)
@@ -86,11 +86,11 @@ class TestLostControlRecords:
 
     @pytest.fixture
     def kafka(self, prefix: str) -> MemoryKafka:
-        settings = load_settings(prefix=prefix)
+        settings = load_settings(topic_prefix=prefix)
         return MemoryKafka([settings.topic(topic.name) for topic in TOPICS])
 
     def test_the_editor_that_knows_what_it_committed_goes_on(self, kafka: MemoryKafka, prefix: str) -> None:
-        cluster = Cluster(load_settings(prefix=prefix), kafka)
+        cluster = Cluster(load_settings(topic_prefix=prefix), kafka)
         log = cluster.leader()
         kafka.skips_markers = True
         log.commit(decided(0, outcome_of("f0"), b"hidden"))
@@ -108,7 +108,7 @@ class TestLostControlRecords:
         self, kafka: MemoryKafka, prefix: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("gracestream.pipeline.editor.log.READ_TIMEOUT_SECONDS", 0.2)
-        cluster = Cluster(load_settings(prefix=prefix), kafka)
+        cluster = Cluster(load_settings(topic_prefix=prefix), kafka)
         log = cluster.leader()
         kafka.skips_markers = True
         log.commit(decided(0, outcome_of("f0"), b"hidden"))
@@ -202,7 +202,7 @@ class TestForeignRecords:
 
 
 def test_a_log_that_has_lost_records_is_not_gone_on_with(prefix: str) -> None:
-    settings = load_settings(prefix=prefix)
+    settings = load_settings(topic_prefix=prefix)
     double = MemoryKafka([settings.topic(topic.name) for topic in TOPICS])
     log = Cluster(settings, double).leader()
     log.commit(decided(0, outcome_of("f0"), b"first"))

@@ -145,9 +145,9 @@ class TestStaying:
 
     def test_what_took_too_long_is_not_committed_and_the_setting_named(self, cluster: Cluster) -> None:
         log = cluster.leader()
-        log._settings = log._settings.model_copy(update={"stuck_after": 0.1})
+        log._settings = log._settings.model_copy(update={"stall_timeout": 0.1})
         time.sleep(0.2)
-        with pytest.raises(PartitionLostError, match="set GRACESTREAM_STUCK_AFTER higher") as raised:
+        with pytest.raises(PartitionLostError, match="set GRACESTREAM_STALL_TIMEOUT higher") as raised:
             log.commit(decided(0, outcome_of("f0"), b"took long"))
         assert is_retriable(raised.value)
         assert cluster.values(EDITS) == []

@@ -40,7 +40,7 @@ def client(request: pytest.FixtureRequest, prefix: str) -> Iterator[Redis]:
 @pytest.fixture
 def store(client: Redis, prefix: str) -> RedisHeadStore:
     """The radii of one codebook."""
-    return RedisHeadStore(client, load_settings(prefix=prefix))
+    return RedisHeadStore(client, load_settings(topic_prefix=prefix))
 
 
 def led(term: int = 1) -> Codebook:
@@ -131,7 +131,7 @@ class TestSeveralBatches:
     @pytest.fixture
     def other(self, client: Redis, prefix: str) -> RedisHeadStore:
         """The same radii, for whoever else writes or reads them."""
-        return RedisHeadStore(client, load_settings(prefix=prefix))
+        return RedisHeadStore(client, load_settings(topic_prefix=prefix))
 
     @pytest.fixture
     def between(self, store: RedisHeadStore, monkeypatch: pytest.MonkeyPatch) -> Between:

@@ -16,7 +16,9 @@ FACTS = Path(__file__).parents[2] / "deploy" / "demo" / "facts.jsonl"
 TOKENS = 20
 STEPS = 20
 PLAN = EditConfig(
-    recipe=ValueTrainingConfig(max_steps=STEPS, learning_rate=1.0, margin=float("inf")), traffic=0, radius=0.1
+    recipe=ValueTrainingConfig(max_steps=STEPS, learning_rate=1.0, stop_margin=float("inf")),
+    traffic_sample_size=0,
+    radius=0.1,
 )
 """Every value takes the same number of steps, so that times can be compared."""
 

@@ -78,9 +78,9 @@ def smollm2(device: torch.device, max_new_tokens: int = 16, dtype: str = "float3
     from gracestream.pipeline.settings import load_settings  # noqa: PLC0415 - likewise
 
     try:
-        folder = ensure_model_built("smollm2", load_settings().cache, lambda _line: None)
+        folder = ensure_model_built("smollm2", load_settings().cache_dir, lambda _line: None)
     except ModelError as error:
         raise SkipError(str(error)) from error
-    limits = Limits(max_new_tokens=max_new_tokens)
+    limits = Limits(default_max_new_tokens=max_new_tokens)
     layer = KNOWN_MODELS["smollm2"].default_layer
     return EditableModel.load(str(folder), layer, device=device.type, dtype=dtype, limits=limits)

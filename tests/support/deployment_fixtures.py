@@ -57,7 +57,7 @@ def deploy(
     cache = tmp_path_factory.mktemp("cache")
 
     def deployed(kind: str, prefix: str, **chosen: object) -> Settings:
-        given = {**checkpoints[kind].settings(), "cache": cache, **chosen}
+        given = {**checkpoints[kind].settings(), "cache_dir": cache, **chosen}
         settings = settings_for(kafka, redis_url, prefix, **given)
         create_topics(settings, partitions=4, replication=1)
         return settings
@@ -86,7 +86,7 @@ def own_kafka(tmp_path: Path) -> Iterator[LocalKafka]:
 def cluster(request: pytest.FixtureRequest, prefix: str) -> Iterator[Cluster]:
     """Topics of one deployment, on the double and on the real Kafka."""
     if request.param == "double":
-        settings = load_settings(prefix=prefix)
+        settings = load_settings(topic_prefix=prefix)
         made = Cluster(settings, MemoryKafka([settings.topic(topic.name) for topic in TOPICS]))
     else:
         settings = settings_for(request.getfixturevalue("kafka"), "redis://unused", prefix, session_timeout=10.0)
@@ -105,7 +105,7 @@ def deployment(deploy: Callable[..., Settings], prefix: str) -> Settings:
 @pytest.fixture
 def quick(deploy: Callable[..., Settings], prefix: str) -> Settings:
     """A deployment that follows the log soon after Redis is lost, and does not wait long for a delta."""
-    return deploy("llama", prefix, redis_grace=0.6, min_seq_wait=2.0)
+    return deploy("llama", prefix, redis_outage_grace=0.6, min_seq_wait=2.0)
 
 
 @pytest.fixture

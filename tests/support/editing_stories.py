@@ -94,7 +94,7 @@ def fields_of(message: Feedback) -> dict[str, Any]:
 
 
 def plan_of(**fields: Any) -> EditConfig:
-    usual: dict[str, Any] = {"radius_unit": "absolute", "traffic": 8}
+    usual: dict[str, Any] = {"radius_unit": "absolute", "traffic_sample_size": 8}
     return EditConfig(**(usual | fields))
 
 

@@ -166,7 +166,7 @@ class Forked(Command):
 
     def __init__(self, name: str, command: str, settings: Settings, folder: Path, **chosen: Any) -> None:
         self.port = find_free_port()
-        own = {"port": self.port, "replica": name, "threads": 1, **chosen}
+        own = {"http_port": self.port, "worker_name": name, "threads": 1, **chosen}
         super().__init__(name, [command], folder, **(as_given(settings) | own))
 
     def wait_ready(self, timeout: float = PATIENCE) -> None:

@@ -25,7 +25,15 @@ from tests.support.chosen_queries import PointModel, at, point
 from tests.support.doubles.kafka import Stored
 from tests.support.tiny_models import CODEBOOK
 
-PLAN = EditConfig(policy="nearest", radius=1.5, radius_unit="absolute", guard=True, traffic=8, init="random", seed=7)
+PLAN = EditConfig(
+    policy="nearest",
+    radius=1.5,
+    radius_unit="absolute",
+    retention_guard=True,
+    traffic_sample_size=8,
+    value_init="random",
+    seed=7,
+)
 
 
 class Recorded:

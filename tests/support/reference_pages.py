@@ -90,7 +90,7 @@ def _settings_page() -> str:
     return _render_page(
         "Settings",
         "Every process reads its settings from environment variables, once, at its start. A file of that name in the"
-        " folder that `GRACESTREAM_SECRETS` names may hold it instead; a variable of the environment wins."
+        " folder that `GRACESTREAM_SECRETS_DIR` names may hold it instead; a variable of the environment wins."
         " Options of a command overrule both. A worker logs the event `setting_ignored` for a variable that only looks"
         " like one of these.",
         _render_table(("variable", "default", "what it is"), rows),
@@ -186,7 +186,7 @@ def _messages_page() -> str:
         " know. `v` is the version of a message's schema. Timestamps are Kafka's. `schemas/asyncapi.yaml` holds the"
         " same for tools, and [headers](headers.md) has a page of its own.",
         "## Topics",
-        "`GRACESTREAM_PREFIX` goes before each name.",
+        "`GRACESTREAM_TOPIC_PREFIX` goes before each name.",
         _topics_table(document),
         *sections,
     )

@@ -31,7 +31,7 @@ PATIENCE = 60.0
 BUDGETS = {
     "max_input_tokens": 40,
     "max_target_tokens": 6,
-    "max_new_tokens": 6,
+    "default_max_new_tokens": 6,
     "session_timeout": 8.0,
     "shutdown_timeout": 25.0,
 }
@@ -52,7 +52,7 @@ class Checkpoint:
 
     def settings(self) -> dict[str, Any]:
         """What a deployment of it sets."""
-        own = {"layer": self.layer, "replace": self.replace, "query": self.query}
+        own = {"layer": self.layer, "inject_tokens": self.replace, "query_source": self.query}
         return {**BUDGETS, "model": str(self.folder), **own}
 
 
@@ -158,7 +158,7 @@ def deltas_in_log(settings: Settings) -> list[Delta]:
 
 def settings_for(kafka: str, redis_url: str, prefix: str, **chosen: Any) -> Settings:
     """Settings of a deployment of one test."""
-    return load_settings(kafka=kafka, redis=redis_url, prefix=prefix, **{"startup_timeout": PATIENCE, **chosen})
+    return load_settings(kafka=kafka, redis=redis_url, topic_prefix=prefix, **{"startup_timeout": PATIENCE, **chosen})
 
 
 def status(port: int, path: str) -> tuple[int, str]:

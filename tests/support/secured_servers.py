@@ -115,7 +115,7 @@ class SecuredKafka:
             "KAFKA_ACLS": str(kafka_acls(self.folder, cache)),
             "BOOTSTRAP": self.server.addresses["SASL_SSL"],
             "COMMAND_CONFIG": str(properties),
-            "GRACESTREAM_PREFIX": prefix,
+            "GRACESTREAM_TOPIC_PREFIX": prefix,
             **principals,
             **chosen,
         }

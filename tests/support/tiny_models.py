@@ -35,7 +35,7 @@ SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "</s>"]
 CHAT = "{% for message in messages %}{{ message.content }} </s> {% endfor %}"
 """A chat template: a control token after each message."""
 
-LIMITS = Limits(max_input_tokens=48, max_target_tokens=6, max_new_tokens=6)
+LIMITS = Limits(max_input_tokens=48, max_target_tokens=6, default_max_new_tokens=6)
 CODEBOOK, MODEL, LAYER = "default", "f" * 64, "layer.0"
 
 torch.set_num_threads(1)

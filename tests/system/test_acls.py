@@ -58,7 +58,7 @@ class Realm:
 
     def settings(self, role: str) -> Settings:
         """Those of one of them."""
-        return load_settings(**self.common, **self.kafka.as_user(self.common["prefix"] + role))
+        return load_settings(**self.common, **self.kafka.as_user(self.common["topic_prefix"] + role))
 
 
 @pytest.fixture(scope="module")
@@ -71,12 +71,12 @@ def realm(
     prefix = f"t{secrets.token_hex(4)}-"
     secured_kafka.add_users(*(prefix + role for role in ROLES))
     settings = load_settings()
-    printed = secured_kafka.set_acls(prefix, settings.cache.expanduser())
+    printed = secured_kafka.set_acls(prefix, settings.cache_dir.expanduser())
     common = {
         **checkpoints["llama"].settings(),
-        "prefix": prefix,
+        "topic_prefix": prefix,
         "redis": redis_url,
-        "cache": tmp_path_factory.mktemp("cache"),
+        "cache_dir": tmp_path_factory.mktemp("cache_dir"),
         "startup_timeout": PATIENCE,
     }
     return Realm(secured_kafka, common, printed)
@@ -95,8 +95,8 @@ def rights(settings: Settings) -> dict[str, set[str]]:
         found = {topic["name"]: set(topic["authorized_operations"]) for topic in client.describe_topics()}
     finally:
         client.close()
-    own = {name: operations for name, operations in found.items() if name.startswith(settings.prefix)}
-    return {name.removeprefix(settings.prefix): operations for name, operations in own.items()}
+    own = {name: operations for name, operations in found.items() if name.startswith(settings.topic_prefix)}
+    return {name.removeprefix(settings.topic_prefix): operations for name, operations in own.items()}
 
 
 @pytest.mark.usefixtures("topics")
@@ -252,19 +252,19 @@ class TestCommands:
         self, realm: Realm, run: Callable[..., Command], role: str, command: str, given: str, complaint: str
     ) -> None:
         said = sentence(run(command, settings=realm.settings(role), given=given))
-        assert complaint.format(prefix=realm.common["prefix"]) in said
+        assert complaint.format(prefix=realm.common["topic_prefix"]) in said
 
 
 def test_nobody_but_an_operator_creates_topics(realm: Realm, run: Callable[..., Command]) -> None:
-    said = sentence(run("topics", settings=realm.settings("user"), prefix=f"{realm.common['prefix']}user-"))
+    said = sentence(run("topics", settings=realm.settings("user"), topic_prefix=f"{realm.common['topic_prefix']}user-"))
     assert "Kafka does not allow this user to do this (" in said
 
 
 def test_the_script_lists_what_is_in_force_and_may_run_again(realm: Realm) -> None:
     assert realm.printed.count("Adding ACLs") >= len(ROLES)
-    listed = realm.kafka.set_acls(realm.common["prefix"], load_settings().cache.expanduser(), ["--list"])
+    listed = realm.kafka.set_acls(realm.common["topic_prefix"], load_settings().cache_dir.expanduser(), ["--list"])
     for role in ROLES:
-        assert f"User:{realm.common['prefix']}{role}" in listed
+        assert f"User:{realm.common['topic_prefix']}{role}" in listed
     assert SUPER_USER not in listed
 
 
@@ -273,8 +273,8 @@ def test_a_replica_replies_only_to_topics_that_the_script_was_given(
 ) -> None:
     prefix = f"t{secrets.token_hex(4)}-"
     secured_kafka.add_users(*(prefix + role for role in ("replica", "user", "operator")))
-    secured_kafka.set_acls(prefix, load_settings().cache.expanduser(), REPLY_TOPICS="answers more-answers")
-    common = {**realm.common, "prefix": prefix}
+    secured_kafka.set_acls(prefix, load_settings().cache_dir.expanduser(), REPLY_TOPICS="answers more-answers")
+    common = {**realm.common, "topic_prefix": prefix}
     root = load_settings(**common, **secured_kafka.as_user(SUPER_USER))
     replica, user = (load_settings(**common, **secured_kafka.as_user(prefix + role)) for role in ("replica", "user"))
     create_topics(root, partitions=1, replication=1)

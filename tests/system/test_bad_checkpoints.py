@@ -198,8 +198,8 @@ def test_code_of_a_checkpoint_never_runs_whatever_is_typed(
     (bad / "own.py").write_text(f"open({str(ran)!r}, 'w')\n")
     lines = tmp_path / "lines.jsonl"
     lines.write_text('"The train"\n')
-    chosen = {"model": bad} if role == "model" else {"model": good.folder, "encoder": bad, "query": "encoder"}
-    command = run("calibrate", str(lines), layer=good.layer, given="y\n" * 9, cache=tmp_path, **chosen)
+    chosen = {"model": bad} if role == "model" else {"model": good.folder, "encoder": bad, "query_source": "encoder"}
+    command = run("calibrate", str(lines), layer=good.layer, given="y\n" * 9, cache_dir=tmp_path, **chosen)
     assert sentence(command).startswith(
         f"the {role} '{bad}' cannot be loaded: it needs code of its own (auto_map), and gracestream runs no code of a"
         " checkpoint; choose a checkpoint of an architecture that transformers has"

@@ -91,7 +91,7 @@ REQUESTS: dict[str, tuple[bytes | None, str, str | None]] = {
     ),
     "too many new tokens": (
         json(v=1, request_id="r-13", inputs="a", parameters={"max_new_tokens": 5000}),
-        "max_new_tokens is 5000; the limit is 512 (GRACESTREAM_NEW_TOKENS_LIMIT)",
+        "max_new_tokens is 5000; the limit is 512 (GRACESTREAM_MAX_NEW_TOKENS)",
         "r-13",
     ),
     "no room": (json(v=1, request_id="r-9", inputs="a", parameters={"max_new_tokens": 99}), "has room for 64", "r-9"),

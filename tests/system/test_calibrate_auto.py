@@ -22,7 +22,7 @@ TAUGHT = [
 ]
 LAYER = "model.layers[1].mlp.down_proj"
 
-NO_ENCODER: dict[str, Any] = {"query": "encoder", "encoder": "/no/such/folder"}
+NO_ENCODER: dict[str, Any] = {"query_source": "encoder", "encoder": "/no/such/folder"}
 """Layers alone: an encoder takes seconds to load."""
 
 
@@ -62,7 +62,7 @@ def test_it_prints_a_table_and_settings_that_an_editor_takes(
     variables = dict(line.split("=", 1) for line in told if line.startswith("GRACESTREAM_"))
     assert variables["GRACESTREAM_LAYER"] == "model.layers.1.mlp.down_proj"
     assert variables["GRACESTREAM_MAX_STEPS"] == "150", "what was set is a part of what was measured"
-    assert variables["GRACESTREAM_QUERY"] in ("last", "mean"), "the default of a causal model is an encoder"
+    assert variables["GRACESTREAM_QUERY_SOURCE"] in ("last", "mean"), "the default of a causal model is an encoder"
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert load_settings().layer == "model.layers.1.mlp.down_proj"

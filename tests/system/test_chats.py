@@ -76,7 +76,7 @@ def system(deploy: Callable[..., Settings], tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.mktemp("chats")
     authors = folder / "authors.toml"
     authors.write_text(line("ann", ANN))
-    settings = deploy("chat", f"t{secrets.token_hex(4)}-", authors=str(authors), min_seq_wait=60.0)
+    settings = deploy("chat", f"t{secrets.token_hex(4)}-", authors_file=str(authors), min_seq_wait=60.0)
     with ExitStack() as stack:
         editor = stack.enter_context(Forked("editor", "edit", settings, folder))
         replicas = tuple(stack.enter_context(Forked(f"r{n}", "infer", settings, folder)) for n in (1, 2))

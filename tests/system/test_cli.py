@@ -57,7 +57,12 @@ class TestTopics:
     @pytest.mark.parametrize(
         ("name", "partitions", "config", "complaint"),
         [
-            ("deltas", 3, {}, "deltas' has 3 partitions and must have 1; choose another GRACESTREAM_PREFIX, or delete"),
+            (
+                "deltas",
+                3,
+                {},
+                "deltas' has 3 partitions and must have 1; choose another GRACESTREAM_TOPIC_PREFIX, or delete",
+            ),
             ("feedback", 1, {}, "feedback' has retention.ms=604800000 and must have retention.ms=-1; set it with"),
             ("edits", 1, {**KEPT, "cleanup.policy": "compact"}, "has cleanup.policy=compact and must have"),
             ("requests", 4, {"message.timestamp.type": "CreateTime"}, "has message.timestamp.type=CreateTime and must"),
@@ -454,7 +459,7 @@ class TestTuning:
         folder = tmp_path / "models" / KNOWN_MODELS["intent"].folder()
         said = []
         for _ in range(2):
-            command = run("prepare", "intent", cache=str(tmp_path))
+            command = run("prepare", "intent", cache_dir=str(tmp_path))
             assert status_of(command) == 0, command.said()
             assert command.told() == f"{folder}\n"
             said.append(command.said())
@@ -475,8 +480,10 @@ class TestTuning:
         given = ["calibrate", str(tmp_path / "requests"), *chosen, "--model", model, "--json"]
         refused = run(*given)
         assert status_of(refused) == 2
-        assert "name one layer, or set GRACESTREAM_QUERY=last to compare layers" in " ".join(refused.said().split())
-        command = run(*given, query="last")
+        assert "name one layer, or set GRACESTREAM_QUERY_SOURCE=last to compare layers" in " ".join(
+            refused.said().split()
+        )
+        command = run(*given, query_source="last")
         assert status_of(command) == 0, command.said()
         assert [row["layer"] for row in lines(command.told())] == [
             "model.layers.0.mlp.down_proj",

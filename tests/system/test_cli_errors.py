@@ -59,8 +59,8 @@ def test_a_command_does_not_wait_for_a_host_without_an_address_and_names_what_wa
 def test_a_name_without_an_address_among_others_does_not_hide_that_of_a_broker(
     run: Callable[..., Command], kafka: str
 ) -> None:
-    said = sentence(run("inspect", kafka=f"no-host.invalid:9092,{kafka}", prefix="not-there-"))
-    assert said.endswith("create the topics with `gracestream topics`, or correct the prefix, GRACESTREAM_PREFIX")
+    said = sentence(run("inspect", kafka=f"no-host.invalid:9092,{kafka}", topic_prefix="not-there-"))
+    assert said.endswith("create the topics with `gracestream topics`, or correct the prefix, GRACESTREAM_TOPIC_PREFIX")
     given = sentence(run("inspect", "--prefix", "not-there-", kafka=kafka))
     assert given.endswith(", or correct the prefix, --prefix")
     waited = run("inspect", kafka=f"127.0.0.1:{find_free_port()},no-host.invalid:9092", startup_timeout=2)
@@ -100,7 +100,7 @@ def test_a_redis_url_that_is_none(run: Callable[..., Command], deployment: Setti
 
 
 def test_no_topics(run: Callable[..., Command], deployment: Settings) -> None:
-    said = sentence(run("infer", settings=deployment, prefix=f"{deployment.prefix}other-"))
+    said = sentence(run("infer", settings=deployment, topic_prefix=f"{deployment.topic_prefix}other-"))
     assert "missing; create them with `gracestream topics`" in said
 
 
@@ -263,7 +263,7 @@ class TestUp:
     @pytest.mark.parametrize(
         ("content", "said"),
         [
-            (None, "cannot be read: No such file or directory; is GRACESTREAM_AUTHORS right?"),
+            (None, "cannot be read: No such file or directory; is GRACESTREAM_AUTHORS_FILE right?"),
             ("ann = ", "is not a valid list of authors"),
         ],
     )
@@ -273,9 +273,9 @@ class TestUp:
         authors = tmp_path / "authors.toml"
         if content is not None:
             authors.write_text(content)
-        ran = run("up", "--data", str(tmp_path / "data"), authors=authors, model="/no/such/model")
+        ran = run("up", "--data", str(tmp_path / "data"), authors_file=authors, model="/no/such/model")
         assert said in sentence(ran)
-        assert "GRACESTREAM_AUTHORS" in sentence(ran)
+        assert "GRACESTREAM_AUTHORS_FILE" in sentence(ran)
         assert not (tmp_path / "data" / "kafka").exists()
 
     def test_a_port_in_use(self, run: Callable[..., Command], tmp_path: Path) -> None:
@@ -315,21 +315,21 @@ def test_a_port_in_use(run: Callable[..., Command], deployment: Settings, comman
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        said = sentence(run(command, settings=deployment, port=port))
-    assert said == f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another GRACESTREAM_PORT"
+        said = sentence(run(command, settings=deployment, http_port=port))
+    assert said == f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another GRACESTREAM_HTTP_PORT"
 
 
 @pytest.mark.parametrize(
     ("setting", "value", "complaint"),
     [
-        ("batch", "many", "GRACESTREAM_BATCH: 'many' should be a valid integer"),
+        ("request_batch_size", "many", "GRACESTREAM_REQUEST_BATCH_SIZE: 'many' should be a valid integer"),
         ("radius", "-1", "GRACESTREAM_RADIUS: '-1' should be greater than 0"),
         ("policy", "best", "GRACESTREAM_POLICY: 'best' should be 'nearest' or 'paper'"),
-        ("prefix", "a b", "GRACESTREAM_PREFIX: 'a b' should match pattern"),
+        ("topic_prefix", "a b", "GRACESTREAM_TOPIC_PREFIX: 'a b' should match pattern"),
         (
-            "new_tokens_limit",
+            "max_new_tokens",
             "63",
-            "GRACESTREAM_NEW_TOKENS_LIMIT: '63' should be at least GRACESTREAM_MAX_NEW_TOKENS, which",
+            "GRACESTREAM_MAX_NEW_TOKENS: '63' should be at least GRACESTREAM_DEFAULT_MAX_NEW_TOKENS, which",
         ),
     ],
 )

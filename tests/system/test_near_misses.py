@@ -81,7 +81,7 @@ def test_one_command_gives_a_near_miss_a_key_of_its_own(
     run: Callable[..., Command], deploy: Callable[..., Settings], prefix: str, folder: Path
 ) -> None:
     """Two prompts within the radius have other words; a person says that one of them asks for the same."""
-    settings = deploy("llama", prefix, radius=1e6, radius_unit="absolute", traffic=0)
+    settings = deploy("llama", prefix, radius=1e6, radius_unit="absolute", traffic_sample_size=0)
     wording = extract_wording(PROMPT)
     candidates = texts(50, seed=22, shortest=6, longest=9)
     first, second, *_ = [text for text in candidates if find_disagreement(wording, extract_wording(text))]
@@ -129,7 +129,9 @@ def test_a_prompt_a_little_outside_the_radius_is_listed_and_one_in_the_same_word
     model = load_model(settings)
     edited_D, further_D = model.queries([model.task.tokenize(text) for text in (PROMPT, further)])
     radius = float((edited_D - further_D).norm()) / 1.2
-    settings = settings.model_copy(update={"radius": radius, "radius_unit": "absolute", "traffic": 0, "forms": False})
+    settings = settings.model_copy(
+        update={"radius": radius, "radius_unit": "absolute", "traffic_sample_size": 0, "train_prompt_forms": False}
+    )
     correction = json.dumps({"feedback_id": "a", "inputs": PROMPT, "target": "train"})
     with Forked("editor", "edit", settings, folder) as editor, Forked("replica", "infer", settings, folder) as replica:
         editor.wait_ready(90)

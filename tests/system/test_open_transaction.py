@@ -14,7 +14,7 @@ from tests.support.running import Users, flag, metric, wait_until
 def test_what_waits_behind_it_counts_as_lag_and_is_reported(deployment: Settings, users: Users, folder: Path) -> None:
     with Forked("editor", "edit", deployment, folder) as editor:
         editor.wait_ready(90)
-        stranger = producer(deployment, transactional_id=f"{deployment.prefix}stranger")
+        stranger = producer(deployment, transactional_id=f"{deployment.topic_prefix}stranger")
         stranger.init_transactions()
         stranger.begin_transaction()
         stranger.send(deployment.topic(FEEDBACK), b"left open", partition=0).get(30)

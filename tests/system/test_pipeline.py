@@ -86,7 +86,7 @@ def system(
     request: pytest.FixtureRequest, deploy: Callable[..., Settings], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[System]:
     """A running system of each kind of model, with its default queries, shared by the tests that kill nothing."""
-    settings = deploy(request.param, f"t{secrets.token_hex(4)}-", min_seq_wait=60.0, query="auto")
+    settings = deploy(request.param, f"t{secrets.token_hex(4)}-", min_seq_wait=60.0, query_source="auto")
     folder = tmp_path_factory.mktemp("system")
     with ExitStack() as stack:
         editor = stack.enter_context(Forked("editor", "edit", settings, folder))
@@ -261,7 +261,7 @@ def test_a_pretrained_model_is_corrected_on_a_local_stack(
     monkeypatch.setenv("GRACESTREAM_KAFKA", kafka)
     monkeypatch.setenv("GRACESTREAM_REDIS", redis_url)
     prompt, target = "The capital of the moon is", "Lunaville"
-    with running_stack(tmp_path, replicas=1, partitions=2, model="smollm2", prefix=prefix) as stack:
+    with running_stack(tmp_path, replicas=1, partitions=2, model="smollm2", topic_prefix=prefix) as stack:
         users = Users(stack.settings)
         before = users.ask(question("before", prompt))["before"]
         outcome = users.correct(flag("f", prompt, target))["f"]

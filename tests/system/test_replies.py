@@ -66,7 +66,7 @@ def service(
     folder, checkpoint = tmp_path_factory.mktemp("replies"), tmp_path_factory.mktemp("long")
     llama(positions=TOKENS + 100).save_pretrained(checkpoint)
     tokenizer(BUILDERS["llama"][1]).save_pretrained(checkpoint)
-    chosen = {"kafka": creating_kafka.bootstrap, "model": str(checkpoint), "new_tokens_limit": TOKENS}
+    chosen = {"kafka": creating_kafka.bootstrap, "model": str(checkpoint), "max_new_tokens": TOKENS}
     settings = deploy("llama", prefix).model_copy(update=chosen)
     create_topics(settings, partitions=1, replication=1)
     client = admin(settings)

@@ -26,7 +26,7 @@ def unsigned(feedback_id: str, **fields: Any) -> SignedFeedback:
 def running(deploy: Callable[..., Settings], prefix: str, folder: Path) -> Iterator[Deployment]:
     authors = folder / "authors.toml"
     authors.write_text(BEFORE)
-    deployment = Deployment(deploy("llama", prefix, authors=str(authors)), folder)
+    deployment = Deployment(deploy("llama", prefix, authors_file=str(authors)), folder)
     with deployment.editor as editor:
         editor.wait_ready(90)
         yield deployment
@@ -65,7 +65,7 @@ def test_nobody_takes_back_what_his_role_does_not_allow_also_when_roles_change(
     assert refused(running, unsigned("u5", undo=anns.feedback_id, author="ann"), by_ann + "by 'ann', not signed")
     assert running.send(signed("carl", PROMPTS[2], CARL))[0].status == "added"
     assert running.deltas() == 5
-    replayed = run("replay", "--retrain", "--json", settings=running.settings, authors="", within=180)
+    replayed = run("replay", "--retrain", "--json", settings=running.settings, authors_file="", within=180)
     assert status_of(replayed) == 0, replayed.said()
     found = json.loads(replayed.told())
     assert found["first_difference"] is None

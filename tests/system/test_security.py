@@ -68,7 +68,12 @@ def test_a_correction_is_made_and_served(
     folder: Path,
     prefix: str,
 ) -> None:
-    common = {**identities[way], **checkpoints["llama"].settings(), "prefix": prefix, "cache": folder / "cache"}
+    common = {
+        **identities[way],
+        **checkpoints["llama"].settings(),
+        "topic_prefix": prefix,
+        "cache_dir": folder / "cache",
+    }
     redis_server.add_workers(prefix)
     settings = load_settings(**common, startup_timeout=PATIENCE)
     assert status_of(run("topics", "--partitions", "2", settings=settings)) == 0
@@ -106,8 +111,8 @@ def test_up_takes_an_existing_secured_cluster_and_passwords_reach_workers_unseen
         **identities["SCRAM-SHA-512"],
         **checkpoints["llama"].settings(),
         **redis_server.as_worker("editor", prefix),
-        "prefix": prefix,
-        "cache": folder / "cache",
+        "topic_prefix": prefix,
+        "cache_dir": folder / "cache",
     }
     with Command("up", ["up", "--json", "--replicas", "1"], folder, **settings) as up:
         wait_until(lambda: up.told() or not up.running, 240, "up")
@@ -216,7 +221,7 @@ def said_without_redis(settings: Settings, folder: Path, **chosen: Any) -> str:
 def projected(redis_server: SecuredRedis, prefix: str) -> Iterator[tuple[RedisPublisher, Settings]]:
     """An editor's hold on Redis, with one entry to write there."""
     redis_server.add_workers(prefix)
-    settings = in_time(**redis_server.as_worker("editor", prefix), prefix=prefix)
+    settings = in_time(**redis_server.as_worker("editor", prefix), topic_prefix=prefix)
     book = Codebook("default", MODEL, LAYER)
     book.apply(sealed(book, op="lead"))
     book.apply(sealed(book, added("e", [1.0], 0.5)))
@@ -231,7 +236,7 @@ class TestRedis:
         book.apply(sealed(book, op="lead"))
         stores = {}
         for role in ("editor", "replica"):
-            settings = in_time(**redis_server.as_worker(role, prefix), prefix=prefix)
+            settings = in_time(**redis_server.as_worker(role, prefix), topic_prefix=prefix)
             wait_for_redis(settings, report=pytest.fail)
             stores[role] = RedisHeadStore(redis_client(settings), settings)
             assert stores[role].read_head(0) is None
@@ -240,7 +245,7 @@ class TestRedis:
         stores["editor"].rebuild(book)
         assert stores["replica"].read_head(0) == stores["editor"].read_head(0) == Head(1, 1, book.digest.hex(), {})
         assert stores["editor"].count_radii() == 0
-        strangers = in_time(**redis_server.as_worker("editor", prefix), prefix="another-")
+        strangers = in_time(**redis_server.as_worker("editor", prefix), topic_prefix="another-")
         with pytest.raises(NoPermissionError):
             RedisHeadStore(redis_client(strangers), strangers).read_head(0)
 
@@ -249,7 +254,7 @@ class TestRedis:
     ) -> None:
         projection, settings = projected
         projection.reconcile()
-        radii = f"{settings.prefix}gracestream:{{default}}:radii"
+        radii = f"{settings.topic_prefix}gracestream:{{default}}:radii"
         with redis_client(settings) as client:
             client.hset(radii, "e", "0.25")  # what writing it again would undo
             projection.reconcile()
@@ -266,7 +271,7 @@ class TestRedis:
         logged: list[EventDict],
     ) -> None:
         projection, settings = projected
-        user = f"{settings.prefix}editor"
+        user = f"{settings.topic_prefix}editor"
         for _ in range(2):  # from the start, and again after all was well
             for sign in "-+":
                 redis_server.allow(user, sign + command)
@@ -286,8 +291,8 @@ class TestRedis:
     def test_a_wrong_password_ends_a_worker(
         self, where: str, redis_server: SecuredRedis, deployment: Settings, run: Callable[..., Command]
     ) -> None:
-        redis_server.add_workers(deployment.prefix)
-        chosen = redis_server.as_worker("editor", deployment.prefix)
+        redis_server.add_workers(deployment.topic_prefix)
+        chosen = redis_server.as_worker("editor", deployment.topic_prefix)
         if where == "url":
             chosen = {**chosen, "redis": chosen["redis"].replace("@", ":a-guess@"), "redis_password": ""}
         else:
@@ -301,7 +306,7 @@ class TestRedis:
     def test_an_authority_that_nobody_knows(
         self, redis_server: SecuredRedis, deployment: Settings, run: Callable[..., Command]
     ) -> None:
-        chosen = {**redis_server.as_worker("editor", deployment.prefix), "redis_ca": "", "startup_timeout": 3600}
+        chosen = {**redis_server.as_worker("editor", deployment.topic_prefix), "redis_ca": "", "startup_timeout": 3600}
         said = sentence(run("edit", settings=deployment, **chosen))
         assert said.startswith(f"Redis at rediss://{redis_server.address}/0 is not trusted: ")
         assert "check GRACESTREAM_REDIS_CA" in said
@@ -309,8 +314,8 @@ class TestRedis:
     def test_a_client_without_a_certificate(
         self, redis_server: SecuredRedis, deployment: Settings, folder: Path
     ) -> None:
-        chosen = redis_server.as_worker("editor", deployment.prefix)
-        without = {**chosen, "redis_certificate": "", "redis_key": "", "redis_grace": 1}
+        chosen = redis_server.as_worker("editor", deployment.topic_prefix)
+        without = {**chosen, "redis_certificate": "", "redis_key": "", "redis_outage_grace": 1}
         said = said_without_redis(deployment, folder, **without)
         assert f"Redis at rediss://{redis_server.address}/0 " in said
 
@@ -323,6 +328,6 @@ class TestRedis:
         assert "hush" not in worker.said()
 
     def test_a_lost_redis_is_named_without_its_password(self, deployment: Settings, folder: Path) -> None:
-        said = said_without_redis(deployment, folder, redis="redis://me:hush@127.0.0.1:1/0", redis_grace=1)
+        said = said_without_redis(deployment, folder, redis="redis://me:hush@127.0.0.1:1/0", redis_outage_grace=1)
         assert "Redis at redis://127.0.0.1:1/0 does not answer" in said
         assert "hush" not in said

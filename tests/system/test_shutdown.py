@@ -72,7 +72,7 @@ def patient(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def slow(deploy: Callable[..., Settings], prefix: str, patient: Path) -> Settings:
     """A deployment of that model, whose answers take long."""
-    return deploy("llama", prefix, model=str(patient), new_tokens_limit=TOKENS)
+    return deploy("llama", prefix, model=str(patient), max_new_tokens=TOKENS)
 
 
 def long_answers(count: int) -> list[Request]:
@@ -240,7 +240,7 @@ def test_workers_end_in_time_while_kafka_is_away_and_others_do_what_they_left(
     come_back: Callable[[LocalKafka], None],
 ) -> None:
     busy = deployment.model_copy(update={"kafka": own_kafka.bootstrap, "shutdown_timeout": 9.0})
-    idle = busy.model_copy(update={"prefix": f"idle-{busy.prefix}"})
+    idle = busy.model_copy(update={"topic_prefix": f"idle-{busy.topic_prefix}"})
     for settings in (busy, idle):
         create_topics(settings, partitions=2, replication=1)
     users = users_of(busy)
@@ -283,7 +283,7 @@ def test_workers_end_in_time_while_kafka_is_away_and_others_do_what_they_left(
 
 
 def test_workers_start_without_redis_and_work(deployment: Settings, users: Users, folder: Path) -> None:
-    nowhere = {"redis": "redis://127.0.0.1:1/0", "redis_grace": 0.5}
+    nowhere = {"redis": "redis://127.0.0.1:1/0", "redis_outage_grace": 0.5}
     with (
         Forked("replica", "infer", deployment, folder, **nowhere) as replica,
         Forked("editor", "edit", deployment, folder, **nowhere) as editor,
@@ -333,7 +333,7 @@ def test_a_replica_that_catches_up_ends_at_once_and_in_order(deployment: Setting
     history.make_live()
     head = history.redis_key("head")
     history.redis.hset(head, "seq", "1000")  # it waits for what is not in the log
-    chosen = {"shutdown_timeout": 600.0, "redis_grace": 600.0}
+    chosen = {"shutdown_timeout": 600.0, "redis_outage_grace": 600.0}
     with Forked("waiting", "infer", deployment, folder, **chosen) as replica:
         wait_until(lambda: "redis_ahead" in replica.said(), 90)
         assert replica.ready()[0] == 503
@@ -356,7 +356,7 @@ def never_put() -> None:
 def test_an_editor_whose_upload_of_a_snapshot_hangs_ends_in_order(
     deployment: Settings, users: Users, folder: Path
 ) -> None:
-    chosen = {"snapshot_url": str(folder / "snapshots"), "snapshot_every": 1, "shutdown_timeout": USUAL}
+    chosen = {"snapshot_url": str(folder / "snapshots"), "snapshot_interval": 1, "shutdown_timeout": USUAL}
     with Forked("editor", "edit", deployment, folder, sabotage=never_put, **chosen) as editor:
         editor.wait_ready(90)
         users.correct(flag("f", PROMPTS[0], "river"))

@@ -31,7 +31,7 @@ def running(deploy: Callable[..., Settings], tmp_path_factory: pytest.TempPathFa
     folder = tmp_path_factory.mktemp("running")
     authors = folder / "authors.toml"
     authors.write_text("".join(line(name, key, limit) for name, (key, limit) in LIST.items()))
-    settings = deploy("llama", f"t{secrets.token_hex(4)}-", authors=str(authors), require_signature=True)
+    settings = deploy("llama", f"t{secrets.token_hex(4)}-", authors_file=str(authors), require_signature=True)
     deployment = Deployment(settings, folder)
     with deployment.editor as editor:
         editor.wait_ready(90)
@@ -98,7 +98,7 @@ def test_an_author_taken_off_the_list_is_refused_while_the_editor_runs_and_a_bro
 
 
 def test_a_limit_holds_across_editors(deploy: Callable[..., Settings], prefix: str, folder: Path) -> None:
-    settings = deploy("llama", prefix, edits_per_minute=3)
+    settings = deploy("llama", prefix, feedback_rate_limit=3)
     users = Users(settings)
     with Forked("editor", "edit", settings, folder) as editor:
         editor.wait_ready(90)
@@ -226,7 +226,7 @@ class TestCommands:
         authors = folder / "authors.toml"
         if content is not None:
             authors.write_text(content)
-        said = sentence(run("edit", settings=deployment, authors=str(authors)))
+        said = sentence(run("edit", settings=deployment, authors_file=str(authors)))
         assert str(authors) in said
         assert complaint in said
 
@@ -234,4 +234,4 @@ class TestCommands:
         self, run: Callable[..., Command], deployment: Settings
     ) -> None:
         said = sentence(run("edit", settings=deployment, require_signature=True))
-        assert said == "GRACESTREAM_REQUIRE_SIGNATURE needs a list of authors; set GRACESTREAM_AUTHORS"
+        assert said == "GRACESTREAM_REQUIRE_SIGNATURE needs a list of authors; set GRACESTREAM_AUTHORS_FILE"

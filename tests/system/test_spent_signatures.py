@@ -18,7 +18,7 @@ from tests.support.signers import ANN, BOB, CARL, PROMPTS, Deployment, line, sig
 def running(deploy: Callable[..., Settings], prefix: str, folder: Path) -> Iterator[Deployment]:
     authors = folder / "authors.toml"
     authors.write_text(line("ann", ANN) + line("bob", BOB, per_minute=1))
-    deployment = Deployment(deploy("llama", prefix, authors=str(authors), require_signature=True), folder)
+    deployment = Deployment(deploy("llama", prefix, authors_file=str(authors), require_signature=True), folder)
     with deployment.editor as editor:
         editor.wait_ready(90)
         yield deployment

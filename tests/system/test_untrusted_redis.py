@@ -148,7 +148,7 @@ class TestAReplica:
             history.redis.hset(history.redis_key("head"), "digest", "f" * 64)
             assert step(mirror) == 2
             assert mirror.degraded
-            time.sleep(history.settings.redis_grace / 2)
+            time.sleep(history.settings.redis_outage_grace / 2)
             history.redis.hset(history.redis_key("head"), "digest", history.codebook.digest.hex())
             assert step(mirror) == 2
         wait_until(lambda: step(mirror) == 2 and not mirror.degraded)
@@ -163,7 +163,7 @@ class TestAReplica:
         monkeypatch.setattr(mirror._follower, "request_end_check", lambda: None)
         history.redis.hset(history.redis_key("head"), "digest", "f" * 64)
         wait_until(lambda: step(mirror) == 2)
-        until = time.monotonic() + 3 * history.settings.redis_grace
+        until = time.monotonic() + 3 * history.settings.redis_outage_grace
         while time.monotonic() < until:
             assert step(mirror) == 2
         assert mirror.degraded
@@ -248,7 +248,7 @@ class TestAReplica:
     def test_a_wrong_head_for_a_moment_ends_no_replica(self, deployment: Settings, users: Users, folder: Path) -> None:
         with (
             Forked("editor", "edit", deployment, folder) as editor,
-            Forked("replica", "infer", deployment, folder, redis_grace=30.0) as replica,
+            Forked("replica", "infer", deployment, folder, redis_outage_grace=30.0) as replica,
             redis_client(deployment) as client,
         ):
             editor.wait_ready(90)
@@ -448,7 +448,7 @@ class TestAServerThatIsNone:
     @pytest.mark.parametrize("serve", [empty_push, hello_without_map])
     def test_a_malformed_answer_at_start_is_none(self, serve: Callable[[socket.socket], object]) -> None:
         with listening(serve) as listener:
-            settings = load_settings(redis=listener.url, redis_grace=0.5)
+            settings = load_settings(redis=listener.url, redis_outage_grace=0.5)
             with pytest.raises(UnreachableError, match=r"does not answer \(Redis could not be asked, or its answer"):
                 wait_for_redis(settings, lambda _line: None)
 
@@ -463,7 +463,7 @@ class TestAServerThatIsNone:
     def test_malformed_answers_end_no_worker(self, deployment: Settings, users: Users, folder: Path) -> None:
         proxy = Proxy(deployment)
         with listening(proxy) as listener:
-            chosen = {"redis": listener.url, "redis_grace": 0.5}
+            chosen = {"redis": listener.url, "redis_outage_grace": 0.5}
             with (
                 Forked("editor", "edit", deployment, folder, **chosen) as editor,
                 Forked("replica", "infer", deployment, folder, **chosen) as replica,
@@ -534,7 +534,7 @@ class TestARedisThatHangs:
 
     def test_no_batch_asks_one_that_never_answers(self, deployment: Settings, users: Users, folder: Path) -> None:
         with listening(silent) as listener:
-            chosen = {"redis": listener.url, "redis_grace": 0.5}
+            chosen = {"redis": listener.url, "redis_outage_grace": 0.5}
             with Forked("replica", "infer", deployment, folder, **chosen) as replica:
                 replica.wait_ready(90)
                 wait_until(lambda: metric(replica.port, "gracestream_degraded") == 1)
@@ -548,7 +548,7 @@ class TestARedisThatHangs:
     def test_batches_ask_again_once_it_goes_on(
         self, deployment: Settings, users: Users, folder: Path, own_redis: LocalRedis
     ) -> None:
-        chosen = {"redis": own_redis.url, "redis_grace": 0.5}
+        chosen = {"redis": own_redis.url, "redis_outage_grace": 0.5}
         with (
             Forked("editor", "edit", deployment, folder, **chosen) as editor,
             Forked("replica", "infer", deployment, folder, **chosen) as replica,

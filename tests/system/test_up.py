@@ -113,7 +113,7 @@ def test_a_worker_that_ends_is_told_of_while_the_others_go_on(
     (replica,) = [
         child
         for child in psutil.Process(process.pid).children(recursive=True)
-        if child.environ().get("GRACESTREAM_REPLICA") == "replica-2"
+        if child.environ().get("GRACESTREAM_WORKER_NAME") == "replica-2"
     ]
     replica.kill()
     wait_until(lambda: "replica-2 ended with status -9; its log " in told.read_text(), 30, "word of it")

@@ -36,8 +36,15 @@ from gracestream.workers.cli.common import EXPECTED_ERRORS
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a write without room for it: the disk is full, or a quota or a size limit is reached."""
 
-SETTING_OPTIONS = ("--kafka", "--redis", "--prefix", "--codebook", "--model", "--layer")
-"""Options that override an environment variable of the same name."""
+SETTING_OPTIONS = {
+    "--kafka": "GRACESTREAM_KAFKA",
+    "--redis": "GRACESTREAM_REDIS",
+    "--prefix": "GRACESTREAM_TOPIC_PREFIX",
+    "--codebook": "GRACESTREAM_CODEBOOK",
+    "--model": "GRACESTREAM_MODEL",
+    "--layer": "GRACESTREAM_LAYER",
+}
+"""Options that override an environment variable, with its name."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -108,9 +115,9 @@ def run(arguments: Sequence[str] | None = None) -> None:
 
 def _replace_variable_names(arguments: Sequence[str], message: str) -> str:
     """The message with each overridden variable replaced by the option that the user gave."""
-    for option in SETTING_OPTIONS:
+    for option, variable in SETTING_OPTIONS.items():
         if any(word == option or word.startswith(f"{option}=") for word in arguments):
-            message = re.sub(rf"\bGRACESTREAM_{option.removeprefix('--').upper()}\b", option, message)
+            message = re.sub(rf"\b{variable}\b", option, message)
     return message
 
 

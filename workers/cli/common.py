@@ -26,7 +26,9 @@ EXPECTED_ERRORS = (UserError, KafkaError, RedisError)
 
 KafkaOption = Annotated[str | None, typer.Option("--kafka", help="Bootstrap servers; default: GRACESTREAM_KAFKA.")]
 RedisOption = Annotated[str | None, typer.Option("--redis", help="URL of Redis; default: GRACESTREAM_REDIS.")]
-PrefixOption = Annotated[str | None, typer.Option("--prefix", help="Prefix of topics; default: GRACESTREAM_PREFIX.")]
+PrefixOption = Annotated[
+    str | None, typer.Option("--prefix", help="Prefix of topics; default: GRACESTREAM_TOPIC_PREFIX.")
+]
 CodebookOption = Annotated[str | None, typer.Option("--codebook", help="The codebook; default: GRACESTREAM_CODEBOOK.")]
 ModelOption = Annotated[
     str | None, typer.Option("--model", help="Folder, hub id, id@revision or known name; default: GRACESTREAM_MODEL.")

@@ -59,7 +59,7 @@ def print_dead_letters(
     With --json the whole value is in `value`, or in `value_base64` if it is not UTF-8; likewise the key.
     Example: gracestream dlq list feedback --limit 5
     """
-    settings = connect(kafka=kafka, prefix=prefix)
+    settings = connect(kafka=kafka, topic_prefix=prefix)
     letters = [letter for source in _selected_sources(of) for letter in list_dead_letters(settings, source, last=limit)]
     if as_json:
         for letter in letters:
@@ -102,7 +102,7 @@ def resend_dead_letters(
         raise DeadLetterError("name the source of the offset: `dlq replay requests` or `dlq replay feedback`")
     if answered and not every:
         raise DeadLetterError("--answered needs --all; a letter named by its --offset is sent in any case")
-    settings = connect(kafka=kafka, prefix=prefix)
+    settings = connect(kafka=kafka, topic_prefix=prefix)
     any_too_large = False
     for source in _selected_sources(of):
         result = replay_dead_letters(settings, source, offset, include_answered=answered, dry_run=dry_run)

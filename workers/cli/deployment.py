@@ -46,7 +46,7 @@ def topics(
     Example: gracestream topics --kafka broker:9092 --partitions 32 --replication 3
     """
     settings = connect(
-        kafka=kafka, prefix=prefix, await_name=True
+        kafka=kafka, topic_prefix=prefix, await_name=True
     )  # this may run as a service that starts before Kafka's
     created = create_topics(settings, partitions or DEFAULT_PARTITIONS, replication or BROKER_DEFAULT)
     stdout_console.print(f"created: {', '.join(created)}" if created else "all topics exist", soft_wrap=True)
@@ -98,7 +98,9 @@ def _worker_command(worker: Callable[[Settings], int]) -> Callable[..., None]:
         model: ModelOption = None,
         layer: LayerOption = None,
     ) -> None:
-        settings = load_settings(kafka=kafka, redis=redis, prefix=prefix, codebook=codebook, model=model, layer=layer)
+        settings = load_settings(
+            kafka=kafka, redis=redis, topic_prefix=prefix, codebook=codebook, model=model, layer=layer
+        )
         raise typer.Exit(worker(settings))
 
     return command

@@ -60,7 +60,7 @@ def evaluate(
     from gracestream.workers.bootstrap import load_model  # noqa: PLC0415
 
     cases = _read_cases(lines)
-    settings = connect(kafka=kafka, prefix=prefix, model=model, layer=layer)
+    settings = connect(kafka=kafka, topic_prefix=prefix, model=model, layer=layer)
     codebook = replay_deltas(settings, seq)
     if codebook is None:
         raise UserError(NO_DELTAS_MESSAGE)

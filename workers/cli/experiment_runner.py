@@ -33,13 +33,14 @@ from gracestream.pipeline.settings import Settings, SettingsError, load_settings
 from gracestream.workers.bootstrap import edit_config_from_settings, load_model
 
 MODEL_SETTINGS = (
-    "model", "layer", "query", "encoder", "replace", "device", "dtype", "max_input_tokens", "max_target_tokens",
+    "model", "layer", "query_source", "encoder", "inject_tokens", "device", "dtype", "max_input_tokens",
+    "max_target_tokens",
 )  # fmt: skip
 """Settings of an editor that choose its model, layer and queries."""
 
 EDIT_SETTINGS = (
-    "policy", "radius", "radius_unit", "max_radius", "expand", "guard", "traffic", "init", "wording", "forms",
-    "max_steps", "learning_rate", "margin",
+    "policy", "radius", "radius_unit", "max_radius", "expand", "retention_guard", "traffic_sample_size", "value_init",
+    "check_wording", "train_prompt_forms", "max_steps", "learning_rate", "stop_margin",
 )  # fmt: skip
 """Settings of an editor that control its edits."""
 
@@ -48,9 +49,9 @@ SWEEPABLE_SETTINGS = (*MODEL_SETTINGS, *EDIT_SETTINGS)
 
 EXPERIMENT_SETTINGS: dict[str, dict[str, str]] = {
     "scotus": {"model": "scotus"},
-    "zsre": {"query": "last"},
-    "counterfact": {"query": "last"},
-    "hallucination": {"query": "last"},
+    "zsre": {"query_source": "last"},
+    "counterfact": {"query_source": "last"},
+    "hallucination": {"query_source": "last"},
 }
 """Defaults of each experiment that differ from the editor's: the paper takes the queries from the layer."""
 
@@ -60,7 +61,12 @@ NUM_REPLICAS = 2
 STACK_FOLDER = ".pipeline"
 """The folder with the logs and data of a run through Kafka, inside the folder of its results."""
 
-WORKER_SETTINGS: dict[str, Any] = {"snapshot_url": "", "authors": "", "require_signature": False, "edits_per_minute": 0}
+WORKER_SETTINGS: dict[str, Any] = {
+    "snapshot_url": "",
+    "authors_file": "",
+    "require_signature": False,
+    "feedback_rate_limit": 0,
+}
 """Overrides for the workers of a run through Kafka: the user's values would reject feedback or write snapshots."""
 
 
@@ -154,7 +160,7 @@ class ExperimentRunner:
         exit_stack: ExitStack,
     ) -> ModelEditor:
         """Make the run's editor; the end of `exit_stack` restores the weights and stops the pipeline."""
-        sampled_traffic = task.traffic[-settings.traffic :] if settings.traffic else []
+        sampled_traffic = task.traffic[-settings.traffic_sample_size :] if settings.traffic_sample_size else []
         if spec.through == "kafka":
             worker_settings: dict[str, Any] = {**spec.settings, "seed": str(spec.seed)}
             name = f"experiment-{secrets.token_hex(3)}"
@@ -162,7 +168,7 @@ class ExperimentRunner:
                 folder / STACK_FOLDER,
                 replicas=NUM_REPLICAS,
                 report=self._report,
-                prefix=f"{name}.",
+                topic_prefix=f"{name}.",
                 codebook=name,
                 **(WORKER_SETTINGS | worker_settings),
             )
@@ -212,7 +218,7 @@ def _load_run_settings(spec: RunSpec) -> Settings:
 
 def _model_setting_values(settings: Settings) -> list[object]:
     """The settings that determine the loaded model; with query `auto` the policy determines the queries, too."""
-    names = (*MODEL_SETTINGS, "policy") if settings.query == "auto" else MODEL_SETTINGS
+    names = (*MODEL_SETTINGS, "policy") if settings.query_source == "auto" else MODEL_SETTINGS
     return [getattr(settings, name) for name in names]
 
 
@@ -227,6 +233,6 @@ def explicit_settings(experiment: str, editor: str, overrides: dict[str, str | N
     if unread := sorted(name for name, value in overrides.items() if value is not None and name not in names):
         raise SettingsError(f"{editor} has no {', '.join(unread)}: only grace has")
     explicit = {name: str(getattr(settings, name)) for name in names if name in settings.model_fields_set}
-    if explicit.get("query") not in ("auto", "encoder"):
+    if explicit.get("query_source") not in ("auto", "encoder"):
         explicit.pop("encoder", None)
     return EXPERIMENT_SETTINGS[experiment] | explicit

@@ -73,7 +73,7 @@ def send(
     Example: gracestream send "The capital of Mongolia is"
     """
     requests = _read_requests(text_or_file, chat=chat)
-    settings = connect(kafka=kafka, prefix=prefix)
+    settings = connect(kafka=kafka, topic_prefix=prefix)
     send_and_wait(settings, requests, Client.predictions, wait=wait, timeout=timeout, as_json=as_json)
 
 
@@ -102,7 +102,7 @@ def correct(
     corrections = _read_messages(lines, lambda fields, line: _make_correction(fields, line, rephrase or []))
     if rephrase and len(corrections) != 1:
         raise typer.BadParameter(f"--rephrase needs one correction, and there are {len(corrections)}; use `rephrases`")
-    settings = connect(kafka=kafka, prefix=prefix)
+    settings = connect(kafka=kafka, topic_prefix=prefix)
     send_and_wait(settings, corrections, Client.outcomes, wait=wait, timeout=timeout, as_json=as_json)
 
 
@@ -132,7 +132,7 @@ def undo(
     private_key = None if key is None else read_key_file(key)
     signed_for = load_settings(codebook=codebook).codebook
     undos = [_make_undo(fields, by, private_key, signed_for) for fields in targets]
-    settings = connect(kafka=kafka, prefix=prefix, codebook=codebook)
+    settings = connect(kafka=kafka, topic_prefix=prefix, codebook=codebook)
     send_and_wait(settings, undos, Client.outcomes, wait=wait, timeout=timeout, as_json=as_json)
 
 

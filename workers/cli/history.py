@@ -80,7 +80,7 @@ def replay(
     if to_codebook is not None and to is None:
         raise typer.BadParameter("--to-codebook names the codebook of a copy, so it needs --to")
     until = None if at is None else _parse_time(at, "is not a time")
-    settings = connect(kafka=kafka, prefix=prefix, model=model, layer=layer)
+    settings = connect(kafka=kafka, topic_prefix=prefix, model=model, layer=layer)
     records: list[bytes] = []
     keep_records = retrain or to is not None
     codebook = replay_deltas(settings, seq, until, lambda record, *_: records.append(record) if keep_records else None)
@@ -116,7 +116,7 @@ def inspect(
     edits. With an entry, also its answers are shown, as far as `predictions` still has them.
     Example: gracestream inspect
     """
-    settings = connect(kafka=kafka, prefix=prefix)
+    settings = connect(kafka=kafka, topic_prefix=prefix)
     steps = [step for step in history_steps(settings) if entry is None or entry in step.entries]
     if entry is not None and not steps:
         raise UserError(f"no delta changed an entry {entry!r}; `gracestream inspect` lists the entries of each delta")
@@ -154,7 +154,7 @@ def compare(
     points = _parse_point(before), _parse_point(after)
     from gracestream.pipeline.history import diff_history  # noqa: PLC0415  (importing torch takes seconds)
 
-    difference = diff_history(connect(kafka=kafka, prefix=prefix), *points)
+    difference = diff_history(connect(kafka=kafka, topic_prefix=prefix), *points)
     if as_json:
         print_json(msgspec.to_builtins(difference))
         return
@@ -195,7 +195,7 @@ def corrections(
     """
     from gracestream.pipeline.history import iter_active_corrections  # noqa: PLC0415  (importing torch takes seconds)
 
-    for record in iter_active_corrections(connect(kafka=kafka, prefix=prefix), seq):
+    for record in iter_active_corrections(connect(kafka=kafka, topic_prefix=prefix), seq):
         feedback = decode(record, Feedback)
         if feedback.signature is UNSET:
             print_json(msgspec.to_builtins(feedback))
@@ -244,8 +244,8 @@ def _with_recorded_settings(lead: Delta, settings: Settings) -> Settings:
     recorded: dict[str, str] = {}
     if "layer" not in settings.model_fields_set:
         recorded["layer"] = lead.layer
-    if settings.query == "auto" and (query := read_query_setting(lead)) is not None:
-        recorded["query"] = query
+    if settings.query_source == "auto" and (query := read_query_setting(lead)) is not None:
+        recorded["query_source"] = query
     return settings.model_copy(update=recorded)
 
 
@@ -255,7 +255,7 @@ def _copy_to_branch(
     """Copy the records to topics with this prefix; return the digest of the copy."""
     from gracestream.pipeline.history import branch_history  # noqa: PLC0415
 
-    target = load_settings(kafka=settings.kafka, prefix=prefix, codebook=codebook)
+    target = load_settings(kafka=settings.kafka, topic_prefix=prefix, codebook=codebook)
     return branch_history(settings, target, records, replication)
 
 

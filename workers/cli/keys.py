@@ -31,7 +31,7 @@ def new_key(
     author: AuthorOption,
     output: Annotated[Path, typer.Option(help="New file for the private key; it must not exist.")] = Path("key.pem"),
 ) -> None:
-    """Make a private key in a new file, and print its author's line for the list of authors (GRACESTREAM_AUTHORS).
+    """Make a private key in a new file, and print its author's line for the list of authors (GRACESTREAM_AUTHORS_FILE).
 
     The line has the roles `propose` and `undo_own`; `undo_any` lets an author undo the feedback of others.
     Example: gracestream keys new --author ann --output ann.pem >> authors.toml

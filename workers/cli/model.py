@@ -36,7 +36,7 @@ def prepare(
     """
     from gracestream.pipeline.model import ensure_model_built as build  # noqa: PLC0415
 
-    print(build(name, load_settings().cache, stderr_console.print))
+    print(build(name, load_settings().cache_dir, stderr_console.print))
 
 
 def layers(model: ModelOption = None, as_json: JsonOption = False) -> None:
@@ -125,7 +125,7 @@ def _calibrate_layers(lines: Path, layer: list[str] | None, model: str | None, *
     if layer and len(layer) > 1 and settings_use_encoder(load_settings(model=model)):
         raise typer.BadParameter(
             "an encoder makes the queries, so they are equal for all layers: name one layer, or set"
-            " GRACESTREAM_QUERY=last to compare layers"
+            " GRACESTREAM_QUERY_SOURCE=last to compare layers"
         )
     for settings in [load_settings(model=model, layer=path) for path in layer or (None,)]:
         loaded = load_model(settings)

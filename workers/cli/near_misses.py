@@ -58,7 +58,7 @@ def near_misses(
     an entry answered. Once it is sent, the entry's edit no longer answers this prompt.
     Example: gracestream near-misses --same REQUEST | gracestream correct
     """
-    settings = connect(kafka=kafka, prefix=prefix)
+    settings = connect(kafka=kafka, topic_prefix=prefix)
     if same or excepted:
         _print_feedback(settings, same or [], excepted or [], entry)
         return

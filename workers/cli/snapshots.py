@@ -33,7 +33,7 @@ def snapshot(
 
     Needs no model and no editor. Example: gracestream snapshot --seq 41
     """
-    settings = connect(kafka=kafka, prefix=prefix)
+    settings = connect(kafka=kafka, topic_prefix=prefix)
     if not settings.snapshot_url:
         raise SnapshotError("there is nowhere to write to; set GRACESTREAM_SNAPSHOT_URL to a folder or a URL")
     replayed = replay_with_offset(settings, seq)

@@ -53,7 +53,7 @@ def up(
     from gracestream.deploy.local.stack import running_stack  # noqa: PLC0415
 
     _interrupt_on_sigterm()
-    overrides = {"model": model, "layer": layer, "prefix": prefix}
+    overrides = {"model": model, "layer": layer, "topic_prefix": prefix}
     partitions = max(DEFAULT_PARTITIONS, replicas)
     with running_stack(
         data,

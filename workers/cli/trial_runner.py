@@ -24,12 +24,13 @@ from gracestream.pipeline.tuning.trials import ConfigChoice, TrialMaterial, Tria
 from gracestream.pipeline.tuning.workbench import ENCODER_QUERY, AnswerCache, LoadedCheckpoint, Workbench
 from gracestream.workers.bootstrap import checkpoint_from_settings, edit_config_from_settings, limits_from_settings
 
-TUNED_SETTINGS = frozenset({"layer", "query", "radius", "radius_unit", "scope_radius", "scope_alpha"})
+TUNED_SETTINGS = frozenset({"layer", "query_source", "radius", "radius_unit", "use_scope_radius", "scope_error_rate"})
 """Settings that the trial edits choose; the user's values are ignored."""
 
 FIXED_SETTINGS = (
-    "model", "encoder", "replace", "device", "dtype", "max_input_tokens", "max_target_tokens", "policy", "max_radius",
-    "expand", "guard", "wording", "traffic", "init", "forms", "max_steps", "learning_rate", "margin",
+    "model", "encoder", "inject_tokens", "device", "dtype", "max_input_tokens", "max_target_tokens", "policy",
+    "max_radius", "expand", "retention_guard", "check_wording", "traffic_sample_size", "value_init",
+    "train_prompt_forms", "max_steps", "learning_rate", "stop_margin",
 )  # fmt: skip
 """Settings that stay as the user set them; the measurement depends on them, so they are printed with the choice."""
 
@@ -37,7 +38,7 @@ RADIUS_MULTIPLES = (1.0, 0.5, 1.5, 2.0)
 """Radii to try for a layer's queries and for classifiers, as multiples of the default; the default first."""
 
 SCOPE_SETTINGS: tuple[dict[str, Any], ...] = (
-    {}, {"scope_alpha": 0.01}, {"scope_alpha": 0.2}, {"radius": 0.6}, {"radius": 0.8},
+    {}, {"scope_error_rate": 0.01}, {"scope_error_rate": 0.2}, {"radius": 0.6}, {"radius": 0.8},
 )  # fmt: skip
 """Radii to try for a generator's encoder queries: a radius for each correction's scope, and one radius for all."""
 
@@ -105,7 +106,7 @@ class TrialRunner:
             module,
             tokenizer,
             limits_from_settings(settings),
-            None if settings.replace == "auto" else settings.replace,
+            None if settings.inject_tokens == "auto" else settings.inject_tokens,
             self._load_encoder(),
         )
 
@@ -114,7 +115,7 @@ class TrialRunner:
         settings = self._settings
         try:
             return SentenceEncoder.load(
-                resolve_encoder(settings.encoder), device=settings.device, cache=settings.cache.expanduser()
+                resolve_encoder(settings.encoder), device=settings.device, cache=settings.cache_dir.expanduser()
             )
         except (ModelError, OSError) as error:
             self.notes.append(f"queries of an encoder are not tried: {error}")
@@ -130,11 +131,11 @@ class TrialRunner:
         causal = isinstance(bench.task, CausalGeneration)
         default = (
             ENCODER_QUERY if causal and self._settings.policy != "paper" else bench.task.query
-        )  # the kind that GRACESTREAM_QUERY=auto selects
+        )  # the kind that GRACESTREAM_QUERY_SOURCE=auto selects
         kinds = dict.fromkeys(kind for models in bench.models.values() for kind in models)
         choices = []
         for kind in kinds:
-            query: dict[str, Any] = {} if kind == default else {"query": kind}
+            query: dict[str, Any] = {} if kind == default else {"query_source": kind}
             is_scoped = kind == ENCODER_QUERY and not isinstance(bench.task, Classification)
             for radius in _radius_settings(kind, is_scoped=is_scoped):
                 changes = {**query, **radius}
@@ -142,7 +143,9 @@ class TrialRunner:
                     self._settings.model_copy(update=changes), uses_encoder=kind == ENCODER_QUERY
                 )
                 radius_text = (
-                    f"scope {config.scope_alpha:g}" if is_scoped and config.scope_radius else f"{config.radius:g}"
+                    f"scope {config.scope_error_rate:g}"
+                    if is_scoped and config.use_scope_radius
+                    else f"{config.radius:g}"
                 )
                 choices.append(ConfigChoice(kind, radius_text, changes, config))
         return choices
@@ -160,7 +163,7 @@ def _max_answer_tokens(bench: Workbench, requests: UserRequests) -> int:
     for inputs, target in requests.targets.items():
         with suppress(InputError):
             lengths.append(len(bench.task.encode_target(inputs, target)))
-    return min(max(lengths), bench.task.limits.new_tokens_limit)
+    return min(max(lengths), bench.task.limits.max_new_tokens)
 
 
 def _radius_settings(query_kind: str, *, is_scoped: bool) -> list[dict[str, Any]]:

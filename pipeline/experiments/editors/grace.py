@@ -19,7 +19,7 @@ class Grace(CodebookEditor):
         self.engine = EditEngine(model, "experiment", plan)
         self.engine.apply(self.engine.lead_delta({}))
         super().__init__(model, self.engine.codebook, self.engine.index)
-        if plan.traffic and traffic:
+        if plan.traffic_sample_size and traffic:
             for offset, (text, query_D) in enumerate(zip(traffic, self._query_cache.get(traffic), strict=True)):
                 rank = self.engine.reservoir.offer(0, offset, 0.0)
                 if rank is not None:

@@ -87,14 +87,14 @@ class Limits:
     Attributes:
         max_input_tokens: Tokens of a prompt.
         max_target_tokens: Tokens of a target, without the end token.
-        max_new_tokens: Tokens generated for a request without `max_new_tokens`.
-        new_tokens_limit: The largest `max_new_tokens` of a request.
+        default_max_new_tokens: Tokens generated for a request without `max_new_tokens`.
+        max_new_tokens: The largest `max_new_tokens` of a request.
     """
 
     max_input_tokens: int = 512
     max_target_tokens: int = 64
-    max_new_tokens: int = 64
-    new_tokens_limit: int = 512
+    default_max_new_tokens: int = 64
+    max_new_tokens: int = 512
 
 
 class ModelTask(ABC):

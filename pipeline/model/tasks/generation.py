@@ -51,10 +51,10 @@ class Generation(ModelTask):
         Raises:
             InputError: the answer may exceed the configured limit or the model's context.
         """
-        if self._max_new_tokens(parameters) > self.limits.new_tokens_limit:
+        if self._max_new_tokens(parameters) > self.limits.max_new_tokens:
             raise InputError(
-                f"max_new_tokens is {self._max_new_tokens(parameters)}; the limit is {self.limits.new_tokens_limit}"
-                " (GRACESTREAM_NEW_TOKENS_LIMIT)"
+                f"max_new_tokens is {self._max_new_tokens(parameters)}; the limit is {self.limits.max_new_tokens}"
+                " (GRACESTREAM_MAX_NEW_TOKENS)"
             )
         num_tokens = (
             self._num_forced_tokens
@@ -64,7 +64,7 @@ class Generation(ModelTask):
         if self.context_length is not None and num_tokens > self.context_length:
             raise InputError(
                 f"prompt and answer may have {num_tokens} tokens; the model has room for {self.context_length}: ask"
-                f" for a smaller max_new_tokens (GRACESTREAM_MAX_NEW_TOKENS for requests without one)"
+                f" for a smaller max_new_tokens (GRACESTREAM_DEFAULT_MAX_NEW_TOKENS for requests without one)"
             )
         return (
             self._max_new_tokens(parameters),
@@ -151,7 +151,7 @@ class Generation(ModelTask):
         return int(self._config.forced_bos_token_id is not None)
 
     def _max_new_tokens(self, parameters: Parameters) -> int:
-        return self.limits.max_new_tokens if parameters.max_new_tokens is UNSET else parameters.max_new_tokens
+        return self.limits.default_max_new_tokens if parameters.max_new_tokens is UNSET else parameters.max_new_tokens
 
     @abstractmethod
     def _num_leading_tokens(self, batch: Batch) -> int:

@@ -37,9 +37,9 @@ NQ's questions that are not among the traffic.
 and with `held` no radius passes 0.8 of the distance to the traffic. The nearest key decides.
 
 Methods: `default` has all settings' defaults, so that a sentence encoder makes a generator's queries; `layer` has the
-layer's queries (`GRACESTREAM_QUERY=last`), and `alpha .1` a larger share of other requests within a radius. `asked
-before` has traffic in which users asked every case of an edit before the corrections: paraphrases, and what must not
-change. `distance` is the method without values trained on forms, the comparison of words, and radii of corrections'
+layer's queries (`GRACESTREAM_QUERY_SOURCE=last`), and `alpha .1` a larger share of other requests within a radius.
+`asked before` has traffic in which users asked every case of an edit before the corrections: paraphrases, and what must
+not change. `distance` is the method without values trained on forms, the comparison of words, and radii of corrections'
 own: of these alone the curves are. A classifier's queries are the layer's in any case.
 
 Where a page has rows of `encoder 0.6` and `encoder 0.8`, all of its rows are older than forms, the comparison of words,

@@ -46,16 +46,16 @@ class Method:
     asked_before: bool = False
 
 
-BY_DISTANCE = {"forms": False, "wording": False, "scope_radius": False}
+BY_DISTANCE = {"train_prompt_forms": False, "check_wording": False, "use_scope_radius": False}
 """Values of one prompt, and a match by distance alone."""
 
-LAYER = {"query": "last"}
+LAYER = {"query_source": "last"}
 """Queries of the layer."""
 
 METHODS = (
     Method("default"),
-    Method("default, alpha .1", {"scope_alpha": 0.1}),
-    Method("default, asked before", {"traffic": 4096}, asked_before=True),
+    Method("default, alpha .1", {"scope_error_rate": 0.1}),
+    Method("default, asked before", {"traffic_sample_size": 4096}, asked_before=True),
     Method("default, distance", BY_DISTANCE, curves=(0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)),
     Method("layer", LAYER),
     Method("layer, distance", {**LAYER, **BY_DISTANCE}, curves=(0.4, 0.6, 0.8, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5)),
@@ -152,7 +152,7 @@ class Edited:
 @contextmanager
 def opened(method: Method, settings: Settings, model: str, trained: Known) -> Iterator[Callable[..., Edited]]:
     """The method's model, loaded once: call it with a stream and the answers of the unedited model."""
-    changed = dict(method.settings) | ({"model": model, "query": "auto"} if model else {})
+    changed = dict(method.settings) | ({"model": model, "query_source": "auto"} if model else {})
     updated = settings.model_copy(update=changed)
     with asked_at(updated, trained) as asked:
         yield partial(edited, asked, updated, asked_before=method.asked_before)

@@ -82,7 +82,7 @@ def of_stream(stream: Stream, options: Options) -> Iterator[Row]:
     trained: Known = {}
     unedited = Unedited()
     for method in METHODS:
-        if stream.model and "query" not in method.settings:
+        if stream.model and "query_source" not in method.settings:
             continue  # a classifier's queries are the layer's by default, too
         options.tell(f"{stream.name}: {method.name}")
         setting = f"corrections/{stream.name}, {method.name}"

@@ -45,8 +45,8 @@ these corrections. That engine takes queries, values and sight of traffic from t
 `decided again`: corrections that rested on what was undone. The seconds are those of a wall clock.
 
 A run that was ended, by whatever, goes on from where it was. The corrections and their deltas are kept in the folder
-`bench` under `GRACESTREAM_CACHE`. The folder's name is a digest of the model, the settings, the data and the code that
-decides, so other ones begin anew. `--only` takes one stream; `--quick` takes 50 and 200 corrections.
+`bench` under `GRACESTREAM_CACHE_DIR`. The folder's name is a digest of the model, the settings, the data and the code
+that decides, so other ones begin anew. `--only` takes one stream; `--quick` takes 50 and 200 corrections.
 """
 
 from tests.bench.stream.report import run

@@ -23,7 +23,7 @@ from tests.bench.stream.log import Led, Made, Measured, StreamLog
 from tests.bench.stream.measure import Past, checkpoint
 from tests.bench.stream.undone import undo_rows
 
-SETTINGS: dict[str, object] = {"query": "encoder"}
+SETTINGS: dict[str, object] = {"query_source": "encoder"}
 """What differs from the defaults."""
 
 COUNTS = {"trained": 3_000, "keys": 10_000}
@@ -43,7 +43,7 @@ def run(options: Options) -> Iterator[Row]:
     settings = load_settings(device=options.device, **SETTINGS)
     data, model = stream_data(), load_model(settings)
     plan = edit_config_from_settings(settings, uses_encoder=model.reads_text)
-    folder = settings.cache.expanduser() / "bench" / f"stream-{stream_key(model, plan, data)}"
+    folder = settings.cache_dir.expanduser() / "bench" / f"stream-{stream_key(model, plan, data)}"
     options.tell(f"the logs are in {folder}; a run that was ended goes on from there")
     setup = Setup(model, plan, data, Texts(model), folder)
     for way in WAYS:

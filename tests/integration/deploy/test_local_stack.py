@@ -392,11 +392,11 @@ time.sleep(600)
     def test_a_worker_gets_its_settings_and_tells_when_it_is_ready(self, tmp_path: Path) -> None:
         (tmp_path / "answering.py").write_text(
             "import http.server, os\n"
-            "address = ('127.0.0.1', int(os.environ['GRACESTREAM_PORT']))\n"
+            "address = ('127.0.0.1', int(os.environ['GRACESTREAM_HTTP_PORT']))\n"
             "http.server.HTTPServer(address, http.server.SimpleHTTPRequestHandler).serve_forever()\n"
         )
         port = find_free_port()
-        child = make_worker_process("answering", "answering", log=tmp_path / "log", settings={"port": port})
+        child = make_worker_process("answering", "answering", log=tmp_path / "log", settings={"http_port": port})
         child.cwd = tmp_path
         assert not is_http_ok(port, "/")
         with child:

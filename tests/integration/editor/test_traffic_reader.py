@@ -44,7 +44,7 @@ def send(settings: Settings, count: int, partition: int, different: int = len(PR
 @pytest.fixture
 def small(deploy: Callable[..., Settings], prefix: str) -> Settings:
     """A deployment whose reservoir holds few queries."""
-    return deploy("llama", prefix, traffic=CAPACITY)
+    return deploy("llama", prefix, traffic_sample_size=CAPACITY)
 
 
 @pytest.fixture
@@ -54,7 +54,9 @@ def tail_of() -> Iterator[Callable[[Settings], TrafficReader]]:
 
     def tail(settings: Settings) -> TrafficReader:
         engine = EditEngine(
-            editable("llama"), settings.codebook, EditConfig(traffic=settings.traffic, seed=settings.seed)
+            editable("llama"),
+            settings.codebook,
+            EditConfig(traffic_sample_size=settings.traffic_sample_size, seed=settings.seed),
         )
         made.append(TrafficReader(settings, engine))
         return made[-1]
@@ -104,7 +106,9 @@ def test_it_looks_at_many_requests_for_each_that_it_runs(
 
 def test_chats_are_traffic_and_bad_ones_are_left_out(small: Settings) -> None:
     model = editable("llama", chat_template=CHAT)
-    tail = TrafficReader(small, EditEngine(model, small.codebook, EditConfig(traffic=CAPACITY, seed=small.seed)))
+    tail = TrafficReader(
+        small, EditEngine(model, small.codebook, EditConfig(traffic_sample_size=CAPACITY, seed=small.seed))
+    )
     tail.warm_up()
     chats = [(ChatMessage("user", text),) for text in PROMPTS[:5]]
     sender = producer(small)
@@ -200,7 +204,9 @@ class TestSee:
         prefix: str,
         tail_of: Callable[[Settings], TrafficReader],
     ) -> None:
-        settings = deploy("llama", prefix, traffic=CAPACITY).model_copy(update={"kafka": own_kafka.bootstrap})
+        settings = deploy("llama", prefix, traffic_sample_size=CAPACITY).model_copy(
+            update={"kafka": own_kafka.bootstrap}
+        )
         create_topics(settings, partitions=4, replication=1)
         tail = tail_of(settings)
         tail.warm_up()

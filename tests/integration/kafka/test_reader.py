@@ -55,7 +55,7 @@ class Writer:
 
     def transaction(self, *values: bytes, end: str) -> Any:
         """Records in a transaction that is committed, aborted, or left open; its producer."""
-        name = f"{self._settings.prefix}{values[0].decode()}"
+        name = f"{self._settings.topic_prefix}{values[0].decode()}"
         writer = producer(self._settings, transactional_id=name)
         writer.init_transactions()
         writer.begin_transaction()
@@ -148,12 +148,12 @@ def test_where_nothing_may_be_read_kafka_python_says_so(
     secured_kafka: SecuredKafka, prefix: str, by_aiokafka: list[int]
 ) -> None:
     secured_kafka.add_users(prefix)
-    settings = load_settings(prefix=prefix, **secured_kafka.as_user(SUPER_USER))
+    settings = load_settings(topic_prefix=prefix, **secured_kafka.as_user(SUPER_USER))
     create_topics(settings, partitions=1, replication=1)
     Writer(settings).plain(b"1", b"2")
     assert [record.value for record in read_topic(settings, DELTAS)] == [b"1", b"2"]
     assert by_aiokafka == [0, 1]
-    stranger = load_settings(prefix=prefix, **secured_kafka.as_user(prefix))
+    stranger = load_settings(topic_prefix=prefix, **secured_kafka.as_user(prefix))
     with pytest.raises(TopicError, match="no topic"):
         list(read_topic(stranger, DELTAS))
 

@@ -218,7 +218,7 @@ class TestStart:
         ahead.apply(sealed(ahead, op="lead"))
         ahead.apply(sealed(ahead, added("a", [1.0], 1.0)))
         history.store.rebuild(ahead)
-        mirror = mirror_of(history.settings.model_copy(update={"redis_grace": 600.0}))
+        mirror = mirror_of(history.settings.model_copy(update={"redis_outage_grace": 600.0}))
         assert not mirror.catch_up(1), "within the grace period it may be on its way"
         mirror = mirror_of(history.settings)
         assert mirror.catch_up(20)
@@ -242,7 +242,7 @@ class TestWithoutRedis:
         assert step(mirror) == 1
         assert mirror.degraded
         wait_until(lambda: step(mirror) == 2)
-        assert time.monotonic() - lost_at > history.settings.redis_grace
+        assert time.monotonic() - lost_at > history.settings.redis_outage_grace
         assert mirror.degraded
         mirror._store = with_redis
         assert step(mirror) == 2, "Redis is back, and a step behind"
@@ -290,7 +290,7 @@ finite = st.floats(min_value=0, width=32, allow_nan=False, allow_infinity=False)
 @hypothesis_settings(deadline=None, max_examples=30)
 @given(radii=st.lists(finite, min_size=1, max_size=200))
 def test_radii_come_back_from_redis_bit_for_bit(redis_url: str, radii: list[float]) -> None:
-    settings = load_settings(redis=redis_url, prefix="bits-")
+    settings = load_settings(redis=redis_url, topic_prefix="bits-")
     codebook = Codebook(settings.codebook, MODEL, LAYER)
     codebook.apply(sealed(codebook, op="lead"))
     codebook.apply(sealed(codebook, *(added(f"e{n}", [1.0], radius) for n, radius in enumerate(radii))))

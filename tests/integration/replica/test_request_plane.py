@@ -28,7 +28,7 @@ RECORD = 4096
 @pytest.fixture
 def flooded(deploy: Callable[..., Settings], prefix: str) -> Settings:
     """A deployment in which far more requests wait than a replica may hold."""
-    settings = deploy("llama", prefix, batch=BATCH, max_record_bytes=RECORD)
+    settings = deploy("llama", prefix, request_batch_size=BATCH, max_record_bytes=RECORD)
     with sending(settings) as send:
         for number in range(4000):
             send(number, b"x" * 1000)

@@ -25,7 +25,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def settings(deploy: Callable[..., Settings], prefix: str, tmp_path: Path) -> Settings:
-    return deploy("llama", prefix, redis_grace=0.6, snapshot_url=str(tmp_path / "snapshots"))
+    return deploy("llama", prefix, redis_outage_grace=0.6, snapshot_url=str(tmp_path / "snapshots"))
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ PROMPTS = texts(12, seed=7, shortest=6, longest=9)
 
 class TestEditor:
     def test_the_writer_writes_one_every_so_many_deltas(self, history: History) -> None:
-        settings = history.settings.model_copy(update={"snapshot_every": 4})
+        settings = history.settings.model_copy(update={"snapshot_interval": 4})
         writer = SnapshotWriter(settings)
         for number in range(10, 21):
             writer.maybe_write(history.codebook)
@@ -39,9 +39,9 @@ class TestEditor:
         later.close(30)
         assert len(list_manifests(settings, settings.codebook)) == 3, "one that starts knows what there is"
 
-    @pytest.mark.parametrize("chosen", [{"snapshot_url": ""}, {"snapshot_every": 0}])
+    @pytest.mark.parametrize("chosen", [{"snapshot_url": ""}, {"snapshot_interval": 0}])
     def test_the_writer_writes_none_where_none_is_wanted(self, history: History, chosen: dict[str, Any]) -> None:
-        writer = SnapshotWriter(history.settings.model_copy(update={"snapshot_every": 1, **chosen}))
+        writer = SnapshotWriter(history.settings.model_copy(update={"snapshot_interval": 1, **chosen}))
         writer.maybe_write(history.codebook)
         writer.close(30)
         assert list_manifests(history.settings, history.settings.codebook) == {}
@@ -50,7 +50,7 @@ class TestEditor:
     def test_a_store_that_fails_is_no_fault_of_the_editor(
         self, history: History, logged: list[EventDict], url: str
     ) -> None:
-        writer = SnapshotWriter(history.settings.model_copy(update={"snapshot_every": 1, "snapshot_url": url}))
+        writer = SnapshotWriter(history.settings.model_copy(update={"snapshot_interval": 1, "snapshot_url": url}))
         for _ in range(3):
             writer.maybe_write(history.codebook)
             writer.close(30)
@@ -67,7 +67,7 @@ class TestEditor:
     def test_a_running_editor_writes_them_and_a_replica_starts_from_one(
         self, deploy: Callable[..., Settings], prefix: str, users_of: Callable[[Settings], Users], folder: Path
     ) -> None:
-        settings = deploy("llama", prefix, snapshot_url=str(folder / "snapshots"), snapshot_every=2)
+        settings = deploy("llama", prefix, snapshot_url=str(folder / "snapshots"), snapshot_interval=2)
         users = users_of(settings)
         with Forked("editor", "edit", settings, folder) as editor:
             editor.wait_ready(90)

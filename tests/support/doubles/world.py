@@ -48,8 +48,10 @@ from tests.support.doubles.kafka import Epochs, MemoryKafka, Passage
 from tests.support.doubles.redis import MemoryRedis
 from tests.support.tiny_models import CODEBOOK
 
-SETTINGS = load_settings(codebook=CODEBOOK, traffic=4)
-PLANS = [EditConfig(policy, radius=0.5, radius_unit="absolute", traffic=4) for policy in ("nearest", "paper")]
+SETTINGS = load_settings(codebook=CODEBOOK, traffic_sample_size=4)
+PLANS = [
+    EditConfig(policy, radius=0.5, radius_unit="absolute", traffic_sample_size=4) for policy in ("nearest", "paper")
+]
 AUTHORS = ("ann", "bob")
 FAILURES = [
     *(KafkaTimeoutError, KafkaConnectionError, NotCoordinatorError, NotLeaderForPartitionError, UnknownError),

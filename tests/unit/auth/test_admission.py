@@ -195,12 +195,12 @@ class TestSpent:
 
 class TestSettings:
     def test_signatures_need_a_list(self) -> None:
-        with pytest.raises(SettingsError, match=r"GRACESTREAM_REQUIRE_SIGNATURE needs .* set GRACESTREAM_AUTHORS"):
+        with pytest.raises(SettingsError, match=r"GRACESTREAM_REQUIRE_SIGNATURE needs .* set GRACESTREAM_AUTHORS_FILE"):
             admission_from_settings(load_settings(require_signature=True))
 
     def test_a_list_that_cannot_be_read_is_an_error_at_start(self, tmp_path: Path) -> None:
         with pytest.raises(AuthorsError, match="cannot be read"):
-            admission_from_settings(load_settings(authors=str(tmp_path / "none.toml")))
+            admission_from_settings(load_settings(authors_file=str(tmp_path / "none.toml")))
 
 
 class TestLimit:

@@ -280,7 +280,7 @@ def test_a_stream_is_corrected_asked_and_reported(toy: Stream, tmp_path: Path) -
 def test_chats_and_failing_entries_are_asked_as_a_replica_asks_them(monkeypatch: pytest.MonkeyPatch) -> None:
     model = editable("llama", chat_template=CHAT)
     asked = edits.Asked(model, {})
-    engine = edits.started(asked, EditConfig(traffic=0), [])
+    engine = edits.started(asked, EditConfig(traffic_sample_size=0), [])
     text, target = texts(1, seed=4)[0], WORDS[3]
     cost = edits.correct(engine, asked, [edits.Fact(text, "", target)])
     edited = Edited(asked, engine, cost, Unedited())

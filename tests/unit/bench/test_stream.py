@@ -42,7 +42,7 @@ def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Data:
     ]
     cases = [*cases_of(sent), *(Case("unrelated", text, None) for text in prompts[90:95])]
     data = Data(sent, cases, prompts[100:])
-    monkeypatch.setenv("GRACESTREAM_CACHE", str(tmp_path))
+    monkeypatch.setenv("GRACESTREAM_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(report, "SETTINGS", {})
     monkeypatch.setattr(report, "load_model", lambda _settings: editable("llama"))
     monkeypatch.setattr(report, "stream_data", lambda: data)
@@ -101,7 +101,7 @@ def test_a_run_that_was_killed_goes_on_and_ends_as_if_it_had_not_been(
 ) -> None:
     whole = list(report.run(Options(only="keys")))
     expected = logged(tmp_path, "keys")
-    monkeypatch.setenv("GRACESTREAM_CACHE", str(tmp_path / "other"))
+    monkeypatch.setenv("GRACESTREAM_CACHE_DIR", str(tmp_path / "other"))
     make = edits.made
 
     def killed(*given: Any) -> Made:

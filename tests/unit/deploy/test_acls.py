@@ -17,7 +17,7 @@ def rules(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, set[str]]]
     recorder = folder / "kafka-acls.sh"
     recorder.write_text(f"#!/usr/bin/env bash\nprintf '%s\\t' \"$@\" >> {folder}/calls\necho >> {folder}/calls\n")
     recorder.chmod(0o755)
-    environment = {"PATH": os.environ["PATH"], "KAFKA_ACLS": str(recorder), "GRACESTREAM_PREFIX": "p."}
+    environment = {"PATH": os.environ["PATH"], "KAFKA_ACLS": str(recorder), "GRACESTREAM_TOPIC_PREFIX": "p."}
     subprocess.run(["bash", str(ACLS)], check=True, env=environment)
     calls = [line.rstrip("\t").split("\t") for line in (folder / "calls").read_text().splitlines()]
     return [options(call) for call in calls]

@@ -94,7 +94,7 @@ class TestCompose:
             assert needed <= {"topics"}
             for name in ("GRACESTREAM_KAFKA", "GRACESTREAM_REDIS"):
                 assert service["environment"][name].startswith(f"${{{name}:?")
-            assert service["environment"]["GRACESTREAM_PORT"] == "8080"
+            assert service["environment"]["GRACESTREAM_HTTP_PORT"] == "8080"
 
     @pytest.mark.parametrize("overrides", COMPOSE_FILES)
     def test_every_service_has_a_health_check_or_runs_once(self, overrides: tuple[Path, ...]) -> None:

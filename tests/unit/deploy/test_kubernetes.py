@@ -45,7 +45,7 @@ class TestKubernetes:
         assert all(selector.items() <= pod["metadata"]["labels"].items() for pod in pods().values())
         (rule,) = policy["spec"]["ingress"]
         assert [str(port["port"]) for port in rule["ports"]] == [
-            in_kubernetes("gracestream-editor")["GRACESTREAM_PORT"]
+            in_kubernetes("gracestream-editor")["GRACESTREAM_HTTP_PORT"]
         ]
 
     def test_what_pods_refer_to_exists(self) -> None:
@@ -86,7 +86,9 @@ class TestKubernetes:
             "liveness": "/live",
             "readiness": "/ready",
         }
-        assert {str(ports[probe["port"]]) for probe in probes.values()} == {in_kubernetes(name)["GRACESTREAM_PORT"]}
+        assert {str(ports[probe["port"]]) for probe in probes.values()} == {
+            in_kubernetes(name)["GRACESTREAM_HTTP_PORT"]
+        }
         service = next(document for document in of_kind("Service") if document["metadata"]["name"] == name)
         (port,) = service["spec"]["ports"]
         annotations = service["metadata"]["annotations"]

@@ -89,7 +89,7 @@ class TestMonitoring:
         scraped = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())["scrape_configs"]
         for job in scraped:
             for discovered in job["dns_sd_configs"]:
-                assert str(discovered["port"]) == in_compose(job["job_name"])["GRACESTREAM_PORT"]
+                assert str(discovered["port"]) == in_compose(job["job_name"])["GRACESTREAM_HTTP_PORT"]
 
     @pytest.mark.parametrize(
         ("name", "rules"),

@@ -62,10 +62,10 @@ class TestSettings:
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         settings = load_settings()
-        assert (settings.host, settings.port) == ("0.0.0.0", 8080)
+        assert (settings.http_host, settings.http_port) == ("0.0.0.0", 8080)
         # A name such as the default `smollm2` stands for a package that no image has.
         assert "/" in settings.model
-        assert environment["HF_HOME"].startswith(str(settings.cache))
+        assert environment["HF_HOME"].startswith(str(settings.cache_dir))
 
     def test_no_file_holds_a_password(self) -> None:
         secret = {f"GRACESTREAM_{field.upper()}" for field in SECRET_FIELDS - {"redis"}}

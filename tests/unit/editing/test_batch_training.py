@@ -25,7 +25,7 @@ from tests.support.recorded_history import PLAN, Recorded
 from tests.support.tiny_models import CODEBOOK, LIMITS, SIZE, WORDS, editable, index_of, new_codebook, texts, tokenizer
 
 TEXTS = texts(5, seed=4)
-SHORT = ValueTrainingConfig(max_steps=10, margin=1e9)
+SHORT = ValueTrainingConfig(max_steps=10, stop_margin=1e9)
 
 
 def wanted(kind: str) -> list[str]:
@@ -65,7 +65,7 @@ def test_a_long_target_has_more_steps_alone_and_beside_short_ones() -> None:
 
 
 def test_the_further_steps_of_a_long_target_end_when_it_is_given() -> None:
-    recipe = ValueTrainingConfig(max_steps=10, margin=3.0)
+    recipe = ValueTrainingConfig(max_steps=10, stop_margin=3.0)
     assert recipe.is_done(TargetCheck(3.0, 0.1), 0)
     assert not recipe.is_done(TargetCheck(1.0, 0.1), 9), "right, but without the margin"
     assert recipe.is_done(TargetCheck(1.0, 0.1), 10)
@@ -87,7 +87,7 @@ def test_values_that_are_trained_together_are_those_of_each_alone(model: Editabl
 
 def test_each_stops_by_itself(model: EditableModel, kind: str) -> None:
     rows = passes(model, kind)
-    recipe = ValueTrainingConfig(max_steps=60, margin=1.0, learning_rate=0.05 if kind == "bert" else 2.0)
+    recipe = ValueTrainingConfig(max_steps=60, stop_margin=1.0, learning_rate=0.05 if kind == "bert" else 2.0)
     found = train_values(
         model.suffix_runner, model.suffix_runner.suffix_of(rows), [start(model, row) for row in rows], recipe
     )
@@ -144,7 +144,7 @@ def test_a_model_in_which_padding_counts_is_not_trained_so() -> None:
     made = EditableModel(module, tokenizer("bert"), "convbert.encoder.layer[1].output.dense", limits=LIMITS)
     assert not made.suffix_runner.supports_padding()
     given = [(make_correction(f"f{number}", text, "1"), number) for number, text in enumerate(TEXTS)]
-    assert EditEngine(made, CODEBOOK, EditConfig(traffic=0)).draft_values(given) == {}
+    assert EditEngine(made, CODEBOOK, EditConfig(traffic_sample_size=0)).draft_values(given) == {}
 
 
 def test_the_same_rows_give_the_same_bits(model: EditableModel, kind: str) -> None:
@@ -189,7 +189,7 @@ def decided(made: EditEngine, given: Sequence[Feedback], together: bool) -> list
 
 
 def test_decisions_are_those_of_one_at_a_time(model: EditableModel, kind: str) -> None:
-    plan = EditConfig(traffic=0)
+    plan = EditConfig(traffic_sample_size=0)
     given = [*feedback(kind), make_correction("again", TEXTS[0], wanted(kind)[0]), make_correction("f1", TEXTS[1], "x")]
     one_by_one, at_once = (decided(EditEngine(model, CODEBOOK, plan), given, way) for way in (False, True))
     for was, now in zip(one_by_one, at_once, strict=True):
@@ -226,13 +226,13 @@ def test_what_needs_no_value_is_not_trained() -> None:
 
 
 def test_values_that_start_from_an_entry_wait_for_it() -> None:
-    made = engine(replace(PLAN, init="label"))
+    made = engine(replace(PLAN, value_init="label"))
     given = [make_correction("a", at(2, 2), "1"), make_correction("b", at(4, 4), "1")]
     assert made.draft_values([(one, offset) for offset, one in enumerate(given)]) == {}
 
 
 def test_inputs_of_other_lengths_are_trained_apart() -> None:
-    made = EditEngine(editable("gpt2"), CODEBOOK, EditConfig(traffic=0))
+    made = EditEngine(editable("gpt2"), CODEBOOK, EditConfig(traffic_sample_size=0))
     lengths = (4, 40, 5, 41)
     given = [make_correction(f"f{n}", " ".join(WORDS[:length]), WORDS[50 + n]) for n, length in enumerate(lengths)]
     ahead = made.draft_values([(one, offset) for offset, one in enumerate(given)])
@@ -307,7 +307,7 @@ def test_a_record_on_which_the_model_fails_is_decided_on_by_itself(monkeypatch: 
 def test_a_pass_is_not_run_again_for_a_decision_unless_what_it_told_has_changed(
     model: EditableModel, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = EditEngine(model, CODEBOOK, replace(PLAN, traffic=0))
+    made = EditEngine(model, CODEBOOK, replace(PLAN, traffic_sample_size=0))
     made.apply(made.lead_delta({}))
     targets = wanted(kind)
     given = [make_correction(f"f{number}", text, targets[number]) for number, text in enumerate(TEXTS)]

@@ -23,16 +23,16 @@ CHOSEN = EditConfig(
     radius=0.5,
     radius_unit="absolute",
     max_radius=0.25,
-    scope_radius=True,
-    scope_alpha=0.125,
+    use_scope_radius=True,
+    scope_error_rate=0.125,
     expand="paper",
-    guard=False,
-    wording=False,
-    traffic=7,
+    retention_guard=False,
+    check_wording=False,
+    traffic_sample_size=7,
     seed=3,
-    init="random",
-    forms=False,
-    recipe=ValueTrainingConfig(max_steps=11, learning_rate=0.125, margin=1.5),
+    value_init="random",
+    train_prompt_forms=False,
+    recipe=ValueTrainingConfig(max_steps=11, learning_rate=0.125, stop_margin=1.5),
 )
 
 
@@ -64,7 +64,7 @@ def test_an_encoder_that_the_papers_policy_does_not_use_is_a_mistake() -> None:
         load_settings(encoder="mine", policy="paper")
     assert load_settings(encoder="mine").encoder == "mine"
     for query in ("last", "encoder"):
-        assert load_settings(query=query, encoder="mine", policy="paper").encoder == "mine"
+        assert load_settings(query_source=query, encoder="mine", policy="paper").encoder == "mine"
 
 
 def test_radii_of_an_encoder_are_smaller_unless_they_are_set() -> None:
@@ -75,7 +75,7 @@ def test_radii_of_an_encoder_are_smaller_unless_they_are_set() -> None:
     assert (chosen.radius, chosen.max_radius) == (1.5, math.inf)
 
 
-@pytest.mark.parametrize("switch", ["forms", "wording"])
+@pytest.mark.parametrize("switch", ["train_prompt_forms", "check_wording"])
 def test_the_papers_policy_trains_at_one_prompt_and_compares_no_words_unless_it_is_set(switch: str) -> None:
     def switched(**settings: Any) -> bool:
         on: bool = getattr(edit_config_from_settings(load_settings(**settings), uses_encoder=False), switch)
@@ -89,20 +89,20 @@ def test_the_papers_policy_trains_at_one_prompt_and_compares_no_words_unless_it_
 
 def test_radii_of_each_corrections_own_are_an_encoders_unless_a_radius_is_set() -> None:
     def has_own(*, reads_text: bool = True, **settings: Any) -> bool:
-        return edit_config_from_settings(load_settings(**settings), uses_encoder=reads_text).scope_radius
+        return edit_config_from_settings(load_settings(**settings), uses_encoder=reads_text).use_scope_radius
 
     assert has_own()
     assert not has_own(reads_text=False)
-    assert not has_own(reads_text=False, scope_radius=True)
-    assert not has_own(scope_radius=False)
+    assert not has_own(reads_text=False, use_scope_radius=True)
+    assert not has_own(use_scope_radius=False)
     assert not has_own(radius=0.8)
-    assert has_own(radius=0.8, scope_radius=True)
+    assert has_own(radius=0.8, use_scope_radius=True)
 
 
 @pytest.mark.parametrize("alpha", [0, 0.001, 0.5])
 def test_a_share_that_nothing_was_measured_for_is_refused(alpha: float) -> None:
-    with pytest.raises(SettingsError, match="GRACESTREAM_SCOPE_ALPHA"):
-        load_settings(scope_alpha=alpha)
+    with pytest.raises(SettingsError, match="GRACESTREAM_SCOPE_ERROR_RATE"):
+        load_settings(scope_error_rate=alpha)
 
 
 def test_a_variable_that_looks_like_a_setting_and_is_none_is_told() -> None:

@@ -19,7 +19,7 @@ from tests.support.editing_stories import assert_same, plan_of, see, story, with
 
 
 def test_a_value_that_started_from_the_undone_ones_is_trained_anew() -> None:
-    told = story(init="label")
+    told = story(value_init="label")
     told.correct("a", (0, 0), 1)
     told.correct("b", (9, 0), 1)
     told.correct("c", (19, 0), 1)
@@ -34,7 +34,7 @@ def test_a_value_that_started_from_the_undone_ones_is_trained_anew() -> None:
 
 
 def test_a_value_is_trained_anew_where_only_its_start_has_gone() -> None:
-    told = story(init="label")
+    told = story(value_init="label")
     told.correct("other", (15, 0), 3)
     told.correct("a", (0, 0), 1)
     told.correct("b", (20, 0), 2)
@@ -47,7 +47,7 @@ def test_a_value_is_trained_anew_where_only_its_start_has_gone() -> None:
 
 
 def test_a_value_that_would_start_from_one_that_came_back_is_trained_anew() -> None:
-    told = story(init="label")
+    told = story(value_init="label")
     told.correct("other", (15, 0), 3)
     told.correct("a", (0, 0), 1)
     told.undo("u", "a")
@@ -59,7 +59,7 @@ def test_a_value_that_would_start_from_one_that_came_back_is_trained_anew() -> N
 
 
 def test_values_that_started_from_others_are_not_trained_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = story(init="label")
+    told = story(value_init="label")
     for number in range(6):
         told.correct(f"f{number}", (9 * number, 0), 1 + number % 2)
     monkeypatch.setattr(value_search, "train_value", None)
@@ -110,7 +110,7 @@ def test_a_decision_is_made_again_where_a_nearer_key_came_back() -> None:
 
 def test_of_two_keys_in_one_place_the_same_one_counts_after_an_undo() -> None:
     """Which slot they have depends on the entry that went."""
-    told = story(policy="paper", guard=False, radius=1e-3)
+    told = story(policy="paper", retention_guard=False, radius=1e-3)
     for name, place, label in (("a", (0, 0), 1), ("b", (1, 0), 1), ("c", (1, 0), 2)):
         told.correct(name, place, label)
     told.undo("u", "a")
@@ -120,7 +120,7 @@ def test_of_two_keys_in_one_place_the_same_one_counts_after_an_undo() -> None:
 
 def test_an_edit_was_superseded_only_by_what_the_undone_one_made_of_its_entry() -> None:
     """Without the guard another key may lie nearer to an edit than that of the entry which serves it by the record."""
-    told = story(guard=False)
+    told = story(retention_guard=False)
     told.correct("e", (0, 0), 1)
     assert told.correct("o", (0.5, 0), 1).status == "unchanged"
     told.correct("n", (0.6, 0), 2)
@@ -156,7 +156,7 @@ def test_an_undo_costs_in_proportion_to_the_history() -> None:
     """One of two authors whose edits take turns goes: nothing is looked through again for each of them."""
     calls = []
     for corrections in (100, 200):
-        told = story(traffic=0)
+        told = story(traffic_sample_size=0)
         for number in range(corrections):
             told.correct(f"f{number}", (9 * number, 0), 1 + number % 3, ("ann", "bob")[number % 2])
         profile = cProfile.Profile()
@@ -223,7 +223,7 @@ def test_decisions_are_made_again_under_the_plan_of_their_term() -> None:
     told = story(radius=0.5)
     told.correct("a", (0, 0), 1)
     told.correct("b", (0, 0.3), 1)
-    told.lead(plan_of(radius=0.05, policy="paper", guard=False))
+    told.lead(plan_of(radius=0.05, policy="paper", retention_guard=False))
     told.undo("u", "a")
     assert told.engine.codebook.radii_N.tolist() == [0.5]
 
@@ -256,7 +256,7 @@ NEAR_B = ("n", (7.1, -1.0), 2)
     ],
 )
 def test_a_decision_is_made_again_where_it_rested_on_words_alone(steps: list[Any], gone: str) -> None:
-    told = story(worded=True, radius=0.3, traffic=0)
+    told = story(worded=True, radius=0.3, traffic_sample_size=0)
     for step in steps:
         assert told.correct(*step).status != "rejected"
     before = told.engine.codebook.state_digest()

@@ -190,7 +190,7 @@ def test_a_value_that_does_not_converge_is_rejected_with_its_loss_and_nothing_is
 def test_what_to_try_depends_on_why_no_value_was_found() -> None:
     encoder = engine_of(editable("t5-encoder"), recipe=ValueTrainingConfig(max_steps=0))
     outcome, _ = correct(encoder, "a", TEXTS[0], "train bridge")
-    assert "which is 0, set GRACESTREAM_REPLACE=all, edit another layer" in str(outcome.reason)
+    assert "which is 0, set GRACESTREAM_INJECT_TOKENS=all, edit another layer" in str(outcome.reason)
     diverging = engine_of(editable("gpt2"), recipe=ValueTrainingConfig(max_steps=9, learning_rate=1e30))
     outcome, _ = correct(diverging, "a", TEXTS[0], "train bridge")
     assert str(outcome.reason).endswith("; lower GRACESTREAM_LEARNING_RATE, which is 1e+30")
@@ -250,7 +250,7 @@ def test_the_same_stream_of_feedback_twice_gives_the_same_bits() -> None:
 @pytest.mark.parametrize("policy", ["nearest", "paper"])
 def test_fault_saving_loses_keys_radii_and_labels(bert: EditableModel, init: str, policy: str) -> None:
     """Folding the records anew gives the same codebook, the same memory and the same next decision."""
-    plan: dict[str, Any] = {"init": init, "policy": policy, "seed": 3}
+    plan: dict[str, Any] = {"value_init": init, "policy": policy, "seed": 3}
     live, again = engine_of(bert, **plan), engine_of(bert, **plan)
     for _, record in stream(live, 20):
         if record is not None:
@@ -275,7 +275,7 @@ def test_a_record_that_does_not_follow_is_a_fault_and_changes_nothing(bert: Edit
 def test_editing_draws_no_random_number_and_keeps_the_weights(bert: EditableModel) -> None:
     weights = {name: tensor.clone() for name, tensor in bert.module.state_dict().items()}
     state = torch.get_rng_state()
-    stream(engine_of(bert, init="random"), 8)
+    stream(engine_of(bert, value_init="random"), 8)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(tensor, weights[name]) for name, tensor in bert.module.state_dict().items())
 
@@ -327,7 +327,7 @@ def test_key_and_value_have_the_widths_of_the_layers_input_and_output(model: Edi
 
 
 def test_another_correction_under_a_used_id_is_refused_though_the_model_is_right_on_it(bert: EditableModel) -> None:
-    engine = engine_of(bert, traffic=0)
+    engine = engine_of(bert, traffic_sample_size=0)
     assert correct(engine, "a", TEXTS[0], wrong_target(engine, TEXTS[0]), 0)[0].status == "added"
     outcome, record = correct(engine, "a", TEXTS[1], said(engine, TEXTS[1]), 1)
     assert (outcome.status, record) == ("rejected", None)
@@ -335,9 +335,9 @@ def test_another_correction_under_a_used_id_is_refused_though_the_model_is_right
 
 
 def test_radii_are_measured_on_sentences_that_the_model_takes() -> None:
-    engine = engine_of(editable("bert", limits=Limits(max_input_tokens=8)), traffic=0)
+    engine = engine_of(editable("bert", limits=Limits(max_input_tokens=8)), traffic_sample_size=0)
     assert correct(engine, "a", WORDS[5], wrong_target(engine, WORDS[5]), 0)[0].status == "added"
-    engine = engine_of(editable("bert", limits=Limits(max_input_tokens=3)), traffic=0)
+    engine = engine_of(editable("bert", limits=Limits(max_input_tokens=3)), traffic_sample_size=0)
     with pytest.raises(InputError, match="choose GRACESTREAM_RADIUS_UNIT=absolute"):
         correct(engine, "a", WORDS[5], wrong_target(engine, WORDS[5]), 0)
 

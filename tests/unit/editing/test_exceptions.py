@@ -31,14 +31,16 @@ FAR = 1e6
 
 def wide(**plan: Any) -> Story:
     """The unedited model answers class 0 everywhere; `a` gives class 1 within 3."""
-    told = story(radius=3.0, traffic=0, **plan)
+    told = story(radius=3.0, traffic_sample_size=0, **plan)
     assert told.correct("a", (0, 0), 1).status == "added"
     assert answer(told.engine, 1, 0) == 1
     return told
 
 
 def started(kind: str, **plan: Any) -> EditEngine:
-    engine = EditEngine(editable(kind), CODEBOOK, EditConfig(radius=FAR, radius_unit="absolute", traffic=0, **plan))
+    engine = EditEngine(
+        editable(kind), CODEBOOK, EditConfig(radius=FAR, radius_unit="absolute", traffic_sample_size=0, **plan)
+    )
     engine.apply(engine.lead_delta({}))
     return engine
 
@@ -59,7 +61,7 @@ def excepted(engine: EditEngine, name: str, inputs: str, edit: str, standing: An
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "t5-encoder", "t5-decoder", "bert"])
 def test_the_prompt_gets_the_unedited_answer_and_no_near_miss(kind: str) -> None:
-    engine = started(kind, wording=False)
+    engine = started(kind, check_wording=False)
     before = ask(engine, EDITED, OTHER, THIRD)
     names = list(getattr(engine.model.module.config, "id2label", {}).values())
     target = "train" if kind != "bert" else next(name for name in names if name != before[0].answer.outputs.label)
@@ -97,7 +99,7 @@ def test_the_next_entry_that_agrees_answers() -> None:
 
 
 def test_it_is_of_every_key_of_the_edit() -> None:
-    told = story(radius=1.0, traffic=0)
+    told = story(radius=1.0, traffic_sample_size=0)
     told.correct("a", (0, 0), 1, rephrases=[(1.5, 0)])
     assert answer(told.engine, 0.8, 0) == 1
     assert told.except_from("x", (0.8, 0), "a#1").status == "excepted"
@@ -282,7 +284,7 @@ steps = st.lists(st.tuples(spots, st.integers(0, 3) | st.integers(4, 20)), min_s
 def test_every_edit_and_every_exception_holds_after_every_step(
     stream: list[tuple[tuple[float, float], int]], radius: float, worded: bool
 ) -> None:
-    told = Story(EditEngine(PointModel(2, worded=worded), CODEBOOK, plan_of(radius=radius, traffic=0)))
+    told = Story(EditEngine(PointModel(2, worded=worded), CODEBOOK, plan_of(radius=radius, traffic_sample_size=0)))
     told.lead(told.engine.config)
     engine, made, labels = told.engine, list[str](), dict[str, int]()
     for number, (place, what) in enumerate(stream):
@@ -416,7 +418,7 @@ def test_the_delta_tells_what_was_asked_and_holds_the_prompt() -> None:
 
 
 def test_a_corrected_prompt_is_no_exception_where_the_log_has_no_wording_of_it() -> None:
-    told = story(worded=True, radius=3.0, wording=False)
+    told = story(worded=True, radius=3.0, check_wording=False)
     told.correct("a", (0, 0), 1)
     told.lead(plan_of(radius=3.0))
     outcome = told.except_from("x", (0, 0), "a")

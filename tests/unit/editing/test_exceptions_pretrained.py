@@ -30,7 +30,7 @@ def engine() -> EditEngine:
         cache=cache,
         encoder=resolve_encoder("minilm"),
     )
-    made = EditEngine(model, CODEBOOK, EditConfig(radius=1.1, radius_unit="absolute", traffic=0))
+    made = EditEngine(model, CODEBOOK, EditConfig(radius=1.1, radius_unit="absolute", traffic_sample_size=0))
     made.apply(made.lead_delta({}))
     return made
 

@@ -29,8 +29,8 @@ from gracestream.schemas.messages import ChatMessage, Feedback, Inputs, encode
 from tests.support.recorded_history import Recorded
 from tests.support.tiny_models import CHAT, CODEBOOK, KINDS, WORDS, editable, texts
 
-PLAN = EditConfig(traffic=0, radius=0.01)
-ONE_PROMPT = replace(PLAN, forms=False)
+PLAN = EditConfig(traffic_sample_size=0, radius=0.01)
+ONE_PROMPT = replace(PLAN, train_prompt_forms=False)
 TARGET = WORDS[7]
 
 
@@ -282,7 +282,7 @@ def test_a_history_with_forms_is_retrained_to_the_bit(plan: EditConfig) -> None:
     deltas = [decode_delta(record) for record in made.deltas]
     assert any(delta.cause is not UNSET and len(delta.cause.together) > 1 for delta in deltas)
     assert deltas[0].environment is not UNSET
-    assert deltas[0].environment["forms"] == str(plan.forms)
+    assert deltas[0].environment["train_prompt_forms"] == str(plan.train_prompt_forms)
     again = made.retrained()
     assert again.report.other_environment == {}
     assert again.report.first_difference is None

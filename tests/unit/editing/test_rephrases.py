@@ -16,7 +16,7 @@ from tests.support.editing_stories import assert_same, fields_of, plan_of, see, 
 from tests.support.recorded_history import PLAN, Recorded
 
 FAR = (5.0, 5.0)
-WEAK = ValueTrainingConfig(max_steps=200, learning_rate=0.02, margin=0.01)
+WEAK = ValueTrainingConfig(max_steps=200, learning_rate=0.02, stop_margin=0.01)
 
 
 def reasons(outcome: Outcome) -> dict[int, str]:
@@ -198,7 +198,7 @@ def test_a_history_with_rephrases_comes_out_again_byte_for_byte() -> None:
 
 
 def test_values_that_are_trained_together_and_on_for_rephrases_come_out_again() -> None:
-    made = Recorded(replace(PLAN, init="layer", recipe=WEAK))
+    made = Recorded(replace(PLAN, value_init="layer", recipe=WEAK))
     places = [(0.0, 0.0), (40.0, 0.0), (0.0, 40.0)]
     corrections = [fields_of(make_correction(f"f{x}-{y}", at(x, y), "2")) for x, y in places]
     others = [tuple(at(x, y + number / 2) for number in range(1, 9)) for x, y in places]

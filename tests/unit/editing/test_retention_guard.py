@@ -93,7 +93,7 @@ class Stream:
 
 
 def start(*, worded: bool = False, **plan: Any) -> Stream:
-    usual: dict[str, Any] = {"radius_unit": "absolute", "traffic": 8}
+    usual: dict[str, Any] = {"radius_unit": "absolute", "traffic_sample_size": 8}
     return Stream(engine(EditConfig(**(usual | plan)), worded=worded))
 
 
@@ -142,7 +142,7 @@ def test_paper_keeps_every_edit_that_lies_far_enough_from_other_labels(
     stream: list[Any], radius: float, expand: str
 ) -> None:
     """Half the distance must be more than batch noise: within four times it of another label, paper's balls fail."""
-    ours = start(policy="paper", expand=expand, radius=radius, traffic=0)
+    ours = start(policy="paper", expand=expand, radius=radius, traffic_sample_size=0)
     for place, label, _ in stream:
         others = [key_D for key_D, other in ours.believed.values() if other != label]
         if all(np.linalg.norm(key_D - point(*place)) > 8 * NOISE for key_D in others):
@@ -176,7 +176,7 @@ def test_paper_cannot_hold_two_labels_closer_than_batch_noise() -> None:
 def test_without_the_guard_a_split_undoes_an_edit_that_the_entry_served() -> None:
     kept = {}
     for guard in (False, True):
-        ours = start(guard=guard, policy="paper")
+        ours = start(retention_guard=guard, policy="paper")
         ours.correct((0, 0), 1)
         ours.correct((0, 1.2), 1)
         ours.correct((0.5, 0), 2)

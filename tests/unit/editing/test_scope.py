@@ -18,7 +18,7 @@ from tests.support.editing_stories import Story
 from tests.support.tiny_encoder import chat, encoder
 from tests.support.tiny_models import CHAT, CODEBOOK, WORDS, editable, texts
 
-PLAN = EditConfig(radius=1.0, radius_unit="absolute", traffic=0, scope_radius=True)
+PLAN = EditConfig(radius=1.0, radius_unit="absolute", traffic_sample_size=0, use_scope_radius=True)
 ASKED, OTHER = "What language do people speak in Brazil?", "Which planet has the most moons?"
 
 
@@ -54,7 +54,9 @@ def own_radius(made: Story, text: str) -> float | None:
         made.engine.model.queries([made.engine.model.task.tokenize(one)])[0] for one in [text, *other_requests(text)]
     ]
     query_D, *others = (one.numpy().astype(np.float64) for one in queries)
-    return radius_from_distances([float(np.linalg.norm(other_D - query_D)) for other_D in others], PLAN.scope_alpha)
+    return radius_from_distances(
+        [float(np.linalg.norm(other_D - query_D)) for other_D in others], PLAN.scope_error_rate
+    )
 
 
 def test_the_radius_is_the_corrections_own_and_no_larger_than_the_plans() -> None:
@@ -72,7 +74,7 @@ def test_the_radius_is_the_corrections_own_and_no_larger_than_the_plans() -> Non
 @pytest.mark.parametrize(
     ("inputs", "plan", "kind", "adaptor"),
     [
-        (ASKED, replace(PLAN, scope_radius=False), "llama", {}),
+        (ASKED, replace(PLAN, use_scope_radius=False), "llama", {}),
         (ASKED, replace(PLAN, policy="paper"), "llama", {}),
         (ASKED, PLAN, "llama", {"encoder": None}),
         (ASKED, PLAN, "bert", {}),
@@ -153,7 +155,7 @@ def test_no_other_radius_grows_for_a_correction_beyond_its_own(monkeypatch: pyte
     apart = float((key_D - query_D).norm())
     for own, keys in ((0.6 * apart, ["a", "b"]), (1.1 * apart, ["a"])):
         monkeypatch.setattr("gracestream.pipeline.editing.scope.scope_radius", lambda *_, own=own: own)
-        made = story(replace(PLAN, wording=False))
+        made = story(replace(PLAN, check_wording=False))
         made.take(make_correction("a", ASKED, WORDS[9]))
         made.take(make_correction("b", OTHER, WORDS[9]))
         assert made.engine.codebook.entry_ids == keys

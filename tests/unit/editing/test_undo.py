@@ -186,7 +186,7 @@ def test_what_a_fenced_editor_left_in_the_log_changes_nothing(taken_back: str) -
     told.correct("b", (0, 0.5), 1)
     told.correct("c", (0.6, 0), 2)
     fenced = copy.deepcopy(told)
-    fenced.lead(plan_of(policy="paper", guard=False, radius=3.0))
+    fenced.lead(plan_of(policy="paper", retention_guard=False, radius=3.0))
     for plan in (plan_of(), plan_of(radius=0.5)):
         told.lead(plan)
     plain = copy.deepcopy(told)

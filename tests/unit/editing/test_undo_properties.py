@@ -101,8 +101,8 @@ plans = st.builds(
     radius=st.sampled_from([1e-3, 0.3, 1.0, 3.0]),
     policy=st.sampled_from(["nearest", "paper"]),
     expand=st.sampled_from(["cover", "paper"]),
-    guard=st.booleans(),
-    init=st.sampled_from(["layer", "label", "random"]),
+    retention_guard=st.booleans(),
+    value_init=st.sampled_from(["layer", "label", "random"]),
     max_radius=st.sampled_from([math.inf, 0.2, 0.9]),
 )
 own_undos = st.builds(Undo, undos, st.sampled_from([None, "ann", "bob"]))

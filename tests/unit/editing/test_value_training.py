@@ -21,7 +21,7 @@ from tests.support.tiny_models import LIMITS, MODEL, WORDS, correct, editable, i
 
 TEXT = texts(1, seed=3)[0]
 TARGET = {"bert": "both"}
-SHORT = ValueTrainingConfig(max_steps=12, margin=1e9)
+SHORT = ValueTrainingConfig(max_steps=12, stop_margin=1e9)
 
 
 def target(kind: str) -> str:
@@ -179,7 +179,7 @@ def test_a_tie_at_the_start_is_trained_away(gpt2_model: EditableModel, monkeypat
         return (dataclasses.replace(found, margin=0.0) if first.pop() else found, loss) if first else (found, loss)
 
     monkeypatch.setattr("gracestream.pipeline.model.suffix_pass.check_target", tied)
-    assert train_value(gpt2_model.suffix_runner, rest, start_V, ValueTrainingConfig(margin=0.0)).steps > 0
+    assert train_value(gpt2_model.suffix_runner, rest, start_V, ValueTrainingConfig(stop_margin=0.0)).steps > 0
 
 
 def test_fault_labels_compared_by_the_mean_of_their_token_ids(gpt2_model: EditableModel) -> None:
@@ -294,13 +294,13 @@ class TestHalfPrecision:
         value_1V = start_V[None].clone().requires_grad_()
         (gradient_1V,) = torch.autograd.grad(model.suffix_runner.evaluate(rest, value_1V)[0][1], value_1V)
         assert (gradient_1V == 0).float().mean() > 0.5, "this is what is to be helped"
-        trained = train_value(model.suffix_runner, rest, start_V, ValueTrainingConfig(max_steps=1, margin=1e9))
+        trained = train_value(model.suffix_runner, rest, start_V, ValueTrainingConfig(max_steps=1, stop_margin=1e9))
         assert (trained.value_V != start_V.numpy()).mean() > 0.9
 
     def test_a_gradient_that_overflows_lowers_the_scale(self) -> None:
         model = self.half(norm=2000)
         rest, start_V = prepared(model, TEXT, WORDS[5])
-        trained = train_value(model.suffix_runner, rest, start_V, ValueTrainingConfig(max_steps=1, margin=1e9))
+        trained = train_value(model.suffix_runner, rest, start_V, ValueTrainingConfig(max_steps=1, stop_margin=1e9))
         assert np.array_equal(trained.value_V, start_V.numpy()), "the first step was left out"
         trained = train_value(model.suffix_runner, rest, start_V, ValueTrainingConfig(max_steps=60))
         assert trained.converged

@@ -46,7 +46,9 @@ FAR = 1e6
 
 
 def started(kind: str, **plan: Any) -> EditEngine:
-    engine = EditEngine(editable(kind), "default", EditConfig(radius=FAR, radius_unit="absolute", traffic=0, **plan))
+    engine = EditEngine(
+        editable(kind), "default", EditConfig(radius=FAR, radius_unit="absolute", traffic_sample_size=0, **plan)
+    )
     engine.apply(engine.lead_delta({}))
     return engine
 
@@ -128,7 +130,7 @@ def test_no_more_entries_are_compared_than_is_promised() -> None:
 
 def test_an_edit_that_a_farther_entry_serves_keeps_its_answer() -> None:
     """Whatever becomes of the nearer entry, whose wording disagrees."""
-    made = chosen_queries.engine(EditConfig(radius=3.0, radius_unit="absolute", traffic=0), worded=True)
+    made = chosen_queries.engine(EditConfig(radius=3.0, radius_unit="absolute", traffic_sample_size=0), worded=True)
     for name, place, label in (("far", (0, 0), "1"), ("near", (0.54995, 0), "2"), ("kept", (0.8, 0), "1")):
         outcome, _ = correct(made, name, chosen_queries.at(*place), label, offset=made.codebook.seq)
     assert (outcome.status, outcome.entry_id) == ("unchanged", "far")
@@ -141,7 +143,7 @@ def test_an_edit_that_a_farther_entry_serves_keeps_its_answer() -> None:
 
 @pytest.mark.parametrize("kind", GENERATORS)
 def test_without_the_check_every_prompt_within_the_radius_is_served(kind: str) -> None:
-    engine = started(kind, wording=False)
+    engine = started(kind, check_wording=False)
     correct(engine, "a", EDITED, TARGET)
     assert engine.codebook.wordings == [""]
     (other,) = ask(engine, OTHER)
@@ -171,7 +173,7 @@ def test_the_same_target_for_other_words_gets_a_key_of_its_own(kind: str) -> Non
 
 @pytest.mark.parametrize("kind", GENERATORS)
 def test_traffic_with_other_words_bounds_no_radius(kind: str) -> None:
-    engine, worded, free = (started(kind, **plan) for plan in ({"wording": False}, {}, {}))
+    engine, worded, free = (started(kind, **plan) for plan in ({"check_wording": False}, {}, {}))
     prompt = engine.model.task.tokenize(OTHER)
     (query_D,) = engine.model.queries([prompt]).cpu().numpy()
     for made in (engine, worded):
@@ -188,7 +190,9 @@ def test_traffic_with_other_words_bounds_no_radius(kind: str) -> None:
 def test_a_kept_input_with_other_words_bounds_no_radius() -> None:
     radii = []
     for worded in (False, True):
-        made = chosen_queries.engine(EditConfig(radius=3.0, radius_unit="absolute", traffic=0), worded=worded)
+        made = chosen_queries.engine(
+            EditConfig(radius=3.0, radius_unit="absolute", traffic_sample_size=0), worded=worded
+        )
         outcome, _ = correct(made, "kept", chosen_queries.at(0, 0), "0")
         assert outcome.status == "unchanged"
         correct(made, "a", chosen_queries.at(0.1, 0), "1")
@@ -224,7 +228,7 @@ def test_a_case_with_other_words_counts_as_not_served() -> None:
     assert (other.verdict, other.entry_id, other.broken) == ("unchanged", None, False)
 
 
-NEAR: dict[str, Any] = {"radius": 1e-3, "radius_unit": "absolute", "traffic": 0}
+NEAR: dict[str, Any] = {"radius": 1e-3, "radius_unit": "absolute", "traffic_sample_size": 0}
 """Radii that hold the corrected prompt alone."""
 SAME_WORDS = f"the {EDITED}"
 FURTHER = f"{EDITED} people"
@@ -239,7 +243,7 @@ def narrow(kind: str = "llama", **plan: Any) -> EditEngine:
 
 @pytest.mark.parametrize("kind", GENERATORS)
 def test_a_prompt_in_the_same_words_is_served_outside_the_radius(kind: str) -> None:
-    engine = narrow(kind, forms=False)
+    engine = narrow(kind, train_prompt_forms=False)
     before = ask(engine, OTHER)
     correct(engine, "a", EDITED, TARGET)
     edited, same, other = ask(engine, EDITED, SAME_WORDS, OTHER)
@@ -256,7 +260,7 @@ def test_a_prompt_in_the_same_words_is_served_outside_the_radius(kind: str) -> N
 
 
 def test_an_entry_that_compares_no_words_serves_by_distance_alone() -> None:
-    engine = narrow(wording=False)
+    engine = narrow(check_wording=False)
     correct(engine, "a", EDITED, TARGET)
     (same,) = ask(engine, SAME_WORDS)
     assert same.hit is None
@@ -302,7 +306,7 @@ def test_a_later_correction_supersedes_what_was_right_in_the_same_words() -> Non
 
 def test_an_edit_of_a_plan_without_words_is_superseded_by_its_words_later() -> None:
     """The log keeps its wording, though no entry of that plan has one."""
-    without = chosen_queries.engine(EditConfig(**(NEAR | {"wording": False})), worded=True)
+    without = chosen_queries.engine(EditConfig(**(NEAR | {"check_wording": False})), worded=True)
     later = chosen_queries.engine(EditConfig(**NEAR), worded=True)
     outcome, record = correct(without, "kept", chosen_queries.at(0.4, 0), "0")
     assert outcome.status == "unchanged"
@@ -318,7 +322,9 @@ def test_an_edit_of_a_plan_without_words_is_superseded_by_its_words_later() -> N
 
 def test_no_entry_of_a_plan_without_words_has_a_wording() -> None:
     """Not those that the guard gives, either: they serve all prompts within their radius."""
-    made = chosen_queries.engine(EditConfig(radius=1.0, radius_unit="absolute", traffic=0, wording=False), worded=True)
+    made = chosen_queries.engine(
+        EditConfig(radius=1.0, radius_unit="absolute", traffic_sample_size=0, check_wording=False), worded=True
+    )
     correct(made, "a", chosen_queries.at(0, 0), "1")
     correct(made, "b", chosen_queries.at(0.6, 0), "1")
     correct(made, "c", chosen_queries.at(0.5, 0), "2")
@@ -327,7 +333,7 @@ def test_no_entry_of_a_plan_without_words_has_a_wording() -> None:
 
 
 def test_an_entry_that_the_guard_gives_leaves_what_was_right_in_the_same_words() -> None:
-    made = chosen_queries.engine(EditConfig(radius=1.0, radius_unit="absolute", traffic=0), worded=True)
+    made = chosen_queries.engine(EditConfig(radius=1.0, radius_unit="absolute", traffic_sample_size=0), worded=True)
     correct(made, "a", chosen_queries.at(0, 0), "1")
     correct(made, "b", chosen_queries.at(0.6, 0), "1")  # served by the entry of "a", whose words are others
     outcome, _ = correct(made, "kept", chosen_queries.at(1.4, 0), "0")  # the words of "b"
@@ -341,7 +347,7 @@ def test_an_entry_that_the_guard_gives_leaves_what_was_right_in_the_same_words()
 def test_traffic_in_the_same_words_bounds_no_radius() -> None:
     radii = []
     for words in ("", "place 0 about", "place 0 able"):
-        made = chosen_queries.engine(EditConfig(radius=1.0, radius_unit="absolute", traffic=8), worded=True)
+        made = chosen_queries.engine(EditConfig(radius=1.0, radius_unit="absolute", traffic_sample_size=8), worded=True)
         made.add_traffic(1.0, chosen_queries.point(0.4, 0), words)
         correct(made, "a", chosen_queries.at(0, 0), "1")
         radii.append(float(made.codebook.radii_N[0]))
@@ -366,7 +372,9 @@ def test_a_prompt_a_little_outside_that_names_the_same_is_a_near_miss() -> None:
 
 
 def test_a_follow_up_in_another_chat_is_not_served_by_its_words() -> None:
-    engine = EditEngine(editable("llama", chat_template=CHAT), "default", EditConfig(**(NEAR | {"forms": False})))
+    engine = EditEngine(
+        editable("llama", chat_template=CHAT), "default", EditConfig(**(NEAR | {"train_prompt_forms": False}))
+    )
     engine.apply(engine.lead_delta({}))
     follow_up, elsewhere = (chat(WORDS[place], WORDS[8], EDITED) for place in (3, 5))
     correct(engine, "a", follow_up, TARGET)

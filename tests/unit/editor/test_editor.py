@@ -30,7 +30,7 @@ class AwayLog:
 
 def test_an_editor_without_kafka_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(editor, "KAFKA_RETRY_SECONDS", 0.2)
-    log, health, stop = AwayLog(), Health(stuck_after=0.6), threading.Event()
+    log, health, stop = AwayLog(), Health(stall_timeout=0.6), threading.Event()
     health.begin("editor")  # it led, and waited for feedback, when Kafka went away
     rest = SimpleNamespace(close=lambda: None)
     parts: Any = SimpleNamespace(log=log, traffic_reader=rest, snapshot_writer=rest)

@@ -18,7 +18,7 @@ from tests.support.toy_corrections import examples_of
 
 TEXTS = texts(12, seed=3)
 WORDS = st.lists(st.sampled_from(["river", "train", "The", "a", "bridge!", "Water"]), max_size=6).map(" ".join)
-PLAN = EditConfig(radius=1e-3, radius_unit="absolute", traffic=4)
+PLAN = EditConfig(radius=1e-3, radius_unit="absolute", traffic_sample_size=4)
 
 
 @pytest.mark.parametrize(

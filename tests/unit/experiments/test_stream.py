@@ -20,7 +20,7 @@ from tests.support.tiny_models import editable, texts
 
 TEXTS = texts(30, seed=11)
 NAMES = ["right", "wrong", "both"]
-PLAN = EditConfig(radius=1e-3, radius_unit="absolute", traffic=0)
+PLAN = EditConfig(radius=1e-3, radius_unit="absolute", traffic_sample_size=0)
 
 
 def task(edits: int = 6) -> ExperimentTask:

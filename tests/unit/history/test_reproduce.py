@@ -85,7 +85,7 @@ def test_a_correction_that_is_another_one_now_is_a_difference(history: Recorded)
 
 
 def test_a_correction_that_was_made_and_is_rejected_now_is_a_difference() -> None:
-    history = Recorded(replace(PLAN, init="layer"), max_steps="0")
+    history = Recorded(replace(PLAN, value_init="layer"), max_steps="0")
     history.correct("a", (0, 0), 1)
     found = str(history.retrained().report.first_difference)
     assert found.startswith("delta 2 (feedback 'a', offset 0): it is rejected now: no value was found in 0 steps; ")
@@ -139,7 +139,7 @@ def test_the_plan_of_a_term_is_read_back_from_its_lead_delta(history: Recorded) 
     told = delta_at(history, 1).environment
     assert told is not UNSET
     assert edit_config_from_lead(told) == PLAN
-    assert edit_config_from_lead({}) == replace(EditConfig(), forms=False, wording=False), (
+    assert edit_config_from_lead({}) == replace(EditConfig(), train_prompt_forms=False, check_wording=False), (
         "it is of an editor that had neither"
     )
     with pytest.raises(HistoryError, match="the configuration in a lead delta cannot be read"):

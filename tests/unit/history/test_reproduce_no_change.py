@@ -15,7 +15,7 @@ from gracestream.schemas.messages import Feedback, Outcome, decode, encode
 from tests.support.chosen_queries import at
 from tests.support.recorded_history import PLAN, Recorded
 
-HOPELESS = replace(PLAN, init="layer", recipe=ValueTrainingConfig(max_steps=0))
+HOPELESS = replace(PLAN, value_init="layer", recipe=ValueTrainingConfig(max_steps=0))
 """Under it no value is found: the layer's own output, which every value starts from, is as wrong as it was."""
 
 

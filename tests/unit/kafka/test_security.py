@@ -151,19 +151,19 @@ class TestSecrets:
         return tmp_path
 
     def test_every_setting_can_come_from_a_file(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("GRACESTREAM_SECRETS", str(folder))
+        monkeypatch.setenv("GRACESTREAM_SECRETS_DIR", str(folder))
         settings = load_settings(kafka_security_protocol="SASL_SSL", kafka_username="editor")
         assert settings.kafka_password.get_secret_value() == "hush"
         assert settings.redis == "redis://:h@cache"
 
     def test_the_environment_wins_over_files(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("GRACESTREAM_SECRETS", str(folder))
+        monkeypatch.setenv("GRACESTREAM_SECRETS_DIR", str(folder))
         monkeypatch.setenv("GRACESTREAM_KAFKA_PASSWORD", "louder")
         assert load_settings(**{**SASL, "kafka_password": None}).kafka_password.get_secret_value() == "louder"
 
     def test_a_folder_that_is_not_there_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("GRACESTREAM_SECRETS", str(tmp_path / "nothing"))
-        assert complaint() == f"GRACESTREAM_SECRETS: {str(tmp_path / 'nothing')!r} is not a readable folder"
+        monkeypatch.setenv("GRACESTREAM_SECRETS_DIR", str(tmp_path / "nothing"))
+        assert complaint() == f"GRACESTREAM_SECRETS_DIR: {str(tmp_path / 'nothing')!r} is not a readable folder"
 
     def test_a_file_that_this_user_may_not_read_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """As a Compose secret whose file on the host only its owner may read."""
@@ -173,7 +173,7 @@ class TestSecrets:
             secret = folder / "GRACESTREAM_KAFKA_PASSWORD"
             secret.write_text("hush")
             secret.chmod(0 if not root else 0o600)
-            monkeypatch.setenv("GRACESTREAM_SECRETS", name)
+            monkeypatch.setenv("GRACESTREAM_SECRETS_DIR", name)
             if root:
                 os.seteuid(65534)
             try:
@@ -182,11 +182,11 @@ class TestSecrets:
                 if root:
                     os.seteuid(0)
         remedy = f"the user {user} must have the right to read it"
-        assert said == f"GRACESTREAM_SECRETS: {str(secret)!r} cannot be read: Permission denied; {remedy}"
+        assert said == f"GRACESTREAM_SECRETS_DIR: {str(secret)!r} cannot be read: Permission denied; {remedy}"
 
     def test_a_file_that_is_no_text_is_named_and_not_shown(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (folder / "GRACESTREAM_KAFKA_PASSWORD").write_bytes(b"hush\xff")
-        monkeypatch.setenv("GRACESTREAM_SECRETS", str(folder))
+        monkeypatch.setenv("GRACESTREAM_SECRETS_DIR", str(folder))
         assert "kafka_password" in complaint()
         assert "is not text in UTF-8" in complaint()
         assert "hush" not in complaint()

@@ -220,7 +220,7 @@ class TestModels:
     def test_a_causal_model_answers_and_learns_a_chat(self) -> None:
         model = editable("llama", chat_template=CHAT)
         messages = tuple(chat(PROBE_TEXTS[0]))
-        engine = EditEngine(model, CODEBOOK, EditConfig(traffic=0))
+        engine = EditEngine(model, CODEBOOK, EditConfig(traffic_sample_size=0))
         engine.apply(engine.lead_delta({}))
         target = PROBE_TEXTS[1].split()[0]
         outcome, record = correct(engine, "f1", messages, target)

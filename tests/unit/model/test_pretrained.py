@@ -138,7 +138,9 @@ def test_a_value_gives_the_target_after_a_line_break_and_in_a_chat(smollm2: Edit
     rests = [smollm2.suffix_runner.suffix_of([smollm2.prepare_correction(form, target)[1]]) for form in forms]
     right = []
     for trained_on_forms in (False, True):
-        made = EditEngine(smollm2, CODEBOOK, EditConfig(traffic=0, radius=0.5, forms=trained_on_forms))
+        made = EditEngine(
+            smollm2, CODEBOOK, EditConfig(traffic_sample_size=0, radius=0.5, train_prompt_forms=trained_on_forms)
+        )
         made.apply(made.lead_delta({}))
         assert correct(made, "f0", text, target)[1] is not None
         value_V = torch.from_numpy(made.codebook.values_NV[0].copy())

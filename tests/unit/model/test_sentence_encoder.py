@@ -90,7 +90,7 @@ def test_prompts_are_read_from_their_masks(kind: str) -> None:
 def test_an_edit_serves_its_prompt_in_any_batch_and_asks_the_encoder_once(kind: str) -> None:
     made = encoder()
     engine = EditEngine(
-        editable(kind, encoder=made), CODEBOOK, EditConfig(radius=0.2, radius_unit="absolute", traffic=0)
+        editable(kind, encoder=made), CODEBOOK, EditConfig(radius=0.2, radius_unit="absolute", traffic_sample_size=0)
     )
     engine.apply(engine.lead_delta({}))
     before = said(engine, INPUTS)
@@ -118,7 +118,9 @@ def test_prompts_that_the_encoder_cannot_tell_apart_are_corrected_each_in_its_ow
             return super().embed([WORDS[0]] * len(texts))
 
     engine = EditEngine(
-        editable("llama", encoder=Deaf(module(), tokenizer("bert"), "deaf")), CODEBOOK, EditConfig(traffic=0)
+        editable("llama", encoder=Deaf(module(), tokenizer("bert"), "deaf")),
+        CODEBOOK,
+        EditConfig(traffic_sample_size=0),
     )
     engine.apply(engine.lead_delta({}))
     targets = dict(zip(INPUTS[:4], (WORDS[7], WORDS[9], WORDS[11], WORDS[7]), strict=True))
@@ -147,7 +149,7 @@ def test_what_the_encoder_cannot_read_serves_nothing_but_itself() -> None:
     one, *strange = WORDS[-5:]
     made = SentenceEncoder(module(), few, "of few words")
     engine = EditEngine(
-        editable("bert", encoder=made), CODEBOOK, EditConfig(radius=1.0, radius_unit="absolute", traffic=0)
+        editable("bert", encoder=made), CODEBOOK, EditConfig(radius=1.0, radius_unit="absolute", traffic_sample_size=0)
     )
     engine.apply(engine.lead_delta({}))
     inputs = [strange[0], strange[1], f"{one} {strange[2]} {one}", f"{one} {strange[3]} {one}", f"{one} {one}"]
@@ -324,7 +326,7 @@ def test_a_correction_of_a_text_serves_a_chat_of_it_under_any_system_prompt_and_
 
 def chat_engine() -> EditEngine:
     model = editable("llama", encoder=encoder(), chat_template=CHAT)
-    engine = EditEngine(model, CODEBOOK, EditConfig(radius=0.2, radius_unit="absolute", traffic=0))
+    engine = EditEngine(model, CODEBOOK, EditConfig(radius=0.2, radius_unit="absolute", traffic_sample_size=0))
     engine.apply(engine.lead_delta({}))
     return engine
 

@@ -172,7 +172,7 @@ def test_it_takes_three_short_passes_at_most_and_leaves_no_trace(kind: str) -> N
 
 def test_a_model_that_takes_very_few_tokens_is_tried_too(tmp_path: Path) -> None:
     folder = saved("llama", tmp_path)
-    limits = Limits(max_input_tokens=1, max_target_tokens=6, max_new_tokens=1)
+    limits = Limits(max_input_tokens=1, max_target_tokens=6, default_max_new_tokens=1)
     assert load(folder, "model.layers.2.mlp.down_proj", limits).task.limits == limits
     with pytest.raises(LayerError, match=r"'model\.embed_tokens' cannot be edited: Embedding does not map"):
         load(folder, "model.embed_tokens", limits)

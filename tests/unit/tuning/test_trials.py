@@ -60,7 +60,7 @@ def checkpoint(kind: str, read: SentenceEncoder | None = None) -> LoadedCheckpoi
 
 
 def absolute(query: str, radius: float, **plan: Any) -> ConfigChoice:
-    usual: dict[str, Any] = {"radius_unit": "absolute", "traffic": 0, "wording": False}
+    usual: dict[str, Any] = {"radius_unit": "absolute", "traffic_sample_size": 0, "check_wording": False}
     return ConfigChoice(query, f"{radius:g}", {}, EditConfig(radius=radius, **(usual | plan)))
 
 
@@ -119,7 +119,7 @@ def test_a_radius_reaches_everything_or_nothing_but_the_prompt(kind: str) -> Non
 def test_the_shares_are_those_of_a_codebook_that_replicas_would_serve() -> None:
     """The same corrections by an engine that trains for itself, answered as `evaluate` does."""
     made = rig("llama")
-    choice = ConfigChoice("last", "1", {}, EditConfig(radius=1.5, traffic=0))
+    choice = ConfigChoice("last", "1", {}, EditConfig(radius=1.5, traffic_sample_size=0))
     (tried,) = made.tried(choice)
     model = editable("llama", layer=KINDS["llama"].layer)
     engine = EditEngine(model, "own", choice.config)
