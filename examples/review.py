@@ -18,8 +18,8 @@ from gracestream import Client, Feedback, Settings, load_settings
 
 def recent(settings: Settings, topic: str, minutes: float) -> list[dict[str, Any]]:
     """The JSON records of a topic from the last minutes."""
-    name, since = settings.topic_prefix + topic, int(1000 * (time.time() - 60 * minutes))
-    consumer = KafkaConsumer(bootstrap_servers=settings.kafka, isolation_level="read_committed")
+    name, since = settings.kafka.topic_prefix + topic, int(1000 * (time.time() - 60 * minutes))
+    consumer = KafkaConsumer(bootstrap_servers=settings.kafka.servers, isolation_level="read_committed")
     partitions = [TopicPartition(name, number) for number in consumer.partitions_for_topic(name) or ()]
     consumer.assign(partitions)
     ends = consumer.end_offsets(partitions)

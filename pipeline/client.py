@@ -78,8 +78,8 @@ class Client:
     """Sends requests and feedback. Open `predictions` or `outcomes` before sending: they show only later replies."""
 
     def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self._producer = producer(settings)
+        self._kafka = settings.kafka
+        self._producer = producer(settings.kafka)
 
     def close(self) -> None:
         """Send what is buffered, within 10 s, and close the connections."""
@@ -100,7 +100,7 @@ class Client:
             )
             value = message.record if isinstance(message, SignedFeedback) else encode(message)
             futures.append(
-                self._producer.send(self._settings.topic(topic), value=value, key=key.encode(), partition=partition)
+                self._producer.send(self._kafka.topic(topic), value=value, key=key.encode(), partition=partition)
             )
         self._producer.flush()
         for future in futures:
@@ -128,8 +128,8 @@ class Client:
 
     @contextmanager
     def _open_at_end(self, topic: str) -> Iterator[KafkaConsumer]:
-        name = self._settings.topic(topic)
-        reader = consumer(self._settings, fetch_max_wait_ms=50)
+        name = self._kafka.topic(topic)
+        reader = consumer(self._kafka, fetch_max_wait_ms=50)
         try:
             numbers = reader.partitions_for_topic(name)
             if not numbers:

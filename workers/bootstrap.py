@@ -40,7 +40,14 @@ from gracestream.pipeline.model import (
 )
 from gracestream.pipeline.observability import Health, HealthServer, configure_logs, metrics
 from gracestream.pipeline.search import set_threads
-from gracestream.pipeline.settings import Settings, SettingsError, unknown_variables
+from gracestream.pipeline.settings import (
+    EditingSettings,
+    ModelSettings,
+    Policy,
+    Settings,
+    SettingsError,
+    unknown_variables,
+)
 from gracestream.pipeline.stores import wait_for_redis
 from gracestream.workers.shutdown import exit_on_signals, exit_when_stalled
 
@@ -76,8 +83,8 @@ def start_worker(kind: Literal["inference", "editor"], settings: Settings) -> It
         PortError, SettingsError, UnreachableError, AccessDeniedError, TopicError, ModelError, LayerError: the worker
             cannot start; the text gives the reason and the remedy.
     """
-    name = settings.worker_name or f"{socket.gethostname()}-{os.getpid()}"
-    configure_logs(settings.log_format, worker=kind, name=name)
+    name = settings.process.worker_name or f"{socket.gethostname()}-{os.getpid()}"
+    configure_logs(settings.process.log_format, worker=kind, name=name)
     for variable, intended in unknown_variables(os.environ).items():
         log.warning(
             "setting_ignored",
@@ -88,30 +95,30 @@ def start_worker(kind: Literal["inference", "editor"], settings: Settings) -> It
         )
     idle = threading.Event()
     idle.set()
-    stop = exit_on_signals(settings.shutdown_timeout, idle)
+    stop = exit_on_signals(settings.process.shutdown_timeout, idle)
     registry = metrics.REPLICA_REGISTRY if kind == "inference" else metrics.EDITOR_REGISTRY
-    health = Health(settings.stall_timeout, metrics=functools.partial(metrics.render_metrics, registry))
+    health = Health(settings.kafka.stall_timeout, metrics=functools.partial(metrics.render_metrics, registry))
     exit_when_stalled(health.stalled_part, stop)
-    server = HealthServer(health, settings.http_host, settings.http_port)
+    server = HealthServer(health, settings.http.host, settings.http.port)
     try:
         log.info("worker_starting", url=server.url)
-        wait_for_kafka(settings, report=_log_waiting, await_name=True)
-        require_permissions(settings, REQUIRED_PERMISSIONS[kind])
-        require_topics(settings)
+        wait_for_kafka(settings.kafka, report=_log_waiting, await_name=True)
+        require_permissions(settings.kafka, REQUIRED_PERMISSIONS[kind])
+        require_topics(settings.kafka)
         try:
-            wait_for_redis(settings, report=_log_waiting)
+            wait_for_redis(settings.redis, report=_log_waiting)
         except UnreachableError as error:
             log.warning(
                 "redis_wait_timeout",
                 reason=str(error),
                 consequence="the worker starts without Redis, and is degraded until Redis answers",
             )
-        if settings.threads:
-            set_threads(settings.threads)
-        model = load_model(settings)
+        if settings.model.threads is not None:
+            set_threads(settings.model.threads)
+        model = load_model(settings.model, settings.editing.policy)
         log.info(
             "model_loaded",
-            model=settings.model,
+            model=settings.model.name,
             layer=model.layer,
             fingerprint=model.fingerprint[:12],
             query=model.query_source,
@@ -125,7 +132,7 @@ def start_worker(kind: Literal["inference", "editor"], settings: Settings) -> It
                 device=model.device.type,
                 consequence="the same input may be treated as a different one in another batch, or on another device",
             )
-        if model.device.type == "cpu" and settings.device == "auto" and (driver := driver_version()) is not None:
+        if model.device.type == "cpu" and settings.model.device == "auto" and (driver := driver_version()) is not None:
             log.warning(
                 "gpu_not_used",
                 driver=driver,
@@ -143,25 +150,27 @@ def _log_waiting(progress: str) -> None:
     log.info("waiting_for_dependency", progress=progress)
 
 
-def edit_config_from_settings(settings: Settings, *, uses_encoder: bool) -> EditConfig:
+def edit_config_from_settings(settings: EditingSettings, *, uses_encoder: bool) -> EditConfig:
     """The editing configuration that the settings ask for.
 
     With an encoder's queries, radii that are not set have other defaults. The paper trains at one prompt and compares
     no words. So does its policy, unless `train_prompt_forms` and `check_wording` are set.
 
     Args:
-        settings: Of the editor.
+        settings: Of edits.
         uses_encoder: Whether an encoder makes the queries, as the loaded model says (`EditableModel.reads_text`).
     """
     encoder_radii = {"radius": ENCODER_DEFAULT_RADIUS, "max_radius": ENCODER_MAX_RADIUS} if uses_encoder else {}
-    radii = {"radius": settings.radius, "max_radius": settings.max_radius or math.inf}
+    radii = {
+        "radius": settings.radius,
+        "max_radius": math.inf if settings.max_radius is None else settings.max_radius,
+    }
     radii |= {name: radius for name, radius in encoder_radii.items() if name not in settings.model_fields_set}
     return EditConfig(
         policy=settings.policy,
         radius_unit=settings.radius_unit,
         use_scope_radius=uses_encoder and _has_scope_radius(settings),
         scope_error_rate=settings.scope_error_rate,
-        expand=settings.expand,
         retention_guard=settings.retention_guard,
         check_wording=_enabled_unless_paper(settings, "check_wording"),
         traffic_sample_size=settings.traffic_sample_size,
@@ -169,17 +178,18 @@ def edit_config_from_settings(settings: Settings, *, uses_encoder: bool) -> Edit
         value_init=settings.value_init,
         train_prompt_forms=_enabled_unless_paper(settings, "train_prompt_forms"),
         recipe=ValueTrainingConfig(settings.max_steps, settings.learning_rate, settings.stop_margin),
-        **radii,
+        radius=radii["radius"],
+        max_radius=radii["max_radius"],
     )
 
 
-def _enabled_unless_paper(settings: Settings, name: str) -> bool:
+def _enabled_unless_paper(settings: EditingSettings, name: str) -> bool:
     """The value of a boolean setting; by default True, except under the paper's policy."""
     value: bool = getattr(settings, name)
     return value if name in settings.model_fields_set else settings.policy != "paper"
 
 
-def _has_scope_radius(settings: Settings) -> bool:
+def _has_scope_radius(settings: EditingSettings) -> bool:
     """True if each entry has its own radius.
 
     An explicit `radius` is meant literally, so it disables this default; an explicit `scope_radius` enables it again.
@@ -188,13 +198,15 @@ def _has_scope_radius(settings: Settings) -> bool:
     return settings.use_scope_radius and applies
 
 
-def load_base_model(settings: Settings) -> Any:
+def load_base_model(settings: ModelSettings) -> Any:
     """The model that the settings name, unwrapped, on the CPU."""
-    with suggest_known_models(settings.model):
+    with suggest_known_models(settings.name):
         return load_checkpoint(checkpoint_from_settings(settings), device="cpu")[0]
 
 
-def choose_query_source(settings: Settings, checkpoint: str) -> QueryToken | Literal["encoder"] | None:
+def choose_query_source(
+    settings: ModelSettings, policy: Policy, checkpoint: str
+) -> QueryToken | Literal["encoder"] | None:
     """What makes the queries of a checkpoint's prompts: a token or the encoder; None: the default token of the task.
 
     The default is the encoder for a causal language model. The paper's policy keeps the paper's queries.
@@ -205,36 +217,36 @@ def choose_query_source(settings: Settings, checkpoint: str) -> QueryToken | Lit
     """
     if settings.query_source != "auto":
         return settings.query_source
-    if settings.policy != "paper" and is_causal(checkpoint):
+    if policy != "paper" and is_causal(checkpoint):
         return "encoder"
     if "encoder" in settings.model_fields_set:
         raise SettingsError(
-            f"GRACESTREAM_ENCODER is set, but {settings.model!r} is not a causal language model, so its layer makes the"
+            f"GRACESTREAM_ENCODER is set, but {settings.name!r} is not a causal language model, so its layer makes the"
             " queries: set GRACESTREAM_QUERY_SOURCE=encoder, or unset GRACESTREAM_ENCODER"
         )
     return None
 
 
-def settings_use_encoder(settings: Settings) -> bool:
+def settings_use_encoder(settings: ModelSettings, policy: Policy) -> bool:
     """True if an encoder makes the queries. Does not load the model's weights."""
-    with suggest_known_models(settings.model):
-        return choose_query_source(settings, checkpoint_from_settings(settings)) == "encoder"
+    with suggest_known_models(settings.name):
+        return choose_query_source(settings, policy, checkpoint_from_settings(settings)) == "encoder"
 
 
-def load_model(settings: Settings) -> EditableModel:
-    """The model that the settings name.
+def load_model(settings: ModelSettings, policy: Policy) -> EditableModel:
+    """The model that the settings name. With query source `auto` the policy determines the queries, too.
 
     Raises:
         ModelError, LayerError: the model or its encoder cannot be loaded, or has no such layer.
         SettingsError: an encoder is set that this model does not use.
     """
     cache = settings.cache_dir.expanduser()
-    with suggest_known_models(settings.model):
+    with suggest_known_models(settings.name):
         checkpoint = checkpoint_from_settings(settings)
-        query = choose_query_source(settings, checkpoint)
+        query = choose_query_source(settings, policy, checkpoint)
         return EditableModel.load(
             checkpoint,
-            resolve_layer(settings.model, settings.layer),
+            resolve_layer(settings.name, settings.layer),
             device=settings.device,
             dtype=settings.dtype,
             cache=cache,
@@ -245,17 +257,17 @@ def load_model(settings: Settings) -> EditableModel:
         )
 
 
-def limits_from_settings(settings: Settings) -> Limits:
+def limits_from_settings(settings: ModelSettings) -> Limits:
     """The limits of prompts, targets and answers."""
     return Limits(
         settings.max_input_tokens, settings.max_target_tokens, settings.default_max_new_tokens, settings.max_new_tokens
     )
 
 
-def checkpoint_from_settings(settings: Settings) -> str:
+def checkpoint_from_settings(settings: ModelSettings) -> str:
     """The folder or hub id of the model. A model that is known by name is built first."""
     return resolve_model(
-        settings.model,
+        settings.name,
         settings.cache_dir.expanduser(),
         lambda progress: log.info("model_build_progress", progress=progress),
     )

@@ -29,7 +29,7 @@ log = structlog.get_logger()
 def run(settings: Settings) -> int:
     """Run the editor until it is stopped, another editor leads, or an error ends it; the exit status."""
     # Before the model is loaded, so that an unreadable list of authors is reported at once.
-    admission = admission_from_settings(settings)
+    admission = admission_from_settings(settings.auth, settings.kafka, settings.model.codebook)
     with start_worker("editor", settings) as started:
         try:
             build_editor(started, settings, admission).run(started.stop)
@@ -46,25 +46,27 @@ def run(settings: Settings) -> int:
 
 def build_editor(worker: WorkerContext, settings: Settings, admission: Admission) -> "Editor":
     """The editor of a started worker, on the Kafka and Redis that the settings name."""
-    config = edit_config_from_settings(settings, uses_encoder=worker.model.reads_text)
-    engine, editor_log = EditEngine(worker.model, settings.codebook, config), EditorLog(settings)
+    config = edit_config_from_settings(settings.editing, uses_encoder=worker.model.reads_text)
+    engine, editor_log = EditEngine(worker.model, settings.model.codebook, config), EditorLog(settings.kafka)
 
     def heartbeat() -> None:
         worker.health.begin("editor")
         editor_log.keep_alive(KEEP_ALIVE_SECONDS)
 
-    traffic_reader, history = TrafficReader(settings, engine), KafkaHistory(settings)
+    traffic_reader, history = TrafficReader(settings.kafka, engine), KafkaHistory(settings.kafka)
     services = EditorServices(
         engine=engine,
         log=editor_log,
         feedback_processor=FeedbackProcessor(
-            engine, admission, history, settings.max_record_bytes, traffic_reader.catch_up_to_now, heartbeat
+            engine, admission, history, settings.kafka.max_record_bytes, traffic_reader.catch_up_to_now, heartbeat
         ),
         traffic_reader=traffic_reader,
         redis_publisher=RedisPublisher(
-            RedisHeadStore(redis_client(settings), settings), engine.codebook, settings.redis_outage_grace
+            RedisHeadStore(redis_client(settings.redis), settings.kafka.topic_prefix, engine.codebook.name),
+            engine.codebook,
+            settings.redis.outage_grace,
         ),
-        snapshot_writer=SnapshotWriter(settings),
+        snapshot_writer=SnapshotWriter(settings.kafka, settings.snapshots),
         environment={"editor": worker.name, **describe_environment(worker.model, engine.config)},
     )
-    return Editor(services, worker.health, settings.edit_batch_size, worker.idle)
+    return Editor(services, worker.health, settings.editing.edit_batch_size, worker.idle)

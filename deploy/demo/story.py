@@ -147,7 +147,7 @@ def _run_chapters(demo_run: DemoRun, stack: Stack, client: Client, script: DemoS
 
     console.print(Rule("5. The history is replayed from Kafka", align="left"))
     state = stack.replicas[0].state()
-    replayed = replay_deltas(stack.settings)
+    replayed = replay_deltas(stack.settings.kafka)
     demo_run.check_claim(
         "a replay of deltas gives the same digest",
         replayed is not None

@@ -104,12 +104,12 @@ def find_existing_kafka() -> str | None:
         RefusedError: the Kafka refuses this client, or its certificate is not trusted.
     """
     settings = load_settings()
-    if "kafka" in settings.model_fields_set and settings.kafka:
-        check_kafka(settings.kafka)
-        return settings.kafka
-    if settings.kafka_security_protocol != "PLAINTEXT":
+    if "servers" in settings.kafka.model_fields_set:
+        check_kafka(settings.kafka.servers)
+        return settings.kafka.servers
+    if settings.kafka.security_protocol != "PLAINTEXT":
         raise StackError(
-            f"GRACESTREAM_KAFKA_SECURITY_PROTOCOL={settings.kafka_security_protocol} is for an existing Kafka; set"
+            f"GRACESTREAM_KAFKA_SECURITY_PROTOCOL={settings.kafka.security_protocol} is for an existing Kafka; set"
             " GRACESTREAM_KAFKA to its address, or unset the protocol to get a Kafka of your own"
         )
     return None
@@ -123,10 +123,10 @@ def find_existing_redis() -> str | None:
         RefusedError: the Redis refuses this client, or its certificate is not trusted.
     """
     settings = load_settings()
-    if "redis" in settings.model_fields_set and settings.redis:
-        check_redis(settings.redis)
-        return settings.redis
-    if settings.redis_password:
+    if "url" in settings.redis.model_fields_set:
+        check_redis(settings.redis.url)
+        return settings.redis.url
+    if settings.redis.password:
         raise StackError(
             "GRACESTREAM_REDIS_PASSWORD is for an existing Redis; set GRACESTREAM_REDIS to its URL, or unset the"
             " password to get a Valkey of your own"
@@ -142,7 +142,7 @@ def check_kafka(bootstrap: str, timeout: float = CONNECT_TIMEOUT_SECONDS) -> Non
         RefusedError: it refuses this client, or its certificate is not trusted.
     """
     try:
-        ping_kafka(load_settings(kafka=bootstrap), timeout)
+        ping_kafka(load_settings(kafka=bootstrap).kafka, timeout)
     except (KafkaError, OSError, ValueError) as error:
         raise StackError(
             f"GRACESTREAM_KAFKA is {bootstrap!r}, and no Kafka answers there ({error}); start it, correct the variable,"
@@ -158,7 +158,7 @@ def check_redis(url: str, timeout: float = CONNECT_TIMEOUT_SECONDS) -> None:
         RefusedError: it refuses this client, or its certificate is not trusted.
     """
     try:
-        ping_redis(load_settings(redis=url), timeout)
+        ping_redis(load_settings(redis=url).redis, timeout)
     except (RedisError, OSError, SettingsError) as error:
         raise StackError(
             f"GRACESTREAM_REDIS is {redact_url(url)!r}, and no Redis answers there ({error}); start it, correct"

@@ -86,7 +86,7 @@ class LocalKafka(LocalServer):
         self.addresses = {protocol: f"{HOST}:{port}" for protocol, port in zip(protocols, ports[2:], strict=True)}
         """`host:port` of each of `protocols`."""
         self._extra_properties = properties or {}
-        self._cache = (cache or load_settings().cache_dir).expanduser().resolve()
+        self._cache = (cache or load_settings().model.cache_dir).expanduser().resolve()
 
     @property
     def bootstrap(self) -> str:

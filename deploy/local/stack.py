@@ -88,8 +88,8 @@ class Stack:
     def endpoints(self) -> dict[str, Any]:
         """The addresses that `gracestream up --json` prints, without passwords."""
         return {
-            "kafka": self.settings.kafka,
-            "redis": redact_url(self.settings.redis),
+            "kafka": self.settings.kafka.servers,
+            "redis": redact_url(self.settings.redis.url),
             "editor": self.editor.url,
             "replicas": [replica.url for replica in self.replicas],
         }
@@ -156,28 +156,28 @@ def running_stack(
         # 1. Check everything that can be checked without starting a process.
         stack.enter_context(_lock_folder(data))
         initial = load_settings(**overrides)
-        admission_from_settings(initial)  # only for its errors
+        admission_from_settings(initial.auth, initial.kafka, initial.model.codebook)  # only for its errors
         find_existing_kafka()
         find_existing_redis()
         commands = {"editor": "edit", **{f"replica-{n + 1}": "infer" for n in range(replicas)}}
         ports = assign_ports(data, ["kafka", "redis", *commands], port, report)
-        overrides["layer"] = initial.layer or default_layer(initial.model)
-        overrides["model"] = resolve_model(initial.model, initial.cache_dir, report)
+        overrides["layer"] = initial.model.layer or default_layer(initial.model.name)
+        overrides["model"] = resolve_model(initial.model.name, initial.model.cache_dir, report)
         check(load_settings(**overrides))
         # 2. Start the servers, and create the topics.
-        cache = initial.cache_dir.expanduser()
+        cache = initial.model.cache_dir.expanduser()
         kafka = stack.enter_context(kafka_backend(data / "kafka", port=ports["kafka"], cache=cache, report=report))
         redis = stack.enter_context(redis_backend(data / "redis", port=ports["redis"], report=report))
         if port is not None and "docker" in (kafka.origin, redis.origin):
             report("Docker chooses the ports of containers; --port holds for the workers")
         settings = load_settings(**{**overrides, "kafka": kafka.address, "redis": redis.address})
-        create_topics(settings, partitions=partitions, replication=1)
+        create_topics(settings.kafka, partitions=partitions, replication=1)
         # 3. Start all workers, so that they load their models at the same time; then wait for each.
-        threads = settings.threads or 1
+        threads = settings.model.threads or 1
         workers = []
         for name, command in commands.items():
             worker_settings = {"http_port": ports[name], "worker_name": name, "threads": threads}
-            all_settings = {field: getattr(settings, field) for field in settings.model_fields_set} | worker_settings
+            all_settings = settings.explicit_values() | worker_settings
             worker = WorkerProcess(
                 worker_process(
                     name, "gracestream.workers.cli", command, log=data / "logs" / f"{name}.log", settings=all_settings

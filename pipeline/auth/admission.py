@@ -113,8 +113,8 @@ class SlidingWindowLimiter:
         """Number of authors with a record in the window."""
         return len(self._times_by_author)
 
-    def accept(self, author: str, time_ms: int, limit: int) -> AcceptedFeedback:
-        """Count one more record of an author at `time_ms`, and return it. A `limit` of 0 means no limit.
+    def accept(self, author: str, time_ms: int, limit: int | None) -> AcceptedFeedback:
+        """Count one more record of an author at `time_ms`, and return it. A `limit` of None or 0 means no limit.
 
         Raises:
             FeedbackRefused: the author has `limit` records in the window already.
@@ -157,7 +157,7 @@ class Admission:
         codebook: Name of the codebook that signatures must be for.
         authors: Returns the current list of authors. None: there is no list.
         require_signature: Reject unsigned records.
-        per_minute: Limit of accepted records per minute for each author without an own limit; 0: no limit.
+        per_minute: Limit of accepted records per minute for each author without an own limit; None: no limit.
         accepted_since: Reads from `edits` the records accepted since a time in milliseconds.
         marks: Reads from `edits` the marks that earlier records have spent.
     """
@@ -168,7 +168,7 @@ class Admission:
         authors: Callable[[], AuthorsByName] | None,
         *,
         require_signature: bool,
-        per_minute: int,
+        per_minute: int | None,
         accepted_since: Callable[[int], Iterable[AcceptedFeedback]],
         marks: MarkReader,
     ) -> None:

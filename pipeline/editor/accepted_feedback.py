@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gracestream.pipeline.auth import RATE_WINDOW_MS, AcceptedFeedback, Admission, AuthorsFile
 from gracestream.pipeline.kafka import EDITS, read_topic
-from gracestream.pipeline.settings import Settings, SettingsError
+from gracestream.pipeline.settings import AuthSettings, KafkaSettings, SettingsError
 from gracestream.schemas import headers
 from gracestream.schemas.headers import SPENT_MARK_HEADER, feedback_offset_of
 
@@ -16,26 +16,26 @@ MAX_CLOCK_SKEW_MS = RATE_WINDOW_MS
 """Allowed difference of two brokers' clocks: `feedback` and `edits` may have different leaders."""
 
 
-def admission_from_settings(settings: Settings) -> Admission:
-    """The admission that these settings ask for.
+def admission_from_settings(auth: AuthSettings, kafka: KafkaSettings, codebook: str) -> Admission:
+    """The admission that these settings ask for, of feedback for one codebook.
 
     Raises:
         SettingsError: signatures are required, but no list of authors is set.
         AuthorsError: the list of authors cannot be used.
     """
-    if settings.require_signature and not settings.authors_file:
+    if auth.require_signature and auth.authors_file is None:
         raise SettingsError("GRACESTREAM_REQUIRE_SIGNATURE needs a list of authors; set GRACESTREAM_AUTHORS_FILE")
     return Admission(
-        settings.codebook,
-        AuthorsFile(Path(settings.authors_file).expanduser()).load if settings.authors_file else None,
-        require_signature=settings.require_signature,
-        per_minute=settings.feedback_rate_limit,
-        accepted_since=lambda since: accepted_since(settings, since),
-        marks=lambda since: spent_marks_since(settings, since),
+        codebook,
+        None if auth.authors_file is None else AuthorsFile(Path(auth.authors_file).expanduser()).load,
+        require_signature=auth.require_signature,
+        per_minute=auth.feedback_rate_limit,
+        accepted_since=lambda since: accepted_since(kafka, since),
+        marks=lambda since: spent_marks_since(kafka, since),
     )
 
 
-def accepted_since(settings: Settings, since_ms: int) -> list[AcceptedFeedback]:
+def accepted_since(settings: KafkaSettings, since_ms: int) -> list[AcceptedFeedback]:
     """The records accepted after `since_ms` (Kafka's clock), from the headers of their outcomes.
 
     An outcome is written after its feedback, perhaps by a broker whose clock is behind. So reading starts
@@ -57,7 +57,7 @@ def accepted_since(settings: Settings, since_ms: int) -> list[AcceptedFeedback]:
     return [feedback for feedback in accepted if feedback.time_ms > since_ms]
 
 
-def spent_marks_since(settings: Settings, since_offset: int) -> Iterable[tuple[int, bytes | None, int]]:
+def spent_marks_since(settings: KafkaSettings, since_offset: int) -> Iterable[tuple[int, bytes | None, int]]:
     """The records of `edits` from an offset on, as (offset, spent mark or None, offset of the feedback).
 
     This is a `pipeline.auth` MarkReader.

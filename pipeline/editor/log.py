@@ -49,7 +49,7 @@ from gracestream.pipeline.kafka import (
     producer,
 )
 from gracestream.pipeline.observability import metrics
-from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.settings import KafkaSettings
 from gracestream.schemas.headers import FEEDBACK_OFFSET_HEADER, SOURCE_OFFSET_HEADER, read_offset_header
 from gracestream.schemas.messages import encode, peek_id
 
@@ -105,14 +105,14 @@ class EditorLog(GroupMember):
     6. `poll` and `commit`, for each feedback record.
 
     Args:
-        settings: The cluster and the prefix of names.
+        settings: The cluster, the prefix of names, and the timeouts of the group.
         new_consumer: Creates a consumer, with the signature of `pipeline.kafka.consumer`.
         new_producer: Creates a producer, with the signature of `pipeline.kafka.producer`.
     """
 
     def __init__(
         self,
-        settings: Settings,
+        settings: KafkaSettings,
         new_consumer: Callable[..., Any] = consumer,
         new_producer: Callable[..., Any] = producer,
     ) -> None:

@@ -27,7 +27,7 @@ from kafka.structs import MemberState
 
 from gracestream.pipeline.editor.feedback import FeedbackRecord
 from gracestream.pipeline.kafka import FEEDBACK, consumer
-from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.settings import KafkaSettings
 
 MembershipState = Literal["joining", "standby", "elected"]
 """`joining`: a rebalance is under way. `standby`: another member is elected. `elected`: this member has the partition.
@@ -48,7 +48,7 @@ class GroupMember:
         new_consumer: Creates a consumer, with the signature of `pipeline.kafka.consumer`.
     """
 
-    def __init__(self, settings: Settings, new_consumer: Callable[..., Any] = consumer) -> None:
+    def __init__(self, settings: KafkaSettings, new_consumer: Callable[..., Any] = consumer) -> None:
         self._settings, self._new_consumer = settings, new_consumer
         self._feedback = TopicPartition(settings.topic(FEEDBACK), 0)
         self._next_feedback = 0

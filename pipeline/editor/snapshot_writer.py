@@ -1,4 +1,4 @@
-"""Writes the editor's snapshots, one every `snapshot_interval` deltas, in a background thread.
+"""Writes the editor's snapshots, one every `interval` deltas, in a background thread.
 
 1. The editor's thread only copies the codebook, which takes as long as copying its keys and values in memory.
 2. A background thread writes the file and then the manifest. At most one snapshot is being written.
@@ -15,7 +15,7 @@ import structlog
 
 from gracestream.pipeline.codebook import Codebook
 from gracestream.pipeline.observability import metrics
-from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.settings import KafkaSettings, SnapshotSettings
 from gracestream.pipeline.stores import Snapshot, find_delta_offset, list_manifests, write_snapshot
 
 log = structlog.get_logger()
@@ -25,11 +25,11 @@ SNAPSHOT_RETRY_SECONDS = 60.0
 
 
 class SnapshotWriter:
-    """Writes nothing if `snapshot_url` is empty or `snapshot_interval` is 0."""
+    """Writes nothing if the settings have no URL or no interval."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self._interval_deltas = settings.snapshot_interval if settings.snapshot_url else 0
+    def __init__(self, kafka: KafkaSettings, settings: SnapshotSettings) -> None:
+        self._kafka, self._url, self._keep = kafka, settings.url, settings.keep
+        self._interval_deltas = settings.interval
         self._last_snapshot_seq: int | None = None
         """Delta of the newest snapshot of this codebook; None until the topic has been read."""
         self._retry_at = 0.0
@@ -39,14 +39,14 @@ class SnapshotWriter:
     def maybe_write(self, codebook: Codebook) -> None:
         """Start writing a snapshot if one is due. Call it between two deltas, in the thread that applies them."""
         busy = self._thread is not None and self._thread.is_alive()
-        if not self._interval_deltas or busy or time.monotonic() < self._retry_at:
+        if self._url is None or self._interval_deltas is None or busy or time.monotonic() < self._retry_at:
             return
         try:
             if self._last_snapshot_seq is None:
-                manifest_seqs = (manifest.seq for manifest in list_manifests(self._settings, codebook.name).values())
+                manifest_seqs = (manifest.seq for manifest in list_manifests(self._kafka, codebook.name).values())
                 self._last_snapshot_seq = max((seq for seq in manifest_seqs if seq <= codebook.seq), default=0)
             if codebook.seq >= self._last_snapshot_seq + self._interval_deltas:
-                self._start_write(codebook)
+                self._start_write(codebook, self._url)
         except Exception as error:  # noqa: BLE001  (the editor goes on)
             self._record_failure(error)
 
@@ -58,17 +58,18 @@ class SnapshotWriter:
         if self._thread is not None:
             self._thread.join(timeout)
 
-    def _start_write(self, codebook: Codebook) -> None:
+    def _start_write(self, codebook: Codebook, url: str) -> None:
         started = time.perf_counter()
         codebook_copy = codebook.copy()
         log.info("snapshot_started", seq=codebook_copy.seq, copy_ms=round(1000 * (time.perf_counter() - started), 1))
-        self._thread = threading.Thread(target=self._write, args=(codebook_copy,), name="snapshot", daemon=True)
+        self._thread = threading.Thread(target=self._write, args=(codebook_copy, url), name="snapshot", daemon=True)
         self._thread.start()
 
-    def _write(self, codebook: Codebook) -> None:
+    def _write(self, codebook: Codebook, url: str) -> None:
         started = time.perf_counter()
         try:
-            manifest = write_snapshot(self._settings, Snapshot(codebook, find_delta_offset(self._settings, codebook)))
+            snapshot = Snapshot(codebook, find_delta_offset(self._kafka, codebook))
+            manifest = write_snapshot(self._kafka, snapshot, url, self._keep)
         except Exception as error:  # noqa: BLE001  (the editor goes on)
             self._record_failure(error)
             return

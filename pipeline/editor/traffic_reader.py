@@ -24,7 +24,7 @@ from gracestream.pipeline.device import raise_if_device_lost
 from gracestream.pipeline.editing import EditEngine
 from gracestream.pipeline.kafka import REQUESTS, consumer
 from gracestream.pipeline.model import InputError, Prompt
-from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.settings import KafkaSettings
 from gracestream.schemas.messages import InvalidMessage, Request, decode
 
 log = structlog.get_logger()
@@ -63,7 +63,9 @@ ScoredRequest = tuple[float, bytes]
 class TrafficReader:
     """Reads `requests` from `WARM_UP_RECORDS` before its end. It joins no group, so replicas lose nothing."""
 
-    def __init__(self, settings: Settings, engine: EditEngine, new_consumer: Callable[..., Any] = consumer) -> None:
+    def __init__(
+        self, settings: KafkaSettings, engine: EditEngine, new_consumer: Callable[..., Any] = consumer
+    ) -> None:
         self._settings, self._engine = settings, engine
         self._topic = settings.topic(REQUESTS)
         self._consumer = new_consumer(
@@ -119,7 +121,7 @@ class TrafficReader:
         New radii then keep clear of every request sent before the correction, however short the time between them.
         """
         started = time.monotonic()
-        if started < self._retry_at or self._settings.traffic_sample_size == 0:
+        if started < self._retry_at or self._engine.config.traffic_sample_size == 0:
             return
         try:
             ends = self._offset_consumer.end_offsets(sorted(self._assigned), timeout_ms=1000 * limit_seconds)
@@ -171,7 +173,7 @@ class TrafficReader:
 
     def _highest_scored(self, scored: list[ScoredRequest]) -> list[ScoredRequest]:
         """The best requests, best first: as many as the reservoir holds, within `MAX_BACKLOG_BYTES`."""
-        best, size_bytes = heapq.nlargest(self._settings.traffic_sample_size, scored), 0
+        best, size_bytes = heapq.nlargest(self._engine.config.traffic_sample_size, scored), 0
         for index, (_, value) in enumerate(best):
             size_bytes += len(value)
             if size_bytes > MAX_BACKLOG_BYTES:
@@ -218,7 +220,7 @@ class TrafficReader:
             for (prompt, score), query_D in zip(scored_prompts, queries_BD, strict=True):
                 self._engine.add_traffic(score, query_D, self._engine.model.task.wording(prompt))
                 self._query_cache[prompt] = query_D
-            while len(self._query_cache) > self._settings.traffic_sample_size:
+            while len(self._query_cache) > self._engine.config.traffic_sample_size:
                 self._query_cache.popitem(last=False)
         elif len(scored_prompts) == 1:
             log.warning(

@@ -51,6 +51,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
         retention: Largest number of examples for TRR; None: all.
         every: Corrections between two measurements.
         seed: Draws the order of the corrections and the retained examples; 0: the order of the data.
+        expand: How the paper policy expands a radius: just to include the query (`cover`), or by the initial radius.
         settings: The editor's settings that were set explicitly, as texts.
         through: `engine`: corrections are decided in this process; `kafka`: by an editor worker.
         version: `REPORT_VERSION` of the program that ran it.
@@ -64,6 +65,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     every: int
     seed: int
     settings: dict[str, str]
+    expand: Literal["cover", "paper"] = "cover"
     through: Literal["engine", "kafka"] = "engine"
     version: int = 0
 

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from gracestream.pipeline.codebook import Codebook, EditMemory
 from gracestream.pipeline.history.replay import replay_deltas
 from gracestream.pipeline.kafka import FEEDBACK, read_topic
-from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.settings import KafkaSettings
 from gracestream.schemas.deltas import Delta
 
 
-def iter_active_corrections(settings: Settings, seq: int | None = None) -> Iterator[bytes]:
+def iter_active_corrections(settings: KafkaSettings, seq: int | None = None) -> Iterator[bytes]:
     """The records of `feedback` behind the edits in force after delta `seq`, or now, in their order.
 
     Without feedback that was undone, or superseded by a later correction of the same input. With corrections that the

@@ -25,7 +25,7 @@ from kafka import TopicPartition
 from msgspec import UNSET
 
 from gracestream.pipeline.kafka import DELTA_CONSUMER_OPTIONS, DELTAS, EDITS, FEEDBACK, consumer, read_topic
-from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.settings import KafkaSettings
 from gracestream.schemas.deltas import decode_delta
 from gracestream.schemas.headers import feedback_offset_of
 from gracestream.schemas.messages import Outcome, decode, peek_id
@@ -61,7 +61,7 @@ class AuditReport:
     findings: list[Finding]
 
 
-def audit_topics(settings: Settings) -> AuditReport:
+def audit_topics(settings: KafkaSettings) -> AuditReport:
     """Compare `feedback`, `edits` and `deltas`. An editor may keep working meanwhile.
 
     Raises:
@@ -76,7 +76,7 @@ def audit_topics(settings: Settings) -> AuditReport:
     return report
 
 
-def _check_topics(settings: Settings, committed_offset: int) -> AuditReport:
+def _check_topics(settings: KafkaSettings, committed_offset: int) -> AuditReport:
     """Check every feedback record before `committed_offset` or the last outcome, whichever is later."""
     delta_seqs: dict[tuple[str, int], list[int]] = {}
     for record in read_topic(settings, DELTAS, **DELTA_CONSUMER_OPTIONS):
@@ -116,7 +116,7 @@ def _classify_damage(delta_seqs: Sequence[int], outcome_seqs: Sequence[int | Non
     return "outcome without its delta" if delta_seqs else "outcome without delta"
 
 
-def _committed_group_offset(settings: Settings) -> int:
+def _committed_group_offset(settings: KafkaSettings) -> int:
     """The editors' group offset in `feedback`; 0 if Kafka has forgotten it, as after a week without an editor."""
     reader = consumer(settings, group_id=settings.topic("editor"))
     try:

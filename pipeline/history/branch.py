@@ -31,7 +31,7 @@ from gracestream.pipeline.kafka import (
     topic_layout,
     use_sender_timestamps,
 )
-from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.settings import KafkaSettings
 from gracestream.schemas.deltas import GENESIS_DIGEST, Delta, decode_delta, seal_delta
 from gracestream.schemas.headers import FEEDBACK_OFFSET_HEADER, feedback_offset_of
 
@@ -43,7 +43,13 @@ class BranchError(UserError):
     """The branch cannot be made; the text gives the reason."""
 
 
-def branch_history(source: Settings, target: Settings, records: Sequence[bytes], replication: int | None = None) -> str:
+def branch_history(
+    source: KafkaSettings,
+    target: KafkaSettings,
+    codebook: str,
+    records: Sequence[bytes],
+    replication: int | None = None,
+) -> str:
     """Write the deltas `records`, with the feedback and outcomes behind them, to the target; its digest in hex.
 
     1. Read feedback and outcomes up to the last feedback that a delta names.
@@ -53,6 +59,7 @@ def branch_history(source: Settings, target: Settings, records: Sequence[bytes],
     Args:
         source: Where the history is.
         target: Where the branch goes; needs another prefix.
+        codebook: The name of the branch's codebook.
         records: Deltas without a gap, from the first.
         replication: Copies of each topic; None: as many as the source's `deltas` has.
 
@@ -97,7 +104,7 @@ def branch_history(source: Settings, target: Settings, records: Sequence[bytes],
                 copied.append((record.timestamp, _send_copy(writer, target, EDITS, record, headers)))
             digest = GENESIS_DIGEST
             for delta in deltas:
-                sealed, sealed_delta = seal_delta(_with_copied_offsets(delta, target.codebook, offsets), digest)
+                sealed, sealed_delta = seal_delta(_with_copied_offsets(delta, codebook, offsets), digest)
                 digest, time = sealed_delta.digest, times[delta.term, delta.seq]
                 copy = writer.send(target.topic(DELTAS), value=sealed, partition=0, timestamp_ms=time)
                 copied.append((time, copy))
@@ -110,7 +117,7 @@ def branch_history(source: Settings, target: Settings, records: Sequence[bytes],
     return digest.hex()
 
 
-def _delta_timestamps(source: Settings, last: Delta) -> dict[tuple[int, int], int]:
+def _delta_timestamps(source: KafkaSettings, last: Delta) -> dict[tuple[int, int], int]:
     """Kafka's timestamps in ms of the deltas up to `last`, by term and seq.
 
     `branch_history` may write reproduced deltas, which have the same term and seq as the recorded ones.
@@ -153,7 +160,7 @@ def _with_copied_offsets(delta: Delta, codebook: str, offsets: dict[int, int]) -
 
 
 def _send_copy(
-    kafka_producer: KafkaProducer, target: Settings, topic: str, record: Any, headers: Sequence[tuple[str, bytes]]
+    kafka_producer: KafkaProducer, target: KafkaSettings, topic: str, record: Any, headers: Sequence[tuple[str, bytes]]
 ) -> Any:
     """Send a copy of a record, with its key, value and timestamp; the future of its offset."""
     return kafka_producer.send(

@@ -9,7 +9,7 @@ from gracestream.pipeline.codebook import UNEDITED_MODEL, Codebook, EditMemory, 
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.history.kafka_history import KafkaHistory
 from gracestream.pipeline.history.replay import replay_deltas
-from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.settings import KafkaSettings
 from gracestream.schemas.deltas import rephrase_name
 from gracestream.schemas.messages import Feedback, Inputs, to_display_text
 
@@ -44,13 +44,13 @@ HistoryPoint = int | datetime
 """A delta's seq, or a time: the state after its last delta."""
 
 
-def diff_history(settings: Settings, before: HistoryPoint, after: HistoryPoint) -> Diff:
-    """Compare two points of the history. `after` may be the earlier one.
+def diff_history(settings: KafkaSettings, codebook: str, before: HistoryPoint, after: HistoryPoint) -> Diff:
+    """Compare two points of the history of a codebook. `after` may be the earlier one.
 
     Raises:
         HistoryError: the log cannot be replayed, or does not reach a point.
     """
-    before_state, after_state = _replay_to(settings, before), _replay_to(settings, after)
+    before_state, after_state = (_replay_to(settings, codebook, point) for point in (before, after))
     corrections = KafkaHistory(settings).feedback_since(0)
     before_targets, after_targets = (
         _edited_targets(before_state.memory, corrections),
@@ -87,7 +87,7 @@ def _diff_exceptions(before: EditState, after: EditState, feedback: Mapping[int,
     return [diffs[offset] for offset in sorted(diffs)]
 
 
-def _replay_to(settings: Settings, point: HistoryPoint) -> EditState:
+def _replay_to(settings: KafkaSettings, codebook_name: str, point: HistoryPoint) -> EditState:
     """The codebook and edit memory at a point; empty at delta 0."""
     memory = EditMemory()
     seq, until = (None, point) if isinstance(point, datetime) else (point, None)
@@ -95,7 +95,7 @@ def _replay_to(settings: Settings, point: HistoryPoint) -> EditState:
     if codebook is None:
         if point != 0:
             raise HistoryError(f"there are no deltas up to {point}")
-        codebook = Codebook(settings.codebook, model="", layer="")  # before the first delta: no entries
+        codebook = Codebook(codebook_name, model="", layer="")  # before the first delta: no entries
     return EditState(codebook, memory)
 
 

@@ -3,7 +3,7 @@
 from msgspec import UNSET, Struct
 
 from gracestream.pipeline.kafka import PREDICTIONS, read_topic
-from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.settings import KafkaSettings
 from gracestream.schemas.messages import InvalidMessage, Prediction, decode
 
 MAX_RECENT_ANSWERS = 10
@@ -27,7 +27,7 @@ class EntryUsage(Struct, frozen=True):
     recent: list[EntryAnswer]
 
 
-def read_entry_usage(settings: Settings, entry_id: str) -> EntryUsage:
+def read_entry_usage(settings: KafkaSettings, entry_id: str) -> EntryUsage:
     """The usage of an entry, from all of `predictions`. Repeated answers to one request count each."""
     count = 0
     recent: list[EntryAnswer] = []

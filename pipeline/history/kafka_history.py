@@ -18,7 +18,7 @@ from gracestream.pipeline.kafka import (
     history_error_at,
     read_topic,
 )
-from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.settings import KafkaSettings
 from gracestream.schemas.headers import feedback_offset_of
 from gracestream.schemas.messages import Feedback, InvalidMessage, Outcome, decode
 
@@ -29,7 +29,7 @@ class KafkaHistory:
     Its methods raise kafka-python's KafkaError if Kafka fails.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: KafkaSettings) -> None:
         self._settings = settings
 
     def for_each_delta(self, on_record: Callable[[bytes], bool]) -> None:

@@ -6,7 +6,7 @@ from msgspec import UNSET, Struct
 from msgspec.structs import replace
 
 from gracestream.pipeline.kafka import PREDICTIONS, REQUESTS, read_topic
-from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.settings import KafkaSettings
 from gracestream.schemas.messages import Inputs, InvalidMessage, Prediction, Request, decode, peek_id
 
 BUFFER_FACTOR = 10
@@ -44,7 +44,7 @@ class NearMissRequest(Struct, frozen=True):
     target: str = ""
 
 
-def find_near_misses(settings: Settings, limit: int, entry_id: str | None = None) -> list[NearMissRequest]:
+def find_near_misses(settings: KafkaSettings, limit: int, entry_id: str | None = None) -> list[NearMissRequest]:
     """The newest near misses, newest first and at most `limit`, of one entry if it is named. Each request counts once.
 
     Reads all of `predictions`, and all of `requests` if there is a near miss.
@@ -75,7 +75,7 @@ class MatchedRequest(Struct, frozen=True):
     inputs: Inputs | None
 
 
-def find_matched_requests(settings: Settings, request_ids: Collection[str]) -> dict[str, MatchedRequest]:
+def find_matched_requests(settings: KafkaSettings, request_ids: Collection[str]) -> dict[str, MatchedRequest]:
     """Those of the requests that an entry answered or might have answered, by request id.
 
     The newest prediction of each request counts.
@@ -134,7 +134,7 @@ def _parse_near_miss(value: bytes | None, timestamp: int) -> NearMissRequest | N
     )
 
 
-def _read_inputs(settings: Settings, request_ids: Collection[str]) -> dict[str, Inputs]:
+def _read_inputs(settings: KafkaSettings, request_ids: Collection[str]) -> dict[str, Inputs]:
     """Inputs by request id; of a request that was sent more than once, those of the last."""
     inputs: dict[str, Inputs] = {}
     for record in read_topic(settings, REQUESTS):

@@ -13,7 +13,7 @@ from gracestream.pipeline.codebook import Codebook
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.history.kafka_history import KafkaHistory
 from gracestream.pipeline.kafka import read_history
-from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.settings import KafkaSettings
 from gracestream.pipeline.stores import Snapshot
 from gracestream.schemas.deltas import Delta, EntryChange, ExceptionChange, decode_delta
 from gracestream.schemas.messages import InvalidMessage, to_display_text
@@ -54,7 +54,7 @@ class HistoryStep(Struct, frozen=True):
 
 
 def replay_deltas(
-    settings: Settings,
+    settings: KafkaSettings,
     seq: int | None = None,
     until: datetime | None = None,
     on_applied: OnApplied = lambda *_: None,
@@ -69,7 +69,7 @@ def replay_deltas(
 
 
 def replay_with_offset(
-    settings: Settings,
+    settings: KafkaSettings,
     seq: int | None = None,
     until: datetime | None = None,
     on_applied: OnApplied = lambda *_: None,
@@ -99,7 +99,7 @@ def replay_with_offset(
     return Snapshot(codebook, last_offset) if codebook is not None and codebook.seq else None
 
 
-def history_steps(settings: Settings) -> Iterator[HistoryStep]:
+def history_steps(settings: KafkaSettings) -> Iterator[HistoryStep]:
     """Every delta that counts, described, with the feedback behind it.
 
     Deltas of a lower term than an earlier one do not count: a fenced editor wrote them.

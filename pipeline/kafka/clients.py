@@ -24,7 +24,7 @@ from gracestream.pipeline.kafka.lenient_records import BoundedFetcher, install_l
 from gracestream.pipeline.kafka.security import kafka_security_options, permanent_kafka_failure
 from gracestream.pipeline.kafka.transactions import TransactionalProducer
 from gracestream.pipeline.kafka.waiting import AccessDeniedError, ProgressCallback, is_dns_failure, wait_until_reachable
-from gracestream.pipeline.settings import Settings, SettingsError
+from gracestream.pipeline.settings import KafkaSettings, SettingsError
 from gracestream.schemas.deltas import MAX_DELTA_BYTES
 
 _HOST_PORT = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[^\s:/@\[\]]+):([0-9]{1,5})")
@@ -36,7 +36,7 @@ A broker sends a batch larger than this alone (KIP-74), so large records are not
 """
 
 
-def consumer(settings: Settings, **options: Any) -> RejoiningConsumer:
+def consumer(settings: KafkaSettings, **options: Any) -> RejoiningConsumer:
     """A consumer of committed records that accepts any record and commits no offset by itself.
 
     `options` are options of KafkaConsumer and override the defaults.
@@ -53,7 +53,7 @@ def consumer(settings: Settings, **options: Any) -> RejoiningConsumer:
     return client
 
 
-def aiokafka_consumer(settings: Settings, **options: Any) -> AIOKafkaConsumer:
+def aiokafka_consumer(settings: KafkaSettings, **options: Any) -> AIOKafkaConsumer:
     """An aiokafka consumer of committed records, without a group. It raises if its offset does not exist."""
     install_lenient_parser()
     return AIOKafkaConsumer(
@@ -66,7 +66,7 @@ def aiokafka_consumer(settings: Settings, **options: Any) -> AIOKafkaConsumer:
     )
 
 
-def producer(settings: Settings, **options: Any) -> KafkaProducer:
+def producer(settings: KafkaSettings, **options: Any) -> KafkaProducer:
     """A producer whose records are acknowledged by all in-sync replicas of a partition.
 
     With a `transactional_id` it is a TransactionalProducer; the cluster is asked for its `transaction.version`.
@@ -78,12 +78,12 @@ def producer(settings: Settings, **options: Any) -> KafkaProducer:
     return KafkaProducer(**_connection_options(settings), **defaults, **options)
 
 
-def admin(settings: Settings, **options: Any) -> KafkaAdminClient:
+def admin(settings: KafkaSettings, **options: Any) -> KafkaAdminClient:
     """An admin client, for example to create and describe topics."""
     return KafkaAdminClient(**_connection_options(settings), **options)
 
 
-def ping_kafka(settings: Settings, timeout_seconds: float) -> None:
+def ping_kafka(settings: KafkaSettings, timeout_seconds: float) -> None:
     """Check once that the cluster answers, within about `timeout_seconds`.
 
     Raises:
@@ -104,7 +104,7 @@ def ping_kafka(settings: Settings, timeout_seconds: float) -> None:
         raise
 
 
-def wait_for_kafka(settings: Settings, report: ProgressCallback, *, await_name: bool = False) -> None:
+def wait_for_kafka(settings: KafkaSettings, report: ProgressCallback, *, await_name: bool = False) -> None:
     """Wait until the cluster answers.
 
     With `await_name`, an unknown host name is retried too. Services of a deployment start together, so the name of one
@@ -116,19 +116,19 @@ def wait_for_kafka(settings: Settings, report: ProgressCallback, *, await_name: 
         AccessDeniedError: the cluster rejects the user or certificate, or is not trusted; raised at once.
     """
     wait_until_reachable(
-        f"Kafka at {settings.kafka}",
-        f"over {settings.kafka_security_protocol}",
+        f"Kafka at {settings.servers}",
+        f"over {settings.security_protocol}",
         "GRACESTREAM_KAFKA",
         lambda: ping_kafka(settings, min(settings.startup_timeout, 5.0)),
         (KafkaError,),
-        is_set="kafka" in settings.model_fields_set,
+        is_set="servers" in settings.model_fields_set,
         timeout_seconds=settings.startup_timeout,
         await_name=await_name,
         report=report,
     )
 
 
-def _end_txn_raises_epoch(settings: Settings) -> bool:
+def _end_txn_raises_epoch(settings: KafkaSettings) -> bool:
     """Whether EndTxn raises the epoch of the producer: `transaction.version` is finalised at 2 or more (KIP-890)."""
     with admin(settings) as client:
         features = client.describe_features()
@@ -136,7 +136,7 @@ def _end_txn_raises_epoch(settings: Settings) -> bool:
     return bool(level >= 2)
 
 
-def _connection_options(settings: Settings) -> dict[str, Any]:
+def _connection_options(settings: KafkaSettings) -> dict[str, Any]:
     """Address and security options of kafka-python clients.
 
     The reconnect backoff is limited to 1 s instead of 30 s, so that a client finds a restarted cluster soon.
@@ -148,13 +148,13 @@ def _connection_options(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _bootstrap_servers(settings: Settings) -> list[str]:
+def _bootstrap_servers(settings: KafkaSettings) -> list[str]:
     """The addresses in the settings.
 
     Raises:
         SettingsError: an address is not host:port.
     """
-    servers = [server.strip() for server in settings.kafka.split(",")]
+    servers = [server.strip() for server in settings.servers.split(",")]
     for server in servers:
         address = _HOST_PORT.fullmatch(server)
         if address is None or not 0 < int(address[1]) < 2**16:
@@ -165,7 +165,7 @@ def _bootstrap_servers(settings: Settings) -> list[str]:
     return servers
 
 
-async def _connect(settings: Settings, timeout_ms: int) -> None:
+async def _connect(settings: KafkaSettings, timeout_ms: int) -> None:
     """Connect to one of the bootstrap servers and authenticate.
 
     Raises:

@@ -27,7 +27,7 @@ from gracestream.pipeline.kafka.clients import producer
 from gracestream.pipeline.kafka.lenient_records import MAX_UNTRUNCATED_BYTES, TRUNCATED_BYTES
 from gracestream.pipeline.kafka.reader import open_readers, read_topic
 from gracestream.pipeline.kafka.topics import FEEDBACK_DLQ, REQUESTS_DLQ
-from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.settings import KafkaSettings
 from gracestream.schemas.headers import (
     REASON_HEADER,
     REPLAYED_FROM_HEADER,
@@ -146,7 +146,9 @@ def _truncate(part: bytes | None) -> bytes | None:
     return TruncatedBytes(part[:TRUNCATED_BYTES], len(part), hashlib.sha256(part).hexdigest())
 
 
-def list_dead_letters(settings: Settings, source: DeadLetterSource, last: int | None = None) -> Iterator[DeadLetter]:
+def list_dead_letters(
+    settings: KafkaSettings, source: DeadLetterSource, last: int | None = None
+) -> Iterator[DeadLetter]:
     """Iterate over the dead letters of a topic in order; with `last`, only over this many at the end.
 
     Raises:
@@ -161,7 +163,7 @@ def list_dead_letters(settings: Settings, source: DeadLetterSource, last: int | 
 
 
 def replay_dead_letters(
-    settings: Settings,
+    settings: KafkaSettings,
     source: DeadLetterSource,
     offsets: Collection[int] | None = None,
     *,
@@ -206,7 +208,7 @@ def replay_dead_letters(
 
 
 def _select_letters(
-    settings: Settings, source: DeadLetterSource, offsets: set[int] | None, *, include_answered: bool
+    settings: KafkaSettings, source: DeadLetterSource, offsets: set[int] | None, *, include_answered: bool
 ) -> ReplayResult:
     offset_by_content: dict[bytes, int] = {}  # by SHA-256 of key and value, the first dead letter that has them
     existing, truncated, answered, duplicates = set(), [], [], []

@@ -7,7 +7,7 @@ from typing import Any
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.kafka.reader import read_topic
 from gracestream.pipeline.kafka.topics import DELTAS
-from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.settings import KafkaSettings
 
 DELTA_CONSUMER_OPTIONS: dict[str, Any] = {"check_crcs": False, "max_poll_records": 2000}
 """Options of every consumer of `deltas`.
@@ -21,7 +21,9 @@ def history_error_at(offset: int, error: HistoryError) -> HistoryError:
     return HistoryError(f"the record at offset {offset} of {DELTAS} cannot be applied: {error}")
 
 
-def read_history(settings: Settings, on_record: Callable[[bytes, int, int], object], start_offset: int = 0) -> None:
+def read_history(
+    settings: KafkaSettings, on_record: Callable[[bytes, int, int], object], start_offset: int = 0
+) -> None:
     """Read `deltas` from `start_offset` to its current end.
 
     It calls `on_record(record, offset, timestamp_ms)` for each record, and ends early when this returns False.

@@ -23,7 +23,7 @@ from gracestream.pipeline.kafka.topics import (
     TOPICS,
 )
 from gracestream.pipeline.kafka.waiting import AccessDeniedError
-from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.settings import KafkaSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ REQUIRED_PERMISSIONS = {
 """The permissions by kind of worker."""
 
 
-def require_permissions(settings: Settings, permissions: TopicPermissions) -> None:
+def require_permissions(settings: KafkaSettings, permissions: TopicPermissions) -> None:
     """Check the permissions of a worker before it starts. Missing topics are ignored; `require_topics` reports them.
 
     Raises:
@@ -75,7 +75,7 @@ def require_permissions(settings: Settings, permissions: TopicPermissions) -> No
         client.close()
     if missing:
         raise AccessDeniedError(
-            f"Kafka at {settings.kafka} does not allow {describe_kafka_user(settings)} to {', '.join(missing)};"
+            f"Kafka at {settings.servers} does not allow {describe_kafka_user(settings)} to {', '.join(missing)};"
             f" {ACL_HINT}"
         )
 

@@ -32,7 +32,7 @@ from kafka.errors import KafkaError, KafkaTimeoutError
 
 from gracestream.pipeline.kafka.clients import aiokafka_consumer, consumer
 from gracestream.pipeline.kafka.topics import missing_topic_error
-from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.settings import KafkaSettings
 
 BULK_MIN_OFFSETS = 5000
 """Number of offsets in a partition from which aiokafka saves more time than its connection costs."""
@@ -70,7 +70,7 @@ RecordsAndNext = tuple[list[Any], int]
 
 
 def open_reader_client(
-    settings: Settings,
+    settings: KafkaSettings,
     new_consumer: Callable[..., Any] = consumer,
     timeout_seconds: float | None = None,
     **options: Any,
@@ -106,7 +106,7 @@ class TopicReader:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: KafkaSettings,
         name: str,
         partition: int = 0,
         *,
@@ -247,12 +247,12 @@ class TopicReader:
     def _timeout_error(self, what: str, timeout_seconds: float) -> KafkaTimeoutError:
         return KafkaTimeoutError(
             f"{self._partition.topic} could not be read {what}: Kafka sent nothing for {timeout_seconds:g} s; do all"
-            f" brokers of {self._settings.kafka} answer?"
+            f" brokers of {self._settings.servers} answer?"
         )
 
 
 @contextmanager
-def open_readers(settings: Settings, name: str, **options: Any) -> Iterator[list[TopicReader]]:
+def open_readers(settings: KafkaSettings, name: str, **options: Any) -> Iterator[list[TopicReader]]:
     """Readers of all partitions of a topic, which share one client. `options` are options of that consumer.
 
     Raises:
@@ -267,7 +267,7 @@ def open_readers(settings: Settings, name: str, **options: Any) -> Iterator[list
 
 
 def read_topic(
-    settings: Settings, name: str, start_offset: int = 0, start_time_ms: int | None = None, **options: Any
+    settings: KafkaSettings, name: str, start_offset: int = 0, start_time_ms: int | None = None, **options: Any
 ) -> Generator[Any, None, None]:
     """Iterate over the committed records of a topic, in each partition from `start_offset` to its current end.
 
@@ -287,7 +287,7 @@ def read_topic(
 
 
 def read_bulk(
-    settings: Settings, partition: TopicPartition, start: int, end: int, **options: Any
+    settings: KafkaSettings, partition: TopicPartition, start: int, end: int, **options: Any
 ) -> Generator[RecordsAndNext, None, None]:
     """Read the committed records between two offsets of a partition with aiokafka, in batches.
 
@@ -310,7 +310,7 @@ def read_bulk(
 
 
 async def _read_batches(
-    settings: Settings, partition: aiokafka.TopicPartition, start: int, end: int, options: dict[str, Any]
+    settings: KafkaSettings, partition: aiokafka.TopicPartition, start: int, end: int, options: dict[str, Any]
 ) -> AsyncGenerator[RecordsAndNext, None]:
     reader = aiokafka_consumer(
         settings,

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gracestream.pipeline.kafka.topics import PREDICTIONS, TOPICS
-from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.settings import KafkaSettings
 from gracestream.schemas.headers import MAX_COPIED_HEADER_BYTES, MAX_COPIED_HEADERS, REPLY_TO_HEADER, RESERVED_HEADERS
 from gracestream.schemas.messages import to_one_line
 
@@ -46,7 +46,7 @@ class ReplyAddress:
 DEFAULT_REPLY_ADDRESS = ReplyAddress()
 
 
-def resolve_reply_address(headers: Iterable[Header], settings: Settings) -> ReplyAddress:
+def resolve_reply_address(headers: Iterable[Header], settings: KafkaSettings) -> ReplyAddress:
     """The reply address that the headers of a request give. With a fault, the address is `predictions`."""
     request_headers = list(headers)
     if not request_headers:
@@ -67,7 +67,7 @@ def resolve_reply_address(headers: Iterable[Header], settings: Settings) -> Repl
     return ReplyAddress(tuple(copied), "" if use_default else topic, fault)
 
 
-def _check_reply_topic(topic: str, settings: Settings) -> str:
+def _check_reply_topic(topic: str, settings: KafkaSettings) -> str:
     """The fault of a reply topic, for the sender; empty if it is valid."""
     header = f"the header {REPLY_TO_HEADER} names {to_one_line(topic)!r}"
     if _TOPIC_NAME.fullmatch(topic) is None or topic in {".", ".."}:

@@ -16,53 +16,53 @@ from aiokafka.errors import (
 )
 
 from gracestream.pipeline.kafka.tls import create_tls_context, error_message, load_client_cert, permanent_tls_failure
-from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.settings import KafkaSettings, secret_text
 
 ACL_HINT = "deploy/acls.sh says who may do what"
 
 
-def kafka_security_options(settings: Settings) -> dict[str, Any]:
+def kafka_security_options(settings: KafkaSettings) -> dict[str, Any]:
     """Security options for clients of kafka-python and of aiokafka.
 
     Raises:
         SettingsError: a file of certificates or keys is not what it must be.
     """
-    options: dict[str, Any] = {"security_protocol": settings.kafka_security_protocol}
-    if settings.kafka_security_protocol.startswith("SASL"):
+    options: dict[str, Any] = {"security_protocol": settings.security_protocol}
+    if settings.uses_sasl:
         options |= {
-            "sasl_mechanism": settings.kafka_sasl_mechanism,
-            "sasl_plain_username": settings.kafka_username,
-            "sasl_plain_password": settings.kafka_password.get_secret_value(),
+            "sasl_mechanism": settings.sasl_mechanism,
+            "sasl_plain_username": settings.username,
+            "sasl_plain_password": secret_text(settings.password),
         }
-    if settings.kafka_security_protocol.endswith("SSL"):
+    if settings.uses_tls:
         options["ssl_context"] = kafka_tls_context(settings)
     return options
 
 
-def kafka_tls_context(settings: Settings) -> ssl.SSLContext:
+def kafka_tls_context(settings: KafkaSettings) -> ssl.SSLContext:
     """The TLS context of Kafka clients: the trusted authorities, and the client certificate.
 
     Raises:
         SettingsError: a file of certificates or keys is not what it must be.
     """
-    context = create_tls_context(settings.kafka_ca, "GRACESTREAM_KAFKA_CA")
-    context.check_hostname = settings.kafka_check_hostname
-    if settings.kafka_certificate:
-        password = settings.kafka_key_password.get_secret_value()
-        load_client_cert(context, settings.kafka_certificate, settings.kafka_key, "GRACESTREAM_KAFKA", password)
+    context = create_tls_context(settings.ca, "GRACESTREAM_KAFKA_CA")
+    context.check_hostname = settings.check_hostname
+    if settings.certificate:
+        password = secret_text(settings.key_password)
+        load_client_cert(context, settings.certificate, settings.key, "GRACESTREAM_KAFKA", password)
     return context
 
 
-def permanent_kafka_failure(error: BaseException, settings: Settings) -> str | None:
+def permanent_kafka_failure(error: BaseException, settings: KafkaSettings) -> str | None:
     """The reason and the remedy if a retry cannot help; None if the failure may be temporary."""
     if isinstance(error, SaslAuthenticationFailed | UnsupportedSaslMechanismError):
         return (
-            f"Kafka at {settings.kafka} does not accept the user {settings.kafka_username!r} by"
-            f" {settings.kafka_sasl_mechanism} ({error_message(error)}); check GRACESTREAM_KAFKA_USERNAME,"
+            f"Kafka at {settings.servers} does not accept the user {settings.username!r} by"
+            f" {settings.sasl_mechanism} ({error_message(error)}); check GRACESTREAM_KAFKA_USERNAME,"
             " GRACESTREAM_KAFKA_PASSWORD and GRACESTREAM_KAFKA_SASL_MECHANISM"
         )
     check = "GRACESTREAM_KAFKA_SECURITY_PROTOCOL"
-    return permanent_tls_failure(error, f"Kafka at {settings.kafka}", "GRACESTREAM_KAFKA", check)
+    return permanent_tls_failure(error, f"Kafka at {settings.servers}", "GRACESTREAM_KAFKA", check)
 
 
 def describe_error(error: Exception) -> str:
@@ -77,10 +77,10 @@ def describe_error(error: Exception) -> str:
     return f"Kafka does not allow this user to do this ({denied[0]}); {ACL_HINT}"
 
 
-def describe_kafka_user(settings: Settings) -> str:
+def describe_kafka_user(settings: KafkaSettings) -> str:
     """The identity of this client at Kafka, for messages: its user, its certificate, or none."""
-    if settings.kafka_username:
-        return f"the user {settings.kafka_username!r}"
-    if settings.kafka_certificate:
-        return f"the user of the certificate {settings.kafka_certificate!r}"
+    if settings.username:
+        return f"the user {settings.username!r}"
+    if settings.certificate:
+        return f"the user of the certificate {settings.certificate!r}"
     return "users without a name"

@@ -6,23 +6,25 @@ import ssl
 from gracestream.pipeline.settings import SettingsError
 
 
-def create_tls_context(ca_file: str, variable: str) -> ssl.SSLContext:
-    """A context that trusts the authorities in `ca_file`, or those of the system if it is empty.
+def create_tls_context(ca_file: str | None, variable: str) -> ssl.SSLContext:
+    """A context that trusts the authorities in `ca_file`, or those of the system if it is None.
 
     Raises:
         SettingsError: the file, set by the setting `variable`, holds no certificate.
     """
     try:
-        return ssl.create_default_context(cafile=ca_file or None)
+        return ssl.create_default_context(cafile=ca_file)
     except (OSError, ValueError) as error:  # an SSLError is an OSError
         raise SettingsError(f"{variable}: {ca_file!r} has no certificate in PEM: {error}") from error
 
 
-def load_client_cert(context: ssl.SSLContext, certificate: str, key: str, variable: str, password: str) -> None:
+def load_client_cert(
+    context: ssl.SSLContext, certificate: str, key: str | None, variable: str, password: str | None
+) -> None:
     """Load a client certificate and its key into a context.
 
     Raises:
-        SettingsError: the files are not a certificate and its key, or the key needs a password and `password` is empty.
+        SettingsError: the files are not a certificate and its key, or the key needs a password and there is none.
     """
 
     # Without this callback, OpenSSL would ask for the password on the terminal, and a worker would wait forever.
@@ -32,7 +34,7 @@ def load_client_cert(context: ssl.SSLContext, certificate: str, key: str, variab
         return password
 
     try:
-        context.load_cert_chain(certificate, key or None, get_password)
+        context.load_cert_chain(certificate, key, get_password)
     except (OSError, ValueError) as error:
         raise SettingsError(
             f"{variable}_CERTIFICATE: {certificate!r} and its key in {key or certificate!r} are not a pair in PEM that"

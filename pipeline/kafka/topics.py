@@ -13,7 +13,7 @@ from kafka.errors import TopicAlreadyExistsError
 
 from gracestream.pipeline.errors import UserError
 from gracestream.pipeline.kafka.clients import admin
-from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.settings import KafkaSettings
 from gracestream.schemas.deltas import MAX_DELTA_BYTES
 
 LOG_APPEND_TIME = {"message.timestamp.type": "LogAppendTime"}
@@ -81,7 +81,7 @@ def missing_topic_error(name: str) -> TopicError:
     )
 
 
-def create_topics(settings: Settings, partitions: int, replication: int = BROKER_DEFAULT) -> list[str]:
+def create_topics(settings: KafkaSettings, partitions: int, replication: int = BROKER_DEFAULT) -> list[str]:
     """Create the missing topics, check the existing ones, and return the names of the created ones.
 
     Args:
@@ -110,7 +110,7 @@ def create_topics(settings: Settings, partitions: int, replication: int = BROKER
         client.close()
 
 
-def require_topics(settings: Settings) -> None:
+def require_topics(settings: KafkaSettings) -> None:
     """Check every topic; a worker does so before it starts.
 
     Raises:
@@ -128,7 +128,7 @@ def require_topics(settings: Settings) -> None:
 
 
 @contextmanager
-def use_sender_timestamps(settings: Settings, names: Sequence[str]) -> Iterator[None]:
+def use_sender_timestamps(settings: KafkaSettings, names: Sequence[str]) -> Iterator[None]:
     """Within this context, records of the topics have the timestamps of their senders; afterwards Kafka's clock again.
 
     Each batch stores the type of its timestamps, so the records written meanwhile keep theirs.
@@ -151,7 +151,7 @@ def use_sender_timestamps(settings: Settings, names: Sequence[str]) -> Iterator[
             client.close()
 
 
-def topic_layout(settings: Settings) -> tuple[int, int]:
+def topic_layout(settings: KafkaSettings) -> tuple[int, int]:
     """The number of partitions of `requests`, and the smallest number of copies of a partition of `deltas`."""
     requests, deltas = settings.topic(REQUESTS), settings.topic(DELTAS)
     client = admin(settings)
@@ -162,7 +162,7 @@ def topic_layout(settings: Settings) -> tuple[int, int]:
     return len(partitions[requests]) or 1, min(len(partition["replica_nodes"]) for partition in partitions[deltas])
 
 
-def _check_topics(client: Any, settings: Settings, topics: dict[str, Topic]) -> None:
+def _check_topics(client: Any, settings: KafkaSettings, topics: dict[str, Topic]) -> None:
     if not topics:
         return
     for described in client.describe_topics(list(topics)):
@@ -183,7 +183,7 @@ def _check_topics(client: Any, settings: Settings, topics: dict[str, Topic]) -> 
             required = _format_config(topic.required_config, wrong)
             raise TopicError(
                 f"topic {name!r} has {_format_config(actual, wrong)} and must have {required}; set it with"
-                f" `kafka-configs.sh --bootstrap-server {settings.kafka} --alter --entity-type topics"
+                f" `kafka-configs.sh --bootstrap-server {settings.servers} --alter --entity-type topics"
                 f" --entity-name {name} --add-config {required}`"
             )
 

@@ -100,7 +100,8 @@ class HealthServer:
             self._server = type("Server", (ThreadingHTTPServer,), {"address_family": family})((host, port), handler)
         except OSError as error:
             raise PortError(
-                f"cannot listen on {host}:{port}: {error.strerror}; choose another GRACESTREAM_HTTP_PORT"
+                f"cannot listen on {host}:{port}: {error.strerror};"
+                " choose another GRACESTREAM_HTTP_PORT, or 0 for a free one"
             ) from error
         self._server.daemon_threads = True
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._server.server_port}"

@@ -6,8 +6,8 @@ Guarantees:
    batch, it may be replaced by a snapshot that is not ahead of the head.
 2. It holds every delta up to the head, and never goes back, even if the head in Redis does.
 3. Redis is untrusted input. While it does not answer or contradicts the log, the codebook stays as it is. After
-   `redis_outage_grace` seconds the codebook follows the end of the log. `degraded` is set at once; for a head ahead of the
-   log, it is set after the grace period.
+   `redis_outage_grace` seconds the codebook follows the end of the log. `degraded` is set at once; for a head ahead of
+   the log, it is set after the grace period.
 4. A record of `deltas` that cannot be read or applied stops the replica as soon as it is read, published or not.
 5. Radii are the log's. Those in Redis are compared with them; a difference is counted and logged, and never served.
 6. No batch waits for a Redis that recently failed to answer in time (`redis_unavailable`). A head that cannot be read
@@ -162,7 +162,7 @@ class CodebookReplica:
         `UNSEEN_SEQ_WAIT_SECONDS`, since the delta may not exist.
         """
         is_read = seq <= self._follower.latest_seq
-        return waited_seconds < (self._settings.min_seq_wait if is_read else UNSEEN_SEQ_WAIT_SECONDS)
+        return waited_seconds < (self._settings.serving.min_seq_wait if is_read else UNSEEN_SEQ_WAIT_SECONDS)
 
     def start(self) -> None:
         """Load the newest valid snapshot, if there is one, and follow the log from there."""
@@ -265,14 +265,14 @@ class CodebookReplica:
 
     def _unread_pause_is_over(self) -> bool:
         """True if Redis has named no unreadable head for a grace period, so that a batch may wait for deltas again."""
-        pause = max(self._settings.redis_outage_grace, DELTA_WAIT_SECONDS)
+        pause = max(self._settings.redis.outage_grace, DELTA_WAIT_SECONDS)
         return self._last_unread_head is None or time.monotonic() - self._last_unread_head[1] >= pause
 
     def _is_following_log(self) -> bool:
         """True if Redis has been distrusted for a grace period, so that the end of the log counts as the head."""
         return (
             bool(self._distrust_reason)
-            and time.monotonic() - self._distrusted_since >= self._settings.redis_outage_grace
+            and time.monotonic() - self._distrusted_since >= self._settings.redis.outage_grace
         )
 
     def _update_trust(self, head: Head | Literal["lost"] | None) -> None:
@@ -284,7 +284,7 @@ class CodebookReplica:
         now, reason = time.monotonic(), self._distrust_reason_for(head)
         if reason != self._distrust_reason:
             if not self._distrust_reason:
-                self._is_recurring = now - self._last_distrust_at < self._settings.redis_outage_grace
+                self._is_recurring = now - self._last_distrust_at < self._settings.redis.outage_grace
                 if not self._is_recurring:
                     self._distrusted_since = (
                         self._head_behind_since[1] if reason == "redis_behind" and self._head_behind_since else now
@@ -302,7 +302,7 @@ class CodebookReplica:
                     consequence="the replica keeps its codebook, and follows the log after the grace period",
                 )
             self._distrust_reason, self._reason_since = reason, now
-        grace, caught_up_at = self._settings.redis_outage_grace, self._follower.caught_up_at
+        grace, caught_up_at = self._settings.redis.outage_grace, self._follower.caught_up_at
         if reason in {"redis_ahead", "redis_disagrees"}:  # the log may hold records that were not read yet
             self._follower.request_end_check()
         disagreement_is_final = (
@@ -337,18 +337,19 @@ class CodebookReplica:
             self._head_behind_since = None
         elif self._head_behind_since is None or self._head_behind_since[0] < head.seq:
             self._head_behind_since = head.seq, now
-        elif now - self._head_behind_since[1] >= self._settings.redis_outage_grace:
+        elif now - self._head_behind_since[1] >= self._settings.redis.outage_grace:
             return "redis_behind"
         return ""
 
     def _load_snapshot(self) -> Snapshot | None:
         """The newest valid snapshot that is not ahead of the head; None if there is none or it cannot be fetched."""
-        if not self._settings.snapshot_url:
+        url = self._settings.snapshots.url
+        if url is None:
             return None
         head = self.read_head()
         try:
             max_seq = head.seq if isinstance(head, Head) else None
-            return load_newest_snapshot(self._settings, self.codebook.model, self.codebook.layer, max_seq)
+            return load_newest_snapshot(self._settings.kafka, url, self.codebook, max_seq)
         except (SnapshotError, TopicError, KafkaError, OSError) as error:
             log.warning(
                 "snapshot_search_failed",

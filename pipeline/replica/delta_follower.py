@@ -24,7 +24,7 @@ from kafka.errors import KafkaError, KafkaTimeoutError
 
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.kafka import DELTA_CONSUMER_OPTIONS, DELTAS, TopicReader
-from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.settings import KafkaSettings
 from gracestream.schemas.deltas import DecodedDelta
 from gracestream.schemas.messages import InvalidMessage
 
@@ -43,7 +43,7 @@ FETCH_MAX_WAIT_MS = 100
 class DeltaFollower:
     """A thread that buffers the records of `deltas`. Start it once, and close it at the end."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: KafkaSettings) -> None:
         self._settings = settings
         self._buffer: deque[tuple[int, int, bytes]] = deque()
         """Records that were not taken yet: seq, offset, record."""

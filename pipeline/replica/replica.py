@@ -77,18 +77,22 @@ class Replica:
     ) -> None:
         """`stop` ends the replica. It sets `idle` while no work is in progress."""
         self._settings, self._health, self._stop, self._idle = settings, health, stop, idle
-        codebook = Codebook(settings.codebook, model.fingerprint, model.layer)
-        self._follower = DeltaFollower(settings)
-        store = RedisHeadStore(redis_client(settings), settings)
+        codebook = Codebook(settings.model.codebook, model.fingerprint, model.layer)
+        self._follower = DeltaFollower(settings.kafka)
+        store = RedisHeadStore(redis_client(settings.redis), settings.kafka.topic_prefix, codebook.name)
         self._codebook_replica = CodebookReplica(
             codebook, KeyIndex(codebook, model.device), store, self._follower, settings
         )
-        self._request_handler = RequestHandler(model, self._codebook_replica, settings, name)
+        self._request_handler = RequestHandler(
+            model, self._codebook_replica, settings.kafka, name, check_answers=settings.serving.check_answers
+        )
         self._model_thread = ThreadPoolExecutor(1, thread_name_prefix="model")
         self._prepare_thread = ThreadPoolExecutor(1, thread_name_prefix="reading")
         # Two: a probe of the idle loop that hangs must not delay the head of a micro-batch.
         self._head_thread = ThreadPoolExecutor(2, thread_name_prefix="head")
-        self._micro_batcher = MicroBatcher(self._run_micro_batch, settings.request_batch_size, self._model_thread)
+        self._micro_batcher = MicroBatcher(
+            self._run_micro_batch, settings.serving.request_batch_size, self._model_thread
+        )
         self._waiting_count = 0
         self._fault: HistoryError | DeviceLostError | None = None
         health.state = self._codebook_replica.state
@@ -101,7 +105,7 @@ class Replica:
         """
         await asyncio.to_thread(self._codebook_replica.start)
         try:
-            if not await asyncio.to_thread(self._codebook_replica.catch_up, self._settings.startup_timeout):
+            if not await asyncio.to_thread(self._codebook_replica.catch_up, self._settings.kafka.startup_timeout):
                 log.error(
                     "startup_catch_up_timeout",
                     seq=self._codebook_replica.codebook.seq,
@@ -125,7 +129,7 @@ class Replica:
     async def _serve(self) -> bool:
         """Join the group and answer requests; True if `stop` was set and no work is left undone."""
         self._idle.clear()
-        plane = RequestPlane(self._settings, self._answer_records)
+        plane = RequestPlane(self._settings.kafka, self._settings.serving, self._answer_records)
         await plane.start()
         head_task = asyncio.create_task(self._follow_head())
         self._health.set_ready()
@@ -147,7 +151,7 @@ class Replica:
             )
         if self._fault is None:
             self._health.set_not_ready("stopping")
-        shutdown_timeout = self._settings.shutdown_timeout
+        shutdown_timeout = self._settings.process.shutdown_timeout
         stop_requested = self._fault is None and not plane.failed and not head_task.done()
         finished = await plane.stop(
             DRAIN_FRACTION * shutdown_timeout if stop_requested else 0, (1 - DRAIN_FRACTION) * shutdown_timeout

@@ -39,7 +39,7 @@ from faust.exceptions import ProducerSendError
 from gracestream.pipeline.kafka import kafka_security_options
 from gracestream.pipeline.observability import metrics
 from gracestream.pipeline.replica.request_handler import Reply
-from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.settings import KafkaSettings
 from gracestream.schemas.deltas import MAX_DELTA_BYTES
 from gracestream.schemas.messages import to_one_line
 
@@ -60,7 +60,7 @@ _TOO_LARGE_ERRORS = (MessageSizeTooLargeError, RecordListTooLargeError)
 class ReplySender:
     """Sends through the faust app's producer, and to topics named by requests through a producer created on demand."""
 
-    def __init__(self, settings: Settings, app: Any) -> None:
+    def __init__(self, settings: KafkaSettings, app: Any) -> None:
         disable_topic_creation()
         self._settings, self._app = settings, app
         self._reply_producer: AIOKafkaProducer | None = None
@@ -193,7 +193,7 @@ class ReplySender:
         async with self._producer_lock:
             if self._reply_producer is None:
                 producer = AIOKafkaProducer(
-                    bootstrap_servers=[address.strip() for address in self._settings.kafka.split(",")],
+                    bootstrap_servers=[address.strip() for address in self._settings.servers.split(",")],
                     acks="all",
                     max_request_size=MAX_DELTA_BYTES,
                     request_timeout_ms=int(1000 * SEND_TIMEOUT_SECONDS),

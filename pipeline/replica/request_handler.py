@@ -35,7 +35,7 @@ from gracestream.pipeline.kafka import (
 from gracestream.pipeline.model import EditableModel, InputError, Prompt, ServedAnswer
 from gracestream.pipeline.observability import metrics
 from gracestream.pipeline.replica.codebook_replica import CodebookReplica
-from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.settings import KafkaSettings
 from gracestream.schemas.messages import (
     SCHEMA_VERSION,
     AppliedEdit,
@@ -158,14 +158,16 @@ class RequestHandler:
     """Answers with one model and one codebook replica. `answer` runs in the model's thread; the rest in any."""
 
     def __init__(
-        self, model: EditableModel, codebook_replica: CodebookReplica, settings: Settings, replica_name: str
+        self,
+        model: EditableModel,
+        codebook_replica: CodebookReplica,
+        kafka: KafkaSettings,
+        replica_name: str,
+        *,
+        check_answers: bool,
     ) -> None:
-        self._model, self._codebook_replica, self._settings, self._replica_name = (
-            model,
-            codebook_replica,
-            settings,
-            replica_name,
-        )
+        self._model, self._codebook_replica = model, codebook_replica
+        self._kafka, self._replica_name, self._check_answers = kafka, replica_name, check_answers
         self._lookup = TimedLookup(codebook_replica.codebook, codebook_replica.index)
 
     def prepare(self, records: Iterable[RequestRecord]) -> PreparedBatch:
@@ -173,8 +175,8 @@ class RequestHandler:
         batch = PreparedBatch([], [])
         for record in records:
             try:
-                request = decode(record.value, Request, self._settings.max_record_bytes)
-                address = resolve_reply_address(record.headers, self._settings)
+                request = decode(record.value, Request, self._kafka.max_record_bytes)
+                address = resolve_reply_address(record.headers, self._kafka)
                 if address.error:
                     batch.replies.append(
                         self._error_reply(PreparedRequest(record, request, Prompt(()), None, address), address.error)
@@ -213,7 +215,7 @@ class RequestHandler:
                     [request.prompt for request in requests],
                     [request.request.parameters for request in requests],
                     self._lookup,
-                    check_answers=self._settings.check_answers,
+                    check_answers=self._check_answers,
                 )
         except Exception as error:  # noqa: BLE001  (a request that breaks the model must not affect the others)
             raise_if_device_lost(error)
@@ -276,7 +278,7 @@ class RequestHandler:
         replies = [_dead_letter_reply(record, reason)]
         if (request_id := peek_id(record.value, "request_id")) is not None:
             prediction = msgspec.structs.replace(self._empty_prediction(request_id, record), error=reason)
-            replies.append(_prediction_reply(prediction, record, resolve_reply_address(record.headers, self._settings)))
+            replies.append(_prediction_reply(prediction, record, resolve_reply_address(record.headers, self._kafka)))
         return replies
 
     def _empty_prediction(self, request_id: str, record: RequestRecord) -> Prediction:

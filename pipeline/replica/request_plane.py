@@ -34,7 +34,7 @@ from gracestream.pipeline.kafka import REQUESTS, install_lenient_parser, kafka_t
 from gracestream.pipeline.observability import metrics
 from gracestream.pipeline.replica.replies import ReplySender
 from gracestream.pipeline.replica.request_handler import ReplyChunk, RequestRecord
-from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.settings import KafkaSettings, ServingSettings, secret_text
 from gracestream.schemas.deltas import MAX_DELTA_BYTES
 
 log = structlog.get_logger()
@@ -160,40 +160,40 @@ class RequestPlane:
     `gracestream topics` creates the topics.
     """
 
-    def __init__(self, settings: Settings, handle_batch: BatchHandler) -> None:
+    def __init__(self, kafka: KafkaSettings, serving: ServingSettings, handle_batch: BatchHandler) -> None:
         logging.getLogger("mode.timers").setLevel(logging.ERROR)  # a late tick needs no warning
         install_lenient_parser()
-        self._settings, self._handle_batch = settings, handle_batch
+        self._serving, self._handle_batch = serving, handle_batch
         self._in_flight: deque[_InFlightBatch] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         self._progress_event = asyncio.Event()
         """Set when a batch in flight has progressed since the event was cleared."""
         self._stopping = False
         self._app = _App(
-            settings.topic("inference"),
-            broker=[f"aiokafka://{address.strip()}" for address in settings.kafka.split(",")],
-            broker_credentials=_faust_credentials(settings),
+            kafka.topic("inference"),
+            broker=[f"aiokafka://{address.strip()}" for address in kafka.servers.split(",")],
+            broker_credentials=_faust_credentials(kafka),
             web_enabled=False,
             topic_disable_leader=True,
             topic_allow_declare=False,
             autodiscover=False,
             store="memory://",
-            stream_buffer_maxsize=PREFETCH_BATCHES * settings.request_batch_size,
+            stream_buffer_maxsize=PREFETCH_BATCHES * serving.request_batch_size,
             datadir=str(Path(tempfile.gettempdir()) / "gracestream-faust"),  # faust creates it and leaves it empty
-            broker_session_timeout=settings.session_timeout,
-            broker_heartbeat_interval=settings.session_timeout / 4,
-            broker_max_poll_interval=settings.stall_timeout,
-            broker_max_poll_records=settings.request_batch_size,  # one poll per batch, however slow the batches are
+            broker_session_timeout=kafka.session_timeout,
+            broker_heartbeat_interval=kafka.session_timeout / 4,
+            broker_max_poll_interval=kafka.stall_timeout,
+            broker_max_poll_records=serving.request_batch_size,  # one poll per batch, however slow the batches are
             broker_commit_interval=0.5,
             consumer_auto_offset_reset="earliest",
-            consumer_max_fetch_size=settings.max_record_bytes,
+            consumer_max_fetch_size=kafka.max_record_bytes,
             producer_max_request_size=MAX_DELTA_BYTES,
             Monitor=_CommitMonitor,
             loghandlers=[],
             logging_config=None,
         )
-        self._replies = ReplySender(settings, self._app)
-        requests = self._app.topic(settings.topic(REQUESTS), key_serializer="raw", value_serializer="raw")
+        self._replies = ReplySender(kafka, self._app)
+        requests = self._app.topic(kafka.topic(REQUESTS), key_serializer="raw", value_serializer="raw")
         self._app.agent(requests, name="answer")(self._agent)
 
     @property
@@ -254,7 +254,7 @@ class RequestPlane:
         # `noack_take` leaves acknowledging to `_complete`. `take_events` would acknowledge a batch even if it failed
         # or was cancelled.
         batches: AsyncIterable[Sequence[Any]] = stream.noack_take(
-            self._settings.request_batch_size, within=self._settings.batch_max_wait
+            self._serving.request_batch_size, within=self._serving.batch_max_wait
         )
         async for events in batches:
             timer.take()
@@ -274,7 +274,7 @@ class RequestPlane:
         """True if another batch may be taken."""
         pending = sum(batch.pending for batch in self._in_flight)
         below_count_limits = (
-            pending <= MAX_UNANSWERED_BATCHES * self._settings.request_batch_size
+            pending <= MAX_UNANSWERED_BATCHES * self._serving.request_batch_size
             and len(self._in_flight) < MAX_IN_FLIGHT_BATCHES
         )
         return below_count_limits and sum(batch.size_bytes for batch in self._in_flight) < MAX_PENDING_BYTES
@@ -313,14 +313,14 @@ class RequestPlane:
         return True
 
 
-def _faust_credentials(settings: Settings) -> Any:
+def _faust_credentials(settings: KafkaSettings) -> Any:
     """The TLS and SASL settings of the other clients as faust's credentials; None for a plain connection."""
-    context = kafka_tls_context(settings) if settings.kafka_security_protocol.endswith("SSL") else None
-    if settings.kafka_security_protocol.startswith("SASL"):
+    context = kafka_tls_context(settings) if settings.uses_tls else None
+    if settings.uses_sasl:
         return faust.SASLCredentials(
-            username=settings.kafka_username,
-            password=settings.kafka_password.get_secret_value(),
-            mechanism=settings.kafka_sasl_mechanism,
+            username=settings.username,
+            password=secret_text(settings.password),
+            mechanism=settings.sasl_mechanism,
             ssl_context=context,
         )
     return None if context is None else faust.SSLCredentials(context)

@@ -21,17 +21,17 @@ from gracestream.pipeline.kafka import (
     permanent_tls_failure,
     wait_until_reachable,
 )
-from gracestream.pipeline.settings import Settings, SettingsError
+from gracestream.pipeline.settings import RedisSettings, SettingsError, secret_text
 from gracestream.pipeline.stores.redis_bounds import BoundedParser, ask_redis
 
 
-def redis_client(settings: Settings, timeout: float = 1.0) -> Redis:
+def redis_client(settings: RedisSettings, timeout: float = 1.0) -> Redis:
     """A Redis client. An answer, and a connection, must arrive within `timeout` seconds.
 
     The limit keeps a lost Redis from delaying a micro-batch for long.
     """
     return Redis.from_url(
-        settings.redis,
+        settings.url,
         socket_timeout=timeout,
         socket_connect_timeout=timeout,
         parser_class=BoundedParser,
@@ -39,7 +39,7 @@ def redis_client(settings: Settings, timeout: float = 1.0) -> Redis:
     )
 
 
-def ping_redis(settings: Settings, timeout_seconds: float) -> None:
+def ping_redis(settings: RedisSettings, timeout_seconds: float) -> None:
     """Check once that Redis answers within `timeout_seconds`.
 
     Raises:
@@ -63,7 +63,7 @@ def ping_redis(settings: Settings, timeout_seconds: float) -> None:
         raise
 
 
-def wait_for_redis(settings: Settings, report: ProgressCallback) -> None:
+def wait_for_redis(settings: RedisSettings, report: ProgressCallback) -> None:
     """Wait until Redis answers, for at most `redis_outage_grace` seconds. Workers start without it after that.
 
     Raises:
@@ -72,42 +72,40 @@ def wait_for_redis(settings: Settings, report: ProgressCallback) -> None:
         AccessDeniedError: Redis rejects the user or certificate, or is not trusted; raised at once.
     """
     wait_until_reachable(
-        f"Redis at {redact_url(settings.redis)}",
+        f"Redis at {redact_url(settings.url)}",
         "",
         "GRACESTREAM_REDIS",
         lambda: ping_redis(settings, 1.0),
         (RedisError,),
-        is_set="redis" in settings.model_fields_set,
-        timeout_seconds=settings.redis_outage_grace,
+        is_set="url" in settings.model_fields_set,
+        timeout_seconds=settings.outage_grace,
         await_name=True,
         report=report,
     )
 
 
-def redis_security_options(settings: Settings) -> dict[str, Any]:
+def redis_security_options(settings: RedisSettings) -> dict[str, Any]:
     """Security options for redis-py's `from_url`. A password in the URL takes precedence.
 
     Raises:
         SettingsError: a file of certificates or keys cannot be used.
     """
     options: dict[str, Any] = {}
-    if password := settings.redis_password.get_secret_value():
+    if password := secret_text(settings.password):
         options["password"] = password
-    if settings.redis_ca:
-        create_tls_context(settings.redis_ca, "GRACESTREAM_REDIS_CA")  # only checks the file
-        options["ssl_ca_certs"] = settings.redis_ca
-    if settings.redis_certificate:
-        load_client_cert(
-            ssl.create_default_context(), settings.redis_certificate, settings.redis_key, "GRACESTREAM_REDIS", ""
-        )
-        options["ssl_certfile"] = settings.redis_certificate
-        options["ssl_keyfile"] = settings.redis_key or settings.redis_certificate
+    if settings.ca:
+        create_tls_context(settings.ca, "GRACESTREAM_REDIS_CA")  # only checks the file
+        options["ssl_ca_certs"] = settings.ca
+    if settings.certificate:
+        load_client_cert(ssl.create_default_context(), settings.certificate, settings.key, "GRACESTREAM_REDIS", None)
+        options["ssl_certfile"] = settings.certificate
+        options["ssl_keyfile"] = settings.key or settings.certificate
     return options
 
 
-def permanent_redis_failure(error: BaseException, settings: Settings) -> str | None:
+def permanent_redis_failure(error: BaseException, settings: RedisSettings) -> str | None:
     """The reason and the remedy if a retry cannot help; None if the failure may be temporary."""
-    where = f"Redis at {redact_url(settings.redis)}"
+    where = f"Redis at {redact_url(settings.url)}"
     if isinstance(error, AuthenticationError | NoPermissionError):
         return (
             f"{where} refuses this user ({error_message(error)}); check the user and the password in"

@@ -25,7 +25,6 @@ from redis.exceptions import DataError
 
 from gracestream.pipeline.codebook import AppliedDelta, Codebook
 from gracestream.pipeline.errors import UserError
-from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.stores.redis_bounds import ask_redis
 
 _HEAD_SCRIPT = """
@@ -134,8 +133,9 @@ class StaleHeadError(UserError):
 class RedisHeadStore:
     """The head and the radii of one codebook in Redis. Methods raise RedisError if Redis does not answer."""
 
-    def __init__(self, client: Redis, settings: Settings) -> None:
-        name = f"{settings.topic_prefix}gracestream:{{{settings.codebook}}}"
+    def __init__(self, client: Redis, prefix: str, codebook: str) -> None:
+        """`prefix` is the deployment's, and `codebook` the name of the codebook."""
+        name = f"{prefix}gracestream:{{{codebook}}}"
         self._client: Any = client
         self._keys = [f"{name}:head", f"{name}:radii", f"{name}:changed"]
         self.head_key = self._keys[0]

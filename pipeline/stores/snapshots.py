@@ -12,7 +12,7 @@ Guarantees:
    replicas read the whole log.
 
 The key of a manifest is codebook and seq, so compaction keeps older manifests as a fallback. A writer deletes all but
-the last `snapshot_keep` manifests with tombstones, and then their files.
+the last `keep` manifests with tombstones, and then their files.
 
 Not promised: that every snapshot file has a manifest. A writer may fail between the two; the file then does no harm.
 """
@@ -29,7 +29,7 @@ from msgspec import UNSET
 from gracestream.pipeline.codebook import Codebook, CodebookFileError, parse_codebook
 from gracestream.pipeline.kafka import DELTA_CONSUMER_OPTIONS, DELTAS, SNAPSHOTS, TopicReader, producer, read_topic
 from gracestream.pipeline.observability import metrics
-from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.settings import KafkaSettings
 from gracestream.pipeline.stores.snapshot_files import SnapshotError, SnapshotStore, split_url_secrets
 from gracestream.schemas.deltas import DIGEST_BYTES, decode_delta
 from gracestream.schemas.messages import SCHEMA_VERSION, InvalidMessage, SnapshotManifest, decode, encode
@@ -45,7 +45,7 @@ class Snapshot:
     offset: int
 
 
-def list_manifests(settings: Settings, codebook: str) -> dict[bytes | None, SnapshotManifest]:
+def list_manifests(settings: KafkaSettings, codebook: str) -> dict[bytes | None, SnapshotManifest]:
     """The manifests of a codebook by record key, in the order in which they were written.
 
     Raises:
@@ -68,22 +68,26 @@ def list_manifests(settings: Settings, codebook: str) -> dict[bytes | None, Snap
     return {key: manifest for key, manifest in manifests.items() if manifest.codebook == codebook}
 
 
-def load_newest_snapshot(settings: Settings, model: str, layer: str, max_seq: int | None = None) -> Snapshot | None:
-    """The newest valid snapshot for this model and layer, of delta `max_seq` at most; None if there is none.
+def load_newest_snapshot(
+    settings: KafkaSettings, url: str, codebook: Codebook, max_seq: int | None = None
+) -> Snapshot | None:
+    """The newest valid snapshot in the store `url`, of delta `max_seq` at most; None if there is none.
+
+    It has the name, the model and the layer of `codebook`.
 
     Raises:
         SnapshotError: the store cannot be used.
         TopicError: the topic of manifests does not exist.
         KafkaError: Kafka does not answer.
     """
-    store = SnapshotStore(settings.snapshot_url)
-    manifests = list_manifests(settings, settings.codebook).values()
+    store = SnapshotStore(url)
+    manifests = list_manifests(settings, codebook.name).values()
     for manifest in sorted(manifests, key=lambda manifest: manifest.seq, reverse=True):
         if max_seq is not None and manifest.seq > max_seq:
             continue
         started = time.perf_counter()
         try:
-            snapshot = _load_snapshot(settings, store, manifest, model, layer)
+            snapshot = _load_snapshot(settings, store, manifest, codebook.model, codebook.layer)
         except (SnapshotError, CodebookFileError, MemoryError) as error:
             metrics.SNAPSHOTS_REJECTED.inc()
             uri = split_url_secrets(manifest.uri)[0]
@@ -101,8 +105,8 @@ def load_newest_snapshot(settings: Settings, model: str, layer: str, max_seq: in
     return None
 
 
-def write_snapshot(settings: Settings, snapshot: Snapshot) -> SnapshotManifest:
-    """Write a snapshot, return its manifest, and delete snapshots beyond `snapshot_keep`.
+def write_snapshot(settings: KafkaSettings, snapshot: Snapshot, url: str, keep: int) -> SnapshotManifest:
+    """Write a snapshot into the store `url`, return its manifest, and delete all but the last `keep` snapshots.
 
     Raises:
         SnapshotError: the file cannot be written.
@@ -110,7 +114,7 @@ def write_snapshot(settings: Settings, snapshot: Snapshot) -> SnapshotManifest:
         KafkaError: the manifest cannot be written; the file stays and does no harm.
     """
     codebook = snapshot.codebook
-    store = SnapshotStore(settings.snapshot_url)
+    store = SnapshotStore(url)
     older = list_manifests(settings, codebook.name)
     # 1. Write the file.
     stored = store.put(codebook, quote(settings.topic(codebook.name), safe=""))
@@ -130,7 +134,7 @@ def write_snapshot(settings: Settings, snapshot: Snapshot) -> SnapshotManifest:
     )
     key = f"{codebook.name}/{codebook.seq}".encode()
     replaced = older.pop(key, None)
-    outdated = dict(list(older.items())[: max(0, len(older) + 1 - settings.snapshot_keep)])
+    outdated = dict(list(older.items())[: max(0, len(older) + 1 - keep)])
     topic = settings.topic(SNAPSHOTS)
     client = producer(settings)
     try:
@@ -150,7 +154,7 @@ def write_snapshot(settings: Settings, snapshot: Snapshot) -> SnapshotManifest:
     return manifest
 
 
-def find_delta_offset(settings: Settings, codebook: Codebook) -> int:
+def find_delta_offset(settings: KafkaSettings, codebook: Codebook) -> int:
     """The offset in `deltas` of the last delta of a codebook. The log is searched from its end.
 
     Raises:
@@ -167,7 +171,7 @@ def find_delta_offset(settings: Settings, codebook: Codebook) -> int:
 
 
 def _load_snapshot(
-    settings: Settings, store: SnapshotStore, manifest: SnapshotManifest, model: str, layer: str
+    settings: KafkaSettings, store: SnapshotStore, manifest: SnapshotManifest, model: str, layer: str
 ) -> Snapshot:
     """Load and verify a snapshot. Cheap checks come first: of the manifest, of one record of the log, of the file.
 
@@ -194,7 +198,7 @@ def _load_snapshot(
     return Snapshot(codebook, manifest.offset)
 
 
-def _check_log_holds(settings: Settings, manifest: SnapshotManifest, offset: int) -> None:
+def _check_log_holds(settings: KafkaSettings, manifest: SnapshotManifest, offset: int) -> None:
     """Check that the log has the delta of a manifest at `offset`.
 
     Raises:

@@ -62,7 +62,7 @@ def run(options: Options) -> Iterator[Row]:
             layer="model.layers[0].mlp.down_proj", cache_dir=folder / "cache", default_max_new_tokens=2,
             http_port=find_free_port(), threads=1, device=options.device, query_source="last",
         )  # fmt: skip
-        create_topics(settings, PARTITIONS, 1)
+        create_topics(settings.kafka, PARTITIONS, 1)
         for role in ROLES:
             yield from _flooded(role, settings, folder, options)
 
@@ -70,14 +70,14 @@ def run(options: Options) -> Iterator[Row]:
 def _flooded(role: Role, settings: Settings, folder: Path, options: Options) -> Iterator[Row]:
     backlog, seconds = (20_000, 20) if options.quick else (200_000, 120)
     with ExitStack() as stack:
-        sender = producer(settings, linger_ms=20)
+        sender = producer(settings.kafka, linger_ms=20)
         stack.callback(sender.close, timeout=5)
         options.tell(f"{role.name}: writing a backlog of {backlog} records of {role.topic}")
         sent = _send(sender, settings, role, backlog)
         process = worker(role.command, settings, folder)
         process.start()
         stack.callback(process.stop)
-        process.wait_for(lambda: is_http_ok(settings.http_port, "/ready"), 120)
+        process.wait_for(lambda: is_http_ok(settings.http.port, "/ready"), 120)
         process.wait_for(lambda: _done(role, settings) > 500, 60)
         memory = psutil.Process(process.pid).memory_info
         before, started = _done(role, settings), time.monotonic()
@@ -141,14 +141,14 @@ def _done(role: Role, settings: Settings) -> float:
 
 def _counted(role: Role, settings: Settings) -> list[tuple[str, float]]:
     """Each counter of what the worker has done, with its labels."""
-    lines = (line.rpartition(" ") for line in status(settings.http_port, "/metrics")[1].splitlines())
+    lines = (line.rpartition(" ") for line in status(settings.http.port, "/metrics")[1].splitlines())
     return [(name, float(value)) for name, _space, value in lines if name.startswith(role.counters)]
 
 
 def _send(sender: KafkaProducer, settings: Settings, role: Role, count: int, first: int = 0) -> list[int]:
     partitions = next(topic.partitions or PARTITIONS for topic in TOPICS if topic.name == role.topic)
     for number in range(first, first + count):
-        sender.send(settings.topic(role.topic), value=role.record(number), partition=number % partitions)
+        sender.send(settings.kafka.topic(role.topic), value=role.record(number), partition=number % partitions)
     sender.flush()
     return [first + count]
 

@@ -137,7 +137,7 @@ class Asked:
 @contextmanager
 def asked_at(settings: Settings, trained: Known) -> Iterator[Asked]:
     """The model, wrapped at the layer of the settings, whose engines train each value once."""
-    asked = Asked(load_model(settings), trained)
+    asked = Asked(load_model(settings.model, settings.editing.policy), trained)
     with mock.patch("gracestream.pipeline.editing.value_search.train_value", asked.train):
         yield asked
 

@@ -57,7 +57,8 @@ Space = Callable[[Sequence[str]], np.ndarray]
 
 def run(options: Options) -> Iterator[Row]:
     """Both tasks in every space; `--quick`: fewer corrections."""
-    model = load_model(load_settings(model="smollm2", device=options.device, query_source="last"))
+    settings = load_settings(model="smollm2", device=options.device, query_source="last")
+    model = load_model(settings.model, settings.editing.policy)
     embed = SentenceEncoder.load(str(minilm_folder()), device=options.device)
     for name in ("zsre", "counterfact"):
         task, _ = drop_unsupported(select_examples(TASKS[name](), QUICK if options.quick else EDITS, HELD_OUT), model)

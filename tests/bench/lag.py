@@ -55,7 +55,7 @@ def run(options: Options) -> Iterator[Row]:
             layer="model.layers[0].mlp.down_proj", cache_dir=folder / "cache", max_input_tokens=32, max_target_tokens=4,
             default_max_new_tokens=4, threads=1, device=options.device, query_source="last",
         )  # fmt: skip
-        create_topics(settings, 2, 1)
+        create_topics(settings.kafka, 2, 1)
         options.tell("starting two replicas and two editors")
         replicas = [_started(stack, "infer", settings, folder / f"replica-{number}") for number in (1, 2)]
         editors = [_started(stack, "edit", settings, folder / f"editor-{number}") for number in (1, 2)]
@@ -65,8 +65,8 @@ def run(options: Options) -> Iterator[Row]:
         options.tell("ending editors")
         for how, signum in (("killed", signal.SIGKILL), ("stopped", signal.SIGTERM)):
             took = [_take_over(editors, signum) for _ in range(1 if options.quick else TAKE_OVERS)]
-            yield Row(f"lag/take-over/{how}/seconds", statistics.median(took), "s", settings.session_timeout)
-            yield Row(f"lag/take-over/{how}/longest", max(took), "s", settings.session_timeout)
+            yield Row(f"lag/take-over/{how}/seconds", statistics.median(took), "s", settings.kafka.session_timeout)
+            yield Row(f"lag/take-over/{how}/longest", max(took), "s", settings.kafka.session_timeout)
 
 
 def _corrections(users: Users, ports: list[int], count: int) -> Iterator[Row]:
@@ -115,12 +115,12 @@ def _take_over(editors: list[tuple[ChildProcess, int]], signum: signal.Signals) 
 
 
 def _started(stack: ExitStack, command: str, settings: Settings, folder: Path) -> tuple[ChildProcess, int]:
-    here = settings.model_copy(update={"http_port": find_free_port()})
+    here = settings.replace(http_port=find_free_port())
     process = worker("infer" if command == "infer" else "edit", here, folder)
     process.start()
     stack.callback(process.stop)
-    process.wait_for(lambda: is_http_ok(here.http_port, "/ready"), 120)
-    return process, here.http_port
+    process.wait_for(lambda: is_http_ok(here.http.port, "/ready"), 120)
+    return process, here.http.port
 
 
 def _state(port: int) -> dict[str, Any]:

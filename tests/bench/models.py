@@ -56,7 +56,8 @@ def questions() -> list[str]:
 
 
 def _known(name: str, query: str, device: str) -> EditableModel:
-    return load_model(load_settings(model=name, query_source=query, device=device, default_max_new_tokens=1))
+    settings = load_settings(model=name, query_source=query, device=device, default_max_new_tokens=1)
+    return load_model(settings.model, settings.editing.policy)
 
 
 SUBJECTS = (

@@ -61,10 +61,10 @@ class Zsre:
 def run(options: Options) -> Iterator[Row]:
     """The rows of `quality`."""
     settings = load_settings(device=options.device, query_source="last", layer=default_layer("smollm2"))
-    assert settings.layer is not None
+    assert settings.model.layer is not None
     whole = zsre_data(QUICK if options.quick else EDITS)
     few = replace(whole, facts=whole.facts[:QUICK])
-    plan = edit_config_from_settings(settings, uses_encoder=False)
+    plan = edit_config_from_settings(settings.editing, uses_encoder=False)
     margins = [margin for margin in (1.0, 2.0) if margin != plan.recipe.stop_margin]
     paper: dict[str, float] = {}
     trained: Known = {}
@@ -76,23 +76,23 @@ def run(options: Options) -> Iterator[Row]:
                 yield replace(row, baseline=paper[row.metric])
         options.tell("demo")
         yield from demo_rows("demo/facts", asked, plan)
-        yield from zsre_rows(f"zsre-{QUICK}/{short(settings.layer)}", asked, plan, few)
+        yield from zsre_rows(f"zsre-{QUICK}/{short(settings.model.layer)}", asked, plan, few)
         for margin in margins:
             options.tell(f"zsRE: margin {margin:g}")
             other = replace(plan, recipe=replace(plan.recipe, stop_margin=margin))
             yield from zsre_rows(f"zsre-{QUICK}/margin {margin:g}", asked, other, few)
-    by_text = settings.model_copy(update={"query_source": "encoder", "use_scope_radius": False})
+    by_text = settings.replace(query_source="encoder", use_scope_radius=False)
     with asked_at(by_text, trained) as asked:
         for part in ENCODED:
-            chosen = edit_config_from_settings(by_text, uses_encoder=True)
+            chosen = edit_config_from_settings(by_text.editing, uses_encoder=True)
             chosen = replace(chosen, radius=part * chosen.radius)
             options.tell(f"zsRE: encoder, radius {chosen.radius:g}")
             for row in zsre_rows(f"zsre/encoder, radius {chosen.radius:g}", asked, chosen, whole):
                 yield replace(row, baseline=paper[row.metric])
     for layer in LAYERS:
-        if layer != settings.layer:
+        if layer != settings.model.layer:
             options.tell(f"zsRE: {layer}")
-            with asked_at(settings.model_copy(update={"layer": layer}), trained) as asked:
+            with asked_at(settings.replace(layer=layer), trained) as asked:
                 yield from zsre_rows(f"zsre-{QUICK}/{short(layer)}", asked, plan, few)
 
 

@@ -77,7 +77,7 @@ def run(options: Options) -> Iterator[Row]:
                 snapshot_url=f"{folder}/snapshots-{made.width_D}",
                 device=options.device,
             )
-            create_topics(settings, 1, 1)
+            create_topics(settings.kafka, 1, 1)
             options.tell(f"writing {count} deltas of {made.width_D} and {made.width_V} numbers")
             asyncio.run(fill(settings, count, made))
             yield from _measured(settings, f"{made.width_D}+{made.width_V}", count, options)
@@ -86,7 +86,7 @@ def run(options: Options) -> Iterator[Row]:
 def _measured(settings: Settings, widths: str, count: int, options: Options) -> Iterator[Row]:
     options.tell("replaying")
     spent = time.process_time()
-    seconds, whole = _best(lambda: replay_with_offset(settings))
+    seconds, whole = _best(lambda: replay_with_offset(settings.kafka))
     spent = (time.process_time() - spent) / AGAIN
     if whole is None or len(whole.codebook) != count:
         raise BenchError(f"the log does not hold {count} entries")
@@ -95,15 +95,15 @@ def _measured(settings: Settings, widths: str, count: int, options: Options) -> 
     seconds, digest = _best(whole.codebook.state_digest)
     yield Row(f"replay/full/{widths}/state_digest_seconds", seconds, "s")
     options.tell("starting from the log")
-    bare = settings.model_copy(update={"snapshot_url": ""})
+    bare = settings.replace(snapshot_url=None)
     yield Row(f"start/log/{widths}/seconds", _start(bare, digest), "s")
-    tail = replay_with_offset(settings, count + 1 - count // 100)
+    tail = replay_with_offset(settings.kafka, count + 1 - count // 100)
     assert tail is not None
     options.tell("writing a snapshot")
     seconds, _ = _best(tail.codebook.copy)
     yield Row(f"snapshot/write/{widths}/copy_seconds", seconds, "s")
     started = time.perf_counter()
-    manifest = snapshots.write_snapshot(settings, tail)
+    manifest = snapshots.write_snapshot(settings.kafka, tail, str(settings.snapshots.url), settings.snapshots.keep)
     yield Row(f"snapshot/write/{widths}/write_seconds", time.perf_counter() - started, "s")
     yield Row(f"snapshot/write/{widths}/megabytes", manifest.bytes / 1e6, "MB")
     options.tell("starting from the snapshot")
@@ -113,18 +113,18 @@ def _measured(settings: Settings, widths: str, count: int, options: Options) -> 
 
 def _parts(settings: Settings, widths: str, uri: str, size: int, snapshot: Snapshot) -> Iterator[Row]:
     """What the start is made of; `check` is the manifests and the one record of the log."""
-    seconds, data = _best(lambda: SnapshotStore(settings.snapshot_url).read(uri, size))
+    seconds, data = _best(lambda: SnapshotStore(str(settings.snapshots.url)).read(uri, size))
     yield Row(f"start/snapshot/{widths}/read_seconds", seconds, "s")
     yield Row(f"start/snapshot/{widths}/sha256_seconds", _best(lambda: hashlib.sha256(data).digest())[0], "s")
     yield Row(f"start/snapshot/{widths}/parse_seconds", _best(lambda: parse_codebook(data))[0], "s")
-    index = KeyIndex(snapshot.codebook, torch.device(settings.device))
+    index = KeyIndex(snapshot.codebook, torch.device(settings.model.device))
     yield Row(f"start/snapshot/{widths}/index_seconds", _best(index.refresh)[0], "s")
-    known = snapshots.list_manifests(settings, settings.codebook).values()
+    known = snapshots.list_manifests(settings.kafka, settings.model.codebook).values()
     manifest = next(iter(known))
 
     def check() -> None:
-        snapshots.list_manifests(settings, settings.codebook)
-        snapshots._check_log_holds(settings, manifest, snapshot.offset)
+        snapshots.list_manifests(settings.kafka, settings.model.codebook)
+        snapshots._check_log_holds(settings.kafka, manifest, snapshot.offset)
 
     yield Row(f"start/snapshot/{widths}/check_seconds", _best(check)[0], "s")
 
@@ -144,11 +144,13 @@ def _start(settings: Settings, state_digest: str) -> float:
 
 @contextmanager
 def _mirror(settings: Settings) -> Iterator[CodebookReplica]:
-    made, follower = Made(), DeltaFollower(settings)
-    codebook = Codebook(settings.codebook, made.model, made.layer)
-    store = RedisHeadStore(redis_client(settings), settings)
+    made, follower = Made(), DeltaFollower(settings.kafka)
+    codebook = Codebook(settings.model.codebook, made.model, made.layer)
+    store = RedisHeadStore(redis_client(settings.redis), settings.kafka.topic_prefix, settings.model.codebook)
     try:
-        yield CodebookReplica(codebook, KeyIndex(codebook, torch.device(settings.device)), store, follower, settings)
+        yield CodebookReplica(
+            codebook, KeyIndex(codebook, torch.device(settings.model.device)), store, follower, settings
+        )
     finally:
         follower.close()
 
@@ -171,8 +173,8 @@ async def fill(settings: Settings, count: int, made: Made) -> None:
     """
     writers = [
         AIOKafkaProducer(
-            bootstrap_servers=settings.kafka,
-            transactional_id=settings.topic(f"bench-{number}"),
+            bootstrap_servers=settings.kafka.servers,
+            transactional_id=settings.kafka.topic(f"bench-{number}"),
             max_request_size=MAX_DELTA_BYTES,
         )
         for number in range(WRITERS)
@@ -189,7 +191,7 @@ async def fill(settings: Settings, count: int, made: Made) -> None:
             record, delta = seal_delta(_delta(seq, generator, made), digest)
             digest = delta.digest
             await writers[turn].begin_transaction()
-            await writers[turn].send_and_wait(settings.topic(DELTAS), value=record, partition=0)
+            await writers[turn].send_and_wait(settings.kafka.topic(DELTAS), value=record, partition=0)
             ending[turn] = asyncio.create_task(writers[turn].commit_transaction())
         await asyncio.gather(*ending.values())
     finally:

@@ -57,10 +57,10 @@ def run(options: Options) -> Iterator[Row]:
             "device": options.device,
         }  # fmt: skip
         none = load_settings(**common, topic_prefix=f"bench-{os.getpid()}-none-", layer=default_layer(MODEL))
-        full = none.model_copy(update={"topic_prefix": f"bench-{os.getpid()}-"})
+        full = none.replace(topic_prefix=f"bench-{os.getpid()}-")
         made = _history_of(none)
         for settings in (none, full):
-            create_topics(settings, 1, 1)
+            create_topics(settings.kafka, 1, 1)
         options.tell("starting workers without a history")
         editor = _seconds("edit", none, folder, again)
         replica = _seconds("infer", none, folder, again)
@@ -73,15 +73,15 @@ def run(options: Options) -> Iterator[Row]:
         yield Row(f"start/editor/again/{count}/seconds", _seconds("edit", full, folder, again), "s", editor)
         options.tell("starting a replica from the log, and from a snapshot")
         yield Row(f"start/replica/log/{count}/seconds", _seconds("infer", full, folder, again), "s", replica)
-        kept = full.model_copy(update={"snapshot_url": str(folder / "snapshots")})
-        most = replay_with_offset(full, count - count // 100)
+        kept = full.replace(snapshot_url=str(folder / "snapshots"))
+        most = replay_with_offset(full.kafka, count - count // 100)
         assert most is not None
-        snapshots.write_snapshot(kept, most)
+        snapshots.write_snapshot(kept.kafka, most, str(kept.snapshots.url), kept.snapshots.keep)
         yield Row(f"start/replica/snapshot/{count}/seconds", _seconds("infer", kept, folder, again), "s", replica)
 
 
 def _history_of(settings: Settings) -> Made:
-    model = load_model(settings)
+    model = load_model(settings.model, settings.editing.policy)
     prompts = [model.task.tokenize("How soon?")]
     batch = model.task.batch(prompts)
     with torch.inference_mode(), model.adaptor.capture_output(batch) as session:
@@ -95,22 +95,22 @@ def _seconds(command: Literal["infer", "edit"], settings: Settings, folder: Path
 
 
 def _start(command: Literal["infer", "edit"], settings: Settings, folder: Path) -> float:
-    here = settings.model_copy(update={"http_port": find_free_port()})
+    here = settings.replace(http_port=find_free_port())
     process = worker(command, here, folder)
 
     def works() -> bool:
-        ready = is_http_ok(here.http_port, "/ready")
-        return ready and (command == "infer" or json.loads(status(here.http_port, "/state")[1])["role"] == "leading")
+        ready = is_http_ok(here.http.port, "/ready")
+        return ready and (command == "infer" or json.loads(status(here.http.port, "/state")[1])["role"] == "leading")
 
     started = time.monotonic()
     process.start()
     try:
         process.wait_for(works, 300, 0.02)
         seconds = time.monotonic() - started
-        state = json.loads(status(here.http_port, "/state")[1])
+        state = json.loads(status(here.http.port, "/state")[1])
     finally:
         process.stop()
-    whole = replay_with_offset(here)
+    whole = replay_with_offset(here.kafka)
     if whole is not None and state["state_digest"] != whole.codebook.state_digest():
         raise BenchError(f"the {command}or holds another codebook than a full replay")
     return seconds

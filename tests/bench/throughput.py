@@ -69,17 +69,17 @@ def run(options: Options) -> Iterator[Row]:
                 layer=default_layer(kind), default_max_new_tokens=NEW_TOKENS, threads=1,
                 device=options.device, http_port=find_free_port(), query_source=QUERIES[kind],
             )  # fmt: skip
-            create_topics(settings, 1, 1)
+            create_topics(settings.kafka, 1, 1)
             yield from _beside_bare(settings, count // 10 if options.quick else count, folder, options)
 
 
 def _beside_bare(settings: Settings, count: int, folder: Path, options: Options) -> Iterator[Row]:
-    texts = list(itertools.islice(itertools.cycle(_texts(settings.model)), count))
-    model = load_model(settings)
+    texts = list(itertools.islice(itertools.cycle(_texts(settings.model.name)), count))
+    model = load_model(settings.model, settings.editing.policy)
     prompts = [model.task.tokenize(text) for text in texts]
     batches = {
-        "bare": _as_a_replica(prompts, settings.request_batch_size),
-        "unsorted": _as_they_come(prompts, settings.request_batch_size),
+        "bare": _as_a_replica(prompts, settings.serving.request_batch_size),
+        "unsorted": _as_they_come(prompts, settings.serving.request_batch_size),
     }
     rates: dict[str, list[float]] = {"bare": [], "unsorted": [], "replica": []}
     busy: list[float] = []
@@ -87,22 +87,22 @@ def _beside_bare(settings: Settings, count: int, folder: Path, options: Options)
         replica = worker("infer", settings, folder)
         replica.start()
         stack.callback(replica.stop)
-        replica.wait_for(lambda: is_http_ok(settings.http_port, "/ready"), 120)
-        sender = producer(settings, linger_ms=20)
+        replica.wait_for(lambda: is_http_ok(settings.http.port, "/ready"), 120)
+        sender = producer(settings.kafka, linger_ms=20)
         stack.callback(sender.close, timeout=5)
         for turn in range(1 if options.quick else TURNS):
-            options.tell(f"{settings.model}: the bare loops, and then a replica")
+            options.tell(f"{settings.model.name}: the bare loops, and then a replica")
             for way, some in batches.items():
                 rates[way].append(_bare(model, some))
             spent = _model_seconds(settings)
             for number, text in enumerate(texts):
                 value = json.dumps({"v": 1, "request_id": f"{turn}-{number}", "inputs": text}).encode()
-                sender.send(settings.topic("requests"), value=value, partition=0)
+                sender.send(settings.kafka.topic("requests"), value=value, partition=0)
             sender.flush()
             rates["replica"].append(_answered(replica, settings, count * turn, count))
             busy.append(rates["replica"][-1] * (_model_seconds(settings) - spent) / count)
     medians = {who: statistics.median(some) for who, some in rates.items()}
-    name = f"throughput/{settings.model}"
+    name = f"throughput/{settings.model.name}"
     yield Row(f"{name}/of-bare", medians["replica"] / medians["bare"], "x", GOAL)
     yield Row(f"{name}/of-unsorted", medians["replica"] / medians["unsorted"], "x")
     yield Row(f"{name}/model-share", statistics.median(busy), "share")
@@ -138,8 +138,8 @@ def _as_a_replica(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
 
 def _answered(replica: ChildProcess, settings: Settings, before: int, count: int) -> float:
     """Requests a second over the middle of a backlog."""
-    with closing(consumer(settings)) as reader:
-        partition = TopicPartition(settings.topic("predictions"), 0)
+    with closing(consumer(settings.kafka)) as reader:
+        partition = TopicPartition(settings.kafka.topic("predictions"), 0)
         replica.wait_for(lambda: reader.end_offsets([partition])[partition] >= before + count, 600, 0.25)
         reader.assign([partition])
         reader.seek(partition, before)
@@ -152,7 +152,7 @@ def _answered(replica: ChildProcess, settings: Settings, before: int, count: int
 
 def _model_seconds(settings: Settings) -> float:
     try:
-        return metric(settings.http_port, "gracestream_batch_model_seconds_sum")
+        return metric(settings.http.port, "gracestream_batch_model_seconds_sum")
     except StopIteration:  # none yet
         return 0.0
 

@@ -94,7 +94,7 @@ class Site:
         self.load = Load(settings)
         self.editors: list[Forked] = []
         self.replicas: list[Forked] = []
-        self._follower = DeltaFollower(settings)
+        self._follower = DeltaFollower(settings.kafka)
         self._folder = folder
         self._started = 0
 
@@ -145,8 +145,10 @@ class Site:
             if not self.all_done():
                 return []
             deltas, state = len(records(self.settings, DELTAS)), self.leader().state()
-            found = sorted(list_manifests(self.settings, state["codebook"]).values(), key=lambda manifest: manifest.seq)
-            due = not found or deltas >= found[-1].seq + self.settings.snapshot_interval
+            found = sorted(
+                list_manifests(self.settings.kafka, state["codebook"]).values(), key=lambda manifest: manifest.seq
+            )
+            due = not found or deltas >= found[-1].seq + (self.settings.snapshots.interval or 0)
             return found if state["seq"] == deltas and not state["degraded"] and not due else []
 
         return wait_until(at_rest, 90, "a snapshot")
@@ -170,7 +172,9 @@ class Site:
 
     def faults(self) -> list[Fault]:
         """What is wrong with all that was left behind."""
-        store = RedisHeadStore(redis_client(self.settings), self.settings)
+        store = RedisHeadStore(
+            redis_client(self.settings.redis), self.settings.kafka.topic_prefix, self.settings.model.codebook
+        )
         return faults(
             Left(
                 feedback=records(self.settings, FEEDBACK),
@@ -217,9 +221,9 @@ class Site:
         return [{"name": worker.name, **worker.state()} for worker in (*self.replicas, self.leader())]
 
     def _position(self) -> int | None:
-        reader = consumer(self.settings, group_id=self.settings.topic("editor"))
+        reader = consumer(self.settings.kafka, group_id=self.settings.kafka.topic("editor"))
         try:
-            found: int | None = reader.committed(TopicPartition(self.settings.topic(FEEDBACK), 0))
+            found: int | None = reader.committed(TopicPartition(self.settings.kafka.topic(FEEDBACK), 0))
             return found
         finally:
             reader.close()

@@ -66,7 +66,7 @@ def site(kafka_of_its_own: LocalKafka, tmp_path: Path) -> Iterator[Site]:
             snapshot_url=str(tmp_path / "snapshots"),
             snapshot_interval=SNAPSHOT_EVERY,
         )
-        create_topics(settings, partitions=4, replication=1)
+        create_topics(settings.kafka, partitions=4, replication=1)
         made = Site(settings, kafka_of_its_own, valkey, tmp_path)
         try:
             made.start()
@@ -120,7 +120,7 @@ def replica_hangs(site: Site) -> None:
     """A replica hangs until the group goes on without it, and wakes."""
     site.replicas[0].pause()
     site.correct(2)
-    time.sleep(site.settings.session_timeout + SILENCE)
+    time.sleep(site.settings.kafka.session_timeout + SILENCE)
     site.replicas[0].go_on()
 
 
@@ -206,7 +206,7 @@ def newest_snapshot_is_cut(site: Site) -> None:
 
 def valkey_is_emptied(site: Site) -> None:
     """Valkey forgets everything."""
-    with redis_client(site.settings) as client:
+    with redis_client(site.settings.redis) as client:
         client.flushall()
     site.correct(2)
 

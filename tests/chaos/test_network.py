@@ -108,10 +108,12 @@ class Network:
         """Everything on the topics and in Redis, once both editors hold the same, which is the end of the log."""
         wait_until_settled(self.settings, DELTAS, EDITS, FEEDBACK_DLQ)
         wait_until(self._at_the_end, 60, "both editors at the end of the log")
-        store = RedisHeadStore(redis_client(self.settings), self.settings)
-        reader = consumer(self.settings, group_id=self.settings.topic("editor"))
+        store = RedisHeadStore(
+            redis_client(self.settings.redis), self.settings.kafka.topic_prefix, self.settings.model.codebook
+        )
+        reader = consumer(self.settings.kafka, group_id=self.settings.kafka.topic("editor"))
         try:
-            position = reader.committed(TopicPartition(self.settings.topic(FEEDBACK), 0))
+            position = reader.committed(TopicPartition(self.settings.kafka.topic(FEEDBACK), 0))
         finally:
             reader.close()
         states = [(editor.name, editor.state()) for editor in self.editors]
@@ -155,7 +157,7 @@ def network(
     settings = settings_for(
         server.bootstrap, redis_url, prefix, **chosen, cache_dir=tmp_path / "cache", traffic_sample_size=0
     )
-    create_topics(settings, partitions=1, replication=1)
+    create_topics(settings.kafka, partitions=1, replication=1)
     made = Network(settings, proxy, tmp_path)
     try:
         made.start()

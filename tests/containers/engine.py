@@ -124,7 +124,7 @@ def install(package: str) -> None:
 
 def cache() -> Path:
     """Where what is obtained is kept."""
-    return load_settings().cache_dir.expanduser() / "containers"
+    return load_settings().model.cache_dir.expanduser() / "containers"
 
 
 if __name__ == "__main__":

@@ -205,7 +205,7 @@ def _mirror() -> str:
 
 
 def _build_kafka(client: docker.DockerClient, name: str) -> None:
-    jars = fetch_jars(load_settings().cache_dir.expanduser())
+    jars = fetch_jars(load_settings().model.cache_dir.expanduser())
     files = {f"jars/{jar.name}": jar.read_bytes() for jar in sorted(jars.glob("*.jar"))}
     scripts = {"run": KAFKA_RUN, "kafka-broker-api-versions.sh": KAFKA_PROBE}
     _build(client, name, KAFKA, {**files, **{name: script.encode() for name, script in scripts.items()}})

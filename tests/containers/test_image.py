@@ -163,8 +163,8 @@ def test_workers_of_it_answer_and_are_corrected(
     engine: docker.DockerClient, kafka: str, redis_url: str, prefix: str, checkpoint: Checkpoint
 ) -> None:
     settings = settings_for(kafka, redis_url, prefix, **checkpoint.settings() | {"query_source": "auto"})
-    create_topics(settings, partitions=2, replication=1)
-    inside = settings.model_copy(update={"model": "/model", "http_host": "127.0.0.1", "http_port": 0, "threads": 1})
+    create_topics(settings.kafka, partitions=2, replication=1)
+    inside = settings.replace(model="/model", http_host="127.0.0.1", http_port=0, threads=1)
     users, started = Users(settings), []
     try:
         for command in ("edit", "infer"):

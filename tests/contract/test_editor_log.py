@@ -24,7 +24,7 @@ class TestTransactions:
         assert (letter.key, letter.value) == (b"a key", b"\xff\x00 a record")
         assert headers_of(letter) == {
             "reason": "no good",
-            "source_topic": cluster.settings.topic(FEEDBACK),
+            "source_topic": cluster.settings.kafka.topic(FEEDBACK),
             "source_partition": "0",
             "source_offset": "4",
         }
@@ -67,10 +67,10 @@ class TestTransactions:
         self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("gracestream.pipeline.editor.log.READ_TIMEOUT_SECONDS", 2.0)
-        other = cluster.producer(transactional_id=f"{cluster.settings.topic_prefix}another")
+        other = cluster.producer(transactional_id=f"{cluster.settings.kafka.topic_prefix}another")
         other.init_transactions()
         other.begin_transaction()
-        other.send(cluster.settings.topic(DELTAS), value=b"undecided", partition=0).get(timeout=PATIENCE)
+        other.send(cluster.settings.kafka.topic(DELTAS), value=b"undecided", partition=0).get(timeout=PATIENCE)
         log = cluster.member()
         with pytest.raises(KafkaTimeoutError, match="holds records of a transaction that has not ended"):
             log.fence()
@@ -87,7 +87,7 @@ class TestLostControlRecords:
     @pytest.fixture
     def kafka(self, prefix: str) -> MemoryKafka:
         settings = load_settings(topic_prefix=prefix)
-        return MemoryKafka([settings.topic(topic.name) for topic in TOPICS])
+        return MemoryKafka([settings.kafka.topic(topic.name) for topic in TOPICS])
 
     def test_the_editor_that_knows_what_it_committed_goes_on(self, kafka: MemoryKafka, prefix: str) -> None:
         cluster = Cluster(load_settings(topic_prefix=prefix), kafka)
@@ -203,14 +203,14 @@ class TestForeignRecords:
 
 def test_a_log_that_has_lost_records_is_not_gone_on_with(prefix: str) -> None:
     settings = load_settings(topic_prefix=prefix)
-    double = MemoryKafka([settings.topic(topic.name) for topic in TOPICS])
+    double = MemoryKafka([settings.kafka.topic(topic.name) for topic in TOPICS])
     log = Cluster(settings, double).leader()
     log.commit(decided(0, outcome_of("f0"), b"first"))
-    double.topics[settings.topic(DELTAS)].clear()
+    double.topics[settings.kafka.topic(DELTAS)].clear()
     with pytest.raises(HistoryError, match="deltas ends at offset 0, and was read up to 4: it has lost records"):
         log.commit(decided(1, outcome_of("f1"), b"second"))
     log.close()
-    assert not list(double.committed(settings.topic(DELTAS)))
+    assert not list(double.committed(settings.kafka.topic(DELTAS)))
 
 
 class TestPosition:

@@ -51,7 +51,9 @@ class TestOneWriter:
         second = cluster.member()
         second.fence()
         with pytest.raises(KafkaError):
-            first._writer.send(cluster.settings.topic(DELTAS), value=b"too late", partition=0).get(timeout=PATIENCE)
+            first._writer.send(cluster.settings.kafka.topic(DELTAS), value=b"too late", partition=0).get(
+                timeout=PATIENCE
+            )
         first.close()  # which fences nobody, though kafka-python would ask for another epoch here
         cluster.settle(second, "elected")
         list(second.read_new_deltas())

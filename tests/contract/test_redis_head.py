@@ -33,14 +33,14 @@ def client(request: pytest.FixtureRequest, prefix: str) -> Iterator[Redis]:
     if request.param == "double":
         yield MemoryRedis().client()
         return
-    with redis_client(settings_for("unused", request.getfixturevalue("redis_url"), prefix)) as made:
+    with redis_client(settings_for("unused", request.getfixturevalue("redis_url"), prefix).redis) as made:
         yield made
 
 
 @pytest.fixture
 def store(client: Redis, prefix: str) -> RedisHeadStore:
     """The radii of one codebook."""
-    return RedisHeadStore(client, load_settings(topic_prefix=prefix))
+    return RedisHeadStore(client, prefix, "default")
 
 
 def led(term: int = 1) -> Codebook:
@@ -131,7 +131,7 @@ class TestSeveralBatches:
     @pytest.fixture
     def other(self, client: Redis, prefix: str) -> RedisHeadStore:
         """The same radii, for whoever else writes or reads them."""
-        return RedisHeadStore(client, load_settings(topic_prefix=prefix))
+        return RedisHeadStore(client, prefix, "default")
 
     @pytest.fixture
     def between(self, store: RedisHeadStore, monkeypatch: pytest.MonkeyPatch) -> Between:
@@ -166,7 +166,7 @@ class TestSeveralBatches:
     def test_what_was_broken_off_is_not_served_and_is_completed(
         self, store: RedisHeadStore, other: RedisHeadStore, between: Between, calls: int, *, successor: bool
     ) -> None:
-        book, mirrored, follower = led(), led(), DeltaFollower(load_settings())
+        book, mirrored, follower = led(), led(), DeltaFollower(load_settings().kafka)
         replica = CodebookReplica(mirrored, KeyIndex(mirrored, torch.device("cpu")), other, follower, load_settings())
         mismatches = RADIUS_MISMATCH._value.get()
 

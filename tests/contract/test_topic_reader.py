@@ -21,8 +21,8 @@ class Transactions:
     """Transactions on `edits`: each takes one more offset for its control record."""
 
     def __init__(self, cluster: Cluster, reader: TopicReader) -> None:
-        self._topic, self._reader = cluster.settings.topic(EDITS), reader
-        self._writer = cluster.producer(transactional_id=f"{cluster.settings.prefix}transactions")
+        self._topic, self._reader = cluster.settings.kafka.topic(EDITS), reader
+        self._writer = cluster.producer(transactional_id=f"{cluster.settings.kafka.topic_prefix}transactions")
         self._writer.init_transactions()
 
     def write(self, *values: bytes, end: str | None = "commit") -> None:

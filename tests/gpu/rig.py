@@ -78,7 +78,7 @@ def smollm2(device: torch.device, max_new_tokens: int = 16, dtype: str = "float3
     from gracestream.pipeline.settings import load_settings  # noqa: PLC0415 - likewise
 
     try:
-        folder = ensure_model_built("smollm2", load_settings().cache_dir, lambda _line: None)
+        folder = ensure_model_built("smollm2", load_settings().model.cache_dir, lambda _line: None)
     except ModelError as error:
         raise SkipError(str(error)) from error
     limits = Limits(default_max_new_tokens=max_new_tokens)

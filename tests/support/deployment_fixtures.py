@@ -59,7 +59,7 @@ def deploy(
     def deployed(kind: str, prefix: str, **chosen: object) -> Settings:
         given = {**checkpoints[kind].settings(), "cache_dir": cache, **chosen}
         settings = settings_for(kafka, redis_url, prefix, **given)
-        create_topics(settings, partitions=4, replication=1)
+        create_topics(settings.kafka, partitions=4, replication=1)
         return settings
 
     return deployed
@@ -87,10 +87,10 @@ def cluster(request: pytest.FixtureRequest, prefix: str) -> Iterator[Cluster]:
     """Topics of one deployment, on the double and on the real Kafka."""
     if request.param == "double":
         settings = load_settings(topic_prefix=prefix)
-        made = Cluster(settings, MemoryKafka([settings.topic(topic.name) for topic in TOPICS]))
+        made = Cluster(settings, MemoryKafka([settings.kafka.topic(topic.name) for topic in TOPICS]))
     else:
         settings = settings_for(request.getfixturevalue("kafka"), "redis://unused", prefix, session_timeout=10.0)
-        create_topics(settings, partitions=1, replication=1)
+        create_topics(settings.kafka, partitions=1, replication=1)
         made = Cluster(settings, None)
     yield made
     made.close()
@@ -134,9 +134,9 @@ def mirror_of() -> Iterator[Callable[..., CodebookReplica]]:
     followers: list[DeltaFollower] = []
 
     def mirror(settings: Settings, model: str = MODEL, layer: str = LAYER) -> CodebookReplica:
-        codebook = Codebook(settings.codebook, model, layer)
-        followers.append(DeltaFollower(settings))
-        store = RedisHeadStore(redis_client(settings), settings)
+        codebook = Codebook(settings.model.codebook, model, layer)
+        followers.append(DeltaFollower(settings.kafka))
+        store = RedisHeadStore(redis_client(settings.redis), settings.kafka.topic_prefix, settings.model.codebook)
         made = CodebookReplica(codebook, KeyIndex(codebook, torch.device("cpu")), store, followers[-1], settings)
         made.start()
         return made
@@ -168,7 +168,7 @@ def run(folder: Path) -> Callable[..., Command]:
     ) -> Command:
         own = folder / secrets.token_hex(4)
         own.mkdir()
-        known = {} if settings is None else as_given(settings)
+        known = {"http_port": 0} | ({} if settings is None else as_given(settings))
         command = Command(arguments[0], arguments, own, given.encode(), **(known | chosen))
         command.run(within)
         return command

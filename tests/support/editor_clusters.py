@@ -47,9 +47,9 @@ class Cluster:
     def editor(self) -> EditorLog:
         """An editor's log; nothing is open yet."""
         if self.double is None:
-            made = EditorLog(self.settings)
+            made = EditorLog(self.settings.kafka)
         else:
-            made = EditorLog(self.settings, self.double.consumer, self.double.producer)
+            made = EditorLog(self.settings.kafka, self.double.consumer, self.double.producer)
         self._logs.append(made)
         return made
 
@@ -104,7 +104,7 @@ class Cluster:
     def producer(self, **options: Any) -> Any:
         """One of somebody else's."""
         return (
-            producer(self.settings, **options)
+            producer(self.settings.kafka, **options)
             if self.double is None
             else self.double.producer(self.settings, **options)
         )
@@ -112,13 +112,13 @@ class Cluster:
     def reader(self, topic: str) -> TopicReader:
         """A reader of a topic; close it."""
         new_consumer = consumer if self.double is None else self.double.consumer
-        return TopicReader(self.settings, topic, new_consumer=new_consumer)
+        return TopicReader(self.settings.kafka, topic, new_consumer=new_consumer)
 
     def send(self, topic: str, *values: bytes) -> None:
         """Records as users send them."""
         writer = self.producer()
         for value in values:
-            writer.send(self.settings.topic(topic), value=value, partition=0)
+            writer.send(self.settings.kafka.topic(topic), value=value, partition=0)
         writer.flush()
         writer.close(timeout=5)
 
@@ -126,14 +126,14 @@ class Cluster:
         """A dead letter of feedback that says this of where it came from."""
         writer = self.producer()
         headers = [] if source_offset is None else [(SOURCE_OFFSET_HEADER, source_offset)]
-        writer.send(self.settings.topic(FEEDBACK_DLQ), value=b"?", headers=headers, partition=0)
+        writer.send(self.settings.kafka.topic(FEEDBACK_DLQ), value=b"?", headers=headers, partition=0)
         writer.flush()
         writer.close(timeout=5)
 
     def records(self, topic: str) -> list[Any]:
         """What a reader of committed records sees."""
         if self.double is not None:
-            return list(self.double.committed(self.settings.topic(topic)))
+            return list(self.double.committed(self.settings.kafka.topic(topic)))
         return records(self.settings, topic)
 
     def values(self, topic: str) -> list[bytes]:
@@ -142,10 +142,10 @@ class Cluster:
     def forget_group(self) -> None:
         """What Kafka does to a group that was idle for a week."""
         if self.double is not None:
-            self.double.forget(self.settings.topic("editor"))
+            self.double.forget(self.settings.kafka.topic("editor"))
             return
-        client = admin(self.settings)
-        client.delete_groups([self.settings.topic("editor")])
+        client = admin(self.settings.kafka)
+        client.delete_groups([self.settings.kafka.topic("editor")])
         client.close()
 
     def close(self) -> None:
@@ -166,18 +166,18 @@ def half_written(cluster: Cluster, log: EditorLog) -> None:
     """All of a transaction but its end."""
     log._writer.begin_transaction()
     for topic in (DELTAS, EDITS):
-        log._writer.send(cluster.settings.topic(topic), value=b"half", partition=0)
+        log._writer.send(cluster.settings.kafka.topic(topic), value=b"half", partition=0)
     log._writer.flush()
     log._writer.send_offsets_to_transaction({log._feedback: OffsetAndMetadata(7, "", -1)}, log._group_metadata)
 
 
 def take_session(cluster: Cluster, log: EditorLog) -> None:
     """End an editor's session, as its silence would."""
-    name, member_id = cluster.settings.topic("editor"), log._group_metadata.member_id
+    name, member_id = cluster.settings.kafka.topic("editor"), log._group_metadata.member_id
     if cluster.double is not None:
         cluster.double.remove(name, member_id)
         return
-    client = admin(cluster.settings)
+    client = admin(cluster.settings.kafka)
     client.remove_group_members(name, [MemberToRemove(member_id)])
     client.close()
 

@@ -60,7 +60,7 @@ def _command(
 
 def as_given(settings: Settings) -> dict[str, Any]:
     """The settings that are not left as they are."""
-    return {field: getattr(settings, field) for field in settings.model_fields_set}
+    return settings.explicit_values()
 
 
 class Command:

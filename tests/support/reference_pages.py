@@ -3,7 +3,7 @@
 This is a tool of the repository and no part of the product: it needs the development requirements and the whole source
 tree. Nobody edits the pages by hand; a test fails if a committed page is not current. The sources of the pages are:
 
-1. `settings.md`: the fields of `Settings`.
+1. `settings.md`: the groups of `Settings` and their variables.
 2. `messages.md` and `headers.md`: the AsyncAPI document and the JSON Schemas.
 3. `metrics.md`: the Prometheus metrics of the workers.
 4. `alerts.md`: the alert rules in `deploy/prometheus`.
@@ -11,9 +11,11 @@ tree. Nobody edits the pages by hand; a test fails if a committed page is not cu
 6. `cli.md`: the commands of `gracestream`, by Typer's own generator.
 """
 
+import inspect
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from typer.cli import get_docs_for_click
 
 from gracestream.pipeline.observability import metrics
-from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.settings import VARIABLES, Settings
 from gracestream.schemas.generate import SCHEMA_TYPES, asyncapi_document, json_schema
 from gracestream.workers.cli.app import app
 from tests.support.log_events import MEANINGS, log_events
@@ -74,26 +76,44 @@ def _escape_tags(text: str) -> str:
 
 # Settings
 
+GROUP_TITLES = {
+    "kafka": "Kafka",
+    "redis": "Redis",
+    "model": "Model",
+    "editing": "Edits",
+    "serving": "Answers",
+    "snapshots": "Snapshots",
+    "auth": "Acceptance of feedback",
+    "http": "HTTP endpoints",
+    "process": "Process",
+}
+"""The title of each group of settings."""
+
 
 def _settings_page() -> str:
     def default(value: object) -> str:
         return "(none)" if value is None else f"`{value}`" if str(value) else "(empty)"
 
-    rows = [
-        (
-            f"`{Settings.model_config['env_prefix']}{name.upper()}`",
-            default(field.default),
-            _escape_tags(field.description or ""),
-        )
-        for name, field in Settings.model_fields.items()
-    ]
+    sections = []
+    for group in fields(Settings):
+        variables = [variable for variable in VARIABLES.values() if variable.group == group.name]
+        rows = [
+            (f"`{variable.name}`", default(variable.info.default), _escape_tags(variable.info.description or ""))
+            for variable in variables
+        ]
+        sections += [
+            f"## {GROUP_TITLES[group.name]}",
+            str(inspect.getdoc(group.type)),
+            _render_table(("variable", "default", "what it is"), rows),
+        ]
     return _render_page(
         "Settings",
         "Every process reads its settings from environment variables, once, at its start. A file of that name in the"
         " folder that `GRACESTREAM_SECRETS_DIR` names may hold it instead; a variable of the environment wins."
         " Options of a command overrule both. A worker logs the event `setting_ignored` for a variable that only looks"
         " like one of these.",
-        _render_table(("variable", "default", "what it is"), rows),
+        "An empty variable counts as not set. The word `none` removes a limit or an interval.",
+        *sections,
     )
 
 

@@ -110,9 +110,9 @@ def wait_until(found: Callable[[], T], timeout: float = PATIENCE, what: str = ""
 
 def records(settings: Settings, topic: str) -> list[Any]:
     """Every committed record of a topic, in order of partition and offset."""
-    reader = consumer(settings, fetch_max_wait_ms=50)
+    reader = consumer(settings.kafka, fetch_max_wait_ms=50)
     try:
-        name = settings.topic(topic)
+        name = settings.kafka.topic(topic)
         partitions = [TopicPartition(name, number) for number in sorted(reader.partitions_for_topic(name))]
         reader.assign(partitions)
         reader.seek_to_beginning()
@@ -128,9 +128,9 @@ def records(settings: Settings, topic: str) -> list[Any]:
 
 def wait_until_settled(settings: Settings, *topics: str) -> None:
     """Until no transaction is open on any of the topics: Kafka ends one partition after partition."""
-    committed, whole = consumer(settings), consumer(settings, isolation_level="read_uncommitted")
+    committed, whole = consumer(settings.kafka), consumer(settings.kafka, isolation_level="read_uncommitted")
     try:
-        names = [settings.topic(topic) for topic in topics]
+        names = [settings.kafka.topic(topic) for topic in topics]
         partitions = [TopicPartition(name, each) for name in names for each in whole.partitions_for_topic(name)]
         wait_until(
             lambda: committed.end_offsets(partitions) == whole.end_offsets(partitions), what="the end of transactions"
@@ -183,9 +183,9 @@ def members(settings: Settings) -> list[str]:
     logging.getLogger("kafka.admin").setLevel(
         logging.ERROR
     )  # it cannot read faust's own metadata, and says so at length
-    client = admin(settings)
+    client = admin(settings.kafka)
     try:
-        group = settings.topic("inference")
+        group = settings.kafka.topic("inference")
         described = client.describe_groups([group])
         group_of = described[group] if isinstance(described, dict) else described[0]
         found = group_of["members"] if isinstance(group_of, dict) else group_of.members

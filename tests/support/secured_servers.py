@@ -63,7 +63,7 @@ class SecuredKafka:
 
     def add_users(self, *names: str, mechanism: str = "SCRAM-SHA-512") -> None:
         """Users with passwords."""
-        client = admin(load_settings(kafka=self.server.address))
+        client = admin(load_settings(kafka=self.server.address).kafka)
         try:
             kind = ScramMechanism[mechanism.replace("-", "_")]
             client.alter_user_scram_credentials(

@@ -38,7 +38,7 @@ class Deployment:
     """An editor that takes what is signed by those on its list, its users, and the list."""
 
     def __init__(self, settings: Settings, folder: Path) -> None:
-        self.settings, self.authors = settings, Path(settings.authors_file)
+        self.settings, self.authors = settings, Path(str(settings.auth.authors_file))
         self.users = Users(settings)
         self.editor = Forked("editor", "edit", settings, folder)
 

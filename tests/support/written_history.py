@@ -20,10 +20,10 @@ class History:
 
     def __init__(self, settings: Settings, model: str = MODEL, layer: str = LAYER) -> None:
         self.settings = settings
-        self.codebook = Codebook(settings.codebook, model, layer)
-        self.redis = redis_client(settings)
-        self.store = RedisHeadStore(self.redis, settings)
-        self._producer = producer(settings)
+        self.codebook = Codebook(settings.model.codebook, model, layer)
+        self.redis = redis_client(settings.redis)
+        self.store = RedisHeadStore(self.redis, settings.kafka.topic_prefix, settings.model.codebook)
+        self._producer = producer(settings.kafka)
         self._applied: AppliedDelta | None = None
 
     def close(self) -> None:
@@ -33,7 +33,7 @@ class History:
 
     def write(self, value: bytes | None, topic: str = "deltas", headers: Sequence[tuple[str, bytes]] = ()) -> int:
         """One record as it is; its offset."""
-        sent = self._producer.send(self.settings.topic(topic), value=value, headers=list(headers), partition=0)
+        sent = self._producer.send(self.settings.kafka.topic(topic), value=value, headers=list(headers), partition=0)
         offset: int = sent.get(timeout=30).offset
         return offset
 

@@ -71,7 +71,7 @@ def realm(
     prefix = f"t{secrets.token_hex(4)}-"
     secured_kafka.add_users(*(prefix + role for role in ROLES))
     settings = load_settings()
-    printed = secured_kafka.set_acls(prefix, settings.cache_dir.expanduser())
+    printed = secured_kafka.set_acls(prefix, settings.model.cache_dir.expanduser())
     common = {
         **checkpoints["llama"].settings(),
         "topic_prefix": prefix,
@@ -85,18 +85,18 @@ def realm(
 @pytest.fixture(scope="module")
 def topics(realm: Realm) -> None:
     """The topics, which the operator has created."""
-    create_topics(realm.settings("operator"), partitions=2, replication=1)
+    create_topics(realm.settings("operator").kafka, partitions=2, replication=1)
 
 
 def rights(settings: Settings) -> dict[str, set[str]]:
     """What the broker says that a user may do, by topic; one that it may not even see is missing."""
-    client = admin(settings)
+    client = admin(settings.kafka)
     try:
         found = {topic["name"]: set(topic["authorized_operations"]) for topic in client.describe_topics()}
     finally:
         client.close()
-    own = {name: operations for name, operations in found.items() if name.startswith(settings.topic_prefix)}
-    return {name.removeprefix(settings.topic_prefix): operations for name, operations in own.items()}
+    own = {name: operations for name, operations in found.items() if name.startswith(settings.kafka.topic_prefix)}
+    return {name.removeprefix(settings.kafka.topic_prefix): operations for name, operations in own.items()}
 
 
 @pytest.mark.usefixtures("topics")
@@ -130,16 +130,16 @@ class TestRights:
     def test_nobody_else_writes_what_makes_an_edit_live(self, realm: Realm, role: str, topic: str) -> None:
         settings = realm.settings(role)
         end = ends(realm.settings("operator"), topic)
-        writer = producer(settings)
+        writer = producer(settings.kafka)
         with pytest.raises(KafkaError, match="AuthorizationFailed"):
-            writer.send(settings.topic(topic), b"forged", partition=0).get(timeout=PATIENCE)
+            writer.send(settings.kafka.topic(topic), b"forged", partition=0).get(timeout=PATIENCE)
         writer.close(timeout=5)
         assert ends(realm.settings("operator"), topic) == end
 
     @pytest.mark.parametrize("role", [role for role in ROLES if role != "editor"])
     def test_nobody_else_can_fence_the_editor(self, realm: Realm, role: str) -> None:
         settings = realm.settings(role)
-        rival = producer(settings, transactional_id=settings.topic("editor"))
+        rival = producer(settings.kafka, transactional_id=settings.kafka.topic("editor"))
         with pytest.raises(TransactionalIdAuthorizationFailedError):
             rival.init_transactions()
         rival.close(timeout=5)
@@ -157,9 +157,9 @@ class TestRights:
     )
     def test_groups_are_kept_apart(self, realm: Realm, role: str, groups: set[str]) -> None:
         settings = realm.settings(role)
-        topic = TopicPartition(settings.topic("edits" if role == "corrector" else "requests"), 0)
+        topic = TopicPartition(settings.kafka.topic("edits" if role == "corrector" else "requests"), 0)
         for group in ("editor", "inference", "user-analytics", "elsewhere"):
-            member = consumer(settings, group_id=settings.topic(group))
+            member = consumer(settings.kafka, group_id=settings.kafka.topic(group))
             try:
                 if group in groups:
                     assert member.committed(topic) is None
@@ -172,9 +172,9 @@ class TestRights:
 
 def ends(settings: Settings, topic: str) -> dict[TopicPartition, int]:
     """Where a topic ends."""
-    reader = consumer(settings)
+    reader = consumer(settings.kafka)
     try:
-        found: dict[TopicPartition, int] = reader.end_offsets([TopicPartition(settings.topic(topic), 0)])
+        found: dict[TopicPartition, int] = reader.end_offsets([TopicPartition(settings.kafka.topic(topic), 0)])
         return found
     finally:
         reader.close()
@@ -209,8 +209,8 @@ class TestCommands:
         self, realm: Realm, run: Callable[..., Command], folder: Path
     ) -> None:
         corrector, operator, resender = (realm.settings(role) for role in ("corrector", "operator", "resender"))
-        sender = producer(corrector)
-        sender.send(corrector.topic("feedback"), b"what is this", partition=0).get(timeout=PATIENCE)
+        sender = producer(corrector.kafka)
+        sender.send(corrector.kafka.topic("feedback"), b"what is this", partition=0).get(timeout=PATIENCE)
         sender.close(timeout=5)
         with Forked("editor", "edit", realm.settings("editor"), folder) as editor:
             wait_until(lambda: records(operator, "feedback.dlq"), what="a dead letter")
@@ -262,7 +262,9 @@ def test_nobody_but_an_operator_creates_topics(realm: Realm, run: Callable[..., 
 
 def test_the_script_lists_what_is_in_force_and_may_run_again(realm: Realm) -> None:
     assert realm.printed.count("Adding ACLs") >= len(ROLES)
-    listed = realm.kafka.set_acls(realm.common["topic_prefix"], load_settings().cache_dir.expanduser(), ["--list"])
+    listed = realm.kafka.set_acls(
+        realm.common["topic_prefix"], load_settings().model.cache_dir.expanduser(), ["--list"]
+    )
     for role in ROLES:
         assert f"User:{realm.common['topic_prefix']}{role}" in listed
     assert SUPER_USER not in listed
@@ -273,15 +275,15 @@ def test_a_replica_replies_only_to_topics_that_the_script_was_given(
 ) -> None:
     prefix = f"t{secrets.token_hex(4)}-"
     secured_kafka.add_users(*(prefix + role for role in ("replica", "user", "operator")))
-    secured_kafka.set_acls(prefix, load_settings().cache_dir.expanduser(), REPLY_TOPICS="answers more-answers")
+    secured_kafka.set_acls(prefix, load_settings().model.cache_dir.expanduser(), REPLY_TOPICS="answers more-answers")
     common = {**realm.common, "topic_prefix": prefix}
     root = load_settings(**common, **secured_kafka.as_user(SUPER_USER))
     replica, user = (load_settings(**common, **secured_kafka.as_user(prefix + role)) for role in ("replica", "user"))
-    create_topics(root, partitions=1, replication=1)
-    client = admin(root)
+    create_topics(root.kafka, partitions=1, replication=1)
+    client = admin(root.kafka)
     client.create_topics([NewTopic(f"{prefix}{name}", 1, 1) for name in ("answers", "hidden")])
     client.close()
-    sender = producer(user)
+    sender = producer(user.kafka)
     with Forked("replica", "infer", replica, folder) as worker:
         worker.wait_ready(90)
         for name in ("answers", "hidden"):

@@ -141,13 +141,13 @@ def key_of(number: int, value: bytes | None) -> bytes | None:
 
 def send_among_good(settings: Settings, topic: str, bad: Sequence[bytes | None], good: Sequence[bytes]) -> list[Any]:
     """One partition, one good record after each bad one; where the bad ones lie."""
-    sender = producer(settings)
+    sender = producer(settings.kafka)
     try:
         sent = []
         for number, value in enumerate(bad):
             key = key_of(number, value)
-            sent.append(sender.send(settings.topic(topic), value=value, key=key, partition=0))
-            sender.send(settings.topic(topic), value=good[number], partition=0)
+            sent.append(sender.send(settings.kafka.topic(topic), value=value, key=key, partition=0))
+            sender.send(settings.kafka.topic(topic), value=good[number], partition=0)
         sender.flush()
         return [future.get(timeout=30) for future in sent]
     finally:
@@ -165,7 +165,7 @@ def check_dead_letters(settings: Settings, topic: str, cases: dict[str, Any], pl
         assert letter.key == key_of(number, value), name
         assert reason in headers["reason"], name
         assert "\n" not in headers["reason"], name
-        assert (headers["source_topic"], headers["source_partition"]) == (settings.topic(topic), "0")
+        assert (headers["source_topic"], headers["source_partition"]) == (settings.kafka.topic(topic), "0")
 
 
 @pytest.fixture(scope="module")
@@ -241,10 +241,11 @@ def test_a_request_on_which_the_model_fails_fails_alone(kafka: str, redis_url: s
     settings = settings_for(kafka, redis_url, prefix)
     whole = editable("llama")
     codebook = Codebook("default", whole.fingerprint, whole.layer)
-    store = RedisHeadStore(redis_client(settings), settings)
-    mirror = CodebookReplica(codebook, KeyIndex(codebook, whole.device), store, DeltaFollower(settings), settings)
+    store = RedisHeadStore(redis_client(settings.redis), settings.kafka.topic_prefix, settings.model.codebook)
+    mirror = CodebookReplica(codebook, KeyIndex(codebook, whole.device), store, DeltaFollower(settings.kafka), settings)
     prompts = texts(4, seed=5)
-    server = RequestHandler(Fragile(whole, prompts[2]), mirror, settings, "replica")  # type: ignore[arg-type]
+    fragile: Any = Fragile(whole, prompts[2])
+    server = RequestHandler(fragile, mirror, settings.kafka, "replica", check_answers=True)
     given = [
         RequestRecord(encode(question(f"q{number}", prompt)), "requests", 0, number, 0.0)
         for number, prompt in enumerate(prompts)
@@ -270,7 +271,9 @@ def test_feedback_on_which_the_model_fails_is_rejected_and_the_next_is_taken(
     monkeypatch.setattr(model.suffix_runner, "inspect", fragile)
     stop = threading.Event()
     editor = build_editor(
-        WorkerContext("editor", Health(), model, stop), deployment, admission_from_settings(deployment)
+        WorkerContext("editor", Health(), model, stop),
+        deployment,
+        admission_from_settings(deployment.auth, deployment.kafka, deployment.model.codebook),
     )
     working = threading.Thread(target=editor.run, args=[stop])
     working.start()
@@ -290,13 +293,13 @@ def test_an_answer_that_is_not_the_entrys_target_is_never_published(kafka: str, 
     settings = settings_for(kafka, redis_url, prefix)
     model = editable("bert")
     codebook = new_codebook(model.fingerprint, model.layer)
-    store = RedisHeadStore(redis_client(settings), settings)
-    mirror = CodebookReplica(codebook, KeyIndex(codebook, model.device), store, DeltaFollower(settings), settings)
+    store = RedisHeadStore(redis_client(settings.redis), settings.kafka.topic_prefix, settings.model.codebook)
+    mirror = CodebookReplica(codebook, KeyIndex(codebook, model.device), store, DeltaFollower(settings.kafka), settings)
     (prompt,) = texts(1, seed=5)
     record = RequestRecord(encode(question("q", prompt)), "requests", 0, 0, 0.0)
 
-    def served(**changes: bool) -> Prediction:
-        server = RequestHandler(model, mirror, settings.model_copy(update=changes), "replica")
+    def served(*, check_answers: bool = True) -> Prediction:
+        server = RequestHandler(model, mirror, settings.kafka, "replica", check_answers=check_answers)
         (reply,) = server.answer(server.prepare([record]).requests)
         return decode(reply.value, Prediction)
 

@@ -65,7 +65,7 @@ def test_it_prints_a_table_and_settings_that_an_editor_takes(
     assert variables["GRACESTREAM_QUERY_SOURCE"] in ("last", "mean"), "the default of a causal model is an encoder"
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert load_settings().layer == "model.layers.1.mlp.down_proj"
+    assert load_settings().model.layer == "model.layers.1.mlp.down_proj"
     assert "reach" in plot.read_text()
 
 

@@ -175,16 +175,16 @@ BAD: dict[str, tuple[Any, str]] = {
 
 
 def test_bad_chats_are_dead_letters_with_the_reason_and_the_rest_is_answered(corrected: System) -> None:
-    settings, sender = corrected.settings, producer(corrected.settings)
+    settings, sender = corrected.settings, producer(corrected.settings.kafka)
     before = {topic: len(records(settings, topic)) for topic in ("requests.dlq", "feedback.dlq")}
     with corrected.users.client.predictions() as answers, corrected.users.client.outcomes() as outcomes:
         for place, (inputs, _) in enumerate(BAD.values()):
             request = {"v": 1, "request_id": f"bad{place}", "inputs": inputs}
             feedback = {"v": 1, "feedback_id": f"bad{place}", "inputs": inputs, "target": "museum"}
-            sender.send(settings.topic("requests"), json.dumps(request).encode(), partition=0).get(30)
-            sender.send(settings.topic("feedback"), json.dumps(feedback).encode()).get(30)
-        sender.send(settings.topic("requests"), encode(question("after", PLAIN)), partition=0).get(30)
-        sender.send(settings.topic("feedback"), encode(flag("after", chat(PROMPTS[7]), "museum"))).get(30)
+            sender.send(settings.kafka.topic("requests"), json.dumps(request).encode(), partition=0).get(30)
+            sender.send(settings.kafka.topic("feedback"), json.dumps(feedback).encode()).get(30)
+        sender.send(settings.kafka.topic("requests"), encode(question("after", PLAIN)), partition=0).get(30)
+        sender.send(settings.kafka.topic("feedback"), encode(flag("after", chat(PROMPTS[7]), "museum"))).get(30)
         ids = [f"bad{place}" for place in range(len(BAD))]
         answered = answers.wait([*ids, "after"], 60)
         decided = outcomes.wait([*ids, "after"], 60)

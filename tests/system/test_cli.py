@@ -36,9 +36,9 @@ class TestTopics:
         settings = settings_for(kafka, redis_url, prefix)
         first = run("topics", "--partitions", "3", settings=settings)
         assert status_of(first) == 0
-        assert all(settings.topic(topic.name) in first.told() for topic in TOPICS)
-        client = admin(settings)
-        described = client.describe_topics([settings.topic(topic.name) for topic in TOPICS])
+        assert all(settings.kafka.topic(topic.name) in first.told() for topic in TOPICS)
+        client = admin(settings.kafka)
+        described = client.describe_topics([settings.kafka.topic(topic.name) for topic in TOPICS])
         client.close()
         assert {topic["name"].removeprefix(prefix): len(topic["partitions"]) for topic in described} == {
             topic.name: topic.partitions or 3 for topic in TOPICS
@@ -83,17 +83,17 @@ class TestTopics:
         complaint: str,
     ) -> None:
         settings = settings_for(kafka, redis_url, prefix)
-        client = admin(settings)
+        client = admin(settings.kafka)
         config = {"message.timestamp.type": "LogAppendTime", **config}
-        client.create_topics([NewTopic(settings.topic(name), partitions, 1, topic_configs=config)])
+        client.create_topics([NewTopic(settings.kafka.topic(name), partitions, 1, topic_configs=config)])
         client.close()
         assert complaint in sentence(run("topics", settings=settings))
 
     def test_a_worker_does_not_start_on_a_topic_that_is_not_as_it_must_be_and_says_what_mends_it(
         self, run: Callable[..., Command], deployment: Settings
     ) -> None:
-        client = admin(deployment)
-        topic = deployment.topic("requests.dlq")
+        client = admin(deployment.kafka)
+        topic = deployment.kafka.topic("requests.dlq")
         changed = {"message.timestamp.type": "CreateTime", "max.message.bytes": "1000"}
         client.alter_configs([ConfigResource(ConfigResourceType.TOPIC, topic, configs=changed)])
         for command in ("infer", "edit"):
@@ -101,13 +101,13 @@ class TestTopics:
             assert said == (
                 f"topic {topic!r} has message.timestamp.type=CreateTime,max.message.bytes=1000 and must have"
                 " message.timestamp.type=LogAppendTime,max.message.bytes=67108864; set it with `kafka-configs.sh"
-                f" --bootstrap-server {deployment.kafka} --alter --entity-type topics --entity-name {topic}"
+                f" --bootstrap-server {deployment.kafka.servers} --alter --entity-type topics --entity-name {topic}"
                 " --add-config message.timestamp.type=LogAppendTime,max.message.bytes=67108864`"
             )
         wanted = {"message.timestamp.type": "LogAppendTime", "max.message.bytes": str(2**27), "retention.ms": "1000"}
         client.alter_configs([ConfigResource(ConfigResourceType.TOPIC, topic, configs=wanted)])
         client.close()
-        require_topics(deployment)
+        require_topics(deployment.kafka)
 
 
 @pytest.fixture(scope="module")
@@ -320,7 +320,7 @@ class TestHistory:
         command = run("replay", "--json", "--output", str(path), settings=running)
         assert status_of(command) == 0, command.said()
         (told,) = lines(command.told())
-        codebook = replay_deltas(running)
+        codebook = replay_deltas(running.kafka)
         assert codebook is not None
         assert told == codebook.describe() == load_codebook(path).describe()
         assert codebook.layer in run("replay", settings=running).told()
@@ -328,7 +328,7 @@ class TestHistory:
     def test_evaluate_measures_the_codebook_on_cases(
         self, run: Callable[..., Command], running: Settings, tmp_path: Path
     ) -> None:
-        correction = next(step for step in history_steps(running) if step.outcome == "added")
+        correction = next(step for step in history_steps(running.kafka) if step.outcome == "added")
         cases = [
             {"inputs": correction.inputs, "target": correction.target},
             {"inputs": correction.inputs, "unchanged": True},
@@ -341,7 +341,7 @@ class TestHistory:
         *results, counted = lines(command.told())
         assert [result["verdict"] for result in results] == ["correct", "changed", "unchanged"]
         assert results[0]["entry_id"] == correction.feedback_id
-        assert counted["seq"] == replay_deltas(running).seq  # type: ignore[union-attr]
+        assert counted["seq"] == replay_deltas(running.kafka).seq  # type: ignore[union-attr]
         assert (counted["passed"], counted["captured"], counted["broken"]) == (2, 2, 0)
         before = run("evaluate", str(path), "--seq", str(correction.seq - 1), "--json", settings=running)
         assert [result["verdict"] for result in lines(before.told())[:-1]] == ["wrong", "unchanged", "unchanged"]

@@ -100,7 +100,7 @@ def test_a_redis_url_that_is_none(run: Callable[..., Command], deployment: Setti
 
 
 def test_no_topics(run: Callable[..., Command], deployment: Settings) -> None:
-    said = sentence(run("infer", settings=deployment, topic_prefix=f"{deployment.topic_prefix}other-"))
+    said = sentence(run("infer", settings=deployment, topic_prefix=f"{deployment.kafka.topic_prefix}other-"))
     assert "missing; create them with `gracestream topics`" in said
 
 
@@ -224,10 +224,10 @@ def test_what_libraries_log_while_kafka_is_away_is_not_what_a_command_says(
     own_kafka: LocalKafka, tmp_path: Path
 ) -> None:
     settings = settings_for(own_kafka.bootstrap, "redis://unused", "away-")
-    create_topics(settings, 1, 1)
-    sender = producer(settings)
+    create_topics(settings.kafka, 1, 1)
+    sender = producer(settings.kafka)
     for number in range(reading.BULK_MIN_OFFSETS + 1000):
-        sender.send(settings.topic("requests.dlq"), value=b"%0100d" % number, partition=0)
+        sender.send(settings.kafka.topic("requests.dlq"), value=b"%0100d" % number, partition=0)
     sender.close()
     reader = Command(
         "reader", ["dlq", "replay", "requests", "--all", "--dry-run"], tmp_path,
@@ -239,7 +239,7 @@ def test_what_libraries_log_while_kafka_is_away_is_not_what_a_command_says(
     (tmp_path / "go-on").touch()
     own_kafka.start()
     assert (reader.wait(), reader.said()) == (0, "")
-    assert reader.told() == f"would send {reading.BULK_MIN_OFFSETS + 1000} to {settings.topic('requests')}\n"
+    assert reader.told() == f"would send {reading.BULK_MIN_OFFSETS + 1000} to {settings.kafka.topic('requests')}\n"
 
 
 class TestUp:
@@ -316,7 +316,8 @@ def test_a_port_in_use(run: Callable[..., Command], deployment: Settings, comman
         taken.listen()
         port = taken.getsockname()[1]
         said = sentence(run(command, settings=deployment, http_port=port))
-    assert said == f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another GRACESTREAM_HTTP_PORT"
+    remedy = "choose another GRACESTREAM_HTTP_PORT, or 0 for a free one"
+    assert said == f"cannot listen on 127.0.0.1:{port}: Address already in use; {remedy}"
 
 
 @pytest.mark.parametrize(
@@ -329,7 +330,7 @@ def test_a_port_in_use(run: Callable[..., Command], deployment: Settings, comman
         (
             "max_new_tokens",
             "63",
-            "GRACESTREAM_MAX_NEW_TOKENS: '63' should be at least GRACESTREAM_DEFAULT_MAX_NEW_TOKENS, which",
+            "GRACESTREAM_MAX_NEW_TOKENS: 63 should be at least GRACESTREAM_DEFAULT_MAX_NEW_TOKENS, which",
         ),
     ],
 )

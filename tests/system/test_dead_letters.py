@@ -29,10 +29,10 @@ BAD = [Hostile(b'{"v": 1, "number": %d}' % number, b"key", []) for number in ran
 
 def set_aside(settings: Settings, source: str, *values: bytes | None, key: bytes | None = None) -> None:
     """Dead letters of records that lie at offset 0, 1, 2 and so on."""
-    sender = producer(settings)
+    sender = producer(settings.kafka)
     for offset, value in enumerate(values):
-        letter = dead_letter_for(f"reason {offset}", key, value, settings.topic(source), 0, offset)
-        sender.send(settings.topic(f"{source}.dlq"), letter.value, letter.key, letter.headers).get(30)
+        letter = dead_letter_for(f"reason {offset}", key, value, settings.kafka.topic(source), 0, offset)
+        sender.send(settings.kafka.topic(f"{source}.dlq"), letter.value, letter.key, letter.headers).get(30)
     sender.close(timeout=5)
 
 
@@ -68,7 +68,7 @@ def test_a_record_larger_than_its_queue_takes_is_cut_and_the_stream_moves_on(
     deployment: Settings, users: Users, folder: Path
 ) -> None:
     huge = b"x" * (MAX_UNTRUNCATED_BYTES * 5)  # Kafka holds it compressed, and so within its limit
-    sender = producer(deployment, compression_type="gzip")
+    sender = producer(deployment.kafka, compression_type="gzip")
     with (
         Forked("editor", "edit", deployment, folder) as editor,
         Forked("replica", "infer", deployment, folder) as replica,
@@ -77,7 +77,7 @@ def test_a_record_larger_than_its_queue_takes_is_cut_and_the_stream_moves_on(
         replica.wait_ready(90)
         for source in ("requests", "feedback"):
             sender._max_request_size = sender.config["max_request_size"] = 2 * len(huge)
-            sender.send(deployment.topic(source), huge, partition=0).get(60)
+            sender.send(deployment.kafka.topic(source), huge, partition=0).get(60)
         sender.close(timeout=5)
         users.client.send([question("after", PROMPT)], partition=0)
         assert users.correct(flag("after", PROMPT, "museum"), timeout=120)["after"].status == "added"
@@ -94,15 +94,19 @@ def test_a_record_larger_than_its_queue_takes_is_cut_and_the_stream_moves_on(
 
 class TestLetters:
     def test_the_last_letters_are_found_behind_records_of_transactions(self, deployment: Settings) -> None:
-        sender = producer(deployment, transactional_id=deployment.topic("test"))
+        sender = producer(deployment.kafka, transactional_id=deployment.kafka.topic("test"))
         sender.init_transactions()
         for number in range(60):
             sender.begin_transaction()
-            sender.send(deployment.topic("feedback.dlq"), b"%d" % number, partition=0)
+            sender.send(deployment.kafka.topic("feedback.dlq"), b"%d" % number, partition=0)
             sender.commit_transaction() if number < 40 else sender.abort_transaction()
         sender.close(timeout=5)
-        assert [letter.value for letter in list_dead_letters(deployment, "feedback", last=3)] == [b"37", b"38", b"39"]
-        assert len(list(list_dead_letters(deployment, "feedback"))) == 40
+        assert [letter.value for letter in list_dead_letters(deployment.kafka, "feedback", last=3)] == [
+            b"37",
+            b"38",
+            b"39",
+        ]
+        assert len(list(list_dead_letters(deployment.kafka, "feedback"))) == 40
 
     def test_one_whose_header_has_a_name_that_is_not_utf8_is_listed_and_replayed_like_any_other(
         self, run: Callable[..., Command], deployment: Settings
@@ -160,7 +164,7 @@ class TestReplay:
     ) -> None:
         set_aside(deployment, "requests", b"one", b"\xff two", None, key=b"\x00key")
         command = run("dlq", "replay", "requests", "--offset", "1", "--offset", "2", settings=deployment)
-        assert command.told() == f"sent 2 to {deployment.topic('requests')}\n", command.said()
+        assert command.told() == f"sent 2 to {deployment.kafka.topic('requests')}\n", command.said()
         sent = {headers_of(record)["replayed_from"]: record for record in records(deployment, "requests")}
         assert sent.keys() == {"requests.dlq/1", "requests.dlq/2"}
         assert sent["requests.dlq/1"].value == b"\xff two"
@@ -173,14 +177,14 @@ class TestReplay:
     ) -> None:
         set_aside(deployment, "feedback", b"one", b"two", b"one", b"one")
         command = run("dlq", "replay", "feedback", "--all", settings=deployment)
-        told = f"sent 2 to {deployment.topic('feedback')}; left out 2, each equal to a letter that was sent\n"
+        told = f"sent 2 to {deployment.kafka.topic('feedback')}; left out 2, each equal to a letter that was sent\n"
         assert command.told() == told, command.said()
         assert [record.value for record in records(deployment, "feedback")] == [b"one", b"two"]
 
     def test_a_dry_run_sends_nothing(self, run: Callable[..., Command], deployment: Settings) -> None:
         set_aside(deployment, "requests", b"one")
         command = run("dlq", "replay", "--all", "--dry-run", settings=deployment)
-        names = [deployment.topic(source) for source in ("requests", "feedback")]
+        names = [deployment.kafka.topic(source) for source in ("requests", "feedback")]
         assert command.told() == f"would send 1 to {names[0]}\nwould send 0 to {names[1]}\n"
         assert records(deployment, "requests") == []
 
@@ -190,7 +194,7 @@ class TestReplay:
         assert f"offset 1 of requests.dlq had {MAX_UNTRUNCATED_BYTES + 1} bytes and was truncated" in said
         assert records(deployment, "requests") == [], "all or nothing"
         command = run("dlq", "replay", "requests", "--all", settings=deployment)
-        assert command.told() == f"sent 1 to {deployment.topic('requests')}; 1 is truncated and cannot be sent\n"
+        assert command.told() == f"sent 1 to {deployment.kafka.topic('requests')}; 1 is truncated and cannot be sent\n"
 
     def test_one_that_its_topic_does_not_take_is_named_and_the_others_are_sent(
         self, run: Callable[..., Command], deployment: Settings
@@ -198,7 +202,7 @@ class TestReplay:
         large = random.Random(0).randbytes(MAX_UNTRUNCATED_BYTES)  # with what surrounds it, more than Kafka takes
         set_aside(deployment, "requests", b"one", large, b"x" * len(large))
         command = run("dlq", "replay", "requests", "--all", settings=deployment)
-        told = f"sent 2 to {deployment.topic('requests')}; larger than the topic allows: those at offset 1\n"
+        told = f"sent 2 to {deployment.kafka.topic('requests')}; larger than the topic allows: those at offset 1\n"
         assert (status_of(command), command.told()) == (1, told)
         assert sorted(len(record.value) for record in records(deployment, "requests")) == [3, len(large)]
 
@@ -210,13 +214,13 @@ class TestReplay:
         with Forked("strict", "infer", deployment, folder, **small) as replica:
             replica.wait_ready(90)
             assert "the limit is" in str(users.ask(asked)["long"].error)
-        (letter,) = list_dead_letters(deployment, "requests")
+        (letter,) = list_dead_letters(deployment.kafka, "requests")
         assert "the limit is" in letter.reason
         with Forked("lenient", "infer", deployment, folder) as replica, users.client.predictions() as replies:
             replica.wait_ready(90)
             left_out = run("dlq", "replay", "requests", "--all", settings=deployment)
             assert left_out.told() == (
-                f"sent 0 to {deployment.topic('requests')}; left out 1 whose sender got an error reply"
+                f"sent 0 to {deployment.kafka.topic('requests')}; left out 1 whose sender got an error reply"
                 " (--answered sends them too)\n"
             )
             assert len(records(deployment, "requests")) == 1
@@ -230,8 +234,8 @@ class TestReplay:
         set_aside(deployment, "requests", with_id, b"without an id")
         set_aside(deployment, "feedback", b'{"v": 1, "feedback_id": "known", "request_id": "known"}')
         assert run("dlq", "replay", "--all", settings=deployment).told() == (
-            f"sent 1 to {deployment.topic('requests')}; left out 1 whose sender got an error reply"
-            f" (--answered sends them too)\nsent 1 to {deployment.topic('feedback')}\n"
+            f"sent 1 to {deployment.kafka.topic('requests')}; left out 1 whose sender got an error reply"
+            f" (--answered sends them too)\nsent 1 to {deployment.kafka.topic('feedback')}\n"
         )
         run("dlq", "replay", "requests", "--offset", "0", settings=deployment)
         assert {record.value for record in records(deployment, "requests")} == {b"without an id", with_id}

@@ -59,7 +59,9 @@ def test_an_editor_ends_and_its_feedback_is_decided_by_the_next(
     for model, expected in ((broken, []), (editable("llama"), ["f"])):
         stop = threading.Event()
         editor = build_editor(
-            WorkerContext("editor", Health(), model, stop), deployment, admission_from_settings(deployment)
+            WorkerContext("editor", Health(), model, stop),
+            deployment,
+            admission_from_settings(deployment.auth, deployment.kafka, deployment.model.codebook),
         )
         if expected:
             working = threading.Thread(target=editor.run, args=[stop])

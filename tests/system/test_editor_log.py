@@ -71,7 +71,7 @@ def test_an_editor_killed_again_and_again_gives_every_feedback_record_one_outcom
         assert {o.feedback_id: o.seq for o in outcomes if o.seq is not UNSET} == {
             delta.cause.feedback_id: delta.seq for delta in deltas if delta.cause is not UNSET
         }
-        replayed = replay_deltas(deployment)
+        replayed = replay_deltas(deployment.kafka)
         assert replayed is not None
         assert replayed.digest.hex() == editor.state()["digest"]
         assert replayed.state_digest() == editor.state()["state_digest"]
@@ -80,7 +80,7 @@ def test_an_editor_killed_again_and_again_gives_every_feedback_record_one_outcom
 @pytest.fixture
 def pair(deployment: Settings, folder: Path) -> Iterator[tuple[Forked, Forked]]:
     """One editor that leads, and one that stands by, with sessions so long that two of them would be too late."""
-    deployment = deployment.model_copy(update={"session_timeout": SESSION})
+    deployment = deployment.replace(session_timeout=SESSION)
     with Forked("first", "edit", deployment, folder) as first:
         first.wait_ready(90)
         assert leads(first)
@@ -169,7 +169,7 @@ def test_of_three_editors_one_leads_and_another_takes_over_each_time(
             editors.remove(leader)
             assert {editor.state()["role"] for editor in editors} == {"standby"}
             leader.kill()
-            bound = deployment.session_timeout + ALLOWANCE
+            bound = deployment.kafka.session_timeout + ALLOWANCE
             wait_until(lambda: any(leads(editor) for editor in editors), bound, "a take-over in time")
         wait_until(lambda: len(outcomes_in_log(deployment)) == len(given), 60)
         assert leads(editors[0])
@@ -183,7 +183,7 @@ def test_of_three_editors_one_leads_and_another_takes_over_each_time(
 def test_an_edit_longer_than_two_sessions_keeps_its_editor_in_the_lead(
     deployment: Settings, users: Users, folder: Path
 ) -> None:
-    seconds = 2 * deployment.session_timeout
+    seconds = 2 * deployment.kafka.session_timeout
     with Forked("slow", "edit", deployment, folder, sabotage=partial(train_slowly, seconds)) as slow:
         slow.wait_ready(90)
         with Forked("standby", "edit", deployment, folder) as standby, users.client.outcomes() as outcomes:
@@ -208,14 +208,14 @@ def test_an_edit_longer_than_two_sessions_keeps_its_editor_in_the_lead(
 def test_a_leader_whose_edit_does_not_end_loses_the_lead_in_time_and_stops_when_it_does(
     deployment: Settings, users: Users, folder: Path
 ) -> None:
-    settings = deployment.model_copy(update={"stall_timeout": 8.0})
+    settings = deployment.replace(stall_timeout=8.0)
     with Forked("stuck", "edit", settings, folder, sabotage=partial(train_slowly, 35.0)) as stuck:
         stuck.wait_ready(90)
         with Forked("standby", "edit", settings, folder) as standby:
             standby.wait_ready(90)
             users.client.send([flag("f", PROMPTS[0], "museum")])
             wait_until(lambda: "training_slowly" in stuck.said())
-            wait_until(lambda: leads(standby), settings.stall_timeout + ALLOWANCE, "a take-over in time")
+            wait_until(lambda: leads(standby), settings.kafka.stall_timeout + ALLOWANCE, "a take-over in time")
             assert stuck.live()[0] == 503
             assert metric(stuck.port, "gracestream_stalled") == 1
             assert metric(stuck.port, "gracestream_feedback_lag") == 1
@@ -229,7 +229,7 @@ def test_a_leader_whose_edit_does_not_end_loses_the_lead_in_time_and_stops_when_
 
 
 def test_an_editor_whose_edit_does_not_end_ends_itself(deployment: Settings, users: Users, folder: Path) -> None:
-    settings = deployment.model_copy(update={"stall_timeout": 3.0})
+    settings = deployment.replace(stall_timeout=3.0)
     with Forked("stuck", "edit", settings, folder, sabotage=partial(hang, 2.0)) as stuck:
         stuck.wait_ready(90)
         assert metric(stuck.port, "gracestream_stalled") == 0
@@ -242,12 +242,12 @@ def test_an_editor_whose_edit_does_not_end_ends_itself(deployment: Settings, use
 
 
 def test_an_undo_may_take_longer_than_an_edit(deployment: Settings, users: Users, folder: Path) -> None:
-    settings = deployment.model_copy(update={"stall_timeout": 8.0})
+    settings = deployment.replace(stall_timeout=8.0)
     with Forked("slow", "edit", settings, folder, sabotage=partial(undo_slowly, 3.0)) as slow:
         slow.wait_ready(90)
         users.correct(*(flag(f"f{number}", PROMPTS[number], "museum") for number in range(6)))
         seconds = 3.0 * len(deltas_in_log(settings))
-        assert seconds > 2 * settings.stall_timeout
+        assert seconds > 2 * settings.kafka.stall_timeout
         with Forked("standby", "edit", settings, folder) as standby, users.client.outcomes() as outcomes:
             standby.wait_ready(90)
             users.client.send([Feedback(v=1, feedback_id="undo", undo="f0"), flag("after", PROMPTS[6], "river")])
@@ -268,8 +268,8 @@ def test_an_editor_goes_on_after_kafka_was_restarted(
     deployment: Settings, users_of: Callable[[Settings], Users], folder: Path
 ) -> None:
     with LocalKafka(folder / "kafka") as kafka:
-        settings = deployment.model_copy(update={"kafka": kafka.bootstrap})
-        create_topics(settings, partitions=1, replication=1)
+        settings = deployment.replace(kafka=kafka.bootstrap)
+        create_topics(settings.kafka, partitions=1, replication=1)
         users = users_of(settings)
         with Forked("editor", "edit", settings, folder) as editor:
             editor.wait_ready(90)
@@ -290,7 +290,7 @@ class TestRedis:
     def in_redis(self, history: History) -> Codebook:
         """The codebook of the log, once Redis holds all of it."""
         wait_until_settled(history.settings, "deltas")
-        replayed = replay_deltas(history.settings)
+        replayed = replay_deltas(history.settings.kafka)
         assert replayed is not None
         radii = {entry: float(radius) for entry, radius in zip(replayed.entry_ids, replayed.radii_N, strict=True)}
         head = wait_until(lambda: history.store.read_head(0))
@@ -317,7 +317,7 @@ class TestRedis:
             assert self.in_redis(history).seq == before.seq + 1, "a new term"
 
             editor.kill()
-            older = replay_deltas(deployment, seq=3)
+            older = replay_deltas(deployment.kafka, seq=3)
             assert older is not None
             history.empty_redis()
             history.store.rebuild(older)
@@ -338,7 +338,7 @@ class TestRedis:
 
     def test_one_that_is_ahead_of_the_log_stops_the_editor(self, deployment: Settings, folder: Path) -> None:
         history = History(deployment)
-        elsewhere = Codebook(deployment.codebook, MODEL, LAYER)
+        elsewhere = Codebook(deployment.model.codebook, MODEL, LAYER)
         elsewhere.apply(sealed(elsewhere, op="lead", term=7))
         elsewhere.apply(sealed(elsewhere, added("e", [1.0], 1.0)))
         history.store.rebuild(elsewhere)

@@ -35,7 +35,8 @@ class Deployment:
     workers: tuple[Forked, ...]
 
     def run(self, script: str, *arguments: str, given: str = "") -> subprocess.CompletedProcess[str]:
-        own = {"GRACESTREAM_KAFKA": self.settings.kafka, "GRACESTREAM_TOPIC_PREFIX": self.settings.topic_prefix}
+        kafka = self.settings.kafka
+        own = {"GRACESTREAM_KAFKA": kafka.servers, "GRACESTREAM_TOPIC_PREFIX": kafka.topic_prefix}
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("GRACESTREAM_")}
         return subprocess.run(
             [sys.executable, str(EXAMPLES / script), *arguments],

@@ -87,7 +87,7 @@ def test_one_command_makes_requests_exceptions_for_good(running: Running) -> Non
     (retrained,) = running.lines("replay", "--retrain", "--json")
     assert retrained["first_difference"] is None
     assert retrained["same_records"] == 3
-    (branched,) = running.lines("replay", "--to", f"{running.settings.topic_prefix}b-", "--json")
+    (branched,) = running.lines("replay", "--to", f"{running.settings.kafka.topic_prefix}b-", "--json")
     assert branched["copied_digest"] == replayed["digest"]
     with Forked("late", "infer", running.settings, running.folder) as late:
         late.wait_ready(90)

@@ -174,6 +174,7 @@ def test_a_grid_runs_each_combination_once_and_goes_on_where_it_was_killed(
         ("policy=paper,paper", "it takes one or more values of policy, each once"),
         ("learning_rate=1e7", "GRACESTREAM_LEARNING_RATE"),
         ("editor=grace,gracie", "--sweep editor: 'gracie' is not one of grace, ft"),
+        ("expand=wide", "--sweep expand: 'wide' is not one of cover, paper"),
         ("seed=-1", "'-1' is not a number from 0 to 4294967295"),
         ("seed=4294967296", "is not a number from 0 to 4294967295"),
         ("policy=no", "GRACESTREAM_POLICY"),
@@ -198,6 +199,10 @@ def test_a_grid_that_makes_no_sense_is_told_of_before_anything_runs(
 def test_what_is_grace_s_alone_is_not_swept_for_others(run: Callable[..., Command], chosen: list[str]) -> None:
     given = ["--sweep", "editor=ft", "--sweep", "policy=paper,nearest"]
     assert "ft has no policy: only grace has" in sentence(run("experiment", "hallucination", *chosen, *given))
+    for other in (["--editor", "ft"], ["--through", "kafka"]):
+        command = run("experiment", "hallucination", *chosen, "--expand", "paper", *other)
+        assert status_of(command) == 2
+        assert "expand=paper: only grace has it, and only with --through engine" in command.said()
 
 
 def test_a_run_is_its_model_s_and_leaves_nothing_of_the_one_before(

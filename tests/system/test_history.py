@@ -129,9 +129,9 @@ def test_the_corrections_in_force_can_be_made_elsewhere(story: Running, run: Run
     assert [one.feedback_id for one in told] == ["second", "third", "again", "wider", "apart"]
     sent = [decode(record.value, Feedback) for record in records(story.settings, "feedback")]
     assert all(one in sent for one in told)
-    other = {"topic_prefix": f"{story.settings.topic_prefix}anew-", "layer": "model.layers[0].mlp.up_proj"}
-    there = story.settings.model_copy(update=other)
-    create_topics(there, partitions=4, replication=1)
+    other = {"topic_prefix": f"{story.settings.kafka.topic_prefix}anew-", "layer": "model.layers[0].mlp.up_proj"}
+    there = story.settings.replace(**other)
+    create_topics(there.kafka, partitions=4, replication=1)
     with Forked("anew", "edit", there, folder), Forked("answers", "infer", there, folder):
         seq = lines(run("correct", settings=there, given=printed))[-1]["seq"]
         asked = "\n".join(json.dumps({"inputs": one.inputs, "min_seq": seq}) for one in told)
@@ -159,14 +159,14 @@ def test_training_anew_gives_the_recorded_history_bit_for_bit(story: Running, ru
 
 
 def test_training_anew_up_to_a_delta_with_the_queries_that_the_history_names(story: Running, run: Run) -> None:
-    unset = story.settings.model_copy(update={"query_source": "auto"})
+    unset = story.settings.replace(query_source="auto")
     (told,) = lines(run("replay", "--retrain", "--seq", "3", "--json", settings=unset))
     assert (told["seq"], told["decisions"], told["same_records"]) == (3, 2, 2)
 
 
 @pytest.mark.parametrize("role", ["edit", "evaluate"])
 def test_a_history_of_the_layers_queries_names_the_setting_that_serves_it(story: Running, run: Run, role: str) -> None:
-    unset = story.settings.model_copy(update={"query_source": "auto"})
+    unset = story.settings.replace(query_source="auto")
     given, remedy = ["edit"], "(GRACESTREAM_QUERY_SOURCE=last in that history), or another GRACESTREAM_TOPIC_PREFIX"
     if role == "evaluate":
         given, remedy = ["evaluate", "-"], "(GRACESTREAM_QUERY_SOURCE=last where the layer makes the queries)"
@@ -189,12 +189,15 @@ def test_training_anew_tries_what_was_rejected_again(story: Running, run: Run) -
 
 def rewritten(story: Running, prefix: str, how: Callable[[EntryChange], EntryChange], **fields: Any) -> Settings:
     """A history, sealed as any other, whose third delta says something else."""
-    there = story.settings.model_copy(update={"topic_prefix": story.settings.topic_prefix + prefix})
+    there = story.settings.replace(topic_prefix=story.settings.kafka.topic_prefix + prefix)
     deltas = [decode_delta(record.value) for record in records(story.settings, "deltas")[:5]]
     entries = tuple(map(how, deltas[2].entries))
     deltas[2] = msgspec.structs.replace(deltas[2], entries=entries, **fields)
     branch_history(
-        story.settings, there, [seal_delta(delta, GENESIS_DIGEST)[0] for delta in deltas]
+        story.settings.kafka,
+        there.kafka,
+        there.model.codebook,
+        [seal_delta(delta, GENESIS_DIGEST)[0] for delta in deltas],
     )  # a branch is a chain of its own
     return there
 
@@ -211,7 +214,7 @@ def test_training_anew_ends_at_the_first_decision_that_differs(
 ) -> None:
     prefix = f"differs-{secrets.token_hex(4)}-"
     there = rewritten(story, prefix, lambda change: msgspec.structs.replace(change, **how), **fields)
-    branched = f"{there.topic_prefix}branch-"
+    branched = f"{there.kafka.topic_prefix}branch-"
     ended = run("replay", "--retrain", "--to", branched, "--json", settings=there)
     assert status_of(ended) == 1
     told = json.loads(ended.told())
@@ -220,7 +223,7 @@ def test_training_anew_ends_at_the_first_decision_that_differs(
     assert told["digest"] != told["recorded_digest"]
     assert "copied_to" not in told
     with pytest.raises(TopicError):
-        replay_deltas(there.model_copy(update={"topic_prefix": branched}))
+        replay_deltas(there.replace(topic_prefix=branched).kafka)
 
 
 def test_values_trained_anew_are_compared_and_can_be_branched(story: Running, run: Run) -> None:
@@ -229,12 +232,12 @@ def test_values_trained_anew_are_compared_and_can_be_branched(story: Running, ru
         return msgspec.structs.replace(change, value=Tensor.from_array(change.value.array() + 0.25))
 
     there = rewritten(story, "altered-", altered)
-    mended = there.model_copy(update={"topic_prefix": f"{there.topic_prefix}mended-"})
-    (told,) = lines(run("replay", "--retrain", "--to", mended.topic_prefix, "--json", settings=there))
+    mended = there.replace(topic_prefix=f"{there.kafka.topic_prefix}mended-")
+    (told,) = lines(run("replay", "--retrain", "--to", mended.kafka.topic_prefix, "--json", settings=there))
     assert (told["decisions"], told["same_decisions"], told["same_records"]) == (4, 4, 3)
     assert told["value_difference"] == pytest.approx(0.25, abs=1e-4)
     assert told["first_difference"] is None
-    theirs, ours = replay_deltas(story.settings, 5), replay_deltas(mended)
+    theirs, ours = replay_deltas(story.settings.kafka, 5), replay_deltas(mended.kafka)
     assert theirs is not None
     assert ours is not None
     assert told["recorded_digest"] != told["digest"] == told["copied_digest"] == ours.digest.hex()
@@ -245,8 +248,8 @@ def test_values_trained_anew_are_compared_and_can_be_branched(story: Running, ru
 def test_what_a_fenced_editor_left_is_neither_trained_anew_nor_copied(
     story: Running, run: Run, prefix: str, retrain: list[str]
 ) -> None:
-    there, copy = (story.settings.model_copy(update={"topic_prefix": prefix + name}) for name in ("fenced-", "copy-"))
-    create_topics(there, partitions=4, replication=1)
+    there, copy = (story.settings.replace(topic_prefix=prefix + name) for name in ("fenced-", "copy-"))
+    create_topics(there.kafka, partitions=4, replication=1)
     *before, left = [record.value for record in records(story.settings, "deltas")[:5]]
     lead, again, digest = decode_delta(before[0]), decode_delta(left), decode_delta(before[-1]).digest
     lead_record, lead = seal_delta(msgspec.structs.replace(lead, term=2, seq=5), digest)
@@ -256,25 +259,27 @@ def test_what_a_fenced_editor_left_is_neither_trained_anew_nor_copied(
             log.write(feedback.value, "feedback")
         for delta in (*before, lead_record, left, again_record):
             log.write(delta)
-    (told,) = lines(run("replay", *retrain, "--to", copy.topic_prefix, "--json", settings=there))
+    (told,) = lines(run("replay", *retrain, "--to", copy.kafka.topic_prefix, "--json", settings=there))
     assert told["digest"] == told["copied_digest"] == again.digest.hex()
     assert told.get("decisions") == told.get("same_records") == (4 if retrain else None)
     assert [record.value for record in records(copy, "deltas")] == [*before, lead_record, again_record]
 
 
 def test_a_history_is_not_trained_anew_on_another_model(story: Running, run: Run) -> None:
-    other = story.settings.model_copy(update={"layer": "model.layers[0].mlp.up_proj"})
+    other = story.settings.replace(layer="model.layers[0].mlp.up_proj")
     assert "the history is of model" in sentence(run("replay", "--retrain", settings=other))
 
 
 def test_a_branch_has_the_same_codebook_and_an_editor_of_another_policy_goes_on_from_it(
     story: Running, run: Run, folder: Path, users_of: Callable[[Settings], Users]
 ) -> None:
-    there = story.settings.model_copy(update={"topic_prefix": f"{story.settings.topic_prefix}branch-"})
+    there = story.settings.replace(topic_prefix=f"{story.settings.kafka.topic_prefix}branch-")
     seq = 4
-    told = lines(run("replay", "--seq", str(seq), "--to", there.topic_prefix, "--json", settings=story.settings))[0]
+    told = lines(run("replay", "--seq", str(seq), "--to", there.kafka.topic_prefix, "--json", settings=story.settings))[
+        0
+    ]
     assert told["copied_digest"] == told["digest"]
-    ours, theirs = replay_deltas(there), replay_deltas(story.settings, seq)
+    ours, theirs = replay_deltas(there.kafka), replay_deltas(story.settings.kafka, seq)
     assert ours is not None
     assert theirs is not None
     assert (ours.digest, ours.state_digest()) == (theirs.digest, theirs.state_digest())
@@ -286,9 +291,9 @@ def test_a_branch_has_the_same_codebook_and_an_editor_of_another_policy_goes_on_
     (then,) = lines(run("replay", "--at", at, "--json", settings=there))
     assert [then] == lines(run("replay", "--at", at, "--json", settings=story.settings))
     assert then["seq"] == 3
-    require_topics(there)  # which have Kafka's clock again
-    assert topic_layout(there) == topic_layout(story.settings) == (4, 1)
-    assert "has records already" in sentence(run("replay", "--to", there.topic_prefix, settings=story.settings))
+    require_topics(there.kafka)  # which have Kafka's clock again
+    assert topic_layout(there.kafka) == topic_layout(story.settings.kafka) == (4, 1)
+    assert "has records already" in sentence(run("replay", "--to", there.kafka.topic_prefix, settings=story.settings))
     with Forked("branch", "edit", there, folder, policy="paper") as editor:
         editor.wait_ready(90)
         users = users_of(there)
@@ -305,19 +310,17 @@ def test_a_branch_has_the_same_codebook_and_an_editor_of_another_policy_goes_on_
 
 
 def test_a_branch_of_another_codebook_has_its_own_digests_and_the_same_entries(story: Running, run: Run) -> None:
-    there = story.settings.model_copy(
-        update={"topic_prefix": f"{story.settings.topic_prefix}other-", "codebook": "other"}
-    )
-    arguments = ("--to", there.topic_prefix, "--to-codebook", "other", "--json")
+    there = story.settings.replace(topic_prefix=f"{story.settings.kafka.topic_prefix}other-", codebook="other")
+    arguments = ("--to", there.kafka.topic_prefix, "--to-codebook", "other", "--json")
     (told,) = lines(run("replay", *arguments, settings=story.settings))
     assert told["copied_digest"] != told["digest"]
-    ours = replay_deltas(there)
+    ours = replay_deltas(there.kafka)
     assert ours is not None
     assert (ours.name, ours.state_digest()) == ("other", told["state_digest"])
     refused = run("replay", "--to-codebook", "other", settings=story.settings)
     assert "it needs --to" in refused.said()
     assert "needs a prefix of its own" in sentence(
-        run("replay", "--to", story.settings.topic_prefix, settings=story.settings)
+        run("replay", "--to", story.settings.kafka.topic_prefix, settings=story.settings)
     )
 
 

@@ -28,8 +28,8 @@ from tests.support.written_history import History
 @pytest.fixture
 def log_of(quick: Settings) -> Iterator[History]:
     """A history of the replicas' own model, in its first term."""
-    assert quick.layer is not None
-    model = EditableModel.load(quick.model, quick.layer)
+    assert quick.model.layer is not None
+    model = EditableModel.load(quick.model.name, quick.model.layer)
     made = History(quick, model.fingerprint, model.layer)
     made.lead()
     made.make_live()
@@ -92,7 +92,7 @@ def garbage(history: History) -> None:
 
 
 def a_tombstone(history: History) -> None:
-    history._producer.send(history.settings.topic("deltas"), key=b"key", value=None, partition=0).get(30)
+    history._producer.send(history.settings.kafka.topic("deltas"), key=b"key", value=None, partition=0).get(30)
 
 
 def a_flipped_bit(history: History) -> None:

@@ -53,7 +53,7 @@ def memory(name):
 
 if sys.argv[1] == "aiokafka":
     reader.BULK_MIN_OFFSETS = 1
-settings = load_settings()
+settings = load_settings().kafka
 list(reader.read_topic(settings, "edits"))
 before, found = memory("VmRSS"), []
 for record in reader.read_topic(settings, sys.argv[2]):
@@ -64,8 +64,8 @@ print(json.dumps([memory("VmHWM") - before, found]))
 
 def send_large(settings: Settings, topic: str, codec: str, count: int) -> list[int]:
     """So many records as large as they may be, each followed by a small one; their offsets."""
-    name, offsets = settings.topic(topic), []
-    sender = producer(settings, compression_type=codec)
+    name, offsets = settings.kafka.topic(topic), []
+    sender = producer(settings.kafka, compression_type=codec)
     try:
         sender._max_request_size = sender.config["max_request_size"] = 2 * LARGE[codec]
         for number in range(count):
@@ -163,12 +163,12 @@ def test_workers_go_on_behind_records_with_hundreds_of_thousands_of_headers(
         assert users.correct(flag("before", PROMPT, "museum"))["before"].status == "added"
         assert users.ask(question("before", PROMPT))["before"].outputs
         before = [resident(worker) for worker in workers]
-        sender = producer(deployment, compression_type=codec, enable_idempotence=False)
+        sender = producer(deployment.kafka, compression_type=codec, enable_idempotence=False)
         with monkeypatch.context() as crowded:
             crowded_batches(crowded, each, b"{}", 450_000)
             for topic in (REQUESTS, FEEDBACK):
                 for _ in range(batches):
-                    sender.send(deployment.topic(topic), b"", partition=0).get(60)
+                    sender.send(deployment.kafka.topic(topic), b"", partition=0).get(60)
         sender.close(timeout=10)
         users.client.send([question("after", PROMPT)], partition=0)
         wait_until_done(deployment, REQUESTS, "inference", timeout=90)
@@ -204,10 +204,10 @@ def test_large_keys_are_committed_in_bounded_transactions_and_memory(
         assert users.correct(flag("before", PROMPT, "museum"))["before"].status == "added"
         before = resident(editor)
         editor.pause()  # so that all of them wait at once
-        sender = producer(deployment, compression_type="zstd")
+        sender = producer(deployment.kafka, compression_type="zstd")
         sender._max_request_size = sender.config["max_request_size"] = 2 * KEY_BYTES
         for number in range(KEYS):
-            sender.send(deployment.topic(FEEDBACK), b"%d" % number, key, partition=0).get(60)
+            sender.send(deployment.kafka.topic(FEEDBACK), b"%d" % number, key, partition=0).get(60)
         sender.close(timeout=10)
         editor.go_on()
         assert users.correct(flag("after", PROMPT, "museum"), timeout=90)["after"].status == "unchanged"
@@ -237,15 +237,15 @@ def test_a_replica_stops_at_a_batch_of_deltas_beyond_the_bound(deployment: Setti
 
 
 def test_a_follower_hands_out_nothing_behind_a_batch_of_deltas_beyond_the_bound(deployment: Settings) -> None:
-    history, follower = History(deployment), DeltaFollower(deployment)
+    history, follower = History(deployment), DeltaFollower(deployment.kafka)
     history.lead()
     together = []
     for number in range(2):  # each is within the bound, and both are not
         together.append(sealed(history.codebook, added(f"wide{number}", np.full(WIDTH, number, np.float32), 0.1)))
         history.codebook.apply(together[-1])
-    sender = producer(deployment, compression_type="zstd", linger_ms=60_000, batch_size=32 * WIDTH)
+    sender = producer(deployment.kafka, compression_type="zstd", linger_ms=60_000, batch_size=32 * WIDTH)
     sender._max_request_size = sender.config["max_request_size"] = sender.config["batch_size"]
-    sent = [sender.send(deployment.topic(DELTAS), record, partition=0) for record in together]
+    sent = [sender.send(deployment.kafka.topic(DELTAS), record, partition=0) for record in together]
     sender.close(timeout=60)
     first, second = (one.get(1).offset for one in sent)
     history.step(added("narrow", np.zeros(WIDTH, np.float32), 0.1))

@@ -20,8 +20,8 @@ def test_its_neighbours_are_answered_while_it_waits(
 ) -> None:
     settings = deploy("llama", prefix, min_seq_wait=120.0)
     users = users_of(settings)
-    assert settings.layer is not None
-    model = EditableModel.load(settings.model, settings.layer)
+    assert settings.model.layer is not None
+    model = EditableModel.load(settings.model.name, settings.model.layer)
     history = History(settings, model.fingerprint, model.layer)
     history.lead()
     history.make_live()

@@ -346,15 +346,16 @@ def test_by_default_an_encoder_makes_the_queries_of_causal_models_alone(
     checkpoints: dict[str, Checkpoint], kind: str, queried: str
 ) -> None:
     chosen = {**checkpoints[kind].settings(), "query_source": "auto", "device": "cpu"}
-    assert load_model(load_settings(**chosen)).query_source.split()[0] == queried
-    by_layer = load_model(load_settings(**chosen, policy="paper"))
+    settings = load_settings(**chosen).model
+    assert load_model(settings, "nearest").query_source.split()[0] == queried
+    by_layer = load_model(settings, "paper")
     assert by_layer.query_source == ("first" if kind == "bert" else "last"), (
         "the paper's policy keeps the paper's queries"
     )
     named = load_settings(**chosen, encoder="/no/such/encoder")
     remedy = "GRACESTREAM_QUERY_SOURCE=last" if kind == "llama" else "unset GRACESTREAM_ENCODER"
     with pytest.raises(UserError, match=remedy):
-        load_model(named)
+        load_model(named.model, named.editing.policy)
 
 
 def test_other_names_stay_as_they_are(tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ PROMPT, OTHER = texts(2, seed=21, shortest=6, longest=9)
 @pytest.fixture
 def failing(deployment: Settings) -> Settings:
     """A deployment whose history has one entry, with a value that does not give its target."""
-    model = load_model(deployment)
-    engine = EditEngine(model, deployment.codebook)
+    model = load_model(deployment.model, deployment.editing.policy)
+    engine = EditEngine(model, deployment.model.codebook)
     lead = engine.lead_delta({})
     engine.apply(lead)
     (query_D,) = model.queries([model.task.tokenize(PROMPT)]).numpy()
@@ -36,9 +36,9 @@ def failing(deployment: Settings) -> Settings:
 
 
 def send(settings: Settings, topic: str, *values: bytes) -> None:
-    sender = producer(settings)
+    sender = producer(settings.kafka)
     for value in values:
-        sender.send(settings.topic(topic), value, partition=0).get(30)
+        sender.send(settings.kafka.topic(topic), value, partition=0).get(30)
     sender.close(timeout=5)
 
 
@@ -54,8 +54,8 @@ def test_near_misses_are_answered_unedited_counted_and_listed(
         answer.request_id: answer
         for answer in (decode(record.value, Prediction) for record in records(failing, "predictions"))
     }
-    model = load_model(failing)
-    engine = EditEngine(model, failing.codebook)
+    model = load_model(failing.model, failing.editing.policy)
+    engine = EditEngine(model, failing.model.codebook)
     prompts = [model.task.tokenize(one.inputs) for one in asked]
     unedited = model.answer(prompts, [one.parameters for one in asked], engine.lookup)
     for request, served in zip(asked, unedited, strict=True):
@@ -126,12 +126,10 @@ def test_a_prompt_a_little_outside_the_radius_is_listed_and_one_in_the_same_word
 ) -> None:
     further, same_words = f"{PROMPT} people", f"{PROMPT} the"
     settings = deploy("llama", prefix)
-    model = load_model(settings)
+    model = load_model(settings.model, settings.editing.policy)
     edited_D, further_D = model.queries([model.task.tokenize(text) for text in (PROMPT, further)])
     radius = float((edited_D - further_D).norm()) / 1.2
-    settings = settings.model_copy(
-        update={"radius": radius, "radius_unit": "absolute", "traffic_sample_size": 0, "train_prompt_forms": False}
-    )
+    settings = settings.replace(radius=radius, radius_unit="absolute", traffic_sample_size=0, train_prompt_forms=False)
     correction = json.dumps({"feedback_id": "a", "inputs": PROMPT, "target": "train"})
     with Forked("editor", "edit", settings, folder) as editor, Forked("replica", "infer", settings, folder) as replica:
         editor.wait_ready(90)

@@ -14,10 +14,10 @@ from tests.support.running import Users, flag, metric, wait_until
 def test_what_waits_behind_it_counts_as_lag_and_is_reported(deployment: Settings, users: Users, folder: Path) -> None:
     with Forked("editor", "edit", deployment, folder) as editor:
         editor.wait_ready(90)
-        stranger = producer(deployment, transactional_id=f"{deployment.topic_prefix}stranger")
+        stranger = producer(deployment.kafka, transactional_id=f"{deployment.kafka.topic_prefix}stranger")
         stranger.init_transactions()
         stranger.begin_transaction()
-        stranger.send(deployment.topic(FEEDBACK), b"left open", partition=0).get(30)
+        stranger.send(deployment.kafka.topic(FEEDBACK), b"left open", partition=0).get(30)
         users.client.send([flag("waits", "a b c", "museum")])
         wait_until(lambda: metric(editor.port, "gracestream_feedback_blocked") == 2, 40, "the report")
         assert metric(editor.port, "gracestream_feedback_lag") == 2
@@ -33,14 +33,14 @@ def test_what_waits_behind_it_counts_as_lag_and_is_reported(deployment: Settings
 def test_an_editor_that_no_longer_leads_reports_none(
     deploy: Callable[..., Settings], prefix: str, own_kafka: LocalKafka, folder: Path
 ) -> None:
-    settings = deploy("llama", prefix).model_copy(update={"kafka": own_kafka.bootstrap})
-    create_topics(settings, partitions=1, replication=1)
+    settings = deploy("llama", prefix).replace(kafka=own_kafka.bootstrap)
+    create_topics(settings.kafka, partitions=1, replication=1)
     with Forked("editor", "edit", settings, folder) as editor:
         editor.wait_ready(90)
-        stranger = producer(settings, transactional_id=f"{prefix}stranger")
+        stranger = producer(settings.kafka, transactional_id=f"{prefix}stranger")
         stranger.init_transactions()
         stranger.begin_transaction()
-        stranger.send(settings.topic(FEEDBACK), b"left open", partition=0).get(30)
+        stranger.send(settings.kafka.topic(FEEDBACK), b"left open", partition=0).get(30)
         wait_until(lambda: metric(editor.port, "gracestream_feedback_blocked") == 1, 40, "the report")
         own_kafka.kill()
         stranger.close(timeout=0)

@@ -118,11 +118,11 @@ class TestServing:
                 {**msgspec.to_builtins(message), "padding": "x" * 5000}
             )  # else it stays as it is
 
-        sender, settings = producer(system.settings, compression_type=codec), system.settings
+        sender, settings = producer(system.settings.kafka, compression_type=codec), system.settings
         with system.users.client.predictions() as answers, system.users.client.outcomes() as outcomes:
-            sender.send(settings.topic("requests"), large(question(codec, PROMPTS[40]))).get(30)
+            sender.send(settings.kafka.topic("requests"), large(question(codec, PROMPTS[40]))).get(30)
             assert answers.wait([codec], PATIENCE)[codec].error is UNSET
-            sender.send(settings.topic("feedback"), large(flag(codec, PROMPTS[41], TARGETS[system.kind]))).get(30)
+            sender.send(settings.kafka.topic("feedback"), large(flag(codec, PROMPTS[41], TARGETS[system.kind]))).get(30)
             assert outcomes.wait([codec], PATIENCE)[codec].status in {"added", "expanded", "unchanged"}
         sender.close(timeout=5)
 
@@ -190,7 +190,7 @@ class TestServing:
 
     def test_editor_replicas_and_replay_hold_the_same_codebook(self, system: System) -> None:
         wait_until(lambda: len({state["digest"] for state in system.states()}) == 1, what="one digest")
-        replayed = replay_deltas(system.settings)
+        replayed = replay_deltas(system.settings.kafka)
         assert replayed is not None
         for state in system.states():
             assert (state["seq"], state["digest"]) == (replayed.seq, replayed.digest.hex())
@@ -198,10 +198,10 @@ class TestServing:
 
     def test_redis_holds_the_radii_of_the_codebook(self, system: System) -> None:
         wait_until(lambda: len({state["digest"] for state in system.states()}) == 1)
-        replayed = replay_deltas(system.settings)
+        replayed = replay_deltas(system.settings.kafka)
         assert replayed is not None
-        with redis_client(system.settings) as client:
-            store = RedisHeadStore(client, system.settings)
+        with redis_client(system.settings.redis) as client:
+            store = RedisHeadStore(client, system.settings.kafka.topic_prefix, system.settings.model.codebook)
             radii = {entry_id: np.float32(radius) for entry_id, radius in store.read_radii().items()}
             assert radii == dict(zip(replayed.entry_ids, replayed.radii_N, strict=True))
             head = store.read_head(0)
@@ -220,7 +220,7 @@ class TestServing:
         answer = system.users.ask(question("future", PROMPTS[0], min_seq=10**6))["future"]
         assert str(answer.error).startswith("min_seq 1000000 is not reached: the codebook is at ")
         assert answer.outputs is UNSET
-        assert time.monotonic() - started < system.settings.min_seq_wait
+        assert time.monotonic() - started < system.settings.serving.min_seq_wait
 
 
 def test_a_replica_that_is_killed_loses_no_question_and_comes_back_with_the_same_digest(

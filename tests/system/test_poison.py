@@ -40,14 +40,14 @@ def place_of(sent: Any) -> Place:
 def send(settings: Settings, topic: str, given: Sequence[Hostile], partitions: int) -> dict[Place, Hostile]:
     """All of them, on the partitions in turn; where each lies."""
     found = {}
-    sender = producer(settings, linger_ms=5, compression_type="gzip")
+    sender = producer(settings.kafka, linger_ms=5, compression_type="gzip")
     try:
         for start in range(0, len(given), PORTION):
             sent = []
             for number, one in enumerate(given[start : start + PORTION]):
                 key = b"" if one.key is None and one.value is None else one.key  # no client sends neither
                 whole = Hostile(one.value, key, one.headers)
-                name, partition = settings.topic(topic), number % partitions
+                name, partition = settings.kafka.topic(topic), number % partitions
                 sent.append((sender.send(name, one.value, key, one.headers, partition), whole))
             sender.flush()
             found.update({place_of(future.get(timeout=60)): whole for future, whole in sent})
@@ -65,9 +65,9 @@ def scattered(bad: Sequence[Hostile], good: Sequence[Request | Feedback], seed: 
 
 def wait_until_done(settings: Settings, topic: str, group: str, timeout: float = PATIENCE) -> None:
     """Until the group has committed every record of the topic, and what it wrote with them can be read."""
-    reader = consumer(settings, group_id=settings.topic(group))
+    reader = consumer(settings.kafka, group_id=settings.kafka.topic(group))
     try:
-        name = settings.topic(topic)
+        name = settings.kafka.topic(topic)
         partitions = [TopicPartition(name, number) for number in reader.partitions_for_topic(name)]
         ends = reader.end_offsets(partitions)
 
@@ -87,7 +87,7 @@ def check_letters(settings: Settings, topic: str, given: dict[Place, Hostile]) -
         headers = headers_of(letter)
         place = int(headers["source_partition"]), int(headers["source_offset"])
         found[place] += 1
-        assert headers["source_topic"] == settings.topic(topic)
+        assert headers["source_topic"] == settings.kafka.topic(topic)
         assert headers["reason"].isprintable()
         assert headers["reason"]
         assert len(letter.headers) == len(headers) == 4
@@ -111,7 +111,7 @@ def check_requests(settings: Settings, given: dict[Place, Hostile], good: Sequen
     letters = check_letters(settings, "requests", given)
     for place, one in given.items():
         request_id = readable_id("request", one.value)
-        judged = verdict("request", one.value, settings.max_record_bytes)
+        judged = verdict("request", one.value, settings.kafka.max_record_bytes)
         assert judged == "depends" or (place in letters) == (judged == "bad"), (judged, one)
         if place not in letters:
             assert request_id in answers, one
@@ -138,7 +138,7 @@ def check_feedback(settings: Settings, given: dict[Place, Hostile]) -> tuple[Cou
     assert max(letters.values()) == 1, "set aside twice"
     for place, one in given.items():
         feedback_id = readable_id("feedback", one.value)
-        judged = verdict("feedback", one.value, settings.max_record_bytes)
+        judged = verdict("feedback", one.value, settings.kafka.max_record_bytes)
         assert judged == "depends" or (place in letters) == (judged == "bad"), (judged, one)
         if place not in letters or feedback_id is not None:
             assert outcomes[place[1]].feedback_id == feedback_id
@@ -179,7 +179,7 @@ def test_ten_thousand_hostile_requests(deploy: Callable[..., Settings], prefix: 
     settings = deploy("llama", prefix, min_seq_wait=0.05)
     prompts = texts(50, seed=1)
     good = [question(f"good-{number}", prompts[number % 50]) for number in range(500)]
-    bad = hostile("request", HOSTILE, settings.max_record_bytes)
+    bad = hostile("request", HOSTILE, settings.kafka.max_record_bytes)
     with (
         Forked("editor", "edit", settings, folder) as editor,
         Forked("first", "infer", settings, folder) as first,
@@ -205,7 +205,7 @@ def test_ten_thousand_hostile_requests(deploy: Callable[..., Settings], prefix: 
 def test_ten_thousand_hostile_feedback_records(deploy: Callable[..., Settings], prefix: str, folder: Path) -> None:
     settings = deploy("llama", prefix)
     good = [flag(f"good-{number}", prompt, "museum") for number, prompt in enumerate(texts(12, seed=2, shortest=6))]
-    bad = hostile("feedback", HOSTILE, settings.max_record_bytes)
+    bad = hostile("feedback", HOSTILE, settings.kafka.max_record_bytes)
     with Forked("editor", "edit", settings, folder) as editor:
         editor.wait_ready(90)
         given = send(settings, "feedback", scattered(bad, good, seed=2), partitions=1)

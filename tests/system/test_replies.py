@@ -44,8 +44,10 @@ class Service:
     replica: Forked
 
     def send(self, message: Request, *headers: tuple[str, bytes | None], value: bytes | None = None) -> str:
-        sender = producer(self.settings)
-        sender.send(self.settings.topic("requests"), value=value or encode(message), headers=list(headers)).get(30)
+        sender = producer(self.settings.kafka)
+        sender.send(self.settings.kafka.topic("requests"), value=value or encode(message), headers=list(headers)).get(
+            30
+        )
         sender.close(timeout=5)
         return message.request_id
 
@@ -67,9 +69,9 @@ def service(
     llama(positions=TOKENS + 100).save_pretrained(checkpoint)
     tokenizer(BUILDERS["llama"][1]).save_pretrained(checkpoint)
     chosen = {"kafka": creating_kafka.bootstrap, "model": str(checkpoint), "max_new_tokens": TOKENS}
-    settings = deploy("llama", prefix).model_copy(update=chosen)
-    create_topics(settings, partitions=1, replication=1)
-    client = admin(settings)
+    settings = deploy("llama", prefix).replace(**chosen)
+    create_topics(settings.kafka, partitions=1, replication=1)
+    client = admin(settings.kafka)
     client.create_topics([NewTopic(f"{prefix}{name}", 1, 1) for name in ("answers", "small-answers", "tiny-answers")])
     by_age = next(topic.config for topic in TOPICS if topic.name == "predictions")
     for name, largest in (("predictions", LARGEST), ("small-answers", LARGEST), ("tiny-answers", TINY)):
@@ -96,7 +98,7 @@ class TestTooLarge:
         asked = [question(f"n{number}", prompt) for number, prompt in enumerate(PROMPTS)]
         answers = service.users.ask(*asked[:20], long("long"), *asked[20:], timeout=90)
         error = answers.pop("long").error
-        assert f"larger than a record of topic {service.settings.topic('predictions')} may be" in str(error)
+        assert f"larger than a record of topic {service.settings.kafka.topic('predictions')} may be" in str(error)
         assert len(answers) == len(asked)
         assert {answer.error for answer in answers.values()} == {UNSET}
         assert metric(service.replica.port, "gracestream_replies_rejected_total") >= 1
@@ -159,7 +161,7 @@ class TestHeaders:
 
 class TestReplyTo:
     def test_an_answer_goes_where_its_request_says(self, service: Service) -> None:
-        topic = service.settings.topic("answers").encode()
+        topic = service.settings.kafka.topic("answers").encode()
         bad = question("r2", PROMPTS[0], parameters=Parameters(max_new_tokens=TOKENS + 1))
         for request in (question("r1", PROMPTS[0]), bad):
             name = service.send(request, ("reply_to", b"of several the last"), ("k", b"1"), ("reply_to", topic))
@@ -169,7 +171,7 @@ class TestReplyTo:
             assert service.found("predictions", name) == []
 
     def test_one_that_is_too_large_for_it_is_an_error_there_and_its_neighbours_come(self, service: Service) -> None:
-        to = ("reply_to", service.settings.topic("small-answers").encode())
+        to = ("reply_to", service.settings.kafka.topic("small-answers").encode())
         names = [service.send(question(f"rl{number}", PROMPTS[number]), to) for number in range(8)]
         large = service.send(long("rl-large"), to)
         assert "larger than a record of topic" in str(service.answer("small-answers", large)[0].error)
@@ -179,14 +181,17 @@ class TestReplyTo:
     def test_where_not_even_the_error_fits_the_sender_learns_so_and_the_next_answer_comes(
         self, service: Service
     ) -> None:
-        to = ("reply_to", service.settings.topic("tiny-answers").encode())
+        to = ("reply_to", service.settings.kafka.topic("tiny-answers").encode())
         refused = service.send(question("rt-large", PROMPTS[0]), to, ("k", bytes(TINY)))
         error = str(service.answer("predictions", refused)[0].error)
-        assert f"larger than a record of topic {service.settings.topic('tiny-answers')} may be; ask for less" in error
+        assert (
+            f"larger than a record of topic {service.settings.kafka.topic('tiny-answers')} may be; ask for less"
+            in error
+        )
         assert service.answer("tiny-answers", service.send(question("rt", PROMPTS[0]), to))[0].error is UNSET
 
     def test_the_usual_topic_may_be_named(self, service: Service) -> None:
-        to = ("reply_to", service.settings.topic("predictions").encode())
+        to = ("reply_to", service.settings.kafka.topic("predictions").encode())
         assert service.answer("predictions", service.send(question("r3", PROMPTS[0]), to))[0].error is UNSET
 
     @pytest.mark.parametrize(
@@ -203,7 +208,7 @@ class TestReplyTo:
     def test_one_that_cannot_be_used_is_an_error_on_the_usual_one(
         self, service: Service, topic: str, reason: str
     ) -> None:
-        self.refused(service, service.settings.topic(topic), reason)
+        self.refused(service, service.settings.kafka.topic(topic), reason)
 
     @pytest.mark.parametrize("topic", ["", "__consumer_offsets", "elsewhere", "\udcff"])
     def test_one_outside_the_deployment_is_an_error_on_the_usual_one(self, service: Service, topic: str) -> None:
@@ -221,8 +226,8 @@ class TestReplyTo:
         assert topics_of(service.settings) == before
 
     def test_a_topic_that_is_deleted_is_not_made_again(self, service: Service) -> None:
-        topic = service.settings.topic("gone-soon")
-        client = admin(service.settings)
+        topic = service.settings.kafka.topic("gone-soon")
+        client = admin(service.settings.kafka)
         client.create_topics([NewTopic(topic, 1, 1)])
         to = ("reply_to", topic.encode())
         assert service.answer("gone-soon", service.send(question("d1", PROMPTS[0]), to))[0].error is UNSET
@@ -234,7 +239,7 @@ class TestReplyTo:
 
 
 def topics_of(settings: Settings) -> Sequence[str]:
-    client = admin(settings)
+    client = admin(settings.kafka)
     try:
         return sorted(client.list_topics())
     finally:

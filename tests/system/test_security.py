@@ -143,7 +143,7 @@ class TestKafka:
         "way", ["SCRAM-SHA-512", "SCRAM-SHA-256", "PLAIN", "certificate", "certificate with a locked key"]
     )
     def test_it_lets_in_whoever_it_knows(self, way: str, identities: dict[str, dict[str, Any]]) -> None:
-        wait_for_kafka(in_time(**identities[way]), report=pytest.fail)
+        wait_for_kafka(in_time(**identities[way]).kafka, report=pytest.fail)
 
     @pytest.mark.parametrize("way", ["SCRAM-SHA-512", "SCRAM-SHA-256", "PLAIN"])
     def test_a_wrong_password_ends_a_command_at_once(
@@ -184,7 +184,9 @@ class TestKafka:
         address = identity["kafka"].replace("127.0.0.1", "localhost")
         said = refused(run, identity, kafka=address)
         assert f"Kafka at {address} is not trusted: Hostname mismatch" in said
-        wait_for_kafka(in_time(**{**identity, "kafka": address, "kafka_check_hostname": False}), report=pytest.fail)
+        wait_for_kafka(
+            in_time(**{**identity, "kafka": address, "kafka_check_hostname": False}).kafka, report=pytest.fail
+        )
 
     def test_a_client_without_a_certificate_or_with_a_strangers(
         self, identities: dict[str, dict[str, Any]], run: Callable[..., Command], tmp_path: Path
@@ -225,8 +227,16 @@ def projected(redis_server: SecuredRedis, prefix: str) -> Iterator[tuple[RedisPu
     book = Codebook("default", MODEL, LAYER)
     book.apply(sealed(book, op="lead"))
     book.apply(sealed(book, added("e", [1.0], 0.5)))
-    with redis_client(settings) as client:
-        yield RedisPublisher(RedisHeadStore(client, settings), book, 0.0, retry_seconds=0.0), settings
+    with redis_client(settings.redis) as client:
+        yield (
+            RedisPublisher(
+                RedisHeadStore(client, settings.kafka.topic_prefix, settings.model.codebook),
+                book,
+                0.0,
+                retry_seconds=0.0,
+            ),
+            settings,
+        )
 
 
 class TestRedis:
@@ -237,8 +247,10 @@ class TestRedis:
         stores = {}
         for role in ("editor", "replica"):
             settings = in_time(**redis_server.as_worker(role, prefix), topic_prefix=prefix)
-            wait_for_redis(settings, report=pytest.fail)
-            stores[role] = RedisHeadStore(redis_client(settings), settings)
+            wait_for_redis(settings.redis, report=pytest.fail)
+            stores[role] = RedisHeadStore(
+                redis_client(settings.redis), settings.kafka.topic_prefix, settings.model.codebook
+            )
             assert stores[role].read_head(0) is None
         with pytest.raises(ResponseError, match="has no permissions"):
             stores["replica"].rebuild(book)
@@ -247,15 +259,17 @@ class TestRedis:
         assert stores["editor"].count_radii() == 0
         strangers = in_time(**redis_server.as_worker("editor", prefix), topic_prefix="another-")
         with pytest.raises(NoPermissionError):
-            RedisHeadStore(redis_client(strangers), strangers).read_head(0)
+            RedisHeadStore(
+                redis_client(strangers.redis), strangers.kafka.topic_prefix, strangers.model.codebook
+            ).read_head(0)
 
     def test_an_editor_writes_nothing_that_is_there_already(
         self, projected: tuple[RedisPublisher, Settings], logged: list[EventDict]
     ) -> None:
         projection, settings = projected
         projection.reconcile()
-        radii = f"{settings.topic_prefix}gracestream:{{default}}:radii"
-        with redis_client(settings) as client:
+        radii = f"{settings.kafka.topic_prefix}gracestream:{{default}}:radii"
+        with redis_client(settings.redis) as client:
             client.hset(radii, "e", "0.25")  # what writing it again would undo
             projection.reconcile()
             assert client.hget(radii, "e") == b"0.25"
@@ -271,7 +285,7 @@ class TestRedis:
         logged: list[EventDict],
     ) -> None:
         projection, settings = projected
-        user = f"{settings.topic_prefix}editor"
+        user = f"{settings.kafka.topic_prefix}editor"
         for _ in range(2):  # from the start, and again after all was well
             for sign in "-+":
                 redis_server.allow(user, sign + command)
@@ -285,14 +299,14 @@ class TestRedis:
         redis_server.add_workers(prefix)
         chosen = redis_server.as_worker("editor", prefix)
         assert chosen["redis_password"] == password_of(f"{prefix}editor")
-        wait_for_redis(in_time(**chosen), report=pytest.fail)
+        wait_for_redis(in_time(**chosen).redis, report=pytest.fail)
 
     @pytest.mark.parametrize("where", ["url", "setting"])
     def test_a_wrong_password_ends_a_worker(
         self, where: str, redis_server: SecuredRedis, deployment: Settings, run: Callable[..., Command]
     ) -> None:
-        redis_server.add_workers(deployment.topic_prefix)
-        chosen = redis_server.as_worker("editor", deployment.topic_prefix)
+        redis_server.add_workers(deployment.kafka.topic_prefix)
+        chosen = redis_server.as_worker("editor", deployment.kafka.topic_prefix)
         if where == "url":
             chosen = {**chosen, "redis": chosen["redis"].replace("@", ":a-guess@"), "redis_password": ""}
         else:
@@ -306,7 +320,11 @@ class TestRedis:
     def test_an_authority_that_nobody_knows(
         self, redis_server: SecuredRedis, deployment: Settings, run: Callable[..., Command]
     ) -> None:
-        chosen = {**redis_server.as_worker("editor", deployment.topic_prefix), "redis_ca": "", "startup_timeout": 3600}
+        chosen = {
+            **redis_server.as_worker("editor", deployment.kafka.topic_prefix),
+            "redis_ca": "",
+            "startup_timeout": 3600,
+        }
         said = sentence(run("edit", settings=deployment, **chosen))
         assert said.startswith(f"Redis at rediss://{redis_server.address}/0 is not trusted: ")
         assert "check GRACESTREAM_REDIS_CA" in said
@@ -314,7 +332,7 @@ class TestRedis:
     def test_a_client_without_a_certificate(
         self, redis_server: SecuredRedis, deployment: Settings, folder: Path
     ) -> None:
-        chosen = redis_server.as_worker("editor", deployment.topic_prefix)
+        chosen = redis_server.as_worker("editor", deployment.kafka.topic_prefix)
         without = {**chosen, "redis_certificate": "", "redis_key": "", "redis_outage_grace": 1}
         said = said_without_redis(deployment, folder, **without)
         assert f"Redis at rediss://{redis_server.address}/0 " in said

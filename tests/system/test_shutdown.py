@@ -23,7 +23,7 @@ from gracestream.pipeline.kafka.clients import consumer
 from gracestream.pipeline.kafka.topics import create_topics
 from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.replica.replica import Replica
-from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.settings import VARIABLES, Settings
 from gracestream.pipeline.stores.snapshot_files import SnapshotStore
 from gracestream.schemas.messages import Feedback, Parameters, Prediction, Request, decode
 from tests.chaos.dying import arm, train_slowly
@@ -48,7 +48,7 @@ PROMPTS = texts(20, seed=11)
 LATE = 15.0
 """Seconds that a busy machine may need beside what a worker gives itself to end."""
 
-USUAL = Settings.model_fields["shutdown_timeout"].default
+USUAL = VARIABLES["GRACESTREAM_SHUTDOWN_TIMEOUT"].info.default
 """Seconds in which a worker ends by itself, with status 0 where all that it took is done and committed by then."""
 
 TOKENS = 2000
@@ -94,9 +94,9 @@ def answered(settings: Settings) -> Counter[str]:
 
 def uncommitted(settings: Settings) -> int:
     """Requests that the group has not committed."""
-    reader = consumer(settings, group_id=settings.topic("inference"))
+    reader = consumer(settings.kafka, group_id=settings.kafka.topic("inference"))
     try:
-        topic = settings.topic("requests")
+        topic = settings.kafka.topic("requests")
         partitions = [TopicPartition(topic, number) for number in reader.partitions_for_topic(topic)]
         ends = reader.end_offsets(partitions)
         return sum(ends[partition] - (reader.committed(partition) or 0) for partition in partitions)
@@ -154,7 +154,7 @@ def test_a_batch_longer_than_the_session_keeps_its_replica_in_the_group_and_is_a
         replica.wait_ready(90)
         users.ask(question("short", PROMPTS[0], parameters=Parameters(max_new_tokens=200, min_new_tokens=200)))
         speed = metric(replica.port, "gracestream_batch_model_seconds_sum") / 200
-        asked = long_answers(1 + int(3 * slow.session_timeout / (TOKENS * speed)))
+        asked = long_answers(1 + int(3 * slow.kafka.session_timeout / (TOKENS * speed)))
         (member,) = members(slow)
         with users.client.predictions() as replies:
             users.client.send(asked, partition=0)
@@ -166,7 +166,7 @@ def test_a_batch_longer_than_the_session_keeps_its_replica_in_the_group_and_is_a
                 return len(replies.wait([request.request_id for request in asked], 0.2)) == len(asked)
 
             wait_until(all_there, 120)
-        assert metric(replica.port, "gracestream_batch_model_seconds_sum") > slow.session_timeout
+        assert metric(replica.port, "gracestream_batch_model_seconds_sum") > slow.kafka.session_timeout
         assert met == {member}
     assert answered(slow) == Counter(["short", *(request.request_id for request in asked)])
 
@@ -239,10 +239,10 @@ def test_workers_end_in_time_while_kafka_is_away_and_others_do_what_they_left(
     leave: Callable[[LocalKafka], None],
     come_back: Callable[[LocalKafka], None],
 ) -> None:
-    busy = deployment.model_copy(update={"kafka": own_kafka.bootstrap, "shutdown_timeout": 9.0})
-    idle = busy.model_copy(update={"topic_prefix": f"idle-{busy.topic_prefix}"})
+    busy = deployment.replace(kafka=own_kafka.bootstrap, shutdown_timeout=9.0)
+    idle = busy.replace(topic_prefix=f"idle-{busy.kafka.topic_prefix}")
     for settings in (busy, idle):
-        create_topics(settings, partitions=2, replication=1)
+        create_topics(settings.kafka, partitions=2, replication=1)
     users = users_of(busy)
     asked = [question(f"q{number}", PROMPTS[number % 20]) for number in range(3000)]
     flagged = [flag(f"f{number}", prompt, "river") for number, prompt in enumerate(PROMPTS[:6])]
@@ -265,7 +265,7 @@ def test_workers_end_in_time_while_kafka_is_away_and_others_do_what_they_left(
         time.sleep(2.0)  # until each waits for Kafka
         for worker in workers:
             worker.process.terminate()
-        deadline = time.monotonic() + busy.shutdown_timeout + LATE
+        deadline = time.monotonic() + busy.process.shutdown_timeout + LATE
         for worker in workers:
             status = worker.wait(deadline - time.monotonic())
             said = worker.said()
@@ -300,13 +300,13 @@ def test_workers_start_without_redis_and_work(deployment: Settings, users: Users
 
 def cut_off(settings: Settings, *_: object) -> Settings:
     """Kafka does not answer."""
-    return settings.model_copy(update={"kafka": f"127.0.0.1:{find_free_port()}"})
+    return settings.replace(kafka=f"127.0.0.1:{find_free_port()}")
 
 
 def hung(settings: Settings, kafka: LocalKafka) -> Settings:
     """Kafka takes connections and never answers."""
     hang(kafka)
-    return settings.model_copy(update={"kafka": kafka.bootstrap})
+    return settings.replace(kafka=kafka.bootstrap)
 
 
 @pytest.mark.parametrize("command", ["infer", "edit"])
@@ -326,8 +326,8 @@ def test_a_worker_that_waits_for_kafka_ends_at_once_and_in_order(
 
 
 def test_a_replica_that_catches_up_ends_at_once_and_in_order(deployment: Settings, folder: Path) -> None:
-    assert deployment.layer is not None
-    model = EditableModel.load(deployment.model, deployment.layer)
+    assert deployment.model.layer is not None
+    model = EditableModel.load(deployment.model.name, deployment.model.layer)
     history = History(deployment, model.fingerprint, model.layer)
     history.lead()
     history.make_live()

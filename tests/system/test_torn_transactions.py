@@ -69,9 +69,9 @@ class TestAudit:
     @pytest.fixture
     def damaged(self, deployment: Settings) -> Settings:
         given = [flag(f"f{number}", "why", "museum") for number in range(4)]
-        writer = producer(deployment)
+        writer = producer(deployment.kafka)
         for value in (*map(encode, given), b"no feedback", *(encode(flag(f"f{n}", "why", "museum")) for n in (5, 6))):
-            writer.send(deployment.topic(FEEDBACK), value=value, partition=0)
+            writer.send(deployment.kafka.topic(FEEDBACK), value=value, partition=0)
         writer.flush()
         writer.close(timeout=5)
         cluster = Cluster(deployment, None)

@@ -148,7 +148,7 @@ class TestAReplica:
             history.redis.hset(history.redis_key("head"), "digest", "f" * 64)
             assert step(mirror) == 2
             assert mirror.degraded
-            time.sleep(history.settings.redis_outage_grace / 2)
+            time.sleep(history.settings.redis.outage_grace / 2)
             history.redis.hset(history.redis_key("head"), "digest", history.codebook.digest.hex())
             assert step(mirror) == 2
         wait_until(lambda: step(mirror) == 2 and not mirror.degraded)
@@ -163,7 +163,7 @@ class TestAReplica:
         monkeypatch.setattr(mirror._follower, "request_end_check", lambda: None)
         history.redis.hset(history.redis_key("head"), "digest", "f" * 64)
         wait_until(lambda: step(mirror) == 2)
-        until = time.monotonic() + 3 * history.settings.redis_outage_grace
+        until = time.monotonic() + 3 * history.settings.redis.outage_grace
         while time.monotonic() < until:
             assert step(mirror) == 2
         assert mirror.degraded
@@ -249,11 +249,11 @@ class TestAReplica:
         with (
             Forked("editor", "edit", deployment, folder) as editor,
             Forked("replica", "infer", deployment, folder, redis_outage_grace=30.0) as replica,
-            redis_client(deployment) as client,
+            redis_client(deployment.redis) as client,
         ):
             editor.wait_ready(90)
             replica.wait_ready(90)
-            head = RedisHeadStore(client, deployment).head_key
+            head = RedisHeadStore(client, deployment.kafka.topic_prefix, deployment.model.codebook).head_key
             assert editor.stop() == 0  # else it mends the head at once
             known = client.hgetall(head)
             for name, value in (("digest", "f" * 64), ("seq", "9" * 400)):
@@ -427,7 +427,7 @@ class Proxy:
 
     def __init__(self, settings: Settings) -> None:
         self.pushes, self.pushed = False, 0
-        self._to = urlsplit(settings.redis)
+        self._to = urlsplit(settings.redis.url)
 
     def __call__(self, connection: socket.socket) -> None:
         with socket.create_connection((self._to.hostname or "", self._to.port or 0)) as redis:
@@ -450,15 +450,15 @@ class TestAServerThatIsNone:
         with listening(serve) as listener:
             settings = load_settings(redis=listener.url, redis_outage_grace=0.5)
             with pytest.raises(UnreachableError, match=r"does not answer \(Redis could not be asked, or its answer"):
-                wait_for_redis(settings, lambda _line: None)
+                wait_for_redis(settings.redis, lambda _line: None)
 
     def test_a_radius_that_no_float_can_hold_makes_an_answer_unreadable(self) -> None:
         with (
             listening(huge_radius) as listener,
-            redis_client(load_settings(redis=listener.url)) as client,
+            redis_client(load_settings(redis=listener.url).redis) as client,
             pytest.raises(RedisError, match="holds content that gracestream did not write"),
         ):
-            RedisHeadStore(client, load_settings()).read_head(0)
+            RedisHeadStore(client, "", "default").read_head(0)
 
     def test_malformed_answers_end_no_worker(self, deployment: Settings, users: Users, folder: Path) -> None:
         proxy = Proxy(deployment)
@@ -485,17 +485,17 @@ class TestAServerThatIsNone:
 
     @pytest.mark.parametrize("serve", [silent, drip, nested, no_number, empty_push, hello_without_map])
     def test_a_question_fails_in_order(self, serve: Callable[[socket.socket], object]) -> None:
-        with listening(serve) as listener, redis_client(load_settings(redis=listener.url)) as client:
-            store = RedisHeadStore(client, load_settings())
+        with listening(serve) as listener, redis_client(load_settings(redis=listener.url).redis) as client:
+            store = RedisHeadStore(client, "", "default")
             for ask in (lambda: store.read_head(0), store.count_radii):
                 with pytest.raises(RedisError):
                     ask()
 
     def test_no_more_is_read_of_an_answer_than_its_bound(self) -> None:
         flood = Flood()
-        with listening(flood) as listener, redis_client(load_settings(redis=listener.url)) as client:
+        with listening(flood) as listener, redis_client(load_settings(redis=listener.url).redis) as client:
             with pytest.raises(RedisError, match=f"more than {MAX_ANSWER_BYTES} bytes"):
-                RedisHeadStore(client, load_settings()).read_head(0)
+                RedisHeadStore(client, "", "default").read_head(0)
             client.connection_pool.disconnect()
             assert flood.sent < MAX_ANSWER_BYTES + 2**24, "with what the kernel holds"
 
@@ -509,7 +509,7 @@ class TestARedisThatHangs:
         )  # a busy machine may take long; a hang fails anyway
         fitful = Fitful()
         with listening(fitful) as listener:
-            mirror = mirror_of(quick.model_copy(update={"redis": listener.url}))
+            mirror = mirror_of(quick.replace(redis=listener.url))
             assert isinstance(mirror.read_head(), Head)
             assert not mirror.redis_unavailable
             needed: list[int] = []

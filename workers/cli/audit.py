@@ -51,7 +51,7 @@ def audit(
     line, and the last line counts them.
     Example: gracestream audit --lost lost.jsonl
     """
-    report = find_damage(connect(kafka=kafka, topic_prefix=prefix))
+    report = find_damage(connect(kafka=kafka, topic_prefix=prefix).kafka)
     if lost is not None:
         undecided = [finding.record for finding in report.findings if finding.damage == "no outcome"]
         try:

@@ -54,7 +54,7 @@ stderr_console = Console(stderr=True, soft_wrap=True, markup=False, highlight=Fa
 def connect(*, await_name: bool = False, **options: object) -> Settings:
     """Load the settings and wait for their Kafka; with `await_name` also wait until its host name resolves."""
     settings = load_settings(**options)
-    wait_for_kafka(settings, report=stderr_console.print, await_name=await_name)
+    wait_for_kafka(settings.kafka, report=stderr_console.print, await_name=await_name)
     return settings
 
 

@@ -60,7 +60,9 @@ def print_dead_letters(
     Example: gracestream dlq list feedback --limit 5
     """
     settings = connect(kafka=kafka, topic_prefix=prefix)
-    letters = [letter for source in _selected_sources(of) for letter in list_dead_letters(settings, source, last=limit)]
+    letters = [
+        letter for source in _selected_sources(of) for letter in list_dead_letters(settings.kafka, source, last=limit)
+    ]
     if as_json:
         for letter in letters:
             print_json(_letter_fields(letter))
@@ -105,8 +107,8 @@ def resend_dead_letters(
     settings = connect(kafka=kafka, topic_prefix=prefix)
     any_too_large = False
     for source in _selected_sources(of):
-        result = replay_dead_letters(settings, source, offset, include_answered=answered, dry_run=dry_run)
-        summary = f"{'would send' if dry_run else 'sent'} {len(result.sent)} to {settings.topic(source)}"
+        result = replay_dead_letters(settings.kafka, source, offset, include_answered=answered, dry_run=dry_run)
+        summary = f"{'would send' if dry_run else 'sent'} {len(result.sent)} to {settings.kafka.topic(source)}"
         if result.answered:
             summary += f"; left out {len(result.answered)} whose sender got an error reply (--answered sends them too)"
         if result.duplicates:

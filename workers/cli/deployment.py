@@ -48,22 +48,22 @@ def topics(
     settings = connect(
         kafka=kafka, topic_prefix=prefix, await_name=True
     )  # this may run as a service that starts before Kafka's
-    created = create_topics(settings, partitions or DEFAULT_PARTITIONS, replication or BROKER_DEFAULT)
+    created = create_topics(settings.kafka, partitions or DEFAULT_PARTITIONS, replication or BROKER_DEFAULT)
     stdout_console.print(f"created: {', '.join(created)}" if created else "all topics exist", soft_wrap=True)
-    actual_partitions, actual_replication = topic_layout(settings)
+    actual_partitions, actual_replication = topic_layout(settings.kafka)
     if created and actual_replication == 1:
         stderr_console.print(
             "there is one copy of each topic: the history is lost with its broker; --replication 3 keeps three"
         )
     if partitions not in (None, actual_partitions):
         raise TopicError(
-            f"{settings.topic(REQUESTS)} has {actual_partitions} partitions, not {partitions}; add some with"
+            f"{settings.kafka.topic(REQUESTS)} has {actual_partitions} partitions, not {partitions}; add some with"
             " kafka-topics.sh"
         )
     if replication not in (None, actual_replication):
         raise TopicError(
-            f"{settings.topic(DELTAS)} has {pluralize(actual_replication, 'copy', 'copies')} of its partition, not"
-            f" {replication}; change that with kafka-reassign-partitions.sh, topic by topic"
+            f"{settings.kafka.topic(DELTAS)} has {pluralize(actual_replication, 'copy', 'copies')} of its partition,"
+            f" not {replication}; change that with kafka-reassign-partitions.sh, topic by topic"
         )
 
 

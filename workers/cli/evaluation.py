@@ -61,12 +61,12 @@ def evaluate(
 
     cases = _read_cases(lines)
     settings = connect(kafka=kafka, topic_prefix=prefix, model=model, layer=layer)
-    codebook = replay_deltas(settings, seq)
+    codebook = replay_deltas(settings.kafka, seq)
     if codebook is None:
         raise UserError(NO_DELTAS_MESSAGE)
-    if "layer" not in settings.model_fields_set:
-        settings = settings.model_copy(update={"layer": codebook.layer})
-    loaded = load_model(settings)
+    if "layer" not in settings.model.model_fields_set:
+        settings = settings.replace(layer=codebook.layer)
+    loaded = load_model(settings.model, settings.editing.policy)
     _require_valid_inputs(loaded, cases, lines)
     with Progress(console=stderr_console, transient=True, disable=not stderr_console.is_terminal) as progress:
         bar = progress.add_task("answering", total=len(cases))
@@ -76,7 +76,7 @@ def evaluate(
             codebook,
             case_list,
             lambda done: progress.update(bar, completed=done),
-            checked=settings.check_answers,
+            checked=settings.serving.check_answers,
         )
     summary = summarize(results)
     if as_json:

@@ -1,5 +1,6 @@
 """Running experiments by their specification, with the editor's settings, into a folder of results."""
 
+import dataclasses
 import secrets
 import shutil
 from collections.abc import Callable, Iterable
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from gracestream.deploy.local.stack import running_stack
-from gracestream.pipeline.editing import describe_environment
+from gracestream.pipeline.editing import EditConfig, describe_environment
 from gracestream.pipeline.experiments.editors.editor import ModelEditor
 from gracestream.pipeline.experiments.editors.known import EDITOR_FACTORIES, EDITOR_REQUIREMENTS
 from gracestream.pipeline.experiments.editors.piped import DeploymentEditor
@@ -29,7 +30,7 @@ from gracestream.pipeline.experiments.report import (
 from gracestream.pipeline.experiments.stream import EditStream, drop_unsupported, select_examples
 from gracestream.pipeline.experiments.tasks import ExperimentTask
 from gracestream.pipeline.model import EditableModel
-from gracestream.pipeline.settings import Settings, SettingsError, load_settings
+from gracestream.pipeline.settings import EditingSettings, Settings, SettingsError, load_settings, to_text
 from gracestream.workers.bootstrap import edit_config_from_settings, load_model
 
 MODEL_SETTINGS = (
@@ -39,7 +40,7 @@ MODEL_SETTINGS = (
 """Settings of an editor that choose its model, layer and queries."""
 
 EDIT_SETTINGS = (
-    "policy", "radius", "radius_unit", "max_radius", "expand", "retention_guard", "traffic_sample_size", "value_init",
+    "policy", "radius", "radius_unit", "max_radius", "retention_guard", "traffic_sample_size", "value_init",
     "check_wording", "train_prompt_forms", "max_steps", "learning_rate", "stop_margin",
 )  # fmt: skip
 """Settings of an editor that control its edits."""
@@ -65,7 +66,7 @@ WORKER_SETTINGS: dict[str, Any] = {
     "snapshot_url": "",
     "authors_file": "",
     "require_signature": False,
-    "feedback_rate_limit": 0,
+    "feedback_rate_limit": "none",
 }
 """Overrides for the workers of a run through Kafka: the user's values would reject feedback or write snapshots."""
 
@@ -108,8 +109,8 @@ class ExperimentRunner:
             on_progress: Called with the number of corrections so far, and with their total number.
         """
         settings = _load_run_settings(spec)
-        if settings.threads:
-            torch.set_num_threads(settings.threads)
+        if settings.model.threads is not None:
+            torch.set_num_threads(settings.model.threads)
         model = self._load_model(settings)
         existing = read_report(folder)
         has_codebook = spec.editor != "grace" or (folder / CODEBOOK_FILE).exists()
@@ -129,12 +130,12 @@ class ExperimentRunner:
                 measurements.append(measurement)
                 self._report(format_measurement(measurement))
             served_counts = editor.served_counts(task.edits) if isinstance(editor, CodebookEditor) else []
-            environment = describe_environment(
-                model, edit_config_from_settings(settings, uses_encoder=model.reads_text)
-            )
+            environment = describe_environment(model, _edit_config(spec, settings.editing, model))
             # Other editors read no settings of GRACE but the learning rate, which may be their own default.
             if not isinstance(editor, CodebookEditor):
-                environment = {name: value for name, value in environment.items() if name not in EDIT_SETTINGS}
+                environment = {
+                    name: value for name, value in environment.items() if name not in (*EDIT_SETTINGS, "expand")
+                }
                 environment["learning_rate"] = str(getattr(editor, "learning_rate", ""))
             corrections = [edit.example for edit in task.edits]
             agreement = None
@@ -160,7 +161,9 @@ class ExperimentRunner:
         exit_stack: ExitStack,
     ) -> ModelEditor:
         """Make the run's editor; the end of `exit_stack` restores the weights and stops the pipeline."""
-        sampled_traffic = task.traffic[-settings.traffic_sample_size :] if settings.traffic_sample_size else []
+        sampled_traffic = (
+            task.traffic[-settings.editing.traffic_sample_size :] if settings.editing.traffic_sample_size else []
+        )
         if spec.through == "kafka":
             worker_settings: dict[str, Any] = {**spec.settings, "seed": str(spec.seed)}
             name = f"experiment-{secrets.token_hex(3)}"
@@ -176,11 +179,13 @@ class ExperimentRunner:
                 DeploymentEditor(model, exit_stack.enter_context(stack).settings, sampled_traffic)
             )
         editor_options = (
-            {"learning_rate": settings.learning_rate} if "learning_rate" in settings.model_fields_set else {}
+            {"learning_rate": settings.editing.learning_rate}
+            if "learning_rate" in settings.editing.model_fields_set
+            else {}
         )
         # GRACE samples as many requests as its settings say; the other editors estimate statistics on all of them.
         traffic = sampled_traffic if spec.editor == "grace" else task.traffic
-        config = edit_config_from_settings(settings, uses_encoder=model.reads_text)
+        config = _edit_config(spec, settings.editing, model)
         editor = EDITOR_FACTORIES[spec.editor](model, config, traffic, editor_options)
         if isinstance(editor, AbstractContextManager):
             exit_stack.enter_context(editor)
@@ -208,7 +213,7 @@ class ExperimentRunner:
         key = _model_setting_values(settings)
         if self._loaded_model is None or self._loaded_model[0] != key:
             self._loaded_model, self._supported_tasks = None, {}  # frees the old model before the new one is loaded
-            self._loaded_model = key, load_model(settings)
+            self._loaded_model = key, load_model(settings.model, settings.editing.policy)
         return self._loaded_model[1]
 
 
@@ -216,10 +221,15 @@ def _load_run_settings(spec: RunSpec) -> Settings:
     return load_settings(**{**spec.settings, "seed": str(spec.seed)})
 
 
+def _edit_config(spec: RunSpec, settings: EditingSettings, model: EditableModel) -> EditConfig:
+    config = edit_config_from_settings(settings, uses_encoder=model.reads_text)
+    return dataclasses.replace(config, expand=spec.expand)
+
+
 def _model_setting_values(settings: Settings) -> list[object]:
     """The settings that determine the loaded model; with query `auto` the policy determines the queries, too."""
-    names = (*MODEL_SETTINGS, "policy") if settings.query_source == "auto" else MODEL_SETTINGS
-    return [getattr(settings, name) for name in names]
+    names = (*MODEL_SETTINGS, "policy") if settings.model.query_source == "auto" else MODEL_SETTINGS
+    return [settings.value(name) for name in names]
 
 
 def explicit_settings(experiment: str, editor: str, overrides: dict[str, str | None]) -> dict[str, str]:
@@ -232,7 +242,7 @@ def explicit_settings(experiment: str, editor: str, overrides: dict[str, str | N
     names = SWEEPABLE_SETTINGS if editor == "grace" else (*MODEL_SETTINGS, "learning_rate")
     if unread := sorted(name for name, value in overrides.items() if value is not None and name not in names):
         raise SettingsError(f"{editor} has no {', '.join(unread)}: only grace has")
-    explicit = {name: str(getattr(settings, name)) for name in names if name in settings.model_fields_set}
+    explicit = {name: to_text(name, value) for name, value in settings.explicit_values().items() if name in names}
     if explicit.get("query_source") not in ("auto", "encoder"):
         explicit.pop("encoder", None)
     return EXPERIMENT_SETTINGS[experiment] | explicit

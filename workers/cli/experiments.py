@@ -40,6 +40,13 @@ class EditRoute(StrEnum):
     kafka = "kafka"
 
 
+class Expansion(StrEnum):
+    """How the paper policy expands a radius: just to include the query (`cover`), or by the initial radius."""
+
+    cover = "cover"
+    paper = "paper"
+
+
 class EditorName(StrEnum):
     """The editors by name; the same names as in `EDITOR_FACTORIES`, whose import takes seconds."""
 
@@ -62,9 +69,14 @@ def experiment(
     context: typer.Context,
     name: Annotated[ExperimentName, typer.Argument(help="Name of the experiment.")],
     editor: Annotated[EditorName, typer.Option(help="GRACE, or a baseline of the paper.")] = EditorName.grace,
+    expand: Annotated[
+        Expansion, typer.Option(help="How the paper policy expands a radius: to the query, or by the initial radius.")
+    ] = Expansion.cover,
     sweep: Annotated[
         list[str] | None,
-        typer.Option(help="NAME=VALUE,VALUE: one run per value; several make a grid. NAME: editor, seed or a setting."),
+        typer.Option(
+            help="NAME=VALUE,VALUE: one run per value; several make a grid. NAME: editor, expand, seed or a setting."
+        ),
     ] = None,
     edits: Annotated[int | None, typer.Option(help="Largest number of corrections.", min=1)] = None,
     retention: Annotated[int | None, typer.Option(help="Largest number of examples for TRR.", min=1)] = None,
@@ -114,7 +126,7 @@ def experiment(
     task = TASKS[name]()
     base = RunSpec(
         experiment=name, data=task.digest(), editor=editor, edits=edits, retention=retention, every=every, seed=seed,
-        settings={}, through=through.value, version=REPORT_VERSION,
+        settings={}, expand=expand.value, through=through.value, version=REPORT_VERSION,
     )  # fmt: skip
     sources = {name: context.get_parameter_source(name) for name in context.params}
     explicit_options = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
@@ -166,7 +178,7 @@ def _expand_runs(
     from gracestream.workers.cli.experiment_runner import SWEEPABLE_SETTINGS, explicit_settings  # noqa: PLC0415
 
     runs: list[tuple[dict[str, str], RunSpec]] = []
-    for combination in expand_grid(sweep, (*SWEEPABLE_SETTINGS, "editor", "seed")):
+    for combination in expand_grid(sweep, (*SWEEPABLE_SETTINGS, "editor", "expand", "seed")):
         if repeated := sorted(explicit_options & combination.keys()):
             raise typer.BadParameter(f"--{repeated[0]} and --sweep {repeated[0]} contradict each other")
         remaining = dict(combination)
@@ -174,10 +186,13 @@ def _expand_runs(
             _parse_editor(remaining.pop("editor", base.editor)),
             _parse_seed(remaining.pop("seed", str(base.seed))),
         )
+        expand = _parse_expansion(remaining.pop("expand", base.expand))
         if base.through == EditRoute.kafka and editor is not EditorName.grace:
             raise typer.BadParameter(f"--through kafka: an editor worker runs GRACE, not {editor}")
+        if expand is not Expansion.cover and (base.through == EditRoute.kafka or editor is not EditorName.grace):
+            raise typer.BadParameter(f"expand={expand}: only grace has it, and only with --through engine")
         settings = explicit_settings(base.experiment, editor, {**overrides, **remaining})
-        spec = msgspec.structs.replace(base, editor=editor.value, seed=seed, settings=settings)
+        spec = msgspec.structs.replace(base, editor=editor.value, seed=seed, settings=settings, expand=expand.value)
         if any(spec == earlier for _, earlier in runs):
             raise typer.BadParameter(f"--sweep: {combination_name(combination)} is given twice")
         runs.append((combination, spec))
@@ -196,6 +211,13 @@ def _parse_editor(name: str) -> EditorName:
         return EditorName(name)
     except ValueError:
         raise typer.BadParameter(f"--sweep editor: {name!r} is not one of {', '.join(EditorName)}") from None
+
+
+def _parse_expansion(name: str) -> Expansion:
+    try:
+        return Expansion(name)
+    except ValueError:
+        raise typer.BadParameter(f"--sweep expand: {name!r} is not one of {', '.join(Expansion)}") from None
 
 
 def _parse_seed(seed: str) -> int:

@@ -130,7 +130,7 @@ def undo(
     if key is not None and by is None:
         raise typer.BadParameter("--key signs in an author's name, so it needs --by")
     private_key = None if key is None else read_key_file(key)
-    signed_for = load_settings(codebook=codebook).codebook
+    signed_for = load_settings(codebook=codebook).model.codebook
     undos = [_make_undo(fields, by, private_key, signed_for) for fields in targets]
     settings = connect(kafka=kafka, topic_prefix=prefix, codebook=codebook)
     send_and_wait(settings, undos, Client.outcomes, wait=wait, timeout=timeout, as_json=as_json)

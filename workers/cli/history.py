@@ -13,7 +13,7 @@ from rich.table import Column, Table
 from gracestream.pipeline.codebook import Codebook, read_query_setting, save_codebook
 from gracestream.pipeline.errors import UserError
 from gracestream.pipeline.history import HistoryStep, KafkaHistory, history_steps, read_entry_usage, replay_deltas
-from gracestream.pipeline.settings import Settings, load_settings
+from gracestream.pipeline.settings import KafkaSettings, ModelSettings, Settings, load_settings
 from gracestream.schemas.deltas import Delta, decode_delta
 from gracestream.schemas.messages import Feedback, decode, escape_unprintable
 from gracestream.workers.cli.common import (
@@ -83,7 +83,9 @@ def replay(
     settings = connect(kafka=kafka, topic_prefix=prefix, model=model, layer=layer)
     records: list[bytes] = []
     keep_records = retrain or to is not None
-    codebook = replay_deltas(settings, seq, until, lambda record, *_: records.append(record) if keep_records else None)
+    codebook = replay_deltas(
+        settings.kafka, seq, until, lambda record, *_: records.append(record) if keep_records else None
+    )
     if codebook is None:
         raise UserError(NO_DELTAS_MESSAGE)
     fields = codebook.describe()
@@ -96,7 +98,9 @@ def replay(
         save_codebook(codebook, output)
     if to is not None and status == 0:
         fields["copied_to"] = to
-        fields["copied_digest"] = _copy_to_branch(settings, to, to_codebook or codebook.name, records, replication)
+        fields["copied_digest"] = _copy_to_branch(
+            settings.kafka, to, to_codebook or codebook.name, records, replication
+        )
     print_fields(fields, as_json=as_json)
     raise typer.Exit(status)
 
@@ -117,10 +121,10 @@ def inspect(
     Example: gracestream inspect
     """
     settings = connect(kafka=kafka, topic_prefix=prefix)
-    steps = [step for step in history_steps(settings) if entry is None or entry in step.entries]
+    steps = [step for step in history_steps(settings.kafka) if entry is None or entry in step.entries]
     if entry is not None and not steps:
         raise UserError(f"no delta changed an entry {entry!r}; `gracestream inspect` lists the entries of each delta")
-    usage = None if entry is None else read_entry_usage(settings, entry)
+    usage = None if entry is None else read_entry_usage(settings.kafka, entry)
     if as_json:
         for step in steps:
             print_json(msgspec.to_builtins(step))
@@ -154,7 +158,8 @@ def compare(
     points = _parse_point(before), _parse_point(after)
     from gracestream.pipeline.history import diff_history  # noqa: PLC0415  (importing torch takes seconds)
 
-    difference = diff_history(connect(kafka=kafka, topic_prefix=prefix), *points)
+    settings = connect(kafka=kafka, topic_prefix=prefix)
+    difference = diff_history(settings.kafka, settings.model.codebook, *points)
     if as_json:
         print_json(msgspec.to_builtins(difference))
         return
@@ -195,7 +200,7 @@ def corrections(
     """
     from gracestream.pipeline.history import iter_active_corrections  # noqa: PLC0415  (importing torch takes seconds)
 
-    for record in iter_active_corrections(connect(kafka=kafka, topic_prefix=prefix), seq):
+    for record in iter_active_corrections(connect(kafka=kafka, topic_prefix=prefix).kafka, seq):
         feedback = decode(record, Feedback)
         if feedback.signature is UNSET:
             print_json(msgspec.to_builtins(feedback))
@@ -215,14 +220,13 @@ def _reproduce(settings: Settings, records: list[bytes]) -> tuple[Codebook, list
     from gracestream.workers.bootstrap import load_model  # noqa: PLC0415
 
     lead = decode_delta(records[0])
-    settings = _with_recorded_settings(lead, settings)
     try:
-        model = load_model(settings)
+        model = load_model(_with_recorded_values(lead, settings.model), settings.editing.policy)
     except LayerError as error:
         raise LayerError(
             f"the history belongs to a model with a layer {lead.layer!r}; set --model to that model: {error}"
         ) from error
-    history = KafkaHistory(settings)
+    history = KafkaHistory(settings.kafka)
     no_change_decisions = list(
         history.no_change_decisions()
     )  # before the feedback, so that the feedback of each is read
@@ -239,7 +243,7 @@ def _reproduce(settings: Settings, records: list[bytes]) -> tuple[Codebook, list
     return run.codebook, run.records, msgspec.to_builtins(run.report)
 
 
-def _with_recorded_settings(lead: Delta, settings: Settings) -> Settings:
+def _with_recorded_values(lead: Delta, settings: ModelSettings) -> ModelSettings:
     """The settings; if layer or query are not set, with those of the history's lead delta."""
     recorded: dict[str, str] = {}
     if "layer" not in settings.model_fields_set:
@@ -250,13 +254,13 @@ def _with_recorded_settings(lead: Delta, settings: Settings) -> Settings:
 
 
 def _copy_to_branch(
-    settings: Settings, prefix: str, codebook: str, records: list[bytes], replication: int | None
+    source: KafkaSettings, prefix: str, codebook: str, records: list[bytes], replication: int | None
 ) -> str:
     """Copy the records to topics with this prefix; return the digest of the copy."""
     from gracestream.pipeline.history import branch_history  # noqa: PLC0415
 
-    target = load_settings(kafka=settings.kafka, topic_prefix=prefix, codebook=codebook)
-    return branch_history(settings, target, records, replication)
+    target = load_settings(kafka=source.servers, topic_prefix=prefix).kafka
+    return branch_history(source, target, codebook, records, replication)
 
 
 def _parse_point(text: str) -> int | datetime:

@@ -61,7 +61,7 @@ def sign_feedback(
     signed = []  # all lines are signed before the first is printed: a wrong line prints nothing
     for number, fields in read_json_lines(lines):
         try:
-            signed.append(sign(feedback_to_sign(fields, author), private_key, settings.codebook))
+            signed.append(sign(feedback_to_sign(fields, author), private_key, settings.model.codebook))
         except InvalidMessage as error:
             raise typer.BadParameter(f"{lines}, line {number}: {error}") from error
     for record in signed:

@@ -36,7 +36,7 @@ def prepare(
     """
     from gracestream.pipeline.model import ensure_model_built as build  # noqa: PLC0415
 
-    print(build(name, load_settings().cache_dir, stderr_console.print))
+    print(build(name, load_settings().model.cache_dir, stderr_console.print))
 
 
 def layers(model: ModelOption = None, as_json: JsonOption = False) -> None:
@@ -47,7 +47,7 @@ def layers(model: ModelOption = None, as_json: JsonOption = False) -> None:
     from gracestream.pipeline.model import linear_layers  # noqa: PLC0415  (importing torch takes seconds)
     from gracestream.workers.bootstrap import load_base_model  # noqa: PLC0415
 
-    layer_list = linear_layers(load_base_model(load_settings(model=model)))
+    layer_list = linear_layers(load_base_model(load_settings(model=model).model))
     if as_json:
         for layer in layer_list:
             print_json(msgspec.to_builtins(layer))
@@ -121,14 +121,14 @@ def _calibrate_layers(lines: Path, layer: list[str] | None, model: str | None, *
             samples.append(msgspec.convert({"inputs": fields} if isinstance(fields, str) else fields, LabelledRequest))
         except msgspec.ValidationError as error:
             raise typer.BadParameter(f"{lines}, line {number}: {error}") from error
-    measured = []
-    if layer and len(layer) > 1 and settings_use_encoder(load_settings(model=model)):
+    measured, common = [], load_settings(model=model)
+    if layer and len(layer) > 1 and settings_use_encoder(common.model, common.editing.policy):
         raise typer.BadParameter(
             "an encoder makes the queries, so they are equal for all layers: name one layer, or set"
             " GRACESTREAM_QUERY_SOURCE=last to compare layers"
         )
     for settings in [load_settings(model=model, layer=path) for path in layer or (None,)]:
-        loaded = load_model(settings)
+        loaded = load_model(settings.model, settings.editing.policy)
         measured.append(calibrate_layer(loaded, samples))
     if as_json:
         for row in measured:

@@ -10,7 +10,7 @@ from rich.table import Column, Table
 from gracestream.pipeline.errors import UserError
 from gracestream.pipeline.history import MatchedRequest, NearMissRequest, find_matched_requests
 from gracestream.pipeline.history import find_near_misses as missed_requests
-from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.settings import KafkaSettings
 from gracestream.schemas.messages import to_display_text
 from gracestream.workers.cli.common import (
     JsonOption,
@@ -60,9 +60,9 @@ def near_misses(
     """
     settings = connect(kafka=kafka, topic_prefix=prefix)
     if same or excepted:
-        _print_feedback(settings, same or [], excepted or [], entry)
+        _print_feedback(settings.kafka, same or [], excepted or [], entry)
         return
-    near_miss_list = missed_requests(settings, limit, entry)
+    near_miss_list = missed_requests(settings.kafka, limit, entry)
     if as_json:
         for near_miss in near_miss_list:
             print_json(msgspec.to_builtins(near_miss))
@@ -87,7 +87,7 @@ def near_misses(
     print_table(table)
 
 
-def _print_feedback(settings: Settings, same: list[str], excepted: list[str], entry: str | None) -> None:
+def _print_feedback(settings: KafkaSettings, same: list[str], excepted: list[str], entry: str | None) -> None:
     """Print feedback for `correct`: a correction for each request of `same`, an exception for each of `excepted`.
 
     Raises:

@@ -34,9 +34,12 @@ def snapshot(
     Needs no model and no editor. Example: gracestream snapshot --seq 41
     """
     settings = connect(kafka=kafka, topic_prefix=prefix)
-    if not settings.snapshot_url:
+    if settings.snapshots.url is None:
         raise SnapshotError("there is nowhere to write to; set GRACESTREAM_SNAPSHOT_URL to a folder or a URL")
-    replayed = replay_with_offset(settings, seq)
+    replayed = replay_with_offset(settings.kafka, seq)
     if replayed is None:
         raise UserError(NO_DELTAS_MESSAGE)
-    print_fields(msgspec.to_builtins(write_snapshot(settings, replayed)), as_json=as_json)
+    print_fields(
+        msgspec.to_builtins(write_snapshot(settings.kafka, replayed, settings.snapshots.url, settings.snapshots.keep)),
+        as_json=as_json,
+    )

@@ -74,8 +74,8 @@ def up(
             table.add_row("editor", endpoints["editor"])
             for replica in endpoints["replicas"]:
                 table.add_row("replica", replica)
-            table.add_row("model", stack.settings.model)
-            table.add_row("layer", str(stack.settings.layer))
+            table.add_row("model", stack.settings.model.name)
+            table.add_row("layer", str(stack.settings.model.layer))
             table.add_row("logs", str(data / "logs"))
             print_table(table)
         with suppress(KeyboardInterrupt):
@@ -110,10 +110,10 @@ def _check_model(settings: Settings) -> None:
     from gracestream.workers.bootstrap import load_model  # noqa: PLC0415
 
     stderr_console.print(
-        f"checking the model {settings.model} and its layer {settings.layer}; a large model takes a minute"
+        f"checking the model {settings.model.name} and its layer {settings.model.layer}; a large model takes a minute"
     )
-    resolve_device(settings.device)
-    load_model(settings.model_copy(update={"device": "cpu"}))
+    resolve_device(settings.model.device)
+    load_model(settings.model.model_copy(update={"device": "cpu"}), settings.editing.policy)
 
 
 def _interrupt_on_sigterm() -> None:

@@ -17,7 +17,7 @@ from gracestream.pipeline.model import (
     resolve_encoder,
     suggest_known_models,
 )
-from gracestream.pipeline.settings import Settings, to_environment_variables
+from gracestream.pipeline.settings import VARIABLES, ModelSettings, Settings, to_environment_variables
 from gracestream.pipeline.tuning.layers import candidate_layers
 from gracestream.pipeline.tuning.samples import UserRequests
 from gracestream.pipeline.tuning.trials import ConfigChoice, TrialMaterial, TrialMeasurement, TrialResult
@@ -29,7 +29,7 @@ TUNED_SETTINGS = frozenset({"layer", "query_source", "radius", "radius_unit", "u
 
 FIXED_SETTINGS = (
     "model", "encoder", "inject_tokens", "device", "dtype", "max_input_tokens", "max_target_tokens", "policy",
-    "max_radius", "expand", "retention_guard", "check_wording", "traffic_sample_size", "value_init",
+    "max_radius", "retention_guard", "check_wording", "traffic_sample_size", "value_init",
     "train_prompt_forms", "max_steps", "learning_rate", "stop_margin",
 )  # fmt: skip
 """Settings that stay as the user set them; the measurement depends on them, so they are printed with the choice."""
@@ -74,9 +74,9 @@ class TrialRunner:
             CalibrationError: there are too few samples.
         """
         self.notes: list[str] = []
-        self._settings = _without_tuned(settings)
+        self._settings = settings.without(TUNED_SETTINGS)  # as if the user had not set them
         checkpoint = self._load_checkpoint()
-        bench = Workbench.wrap_layers(checkpoint, layers or self._default_layers(settings, checkpoint.module))
+        bench = Workbench.wrap_layers(checkpoint, layers or self._default_layers(settings.model, checkpoint.module))
         self.notes += [f"{layer} is left out: {reason}" for layer, reason in bench.layer_errors.items()]
         requests = UserRequests.from_labelled(samples)
         answers = AnswerCache(bench.task, _max_answer_tokens(bench, requests))
@@ -89,16 +89,16 @@ class TrialRunner:
     def environment_variables(self, candidate: TrialResult) -> dict[str, str]:
         """The environment variables to set for a combination: its settings and the fixed ones, without defaults."""
         updates = candidate.settings | {"layer": candidate.layer}
-        values = {name: getattr(self._settings, name) for name in FIXED_SETTINGS} | updates
+        values = {name: self._settings.value(name) for name in FIXED_SETTINGS} | updates
         if candidate.query != ENCODER_QUERY:
             values.pop("encoder")
-        defaults = {name: field.default for name, field in Settings.model_fields.items()}
-        defaults["layer"] = default_layer(self._settings.model)
+        defaults = {variable.flat_name: variable.info.default for variable in VARIABLES.values()}
+        defaults["layer"] = default_layer(self._settings.model.name)
         return to_environment_variables({name: value for name, value in values.items() if value != defaults[name]})
 
     def _load_checkpoint(self) -> LoadedCheckpoint:
-        settings = self._settings
-        with suggest_known_models(settings.model):
+        settings = self._settings.model
+        with suggest_known_models(settings.name):
             module, tokenizer = load_checkpoint(
                 checkpoint_from_settings(settings), device=settings.device, dtype=settings.dtype
             )
@@ -112,7 +112,7 @@ class TrialRunner:
 
     def _load_encoder(self) -> SentenceEncoder | None:
         """The sentence encoder; None if it cannot be loaded, with a note."""
-        settings = self._settings
+        settings = self._settings.model
         try:
             return SentenceEncoder.load(
                 resolve_encoder(settings.encoder), device=settings.device, cache=settings.cache_dir.expanduser()
@@ -121,16 +121,16 @@ class TrialRunner:
             self.notes.append(f"queries of an encoder are not tried: {error}")
             return None
 
-    def _default_layers(self, settings: Settings, module: Any) -> list[str]:
+    def _default_layers(self, settings: ModelSettings, module: Any) -> list[str]:
         """The layer that is set, or else the known layer of this model; then the candidates."""
-        first = settings.layer or default_layer(settings.model)
+        first = settings.layer or default_layer(settings.name)
         return [*([first] if first else []), *candidate_layers(module)]
 
     def _make_choices(self, bench: Workbench) -> list[ConfigChoice]:
         """All kinds of query, each with its radii."""
         causal = isinstance(bench.task, CausalGeneration)
         default = (
-            ENCODER_QUERY if causal and self._settings.policy != "paper" else bench.task.query
+            ENCODER_QUERY if causal and self._settings.editing.policy != "paper" else bench.task.query
         )  # the kind that GRACESTREAM_QUERY_SOURCE=auto selects
         kinds = dict.fromkeys(kind for models in bench.models.values() for kind in models)
         choices = []
@@ -140,7 +140,7 @@ class TrialRunner:
             for radius in _radius_settings(kind, is_scoped=is_scoped):
                 changes = {**query, **radius}
                 config = edit_config_from_settings(
-                    self._settings.model_copy(update=changes), uses_encoder=kind == ENCODER_QUERY
+                    self._settings.replace(**changes).editing, uses_encoder=kind == ENCODER_QUERY
                 )
                 radius_text = (
                     f"scope {config.scope_error_rate:g}"
@@ -149,12 +149,6 @@ class TrialRunner:
                 )
                 choices.append(ConfigChoice(kind, radius_text, changes, config))
         return choices
-
-
-def _without_tuned(settings: Settings) -> Settings:
-    """The settings with the tuned ones at their defaults, as if the user had not set them."""
-    kept = {name: getattr(settings, name) for name in settings.model_fields_set - TUNED_SETTINGS}
-    return Settings.model_construct(_fields_set=set(kept), **kept)
 
 
 def _max_answer_tokens(bench: Workbench, requests: UserRequests) -> int:

@@ -41,7 +41,7 @@ class DeploymentEditor(CodebookEditor):
     """
 
     def __init__(self, model: EditableModel, settings: Settings, traffic: Sequence[str]) -> None:
-        codebook = Codebook(settings.codebook, model.fingerprint, model.layer)
+        codebook = Codebook(settings.model.codebook, model.fingerprint, model.layer)
         super().__init__(model, codebook, KeyIndex(codebook, model.device))
         self._settings, self._traffic = settings, traffic
         self._resources = ExitStack()
@@ -51,7 +51,7 @@ class DeploymentEditor(CodebookEditor):
             self._client = Client(self._settings)
             stack.callback(self._client.close)
             self._outcomes = stack.enter_context(self._client.outcomes())
-            self._follower = DeltaFollower(self._settings)
+            self._follower = DeltaFollower(self._settings.kafka)
             self._follower.start()
             stack.callback(self._follower.close)
             self._catch_up(1)  # delta 1 is the editor's lead delta: an editor runs

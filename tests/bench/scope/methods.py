@@ -153,7 +153,7 @@ class Edited:
 def opened(method: Method, settings: Settings, model: str, trained: Known) -> Iterator[Callable[..., Edited]]:
     """The method's model, loaded once: call it with a stream and the answers of the unedited model."""
     changed = dict(method.settings) | ({"model": model, "query_source": "auto"} if model else {})
-    updated = settings.model_copy(update=changed)
+    updated = settings.replace(**changed)
     with asked_at(updated, trained) as asked:
         yield partial(edited, asked, updated, asked_before=method.asked_before)
 
@@ -161,7 +161,7 @@ def opened(method: Method, settings: Settings, model: str, trained: Known) -> It
 def edited(asked: Asked, settings: Settings, stream: Stream, unedited: Unedited, *, asked_before: bool) -> Edited:
     """Make the stream's corrections, one after the other."""
     cases = [case.text for case in stream.cases if asked_before and case.edit is not None and not case.chat]
-    plan = edit_config_from_settings(settings, uses_encoder=asked.model.reads_text)
+    plan = edit_config_from_settings(settings.editing, uses_encoder=asked.model.reads_text)
     engine = started(asked, plan, [*stream.traffic, *cases])
     cost = correct(engine, asked, [Fact(one.text, "", one.target) for one in stream.corrections])
     return Edited(asked, engine, cost, unedited)

@@ -41,9 +41,9 @@ def run(options: Options) -> Iterator[Row]:
     if options.only not in ("", *COUNTS):
         raise BenchError(f"there is no stream named {options.only!r}; there are {', '.join(COUNTS)}")
     settings = load_settings(device=options.device, **SETTINGS)
-    data, model = stream_data(), load_model(settings)
-    plan = edit_config_from_settings(settings, uses_encoder=model.reads_text)
-    folder = settings.cache_dir.expanduser() / "bench" / f"stream-{stream_key(model, plan, data)}"
+    data, model = stream_data(), load_model(settings.model, settings.editing.policy)
+    plan = edit_config_from_settings(settings.editing, uses_encoder=model.reads_text)
+    folder = settings.model.cache_dir.expanduser() / "bench" / f"stream-{stream_key(model, plan, data)}"
     options.tell(f"the logs are in {folder}; a run that was ended goes on from there")
     setup = Setup(model, plan, data, Texts(model), folder)
     for way in WAYS:

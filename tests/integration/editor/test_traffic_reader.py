@@ -33,10 +33,10 @@ PROMPTS = texts(3000, seed=9, shortest=6)
 
 def send(settings: Settings, count: int, partition: int, different: int = len(PROMPTS)) -> None:
     """Requests, all in one partition, of so many different prompts."""
-    sender = producer(settings)
+    sender = producer(settings.kafka)
     for number in range(count):
         value = encode(question(f"q{number}", PROMPTS[number % different]))
-        sender.send(settings.topic("requests"), value=value, partition=partition)
+        sender.send(settings.kafka.topic("requests"), value=value, partition=partition)
     sender.flush()
     sender.close()
 
@@ -55,10 +55,10 @@ def tail_of() -> Iterator[Callable[[Settings], TrafficReader]]:
     def tail(settings: Settings) -> TrafficReader:
         engine = EditEngine(
             editable("llama"),
-            settings.codebook,
-            EditConfig(traffic_sample_size=settings.traffic_sample_size, seed=settings.seed),
+            settings.model.codebook,
+            EditConfig(traffic_sample_size=settings.editing.traffic_sample_size, seed=settings.editing.seed),
         )
-        made.append(TrafficReader(settings, engine))
+        made.append(TrafficReader(settings.kafka, engine))
         return made[-1]
 
     yield tail
@@ -98,7 +98,7 @@ def test_it_looks_at_many_requests_for_each_that_it_runs(
     assert sum(ran) <= 3 * CAPACITY + (3000 // MAX_POLL_RECORDS) * CAPACITY
     assert looks < 3000 / QUERY_BATCH_SIZE / 2
     wanted = sorted(
-        reservoir_score(record.partition, record.offset, record.timestamp / 1000, small.seed)
+        reservoir_score(record.partition, record.offset, record.timestamp / 1000, small.editing.seed)
         for record in records(small, "requests")
     )[-CAPACITY:]
     assert sorted(traffic(tail)._scores) == wanted
@@ -107,14 +107,17 @@ def test_it_looks_at_many_requests_for_each_that_it_runs(
 def test_chats_are_traffic_and_bad_ones_are_left_out(small: Settings) -> None:
     model = editable("llama", chat_template=CHAT)
     tail = TrafficReader(
-        small, EditEngine(model, small.codebook, EditConfig(traffic_sample_size=CAPACITY, seed=small.seed))
+        small.kafka,
+        EditEngine(model, small.model.codebook, EditConfig(traffic_sample_size=CAPACITY, seed=small.editing.seed)),
     )
     tail.warm_up()
     chats = [(ChatMessage("user", text),) for text in PROMPTS[:5]]
-    sender = producer(small)
+    sender = producer(small.kafka)
     for number, messages in enumerate([*chats, (ChatMessage("user", " ".join(PROMPTS[:9])),)]):
-        sender.send(small.topic("requests"), value=encode(question(f"q{number}", messages)), partition=0)
-    sender.send(small.topic("requests"), value=b'{"v":1,"request_id":"q9","inputs":[{"role":"bot"}]}', partition=0)
+        sender.send(small.kafka.topic("requests"), value=encode(question(f"q{number}", messages)), partition=0)
+    sender.send(
+        small.kafka.topic("requests"), value=b'{"v":1,"request_id":"q9","inputs":[{"role":"bot"}]}', partition=0
+    )
     sender.flush()
     sender.close()
 
@@ -161,8 +164,8 @@ def test_partitions_that_are_added_are_seen(
     tail = tail_of(small)
     tail.warm_up()
     send(small, 5, partition=0)
-    client = admin(small)
-    client.create_partitions({small.topic("requests"): NewPartitions(6)})
+    client = admin(small.kafka)
+    client.create_partitions({small.kafka.topic("requests"): NewPartitions(6)})
     client.close()
 
     def seen() -> bool:
@@ -204,10 +207,8 @@ class TestSee:
         prefix: str,
         tail_of: Callable[[Settings], TrafficReader],
     ) -> None:
-        settings = deploy("llama", prefix, traffic_sample_size=CAPACITY).model_copy(
-            update={"kafka": own_kafka.bootstrap}
-        )
-        create_topics(settings, partitions=4, replication=1)
+        settings = deploy("llama", prefix, traffic_sample_size=CAPACITY).replace(kafka=own_kafka.bootstrap)
+        create_topics(settings.kafka, partitions=4, replication=1)
         tail = tail_of(settings)
         tail.warm_up()
         send(settings, 5, partition=0)

@@ -44,7 +44,7 @@ def history(deployment: Settings) -> Iterator[History]:
 
 def folded(history: History, count: int) -> Codebook:
     """The fold of the first records, by hand."""
-    codebook = Codebook(history.settings.codebook, MODEL, LAYER)
+    codebook = Codebook(history.settings.model.codebook, MODEL, LAYER)
     for record in records(history.settings, "deltas")[:count]:
         codebook.apply(record.value)
     return codebook
@@ -57,7 +57,7 @@ def moment(history: History, seq: int) -> datetime:
 
 
 def replayed(settings: Settings, seq: int | None = None, until: datetime | None = None) -> Codebook:
-    codebook = replay_deltas(settings, seq, until)
+    codebook = replay_deltas(settings.kafka, seq, until)
     assert codebook is not None
     return codebook
 
@@ -77,16 +77,16 @@ class TestStates:
                 assert same(replayed(history.settings, until=at), folded(history, seq))
 
     def test_there_is_nothing_before_the_first_delta(self, history: History) -> None:
-        assert replay_deltas(history.settings, 0) is None
-        assert replay_deltas(history.settings, until=moment(history, 1) - timedelta(milliseconds=1)) is None
+        assert replay_deltas(history.settings.kafka, 0) is None
+        assert replay_deltas(history.settings.kafka, until=moment(history, 1) - timedelta(milliseconds=1)) is None
 
     def test_there_is_nothing_in_an_empty_log(self, deployment: Settings) -> None:
-        assert replay_deltas(deployment) is None
-        assert list(history_steps(deployment)) == []
+        assert replay_deltas(deployment.kafka) is None
+        assert list(history_steps(deployment.kafka)) == []
 
     def test_a_seq_that_is_not_there_yet_is_named(self, history: History) -> None:
         with pytest.raises(HistoryError, match="the log ends at delta 7; there is no 8 yet"):
-            replay_deltas(history.settings, 8)
+            replay_deltas(history.settings.kafka, 8)
 
     def test_what_a_fenced_editor_left_behind_does_not_count(self, history: History) -> None:
         stale = folded(history, 4)
@@ -96,7 +96,7 @@ class TestStates:
             history.write(record)
         history.add("d", [2.0, 2.0])
         assert same(replayed(history.settings), history.codebook)
-        assert [step.seq for step in history_steps(history.settings)] == list(range(1, 9))
+        assert [step.seq for step in history_steps(history.settings.kafka)] == list(range(1, 9))
 
 
 class TestFaults:
@@ -104,38 +104,38 @@ class TestFaults:
         history.write(b"\xc1")
         history.add("d", [2.0, 2.0])
         with pytest.raises(HistoryError, match="not a valid delta"):
-            replay_deltas(history.settings)
+            replay_deltas(history.settings.kafka)
         with pytest.raises(HistoryError, match="the record at offset 7 of deltas cannot be applied: not a valid delta"):
-            list(history_steps(history.settings))
+            list(history_steps(history.settings.kafka))
         assert same(replayed(history.settings, 7), folded(history, 7)), "what lies before it can be replayed"
 
     def test_a_tombstone(self, history: History) -> None:
-        history._producer.send(history.settings.topic("deltas"), key=b"k", value=None, partition=0).get(30)
+        history._producer.send(history.settings.kafka.topic("deltas"), key=b"k", value=None, partition=0).get(30)
         with pytest.raises(HistoryError, match="the record has no value"):
-            replay_deltas(history.settings)
+            replay_deltas(history.settings.kafka)
 
     def test_a_gap(self, history: History) -> None:
         history.codebook.apply(sealed(history.codebook, added("lost", [2.0, 2.0], 1.0)))
         history.add("d", [2.0, 2.0])
         with pytest.raises(HistoryError, match="delta 9 of term 2 follows 7 of term 2: a gap"):
-            replay_deltas(history.settings)
+            replay_deltas(history.settings.kafka)
 
     def test_one_bit_that_is_another(self, history: History) -> None:
         record = bytearray(sealed(history.codebook, added("d", [2.0, 2.0], 1.0)))
         record[record.index(b"d", 40)] ^= 1
         history.write(bytes(record))
         with pytest.raises(HistoryError):
-            replay_deltas(history.settings)
+            replay_deltas(history.settings.kafka)
 
     def test_a_delta_of_another_model(self, history: History) -> None:
         history.write(sealed(history.codebook, added("d", [2.0, 2.0], 1.0), model="0" * 64))
         with pytest.raises(HistoryError, match="delta 8 is of model '000"):
-            replay_deltas(history.settings)
+            replay_deltas(history.settings.kafka)
 
 
 class TestWords:
     def test_each_step_is_told_with_the_correction_behind_it(self, history: History) -> None:
-        steps = list(history_steps(history.settings))
+        steps = list(history_steps(history.settings.kafka))
         assert [step.op for step in steps] == ["lead", "add", "add", "expand", "lead", "undo", "add"]
         assert [step.term for step in steps] == [1, 1, 1, 1, 2, 2, 2]
         assert (steps[1].feedback_id, steps[1].inputs, steps[1].target) == ("a", "who?", "me")
@@ -149,7 +149,7 @@ class TestWords:
 
     def test_an_entry_that_comes_again_after_it_was_removed_is_new(self, history: History) -> None:
         history.add("b", [0.0, 1.0], 0.9)
-        assert list(history_steps(history.settings))[-1].entries == {"b": "new, radius 0.9"}
+        assert list(history_steps(history.settings.kafka))[-1].entries == {"b": "new, radius 0.9"}
 
     def test_a_correction_that_cannot_be_read_any_more_leaves_the_step(self, history: History) -> None:
         offset = history.write(b"not feedback", "feedback")
@@ -157,17 +157,17 @@ class TestWords:
             cause = Cause(feedback_id=feedback_id, offset=at, entry_id=feedback_id)
             history.step(added(feedback_id, [2.0, 2.0], 1.0), cause=cause)
         history.step(added("f", [2.0, 3.0], 1.0), feedback=flag("f", ("one", "two"), "three"))
-        last = list(history_steps(history.settings))[-3:]
+        last = list(history_steps(history.settings.kafka))[-3:]
         assert [step.feedback_id for step in last] == ["d", "e", "f"]
         assert [step.inputs for step in last] == [None, None, "one | two"]
 
 
 def test_a_history_is_read_on_past_a_transaction_that_was_still_open(history: History) -> None:
     """Kafka shows nothing after the start of an open transaction, and the last one may be open for a moment more."""
-    writer = producer(history.settings, transactional_id=history.settings.topic("late"))
+    writer = producer(history.settings.kafka, transactional_id=history.settings.kafka.topic("late"))
     writer.init_transactions()
     writer.begin_transaction()
-    writer.send(history.settings.topic("deltas"), value=b"aborted", partition=0)
+    writer.send(history.settings.kafka.topic("deltas"), value=b"aborted", partition=0)
     writer.flush()
     last = history.add("d", [0.25, 0.25])
     assert len(records(history.settings, "deltas")) < last
@@ -179,7 +179,7 @@ def test_a_history_is_read_on_past_a_transaction_that_was_still_open(history: Hi
         found.append(decode_delta(record).seq)
         return found[-1] < last
 
-    KafkaHistory(history.settings).for_each_delta(more)
+    KafkaHistory(history.settings.kafka).for_each_delta(more)
     ending.join()
     writer.close(timeout=5)
     assert found == list(range(1, last + 1))

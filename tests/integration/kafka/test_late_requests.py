@@ -27,12 +27,12 @@ class Proxied:
     def write(self, value: bytes) -> None:
         """Begin a transaction with one record."""
         self.writer.begin_transaction()
-        self.writer.send(self.settings.topic(EDITS), value=value, partition=0).get(timeout=30)
+        self.writer.send(self.settings.kafka.topic(EDITS), value=value, partition=0).get(timeout=30)
 
     def take_offset(self, offset: int) -> None:
         """Add an offset of a group to the transaction."""
-        position = {TopicPartition(self.settings.topic(FEEDBACK), 0): OffsetAndMetadata(offset, "", -1)}
-        self.writer.send_offsets_to_transaction(position, self.settings.topic("editor"))
+        position = {TopicPartition(self.settings.kafka.topic(FEEDBACK), 0): OffsetAndMetadata(offset, "", -1)}
+        self.writer.send_offsets_to_transaction(position, self.settings.kafka.topic("editor"))
 
     def committed(self) -> list[bytes]:
         """What a reader of committed records sees."""
@@ -41,9 +41,9 @@ class Proxied:
 
     def offset(self) -> int | None:
         """The group's committed offset."""
-        reader = consumer(self.settings, group_id=self.settings.topic("editor"))
+        reader = consumer(self.settings.kafka, group_id=self.settings.kafka.topic("editor"))
         try:
-            found: int | None = reader.committed(TopicPartition(self.settings.topic(FEEDBACK), 0))
+            found: int | None = reader.committed(TopicPartition(self.settings.kafka.topic(FEEDBACK), 0))
             return found
         finally:
             reader.close()
@@ -61,11 +61,11 @@ def proxied(
 ) -> Iterator[Proxied]:
     """On a cluster whose EndTxn raises the epoch, and on the same cluster after a downgrade of that feature."""
     proxy, server = kafka_behind_proxy
-    settings = deployment.model_copy(update={"kafka": server.bootstrap})
-    create_topics(settings, partitions=1, replication=1)
+    settings = deployment.replace(kafka=server.bootstrap)
+    create_topics(settings.kafka, partitions=1, replication=1)
     finalise(settings, request.param)
-    through = settings.model_copy(update={"kafka": proxy.address})
-    writer = producer(through, transactional_id=settings.topic("editor"), retry_backoff_ms=5)
+    through = settings.replace(kafka=proxy.address)
+    writer = producer(through.kafka, transactional_id=settings.kafka.topic("editor"), retry_backoff_ms=5)
     assert writer._transaction_manager.end_raises_epoch == (request.param == 2)
     writer.init_transactions()
     yield Proxied(writer, proxy, settings)
@@ -75,7 +75,7 @@ def proxied(
 
 def finalise(settings: Settings, level: int) -> None:
     """Set the cluster's `transaction.version`."""
-    with admin(settings) as client:
+    with admin(settings.kafka) as client:
         change = "UPGRADE" if level == 2 else "SAFE_DOWNGRADE"
         client.update_features({"transaction.version": (change, level)})
         wait_until(lambda: client.describe_features()["transaction.version"]["finalized"][1] == level)

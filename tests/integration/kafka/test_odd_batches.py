@@ -25,9 +25,9 @@ ODD = pytest.mark.parametrize(
 
 def send(settings: Settings, topic: str, *messages: Any, name: str = "any") -> None:
     """All in one batch, or few."""
-    writer = producer(settings, linger_ms=200)
+    writer = producer(settings.kafka, linger_ms=200)
     for message in messages:
-        writer.send(settings.topic(topic), value=encode(message), headers=[(name, b"\xff")], partition=0)
+        writer.send(settings.kafka.topic(topic), value=encode(message), headers=[(name, b"\xff")], partition=0)
     writer.flush()
     writer.close()
 

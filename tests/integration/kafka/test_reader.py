@@ -47,20 +47,22 @@ class Writer:
 
     def plain(self, *values: bytes | None, name: str = "name", codec: str | None = None) -> None:
         """Records outside a transaction, in as few batches as they fit in."""
-        writer = producer(self._settings, compression_type=codec, linger_ms=50)
+        writer = producer(self._settings.kafka, compression_type=codec, linger_ms=50)
         for value in values:
-            writer.send(self._settings.topic(DELTAS), value=value, key=b"key", headers=[(name, b"\xff")], partition=0)
+            writer.send(
+                self._settings.kafka.topic(DELTAS), value=value, key=b"key", headers=[(name, b"\xff")], partition=0
+            )
         writer.flush()
         writer.close()
 
     def transaction(self, *values: bytes, end: str) -> Any:
         """Records in a transaction that is committed, aborted, or left open; its producer."""
-        name = f"{self._settings.topic_prefix}{values[0].decode()}"
-        writer = producer(self._settings, transactional_id=name)
+        name = f"{self._settings.kafka.topic_prefix}{values[0].decode()}"
+        writer = producer(self._settings.kafka, transactional_id=name)
         writer.init_transactions()
         writer.begin_transaction()
         for value in values:
-            writer.send(self._settings.topic(DELTAS), value=value, partition=0)
+            writer.send(self._settings.kafka.topic(DELTAS), value=value, partition=0)
         writer.flush()
         if end != "open":
             getattr(writer, f"{end}_transaction")()
@@ -72,7 +74,7 @@ class Writer:
 def settings(kafka: str, prefix: str) -> Settings:
     """Of topics on which nothing has been written."""
     made = settings_for(kafka, "redis://unused", prefix)
-    create_topics(made, partitions=2, replication=1)
+    create_topics(made.kafka, partitions=2, replication=1)
     return made
 
 
@@ -96,12 +98,12 @@ def test_what_aiokafka_reads_is_what_kafka_python_reads(
     wait_until_settled(settings, DELTAS)
     expected = records(settings, DELTAS)
     assert len(expected) == 6 * len(CODECS) + 1
-    assert seen(read_topic(settings, DELTAS)) == seen(expected)
+    assert seen(read_topic(settings.kafka, DELTAS)) == seen(expected)
     assert by_aiokafka == [record.offset for record in expected]
     middle = expected[9]
-    assert seen(read_topic(settings, DELTAS, middle.offset)) == seen(expected[9:])
+    assert seen(read_topic(settings.kafka, DELTAS, middle.offset)) == seen(expected[9:])
     later = [record for record in expected if record.timestamp >= middle.timestamp]
-    assert seen(read_topic(settings, DELTAS, start_time_ms=middle.timestamp)) == seen(later)
+    assert seen(read_topic(settings.kafka, DELTAS, start_time_ms=middle.timestamp)) == seen(later)
 
 
 def test_odd_records_come_out_in_their_places(
@@ -114,7 +116,7 @@ def test_odd_records_come_out_in_their_places(
             odd_batches(odd, attributes, delta)
             writer.plain(b"5", b"odd", b"6")
     values = [b"1", b"2", b"3", b"4", *[b"5", b"odd", b"6"] * 3]
-    found = list(read_topic(settings, DELTAS))
+    found = list(read_topic(settings.kafka, DELTAS))
     assert [(record.offset, record.value) for record in found] == list(enumerate(values))
     assert seen(found) == seen(records(settings, DELTAS))
     assert by_aiokafka == list(range(len(values)))
@@ -126,20 +128,20 @@ def test_reading_ends_before_a_transaction_that_is_open(
     writer.plain(b"1", b"2")
     pending = writer.transaction(b"open", end="open")
     writer.plain(b"3")
-    assert [record.value for record in read_topic(settings, DELTAS)] == [b"1", b"2"]
+    assert [record.value for record in read_topic(settings.kafka, DELTAS)] == [b"1", b"2"]
     assert by_aiokafka == [0, 1]
     pending.abort_transaction()
     pending.close()
     wait_until_settled(settings, DELTAS)
-    assert [record.value for record in read_topic(settings, DELTAS)] == [b"1", b"2", b"3"]
+    assert [record.value for record in read_topic(settings.kafka, DELTAS)] == [b"1", b"2", b"3"]
 
 
 def test_partitions_come_one_after_the_other(settings: Settings, by_aiokafka: list[int]) -> None:
-    sender = producer(settings)
+    sender = producer(settings.kafka)
     for number in range(30):
-        sender.send(settings.topic(PREDICTIONS), value=b"%d" % number, partition=number % 2)
+        sender.send(settings.kafka.topic(PREDICTIONS), value=b"%d" % number, partition=number % 2)
     sender.close()
-    values = [int(record.value) for record in read_topic(settings, PREDICTIONS)]
+    values = [int(record.value) for record in read_topic(settings.kafka, PREDICTIONS)]
     assert values == [*range(0, 30, 2), *range(1, 30, 2)]
     assert by_aiokafka == [*range(15), *range(15)]
 
@@ -149,13 +151,13 @@ def test_where_nothing_may_be_read_kafka_python_says_so(
 ) -> None:
     secured_kafka.add_users(prefix)
     settings = load_settings(topic_prefix=prefix, **secured_kafka.as_user(SUPER_USER))
-    create_topics(settings, partitions=1, replication=1)
+    create_topics(settings.kafka, partitions=1, replication=1)
     Writer(settings).plain(b"1", b"2")
-    assert [record.value for record in read_topic(settings, DELTAS)] == [b"1", b"2"]
+    assert [record.value for record in read_topic(settings.kafka, DELTAS)] == [b"1", b"2"]
     assert by_aiokafka == [0, 1]
     stranger = load_settings(topic_prefix=prefix, **secured_kafka.as_user(prefix))
     with pytest.raises(TopicError, match="no topic"):
-        list(read_topic(stranger, DELTAS))
+        list(read_topic(stranger.kafka, DELTAS))
 
 
 @ways_to_leave
@@ -167,13 +169,13 @@ def test_a_kafka_that_leaves_while_the_bulk_comes_is_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings = settings_for(own_kafka.bootstrap, "redis://unused", "left-")
-    create_topics(settings, partitions=1, replication=1)
+    create_topics(settings.kafka, partitions=1, replication=1)
     Writer(settings).plain(*(b"%d" % number + b"." * 50_000 for number in range(1000)))
     monkeypatch.setattr(reading, "BULK_FETCH_BYTES", 2**20)
     monkeypatch.setattr(reading, "BULK_TIMEOUT_SECONDS", 1.0)
     again = threading.Timer(5.0, come_back, [own_kafka])
     values: list[int] = []
-    for record in read_topic(settings, DELTAS):
+    for record in read_topic(settings.kafka, DELTAS):
         values.append(int(record.value.partition(b".")[0]))
         if len(values) == 200:
             leave(own_kafka)
@@ -187,7 +189,7 @@ def test_ctrl_c_is_not_lost_in_the_bulk(
     settings: Settings, writer: Writer, by_aiokafka: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(settings: Settings, **options: Any) -> Any:
-        reader = aiokafka_consumer(settings, **options)
+        reader = aiokafka_consumer(settings.kafka, **options)
         stop = reader.stop
 
         async def interrupt() -> None:
@@ -202,7 +204,7 @@ def test_ctrl_c_is_not_lost_in_the_bulk(
     writer.plain(b"1", b"2")
     monkeypatch.setattr(reading, "aiokafka_consumer", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        list(read_topic(settings, DELTAS))
+        list(read_topic(settings.kafka, DELTAS))
     assert by_aiokafka == [0, 1]
 
 
@@ -217,7 +219,7 @@ def test_replay_and_a_starting_replica_read_in_bulk(
         for number in range(20):
             history.add(f"e{number}", [float(number)])
         history.lead()
-        folded = replay_deltas(deployment)
+        folded = replay_deltas(deployment.kafka)
         assert folded is not None
         assert same(folded, history.codebook)
         assert len(by_aiokafka) == 22

@@ -16,7 +16,7 @@ from gracestream.pipeline.kafka.clients import admin, producer
 from gracestream.pipeline.kafka.dead_letters import list_dead_letters
 from gracestream.pipeline.kafka.reader import TopicReader, open_readers, read_topic
 from gracestream.pipeline.kafka.topics import DELTAS, FEEDBACK_DLQ, SNAPSHOTS, create_topics
-from gracestream.pipeline.settings import Settings
+from gracestream.pipeline.settings import KafkaSettings
 from gracestream.pipeline.stores.snapshots import find_delta_offset
 from tests.support.running import go_on, hang, settings_for, wait_until
 from tests.support.tiny_models import LAYER, MODEL
@@ -25,7 +25,7 @@ TIMEOUT = 2.0
 """Of the readers of a broker that hangs."""
 
 
-def send(settings: Settings, topic: str, *values: bytes, key: bytes | None = None) -> None:
+def send(settings: KafkaSettings, topic: str, *values: bytes, key: bytes | None = None) -> None:
     writer = producer(settings)
     for value in values:
         writer.send(settings.topic(topic), value=value, key=key, partition=0)
@@ -41,19 +41,19 @@ class TestDeletedStart:
     """Retention, or an operator, has deleted the first records of a topic."""
 
     @pytest.fixture
-    def settings(self, kafka: str, prefix: str) -> Settings:
-        made = settings_for(kafka, "redis://unused", prefix)
+    def settings(self, kafka: str, prefix: str) -> KafkaSettings:
+        made = settings_for(kafka, "redis://unused", prefix).kafka
         create_topics(made, partitions=1, replication=1)
         send(made, FEEDBACK_DLQ, *(b"%d" % number for number in range(200)))
         return made
 
     @staticmethod
-    def delete_before(settings: Settings, offset: int) -> None:
+    def delete_before(settings: KafkaSettings, offset: int) -> None:
         client = admin(settings)
         client.delete_records({TopicPartition(settings.topic(FEEDBACK_DLQ), 0): offset})
         client.close()
 
-    def test_a_range_starts_at_the_first_record_that_is_there(self, settings: Settings) -> None:
+    def test_a_range_starts_at_the_first_record_that_is_there(self, settings: KafkaSettings) -> None:
         self.delete_before(settings, 150)
         with TopicReader(settings, FEEDBACK_DLQ) as reader:
             assert (reader.first_offset(), reader.end_offset()) == (150, 200)
@@ -68,7 +68,7 @@ class TestDeletedStart:
             assert (records[0].offset, next_offset) == (150, records[-1].offset + 1)
         assert [letter.value for letter in list_dead_letters(settings, "feedback", last=2)] == [b"198", b"199"]
 
-    def test_a_topic_of_which_all_is_deleted_has_nothing(self, settings: Settings) -> None:
+    def test_a_topic_of_which_all_is_deleted_has_nothing(self, settings: KafkaSettings) -> None:
         self.delete_before(settings, 200)
         with TopicReader(settings, FEEDBACK_DLQ) as reader:
             assert (reader.first_offset(), reader.end_offset()) == (200, 200)
@@ -78,7 +78,7 @@ class TestDeletedStart:
 
     @pytest.mark.parametrize("bulk_from", [1, 10**6], ids=["aiokafka", "kafka-python"])
     def test_records_that_are_deleted_while_they_are_read_are_passed_over(
-        self, settings: Settings, monkeypatch: pytest.MonkeyPatch, bulk_from: int
+        self, settings: KafkaSettings, monkeypatch: pytest.MonkeyPatch, bulk_from: int
     ) -> None:
         monkeypatch.setattr(reading, "BULK_MIN_OFFSETS", bulk_from)
         with TopicReader(settings, FEEDBACK_DLQ, max_poll_records=10) as reader:
@@ -91,7 +91,7 @@ class TestDeletedStart:
 
 
 def test_holes_that_compaction_left_are_passed_over(kafka: str, prefix: str) -> None:
-    settings = settings_for(kafka, "redis://unused", prefix)
+    settings = settings_for(kafka, "redis://unused", prefix).kafka
     client = admin(settings)
     eager = {"cleanup.policy": "compact", "segment.ms": "100", "min.cleanable.dirty.ratio": "0.01"}
     client.create_topics([NewTopic(settings.topic(SNAPSHOTS), 1, 1, topic_configs=eager)])
@@ -129,7 +129,7 @@ READS: dict[str, Callable[[TopicReader], object]] = {
 def test_a_broker_that_hangs_is_an_error_within_the_timeout(
     own_kafka: LocalKafka, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = settings_for(own_kafka.bootstrap, "redis://unused", "hung-")
+    settings = settings_for(own_kafka.bootstrap, "redis://unused", "hung-").kafka
     create_topics(settings, partitions=1, replication=1)
     send(settings, DELTAS, *(b"%d" % number for number in range(100)))
     codebook = Codebook("default", MODEL, LAYER)
@@ -161,7 +161,7 @@ def test_a_broker_that_hangs_is_an_error_within_the_timeout(
 def test_a_search_for_a_delta_ends_where_the_broker_begins_to_hang(
     own_kafka: LocalKafka, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = settings_for(own_kafka.bootstrap, "redis://unused", "hung-")
+    settings = settings_for(own_kafka.bootstrap, "redis://unused", "hung-").kafka
     create_topics(settings, partitions=1, replication=1)
     send(settings, DELTAS, *(b"%d" % number for number in range(100)))
     monkeypatch.setattr(reading, "READ_TIMEOUT_SECONDS", TIMEOUT)

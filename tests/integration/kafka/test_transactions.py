@@ -29,23 +29,25 @@ def own_kafka(folder: Path) -> Iterator[LocalKafka]:
 
 @pytest.fixture
 def settings(deployment: Settings, own_kafka: LocalKafka) -> Settings:
-    found = deployment.model_copy(update={"kafka": own_kafka.bootstrap})
-    create_topics(found, partitions=1, replication=1)
+    found = deployment.replace(kafka=own_kafka.bootstrap)
+    create_topics(found.kafka, partitions=1, replication=1)
     return found
 
 
 def begun(settings: Settings) -> Any:
     """A writer within a transaction that has written one record to `edits`."""
-    writer = producer(settings, transactional_id=settings.topic("editor"))
+    writer = producer(settings.kafka, transactional_id=settings.kafka.topic("editor"))
     writer.init_transactions()
     writer.begin_transaction()
-    writer.send(settings.topic(EDITS), value=b"one", partition=0).get(timeout=30)
+    writer.send(settings.kafka.topic(EDITS), value=b"one", partition=0).get(timeout=30)
     return writer
 
 
 def offsets(settings: Settings) -> tuple[dict[TopicPartition, OffsetAndMetadata], str]:
     """A place in `feedback`, of the group of editors."""
-    return {TopicPartition(settings.topic(FEEDBACK), 0): OffsetAndMetadata(1, "", -1)}, settings.topic("editor")
+    return {TopicPartition(settings.kafka.topic(FEEDBACK), 0): OffsetAndMetadata(1, "", -1)}, settings.kafka.topic(
+        "editor"
+    )
 
 
 def test_a_transaction_that_kafka_died_in_is_committed_once_it_is_back(

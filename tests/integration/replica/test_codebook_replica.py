@@ -41,7 +41,7 @@ def step(mirror: CodebookReplica) -> int:
 
 def lost(settings: Settings) -> Settings:
     """The same deployment, where Redis does not answer."""
-    return settings.model_copy(update={"redis": f"redis://127.0.0.1:{find_free_port()}/0"})
+    return settings.replace(redis=f"redis://127.0.0.1:{find_free_port()}/0")
 
 
 class TestFollowing:
@@ -100,7 +100,7 @@ class TestFollowing:
             history.add(entry_id, [1.0, 0.0])
         history.make_live()
         assert step(mirror) == 4
-        older = Codebook(history.settings.codebook, MODEL, LAYER)
+        older = Codebook(history.settings.model.codebook, MODEL, LAYER)
         older.apply(sealed(older, op="lead"))
         history.empty_redis()
         history.store.rebuild(older)
@@ -116,7 +116,7 @@ class TestFollowing:
         mirror = mirror_of(history.settings)
         history.lead()
         history.add("a", [1.0, 0.0])
-        stale = Codebook(history.settings.codebook, MODEL, LAYER)
+        stale = Codebook(history.settings.model.codebook, MODEL, LAYER)
         stale.apply(sealed(stale, op="lead"))
         history.lead()
         for _ in range(4):  # what an editor that was not fenced would go on writing
@@ -214,11 +214,11 @@ class TestStart:
         self, history: History, mirror_of: Callable[..., CodebookReplica]
     ) -> None:
         history.lead()
-        ahead = Codebook(history.settings.codebook, MODEL, LAYER)
+        ahead = Codebook(history.settings.model.codebook, MODEL, LAYER)
         ahead.apply(sealed(ahead, op="lead"))
         ahead.apply(sealed(ahead, added("a", [1.0], 1.0)))
         history.store.rebuild(ahead)
-        mirror = mirror_of(history.settings.model_copy(update={"redis_outage_grace": 600.0}))
+        mirror = mirror_of(history.settings.replace(redis_outage_grace=600.0))
         assert not mirror.catch_up(1), "within the grace period it may be on its way"
         mirror = mirror_of(history.settings)
         assert mirror.catch_up(20)
@@ -235,14 +235,18 @@ class TestWithoutRedis:
         history.make_live()
         assert step(mirror) == 1
         with_redis = mirror._store
-        mirror._store = RedisHeadStore(redis_client(lost(history.settings)), history.settings)
+        mirror._store = RedisHeadStore(
+            redis_client(lost(history.settings).redis),
+            history.settings.kafka.topic_prefix,
+            history.settings.model.codebook,
+        )
         history.add("a", [1.0, 0.0])
         wait_until(lambda: mirror._follower.latest_seq == 2)
         lost_at = time.monotonic()
         assert step(mirror) == 1
         assert mirror.degraded
         wait_until(lambda: step(mirror) == 2)
-        assert time.monotonic() - lost_at > history.settings.redis_outage_grace
+        assert time.monotonic() - lost_at > history.settings.redis.outage_grace
         assert mirror.degraded
         mirror._store = with_redis
         assert step(mirror) == 2, "Redis is back, and a step behind"
@@ -291,11 +295,11 @@ finite = st.floats(min_value=0, width=32, allow_nan=False, allow_infinity=False)
 @given(radii=st.lists(finite, min_size=1, max_size=200))
 def test_radii_come_back_from_redis_bit_for_bit(redis_url: str, radii: list[float]) -> None:
     settings = load_settings(redis=redis_url, topic_prefix="bits-")
-    codebook = Codebook(settings.codebook, MODEL, LAYER)
+    codebook = Codebook(settings.model.codebook, MODEL, LAYER)
     codebook.apply(sealed(codebook, op="lead"))
     codebook.apply(sealed(codebook, *(added(f"e{n}", [1.0], radius) for n, radius in enumerate(radii))))
-    with redis_client(settings) as client:
-        store = RedisHeadStore(client, settings)
+    with redis_client(settings.redis) as client:
+        store = RedisHeadStore(client, settings.kafka.topic_prefix, settings.model.codebook)
         client.delete(*store._keys)
         store.rebuild(codebook)
         head = store.read_head(0)

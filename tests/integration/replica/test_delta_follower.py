@@ -29,7 +29,7 @@ def test_a_log_larger_than_what_is_held_comes_out_whole(
     wide = np.arange(1_500_000, dtype=np.float32)
     for number in range(7):  # of 12 MB each
         history.step(added(f"e{number}", wide + number, 1.0))
-    follower = DeltaFollower(history.settings)
+    follower = DeltaFollower(history.settings.kafka)
     follower.start()
     wait_until(lambda: follower._buffered_bytes > MAX_BUFFERED_BYTES)
     time.sleep(1)
@@ -46,7 +46,7 @@ def test_a_start_beyond_the_end_of_a_log_that_was_cut_is_a_fault(history: Histor
     history.add("a", [1.0])
     history.lead()
     history.add("b", [2.0])
-    follower = DeltaFollower(history.settings)
+    follower = DeltaFollower(history.settings.kafka)
     follower.start(10**6, history.codebook.seq, history.codebook.term)
     try:
         _, first = wait_until(lambda: follower.poll(10**6, 0.1))[0]

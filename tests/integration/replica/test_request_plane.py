@@ -38,9 +38,9 @@ def flooded(deploy: Callable[..., Settings], prefix: str) -> Settings:
 @contextmanager
 def sending(settings: Settings) -> Iterator[Callable[[int, bytes], Any]]:
     """Sends numbered records, spread over the partitions."""
-    sender = producer(settings)
+    sender = producer(settings.kafka)
     yield lambda number, value: sender.send(
-        settings.topic("requests"), key=str(number).encode(), value=value, partition=number % PARTITIONS
+        settings.kafka.topic("requests"), key=str(number).encode(), value=value, partition=number % PARTITIONS
     )
     sender.flush()
     sender.close()
@@ -67,9 +67,9 @@ def waits() -> tuple[float, float]:
 
 def committed(settings: Settings) -> dict[int, int]:
     """The group's offsets by partition."""
-    reader = consumer(settings, group_id=settings.topic("inference"))
+    reader = consumer(settings.kafka, group_id=settings.kafka.topic("inference"))
     try:
-        partitions = [TopicPartition(settings.topic("requests"), number) for number in range(PARTITIONS)]
+        partitions = [TopicPartition(settings.kafka.topic("requests"), number) for number in range(PARTITIONS)]
         return {partition.partition: reader.committed(partition) or 0 for partition in partitions}
     finally:
         reader.close()
@@ -86,7 +86,7 @@ def test_what_a_replica_holds_does_not_grow_with_what_waits(flooded: Settings) -
         yield echo(batch)
 
     async def run() -> None:
-        plane = RequestPlane(flooded, answer)
+        plane = RequestPlane(flooded.kafka, flooded.serving, answer)
         app: Any = plane._app
         await plane.start()
         try:
@@ -126,7 +126,7 @@ def test_requests_that_wait_hold_up_no_other_and_are_not_committed_before_they_a
             yield ReplyChunk(echo(waiting).replies, 0)
 
     async def crash() -> int:
-        plane = RequestPlane(flooded, answer)
+        plane = RequestPlane(flooded.kafka, flooded.serving, answer)
         await plane.start()
         await until(lambda: late and len(plane._in_flight) == MAX_IN_FLIGHT_BATCHES)
         assert not await plane.stop(0, 10), "something is left"
@@ -142,7 +142,7 @@ def test_requests_that_wait_hold_up_no_other_and_are_not_committed_before_they_a
     release.set()
 
     async def go_on() -> None:
-        plane = RequestPlane(flooded, answer)
+        plane = RequestPlane(flooded.kafka, flooded.serving, answer)
         await plane.start()
         while len({record.key for record in await asyncio.to_thread(records, flooded, "predictions")}) < 4000:
             await asyncio.sleep(0.2)
@@ -162,7 +162,7 @@ def test_a_batch_whose_answer_fails_is_tried_again_while_others_are_answered(flo
         yield echo(batch)
 
     async def run() -> None:
-        plane = RequestPlane(flooded, answer)
+        plane = RequestPlane(flooded.kafka, flooded.serving, answer)
         await plane.start()
         await until(lambda: len(tried) > 2)
         assert await plane.stop(10, 10)

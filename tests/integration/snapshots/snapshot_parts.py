@@ -5,19 +5,31 @@ from pathlib import Path
 
 from structlog.typing import EventDict
 
+from gracestream.pipeline.codebook import Codebook
 from gracestream.pipeline.history.replay import replay_with_offset
 from gracestream.pipeline.kafka.topics import SNAPSHOTS
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.stores.snapshots import write_snapshot
+from gracestream.pipeline.stores.snapshots import Snapshot, load_newest_snapshot, write_snapshot
 from gracestream.schemas.messages import SnapshotManifest, encode
+from tests.support.tiny_models import LAYER, MODEL
 from tests.support.written_history import History
 
 
 def snapshot(settings: Settings, seq: int | None = None) -> SnapshotManifest:
     """Write one, as the command does."""
-    folded = replay_with_offset(settings, seq)
+    folded = replay_with_offset(settings.kafka, seq)
     assert folded is not None
-    return write_snapshot(settings, folded)
+    return write_snapshot(settings.kafka, folded, url_of(settings), settings.snapshots.keep)
+
+
+def newest(settings: Settings) -> Snapshot | None:
+    """The one that a starting replica takes."""
+    return load_newest_snapshot(settings.kafka, url_of(settings), Codebook(settings.model.codebook, MODEL, LAYER))
+
+
+def url_of(settings: Settings) -> str:
+    assert settings.snapshots.url is not None
+    return settings.snapshots.url
 
 
 def file_of(manifest: SnapshotManifest) -> Path:
@@ -27,7 +39,7 @@ def file_of(manifest: SnapshotManifest) -> Path:
 def publish(history: History, manifest: SnapshotManifest | bytes, key: bytes | None = None) -> None:
     """A record on `snapshots` that no writer of ours would write."""
     value = manifest if isinstance(manifest, bytes) else encode(manifest)
-    topic = history.settings.topic(SNAPSHOTS)
+    topic = history.settings.kafka.topic(SNAPSHOTS)
     history._producer.send(topic, key=key or secrets.token_bytes(4), value=value, partition=0).get(30)
 
 

@@ -14,10 +14,9 @@ from gracestream.pipeline.kafka.clients import admin
 from gracestream.pipeline.kafka.topics import SNAPSHOTS
 from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.stores.snapshot_files import SnapshotError, SnapshotStore
-from gracestream.pipeline.stores.snapshots import list_manifests, load_newest_snapshot
-from tests.integration.snapshots.snapshot_parts import publish, reasons, snapshot
+from gracestream.pipeline.stores.snapshots import list_manifests
+from tests.integration.snapshots.snapshot_parts import newest, publish, reasons, snapshot, url_of
 from tests.support.running import records, wait_until
-from tests.support.tiny_models import LAYER, MODEL
 from tests.support.written_history import History
 
 LIES: dict[str, tuple[dict[str, Any], str]] = {
@@ -45,15 +44,15 @@ class TestManifests:
         snapshot(history.settings, 4)
         latest = snapshot(history.settings, 8)
         for lie, (fields, reason) in LIES.items():
-            publish(history, msgspec.structs.replace(latest, **fields), f"{history.settings.codebook}/8".encode())
-            found = load_newest_snapshot(history.settings, MODEL, LAYER)
+            publish(history, msgspec.structs.replace(latest, **fields), f"{history.settings.model.codebook}/8".encode())
+            found = newest(history.settings)
             assert found is not None
             assert found.codebook.seq == 4, lie
             assert reason in reasons(logged)[-1], lie
         assert len(reasons(logged)) == len(LIES)
 
     def test_a_name_under_the_url_cannot_leave_it(self, settings: Settings) -> None:
-        store = SnapshotStore(settings.snapshot_url)
+        store = SnapshotStore(url_of(settings))
         for uri in (f"{store.url}/../a.safetensors", f"{store.url}/", f"{store.url}/a", f"{store.url}/%2e%2e/a", ""):
             with pytest.raises(SnapshotError, match="is not a file in"):
                 store.read(uri, 10)
@@ -63,8 +62,8 @@ class TestManifests:
     ) -> None:
         older, latest = (snapshot(history.settings, seq) for seq in (4, 8))
         lie = {name: getattr(older, name) for name in ("uri", "sha256", "bytes")}
-        publish(history, msgspec.structs.replace(latest, **lie), f"{history.settings.codebook}/8".encode())
-        found = load_newest_snapshot(history.settings, MODEL, LAYER)
+        publish(history, msgspec.structs.replace(latest, **lie), f"{history.settings.model.codebook}/8".encode())
+        found = newest(history.settings)
         assert found is not None
         assert found.codebook.seq == 4
         assert ["than its manifest says" in said for said in reasons(logged)] == [True]
@@ -74,26 +73,26 @@ class TestManifests:
         for garbage in (b"", b"\xff", b"[]", b'{"v":99}', b'{"v":1,"codebook":"default"}'):
             publish(history, garbage)
         publish(history, msgspec.structs.replace(manifest, codebook="another", seq=9))
-        found = load_newest_snapshot(history.settings, MODEL, LAYER)
+        found = newest(history.settings)
         assert found is not None
         assert found.codebook.seq == 4
         assert [event["event"] for event in logged].count("manifest_skipped") == 5
         assert reasons(logged) == []
 
     def test_only_the_last_written_are_kept_files_and_all(self, history: History, url: str) -> None:
-        settings = history.settings.model_copy(update={"snapshot_url": url, "snapshot_keep": 2})
+        settings = history.settings.replace(snapshot_url=url, snapshot_keep=2)
         written = [snapshot(settings, seq) for seq in (2, 4, 6, 5)]
-        assert list(list_manifests(settings, settings.codebook).values()) == written[2:]
+        assert list(list_manifests(settings.kafka, settings.model.codebook).values()) == written[2:]
         files, root = fsspec.core.url_to_fs(url)
         names = sorted(path.rpartition("/")[2] for path in files.ls(root, detail=False))
         assert names == sorted(manifest.uri.rpartition("/")[2] for manifest in written[2:])
 
     def test_a_compacted_topic_has_all_that_count(self, history: History) -> None:
-        settings = history.settings.model_copy(update={"snapshot_keep": 2})
-        client = admin(settings)
+        settings = history.settings.replace(snapshot_keep=2)
+        client = admin(settings.kafka)
         try:
-            client.delete_topics([settings.topic(SNAPSHOTS)])
-            wait_until(lambda: settings.topic(SNAPSHOTS) not in client.list_topics())
+            client.delete_topics([settings.kafka.topic(SNAPSHOTS)])
+            wait_until(lambda: settings.kafka.topic(SNAPSHOTS) not in client.list_topics())
         finally:
             client.close()
         eager = {"segment.ms": "100", "min.cleanable.dirty.ratio": "0.01", "delete.retention.ms": "100"}
@@ -107,16 +106,16 @@ class TestManifests:
             return len([record for record in records(settings, SNAPSHOTS) if record.key != b"roll"]) <= 3
 
         wait_until(compacted, 60, "the compaction")
-        assert [manifest.seq for manifest in list_manifests(settings, settings.codebook).values()] == [6, 7]
-        found = load_newest_snapshot(settings, MODEL, LAYER)
+        assert [manifest.seq for manifest in list_manifests(settings.kafka, settings.model.codebook).values()] == [6, 7]
+        found = newest(settings)
         assert found is not None
         assert found.codebook.seq == 7
 
 
 def create_compacted(settings: Settings, config: dict[str, str]) -> None:
-    client = admin(settings)
+    client = admin(settings.kafka)
     try:
         config = {"cleanup.policy": "compact", **config}
-        client.create_topics([NewTopic(settings.topic(SNAPSHOTS), 1, 1, topic_configs=config)])
+        client.create_topics([NewTopic(settings.kafka.topic(SNAPSHOTS), 1, 1, topic_configs=config)])
     finally:
         client.close()

@@ -9,11 +9,9 @@ from structlog.typing import EventDict
 from gracestream.deploy.local.processes import find_free_port
 from gracestream.pipeline.kafka.topics import SNAPSHOTS
 from gracestream.pipeline.stores.snapshot_files import SnapshotError, SnapshotStore, split_url_secrets
-from gracestream.pipeline.stores.snapshots import load_newest_snapshot
-from tests.integration.snapshots.snapshot_parts import publish, snapshot
+from tests.integration.snapshots.snapshot_parts import newest, publish, snapshot
 from tests.support.forked_commands import Command
 from tests.support.running import records
-from tests.support.tiny_models import LAYER, MODEL
 from tests.support.written_history import History
 
 PASSWORD = "pass/w%2Frd"
@@ -23,15 +21,15 @@ def test_neither_a_manifest_nor_the_log_has_it(
     history: History, logged: list[EventDict], prefix: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     url = f"memory://user:{PASSWORD}@bucket/{prefix}?token=secret"
-    settings = history.settings.model_copy(update={"snapshot_url": url})
+    settings = history.settings.replace(snapshot_url=url)
     manifest = snapshot(settings, 4)
     assert manifest.uri.startswith(f"memory://bucket/{prefix}/")
-    found = load_newest_snapshot(settings, MODEL, LAYER)
+    found = newest(settings)
     assert found is not None, "the store is the one with the password"
     assert found.codebook.seq == 4
     publish(history, msgspec.structs.replace(manifest, uri=f"{url}/other.safetensors", seq=5))
     theirs = records(settings, SNAPSHOTS)[-1].offset
-    assert load_newest_snapshot(settings, MODEL, LAYER) is not None
+    assert newest(settings) is not None
     assert any(event["event"] == "snapshot_rejected" for event in logged)
     written = repr([record.value for record in records(settings, SNAPSHOTS) if record.offset != theirs])
     shown = written + repr(logged) + repr(settings) + "".join(capfd.readouterr())

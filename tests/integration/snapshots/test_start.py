@@ -11,10 +11,8 @@ from gracestream.pipeline.kafka.clients import admin
 from gracestream.pipeline.kafka.topics import DELTAS, create_topics
 from gracestream.pipeline.replica.codebook_replica import CodebookReplica
 from gracestream.pipeline.settings import Settings
-from gracestream.pipeline.stores.snapshots import load_newest_snapshot
-from tests.integration.snapshots.snapshot_parts import file_of, loaded, reasons, snapshot
+from tests.integration.snapshots.snapshot_parts import file_of, loaded, newest, reasons, snapshot
 from tests.support.running import wait_until
-from tests.support.tiny_models import LAYER, MODEL
 from tests.support.written_history import History, same
 
 
@@ -22,7 +20,7 @@ class TestStart:
     def test_a_replica_starts_from_the_newest_and_reads_only_the_tail(
         self, history: History, url: str, mirror_of: Callable[..., CodebookReplica], logged: list[EventDict]
     ) -> None:
-        settings = history.settings.model_copy(update={"snapshot_url": url})
+        settings = history.settings.replace(snapshot_url=url)
         for seq in (3, 8):
             snapshot(settings, seq)
         history.add("e7", [5.0, 5.0])
@@ -61,7 +59,7 @@ class TestStart:
     def test_what_a_fenced_editor_wrote_after_it_does_not_count(
         self, history: History, mirror_of: Callable[..., CodebookReplica]
     ) -> None:
-        stale = replay_deltas(history.settings, 8)
+        stale = replay_deltas(history.settings.kafka, 8)
         assert stale is not None
         snapshot(history.settings)
         other = History(history.settings)
@@ -77,7 +75,7 @@ class TestStart:
     def test_a_store_that_is_none_leaves_the_log(
         self, history: History, mirror_of: Callable[..., CodebookReplica], logged: list[EventDict]
     ) -> None:
-        mirror = mirror_of(history.settings.model_copy(update={"snapshot_url": "nothing://of/the/kind"}))
+        mirror = mirror_of(history.settings.replace(snapshot_url="nothing://of/the/kind"))
         assert mirror.catch_up(20)
         assert same(mirror.codebook, history.codebook)
         assert "snapshot_search_failed" in [event["event"] for event in logged]
@@ -135,7 +133,7 @@ class TestDamage:
         manifest = snapshot(history.settings, 8)
         flip(file_of(manifest))
         assert snapshot(history.settings, 8) == manifest
-        found = load_newest_snapshot(history.settings, MODEL, LAYER)
+        found = newest(history.settings)
         assert found is not None
         assert found.codebook.seq == 8
 
@@ -143,13 +141,13 @@ class TestDamage:
 class TestAnotherLog:
     def recreate(self, settings: Settings) -> None:
         """What an operator does who lost the history."""
-        client = admin(settings)
+        client = admin(settings.kafka)
         try:
-            client.delete_topics([settings.topic(DELTAS)])
-            wait_until(lambda: settings.topic(DELTAS) not in client.list_topics())
+            client.delete_topics([settings.kafka.topic(DELTAS)])
+            wait_until(lambda: settings.kafka.topic(DELTAS) not in client.list_topics())
         finally:
             client.close()
-        create_topics(settings, partitions=4, replication=1)
+        create_topics(settings.kafka, partitions=4, replication=1)
 
     def test_a_snapshot_ahead_of_a_log_that_was_made_anew_is_refused(
         self, history: History, mirror_of: Callable[..., CodebookReplica], logged: list[EventDict]
@@ -177,7 +175,7 @@ class TestAnotherLog:
             again.lead()
             for number in range(20):
                 again.add(f"x{number}", [float(number), 1.0])
-            assert load_newest_snapshot(history.settings, MODEL, LAYER) is None
+            assert newest(history.settings) is None
             assert ["made anew" in said for said in reasons(logged)] == [True]
         finally:
             again.close()

@@ -27,42 +27,48 @@ PROMPTS = texts(12, seed=7, shortest=6, longest=9)
 
 class TestEditor:
     def test_the_writer_writes_one_every_so_many_deltas(self, history: History) -> None:
-        settings = history.settings.model_copy(update={"snapshot_interval": 4})
-        writer = SnapshotWriter(settings)
+        settings = history.settings.replace(snapshot_interval=4)
+        writer = SnapshotWriter(settings.kafka, settings.snapshots)
         for number in range(10, 21):
             writer.maybe_write(history.codebook)
             writer.close(30)
             history.add(f"e{number}", [float(number), 0.0])
-        assert [manifest.seq for manifest in list_manifests(settings, settings.codebook).values()] == [10, 14, 18]
-        later = SnapshotWriter(settings)
+        assert [manifest.seq for manifest in list_manifests(settings.kafka, settings.model.codebook).values()] == [
+            10,
+            14,
+            18,
+        ]
+        later = SnapshotWriter(settings.kafka, settings.snapshots)
         later.maybe_write(history.codebook)
         later.close(30)
-        assert len(list_manifests(settings, settings.codebook)) == 3, "one that starts knows what there is"
+        assert len(list_manifests(settings.kafka, settings.model.codebook)) == 3, "one that starts knows what there is"
 
-    @pytest.mark.parametrize("chosen", [{"snapshot_url": ""}, {"snapshot_interval": 0}])
+    @pytest.mark.parametrize("chosen", [{"snapshot_url": None}, {"snapshot_interval": None}])
     def test_the_writer_writes_none_where_none_is_wanted(self, history: History, chosen: dict[str, Any]) -> None:
-        writer = SnapshotWriter(history.settings.model_copy(update={"snapshot_interval": 1, **chosen}))
+        settings = history.settings.replace(**{"snapshot_interval": 1, **chosen})
+        writer = SnapshotWriter(settings.kafka, settings.snapshots)
         writer.maybe_write(history.codebook)
         writer.close(30)
-        assert list_manifests(history.settings, history.settings.codebook) == {}
+        assert list_manifests(history.settings.kafka, history.settings.model.codebook) == {}
 
     @pytest.mark.parametrize("url", ["nothing://of/the/kind", "/dev/null/snapshots"])
     def test_a_store_that_fails_is_no_fault_of_the_editor(
         self, history: History, logged: list[EventDict], url: str
     ) -> None:
-        writer = SnapshotWriter(history.settings.model_copy(update={"snapshot_interval": 1, "snapshot_url": url}))
+        settings = history.settings.replace(snapshot_interval=1, snapshot_url=url)
+        writer = SnapshotWriter(settings.kafka, settings.snapshots)
         for _ in range(3):
             writer.maybe_write(history.codebook)
             writer.close(30)
         assert [event["event"] for event in logged].count("snapshot_failed") == 1, "not again for a minute"
-        assert list_manifests(history.settings, history.settings.codebook) == {}
+        assert list_manifests(history.settings.kafka, history.settings.model.codebook) == {}
 
     def test_a_delta_that_the_log_does_not_hold_gets_no_snapshot(self, history: History) -> None:
         ahead = history.codebook.copy()
         ahead.apply(sealed(history.codebook, added("unwritten", [1.0, 1.0], 1.0)))
         with pytest.raises(SnapshotError, match="the log does not hold delta 11"):
-            find_delta_offset(history.settings, ahead)
-        assert find_delta_offset(history.settings, history.codebook) == 9
+            find_delta_offset(history.settings.kafka, ahead)
+        assert find_delta_offset(history.settings.kafka, history.codebook) == 9
 
     def test_a_running_editor_writes_them_and_a_replica_starts_from_one(
         self, deploy: Callable[..., Settings], prefix: str, users_of: Callable[[Settings], Users], folder: Path
@@ -72,7 +78,7 @@ class TestEditor:
         with Forked("editor", "edit", settings, folder) as editor:
             editor.wait_ready(90)
             users.correct(*(flag(f"f{number}", prompt, "museum") for number, prompt in enumerate(PROMPTS[:5])))
-            wait_until(lambda: list_manifests(settings, settings.codebook), what="a snapshot")
+            wait_until(lambda: list_manifests(settings.kafka, settings.model.codebook), what="a snapshot")
             with Forked("replica", "infer", settings, folder) as replica:
                 replica.wait_ready(90)
                 wait_until(lambda: replica.state()["seq"] == editor.state()["seq"], what="the head")

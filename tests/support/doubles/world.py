@@ -87,11 +87,11 @@ class History:
         self._kafka = kafka
 
     def for_each_delta(self, on_record: Callable[[bytes], bool]) -> None:
-        all(on_record(record.value or b"") for record in self._kafka.committed(SETTINGS.topic(DELTAS)))
+        all(on_record(record.value or b"") for record in self._kafka.committed(SETTINGS.kafka.topic(DELTAS)))
 
     def feedback_since(self, since: int) -> Mapping[int, Feedback]:
         found = {}
-        for record in self._kafka.committed(SETTINGS.topic(FEEDBACK), since):
+        for record in self._kafka.committed(SETTINGS.kafka.topic(FEEDBACK), since):
             with suppress(InvalidMessage):
                 found[record.offset] = decode(record.value, Feedback)
         return found
@@ -155,22 +155,24 @@ class Process:
         story = self._story
         new_consumer = partial(self._consumer, story)
         new_producer = partial(story.kafka.producer, step=self.step)
-        store = RedisHeadStore(story.redis.client(self.redis_step), SETTINGS)
+        store = RedisHeadStore(
+            story.redis.client(self.redis_step), SETTINGS.kafka.topic_prefix, SETTINGS.model.codebook
+        )
         admission = Admission(
             CODEBOOK, None, require_signature=False, per_minute=0, accepted_since=lambda _: (), marks=lambda _: ()
         )
-        log = EditorLog(SETTINGS, new_consumer, new_producer)
+        log = EditorLog(SETTINGS.kafka, new_consumer, new_producer)
         history, at_work = History(story.kafka), partial(log.keep_alive, 0.0)
-        traffic = TrafficReader(SETTINGS, self.engine, new_consumer)
+        traffic = TrafficReader(SETTINGS.kafka, self.engine, new_consumer)
         parts = EditorServices(
             engine=self.engine,
             log=log,
             feedback_processor=FeedbackProcessor(
-                self.engine, admission, history, SETTINGS.max_record_bytes, traffic.catch_up_to_now, at_work
+                self.engine, admission, history, SETTINGS.kafka.max_record_bytes, traffic.catch_up_to_now, at_work
             ),
             traffic_reader=traffic,
             redis_publisher=RedisPublisher(store, self.engine.codebook, 0.0, retry_seconds=0.0),
-            snapshot_writer=SnapshotWriter(SETTINGS),
+            snapshot_writer=SnapshotWriter(SETTINGS.kafka, SETTINGS.snapshots),
             environment={"editor": self.name},
         )
         self.started = True
@@ -185,7 +187,7 @@ class Process:
     def leave_group(self) -> None:
         """What the broker does to who is silent for too long."""
         if self.member is not None and self.member.member_id:
-            self._story.kafka.remove(SETTINGS.topic("editor"), self.member.member_id)
+            self._story.kafka.remove(SETTINGS.kafka.topic("editor"), self.member.member_id)
 
     def redis_step(self, operation: str) -> None:
         """An operation of its Redis client."""
@@ -206,7 +208,7 @@ class Story:
         chosen: Epochs = self._random.choice(("per end", "after a resent end"))
         self.plan = self._random.choice(PLANS)
         self.together = self._random.choice((1, 3))
-        self.kafka = MemoryKafka([SETTINGS.topic(topic.name) for topic in TOPICS], epochs or chosen)
+        self.kafka = MemoryKafka([SETTINGS.kafka.topic(topic.name) for topic in TOPICS], epochs or chosen)
         self.kafka.network = self._passage
         self._torn = torn
         self.redis = MemoryRedis()
@@ -243,7 +245,7 @@ class Story:
             case "expire":
                 process.leave_group()
             case "group forgotten":
-                self.kafka.forget(SETTINGS.topic("editor"))
+                self.kafka.forget(SETTINGS.kafka.topic("editor"))
             case "redis away":
                 self.redis_is_away = True
             case "redis emptied":
@@ -291,15 +293,15 @@ class Story:
 
     def left(self) -> Left:
         """What the checker is to read."""
-        store = RedisHeadStore(self.redis.client(), SETTINGS)
+        store = RedisHeadStore(self.redis.client(), SETTINGS.kafka.topic_prefix, SETTINGS.model.codebook)
         self._read_on()
-        group = self.kafka.group(SETTINGS.topic("editor"))
+        group = self.kafka.group(SETTINGS.kafka.topic("editor"))
         books = [(process.name, process.engine.codebook) for process in self._alive()]
         return Left(
-            feedback=list(self.kafka.committed(SETTINGS.topic(FEEDBACK))),
-            edits=list(self.kafka.committed(SETTINGS.topic(EDITS))),
-            deltas=list(self.kafka.committed(SETTINGS.topic(DELTAS))),
-            letters=list(self.kafka.committed(SETTINGS.topic(FEEDBACK_DLQ))),
+            feedback=list(self.kafka.committed(SETTINGS.kafka.topic(FEEDBACK))),
+            edits=list(self.kafka.committed(SETTINGS.kafka.topic(EDITS))),
+            deltas=list(self.kafka.committed(SETTINGS.kafka.topic(DELTAS))),
+            letters=list(self.kafka.committed(SETTINGS.kafka.topic(FEEDBACK_DLQ))),
             position=next(iter(group.offsets.values()), None),
             head=store.read_head(0),
             radii=store.read_radii(),
@@ -314,7 +316,7 @@ class Story:
 
     def outlived(self) -> set[str]:
         """Editors that are still there, though another one has led since they did."""
-        deltas = (decode_delta(record.value or b"") for record in self.kafka.committed(SETTINGS.topic(DELTAS)))
+        deltas = (decode_delta(record.value or b"") for record in self.kafka.committed(SETTINGS.kafka.topic(DELTAS)))
         leads = [delta.environment["editor"] for delta in deltas if delta.environment is not UNSET]
         followed = {name for place, name in enumerate(leads) if set(leads[place:]) != {name}}
         return followed & {process.name for process in self._alive()}
@@ -348,10 +350,10 @@ class Story:
         """What the users, the brokers and the supervisor of processes do."""
         chance = self._random.random
         if self._unsent and chance() < 0.1:
-            self.kafka.append(SETTINGS.topic(FEEDBACK), self._unsent.pop(0))
+            self.kafka.append(SETTINGS.kafka.topic(FEEDBACK), self._unsent.pop(0))
         if chance() < 0.05:
             request = Request(v=SCHEMA_VERSION, request_id="r", inputs=self._point())
-            self.kafka.append(SETTINGS.topic(REQUESTS), encode(request))
+            self.kafka.append(SETTINGS.kafka.topic(REQUESTS), encode(request))
         if chance() < 0.1:
             self._read_on()
         for process in self.processes:
@@ -373,18 +375,21 @@ class Story:
             or any(p.paused for p in self._alive())
         ):
             return False
-        group = self.kafka.group(SETTINGS.topic("editor"))
-        feedback = self.kafka.end(SETTINGS.topic(FEEDBACK))
+        group = self.kafka.group(SETTINGS.kafka.topic("editor"))
+        feedback = self.kafka.end(SETTINGS.kafka.topic(FEEDBACK))
         if set(group.offsets.values()) != {feedback}:
             return False
-        deltas = [record.value for record in self.kafka.committed(SETTINGS.topic(DELTAS))]
-        head = RedisHeadStore(self.redis.client(), SETTINGS).read_head(0)
+        deltas = [record.value for record in self.kafka.committed(SETTINGS.kafka.topic(DELTAS))]
+        head = RedisHeadStore(self.redis.client(), SETTINGS.kafka.topic_prefix, SETTINGS.model.codebook).read_head(0)
         leaders = [process for process in self._alive() if process.member and process.member.member_id == group.owner]
         return (
             head is not None
             and len(leaders) == 1
             and head.seq == decode_delta(deltas[-1] or b"").seq
-            and len(RedisHeadStore(self.redis.client(), SETTINGS).read_radii()) == len(leaders[0].engine.codebook)
+            and len(
+                RedisHeadStore(self.redis.client(), SETTINGS.kafka.topic_prefix, SETTINGS.model.codebook).read_radii()
+            )
+            == len(leaders[0].engine.codebook)
             and leaders[0].engine.codebook.seq == head.seq
         )
 
@@ -392,7 +397,7 @@ class Story:
         return [process for process in self.processes if not process.killed and not process.over]
 
     def _read_on(self) -> None:
-        partition = TopicPartition(SETTINGS.topic(DELTAS), 0)
+        partition = TopicPartition(SETTINGS.kafka.topic(DELTAS), 0)
         if not self._reader.assignment():
             self._reader.assign([partition])
         for record in self._reader.poll().get(partition, []):

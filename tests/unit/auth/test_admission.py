@@ -23,7 +23,7 @@ from gracestream.pipeline.auth.authors import Author, AuthorsError
 from gracestream.pipeline.auth.signing import sign
 from gracestream.pipeline.auth.spent_signatures import mark_of_id, mark_of_record
 from gracestream.pipeline.editor.accepted_feedback import admission_from_settings
-from gracestream.pipeline.settings import SettingsError, load_settings
+from gracestream.pipeline.settings import Settings, SettingsError, load_settings
 from gracestream.schemas.messages import Feedback, decode, encode
 
 CODEBOOK = "default"
@@ -193,14 +193,18 @@ class TestSpent:
         assert found.first_offset == 7
 
 
+def admission_of(settings: Settings) -> Admission:
+    return admission_from_settings(settings.auth, settings.kafka, settings.model.codebook)
+
+
 class TestSettings:
     def test_signatures_need_a_list(self) -> None:
         with pytest.raises(SettingsError, match=r"GRACESTREAM_REQUIRE_SIGNATURE needs .* set GRACESTREAM_AUTHORS_FILE"):
-            admission_from_settings(load_settings(require_signature=True))
+            admission_of(load_settings(require_signature=True))
 
     def test_a_list_that_cannot_be_read_is_an_error_at_start(self, tmp_path: Path) -> None:
         with pytest.raises(AuthorsError, match="cannot be read"):
-            admission_from_settings(load_settings(authors_file=str(tmp_path / "none.toml")))
+            admission_of(load_settings(authors_file=str(tmp_path / "none.toml")))
 
 
 class TestLimit:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gracestream.pipeline.settings import SECRET_FIELDS, Settings, load_settings
+from gracestream.pipeline.settings import SECRET_VARIABLES, VARIABLES, load_settings
 from tests.support.deployment_files import (
     ACLS,
     COMPOSE,
@@ -19,7 +19,7 @@ from tests.support.deployment_files import (
     in_kubernetes,
 )
 
-KNOWN_SETTINGS = {f"GRACESTREAM_{field.upper()}" for field in Settings.model_fields}
+KNOWN_SETTINGS = set(VARIABLES)
 
 
 def settings_files() -> list[Path]:
@@ -62,14 +62,13 @@ class TestSettings:
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         settings = load_settings()
-        assert (settings.http_host, settings.http_port) == ("0.0.0.0", 8080)
+        assert (settings.http.host, settings.http.port) == ("0.0.0.0", 8080)
         # A name such as the default `smollm2` stands for a package that no image has.
-        assert "/" in settings.model
-        assert environment["HF_HOME"].startswith(str(settings.cache_dir))
+        assert "/" in settings.model.name
+        assert environment["HF_HOME"].startswith(str(settings.model.cache_dir))
 
     def test_no_file_holds_a_password(self) -> None:
-        secret = {f"GRACESTREAM_{field.upper()}" for field in SECRET_FIELDS - {"redis"}}
-        assert secret <= KNOWN_SETTINGS
+        secret = SECRET_VARIABLES - {"GRACESTREAM_REDIS"}
         for environment in [*map(in_compose, ("topics", "editor", "inference")), *map(in_kubernetes, containers())]:
             assert not secret & environment.keys()
             assert "@" not in environment["GRACESTREAM_REDIS"]

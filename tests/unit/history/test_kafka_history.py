@@ -62,14 +62,14 @@ def until_third(found: list[bytes]) -> Callable[[bytes], bool]:
 def test_a_log_that_does_not_show_everything_yet_is_read_on(shown: list[int], ends: list[int]) -> None:
     shown.extend(ends)
     found: list[bytes] = []
-    KafkaHistory(SETTINGS).for_each_delta(until_third(found))
+    KafkaHistory(SETTINGS.kafka).for_each_delta(until_third(found))
     assert found == RECORDS
 
 
 def test_nothing_is_read_after_what_was_needed(shown: list[int]) -> None:
     shown.append(3)
     found: list[bytes] = []
-    KafkaHistory(SETTINGS).for_each_delta(lambda record: found.append(record) or len(found) < 2)  # type: ignore[func-returns-value]
+    KafkaHistory(SETTINGS.kafka).for_each_delta(lambda record: found.append(record) or len(found) < 2)  # type: ignore[func-returns-value]
     assert found == RECORDS[:2]
 
 
@@ -82,7 +82,7 @@ def test_a_log_that_never_shows_it_counts_as_kafka_being_away(
     with pytest.raises(
         KafkaTimeoutError, match="deltas ends before offset 3, and the editor has written more"
     ) as raised:
-        KafkaHistory(SETTINGS).for_each_delta(until_third([]))
+        KafkaHistory(SETTINGS.kafka).for_each_delta(until_third([]))
     assert is_retriable(raised.value)
 
 
@@ -92,4 +92,4 @@ def test_a_fault_is_one_at_once(shown: list[int]) -> None:
 
     shown.append(2)
     with pytest.raises(HistoryError, match="the record at offset 0 of deltas cannot be applied: a gap"):
-        KafkaHistory(SETTINGS).for_each_delta(refuse)
+        KafkaHistory(SETTINGS.kafka).for_each_delta(refuse)

@@ -59,6 +59,6 @@ def test_where_nothing_comes_any_more_that_is_an_error(monkeypatch: pytest.Monke
         KafkaTimeoutError, match=f"edits could not be read on from offset {last}: Kafka sent nothing for 0.1 s"
     )
     with nullcontext() if last == END else late:
-        found.extend(record.offset for record in read_topic(load_settings(), "edits"))
+        found.extend(record.offset for record in read_topic(load_settings().kafka, "edits"))
     assert found == list(range(last))
     assert consumer.closed

@@ -30,7 +30,7 @@ headers = st.lists(
 
 @given(headers)
 def test_what_is_copied_is_bounded_in_order_and_none_of_ours(given: list[tuple[str, bytes | None]]) -> None:
-    kept = resolve_reply_address(given, load_settings(topic_prefix="p-")).headers
+    kept = resolve_reply_address(given, load_settings(topic_prefix="p-").kafka).headers
     rest = iter(given)
     assert all(header in rest for header in kept), "in their order"
     assert len(kept) <= MAX_COPIED_HEADERS
@@ -41,7 +41,7 @@ def test_what_is_copied_is_bounded_in_order_and_none_of_ours(given: list[tuple[s
 @given(st.binary(max_size=300) | st.text(string.printable, max_size=260).map(str.encode))
 def test_only_a_topic_of_the_deployment_is_chosen(value: bytes) -> None:
     for name in (value, b"p-" + value):
-        address = resolve_reply_address([("reply_to", name)], load_settings(topic_prefix="p-"))
+        address = resolve_reply_address([("reply_to", name)], load_settings(topic_prefix="p-").kafka)
         assert not (address.topic and address.error)
         if address.topic:
             assert address.topic.encode() == name
@@ -51,7 +51,7 @@ def test_only_a_topic_of_the_deployment_is_chosen(value: bytes) -> None:
 
 @pytest.mark.parametrize("topic", ["acme-credits", "p-credits", "myrequests", "edits2"])
 def test_a_name_that_only_ends_in_the_letters_of_ours_is_chosen(topic: str) -> None:
-    address = resolve_reply_address([("reply_to", f"p-{topic}".encode())], load_settings(topic_prefix="p-"))
+    address = resolve_reply_address([("reply_to", f"p-{topic}".encode())], load_settings(topic_prefix="p-").kafka)
     assert (address.topic, address.error) == (f"p-{topic}", "")
 
 
@@ -60,17 +60,17 @@ def test_the_headers_of_an_outcome_are_ours() -> None:
         (name, b"1") for name in (SPENT_MARK_HEADER, STANDING_HEADER, TERM_HEADER, CODEBOOK_SEQ_HEADER, CONTEXT_HEADER)
     ]
     given += [(name, b"1") for name in (AUTHOR_HEADER, ACCEPTED_AT_HEADER)]
-    assert resolve_reply_address(given, load_settings(topic_prefix="p-")).headers == ()
+    assert resolve_reply_address(given, load_settings(topic_prefix="p-").kafka).headers == ()
 
 
 def test_without_headers_all_is_as_usual() -> None:
-    assert resolve_reply_address([], load_settings()) is DEFAULT_REPLY_ADDRESS
+    assert resolve_reply_address([], load_settings().kafka) is DEFAULT_REPLY_ADDRESS
 
 
 @pytest.mark.parametrize("prefix", ["", "p-", "p"])
 @pytest.mark.parametrize("topic", [topic.name for topic in TOPICS if topic.name != "predictions"])
 def test_none_of_ours_is_chosen(prefix: str, topic: str) -> None:
     for name in (prefix + topic, f"{prefix}another-{topic}", f"{prefix}another.{topic}", f"{prefix}another_{topic}"):
-        address = resolve_reply_address([("reply_to", name.encode())], load_settings(topic_prefix=prefix))
+        address = resolve_reply_address([("reply_to", name.encode())], load_settings(topic_prefix=prefix).kafka)
         assert address.topic == ""
         assert "one of gracestream's own topics" in address.error

@@ -51,7 +51,7 @@ def test_the_history_is_kept_for_ever_in_one_order(name: str) -> None:
 @by_topic
 def test_the_address_has_the_prefix_before_the_name(topic: Topic) -> None:
     assert channel(topic)["address"] == f"{{prefix}}{topic.name}"
-    assert load_settings(topic_prefix="mine-").topic(topic.name) == f"mine-{topic.name}"
+    assert load_settings(topic_prefix="mine-").kafka.topic(topic.name) == f"mine-{topic.name}"
 
 
 @pytest.mark.parametrize("name", ["requests.dlq", "feedback.dlq"])
@@ -79,7 +79,7 @@ def test_a_branch_gets_as_many_partitions_and_copies_as_its_source(
         close=lambda: None,
     )
     monkeypatch.setattr(topics, "admin", lambda _settings: client)
-    assert topic_layout(load_settings(topic_prefix="p-")) == (partitions, copies)
+    assert topic_layout(load_settings(topic_prefix="p-").kafka) == (partitions, copies)
 
 
 @pytest.mark.parametrize(("copies", "in_sync"), [(-1, None), (1, None), (2, None), (3, "2"), (4, "2")])
@@ -89,7 +89,7 @@ def test_of_three_copies_two_must_have_a_record(
     made: list[Any] = []
     client = SimpleNamespace(list_topics=list, create_topics=lambda new, **_: made.extend(new), close=lambda: None)
     monkeypatch.setattr(topics, "admin", lambda _settings: client)
-    created = topics.create_topics(load_settings(topic_prefix="p-"), 4, copies)
+    created = topics.create_topics(load_settings(topic_prefix="p-").kafka, 4, copies)
     assert {topic.name for topic in made} == set(created)
     assert {topic.replication_factor for topic in made} == {copies}
     assert {topic.topic_configs.get("min.insync.replicas") for topic in made} == {in_sync}

@@ -35,7 +35,7 @@ def told(monkeypatch: pytest.MonkeyPatch, reasons: Iterator[str]) -> list[str]:
     monkeypatch.setattr(clients, "ping_kafka", ask)
     lines: list[str] = []
     with pytest.raises(UnreachableError, match="Kafka at broker:9092 does not answer over PLAINTEXT"):
-        wait_for_kafka(load_settings(kafka="broker:9092", startup_timeout=12), lines.append)
+        wait_for_kafka(load_settings(kafka="broker:9092", startup_timeout=12).kafka, lines.append)
     return lines
 
 
@@ -61,7 +61,7 @@ def test_whoever_has_set_no_kafka_is_told_how_to_get_one(monkeypatch: pytest.Mon
     monkeypatch.setattr(waiting, "time", Clock())
     monkeypatch.setattr(clients, "ping_kafka", ask)
     with pytest.raises(UnreachableError, match=r"; GRACESTREAM_KAFKA is not set: set it to .* `gracestream up` prints"):
-        wait_for_kafka(load_settings(), lambda _: None)
+        wait_for_kafka(load_settings().kafka, lambda _: None)
 
 
 @pytest.mark.parametrize(
@@ -82,11 +82,13 @@ def test_whoever_has_set_no_kafka_is_told_how_to_get_one(monkeypatch: pytest.Mon
 def test_what_is_no_address_is_not_waited_for(kafka: str, named: str) -> None:
     lines: list[str] = []
     with pytest.raises(SettingsError) as caught:
-        wait_for_kafka(load_settings(kafka=kafka), lines.append)
+        wait_for_kafka(load_settings(kafka=kafka).kafka, lines.append)
     assert str(caught.value).startswith(f"GRACESTREAM_KAFKA: {named} is not host:port; set it to ")
     assert lines == []
 
 
 @pytest.mark.parametrize("kafka", ["broker:9092", "a.b-c_d:1, 10.0.0.1:65535", "[::1]:9092"])
 def test_addresses_may_be_names_or_numbers_with_blanks_between(kafka: str) -> None:
-    assert [server.strip() for server in kafka.split(",")] == clients._bootstrap_servers(load_settings(kafka=kafka))
+    assert [server.strip() for server in kafka.split(",")] == clients._bootstrap_servers(
+        load_settings(kafka=kafka).kafka
+    )

@@ -17,7 +17,7 @@ from tests.support.tiny_models import LAYER, MODEL, added, sealed
 @pytest.mark.parametrize("kept", [[], ["a"], ["a", "b"]])
 def test_entries_that_came_and_went_between_two_batches_leave_no_trace(kept: list[str]) -> None:
     settings = load_settings()
-    log, book = Codebook(settings.codebook, MODEL, LAYER), Codebook(settings.codebook, MODEL, LAYER)
+    log, book = Codebook(settings.model.codebook, MODEL, LAYER), Codebook(settings.model.codebook, MODEL, LAYER)
     records = [sealed(log, op="lead")]
     log.apply(records[0])
     names = [*kept, "gone", "gone too"]
@@ -26,11 +26,17 @@ def test_entries_that_came_and_went_between_two_batches_leave_no_trace(kept: lis
     for change in changes:
         records.append(sealed(log, *change))
         log.apply(records[-1])
-    follower = DeltaFollower(settings)
+    follower = DeltaFollower(settings.kafka)
     follower._buffer_records(list(enumerate(records)))
-    with redis_client(settings) as client:
+    with redis_client(settings.redis) as client:
         index = KeyIndex(book, torch.device("cpu"))
-        mirror = CodebookReplica(book, index, RedisHeadStore(client, settings), follower, settings)
+        mirror = CodebookReplica(
+            book,
+            index,
+            RedisHeadStore(client, settings.kafka.topic_prefix, settings.model.codebook),
+            follower,
+            settings,
+        )
         mirror.sync_to_head(Head(term=1, seq=log.seq, digest=log.digest.hex(), changed_radii={}))
     assert book.entry_ids == kept
     found = index.nearest_within_radius(torch.tensor([[1.0, 0.0], [4.0, 0.0]])).slots_B.tolist()

@@ -161,15 +161,18 @@ def failing(error: Exception, room: int) -> Any:
     layers[2].mlp = Failing(layers[2].mlp, error, room)
     settings = load_settings()
     codebook = Codebook("default", model.fingerprint, model.layer)
-    with redis_client(settings) as client:
+    with redis_client(settings.redis) as client:
         mirror = CodebookReplica(
             codebook,
             KeyIndex(codebook, model.device),
-            RedisHeadStore(client, settings),
-            DeltaFollower(settings),
+            RedisHeadStore(client, settings.kafka.topic_prefix, settings.model.codebook),
+            DeltaFollower(settings.kafka),
             settings,
         )
-        yield RequestHandler(model, mirror, settings, "replica"), layers[2].mlp
+        yield (
+            RequestHandler(model, mirror, settings.kafka, "replica", check_answers=settings.serving.check_answers),
+            layers[2].mlp,
+        )
 
 
 def batch(server: RequestHandler) -> Any:
