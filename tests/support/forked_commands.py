@@ -28,7 +28,10 @@ _CONTEXT.set_forkserver_preload(
         "gracestream.workers.cli.app",
         "gracestream.workers.editor",
         "gracestream.workers.inference",
-        "gracestream.pipeline.editing.calibration",
+        "gracestream.pipeline.history",
+        "gracestream.pipeline.tuning.workbench",
+        "faiss",
+        "faust.transport.drivers.aiokafka",
     ]
 )
 

@@ -1,14 +1,12 @@
 """`audit`: finding damaged records in the topics of a deployment."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Column, Table
 
 from gracestream.pipeline.errors import UserError
-from gracestream.pipeline.history import Damage, Finding
-from gracestream.pipeline.history import audit_topics as find_damage
 from gracestream.workers.cli.common import (
     JsonOption,
     KafkaOption,
@@ -21,7 +19,10 @@ from gracestream.workers.cli.common import (
     stderr_console,
 )
 
-REMEDIES: dict[Damage, str] = {
+if TYPE_CHECKING:
+    from gracestream.pipeline.history import Damage, Finding
+
+REMEDIES: dict["Damage", str] = {
     "no outcome": "send it again: gracestream correct",
     "delta without outcome": "none needed: the correction is in force",
     "outcome without delta": "send it again with a new feedback_id",
@@ -51,6 +52,8 @@ def audit(
     line, and the last line counts them.
     Example: gracestream audit --lost lost.jsonl
     """
+    from gracestream.pipeline.history import audit_topics as find_damage  # noqa: PLC0415  (importing torch takes seconds)
+
     report = find_damage(connect(kafka=kafka, topic_prefix=prefix).kafka)
     if lost is not None:
         undecided = [finding.record for finding in report.findings if finding.damage == "no outcome"]
@@ -75,7 +78,7 @@ def audit(
     raise typer.Exit(int(bool(report.findings)))
 
 
-def _finding_fields(finding: Finding) -> dict[str, object]:
+def _finding_fields(finding: "Finding") -> dict[str, object]:
     return {
         "offset": finding.offset,
         "feedback_id": finding.feedback_id,

@@ -2,7 +2,7 @@
 
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -10,9 +10,7 @@ from msgspec import UNSET
 from rich.progress import track
 from rich.table import Column, Table
 
-from gracestream.pipeline.codebook import Codebook, read_query_setting, save_codebook
 from gracestream.pipeline.errors import UserError
-from gracestream.pipeline.history import HistoryStep, KafkaHistory, history_steps, read_entry_usage, replay_deltas
 from gracestream.pipeline.settings import KafkaSettings, ModelSettings, Settings, load_settings
 from gracestream.schemas.deltas import Delta, decode_delta
 from gracestream.schemas.messages import Feedback, decode, escape_unprintable
@@ -36,6 +34,10 @@ from gracestream.workers.cli.common import (
     stdout_console,
 )
 from gracestream.workers.cli.grid import render_table
+
+if TYPE_CHECKING:
+    from gracestream.pipeline.codebook import Codebook
+    from gracestream.pipeline.history import HistoryStep
 
 INSPECT_COLUMNS = ("seq", "term", "time", "outcome", "feedback", "inputs", "target", "entries")
 """The columns of `inspect`."""
@@ -79,6 +81,9 @@ def replay(
     """
     if to_codebook is not None and to is None:
         raise typer.BadParameter("--to-codebook names the codebook of a copy, so it needs --to")
+    from gracestream.pipeline.codebook import save_codebook  # noqa: PLC0415
+    from gracestream.pipeline.history import replay_deltas  # noqa: PLC0415  (importing torch takes seconds)
+
     until = None if at is None else _parse_time(at, "is not a time")
     settings = connect(kafka=kafka, topic_prefix=prefix, model=model, layer=layer)
     records: list[bytes] = []
@@ -120,6 +125,8 @@ def inspect(
     edits. With an entry, also its answers are shown, as far as `predictions` still has them.
     Example: gracestream inspect
     """
+    from gracestream.pipeline.history import history_steps, read_entry_usage  # noqa: PLC0415  (importing torch takes seconds)
+
     settings = connect(kafka=kafka, topic_prefix=prefix)
     steps = [step for step in history_steps(settings.kafka) if entry is None or entry in step.entries]
     if entry is not None and not steps:
@@ -208,14 +215,14 @@ def corrections(
             print(record.decode(), flush=True)
 
 
-def _reproduce(settings: Settings, records: list[bytes]) -> tuple[Codebook, list[bytes], dict[str, Any]]:
+def _reproduce(settings: Settings, records: list[bytes]) -> tuple["Codebook", list[bytes], dict[str, Any]]:
     """Decide and train again; return the resulting codebook, its records, and the comparison with the recorded ones.
 
     Raises:
         LayerError: the model has no such layer as the history's.
     """
     from gracestream.pipeline.editing import describe_environment  # noqa: PLC0415
-    from gracestream.pipeline.history import ReproductionRun  # noqa: PLC0415
+    from gracestream.pipeline.history import KafkaHistory, ReproductionRun  # noqa: PLC0415
     from gracestream.pipeline.model import LayerError  # noqa: PLC0415
     from gracestream.workers.bootstrap import load_model  # noqa: PLC0415
 
@@ -245,6 +252,8 @@ def _reproduce(settings: Settings, records: list[bytes]) -> tuple[Codebook, list
 
 def _with_recorded_values(lead: Delta, settings: ModelSettings) -> ModelSettings:
     """The settings; if layer or query are not set, with those of the history's lead delta."""
+    from gracestream.pipeline.codebook import read_query_setting  # noqa: PLC0415
+
     recorded: dict[str, str] = {}
     if "layer" not in settings.model_fields_set:
         recorded["layer"] = lead.layer
@@ -282,7 +291,7 @@ def _parse_time(text: str, problem: str) -> datetime:
     return time if time.tzinfo else time.replace(tzinfo=UTC)
 
 
-def _step_row(step: HistoryStep, *, full: bool) -> list[list[str]]:
+def _step_row(step: "HistoryStep", *, full: bool) -> list[list[str]]:
     """The lines of each cell of a delta's row, in the order of `INSPECT_COLUMNS`."""
     entries = (f"{entry_id} {change}" for entry_id, change in step.entries.items())
     feedback = "" if step.feedback_id is None else step.feedback_id + (f" by {step.author}" if step.author else "")

@@ -1,15 +1,13 @@
 """`near-misses`: listing requests that an entry might have answered, and making feedback from them."""
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 from rich.table import Column, Table
 
 from gracestream.pipeline.errors import UserError
-from gracestream.pipeline.history import MatchedRequest, NearMissRequest, find_matched_requests
-from gracestream.pipeline.history import find_near_misses as missed_requests
 from gracestream.pipeline.settings import KafkaSettings
 from gracestream.schemas.messages import to_display_text
 from gracestream.workers.cli.common import (
@@ -24,6 +22,9 @@ from gracestream.workers.cli.common import (
     shorten,
     stderr_console,
 )
+
+if TYPE_CHECKING:
+    from gracestream.pipeline.history import MatchedRequest, NearMissRequest
 
 MAX_NEAR_MISSES = 10_000
 """Largest number of near misses that are listed or searched, the newest first."""
@@ -58,6 +59,8 @@ def near_misses(
     an entry answered. Once it is sent, the entry's edit no longer answers this prompt.
     Example: gracestream near-misses --same REQUEST | gracestream correct
     """
+    from gracestream.pipeline.history import find_near_misses as missed_requests  # noqa: PLC0415  (importing torch takes seconds)
+
     settings = connect(kafka=kafka, topic_prefix=prefix)
     if same or excepted:
         _print_feedback(settings.kafka, same or [], excepted or [], entry)
@@ -93,6 +96,9 @@ def _print_feedback(settings: KafkaSettings, same: list[str], excepted: list[str
     Raises:
         UserError: there is no feedback for a request; then nothing is printed.
     """
+    from gracestream.pipeline.history import find_matched_requests  # noqa: PLC0415
+    from gracestream.pipeline.history import find_near_misses as missed_requests  # noqa: PLC0415
+
     near_miss_requests = (
         {near_miss.request_id: near_miss for near_miss in missed_requests(settings, MAX_NEAR_MISSES, entry)}
         if same
@@ -104,7 +110,7 @@ def _print_feedback(settings: KafkaSettings, same: list[str], excepted: list[str
         print_json(line)
 
 
-def _exception_fields(matched_requests: Mapping[str, MatchedRequest], request_id: str) -> dict[str, object]:
+def _exception_fields(matched_requests: Mapping[str, "MatchedRequest"], request_id: str) -> dict[str, object]:
     matched = matched_requests.get(request_id)
     if matched is None:
         raise UserError(
@@ -117,7 +123,7 @@ def _exception_fields(matched_requests: Mapping[str, MatchedRequest], request_id
     return {"inputs": inputs, "except_from": matched.entry_id, "request_id": request_id}
 
 
-def _correction_fields(near_miss_requests: Mapping[str, NearMissRequest], request_id: str) -> dict[str, object]:
+def _correction_fields(near_miss_requests: Mapping[str, "NearMissRequest"], request_id: str) -> dict[str, object]:
     near_miss = near_miss_requests.get(request_id)
     if near_miss is None:
         raise UserError(

@@ -6,8 +6,6 @@ import msgspec
 import typer
 
 from gracestream.pipeline.errors import UserError
-from gracestream.pipeline.history import replay_with_offset
-from gracestream.pipeline.stores import SnapshotError, write_snapshot
 from gracestream.workers.cli.common import (
     NO_DELTAS_MESSAGE,
     JsonOption,
@@ -33,6 +31,9 @@ def snapshot(
 
     Needs no model and no editor. Example: gracestream snapshot --seq 41
     """
+    from gracestream.pipeline.history import replay_with_offset  # noqa: PLC0415  (importing torch takes seconds)
+    from gracestream.pipeline.stores import SnapshotError, write_snapshot  # noqa: PLC0415
+
     settings = connect(kafka=kafka, topic_prefix=prefix)
     if settings.snapshots.url is None:
         raise SnapshotError("there is nowhere to write to; set GRACESTREAM_SNAPSHOT_URL to a folder or a URL")

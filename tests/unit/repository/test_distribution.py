@@ -50,6 +50,10 @@ def test_a_name_that_is_not_public_is_missing() -> None:
         gracestream.Nothing  # noqa: B018
 
 
-def test_a_client_needs_no_torch() -> None:
-    script = "import sys; from gracestream import Client, Feedback, load_settings; sys.exit('torch' in sys.modules)"
+@pytest.mark.parametrize(
+    "imported", ["from gracestream import Client, Feedback, load_settings", "import gracestream.workers.cli.app"]
+)
+def test_clients_and_commands_that_need_no_model_load_no_torch(imported: str) -> None:
+    """Importing torch and transformers takes a process seconds, and most commands only talk to Kafka."""
+    script = f"import sys; {imported}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False).returncode == 0
