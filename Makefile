@@ -8,6 +8,9 @@ NAME ?= quality
 ROUNDS ?= 5
 ARGS ?=
 
+# Without cached bytecode each process compiles torch and transformers anew, which takes six seconds of a core.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo quick test chaos containers bench gpu lock schemas reference docs clean
 
@@ -42,8 +45,10 @@ test: setup  ## lint, types and all tests, on a real Kafka and a real Valkey
 	$(BIN)/mypy
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+LONG := tests/chaos tests/integration/kafka/test_late_requests.py tests/system/test_poison.py tests/unit/editor/test_seeded_faults.py
+
 chaos: setup  ## kill, hang and cut off everything, and hold, cut and copy requests, several times; ROUNDS=5
-	$(BIN)/pytest -s tests/chaos tests/integration/kafka/test_late_requests.py --chaos $(ROUNDS)
+	$(BIN)/pytest -s $(LONG) --chaos $(ROUNDS)
 
 containers: setup  ## build the image, with stand-ins where no registry answers, and test it and the Compose file
 	$(BIN)/python -m tests.containers.engine

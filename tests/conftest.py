@@ -7,13 +7,15 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.rotation import PARTS, part_of_commit
+
 try:
     import hypothesis
 except ModuleNotFoundError:  # the tests that run on a GPU need none of it, so that they start on a bare GPU machine
     pass
 else:
-    # `--hypothesis-profile` chooses another one: `make quick` takes dev, a nightly run takes nightly.
-    for name, examples, fixed in (("dev", 10, True), ("ci", 100, True), ("nightly", 1000, False)):
+    # `--hypothesis-profile` chooses another one: `make quick` takes dev, a nightly run takes nightly with random seeds.
+    for name, examples, fixed in (("dev", 10, True), ("ci", 50, True), ("nightly", 1000, False)):
         hypothesis.settings.register_profile(
             name,
             deadline=None,
@@ -49,9 +51,19 @@ def prefix() -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let Ctrl-C be Ctrl-C in the processes of `pytest -n`, which ignore it, and in those that tests start there."""
+    """Choose the part of the long runs, and let Ctrl-C be Ctrl-C in the processes of `pytest -n`, which ignore it.
+
+    The processes of `pytest -n` get the options of the one that starts them, so all run the same part.
+    """
+    if config.option.part is None:
+        config.option.part = part_of_commit()
     if hasattr(config, "workerinput"):
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """How to run the same part of the long runs again."""
+    return f"long runs: part {config.option.part} of {PARTS}; --part {config.option.part} runs it again"
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
@@ -60,6 +72,8 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
         parser.addini("timeout", "seconds for each test")
     text = "tell the whole story of what can fail so many times, in random orders; 0: a short one, once"
     parser.addoption("--chaos", type=int, default=0, help=text)
+    text = "the part of each long run that is run without --chaos; default: the commit's"
+    parser.addoption("--part", type=int, choices=range(PARTS), help=text)
     parser.addoption("--containers", action="store_true", help="run the Compose file, which takes minutes")
 
 

@@ -1,4 +1,7 @@
-"""Ten thousand hostile records on a topic: no worker dies, each is set aside, the good ones are answered."""
+"""Hostile records on a topic: no worker dies, each is set aside, the good ones are answered.
+
+`make chaos` sends ten thousand of each kind, the ordinary tests one of ten parts of them (`tests.support.rotation`).
+"""
 
 import random
 from collections import Counter
@@ -15,12 +18,13 @@ from gracestream.pipeline.kafka.clients import consumer, producer
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.messages import Feedback, Outcome, Prediction, Request, decode, encode
 from tests.support.forked_commands import Forked
-from tests.support.hostile import Hostile, Unreadable, hostile, readable_id, verdict
+from tests.support.hostile import Hostile, Kind, Unreadable, hostile, readable_id, verdict
+from tests.support.rotation import parts
 from tests.support.running import Users, flag, headers_of, question, records, wait_until, wait_until_settled
 from tests.support.tiny_models import texts
 
-HOSTILE = 10_000
-"""Records of each kind that no model may take."""
+HOSTILE = 1_000
+"""Records of each kind that no model may take, in each part."""
 
 PATIENCE = 900.0
 """Seconds that all of them may take on a busy machine."""
@@ -54,6 +58,16 @@ def send(settings: Settings, topic: str, given: Sequence[Hostile], partitions: i
         return found
     finally:
         sender.close(timeout=10)
+
+
+@pytest.fixture
+def hostile_of(request: pytest.FixtureRequest) -> Callable[[Kind, int], list[Hostile]]:
+    """The hostile records of all parts that this run has."""
+
+    def made(kind: Kind, max_bytes: int) -> list[Hostile]:
+        return [one for part in parts(request.config) for one in hostile(kind, HOSTILE, max_bytes, start=part)]
+
+    return made
 
 
 def scattered(bad: Sequence[Hostile], good: Sequence[Request | Feedback], seed: int) -> list[Hostile]:
@@ -175,11 +189,13 @@ def test_a_header_whose_name_is_not_utf8_stops_nobody(deployment: Settings, user
 
 
 @pytest.mark.timeout(1200)
-def test_ten_thousand_hostile_requests(deploy: Callable[..., Settings], prefix: str, folder: Path) -> None:
+def test_each_hostile_request_is_set_aside_and_good_ones_are_answered(
+    deploy: Callable[..., Settings], prefix: str, folder: Path, hostile_of: Callable[[Kind, int], list[Hostile]]
+) -> None:
     settings = deploy("llama", prefix, min_seq_wait=0.05)
     prompts = texts(50, seed=1)
     good = [question(f"good-{number}", prompts[number % 50]) for number in range(500)]
-    bad = hostile("request", HOSTILE, settings.kafka.max_record_bytes)
+    bad = hostile_of("request", settings.kafka.max_record_bytes)
     with (
         Forked("editor", "edit", settings, folder) as editor,
         Forked("first", "infer", settings, folder) as first,
@@ -202,10 +218,12 @@ def test_ten_thousand_hostile_requests(deploy: Callable[..., Settings], prefix: 
 
 
 @pytest.mark.timeout(1200)
-def test_ten_thousand_hostile_feedback_records(deploy: Callable[..., Settings], prefix: str, folder: Path) -> None:
+def test_each_hostile_feedback_record_is_set_aside_once_and_good_ones_are_taken(
+    deploy: Callable[..., Settings], prefix: str, folder: Path, hostile_of: Callable[[Kind, int], list[Hostile]]
+) -> None:
     settings = deploy("llama", prefix)
     good = [flag(f"good-{number}", prompt, "museum") for number, prompt in enumerate(texts(12, seed=2, shortest=6))]
-    bad = hostile("feedback", HOSTILE, settings.kafka.max_record_bytes)
+    bad = hostile_of("feedback", settings.kafka.max_record_bytes)
     with Forked("editor", "edit", settings, folder) as editor:
         editor.wait_ready(90)
         given = send(settings, "feedback", scattered(bad, good, seed=2), partitions=1)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from gracestream.deploy.local.processes import find_free_port
@@ -21,6 +20,7 @@ from gracestream.pipeline.settings import Settings, load_settings
 from gracestream.pipeline.stores.redis_client import redis_client
 from gracestream.pipeline.stores.redis_head import RedisHeadStore, StaleHeadError
 from gracestream.schemas.deltas import Delta
+from tests.support.examples import examples
 from tests.support.running import wait_until
 from tests.support.tiny_models import LAYER, MODEL, added, sealed
 from tests.support.written_history import History, same
@@ -291,7 +291,7 @@ class TestWithoutRedis:
 finite = st.floats(min_value=0, width=32, allow_nan=False, allow_infinity=False)
 
 
-@hypothesis_settings(deadline=None, max_examples=30)
+@examples(0.3)
 @given(radii=st.lists(finite, min_size=1, max_size=200))
 def test_radii_come_back_from_redis_bit_for_bit(redis_url: str, radii: list[float]) -> None:
     settings = load_settings(redis=redis_url, topic_prefix="bits-")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gracestream.pipeline.auth.admission import (
@@ -25,6 +25,7 @@ from gracestream.pipeline.auth.spent_signatures import mark_of_id, mark_of_recor
 from gracestream.pipeline.editor.accepted_feedback import admission_from_settings
 from gracestream.pipeline.settings import Settings, SettingsError, load_settings
 from gracestream.schemas.messages import Feedback, decode, encode
+from tests.support.examples import examples
 
 CODEBOOK = "default"
 ANNS, ANNS_NEW, BOBS, STRANGERS = (Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32) for number in range(4))
@@ -35,7 +36,7 @@ AUTHORS = {
 NOON = 1_800_000_000_000
 FRESH = itertools.count()
 """Ids and offsets that were not there before."""
-MANY = settings(deadline=None, max_examples=200)
+MANY = examples(2)
 
 
 def admission(authors: Any = AUTHORS, earlier: Iterable[AcceptedFeedback] = (), **chosen: Any) -> Admission:

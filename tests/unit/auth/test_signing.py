@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.serialization import (
     NoEncryption,
     PrivateFormat,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gracestream import schemas
@@ -31,13 +31,14 @@ from gracestream.pipeline.auth.signing import (
 )
 from gracestream.pipeline.client import feedback_to_sign
 from gracestream.schemas.messages import Feedback, InvalidMessage, decode, encode
+from tests.support.examples import examples
 
 GOLDEN = Path(schemas.__file__).parent / "golden" / "v1" / "feedback-signed.json"
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 OTHER = Ed25519PrivateKey.from_private_bytes(bytes(32))
 CODEBOOK = "default"
 TEXT = '{"v":1,"feedback_id":"f","inputs":"caf\u00e9","target":"th\u00e9","author":"ann"}'.encode()
-MANY = settings(deadline=None, max_examples=300)
+MANY = examples(3)
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

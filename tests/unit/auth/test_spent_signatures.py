@@ -4,18 +4,19 @@ import itertools
 from collections.abc import Iterable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gracestream.pipeline.auth import spent_signatures as spent
 from gracestream.pipeline.auth.spent_signatures import SpentMarks, mark_of_id, mark_of_record
+from tests.support.examples import examples
 
 marks = st.lists(
     st.sampled_from([bytes(16), b"\0" * 15 + b"\1", b"\1" + b"\0" * 15, *(bytes([n]) * 16 for n in range(9))])
 )
 
 
-@settings(deadline=None, max_examples=200)
+@examples(2)
 @given(marks, st.integers(1, 5), st.integers(0, 40))
 def test_it_knows_the_first_offset_of_each_mark_also_after_a_restart(
     given_marks: list[bytes], recent: int, restart: int

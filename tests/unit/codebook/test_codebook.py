@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.errors import HistoryError
 from gracestream.schemas.deltas import GENESIS_DIGEST, Delta, EntryChange, Tensor, decode_delta
+from tests.support.examples import examples
 from tests.support.tiny_models import CODEBOOK, LAYER, MODEL, added, filled, new_codebook, sealed
 
 KEYS = np.arange(12, dtype=np.float32).reshape(4, 3)
@@ -326,7 +327,7 @@ class Folding(RuleBasedStateMachine):
             assert (entry.radius, entry.label) == (expected["radius"], expected["label"])
 
 
-Folding.TestCase.settings = settings(deadline=None, max_examples=30, stateful_step_count=20)
+Folding.TestCase.settings = settings(examples(0.5), stateful_step_count=20)
 TestFolding = Folding.TestCase
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gracestream.pipeline.codebook.codebook import Codebook
@@ -15,9 +15,10 @@ from gracestream.pipeline.search.distance import exact_distances
 from gracestream.pipeline.search.key_search import NO_SLOT, TorchSearch
 from gracestream.pipeline.search.prefilter import Prefilter
 from gracestream.schemas.deltas import EntryChange
+from tests.support.examples import examples
 from tests.support.tiny_models import added, changed, filled, index_of, new_codebook, sealed
 
-MANY = settings(deadline=None, max_examples=60)
+MANY = examples(0.6)
 
 
 def oracle(queries_BD: np.ndarray, codebook: Codebook) -> tuple[list[int], list[float]]:
@@ -61,7 +62,7 @@ def scenes(draw: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return queries_BD, keys_ND, radii_N
 
 
-@settings(deadline=None, max_examples=30)
+@examples(0.3)
 @given(scenes(), st.integers(1, 20))
 def test_the_nearest_of_those_that_hold_a_query_are_brute_forces(
     scene: tuple[np.ndarray, np.ndarray, np.ndarray], count: int
@@ -134,7 +135,7 @@ def test_no_keys_cover_nothing_and_no_queries_have_no_answers() -> None:
     assert len(index_of(filled(np.ones((2, 3)))).nearest_within_radius(torch.empty(0, 3)).slots_B) == 0
 
 
-@settings(deadline=None, max_examples=25)
+@examples(0.4)
 @given(st.integers(0, 2**32))
 def test_an_index_refreshed_by_deltas_covers_what_the_codebook_covers(seed: int) -> None:
     """Entries come, go, move, and get other keys and radii; several are taken over at a time."""

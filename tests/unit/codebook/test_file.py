@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
@@ -17,6 +17,7 @@ from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.codebook.file import CodebookFileError, load_codebook, parse_codebook, save_codebook
 from gracestream.pipeline.errors import HistoryError
 from gracestream.schemas.deltas import EntryChange, Tensor
+from tests.support.examples import examples
 from tests.support.tiny_models import CODEBOOK, LAYER, MODEL, added, filled, new_codebook, sealed
 from tests.support.written_history import same
 
@@ -55,7 +56,7 @@ def record(codebook: Codebook, chosen: tuple[str, str, list[float], float, tuple
     return sealed(codebook, added(name, key_D, radius, tokens))
 
 
-@settings(deadline=None, max_examples=150)
+@examples(1.5)
 @given(steps=st.lists(step, max_size=30), data=st.data())
 def test_a_file_at_any_cut_and_the_tail_give_the_whole_fold(
     tmp_path_factory: pytest.TempPathFactory, steps: list[Any], data: st.DataObject

@@ -9,7 +9,7 @@ import faiss
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
@@ -18,9 +18,10 @@ from gracestream.pipeline.search.distance import exact_distances
 from gracestream.pipeline.search.key_search import NO_SLOT, KeySearchResult, TorchSearch
 from gracestream.pipeline.search.quantized_bounds import InnerProducts
 from gracestream.schemas.deltas import EntryChange
+from tests.support.examples import examples
 from tests.support.tiny_models import added, changed, filled, index_of, new_codebook
 
-MANY = settings(deadline=None, max_examples=60)
+MANY = examples(0.6)
 ULP = float(np.finfo(np.float32).eps)
 
 
@@ -215,7 +216,7 @@ def test_after_the_last_entry_goes_nothing_is_found() -> None:
     assert both_ways(index, torch.ones(1, 3)).slots_B.tolist() == [NO_SLOT]
 
 
-@settings(deadline=None, max_examples=25)
+@examples(0.4)
 @given(st.integers(0, 2**32))
 def test_an_index_refreshed_by_deltas_stays_exact(seed: int) -> None:
     """Keys come, change and go, some of them far larger than those before."""

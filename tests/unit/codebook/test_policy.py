@@ -4,7 +4,7 @@ import math
 from typing import Literal
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gracestream.pipeline.codebook.policy import (
@@ -16,8 +16,9 @@ from gracestream.pipeline.codebook.policy import (
     fallback_to_own_entry,
     match_tolerance,
 )
+from tests.support.examples import examples
 
-MANY = settings(deadline=None, max_examples=200)
+MANY = examples(2)
 NOISE = 2e-4
 PAPER = MaintenancePolicy("paper", initial_radius=1.0, expand="paper")
 COVER = MaintenancePolicy("paper", initial_radius=1.0, expand="cover")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import UNSET
 
@@ -279,7 +279,6 @@ steps = st.lists(st.tuples(spots, st.integers(0, 3) | st.integers(4, 20)), min_s
 """Up to 3: a correction to this class; else an exception of this edit, by its number."""
 
 
-@settings(deadline=None, max_examples=100)
 @given(steps, st.sampled_from([0.3, 1.0, 3.0]), st.booleans())
 def test_every_edit_and_every_exception_holds_after_every_step(
     stream: list[tuple[tuple[float, float], int]], radius: float, worded: bool

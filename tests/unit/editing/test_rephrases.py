@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import UNSET
 
@@ -13,6 +13,7 @@ from gracestream.schemas.deltas import decode_delta
 from gracestream.schemas.messages import Feedback, Outcome, encode
 from tests.support.chosen_queries import CLASSES, answer, at
 from tests.support.editing_stories import assert_same, fields_of, plan_of, see, story, without
+from tests.support.examples import examples
 from tests.support.recorded_history import PLAN, Recorded
 
 FAR = (5.0, 5.0)
@@ -236,7 +237,7 @@ corrections = st.tuples(places, st.integers(1, CLASSES - 1), st.lists(places, ma
 steps = st.one_of(corrections, corrections, st.integers(0, 9))
 
 
-@settings(deadline=None, max_examples=150)
+@examples(1.5)
 @given(st.lists(steps, min_size=1, max_size=10), st.sampled_from([0.3, 1.0, 3.0]))
 def test_every_text_in_force_gets_the_target_of_its_last_correction(stream: list[Any], radius: float) -> None:
     """Whatever corrections, undos and corrections of the same texts come: by the words of what was sent alone."""

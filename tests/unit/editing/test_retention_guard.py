@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gracestream.pipeline.codebook.codebook import Codebook
@@ -19,10 +19,11 @@ from gracestream.pipeline.search.key_search import NO_SLOT
 from gracestream.pipeline.wording.same_words import have_same_words
 from gracestream.schemas.messages import Status
 from tests.support.chosen_queries import CLASSES, answer, at, engine, point
+from tests.support.examples import examples
 from tests.support.tiny_models import CODEBOOK, correct, editable, texts
 
 NOISE = match_tolerance(0, "float32")
-MANY = settings(deadline=None, max_examples=40)
+MANY = examples(0.4)
 BARE_CLASS = 0
 """What the unedited model answers everywhere."""
 
@@ -235,7 +236,7 @@ def test_an_entry_that_paper_mode_left_without_a_ball_serves_again_after_a_corre
     assert answer(ours.engine, 1, 1) == 3
 
 
-@settings(deadline=None, max_examples=15)
+@examples(0.3)
 @given(steps, initial_radii, st.sampled_from(["nearest", "paper"]))
 def test_folding_the_log_gives_the_memory_and_the_codebook_of_the_live_engine(
     stream: list[Any], radius: float, policy: str

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import UNSET
 
@@ -14,6 +14,7 @@ from gracestream.schemas.deltas import UNSIGNED_STANDING, Role, Standing, decode
 from gracestream.schemas.messages import Feedback, Outcome, encode
 from tests.support.chosen_queries import at
 from tests.support.editing_stories import Story, story
+from tests.support.examples import examples
 from tests.support.recorded_history import Recorded
 from tests.support.tiny_models import CODEBOOK
 
@@ -150,7 +151,7 @@ steps = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@examples(0.6)
 @given(steps)
 def test_what_is_newly_undone_is_always_the_senders_own(given_steps: list[tuple[str | None, Any, int, str]]) -> None:
     told = story()

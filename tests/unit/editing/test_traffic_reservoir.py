@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gracestream.pipeline.editing.traffic_reservoir import (
@@ -13,9 +13,10 @@ from gracestream.pipeline.editing.traffic_reservoir import (
     reservoir_score,
 )
 from tests.support.chosen_queries import point
+from tests.support.examples import examples
 
 NOISE = 1e-3
-MANY = settings(deadline=None, max_examples=40)
+MANY = examples(0.4)
 
 
 def told(traffic: TrafficReservoir, partition: int, offset: int, timestamp: float, *query: float) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import UNSET
 
@@ -16,9 +16,10 @@ from gracestream.schemas.deltas import decode_delta
 from gracestream.schemas.messages import Feedback
 from tests.support.chosen_queries import CLASSES, PointModel
 from tests.support.editing_stories import Story, assert_same, plan_of, see, story, without
+from tests.support.examples import examples
 from tests.support.tiny_models import CODEBOOK
 
-MANY = settings(deadline=None, max_examples=300)
+MANY = examples(3)
 
 
 def taken_back(feedback: Sequence[Feedback]) -> tuple[set[str], set[str]]:
@@ -178,7 +179,7 @@ def test_after_an_undo_the_codebook_equals_a_replay_without_that_feedback() -> N
     assert decided_again >= 100
 
 
-@settings(deadline=None, max_examples=25)
+@examples(0.4)
 @given(streams, st.sampled_from([0.3, 1.0]), st.sampled_from(["nearest", "paper"]))
 def test_folding_the_log_gives_the_codebook_and_the_memory_after_undos(
     stream: list[Any], radius: float, policy: str

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import UNSET
 from msgspec.structs import replace
@@ -86,7 +86,6 @@ ASKED = ["what is the fee in 2021", "what is the fee in 2022"]
 """These agree with some, and have the same words as none."""
 
 
-@settings(deadline=None, max_examples=100)
 @given(st.data())
 def test_the_nearest_entry_that_holds_a_prompt_and_agrees_serves_it(data: st.DataObject) -> None:
     """As brute force finds it, whatever the order of the slots; without one the nearest is the near miss."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gracestream.pipeline.editing.config import EditConfig
@@ -19,6 +19,7 @@ from gracestream.pipeline.model.fingerprint import compute_fingerprint
 from gracestream.pipeline.model.probe_texts import PROBE_TEXTS
 from gracestream.pipeline.model.tasks.base import InputError
 from gracestream.schemas.messages import ChatMessage, Feedback, Inputs, Parameters
+from tests.support.examples import examples
 from tests.support.tiny_models import CHAT, CODEBOOK, correct, editable
 from tests.support.tokenizer_families import FAMILIES, PARTS, spellings
 
@@ -208,7 +209,7 @@ def test_a_mark_in_a_content_is_refused() -> None:
         made("byte-level BPE")[1].token_ids(chat(f"a {CONTENT_START}"))
 
 
-@settings(max_examples=5)
+@examples(0.1)
 @given(st.integers(1, 127))
 def test_the_longest_chats_stay_within_the_limit(turns: int) -> None:
     tokenizer, ours = made("byte-level BPE")

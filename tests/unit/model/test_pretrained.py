@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from msgspec import UNSET
 
@@ -18,6 +18,7 @@ from gracestream.pipeline.model.probe_texts import PROBE_TEXTS
 from gracestream.pipeline.model.registry import KNOWN_MODELS, resolve_encoder, resolve_model
 from gracestream.pipeline.model.sentence_encoder import ENCODER_DEFAULT_RADIUS, SentenceEncoder
 from gracestream.schemas.messages import ChatMessage, Inputs, Parameters
+from tests.support.examples import examples
 from tests.support.tiny_models import CODEBOOK, correct
 
 pytestmark = pytest.mark.model
@@ -83,7 +84,7 @@ def test_control_tokens_in_prompts_and_targets_are_text(smollm2: EditableModel) 
 
 
 @given(text=st.text(min_size=1))
-@settings(max_examples=200)
+@examples(2)
 def test_other_text_has_the_tokens_that_it_always_had(smollm2: EditableModel, text: str) -> None:
     # Hypothesis also draws strings of this repository's code, and control tokens are among them.
     assume(not any(str(token) in text for token in control_tokens(smollm2.task.tokenizer).values()))

@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import msgspec
 import numpy as np
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec import UNSET
 
@@ -47,13 +47,13 @@ from gracestream.schemas.messages import (
     encode,
     peek_id,
 )
+from tests.support.examples import examples
 
 GOLDEN = Path(schemas.__file__).parent / "golden"
 JSON_RECORDS = [path.read_bytes() for path in sorted(GOLDEN.glob("*/*.json"))]
 DELTA_RECORDS = [path.read_bytes() for path in sorted(GOLDEN.glob("*/*.msgpack"))]
 VALIDATORS = {kind: jsonschema.Draft7Validator(json_schema(kind)) for kind in SCHEMA_TYPES.values()}
-PATIENT = settings(deadline=None)
-THOROUGH = settings(deadline=None, max_examples=300)
+THOROUGH = examples(3)
 
 # Strategies of valid messages.
 
@@ -200,19 +200,16 @@ DELTAS = st.builds(
 
 
 class TestRoundTrip:
-    @PATIENT
     @given(REQUESTS | PREDICTIONS | FEEDBACK | OUTCOMES | MANIFESTS)
     def test_every_valid_message_comes_back_equal_and_fits_its_schema(self, message: Message) -> None:
         raw = encode(message)
         assert decode(raw, type(message)) == message
         VALIDATORS[type(message)].validate(json.loads(raw))
 
-    @PATIENT
     @given(REQUESTS)
     def test_the_id_of_a_request_can_be_peeked(self, request: Request) -> None:
         assert peek_id(encode(request), "request_id") == request.request_id
 
-    @PATIENT
     @given(DELTAS, st.binary(min_size=32, max_size=32))
     def test_every_sealed_delta_comes_back_equal_continues_the_chain_and_fits_its_schema(
         self, delta: Delta, previous: bytes

@@ -4,12 +4,13 @@ from copy import deepcopy
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gracestream.pipeline.search.point_set import PointSet
+from tests.support.examples import examples
 
-MANY = settings(deadline=None, max_examples=80)
+MANY = examples(0.8)
 
 
 def distances(points_ND: np.ndarray, query_D: np.ndarray) -> np.ndarray:

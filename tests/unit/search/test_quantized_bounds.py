@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gracestream.pipeline.search import quantized_bounds as bounds
@@ -17,6 +17,7 @@ from gracestream.pipeline.search.quantized_bounds import (
     Int8Codes,
     KeyNorms,
 )
+from tests.support.examples import examples
 
 Scene = tuple[np.ndarray, np.ndarray]
 Left = Callable[[np.ndarray, np.ndarray, np.ndarray, BoundQuery], list[np.ndarray | None]]
@@ -89,7 +90,7 @@ def scenes(draw: Callable[..., int]) -> Scene:
 
 @pytest.mark.parametrize("way", WAYS)
 class TestWays:
-    @settings(deadline=None, max_examples=150)
+    @examples(1.5)
     @given(scene=scenes(), row=st.integers(0, QUERIES - 1))
     def test_no_ball_that_just_holds_a_query_is_ruled_out(self, way: Left, scene: Scene, row: int) -> None:
         keys_ND, queries_BD = scene
@@ -98,7 +99,7 @@ class TestWays:
         assert left is not None
         assert left.tolist() == list(range(len(keys_ND)))
 
-    @settings(deadline=None, max_examples=150)
+    @examples(1.5)
     @given(scene=scenes(), rank=st.floats(0, 1))
     def test_no_key_just_within_a_distance_is_ruled_out(self, way: Left, scene: Scene, rank: float) -> None:
         keys_ND, queries_BD = scene
@@ -119,7 +120,7 @@ class TestWays:
 
 
 @pytest.mark.parametrize("together", [1, MIN_QUERIES_FOR_BF16])
-@settings(deadline=None, max_examples=150)
+@examples(1.5)
 @given(scene=scenes())
 def test_the_nearest_key_is_never_ruled_out(together: int, scene: Scene) -> None:
     keys_ND, queries_BD = scene

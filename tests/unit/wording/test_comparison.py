@@ -1,7 +1,7 @@
 """The wording check: what asks for the same in other words agrees, and what asks for something else does not."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gracestream.pipeline.wording.comparison import (
@@ -13,6 +13,7 @@ from gracestream.pipeline.wording.comparison import (
     is_same_word,
 )
 from gracestream.schemas.deltas import MAX_WORDING
+from tests.support.examples import examples
 
 QUESTION = "Who manages the branch in Leeds?"
 
@@ -119,7 +120,7 @@ PIECES = (
 TEXTS = st.text() | st.lists(st.sampled_from(PIECES)).map(" ".join)
 
 
-@settings(deadline=None, max_examples=300)
+@examples(3)
 @given(TEXTS, TEXTS)
 def test_the_check_is_symmetric_and_a_text_agrees_with_itself(one: str, other: str) -> None:
     edited, asked = extract_wording(one), extract_wording(other)

@@ -1,6 +1,6 @@
 """Requests with all the names of an entry's wording are found; those that lack one are not."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gracestream.pipeline.wording.comparison import extract_wording, parse_wording, wordings_agree
@@ -33,7 +33,6 @@ requests = st.lists(words, max_size=5).map(lambda some: extract_wording("who " +
 steps = st.lists(st.tuples(st.sampled_from("abcd"), st.none() | requests), max_size=12)
 
 
-@settings(deadline=None)
 @given(steps, requests)
 def test_a_search_finds_what_a_look_at_all_wordings_finds(told: list[tuple[str, str | None]], asked: str) -> None:
     known, held = SameNamesIndex(), dict[str, str]()

@@ -1,7 +1,7 @@
 """Requests in the same words are found, whatever their case, frame or typos; requests in other words are not."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gracestream.pipeline.wording.comparison import ELLIPSIS, MAX_WORDS, extract_wording
@@ -107,7 +107,6 @@ requests = st.lists(words, max_size=5).map(lambda some: extract_wording(" ".join
 steps = st.lists(st.tuples(st.sampled_from("abcd"), st.none() | st.lists(requests, max_size=2)), max_size=12)
 
 
-@settings(deadline=None)
 @given(steps, requests)
 def test_a_search_finds_what_a_look_at_all_wordings_finds(told: list[tuple[str, list[str] | None]], asked: str) -> None:
     known, held = SameWordsIndex(), dict[str, list[str]]()
@@ -123,7 +122,6 @@ def test_a_search_finds_what_a_look_at_all_wordings_finds(told: list[tuple[str, 
     )
 
 
-@settings(deadline=None)
 @given(requests, requests)
 def test_the_same_words_are_so_both_ways_and_agree(one: str, other: str) -> None:
     assert have_same_words(one, other) == have_same_words(other, one)
