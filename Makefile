@@ -6,6 +6,8 @@ REQUIREMENTS := deploy/requirements
 MODEL ?= smollm2
 NAME ?= quality
 ROUNDS ?= 5
+# Many tests wait for Kafka, for sessions to end, or for processes: four at a time keep two cores busy.
+WORKERS ?= 4
 ARGS ?=
 
 # Without cached bytecode each process compiles torch and transformers anew, which takes six seconds of a core.
@@ -43,7 +45,7 @@ test: setup  ## lint, types and all tests, on a real Kafka and a real Valkey
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 LONG := tests/chaos tests/integration/kafka/test_late_requests.py tests/system/test_poison.py tests/unit/editor/test_seeded_faults.py
 

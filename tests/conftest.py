@@ -4,10 +4,12 @@ import functools
 import secrets
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from tests.support.rotation import PARTS, part_of_commit
+from tests.support.scheduling import arrange, make_scheduler
 
 try:
     import hypothesis
@@ -78,7 +80,8 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what uses Kafka or Redis; skip, with the reason, what this machine cannot run."""
+    """Mark what uses Kafka or Redis; skip, with the reason, what this machine cannot run; sort the rest."""
+    arrange(items)
     for item in items:
         if any("kafka" in name or "redis" in name for name in getattr(item, "fixturenames", ())):
             item.add_marker("kafka")
@@ -86,6 +89,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU that torch can use"))
         if item.get_closest_marker("docker") and not _has_docker():
             item.add_marker(pytest.mark.skip(reason="no Docker engine answers"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Hand the tests of `pytest -n --dist loadfile` out in pieces; see `tests.support.scheduling`."""
+    return make_scheduler(config, log)
 
 
 @functools.cache

@@ -107,7 +107,7 @@ def uncommitted(settings: Settings) -> int:
 def test_a_replica_that_is_told_to_stop_answers_what_it_took_and_its_successor_the_rest_once(
     deployment: Settings, users: Users, folder: Path
 ) -> None:
-    asked = [question(f"q{number}", PROMPTS[number % 20]) for number in range(5000)]
+    asked = [question(f"q{number}", PROMPTS[number % 20]) for number in range(2000)]
     ids = [request.request_id for request in asked]
     with (
         users.client.predictions() as replies,
@@ -130,7 +130,7 @@ def test_an_answer_that_takes_too_long_is_left_to_another_replica(
     slow: Settings, users_of: Callable[[Settings], Users], folder: Path
 ) -> None:
     users = users_of(slow)
-    asked = long_answers(2)
+    asked = long_answers(1)
     with Forked("hasty", "infer", slow, folder, shutdown_timeout=1.5) as hasty:
         hasty.wait_ready(90)
         with users.client.predictions() as replies:
@@ -154,7 +154,7 @@ def test_a_batch_longer_than_the_session_keeps_its_replica_in_the_group_and_is_a
         replica.wait_ready(90)
         users.ask(question("short", PROMPTS[0], parameters=Parameters(max_new_tokens=200, min_new_tokens=200)))
         speed = metric(replica.port, "gracestream_batch_model_seconds_sum") / 200
-        asked = long_answers(1 + int(3 * slow.kafka.session_timeout / (TOKENS * speed)))
+        asked = long_answers(1 + int(2 * slow.kafka.session_timeout / (TOKENS * speed)))
         (member,) = members(slow)
         with users.client.predictions() as replies:
             users.client.send(asked, partition=0)
@@ -200,12 +200,12 @@ def test_an_editor_that_is_told_to_stop_while_feedback_waits_does_none_of_it_twi
     given: list[Feedback] = []
     for number, prompt in enumerate(PROMPTS):
         given.append(flag(f"f{number}", prompt, "river"))
-        given += [Feedback(v=1, feedback_id=f"u{number}-{more}", undo="nothing") for more in range(100)]
+        given += [Feedback(v=1, feedback_id=f"u{number}-{more}", undo="nothing") for more in range(40)]
     ids = [one.feedback_id for one in given]
     users.client.send(given)
     with Forked("first", "edit", deployment, folder, shutdown_timeout=USUAL) as first:
         first.wait_ready(90)
-        wait_until(lambda: len(outcomes_in_log(deployment)) > 150)
+        wait_until(lambda: len(outcomes_in_log(deployment)) > 60)
         assert first.stop() == 0
     decided = [outcome.feedback_id for outcome in outcomes_in_log(deployment)]
     assert decided == ids[: len(decided)]
@@ -244,7 +244,7 @@ def test_workers_end_in_time_while_kafka_is_away_and_others_do_what_they_left(
     for settings in (busy, idle):
         create_topics(settings.kafka, partitions=2, replication=1)
     users = users_of(busy)
-    asked = [question(f"q{number}", PROMPTS[number % 20]) for number in range(3000)]
+    asked = [question(f"q{number}", PROMPTS[number % 20]) for number in range(1500)]
     flagged = [flag(f"f{number}", prompt, "river") for number, prompt in enumerate(PROMPTS[:6])]
     committing = Forked("committing", "edit", busy, folder, sabotage=partial(arm, "committing", signal.SIGSTOP))
     replica = Forked("replica", "infer", busy, folder)
