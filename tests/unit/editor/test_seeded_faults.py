@@ -40,7 +40,7 @@ def struck() -> Counter[tuple[str, str]]:
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """A thousand stories say too much."""
+    """So many stories say too much."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
     yield
     structlog.reset_defaults()
