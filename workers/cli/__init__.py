@@ -13,7 +13,7 @@ INTERRUPTED_STATUS = 130
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command with these arguments; None: with those of the process."""
     try:
-        from gracestream.workers.cli.app import run  # noqa: PLC0415  (takes seconds; see the module's docstring)
+        from gracestream.workers.cli.app import run
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED_STATUS)
     run(arguments)

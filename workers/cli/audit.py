@@ -52,7 +52,7 @@ def audit(
     line, and the last line counts them.
     Example: gracestream audit --lost lost.jsonl
     """
-    from gracestream.pipeline.history import audit_topics as find_damage  # noqa: PLC0415  (importing torch takes seconds)
+    from gracestream.pipeline.history import audit_topics as find_damage
 
     report = find_damage(connect(kafka=kafka, topic_prefix=prefix).kafka)
     if lost is not None:

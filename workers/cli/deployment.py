@@ -72,7 +72,7 @@ def infer(settings: Settings) -> int:
 
     Example: gracestream infer --kafka broker:9092 --redis redis://cache:6379/0 --model ./checkpoint --layer LAYER
     """
-    from gracestream.workers.inference import run  # noqa: PLC0415  (importing faust takes a second)
+    from gracestream.workers.inference import run  # importing faust takes a second
 
     return run(settings)
 
@@ -82,7 +82,7 @@ def edit(settings: Settings) -> int:
 
     Example: gracestream edit --kafka broker:9092 --redis redis://cache:6379/0 --model ./checkpoint --layer LAYER
     """
-    from gracestream.workers.editor import run  # noqa: PLC0415
+    from gracestream.workers.editor import run
 
     return run(settings)
 

@@ -54,10 +54,10 @@ def evaluate(
     --json each case is a line, and the last line counts them.
     Example: gracestream evaluate cases.jsonl
     """
-    from gracestream.pipeline.history import replay_deltas  # noqa: PLC0415
-    from gracestream.pipeline.tuning.evaluation import evaluate as evaluate_cases  # noqa: PLC0415  (importing torch takes seconds)
-    from gracestream.pipeline.tuning.evaluation import summarize  # noqa: PLC0415
-    from gracestream.workers.bootstrap import load_model  # noqa: PLC0415
+    from gracestream.pipeline.history import replay_deltas
+    from gracestream.pipeline.tuning.evaluation import evaluate as evaluate_cases
+    from gracestream.pipeline.tuning.evaluation import summarize
+    from gracestream.workers.bootstrap import load_model
 
     cases = _read_cases(lines)
     settings = connect(kafka=kafka, topic_prefix=prefix, model=model, layer=layer)
@@ -99,7 +99,7 @@ def _read_cases(path: Path) -> dict[int, "EvaluationCase"]:
     Raises:
         typer.BadParameter: a line is not a case, or the file has no lines.
     """
-    from gracestream.pipeline.tuning.evaluation import EvaluationCase  # noqa: PLC0415
+    from gracestream.pipeline.tuning.evaluation import EvaluationCase
 
     cases = {}
     for number, fields in read_json_lines(path):
@@ -118,7 +118,7 @@ def _require_valid_inputs(model: "EditableModel", cases: Mapping[int, "Evaluatio
     Raises:
         typer.BadParameter: it cannot; the message names the line.
     """
-    from gracestream.pipeline.model import InputError  # noqa: PLC0415
+    from gracestream.pipeline.model import InputError
 
     for number, case in cases.items():
         try:

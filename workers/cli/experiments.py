@@ -105,8 +105,8 @@ def experiment(
     The editor's settings apply. A run whose results exist is not repeated.
     Example: gracestream experiment zsre --edits 200 --retention 200 --sweep policy=paper,nearest --sweep seed=1,2,3
     """
-    from gracestream.pipeline.experiments.plots import require_matplotlib  # noqa: PLC0415  (importing torch takes seconds)
-    from gracestream.pipeline.experiments.report import (  # noqa: PLC0415
+    from gracestream.pipeline.experiments.plots import require_matplotlib
+    from gracestream.pipeline.experiments.report import (
         REPORT_VERSION,
         RunSpec,
         exclusive_lock,
@@ -115,9 +115,9 @@ def experiment(
         table_columns,
         to_json,
     )
-    from gracestream.pipeline.experiments.sweep import Sweep, combination_name  # noqa: PLC0415
-    from gracestream.pipeline.experiments.tasks import TASKS  # noqa: PLC0415
-    from gracestream.workers.cli.experiment_runner import ExperimentRunner  # noqa: PLC0415
+    from gracestream.pipeline.experiments.sweep import Sweep, combination_name
+    from gracestream.pipeline.experiments.tasks import TASKS
+    from gracestream.workers.cli.experiment_runner import ExperimentRunner
 
     if data is not None:
         os.environ[DATA_VARIABLE] = str(data)
@@ -174,8 +174,8 @@ def _expand_runs(
             editor or seed, or has a run twice.
         SweepError, SettingsError: the grid is malformed, or a setting is wrong.
     """
-    from gracestream.pipeline.experiments.sweep import combination_name, expand_grid  # noqa: PLC0415
-    from gracestream.workers.cli.experiment_runner import SWEEPABLE_SETTINGS, explicit_settings  # noqa: PLC0415
+    from gracestream.pipeline.experiments.sweep import combination_name, expand_grid
+    from gracestream.workers.cli.experiment_runner import SWEEPABLE_SETTINGS, explicit_settings
 
     runs: list[tuple[dict[str, str], RunSpec]] = []
     for combination in expand_grid(sweep, (*SWEEPABLE_SETTINGS, "editor", "expand", "seed")):

@@ -81,8 +81,8 @@ def replay(
     """
     if to_codebook is not None and to is None:
         raise typer.BadParameter("--to-codebook names the codebook of a copy, so it needs --to")
-    from gracestream.pipeline.codebook import save_codebook  # noqa: PLC0415
-    from gracestream.pipeline.history import replay_deltas  # noqa: PLC0415  (importing torch takes seconds)
+    from gracestream.pipeline.codebook import save_codebook
+    from gracestream.pipeline.history import replay_deltas
 
     until = None if at is None else _parse_time(at, "is not a time")
     settings = connect(kafka=kafka, topic_prefix=prefix, model=model, layer=layer)
@@ -125,7 +125,7 @@ def inspect(
     edits. With an entry, also its answers are shown, as far as `predictions` still has them.
     Example: gracestream inspect
     """
-    from gracestream.pipeline.history import history_steps, read_entry_usage  # noqa: PLC0415  (importing torch takes seconds)
+    from gracestream.pipeline.history import history_steps, read_entry_usage
 
     settings = connect(kafka=kafka, topic_prefix=prefix)
     steps = [step for step in history_steps(settings.kafka) if entry is None or entry in step.entries]
@@ -163,7 +163,7 @@ def compare(
     Example: gracestream diff 12 41
     """
     points = _parse_point(before), _parse_point(after)
-    from gracestream.pipeline.history import diff_history  # noqa: PLC0415  (importing torch takes seconds)
+    from gracestream.pipeline.history import diff_history
 
     settings = connect(kafka=kafka, topic_prefix=prefix)
     difference = diff_history(settings.kafka, settings.model.codebook, *points)
@@ -205,7 +205,7 @@ def corrections(
     printed as it was sent, byte for byte: its signature is valid for a codebook of the same name.
     Example: gracestream corrections --prefix old- | gracestream correct --prefix new-
     """
-    from gracestream.pipeline.history import iter_active_corrections  # noqa: PLC0415  (importing torch takes seconds)
+    from gracestream.pipeline.history import iter_active_corrections
 
     for record in iter_active_corrections(connect(kafka=kafka, topic_prefix=prefix).kafka, seq):
         feedback = decode(record, Feedback)
@@ -221,10 +221,10 @@ def _reproduce(settings: Settings, records: list[bytes]) -> tuple["Codebook", li
     Raises:
         LayerError: the model has no such layer as the history's.
     """
-    from gracestream.pipeline.editing import describe_environment  # noqa: PLC0415
-    from gracestream.pipeline.history import KafkaHistory, ReproductionRun  # noqa: PLC0415
-    from gracestream.pipeline.model import LayerError  # noqa: PLC0415
-    from gracestream.workers.bootstrap import load_model  # noqa: PLC0415
+    from gracestream.pipeline.editing import describe_environment
+    from gracestream.pipeline.history import KafkaHistory, ReproductionRun
+    from gracestream.pipeline.model import LayerError
+    from gracestream.workers.bootstrap import load_model
 
     lead = decode_delta(records[0])
     try:
@@ -252,7 +252,7 @@ def _reproduce(settings: Settings, records: list[bytes]) -> tuple["Codebook", li
 
 def _with_recorded_values(lead: Delta, settings: ModelSettings) -> ModelSettings:
     """The settings; if layer or query are not set, with those of the history's lead delta."""
-    from gracestream.pipeline.codebook import read_query_setting  # noqa: PLC0415
+    from gracestream.pipeline.codebook import read_query_setting
 
     recorded: dict[str, str] = {}
     if "layer" not in settings.model_fields_set:
@@ -266,7 +266,7 @@ def _copy_to_branch(
     source: KafkaSettings, prefix: str, codebook: str, records: list[bytes], replication: int | None
 ) -> str:
     """Copy the records to topics with this prefix; return the digest of the copy."""
-    from gracestream.pipeline.history import branch_history  # noqa: PLC0415
+    from gracestream.pipeline.history import branch_history
 
     target = load_settings(kafka=source.servers, topic_prefix=prefix).kafka
     return branch_history(source, target, codebook, records, replication)

@@ -34,7 +34,7 @@ def prepare(
 
     Example: gracestream prepare scotus
     """
-    from gracestream.pipeline.model import ensure_model_built as build  # noqa: PLC0415
+    from gracestream.pipeline.model import ensure_model_built as build
 
     print(build(name, load_settings().model.cache_dir, stderr_console.print))
 
@@ -44,8 +44,8 @@ def layers(model: ModelOption = None, as_json: JsonOption = False) -> None:
 
     Example: gracestream layers --model smollm2
     """
-    from gracestream.pipeline.model import linear_layers  # noqa: PLC0415  (importing torch takes seconds)
-    from gracestream.workers.bootstrap import load_base_model  # noqa: PLC0415
+    from gracestream.pipeline.model import linear_layers
+    from gracestream.workers.bootstrap import load_base_model
 
     layer_list = linear_layers(load_base_model(load_settings(model=model).model))
     if as_json:
@@ -86,7 +86,7 @@ def calibrate(
     Example: gracestream calibrate requests.jsonl --auto --plot reach.svg
     """
     if auto:
-        from gracestream.workers.cli.trials import find_settings  # noqa: PLC0415  (importing torch takes seconds)
+        from gracestream.workers.cli.trials import find_settings
 
         find_settings(lines, layer or [], model, trials, false_positives, minutes, plot, as_json=as_json)
         return
@@ -112,8 +112,8 @@ def _calibrate_layers(lines: Path, layer: list[str] | None, model: str | None, *
     Raises:
         typer.BadParameter: a line is not a sample, or several layers would share an encoder's queries.
     """
-    from gracestream.pipeline.editing import LabelledRequest, calibrate_layer  # noqa: PLC0415
-    from gracestream.workers.bootstrap import load_model, settings_use_encoder  # noqa: PLC0415
+    from gracestream.pipeline.editing import LabelledRequest, calibrate_layer
+    from gracestream.workers.bootstrap import load_model, settings_use_encoder
 
     samples = []
     for number, fields in read_json_lines(lines):

@@ -52,14 +52,14 @@ def near_misses(
 ) -> None:
     """List requests that an entry might have answered but the unedited model did, newest first.
 
-    The reason `answer`: the prompt is within the entry's radius, but the entry did not produce its target. Any other
+    The reason `answer`: an entry matched, but did not produce its target on the prompt. Any other
     reason names the words by which the prompt asks for something else.
     With --same the command prints a correction for each request that asks for the same, which gives its prompt a key.
     With --except it prints an exception for each request that asks for something else: a near miss, or a request that
     an entry answered. Once it is sent, the entry's edit no longer answers this prompt.
     Example: gracestream near-misses --same REQUEST | gracestream correct
     """
-    from gracestream.pipeline.history import find_near_misses as missed_requests  # noqa: PLC0415  (importing torch takes seconds)
+    from gracestream.pipeline.history import find_near_misses as missed_requests
 
     settings = connect(kafka=kafka, topic_prefix=prefix)
     if same or excepted:
@@ -96,8 +96,8 @@ def _print_feedback(settings: KafkaSettings, same: list[str], excepted: list[str
     Raises:
         UserError: there is no feedback for a request; then nothing is printed.
     """
-    from gracestream.pipeline.history import find_matched_requests  # noqa: PLC0415
-    from gracestream.pipeline.history import find_near_misses as missed_requests  # noqa: PLC0415
+    from gracestream.pipeline.history import find_matched_requests
+    from gracestream.pipeline.history import find_near_misses as missed_requests
 
     near_miss_requests = (
         {near_miss.request_id: near_miss for near_miss in missed_requests(settings, MAX_NEAR_MISSES, entry)}

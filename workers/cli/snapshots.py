@@ -31,8 +31,8 @@ def snapshot(
 
     Needs no model and no editor. Example: gracestream snapshot --seq 41
     """
-    from gracestream.pipeline.history import replay_with_offset  # noqa: PLC0415  (importing torch takes seconds)
-    from gracestream.pipeline.stores import SnapshotError, write_snapshot  # noqa: PLC0415
+    from gracestream.pipeline.history import replay_with_offset
+    from gracestream.pipeline.stores import SnapshotError, write_snapshot
 
     settings = connect(kafka=kafka, topic_prefix=prefix)
     if settings.snapshots.url is None:

@@ -50,7 +50,7 @@ def up(
     its port of the last run with the same --data.
     Example: gracestream up --replicas 3 --model smollm2 --port 9092
     """
-    from gracestream.deploy.local.stack import running_stack  # noqa: PLC0415
+    from gracestream.deploy.local.stack import running_stack
 
     _interrupt_on_sigterm()
     overrides = {"model": model, "layer": layer, "topic_prefix": prefix}
@@ -91,10 +91,10 @@ def demo(
 
     Example: gracestream demo --model intent
     """
-    from gracestream.deploy.demo.cases import load_script  # noqa: PLC0415
+    from gracestream.deploy.demo.cases import load_script
 
     load_script(model)  # fails for a model without a story, before the slow imports
-    from gracestream.deploy.demo.story import run_demo  # noqa: PLC0415
+    from gracestream.deploy.demo.story import run_demo
 
     _interrupt_on_sigterm()
     raise typer.Exit(run_demo(model, data, stdout_console))
@@ -106,8 +106,8 @@ def _check_model(settings: Settings) -> None:
     Raises:
         ModelError, LayerError: the model cannot be loaded, has no such layer, or the device does not exist.
     """
-    from gracestream.pipeline.model import resolve_device  # noqa: PLC0415
-    from gracestream.workers.bootstrap import load_model  # noqa: PLC0415
+    from gracestream.pipeline.model import resolve_device
+    from gracestream.workers.bootstrap import load_model
 
     stderr_console.print(
         f"checking the model {settings.model.name} and its layer {settings.model.layer}; a large model takes a minute"
