@@ -32,10 +32,10 @@ from tests.support.tiny_models import WORDS, tokenizer
 
 PARTITIONS = 8
 MIB = 2**20
-TEXT = (" ".join(WORDS) + " ") * 50
-NOTE = "x" * 2000
+LONG_TEXT = (" ".join(WORDS) + " ") * 50
+PADDING = "x" * 2000
 
-TRAINED, INPUTS = 50, 499
+CORRECTION_EVERY, DISTINCT_INPUTS = 50, 499
 """Of so many records of feedback one is a correction, of one of so many inputs."""
 
 
@@ -64,36 +64,36 @@ def run(options: Options) -> Iterator[Row]:
         )  # fmt: skip
         create_topics(settings.kafka, PARTITIONS, 1)
         for role in ROLES:
-            yield from _flooded(role, settings, folder, options)
+            yield from _flood_rows(role, settings, folder, options)
 
 
-def _flooded(role: Role, settings: Settings, folder: Path, options: Options) -> Iterator[Row]:
+def _flood_rows(role: Role, settings: Settings, folder: Path, options: Options) -> Iterator[Row]:
     backlog, seconds = (20_000, 20) if options.quick else (200_000, 120)
     with ExitStack() as stack:
         sender = producer(settings.kafka, linger_ms=20)
         stack.callback(sender.close, timeout=5)
-        options.tell(f"{role.name}: writing a backlog of {backlog} records of {role.topic}")
-        sent = _send(sender, settings, role, backlog)
+        options.report(f"{role.name}: writing a backlog of {backlog} records of {role.topic}")
+        sent_count = _send(sender, settings, role, backlog)
         process = worker(role.command, settings, folder)
         process.start()
         stack.callback(process.stop)
         process.wait_for(lambda: is_http_ok(settings.http.port, "/ready"), 120)
-        process.wait_for(lambda: _done(role, settings) > 500, 60)
+        process.wait_for(lambda: _records_done(role, settings) > 500, 60)
         memory = psutil.Process(process.pid).memory_info
-        before, started = _done(role, settings), time.monotonic()
+        before, started = _records_done(role, settings), time.monotonic()
         time.sleep(10)
-        rate = (_done(role, settings) - before) / (time.monotonic() - started)
-        options.tell(f"it does {rate:.0f} a second; now three times that, for {seconds} s")
+        rate = (_records_done(role, settings) - before) / (time.monotonic() - started)
+        options.report(f"it does {rate:.0f} a second; now three times that, for {seconds} s")
         stop = threading.Event()
-        flood = threading.Thread(target=_flood, args=[sender, settings, role, 3 * rate, stop, sent], daemon=True)
+        flood = threading.Thread(target=_flood, args=[sender, settings, role, 3 * rate, stop, sent_count], daemon=True)
         flood.start()
         resident: list[int] = []
         for second in range(seconds):
             time.sleep(1)
             resident.append(memory().rss)
             if second % 10 == 9:
-                waiting = sent[0] - _done(role, settings)
-                options.tell(f"{second + 1} s: {resident[-1] / MIB:.0f} MiB, {waiting:.0f} wait")
+                backlog_left = sent_count[0] - _records_done(role, settings)
+                options.report(f"{second + 1} s: {resident[-1] / MIB:.0f} MiB, {backlog_left:.0f} wait")
         stop.set()
         flood.join()
         if not process.running:
@@ -102,8 +102,8 @@ def _flooded(role: Role, settings: Settings, folder: Path, options: Options) -> 
         first, last = sum(resident[:tenth]) / tenth, sum(resident[-tenth:]) / tenth
         yield Row(f"{role.name}/rate", rate, "records/s")
         yield Row(f"{role.name}/offered", 3 * rate, "records/s")
-        yield Row(f"{role.name}/waiting", sent[0] - _done(role, settings), "count")
-        for name, count in _counted(role, settings) if role.command == "edit" else ():
+        yield Row(f"{role.name}/waiting", sent_count[0] - _records_done(role, settings), "count")
+        for name, count in _counter_values(role, settings) if role.command == "edit" else ():
             yield Row(f"{role.name}/{name.split(chr(34))[1]}", count, "count")
         yield Row(f"{role.name}/rss_first", first / MIB, "MiB")
         yield Row(f"{role.name}/rss_last", last / MIB, "MiB", first / MIB)
@@ -117,16 +117,16 @@ def _save_model(folder: Path) -> None:
 
 def _request(number: int) -> bytes:
     length = 200 + 53 * (number % 37)  # up to some 2,000 characters: padding differs from batch to batch
-    return f'{{"v":1,"request_id":"{number}","inputs":"{TEXT[:length]}","note":"{NOTE}"}}'.encode()
+    return f'{{"v":1,"request_id":"{number}","inputs":"{LONG_TEXT[:length]}","note":"{PADDING}"}}'.encode()
 
 
 def _feedback(number: int) -> bytes:
-    turn, odd = divmod(number, TRAINED)
-    wanted = '"undo":"nothing"'
-    if not odd:
-        words = (WORDS[turn % INPUTS // step % len(WORDS)] for step in (1, 2, 3, 5))
-        wanted = f'"inputs":"{" ".join(words)}","target":"{WORDS[turn % len(WORDS)]}"'
-    return f'{{"v":1,"feedback_id":"f{number}",{wanted},"note":"{NOTE}"}}'.encode()
+    turn, remainder = divmod(number, CORRECTION_EVERY)
+    content = '"undo":"nothing"'
+    if not remainder:
+        words = (WORDS[turn % DISTINCT_INPUTS // step % len(WORDS)] for step in (1, 2, 3, 5))
+        content = f'"inputs":"{" ".join(words)}","target":"{WORDS[turn % len(WORDS)]}"'
+    return f'{{"v":1,"feedback_id":"f{number}",{content},"note":"{PADDING}"}}'.encode()
 
 
 ROLES = (
@@ -135,11 +135,11 @@ ROLES = (
 )
 
 
-def _done(role: Role, settings: Settings) -> float:
-    return sum(value for _name, value in _counted(role, settings))
+def _records_done(role: Role, settings: Settings) -> float:
+    return sum(value for _name, value in _counter_values(role, settings))
 
 
-def _counted(role: Role, settings: Settings) -> list[tuple[str, float]]:
+def _counter_values(role: Role, settings: Settings) -> list[tuple[str, float]]:
     """Each counter of what the worker has done, with its labels."""
     lines = (line.rpartition(" ") for line in status(settings.http.port, "/metrics")[1].splitlines())
     return [(name, float(value)) for name, _space, value in lines if name.startswith(role.counters)]
@@ -154,9 +154,9 @@ def _send(sender: KafkaProducer, settings: Settings, role: Role, count: int, fir
 
 
 def _flood(
-    sender: KafkaProducer, settings: Settings, role: Role, rate: float, stop: threading.Event, sent: list[int]
+    sender: KafkaProducer, settings: Settings, role: Role, rate: float, stop: threading.Event, sent_count: list[int]
 ) -> None:
     while not stop.is_set():
         started = time.monotonic()
-        sent[0] = _send(sender, settings, role, int(rate / 4), sent[0])[0]
+        sent_count[0] = _send(sender, settings, role, int(rate / 4), sent_count[0])[0]
         stop.wait(max(0.0, 0.25 - (time.monotonic() - started)))

@@ -60,7 +60,7 @@ def copy_rate(device: torch.device) -> float:
     return 2 * len(source) / statistics.median(seconds[1:])  # the first one warms up
 
 
-def held(device: torch.device) -> int:
+def memory_in_use(device: torch.device) -> int:
     """Bytes of the device's memory in use: on a CPU resident memory, on a GPU all that is not free."""
     gc.collect()
     if device.type == "cuda":
@@ -71,7 +71,7 @@ def held(device: torch.device) -> int:
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def available(device: torch.device) -> int:
+def available_memory(device: torch.device) -> int:
     """Bytes of the device's memory that can still be taken."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
@@ -79,19 +79,19 @@ def available(device: torch.device) -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
 
 
-def peak(device: torch.device, call: Callable[[], object]) -> int:
+def peak_memory_added(device: torch.device, call: Callable[[], object]) -> int:
     """Bytes that a call adds at most to what torch holds on a GPU; on a CPU, to resident memory at its end."""
-    before = held(device)
+    before = memory_in_use(device)
     if device.type == "cpu":
         call()
-        return held(device) - before
+        return memory_in_use(device) - before
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     call()
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def why_no_gpu() -> str:
+def gpu_unavailable_reason() -> str:
     """Why the GPU cannot be used; empty if it can, and it is set up as a worker of the product sets it up."""
     try:
         prepare_cuda()

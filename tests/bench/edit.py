@@ -30,27 +30,27 @@ from gracestream.schemas.deltas import Cause, EntryChange, Tensor
 from tests.bench.codebooks import queries, stored, value_width
 from tests.bench.device import timed
 from tests.bench.framework import BenchError, Options, Row
-from tests.bench.models import SUBJECTS, Subject, subjects
-from tests.bench.overhead import KEYS
+from tests.bench.models import MODELS, BenchModel, select_models
+from tests.bench.overhead import REAL_KEYS
 from tests.bench.textbook import train
 
 STEPS = 100
 TOKENS = {"bert-base": (20, 512), "gpt2-small": (20, 200), "t5-v1.1-small": (20, 200)}
-STORED = 100_000
-AGAIN = 5
-FEW_TURNS = 3
+STORED_ENTRIES = 100_000
+REPEATS = 5
+WAITING_REPEATS = 3
 """Of corrections that wait."""
 
-FEW_STEPS = 4
+TEXTBOOK_STEPS = 4
 """Of the textbook, by which its time for all is told: some of its edits take a quarter of an hour."""
 
-USUAL = 17
+TYPICAL_STEPS = 17
 """Steps of a usual edit."""
 
 WAITING = 16
 WAITING_TOKENS = {"bert-base": (20, 512), "gpt2-small": (20,), "t5-v1.1-small": (20,)}
 
-PLAN = EditConfig(
+CONFIG = EditConfig(
     recipe=ValueTrainingConfig(max_steps=STEPS, learning_rate=1.0, stop_margin=float("inf")),
     traffic_sample_size=0,
     radius=0.1,
@@ -59,99 +59,103 @@ PLAN = EditConfig(
 
 def run(options: Options) -> Iterator[Row]:
     """Every model whose edits have a goal; `--quick`: one of them, with a twentieth of the entries."""
-    for subject in subjects(options, SUBJECTS[: 1 if options.quick else 3]):
-        model = subject.load(options.device)
-        for tokens in TOKENS[subject.name][: 1 if options.quick else None]:
-            options.tell(f"{subject.name}: edits of {tokens} tokens")
-            yield from _beside_textbook(subject, model, tokens)
-        yield from _with_entries(subject, model, STORED // 20 if options.quick else STORED, options)
+    for bench_model in select_models(options, MODELS[: 1 if options.quick else 3]):
+        model = bench_model.load(options.device)
+        for tokens in TOKENS[bench_model.name][: 1 if options.quick else None]:
+            options.report(f"{bench_model.name}: edits of {tokens} tokens")
+            yield from _textbook_rows(bench_model, model, tokens)
+        yield from _stored_rows(bench_model, model, STORED_ENTRIES // 20 if options.quick else STORED_ENTRIES, options)
 
 
-def _beside_textbook(subject: Subject, model: EditableModel, tokens: int) -> Iterator[Row]:
-    ours: list[float] = []
-    a_step: list[float] = []
-    for number in range(AGAIN):
-        text, target = _wrong(subject, model, tokens, number)
-        engine = _engine(model, PLAN)
-        spent, edited = timed(model.device, lambda: engine.edit(make_correction("f", text, target), 0))  # noqa: B023  (called at once)
-        ours.append(spent)
-        outcome = edited.outcome
+def _textbook_rows(bench_model: BenchModel, model: EditableModel, tokens: int) -> Iterator[Row]:
+    edit_seconds: list[float] = []
+    seconds_per_step: list[float] = []
+    for number in range(REPEATS):
+        text, target = _wrong_target(bench_model, model, tokens, number)
+        engine = _engine(model, CONFIG)
+        elapsed, result = timed(model.device, lambda: engine.edit(make_correction("f", text, target), 0))  # noqa: B023  (called at once)
+        edit_seconds.append(elapsed)
+        outcome = result.outcome
         if outcome is None or outcome.steps != STEPS or outcome.loss is UNSET:
-            raise BenchError(f"an edit of {subject.name} came out otherwise: {outcome}")
+            raise BenchError(f"an edit of {bench_model.name} came out otherwise: {outcome}")
         loss = outcome.loss
-        spent, _ = timed(model.device, lambda: _textbook(model, text, target, FEW_STEPS))  # noqa: B023  (likewise)
-        a_step.append(spent / FEW_STEPS)
+        elapsed, _ = timed(model.device, lambda: _textbook(model, text, target, TEXTBOOK_STEPS))  # noqa: B023  (likewise)
+        seconds_per_step.append(elapsed / TEXTBOOK_STEPS)
     expected = _textbook(model, text, target, STEPS)
-    name, seconds = f"edit/{subject.name}/{tokens}", statistics.median(ours)
-    textbook = STEPS * statistics.median(a_step)
+    name, seconds = f"edit/{bench_model.name}/{tokens}", statistics.median(edit_seconds)
+    textbook = STEPS * statistics.median(seconds_per_step)
     yield Row(f"{name}/textbook-of-ours", textbook / seconds, "x")
     yield Row(f"{name}/seconds", seconds, "s", textbook)
     yield Row(f"{name}/loss-apart", abs(loss - expected) / expected, "relative", 1e-4)
-    if tokens not in WAITING_TOKENS[subject.name]:
+    if tokens not in WAITING_TOKENS[bench_model.name]:
         return
-    together = statistics.median(_all_at_once(subject, model, tokens, 50 * turn) for turn in range(FEW_TURNS))
-    yield Row(f"{name}/waiting/textbook-of-ours", WAITING * textbook / together, "x")
-    yield Row(f"{name}/waiting/alone-of-together", WAITING * seconds / together, "x")
-    yield Row(f"{name}/waiting/seconds", together, "s", WAITING * textbook)
+    batched = statistics.median(
+        _waiting_seconds(bench_model, model, tokens, 50 * turn) for turn in range(WAITING_REPEATS)
+    )
+    yield Row(f"{name}/waiting/textbook-of-ours", WAITING * textbook / batched, "x")
+    yield Row(f"{name}/waiting/alone-of-together", WAITING * seconds / batched, "x")
+    yield Row(f"{name}/waiting/seconds", batched, "s", WAITING * textbook)
 
 
-def _all_at_once(subject: Subject, model: EditableModel, tokens: int, seed: int) -> float:
+def _waiting_seconds(bench_model: BenchModel, model: EditableModel, tokens: int, seed: int) -> float:
     """Seconds of what the editor does for corrections that wait."""
-    engine = _engine(model, PLAN)
-    given = [make_correction(f"f{n}", *_wrong(subject, model, tokens, seed + n)) for n in range(WAITING)]
+    engine = _engine(model, CONFIG)
+    corrections = [
+        make_correction(f"f{n}", *_wrong_target(bench_model, model, tokens, seed + n)) for n in range(WAITING)
+    ]
 
     def edit() -> list[int | UnsetType]:
-        ahead = engine.draft_values([(one, offset) for offset, one in enumerate(given)])
+        drafts = engine.draft_values([(correction, offset) for offset, correction in enumerate(corrections)])
         steps = []
-        for offset, one in enumerate(given):
-            edited = engine.edit(one, offset, draft=ahead.get(offset))
-            if edited.outcome is None:
-                raise BenchError(f"an edit of {subject.name} came to nothing")
-            if edited.delta_record is not None:  # else all steps were taken in vain, which takes as long
-                engine.apply(edited.delta_record)
-            steps.append(edited.outcome.steps)
+        for offset, correction in enumerate(corrections):
+            result = engine.edit(correction, offset, draft=drafts.get(offset))
+            if result.outcome is None:
+                raise BenchError(f"an edit of {bench_model.name} came to nothing")
+            if result.delta_record is not None:  # else all steps were taken in vain, which takes as long
+                engine.apply(result.delta_record)
+            steps.append(result.outcome.steps)
         return steps
 
     seconds, steps = timed(model.device, edit)
     if set(steps) != {STEPS}:
-        raise BenchError(f"edits of {subject.name} took other numbers of steps: {steps}")
+        raise BenchError(f"edits of {bench_model.name} took other numbers of steps: {steps}")
     return seconds
 
 
-def _with_entries(subject: Subject, model: EditableModel, count: int, options: Options) -> Iterator[Row]:
+def _stored_rows(bench_model: BenchModel, model: EditableModel, count: int, options: Options) -> Iterator[Row]:
     """An edit in a full codebook and in an empty one, in turns."""
-    plan = replace(PLAN, recipe=replace(PLAN.recipe, max_steps=USUAL))
-    engines = {"none": _engine(model, plan), "stored": _engine(model, plan)}
-    keys_ND = stored(queries(model, subject.asked(model, KEYS)), count)
-    _fill(engines["stored"], keys_ND)
-    options.tell(f"{subject.name}: {count} entries")
-    seconds: dict[str, list[float]] = {way: [] for way in engines}
-    for number in range(4 * AGAIN):
-        text, target = _wrong(subject, model, 20, 1000 + number)
-        for way, engine in engines.items():
+    config = replace(CONFIG, recipe=replace(CONFIG.recipe, max_steps=TYPICAL_STEPS))
+    engines = {"none": _engine(model, config), "stored": _engine(model, config)}
+    keys_ND = stored(queries(model, bench_model.prompts(model, REAL_KEYS)), count)
+    _fill_codebook(engines["stored"], keys_ND)
+    options.report(f"{bench_model.name}: {count} entries")
+    seconds: dict[str, list[float]] = {codebook_kind: [] for codebook_kind in engines}
+    for number in range(4 * REPEATS):
+        text, target = _wrong_target(bench_model, model, 20, 1000 + number)
+        for codebook_kind, engine in engines.items():
 
             def edit(engine: EditEngine = engine, text: str = text, target: str = target, number: int = number) -> None:
-                edited = engine.edit(make_correction(f"edit-{number}", text, target), number)
-                if edited.delta_record is not None:
-                    engine.apply(edited.delta_record)
+                result = engine.edit(make_correction(f"edit-{number}", text, target), number)
+                if result.delta_record is not None:
+                    engine.apply(result.delta_record)
 
-            spent, _ = timed(model.device, edit)
+            elapsed, _ = timed(model.device, edit)
             if number:  # the first of each warms up
-                seconds[way].append(spent)
-    medians = {way: statistics.median(some) for way, some in seconds.items()}
-    name = f"edit/{subject.name}/{count // 1000}k"
+                seconds[codebook_kind].append(elapsed)
+    medians = {codebook_kind: statistics.median(samples) for codebook_kind, samples in seconds.items()}
+    name = f"edit/{bench_model.name}/{count // 1000}k"
     yield Row(f"{name}/stored-of-none", medians["stored"] / medians["none"], "x", 1.05)
     yield Row(f"{name}/added-milliseconds", 1000 * (medians["stored"] - medians["none"]), "ms")
     yield Row(f"{name}/seconds", medians["stored"], "s", medians["none"])
 
 
-def _engine(model: EditableModel, plan: EditConfig) -> EditEngine:
-    engine = EditEngine(model, "default", plan)
+def _engine(model: EditableModel, config: EditConfig) -> EditEngine:
+    engine = EditEngine(model, "default", config)
     engine.apply(engine.lead_delta({}))
     return engine
 
 
-def _fill(engine: EditEngine, keys_ND: np.ndarray) -> None:
+def _fill_codebook(engine: EditEngine, keys_ND: np.ndarray) -> None:
     """Entries by deltas, a thousand each, and the edits that made them."""
     width = value_width(engine.model.module.get_submodule(engine.model.layer), keys_ND.shape[1])
     value = Tensor.from_array(np.zeros(width, np.float32))
@@ -164,12 +168,12 @@ def _fill(engine: EditEngine, keys_ND: np.ndarray) -> None:
         engine.apply(engine.next_delta("add", entries=(entry,), cause=cause))
 
 
-def _wrong(subject: Subject, model: EditableModel, tokens: int, seed: int) -> tuple[str, str]:
+def _wrong_target(bench_model: BenchModel, model: EditableModel, tokens: int, seed: int) -> tuple[str, str]:
     """A prompt of so many tokens, and a target that the model does not give."""
-    assert subject.random is not None
-    return subject.random.wrong(model, tokens, 100 + seed)
+    assert bench_model.random is not None
+    return bench_model.random.wrong_target(model, tokens, 100 + seed)
 
 
 def _textbook(model: EditableModel, text: str, target: str, steps: int) -> float:
     """Train a value as a textbook would; the loss at the end."""
-    return train(model, model.prepare_correction(text, target)[1], steps, PLAN.recipe.learning_rate)
+    return train(model, model.prepare_correction(text, target)[1], steps, CONFIG.recipe.learning_rate)

@@ -20,10 +20,10 @@ import torch
 from gracestream.pipeline.errors import UserError
 from tests.bench.device import gpu_facts, version
 
-KEPT = Path(__file__).parent / "results"
+COMMITTED = Path(__file__).parent / "results"
 """Where `--commit` writes; other results go to `results/` in the root, which git ignores."""
 
-BENCHES = {
+BENCHMARKS = {
     "quality": "tests.bench.quality",
     "scope": "tests.bench.scope",
     "stream": "tests.bench.stream",
@@ -58,7 +58,7 @@ class Options:
     only: str = ""
     development: bool = False
     device: str = "cpu"
-    tell: Callable[[str], None] = field(default=lambda _line: None)
+    report: Callable[[str], None] = field(default=lambda _line: None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,21 +85,23 @@ class Row:
         return self.name.rpartition("/")[2]
 
 
-def plot_of(name: str) -> Callable[[Sequence[Row], Path], None] | None:
+def load_plot(name: str) -> Callable[[Sequence[Row], Path], None] | None:
     """What draws the rows of that benchmark into a file; None where it has no plot."""
-    found: Callable[[Sequence[Row], Path], None] | None = getattr(importlib.import_module(BENCHES[name]), "draw", None)
+    found: Callable[[Sequence[Row], Path], None] | None = getattr(
+        importlib.import_module(BENCHMARKS[name]), "draw", None
+    )
     return found
 
 
-def bench(name: str) -> Callable[[Options], Iterator[Row]]:
+def load_benchmark(name: str) -> Callable[[Options], Iterator[Row]]:
     """The benchmark of that name.
 
     Raises:
         BenchError: there is none.
     """
-    if name not in BENCHES:
-        raise BenchError(f"there is no benchmark named {name!r}; there is {', '.join(BENCHES)}")
-    found: Callable[[Options], Iterator[Row]] = importlib.import_module(BENCHES[name]).run
+    if name not in BENCHMARKS:
+        raise BenchError(f"there is no benchmark named {name!r}; there is {', '.join(BENCHMARKS)}")
+    found: Callable[[Options], Iterator[Row]] = importlib.import_module(BENCHMARKS[name]).run
     return found
 
 
@@ -122,7 +124,7 @@ def slug(device: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
-def records(rows: Iterable[Row], measured_on: Machine) -> list[dict[str, Any]]:
+def to_records(rows: Iterable[Row], measured_on: Machine) -> list[dict[str, Any]]:
     """Rows as they are written: `name, value, unit, baseline, machine`, and `interval` where there is one."""
     return [
         {name: value for name, value in asdict(row).items() if name != "interval" or value is not None}
@@ -131,32 +133,35 @@ def records(rows: Iterable[Row], measured_on: Machine) -> list[dict[str, Any]]:
     ]
 
 
-def row_of(record: dict[str, Any]) -> Row:
+def to_row(record: dict[str, Any]) -> Row:
     """The row of a record."""
     interval = record.get("interval")
     bounds = None if interval is None else (interval[0], interval[1])
     return Row(record["name"], record["value"], record["unit"], record["baseline"], bounds)
 
 
-def read(path: Path) -> list[Row]:
+def read_results(path: Path) -> list[Row]:
     """The rows of a file of results."""
-    return [row_of(record) for record in json.loads(path.read_text(encoding="utf-8"))]
+    return [to_row(record) for record in json.loads(path.read_text(encoding="utf-8"))]
 
 
-def write(name: str, rows: Sequence[Row], measured_on: Machine, folder: Path, *, keep: bool = False) -> Path:
+def write_results(
+    name: str, rows: Sequence[Row], measured_on: Machine, folder: Path, *, keep_others: bool = False
+) -> Path:
     """Write rows to `<name>-<device>.json` in `folder`, one row a line, and say where; `keep` what else is there."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}-{slug(str(measured_on['device']))}.json"
     found = {
-        record["name"]: record for record in (json.loads(path.read_text("utf-8")) if keep and path.exists() else [])
+        record["name"]: record
+        for record in (json.loads(path.read_text("utf-8")) if keep_others and path.exists() else [])
     }
-    found |= {record["name"]: record for record in records(rows, measured_on)}
+    found |= {record["name"]: record for record in to_records(rows, measured_on)}
     lines = ",\n".join(map(json.dumps, found.values()))
     path.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
     return path
 
 
-def groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
+def group_rows(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Rows by the first part of their names."""
     found: dict[str, list[Row]] = {}
     for row in rows:
@@ -164,7 +169,7 @@ def groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return found
 
 
-def shown(row: Row) -> str:
+def format_value(row: Row) -> str:
     """A value for a person: shares to a thousandth, counts as they are, the rest to three digits."""
     if row.unit == "share":
         return f"{row.value:.3f}"

@@ -39,13 +39,13 @@ from gracestream.workers.bootstrap import load_model
 from tests.bench.device import timed
 from tests.bench.framework import Options, Row
 
-EDITS, QUICK, HELD_OUT, TIMED = 300, 40, 500, 40
-SHARE = 0.8
-SHARES = np.arange(0.05, 2.01, 0.05)
-SPACES = ("layer", "mean token", "layers")
+CORRECTIONS, QUICK_CORRECTIONS, HELD_OUT, TIMED_PROMPTS = 300, 40, 500, 40
+RADIUS_FRACTION = 0.8
+RADIUS_FRACTIONS = np.arange(0.05, 2.01, 0.05)
+MODEL_SPACES = ("layer", "mean token", "layers")
 """Of the model's own pass."""
 
-EACH = 3
+BLOCK_STEP = 3
 """Of the blocks one in so many is looked at."""
 
 RIDGE = 0.1
@@ -61,49 +61,53 @@ def run(options: Options) -> Iterator[Row]:
     model = load_model(settings.model, settings.editing.policy)
     embed = SentenceEncoder.load(str(minilm_folder()), device=options.device)
     for name in ("zsre", "counterfact"):
-        task, _ = drop_unsupported(select_examples(TASKS[name](), QUICK if options.quick else EDITS, HELD_OUT), model)
+        task, _ = drop_unsupported(
+            select_examples(TASKS[name](), QUICK_CORRECTIONS if options.quick else CORRECTIONS, HELD_OUT), model
+        )
         inputs = [edit.example.inputs for edit in task.edits]
         rephrases = [edit.rephrases[0] for edit in task.edits]
         unrelated = [example.inputs for example in task.retention] + task.unrelated[:HELD_OUT]
-        within = Within(model)
+        model_keys = ModelKeys(model)
         spaces: dict[str, Space] = {
-            **{space: within.space(space) for space in SPACES},
-            "whitened": whitened(within, task.traffic),
+            **{space: model_keys.space(space) for space in MODEL_SPACES},
+            "whitened": whitened(model_keys, task.traffic),
             "encoder": partial(_encoded, embed),
         }
-        bare = _milliseconds(model.device, partial(_pass, model), inputs)
+        unedited = _milliseconds(model.device, partial(_forward, model), inputs)
         for space, keys_of in spaces.items():
-            options.tell(f"{name}: {space}")
+            options.report(f"{name}: {space}")
             keys_ND, others_ND, traffic_RD, unrelated_UD = map(keys_of, (inputs, rephrases, task.traffic, unrelated))
-            reach_N = torch.cdist(torch.from_numpy(keys_ND), torch.from_numpy(traffic_RD)).amin(dim=1).numpy()
+            traffic_distance_N = (
+                torch.cdist(torch.from_numpy(keys_ND), torch.from_numpy(traffic_RD)).amin(dim=1).numpy()
+            )
             slots_N, distances_N = _nearest(others_ND, keys_ND)
-            strays_U, far_U = _nearest(unrelated_UD, keys_ND)
+            slots_U, distances_U = _nearest(unrelated_UD, keys_ND)
             own_N = slots_N == np.arange(len(keys_ND))
-            within_N, captured_U = distances_N / reach_N, far_U / reach_N[strays_U]
-            none = [share for share in SHARES if not (captured_U < share).any()]
-            at_none = float((own_N & (within_N < max(none))).mean()) if none else 0.0
+            fraction_N, fraction_U = distances_N / traffic_distance_N, distances_U / traffic_distance_N[slots_U]
+            without_captures = [share for share in RADIUS_FRACTIONS if not (fraction_U < share).any()]
+            reached_at_none = float((own_N & (fraction_N < max(without_captures))).mean()) if without_captures else 0.0
             path = f"keyspaces/{name}/{space}"
             yield Row(f"{path}/own", float(own_N.mean()), "share")
-            yield Row(f"{path}/reached", float((own_N & (within_N < SHARE)).mean()), "share")
-            yield Row(f"{path}/captured", float((captured_U < SHARE).mean()), "share", 0.0)
-            yield Row(f"{path}/at-none", at_none, "share")
-            with within.anew():
+            yield Row(f"{path}/reached", float((own_N & (fraction_N < RADIUS_FRACTION)).mean()), "share")
+            yield Row(f"{path}/captured", float((fraction_U < RADIUS_FRACTION).mean()), "share", 0.0)
+            yield Row(f"{path}/at-none", reached_at_none, "share")
+            with model_keys.without_cache():
                 spent = _milliseconds(model.device, keys_of, inputs)
-            yield Row(f"{path}/milliseconds", max(0.0, spent - (0 if space == "encoder" else bare)), "ms")
+            yield Row(f"{path}/milliseconds", max(0.0, spent - (0 if space == "encoder" else unedited)), "ms")
 
 
-class Within:
+class ModelKeys:
     """Keys that come out of the model's own pass, of which each text takes one."""
 
     def __init__(self, model: EditableModel) -> None:
         self._model = model
         blocks, number = enclosing_blocks(model.module, model.layer)
-        self._blocks = blocks[: number + 1 : EACH]
+        self._blocks = blocks[: number + 1 : BLOCK_STEP]
         self._layer = model.module.get_submodule(model.layer)
         self._known: dict[str, dict[str, torch.Tensor]] = {}
 
     @contextmanager
-    def anew(self) -> Iterator[None]:
+    def without_cache(self) -> Iterator[None]:
         """Inside, texts are read that were read before."""
         known, self._known = self._known, {}
         try:
@@ -113,44 +117,47 @@ class Within:
 
     def space(self, name: str) -> Space:
         """One of them."""
-        return lambda texts: self.of(texts)[name]
+        return lambda texts: self.keys(texts)[name]
 
-    def of(self, texts: Sequence[str]) -> dict[str, np.ndarray]:
+    def keys(self, texts: Sequence[str]) -> dict[str, np.ndarray]:
         """By their names."""
         self._known |= {text: self._keys(text) for text in texts if text not in self._known}
-        return {name: torch.stack([self._known[text][name] for text in texts]).float().cpu().numpy() for name in SPACES}
+        return {
+            name: torch.stack([self._known[text][name] for text in texts]).float().cpu().numpy()
+            for name in MODEL_SPACES
+        }
 
     def _keys(self, text: str) -> dict[str, torch.Tensor]:
         """One text's, (D)."""
         task = self._model.task
         batch = task.batch([task.tokenize(text)])
         assert batch.mask_BT is not None
-        seen = self._seen(batch)
+        inputs = self._record_inputs(batch)
         last = int(last_token_positions(batch.mask_BT)[0])
-        layer_TD = seen[self._layer]
-        blocks = [torch.nn.functional.normalize(seen[block][last], dim=0) for block in self._blocks]
-        return dict(zip(SPACES, (layer_TD[last], layer_TD.mean(dim=0), torch.cat(blocks)), strict=True))
+        layer_TD = inputs[self._layer]
+        blocks = [torch.nn.functional.normalize(inputs[block][last], dim=0) for block in self._blocks]
+        return dict(zip(MODEL_SPACES, (layer_TD[last], layer_TD.mean(dim=0), torch.cat(blocks)), strict=True))
 
-    def _seen(self, batch: Any) -> dict[torch.nn.Module, torch.Tensor]:
+    def _record_inputs(self, batch: Any) -> dict[torch.nn.Module, torch.Tensor]:
         """What the layer and the blocks before it see of one text's tokens, (T, D)."""
-        seen: dict[torch.nn.Module, torch.Tensor] = {}
+        inputs: dict[torch.nn.Module, torch.Tensor] = {}
 
-        def watch(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            seen[module] = (args[0] if args else kwargs["hidden_states"])[0]
+        def record(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            inputs[module] = (args[0] if args else kwargs["hidden_states"])[0]
 
         with ExitStack() as hooks, torch.inference_mode():
             for module in (*self._blocks, self._layer):
-                hooks.callback(module.register_forward_pre_hook(watch, with_kwargs=True).remove)
+                hooks.callback(module.register_forward_pre_hook(record, with_kwargs=True).remove)
             self._model.task.forward_prompt(batch)
-        return seen
+        return inputs
 
 
-def whitened(within: Within, traffic: Sequence[str]) -> Space:
+def whitened(model_keys: ModelKeys, traffic: Sequence[str]) -> Space:
     """Keys of the layer, in which the traffic varies alike in all directions."""
-    seen_RD = within.of(traffic)["layer"].astype(np.float64)
-    values_D, axes_DD = np.linalg.eigh(np.cov(seen_RD.T))
+    traffic_RD = model_keys.keys(traffic)["layer"].astype(np.float64)
+    values_D, axes_DD = np.linalg.eigh(np.cov(traffic_RD.T))
     map_DD = axes_DD / np.sqrt(values_D + RIDGE * values_D.mean())
-    return lambda texts: ((within.of(texts)["layer"] - seen_RD.mean(axis=0)) @ map_DD).astype(np.float32)
+    return lambda texts: ((model_keys.keys(texts)["layer"] - traffic_RD.mean(axis=0)) @ map_DD).astype(np.float32)
 
 
 def _encoded(encoder: SentenceEncoder, texts: Sequence[str]) -> np.ndarray:
@@ -159,7 +166,7 @@ def _encoded(encoder: SentenceEncoder, texts: Sequence[str]) -> np.ndarray:
     return keys_ND
 
 
-def _pass(model: EditableModel, texts: Sequence[str]) -> None:
+def _forward(model: EditableModel, texts: Sequence[str]) -> None:
     with torch.inference_mode():
         model.task.forward_prompt(model.task.batch([model.task.tokenize(text) for text in texts]))
 
@@ -173,4 +180,4 @@ def _nearest(queries_BD: np.ndarray, keys_ND: np.ndarray) -> tuple[np.ndarray, n
 
 def _milliseconds(device: torch.device, call: Callable[[Sequence[str]], object], texts: Sequence[str]) -> float:
     """Of one text."""
-    return 1000 * statistics.median(timed(device, partial(call, [text]))[0] for text in texts[:TIMED])
+    return 1000 * statistics.median(timed(device, partial(call, [text]))[0] for text in texts[:TIMED_PROMPTS])

@@ -38,8 +38,8 @@ from tests.bench.workers import worker
 from tests.support.running import PATIENCE, Users, flag, llama, question, status, wait_until
 from tests.support.tiny_models import WORDS, tokenizer
 
-CORRECTIONS, FEW = 60, 10
-TAKE_OVERS = 3
+CORRECTIONS, QUICK_CORRECTIONS = 60, 10
+TAKEOVERS = 3
 
 
 def run(options: Options) -> Iterator[Row]:
@@ -48,7 +48,7 @@ def run(options: Options) -> Iterator[Row]:
         folder = Path(name)
         llama().save_pretrained(folder / "model")
         tokenizer().save_pretrained(folder / "model")
-        kafka = stack.enter_context(kafka_backend(folder / "kafka", report=options.tell))
+        kafka = stack.enter_context(kafka_backend(folder / "kafka", report=options.report))
         redis = stack.enter_context(redis_backend(folder / "redis"))
         settings = load_settings(
             kafka=kafka.address, redis=redis.address, topic_prefix=f"bench-{os.getpid()}-", model=str(folder / "model"),
@@ -56,51 +56,55 @@ def run(options: Options) -> Iterator[Row]:
             default_max_new_tokens=4, threads=1, device=options.device, query_source="last",
         )  # fmt: skip
         create_topics(settings.kafka, 2, 1)
-        options.tell("starting two replicas and two editors")
-        replicas = [_started(stack, "infer", settings, folder / f"replica-{number}") for number in (1, 2)]
-        editors = [_started(stack, "edit", settings, folder / f"editor-{number}") for number in (1, 2)]
+        options.report("starting two replicas and two editors")
+        replicas = [_start_worker(stack, "infer", settings, folder / f"replica-{number}") for number in (1, 2)]
+        editors = [_start_worker(stack, "edit", settings, folder / f"editor-{number}") for number in (1, 2)]
         users = Users(settings)
         stack.callback(users.close)
-        yield from _corrections(users, [port for _, port in replicas], FEW if options.quick else CORRECTIONS)
-        options.tell("ending editors")
-        for how, signum in (("killed", signal.SIGKILL), ("stopped", signal.SIGTERM)):
-            took = [_take_over(editors, signum) for _ in range(1 if options.quick else TAKE_OVERS)]
-            yield Row(f"lag/take-over/{how}/seconds", statistics.median(took), "s", settings.kafka.session_timeout)
-            yield Row(f"lag/take-over/{how}/longest", max(took), "s", settings.kafka.session_timeout)
+        yield from _corrections(
+            users, [port for _, port in replicas], QUICK_CORRECTIONS if options.quick else CORRECTIONS
+        )
+        options.report("ending editors")
+        for ending, signum in (("killed", signal.SIGKILL), ("stopped", signal.SIGTERM)):
+            durations = [_takeover_seconds(editors, signum) for _ in range(1 if options.quick else TAKEOVERS)]
+            yield Row(
+                f"lag/take-over/{ending}/seconds", statistics.median(durations), "s", settings.kafka.session_timeout
+            )
+            yield Row(f"lag/take-over/{ending}/longest", max(durations), "s", settings.kafka.session_timeout)
 
 
 def _corrections(users: Users, ports: list[int], count: int) -> Iterator[Row]:
-    took: dict[str, list[float]] = {"outcome": [], "live": [], "answer": []}
-    decided = []
+    seconds_by_step: dict[str, list[float]] = {"outcome": [], "live": [], "answer": []}
+    decision_seconds = []
     for number in range(count + 1):
-        text = " ".join(WORDS[number // step % len(WORDS)] for step in (1, 2, 3, 5))
+        prompt = " ".join(WORDS[number // step % len(WORDS)] for step in (1, 2, 3, 5))
         with users.client.outcomes() as outcomes, users.client.predictions() as answers:
             started = time.monotonic()
-            users.client.send([flag(f"f{number}", text, WORDS[number % 7])])
+            users.client.send([flag(f"f{number}", prompt, WORDS[number % 7])])
             outcome = outcomes.wait([f"f{number}"], PATIENCE)[f"f{number}"]
-            passed = {"outcome": time.monotonic() - started}
-            seq, spent = outcome.seq, outcome.seconds
-            if seq is UNSET or spent is UNSET:
+            elapsed = {"outcome": time.monotonic() - started}
+            seq, decided_in = outcome.seq, outcome.seconds
+            if seq is UNSET or decided_in is UNSET:
                 raise BenchError(f"an edit came out otherwise: {outcome}")
-            asked = time.monotonic()
+            polling_since = time.monotonic()
             while any(_state(port)["seq"] < seq for port in ports):
                 time.sleep(0.002)
-            passed["live"] = time.monotonic() - started
-            looked = time.monotonic() - asked
-            users.client.send([question(f"q{number}", text, min_seq=seq)])
+            elapsed["live"] = time.monotonic() - started
+            poll_seconds = time.monotonic() - polling_since
+            users.client.send([question(f"q{number}", prompt, min_seq=seq)])
             answers.wait([f"q{number}"], PATIENCE)
-            passed["answer"] = time.monotonic() - started - looked
+            elapsed["answer"] = time.monotonic() - started - poll_seconds
         if number:  # the first of each warms up
-            decided.append(spent)
-            for name, seconds in passed.items():
-                took[name].append(seconds)
-    for name, some in took.items():
-        baseline = 1000 * statistics.median(decided) if name == "outcome" else None
-        yield Row(f"lag/{name}/median", 1000 * statistics.median(some), "ms", baseline)
-        yield Row(f"lag/{name}/p90", 1000 * statistics.quantiles(some, n=10)[-1], "ms")
+            decision_seconds.append(decided_in)
+            for name, seconds in elapsed.items():
+                seconds_by_step[name].append(seconds)
+    for name, durations in seconds_by_step.items():
+        baseline = 1000 * statistics.median(decision_seconds) if name == "outcome" else None
+        yield Row(f"lag/{name}/median", 1000 * statistics.median(durations), "ms", baseline)
+        yield Row(f"lag/{name}/p90", 1000 * statistics.quantiles(durations, n=10)[-1], "ms")
 
 
-def _take_over(editors: list[tuple[ChildProcess, int]], signum: signal.Signals) -> float:
+def _takeover_seconds(editors: list[tuple[ChildProcess, int]], signum: signal.Signals) -> float:
     """Seconds until the standby leads; then the other one is its standby."""
     leads = [_state(port)["role"] == "leading" for _, port in editors]
     (leader, port), (_, standby) = editors if leads[0] else editors[::-1]
@@ -114,13 +118,13 @@ def _take_over(editors: list[tuple[ChildProcess, int]], signum: signal.Signals) 
     return seconds
 
 
-def _started(stack: ExitStack, command: str, settings: Settings, folder: Path) -> tuple[ChildProcess, int]:
-    here = settings.replace(http_port=find_free_port())
-    process = worker("infer" if command == "infer" else "edit", here, folder)
+def _start_worker(stack: ExitStack, command: str, settings: Settings, folder: Path) -> tuple[ChildProcess, int]:
+    own_settings = settings.replace(http_port=find_free_port())
+    process = worker("infer" if command == "infer" else "edit", own_settings, folder)
     process.start()
     stack.callback(process.stop)
-    process.wait_for(lambda: is_http_ok(here.http.port, "/ready"), 120)
-    return process, here.http.port
+    process.wait_for(lambda: is_http_ok(own_settings.http.port, "/ready"), 120)
+    return process, own_settings.http.port
 
 
 def _state(port: int) -> dict[str, Any]:

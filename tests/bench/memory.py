@@ -22,49 +22,53 @@ from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.codebook.edit_memory import EditMemory
 from gracestream.pipeline.codebook.key_index import KeyIndex
 from gracestream.schemas.deltas import GENESIS_DIGEST, Cause, Delta, EntryChange, Tensor, seal_delta
-from tests.bench.device import held
+from tests.bench.device import memory_in_use
 from tests.bench.framework import Options, Row
-from tests.bench.replay import Made
+from tests.bench.replay import HistoryShape
 
-ENTRIES, FEW = 1_000_000, 50_000
-AT_ONCE = 1000
-GOAL = 1.2
+ENTRIES, QUICK_ENTRIES = 1_000_000, 50_000
+ENTRIES_PER_DELTA = 1000
+MAX_RATIO = 1.2
 CPU = torch.device("cpu")
 
 
 def run(options: Options) -> Iterator[Row]:
     """A replica's memory, and an editor's; `--quick` with a twentieth of the entries."""
-    count = FEW if options.quick else ENTRIES
-    made, device = Made(), torch.device(options.device)
-    floor = count * 4 * (made.width_D + made.width_V + 1)
-    for who in ("replica", "editor"):
-        options.tell(f"{who}: {count} entries of {made.width_D} and {made.width_V} numbers")
-        before, there_before = held(CPU), held(device)
-        kept = _filled(made, count, device, with_edits=who == "editor")
-        taken, there = held(CPU) - before, held(device) - there_before
-        name = f"memory/{who}/{count}"
-        yield Row(f"{name}/of-floor", taken / floor, "x", GOAL)
+    count = QUICK_ENTRIES if options.quick else ENTRIES
+    shape, device = HistoryShape(), torch.device(options.device)
+    floor = count * 4 * (shape.width_D + shape.width_V + 1)
+    for role in ("replica", "editor"):
+        options.report(f"{role}: {count} entries of {shape.width_D} and {shape.width_V} numbers")
+        before, before_on_device = memory_in_use(CPU), memory_in_use(device)
+        stored_codebook = _filled(shape, count, device, with_edits=role == "editor")
+        taken, taken_on_device = memory_in_use(CPU) - before, memory_in_use(device) - before_on_device
+        name = f"memory/{role}/{count}"
+        yield Row(f"{name}/of-floor", taken / floor, "x", MAX_RATIO)
         yield Row(f"{name}/bytes_an_entry", taken / count, "B", floor / count)
         yield Row(f"{name}/gigabytes", taken / 1e9, "GB", floor / 1e9)
         if device != CPU:
-            keys = count * 4 * made.width_D
-            yield Row(f"{name}/device-of-floor", there / keys, "x", GOAL)
-            yield Row(f"{name}/device-gigabytes", there / 1e9, "GB", keys / 1e9)
-        del kept
+            keys = count * 4 * shape.width_D
+            yield Row(f"{name}/device-of-floor", taken_on_device / keys, "x", MAX_RATIO)
+            yield Row(f"{name}/device-gigabytes", taken_on_device / 1e9, "GB", keys / 1e9)
+        del stored_codebook
 
 
-def _filled(made: Made, count: int, device: torch.device, *, with_edits: bool) -> tuple[Codebook, KeyIndex, EditMemory]:
-    codebook, memory = Codebook("default", made.model, made.layer), EditMemory()
+def _filled(
+    shape: HistoryShape, count: int, device: torch.device, *, with_edits: bool
+) -> tuple[Codebook, KeyIndex, EditMemory]:
+    codebook, memory = Codebook("default", shape.model, shape.layer), EditMemory()
     index = KeyIndex(codebook, device)
     lead = Delta(
-        v=1, codebook="default", model=made.model, layer=made.layer, term=1, seq=1, op="lead",
+        v=1, codebook="default", model=shape.model, layer=shape.layer, term=1, seq=1, op="lead",
         environment={"device": "none"}, digest=b"",
     )  # fmt: skip
     record, sealed = seal_delta(lead, GENESIS_DIGEST)
     codebook.apply(record)
     generator = np.random.default_rng(0)
-    for seq in range(2, count // AT_ONCE + 2):
-        entries = tuple(_entry(made, f"feedback-{seq:06d}-{number:04d}", generator) for number in range(AT_ONCE))
+    for seq in range(2, count // ENTRIES_PER_DELTA + 2):
+        entries = tuple(
+            _entry(shape, f"feedback-{seq:06d}-{number:04d}", generator) for number in range(ENTRIES_PER_DELTA)
+        )
         add = replace(lead, seq=seq, op="add", environment=UNSET, entries=entries)
         record, sealed = seal_delta(add, sealed.digest)
         applied = codebook.apply(record)
@@ -77,11 +81,11 @@ def _filled(made: Made, count: int, device: torch.device, *, with_edits: bool) -
     return codebook, index, memory
 
 
-def _entry(made: Made, name: str, generator: np.random.Generator) -> EntryChange:
+def _entry(shape: HistoryShape, name: str, generator: np.random.Generator) -> EntryChange:
     return EntryChange(
         entry_id=name,
-        key=Tensor.from_array(generator.standard_normal(made.width_D, np.float32)),
-        value=Tensor.from_array(generator.standard_normal(made.width_V, np.float32)),
+        key=Tensor.from_array(generator.standard_normal(shape.width_D, np.float32)),
+        value=Tensor.from_array(generator.standard_normal(shape.width_V, np.float32)),
         radius=float(generator.random()),
         label=(int(generator.integers(1000)), 17, 2),
     )

@@ -19,14 +19,14 @@ TOKENS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class BenchModel:
     """A model to measure on, how it is loaded onto a device, and what it is made of if its weights are random."""
 
     name: str
     load: Callable[[str], EditableModel]
     random: RandomModel | None = None
 
-    def asked(self, model: EditableModel, count: int) -> list[Prompt]:
+    def prompts(self, model: EditableModel, count: int) -> list[Prompt]:
         """Prompts as it is asked them: of a trained model questions of people's, else `TOKENS` random tokens.
 
         Raises:
@@ -55,25 +55,25 @@ def questions() -> list[str]:
     return ordered
 
 
-def _known(name: str, query: str, device: str) -> EditableModel:
+def _load_known(name: str, query: str, device: str) -> EditableModel:
     settings = load_settings(model=name, query_source=query, device=device, default_max_new_tokens=1)
     return load_model(settings.model, settings.editing.policy)
 
 
-SUBJECTS = (
-    *(Subject(made.name, made.load, made) for made in (BERT, GPT2, T5)),
-    Subject("smollm2", partial(_known, "smollm2", "last")),
-    Subject("minilm", partial(_known, "intent", "first")),
+MODELS = (
+    *(BenchModel(random_model.name, random_model.load, random_model) for random_model in (BERT, GPT2, T5)),
+    BenchModel("smollm2", partial(_load_known, "smollm2", "last")),
+    BenchModel("minilm", partial(_load_known, "intent", "first")),
 )
 
 
-def subjects(options: Options, some: Sequence[Subject]) -> Sequence[Subject]:
+def select_models(options: Options, models: Sequence[BenchModel]) -> Sequence[BenchModel]:
     """Those of some models that are to be measured.
 
     Raises:
         BenchError: none of them has the name that is asked for.
     """
-    found = [subject for subject in some if options.only in ("", subject.name)]
-    if not found:
-        raise BenchError(f"{options.only!r} is not measured here; {', '.join(subject.name for subject in some)} are")
-    return found
+    selected = [model for model in models if options.only in ("", model.name)]
+    if not selected:
+        raise BenchError(f"{options.only!r} is not measured here; {', '.join(model.name for model in models)} are")
+    return selected

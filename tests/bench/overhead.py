@@ -39,83 +39,83 @@ from gracestream.schemas.messages import Parameters
 from tests.bench.codebooks import codebook_of, queries, stored
 from tests.bench.device import copy_rate, timed
 from tests.bench.framework import Options, Row
-from tests.bench.models import SUBJECTS, subjects
+from tests.bench.models import MODELS, select_models
 from tests.bench.textbook import TextbookGrace
 
-KEYS, OTHERS = 2048, 512
-CHECKED = 64
+REAL_KEYS, OTHER_QUERIES = 2048, 512
+CHECKED_PROMPTS = 64
 COUNTS = {"10k": 10_000, "100k": 100_000, "1M": 1_000_000}
 BATCHES = (1, 32)
 REPEATS = {1: 80, 32: 8}
-TEXTBOOK_EACH = 4
+TEXTBOOK_EVERY = 4
 """Of so many batches the textbook method runs one: at 100,000 keys it takes seconds."""
-CODE = 64
+CODE_BYTES = 64
 """Bytes of a code, of which one is read of each key."""
 
-FLOAT32 = 4
+FLOAT32_BYTES = 4
 """Bytes."""
 
-MOST_FLOOR = 100_000
+MAX_FLOOR_KEYS = 100_000
 """Keys that a floor is measured on, at most."""
 
-TEXTBOOK_MOST = 100_000
+MAX_TEXTBOOK_KEYS = 100_000
 """Keys, at most, that the textbook method is measured with."""
 
 
 def run(options: Options) -> Iterator[Row]:
     """Every model with 10k, 100k and 1M keys; `--quick`: two models with 10k."""
     counts = dict(list(COUNTS.items())[:1]) if options.quick else COUNTS
-    for subject in subjects(options, SUBJECTS[:1] + SUBJECTS[-1:] if options.quick else SUBJECTS):
-        model = subject.load(options.device)
-        prompts = subject.asked(model, KEYS + OTHERS + max(size * REPEATS[size] for size in BATCHES))
-        others_RD = queries(model, prompts[KEYS : KEYS + OTHERS])
-        real_ND = queries(model, prompts[:KEYS])
-        options.tell(f"{subject.name}: {len(real_ND)} queries")
-        asked = prompts[KEYS + OTHERS :]
+    for bench_model in select_models(options, MODELS[:1] + MODELS[-1:] if options.quick else MODELS):
+        model = bench_model.load(options.device)
+        prompts = bench_model.prompts(model, REAL_KEYS + OTHER_QUERIES + max(size * REPEATS[size] for size in BATCHES))
+        others_RD = queries(model, prompts[REAL_KEYS : REAL_KEYS + OTHER_QUERIES])
+        real_ND = queries(model, prompts[:REAL_KEYS])
+        options.report(f"{bench_model.name}: {len(real_ND)} queries")
+        test_prompts = prompts[REAL_KEYS + OTHER_QUERIES :]
         empty = Codebook("default", model.fingerprint, model.layer)
         for batch in BATCHES:
-            path = f"overhead/{subject.name}/empty/batch{batch}"
-            yield from _measured(path, asked, model, empty, KeyIndex(empty, model.device), batch, None)
+            path = f"overhead/{bench_model.name}/empty/batch{batch}"
+            yield from _rows(path, test_prompts, model, empty, KeyIndex(empty, model.device), batch, None)
         for kind in ("real", "random"):
-            for said, count in counts.items():
-                keys_ND = stored(real_ND, count) if kind == "real" else _drawn(real_ND, count)
+            for size, count in counts.items():
+                keys_ND = stored(real_ND, count) if kind == "real" else _random_keys(real_ND, count)
                 codebook = codebook_of(model, keys_ND, others_RD)
                 del keys_ND
                 index = KeyIndex(codebook, model.device)
                 index.nearest_within_radius(torch.zeros(1, codebook.keys_ND.shape[1]))
                 for batch in BATCHES:
-                    name = f"overhead/{subject.name}/{kind}/{said}/batch{batch}"
+                    name = f"overhead/{bench_model.name}/{kind}/{size}/batch{batch}"
                     floor = _floor(model.device, kind, count, codebook.keys_ND.shape[1], batch)
-                    yield from _measured(name, asked, model, codebook, index, batch, floor)
+                    yield from _rows(name, test_prompts, model, codebook, index, batch, floor)
                 del codebook, index
                 gc.collect()
 
 
-def _measured(
+def _rows(
     name: str,
-    asked: Sequence[Prompt],
+    test_prompts: Sequence[Prompt],
     model: EditableModel,
     codebook: Codebook,
     index: KeyIndex,
     batch: int,
     floor: float | None,
 ) -> Iterator[Row]:
-    prompts = asked[: batch * REPEATS[batch]]
+    prompts = test_prompts[: batch * REPEATS[batch]]
     batches = [prompts[start : start + batch] for start in range(0, len(prompts), batch)]
     parameters = [Parameters()] * batch
     everywhere = model.adaptor.replace == "all"
     token = {"first": 0, "last": -1}[model.adaptor.query]
 
-    def bare(some: Sequence[Prompt]) -> int:
+    def run_unedited(some: Sequence[Prompt]) -> int:
         with torch.inference_mode():
             model.task.run(model.task.batch(some), parameters)
         return 0
 
-    def ours(some: Sequence[Prompt]) -> int:
+    def run_edited(some: Sequence[Prompt]) -> int:
         return sum(served.hit is not None for served in model.answer(some, parameters, CodebookLookup(codebook, index)))
 
-    ways: dict[str, Callable[[Sequence[Prompt]], int]] = {"unedited": bare, "edited": ours}
-    if 0 < len(codebook) <= TEXTBOOK_MOST:
+    ways: dict[str, Callable[[Sequence[Prompt]], int]] = {"unedited": run_unedited, "edited": run_edited}
+    if 0 < len(codebook) <= MAX_TEXTBOOK_KEYS:
         arrays = codebook.keys_ND, codebook.values_NV, codebook.radii_N
         module = model.module.get_submodule(model.layer)
         on_device = [torch.from_numpy(array).to(model.device) for array in arrays]
@@ -123,37 +123,37 @@ def _measured(
         def textbook(some: Sequence[Prompt]) -> int:
             grace = TextbookGrace(module, *on_device, token=token, everywhere=everywhere)
             try:
-                return bare(some)
+                return run_unedited(some)
             finally:
                 grace.remove()
 
         ways["textbook"] = textbook
-    seconds, hits = _turns(ways, batches, model.device)
+    seconds, hits = _take_turns(ways, batches, model.device)
     unedited = seconds["unedited"]
-    ratios = {way: statistics.median(map(truediv, some, unedited[:: TEXTBOOK_EACH if way == "textbook" else 1]))
+    ratios = {way: statistics.median(map(truediv, some, unedited[:: TEXTBOOK_EVERY if way == "textbook" else 1]))
               for way, some in seconds.items()}  # fmt: skip
-    against = ratios.get("textbook")
-    yield Row(f"{name}/edited-of-unedited", ratios["edited"], "x", baseline=against)
-    if against is not None:
-        yield Row(f"{name}/textbook-of-unedited", against, "x")
+    textbook_ratio = ratios.get("textbook")
+    yield Row(f"{name}/edited-of-unedited", ratios["edited"], "x", baseline=textbook_ratio)
+    if textbook_ratio is not None:
+        yield Row(f"{name}/textbook-of-unedited", textbook_ratio, "x")
     yield Row(f"{name}/unedited", 1000 * statistics.median(unedited), "ms")
     yield Row(f"{name}/lookup", 1000 * statistics.median(map(sub, seconds["edited"], unedited)), "ms", floor)
     if not len(codebook):
         return
     yield Row(f"{name}/hits", hits / len(prompts), "share")
     if batch == BATCHES[-1]:
-        yield Row(f"{name}/recall", _recall(model, prompts[:CHECKED], codebook, index), "share", 1)
+        yield Row(f"{name}/recall", _recall(model, prompts[:CHECKED_PROMPTS], codebook, index), "share", 1)
 
 
-def _turns(
+def _take_turns(
     ways: Mapping[str, Callable[[Sequence[Prompt]], int]], batches: Sequence[Sequence[Prompt]], device: torch.device
 ) -> tuple[dict[str, list[float]], int]:
     """Seconds (`timed`) of each way for each of the batches that it ran, and the hits of all."""
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     hits = 0
-    for number in range(-TEXTBOOK_EACH, len(batches)):
+    for number in range(-TEXTBOOK_EVERY, len(batches)):
         for way, call in ways.items():
-            if way == "textbook" and number % TEXTBOOK_EACH:
+            if way == "textbook" and number % TEXTBOOK_EVERY:
                 continue
             spent, found = timed(device, partial(call, batches[number % len(batches)]))
             if number >= 0:  # those before warm up
@@ -170,23 +170,23 @@ def _floor(device: torch.device, kind: str, count: int, width: int, batch: int) 
     reading them at its copy rate.
     """
     if device.type != "cpu":
-        return 1000 * count * width * FLOAT32 / copy_rate(device)
-    some, step = min(count, MOST_FLOOR), max(1024, 2**17 // batch)
+        return 1000 * count * width * FLOAT32_BYTES / copy_rate(device)
+    some, step = min(count, MAX_FLOOR_KEYS), max(1024, 2**17 // batch)
     if kind == "real":
-        keys = torch.randint(-127, 127, (some, CODE), dtype=torch.int8)
-        asked = torch.randint(-127, 127, (CODE, batch), dtype=torch.int8)
-        ways = [lambda chunk: int8_matmul(chunk, asked)]
+        keys = torch.randint(-127, 127, (some, CODE_BYTES), dtype=torch.int8)
+        inputs = torch.randint(-127, 127, (CODE_BYTES, batch), dtype=torch.int8)
+        ways = [lambda chunk: int8_matmul(chunk, inputs)]
     else:
-        keys, asked = torch.rand(some, width), torch.rand(width, batch)
-        rough = asked.bfloat16()
-        ways = [lambda chunk: chunk @ asked, lambda chunk: chunk.bfloat16() @ rough]
+        keys, inputs = torch.rand(some, width), torch.rand(width, batch)
+        inputs_bf16 = inputs.bfloat16()
+        ways = [lambda chunk: chunk @ inputs, lambda chunk: chunk.bfloat16() @ inputs_bf16]
 
-    def look(way: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def inspect(way: Callable[[torch.Tensor], torch.Tensor]) -> None:
         for start in range(0, some, step):
             (way(keys[start : start + step]) > 0).any()
 
     def spent(way: Callable[[torch.Tensor], torch.Tensor]) -> float:
-        return timed(device, partial(look, way))[0]
+        return timed(device, partial(inspect, way))[0]
 
     return 1000 * min(statistics.median(spent(way) for _ in range(7)) for way in ways) * count / some
 
@@ -206,7 +206,7 @@ def _recall(model: EditableModel, prompts: Sequence[Prompt], codebook: Codebook,
     return float((found_B == expected_B).mean())
 
 
-def _drawn(real_ND: np.ndarray, count: int) -> np.ndarray:
+def _random_keys(real_ND: np.ndarray, count: int) -> np.ndarray:
     keys_ND = np.random.default_rng(2).standard_normal((count, real_ND.shape[1]), np.float32)
     keys_ND *= real_ND.std(axis=0)
     keys_ND += real_ND.mean(axis=0)

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.bench.framework import BENCHES, KEPT, Row, groups, row_of, shown
+from tests.bench.framework import BENCHMARKS, COMMITTED, Row, format_value, group_rows, to_row
 from tests.support.repository import ROOT
 
 INDEX = "README.md"
 
-SECTIONS = {"gpu": "tests.gpu", **BENCHES}
+SECTIONS = {"gpu": "tests.gpu", **BENCHMARKS}
 """What a page has results of, and the module that says how they were measured."""
 
 HEAD = """\
@@ -49,19 +49,19 @@ def write_pages(folder: Path) -> None:
 
 def pages(folder: Path) -> dict[str, str]:
     """All committed results of a folder, in Markdown, by the name of the file that they go to."""
-    of_device: dict[str, list[Path]] = {}
+    files_by_device: dict[str, list[Path]] = {}
     for name in SECTIONS:
         for path in sorted(folder.glob(f"{name}-*.json")):
-            of_device.setdefault(path.stem.partition("-")[2], []).append(path)
+            files_by_device.setdefault(path.stem.partition("-")[2], []).append(path)
     links = []
-    found = {}
-    for slug, files in sorted(of_device.items()):
+    result = {}
+    for slug, files in sorted(files_by_device.items()):
         device = _records(files[0])[0]["machine"]["device"]
-        found[f"{slug}.md"] = "\n".join(
+        result[f"{slug}.md"] = "\n".join(
             [f"# Results, {device}\n\nSee [what they do not show]({INDEX}).\n", *map(_section, files)]
         )
         links.append(f"- [{device}]({slug}.md): {', '.join(path.stem.partition('-')[0] for path in files)}\n")
-    return {INDEX: "\n".join([HEAD, "".join(links)]), **found}
+    return {INDEX: "\n".join([HEAD, "".join(links)]), **result}
 
 
 def _records(path: Path) -> list[dict[str, Any]]:
@@ -76,13 +76,18 @@ def _section(path: Path) -> str:
     versions = [f"{part} {machine[part]}" for part in ("python", "torch", "transformers", "faiss")]
     if "driver" in machine:
         versions = [f"driver {machine['driver']}", f"CUDA {machine['cuda']}", *versions]
-    where = f"{machine['cores']} cores of {machine['cpu']}, {machine['threads']} thread, {machine['ram_gib']} GiB"
-    rows = list(map(row_of, records))
+    machine_text = (
+        f"{machine['cores']} cores of {machine['cpu']}, {machine['threads']} thread, {machine['ram_gib']} GiB"
+    )
+    rows = list(map(to_row, records))
     plot = path.with_suffix(".svg")
     drawn = [f"![{name}]({plot.name})"] if plot.exists() else []
-    tables = [f"### {group}\n\n{_table(of_group)}" for group, of_group in groups(rows).items()]
-    on = f"On {where}; {', '.join(versions)}."
-    return "\n\n".join([f"## {name}, {machine['device']}", _docstring(SECTIONS[name]), on, *drawn, *tables]) + "\n"
+    tables = [f"### {group}\n\n{_table(group_of_rows)}" for group, group_of_rows in group_rows(rows).items()]
+    measured_on = f"On {machine_text}; {', '.join(versions)}."
+    return (
+        "\n\n".join([f"## {name}, {machine['device']}", _docstring(SECTIONS[name]), measured_on, *drawn, *tables])
+        + "\n"
+    )
 
 
 def _docstring(module: str) -> str:
@@ -104,10 +109,10 @@ def _table(rows: Sequence[Row]) -> str:
 def _cell(row: Row) -> str:
     unit = "" if row.unit in ("share", "count", "x", "relative") else f" {row.unit}"
     interval = "" if row.interval is None else " [{}]".format(", ".join(f"{bound:.2f}" for bound in row.interval))
-    return f"{shown(row)}{unit}{interval}" + (
-        "" if row.baseline is None else f" ({shown(Row('', row.baseline, row.unit))})"
+    return f"{format_value(row)}{unit}{interval}" + (
+        "" if row.baseline is None else f" ({format_value(Row('', row.baseline, row.unit))})"
     )
 
 
 if __name__ == "__main__":
-    write_pages(KEPT)
+    write_pages(COMMITTED)

@@ -37,7 +37,17 @@ from gracestream.pipeline.search.key_search import NO_SLOT
 from gracestream.pipeline.settings import load_settings
 from gracestream.pipeline.tuning.evaluation import begins_with_target
 from gracestream.workers.bootstrap import edit_config_from_settings
-from tests.bench.edits import Asked, Cost, Fact, Known, asked_at, correct, serving, share, started
+from tests.bench.edits import (
+    CachedModel,
+    CorrectionCosts,
+    Fact,
+    TrainedValues,
+    apply_corrections,
+    fraction,
+    open_cached_model,
+    serving_slots,
+    start_engine,
+)
 from tests.bench.framework import Options, Row
 
 EDITS, QUICK, HELD_OUT, SAMPLE = 200, 50, 300, 48
@@ -45,7 +55,7 @@ EDITS, QUICK, HELD_OUT, SAMPLE = 200, 50, 300, 48
 LAYERS = ("model.layers.25.mlp.gate_proj", "model.layers.23.self_attn.o_proj")
 """Layers that are compared."""
 
-ENCODED = (1.0, 4 / 3)
+ENCODER_RADII = (1.0, 4 / 3)
 """Shares of their own default radius that are tried with a sentence encoder's queries."""
 
 
@@ -62,38 +72,38 @@ def run(options: Options) -> Iterator[Row]:
     """The rows of `quality`."""
     settings = load_settings(device=options.device, query_source="last", layer=default_layer("smollm2"))
     assert settings.model.layer is not None
-    whole = zsre_data(QUICK if options.quick else EDITS)
-    few = replace(whole, facts=whole.facts[:QUICK])
+    data = zsre_data(QUICK if options.quick else EDITS)
+    few_data = replace(data, facts=data.facts[:QUICK])
     plan = edit_config_from_settings(settings.editing, uses_encoder=False)
     margins = [margin for margin in (1.0, 2.0) if margin != plan.recipe.stop_margin]
-    paper: dict[str, float] = {}
-    trained: Known = {}
-    with asked_at(settings, trained) as asked:
+    baselines: dict[str, float] = {}
+    trained_values: TrainedValues = {}
+    with open_cached_model(settings, trained_values) as model:
         for name, chosen in variants(plan).items():
-            options.tell(f"zsRE: {name}")
-            for row in zsre_rows(f"zsre/{name}", asked, chosen, whole, aloud=chosen == plan or not paper):
-                paper.setdefault(row.metric, row.value)
-                yield replace(row, baseline=paper[row.metric])
-        options.tell("demo")
-        yield from demo_rows("demo/facts", asked, plan)
-        yield from zsre_rows(f"zsre-{QUICK}/{short(settings.model.layer)}", asked, plan, few)
+            options.report(f"zsRE: {name}")
+            for row in zsre_rows(f"zsre/{name}", model, chosen, data, generate=chosen == plan or not baselines):
+                baselines.setdefault(row.metric, row.value)
+                yield replace(row, baseline=baselines[row.metric])
+        options.report("demo")
+        yield from demo_rows("demo/facts", model, plan)
+        yield from zsre_rows(f"zsre-{QUICK}/{short(settings.model.layer)}", model, plan, few_data)
         for margin in margins:
-            options.tell(f"zsRE: margin {margin:g}")
+            options.report(f"zsRE: margin {margin:g}")
             other = replace(plan, recipe=replace(plan.recipe, stop_margin=margin))
-            yield from zsre_rows(f"zsre-{QUICK}/margin {margin:g}", asked, other, few)
-    by_text = settings.replace(query_source="encoder", use_scope_radius=False)
-    with asked_at(by_text, trained) as asked:
-        for part in ENCODED:
-            chosen = edit_config_from_settings(by_text.editing, uses_encoder=True)
+            yield from zsre_rows(f"zsre-{QUICK}/margin {margin:g}", model, other, few_data)
+    encoder_settings = settings.replace(query_source="encoder", use_scope_radius=False)
+    with open_cached_model(encoder_settings, trained_values) as model:
+        for part in ENCODER_RADII:
+            chosen = edit_config_from_settings(encoder_settings.editing, uses_encoder=True)
             chosen = replace(chosen, radius=part * chosen.radius)
-            options.tell(f"zsRE: encoder, radius {chosen.radius:g}")
-            for row in zsre_rows(f"zsre/encoder, radius {chosen.radius:g}", asked, chosen, whole):
-                yield replace(row, baseline=paper[row.metric])
+            options.report(f"zsRE: encoder, radius {chosen.radius:g}")
+            for row in zsre_rows(f"zsre/encoder, radius {chosen.radius:g}", model, chosen, data):
+                yield replace(row, baseline=baselines[row.metric])
     for layer in LAYERS:
         if layer != settings.model.layer:
-            options.tell(f"zsRE: {layer}")
-            with asked_at(settings.replace(layer=layer), trained) as asked:
-                yield from zsre_rows(f"zsre-{QUICK}/{short(layer)}", asked, plan, few)
+            options.report(f"zsRE: {layer}")
+            with open_cached_model(settings.replace(layer=layer), trained_values) as model:
+                yield from zsre_rows(f"zsre-{QUICK}/{short(layer)}", model, plan, few_data)
 
 
 def variants(plan: EditConfig) -> dict[str, EditConfig]:
@@ -115,58 +125,65 @@ def zsre_data(edits: int) -> Zsre:
     return Zsre(facts, task.traffic, held_out + task.unrelated[:edits])
 
 
-def zsre_rows(setting: str, asked: Asked, plan: EditConfig, data: Zsre, *, aloud: bool = False) -> Iterator[Row]:
+def zsre_rows(
+    setting: str, model: CachedModel, plan: EditConfig, data: Zsre, *, generate: bool = False
+) -> Iterator[Row]:
     """One setting: the whole stream, then every question; `aloud` generates answers, too."""
-    engine = started(asked, plan, data.traffic)
-    cost = correct(engine, asked, data.facts)
-    right = partial(asked.right, engine)
-    queries_RD = np.stack([asked.seen(fact.rephrase, fact.target).query_D for fact in data.facts])
+    engine = start_engine(model, plan, data.traffic)
+    cost = apply_corrections(engine, model, data.facts)
+    is_correct = partial(model.is_correct, engine)
+    queries_RD = np.stack([model.unedited_pass(fact.rephrase, fact.target).query_D for fact in data.facts])
     reached = [
         slot != NO_SLOT and engine.memory.serving_entry_id(str(number)) == engine.codebook.entry_ids[slot]
-        for number, slot in enumerate(serving(engine, queries_RD))
+        for number, slot in enumerate(serving_slots(engine, queries_RD))
         if str(number) in engine.memory
     ]
-    rephrased = [right(fact.rephrase, fact.target) for fact in data.facts]
+    rephrased = [is_correct(fact.rephrase, fact.target) for fact in data.facts]
     in_force = [rephrased[number] for number in range(len(rephrased)) if str(number) in engine.memory]
     works = [success for success, own in zip(in_force, reached, strict=True) if own]
-    captured = [slot != NO_SLOT for slot in serving(engine, asked.queries(data.unrelated))]
-    yield Row(f"{setting}/exact", share(right(fact.text, fact.target) for fact in data.facts), "share")
-    yield Row(f"{setting}/after", share(cost.after), "share")
-    yield Row(f"{setting}/rephrase", share(rephrased), "share")
+    captured = [slot != NO_SLOT for slot in serving_slots(engine, model.queries(data.unrelated))]
+    yield Row(f"{setting}/exact", fraction(is_correct(fact.text, fact.target) for fact in data.facts), "share")
+    yield Row(f"{setting}/after", fraction(cost.correct_after), "share")
+    yield Row(f"{setting}/rephrase", fraction(rephrased), "share")
     yield Row(f"{setting}/reached", sum(reached) / len(data.facts), "share")
-    yield Row(f"{setting}/works", share(works), "share")
-    yield Row(f"{setting}/locality", 1 - share(captured), "share")
-    if aloud:
-        sample, spoken = data.unrelated[:SAMPLE], data.facts[:SAMPLE]
-        same = zip(asked.answers(sample, engine), asked.answers(sample), strict=True)
-        told = zip(asked.answers([fact.text for fact in spoken], engine), spoken, strict=True)
-        yield Row(f"{setting}/same", share(now == before for now, before in same), "share")
-        yield Row(f"{setting}/told", share(answer == fact.target for answer, fact in told), "share")
+    yield Row(f"{setting}/works", fraction(works), "share")
+    yield Row(f"{setting}/locality", 1 - fraction(captured), "share")
+    if generate:
+        sample, corrected = data.unrelated[:SAMPLE], data.facts[:SAMPLE]
+        same = zip(model.generate_answers(sample, engine), model.generate_answers(sample), strict=True)
+        generated = zip(model.generate_answers([fact.text for fact in corrected], engine), corrected, strict=True)
+        yield Row(f"{setting}/same", fraction(now == before for now, before in same), "share")
+        yield Row(f"{setting}/told", fraction(answer == fact.target for answer, fact in generated), "share")
     yield from cost_rows(setting, engine, cost)
 
 
-def demo_rows(setting: str, asked: Asked, plan: EditConfig) -> Iterator[Row]:
+def demo_rows(setting: str, model: CachedModel, plan: EditConfig) -> Iterator[Row]:
     """The demo's facts: each that is wrong is corrected; controls and facts that are right must stay as they are.
 
     A fact is right where the unedited model's answer begins with the target.
     """
     facts = [Fact(row["prompt"], row["rephrase"], row["target"]) for row in demo_data("facts.jsonl")]
-    before = asked.answers([fact.text for fact in facts])
-    known = [fact for fact, said in zip(facts, before, strict=True) if begins_with_target(said, fact.target)]
+    before = model.generate_answers([fact.text for fact in facts])
+    known = [fact for fact, answer in zip(facts, before, strict=True) if begins_with_target(answer, fact.target)]
     wrong = [fact for fact in facts if fact not in known]
-    kept = [row["prompt"] for row in demo_data("controls.jsonl")] + [fact.text for fact in known]
-    engine = started(asked, plan, kept)
-    cost = correct(engine, asked, wrong)
-    fixed = zip(asked.answers([fact.text for fact in wrong], engine), wrong, strict=True)
-    rephrased = zip(asked.answers([fact.rephrase for fact in wrong], engine), wrong, strict=True)
-    unchanged = [now == was for now, was in zip(asked.answers(kept, engine), asked.answers(kept), strict=True)]
-    controls = len(kept) - len(known)
+    unchanged_texts = [row["prompt"] for row in demo_data("controls.jsonl")] + [fact.text for fact in known]
+    engine = start_engine(model, plan, unchanged_texts)
+    cost = apply_corrections(engine, model, wrong)
+    fixed = zip(model.generate_answers([fact.text for fact in wrong], engine), wrong, strict=True)
+    rephrased = zip(model.generate_answers([fact.rephrase for fact in wrong], engine), wrong, strict=True)
+    unchanged = [
+        now == was
+        for now, was in zip(
+            model.generate_answers(unchanged_texts, engine), model.generate_answers(unchanged_texts), strict=True
+        )
+    ]
+    controls = len(unchanged_texts) - len(known)
     yield Row(f"{setting}/wrong", len(wrong), "count")
     yield Row(f"{setting}/right", len(known), "count")
-    yield Row(f"{setting}/told", share(said == fact.target for said, fact in fixed), "share")
-    yield Row(f"{setting}/rephrase", share(said == fact.target for said, fact in rephrased), "share")
-    yield Row(f"{setting}/controls same", share(unchanged[:controls]), "share")
-    yield Row(f"{setting}/right same", share(unchanged[controls:]), "share")
+    yield Row(f"{setting}/told", fraction(answer == fact.target for answer, fact in fixed), "share")
+    yield Row(f"{setting}/rephrase", fraction(answer == fact.target for answer, fact in rephrased), "share")
+    yield Row(f"{setting}/controls same", fraction(unchanged[:controls]), "share")
+    yield Row(f"{setting}/right same", fraction(unchanged[controls:]), "share")
     yield from cost_rows(setting, engine, cost)
 
 
@@ -175,7 +192,7 @@ def demo_data(name: str) -> list[dict[str, str]]:
     return [json.loads(line) for line in (DEMO_FOLDER / name).read_text(encoding="utf-8").splitlines()]
 
 
-def cost_rows(setting: str, engine: EditEngine, cost: Cost) -> Iterator[Row]:
+def cost_rows(setting: str, engine: EditEngine, cost: CorrectionCosts) -> Iterator[Row]:
     """What the edits took, and what came of them."""
     yield Row(f"{setting}/steps", mean(cost.steps), "steps")
     yield Row(f"{setting}/seconds", mean(cost.seconds), "s")

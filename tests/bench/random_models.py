@@ -25,11 +25,11 @@ from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.model.suffix_pass import check_target
 from gracestream.pipeline.model.tasks.base import Limits
 
-FIRST_WORD = 10
+FIRST_WORD_ID = 10
 """Token ids below are special, or may be."""
 
 
-class NeverWrongError(Exception):
+class NoWrongTargetError(Exception):
     """A model that gives every target already."""
 
 
@@ -61,7 +61,7 @@ class RandomModel:
         limits = Limits(default_max_new_tokens=1)
         return EditableModel(module, tokenizer(size, end), self.layer, limits=limits, fingerprint="0" * 64)
 
-    def wrong(self, model: EditableModel, tokens: int, seed: int) -> tuple[str, str]:
+    def wrong_target(self, model: EditableModel, tokens: int, seed: int) -> tuple[str, str]:
         """A prompt of so many tokens, and a target that the model does not give.
 
         Raises:
@@ -73,7 +73,7 @@ class RandomModel:
             with torch.no_grad():
                 if not check_target(model.task.logits(supervised)[0], supervised.labels[0])[0].predicts_target:
                     return text, target
-        raise NeverWrongError(f"{self.name} gives each of {', '.join(self.targets)}")
+        raise NoWrongTargetError(f"{self.name} gives each of {', '.join(self.targets)}")
 
 
 def tokenizer(size: int, end: str | None) -> PreTrainedTokenizerFast:
@@ -90,8 +90,8 @@ def tokenizer(size: int, end: str | None) -> PreTrainedTokenizerFast:
 def prompts(model: EditableModel, count: int, tokens: int, seed: int = 0) -> list[Prompt]:
     """Random prompts of so many tokens."""
     generator = np.random.default_rng(seed)
-    most = model.module.get_input_embeddings().num_embeddings
-    return [Prompt(tuple(row)) for row in generator.integers(FIRST_WORD, most, (count, tokens)).tolist()]
+    vocabulary = model.module.get_input_embeddings().num_embeddings
+    return [Prompt(tuple(row)) for row in generator.integers(FIRST_WORD_ID, vocabulary, (count, tokens)).tolist()]
 
 
 def texts(model: EditableModel, count: int, tokens: int, seed: int = 0) -> list[str]:
@@ -110,10 +110,10 @@ def _gpt2(**sizes: int) -> Any:
 
 def _t5(end: int | None = 4, **sizes: int) -> Any:
     """T5 v1.1 small."""
-    usual = {"d_model": 512, "d_kv": 64, "d_ff": 1024, "num_layers": 8, "num_heads": 6}
+    default_sizes = {"d_model": 512, "d_kv": 64, "d_ff": 1024, "num_layers": 8, "num_heads": 6}
     return T5ForConditionalGeneration(
         T5Config(
-            **(usual | sizes), feed_forward_proj="gated-gelu", tie_word_embeddings=False, pad_token_id=0,
+            **(default_sizes | sizes), feed_forward_proj="gated-gelu", tie_word_embeddings=False, pad_token_id=0,
             eos_token_id=end, decoder_start_token_id=0,
         )
     )  # fmt: skip

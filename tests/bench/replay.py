@@ -45,17 +45,17 @@ from gracestream.pipeline.stores.snapshots import Snapshot
 from gracestream.schemas.deltas import GENESIS_DIGEST, MAX_DELTA_BYTES, Cause, Delta, EntryChange, Tensor, seal_delta
 from tests.bench.framework import BenchError, Options, Row
 
-ENTRIES, FEW = 100_000, 5_000
+ENTRIES, QUICK_ENTRIES = 100_000, 5_000
 WRITERS = 8
 
-AGAIN = 3
+REPEATS = 3
 """Runs of which the best counts."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class HistoryShape:
     """What a made-up history is of: model, layer, and the widths of keys and values."""
 
     model: str = "f" * 64
@@ -67,47 +67,49 @@ class Made:
 def run(options: Options) -> Iterator[Row]:
     """Measure, for each pair of widths."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
-    count = FEW if options.quick else ENTRIES
-    with tempfile.TemporaryDirectory() as folder, kafka_backend(Path(folder) / "kafka", report=options.tell) as kafka:
-        for made in (Made(), Made(width_D=1536))[: 1 if options.quick else None]:
+    count = QUICK_ENTRIES if options.quick else ENTRIES
+    with tempfile.TemporaryDirectory() as folder, kafka_backend(Path(folder) / "kafka", report=options.report) as kafka:
+        for shape in (HistoryShape(), HistoryShape(width_D=1536))[: 1 if options.quick else None]:
             settings = load_settings(
                 kafka=kafka.address,
                 redis="redis://127.0.0.1:1/0",  # nothing answers there
-                topic_prefix=f"bench-{os.getpid()}-{made.width_D}-",
-                snapshot_url=f"{folder}/snapshots-{made.width_D}",
+                topic_prefix=f"bench-{os.getpid()}-{shape.width_D}-",
+                snapshot_url=f"{folder}/snapshots-{shape.width_D}",
                 device=options.device,
             )
             create_topics(settings.kafka, 1, 1)
-            options.tell(f"writing {count} deltas of {made.width_D} and {made.width_V} numbers")
-            asyncio.run(fill(settings, count, made))
-            yield from _measured(settings, f"{made.width_D}+{made.width_V}", count, options)
+            options.report(f"writing {count} deltas of {shape.width_D} and {shape.width_V} numbers")
+            asyncio.run(write_history(settings, count, shape))
+            yield from _measure(settings, f"{shape.width_D}+{shape.width_V}", count, options)
 
 
-def _measured(settings: Settings, widths: str, count: int, options: Options) -> Iterator[Row]:
-    options.tell("replaying")
-    spent = time.process_time()
-    seconds, whole = _best(lambda: replay_with_offset(settings.kafka))
-    spent = (time.process_time() - spent) / AGAIN
-    if whole is None or len(whole.codebook) != count:
+def _measure(settings: Settings, widths: str, count: int, options: Options) -> Iterator[Row]:
+    options.report("replaying")
+    cpu_seconds = time.process_time()
+    seconds, replayed = _best(lambda: replay_with_offset(settings.kafka))
+    cpu_seconds = (time.process_time() - cpu_seconds) / REPEATS
+    if replayed is None or len(replayed.codebook) != count:
         raise BenchError(f"the log does not hold {count} entries")
     yield Row(f"replay/full/{widths}/deltas_per_second", (count + 1) / seconds, "1/s", 20_000)
-    yield Row(f"replay/full/{widths}/cpu_microseconds_each", 1e6 * spent / (count + 1), "us")
-    seconds, digest = _best(whole.codebook.state_digest)
+    yield Row(f"replay/full/{widths}/cpu_microseconds_each", 1e6 * cpu_seconds / (count + 1), "us")
+    seconds, digest = _best(replayed.codebook.state_digest)
     yield Row(f"replay/full/{widths}/state_digest_seconds", seconds, "s")
-    options.tell("starting from the log")
-    bare = settings.replace(snapshot_url=None)
-    yield Row(f"start/log/{widths}/seconds", _start(bare, digest), "s")
+    options.report("starting from the log")
+    without_snapshots = settings.replace(snapshot_url=None)
+    yield Row(f"start/log/{widths}/seconds", _start_seconds(without_snapshots, digest), "s")
     tail = replay_with_offset(settings.kafka, count + 1 - count // 100)
     assert tail is not None
-    options.tell("writing a snapshot")
+    options.report("writing a snapshot")
     seconds, _ = _best(tail.codebook.copy)
     yield Row(f"snapshot/write/{widths}/copy_seconds", seconds, "s")
     started = time.perf_counter()
     manifest = snapshots.write_snapshot(settings.kafka, tail, str(settings.snapshots.url), settings.snapshots.keep)
     yield Row(f"snapshot/write/{widths}/write_seconds", time.perf_counter() - started, "s")
     yield Row(f"snapshot/write/{widths}/megabytes", manifest.bytes / 1e6, "MB")
-    options.tell("starting from the snapshot")
-    yield Row(f"start/snapshot/{widths}/seconds", min(_start(settings, digest) for _ in range(AGAIN)), "s", 10)
+    options.report("starting from the snapshot")
+    yield Row(
+        f"start/snapshot/{widths}/seconds", min(_start_seconds(settings, digest) for _ in range(REPEATS)), "s", 10
+    )
     yield from _parts(settings, widths, manifest.uri, manifest.bytes, tail)
 
 
@@ -129,23 +131,23 @@ def _parts(settings: Settings, widths: str, uri: str, size: int, snapshot: Snaps
     yield Row(f"start/snapshot/{widths}/check_seconds", _best(check)[0], "s")
 
 
-def _start(settings: Settings, state_digest: str) -> float:
+def _start_seconds(settings: Settings, state_digest: str) -> float:
     """Seconds until a replica's codebook and index hold the end of the log."""
-    with _mirror(settings) as mirror:
+    with _open_replica(settings) as replica:
         started = time.perf_counter()
-        mirror.start()
-        if not mirror.catch_up(60):
+        replica.start()
+        if not replica.catch_up(60):
             raise BenchError("the log could not be read to its end")
         seconds = time.perf_counter() - started
-        if mirror.codebook.state_digest() != state_digest:
+        if replica.codebook.state_digest() != state_digest:
             raise BenchError("the replica holds another codebook than a full replay")
         return seconds
 
 
 @contextmanager
-def _mirror(settings: Settings) -> Iterator[CodebookReplica]:
-    made, follower = Made(), DeltaFollower(settings.kafka)
-    codebook = Codebook(settings.model.codebook, made.model, made.layer)
+def _open_replica(settings: Settings) -> Iterator[CodebookReplica]:
+    shape, follower = HistoryShape(), DeltaFollower(settings.kafka)
+    codebook = Codebook(settings.model.codebook, shape.model, shape.layer)
     store = RedisHeadStore(redis_client(settings.redis), settings.kafka.topic_prefix, settings.model.codebook)
     try:
         yield CodebookReplica(
@@ -157,15 +159,15 @@ def _mirror(settings: Settings) -> Iterator[CodebookReplica]:
 
 def _best(call: Callable[[], T]) -> tuple[float, T]:
     """Seconds of the fastest of a few calls, and what the last one gave."""
-    took = []
-    for _ in range(AGAIN):
+    durations = []
+    for _ in range(REPEATS):
         started = time.perf_counter()
-        given = call()
-        took.append(time.perf_counter() - started)
-    return min(took), given
+        result = call()
+        durations.append(time.perf_counter() - started)
+    return min(durations), result
 
 
-async def fill(settings: Settings, count: int, made: Made) -> None:
+async def write_history(settings: Settings, count: int, shape: HistoryShape) -> None:
     """Write a log: a lead, and then one new entry a delta, each in a transaction of its own, as an editor writes them.
 
     Several writers take turns, so that one may write while Kafka ends the transaction of another. (aiokafka's, which
@@ -183,28 +185,28 @@ async def fill(settings: Settings, count: int, made: Made) -> None:
     try:
         generator = np.random.default_rng(0)
         digest = GENESIS_DIGEST
-        ending: dict[int, asyncio.Task[None]] = {}
+        commits: dict[int, asyncio.Task[None]] = {}
         for seq in range(1, count + 2):
             turn = seq % WRITERS
-            if turn in ending:
-                await ending[turn]
-            record, delta = seal_delta(_delta(seq, generator, made), digest)
+            if turn in commits:
+                await commits[turn]
+            record, delta = seal_delta(_delta(seq, generator, shape), digest)
             digest = delta.digest
             await writers[turn].begin_transaction()
             await writers[turn].send_and_wait(settings.kafka.topic(DELTAS), value=record, partition=0)
-            ending[turn] = asyncio.create_task(writers[turn].commit_transaction())
-        await asyncio.gather(*ending.values())
+            commits[turn] = asyncio.create_task(writers[turn].commit_transaction())
+        await asyncio.gather(*commits.values())
     finally:
         await asyncio.gather(*(writer.stop() for writer in writers))
 
 
-def _delta(seq: int, generator: np.random.Generator, made: Made) -> Delta:
+def _delta(seq: int, generator: np.random.Generator, shape: HistoryShape) -> Delta:
     name = f"feedback-{seq:08d}"
     lead = Delta(
         v=1,
         codebook="default",
-        model=made.model,
-        layer=made.layer,
+        model=shape.model,
+        layer=shape.layer,
         term=1,
         seq=seq,
         op="lead",
@@ -215,8 +217,8 @@ def _delta(seq: int, generator: np.random.Generator, made: Made) -> Delta:
         return lead
     entry = EntryChange(
         entry_id=name,
-        key=Tensor.from_array(generator.standard_normal(made.width_D, np.float32)),
-        value=Tensor.from_array(generator.standard_normal(made.width_V, np.float32)),
+        key=Tensor.from_array(generator.standard_normal(shape.width_D, np.float32)),
+        value=Tensor.from_array(generator.standard_normal(shape.width_V, np.float32)),
         radius=float(generator.random()),
         label=(seq % 1000, 17, 2),
     )

@@ -33,84 +33,93 @@ from gracestream.pipeline.settings import Settings, load_settings
 from gracestream.pipeline.stores import snapshots
 from gracestream.workers.bootstrap import load_model
 from tests.bench.framework import BenchError, Options, Row
-from tests.bench.replay import Made, fill
+from tests.bench.replay import HistoryShape, write_history
 from tests.bench.workers import worker
 from tests.support.running import status
 
 MODEL = "smollm2"
-ENTRIES, FEW = 100_000, 5_000
+ENTRIES, QUICK_ENTRIES = 100_000, 5_000
 
-AGAIN = 3
+REPEATS = 3
 """Starts of which the median counts."""
 
 
 def run(options: Options) -> Iterator[Row]:
     """One editor and one replica, without a history and with one; `--quick` with a short one."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
-    count, again = (FEW, 1) if options.quick else (ENTRIES, AGAIN)
+    count, repeats = (QUICK_ENTRIES, 1) if options.quick else (ENTRIES, REPEATS)
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
-        kafka = stack.enter_context(kafka_backend(folder / "kafka", report=options.tell))
+        kafka = stack.enter_context(kafka_backend(folder / "kafka", report=options.report))
         redis = stack.enter_context(redis_backend(folder / "redis"))
         common: dict[str, object] = {
             "kafka": kafka.address, "redis": redis.address, "model": MODEL, "query_source": "last", "threads": 1,
             "device": options.device,
         }  # fmt: skip
-        none = load_settings(**common, topic_prefix=f"bench-{os.getpid()}-none-", layer=default_layer(MODEL))
-        full = none.replace(topic_prefix=f"bench-{os.getpid()}-")
-        made = _history_of(none)
-        for settings in (none, full):
+        empty = load_settings(**common, topic_prefix=f"bench-{os.getpid()}-none-", layer=default_layer(MODEL))
+        filled = empty.replace(topic_prefix=f"bench-{os.getpid()}-")
+        shape = _history_shape(empty)
+        for settings in (empty, filled):
             create_topics(settings.kafka, 1, 1)
-        options.tell("starting workers without a history")
-        editor = _seconds("edit", none, folder, again)
-        replica = _seconds("infer", none, folder, again)
+        options.report("starting workers without a history")
+        editor = _median_seconds("edit", empty, folder, repeats)
+        replica = _median_seconds("infer", empty, folder, repeats)
         yield Row("start/editor/none/seconds", editor, "s")
         yield Row("start/replica/none/seconds", replica, "s")
-        options.tell(f"writing {count} deltas of {made.width_D} and {made.width_V} numbers")
-        asyncio.run(fill(full, count, made))
-        options.tell("starting an editor from the log")
-        yield Row(f"start/editor/first/{count}/seconds", _seconds("edit", full, folder, 1), "s", editor)
-        yield Row(f"start/editor/again/{count}/seconds", _seconds("edit", full, folder, again), "s", editor)
-        options.tell("starting a replica from the log, and from a snapshot")
-        yield Row(f"start/replica/log/{count}/seconds", _seconds("infer", full, folder, again), "s", replica)
-        kept = full.replace(snapshot_url=str(folder / "snapshots"))
-        most = replay_with_offset(full.kafka, count - count // 100)
-        assert most is not None
-        snapshots.write_snapshot(kept.kafka, most, str(kept.snapshots.url), kept.snapshots.keep)
-        yield Row(f"start/replica/snapshot/{count}/seconds", _seconds("infer", kept, folder, again), "s", replica)
+        options.report(f"writing {count} deltas of {shape.width_D} and {shape.width_V} numbers")
+        asyncio.run(write_history(filled, count, shape))
+        options.report("starting an editor from the log")
+        yield Row(f"start/editor/first/{count}/seconds", _median_seconds("edit", filled, folder, 1), "s", editor)
+        yield Row(f"start/editor/again/{count}/seconds", _median_seconds("edit", filled, folder, repeats), "s", editor)
+        options.report("starting a replica from the log, and from a snapshot")
+        yield Row(f"start/replica/log/{count}/seconds", _median_seconds("infer", filled, folder, repeats), "s", replica)
+        with_snapshots = filled.replace(snapshot_url=str(folder / "snapshots"))
+        nearly_all = replay_with_offset(filled.kafka, count - count // 100)
+        assert nearly_all is not None
+        snapshots.write_snapshot(
+            with_snapshots.kafka, nearly_all, str(with_snapshots.snapshots.url), with_snapshots.snapshots.keep
+        )
+        yield Row(
+            f"start/replica/snapshot/{count}/seconds",
+            _median_seconds("infer", with_snapshots, folder, repeats),
+            "s",
+            replica,
+        )
 
 
-def _history_of(settings: Settings) -> Made:
+def _history_shape(settings: Settings) -> HistoryShape:
     model = load_model(settings.model, settings.editing.policy)
     prompts = [model.task.tokenize("How soon?")]
     batch = model.task.batch(prompts)
     with torch.inference_mode(), model.adaptor.capture_output(batch) as session:
         model.task.forward_prompt(batch)
-    return Made(model.fingerprint, model.layer, model.queries(prompts).shape[1], session.outputs_BV.shape[1])
+    return HistoryShape(model.fingerprint, model.layer, model.queries(prompts).shape[1], session.outputs_BV.shape[1])
 
 
-def _seconds(command: Literal["infer", "edit"], settings: Settings, folder: Path, again: int) -> float:
+def _median_seconds(command: Literal["infer", "edit"], settings: Settings, folder: Path, repeats: int) -> float:
     """The median of so many starts."""
-    return statistics.median(_start(command, settings, folder) for _ in range(again))
+    return statistics.median(_start_seconds(command, settings, folder) for _ in range(repeats))
 
 
-def _start(command: Literal["infer", "edit"], settings: Settings, folder: Path) -> float:
-    here = settings.replace(http_port=find_free_port())
-    process = worker(command, here, folder)
+def _start_seconds(command: Literal["infer", "edit"], settings: Settings, folder: Path) -> float:
+    own_settings = settings.replace(http_port=find_free_port())
+    process = worker(command, own_settings, folder)
 
-    def works() -> bool:
-        ready = is_http_ok(here.http.port, "/ready")
-        return ready and (command == "infer" or json.loads(status(here.http.port, "/state")[1])["role"] == "leading")
+    def is_ready() -> bool:
+        ready = is_http_ok(own_settings.http.port, "/ready")
+        return ready and (
+            command == "infer" or json.loads(status(own_settings.http.port, "/state")[1])["role"] == "leading"
+        )
 
     started = time.monotonic()
     process.start()
     try:
-        process.wait_for(works, 300, 0.02)
+        process.wait_for(is_ready, 300, 0.02)
         seconds = time.monotonic() - started
-        state = json.loads(status(here.http.port, "/state")[1])
+        state = json.loads(status(own_settings.http.port, "/state")[1])
     finally:
         process.stop()
-    whole = replay_with_offset(here.kafka)
-    if whole is not None and state["state_digest"] != whole.codebook.state_digest():
+    replayed = replay_with_offset(own_settings.kafka)
+    if replayed is not None and state["state_digest"] != replayed.codebook.state_digest():
         raise BenchError(f"the {command}or holds another codebook than a full replay")
     return seconds

@@ -42,8 +42,10 @@ class TextbookGrace:
         hit_B = nearest.values < self.radii_N[nearest.indices]
         values_BV = self.values_NV[nearest.indices]
         edited = output.clone()
-        where = slice(None) if self._everywhere else slice(self._token, None if self._token == -1 else self._token + 1)
-        edited[:, where] = torch.where(hit_B[:, None, None], values_BV[:, None], output[:, where])
+        replaced_tokens = (
+            slice(None) if self._everywhere else slice(self._token, None if self._token == -1 else self._token + 1)
+        )
+        edited[:, replaced_tokens] = torch.where(hit_B[:, None, None], values_BV[:, None], output[:, replaced_tokens])
         return edited
 
 
@@ -56,13 +58,13 @@ def train(model: EditableModel, supervised: TargetPass, steps: int, learning_rat
     mask_BT = supervised.batch.mask_BT
     assert mask_BT is not None
     token = int(mask_BT.sum()) - 1 if model.adaptor.query == "last" else 0
-    seen: list[tuple[Tensor, Tensor]] = []
-    handle = module.register_forward_hook(lambda _module, args, output: seen.append((args[0], output)))
+    captured: list[tuple[Tensor, Tensor]] = []
+    handle = module.register_forward_hook(lambda _module, args, output: captured.append((args[0], output)))
     with torch.no_grad():
         model.task.logits(supervised)
     handle.remove()
     everywhere = model.adaptor.replace == "all"
-    ((inputs, outputs),) = seen
+    ((inputs, outputs),) = captured
     start_V = outputs[0, : int(mask_BT.sum())].mean(dim=0) if everywhere else outputs[0, token]
     values_NV = nn.Parameter(start_V.clone()[None])
     radii_N = torch.ones(1, device=model.device)

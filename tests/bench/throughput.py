@@ -49,40 +49,40 @@ from tests.bench.workers import worker
 from tests.support.running import metric
 
 REQUESTS = {"intent": 4000, "smollm2": 160}
-QUERIES = {"intent": "first", "smollm2": "last"}
+QUERY_TOKENS = {"intent": "first", "smollm2": "last"}
 """Taken from the layer, so that a replica runs the same passes as the bare loop."""
 
-TURNS = 3
+ROUNDS = 3
 NEW_TOKENS = 16
-GOAL = 0.95
+MIN_RATIO = 0.95
 
 
 def run(options: Options) -> Iterator[Row]:
     """Both models; `--quick` with a tenth of the requests, once."""
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
-        kafka = stack.enter_context(kafka_backend(folder / "kafka", report=options.tell))
+        kafka = stack.enter_context(kafka_backend(folder / "kafka", report=options.report))
         redis = stack.enter_context(redis_backend(folder / "redis"))
         for kind, count in REQUESTS.items():
             settings = load_settings(
                 kafka=kafka.address, redis=redis.address, topic_prefix=f"bench-{os.getpid()}-{kind}-", model=kind,
                 layer=default_layer(kind), default_max_new_tokens=NEW_TOKENS, threads=1,
-                device=options.device, http_port=find_free_port(), query_source=QUERIES[kind],
+                device=options.device, http_port=find_free_port(), query_source=QUERY_TOKENS[kind],
             )  # fmt: skip
             create_topics(settings.kafka, 1, 1)
-            yield from _beside_bare(settings, count // 10 if options.quick else count, folder, options)
+            yield from _throughput_rows(settings, count // 10 if options.quick else count, folder, options)
 
 
-def _beside_bare(settings: Settings, count: int, folder: Path, options: Options) -> Iterator[Row]:
+def _throughput_rows(settings: Settings, count: int, folder: Path, options: Options) -> Iterator[Row]:
     texts = list(itertools.islice(itertools.cycle(_texts(settings.model.name)), count))
     model = load_model(settings.model, settings.editing.policy)
     prompts = [model.task.tokenize(text) for text in texts]
     batches = {
-        "bare": _as_a_replica(prompts, settings.serving.request_batch_size),
-        "unsorted": _as_they_come(prompts, settings.serving.request_batch_size),
+        "bare": _replica_batches(prompts, settings.serving.request_batch_size),
+        "unsorted": _unsorted_batches(prompts, settings.serving.request_batch_size),
     }
     rates: dict[str, list[float]] = {"bare": [], "unsorted": [], "replica": []}
-    busy: list[float] = []
+    model_shares: list[float] = []
     with ExitStack() as stack:
         replica = worker("infer", settings, folder)
         replica.start()
@@ -90,53 +90,53 @@ def _beside_bare(settings: Settings, count: int, folder: Path, options: Options)
         replica.wait_for(lambda: is_http_ok(settings.http.port, "/ready"), 120)
         sender = producer(settings.kafka, linger_ms=20)
         stack.callback(sender.close, timeout=5)
-        for turn in range(1 if options.quick else TURNS):
-            options.tell(f"{settings.model.name}: the bare loops, and then a replica")
-            for way, some in batches.items():
-                rates[way].append(_bare(model, some))
-            spent = _model_seconds(settings)
+        for turn in range(1 if options.quick else ROUNDS):
+            options.report(f"{settings.model.name}: the bare loops, and then a replica")
+            for loop, loop_batches in batches.items():
+                rates[loop].append(_loop_rate(model, loop_batches))
+            model_seconds = _model_seconds(settings)
             for number, text in enumerate(texts):
                 value = json.dumps({"v": 1, "request_id": f"{turn}-{number}", "inputs": text}).encode()
                 sender.send(settings.kafka.topic("requests"), value=value, partition=0)
             sender.flush()
-            rates["replica"].append(_answered(replica, settings, count * turn, count))
-            busy.append(rates["replica"][-1] * (_model_seconds(settings) - spent) / count)
-    medians = {who: statistics.median(some) for who, some in rates.items()}
+            rates["replica"].append(_replica_rate(replica, settings, count * turn, count))
+            model_shares.append(rates["replica"][-1] * (_model_seconds(settings) - model_seconds) / count)
+    medians = {contender: statistics.median(samples) for contender, samples in rates.items()}
     name = f"throughput/{settings.model.name}"
-    yield Row(f"{name}/of-bare", medians["replica"] / medians["bare"], "x", GOAL)
+    yield Row(f"{name}/of-bare", medians["replica"] / medians["bare"], "x", MIN_RATIO)
     yield Row(f"{name}/of-unsorted", medians["replica"] / medians["unsorted"], "x")
-    yield Row(f"{name}/model-share", statistics.median(busy), "share")
+    yield Row(f"{name}/model-share", statistics.median(model_shares), "share")
     yield Row(f"{name}/requests_per_second", medians["replica"], "1/s", medians["bare"])
 
 
-def _bare(model: EditableModel, batches: Sequence[Sequence[Prompt]]) -> float:
+def _loop_rate(model: EditableModel, batches: Sequence[Sequence[Prompt]]) -> float:
     """Requests a second."""
     started = time.perf_counter()
     with torch.inference_mode():
-        for some in batches:
-            model.task.run(model.task.batch(some), [Parameters()] * len(some))
+        for batch in batches:
+            model.task.run(model.task.batch(batch), [Parameters()] * len(batch))
     return sum(map(len, batches)) / (time.perf_counter() - started)
 
 
-def _as_they_come(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
+def _unsorted_batches(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
     return [list(prompts[first : first + size]) for first in range(0, len(prompts), size)]
 
 
-def _as_a_replica(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
+def _replica_batches(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
     """The micro-batches that a replica makes of a backlog."""
-    coming = deque(prompts)
+    backlog = deque(prompts)
     waiting: list[Prompt] = []
     batches = []
-    while coming or waiting:
-        while coming and len(waiting) < (1 + MAX_UNANSWERED_BATCHES) * size:
-            waiting.append(coming.popleft())
+    while backlog or waiting:
+        while backlog and len(waiting) < (1 + MAX_UNANSWERED_BATCHES) * size:
+            waiting.append(backlog.popleft())
         places = select_batch([(None, len(prompt)) for prompt in waiting], size)
         batches.append([waiting[place] for place in places])
         waiting = [prompt for place, prompt in enumerate(waiting) if place not in places]
     return batches
 
 
-def _answered(replica: ChildProcess, settings: Settings, before: int, count: int) -> float:
+def _replica_rate(replica: ChildProcess, settings: Settings, before: int, count: int) -> float:
     """Requests a second over the middle of a backlog."""
     with closing(consumer(settings.kafka)) as reader:
         partition = TopicPartition(settings.kafka.topic("predictions"), 0)
@@ -145,7 +145,7 @@ def _answered(replica: ChildProcess, settings: Settings, before: int, count: int
         reader.seek(partition, before)
         times: list[float] = []
         while len(times) < count:
-            times += [record.timestamp / 1000 for some in reader.poll(1000).values() for record in some]
+            times += [record.timestamp / 1000 for records in reader.poll(1000).values() for record in records]
     tenth = count // 10
     return (count - 2 * tenth) / (times[-tenth] - times[tenth])
 

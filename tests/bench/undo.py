@@ -40,49 +40,49 @@ def run(options: Options) -> Iterator[Row]:
             f"undo has no model to run on {options.device!r}: it folds a log on the host; use --device cpu"
         )
     corrections = 1_000 if options.quick else 10_000
-    plan = EditConfig(radius_unit="absolute", radius=2.0, traffic_sample_size=0)
-    story = Story(EditEngine(PointModel(WIDTH), CODEBOOK, plan))
-    story.lead(plan)
+    config = EditConfig(radius_unit="absolute", radius=2.0, traffic_sample_size=0)
+    story = Story(EditEngine(PointModel(WIDTH), CODEBOOK, config))
+    story.lead(config)
     generator = np.random.default_rng(0)
     centres_ND = generator.normal(0, 3, (corrections // 3, WIDTH))
     for number in range(corrections):
         point_D = centres_ND[generator.integers(len(centres_ND))] + generator.normal(0, 0.1, WIDTH)
         story.correct(f"f{number}", tuple(point_D), int(generator.integers(1, 4)), AUTHORS[number % 2])
         if number % 1000 == 999:
-            options.tell(f"{number + 1} corrections made, {len(story.engine.codebook)} entries")
+            options.report(f"{number + 1} corrections made, {len(story.engine.codebook)} entries")
     name = f"undo/{corrections}"
-    floor = min(_fold(story) for _ in range(REPEATS))
+    floor = min(_apply_seconds(story) for _ in range(REPEATS))
     yield Row(f"{name}/fold/seconds", floor, "s")
-    wanted = {
+    undos = {
         "newest": Feedback(v=1, feedback_id="undo", undo=f"f{corrections - 1}"),
         "middle": Feedback(v=1, feedback_id="undo", undo=f"f{corrections // 2}"),
         "oldest": Feedback(v=1, feedback_id="undo", undo="f0"),
         "author": Feedback(v=1, feedback_id="undo", undo_author=AUTHORS[0]),
     }
-    for what, feedback in wanted.items():
-        yield from _rows(f"{name}/{what}", story, feedback, floor)
-    story.take(wanted["author"])
-    again = len(decode_delta(story.deltas[-1]).decided)
-    yield Row(f"{name}/author/decided-again", again, "corrections")
+    for target, feedback in undos.items():
+        yield from _rows(f"{name}/{target}", story, feedback, floor)
+    story.take(undos["author"])
+    decided_again = len(decode_delta(story.deltas[-1]).decided)
+    yield Row(f"{name}/author/decided-again", decided_again, "corrections")
     yield from _rows(f"{name}/author-back", story, Feedback(v=1, feedback_id="back", undo="undo"), floor)
 
 
 def _rows(name: str, story: Story, feedback: Feedback, floor: float) -> Iterator[Row]:
-    seconds = min(_undo(story, feedback) for _ in range(REPEATS))
+    seconds = min(_undo_seconds(story, feedback) for _ in range(REPEATS))
     yield Row(f"{name}/seconds", seconds, "s", baseline=floor)
     yield Row(f"{name}/of-fold", seconds / floor, "x")
 
 
-def _fold(story: Story) -> float:
+def _apply_seconds(story: Story) -> float:
     book = story.engine.codebook
-    folded = EditState(Codebook(book.name, book.model, book.layer), EditMemory())
+    applied = EditState(Codebook(book.name, book.model, book.layer), EditMemory())
     started = time.perf_counter()
     for record in story.deltas:
-        folded.apply(record)
+        applied.apply(record)
     return time.perf_counter() - started
 
 
-def _undo(story: Story, feedback: Feedback) -> float:
+def _undo_seconds(story: Story, feedback: Feedback) -> float:
     """The decision alone; it is not applied, so it can be made again."""
     started = time.perf_counter()
     undo(story.engine, feedback, len(story.feedback), story)

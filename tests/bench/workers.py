@@ -11,6 +11,6 @@ from tests.support.repository import ROOT
 
 def worker(command: Literal["infer", "edit"], settings: Settings, folder: Path) -> ChildProcess:
     """A worker that is not started yet, under the settings that were made on purpose; its log is in the folder."""
-    given = to_environment_variables({"http_port": 0, **settings.explicit_values()})
+    variables = to_environment_variables({"http_port": 0, **settings.explicit_values()})
     argv = [sys.executable, "-m", "gracestream.workers.cli", command]
-    return ChildProcess(command, argv, log=folder / f"{command}.log", env=given, cwd=ROOT)
+    return ChildProcess(command, argv, log=folder / f"{command}.log", env=variables, cwd=ROOT)

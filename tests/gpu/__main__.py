@@ -20,8 +20,8 @@ from pathlib import Path
 from tests.gpu.report import PARTS, PartReport, Report
 from tests.support.repository import ROOT
 
-NEEDED = ("torch", "transformers", "msgspec", "numpy", "safetensors")
-OLDEST = (3, 11)
+REQUIRED_PACKAGES = ("torch", "transformers", "msgspec", "numpy", "safetensors")
+MIN_PYTHON = (3, 11)
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """For a rehearsal: CPU seconds of several threads add up."""
@@ -29,35 +29,35 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THRE
 GRACE_SECONDS = 60
 """After the budget, for the case that a worker is at."""
 
-TAIL = 15
+OUTPUT_LINES = 15
 """Lines of a dead worker's output that the report keeps."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status: 0, 1 if a part failed, 2 if nothing could be run."""
-    given = _arguments(arguments)
-    if fault := why_not() or _commit_fault(given):
-        sys.stderr.write(f"{fault}\n")
+    args = _arguments(arguments)
+    if error := cannot_run_reason() or _commit_error(args):
+        sys.stderr.write(f"{error}\n")
         return 2
-    path: Path = given.report.resolve() if given.report else ROOT / "results" / f"gpu-report-{given.device}.json"
+    path: Path = args.report.resolve() if args.report else ROOT / "results" / f"gpu-report-{args.device}.json"
     path.unlink(missing_ok=True)
-    parts = [name for name in PARTS if not given.part or name in given.part]
-    options = ["--report", str(path), "--device", given.device]
-    options += ["--real"] if given.real or given.device == "cuda" else []
+    parts = [name for name in PARTS if not args.part or name in args.part]
+    options = ["--report", str(path), "--device", args.device]
+    options += ["--real"] if args.real or args.device == "cuda" else []
 
-    def worker(left: Sequence[str], seconds: float) -> list[str]:
-        chosen = [word for name in left for word in ("--part", name)]
-        return [sys.executable, "-m", "tests.gpu.worker", *options, "--seconds", str(seconds), *chosen]
+    def worker(remaining: Sequence[str], seconds: float) -> list[str]:
+        part_options = [word for name in remaining for word in ("--part", name)]
+        return [sys.executable, "-m", "tests.gpu.worker", *options, "--seconds", str(seconds), *part_options]
 
-    environment = OFFLINE | (ONE_THREAD if given.device == "cpu" else {})
-    report = supervise(parts, worker, path, given.budget, environment)
+    environment = OFFLINE | (ONE_THREAD if args.device == "cpu" else {})
+    report = supervise(parts, worker, path, args.budget, environment)
     print("\n".join(summary(report)))
     print(f"the whole report is in {path}")
     failed = any(part.status == "failed" for part in report.parts.values())
-    if given.commit and failed:
+    if args.commit and failed:
         print("the numbers were not kept in tests/bench/results, since a part failed")
-    elif given.commit:
-        print(f"the numbers are in {_commit(report, keep=bool(given.part))}")
+    elif args.commit:
+        print(f"the numbers are in {_commit(report, keep_others=bool(args.part))}")
     if not any(part.status == "passed" for part in report.parts.values()):
         return 1 if failed else 2
     return int(failed)
@@ -74,26 +74,26 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _seconds(given: str) -> float:
+def _seconds(text: str) -> float:
     """Raises ValueError where it is no number above 0."""
-    seconds = float(given)
+    seconds = float(text)
     if not seconds > 0:
-        raise ValueError(given)
+        raise ValueError(text)
     return seconds
 
 
-def why_not() -> str:
+def cannot_run_reason() -> str:
     """Why this Python cannot run the parts; empty if it can."""
-    if sys.version_info < OLDEST:
+    if sys.version_info < MIN_PYTHON:
         return f"gracestream needs Python 3.11 or newer; this is {sys.version.split()[0]}: set PYTHON=..."
-    missing = [name for name in NEEDED if find_spec(name) is None]
+    missing = [name for name in REQUIRED_PACKAGES if find_spec(name) is None]
     if not missing:
         return ""
     return f"{sys.executable} lacks {', '.join(missing)}: install it, or name another Python by PYTHON=..."
 
 
-def _commit_fault(given: argparse.Namespace) -> str:
-    if given.commit and given.device == "cpu":
+def _commit_error(args: argparse.Namespace) -> str:
+    if args.commit and args.device == "cpu":
         return "a rehearsal on the CPU measures nothing that is worth keeping; leave --commit or --device cpu out"
     return ""
 
@@ -106,23 +106,23 @@ def supervise(
     environment: Mapping[str, str] = OFFLINE,
 ) -> Report:
     """Run parts by workers until each has a status; `worker` gives the command for some parts and seconds."""
-    ends = time.monotonic() + budget
-    left = list(parts)
-    while left:
+    deadline = time.monotonic() + budget
+    remaining = list(parts)
+    while remaining:
         report = Report.load(path)
-        seconds = ends - time.monotonic()
+        seconds = deadline - time.monotonic()
         if seconds <= 0:
-            report.parts |= {name: PartReport("skipped", "the budget is spent") for name in left}
+            report.parts |= {name: PartReport("skipped", "the budget is spent") for name in remaining}
             report.save()
             break
-        ended = _run(worker(left, seconds), environment, seconds + GRACE_SECONDS)
+        ending = _run(worker(remaining, seconds), environment, seconds + GRACE_SECONDS)
         report = Report.load(path)
-        at_work = [name for name in left if name in report.parts and report.parts[name].status == "running"]
-        done = [name for name in left if name in report.parts]
-        for name in at_work or ([] if done else left):
-            report.fail(name, ended)
+        running = [name for name in remaining if name in report.parts and report.parts[name].status == "running"]
+        done = [name for name in remaining if name in report.parts]
+        for name in running or ([] if done else remaining):
+            report.fail(name, ending)
         report.save()
-        left = [name for name in left if name not in report.parts]
+        remaining = [name for name in remaining if name not in report.parts]
     return Report.load(path)
 
 
@@ -137,31 +137,31 @@ def _run(command: Sequence[str], environment: Mapping[str, str], seconds: float)
         errors="replace",
         start_new_session=True,
     )
-    late = threading.Event()
+    timed_out = threading.Event()
 
-    def end() -> None:
-        late.set()
+    def kill() -> None:
+        timed_out.set()
         os.killpg(process.pid, signal.SIGKILL)
 
-    timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), end)
+    timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), kill)
     timer.daemon = True
     timer.start()
-    last: deque[str] = deque(maxlen=TAIL)
+    last_lines: deque[str] = deque(maxlen=OUTPUT_LINES)
     try:
         assert process.stderr is not None
         for line in process.stderr:
             sys.stderr.write(line)
-            last.append(line)
+            last_lines.append(line)
         status = process.wait()
     finally:
         timer.cancel()
         if process.poll() is None:  # this process was interrupted
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    if late.is_set():
+    if timed_out.is_set():
         return f"it did not end within {GRACE_SECONDS} s after the budget and was killed; if it is slow, raise --budget"
     name = f" ({signal.Signals(-status).name})" if status < 0 else ""
-    return f"its process ended with status {status}{name}: {''.join(last).strip()}"
+    return f"its process ended with status {status}{name}: {''.join(last_lines).strip()}"
 
 
 def summary(report: Report) -> list[str]:
@@ -172,24 +172,28 @@ def summary(report: Report) -> list[str]:
     lines = [f"gracestream on {machine['device']}: {versions}"] if machine else []
     for name, part in report.parts.items():
         lines.append(f"{name:<12} {part.status:<8} {part.seconds:6.1f} s")
-        lines += [f"    {status}: {reason}" for status in ("failed", "skipped") for reason in _short(part, status)]
+        lines += [
+            f"    {status}: {reason}" for status in ("failed", "skipped") for reason in _first_lines(part, status)
+        ]
     failed = [name for name, part in report.parts.items() if part.status == "failed"]
     lines.append(f"it does not work: {', '.join(failed)} failed" if failed else "no part failed")
     return lines
 
 
-def _short(part: PartReport, status: str) -> list[str]:
+def _first_lines(part: PartReport, status: str) -> list[str]:
     """The first line of each reason."""
     return [reason.strip().splitlines()[0] for reason in part.reasons(status)]  # type: ignore[arg-type]
 
 
-def _commit(report: Report, *, keep: bool) -> Path:
+def _commit(report: Report, *, keep_others: bool) -> Path:
     """Write the numbers and the pages of all results; `keep` those of parts that did not run."""
-    from tests.bench.framework import KEPT, Row, write  # noqa: PLC0415 - torch, which only workers need otherwise
+    from tests.bench.framework import COMMITTED, Row, write_results  # noqa: PLC0415 - torch, which only workers need otherwise
     from tests.bench.page import write_pages  # noqa: PLC0415 - likewise
 
-    path = write("gpu", [Row(**row) for row in report.rows()], report.machine, KEPT, keep=keep)
-    write_pages(KEPT)
+    path = write_results(
+        "gpu", [Row(**row) for row in report.rows()], report.machine, COMMITTED, keep_others=keep_others
+    )
+    write_pages(COMMITTED)
     return path
 
 

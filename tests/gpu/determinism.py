@@ -13,7 +13,7 @@ from gracestream.schemas.deltas import decode_delta
 from gracestream.schemas.messages import Feedback, Outcome
 from tests.bench.framework import Row
 from tests.bench.random_models import RandomModel
-from tests.gpu.corrections import PLAN, edit_all, engine_of, facts, wrong_ones
+from tests.gpu.corrections import CONFIG, edit_all, facts, new_engine, wrong_corrections
 from tests.gpu.rig import Case, CheckError, Rig, smollm2
 
 ALONE, WAITING = 3, 8
@@ -30,10 +30,10 @@ def cases(rig: Rig) -> Iterator[Case]:
 def _random(rig: Rig, shape: RandomModel) -> Iterator[Row]:
     module = shape.module(rig.device)
 
-    def given(model: EditableModel) -> list[Feedback]:
-        return wrong_ones(shape, model, ALONE + rig.some(WAITING))
+    def make_corrections(model: EditableModel) -> list[Feedback]:
+        return wrong_corrections(shape, model, ALONE + rig.count(WAITING))
 
-    yield from _case(shape.name, partial(shape.editable, module), given, PLAN)
+    yield from _case(shape.name, partial(shape.editable, module), make_corrections, CONFIG)
 
 
 def _trained(rig: Rig) -> Iterator[Row]:
@@ -41,33 +41,38 @@ def _trained(rig: Rig) -> Iterator[Row]:
 
 
 def _case(
-    name: str, load: Callable[[], EditableModel], given: Callable[[EditableModel], list[Feedback]], plan: EditConfig
+    name: str,
+    load: Callable[[], EditableModel],
+    make_corrections: Callable[[EditableModel], list[Feedback]],
+    config: EditConfig,
 ) -> Iterator[Row]:
-    (outcomes, first), (again, second) = (_stream(load(), given, plan) for _ in range(2))
+    (outcomes, first), (second_outcomes, second) = (_stream(load(), make_corrections, config) for _ in range(2))
     values = sum(entry.value is not UNSET for record in first for entry in decode_delta(record).entries)
     same = sum(one == other for one, other in zip(first, second, strict=False))
     yield Row(f"determinism/{name}/values", values, "count")
     yield Row(f"determinism/{name}/equal-deltas", same, "count", len(first))
     if not values:
         raise CheckError(f"no value was found in {len(outcomes)} corrections, so that nothing was compared")
-    if first != second or outcomes != again:
-        raise CheckError(_difference(first, second, outcomes, again))
+    if first != second or outcomes != second_outcomes:
+        raise CheckError(_difference(first, second, outcomes, second_outcomes))
 
 
 def _stream(
-    model: EditableModel, given: Callable[[EditableModel], list[Feedback]], plan: EditConfig
+    model: EditableModel, make_corrections: Callable[[EditableModel], list[Feedback]], config: EditConfig
 ) -> tuple[list[Outcome], list[bytes]]:
     """Outcomes and deltas of an editor that starts anew; some corrections come alone, the others wait together."""
     try:
-        engine, corrections = engine_of(model, plan), given(model)
-        alone = edit_all(engine, corrections[:ALONE], together=False)
-        waiting = edit_all(engine, corrections[ALONE:], together=True)
+        engine, corrections = new_engine(model, config), make_corrections(model)
+        alone = edit_all(engine, corrections[:ALONE], batched=False)
+        waiting = edit_all(engine, corrections[ALONE:], batched=True)
         return alone[0] + waiting[0], alone[1] + waiting[1]
     finally:
         model.adaptor.remove()
 
 
-def _difference(first: list[bytes], second: list[bytes], outcomes: list[Outcome], again: list[Outcome]) -> str:
+def _difference(
+    first: list[bytes], second: list[bytes], outcomes: list[Outcome], second_outcomes: list[Outcome]
+) -> str:
     """Where two streams part."""
     for one, other in zip_longest(first, second):
         if one == other:
@@ -75,11 +80,11 @@ def _difference(first: list[bytes], second: list[bytes], outcomes: list[Outcome]
         if one is None or other is None:
             return f"one stream has {len(first)} deltas, and the other {len(second)}"
         ours, theirs = decode_delta(one), decode_delta(other)
-        apart = [
+        differences = [
             float(np.abs(a.value.array() - b.value.array()).max())
             for a, b in zip(ours.entries, theirs.entries, strict=False)
             if a.value is not UNSET and b.value is not UNSET
         ]
-        return f"delta {ours.seq} differs, in its values by {max(apart, default=0.0):.3g} at most"
-    parted = next(one.feedback_id for one, other in zip(outcomes, again, strict=True) if one != other)
-    return f"the outcome of {parted} differs"
+        return f"delta {ours.seq} differs, in its values by {max(differences, default=0.0):.3g} at most"
+    feedback_id = next(one.feedback_id for one, other in zip(outcomes, second_outcomes, strict=True) if one != other)
+    return f"the outcome of {feedback_id} differs"

@@ -19,7 +19,7 @@ SMALL = ((1000, 64), (4000, 64))
 OFFSETS = {"centred": 0.0, "offset": 10.0}
 """How far the keys' mean is from the origin, in spreads of a coordinate: a bound by norms proves less far from it."""
 
-COPIES = 5
+KEY_COPIES = 5
 """Of the keys, that a case has room for: its own, those of an index with room to grow, and some to work in."""
 
 BATCHES = (1, 32)
@@ -29,7 +29,7 @@ CANDIDATES = 8
 CHUNK = 8192
 """Keys that brute force compares at a time."""
 
-NEAR, RADIUS = 0.1, 0.2
+QUERY_SPREAD, RADIUS = 0.1, 0.2
 """Of a coordinate's spread, times the root of the width: how far a query is from its key, and a key's radius."""
 
 ROUNDING = 1e-5
@@ -43,7 +43,7 @@ def cases(rig: Rig) -> Iterator[Case]:
         for kind, offset in OFFSETS.items():
             copy = 4 * count * width
             run = partial(_case, rig, count, width, kind, offset)
-            yield Case(f"{count // 1000}k-x-{width}/{kind}", run, host_bytes=2 * copy, device_bytes=COPIES * copy)
+            yield Case(f"{count // 1000}k-x-{width}/{kind}", run, host_bytes=2 * copy, device_bytes=KEY_COPIES * copy)
 
 
 def _copy(device: torch.device) -> Iterator[Row]:
@@ -54,22 +54,24 @@ def _case(rig: Rig, count: int, width: int, kind: str, offset: float) -> Iterato
     device = rig.device
     generator = torch.Generator(device).manual_seed(0)
     keys_ND = torch.randn(count, width, generator=generator, device=device).add_(offset)
-    few = QUERIES // 2
-    near_BD = keys_ND[:: count // few][:few] + NEAR * torch.randn(few, width, generator=generator, device=device)
-    far_BD = torch.randn(QUERIES - few, width, generator=generator, device=device) + offset
+    near_count = QUERIES // 2
+    near_BD = keys_ND[:: count // near_count][:near_count] + QUERY_SPREAD * torch.randn(
+        near_count, width, generator=generator, device=device
+    )
+    far_BD = torch.randn(QUERIES - near_count, width, generator=generator, device=device) + offset
     queries_BD = torch.cat([near_BD, far_BD])
     radii_N = np.full(count, RADIUS * width**0.5, np.float32)
     codebook = filled("0" * 64, "layer", keys_ND.cpu().numpy(), radii_N, 1)
-    name, wrong = f"lookup/{count // 1000}k-x-{width}/{kind}", []
+    name, mismatches = f"lookup/{count // 1000}k-x-{width}/{kind}", []
     floor = 1000 * keys_ND.nbytes / copy_rate(device)
-    for way, search in _searches(device).items():
+    for search_name, search in _searches(device).items():
         index = KeyIndex(codebook, device, search)
-        found = _wrong(index, queries_BD, keys_ND, radii_N)
-        wrong += [f"{way}: {one}" for one in found]
-        yield Row(f"{name}/wrong/{way}", len(found), "count", 0)
+        found = _mismatches(index, queries_BD, keys_ND, radii_N)
+        mismatches += [f"{search_name}: {one}" for one in found]
+        yield Row(f"{name}/wrong/{search_name}", len(found), "count", 0)
         for batch in BATCHES:
-            spent = _milliseconds(rig, partial(index.nearest_within_radius, queries_BD[:batch]))
-            yield Row(f"{name}/batch{batch}/{way}", spent, "ms", floor)
+            milliseconds = _milliseconds(rig, partial(index.nearest_within_radius, queries_BD[:batch]))
+            yield Row(f"{name}/batch{batch}/{search_name}", milliseconds, "ms", floor)
         del index  # a device may not have room for two
     halves_N = torch.linalg.vector_norm(keys_ND, dim=1).square() / 2
     for batch in BATCHES:
@@ -77,13 +79,13 @@ def _case(rig: Rig, count: int, width: int, kind: str, offset: float) -> Iterato
         yield Row(f"{name}/batch{batch}/cdist", _milliseconds(rig, cdist), "ms", floor)
         addmm = partial(_addmm, queries_BD[:batch], keys_ND, halves_N)
         yield Row(f"{name}/batch{batch}/addmm", _milliseconds(rig, addmm), "ms", floor)
-    if wrong:
-        raise CheckError(f"{len(wrong)} look-ups differ from brute force in float64: {'; '.join(wrong[:3])}")
+    if mismatches:
+        raise CheckError(f"{len(mismatches)} look-ups differ from brute force in float64: {'; '.join(mismatches[:3])}")
 
 
 def _milliseconds(rig: Rig, call: Callable[[], object]) -> float:
-    spent = [timed(rig.device, call)[0] for _ in range(2 + rig.turns(REPEATS))]
-    return 1000 * statistics.median(spent[2:])  # the first warm up
+    seconds = [timed(rig.device, call)[0] for _ in range(2 + rig.repeats(REPEATS))]
+    return 1000 * statistics.median(seconds[2:])  # the first warm up
 
 
 def _searches(device: torch.device) -> dict[str, type[KeySearch] | None]:
@@ -91,19 +93,25 @@ def _searches(device: torch.device) -> dict[str, type[KeySearch] | None]:
     return {"ours": None} if search_class_for(device) is TorchSearch else {"ours": None, "torch": TorchSearch}
 
 
-def _wrong(index: KeyIndex, queries_BD: torch.Tensor, keys_ND: torch.Tensor, radii_N: np.ndarray) -> list[str]:
+def _mismatches(index: KeyIndex, queries_BD: torch.Tensor, keys_ND: torch.Tensor, radii_N: np.ndarray) -> list[str]:
     """Every look-up that brute force contradicts, in words."""
-    nearest, covering = index.nearest(queries_BD), index.nearest_within_radius(queries_BD)
-    wrong = []
+    nearest, match = index.nearest(queries_BD), index.nearest_within_radius(queries_BD)
+    mismatches = []
     for row, query_D in enumerate(queries_BD):
         slot, distance = _brute_force(query_D, keys_ND)
-        found, far, served = int(nearest.slots_B[row]), float(nearest.distances_B[row]), int(covering.slots_B[row])
+        found, found_distance, served = (
+            int(nearest.slots_B[row]),
+            float(nearest.distances_B[row]),
+            int(match.slots_B[row]),
+        )
         expected = slot if distance < radii_N[slot] else NO_SLOT
-        if found == NO_SLOT or abs(far - distance) > ROUNDING * distance:
-            wrong.append(f"query {row}: nearest key {found} at {far:.9g}, and not {slot} at {distance:.9g}")
+        if found == NO_SLOT or abs(found_distance - distance) > ROUNDING * distance:
+            mismatches.append(
+                f"query {row}: nearest key {found} at {found_distance:.9g}, and not {slot} at {distance:.9g}"
+            )
         elif served != expected and abs(distance - radii_N[slot]) > ROUNDING * distance:
-            wrong.append(f"query {row}: served by {served}, and not by {expected}")
-    return wrong
+            mismatches.append(f"query {row}: served by {served}, and not by {expected}")
+    return mismatches
 
 
 def _brute_force(query_D: torch.Tensor, keys_ND: torch.Tensor) -> tuple[int, float]:
@@ -111,8 +119,8 @@ def _brute_force(query_D: torch.Tensor, keys_ND: torch.Tensor) -> tuple[int, flo
     best = (float("inf"), NO_SLOT)
     for start in range(0, len(keys_ND), CHUNK):
         squares_M = (keys_ND[start : start + CHUNK].double() - query_D.double()).square().sum(dim=1)
-        least, place = squares_M.min(dim=0)
-        best = min(best, (float(least), start + int(place)))
+        square, place = squares_M.min(dim=0)
+        best = min(best, (float(square), start + int(place)))
     return best[1], best[0] ** 0.5
 
 

@@ -39,17 +39,17 @@ class PartReport:
 
     def reasons(self, status: Status) -> list[str]:
         """Why the part, or cases of it, have that status; cases of one reason stand together."""
-        of_reason: dict[str, list[str]] = {}
+        names_by_reason: dict[str, list[str]] = {}
         for name, case in self.cases.items():
             if case.status == status:
-                of_reason.setdefault(case.reason, []).append(name)
+                names_by_reason.setdefault(case.reason, []).append(name)
         own = [self.reason] if self.status == status and self.reason else []
-        return own + [f"{', '.join(names)}: {reason}" for reason, names in of_reason.items()]
+        return own + [f"{', '.join(names)}: {reason}" for reason, names in names_by_reason.items()]
 
     def close(self) -> None:
         """Set the status that follows from those of the cases."""
-        found = {case.status for case in self.cases.values()}
-        self.status = "failed" if "failed" in found else "passed" if "passed" in found else "skipped"
+        statuses = {case.status for case in self.cases.values()}
+        self.status = "failed" if "failed" in statuses else "passed" if "passed" in statuses else "skipped"
         if not self.cases:
             self.reason = "it has no case on this device"
 
@@ -67,14 +67,14 @@ class Report:
         """The report in a file; an empty one where there is none."""
         if not path.exists():
             return cls(path)
-        read = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
         parts = {
             name: PartReport(
-                part["status"], part["reason"], {case: CaseReport(**found) for case, found in part["cases"].items()}
+                part["status"], part["reason"], {case: CaseReport(**fields) for case, fields in part["cases"].items()}
             )
-            for name, part in read["parts"].items()
+            for name, part in content["parts"].items()
         }
-        return cls(path, read["machine"], parts)
+        return cls(path, content["machine"], parts)
 
     def save(self) -> None:
         """Replace the file by this report."""

@@ -11,11 +11,11 @@ from gracestream.pipeline.model.tasks.base import Limits
 from tests.bench.framework import Row
 from tests.bench.random_models import BERT, T5, TINY, RandomModel, gpt2_xl
 
-DEEP_SECONDS = 300
+FULL_DEPTH_SECONDS = 300
 """With less of a budget left, and on a CPU, GPT2-XL has a quarter of its blocks."""
 
 
-FEW = 4
+REHEARSAL_COUNT = 4
 """Inputs or corrections in a rehearsal."""
 
 
@@ -33,15 +33,15 @@ class Rig:
 
     device: torch.device
     real: bool
-    left: Callable[[], float]
+    seconds_left: Callable[[], float]
 
-    def turns(self, real: int) -> int:
+    def repeats(self, real: int) -> int:
         """How often something is timed: so often with real sizes, and once in a rehearsal."""
         return real if self.real else 1
 
-    def some(self, real: int) -> int:
+    def count(self, real: int) -> int:
         """How many inputs or corrections there are: so many with real sizes, and few in a rehearsal."""
-        return real if self.real else min(real, FEW)
+        return real if self.real else min(real, REHEARSAL_COUNT)
 
     @property
     def cuda(self) -> bool:
@@ -52,7 +52,7 @@ class Rig:
         """Those of random weights, small ones first."""
         if not self.real:
             return TINY
-        return BERT, T5, gpt2_xl(48 if self.cuda and self.left() > DEEP_SECONDS else 12)
+        return BERT, T5, gpt2_xl(48 if self.cuda and self.seconds_left() > FULL_DEPTH_SECONDS else 12)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ BATCHES = (1, 32)
 REPEATS = 15
 REAL = {"10k": 10_000, "100k": 100_000}
 SMALL = {"1k": 1000}
-KEYS, OTHERS = 512, 128
+REAL_KEYS, OTHER_QUERIES = 512, 128
 
 
 def cases(rig: Rig) -> Iterator[Case]:
@@ -44,37 +44,42 @@ def _trained(rig: Rig) -> Iterator[Row]:
 
 
 def _case(rig: Rig, name: str, model: EditableModel) -> Iterator[Row]:
-    made = prompts(model, KEYS + OTHERS + max(BATCHES), TOKENS)
-    real_ND, others_RD = queries(model, made[:KEYS]), queries(model, made[KEYS : KEYS + OTHERS])
+    generated = prompts(model, REAL_KEYS + OTHER_QUERIES + max(BATCHES), TOKENS)
+    real_ND, others_RD = (
+        queries(model, generated[:REAL_KEYS]),
+        queries(model, generated[REAL_KEYS : REAL_KEYS + OTHER_QUERIES]),
+    )
     empty = Codebook("default", model.fingerprint, model.layer)
-    filled = {
-        said: codebook_of(model, stored(real_ND, count), others_RD)
-        for said, count in (REAL if rig.real else SMALL).items()
+    codebooks_by_size = {
+        size: codebook_of(model, stored(real_ND, count), others_RD)
+        for size, count in (REAL if rig.real else SMALL).items()
     }
-    codebooks = {said: (book, KeyIndex(book, model.device)) for said, book in {"empty": empty, **filled}.items()}
+    codebooks = {
+        size: (book, KeyIndex(book, model.device)) for size, book in {"empty": empty, **codebooks_by_size}.items()
+    }
     for batch in BATCHES:
-        asked = made[-batch:]
-        ways: dict[str, Callable[[], object]] = {"unedited": partial(_unedited, model, asked)}
-        ways |= {said: partial(_edited, model, asked, *pair) for said, pair in codebooks.items()}
-        seconds: dict[str, list[float]] = {way: [] for way in ways}
-        for turn in range(-2, rig.turns(REPEATS)):
-            for way, call in ways.items():
+        inputs = generated[-batch:]
+        variants: dict[str, Callable[[], object]] = {"unedited": partial(_unedited, model, inputs)}
+        variants |= {size: partial(_edited, model, inputs, *pair) for size, pair in codebooks.items()}
+        seconds: dict[str, list[float]] = {variant: [] for variant in variants}
+        for turn in range(-2, rig.repeats(REPEATS)):
+            for variant, call in variants.items():
                 spent, _ = timed(rig.device, call)
                 if turn >= 0:  # those before warm up
-                    seconds[way].append(spent)
+                    seconds[variant].append(spent)
         unedited = batch / statistics.median(seconds["unedited"])
-        for way, some in seconds.items():
-            path = f"serve/{name}/batch{batch}/{way}"
-            yield Row(f"{path}/answers-per-second", batch / statistics.median(some), "1/s", unedited)
-            if way != "unedited":
-                ratios = map(truediv, some, seconds["unedited"])
+        for variant, samples in seconds.items():
+            path = f"serve/{name}/batch{batch}/{variant}"
+            yield Row(f"{path}/answers-per-second", batch / statistics.median(samples), "1/s", unedited)
+            if variant != "unedited":
+                ratios = map(truediv, samples, seconds["unedited"])
                 yield Row(f"{path}/time-of-unedited", statistics.median(ratios), "x")
 
 
-def _unedited(model: EditableModel, asked: Sequence[Prompt]) -> None:
+def _unedited(model: EditableModel, inputs: Sequence[Prompt]) -> None:
     with torch.inference_mode():
-        model.task.run(model.task.batch(asked), [Parameters()] * len(asked))
+        model.task.run(model.task.batch(inputs), [Parameters()] * len(inputs))
 
 
-def _edited(model: EditableModel, asked: Sequence[Prompt], codebook: Codebook, index: KeyIndex) -> None:
-    model.answer(asked, [Parameters()] * len(asked), CodebookLookup(codebook, index))
+def _edited(model: EditableModel, inputs: Sequence[Prompt], codebook: Codebook, index: KeyIndex) -> None:
+    model.answer(inputs, [Parameters()] * len(inputs), CodebookLookup(codebook, index))

@@ -15,7 +15,7 @@ from tests.gpu.rig import Case, CheckError, Rig, SkipError
 from tests.support.repository import ROOT
 
 MARK = "mark.gpu"
-TAIL = 40
+OUTPUT_LINES = 40
 """Lines of pytest's output that a failure shows."""
 
 
@@ -35,20 +35,20 @@ def _case(rig: Rig) -> Iterator[Row]:
             sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-ra", "-o", "addopts=--import-mode=importlib",
             "-p", "no:cacheprovider", "--junit-xml", str(results), *map(str, files),
         ]  # fmt: skip
-        left = rig.left()
-        seconds = None if left == float("inf") else left
+        seconds_left = rig.seconds_left()
+        seconds = None if seconds_left == float("inf") else seconds_left
         # Another pytest may be running this; its options and plugins are no business of this one.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
         try:
-            ran = subprocess.run(
+            completed = subprocess.run(
                 command, cwd=ROOT, env=environment, timeout=seconds, check=False,
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             )  # fmt: skip
         except subprocess.TimeoutExpired as error:
             raise CheckError(f"pytest did not end within the {seconds:.0f} s that the budget had left") from error
-        said = "\n".join(ran.stdout.splitlines()[-TAIL:])
+        output = "\n".join(completed.stdout.splitlines()[-OUTPUT_LINES:])
         if not results.exists():
-            raise CheckError(f"pytest ended with status {ran.returncode}:\n{said}")
+            raise CheckError(f"pytest ended with status {completed.returncode}:\n{output}")
         (suite,) = ET.parse(results).getroot().iter("testsuite")
     counts = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
     failed = counts["failures"] + counts["errors"]
@@ -56,9 +56,9 @@ def _case(rig: Rig) -> Iterator[Row]:
     yield Row("tests/pytest/passed", passed, "count")
     yield Row("tests/pytest/skipped", counts["skipped"], "count")
     yield Row("tests/pytest/failed", failed, "count", 0)
-    if ran.returncode or failed:
-        raise CheckError(f"{failed} tests failed, pytest ended with status {ran.returncode}:\n{said}")
+    if completed.returncode or failed:
+        raise CheckError(f"{failed} tests failed, pytest ended with status {completed.returncode}:\n{output}")
     if not passed and not rig.cuda:
         raise SkipError(f"all {counts['skipped']} tests need a GPU")
     if not passed:
-        raise CheckError(f"all {counts['skipped']} tests were skipped:\n{said}")
+        raise CheckError(f"all {counts['skipped']} tests were skipped:\n{output}")

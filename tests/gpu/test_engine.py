@@ -64,7 +64,7 @@ HALVES = [torch.float16, torch.bfloat16]
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Backend:
     """A device, and the search of all keys on it; None: as the product searches there."""
 
     device: str
@@ -77,25 +77,25 @@ class Way:
         """The history of an engine, in its first term."""
         engine = EditEngine(model, "default", EditConfig())
         engine.index = self.index(engine.codebook)
-        told = Story(engine)
-        told.lead(engine.config)
-        return told
+        story = Story(engine)
+        story.lead(engine.config)
+        return story
 
     def engine(self, model: EditableModel) -> EditEngine:
         """In its first term."""
         return self.story(model).engine
 
 
-WAYS = [
-    pytest.param(Way("cpu", TorchSearch), id="cpu"),
-    pytest.param(Way("cuda", TorchSearch), id="cuda", marks=pytest.mark.gpu),
-    pytest.param(Way("cuda", FaissOnGpu), id="cuda-faiss", marks=pytest.mark.gpu),
+BACKENDS = [
+    pytest.param(Backend("cpu", TorchSearch), id="cpu"),
+    pytest.param(Backend("cuda", TorchSearch), id="cuda", marks=pytest.mark.gpu),
+    pytest.param(Backend("cuda", FaissOnGpu), id="cuda-faiss", marks=pytest.mark.gpu),
 ]
 
 
-@pytest.fixture(params=WAYS)
-def way(request: pytest.FixtureRequest) -> Way:
-    found: Way = request.param
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> Backend:
+    found: Backend = request.param
     if found.search is FaissOnGpu and not hasattr(load_faiss(), "StandardGpuResources"):
         pytest.skip("faiss-gpu is not installed")
     if found.device == "cuda":
@@ -136,12 +136,12 @@ def brute_force(queries_BD: np.ndarray, codebook: Codebook) -> tuple[list[int], 
 
 
 @pytest.mark.parametrize(("norm", "spread"), [(0.0, 1.0), (100.0, 1.0), (1e4, 0.05), (1e4, 100.0)])
-def test_look_ups_are_those_of_brute_force(way: Way, norm: float, spread: float) -> None:
+def test_look_ups_are_those_of_brute_force(backend: Backend, norm: float, spread: float) -> None:
     queries_BD, codebook = scene(1, norm, spread)
-    index, on_host = way.index(codebook), KeyIndex(codebook, torch.device("cpu"))
-    asked_BD = torch.from_numpy(queries_BD).to(way.device)
+    index, on_host = backend.index(codebook), KeyIndex(codebook, torch.device("cpu"))
+    device_BD = torch.from_numpy(queries_BD).to(backend.device)
     slots, distances_B = brute_force(queries_BD, codebook)
-    nearest, covering = index.nearest(asked_BD), index.nearest_within_radius(asked_BD)
+    nearest, covering = index.nearest(device_BD), index.nearest_within_radius(device_BD)
     assert nearest.slots_B.tolist() == slots
     np.testing.assert_allclose(nearest.distances_B.numpy(), distances_B, rtol=2e-7)
     expected = on_host.nearest_within_radius(torch.from_numpy(queries_BD))
@@ -150,20 +150,22 @@ def test_look_ups_are_those_of_brute_force(way: Way, norm: float, spread: float)
     assert 0 < sum(slot >= 0 for slot in covering.slots_B.tolist()) < len(queries_BD)
 
 
-def test_the_last_resort_is_not_taken_where_candidates_decide(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_resort_is_not_taken_where_candidates_decide(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Off the origin as well, where a product of the keys as they are would tell nothing apart."""
     queries_BD, codebook = scene(7, 1e3, 1.0, clusters=1)
-    index = way.index(codebook)
+    index = backend.index(codebook)
     monkeypatch.setattr(key_index, "_squared_distances", lambda *_: pytest.fail("all keys were compared"))
-    index.nearest_within_radius(torch.from_numpy(queries_BD).to(way.device))
+    index.nearest_within_radius(torch.from_numpy(queries_BD).to(backend.device))
 
 
-def test_a_look_up_is_one_search_and_one_wait(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_look_up_is_one_search_and_one_wait(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits are counted on a GPU, but for those that FAISS makes itself."""
     generator = np.random.default_rng(5)
-    index = way.index(filled(generator.standard_normal((3000, 48), np.float32), 6.0))
-    asked_BD = torch.from_numpy(generator.standard_normal((32, 48), np.float32)).to(way.device)
-    index.nearest_within_radius(asked_BD[:1])  # moves the keys
+    index = backend.index(filled(generator.standard_normal((3000, 48), np.float32), 6.0))
+    device_BD = torch.from_numpy(generator.standard_normal((32, 48), np.float32)).to(backend.device)
+    index.nearest_within_radius(device_BD[:1])  # moves the keys
     searches, search = [], index._search.search
 
     def counting(queries_BD: torch.Tensor, count: int) -> KeySearchResult:
@@ -171,16 +173,16 @@ def test_a_look_up_is_one_search_and_one_wait(way: Way, monkeypatch: pytest.Monk
         return search(queries_BD, count)
 
     monkeypatch.setattr(index._search, "search", counting)
-    with warnings.catch_warnings(record=True) as told, waits_told(way.device):
+    with warnings.catch_warnings(record=True) as caught, warn_on_sync(backend.device):
         warnings.simplefilter("always")
-        index.nearest_within_radius(asked_BD)
+        index.nearest_within_radius(device_BD)
     assert searches == [INITIAL_CANDIDATES]
-    if way.search is TorchSearch:
-        assert sum("synchroniz" in str(one.message) for one in told) == (way.device == "cuda")
+    if backend.search is TorchSearch:
+        assert sum("synchroniz" in str(one.message) for one in caught) == (backend.device == "cuda")
 
 
 @contextmanager
-def waits_told(device: str) -> Iterator[None]:
+def warn_on_sync(device: str) -> Iterator[None]:
     """Torch warns of each operation that waits for the GPU."""
     if device == "cuda":
         torch.cuda.set_sync_debug_mode("warn")
@@ -192,44 +194,44 @@ def waits_told(device: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("copies", [2, INITIAL_CANDIDATES + 1, MAX_CANDIDATES + 100])
-def test_of_equal_distances_the_first_id_wins(way: Way, copies: int) -> None:
+def test_of_equal_distances_the_first_id_wins(backend: Backend, copies: int) -> None:
     """Also of more than one search proposes, where all keys are compared at last."""
     generator = np.random.default_rng(2)
     far_ND = 1000 + generator.standard_normal((300, 8))
     keys_ND = np.concatenate([far_ND, np.tile(generator.standard_normal(8), (copies, 1))]).astype(np.float32)
     codebook = filled(keys_ND)
     first = min(range(300, 300 + copies), key=codebook.entry_ids.__getitem__)
-    found = way.index(codebook).nearest(torch.zeros(2, 8, device=way.device))
+    found = backend.index(codebook).nearest(torch.zeros(2, 8, device=backend.device))
     assert found.slots_B.tolist() == [first, first]
 
 
-def test_odd_queries_and_an_empty_codebook_have_no_nearest_key(way: Way) -> None:
-    queries_BD = torch.zeros(3, 4, device=way.device)
+def test_odd_queries_and_an_empty_codebook_have_no_nearest_key(backend: Backend) -> None:
+    queries_BD = torch.zeros(3, 4, device=backend.device)
     queries_BD[1, 2] = torch.nan
-    assert way.index(filled(np.ones((50, 4)))).nearest(queries_BD).slots_B.tolist() == [0, -1, 0]
-    assert way.index(new_codebook()).nearest_within_radius(queries_BD).slots_B.tolist() == [-1, -1, -1]
+    assert backend.index(filled(np.ones((50, 4)))).nearest(queries_BD).slots_B.tolist() == [0, -1, 0]
+    assert backend.index(new_codebook()).nearest_within_radius(queries_BD).slots_B.tolist() == [-1, -1, -1]
     huge = np.full((40, 4), 1e25) * np.arange(1, 41)[:, None]
-    found = way.index(filled(huge)).nearest(torch.full((1, 4), 3e25, device=way.device))
+    found = backend.index(filled(huge)).nearest(torch.full((1, 4), 3e25, device=backend.device))
     assert found.slots_B.tolist() == [2]
 
 
-def test_an_index_follows_what_a_codebook_adds_and_removes(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_follows_what_a_codebook_adds_and_removes(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gracestream.pipeline.search.key_search.INITIAL_KEY_CAPACITY", 8)
     generator = np.random.default_rng(3)
     codebook = new_codebook()
-    index = way.index(codebook)
+    index = backend.index(codebook)
     for step in range(120):
-        gone = [EntryChange(entry_id=f"e{step - 20}", removed=True)] if f"e{step - 20}" in codebook else []
-        index.refresh(changed(codebook, added(f"e{step}", generator.normal(size=3), 1.0), *gone, op="undo"))
+        removed = [EntryChange(entry_id=f"e{step - 20}", removed=True)] if f"e{step - 20}" in codebook else []
+        index.refresh(changed(codebook, added(f"e{step}", generator.normal(size=3), 1.0), *removed, op="undo"))
         if step % 7 == 0:
             queries_BD = generator.normal(size=(4, 3)).astype(np.float32)
-            found = index.nearest(torch.from_numpy(queries_BD).to(way.device))
+            found = index.nearest(torch.from_numpy(queries_BD).to(backend.device))
             assert found.slots_B.tolist() == brute_force(queries_BD, codebook)[0]
 
 
 def targets(kind: str) -> list[str]:
-    some = ["right", "wrong", "both"] if kind == "bert" else ["train", "river", "bridge"]
-    return [some[number % 3] for number in range(12)]
+    labels = ["right", "wrong", "both"] if kind == "bert" else ["train", "river", "bridge"]
+    return [labels[number % 3] for number in range(12)]
 
 
 def corrections(kind: str) -> list[tuple[Feedback, int]]:
@@ -242,17 +244,17 @@ def corrections(kind: str) -> list[tuple[Feedback, int]]:
 
 def corrected(engine: EditEngine, kind: str) -> tuple[list[str], list[bytes]]:
     """What becomes of a dozen corrections, of which the first half wait and are trained together; and the records."""
-    asked = corrections(kind)
-    ahead = engine.draft_values(asked[:6])
+    numbered = corrections(kind)
+    drafts = engine.draft_values(numbered[:6])
     statuses: list[str] = []
     records = []
-    for feedback, offset in asked:
-        edited = engine.edit(feedback, offset, draft=ahead.get(offset))
-        assert edited.outcome is not None
-        statuses.append(edited.outcome.status)
-        if edited.delta_record is not None:
-            engine.apply(edited.delta_record)
-            records.append(edited.delta_record)
+    for feedback, offset in numbered:
+        result = engine.edit(feedback, offset, draft=drafts.get(offset))
+        assert result.outcome is not None
+        statuses.append(result.outcome.status)
+        if result.delta_record is not None:
+            engine.apply(result.delta_record)
+            records.append(result.delta_record)
     return statuses, records
 
 
@@ -261,92 +263,95 @@ def answers(engine: EditEngine, batch: int = 5) -> list[tuple[str, str | None]]:
     found = []
     prompts = [engine.model.task.tokenize(text) for text in PROBE_TEXTS[:20]]
     for start in range(0, len(prompts), batch):
-        asked = prompts[start : start + batch]
-        served = engine.model.answer(asked, [Parameters()] * len(asked), engine.lookup)
+        some = prompts[start : start + batch]
+        served = engine.model.answer(some, [Parameters()] * len(some), engine.lookup)
         for one in served:
             outputs = one.answer.outputs
-            said = outputs.text if isinstance(outputs.text, str) else outputs.label
-            found.append((str(said), None if one.hit is None else one.hit.entry_id))
+            text = outputs.text if isinstance(outputs.text, str) else outputs.label
+            found.append((str(text), None if one.hit is None else one.hit.entry_id))
     return found
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_a_stream_of_edits_is_decided_and_answered_as_on_the_cpu(way: Way, kind: str) -> None:
-    engine, usual = way.engine(editable(kind, device=way.device)), EditEngine(editable(kind), "default", EditConfig())
-    usual.apply(usual.lead_delta({}))
+def test_a_stream_of_edits_is_decided_and_answered_as_on_the_cpu(backend: Backend, kind: str) -> None:
+    engine, on_cpu = (
+        backend.engine(editable(kind, device=backend.device)),
+        EditEngine(editable(kind), "default", EditConfig()),
+    )
+    on_cpu.apply(on_cpu.lead_delta({}))
     statuses, _ = corrected(engine, kind)
-    assert statuses == corrected(usual, kind)[0]
-    assert answers(engine) == answers(usual)
-    made = [row for row, status in enumerate(statuses) if status != "rejected"]
-    assert len(made) > 4
-    assert [answers(engine)[row][0] for row in made] == [targets(kind)[row] for row in made]
+    assert statuses == corrected(on_cpu, kind)[0]
+    assert answers(engine) == answers(on_cpu)
+    accepted = [row for row, status in enumerate(statuses) if status != "rejected"]
+    assert len(accepted) > 4
+    assert [answers(engine)[row][0] for row in accepted] == [targets(kind)[row] for row in accepted]
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_the_same_stream_gives_the_same_records_to_the_byte(way: Way, kind: str) -> None:
-    first, again = (corrected(way.engine(editable(kind, device=way.device)), kind)[1] for _ in range(2))
-    assert first == again
+def test_the_same_stream_gives_the_same_records_to_the_byte(backend: Backend, kind: str) -> None:
+    first, second = (corrected(backend.engine(editable(kind, device=backend.device)), kind)[1] for _ in range(2))
+    assert first == second
     assert first
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_a_history_that_is_trained_anew_gives_its_records_to_the_byte(way: Way, kind: str) -> None:
+def test_a_history_that_is_trained_anew_gives_its_records_to_the_byte(backend: Backend, kind: str) -> None:
     """As `replay --retrain` does, with another copy of the model; also what an undo decides again."""
     reproduce = pytest.importorskip(
         "gracestream.pipeline.history.reproduce",
         reason="training anew reads outcomes too, and needs what a worker needs: `pip install .`",
     )
-    told = way.story(editable(kind, device=way.device))
-    statuses, records = corrected(told.engine, kind)
-    told.deltas += records
-    told.feedback += [feedback for feedback, _ in corrections(kind)]
-    assert told.undo("u", f"f{statuses.index('added')}").status == "undone"
-    model = editable(kind, device=way.device)
-    again = reproduce.ReproductionRun(
-        model, dict(enumerate(told.feedback)), lambda plan: describe_environment(model, plan)
+    story = backend.story(editable(kind, device=backend.device))
+    statuses, records = corrected(story.engine, kind)
+    story.deltas += records
+    story.feedback += [feedback for feedback, _ in corrections(kind)]
+    assert story.undo("u", f"f{statuses.index('added')}").status == "undone"
+    model = editable(kind, device=backend.device)
+    second = reproduce.ReproductionRun(
+        model, dict(enumerate(story.feedback)), lambda plan: describe_environment(model, plan)
     )
-    assert all(map(again.reproduce, told.deltas)), again.report
-    assert again.records == told.deltas
-    assert again.report.decisions == again.report.same_records == len(told.deltas) - 1
-    assert (again.report.value_difference, again.report.other_environment) == (0.0, {})
-    values = [change for record in told.deltas for change in decode_delta(record).entries if change.value is not UNSET]
+    assert all(map(second.reproduce, story.deltas)), second.report
+    assert second.records == story.deltas
+    assert second.report.decisions == second.report.same_records == len(story.deltas) - 1
+    assert (second.report.value_difference, second.report.other_environment) == (0.0, {})
+    values = [change for record in story.deltas for change in decode_delta(record).entries if change.value is not UNSET]
     assert len(values) > 4
 
 
-def replaced(way: Way, others: int) -> Story:
+def replaced(backend: Backend, others: int) -> Story:
     """So many entries far from all queries; and a correction, and another one of the same input."""
-    told = way.story(editable("bert", device=way.device))
-    model, book = told.engine.model, told.engine.codebook
+    story = backend.story(editable("bert", device=backend.device))
+    model, book = story.engine.model, story.engine.codebook
     width = model.queries([model.task.tokenize(PROBE_TEXTS[0])]).shape[1]
     keys_ND = 1e3 + np.random.default_rng(8).standard_normal((others, width), np.float32)
     value_V = np.zeros(model.module.config.hidden_size)
-    told.apply(sealed(book, *(added(f"other{row}", key_D, 1.0, value=value_V) for row, key_D in enumerate(keys_ND))))
+    story.apply(sealed(book, *(added(f"other{row}", key_D, 1.0, value=value_V) for row, key_D in enumerate(keys_ND))))
     for name, target in (("first", "wrong"), ("second", "both")):
-        assert told.take(make_correction(name, PROBE_TEXTS[0], target)).status in ("added", "replaced")
-    return told
+        assert story.take(make_correction(name, PROBE_TEXTS[0], target)).status in ("added", "replaced")
+    return story
 
 
-def test_an_undo_is_decided_as_on_the_cpu(way: Way) -> None:
-    told, usual = replaced(way, 300), replaced(Way("cpu", None), 300)
-    for one in (told, usual):
+def test_an_undo_is_decided_as_on_the_cpu(backend: Backend) -> None:
+    story, on_cpu = replaced(backend, 300), replaced(Backend("cpu", None), 300)
+    for one in (story, on_cpu):
         assert one.undo("u", "first").status == "undone"
         assert set(decode_delta(one.deltas[-1]).decided) == {"second"}
-    assert told.engine.codebook.entry_ids == usual.engine.codebook.entry_ids
-    assert answers(told.engine) == answers(usual.engine)
-    assert answers(told.engine)[0] == ("both", "second")
+    assert story.engine.codebook.entry_ids == on_cpu.engine.codebook.entry_ids
+    assert answers(story.engine) == answers(on_cpu.engine)
+    assert answers(story.engine)[0] == ("both", "second")
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("kind", ["llama", "t5-decoder", "bert"])
-def test_edits_of_a_model_in_half_precision_are_served(way: Way, kind: str, dtype: torch.dtype) -> None:
-    engine = way.engine(editable(kind, device=way.device, dtype=dtype))
+def test_edits_of_a_model_in_half_precision_are_served(backend: Backend, kind: str, dtype: torch.dtype) -> None:
+    engine = backend.engine(editable(kind, device=backend.device, dtype=dtype))
     engine.config = EditConfig(recipe=ValueTrainingConfig(learning_rate=0.5))
     statuses, _ = corrected(engine, kind)
-    made = [row for row, status in enumerate(statuses) if status != "rejected"]
-    assert len(made) > 6
+    accepted = [row for row, status in enumerate(statuses) if status != "rejected"]
+    assert len(accepted) > 6
     for batch in (1, 20):
-        said = answers(engine, batch)
-        assert [said[row][0] for row in made] == [targets(kind)[row] for row in made]
+        found = answers(engine, batch)
+        assert [found[row][0] for row in accepted] == [targets(kind)[row] for row in accepted]
 
 
 def encoder(device: str) -> SentenceEncoder:
@@ -360,23 +365,24 @@ def encoder(device: str) -> SentenceEncoder:
     return SentenceEncoder(module.to(device), tokenizer("bert"), "encoder")
 
 
-def test_an_encoders_queries_and_edits_are_those_of_the_cpu(way: Way) -> None:
-    engine = way.engine(editable("llama", device=way.device, encoder=encoder(way.device)))
-    usual = EditEngine(editable("llama", encoder=encoder("cpu")), "default", EditConfig())
-    usual.apply(usual.lead_delta({}))
+def test_an_encoders_queries_and_edits_are_those_of_the_cpu(backend: Backend) -> None:
+    engine = backend.engine(editable("llama", device=backend.device, encoder=encoder(backend.device)))
+    on_cpu = EditEngine(editable("llama", encoder=encoder("cpu")), "default", EditConfig())
+    on_cpu.apply(on_cpu.lead_delta({}))
     ours_BD, theirs_BD = (
-        one.model.queries([one.model.task.tokenize(text) for text in PROBE_TEXTS[:12]]).cpu() for one in (engine, usual)
+        one.model.queries([one.model.task.tokenize(text) for text in PROBE_TEXTS[:12]]).cpu()
+        for one in (engine, on_cpu)
     )
     torch.testing.assert_close(ours_BD, theirs_BD, atol=1e-5, rtol=1e-5)
-    assert corrected(engine, "llama")[0] == corrected(usual, "llama")[0]
-    assert answers(engine) == answers(usual)
+    assert corrected(engine, "llama")[0] == corrected(on_cpu, "llama")[0]
+    assert answers(engine) == answers(on_cpu)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
 @pytest.mark.parametrize("kind", ["llama", "t5-encoder", "bert"])
-def test_the_tolerance_covers_the_noise_of_queries(way: Way, kind: str, dtype: torch.dtype) -> None:
+def test_the_tolerance_covers_the_noise_of_queries(backend: Backend, kind: str, dtype: torch.dtype) -> None:
     """On the device, and between it and a CPU."""
-    model = editable(kind, device=way.device, dtype=dtype)
+    model = editable(kind, device=backend.device, dtype=dtype)
     alone, between = measure_query_noise(model), measure_query_noise(model, editable(kind, dtype=dtype))
     assert alone.of_tolerance <= 1, alone
     assert between.of_tolerance <= 1, between
@@ -506,12 +512,12 @@ class TestOnAGpu:
         assert torch.cuda.max_memory_allocated() - before - held < 500 * 2**20
 
     def test_an_undo_makes_no_second_copy_of_the_keys(self) -> None:
-        told = replaced(Way("cuda", TorchSearch), 30_000)
-        keys_bytes = told.engine.codebook.keys_ND.nbytes
+        story = replaced(Backend("cuda", TorchSearch), 30_000)
+        keys_bytes = story.engine.codebook.keys_ND.nbytes
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        assert told.undo("u", "first").status == "undone"
-        assert set(decode_delta(told.deltas[-1]).decided) == {"second"}
+        assert story.undo("u", "first").status == "undone"
+        assert set(decode_delta(story.deltas[-1]).decided) == {"second"}
         assert torch.cuda.max_memory_allocated() - before < keys_bytes / 2
 
     def test_a_large_batch_fits_the_memory_that_faiss_keeps(self, capfd: pytest.CaptureFixture[str]) -> None:
@@ -526,14 +532,14 @@ class TestOnAGpu:
             search.search(torch.zeros(512, 64, device="cuda"), MAX_CANDIDATES)
         finally:
             resources.setLogMemoryAllocations(False)
-        said = capfd.readouterr().out
-        assert "alloc ok" in said
-        assert "no temp space" not in said
+        output = capfd.readouterr().out
+        assert "alloc ok" in output
+        assert "no temp space" not in output
 
     def test_the_environment_names_what_decides_the_bits(self) -> None:
         prepare_cuda()
-        told = arithmetic_settings(torch.device("cuda"))
-        assert told["tf32"] == "False"
-        assert told["cublas_workspace"] == ":4096:8"
-        assert told["driver"] != "unknown"
-        assert told["cuda"] == torch.version.cuda
+        settings = arithmetic_settings(torch.device("cuda"))
+        assert settings["tf32"] == "False"
+        assert settings["cublas_workspace"] == ":4096:8"
+        assert settings["driver"] != "unknown"
+        assert settings["cuda"] == torch.version.cuda

@@ -29,9 +29,11 @@ BEYOND_THE_ENGINE = (
 
 def make(*options: str, seconds: float = 280) -> "subprocess.CompletedProcess[str]":
     """`make gpu` with these options, and none of a `make test` that runs these tests."""
-    alone = {name: value for name, value in os.environ.items() if name not in {"MAKEFLAGS", "MAKELEVEL", "MFLAGS"}}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in {"MAKEFLAGS", "MAKELEVEL", "MFLAGS"}
+    }
     argv = ["make", "gpu", *options]
-    return subprocess.run(argv, cwd=ROOT, env=alone, check=False, capture_output=True, text=True, timeout=seconds)
+    return subprocess.run(argv, cwd=ROOT, env=environment, check=False, capture_output=True, text=True, timeout=seconds)
 
 
 def make_gpu(*arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -58,7 +60,7 @@ def test_the_whole_command_is_rehearsed_on_the_cpu_and_every_part_reports(tmp_pa
     assert "no part failed" in ran.stdout
 
 
-def begun(path: Path) -> int:
+def start_worker(path: Path) -> int:
     """The status of a worker that is to measure a GPU."""
     return worker.main(["--device", "cuda", "--seconds", "60", "--part", "lookup", "--report", str(path)])
 
@@ -70,7 +72,7 @@ def test_without_a_gpu_a_worker_says_why_and_begins_nothing(
     for name, value in CUDA_ENVIRONMENT_DEFAULTS.items():
         monkeypatch.setenv(name, value)  # which the worker sets in its process
     path = tmp_path / "report.json"
-    assert begun(path) == worker.NO_DEVICE
+    assert start_worker(path) == worker.NO_DEVICE
     assert re.search(r"^torch \S+ can use no GPU: ", capsys.readouterr().err)
     assert not path.exists()
 
@@ -80,7 +82,7 @@ def test_where_tf32_is_forced_a_worker_says_what_to_unset_and_begins_nothing(
 ) -> None:
     monkeypatch.setenv("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1")  # as NVIDIA's images do
     path = tmp_path / "report.json"
-    assert begun(path) == worker.NO_DEVICE
+    assert start_worker(path) == worker.NO_DEVICE
     assert "unset it" in capsys.readouterr().err
     assert not path.exists()
 
@@ -94,12 +96,12 @@ def test_all_but_the_tests_need_what_the_engine_needs_and_no_more(tmp_path: Path
 import importlib, sys
 for name in {BEYOND_THE_ENGINE}:
     sys.modules[name] = None
-from tests.bench.framework import KEPT
+from tests.bench.framework import COMMITTED
 from tests.bench.page import pages
 from tests.gpu import worker
 for module in worker.MODULES.values():
     importlib.import_module(module)
-assert pages(KEPT)
+assert pages(COMMITTED)
 argv = "--device cpu --seconds 200 --part lookup --part determinism --report".split()
 sys.exit(worker.main([*argv, sys.argv[1]]))
 """
@@ -114,9 +116,9 @@ sys.exit(worker.main([*argv, sys.argv[1]]))
 
 
 def test_a_python_that_lacks_a_package_is_named_with_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "NEEDED", ("torch", "no_such_package"))
+    monkeypatch.setattr(command, "REQUIRED_PACKAGES", ("torch", "no_such_package"))
     assert re.fullmatch(
-        r"\S+ lacks no_such_package: install it, or name another Python by PYTHON=...", command.why_not()
+        r"\S+ lacks no_such_package: install it, or name another Python by PYTHON=...", command.cannot_run_reason()
     )
 
 
@@ -151,8 +153,8 @@ def cases(*found: Case) -> worker.Cases:
     return given
 
 
-def rig(left: float = FAR) -> Rig:
-    return Rig(torch.device("cpu"), real=False, left=lambda: left)
+def rig(seconds_left: float = FAR) -> Rig:
+    return Rig(torch.device("cpu"), real=False, seconds_left=lambda: seconds_left)
 
 
 def test_a_case_that_fails_is_recorded_with_what_it_had_and_the_next_ones_run(tmp_path: Path) -> None:
@@ -202,12 +204,12 @@ def test_a_case_that_the_host_has_no_memory_for_is_not_begun(tmp_path: Path) -> 
 def test_what_no_longer_fits_the_budget_is_skipped_and_says_so(tmp_path: Path) -> None:
     report = Report(tmp_path / "report.json")
     parts = {"lookup": cases(Case("one", fine("one")), Case("two", fine("two")))}
-    assert worker.run_parts(parts, rig(left=0), report)
+    assert worker.run_parts(parts, rig(seconds_left=0), report)
     assert report.parts["lookup"].status == "skipped"
     assert report.parts["lookup"].reasons("skipped") == ["one, two: the budget is spent"]
 
 
-def dying(path: Path, program: str) -> Callable[[Sequence[str], float], list[str]]:
+def dying_workers(path: Path, program: str) -> Callable[[Sequence[str], float], list[str]]:
     """Workers that begin the first part that is left and then run the program; the last part passes."""
 
     def argv(parts: Sequence[str], _seconds: float) -> list[str]:
@@ -226,7 +228,7 @@ def dying(path: Path, program: str) -> Callable[[Sequence[str], float], list[str
 def test_a_worker_that_dies_fails_the_part_it_was_at_and_the_others_run(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     program = "print('Faiss assertion: CUDA error 700', file=sys.stderr, flush=True); os.abort()"
-    report = command.supervise(["lookup", "edit", "serve"], dying(path, program), path, FAR)
+    report = command.supervise(["lookup", "edit", "serve"], dying_workers(path, program), path, FAR)
     assert {name: part.status for name, part in report.parts.items()} == {
         "lookup": "failed", "edit": "failed", "serve": "passed",
     }  # fmt: skip
@@ -241,7 +243,7 @@ def test_a_worker_that_hangs_is_killed_after_the_budget_and_what_was_to_follow_i
 ) -> None:
     monkeypatch.setattr(command, "GRACE_SECONDS", 3)
     path = tmp_path / "report.json"
-    report = command.supervise(["lookup", "edit"], dying(path, "time.sleep(600)"), path, 0.5)
+    report = command.supervise(["lookup", "edit"], dying_workers(path, "time.sleep(600)"), path, 0.5)
     assert report.parts["lookup"].status == "failed"
     assert "and was killed" in report.parts["lookup"].reason
     assert report.parts["edit"] == PartReport("skipped", "the budget is spent")
@@ -267,13 +269,13 @@ def test_a_report_comes_back_as_it_was_saved(tmp_path: Path) -> None:
 
 
 def test_committed_numbers_have_the_devices_name_and_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.bench.framework.KEPT", tmp_path)
-    machine = worker.facts("cpu") | {"device": "NVIDIA H100 80GB HBM3", "driver": "580.65.06", "cuda": "13.2"}
+    monkeypatch.setattr("tests.bench.framework.COMMITTED", tmp_path)
+    machine = worker.describe_run("cpu") | {"device": "NVIDIA H100 80GB HBM3", "driver": "580.65.06", "cuda": "13.2"}
     found = CaseReport(
         "passed", rows=[{"name": "edit/gpt2-xl/alone/steps", "value": 20, "unit": "count", "baseline": None}]
     )
     report = Report(tmp_path / "report.json", machine, {"edit": PartReport("passed", cases={"gpt2-xl": found})})
-    assert command._commit(report, keep=False) == tmp_path / "gpu-nvidia-h100-80gb-hbm3.json"
+    assert command._commit(report, keep_others=False) == tmp_path / "gpu-nvidia-h100-80gb-hbm3.json"
     page = (tmp_path / "nvidia-h100-80gb-hbm3.md").read_text(encoding="utf-8")
     assert "## gpu, NVIDIA H100 80GB HBM3" in page
     assert "Checked: every delta is the same" in page

@@ -15,12 +15,12 @@ from tests.bench.random_models import RandomModel, texts
 from tests.gpu.rig import Case, CheckError, Rig, smollm2
 
 DTYPES = ("float32", "bfloat16", "float16")
-TOKENS, LONGER = 20, 60
+TOKENS, LONG_TOKENS = 20, 60
 INPUTS = 24
-ON_CPU = 4
+CPU_INPUTS = 4
 """Inputs that the CPU sees too: it takes far longer."""
 
-RADIUS = 2
+MIN_RADIUS = 2
 """Tolerances that every radius has at least; a query within one of them even counts as the same input."""
 
 
@@ -38,7 +38,7 @@ def _random(rig: Rig, shape: RandomModel, dtype: str) -> Iterator[Row]:
     models = [shape.editable(module)]
     if rig.cuda:
         models.append(shape.editable(copy.deepcopy(module).cpu()))
-    inputs = texts(models[0], rig.some(INPUTS), TOKENS) + texts(models[0], 1, LONGER)
+    inputs = texts(models[0], rig.count(INPUTS), TOKENS) + texts(models[0], 1, LONG_TOKENS)
     yield from _case(shape.name, models, inputs)
 
 
@@ -50,18 +50,18 @@ def _trained(rig: Rig, dtype: str) -> Iterator[Row]:
 
 def _case(name: str, models: Sequence[EditableModel], inputs: Sequence[str]) -> Iterator[Row]:
     """Of a model on the device, and of a copy of it on the CPU if there is one."""
-    dtype, too_far = models[0].query_dtype, []
-    found = {"own-device": measure_query_noise(models[0], inputs=inputs)}
+    dtype, errors = models[0].query_dtype, []
+    noise_by_comparison = {"own-device": measure_query_noise(models[0], inputs=inputs)}
     if len(models) > 1:
-        found["with-cpu"] = measure_query_noise(*models, inputs=inputs[-ON_CPU:])
-    for between, noise in found.items():
-        path = f"tolerance/{name}/{dtype}/{between}"
+        noise_by_comparison["with-cpu"] = measure_query_noise(*models, inputs=inputs[-CPU_INPUTS:])
+    for comparison, noise in noise_by_comparison.items():
+        path = f"tolerance/{name}/{dtype}/{comparison}"
         yield Row(f"{path}/relative", noise.relative, "relative", DTYPE_TOLERANCES[dtype].relative)
         yield Row(f"{path}/of-tolerance", noise.of_tolerance, "x", 1)
-        if not noise.of_tolerance <= RADIUS:  # which is so where it is not a number
-            too_far.append(
-                f"{between}: a query moves by {noise.relative:.3g} of its norm, {noise.of_tolerance:.3g} times the"
+        if not noise.of_tolerance <= MIN_RADIUS:  # which is so where it is not a number
+            errors.append(
+                f"{comparison}: a query moves by {noise.relative:.3g} of its norm, {noise.of_tolerance:.3g} times the"
                 f" tolerance; raise ROUNDINGS[{dtype!r}], which is {DTYPE_TOLERANCES[dtype].relative:.3g}"
             )
-    if too_far:
-        raise CheckError("; ".join(too_far))
+    if errors:
+        raise CheckError("; ".join(errors))

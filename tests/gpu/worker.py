@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from gracestream.pipeline.search.key_search import search_class_for
-from tests.bench.device import available, version, why_no_gpu
-from tests.bench.framework import Row, machine, shown
+from tests.bench.device import available_memory, gpu_unavailable_reason, version
+from tests.bench.framework import Row, format_value, machine
 from tests.gpu.report import PARTS, CaseReport, PartReport, Report
 from tests.gpu.rig import Case, Rig, SkipError
 
@@ -44,16 +44,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--real", action="store_true")
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--part", action="append", choices=PARTS, required=True)
-    given = parser.parse_args(arguments)
-    ends = time.monotonic() + given.seconds
-    if given.device == "cuda" and (reason := why_no_gpu()):
-        _say(reason)
+    args = parser.parse_args(arguments)
+    deadline = time.monotonic() + args.seconds
+    if args.device == "cuda" and (reason := gpu_unavailable_reason()):
+        _log(reason)
         return NO_DEVICE
-    report = Report.load(given.report)
-    report.machine = facts(given.device)
+    report = Report.load(args.report)
+    report.machine = describe_run(args.device)
     report.save()
-    rig = Rig(torch.device(given.device), given.real, lambda: ends - time.monotonic())
-    parts = {name: importlib.import_module(MODULES[name]).cases for name in given.part}
+    rig = Rig(torch.device(args.device), args.real, lambda: deadline - time.monotonic())
+    parts = {name: importlib.import_module(MODULES[name]).cases for name in args.part}
     return 0 if run_parts(parts, rig, report) else BROKEN
 
 
@@ -62,11 +62,11 @@ def run_parts(parts: dict[str, Cases], rig: Rig, report: Report) -> bool:
     for name, cases in parts.items():
         part = report.parts[name] = PartReport("running")
         report.save()
-        lives = _run_part(name, cases, rig, report)
+        usable = _run_part(name, cases, rig, report)
         if part.status == "running":
             part.close()
         report.save()
-        if not lives:
+        if not usable:
             return False
     return True
 
@@ -74,64 +74,66 @@ def run_parts(parts: dict[str, Cases], rig: Rig, report: Report) -> bool:
 def _run_part(name: str, cases: Cases, rig: Rig, report: Report) -> bool:
     """Run those of one part, and skip what cannot be expected to end in time; False once the device is broken."""
     part = report.parts[name]
-    longest, lives = 0.0, True
+    longest, usable = 0.0, True
     try:
         for case in cases(rig):
-            reason = "a case before it left the device unusable" if not lives else _why_not(case, rig, longest)
+            reason = "a case before it left the device unusable" if not usable else _skip_reason(case, rig, longest)
             if reason:
                 part.cases[case.name] = CaseReport("skipped", reason=reason)
-                _say(f"{name}: {case.name} skipped: {reason}")
+                _log(f"{name}: {case.name} skipped: {reason}")
                 continue
-            _say(f"{name}: {case.name}")
-            found = part.cases[case.name] = CaseReport("running")
+            _log(f"{name}: {case.name}")
+            case_report = part.cases[case.name] = CaseReport("running")
             report.save()
             started = time.monotonic()
-            _run_case(case, found)
-            found.seconds = round(time.monotonic() - started, 3)
-            longest = max(longest, found.seconds)
-            lives = found.status != "failed" or _works(rig.device)
+            _run_case(case, case_report)
+            case_report.seconds = round(time.monotonic() - started, 3)
+            longest = max(longest, case_report.seconds)
+            usable = case_report.status != "failed" or _is_usable(rig.device)
             report.save()
             gc.collect()
-            if rig.cuda and lives:
+            if rig.cuda and usable:
                 torch.cuda.empty_cache()
     except Exception as error:  # noqa: BLE001 - a part that cannot name its cases must not take the others with it
         part.status, part.reason = "failed", f"{type(error).__name__}: {error}"
-        _say(traceback.format_exc())
-    return lives
+        _log(traceback.format_exc())
+    return usable
 
 
-def _run_case(case: Case, found: CaseReport) -> None:
+def _run_case(case: Case, case_report: CaseReport) -> None:
     """Measure one case and record what comes of it."""
     try:
         for row in case.run():
-            found.rows.append(asdict(row))
-            _say(f"    {row.name} {_words(row)}")
+            case_report.rows.append(asdict(row))
+            _log(f"    {row.name} {_format_row(row)}")
     except (SkipError, torch.OutOfMemoryError, MemoryError) as error:
-        found.status, found.reason = "skipped", _first_line(error)
-        _say(f"    skipped: {found.reason}")
+        case_report.status, case_report.reason = "skipped", _first_line(error)
+        _log(f"    skipped: {case_report.reason}")
     except Exception as error:  # noqa: BLE001 - whatever it is, the next case is to run
-        found.status, found.reason, found.error = "failed", _first_line(error), traceback.format_exc()
-        _say(found.error)
+        case_report.status, case_report.reason, case_report.error = "failed", _first_line(error), traceback.format_exc()
+        _log(case_report.error)
     else:
-        found.status = "passed"
+        case_report.status = "passed"
 
 
-def _why_not(case: Case, rig: Rig, longest: float) -> str:
+def _skip_reason(case: Case, rig: Rig, longest: float) -> str:
     """Why a case is not run; empty if it is. Cases grow: one takes no less time than those of its part before it."""
-    left = rig.left()
-    if left <= 0:
+    seconds_left = rig.seconds_left()
+    if seconds_left <= 0:
         return "the budget is spent"
-    if left <= longest:
-        return f"the budget has {left:.0f} s left; a case before it took {longest:.0f} s"
-    needed, there = case.host_bytes + (0 if rig.cuda else case.device_bytes), available(rig.device)
-    if needed > (here := available(torch.device("cpu"))):
-        return f"it needs {needed / 1e9:.1f} GB of the host's memory, and {here / 1e9:.1f} GB are free"
-    if case.device_bytes > there:
-        return f"it needs {case.device_bytes / 1e9:.1f} GB of the device's memory, and {there / 1e9:.1f} GB are free"
+    if seconds_left <= longest:
+        return f"the budget has {seconds_left:.0f} s left; a case before it took {longest:.0f} s"
+    needed, on_device = case.host_bytes + (0 if rig.cuda else case.device_bytes), available_memory(rig.device)
+    if needed > (on_host := available_memory(torch.device("cpu"))):
+        return f"it needs {needed / 1e9:.1f} GB of the host's memory, and {on_host / 1e9:.1f} GB are free"
+    if case.device_bytes > on_device:
+        return (
+            f"it needs {case.device_bytes / 1e9:.1f} GB of the device's memory, and {on_device / 1e9:.1f} GB are free"
+        )
     return ""
 
 
-def _works(device: torch.device) -> bool:
+def _is_usable(device: torch.device) -> bool:
     """Whether the device still computes after an error."""
     try:
         return float(torch.ones(8, device=device).sum()) == 8
@@ -139,7 +141,7 @@ def _works(device: torch.device) -> bool:
         return False
 
 
-def facts(device: str) -> dict[str, str | int]:
+def describe_run(device: str) -> dict[str, str | int]:
     """What the run is measured on: the machine, versions, and variables that change what a GPU computes."""
     versions = {package: version(package) for package in ("numpy", "msgspec", "safetensors", "tokenizers")}
     search = {"search": search_class_for(torch.device(device)).__name__}
@@ -151,9 +153,9 @@ def facts(device: str) -> dict[str, str | int]:
     }
 
 
-def _words(row: Row) -> str:
-    against = "" if row.baseline is None else f" ({shown(Row('', row.baseline, row.unit))})"
-    return f"{shown(row)}{against} {row.unit}"
+def _format_row(row: Row) -> str:
+    baseline = "" if row.baseline is None else f" ({format_value(Row('', row.baseline, row.unit))})"
+    return f"{format_value(row)}{baseline} {row.unit}"
 
 
 def _first_line(error: BaseException) -> str:
@@ -161,7 +163,7 @@ def _first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
 

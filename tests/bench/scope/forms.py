@@ -29,7 +29,7 @@ CONTEXTS: Mapping[Part, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class CaseKind:
     """A kind of case: its name, its side, and the texts that it makes of a correction.
 
     Attributes:
@@ -86,17 +86,17 @@ def as_statement(plain: str) -> str | None:
     return f"The {found[2]} {found[1]}"
 
 
-def _changed(make: Callable[[str], str]) -> Callable[[Correction, Part], Sequence[str]]:
+def _rewritten(make: Callable[[str], str]) -> Callable[[Correction, Part], Sequence[str]]:
     """The text that a rule makes of the prompt, unless it is the prompt itself."""
 
     def texts(correction: Correction, _part: Part) -> Sequence[str]:
-        made = make(correction.text)
-        return () if made == correction.text else (made,)
+        text = make(correction.text)
+        return () if text == correction.text else (text,)
 
     return texts
 
 
-def _before(wordings: Mapping[Part, tuple[str, ...]]) -> Callable[[Correction, Part], Sequence[str]]:
+def _prefixed(wordings: Mapping[Part, tuple[str, ...]]) -> Callable[[Correction, Part], Sequence[str]]:
     """The prompt after one of the part's wordings, which the prompt's length chooses."""
 
     def texts(correction: Correction, part: Part) -> Sequence[str]:
@@ -107,34 +107,34 @@ def _before(wordings: Mapping[Part, tuple[str, ...]]) -> Callable[[Correction, P
 
 
 def _question(correction: Correction, _part: Part) -> Sequence[str]:
-    made = correction.plain if correction.plain.endswith("?") else as_plain_question(correction.plain)
-    return () if made is None or made == correction.text else (made,)
+    text = correction.plain if correction.plain.endswith("?") else as_plain_question(correction.plain)
+    return () if text is None or text == correction.text else (text,)
 
 
 def _statement(correction: Correction, _part: Part) -> Sequence[str]:
-    made = as_statement(correction.plain)
-    return () if made is None or made == correction.text else (made,)
+    text = as_statement(correction.plain)
+    return () if text is None or text == correction.text else (text,)
 
 
 FORMS = (
-    Kind("upper", True, _changed(str.upper)),
-    Kind("lower", True, _changed(str.lower)),
-    Kind("space", True, _changed(lambda text: f"{text} ")),
-    Kind("newline", True, _changed(lambda text: f"{text}\n")),
-    Kind("punctuation", True, _changed(without_punctuation)),
-    Kind("typo", True, _changed(typo)),
-    Kind("instruction", True, _before(INSTRUCTIONS)),
-    Kind("context", True, _before(CONTEXTS)),
-    Kind("question", True, _question),
-    Kind("statement", True, _statement),
-    Kind("chat", True, lambda correction, _part: (correction.plain,), chat=True),
+    CaseKind("upper", True, _rewritten(str.upper)),
+    CaseKind("lower", True, _rewritten(str.lower)),
+    CaseKind("space", True, _rewritten(lambda text: f"{text} ")),
+    CaseKind("newline", True, _rewritten(lambda text: f"{text}\n")),
+    CaseKind("punctuation", True, _rewritten(without_punctuation)),
+    CaseKind("typo", True, _rewritten(typo)),
+    CaseKind("instruction", True, _prefixed(INSTRUCTIONS)),
+    CaseKind("context", True, _prefixed(CONTEXTS)),
+    CaseKind("question", True, _question),
+    CaseKind("statement", True, _statement),
+    CaseKind("chat", True, lambda correction, _part: (correction.plain,), chat=True),
 )
 """Kinds that any correction of a causal model has."""
 
 
-def related(name: str, *, applies: bool) -> Kind:
+def related(name: str, *, applies: bool) -> CaseKind:
     """A kind whose texts the correction's own data hold."""
-    return Kind(name, applies, lambda correction, _part: correction.related.get(name, ()))
+    return CaseKind(name, applies, lambda correction, _part: correction.related.get(name, ()))
 
 
-ITSELF = Kind("itself", True, lambda correction, _part: (correction.text,))
+ITSELF = CaseKind("itself", True, lambda correction, _part: (correction.text,))

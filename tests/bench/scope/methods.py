@@ -23,10 +23,19 @@ from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.settings import Settings
 from gracestream.schemas.messages import ChatMessage, Parameters
 from gracestream.workers.bootstrap import edit_config_from_settings
-from tests.bench.edits import ANSWER, Asked, Cost, Fact, Known, asked_at, correct, started
+from tests.bench.edits import (
+    MAX_ANSWER_TOKENS,
+    CachedModel,
+    CorrectionCosts,
+    Fact,
+    TrainedValues,
+    apply_corrections,
+    open_cached_model,
+    start_engine,
+)
 from tests.bench.scope.cases import Case, Stream
 
-AT_ONCE = 16
+BATCH_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +52,7 @@ class Method:
     name: str
     settings: Mapping[str, object] = field(default_factory=dict)
     curves: tuple[float, ...] = ()
-    asked_before: bool = False
+    cases_in_traffic: bool = False
 
 
 BY_DISTANCE = {"train_prompt_forms": False, "check_wording": False, "use_scope_radius": False}
@@ -55,7 +64,7 @@ LAYER = {"query_source": "last"}
 METHODS = (
     Method("default"),
     Method("default, alpha .1", {"scope_error_rate": 0.1}),
-    Method("default, asked before", {"traffic_sample_size": 4096}, asked_before=True),
+    Method("default, asked before", {"traffic_sample_size": 4096}, cases_in_traffic=True),
     Method("default, distance", BY_DISTANCE, curves=(0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)),
     Method("layer", LAYER),
     Method("layer, distance", {**LAYER, **BY_DISTANCE}, curves=(0.4, 0.6, 0.8, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5)),
@@ -64,14 +73,14 @@ METHODS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class Answer:
     """An answer, and whether an entry served the prompt without giving its target (a near miss)."""
 
     text: str
     near_miss: bool = False
 
 
-class Unedited:
+class UneditedAnswers:
     """Answers of the unedited model; every prompt is answered once, whichever method asks."""
 
     def __init__(self) -> None:
@@ -81,16 +90,18 @@ class Unedited:
         """The whole answer to each prompt."""
         new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self._known]
         codebook = Codebook("none", model.fingerprint, model.layer)
-        found = generated(model, new, codebook, KeyIndex(codebook, model.device))
-        self._known.update((prompt, said.text) for prompt, said in zip(new, found, strict=True))
+        found = generate_answers(model, new, codebook, KeyIndex(codebook, model.device))
+        self._known.update((prompt, answer.text) for prompt, answer in zip(new, found, strict=True))
         return [self._known[prompt] for prompt in prompts]
 
 
-class Edited:
+class EditedModel:
     """A model after a stream of corrections."""
 
-    def __init__(self, asked: Asked, engine: EditEngine, cost: Cost, unedited: Unedited) -> None:
-        self.model, self.engine, self.cost = asked.model, engine, cost
+    def __init__(
+        self, cached_model: CachedModel, engine: EditEngine, cost: CorrectionCosts, unedited: UneditedAnswers
+    ) -> None:
+        self.model, self.engine, self.cost = cached_model.model, engine, cost
         self._unedited = unedited
         self._queries: dict[Prompt, np.ndarray] = {}
 
@@ -101,13 +112,13 @@ class Edited:
     def matches(self, prompts: Sequence[Prompt]) -> list[Hit | None]:
         """The entry whose radius holds each prompt."""
         queries_BD = torch.from_numpy(self.queries(prompts))
-        asked = self.model.task.wording_getter(self.model.task.batch(prompts))
-        found = self.engine.lookup.find_hits(queries_BD, asked)
+        get_wording = self.model.task.wording_getter(self.model.task.batch(prompts))
+        found = self.engine.lookup.find_hits(queries_BD, get_wording)
         return [serving_hit(match) for match in found]
 
-    def answers(self, prompts: Sequence[Prompt]) -> list[Said]:
+    def answers(self, prompts: Sequence[Prompt]) -> list[Answer]:
         """The edited model's whole answer to each prompt, as a replica gives it."""
-        return generated(self.model, prompts, self.engine.codebook, self.engine.index)
+        return generate_answers(self.model, prompts, self.engine.codebook, self.engine.index)
 
     def unedited(self, prompts: Sequence[Prompt]) -> list[str]:
         """The unedited model's whole answer to each prompt."""
@@ -122,7 +133,7 @@ class Edited:
         memory = self.engine.memory
         return memory.serving_entry_id(str(edit)) if str(edit) in memory else ""
 
-    def thresholds(self, prompts: Sequence[Prompt], *, held: bool) -> np.ndarray:
+    def thresholds(self, prompts: Sequence[Prompt], *, limit_by_traffic: bool) -> np.ndarray:
         """The threshold (N) above which each prompt is captured, in the unit of radii; infinite where none is.
 
         With `held` no radius passes the traffic's limit. The nearest key decides, whatever its radius.
@@ -132,7 +143,7 @@ class Edited:
             return np.full(len(prompts), np.inf)
         unit = self.engine.initial_radius() / self.engine.config.radius
         limits_N = np.full(len(keys_ND), self.engine.config.max_radius)
-        if held:
+        if limit_by_traffic:
             clear = [self.engine.reservoir.nearest_distance(key_D, self.engine.tolerance(key_D)) for key_D in keys_ND]
             limits_N = np.minimum(limits_N, MAX_TRAFFIC_FRACTION * np.array(clear))
         found = self.engine.index.nearest(torch.from_numpy(self.queries(prompts)))
@@ -143,48 +154,55 @@ class Edited:
         """The query of each prompt: (B, D)."""
         new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self._queries]
         new.sort(key=len)
-        for start in range(0, len(new), AT_ONCE):
-            some = new[start : start + AT_ONCE]
-            self._queries.update(zip(some, self.model.queries(some).cpu().numpy(), strict=True))
+        for start in range(0, len(new), BATCH_SIZE):
+            batch = new[start : start + BATCH_SIZE]
+            self._queries.update(zip(batch, self.model.queries(batch).cpu().numpy(), strict=True))
         return np.stack([self._queries[prompt] for prompt in prompts])
 
 
 @contextmanager
-def opened(method: Method, settings: Settings, model: str, trained: Known) -> Iterator[Callable[..., Edited]]:
+def open_method(
+    method: Method, settings: Settings, model: str, trained_values: TrainedValues
+) -> Iterator[Callable[..., EditedModel]]:
     """The method's model, loaded once: call it with a stream and the answers of the unedited model."""
     changed = dict(method.settings) | ({"model": model, "query_source": "auto"} if model else {})
     updated = settings.replace(**changed)
-    with asked_at(updated, trained) as asked:
-        yield partial(edited, asked, updated, asked_before=method.asked_before)
+    with open_cached_model(updated, trained_values) as cached_model:
+        yield partial(apply_stream, cached_model, updated, cases_in_traffic=method.cases_in_traffic)
 
 
-def edited(asked: Asked, settings: Settings, stream: Stream, unedited: Unedited, *, asked_before: bool) -> Edited:
+def apply_stream(
+    cached_model: CachedModel, settings: Settings, stream: Stream, unedited: UneditedAnswers, *, cases_in_traffic: bool
+) -> EditedModel:
     """Make the stream's corrections, one after the other."""
-    cases = [case.text for case in stream.cases if asked_before and case.edit is not None and not case.chat]
-    plan = edit_config_from_settings(settings.editing, uses_encoder=asked.model.reads_text)
-    engine = started(asked, plan, [*stream.traffic, *cases])
-    cost = correct(engine, asked, [Fact(one.text, "", one.target) for one in stream.corrections])
-    return Edited(asked, engine, cost, unedited)
+    cases = [case.text for case in stream.cases if cases_in_traffic and case.edit is not None and not case.chat]
+    plan = edit_config_from_settings(settings.editing, uses_encoder=cached_model.model.reads_text)
+    engine = start_engine(cached_model, plan, [*stream.traffic, *cases])
+    cost = apply_corrections(engine, cached_model, [Fact(one.text, "", one.target) for one in stream.corrections])
+    return EditedModel(cached_model, engine, cost, unedited)
 
 
-def generated(model: EditableModel, prompts: Sequence[Prompt], codebook: Codebook, index: KeyIndex) -> list[Said]:
+def generate_answers(
+    model: EditableModel, prompts: Sequence[Prompt], codebook: Codebook, index: KeyIndex
+) -> list[Answer]:
     """The answer to each prompt: text, or a classifier's label; prompts of similar length share a batch.
 
     As a replica does, the unedited model answers where an entry does not give its target.
     """
     order = sorted(range(len(prompts)), key=lambda place: len(prompts[place]))
-    found: dict[int, Said] = {}
-    for start in range(0, len(order), AT_ONCE):
-        places = order[start : start + AT_ONCE]
-        some = [prompts[place] for place in places]
-        answers = model.answer(some, [PARAMETERS] * len(some), CodebookLookup(codebook, index), check_answers=True)
+    found: dict[int, Answer] = {}
+    for start in range(0, len(order), BATCH_SIZE):
+        places = order[start : start + BATCH_SIZE]
+        batch = [prompts[place] for place in places]
+        answers = model.answer(batch, [PARAMETERS] * len(batch), CodebookLookup(codebook, index), check_answers=True)
         for place, served in zip(places, answers, strict=True):
             outputs = served.answer.outputs
-            said = outputs.label if outputs.text is UNSET else outputs.text
-            found[place] = Said(
-                "" if said is UNSET else said, served.near_miss is not None and not served.near_miss.reason_not_served
+            answer = outputs.label if outputs.text is UNSET else outputs.text
+            found[place] = Answer(
+                "" if answer is UNSET else answer,
+                served.near_miss is not None and not served.near_miss.reason_not_served,
             )
     return [found[place] for place in range(len(prompts))]
 
 
-PARAMETERS = Parameters(max_new_tokens=ANSWER)
+PARAMETERS = Parameters(max_new_tokens=MAX_ANSWER_TOKENS)

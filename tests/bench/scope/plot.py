@@ -26,7 +26,11 @@ def curves(rows: Sequence[Row], kind: str) -> dict[str, dict[str, Row]]:
 
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Draw the panels whose kinds were measured; bars are the intervals."""
-    panels = [(reached, wrong) for reached, wrong in PANELS if curves(rows, reached) and curves(rows, wrong)]
+    panels = [
+        (positive_kind, negative_kind)
+        for positive_kind, negative_kind in PANELS
+        if curves(rows, positive_kind) and curves(rows, negative_kind)
+    ]
     if not panels:
         return
     import matplotlib as mpl  # noqa: PLC0415  (only who draws needs it)
@@ -34,10 +38,16 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
     with mpl.rc_context({"svg.hashsalt": "gracestream", "svg.fonttype": "none"}):
         figure = Figure(figsize=(5 * len(panels), 4.5), layout="constrained")
-        for panel, (reached, wrong) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-            negatives = curves(rows, wrong)
-            for method, reach in curves(rows, reached).items():
-                pairs = [(negatives[method][at], one) for at, one in reach.items() if at in negatives.get(method, {})]
+        for panel, (positive_kind, negative_kind) in zip(
+            figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
+        ):
+            negatives = curves(rows, negative_kind)
+            for method, curve in curves(rows, positive_kind).items():
+                pairs = [
+                    (negatives[method][threshold], positive)
+                    for threshold, positive in curve.items()
+                    if threshold in negatives.get(method, {})
+                ]
                 panel.errorbar(
                     [negative.value for negative, _ in pairs],
                     [positive.value for _, positive in pairs],
@@ -50,7 +60,10 @@ def draw(rows: Sequence[Row], path: Path) -> None:
                     elinewidth=0.5,
                 )
             panel.set(
-                xlabel=f"captured: {wrong}", ylabel=f"captured: {reached}", xlim=(-0.03, 1.03), ylim=(-0.03, 1.03)
+                xlabel=f"captured: {negative_kind}",
+                ylabel=f"captured: {positive_kind}",
+                xlim=(-0.03, 1.03),
+                ylim=(-0.03, 1.03),
             )
             panel.grid(alpha=0.3)
             panel.legend(fontsize="small")

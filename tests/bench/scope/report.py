@@ -7,20 +7,20 @@ from statistics import mean
 from gracestream.pipeline.experiments.data import DataError
 from gracestream.pipeline.experiments.plots import require_matplotlib
 from gracestream.pipeline.settings import load_settings
-from tests.bench.edits import Known
+from tests.bench.edits import TrainedValues
 from tests.bench.framework import BenchError, Options, Row
 from tests.bench.scope.cases import Case, Part, Stream
-from tests.bench.scope.methods import METHODS, Edited, Said, Unedited, opened
+from tests.bench.scope.methods import METHODS, Answer, EditedModel, UneditedAnswers, open_method
 from tests.bench.scope.streams import STREAMS
-from tests.bench.scope.verdicts import Verdict, counted, verdict
+from tests.bench.scope.verdicts import Verdict, share_with_interval, verdict
 
 EDITS = {"zsre": 60, "counterfact": 60, "knowedit": 60, "pairs": 100, "intents": 60}
 """Corrections of each stream."""
 
-FORMS, QUICK = 24, 6
+FORM_EDITS, QUICK_EDITS = 24, 6
 """Corrections whose forms are made by rules; with `--quick` every stream has so few corrections."""
 
-CHECKED = 16
+CHECKED_PROMPTS = 16
 """Uncaptured prompts whose answers are compared with the unedited model's."""
 
 MEASURES = ("captured", "answered", "correct", "near_miss", "broken", "repeats", "elsewhere")
@@ -38,17 +38,17 @@ GOALS: Mapping[tuple[str, str], float] = {
 }
 """By kind and measure, for all streams."""
 
-PARAPHRASES = {"zsre": 0.92, "counterfact": 0.82}
+PARAPHRASE_GOALS = {"zsre": 0.92, "counterfact": 0.82}
 """The goals of correct paraphrases, by stream."""
 
-POOLED = {
+POOLED_KINDS = {
     "relation": "relation (all)",
     "restatement": "relation (all)",
     **dict.fromkeys(("upper", "lower", "space", "newline", "punctuation", "typo"), "surface form"),
 }
 """Kinds that are also reported together, and under which name."""
 
-CURVED = {
+CURVE_KINDS = {
     "paraphrase", "surface form", "relation", "subject", "neighbour", "pair", "unrelated", "utterance", "other intent",
 }  # fmt: skip
 """Kinds whose share captured is reported over the threshold."""
@@ -63,40 +63,40 @@ def run(options: Options) -> Iterator[Row]:
     skipped: list[DataError] = []
     names = [options.only] if options.only else list(STREAMS)
     for name in names:
-        edits, forms = (QUICK, QUICK) if options.quick else (EDITS[name], FORMS)
+        edits, forms = (QUICK_EDITS, QUICK_EDITS) if options.quick else (EDITS[name], FORM_EDITS)
         try:
             stream = STREAMS[name](part, edits, forms)
         except DataError as error:
-            options.tell(f"{name}: skipped: {error}")
+            options.report(f"{name}: skipped: {error}")
             skipped.append(error)
             continue
-        for row in of_stream(stream, options):
+        for row in stream_rows(stream, options):
             yield replace(row, name=f"development {row.name}") if options.development else row
     if len(skipped) == len(names):
         raise BenchError(str(skipped[0]))
 
 
-def of_stream(stream: Stream, options: Options) -> Iterator[Row]:
+def stream_rows(stream: Stream, options: Options) -> Iterator[Row]:
     """The rows of one stream: every method trains the same values, which are trained once."""
     settings = load_settings(device=options.device)
-    trained: Known = {}
-    unedited = Unedited()
+    trained_values: TrainedValues = {}
+    unedited = UneditedAnswers()
     for method in METHODS:
         if stream.model and "query_source" not in method.settings:
             continue  # a classifier's queries are the layer's by default, too
-        options.tell(f"{stream.name}: {method.name}")
+        options.report(f"{stream.name}: {method.name}")
         setting = f"corrections/{stream.name}, {method.name}"
-        with opened(method, settings, stream.model, trained) as edit:
+        with open_method(method, settings, stream.model, trained_values) as edit:
             edited = edit(stream, unedited)
             yield from cost_rows(setting, edited)
             yield from curve_rows(stream, edited, method.name, method.curves)
-            options.tell(f"{stream.name}: {method.name}: {len(stream.cases)} cases")
-            verdicts = judged(edited, stream.cases)
+            options.report(f"{stream.name}: {method.name}: {len(stream.cases)} cases")
+            verdicts = judge(edited, stream.cases)
             yield from verdict_rows(stream, method.name, verdicts)
             yield from check_rows(setting, edited, stream.cases)
 
 
-def judged(edited: Edited, cases: Sequence[Case]) -> list[Verdict]:
+def judge(edited: EditedModel, cases: Sequence[Case]) -> list[Verdict]:
     """What each case comes to; only answers that can differ from the unedited model's are generated."""
     prompts = list(map(edited.prompt, cases))
     hits = edited.matches(prompts)
@@ -104,40 +104,42 @@ def judged(edited: Edited, cases: Sequence[Case]) -> list[Verdict]:
     answers = dict(zip(captured, edited.answers([prompts[place] for place in captured]), strict=True))
     # A captured positive that answers with the target is right whatever the unedited model says. An uncaptured negative
     # gets the unedited model's answer.
-    wanted = [
+    unedited_needed = [
         place
         for place, case in enumerate(cases)
         if (place in answers) != case.applies or (place in answers and answers[place].text != case.target)
     ]
-    before = dict(zip(wanted, edited.unedited([prompts[place] for place in wanted]), strict=True))
+    unedited_answers = dict(
+        zip(unedited_needed, edited.unedited([prompts[place] for place in unedited_needed]), strict=True)
+    )
     found = []
     for place, (case, hit) in enumerate(zip(cases, hits, strict=True)):
-        unedited = before.get(place, "")
-        said = answers.get(place, Said(unedited))
-        own = None if case.edit is None else edited.own_entry(case.edit)
-        elsewhere = hit is not None and own is not None and hit.entry_id != own
+        unedited = unedited_answers.get(place, "")
+        answer = answers.get(place, Answer(unedited))
+        own_entry = None if case.edit is None else edited.own_entry(case.edit)
+        elsewhere = hit is not None and own_entry is not None and hit.entry_id != own_entry
         serving = None if hit is None else edited.target(hit)
-        found.append(verdict(case, said.text, unedited, serving, near_miss=said.near_miss, elsewhere=elsewhere))
+        found.append(verdict(case, answer.text, unedited, serving, near_miss=answer.near_miss, elsewhere=elsewhere))
     return found
 
 
 def verdict_rows(stream: Stream, method: str, verdicts: Sequence[Verdict]) -> Iterator[Row]:
     """The rows of each kind, in the order of the cases."""
-    for kind, places in by_kind(stream).items():
+    for kind, places in group_by_kind(stream).items():
         of_kind = [verdicts[place] for place in places]
         setting = f"{stream.name}/{method}/{kind}"
         yield Row(f"{setting}/cases", len(of_kind), "count")
         for measure in MEASURES:
-            share, interval, _ = counted(getattr(found, measure) for found in of_kind)
-            yield Row(f"{setting}/{measure}", share, "share", goal(stream.name, kind, measure), interval)
+            share, interval, _ = share_with_interval(getattr(found, measure) for found in of_kind)
+            yield Row(f"{setting}/{measure}", share, "share", goal_of(stream.name, kind, measure), interval)
 
 
-def by_kind(stream: Stream) -> dict[str, list[int]]:
+def group_by_kind(stream: Stream) -> dict[str, list[int]]:
     """The places of the cases of each kind, and of the kinds that are reported together."""
     found: dict[str, list[int]] = {}
     for place, case in enumerate(stream.cases):
         found.setdefault(case.kind, []).append(place)
-        pooled = POOLED.get(case.kind)
+        pooled = POOLED_KINDS.get(case.kind)
         if stream.name == "pairs" and not case.applies:
             pooled = "pair"
         if pooled:
@@ -145,16 +147,16 @@ def by_kind(stream: Stream) -> dict[str, list[int]]:
     return found
 
 
-def goal(stream: str, kind: str, measure: str) -> float | None:
+def goal_of(stream: str, kind: str, measure: str) -> float | None:
     """What a measure should reach, where there is a goal."""
     if measure == "broken":
         return 0.0
     if (kind, measure) == ("paraphrase", "correct"):
-        return PARAPHRASES.get(stream)
+        return PARAPHRASE_GOALS.get(stream)
     return GOALS.get((kind, measure))
 
 
-def cost_rows(setting: str, edited: Edited) -> Iterator[Row]:
+def cost_rows(setting: str, edited: EditedModel) -> Iterator[Row]:
     """What came of the corrections."""
     cost = edited.cost
     yield Row(f"{setting}/made", len(cost.statuses), "count")
@@ -164,28 +166,28 @@ def cost_rows(setting: str, edited: Edited) -> Iterator[Row]:
         yield Row(f"{setting}/seconds", mean(cost.seconds), "s")
 
 
-def curve_rows(stream: Stream, edited: Edited, method: str, curve: Sequence[float]) -> Iterator[Row]:
+def curve_rows(stream: Stream, edited: EditedModel, method: str, curve: Sequence[float]) -> Iterator[Row]:
     """The share of each kind that is captured at each threshold, with the traffic's limit and without."""
     prompts = list(map(edited.prompt, stream.cases))
-    for name, held in ((f"{method}, held", True), (f"{method}, no traffic", False)):
-        found = edited.thresholds(prompts, held=held)
-        for kind, places in by_kind(stream).items():
-            for threshold in curve if kind in CURVED else ():
-                share, interval, _ = counted(bool(found[place] < threshold) for place in places)
+    for name, limit_by_traffic in ((f"{method}, held", True), (f"{method}, no traffic", False)):
+        found = edited.thresholds(prompts, limit_by_traffic=limit_by_traffic)
+        for kind, places in group_by_kind(stream).items():
+            for threshold in curve if kind in CURVE_KINDS else ():
+                share, interval, _ = share_with_interval(bool(found[place] < threshold) for place in places)
                 setting = f"curve {stream.name} {kind}/{name}/{threshold:g}"
                 yield Row(f"{setting}/captured", share, "share", None, interval)
-        if held and curve:
-            own = edited.engine.config.radius
+        if limit_by_traffic and curve:
+            own_entry = edited.engine.config.radius
             matches = [hit is not None for hit in edited.matches(prompts)]
-            agrees = [bool(one < own) == match for one, match in zip(found, matches, strict=True)]
+            agrees = [bool(one < own_entry) == match for one, match in zip(found, matches, strict=True)]
             yield Row(f"corrections/{stream.name}, {method}/agrees", mean(agrees), "share")
 
 
-def check_rows(setting: str, edited: Edited, cases: Sequence[Case]) -> Iterator[Row]:
+def check_rows(setting: str, edited: EditedModel, cases: Sequence[Case]) -> Iterator[Row]:
     """Whether uncaptured prompts get the unedited model's answer."""
     prompts = list(map(edited.prompt, cases))
-    free = [prompt for prompt, hit in zip(prompts, edited.matches(prompts), strict=True) if hit is None]
-    sample = free[:: max(1, len(free) // CHECKED)][:CHECKED]
+    uncaptured = [prompt for prompt, hit in zip(prompts, edited.matches(prompts), strict=True) if hit is None]
+    sample = uncaptured[:: max(1, len(uncaptured) // CHECKED_PROMPTS)][:CHECKED_PROMPTS]
     if sample:
         pairs = zip(edited.answers(sample), edited.unedited(sample), strict=True)
-        yield Row(f"{setting}/same", mean(now.text == before for now, before in pairs), "share")
+        yield Row(f"{setting}/same", mean(now.text == unedited_answers for now, unedited_answers in pairs), "share")

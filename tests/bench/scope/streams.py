@@ -13,12 +13,12 @@ from msgspec import Struct
 from gracestream.pipeline.experiments.data import CounterFactRow, find_data_file, read_rows
 from gracestream.pipeline.experiments.tasks import COUNTERFACT_FILE, Edit, counterfact, format_question, zsre
 from tests.bench.scope.cases import Case, Correction, Part, Stream
-from tests.bench.scope.forms import FORMS, ITSELF, Kind, related
+from tests.bench.scope.forms import FORMS, ITSELF, CaseKind, related
 
-OWN = Path(__file__).parent / "data"
+OWN_DATA = Path(__file__).parent / "data"
 """The data that are written for this benchmark."""
 
-FIRST = 200
+HELD_OUT_ROWS = 200
 """Rows of zsRE and CounterFact that are held out; the defaults were chosen on later ones."""
 
 UNRELATED = 500
@@ -66,7 +66,7 @@ def restatements() -> dict[str, list[int]]:
 
     All 600 rows were read. The rule: a full answer to one of the two questions also answers the other.
     """
-    found: dict[str, list[int]] = json.loads((OWN / "restatements.json").read_text(encoding="utf-8"))
+    found: dict[str, list[int]] = json.loads((OWN_DATA / "restatements.json").read_text(encoding="utf-8"))
     return found
 
 
@@ -77,7 +77,7 @@ def relation_of(row: KnowEditRow) -> str:
 
 def pairs() -> list[PairRow]:
     """The pairs of similar prompts."""
-    lines = (OWN / "pairs.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (OWN_DATA / "pairs.jsonl").read_text(encoding="utf-8").splitlines()
     return [msgspec.json.decode(line, type=PairRow) for line in lines]
 
 
@@ -86,7 +86,7 @@ def every_second(rows: Sequence[Correction], part: Part) -> list[Correction]:
     return list(rows[1::2] if part == "held-out" else rows[::2])
 
 
-def cases_of(corrections: Sequence[Correction], kinds: Iterable[Kind], part: Part, forms: int) -> Iterator[Case]:
+def make_cases(corrections: Sequence[Correction], kinds: Iterable[CaseKind], part: Part, forms: int) -> Iterator[Case]:
     """The cases of all corrections, kind by kind; forms made by rules only of the first `forms` corrections."""
     for kind in kinds:
         some = corrections[:forms] if kind in FORMS else corrections
@@ -100,7 +100,7 @@ def unrelated_cases(questions: Iterable[str]) -> list[Case]:
     return [Case("unrelated", question, "", applies=False) for question in questions]
 
 
-def of_zsre(part: Part, edits: int, forms: int) -> Stream:
+def zsre_stream(part: Part, edits: int, forms: int) -> Stream:
     """ZsRE's questions with a paraphrase, and the same questions of other subjects."""
     task = zsre()
     chosen = _first(task.edits, part)[:edits]
@@ -116,11 +116,11 @@ def of_zsre(part: Part, edits: int, forms: int) -> Stream:
     ]
     kinds = (ITSELF, related("paraphrase", applies=True), *FORMS, related("subject", applies=False))
     unrelated = unrelated_cases(example.inputs for example in task.retention[:UNRELATED])
-    cases = [*cases_of(corrections, kinds, part, forms), *unrelated]
+    cases = [*make_cases(corrections, kinds, part, forms), *unrelated]
     return Stream("zsre", corrections, cases, task.traffic)
 
 
-def of_counterfact(part: Part, edits: int, forms: int) -> Stream:
+def counterfact_stream(part: Part, edits: int, forms: int) -> Stream:
     """CounterFact's statements with a paraphrase, and the neighbours of the edited rows."""
     task = counterfact()
     neighbours = _neighbours()
@@ -134,10 +134,10 @@ def of_counterfact(part: Part, edits: int, forms: int) -> Stream:
         for edit in _first(task.edits, part)[:edits]
     ]
     kinds = (ITSELF, related("paraphrase", applies=True), *FORMS, related("neighbour", applies=False))
-    return Stream("counterfact", corrections, list(cases_of(corrections, kinds, part, forms)), task.traffic)
+    return Stream("counterfact", corrections, list(make_cases(corrections, kinds, part, forms)), task.traffic)
 
 
-def of_knowedit(part: Part, edits: int, _forms: int) -> Stream:
+def knowedit_stream(part: Part, edits: int, _forms: int) -> Stream:
     """KnowEdit's questions, and other relations of their subjects; the aliased rows come first."""
     rows = read_rows(KNOWEDIT, KnowEditRow)
     restated = {row for listed in restatements().values() for row in listed}
@@ -150,13 +150,13 @@ def of_knowedit(part: Part, edits: int, _forms: int) -> Stream:
         corrections.append(Correction(text, row.target_new.strip(), row.prompt, others | aliases))
     some = sorted(every_second(corrections, part), key=lambda one: "alias" not in one.related)[:edits]
     kinds = (ITSELF, related("alias", applies=True), *(related(kind, applies=False) for kind in RELATIONS))
-    return Stream("knowedit", some, list(cases_of(some, kinds, part, 0)), zsre().traffic)
+    return Stream("knowedit", some, list(make_cases(some, kinds, part, 0)), zsre().traffic)
 
 
 RELATIONS = ("relation", "restatement")
 
 
-def of_pairs(part: Part, edits: int, _forms: int) -> Stream:
+def pairs_stream(part: Part, edits: int, _forms: int) -> Stream:
     """The pairs that are written for this benchmark; the kind of a case is what differs."""
     rows = every_second(
         [Correction(row.prompt, row.target, row.prompt, {row.differs: (row.other,)}) for row in pairs()],
@@ -164,10 +164,10 @@ def of_pairs(part: Part, edits: int, _forms: int) -> Stream:
     )[:edits]
     differences = sorted({name for row in rows for name in row.related})
     kinds = (ITSELF, *(related(name, applies=False) for name in differences))
-    return Stream("pairs", rows, list(cases_of(rows, kinds, part, 0)), zsre().traffic)
+    return Stream("pairs", rows, list(make_cases(rows, kinds, part, 0)), zsre().traffic)
 
 
-def of_intents(part: Part, edits: int, _forms: int) -> Stream:
+def intents_stream(part: Part, edits: int, _forms: int) -> Stream:
     """Utterances of Banking77 for the demo's classifier: some intents get another label.
 
     Of four utterances of such an intent one is a correction and another one a case.
@@ -178,7 +178,7 @@ def of_intents(part: Part, edits: int, _forms: int) -> Stream:
     corrections = [Correction(text, intent, text) for text, intent in known[::4]]
     utterances = [Case("utterance", text, intent, applies=True) for text, intent in known[1::4]]
     cases = [
-        *cases_of(corrections, (ITSELF,), part, 0),
+        *make_cases(corrections, (ITSELF,), part, 0),
         *utterances,
         *(Case("other intent", text, "", applies=False) for text in others[1::8][:UNRELATED]),
     ]
@@ -186,17 +186,17 @@ def of_intents(part: Part, edits: int, _forms: int) -> Stream:
 
 
 STREAMS: Mapping[str, Callable[[Part, int, int], Stream]] = {
-    "zsre": of_zsre,
-    "counterfact": of_counterfact,
-    "knowedit": of_knowedit,
-    "pairs": of_pairs,
-    "intents": of_intents,
+    "zsre": zsre_stream,
+    "counterfact": counterfact_stream,
+    "knowedit": knowedit_stream,
+    "pairs": pairs_stream,
+    "intents": intents_stream,
 }
 """By name: how a stream of so many corrections is made, with forms made by rules of so many of them."""
 
 
 def _first(edits: Sequence[Edit], part: Part) -> Sequence[Edit]:
-    return edits[:FIRST] if part == "held-out" else edits[FIRST:]
+    return edits[:HELD_OUT_ROWS] if part == "held-out" else edits[HELD_OUT_ROWS:]
 
 
 def _same_question(chosen: Sequence[Edit], edits: Sequence[Edit]) -> list[tuple[str, ...]]:

@@ -31,7 +31,13 @@ def repeats(text: str) -> bool:
 
 
 def verdict(
-    case: Case, answer: str, unedited: str, serving: str | None, *, near_miss: bool = False, elsewhere: bool = False
+    case: Case,
+    answer: str,
+    unedited: str,
+    serving_target: str | None,
+    *,
+    near_miss: bool = False,
+    elsewhere: bool = False,
 ) -> Verdict:
     """Judge one answer.
 
@@ -43,8 +49,8 @@ def verdict(
         near_miss: Whether that entry did not give its target, so that the unedited model answered.
         elsewhere: Whether that entry belongs to another edit.
     """
-    captured = serving is not None
-    broken = captured and answer not in {unedited, serving, case.target}
+    captured = serving_target is not None
+    broken = captured and answer not in {unedited, serving_target, case.target}
     return Verdict(
         captured=captured,
         answered=(case.applies or captured) and bool(case.target) and begins_with_target(answer, case.target),
@@ -56,7 +62,7 @@ def verdict(
     )
 
 
-def counted(values: Iterable[bool]) -> tuple[float, tuple[float, float], int]:
+def share_with_interval(values: Iterable[bool]) -> tuple[float, tuple[float, float], int]:
     """The share that is true, its interval, and the number of values."""
     listed = list(values)
     total = sum(listed)

@@ -16,13 +16,13 @@ BIOGRAPHIES = "hallucination_edit_450.jsonl.gz"
 SEED = 0
 """Of the order of the corrections, of the order of the cases, and of each correction's author."""
 
-MOST = 500
+MAX_CASES_PER_KIND = 500
 """Cases of one kind that are asked at a checkpoint."""
 
 AUTHORS = ("ann", "bob")
 """Each correction is of one of them; what the first one sent is undone in the end."""
 
-SUBJECT_WORDS = 8
+MAX_SUBJECT_WORDS = 8
 """Words of a subject that is looked for in a prompt, at most."""
 
 
@@ -78,10 +78,10 @@ def stream_data() -> Data:
     random.Random(SEED).shuffle(corrections)
     task = zsre()
     unrelated = [Case("unrelated", example.inputs, None) for example in task.retention]
-    return Data(corrections, [*cases_of(corrections), *unrelated], task.traffic)
+    return Data(corrections, [*make_cases(corrections), *unrelated], task.traffic)
 
 
-def cases_of(corrections: Sequence[Correction]) -> list[Case]:
+def make_cases(corrections: Sequence[Correction]) -> list[Case]:
     """The cases of the corrections, in a drawn order, but for those whose prompt is itself corrected.
 
     A prompt that names the subject of another correction may ask for what that one changes, so it is of another kind.
@@ -98,17 +98,17 @@ def cases_of(corrections: Sequence[Correction]) -> list[Case]:
     return cases
 
 
-def chosen(cases: Sequence[Case], corrected: int) -> list[Case]:
+def select_cases(cases: Sequence[Case], corrected: int) -> list[Case]:
     """The first cases of each kind that belong to one of the first corrections, or to none."""
     found: dict[str, list[Case]] = {}
     for case in cases:
-        some = found.setdefault(case.kind, [])
-        if len(some) < MOST and (case.correction is None or case.correction < corrected):
-            some.append(case)
+        cases_of_kind = found.setdefault(case.kind, [])
+        if len(cases_of_kind) < MAX_CASES_PER_KIND and (case.correction is None or case.correction < corrected):
+            cases_of_kind.append(case)
     return list(chain.from_iterable(found[kind] for kind in sorted(found)))
 
 
-def authors(count: int) -> list[str]:
+def draw_authors(count: int) -> list[str]:
     """The author of each of so many corrections: the first of them are the same, however many there are."""
     generator = random.Random(SEED)
     return [generator.choice(AUTHORS) for _ in range(count)]
@@ -131,7 +131,7 @@ def _phrases(text: str) -> Iterator[str]:
     """All runs of a few words of a text."""
     words = _words(text)
     for start in range(len(words)):
-        for end in range(start + 1, min(start + SUBJECT_WORDS, len(words)) + 1):
+        for end in range(start + 1, min(start + MAX_SUBJECT_WORDS, len(words)) + 1):
             yield " ".join(words[start:end])
 
 

@@ -27,18 +27,18 @@ from gracestream.pipeline.model.tasks.base import InputError
 from gracestream.schemas.deltas import Seen
 from gracestream.schemas.messages import Feedback
 from tests.bench.device import timed
-from tests.bench.stream.corrections import Correction, authors
-from tests.bench.stream.log import Made
+from tests.bench.stream.corrections import Correction, draw_authors
+from tests.bench.stream.log import LoggedCorrection
 
 T = TypeVar("T")
 
 CODEBOOK = "bench"
 
-AT_ONCE = 16
+BATCH_SIZE = 16
 """Prompts of one pass of the encoder, and of one look-up, as of a replica's batch."""
 
 
-class Texts:
+class PromptCache:
     """What does not depend on any edit: the query, the wording and the label of a prompt, each found once."""
 
     def __init__(self, model: EditableModel) -> None:
@@ -50,10 +50,10 @@ class Texts:
     def queries(self, texts: Sequence[str]) -> np.ndarray:
         """The query of each prompt (B, D), as a batch of prompts of similar length gives it."""
         new = sorted({text for text in texts if text not in self._queries}, key=len)
-        for start in range(0, len(new), AT_ONCE):
-            some = new[start : start + AT_ONCE]
-            queries_BD = self._model.queries([self._model.task.tokenize(text) for text in some])
-            self._queries.update(zip(some, queries_BD.cpu().numpy(), strict=True))
+        for start in range(0, len(new), BATCH_SIZE):
+            batch = new[start : start + BATCH_SIZE]
+            queries_BD = self._model.queries([self._model.task.tokenize(text) for text in batch])
+            self._queries.update(zip(batch, queries_BD.cpu().numpy(), strict=True))
         return np.stack([self._queries[text] for text in texts])
 
     def wording(self, text: str) -> str:
@@ -71,7 +71,7 @@ class Texts:
                 self._labels[text, target] = None
         return self._labels[text, target]
 
-    def takes(self, text: str) -> bool:
+    def accepts(self, text: str) -> bool:
         """Whether the model can take a prompt."""
         try:
             self._model.task.tokenize(text)
@@ -82,33 +82,33 @@ class Texts:
     def hits(self, engine: EditEngine, texts: Sequence[str]) -> list[Hit | None]:
         """The entry that serves each prompt: within its radius, and with a wording that agrees."""
         found: list[Hit | None] = []
-        for start in range(0, len(texts), AT_ONCE):
-            some = texts[start : start + AT_ONCE]
-            queries_BD = torch.from_numpy(self.queries(some))
-            wording = partial(_of_row, self.wording, some)
+        for start in range(0, len(texts), BATCH_SIZE):
+            batch = texts[start : start + BATCH_SIZE]
+            queries_BD = torch.from_numpy(self.queries(batch))
+            wording = partial(_wording_of_row, self.wording, batch)
             found += engine.lookup.find_hits(queries_BD, wording)
         return [serving_hit(match) for match in found]
 
 
-class Seconds:
+class Stopwatch:
     """Seconds of a device by the name of what took them."""
 
     def __init__(self, device: torch.device) -> None:
         self.spent: dict[str, float] = {}
         self._device = device
 
-    def of(self, name: str, call: Callable[[], T]) -> T:
+    def measure(self, name: str, call: Callable[[], T]) -> T:
         """The result of a call, whose time counts under this name."""
         seconds, result = timed(self._device, call)
         self.spent[name] = self.spent.get(name, 0.0) + seconds
         return result
 
 
-Decide = Callable[[EditEngine, Feedback, int, Seconds], EditResult]
+Decide = Callable[[EditEngine, Feedback, int, Stopwatch], EditResult]
 """Decides on a correction, the feedback at an offset."""
 
 
-def with_training(engine: EditEngine, feedback: Feedback, offset: int, seconds: Seconds) -> EditResult:
+def decide_with_training(engine: EditEngine, feedback: Feedback, offset: int, seconds: Stopwatch) -> EditResult:
     """As the editor worker decides. The engine keeps the radius that is asked for before, so it is timed apart."""
     assert isinstance(feedback.inputs, str)
     inputs = feedback.inputs
@@ -117,29 +117,29 @@ def with_training(engine: EditEngine, feedback: Feedback, offset: int, seconds: 
     except InputError:
         return engine.edit(feedback, offset)
     query_D = engine.model.queries([prompt])[0].cpu().numpy()
-    seconds.of("radius", lambda: engine.initial_radius_for(inputs, query_D))
-    return seconds.of("edit", lambda: engine.edit(feedback, offset))
+    seconds.measure("radius", lambda: engine.initial_radius_for(inputs, query_D))
+    return seconds.measure("edit", lambda: engine.edit(feedback, offset))
 
 
-def with_keys_only(engine: EditEngine, feedback: Feedback, offset: int, seconds: Seconds) -> EditResult:
+def decide_with_given_value(engine: EditEngine, feedback: Feedback, offset: int, seconds: Stopwatch) -> EditResult:
     """As the editor worker decides again on a correction whose value is known: the output that the layer has anyway."""
     assert isinstance(feedback.inputs, str)
     assert feedback.target is not UNSET
     inputs, target = feedback.inputs, feedback.target
     try:
-        examined = seconds.of("examine", lambda: engine.inspect(inputs, target))
+        examined = seconds.measure("examine", lambda: engine.inspect(inputs, target))
     except InputError:
         return engine.edit(feedback, offset)
-    seen = Seen(radius=seconds.of("radius", lambda: engine.initial_radius_for(inputs, examined.query_D)))
+    seen = Seen(radius=seconds.measure("radius", lambda: engine.initial_radius_for(inputs, examined.query_D)))
     value_V = examined.layer_output_V.cpu().numpy()
-    known = (
+    given = (
         ReplayContext(seen, value_V=value_V),
         DraftValue(TrainedValue(value_V, 0, examined.target_check, converged=True), (), examined),
     )
-    return seconds.of("edit", lambda: engine.edit(feedback, offset, *known))
+    return seconds.measure("edit", lambda: engine.edit(feedback, offset, *given))
 
 
-def answered_right(engine: EditEngine, feedback: Feedback) -> bool:
+def answers_correctly(engine: EditEngine, feedback: Feedback) -> bool:
     """Whether the edited model gives the target, token by token."""
     assert feedback.inputs is not UNSET
     assert feedback.target is not UNSET
@@ -147,21 +147,26 @@ def answered_right(engine: EditEngine, feedback: Feedback) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class StreamKind:
     """A way to correct: how a decision is made, and whether the values make the model give the targets."""
 
     name: str
     decide: Decide
-    answers: bool
+    gives_targets: bool
 
 
-WAYS = (Way("trained", with_training, answers=True), Way("keys", with_keys_only, answers=False))
+STREAM_KINDS = (
+    StreamKind("trained", decide_with_training, gives_targets=True),
+    StreamKind("keys", decide_with_given_value, gives_targets=False),
+)
 
 
-def begun(model: EditableModel, plan: EditConfig, traffic: Sequence[str], texts: Texts, led: bytes) -> EditEngine:
+def start_engine(
+    model: EditableModel, plan: EditConfig, traffic: Sequence[str], texts: PromptCache, lead_record: bytes
+) -> EditEngine:
     """An engine that leads by this record, and has seen the traffic."""
     engine = EditEngine(model, CODEBOOK, plan)
-    engine.apply(led)
+    engine.apply(lead_record)
     for offset, (text, query_D) in enumerate(zip(traffic, texts.queries(traffic), strict=True)):
         rank = engine.reservoir.offer(0, offset, 0.0)
         if rank is not None:
@@ -169,47 +174,49 @@ def begun(model: EditableModel, plan: EditConfig, traffic: Sequence[str], texts:
     return engine
 
 
-def feedback_of(corrections: Sequence[Correction]) -> list[Feedback]:
+def to_feedback(corrections: Sequence[Correction]) -> list[Feedback]:
     """The corrections as they are sent; the id is the number."""
     return [
         msgspec.structs.replace(make_correction(str(number), one.text, one.target), author=author)
-        for number, (one, author) in enumerate(zip(corrections, authors(len(corrections)), strict=True))
+        for number, (one, author) in enumerate(zip(corrections, draw_authors(len(corrections)), strict=True))
     ]
 
 
-def made(engine: EditEngine, way: Way, texts: Texts, feedback: Feedback, number: int) -> Made:
+def apply_correction(
+    engine: EditEngine, stream_kind: StreamKind, texts: PromptCache, feedback: Feedback, number: int
+) -> LoggedCorrection:
     """Make one correction, and see whether it is answered right at once."""
-    seconds = Seconds(engine.model.device)
-    edited = way.decide(engine, feedback, number, seconds)
-    record = edited.delta_record
+    seconds = Stopwatch(engine.model.device)
+    result = stream_kind.decide(engine, feedback, number, seconds)
+    record = result.delta_record
     if record is not None:
-        seconds.of("edit", lambda: engine.apply(record))
-    assert edited.outcome is not None
+        seconds.measure("edit", lambda: engine.apply(record))
+    assert result.outcome is not None
     right = record is not None and (
-        answered_right(engine, feedback) if way.answers else served(engine, texts, [feedback])[0]
+        answers_correctly(engine, feedback) if stream_kind.gives_targets else are_served(engine, texts, [feedback])[0]
     )
-    steps = 0 if edited.outcome.steps is UNSET else edited.outcome.steps
-    return Made(number, edited.outcome.status, right, steps, seconds.spent, record)
+    steps = 0 if result.outcome.steps is UNSET else result.outcome.steps
+    return LoggedCorrection(number, result.outcome.status, right, steps, seconds.spent, record)
 
 
-def served(engine: EditEngine, texts: Texts, feedback: Sequence[Feedback]) -> list[bool]:
+def are_served(engine: EditEngine, texts: PromptCache, feedback: Sequence[Feedback]) -> list[bool]:
     """Whether each correction is served: by an entry of its label, or by none where the bare model was right."""
     prompts = [one.inputs for one in feedback if isinstance(one.inputs, str)]
     return [_serves(engine, texts, *one) for one in zip(texts.hits(engine, prompts), feedback, strict=True)]
 
 
-def _serves(engine: EditEngine, texts: Texts, hit: Hit | None, feedback: Feedback) -> bool:
+def _serves(engine: EditEngine, texts: PromptCache, hit: Hit | None, feedback: Feedback) -> bool:
     if hit is None:
-        return own_entry(engine, feedback.feedback_id) == UNEDITED_MODEL
+        return serving_entry_id(engine, feedback.feedback_id) == UNEDITED_MODEL
     assert isinstance(feedback.inputs, str)
     assert feedback.target is not UNSET
     return engine.codebook.labels[hit.slot] == texts.label(feedback.inputs, feedback.target)
 
 
-def own_entry(engine: EditEngine, feedback_id: str) -> str | None:
+def serving_entry_id(engine: EditEngine, feedback_id: str) -> str | None:
     """The entry that serves an edit, `BARE_MODEL` where none has to; None where the edit is not in force."""
     return engine.memory.serving_entry_id(feedback_id) if feedback_id in engine.memory else None
 
 
-def _of_row(wording: Callable[[str], str], texts: Sequence[str], row: int) -> str:
+def _wording_of_row(wording: Callable[[str], str], texts: Sequence[str], row: int) -> str:
     return wording(texts[row])

@@ -19,13 +19,13 @@ from msgspec import Struct
 from tests.bench.framework import BenchError, Row
 
 
-class Led(Struct, frozen=True, tag="led"):
+class LeadRecord(Struct, frozen=True, tag="led"):
     """The record by which the engine began."""
 
     record: bytes
 
 
-class Made(Struct, frozen=True, tag="made"):
+class LoggedCorrection(Struct, frozen=True, tag="made"):
     """One correction.
 
     Attributes:
@@ -45,7 +45,7 @@ class Made(Struct, frozen=True, tag="made"):
     record: bytes | None = None
 
 
-class Measured(Struct, frozen=True, tag="measured"):
+class CheckpointRows(Struct, frozen=True, tag="measured"):
     """The rows of a checkpoint, after so many corrections; `by` identifies the code that measured them."""
 
     after: int
@@ -54,7 +54,7 @@ class Measured(Struct, frozen=True, tag="measured"):
     rows: list[Row]
 
 
-Line = Led | Made | Measured
+Line = LeadRecord | LoggedCorrection | CheckpointRows
 
 
 class StreamLog:
@@ -99,25 +99,29 @@ class StreamLog:
                         f"line {number} of {self._path} cannot be read: {error}; remove the file"
                     ) from error
 
-    def made(self) -> Iterator[Made]:
+    def corrections(self) -> Iterator[LoggedCorrection]:
         """The corrections, in their order."""
-        return (line for line in self.lines() if isinstance(line, Made))
+        return (line for line in self.lines() if isinstance(line, LoggedCorrection))
 
     def records(self, count: int) -> Iterator[bytes]:
         """The record by which the engine began, and those of the first `count` corrections."""
         for line in self.lines():
-            made = isinstance(line, Made) and line.number < count
-            if not isinstance(line, Measured) and (made or isinstance(line, Led)) and line.record is not None:
+            is_correction = isinstance(line, LoggedCorrection) and line.number < count
+            if (
+                not isinstance(line, CheckpointRows)
+                and (is_correction or isinstance(line, LeadRecord))
+                and line.record is not None
+            ):
                 yield line.record
 
     def measured(self) -> dict[tuple[int, str, str], list[Row]]:
         """The rows of each checkpoint: by the number of corrections, what was measured, and by which code."""
-        return {(one.after, one.what, one.by): one.rows for one in self.lines() if isinstance(one, Measured)}
+        return {(one.after, one.what, one.by): one.rows for one in self.lines() if isinstance(one, CheckpointRows)}
 
     def _cut_torn_line(self) -> None:
         """A run that was killed may have left a part of a line at the end."""
         self._file.seek(0)
-        kept = 0
+        complete_bytes = 0
         for line in self._file:
-            kept += len(line) if line.endswith(b"\n") else 0
-        self._file.truncate(kept)
+            complete_bytes += len(line) if line.endswith(b"\n") else 0
+        self._file.truncate(complete_bytes)

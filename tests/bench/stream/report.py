@@ -17,22 +17,30 @@ from gracestream.pipeline.settings import load_settings
 from gracestream.workers.bootstrap import edit_config_from_settings, load_model
 from tests.bench.framework import BenchError, Options, Row
 from tests.bench.stream.corrections import Data, stream_data
-from tests.bench.stream.edits import CODEBOOK, WAYS, Texts, Way, begun, feedback_of, made
+from tests.bench.stream.edits import (
+    CODEBOOK,
+    STREAM_KINDS,
+    PromptCache,
+    StreamKind,
+    apply_correction,
+    start_engine,
+    to_feedback,
+)
 from tests.bench.stream.identity import MEASURING, code_digest, stream_key
-from tests.bench.stream.log import Led, Made, Measured, StreamLog
-from tests.bench.stream.measure import Past, checkpoint
+from tests.bench.stream.log import CheckpointRows, LeadRecord, LoggedCorrection, StreamLog
+from tests.bench.stream.measure import StreamState, checkpoint
 from tests.bench.stream.undone import undo_rows
 
 SETTINGS: dict[str, object] = {"query_source": "encoder"}
 """What differs from the defaults."""
 
 COUNTS = {"trained": 3_000, "keys": 10_000}
-QUICK = {"trained": 50, "keys": 200}
+QUICK_COUNTS = {"trained": 50, "keys": 200}
 """Corrections of each stream."""
 
 CHECKPOINTS = (100, 1_000, 3_000, 10_000)
 
-EVERY = 30.0
+REPORT_INTERVAL = 30.0
 """Seconds between two lines of progress."""
 
 
@@ -44,12 +52,12 @@ def run(options: Options) -> Iterator[Row]:
     data, model = stream_data(), load_model(settings.model, settings.editing.policy)
     plan = edit_config_from_settings(settings.editing, uses_encoder=model.reads_text)
     folder = settings.model.cache_dir.expanduser() / "bench" / f"stream-{stream_key(model, plan, data)}"
-    options.tell(f"the logs are in {folder}; a run that was ended goes on from there")
-    setup = Setup(model, plan, data, Texts(model), folder)
-    for way in WAYS:
-        if options.only in ("", way.name):
-            count = min((QUICK if options.quick else COUNTS)[way.name], len(data.corrections))
-            yield from rows_of(setup, way, count, options.tell)
+    options.report(f"the logs are in {folder}; a run that was ended goes on from there")
+    setup = Setup(model, plan, data, PromptCache(model), folder)
+    for kind in STREAM_KINDS:
+        if options.only in ("", kind.name):
+            count = min((QUICK_COUNTS if options.quick else COUNTS)[kind.name], len(data.corrections))
+            yield from stream_rows(setup, kind, count, options.report)
 
 
 @dataclass
@@ -58,27 +66,27 @@ class Progress:
 
     name: str
     total: int
-    tell: Callable[[str], None]
-    begun: float = field(default_factory=time.monotonic)
-    told: float = -math.inf
+    report: Callable[[str], None]
+    started: float = field(default_factory=time.monotonic)
+    last_report: float = -math.inf
     done: int = 0
-    first: int | None = None
+    first_step: int | None = None
 
     def step(self, done: int | None = None) -> None:
         """One more step is done, or so many steps are."""
         now = time.monotonic()
         self.done = self.done + 1 if done is None else done
-        if self.first is None:
-            self.begun, self.first = now, self.done
-        if now - self.told < EVERY:
+        if self.first_step is None:
+            self.started, self.first_step = now, self.done
+        if now - self.last_report < REPORT_INTERVAL:
             return
-        self.told = now
+        self.last_report = now
         line = f"{self.name}: {self.done:,} of {self.total:,}"
-        if (steps := self.done - self.first) > 0:
-            each = (now - self.begun) / steps
+        if (steps := self.done - self.first_step) > 0:
+            each = (now - self.started) / steps
             left = timedelta(seconds=round(each * max(0, self.total - self.done)))
             line += f", {each:.3g} s each, {left} left"
-        self.tell(line)
+        self.report(line)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,45 +96,47 @@ class Setup:
     model: EditableModel
     plan: EditConfig
     data: Data
-    texts: Texts
+    prompt_cache: PromptCache
     folder: Path
 
 
-def rows_of(setup: Setup, way: Way, count: int, tell: Callable[[str], None]) -> Iterator[Row]:
+def stream_rows(setup: Setup, kind: StreamKind, count: int, report: Callable[[str], None]) -> Iterator[Row]:
     """The rows of all checkpoints of one stream, and of the undo after the last one."""
     points = sorted({count, *(point for point in CHECKPOINTS if point < count)})
     by = code_digest(MEASURING)
-    with StreamLog(setup.folder / f"{way.name}.jsonl") as log:
-        known = log.measured()
-        run: Run | None = None
+    with StreamLog(setup.folder / f"{kind.name}.jsonl") as log:
+        measured = log.measured()
+        run: StreamRun | None = None
         for after, what in [*((point, "checkpoint") for point in points), (count, "undo")]:
-            rows = known.get((after, what, by))
+            rows = measured.get((after, what, by))
             if rows is None:
-                run = run or Run(log, begun_past(setup, way, log), count, tell)
+                run = run or StreamRun(log, start_stream(setup, kind, log), count, report)
                 run.advance(after)
                 rows = list(run.undo() if what == "undo" else run.checkpoint())
-                log.append(Measured(after, what, by, rows))
+                log.append(CheckpointRows(after, what, by, rows))
             yield from rows
 
 
-def begun_past(setup: Setup, way: Way, log: StreamLog) -> Past:
+def start_stream(setup: Setup, kind: StreamKind, log: StreamLog) -> StreamState:
     """A stream before its first correction; its engine begins by the record that the log has, if it has one."""
-    led = next(log.records(0), None)
-    if led is None:
-        led = EditEngine(setup.model, CODEBOOK, setup.plan).lead_delta(describe_environment(setup.model, setup.plan))
-        log.append(Led(led))
-    engine = begun(setup.model, setup.plan, setup.data.traffic, setup.texts, led)
-    return Past(way, engine, setup.texts, setup.data, feedback_of(setup.data.corrections))
+    lead_record = next(log.records(0), None)
+    if lead_record is None:
+        lead_record = EditEngine(setup.model, CODEBOOK, setup.plan).lead_delta(
+            describe_environment(setup.model, setup.plan)
+        )
+        log.append(LeadRecord(lead_record))
+    engine = start_engine(setup.model, setup.plan, setup.data.traffic, setup.prompt_cache, lead_record)
+    return StreamState(kind, engine, setup.prompt_cache, setup.data, to_feedback(setup.data.corrections))
 
 
-class Run:
+class StreamRun:
     """A stream under way: it applies what its log has, and then makes more corrections."""
 
-    def __init__(self, log: StreamLog, past: Past, count: int, tell: Callable[[str], None]) -> None:
-        self._log, self._past, self._tell = log, past, tell
-        self._logged: Iterator[Made] = log.made()
-        self._making = Progress(past.way.name, count, tell)
-        self._applying = Progress(f"{past.way.name}: applying the log", count, tell)
+    def __init__(self, log: StreamLog, state: StreamState, count: int, report: Callable[[str], None]) -> None:
+        self._log, self._state, self._report = log, state, report
+        self._logged: Iterator[LoggedCorrection] = log.corrections()
+        self._decide_progress = Progress(state.kind.name, count, report)
+        self._apply_progress = Progress(f"{state.kind.name}: applying the log", count, report)
 
     def advance(self, count: int) -> None:
         """Come to so many corrections.
@@ -134,35 +144,39 @@ class Run:
         Raises:
             BenchError: the log leaves out a correction.
         """
-        while (number := len(self._past.made)) < count:
-            one = next(self._logged, None)
-            if one is None:
-                one = self._make(number)
+        while (number := len(self._state.corrections)) < count:
+            correction = next(self._logged, None)
+            if correction is None:
+                correction = self._make(number)
             else:
-                self._apply(one)
-            if one.number != number:
-                raise BenchError(f"the log has correction {one.number} where {number} follows; remove its folder")
-            self._past.made.append(msgspec.structs.replace(one, record=None))
-            self._past.sizes.append(len(one.record or b""))
+                self._apply(correction)
+            if correction.number != number:
+                raise BenchError(
+                    f"the log has correction {correction.number} where {number} follows; remove its folder"
+                )
+            self._state.corrections.append(msgspec.structs.replace(correction, record=None))
+            self._state.sizes.append(len(correction.record or b""))
 
     def checkpoint(self) -> Iterator[Row]:
         """The rows of a checkpoint."""
-        self._tell(f"{self._past.setting}: measuring")
-        return checkpoint(self._past)
+        self._report(f"{self._state.setting}: measuring")
+        return checkpoint(self._state)
 
     def undo(self) -> Iterator[Row]:
         """The rows of the undo; nothing can be added after it."""
-        self._tell(f"{self._past.setting}: undoing a half")
-        progress = Progress(f"{self._past.way.name}: records read", 2 * len(self._past.accepted()), self._tell)
-        return undo_rows(self._past, self._log, progress.step)
+        self._report(f"{self._state.setting}: undoing a half")
+        progress = Progress(f"{self._state.kind.name}: records read", 2 * len(self._state.accepted()), self._report)
+        return undo_rows(self._state, self._log, progress.step)
 
-    def _make(self, number: int) -> Made:
-        one = made(self._past.engine, self._past.way, self._past.texts, self._past.feedback[number], number)
-        self._log.append(one)
-        self._making.step(number + 1)
-        return one
+    def _make(self, number: int) -> LoggedCorrection:
+        correction = apply_correction(
+            self._state.engine, self._state.kind, self._state.prompt_cache, self._state.feedback[number], number
+        )
+        self._log.append(correction)
+        self._decide_progress.step(number + 1)
+        return correction
 
-    def _apply(self, one: Made) -> None:
-        if one.record is not None:
-            self._past.engine.apply(one.record)
-        self._applying.step(one.number + 1)
+    def _apply(self, correction: LoggedCorrection) -> None:
+        if correction.record is not None:
+            self._state.engine.apply(correction.record)
+        self._apply_progress.step(correction.number + 1)

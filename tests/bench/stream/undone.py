@@ -20,14 +20,14 @@ from gracestream.schemas.deltas import Delta, Seen, decode_delta
 from gracestream.schemas.messages import Feedback
 from tests.bench.framework import BenchError, Row
 from tests.bench.stream.corrections import AUTHORS
-from tests.bench.stream.edits import begun
+from tests.bench.stream.edits import start_engine
 from tests.bench.stream.log import StreamLog
-from tests.bench.stream.measure import Past
+from tests.bench.stream.measure import StreamState
 
 UNDO = Feedback(v=1, feedback_id="undo", undo_author=AUTHORS[0])
 
 
-class Told:
+class LoggedHistory:
     """The history of a stream, as an undo reads it: the records of its log, and what was sent."""
 
     def __init__(self, log: StreamLog, feedback: Sequence[Feedback]) -> None:
@@ -46,79 +46,83 @@ class Told:
         return self._log.records(len(self._feedback))
 
 
-def undo_rows(past: Past, log: StreamLog, at_work: Callable[[], object]) -> Iterator[Row]:
+def undo_rows(state: StreamState, log: StreamLog, heartbeat: Callable[[], object]) -> Iterator[Row]:
     """Undo a half, and compare. The engine holds what is left from then on.
 
     Raises:
         BenchError: the undo was rejected.
     """
-    told = Told(log, past.feedback[: len(past.made)])
-    fold = _fold_seconds(past.engine.codebook, told)
+    history = LoggedHistory(log, state.feedback[: len(state.corrections)])
+    floor = _apply_seconds(state.engine.codebook, history)
     started = time.perf_counter()
-    edited = undo(past.engine, UNDO, len(past.made), told, at_work)
+    result = undo(state.engine, UNDO, len(state.corrections), history, heartbeat)
     seconds = time.perf_counter() - started
-    if edited.delta_record is None:
-        raise BenchError(f"the undo had no effect: {edited.outcome}")
-    past.engine.apply(edited.delta_record)
-    other = without(past, told, at_work)
-    setting = f"undo/{past.setting}"
-    gone = [number for number in past.accepted() if past.feedback[number].author == AUTHORS[0]]
-    yield Row(f"{setting}/undone", len(gone), "count")
-    yield Row(f"{setting}/decided again", len(decode_delta(edited.delta_record).decided), "count")
-    yield Row(f"{setting}/seconds", seconds, "s", fold)
-    yield Row(f"{setting}/delta", len(edited.delta_record), "B")
-    yield Row(f"{setting}/entries", len(past.engine.codebook), "count", len(other.codebook))
-    yield Row(f"{setting}/equal", float(same(past.engine, other)), "share", 1.0)
+    if result.delta_record is None:
+        raise BenchError(f"the undo had no effect: {result.outcome}")
+    state.engine.apply(result.delta_record)
+    other = rebuild_without(state, history, heartbeat)
+    setting = f"undo/{state.setting}"
+    undone = [number for number in state.accepted() if state.feedback[number].author == AUTHORS[0]]
+    yield Row(f"{setting}/undone", len(undone), "count")
+    yield Row(f"{setting}/decided again", len(decode_delta(result.delta_record).decided), "count")
+    yield Row(f"{setting}/seconds", seconds, "s", floor)
+    yield Row(f"{setting}/delta", len(result.delta_record), "B")
+    yield Row(f"{setting}/entries", len(state.engine.codebook), "count", len(other.codebook))
+    yield Row(f"{setting}/equal", float(entries_equal(state.engine, other)), "share", 1.0)
 
 
-def without(past: Past, told: Told, at_work: Callable[[], object]) -> EditEngine:
+def rebuild_without(state: StreamState, history: LoggedHistory, heartbeat: Callable[[], object]) -> EditEngine:
     """The engine that never had what is undone."""
-    records = told.records()
-    engine = begun(past.engine.model, past.engine.config, past.data.traffic, past.texts, next(records))
+    records = history.records()
+    engine = start_engine(
+        state.engine.model, state.engine.config, state.data.traffic, state.prompt_cache, next(records)
+    )
     for delta in map(decode_delta, records):
-        at_work()
+        heartbeat()
         assert delta.cause is not UNSET
-        feedback = past.feedback[delta.cause.offset]
+        feedback = state.feedback[delta.cause.offset]
         if feedback.author == AUTHORS[0]:
             continue
-        edited = engine.edit(feedback, delta.cause.offset, _as_before(delta, past.engine.memory))
-        if edited.delta_record is not None:
-            engine.apply(edited.delta_record)
+        result = engine.edit(feedback, delta.cause.offset, _recorded_context(delta, state.engine.memory))
+        if result.delta_record is not None:
+            engine.apply(result.delta_record)
     return engine
 
 
-def same(ours: EditEngine, theirs: EditEngine) -> bool:
+def entries_equal(ours: EditEngine, theirs: EditEngine) -> bool:
     """Whether all entries are equal, bit for bit, and serve the same edits with equal queries."""
-    return ours.codebook.state_digest() == theirs.codebook.state_digest() and _serving(ours) == _serving(theirs)
+    return ours.codebook.state_digest() == theirs.codebook.state_digest() and _serving_entries(
+        ours
+    ) == _serving_entries(theirs)
 
 
-def _serving(engine: EditEngine) -> dict[str, tuple[str, bytes]]:
+def _serving_entries(engine: EditEngine) -> dict[str, tuple[str, bytes]]:
     memory = engine.memory
     return {name: (memory.serving_entry_id(name), memory.query(name).tobytes()) for name in memory.feedback_ids}
 
 
-def _as_before(delta: Delta, memory: EditMemory) -> ReplayContext:
+def _recorded_context(delta: Delta, memory: EditMemory) -> ReplayContext:
     """What the decision behind a delta saw, its query, and its value where it had one of its own."""
     cause = delta.cause
     assert cause is not UNSET
     assert cause.seen is not UNSET
-    seen: Seen = cause.seen
+    context: Seen = cause.seen
     if (later := memory.replay_contexts.get(cause.feedback_id)) is not None:
-        seen = merge_contexts(seen, later)
-    own = next((change for change in delta.entries if change.entry_id == cause.entry_id), None)
+        context = merge_contexts(context, later)
+    own_entry = next((change for change in delta.entries if change.entry_id == cause.entry_id), None)
     query_D: np.ndarray | None = None
     if cause.query is not UNSET:
         query_D = cause.query.array()
-    elif own is not None and own.key is not UNSET:
-        query_D = own.key.array()
-    value_V = None if own is None or own.value is UNSET or delta.op == "expand" else own.value.array()
-    return ReplayContext(seen, query_D, value_V)
+    elif own_entry is not None and own_entry.key is not UNSET:
+        query_D = own_entry.key.array()
+    value_V = None if own_entry is None or own_entry.value is UNSET or delta.op == "expand" else own_entry.value.array()
+    return ReplayContext(context, query_D, value_V)
 
 
-def _fold_seconds(codebook: Codebook, told: Told) -> float:
+def _apply_seconds(codebook: Codebook, history: LoggedHistory) -> float:
     """What reading the records alone takes, which is the floor of an undo."""
-    folded = EditState(Codebook(codebook.name, codebook.model, codebook.layer), EditMemory())
+    applied = EditState(Codebook(codebook.name, codebook.model, codebook.layer), EditMemory())
     started = time.perf_counter()
-    for record in told.records():
-        folded.apply(record)
+    for record in history.records():
+        applied.apply(record)
     return time.perf_counter() - started

@@ -14,10 +14,19 @@ from rich.console import Console
 from gracestream.pipeline.device import CUDA_ENVIRONMENT_DEFAULTS
 from tests.bench import __main__ as command
 from tests.bench import framework
-from tests.bench.framework import BENCHES, BenchError, Options, Row, bench, machine, records, write
-from tests.bench.models import SUBJECTS, subjects
+from tests.bench.framework import (
+    BENCHMARKS,
+    BenchError,
+    Options,
+    Row,
+    load_benchmark,
+    machine,
+    to_records,
+    write_results,
+)
+from tests.bench.models import MODELS, select_models
 from tests.bench.page import INDEX, pages
-from tests.bench.table import show
+from tests.bench.table import print_tables
 
 ROWS = [
     Row("zsre/paper/exact", 0.5, "share", 0.5),
@@ -31,12 +40,12 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """A benchmark `small` that yields `ROWS`, and the folder that stands for the repository's root."""
 
     def run(options: Options) -> Iterator[Row]:
-        options.tell("measuring")
+        options.report("measuring")
         yield from ROWS
 
-    monkeypatch.setattr(command, "bench", lambda name: run if name == "small" else bench(name))
+    monkeypatch.setattr(command, "load_benchmark", lambda name: run if name == "small" else load_benchmark(name))
     monkeypatch.setattr(command, "ROOT", tmp_path)
-    monkeypatch.setattr(command, "KEPT", tmp_path / "kept")
+    monkeypatch.setattr(command, "COMMITTED", tmp_path / "kept")
     threads = torch.get_num_threads(), faiss.omp_get_max_threads()
     yield tmp_path
     torch.set_num_threads(threads[0])
@@ -45,37 +54,37 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 def test_a_record_says_what_was_measured_where_and_against_what() -> None:
     here = machine("cpu")
-    first, second, _ = records(ROWS, here)
+    first, second, _ = to_records(ROWS, here)
     assert first == {"name": "zsre/paper/exact", "value": 0.5, "unit": "share", "baseline": 0.5, "machine": here}
     assert second["baseline"] is None
     assert {"cpu", "cores", "ram_gib", "device", "python", "torch", "transformers", "faiss"} <= set(here)
 
 
 def test_rows_are_written_as_json_named_for_benchmark_and_device(tmp_path: Path) -> None:
-    path = write("small", ROWS, {**machine("cpu"), "device": "NVIDIA H200"}, tmp_path / "new")
+    path = write_results("small", ROWS, {**machine("cpu"), "device": "NVIDIA H200"}, tmp_path / "new")
     assert path == tmp_path / "new" / "small-nvidia-h200.json"
     assert [record["value"] for record in json.loads(path.read_text())] == [0.5, 7, 1.0]
 
 
 def test_one_model_can_be_measured_again_and_the_others_stay(tmp_path: Path) -> None:
-    write("small", ROWS, machine("cpu"), tmp_path)
-    path = write(
+    write_results("small", ROWS, machine("cpu"), tmp_path)
+    path = write_results(
         "small",
         [Row("zsre/paper/exact", 0.7, "share"), Row("zsre/new/exact", 0.1, "share")],
         machine("cpu"),
         tmp_path,
-        keep=True,
+        keep_others=True,
     )
     found = {record["name"]: record["value"] for record in json.loads(path.read_text())}
     assert found == {"zsre/paper/exact": 0.7, "zsre/paper/entries": 7, "zsre/nearest/exact": 1.0, "zsre/new/exact": 0.1}
-    assert [one.name for one in subjects(Options(only="minilm"), SUBJECTS)] == ["minilm"]
+    assert [one.name for one in select_models(Options(only="minilm"), MODELS)] == ["minilm"]
     with pytest.raises(BenchError, match=r"^'other' is not measured here; bert-base, .*minilm are$"):
-        subjects(Options(only="other"), SUBJECTS)
+        select_models(Options(only="other"), MODELS)
 
 
 def test_the_table_has_one_line_for_each_setting() -> None:
     console = Console(width=120, record=True, file=io.StringIO())
-    show(ROWS, console)
+    print_tables(ROWS, console)
     lines = console.export_text().splitlines()
     assert sum("paper" in line for line in lines) == 1
     assert next(line for line in lines if "paper" in line).replace("│", " ").split() == ["paper", "0.500", "7"]
@@ -85,18 +94,18 @@ def test_the_table_has_one_line_for_each_setting() -> None:
 @pytest.mark.parametrize(("arguments", "folder"), [(["small"], "results"), (["small", "--commit"], "kept")])
 def test_only_committed_numbers_go_to_the_repository(small: Path, arguments: list[str], folder: str) -> None:
     assert command.main(arguments) == 0
-    assert json.loads((small / folder / "small-cpu.json").read_text()) == records(ROWS, machine("cpu"))
+    assert json.loads((small / folder / "small-cpu.json").read_text()) == to_records(ROWS, machine("cpu"))
 
 
 def test_the_pages_of_results_are_current() -> None:
-    written = {path.name: path.read_text(encoding="utf-8") for path in framework.KEPT.glob("*.md")}
-    assert written == pages(framework.KEPT), "write them: python -m tests.bench.page"
+    written = {path.name: path.read_text(encoding="utf-8") for path in framework.COMMITTED.glob("*.md")}
+    assert written == pages(framework.COMMITTED), "write them: python -m tests.bench.page"
 
 
 def test_each_device_has_a_page_that_tells_each_number_beside_what_it_is_held_against(tmp_path: Path) -> None:
-    write("edit", ROWS, machine("cpu"), tmp_path)
+    write_results("edit", ROWS, machine("cpu"), tmp_path)
     gpu: framework.Machine = {"device": "NVIDIA H200", "driver": "580.65.06", "cuda": "13.2"}
-    write("edit", [Row("edit/other/seconds", 0.25, "s")], machine("cpu") | gpu, tmp_path)
+    write_results("edit", [Row("edit/other/seconds", 0.25, "s")], machine("cpu") | gpu, tmp_path)
     found = pages(tmp_path)
     assert list(found) == [INDEX, "cpu.md", "nvidia-h200.md"]
     assert "- [NVIDIA H200](nvidia-h200.md): edit\n" in found[INDEX]
@@ -111,8 +120,8 @@ def test_each_device_has_a_page_that_tells_each_number_beside_what_it_is_held_ag
 
 def test_an_unknown_name_gets_one_sentence_and_status_2(capfd: pytest.CaptureFixture[str]) -> None:
     assert command.main(["speed"]) == 2
-    said = capfd.readouterr().err
-    assert said == f"there is no benchmark named 'speed'; there is {', '.join(BENCHES)}\n"
+    output = capfd.readouterr().err
+    assert output == f"there is no benchmark named 'speed'; there is {', '.join(BENCHMARKS)}\n"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")
@@ -132,4 +141,4 @@ def test_quick_numbers_are_not_committed(small: Path) -> None:
 
 
 def test_every_benchmark_that_is_named_can_be_run() -> None:
-    assert all(callable(bench(name)) for name in BENCHES)
+    assert all(callable(load_benchmark(name)) for name in BENCHMARKS)

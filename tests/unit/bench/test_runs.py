@@ -11,9 +11,9 @@ pytest.importorskip("tests.bench.overhead", exc_type=ImportError)  # needs more 
 
 from tests.bench import edit, memory, overhead, undo
 from tests.bench.codebooks import value_width
-from tests.bench.device import copy_rate, held, peak, timed
+from tests.bench.device import copy_rate, memory_in_use, peak_memory_added, timed
 from tests.bench.framework import BenchError, Options, Row
-from tests.bench.models import Subject
+from tests.bench.models import BenchModel
 from tests.bench.random_models import TINY
 
 CPU = torch.device("cpu")
@@ -27,12 +27,12 @@ class LoadedError(Exception):
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny models in place of the real ones, and few entries."""
-    subjects = tuple(Subject(name, model.load, model) for name, model in zip(edit.TOKENS, TINY, strict=True))
+    models = tuple(BenchModel(name, model.load, model) for name, model in zip(edit.TOKENS, TINY, strict=True))
     for bench in (edit, overhead):
-        monkeypatch.setattr(bench, "SUBJECTS", subjects)
-    monkeypatch.setattr(edit, "STORED", 2000)
+        monkeypatch.setattr(bench, "MODELS", models)
+    monkeypatch.setattr(edit, "STORED_ENTRIES", 2000)
     monkeypatch.setattr(overhead, "COUNTS", {"1k": 1000})
-    monkeypatch.setattr(memory, "FEW", 2000)
+    monkeypatch.setattr(memory, "QUICK_ENTRIES", 2000)
 
 
 @pytest.mark.usefixtures("tiny")
@@ -53,7 +53,7 @@ def test_models_are_loaded_onto_the_device_that_is_asked_for(bench: Any, monkeyp
     def load(device: str) -> Any:
         raise LoadedError(device)
 
-    monkeypatch.setattr(bench, "SUBJECTS", (Subject("bert-base", load),))
+    monkeypatch.setattr(bench, "MODELS", (BenchModel("bert-base", load),))
     with pytest.raises(LoadedError, match=r"^cuda$"):
         next(bench.run(Options(quick=True, device="cuda")))
 
@@ -84,12 +84,12 @@ def test_a_copy_rate_is_bytes_read_and_written_a_second() -> None:
 
 
 def test_memory_that_is_taken_counts_and_what_is_given_back_does_not() -> None:
-    before = held(CPU)
-    kept: list[torch.Tensor] = []
-    assert peak(CPU, partial(_keep, kept, 2**26)) > 2**26 - 2**20
-    kept.clear()
-    assert held(CPU) - before < 2**25
+    before = memory_in_use(CPU)
+    tensors: list[torch.Tensor] = []
+    assert peak_memory_added(CPU, partial(_allocate, tensors, 2**26)) > 2**26 - 2**20
+    tensors.clear()
+    assert memory_in_use(CPU) - before < 2**25
 
 
-def _keep(kept: list[torch.Tensor], size: int) -> None:
-    kept.append(torch.ones(size, dtype=torch.uint8))
+def _allocate(tensors: list[torch.Tensor], size: int) -> None:
+    tensors.append(torch.ones(size, dtype=torch.uint8))

@@ -20,7 +20,7 @@ from gracestream.pipeline.tuning.intervals import wilson_interval
 from gracestream.schemas.messages import ChatMessage
 from tests.bench import __main__ as command
 from tests.bench import edits
-from tests.bench.framework import BenchError, Options, Row, read, write
+from tests.bench.framework import BenchError, Options, Row, read_results, write_results
 from tests.bench.page import pages
 from tests.bench.scope import draw, report, streams
 from tests.bench.scope.cases import Case, Correction, Part, Stream
@@ -33,7 +33,7 @@ from tests.bench.scope.forms import (
     typo,
     without_punctuation,
 )
-from tests.bench.scope.methods import METHODS, Edited, Said, Unedited
+from tests.bench.scope.methods import METHODS, Answer, EditedModel, UneditedAnswers
 from tests.bench.scope.verdicts import repeats, verdict
 from tests.support.tiny_models import CHAT, WORDS, editable, texts
 
@@ -106,9 +106,9 @@ def test_a_question_that_would_leave_a_preposition_behind_becomes_no_statement()
 def test_forms_are_other_texts_and_the_parts_have_other_wordings_before_a_prompt() -> None:
     correction = Correction("Question: Who is the mayor of Ulm? Answer:", "Ann", "Who is the mayor of Ulm?")
     made = {part: {kind.name: kind.texts(correction, part) for kind in FORMS} for part in get_args(Part)}
-    for of_part in made.values():
-        assert {name: len(found) for name, found in of_part.items()} == dict.fromkeys(of_part, 1)
-        assert all(correction.text not in found for found in of_part.values())
+    for forms_of_part in made.values():
+        assert {name: len(found) for name, found in forms_of_part.items()} == dict.fromkeys(forms_of_part, 1)
+        assert all(correction.text not in found for found in forms_of_part.values())
     differing = {name for name in made["held-out"] if made["held-out"][name] != made["development"][name]}
     assert differing == {"instruction", "context"}
 
@@ -219,10 +219,10 @@ def test_the_labelled_restatements_are_of_the_relation_that_they_are_listed_unde
 
 def test_rows_without_their_data_are_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("GRACESTREAM_DATA", str(tmp_path))
-    told: list[str] = []
+    reported: list[str] = []
     with pytest.raises(BenchError, match=r"this needs zsre_700.jsonl.gz: it is not in "):
-        list(report.run(Options(quick=True, tell=told.append)))
-    assert [line.partition(":")[0] for line in told] == list(streams.STREAMS)
+        list(report.run(Options(quick=True, report=reported.append)))
+    assert [line.partition(":")[0] for line in reported] == list(streams.STREAMS)
     with pytest.raises(BenchError, match="there is no stream named 'other'; there are zsre, "):
         next(report.run(Options(only="other")))
 
@@ -245,7 +245,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Stream:
         for number, (prompt, other, third) in enumerate(zip(prompts[:4], prompts[4:8], prompts[8:12], strict=True))
     ]
     kinds = (ITSELF, related("paraphrase", applies=True), *FORMS, related("neighbour", applies=False))
-    cases = list(streams.cases_of(corrections, kinds, "held-out", 2))
+    cases = list(streams.make_cases(corrections, kinds, "held-out", 2))
     stream = Stream("toy", corrections, [*cases, *streams.unrelated_cases(prompts[12:20])], prompts[20:])
     by_distance = next(method for method in METHODS if method.name == "layer, distance")
     monkeypatch.setattr(report, "METHODS", (replace(by_distance, name="layer", curves=(0.5, 1.0, 3.0)),))
@@ -271,26 +271,26 @@ def test_a_stream_is_corrected_asked_and_reported(toy: Stream, tmp_path: Path) -
         for method in ("layer, held", "layer, no traffic"):
             curve = [found[f"curve toy {kind}/{method}/{at:g}/captured"].value for at in (0.5, 1.0, 3.0)]
             assert curve == sorted(curve)
-    path = write("scope", rows, MACHINE, tmp_path)
-    assert read(path) == rows
+    path = write_results("scope", rows, MACHINE, tmp_path)
+    assert read_results(path) == rows
     page = pages(tmp_path)["cpu.md"]
     assert "| layer/itself | 4 | 1.000 [0.51, 1.00] | 1.000 [0.51, 1.00] | 1.000 [0.51, 1.00] (1.000) |" in page
 
 
 def test_chats_and_failing_entries_are_asked_as_a_replica_asks_them(monkeypatch: pytest.MonkeyPatch) -> None:
     model = editable("llama", chat_template=CHAT)
-    asked = edits.Asked(model, {})
-    engine = edits.started(asked, EditConfig(traffic_sample_size=0), [])
+    cached_model = edits.CachedModel(model, {})
+    engine = edits.start_engine(cached_model, EditConfig(traffic_sample_size=0), [])
     text, target = texts(1, seed=4)[0], WORDS[3]
-    cost = edits.correct(engine, asked, [edits.Fact(text, "", target)])
-    edited = Edited(asked, engine, cost, Unedited())
+    cost = edits.apply_corrections(engine, cached_model, [edits.Fact(text, "", target)])
+    edited = EditedModel(cached_model, engine, cost, UneditedAnswers())
     chat = edited.prompt(replace(POSITIVE, text=text, chat=True))
     assert chat == model.task.tokenize((ChatMessage("user", text),))
     assert chat.last_turn is not None
     prompts = [edited.prompt(replace(POSITIVE, text=text)), chat]
-    assert edited.answers(prompts)[0] == Said(target)
+    assert edited.answers(prompts)[0] == Answer(target)
     monkeypatch.setattr(model.task, "matches_target", lambda *_given: False)
-    assert edited.answers(prompts)[0] == Said(edited.unedited(prompts)[0], near_miss=True)
+    assert edited.answers(prompts)[0] == Answer(edited.unedited(prompts)[0], near_miss=True)
 
 
 class Answering:
@@ -305,8 +305,8 @@ class Answering:
     def matches(self, prompts: list[str]) -> list[Hit | None]:
         return [Hit(0, "0", 0.5, 1.0) if prompt == "captured" else None for prompt in prompts]
 
-    def answers(self, prompts: list[str]) -> list[Said]:
-        return [Said(self._edited, near_miss=self._edited == "Nobody")] * len(prompts)
+    def answers(self, prompts: list[str]) -> list[Answer]:
+        return [Answer(self._edited, near_miss=self._edited == "Nobody")] * len(prompts)
 
     def unedited(self, prompts: list[str]) -> list[str]:
         return [self._unedited] * len(prompts)
@@ -329,7 +329,7 @@ def test_answers_that_are_not_generated_change_no_verdict(case: Case, text: str,
     expected = verdict(asked, said, unedited, "Ann Lee" if captured else None, near_miss=near_miss)
     assert expected.near_miss == near_miss
     model: Any = Answering(edited, unedited)
-    assert report.judged(model, [asked]) == [expected]
+    assert report.judge(model, [asked]) == [expected]
 
 
 def test_development_rows_are_named_as_such(toy: Stream) -> None:
@@ -348,12 +348,12 @@ def test_the_curve_is_drawn_and_shown_on_the_page(tmp_path: Path) -> None:
         for kind in ("counterfact paraphrase", "counterfact neighbour")
         for at in (1.0, 2.0)
     ]
-    path = write("scope", rows, MACHINE, tmp_path)
-    draw(read(path), path.with_suffix(".svg"))
+    path = write_results("scope", rows, MACHINE, tmp_path)
+    draw(read_results(path), path.with_suffix(".svg"))
     first = path.with_suffix(".svg").read_text(encoding="utf-8")
     assert "captured: counterfact neighbour" in first
     assert "![scope](scope-cpu.svg)" in pages(tmp_path)["cpu.md"]
-    draw(read(path), path.with_suffix(".svg"))
+    draw(read_results(path), path.with_suffix(".svg"))
     assert path.with_suffix(".svg").read_text(encoding="utf-8") == first
     draw([], tmp_path / "none.svg")
     assert not (tmp_path / "none.svg").exists()

@@ -19,14 +19,23 @@ from gracestream.pipeline.editing.config import EditConfig
 from gracestream.pipeline.editing.engine import EditEngine
 from gracestream.pipeline.experiments.data import DataError
 from gracestream.schemas.deltas import EntryChange
-from tests.bench.framework import BenchError, Options, Row, machine, write
+from tests.bench.framework import BenchError, Options, Row, machine, write_results
 from tests.bench.page import pages
 from tests.bench.stream import corrections, edits, identity, measure, report
-from tests.bench.stream.corrections import AUTHORS, Case, Correction, Data, authors, cases_of, chosen, stream_data
-from tests.bench.stream.edits import WAYS, Seconds, Texts, begun, feedback_of, served
+from tests.bench.stream.corrections import (
+    AUTHORS,
+    Case,
+    Correction,
+    Data,
+    draw_authors,
+    make_cases,
+    select_cases,
+    stream_data,
+)
+from tests.bench.stream.edits import STREAM_KINDS, PromptCache, Stopwatch, are_served, start_engine, to_feedback
 from tests.bench.stream.identity import stream_key
-from tests.bench.stream.log import Led, Made, Measured, StreamLog
-from tests.bench.stream.undone import same
+from tests.bench.stream.log import CheckpointRows, LeadRecord, LoggedCorrection, StreamLog
+from tests.bench.stream.undone import entries_equal
 from tests.support.tiny_models import WORDS, editable, texts
 
 TRAINED, KEYS = 6, 30
@@ -40,7 +49,7 @@ def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Data:
         Correction(prompt, WORDS[number + 3], "", {"paraphrase": (other,)}, {"neighbour": (third,)})
         for number, (prompt, other, third) in enumerate(zip(prompts[:KEYS], prompts[30:], prompts[60:], strict=False))
     ]
-    cases = [*cases_of(sent), *(Case("unrelated", text, None) for text in prompts[90:95])]
+    cases = [*make_cases(sent), *(Case("unrelated", text, None) for text in prompts[90:95])]
     data = Data(sent, cases, prompts[100:])
     monkeypatch.setenv("GRACESTREAM_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(report, "SETTINGS", {})
@@ -51,14 +60,14 @@ def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Data:
     return data
 
 
-def logged(folder: Path, way: str) -> tuple[list[bytes], list[tuple[str, bool, int]]]:
+def logged(folder: Path, kind: str) -> tuple[list[bytes], list[tuple[str, bool, int]]]:
     """The records of a stream's log, and what came of its corrections."""
-    (path,) = folder.glob(f"bench/stream-*/{way}.jsonl")
+    (path,) = folder.glob(f"bench/stream-*/{kind}.jsonl")
     with StreamLog(path) as log:
-        return list(log.records(1000)), [(one.status, one.right, one.steps) for one in log.made()]
+        return list(log.records(1000)), [(one.status, one.right, one.steps) for one in log.corrections()]
 
 
-def but_for_cost(rows: list[Row]) -> list[Row]:
+def without_cost(rows: list[Row]) -> list[Row]:
     return [row for row in rows if not row.name.startswith("cost/") and row.metric != "seconds"]
 
 
@@ -66,20 +75,20 @@ def test_both_streams_hold_and_an_undo_equals_a_history_without_what_it_undoes(t
     rows = list(report.run(Options()))
     found = {row.name: row for row in rows}
     assert len(found) == len(rows)
-    for way, count in (("trained", TRAINED), ("keys", KEYS)):
+    for kind, count in (("trained", TRAINED), ("keys", KEYS)):
         for after in (3, count):
-            assert found[f"corrections/{way}, {after}/made"].value == after
-            assert found[f"corrections/{way}, {after}/ERR"].value == 1
-            assert found[f"cases/{way}, {after}, paraphrase/cases"].value > 0
-        assert found[f"corrections/{way}, {count}/ES"].value == 1
-        assert found[f"corrections/{way}, {count}/rejected"].value == 0
-        undone = sum(author == AUTHORS[0] for author in authors(count))
+            assert found[f"corrections/{kind}, {after}/made"].value == after
+            assert found[f"corrections/{kind}, {after}/ERR"].value == 1
+            assert found[f"cases/{kind}, {after}, paraphrase/cases"].value > 0
+        assert found[f"corrections/{kind}, {count}/ES"].value == 1
+        assert found[f"corrections/{kind}, {count}/rejected"].value == 0
+        undone = sum(author == AUTHORS[0] for author in draw_authors(count))
         assert 0 < undone < count
-        assert found[f"undo/{way}, {count}/undone"].value == undone
-        assert found[f"undo/{way}, {count}/equal"].value == 1
-        left = found[f"undo/{way}, {count}/entries"]
+        assert found[f"undo/{kind}, {count}/undone"].value == undone
+        assert found[f"undo/{kind}, {count}/equal"].value == 1
+        left = found[f"undo/{kind}, {count}/entries"]
         assert left.value == left.baseline
-        assert left.value < found[f"corrections/{way}, {count}/entries"].value
+        assert left.value < found[f"corrections/{kind}, {count}/entries"].value
     assert found["corrections/trained, 6/ERR, answered"].value == 1
     assert "corrections/keys, 30/ERR, answered" not in found
     assert found["cost/trained, 6/steps"].value > 0
@@ -87,7 +96,7 @@ def test_both_streams_hold_and_an_undo_equals_a_history_without_what_it_undoes(t
 
 
 def pages_of(rows: list[Row], folder: Path) -> str:
-    write("stream", rows, machine("cpu"), folder)
+    write_results("stream", rows, machine("cpu"), folder)
     return pages(folder)["cpu.md"]
 
 
@@ -102,34 +111,34 @@ def test_a_run_that_was_killed_goes_on_and_ends_as_if_it_had_not_been(
     whole = list(report.run(Options(only="keys")))
     expected = logged(tmp_path, "keys")
     monkeypatch.setenv("GRACESTREAM_CACHE_DIR", str(tmp_path / "other"))
-    make = edits.made
+    make = edits.apply_correction
 
-    def killed(*given: Any) -> Made:
+    def killed(*given: Any) -> LoggedCorrection:
         if given[-1] == 11:
             raise KilledError
         return make(*given)
 
-    monkeypatch.setattr(report, "made", killed)
+    monkeypatch.setattr(report, "apply_correction", killed)
     with pytest.raises(KilledError):
         list(report.run(Options(only="keys")))
     (path,) = (tmp_path / "other").glob("bench/stream-*/keys.jsonl")
     path.write_bytes(path.read_bytes()[: path.stat().st_size - cut])
     again: list[int] = []
 
-    def counted(*given: Any) -> Made:
+    def counted(*given: Any) -> LoggedCorrection:
         again.append(given[-1])
         return make(*given)
 
-    monkeypatch.setattr(report, "made", counted)
+    monkeypatch.setattr(report, "apply_correction", counted)
     rows = list(report.run(Options(only="keys")))
     assert again == list(range(10 if cut else 11, KEYS))  # what was cut off is made again
     assert logged(tmp_path / "other", "keys") == expected
-    assert but_for_cost(rows) == but_for_cost(whole)
+    assert without_cost(rows) == without_cost(whole)
 
 
 def test_a_run_that_is_complete_is_only_read(toy: Data, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = list(report.run(Options()))
-    monkeypatch.setattr(report, "begun", None)  # what any measurement begins with
+    monkeypatch.setattr(report, "start_engine", None)  # what any measurement begins with
     assert list(report.run(Options())) == rows
 
 
@@ -142,7 +151,7 @@ def test_a_longer_run_goes_on_from_a_shorter_one(toy: Data, tmp_path: Path, monk
     records, outcomes = logged(tmp_path, "keys")
     assert (records[:6], outcomes[:5]) == few
     (tmp_path / "bench").rename(tmp_path / "before")
-    assert but_for_cost(list(report.run(Options(only="keys")))) == but_for_cost(longer)
+    assert without_cost(list(report.run(Options(only="keys")))) == without_cost(longer)
 
 
 def test_rows_of_other_measuring_code_are_measured_again_without_a_new_correction(
@@ -150,17 +159,17 @@ def test_rows_of_other_measuring_code_are_measured_again_without_a_new_correctio
 ) -> None:
     rows = list(report.run(Options(only="keys")))
     monkeypatch.setattr(report, "code_digest", lambda _paths: "other")
-    monkeypatch.setattr(report, "made", None)  # no correction is made
-    assert but_for_cost(list(report.run(Options(only="keys")))) == but_for_cost(rows)
+    monkeypatch.setattr(report, "apply_correction", None)  # no correction is made
+    assert without_cost(list(report.run(Options(only="keys")))) == without_cost(rows)
 
 
 def test_keys_and_radii_without_training_are_those_with_it(toy: Data, tmp_path: Path) -> None:
     list(report.run(Options()))
     books, model = {}, editable("llama")
-    for way in ("trained", "keys"):
-        books[way] = Codebook("bench", model.fingerprint, model.layer)
-        for record in logged(tmp_path, way)[0][: TRAINED + 1]:
-            books[way].apply(record)
+    for kind in ("trained", "keys"):
+        books[kind] = Codebook("bench", model.fingerprint, model.layer)
+        for record in logged(tmp_path, kind)[0][: TRAINED + 1]:
+            books[kind].apply(record)
     trained, keys = books["trained"], books["keys"]
     assert trained.entry_ids == keys.entry_ids
     assert trained.keys_ND.tobytes() == keys.keys_ND.tobytes()
@@ -171,27 +180,27 @@ def test_keys_and_radii_without_training_are_those_with_it(toy: Data, tmp_path: 
 
 def test_an_edit_that_no_entry_serves_any_more_is_not_retained(toy: Data) -> None:
     model = editable("llama")
-    plan, known = EditConfig(), Texts(model)
-    led = EditEngine(model, "bench", plan).lead_delta({})
-    engine, other = (begun(model, plan, toy.traffic, known, led) for _ in range(2))
-    feedback = feedback_of(toy.corrections)[:3]
+    plan, known = EditConfig(), PromptCache(model)
+    lead_record = EditEngine(model, "bench", plan).lead_delta({})
+    engine, other = (start_engine(model, plan, toy.traffic, known, lead_record) for _ in range(2))
+    feedback = to_feedback(toy.corrections)[:3]
     for number, one in enumerate(feedback):
-        edits.made(engine, WAYS[1], known, one, number)
-        edits.made(other, WAYS[1], known, one, number)
-    assert served(engine, known, feedback) == [True] * 3
-    assert same(engine, other)
+        edits.apply_correction(engine, STREAM_KINDS[1], known, one, number)
+        edits.apply_correction(other, STREAM_KINDS[1], known, one, number)
+    assert are_served(engine, known, feedback) == [True] * 3
+    assert entries_equal(engine, other)
     engine.apply(engine.next_delta("split", entries=(EntryChange(entry_id="1", radius=0.0, wording=""),)))
-    assert served(engine, known, feedback) == [True, False, True]
-    assert not same(engine, other)
+    assert are_served(engine, known, feedback) == [True, False, True]
+    assert not entries_equal(engine, other)
 
 
 def test_a_prompt_that_the_model_cannot_take_is_rejected_and_costs_nothing(toy: Data) -> None:
     model = editable("llama")
-    led = EditEngine(model, "bench", EditConfig()).lead_delta({})
+    lead_record = EditEngine(model, "bench", EditConfig()).lead_delta({})
     long = Correction(" ".join(WORDS * 3), WORDS[0], "")
-    for way in WAYS:
-        engine = begun(model, EditConfig(), toy.traffic, Texts(model), led)
-        one = edits.made(engine, way, Texts(model), feedback_of([long])[0], 0)
+    for kind in STREAM_KINDS:
+        engine = start_engine(model, EditConfig(), toy.traffic, PromptCache(model), lead_record)
+        one = edits.apply_correction(engine, kind, PromptCache(model), to_feedback([long])[0], 0)
         assert (one.status, one.right, one.record, one.seconds) == ("rejected", False, None, {})
 
 
@@ -203,11 +212,13 @@ def test_an_unknown_stream_gets_one_sentence() -> None:
 lines = st.lists(
     st.one_of(
         st.builds(
-            Made, st.integers(0, 9), st.text(max_size=5), st.booleans(), st.integers(0, 9), st.just({}),
+            LoggedCorrection, st.integers(0, 9), st.text(max_size=5), st.booleans(), st.integers(0, 9), st.just({}),
             st.none() | st.binary(),
         ),
-        st.builds(Led, st.binary()),
-        st.builds(Measured, st.integers(0, 9), st.text(max_size=5), st.text(max_size=5), st.just([Row("a/b", 1, "s")])),
+        st.builds(LeadRecord, st.binary()),
+        st.builds(
+            CheckpointRows, st.integers(0, 9), st.text(max_size=5), st.text(max_size=5), st.just([Row("a/b", 1, "s")])
+        ),
     )
 )  # fmt: skip
 
@@ -226,8 +237,8 @@ def test_a_log_that_was_cut_anywhere_has_the_lines_that_were_complete(
     complete = whole[:cut].count(b"\n")
     with StreamLog(path) as log:
         assert list(log.lines()) == written[:complete]
-        log.append(Led(b"next"))
-        assert list(log.lines()) == [*written[:complete], Led(b"next")]
+        log.append(LeadRecord(b"next"))
+        assert list(log.lines()) == [*written[:complete], LeadRecord(b"next")]
 
 
 def test_a_log_is_written_by_one_run_at_a_time(tmp_path: Path) -> None:
@@ -277,7 +288,7 @@ BOB = Correction(
 
 
 def test_no_case_is_a_corrected_prompt_and_those_that_name_another_subject_are_told_apart() -> None:
-    assert sorted((case.kind, case.text, case.correction, case.applies) for case in cases_of([ANN, BOB])) == [
+    assert sorted((case.kind, case.text, case.correction, case.applies) for case in make_cases([ANN, BOB])) == [
         ("other", "The job of Carl is", 1, False),
         ("other, corrected subject", "The job of ANN LEE's is", 1, False),
         ("same", "Ann Lee speaks", 0, True),
@@ -287,17 +298,17 @@ def test_no_case_is_a_corrected_prompt_and_those_that_name_another_subject_are_t
 def test_cases_of_corrections_that_are_not_made_yet_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = [Case("a", f"{number}", number) for number in range(9)] + [Case("b", "x", None)]
     random.Random(1).shuffle(cases)
-    assert sorted(case.text for case in chosen(cases, 4)) == ["0", "1", "2", "3", "x"]
-    monkeypatch.setattr(corrections, "MOST", 2)
-    of_four = [case for case in chosen(cases, 4) if case.kind == "a"]
+    assert sorted(case.text for case in select_cases(cases, 4)) == ["0", "1", "2", "3", "x"]
+    monkeypatch.setattr(corrections, "MAX_CASES_PER_KIND", 2)
+    of_four = [case for case in select_cases(cases, 4) if case.kind == "a"]
     assert of_four == [case for case in cases if case.kind == "a" and int(case.text) < 4][:2]
 
 
 def test_the_order_and_the_authors_of_a_stream_do_not_depend_on_its_length() -> None:
-    assert authors(1000)[:100] == authors(100)
-    assert set(authors(100)) == set(AUTHORS)
-    assert measure.drawn(range(5), 300) == [0, 1, 2, 3, 4]
-    assert measure.drawn(range(500), 300) == measure.drawn(range(500), 300)
+    assert draw_authors(1000)[:100] == draw_authors(100)
+    assert set(draw_authors(100)) == set(AUTHORS)
+    assert measure.draw_sample(range(5), 300) == [0, 1, 2, 3, 4]
+    assert measure.draw_sample(range(500), 300) == measure.draw_sample(range(500), 300)
 
 
 def test_the_data_hold_ten_thousand_distinct_corrections() -> None:
@@ -310,7 +321,7 @@ def test_the_data_hold_ten_thousand_distinct_corrections() -> None:
     assert all(one.target.strip() for one in data.corrections)
     assert not {case.text for case in data.cases} & set(prompts)
     assert not {case.text for case in data.cases if case.kind == "unrelated"} & set(data.traffic)
-    kinds = {case.kind for case in chosen(data.cases, 100)}
+    kinds = {case.kind for case in select_cases(data.cases, 100)}
     assert {
         "zsRE paraphrase",
         "CounterFact paraphrase",
@@ -321,22 +332,22 @@ def test_the_data_hold_ten_thousand_distinct_corrections() -> None:
 
 
 def test_time_counts_under_the_name_of_what_took_it() -> None:
-    seconds = Seconds(editable("llama").device)
-    assert seconds.of("a", lambda: np.ones(3).sum()) == 3
-    seconds.of("a", lambda: None)
+    seconds = Stopwatch(editable("llama").device)
+    assert seconds.measure("a", lambda: np.ones(3).sum()) == 3
+    seconds.measure("a", lambda: None)
     assert set(seconds.spent) == {"a"}
     assert seconds.spent["a"] >= 0
 
 
 def test_progress_says_how_far_a_stream_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(report, "EVERY", 0.0)
+    reported: list[str] = []
+    monkeypatch.setattr(report, "REPORT_INTERVAL", 0.0)
     now: Iterator[float] = iter((10.0, 12.0, 14.0))
     monkeypatch.setattr(time, "monotonic", lambda: next(now))
-    progress = report.Progress("keys", 1005, told.append)
+    progress = report.Progress("keys", 1005, reported.append)
     for done in (1, 3, 5):
         progress.step(done)
-    assert told == [
+    assert reported == [
         "keys: 1 of 1,005",
         "keys: 3 of 1,005, 1 s each, 0:16:42 left",
         "keys: 5 of 1,005, 1 s each, 0:16:40 left",
