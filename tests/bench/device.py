@@ -1,10 +1,10 @@
-"""The device that a benchmark measures: seconds spent on it, its copy rate, its memory, and what identifies it.
+"""Measurements on a device: time, copy rate, memory, and a description of the GPU.
 
-1. `timed` gives CPU seconds of this process on a CPU, and on a GPU wall seconds between two synchronisations.
-2. `copy_rate` is measured on the same device, so that a floor on time is a number of bytes over that rate.
-3. `held` counts what this process holds on the device; on a GPU that includes what libraries other than torch hold.
+1. `timed` returns CPU seconds of this process on a CPU. On a GPU it returns wall time between two synchronisations.
+2. `copy_rate` is measured on the same device. So bytes divided by it are a floor (lower bound) of time on that device.
+3. `memory_in_use` on a GPU includes memory that libraries other than torch allocated.
 
-It needs what the engine needs.
+This module needs only the packages of the engine.
 """
 
 import ctypes
@@ -28,22 +28,22 @@ T = TypeVar("T")
 
 COPIES = 7
 COPY_BYTES = {"cpu": 2**28, "cuda": 2**30}
-"""More than any cache holds."""
+"""Larger than any cache."""
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait until the device has done what it was given; a CPU always has."""
+    """Wait for all queued work of the device. A CPU has none."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def clock(device: torch.device) -> float:
-    """CPU seconds of this process, or wall seconds where the device is not the CPU."""
+    """CPU seconds of this process for a CPU, wall seconds for another device."""
     return time.process_time() if device.type == "cpu" else time.perf_counter()
 
 
 def timed(device: torch.device, call: Callable[[], T]) -> tuple[float, T]:
-    """The seconds that a call takes, with all it gives the device to do, and its result."""
+    """Seconds of a call, including its work on the device, and the result of the call."""
     synchronise(device)
     started = clock(device)
     result = call()
@@ -53,15 +53,15 @@ def timed(device: torch.device, call: Callable[[], T]) -> tuple[float, T]:
 
 @functools.cache
 def copy_rate(device: torch.device) -> float:
-    """Bytes that the device reads and writes in a second while it copies within its memory; a median, taken once."""
+    """Bytes read and written per second while the device copies within its memory: a median, measured once."""
     source = torch.ones(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
     seconds = [timed(device, lambda: target.copy_(source))[0] for _ in range(COPIES + 1)]
-    return 2 * len(source) / statistics.median(seconds[1:])  # the first one warms up
+    return 2 * len(source) / statistics.median(seconds[1:])  # the first copy warms up
 
 
 def memory_in_use(device: torch.device) -> int:
-    """Bytes of the device's memory in use: on a CPU resident memory, on a GPU all that is not free."""
+    """Bytes of memory in use: resident memory of this process on a CPU, all memory that is not free on a GPU."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -72,7 +72,7 @@ def memory_in_use(device: torch.device) -> int:
 
 
 def available_memory(device: torch.device) -> int:
-    """Bytes of the device's memory that can still be taken."""
+    """Bytes of free memory on the device."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
@@ -80,7 +80,7 @@ def available_memory(device: torch.device) -> int:
 
 
 def peak_memory_added(device: torch.device, call: Callable[[], object]) -> int:
-    """Bytes that a call adds at most to what torch holds on a GPU; on a CPU, to resident memory at its end."""
+    """Bytes that a call adds: to torch's peak allocation on a GPU, to resident memory after the call on a CPU."""
     before = memory_in_use(device)
     if device.type == "cpu":
         call()
@@ -92,18 +92,18 @@ def peak_memory_added(device: torch.device, call: Callable[[], object]) -> int:
 
 
 def gpu_unavailable_reason() -> str:
-    """Why the GPU cannot be used; empty if it can, and it is set up as a worker of the product sets it up."""
+    """Set up the GPU as a worker does. Returns the reason if it cannot be used, and an empty string if it can."""
     try:
         prepare_cuda()
     except DeviceError as error:
         return str(error)
     if torch.cuda.is_available():
         return ""
-    return f"torch {torch.__version__} can use no GPU: {cuda_unavailable_reason()}"
+    return f"torch {torch.__version__} cannot use a GPU: {cuda_unavailable_reason()}"
 
 
 def gpu_facts() -> dict[str, str | int]:
-    """Driver, CUDA, compute capability and memory of the first GPU, and whether FAISS can use it."""
+    """Driver, CUDA version, compute capability and memory of the first GPU, and whether FAISS supports it."""
     properties = torch.cuda.get_device_properties(0)
     return {
         "driver": driver_version() or "none",

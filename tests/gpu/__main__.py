@@ -1,8 +1,8 @@
-"""Whether gracestream works on this GPU: `python -m tests.gpu [--part NAME] [--budget SECONDS] [--device cpu]`.
+"""Run the parts of `make gpu`: `python -m tests.gpu [--part NAME] [--budget SECONDS] [--device cpu]`.
 
-This process runs no model: it starts `tests.gpu.worker`, and another one for the parts that are left where a worker
-dies, for example by an assertion of FAISS. One part's failure takes no other with it. It needs the standard
-library; what the worker needs is checked first.
+This process runs no model. It starts `tests.gpu.worker`. If a worker dies, for example by an assertion of FAISS, it
+starts another one for the remaining parts. So a failed part does not affect the others. This module needs only the
+standard library; it checks the packages of the worker first.
 """
 
 import argparse
@@ -24,17 +24,17 @@ REQUIRED_PACKAGES = ("torch", "transformers", "msgspec", "numpy", "safetensors")
 MIN_PYTHON = (3, 11)
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""For a rehearsal: CPU seconds of several threads add up."""
+"""One thread for a rehearsal on the CPU, because CPU seconds of several threads would add up."""
 
 GRACE_SECONDS = 60
-"""After the budget, for the case that a worker is at."""
+"""Time after the budget for the running case of a worker."""
 
 OUTPUT_LINES = 15
-"""Lines of a dead worker's output that the report keeps."""
+"""Last lines of a dead worker's output, for the report."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status: 0, 1 if a part failed, 2 if nothing could be run."""
+    """Run the command. Returns the exit status: 0, 1 if a part failed, 2 if nothing could run."""
     args = _arguments(arguments)
     if error := cannot_run_reason() or _commit_error(args):
         sys.stderr.write(f"{error}\n")
@@ -52,30 +52,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     environment = OFFLINE | (ONE_THREAD if args.device == "cpu" else {})
     report = supervise(parts, worker, path, args.budget, environment)
     print("\n".join(summary(report)))
-    print(f"the whole report is in {path}")
+    print(f"the full report is in {path}")
     failed = any(part.status == "failed" for part in report.parts.values())
     if args.commit and failed:
-        print("the numbers were not kept in tests/bench/results, since a part failed")
+        print("the results were not written to tests/bench/results, because a part failed")
     elif args.commit:
-        print(f"the numbers are in {_commit(report, keep_others=bool(args.part))}")
+        print(f"the results are in {_commit(report, keep_others=bool(args.part))}")
     if not any(part.status == "passed" for part in report.parts.values()):
         return 1 if failed else 2
     return int(failed)
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("python -m tests.gpu", description="Does gracestream work on this GPU?")
-    parser.add_argument("--part", action="append", choices=PARTS, help="only this part; may be repeated")
-    parser.add_argument("--budget", type=_seconds, default=float("inf"), help="seconds; what no longer fits is skipped")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal on tiny models")
-    parser.add_argument("--real", action="store_true", help="real widths in the rehearsal too")
-    parser.add_argument("--commit", action="store_true", help="keep the numbers in tests/bench/results, and its pages")
+    parser = argparse.ArgumentParser("python -m tests.gpu", description="Check and measure gracestream on this GPU.")
+    parser.add_argument("--part", action="append", choices=PARTS, help="run only this part; may be repeated")
+    parser.add_argument(
+        "--budget", type=_seconds, default=float("inf"), help="seconds; cases that no longer fit are skipped"
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal with tiny models")
+    parser.add_argument("--real", action="store_true", help="use real widths in the rehearsal too")
+    parser.add_argument(
+        "--commit", action="store_true", help="write the results and their pages to tests/bench/results"
+    )
     parser.add_argument("--report", type=Path, help="the file of the report; default: results/gpu-report-DEVICE.json")
     return parser.parse_args(arguments)
 
 
 def _seconds(text: str) -> float:
-    """Raises ValueError where it is no number above 0."""
+    """Parse a number of seconds above 0; ValueError otherwise."""
     seconds = float(text)
     if not seconds > 0:
         raise ValueError(text)
@@ -83,18 +87,18 @@ def _seconds(text: str) -> float:
 
 
 def cannot_run_reason() -> str:
-    """Why this Python cannot run the parts; empty if it can."""
+    """The reason why this Python cannot run the parts; empty if it can."""
     if sys.version_info < MIN_PYTHON:
         return f"gracestream needs Python 3.11 or newer; this is {sys.version.split()[0]}: set PYTHON=..."
     missing = [name for name in REQUIRED_PACKAGES if find_spec(name) is None]
     if not missing:
         return ""
-    return f"{sys.executable} lacks {', '.join(missing)}: install it, or name another Python by PYTHON=..."
+    return f"{sys.executable} lacks {', '.join(missing)}: install them, or set PYTHON=... to another Python"
 
 
 def _commit_error(args: argparse.Namespace) -> str:
     if args.commit and args.device == "cpu":
-        return "a rehearsal on the CPU measures nothing that is worth keeping; leave --commit or --device cpu out"
+        return "a rehearsal on the CPU gives no results to commit; drop --commit or --device cpu"
     return ""
 
 
@@ -105,7 +109,7 @@ def supervise(
     budget: float,
     environment: Mapping[str, str] = OFFLINE,
 ) -> Report:
-    """Run parts by workers until each has a status; `worker` gives the command for some parts and seconds."""
+    """Run workers until each part has a status. `worker` makes the command line for some parts and seconds."""
     deadline = time.monotonic() + budget
     remaining = list(parts)
     while remaining:
@@ -127,7 +131,7 @@ def supervise(
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str], seconds: float) -> str:
-    """Run a worker, pass on what it says, and return how it ended."""
+    """Run a worker and pass on its output. Returns a description of its end."""
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -159,13 +163,13 @@ def _run(command: Sequence[str], environment: Mapping[str, str], seconds: float)
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     if timed_out.is_set():
-        return f"it did not end within {GRACE_SECONDS} s after the budget and was killed; if it is slow, raise --budget"
+        return f"it did not end within {GRACE_SECONDS} s after the budget and was killed; raise --budget if it is slow"
     name = f" ({signal.Signals(-status).name})" if status < 0 else ""
     return f"its process ended with status {status}{name}: {''.join(last_lines).strip()}"
 
 
 def summary(report: Report) -> list[str]:
-    """One line for the device and its versions, one for each part, and the reasons of failures and skips."""
+    """Lines for the terminal: device and versions, one line per part, and the reasons of failures and skips."""
     machine = report.machine
     names = ("driver", "cuda", "torch", "transformers", "faiss", "faiss_gpu")
     versions = ", ".join(f"{name} {machine[name]}" for name in names if name in machine)
@@ -176,7 +180,7 @@ def summary(report: Report) -> list[str]:
             f"    {status}: {reason}" for status in ("failed", "skipped") for reason in _first_lines(part, status)
         ]
     failed = [name for name, part in report.parts.items() if part.status == "failed"]
-    lines.append(f"it does not work: {', '.join(failed)} failed" if failed else "no part failed")
+    lines.append(f"failed parts: {', '.join(failed)}" if failed else "no part failed")
     return lines
 
 
@@ -186,8 +190,8 @@ def _first_lines(part: PartReport, status: str) -> list[str]:
 
 
 def _commit(report: Report, *, keep_others: bool) -> Path:
-    """Write the numbers and the pages of all results; `keep` those of parts that did not run."""
-    from tests.bench.framework import COMMITTED, Row, write_results  # noqa: PLC0415 - torch, which only workers need otherwise
+    """Write the results and all pages. `keep_others` keeps the results of parts that did not run."""
+    from tests.bench.framework import COMMITTED, Row, write_results  # noqa: PLC0415 - imports torch, which otherwise only workers need
     from tests.bench.page import write_pages  # noqa: PLC0415 - likewise
 
     path = write_results(

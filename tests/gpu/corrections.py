@@ -1,4 +1,4 @@
-"""Corrections of random inputs, and engines that take them: what the parts that edit share."""
+"""Engines and corrections for the parts that edit."""
 
 import json
 from collections.abc import Sequence
@@ -20,18 +20,18 @@ CONFIG = EditConfig(
     traffic_sample_size=0,
     radius=0.1,
 )
-"""Every value takes the same number of steps, so that times can be compared."""
+"""Every value takes the same number of steps, so times are comparable."""
 
 
 def new_engine(model: EditableModel, config: EditConfig = CONFIG) -> EditEngine:
-    """An engine that leads an empty codebook."""
+    """An engine that leads, with an empty codebook."""
     engine = EditEngine(model, "default", config)
     engine.apply(engine.lead_delta({}))
     return engine
 
 
 def wrong_corrections(shape: RandomModel, model: EditableModel, count: int, seed: int = 0) -> list[Feedback]:
-    """Corrections of answers that the model gives wrong."""
+    """Corrections of random prompts, with targets that the model does not predict."""
     return [make_correction(f"f{seed}-{n}", *shape.wrong_target(model, TOKENS, 1000 * seed + n)) for n in range(count)]
 
 
@@ -45,7 +45,7 @@ def facts(count: int) -> list[Feedback]:
 def edit_all(
     engine: EditEngine, corrections: Sequence[Feedback], *, batched: bool
 ) -> tuple[list[Outcome], list[bytes]]:
-    """Decide on corrections one after the other, their values trained together or not: outcomes and deltas."""
+    """Decide on corrections in order. Returns outcomes and deltas. `batched` trains their values together."""
     numbered = [(feedback, offset) for offset, feedback in enumerate(corrections, start=len(engine.memory.offsets))]
     drafts = engine.draft_values(numbered) if batched else {}
     outcomes, records = [], []

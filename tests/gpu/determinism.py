@@ -1,4 +1,4 @@
-"""The same stream of corrections, twice: every delta has to be the same, byte for byte."""
+"""The same stream of corrections twice: every delta must be the same, byte for byte."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -20,7 +20,7 @@ ALONE, WAITING = 3, 8
 
 
 def cases(rig: Rig) -> Iterator[Case]:
-    """Each model of random weights, and SmolLM2 with the default recipe."""
+    """Each model with random weights, and SmolLM2 with the default recipe."""
     for shape in rig.models():
         yield Case(shape.name, partial(_random, rig, shape))
     if rig.real:
@@ -52,7 +52,7 @@ def _case(
     yield Row(f"determinism/{name}/values", values, "count")
     yield Row(f"determinism/{name}/equal-deltas", same, "count", len(first))
     if not values:
-        raise CheckError(f"no value was found in {len(outcomes)} corrections, so that nothing was compared")
+        raise CheckError(f"{len(outcomes)} corrections gave no value, so nothing was compared")
     if first != second or outcomes != second_outcomes:
         raise CheckError(_difference(first, second, outcomes, second_outcomes))
 
@@ -60,7 +60,7 @@ def _case(
 def _stream(
     model: EditableModel, make_corrections: Callable[[EditableModel], list[Feedback]], config: EditConfig
 ) -> tuple[list[Outcome], list[bytes]]:
-    """Outcomes and deltas of an editor that starts anew; some corrections come alone, the others wait together."""
+    """Outcomes and deltas of a new editor. Some corrections come alone, the others wait together."""
     try:
         engine, corrections = new_engine(model, config), make_corrections(model)
         alone = edit_all(engine, corrections[:ALONE], batched=False)
@@ -73,18 +73,18 @@ def _stream(
 def _difference(
     first: list[bytes], second: list[bytes], outcomes: list[Outcome], second_outcomes: list[Outcome]
 ) -> str:
-    """Where two streams part."""
+    """A description of the first difference between two streams."""
     for one, other in zip_longest(first, second):
         if one == other:
             continue
         if one is None or other is None:
-            return f"one stream has {len(first)} deltas, and the other {len(second)}"
-        ours, theirs = decode_delta(one), decode_delta(other)
+            return f"one stream has {len(first)} deltas, the other {len(second)}"
+        first_delta, second_delta = decode_delta(one), decode_delta(other)
         differences = [
             float(np.abs(a.value.array() - b.value.array()).max())
-            for a, b in zip(ours.entries, theirs.entries, strict=False)
+            for a, b in zip(first_delta.entries, second_delta.entries, strict=False)
             if a.value is not UNSET and b.value is not UNSET
         ]
-        return f"delta {ours.seq} differs, in its values by {max(differences, default=0.0):.3g} at most"
+        return f"delta {first_delta.seq} differs; its values differ by at most {max(differences, default=0.0):.3g}"
     feedback_id = next(one.feedback_id for one, other in zip(outcomes, second_outcomes, strict=True) if one != other)
     return f"the outcome of {feedback_id} differs"

@@ -1,4 +1,4 @@
-"""Corrections a second, against a textbook GRACE."""
+"""Corrections per second, compared with a textbook GRACE."""
 
 import statistics
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ WAITING = 16
 
 
 def cases(rig: Rig) -> Iterator[Case]:
-    """Each model of random weights, and SmolLM2."""
+    """Each model with random weights, and SmolLM2."""
     for shape in rig.models():
         yield Case(shape.name, partial(_case, rig, shape))
     if rig.real:
@@ -46,7 +46,7 @@ def _case(rig: Rig, shape: RandomModel) -> Iterator[Row]:
         waiting.append(seconds / count)
         steps = {outcome.steps for outcome in (*outcomes, *waiting_outcomes)}
         if steps != {STEPS}:
-            raise CheckError(f"corrections took {steps} steps, and have to take {STEPS}")
+            raise CheckError(f"corrections took {steps} steps instead of {STEPS} each")
     median_alone, median_textbook, median_waiting = (
         statistics.median(seconds_of_kind[1:]) for seconds_of_kind in (alone, textbook, waiting)
     )
@@ -60,7 +60,7 @@ def _case(rig: Rig, shape: RandomModel) -> Iterator[Row]:
 
 
 def _trained(rig: Rig) -> Iterator[Row]:
-    """SmolLM2 with the default recipe."""
+    """The rows of SmolLM2 with the default recipe."""
     model = smollm2(rig.device)
     corrections = facts(2 * WAITING)
     edit_all(new_engine(model, EditConfig()), corrections[:2], batched=True)  # warms up

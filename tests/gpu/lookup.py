@@ -1,4 +1,4 @@
-"""Look-ups against brute force in float64, and how long they take beside simple ones."""
+"""Lookups: checked against brute force in float64, and timed beside simple methods."""
 
 import statistics
 from collections.abc import Callable, Iterator
@@ -17,27 +17,27 @@ from tests.gpu.rig import Case, CheckError, Rig
 REAL = ((10_000, 768), (100_000, 768), (100_000, 1536), (1_000_000, 1536))
 SMALL = ((1000, 64), (4000, 64))
 OFFSETS = {"centred": 0.0, "offset": 10.0}
-"""How far the keys' mean is from the origin, in spreads of a coordinate: a bound by norms proves less far from it."""
+"""Distance of the keys' mean from the origin, in standard deviations. Bounds by norms are weaker far from it."""
 
 KEY_COPIES = 5
-"""Of the keys, that a case has room for: its own, those of an index with room to grow, and some to work in."""
+"""Copies of the keys in memory: the case's own, an index with room to grow, and working space."""
 
 BATCHES = (1, 32)
 QUERIES = 32
 REPEATS = 9
 CANDIDATES = 8
 CHUNK = 8192
-"""Keys that brute force compares at a time."""
+"""Keys that brute force compares at once."""
 
 QUERY_SPREAD, RADIUS = 0.1, 0.2
-"""Of a coordinate's spread, times the root of the width: how far a query is from its key, and a key's radius."""
+"""Distance of a query from its key, and radius, relative to a coordinate's spread times the root of the width."""
 
 ROUNDING = 1e-5
-"""A distance by differences in float32 is off by less of itself."""
+"""Upper bound of the relative error of a distance by differences in float32."""
 
 
 def cases(rig: Rig) -> Iterator[Case]:
-    """The copy rate that floors rest on, and codebooks of growing size."""
+    """The copy rate for the floors, then codebooks of growing size."""
     yield Case("copy", partial(_copy, rig.device))
     for count, width in REAL if rig.real else SMALL:
         for kind, offset in OFFSETS.items():
@@ -72,7 +72,7 @@ def _case(rig: Rig, count: int, width: int, kind: str, offset: float) -> Iterato
         for batch in BATCHES:
             milliseconds = _milliseconds(rig, partial(index.nearest_within_radius, queries_BD[:batch]))
             yield Row(f"{name}/batch{batch}/{search_name}", milliseconds, "ms", floor)
-        del index  # a device may not have room for two
+        del index  # a device may lack room for two
     halves_N = torch.linalg.vector_norm(keys_ND, dim=1).square() / 2
     for batch in BATCHES:
         cdist = partial(_cdist, queries_BD[:batch], keys_ND)
@@ -80,21 +80,21 @@ def _case(rig: Rig, count: int, width: int, kind: str, offset: float) -> Iterato
         addmm = partial(_addmm, queries_BD[:batch], keys_ND, halves_N)
         yield Row(f"{name}/batch{batch}/addmm", _milliseconds(rig, addmm), "ms", floor)
     if mismatches:
-        raise CheckError(f"{len(mismatches)} look-ups differ from brute force in float64: {'; '.join(mismatches[:3])}")
+        raise CheckError(f"{len(mismatches)} lookups differ from brute force in float64: {'; '.join(mismatches[:3])}")
 
 
 def _milliseconds(rig: Rig, call: Callable[[], object]) -> float:
     seconds = [timed(rig.device, call)[0] for _ in range(2 + rig.repeats(REPEATS))]
-    return 1000 * statistics.median(seconds[2:])  # the first warm up
+    return 1000 * statistics.median(seconds[2:])  # the first two warm up
 
 
 def _searches(device: torch.device) -> dict[str, type[KeySearch] | None]:
-    """What the product chooses (None), and the search by torch where it chooses another; on a CPU that is a GPU's."""
+    """The product's choice (None), and torch's search if the product chooses another one. GPUs use torch's."""
     return {"ours": None} if search_class_for(device) is TorchSearch else {"ours": None, "torch": TorchSearch}
 
 
 def _mismatches(index: KeyIndex, queries_BD: torch.Tensor, keys_ND: torch.Tensor, radii_N: np.ndarray) -> list[str]:
-    """Every look-up that brute force contradicts, in words."""
+    """A description of each lookup that differs from brute force."""
     nearest, match = index.nearest(queries_BD), index.nearest_within_radius(queries_BD)
     mismatches = []
     for row, query_D in enumerate(queries_BD):
@@ -107,10 +107,10 @@ def _mismatches(index: KeyIndex, queries_BD: torch.Tensor, keys_ND: torch.Tensor
         expected = slot if distance < radii_N[slot] else NO_SLOT
         if found == NO_SLOT or abs(found_distance - distance) > ROUNDING * distance:
             mismatches.append(
-                f"query {row}: nearest key {found} at {found_distance:.9g}, and not {slot} at {distance:.9g}"
+                f"query {row}: nearest key {found} at {found_distance:.9g} instead of {slot} at {distance:.9g}"
             )
         elif served != expected and abs(distance - radii_N[slot]) > ROUNDING * distance:
-            mismatches.append(f"query {row}: served by {served}, and not by {expected}")
+            mismatches.append(f"query {row}: served by {served} instead of {expected}")
     return mismatches
 
 

@@ -1,4 +1,4 @@
-"""Memory on the device, against the bytes that have to be there."""
+"""Memory on the device, compared with the bytes of keys and weights."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -24,7 +24,7 @@ BATCH, TOKENS, WAITING = 32, 20, 16
 
 
 def cases(rig: Rig) -> Iterator[Case]:
-    """Indexes of growing size, and each model."""
+    """Indexes of growing size, then each model."""
     for count, width in REAL if rig.real else SMALL:
         key_bytes = 4 * count * width
         run = partial(_index, rig, count, width)

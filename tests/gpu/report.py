@@ -1,6 +1,7 @@
-"""The report of `make gpu`: what each part and each of its cases came to, as one JSON file that is always whole.
+"""The report of `make gpu`: the result of each part and case, in one JSON file that is always complete.
 
-It is written after each case, so a run that is killed leaves what it had. It needs the standard library alone.
+The file is replaced after each case, so a killed run leaves its results so far. This module needs only the standard
+library.
 """
 
 import json
@@ -15,7 +16,7 @@ Status = Literal["running", "passed", "failed", "skipped"]
 
 @dataclass(slots=True)
 class CaseReport:
-    """One case of a part. `reason` says why it failed or was skipped, in one line; `error` is the whole traceback."""
+    """One case of a part. `reason` is one line on a failure or a skip; `error` is the full traceback."""
 
     status: Status
     seconds: float = 0.0
@@ -26,7 +27,7 @@ class CaseReport:
 
 @dataclass(slots=True)
 class PartReport:
-    """One part; `reason` is set where the part as a whole failed or was skipped."""
+    """One part. `reason` is set if the part as a whole failed or was skipped."""
 
     status: Status
     reason: str = ""
@@ -34,11 +35,11 @@ class PartReport:
 
     @property
     def seconds(self) -> float:
-        """Of all cases."""
+        """Seconds of all cases."""
         return sum(case.seconds for case in self.cases.values())
 
     def reasons(self, status: Status) -> list[str]:
-        """Why the part, or cases of it, have that status; cases of one reason stand together."""
+        """The reasons for this status, of the part and of its cases. Cases with the same reason share a line."""
         names_by_reason: dict[str, list[str]] = {}
         for name, case in self.cases.items():
             if case.status == status:
@@ -47,16 +48,16 @@ class PartReport:
         return own + [f"{', '.join(names)}: {reason}" for reason, names in names_by_reason.items()]
 
     def close(self) -> None:
-        """Set the status that follows from those of the cases."""
+        """Derive the status from the cases."""
         statuses = {case.status for case in self.cases.values()}
         self.status = "failed" if "failed" in statuses else "passed" if "passed" in statuses else "skipped"
         if not self.cases:
-            self.reason = "it has no case on this device"
+            self.reason = "the part has no case on this device"
 
 
 @dataclass(slots=True)
 class Report:
-    """A run. `machine` is empty until a worker has seen the device."""
+    """The report of a run. `machine` is empty until a worker has described the device."""
 
     path: Path
     machine: dict[str, str | int] = field(default_factory=dict)
@@ -64,7 +65,7 @@ class Report:
 
     @classmethod
     def load(cls, path: Path) -> "Report":
-        """The report in a file; an empty one where there is none."""
+        """The report in a file; an empty report if there is no file."""
         if not path.exists():
             return cls(path)
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -77,7 +78,7 @@ class Report:
         return cls(path, content["machine"], parts)
 
     def save(self) -> None:
-        """Replace the file by this report."""
+        """Replace the file with this report."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_name(f".{self.path.name}.partial")
         whole = {"machine": self.machine, "parts": {name: asdict(part) for name, part in self.parts.items()}}
@@ -85,7 +86,7 @@ class Report:
         partial.replace(self.path)
 
     def fail(self, name: str, reason: str) -> None:
-        """Record that a part, and the case that it was at, failed."""
+        """Record the failure of a part and of its running case."""
         part = self.parts.setdefault(name, PartReport("failed"))
         part.status, part.reason = "failed", reason
         for case in part.cases.values():

@@ -1,4 +1,4 @@
-"""What every part of `make gpu` is given, and what it gives: cases, each measured and guarded by itself."""
+"""The shared parts of `make gpu`: the device, its models, and cases. Each case is measured and guarded separately."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,35 +12,34 @@ from tests.bench.framework import Row
 from tests.bench.random_models import BERT, T5, TINY, RandomModel, gpt2_xl
 
 FULL_DEPTH_SECONDS = 300
-"""With less of a budget left, and on a CPU, GPT2-XL has a quarter of its blocks."""
-
+"""With fewer seconds left, and on a CPU, GPT2-XL has a quarter of its blocks."""
 
 REHEARSAL_COUNT = 4
-"""Inputs or corrections in a rehearsal."""
+"""Most inputs or corrections in a rehearsal."""
 
 
 class CheckError(Exception):
-    """Something measured is not as it has to be; the text names the value, and what it has to be."""
+    """A measured value is not as required. The message names the value and the requirement."""
 
 
 class SkipError(Exception):
-    """A case that cannot run here; the text says why."""
+    """A case cannot run on this machine. The message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rig:
-    """The device, whether models and codebooks have their real sizes, and the seconds of the budget that are left."""
+    """The device, whether models and codebooks have their real sizes, and the remaining seconds of the budget."""
 
     device: torch.device
     real: bool
     seconds_left: Callable[[], float]
 
     def repeats(self, real: int) -> int:
-        """How often something is timed: so often with real sizes, and once in a rehearsal."""
+        """The number of measurements: `real` with real sizes, 1 in a rehearsal."""
         return real if self.real else 1
 
     def count(self, real: int) -> int:
-        """How many inputs or corrections there are: so many with real sizes, and few in a rehearsal."""
+        """The number of inputs or corrections: `real` with real sizes, few in a rehearsal."""
         return real if self.real else min(real, REHEARSAL_COUNT)
 
     @property
@@ -49,7 +48,7 @@ class Rig:
         return self.device.type == "cuda"
 
     def models(self) -> tuple[RandomModel, ...]:
-        """Those of random weights, small ones first."""
+        """The models with random weights, small ones first."""
         if not self.real:
             return TINY
         return BERT, T5, gpt2_xl(48 if self.cuda and self.seconds_left() > FULL_DEPTH_SECONDS else 12)
@@ -57,7 +56,7 @@ class Rig:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One measurement, and what it needs of the host's memory and of the device's."""
+    """One measurement, and its needs of host memory and device memory, in bytes."""
 
     name: str
     run: Callable[[], Iterator[Row]]
@@ -69,13 +68,13 @@ def smollm2(device: torch.device, max_new_tokens: int = 16, dtype: str = "float3
     """SmolLM2, if its weights are on this machine.
 
     Raises:
-        SkipError: they are not, or a package that knows of them is not installed.
+        SkipError: They are not, or a package that finds them is not installed.
     """
     if find_spec("pydantic_settings") is None:
         raise SkipError("SmolLM2 needs the package pydantic-settings: pip install pydantic-settings")
-    from gracestream.pipeline.model.checkpoint import ModelError  # noqa: PLC0415 - likewise
-    from gracestream.pipeline.model.registry import KNOWN_MODELS, ensure_model_built  # noqa: PLC0415 - likewise
-    from gracestream.pipeline.settings import load_settings  # noqa: PLC0415 - likewise
+    from gracestream.pipeline.model.checkpoint import ModelError  # noqa: PLC0415 - needs pydantic-settings
+    from gracestream.pipeline.model.registry import KNOWN_MODELS, ensure_model_built  # noqa: PLC0415 - needs pydantic-settings
+    from gracestream.pipeline.settings import load_settings  # noqa: PLC0415 - needs pydantic-settings
 
     try:
         folder = ensure_model_built("smollm2", load_settings().model.cache_dir, lambda _line: None)

@@ -1,4 +1,4 @@
-"""Answers a second with an empty and a filled codebook, against the unedited model."""
+"""Answers per second with an empty and a filled codebook, compared with the unedited model."""
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +28,7 @@ REAL_KEYS, OTHER_QUERIES = 512, 128
 
 
 def cases(rig: Rig) -> Iterator[Case]:
-    """Each model of random weights, for its first token; and SmolLM2, for 16."""
+    """Each model with random weights, to its first token; and SmolLM2, for 16 tokens."""
     for shape in rig.models():
         yield Case(shape.name, partial(_random, rig, shape))
     if rig.real:
@@ -65,7 +65,7 @@ def _case(rig: Rig, name: str, model: EditableModel) -> Iterator[Row]:
         for turn in range(-2, rig.repeats(REPEATS)):
             for variant, call in variants.items():
                 spent, _ = timed(rig.device, call)
-                if turn >= 0:  # those before warm up
+                if turn >= 0:  # earlier rounds warm up
                     seconds[variant].append(spent)
         unedited = batch / statistics.median(seconds["unedited"])
         for variant, samples in seconds.items():

@@ -1,4 +1,4 @@
-"""The tests marked `gpu`, run by pytest in a process of their own."""
+"""The tests marked `gpu`, run by pytest in a separate process."""
 
 import os
 import subprocess
@@ -16,28 +16,28 @@ from tests.support.repository import ROOT
 
 MARK = "mark.gpu"
 OUTPUT_LINES = 40
-"""Lines of pytest's output that a failure shows."""
+"""Last lines of pytest's output in the message of a failure."""
 
 
 def cases(rig: Rig) -> Iterator[Case]:
-    """One."""
+    """One case: pytest."""
     yield Case("pytest", partial(_case, rig))
 
 
 def _case(rig: Rig) -> Iterator[Row]:
     if find_spec("pytest") is None:
-        raise SkipError("it is not installed: pip install pytest")
+        raise SkipError("pytest is not installed: pip install pytest")
     files = sorted(path for path in (ROOT / "tests").rglob("test_*.py") if MARK in path.read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.xml"
-        # The options of pyproject.toml name plugins that need not be installed here.
+        # The options in pyproject.toml need plugins that may be missing here.
         command = [
             sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-ra", "-o", "addopts=--import-mode=importlib",
             "-p", "no:cacheprovider", "--junit-xml", str(results), *map(str, files),
         ]  # fmt: skip
         seconds_left = rig.seconds_left()
         seconds = None if seconds_left == float("inf") else seconds_left
-        # Another pytest may be running this; its options and plugins are no business of this one.
+        # Another pytest may have started this; its options and plugins must not apply here.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
         try:
             completed = subprocess.run(
@@ -45,7 +45,7 @@ def _case(rig: Rig) -> Iterator[Row]:
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             )  # fmt: skip
         except subprocess.TimeoutExpired as error:
-            raise CheckError(f"pytest did not end within the {seconds:.0f} s that the budget had left") from error
+            raise CheckError(f"pytest did not end within the remaining budget of {seconds:.0f} s") from error
         output = "\n".join(completed.stdout.splitlines()[-OUTPUT_LINES:])
         if not results.exists():
             raise CheckError(f"pytest ended with status {completed.returncode}:\n{output}")

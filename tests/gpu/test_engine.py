@@ -1,6 +1,6 @@
-"""The engine on an NVIDIA GPU gives what it gives on the CPU, as fast as its design says: one wait for each look-up.
+"""The engine on an NVIDIA GPU gives the results of the CPU, with one synchronisation per lookup.
 
-Each test runs on the CPU too, by the code that a GPU runs: a search of all keys by torch, without the sieve.
+Each test also runs on the CPU with the GPU's code: torch searches all keys, without the prefilter.
 """
 
 import math
@@ -65,7 +65,7 @@ HALVES = [torch.float16, torch.bfloat16]
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A device, and the search of all keys on it; None: as the product searches there."""
+    """A device, and the search of all keys on it. None is the product's own choice."""
 
     device: str
     search: type[KeySearch] | None
@@ -74,7 +74,7 @@ class Backend:
         return KeyIndex(codebook, torch.device(self.device), self.search)
 
     def story(self, model: EditableModel) -> Story:
-        """The history of an engine, in its first term."""
+        """A new engine and its history, in the first term."""
         engine = EditEngine(model, "default", EditConfig())
         engine.index = self.index(engine.codebook)
         story = Story(engine)
@@ -82,7 +82,7 @@ class Backend:
         return story
 
     def engine(self, model: EditableModel) -> EditEngine:
-        """In its first term."""
+        """A new engine in its first term."""
         return self.story(model).engine
 
 
@@ -105,7 +105,7 @@ def backend(request: pytest.FixtureRequest) -> Backend:
 
 @pytest.fixture
 def prepared(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a search for CUDA sets is put back, where there is no GPU that other tests use."""
+    """Restore the settings that a search for CUDA changes."""
     was = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     for name, value in CUDA_ENVIRONMENT_DEFAULTS.items():
         monkeypatch.setenv(name, value)
@@ -115,7 +115,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def scene(seed: int, norm: float, spread: float, count: int = 3000, clusters: int = 4) -> tuple[np.ndarray, Codebook]:
-    """Queries in, near and far from balls; keys in clusters off the origin, many of them twice."""
+    """Queries within, near and far from radii; keys in clusters off the origin, many of them twice."""
     generator = np.random.default_rng(seed)
     centers = norm * generator.standard_normal((clusters, 48))
     keys_ND = centers[generator.integers(0, clusters, count)] + spread * generator.standard_normal((count, 48))
@@ -126,7 +126,7 @@ def scene(seed: int, norm: float, spread: float, count: int = 3000, clusters: in
 
 
 def brute_force(queries_BD: np.ndarray, codebook: Codebook) -> tuple[list[int], np.ndarray]:
-    """The nearest key of each query, and how far it is."""
+    """The slot of the nearest key of each query, and its distance."""
     distances_BN = exact_distances(torch.from_numpy(queries_BD), torch.from_numpy(codebook.keys_ND)[None]).numpy()
     slots = [
         min(np.flatnonzero(distances_N == distances_N.min()), key=codebook.entry_ids.__getitem__)
@@ -136,7 +136,7 @@ def brute_force(queries_BD: np.ndarray, codebook: Codebook) -> tuple[list[int], 
 
 
 @pytest.mark.parametrize(("norm", "spread"), [(0.0, 1.0), (100.0, 1.0), (1e4, 0.05), (1e4, 100.0)])
-def test_look_ups_are_those_of_brute_force(backend: Backend, norm: float, spread: float) -> None:
+def test_lookups_equal_those_of_brute_force(backend: Backend, norm: float, spread: float) -> None:
     queries_BD, codebook = scene(1, norm, spread)
     index, on_host = backend.index(codebook), KeyIndex(codebook, torch.device("cpu"))
     device_BD = torch.from_numpy(queries_BD).to(backend.device)
@@ -150,22 +150,22 @@ def test_look_ups_are_those_of_brute_force(backend: Backend, norm: float, spread
     assert 0 < sum(slot >= 0 for slot in covering.slots_B.tolist()) < len(queries_BD)
 
 
-def test_the_last_resort_is_not_taken_where_candidates_decide(
+def test_all_keys_are_compared_only_if_candidates_do_not_decide(
     backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Off the origin as well, where a product of the keys as they are would tell nothing apart."""
+    """Also far from the origin, where products of uncentred keys cannot distinguish them."""
     queries_BD, codebook = scene(7, 1e3, 1.0, clusters=1)
     index = backend.index(codebook)
     monkeypatch.setattr(key_index, "_squared_distances", lambda *_: pytest.fail("all keys were compared"))
     index.nearest_within_radius(torch.from_numpy(queries_BD).to(backend.device))
 
 
-def test_a_look_up_is_one_search_and_one_wait(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waits are counted on a GPU, but for those that FAISS makes itself."""
+def test_a_lookup_is_one_search_and_one_synchronisation(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Synchronisations are counted on a GPU, except those inside FAISS."""
     generator = np.random.default_rng(5)
     index = backend.index(filled(generator.standard_normal((3000, 48), np.float32), 6.0))
     device_BD = torch.from_numpy(generator.standard_normal((32, 48), np.float32)).to(backend.device)
-    index.nearest_within_radius(device_BD[:1])  # moves the keys
+    index.nearest_within_radius(device_BD[:1])  # copies the keys to the device
     searches, search = [], index._search.search
 
     def counting(queries_BD: torch.Tensor, count: int) -> KeySearchResult:
@@ -183,7 +183,7 @@ def test_a_look_up_is_one_search_and_one_wait(backend: Backend, monkeypatch: pyt
 
 @contextmanager
 def warn_on_sync(device: str) -> Iterator[None]:
-    """Torch warns of each operation that waits for the GPU."""
+    """Torch warns of each operation that synchronises with the GPU."""
     if device == "cuda":
         torch.cuda.set_sync_debug_mode("warn")
     try:
@@ -194,8 +194,8 @@ def warn_on_sync(device: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("copies", [2, INITIAL_CANDIDATES + 1, MAX_CANDIDATES + 100])
-def test_of_equal_distances_the_first_id_wins(backend: Backend, copies: int) -> None:
-    """Also of more than one search proposes, where all keys are compared at last."""
+def test_the_first_id_wins_among_equal_distances(backend: Backend, copies: int) -> None:
+    """Also with more ties than candidates of one search: then all keys are compared."""
     generator = np.random.default_rng(2)
     far_ND = 1000 + generator.standard_normal((300, 8))
     keys_ND = np.concatenate([far_ND, np.tile(generator.standard_normal(8), (copies, 1))]).astype(np.float32)
@@ -205,7 +205,7 @@ def test_of_equal_distances_the_first_id_wins(backend: Backend, copies: int) -> 
     assert found.slots_B.tolist() == [first, first]
 
 
-def test_odd_queries_and_an_empty_codebook_have_no_nearest_key(backend: Backend) -> None:
+def test_nan_queries_and_an_empty_codebook_have_no_nearest_key(backend: Backend) -> None:
     queries_BD = torch.zeros(3, 4, device=backend.device)
     queries_BD[1, 2] = torch.nan
     assert backend.index(filled(np.ones((50, 4)))).nearest(queries_BD).slots_B.tolist() == [0, -1, 0]
@@ -215,7 +215,7 @@ def test_odd_queries_and_an_empty_codebook_have_no_nearest_key(backend: Backend)
     assert found.slots_B.tolist() == [2]
 
 
-def test_an_index_follows_what_a_codebook_adds_and_removes(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_follows_added_and_removed_entries(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gracestream.pipeline.search.key_search.INITIAL_KEY_CAPACITY", 8)
     generator = np.random.default_rng(3)
     codebook = new_codebook()
@@ -235,7 +235,7 @@ def targets(kind: str) -> list[str]:
 
 
 def corrections(kind: str) -> list[tuple[Feedback, int]]:
-    """A dozen, with their offsets."""
+    """Twelve corrections with their offsets."""
     return [
         (make_correction(f"f{number}", text, target), number)
         for number, (text, target) in enumerate(zip(PROBE_TEXTS, targets(kind), strict=False))
@@ -243,7 +243,7 @@ def corrections(kind: str) -> list[tuple[Feedback, int]]:
 
 
 def corrected(engine: EditEngine, kind: str) -> tuple[list[str], list[bytes]]:
-    """What becomes of a dozen corrections, of which the first half wait and are trained together; and the records."""
+    """Apply twelve corrections; the first six are trained together. Returns statuses and deltas."""
     numbered = corrections(kind)
     drafts = engine.draft_values(numbered[:6])
     statuses: list[str] = []
@@ -259,7 +259,7 @@ def corrected(engine: EditEngine, kind: str) -> tuple[list[str], list[bytes]]:
 
 
 def answers(engine: EditEngine, batch: int = 5) -> list[tuple[str, str | None]]:
-    """What all inputs are answered with, and by which entry."""
+    """The answer to each input, and the serving entry."""
     found = []
     prompts = [engine.model.task.tokenize(text) for text in PROBE_TEXTS[:20]]
     for start in range(0, len(prompts), batch):
@@ -273,7 +273,7 @@ def answers(engine: EditEngine, batch: int = 5) -> list[tuple[str, str | None]]:
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_a_stream_of_edits_is_decided_and_answered_as_on_the_cpu(backend: Backend, kind: str) -> None:
+def test_a_stream_of_edits_has_the_decisions_and_answers_of_the_cpu(backend: Backend, kind: str) -> None:
     engine, on_cpu = (
         backend.engine(editable(kind, device=backend.device)),
         EditEngine(editable(kind), "default", EditConfig()),
@@ -288,18 +288,18 @@ def test_a_stream_of_edits_is_decided_and_answered_as_on_the_cpu(backend: Backen
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_the_same_stream_gives_the_same_records_to_the_byte(backend: Backend, kind: str) -> None:
+def test_the_same_stream_gives_the_same_deltas_byte_for_byte(backend: Backend, kind: str) -> None:
     first, second = (corrected(backend.engine(editable(kind, device=backend.device)), kind)[1] for _ in range(2))
     assert first == second
     assert first
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_a_history_that_is_trained_anew_gives_its_records_to_the_byte(backend: Backend, kind: str) -> None:
-    """As `replay --retrain` does, with another copy of the model; also what an undo decides again."""
+def test_a_retrained_history_gives_its_deltas_byte_for_byte(backend: Backend, kind: str) -> None:
+    """As in `replay --retrain`, with another copy of the model; decisions repeated by an undo, too."""
     reproduce = pytest.importorskip(
         "gracestream.pipeline.history.reproduce",
-        reason="training anew reads outcomes too, and needs what a worker needs: `pip install .`",
+        reason="retraining needs the packages of a worker: `pip install .`",
     )
     story = backend.story(editable(kind, device=backend.device))
     statuses, records = corrected(story.engine, kind)
@@ -319,7 +319,7 @@ def test_a_history_that_is_trained_anew_gives_its_records_to_the_byte(backend: B
 
 
 def replaced(backend: Backend, others: int) -> Story:
-    """So many entries far from all queries; and a correction, and another one of the same input."""
+    """`others` entries far from all queries, then two corrections of the same input."""
     story = backend.story(editable("bert", device=backend.device))
     model, book = story.engine.model, story.engine.codebook
     width = model.queries([model.task.tokenize(PROBE_TEXTS[0])]).shape[1]
@@ -331,7 +331,7 @@ def replaced(backend: Backend, others: int) -> Story:
     return story
 
 
-def test_an_undo_is_decided_as_on_the_cpu(backend: Backend) -> None:
+def test_an_undo_has_the_decisions_of_the_cpu(backend: Backend) -> None:
     story, on_cpu = replaced(backend, 300), replaced(Backend("cpu", None), 300)
     for one in (story, on_cpu):
         assert one.undo("u", "first").status == "undone"
@@ -365,7 +365,7 @@ def encoder(device: str) -> SentenceEncoder:
     return SentenceEncoder(module.to(device), tokenizer("bert"), "encoder")
 
 
-def test_an_encoders_queries_and_edits_are_those_of_the_cpu(backend: Backend) -> None:
+def test_queries_and_edits_with_an_encoder_equal_those_of_the_cpu(backend: Backend) -> None:
     engine = backend.engine(editable("llama", device=backend.device, encoder=encoder(backend.device)))
     on_cpu = EditEngine(editable("llama", encoder=encoder("cpu")), "default", EditConfig())
     on_cpu.apply(on_cpu.lead_delta({}))
@@ -381,7 +381,7 @@ def test_an_encoders_queries_and_edits_are_those_of_the_cpu(backend: Backend) ->
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
 @pytest.mark.parametrize("kind", ["llama", "t5-encoder", "bert"])
 def test_the_tolerance_covers_the_noise_of_queries(backend: Backend, kind: str, dtype: torch.dtype) -> None:
-    """On the device, and between it and a CPU."""
+    """On the device, and between the device and a CPU."""
     model = editable(kind, device=backend.device, dtype=dtype)
     alone, between = measure_query_noise(model), measure_query_noise(model, editable(kind, dtype=dtype))
     assert alone.of_tolerance <= 1, alone
@@ -389,13 +389,13 @@ def test_the_tolerance_covers_the_noise_of_queries(backend: Backend, kind: str, 
 
 
 def test_keys_on_a_gpu_are_never_searched_on_the_host() -> None:
-    """Not even beside faiss-cpu, which takes numpy arrays alone."""
+    """Not even with faiss-cpu installed, which takes only numpy arrays."""
     on_gpu = FaissOnGpu if hasattr(load_faiss(), "StandardGpuResources") else TorchSearch
     assert search_class_for(torch.device("cuda")) is on_gpu
 
 
 class FaissRehearsed(FaissOnGpu):
-    """Its calls of FAISS's are answered by FAISS on the host, and noted."""
+    """FAISS on the host answers its calls, and their sizes are recorded."""
 
     calls: list[int]
 
@@ -406,7 +406,7 @@ class FaissRehearsed(FaissOnGpu):
         return torch.from_numpy(squares_BK), torch.from_numpy(slots_BK)
 
 
-def test_a_batch_that_faiss_has_no_memory_for_is_searched_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_beyond_the_memory_of_faiss_is_searched_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     queries_BD, codebook = scene(1, 100.0, 1.0)
     index = KeyIndex(codebook, torch.device("cpu"), FaissRehearsed)
     search = index._search
@@ -423,8 +423,8 @@ def test_a_batch_that_faiss_has_no_memory_for_is_searched_in_parts(monkeypatch: 
 
 @pytest.mark.parametrize("count", [INITIAL_CANDIDATES, MAX_CANDIDATES])
 @pytest.mark.parametrize("keys", [1000, FAISS_TILE_KEYS, 2_000_000])
-def test_a_call_of_faiss_needs_no_more_than_its_memory(keys: int, count: int) -> None:
-    """By the arrays that FAISS's `runDistance` makes, each rounded up; a usual batch is one call."""
+def test_a_call_of_faiss_stays_within_its_memory(keys: int, count: int) -> None:
+    """Sums the rounded-up arrays that FAISS's `runDistance` allocates. A normal batch is one call."""
     queries = max_queries_per_call(keys, count)
     compared = min(keys, FAISS_TILE_KEYS)
     tiles = math.ceil(keys / compared)
@@ -435,7 +435,7 @@ def test_a_call_of_faiss_needs_no_more_than_its_memory(keys: int, count: int) ->
 
 
 class Transfers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what is copied to the host."""
+    """Counts copies to the host."""
 
     count = 0
 
@@ -448,9 +448,9 @@ class Transfers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.usefixtures("prepared")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the tests on the GPU show it")
-class TestOnTorchsModelOfAGpu:
-    """It holds no numbers: what mixes devices raises there, and so does what waits for a number."""
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the tests on the GPU cover this")
+class TestWithFakeCudaTensors:
+    """Fake tensors have no data: mixing devices raises an error, and so does reading a number."""
 
     @pytest.fixture(autouse=True)
     def modelled(self) -> Iterator[None]:
@@ -459,7 +459,7 @@ class TestOnTorchsModelOfAGpu:
         with FakeTensorMode(allow_non_fake_inputs=True):
             yield
 
-    def test_a_search_waits_once(self) -> None:
+    def test_a_search_synchronises_once(self) -> None:
         held = np.ones((40, 6), np.float32)
         search = TorchSearch(torch.device("cuda"), lambda: held)
         search.sync(None)
@@ -471,7 +471,7 @@ class TestOnTorchsModelOfAGpu:
         assert (found.slots_BK.device.type, found.slots_BK.shape) == ("cuda", (7, INITIAL_CANDIDATES))
 
     @pytest.mark.parametrize("kind", list(KINDS))
-    def test_passes_through_a_model_mix_no_devices(self, kind: str) -> None:
+    def test_passes_through_a_model_do_not_mix_devices(self, kind: str) -> None:
         with torch.device("cuda"):
             module = KINDS[kind].build()
         model = EditableModel(
@@ -480,7 +480,7 @@ class TestOnTorchsModelOfAGpu:
         prompts = [model.task.tokenize(text) for text in PROBE_TEXTS[:3]]
         assert model.queries(prompts).device.type == "cuda"
         supervised = model.prepare_correction(PROBE_TEXTS[0], targets(kind)[0])[1]
-        causal = kind in ("llama", "gpt2")  # what it keeps of a pass depends on a number: where the prompt ends
+        causal = kind in ("llama", "gpt2")  # its cached prefix depends on a number: the end of the prompt
         with torch.no_grad():
             with model.adaptor.capture_output(supervised.batch) as session:
                 logits, rest = model.suffix_runner._run_whole_pass(supervised, "none" if causal else "all")
@@ -495,10 +495,10 @@ class TestOnTorchsModelOfAGpu:
 
 
 @pytest.mark.gpu
-class TestOnAGpu:
-    """What only a GPU can show."""
+class TestOnGpu:
+    """Checks that need a GPU."""
 
-    def test_keys_take_twice_their_memory_and_a_search_little_more(self) -> None:
+    def test_keys_need_twice_their_memory_and_a_search_little_more(self) -> None:
         count, width = 50_000, 512
         keys_ND = np.random.default_rng(6).standard_normal((count, width), np.float32)
         torch.cuda.empty_cache()
@@ -511,7 +511,7 @@ class TestOnAGpu:
         search.search(torch.zeros(32, width, device="cuda"), MAX_CANDIDATES)
         assert torch.cuda.max_memory_allocated() - before - held < 500 * 2**20
 
-    def test_an_undo_makes_no_second_copy_of_the_keys(self) -> None:
+    def test_an_undo_does_not_copy_the_keys(self) -> None:
         story = replaced(Backend("cuda", TorchSearch), 30_000)
         keys_bytes = story.engine.codebook.keys_ND.nbytes
         torch.cuda.reset_peak_memory_stats()
@@ -520,7 +520,7 @@ class TestOnAGpu:
         assert set(decode_delta(story.deltas[-1]).decided) == {"second"}
         assert torch.cuda.max_memory_allocated() - before < keys_bytes / 2
 
-    def test_a_large_batch_fits_the_memory_that_faiss_keeps(self, capfd: pytest.CaptureFixture[str]) -> None:
+    def test_a_large_batch_fits_the_reserved_memory_of_faiss(self, capfd: pytest.CaptureFixture[str]) -> None:
         if not hasattr(load_faiss(), "StandardGpuResources"):
             pytest.skip("faiss-gpu is not installed")
         keys_ND = np.random.default_rng(6).standard_normal((FAISS_TILE_KEYS + 1000, 64), np.float32)
@@ -536,7 +536,7 @@ class TestOnAGpu:
         assert "alloc ok" in output
         assert "no temp space" not in output
 
-    def test_the_environment_names_what_decides_the_bits(self) -> None:
+    def test_the_environment_has_the_settings_that_change_results(self) -> None:
         prepare_cuda()
         settings = arithmetic_settings(torch.device("cuda"))
         assert settings["tf32"] == "False"

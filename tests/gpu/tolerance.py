@@ -1,4 +1,4 @@
-"""How far a query moves with what else is in its batch, and between devices, beside what the product assumes."""
+"""Movement of a query with the rest of its batch, and between devices, compared with the product's tolerance."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -18,14 +18,14 @@ DTYPES = ("float32", "bfloat16", "float16")
 TOKENS, LONG_TOKENS = 20, 60
 INPUTS = 24
 CPU_INPUTS = 4
-"""Inputs that the CPU sees too: it takes far longer."""
+"""Inputs that also run on the CPU, which takes far longer."""
 
 MIN_RADIUS = 2
-"""Tolerances that every radius has at least; a query within one of them even counts as the same input."""
+"""Every radius is at least this many tolerances. A query within one tolerance counts as the same input."""
 
 
 def cases(rig: Rig) -> Iterator[Case]:
-    """Each model in each type; SmolLM2 has weights that were trained."""
+    """Each model in each data type. SmolLM2 has trained weights."""
     for dtype in DTYPES:
         for shape in rig.models():
             yield Case(f"{shape.name}/{dtype}", partial(_random, rig, shape, dtype))
@@ -49,7 +49,7 @@ def _trained(rig: Rig, dtype: str) -> Iterator[Row]:
 
 
 def _case(name: str, models: Sequence[EditableModel], inputs: Sequence[str]) -> Iterator[Row]:
-    """Of a model on the device, and of a copy of it on the CPU if there is one."""
+    """The rows of a model on the device, and of its copy on the CPU if there is one."""
     dtype, errors = models[0].query_dtype, []
     noise_by_comparison = {"own-device": measure_query_noise(models[0], inputs=inputs)}
     if len(models) > 1:
@@ -58,10 +58,10 @@ def _case(name: str, models: Sequence[EditableModel], inputs: Sequence[str]) -> 
         path = f"tolerance/{name}/{dtype}/{comparison}"
         yield Row(f"{path}/relative", noise.relative, "relative", DTYPE_TOLERANCES[dtype].relative)
         yield Row(f"{path}/of-tolerance", noise.of_tolerance, "x", 1)
-        if not noise.of_tolerance <= MIN_RADIUS:  # which is so where it is not a number
+        if not noise.of_tolerance <= MIN_RADIUS:  # also true for NaN
             errors.append(
                 f"{comparison}: a query moves by {noise.relative:.3g} of its norm, {noise.of_tolerance:.3g} times the"
-                f" tolerance; raise ROUNDINGS[{dtype!r}], which is {DTYPE_TOLERANCES[dtype].relative:.3g}"
+                f" tolerance; raise DTYPE_TOLERANCES[{dtype!r}] (now {DTYPE_TOLERANCES[dtype].relative:.3g})"
             )
     if errors:
         raise CheckError("; ".join(errors))

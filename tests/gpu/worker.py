@@ -1,7 +1,7 @@
-"""The process of `make gpu` that runs parts: `python -m tests.gpu.worker`. Start it by `make gpu`.
+"""The process of `make gpu` that runs parts: `python -m tests.gpu.worker`. `make gpu` starts it.
 
-Each case is guarded: its error is recorded and the next one runs. After an error that leaves the device unusable, as
-most of CUDA's do, the process records it and ends; `tests.gpu` starts another one for the parts that are left.
+An error in a case is recorded, and the next case runs. Most CUDA errors leave the device unusable. The process then
+records the error and exits, and `tests.gpu` starts another one for the remaining parts.
 """
 
 import argparse
@@ -31,13 +31,13 @@ ENVIRONMENT = (
 """Variables that change what a GPU computes or how fast."""
 
 BROKEN, NO_DEVICE = 3, 4
-"""Exit statuses: the device cannot be used any more, and there is none that can be used."""
+"""Exit statuses: the device became unusable, and there is no usable device."""
 
 Cases = Callable[[Rig], Iterator[Case]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the parts, and record in the report what comes of them."""
+    """Run the parts and record their results in the report."""
     parser = argparse.ArgumentParser("python -m tests.gpu.worker")
     parser.add_argument("--report", type=Path, required=True)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_parts(parts: dict[str, Cases], rig: Rig, report: Report) -> bool:
-    """Run the cases of each part; False once the device cannot be used any more."""
+    """Run the cases of each part. Returns False as soon as the device is unusable."""
     for name, cases in parts.items():
         part = report.parts[name] = PartReport("running")
         report.save()
@@ -72,12 +72,12 @@ def run_parts(parts: dict[str, Cases], rig: Rig, report: Report) -> bool:
 
 
 def _run_part(name: str, cases: Cases, rig: Rig, report: Report) -> bool:
-    """Run those of one part, and skip what cannot be expected to end in time; False once the device is broken."""
+    """Run the cases of one part; skip cases that would not end in time. Returns False if the device is unusable."""
     part = report.parts[name]
     longest, usable = 0.0, True
     try:
         for case in cases(rig):
-            reason = "a case before it left the device unusable" if not usable else _skip_reason(case, rig, longest)
+            reason = "an earlier case left the device unusable" if not usable else _skip_reason(case, rig, longest)
             if reason:
                 part.cases[case.name] = CaseReport("skipped", reason=reason)
                 _log(f"{name}: {case.name} skipped: {reason}")
@@ -94,14 +94,14 @@ def _run_part(name: str, cases: Cases, rig: Rig, report: Report) -> bool:
             gc.collect()
             if rig.cuda and usable:
                 torch.cuda.empty_cache()
-    except Exception as error:  # noqa: BLE001 - a part that cannot name its cases must not take the others with it
+    except Exception as error:  # noqa: BLE001 - a part that fails to list its cases must not stop the other parts
         part.status, part.reason = "failed", f"{type(error).__name__}: {error}"
         _log(traceback.format_exc())
     return usable
 
 
 def _run_case(case: Case, case_report: CaseReport) -> None:
-    """Measure one case and record what comes of it."""
+    """Run one case and record its result."""
     try:
         for row in case.run():
             case_report.rows.append(asdict(row))
@@ -109,7 +109,7 @@ def _run_case(case: Case, case_report: CaseReport) -> None:
     except (SkipError, torch.OutOfMemoryError, MemoryError) as error:
         case_report.status, case_report.reason = "skipped", _first_line(error)
         _log(f"    skipped: {case_report.reason}")
-    except Exception as error:  # noqa: BLE001 - whatever it is, the next case is to run
+    except Exception as error:  # noqa: BLE001 - the next case must run after any error
         case_report.status, case_report.reason, case_report.error = "failed", _first_line(error), traceback.format_exc()
         _log(case_report.error)
     else:
@@ -117,18 +117,18 @@ def _run_case(case: Case, case_report: CaseReport) -> None:
 
 
 def _skip_reason(case: Case, rig: Rig, longest: float) -> str:
-    """Why a case is not run; empty if it is. Cases grow: one takes no less time than those of its part before it."""
+    """The reason to skip a case; empty if it may run. Cases grow, so one takes at least as long as earlier ones."""
     seconds_left = rig.seconds_left()
     if seconds_left <= 0:
         return "the budget is spent"
     if seconds_left <= longest:
-        return f"the budget has {seconds_left:.0f} s left; a case before it took {longest:.0f} s"
+        return f"the budget has {seconds_left:.0f} s left; an earlier case took {longest:.0f} s"
     needed, on_device = case.host_bytes + (0 if rig.cuda else case.device_bytes), available_memory(rig.device)
     if needed > (on_host := available_memory(torch.device("cpu"))):
-        return f"it needs {needed / 1e9:.1f} GB of the host's memory, and {on_host / 1e9:.1f} GB are free"
+        return f"it needs {needed / 1e9:.1f} GB of the host's memory, but {on_host / 1e9:.1f} GB are free"
     if case.device_bytes > on_device:
         return (
-            f"it needs {case.device_bytes / 1e9:.1f} GB of the device's memory, and {on_device / 1e9:.1f} GB are free"
+            f"it needs {case.device_bytes / 1e9:.1f} GB of the device's memory, but {on_device / 1e9:.1f} GB are free"
         )
     return ""
 
@@ -142,7 +142,7 @@ def _is_usable(device: torch.device) -> bool:
 
 
 def describe_run(device: str) -> dict[str, str | int]:
-    """What the run is measured on: the machine, versions, and variables that change what a GPU computes."""
+    """The machine, the versions, and the environment variables that change what a GPU computes."""
     versions = {package: version(package) for package in ("numpy", "msgspec", "safetensors", "tokenizers")}
     search = {"search": search_class_for(torch.device(device)).__name__}
     return {

@@ -131,7 +131,7 @@ def test_without_a_gpu_none_is_measured_and_one_sentence_says_why(
     for name, value in CUDA_ENVIRONMENT_DEFAULTS.items():
         monkeypatch.setenv(name, value)  # which a run on a GPU sets in its process
     assert command.main(["small", "--device", "cuda"]) == 2
-    assert re.fullmatch(r"torch \S+ can use no GPU: .+\n", capfd.readouterr().err)
+    assert re.fullmatch(r"torch \S+ cannot use a GPU: .+\n", capfd.readouterr().err)
     assert not (small / "results").exists()
 
 
