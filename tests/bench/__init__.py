@@ -1,1 +1,1 @@
-"""Measurements of the product as it is: `python -m tests.bench NAME`."""
+"""Benchmarks of the product: `python -m tests.bench NAME`."""

@@ -1,10 +1,19 @@
-"""The memory of each worker under three times the load that it sustains, with a backlog that would fill it many times.
+"""Memory of each worker at three times the load that it can sustain.
 
-A replica of a tiny model, and then an editor of it, as a process of its own, on a local Kafka and Valkey. Its own rate
-on a backlog is measured first; then records come at three times that rate, on top of a backlog. They have some
-kilobytes: requests with long texts; feedback of which each fiftieth is a correction that is trained, of some hundred
-inputs and each time to another word, and the rest undos of nothing, since new entries are to fill a codebook. The
-editor watches the requests too. Resident memory is read once a second.
+A replica of a tiny model is measured first, then an editor. Each is a process, with a local Kafka and Valkey.
+
+1. A backlog is written that would fill the worker's memory many times.
+2. The worker's rate on the backlog is measured for 10 seconds.
+3. Records then arrive at three times that rate, on top of the backlog. Resident memory is read once per second.
+
+Records have some kilobytes. Requests have long texts. Every fiftieth feedback record is a correction with training, of
+one of some hundred inputs, each time to another word. The other feedback records undo nothing, because new entries
+would fill the codebook. The editor also reads the requests.
+
+- `rate`: records per second of the worker on the backlog. `offered`: records per second sent afterwards.
+- `waiting`: records left at the end. Other counts: feedback by outcome.
+- `rss_first`, `rss_last`: mean resident memory over the first and the last tenth of the time. `rss_peak`: its maximum.
+  The baseline is `rss_first`.
 """
 
 import os
@@ -36,12 +45,12 @@ LONG_TEXT = (" ".join(WORDS) + " ") * 50
 PADDING = "x" * 2000
 
 CORRECTION_EVERY, DISTINCT_INPUTS = 50, 499
-"""Of so many records of feedback one is a correction, of one of so many inputs."""
+"""One in this many feedback records is a correction; the number of distinct inputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """A worker, the topic that it is flooded by, and which of its counters say how many records it has done."""
+    """A worker, the topic that floods it, and the prefix of its counters of finished records."""
 
     name: str
     command: Literal["infer", "edit"]
@@ -51,7 +60,7 @@ class Role:
 
 
 def run(options: Options) -> Iterator[Row]:
-    """One worker of each kind; `--quick` with a tenth of the backlog."""
+    """The rows of the replica and of the editor. `--quick` writes a tenth of the backlog."""
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         _save_model(folder / "model")
@@ -83,7 +92,7 @@ def _flood_rows(role: Role, settings: Settings, folder: Path, options: Options) 
         before, started = _records_done(role, settings), time.monotonic()
         time.sleep(10)
         rate = (_records_done(role, settings) - before) / (time.monotonic() - started)
-        options.report(f"it does {rate:.0f} a second; now three times that, for {seconds} s")
+        options.report(f"it handles {rate:.0f} records/s; sending three times as many for {seconds} s")
         stop = threading.Event()
         flood = threading.Thread(target=_flood, args=[sender, settings, role, 3 * rate, stop, sent_count], daemon=True)
         flood.start()
@@ -93,11 +102,11 @@ def _flood_rows(role: Role, settings: Settings, folder: Path, options: Options) 
             resident.append(memory().rss)
             if second % 10 == 9:
                 backlog_left = sent_count[0] - _records_done(role, settings)
-                options.report(f"{second + 1} s: {resident[-1] / MIB:.0f} MiB, {backlog_left:.0f} wait")
+                options.report(f"{second + 1} s: {resident[-1] / MIB:.0f} MiB, {backlog_left:.0f} records waiting")
         stop.set()
         flood.join()
         if not process.running:
-            raise BenchError(f"the {role.name} ended with status {process.returncode}")
+            raise BenchError(f"the {role.name} exited with status {process.returncode}")
         tenth = max(1, seconds // 10)
         first, last = sum(resident[:tenth]) / tenth, sum(resident[-tenth:]) / tenth
         yield Row(f"{role.name}/rate", rate, "records/s")
@@ -116,7 +125,7 @@ def _save_model(folder: Path) -> None:
 
 
 def _request(number: int) -> bytes:
-    length = 200 + 53 * (number % 37)  # up to some 2,000 characters: padding differs from batch to batch
+    length = 200 + 53 * (number % 37)  # up to 2,000 characters, so that the padding differs between batches
     return f'{{"v":1,"request_id":"{number}","inputs":"{LONG_TEXT[:length]}","note":"{PADDING}"}}'.encode()
 
 
@@ -140,7 +149,7 @@ def _records_done(role: Role, settings: Settings) -> float:
 
 
 def _counter_values(role: Role, settings: Settings) -> list[tuple[str, float]]:
-    """Each counter of what the worker has done, with its labels."""
+    """The worker's counters of finished records: names with labels, and values."""
     lines = (line.rpartition(" ") for line in status(settings.http.port, "/metrics")[1].splitlines())
     return [(name, float(value)) for name, _space, value in lines if name.startswith(role.counters)]
 

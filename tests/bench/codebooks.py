@@ -1,4 +1,4 @@
-"""Codebooks to measure on, and the keys in them. They need what the engine needs."""
+"""Codebooks of a given size, and their keys. This module needs only the packages of the engine."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from gracestream.schemas.deltas import GENESIS_DIGEST
 
 
 def queries(model: EditableModel, prompts: Sequence[Prompt]) -> np.ndarray:
-    """What the edited layer sees at the query's token of each prompt: (N, D), in an order of no meaning."""
+    """The query of each prompt: (N, D), in random order."""
     ordered = sorted(prompts, key=len)
     parts = [model.queries(ordered[start : start + 64]).cpu().numpy() for start in range(0, len(ordered), 64)]
     found = np.concatenate(parts)
@@ -21,7 +21,7 @@ def queries(model: EditableModel, prompts: Sequence[Prompt]) -> np.ndarray:
 
 
 def stored(real_ND: np.ndarray, count: int) -> np.ndarray:
-    """So many keys: real ones, and beyond those that there are points between two of them."""
+    """`count` keys: the real ones, then random points between two real ones."""
     generator = np.random.default_rng(2)
     keys_ND = np.resize(real_ND, (count, real_ND.shape[1]))
     for start in range(len(real_ND), count, 8192):
@@ -49,7 +49,7 @@ def radii_of(keys_ND: np.ndarray, others_RD: np.ndarray) -> np.ndarray:
 
 
 def filled(model: str, layer: str, keys_ND: np.ndarray, radii_N: np.ndarray, width_V: int) -> Codebook:
-    """One entry a key, with zeros for its value."""
+    """A codebook with one entry per key; all values are zeros."""
     count = len(keys_ND)
     codebook = Codebook("default", model, layer)
     codebook.restore(
@@ -61,7 +61,7 @@ def filled(model: str, layer: str, keys_ND: np.ndarray, radii_N: np.ndarray, wid
 
 
 def value_width(module: torch.nn.Module, width: int) -> int:
-    """How many numbers a module gives for a token of `width` numbers."""
+    """The output width of a module for an input of this width."""
     inputs_11D = next(module.parameters()).new_zeros(1, 1, width)
     with torch.inference_mode():
         return int(module(inputs_11D).shape[-1])

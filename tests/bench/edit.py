@@ -1,17 +1,29 @@
-"""What an edit costs, beside a textbook GRACE, and what stored entries add to it: `make bench NAME=edit`.
+"""Cost of an edit, compared with a textbook GRACE, and the cost that stored entries add: `make bench NAME=edit`.
 
-Each takes 100 steps from the same start, on one thread; CPU seconds of the process, on a GPU synchronised wall time;
-they take turns, and medians are compared. The textbook's step runs the whole model forward, looks through all keys,
-and runs it backward. The weights are frozen, as in the authors' code, so no gradient of a weight is computed. It is
-timed over a few steps, and followed to the end once, for its loss. Ours is all that the editor does for a correction
-but for what Kafka and Redis take.
+Both methods take 100 steps from the same start, on one thread. Times are CPU seconds of the process, and synchronised
+wall time on a GPU. The methods take turns, and medians are compared.
 
-- `edit/MODEL/20`: a prompt of so many tokens. The floor of a step is one pass forward and one backward through the
-  blocks after the edited layer, at those positions that depend on the value.
-- `edit/MODEL/20/waiting`: 16 such corrections that wait, whose values are trained together, against 16 of the
-  textbook's, which takes one after the other. The floor is that of one step over 16 rows.
-- `edit/MODEL/100k`: the same edit with so many entries, each an edit that the guard keeps, and with none. These keys
-  have no structure, so an edit has to read them once: 1.2 GB of BERT's, which takes this machine 32 to 54 ms.
+A step of the textbook runs the whole model forward, searches all keys, and runs the model backward. The weights are
+frozen, as in the authors' code, so no gradient of a weight is computed. Its time is measured over a few steps and
+scaled up. It runs to the end once, for its loss. The product's time includes all of the editor's work on a correction
+except Kafka and Redis.
+
+- `edit/MODEL/20`: a prompt of 20 tokens. The floor of a step is a forward and a backward pass. Both cover only the
+  blocks after the edited layer, and the positions that depend on the value.
+- `edit/MODEL/20/waiting`: 16 waiting corrections, with values trained together. The textbook trains its 16 one after
+  the other. The floor is that of one step over 16 rows.
+- `edit/MODEL/100k`: the same edit in a codebook of 100,000 entries, each an edit that the retention guard protects, and
+  in an empty one. These keys have no structure, so an edit has to read all of them once: 1.2 GB for BERT, which takes
+  this machine 32 to 54 ms.
+
+Columns:
+
+- `textbook-of-ours`: the textbook's time divided by the product's. `alone-of-together`: 16 single edits divided by 16
+  together.
+- `seconds`: time of an edit, or of 16. The baseline is the textbook's, and with entries that of the empty codebook.
+- `loss-apart`: relative difference of the final losses; the baseline is a goal.
+- `stored-of-none`, `added-milliseconds`: ratio and difference of an edit with and without entries; the ratio's baseline
+  is a goal.
 """
 
 import statistics
@@ -39,13 +51,13 @@ TOKENS = {"bert-base": (20, 512), "gpt2-small": (20, 200), "t5-v1.1-small": (20,
 STORED_ENTRIES = 100_000
 REPEATS = 5
 WAITING_REPEATS = 3
-"""Of corrections that wait."""
+"""Measurements of waiting corrections."""
 
 TEXTBOOK_STEPS = 4
-"""Of the textbook, by which its time for all is told: some of its edits take a quarter of an hour."""
+"""Steps of the textbook that are measured; the time of all steps is scaled up. Some edits take a quarter of an hour."""
 
 TYPICAL_STEPS = 17
-"""Steps of a usual edit."""
+"""Steps of a typical edit."""
 
 WAITING = 16
 WAITING_TOKENS = {"bert-base": (20, 512), "gpt2-small": (20,), "t5-v1.1-small": (20,)}
@@ -58,7 +70,7 @@ CONFIG = EditConfig(
 
 
 def run(options: Options) -> Iterator[Row]:
-    """Every model whose edits have a goal; `--quick`: one of them, with a twentieth of the entries."""
+    """The rows of every model with a goal. `--quick` measures one model, with a twentieth of the entries."""
     for bench_model in select_models(options, MODELS[: 1 if options.quick else 3]):
         model = bench_model.load(options.device)
         for tokens in TOKENS[bench_model.name][: 1 if options.quick else None]:
@@ -77,9 +89,9 @@ def _textbook_rows(bench_model: BenchModel, model: EditableModel, tokens: int) -
         edit_seconds.append(elapsed)
         outcome = result.outcome
         if outcome is None or outcome.steps != STEPS or outcome.loss is UNSET:
-            raise BenchError(f"an edit of {bench_model.name} came out otherwise: {outcome}")
+            raise BenchError(f"an edit of {bench_model.name} has an unexpected outcome: {outcome}")
         loss = outcome.loss
-        elapsed, _ = timed(model.device, lambda: _textbook(model, text, target, TEXTBOOK_STEPS))  # noqa: B023  (likewise)
+        elapsed, _ = timed(model.device, lambda: _textbook(model, text, target, TEXTBOOK_STEPS))  # noqa: B023  (called at once)
         seconds_per_step.append(elapsed / TEXTBOOK_STEPS)
     expected = _textbook(model, text, target, STEPS)
     name, seconds = f"edit/{bench_model.name}/{tokens}", statistics.median(edit_seconds)
@@ -98,7 +110,7 @@ def _textbook_rows(bench_model: BenchModel, model: EditableModel, tokens: int) -
 
 
 def _waiting_seconds(bench_model: BenchModel, model: EditableModel, tokens: int, seed: int) -> float:
-    """Seconds of what the editor does for corrections that wait."""
+    """Seconds of the editor's work on waiting corrections."""
     engine = _engine(model, CONFIG)
     corrections = [
         make_correction(f"f{n}", *_wrong_target(bench_model, model, tokens, seed + n)) for n in range(WAITING)
@@ -110,20 +122,20 @@ def _waiting_seconds(bench_model: BenchModel, model: EditableModel, tokens: int,
         for offset, correction in enumerate(corrections):
             result = engine.edit(correction, offset, draft=drafts.get(offset))
             if result.outcome is None:
-                raise BenchError(f"an edit of {bench_model.name} came to nothing")
-            if result.delta_record is not None:  # else all steps were taken in vain, which takes as long
+                raise BenchError(f"an edit of {bench_model.name} has no outcome")
+            if result.delta_record is not None:  # a rejected edit took all steps too, so its time counts
                 engine.apply(result.delta_record)
             steps.append(result.outcome.steps)
         return steps
 
     seconds, steps = timed(model.device, edit)
     if set(steps) != {STEPS}:
-        raise BenchError(f"edits of {bench_model.name} took other numbers of steps: {steps}")
+        raise BenchError(f"edits of {bench_model.name} took {steps} steps instead of {STEPS} each")
     return seconds
 
 
 def _stored_rows(bench_model: BenchModel, model: EditableModel, count: int, options: Options) -> Iterator[Row]:
-    """An edit in a full codebook and in an empty one, in turns."""
+    """The rows of an edit in a filled and in an empty codebook, which take turns."""
     config = replace(CONFIG, recipe=replace(CONFIG.recipe, max_steps=TYPICAL_STEPS))
     engines = {"none": _engine(model, config), "stored": _engine(model, config)}
     keys_ND = stored(queries(model, bench_model.prompts(model, REAL_KEYS)), count)
@@ -140,7 +152,7 @@ def _stored_rows(bench_model: BenchModel, model: EditableModel, count: int, opti
                     engine.apply(result.delta_record)
 
             elapsed, _ = timed(model.device, edit)
-            if number:  # the first of each warms up
+            if number:  # the first edit warms up
                 seconds[codebook_kind].append(elapsed)
     medians = {codebook_kind: statistics.median(samples) for codebook_kind, samples in seconds.items()}
     name = f"edit/{bench_model.name}/{count // 1000}k"
@@ -156,7 +168,7 @@ def _engine(model: EditableModel, config: EditConfig) -> EditEngine:
 
 
 def _fill_codebook(engine: EditEngine, keys_ND: np.ndarray) -> None:
-    """Entries by deltas, a thousand each, and the edits that made them."""
+    """Fill the codebook by one delta per entry, each with its edit."""
     width = value_width(engine.model.module.get_submodule(engine.model.layer), keys_ND.shape[1])
     value = Tensor.from_array(np.zeros(width, np.float32))
     for number, key_D in enumerate(keys_ND):
@@ -169,11 +181,11 @@ def _fill_codebook(engine: EditEngine, keys_ND: np.ndarray) -> None:
 
 
 def _wrong_target(bench_model: BenchModel, model: EditableModel, tokens: int, seed: int) -> tuple[str, str]:
-    """A prompt of so many tokens, and a target that the model does not give."""
+    """A prompt of `tokens` tokens, and a target that the model does not predict."""
     assert bench_model.random is not None
     return bench_model.random.wrong_target(model, tokens, 100 + seed)
 
 
 def _textbook(model: EditableModel, text: str, target: str, steps: int) -> float:
-    """Train a value as a textbook would; the loss at the end."""
+    """Train a value by the textbook method. Returns the final loss."""
     return train(model, model.prepare_correction(text, target)[1], steps, CONFIG.recipe.learning_rate)

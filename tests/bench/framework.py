@@ -1,8 +1,8 @@
-"""What the benchmarks share: rows, the machine they were measured on, and the file. It needs what the engine needs.
+"""The frame of all benchmarks: options, rows, the description of the machine, and the file of results.
 
-A benchmark is a function from `Options` to rows, named in `BENCHES`. A row is one number. Its name is a path whose last
-part is the metric, as in `zsre/nearest/exact`; rows that share all but that part are one setting, and one line of the
-table on the terminal.
+A benchmark is a function from `Options` to rows, registered in `BENCHMARKS`. A row is one measured number. Its name is
+a path with the metric last, as in `zsre/nearest/exact`. Rows that differ only in the metric belong to one setting, and
+form one line of a table. This module needs only the packages of the engine.
 """
 
 import importlib
@@ -21,7 +21,7 @@ from gracestream.pipeline.errors import UserError
 from tests.bench.device import gpu_facts, version
 
 COMMITTED = Path(__file__).parent / "results"
-"""Where `--commit` writes; other results go to `results/` in the root, which git ignores."""
+"""The folder that `--commit` writes to. Other results go to `results/` in the root, which git ignores."""
 
 BENCHMARKS = {
     "quality": "tests.bench.quality",
@@ -38,20 +38,25 @@ BENCHMARKS = {
     "edit": "tests.bench.edit",
     "keyspaces": "tests.bench.keyspaces",
 }
-"""The module of each benchmark, whose `run` takes `Options` and yields rows."""
+"""The module of each benchmark. Its function `run` takes `Options` and yields rows."""
 
 Machine = dict[str, str | int]
 
 
 class BenchError(UserError):
-    """A benchmark that cannot be run; the text says why."""
+    """A benchmark cannot run. The message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a benchmark is told: to be quick, one model to measure alone, the device, and where to say how far it is.
+    """The options of a run.
 
-    `development` asks for the rows on which settings may be chosen, where a benchmark separates them.
+    Attributes:
+        quick: Measure fewer cases.
+        only: The one model or stream to measure; empty for all.
+        development: Use the rows on which settings may be chosen, if the benchmark separates them.
+        device: The device of the model: `cpu` or `cuda`.
+        report: Called with each line of progress.
     """
 
     quick: bool = False
@@ -63,9 +68,14 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measured number; `baseline` is what it is to be held against, None where there is nothing.
+    """One measured number.
 
-    `interval` is its 95 % confidence interval, where the benchmark gives one.
+    Attributes:
+        name: A path that ends in the metric.
+        value: The number.
+        unit: Its unit, for example `s`, `share` or `count`.
+        baseline: The number to compare it with: a goal, a floor, or the same metric of another method.
+        interval: Its 95 % confidence interval, if the benchmark computes one.
     """
 
     name: str
@@ -76,7 +86,7 @@ class Row:
 
     @property
     def setting(self) -> str:
-        """All of the name but the metric."""
+        """The name without the metric."""
         return self.name.rpartition("/")[0]
 
     @property
@@ -86,7 +96,7 @@ class Row:
 
 
 def load_plot(name: str) -> Callable[[Sequence[Row], Path], None] | None:
-    """What draws the rows of that benchmark into a file; None where it has no plot."""
+    """The function that plots the rows of a benchmark into a file, or None if the benchmark has no plot."""
     found: Callable[[Sequence[Row], Path], None] | None = getattr(
         importlib.import_module(BENCHMARKS[name]), "draw", None
     )
@@ -94,19 +104,19 @@ def load_plot(name: str) -> Callable[[Sequence[Row], Path], None] | None:
 
 
 def load_benchmark(name: str) -> Callable[[Options], Iterator[Row]]:
-    """The benchmark of that name.
+    """The benchmark with this name.
 
     Raises:
-        BenchError: there is none.
+        BenchError: No benchmark has this name.
     """
     if name not in BENCHMARKS:
-        raise BenchError(f"there is no benchmark named {name!r}; there is {', '.join(BENCHMARKS)}")
+        raise BenchError(f"no benchmark is named {name!r}; the names are {', '.join(BENCHMARKS)}")
     found: Callable[[Options], Iterator[Row]] = importlib.import_module(BENCHMARKS[name]).run
     return found
 
 
 def machine(device: str) -> Machine:
-    """What the numbers were measured on."""
+    """The machine and the versions that the numbers depend on."""
     return {
         "cpu": _cpu_model(),
         "cores": os.cpu_count() or 0,
@@ -120,12 +130,12 @@ def machine(device: str) -> Machine:
 
 
 def slug(device: str) -> str:
-    """A device's name, as files are named for it: `nvidia-h200`."""
+    """The name of a device in file names, such as `nvidia-h200`."""
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
 def to_records(rows: Iterable[Row], measured_on: Machine) -> list[dict[str, Any]]:
-    """Rows as they are written: `name, value, unit, baseline, machine`, and `interval` where there is one."""
+    """The JSON objects of rows: `name, value, unit, baseline, machine`, and `interval` if a row has one."""
     return [
         {name: value for name, value in asdict(row).items() if name != "interval" or value is not None}
         | {"machine": measured_on}
@@ -134,21 +144,24 @@ def to_records(rows: Iterable[Row], measured_on: Machine) -> list[dict[str, Any]
 
 
 def to_row(record: dict[str, Any]) -> Row:
-    """The row of a record."""
+    """The row in a JSON object of `to_records`."""
     interval = record.get("interval")
     bounds = None if interval is None else (interval[0], interval[1])
     return Row(record["name"], record["value"], record["unit"], record["baseline"], bounds)
 
 
 def read_results(path: Path) -> list[Row]:
-    """The rows of a file of results."""
+    """The rows in a file of results."""
     return [to_row(record) for record in json.loads(path.read_text(encoding="utf-8"))]
 
 
 def write_results(
     name: str, rows: Sequence[Row], measured_on: Machine, folder: Path, *, keep_others: bool = False
 ) -> Path:
-    """Write rows to `<name>-<device>.json` in `folder`, one row a line, and say where; `keep` what else is there."""
+    """Write rows to `<name>-<device>.json` in `folder`, one per line. Returns the path.
+
+    With `keep_others`, rows of the existing file stay unless a new row has their name.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}-{slug(str(measured_on['device']))}.json"
     found = {
@@ -162,7 +175,7 @@ def write_results(
 
 
 def group_rows(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows by the first part of their names."""
+    """Rows by the first part of their name."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         found.setdefault(row.name.partition("/")[0], []).append(row)
@@ -170,7 +183,7 @@ def group_rows(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def format_value(row: Row) -> str:
-    """A value for a person: shares to a thousandth, counts as they are, the rest to three digits."""
+    """The value as text: shares with three decimals, counts in full, other values with three digits."""
     if row.unit == "share":
         return f"{row.value:.3f}"
     if row.unit == "count":

@@ -1,21 +1,24 @@
-"""Which keys bring rephrases of a correction together and keep other texts apart, and what they cost a request.
+"""Key spaces compared: which keys bring rephrases near their correction and keep other texts away, and what they cost.
 
-No value is trained. For each correction of zsRE and CounterFact its key, that of other words for it, and those of
-Natural Questions are taken in several spaces:
+No value is trained. Each correction of zsRE and CounterFact gets a key in several spaces, and so do its rephrase and
+questions of Natural Questions:
 
-- `layer`: as the product takes them: what the edited layer sees of the last token.
-- `mean token`: the mean of what it sees of all tokens.
-- `layers`: what every third block up to that layer gives for the last token, each at a length of one.
-- `whitened`: `layer`, so that traffic varies alike in all directions.
-- `encoder`: a sentence encoder beside the model (MiniLM), which reads the text itself.
+- `layer`: the product's own: the input of the edited layer at the last token.
+- `mean token`: the mean of that input over all tokens.
+- `layers`: the inputs of every third block up to that layer at the last token, each scaled to length one.
+- `whitened`: `layer`, transformed so that traffic varies equally in all directions.
+- `encoder`: a separate sentence encoder (MiniLM), which reads the text itself.
 
-- `own`: rephrases whose nearest key is that of their correction.
-- `reached`: of these, those within a radius of 0.8 of the key's distance to the nearest of 512 questions of the
-  traffic, as the editor's defaults have it; `captured`: other questions, and texts that the data call unrelated, which
-  come within the radius of the nearest key so.
-- `at-none`: rephrases reached at the largest share of that distance, up to its double, at which nothing is captured.
-- `milliseconds`: what a request takes more than the model's own pass, median of CPU time; of synchronised wall time
-  on a GPU.
+Columns:
+
+- `own`: the share of rephrases with their own correction's key as the nearest key.
+- `reached`: the share that is also within the radius: 0.8 of the key's distance to the nearest of 512 traffic
+  questions, as in the editor's defaults.
+- `captured`: the share of unrelated texts within the radius of the nearest key. They are other questions, and texts
+  that the data call unrelated. The baseline is the goal, 0.
+- `at-none`: the share of rephrases reached at the largest radius at which nothing is captured. Radii are shares of the
+  distance to the traffic, up to twice that distance.
+- `milliseconds`: time per request beyond the model's own pass: median CPU time, and synchronised wall time on a GPU.
 """
 
 import statistics
@@ -43,20 +46,20 @@ CORRECTIONS, QUICK_CORRECTIONS, HELD_OUT, TIMED_PROMPTS = 300, 40, 500, 40
 RADIUS_FRACTION = 0.8
 RADIUS_FRACTIONS = np.arange(0.05, 2.01, 0.05)
 MODEL_SPACES = ("layer", "mean token", "layers")
-"""Of the model's own pass."""
+"""The spaces that come from the model's own pass."""
 
 BLOCK_STEP = 3
-"""Of the blocks one in so many is looked at."""
+"""The space `layers` uses one in this many blocks."""
 
 RIDGE = 0.1
-"""Added to the traffic's covariance, in shares of its mean variance: there are fewer texts than directions."""
+"""Added to the covariance of the traffic, relative to its mean variance: there are fewer texts than dimensions."""
 
 Space = Callable[[Sequence[str]], np.ndarray]
-"""Keys (N, D) of texts."""
+"""Maps texts to their keys (N, D)."""
 
 
 def run(options: Options) -> Iterator[Row]:
-    """Both tasks in every space; `--quick`: fewer corrections."""
+    """The rows of both tasks in every space. `--quick` uses fewer corrections."""
     settings = load_settings(model="smollm2", device=options.device, query_source="last")
     model = load_model(settings.model, settings.editing.policy)
     embed = SentenceEncoder.load(str(minilm_folder()), device=options.device)
@@ -97,7 +100,7 @@ def run(options: Options) -> Iterator[Row]:
 
 
 class ModelKeys:
-    """Keys that come out of the model's own pass, of which each text takes one."""
+    """Keys from the model's own pass. Each text needs one pass for all spaces, and is cached."""
 
     def __init__(self, model: EditableModel) -> None:
         self._model = model
@@ -108,7 +111,7 @@ class ModelKeys:
 
     @contextmanager
     def without_cache(self) -> Iterator[None]:
-        """Inside, texts are read that were read before."""
+        """Inside this context, cached texts are computed again."""
         known, self._known = self._known, {}
         try:
             yield
@@ -116,11 +119,11 @@ class ModelKeys:
             self._known = known
 
     def space(self, name: str) -> Space:
-        """One of them."""
+        """The space of this name."""
         return lambda texts: self.keys(texts)[name]
 
     def keys(self, texts: Sequence[str]) -> dict[str, np.ndarray]:
-        """By their names."""
+        """The keys of texts, by the name of the space."""
         self._known |= {text: self._keys(text) for text in texts if text not in self._known}
         return {
             name: torch.stack([self._known[text][name] for text in texts]).float().cpu().numpy()
@@ -128,7 +131,7 @@ class ModelKeys:
         }
 
     def _keys(self, text: str) -> dict[str, torch.Tensor]:
-        """One text's, (D)."""
+        """The keys (D) of one text, by the name of the space."""
         task = self._model.task
         batch = task.batch([task.tokenize(text)])
         assert batch.mask_BT is not None
@@ -139,7 +142,7 @@ class ModelKeys:
         return dict(zip(MODEL_SPACES, (layer_TD[last], layer_TD.mean(dim=0), torch.cat(blocks)), strict=True))
 
     def _record_inputs(self, batch: Any) -> dict[torch.nn.Module, torch.Tensor]:
-        """What the layer and the blocks before it see of one text's tokens, (T, D)."""
+        """The inputs (T, D) of the layer and of the blocks before it, for one text."""
         inputs: dict[torch.nn.Module, torch.Tensor] = {}
 
         def record(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -153,7 +156,7 @@ class ModelKeys:
 
 
 def whitened(model_keys: ModelKeys, traffic: Sequence[str]) -> Space:
-    """Keys of the layer, in which the traffic varies alike in all directions."""
+    """The space of layer keys, transformed so that the traffic has equal variance in all directions."""
     traffic_RD = model_keys.keys(traffic)["layer"].astype(np.float64)
     values_D, axes_DD = np.linalg.eigh(np.cov(traffic_RD.T))
     map_DD = axes_DD / np.sqrt(values_D + RIDGE * values_D.mean())
@@ -161,7 +164,7 @@ def whitened(model_keys: ModelKeys, traffic: Sequence[str]) -> Space:
 
 
 def _encoded(encoder: SentenceEncoder, texts: Sequence[str]) -> np.ndarray:
-    """Each text in a pass of its own."""
+    """The encoder's keys, with one pass per text."""
     keys_ND: np.ndarray = torch.cat([encoder.embed([text])[0] for text in texts]).cpu().numpy()
     return keys_ND
 
@@ -172,12 +175,12 @@ def _forward(model: EditableModel, texts: Sequence[str]) -> None:
 
 
 def _nearest(queries_BD: np.ndarray, keys_ND: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of each query the nearest key's slot, and how far it is."""
+    """For each query, the slot of the nearest key and its distance."""
     distances_BN = torch.cdist(torch.from_numpy(queries_BD), torch.from_numpy(keys_ND))
     distances_B, slots_B = distances_BN.min(dim=1)
     return slots_B.numpy(), distances_B.numpy()
 
 
 def _milliseconds(device: torch.device, call: Callable[[Sequence[str]], object], texts: Sequence[str]) -> float:
-    """Of one text."""
+    """Median milliseconds of a call on one text."""
     return 1000 * statistics.median(timed(device, partial(call, [text]))[0] for text in texts[:TIMED_PROMPTS])

@@ -1,19 +1,21 @@
-"""How long a correction takes to be in force, and a lost editor to be replaced: `make bench NAME=lag`.
+"""Time until a correction is in force, and time to replace a lost editor: `make bench NAME=lag`.
 
-An editor, a standby and two replicas of a tiny model, each a process, on a local Kafka and Valkey. Corrections are sent
-one at a time, while nothing else is asked:
+Two editors (leader and standby) and two replicas of a tiny model run as processes, on a local Kafka and Valkey.
+Corrections are sent one at a time, with no other load:
 
-- `lag/outcome`: from sending one until its outcome is read; the baseline is what the editor spent on deciding it.
-- `lag/live`: until every replica serves it, asked of each every few milliseconds.
-- `lag/answer`: until a request that is sent after the outcome, and wants that delta (`min_seq`), is answered, without
-  the seconds spent on asking for `live`.
+- `lag/outcome`: from sending a correction until its outcome is read. The baseline is the editor's time of decision.
+- `lag/live`: from sending until every replica has applied the delta. Each is polled every few milliseconds.
+- `lag/answer`: from sending until a request with `min_seq` is answered, which is sent after the outcome. The time of
+  polling for `live` is subtracted.
 
-Two transactions' ends and three hops through Kafka are the floor of the last, some milliseconds each. The model is so
-small that training hardly counts; with yours add what an edit takes.
+The floor of `lag/answer` is the end of two transactions and three hops through Kafka, some milliseconds each. The model
+is so small that training hardly counts: add the time of an edit of your model.
 
-- `lag/take-over/killed`: from SIGKILL of the leader until the standby leads; Kafka notices after the session time-out,
+- `lag/take-over/killed`: from SIGKILL of the leader until the standby leads. Kafka notices after the session timeout,
   which is the baseline.
-- `lag/take-over/stopped`: likewise after SIGTERM.
+- `lag/take-over/stopped`: the same after SIGTERM.
+
+`median` and `p90` are over 60 corrections. `seconds` is the median of three take-overs, `longest` the maximum.
 """
 
 import json
@@ -43,7 +45,7 @@ TAKEOVERS = 3
 
 
 def run(options: Options) -> Iterator[Row]:
-    """Corrections, and then editors that end; `--quick` with few of either."""
+    """The rows of corrections, then of take-overs. `--quick` measures few of both."""
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         llama().save_pretrained(folder / "model")
@@ -64,7 +66,7 @@ def run(options: Options) -> Iterator[Row]:
         yield from _corrections(
             users, [port for _, port in replicas], QUICK_CORRECTIONS if options.quick else CORRECTIONS
         )
-        options.report("ending editors")
+        options.report("stopping editors")
         for ending, signum in (("killed", signal.SIGKILL), ("stopped", signal.SIGTERM)):
             durations = [_takeover_seconds(editors, signum) for _ in range(1 if options.quick else TAKEOVERS)]
             yield Row(
@@ -85,7 +87,7 @@ def _corrections(users: Users, ports: list[int], count: int) -> Iterator[Row]:
             elapsed = {"outcome": time.monotonic() - started}
             seq, decided_in = outcome.seq, outcome.seconds
             if seq is UNSET or decided_in is UNSET:
-                raise BenchError(f"an edit came out otherwise: {outcome}")
+                raise BenchError(f"a correction has an unexpected outcome: {outcome}")
             polling_since = time.monotonic()
             while any(_state(port)["seq"] < seq for port in ports):
                 time.sleep(0.002)
@@ -94,7 +96,7 @@ def _corrections(users: Users, ports: list[int], count: int) -> Iterator[Row]:
             users.client.send([question(f"q{number}", prompt, min_seq=seq)])
             answers.wait([f"q{number}"], PATIENCE)
             elapsed["answer"] = time.monotonic() - started - poll_seconds
-        if number:  # the first of each warms up
+        if number:  # the first correction warms up
             decision_seconds.append(decided_in)
             for name, seconds in elapsed.items():
                 seconds_by_step[name].append(seconds)
@@ -105,7 +107,7 @@ def _corrections(users: Users, ports: list[int], count: int) -> Iterator[Row]:
 
 
 def _takeover_seconds(editors: list[tuple[ChildProcess, int]], signum: signal.Signals) -> float:
-    """Seconds until the standby leads; then the other one is its standby."""
+    """Seconds until the standby leads. The old leader is restarted as the new standby."""
     leads = [_state(port)["role"] == "leading" for _, port in editors]
     (leader, port), (_, standby) = editors if leads[0] else editors[::-1]
     started = time.monotonic()

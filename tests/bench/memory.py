@@ -1,14 +1,14 @@
-"""What stored entries take in memory: `make bench NAME=memory`.
+"""Memory of stored entries: `make bench NAME=memory`.
 
-A codebook and its index, as a replica holds them, with random keys and values; resident memory of the process before
-and after. The floor is the numbers themselves: key, value and radius as float32, four bytes each; the baseline of each
-row. Names, labels and what the index keeps to rule out keys come on top.
-
-On a GPU, which holds a second copy of the keys, `device-of-floor` and `device-gigabytes` are what that takes there,
-beside the keys alone.
+The process fills a codebook and its index with random keys and values, as in a replica. Its resident memory is read
+before and after. The floor is the size of the numbers: key, value and radius in float32, four bytes each. Entry ids,
+labels and the index's codes for excluding keys come on top.
 
 - `memory/replica`: codebook and index.
-- `memory/editor`: these, and the memory of the edits, as when every entry is an edit of its own.
+- `memory/editor`: the same, and the edit memory, with one edit per entry.
+- `of-floor`: memory divided by the floor; the baseline is a goal. `bytes_an_entry`, `gigabytes`: memory; the baseline
+  is the floor.
+- `device-of-floor`, `device-gigabytes`: on a GPU, the memory of its copy of the keys, compared with the keys alone.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 def run(options: Options) -> Iterator[Row]:
-    """A replica's memory, and an editor's; `--quick` with a twentieth of the entries."""
+    """The rows of a replica and of an editor. `--quick` stores a twentieth of the entries."""
     count = QUICK_ENTRIES if options.quick else ENTRIES
     shape, device = HistoryShape(), torch.device(options.device)
     floor = count * 4 * (shape.width_D + shape.width_V + 1)

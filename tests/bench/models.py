@@ -1,4 +1,4 @@
-"""The models that speed is measured on: three of random weights, and two checkpoints that people use."""
+"""The models of the speed benchmarks: three with random weights, and two published checkpoints."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -15,37 +15,43 @@ from tests.bench.framework import BenchError, Options
 from tests.bench.random_models import BERT, GPT2, T5, RandomModel, prompts
 
 TOKENS = 20
-"""Of a prompt for a model of random weights."""
+"""Tokens of a prompt for a model with random weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class BenchModel:
-    """A model to measure on, how it is loaded onto a device, and what it is made of if its weights are random."""
+    """A model of a benchmark.
+
+    Attributes:
+        name: The name in rows and in `--only`.
+        load: Loads the model onto a device.
+        random: The architecture, if the weights are random.
+    """
 
     name: str
     load: Callable[[str], EditableModel]
     random: RandomModel | None = None
 
     def prompts(self, model: EditableModel, count: int) -> list[Prompt]:
-        """Prompts as it is asked them: of a trained model questions of people's, else `TOKENS` random tokens.
+        """Prompts for this model: real questions for a trained model, `TOKENS` random tokens for random weights.
 
         Raises:
-            DataError: there are no questions at hand.
-            BenchError: there are not so many.
+            DataError: The files of questions are missing.
+            BenchError: The files have fewer than `count` questions.
         """
         if self.random is not None:
             return prompts(model, count, TOKENS, seed=1)
         texts = questions()
         if len(texts) < count:
-            raise BenchError(f"{count} questions are wanted, and there are {len(texts)}")
+            raise BenchError(f"the benchmark needs {count} questions, but the data have only {len(texts)}")
         return [model.task.tokenize(text) for text in texts[:count]]
 
 
 def questions() -> list[str]:
-    """Questions and beginnings of sentences as people write them, each once, in an order of no meaning.
+    """Distinct questions and beginnings of sentences, written by people, in a fixed random order.
 
     Raises:
-        DataError: the data are not there.
+        DataError: The data files are missing.
     """
     texts = {row.question for row in read_rows(NQ_FILE, QuestionRow)}
     texts |= {text for row in read_rows(ZSRE_FILE, ZsreRow) for text in (row.src, row.rephrase)}
@@ -68,12 +74,14 @@ MODELS = (
 
 
 def select_models(options: Options, models: Sequence[BenchModel]) -> Sequence[BenchModel]:
-    """Those of some models that are to be measured.
+    """The models that `--only` selects.
 
     Raises:
-        BenchError: none of them has the name that is asked for.
+        BenchError: No model has this name.
     """
     selected = [model for model in models if options.only in ("", model.name)]
     if not selected:
-        raise BenchError(f"{options.only!r} is not measured here; {', '.join(model.name for model in models)} are")
+        raise BenchError(
+            f"{options.only!r} is not a model of this benchmark; use {', '.join(model.name for model in models)}"
+        )
     return selected

@@ -1,22 +1,36 @@
-"""What the codebook costs an inference, beside the unedited model and beside a textbook GRACE.
+"""Cost of the codebook in inference, compared with the unedited model and with a textbook GRACE.
 
-One forward pass over prompts (and for generators the first token), one thread, CPU seconds of the process; on a GPU
-synchronised wall time. The three
-take turns on each batch: a ratio is the median of those of single batches, and so is `lookup`, a difference. Prompts
-are questions of people's for the models that are trained, and random tokens for those of random weights. Keys are
-queries of other such prompts, and beyond `KEYS` of them points between two of these, so that they lie where queries do
-(`real`); or drawn at random with their mean and spread, which leaves nothing to project on (`random`). A radius is 0.8
-of the distance to the nearest of 512 other queries, and the median of those at most, as the editor's defaults have it.
-`recall` is the share of prompts for which the answer is that of brute force in float64: the same entry, or none. The
-goals are 1.03 times the unedited model at 10,000 keys, 1.05 at 100,000 and 1.15 at a million.
+Each method runs one forward pass over the prompts (generators: to the first token) on one thread. Times are CPU seconds
+of the process, and synchronised wall time on a GPU. The methods take turns on each batch. A ratio is the median of the
+ratios of single batches, and `lookup` the median of the differences.
 
-`lookup` is held against its floor: the time in which this machine multiplies a batch with what has to be read, and
-looks at each product once. Of `real` keys that is a code of 64 bytes each, of `random` ones, which codes hardly rule
-out, the key itself, in float32 or bfloat16. `empty` is a codebook with no keys: what the hook and its Python cost.
+- `edited-of-unedited`: time of the edited model divided by that of the unedited model. The baseline is the same ratio
+  of the textbook GRACE (`textbook-of-unedited`).
+- `unedited`: milliseconds of the unedited model per batch. `lookup`: milliseconds added by the codebook; the baseline
+  is its floor.
+- `hits`: the share of prompts that an entry serves.
+- `recall`: the share of prompts with the same result as brute force in float64: the same entry, or none.
 
-Goals that are missed: of a model that answers in 8 ms 3 % are 0.24 ms, which `empty` alone takes. Of random weights
-most keys have to be read, and from 100,000 keys on that floor is more than the goal. Tried without gain: blocks of a
-k-d tree, of which 60 to 80 % have to be looked at.
+Prompts are people's questions for trained models, and random tokens for random weights. A radius is 0.8 of the distance
+to the nearest of 512 other queries, as with the editor's defaults. It is at most the median of these distances.
+Codebooks:
+
+- `empty`: no keys. It shows the cost of the hook and its Python code.
+- `real`: keys are queries of other such prompts. Beyond 2,048 of them (`REAL_KEYS`), keys are points between two of
+  these, so that they lie where queries lie.
+- `random`: keys are random, with the mean and the spread of queries. No projection captures them.
+
+The floor of `lookup` is a measured time: the machine multiplies a batch with all data that a lookup must read, and
+compares each product once. For `real` keys that is a code of 64 bytes per key. Codes exclude few of the `random` keys,
+so there it is the key itself, in float32 or bfloat16.
+
+The goals are 1.03 times the unedited model at 10,000 keys, 1.05 at 100,000 and 1.15 at a million. They are missed in
+two cases:
+
+- For a model that answers in 8 ms, 3 % are 0.24 ms. `empty` alone takes as long.
+- With random weights most keys must be read. From 100,000 keys on, that floor exceeds the goal.
+
+Blocks of a k-d tree were tried without gain: a lookup has to read 60 to 80 % of them.
 """
 
 import gc
@@ -48,22 +62,23 @@ COUNTS = {"10k": 10_000, "100k": 100_000, "1M": 1_000_000}
 BATCHES = (1, 32)
 REPEATS = {1: 80, 32: 8}
 TEXTBOOK_EVERY = 4
-"""Of so many batches the textbook method runs one: at 100,000 keys it takes seconds."""
+"""The textbook method runs one in this many batches: at 100,000 keys a batch takes seconds."""
+
 CODE_BYTES = 64
-"""Bytes of a code, of which one is read of each key."""
+"""Bytes of the code that a lookup reads for each key."""
 
 FLOAT32_BYTES = 4
-"""Bytes."""
+"""Bytes of one number."""
 
 MAX_FLOOR_KEYS = 100_000
-"""Keys that a floor is measured on, at most."""
+"""Most keys on which a floor is measured."""
 
 MAX_TEXTBOOK_KEYS = 100_000
-"""Keys, at most, that the textbook method is measured with."""
+"""Most keys with which the textbook method is measured."""
 
 
 def run(options: Options) -> Iterator[Row]:
-    """Every model with 10k, 100k and 1M keys; `--quick`: two models with 10k."""
+    """The rows of every model with 10k, 100k and 1M keys. `--quick` measures two models with 10k keys."""
     counts = dict(list(COUNTS.items())[:1]) if options.quick else COUNTS
     for bench_model in select_models(options, MODELS[:1] + MODELS[-1:] if options.quick else MODELS):
         model = bench_model.load(options.device)
@@ -148,7 +163,7 @@ def _rows(
 def _take_turns(
     ways: Mapping[str, Callable[[Sequence[Prompt]], int]], batches: Sequence[Sequence[Prompt]], device: torch.device
 ) -> tuple[dict[str, list[float]], int]:
-    """Seconds (`timed`) of each way for each of the batches that it ran, and the hits of all."""
+    """Seconds (see `timed`) of each method for each batch that it ran, and the number of hits."""
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     hits = 0
     for number in range(-TEXTBOOK_EVERY, len(batches)):
@@ -156,18 +171,17 @@ def _take_turns(
             if way == "textbook" and number % TEXTBOOK_EVERY:
                 continue
             spent, found = timed(device, partial(call, batches[number % len(batches)]))
-            if number >= 0:  # those before warm up
+            if number >= 0:  # earlier rounds warm up
                 seconds[way].append(spent)
                 hits += found
     return seconds, hits
 
 
 def _floor(device: torch.device, kind: str, count: int, width: int, batch: int) -> float:
-    """Milliseconds that a look-up needs at least.
+    """A lower bound of a lookup, in milliseconds.
 
-    On a CPU: of the products of all codes (`real`) or keys (`random`) with a batch, and a look at each of them. Of very
-    many keys a part is multiplied, since the time is theirs in proportion. On a GPU, which looks at all keys: of
-    reading them at its copy rate.
+    On a CPU: multiply all codes (`real`) or all keys (`random`) with the batch, and compare each product once. At most
+    `MAX_FLOOR_KEYS` keys are multiplied, and the time is scaled up. On a GPU: read all keys at its copy rate.
     """
     if device.type != "cpu":
         return 1000 * count * width * FLOAT32_BYTES / copy_rate(device)

@@ -1,7 +1,7 @@
-"""The pages of committed results: one for each device, and one that leads to them.
+"""The pages of committed results: one per device, and an index.
 
-They are made of the JSON files beside them and of what each benchmark says of itself. Write them anew with
-`python -m tests.bench.page`; no benchmark is imported for that.
+They are generated from the JSON files beside them and from the docstring of each benchmark. `python -m
+tests.bench.page` writes them. It imports no benchmark.
 """
 
 import ast
@@ -17,38 +17,42 @@ from tests.support.repository import ROOT
 INDEX = "README.md"
 
 SECTIONS = {"gpu": "tests.gpu", **BENCHMARKS}
-"""What a page has results of, and the module that says how they were measured."""
+"""The sections of a page, and the module with the description of each."""
 
 HEAD = """\
 # Results
 
-Made by `make bench NAME=... ARGS=--commit` (`gpu` by `make gpu ARGS=--commit`) from the files beside it: each number
-was measured by the benchmark that it stands under, all numbers of a model in one run, and `make bench NAME=...`
-measures it again. In parentheses stands what a number is to be held against: a goal, or the same of another way, as the
-benchmark's own words say.
+These pages are generated from the JSON files beside them. `make bench NAME=... ARGS=--commit` measures a benchmark and
+writes its file and the pages. `make gpu ARGS=--commit` does so for the section `gpu`. Each section begins with the
+benchmark's own description: what it measures, how, and in which units. All numbers of one model come from one run.
 
-## What they do not show
+A number in parentheses is the baseline of the number before it: a goal, a lower bound (floor), or the same metric of
+another method. The description of the benchmark says which. Brackets hold a 95 % confidence interval.
 
-- A machine that others use too. Ratios and medians of ways that take turns hold elsewhere more nearly than
-  seconds do; where a lookup costs little beside a model, a slower memory or a faster core changes that.
-- Random weights take as long as trained ones, but their activations are not alike: keys fill all directions, and little
-  rules them out. Such models are the worst case of a lookup. Of trained models there are the two of the demo.
-- Stored keys beyond some thousand are made: points between real ones. They lie closer together than those of edits do.
-- A device that has no page.
-- Networks and disks: Kafka and Redis run on the same machine.
+## Limits
+
+- Other work ran on the same machine. Ratios and medians of methods that take turns carry over to other machines better
+  than seconds do. Where a lookup is cheap beside the model, slower memory or a faster core changes its ratio.
+- Models with random weights take as long as trained ones, but their activations differ: keys spread over all
+  directions, so the lookup can exclude few of them. They are its worst case. The demo's two models have trained
+  weights.
+- Beyond some thousand keys, stored keys are synthetic: points between real keys. They lie closer together than the keys
+  of edits do.
+- Only devices with a page were measured.
+- Networks and disks were not measured: Kafka and Redis run on the same machine.
 
 ## Devices
 """
 
 
 def write_pages(folder: Path) -> None:
-    """Write the page of each device, and the one that leads to them."""
+    """Write the page of each device and the index."""
     for name, text in pages(folder).items():
         (folder / name).write_text(text, encoding="utf-8")
 
 
 def pages(folder: Path) -> dict[str, str]:
-    """All committed results of a folder, in Markdown, by the name of the file that they go to."""
+    """The pages of all results in a folder: Markdown text by file name."""
     files_by_device: dict[str, list[Path]] = {}
     for name in SECTIONS:
         for path in sorted(folder.glob(f"{name}-*.json")):
@@ -58,7 +62,7 @@ def pages(folder: Path) -> dict[str, str]:
     for slug, files in sorted(files_by_device.items()):
         device = _records(files[0])[0]["machine"]["device"]
         result[f"{slug}.md"] = "\n".join(
-            [f"# Results, {device}\n\nSee [what they do not show]({INDEX}).\n", *map(_section, files)]
+            [f"# Results, {device}\n\n[The index]({INDEX}) lists the limits of these results.\n", *map(_section, files)]
         )
         links.append(f"- [{device}]({slug}.md): {', '.join(path.stem.partition('-')[0] for path in files)}\n")
     return {INDEX: "\n".join([HEAD, "".join(links)]), **result}
@@ -83,7 +87,7 @@ def _section(path: Path) -> str:
     plot = path.with_suffix(".svg")
     drawn = [f"![{name}]({plot.name})"] if plot.exists() else []
     tables = [f"### {group}\n\n{_table(group_of_rows)}" for group, group_of_rows in group_rows(rows).items()]
-    measured_on = f"On {machine_text}; {', '.join(versions)}."
+    measured_on = f"Machine: {machine_text}; {', '.join(versions)}."
     return (
         "\n\n".join([f"## {name}, {machine['device']}", _docstring(SECTIONS[name]), measured_on, *drawn, *tables])
         + "\n"
@@ -91,7 +95,7 @@ def _section(path: Path) -> str:
 
 
 def _docstring(module: str) -> str:
-    """What a module says of itself, read without importing it: some need more than a GPU's machine may have."""
+    """The docstring of a module, read without an import: a machine with a GPU may lack packages that it imports."""
     path = ROOT.joinpath(*module.split("."))
     source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     return inspect.cleandoc(ast.get_docstring(ast.parse(source.read_text(encoding="utf-8"))) or "")

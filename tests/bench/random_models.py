@@ -1,6 +1,6 @@
-"""Models of random weights: real architectures and widths without a download. They need what the engine needs.
+"""Models with random weights: real architectures and widths, without a download.
 
-Random weights take as long as trained ones.
+They take as long as trained models. This module needs only the packages of the engine.
 """
 
 from collections.abc import Callable
@@ -26,16 +26,16 @@ from gracestream.pipeline.model.suffix_pass import check_target
 from gracestream.pipeline.model.tasks.base import Limits
 
 FIRST_WORD_ID = 10
-"""Token ids below are special, or may be."""
+"""Smaller token ids may be special tokens."""
 
 
 class NoWrongTargetError(Exception):
-    """A model that gives every target already."""
+    """The model predicts every candidate target, so none is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class RandomModel:
-    """An architecture, its layer that is edited, and targets of which it gives at least one wrong."""
+    """An architecture, its edited layer, and candidate targets. The model is wrong about at least one of them."""
 
     name: str
     build: Callable[[], Any]
@@ -43,7 +43,7 @@ class RandomModel:
     targets: tuple[str, ...]
 
     def module(self, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> Any:
-        """The model itself, made on its device; on one device always with the same weights."""
+        """The module, built on its device. The weights are the same each time on one device."""
         device = torch.device(device)
         with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]), device:
             torch.manual_seed(0)
@@ -62,10 +62,10 @@ class RandomModel:
         return EditableModel(module, tokenizer(size, end), self.layer, limits=limits, fingerprint="0" * 64)
 
     def wrong_target(self, model: EditableModel, tokens: int, seed: int) -> tuple[str, str]:
-        """A prompt of so many tokens, and a target that the model does not give.
+        """A prompt of `tokens` tokens, and a target that the model does not predict.
 
         Raises:
-            NeverWrongError: it gives all of them.
+            NoWrongTargetError: The model predicts all targets.
         """
         (text,) = texts(model, 1, tokens, seed)
         for target in self.targets:
@@ -73,11 +73,11 @@ class RandomModel:
             with torch.no_grad():
                 if not check_target(model.task.logits(supervised)[0], supervised.labels[0])[0].predicts_target:
                     return text, target
-        raise NoWrongTargetError(f"{self.name} gives each of {', '.join(self.targets)}")
+        raise NoWrongTargetError(f"{self.name} already predicts all of {', '.join(self.targets)}")
 
 
 def tokenizer(size: int, end: str | None) -> PreTrainedTokenizerFast:
-    """One token a word: `w17` is token 17."""
+    """A tokenizer with one token per word: `w17` is token 17."""
     words = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "</s>": 4}
     words |= {f"w{number}": number for number in range(len(words), size)}
     backend = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
@@ -88,14 +88,14 @@ def tokenizer(size: int, end: str | None) -> PreTrainedTokenizerFast:
 
 
 def prompts(model: EditableModel, count: int, tokens: int, seed: int = 0) -> list[Prompt]:
-    """Random prompts of so many tokens."""
+    """Random prompts of `tokens` tokens."""
     generator = np.random.default_rng(seed)
     vocabulary = model.module.get_input_embeddings().num_embeddings
     return [Prompt(tuple(row)) for row in generator.integers(FIRST_WORD_ID, vocabulary, (count, tokens)).tolist()]
 
 
 def texts(model: EditableModel, count: int, tokens: int, seed: int = 0) -> list[str]:
-    """Random texts of so many tokens."""
+    """Random texts of `tokens` tokens."""
     return [model.task.tokenizer.decode(prompt.token_ids) for prompt in prompts(model, count, tokens, seed)]
 
 
@@ -104,7 +104,7 @@ def _bert(**sizes: int) -> Any:
 
 
 def _gpt2(**sizes: int) -> Any:
-    """Without an end token: in a model of random weights no value at one position makes it come at another."""
+    """GPT-2 without an end token: with random weights, a value at one position cannot move it to another."""
     return GPT2LMHeadModel(GPT2Config(pad_token_id=0, eos_token_id=None, bos_token_id=2, **sizes))
 
 
@@ -119,9 +119,9 @@ def _t5(end: int | None = 4, **sizes: int) -> Any:
     )  # fmt: skip
 
 
-# The paper's layers (appendix on hyperparameters); of GPT2-XL's 36th of 48 blocks, the 9th of 12.
+# The layers of the paper (appendix on hyperparameters). GPT2-XL's 36th of 48 blocks becomes the 9th of 12.
 BERT = RandomModel("bert-base", _bert, "bert.encoder.layer[10].output.dense", ("1", "0"))
-# In a causal model of random weights a value at the prompt's end chooses what comes next, and hardly what follows.
+# One token: in a causal model with random weights, a value at the prompt's end hardly affects later tokens.
 GPT2 = RandomModel("gpt2-small", _gpt2, "transformer.h[8].mlp.c_fc", ("w17",))
 T5 = RandomModel("t5-v1.1-small", _t5, "encoder.block[4].layer[1].DenseReluDense.wo", ("w17 w17",))
 
@@ -141,11 +141,11 @@ TINY = (
         build=lambda: _t5(None, vocab_size=300, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4),
     ),
 )  # fmt: skip
-"""Of the same three kinds, for a rehearsal. The T5 has no end token: a value in one so small reaches one token."""
+"""Small models of the same three kinds, for rehearsals. This T5 has no end token: its value affects only one token."""
 
 
 def gpt2_xl(blocks: int = 48) -> RandomModel:
-    """GPT2-XL in its widths, and in its depth unless it is given fewer blocks; edited after three quarters of them."""
+    """GPT2-XL with its real widths and `blocks` blocks, edited after three quarters of them."""
     return replace(
         GPT2,
         name="gpt2-xl" if blocks == 48 else f"gpt2-xl-{blocks}-blocks",

@@ -1,14 +1,17 @@
-"""How fast a history is folded, and how fast a replica starts: `make bench NAME=replay`.
+"""Speed of a replay, and of a replica's start: `make bench NAME=replay`.
 
-A log of made-up deltas on a real Kafka, each one new entry in a transaction of its own, as an editor commits them:
+The log on a real Kafka holds synthetic deltas. Each adds one entry in a transaction of its own, as an editor commits
+them. The numbers in a setting are the widths of key and value.
 
-- `replay/full`: what `gracestream replay` does, with every digest checked.
-- `start/log`: a replica that folds the whole log.
-- `start/snapshot`: a replica that starts from a snapshot of all but the last hundredth, with what each part takes.
-- `snapshot/write`: what the editor pays for one; `copy` alone holds up its edits.
+- `replay/full`: `gracestream replay`, with all digests checked. The baseline is a goal in deltas per second.
+- `start/log`: seconds until a replica has applied the whole log.
+- `start/snapshot`: seconds until a replica has loaded a snapshot and applied the last hundredth of the log. The
+  baseline is a goal. The other columns are the parts of this time.
+- `snapshot/write`: the editor's cost of a snapshot. Only `copy_seconds` delays its edits.
 
-Each is the best of a few runs, since other work on a machine only ever adds. No model is loaded and Redis is not
-asked: `start` measures whole workers. The index is on the device that `--device` names.
+Most numbers are the best of three runs, since other work on a machine only adds time. The start from the log and the
+writing of a snapshot are measured once; CPU time is a mean. No model is loaded and Redis is not used: the benchmark
+`start` measures whole workers. The index is on the device of `--device`.
 """
 
 import asyncio
@@ -49,14 +52,14 @@ ENTRIES, QUICK_ENTRIES = 100_000, 5_000
 WRITERS = 8
 
 REPEATS = 3
-"""Runs of which the best counts."""
+"""Runs of each measurement; the best counts."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class HistoryShape:
-    """What a made-up history is of: model, layer, and the widths of keys and values."""
+    """Model, layer, key width and value width of a synthetic history."""
 
     model: str = "f" * 64
     layer: str = "layer.0"
@@ -65,7 +68,7 @@ class HistoryShape:
 
 
 def run(options: Options) -> Iterator[Row]:
-    """Measure, for each pair of widths."""
+    """The rows for each pair of widths."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
     count = QUICK_ENTRIES if options.quick else ENTRIES
     with tempfile.TemporaryDirectory() as folder, kafka_backend(Path(folder) / "kafka", report=options.report) as kafka:
@@ -89,7 +92,7 @@ def _measure(settings: Settings, widths: str, count: int, options: Options) -> I
     seconds, replayed = _best(lambda: replay_with_offset(settings.kafka))
     cpu_seconds = (time.process_time() - cpu_seconds) / REPEATS
     if replayed is None or len(replayed.codebook) != count:
-        raise BenchError(f"the log does not hold {count} entries")
+        raise BenchError(f"the log does not have {count} entries")
     yield Row(f"replay/full/{widths}/deltas_per_second", (count + 1) / seconds, "1/s", 20_000)
     yield Row(f"replay/full/{widths}/cpu_microseconds_each", 1e6 * cpu_seconds / (count + 1), "us")
     seconds, digest = _best(replayed.codebook.state_digest)
@@ -114,7 +117,7 @@ def _measure(settings: Settings, widths: str, count: int, options: Options) -> I
 
 
 def _parts(settings: Settings, widths: str, uri: str, size: int, snapshot: Snapshot) -> Iterator[Row]:
-    """What the start is made of; `check` is the manifests and the one record of the log."""
+    """The parts of a start. `check` reads the manifests and one record of the log."""
     seconds, data = _best(lambda: SnapshotStore(str(settings.snapshots.url)).read(uri, size))
     yield Row(f"start/snapshot/{widths}/read_seconds", seconds, "s")
     yield Row(f"start/snapshot/{widths}/sha256_seconds", _best(lambda: hashlib.sha256(data).digest())[0], "s")
@@ -132,7 +135,7 @@ def _parts(settings: Settings, widths: str, uri: str, size: int, snapshot: Snaps
 
 
 def _start_seconds(settings: Settings, state_digest: str) -> float:
-    """Seconds until a replica's codebook and index hold the end of the log."""
+    """Seconds until a replica's codebook and index have reached the end of the log."""
     with _open_replica(settings) as replica:
         started = time.perf_counter()
         replica.start()
@@ -140,7 +143,7 @@ def _start_seconds(settings: Settings, state_digest: str) -> float:
             raise BenchError("the log could not be read to its end")
         seconds = time.perf_counter() - started
         if replica.codebook.state_digest() != state_digest:
-            raise BenchError("the replica holds another codebook than a full replay")
+            raise BenchError("the replica's codebook differs from that of a full replay")
         return seconds
 
 
@@ -158,7 +161,7 @@ def _open_replica(settings: Settings) -> Iterator[CodebookReplica]:
 
 
 def _best(call: Callable[[], T]) -> tuple[float, T]:
-    """Seconds of the fastest of a few calls, and what the last one gave."""
+    """Seconds of the fastest of `REPEATS` calls, and the result of the last one."""
     durations = []
     for _ in range(REPEATS):
         started = time.perf_counter()
@@ -168,10 +171,10 @@ def _best(call: Callable[[], T]) -> tuple[float, T]:
 
 
 async def write_history(settings: Settings, count: int, shape: HistoryShape) -> None:
-    """Write a log: a lead, and then one new entry a delta, each in a transaction of its own, as an editor writes them.
+    """Write a log: a lead delta, then deltas with one new entry each. Each has a transaction of its own.
 
-    Several writers take turns, so that one may write while Kafka ends the transaction of another. (aiokafka's, which
-    faust brings: its checksums are not in Python.)
+    Several producers take turns, so that one writes while Kafka ends the transaction of another. They are aiokafka's,
+    because it computes checksums in C.
     """
     writers = [
         AIOKafkaProducer(

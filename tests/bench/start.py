@@ -1,13 +1,15 @@
-"""How soon a whole worker is ready on a long history: `make bench NAME=start`.
+"""Start-up time of a whole worker with a long history: `make bench NAME=start`.
 
-The demo's model and 100,000 made-up entries of its widths, on a real Kafka and Valkey, written as an editor writes
-them. Seconds from the start of the process, imports and model and all, until `/ready` says so and, for an editor, until
-it leads. The baseline of each is the same worker without a history.
+The model is the demo's language model. The history has 100,000 synthetic entries of its widths, on a real Kafka and
+Valkey, written as an editor writes them. Seconds count from the start of the process until `/ready` answers 200, and
+for an editor until it leads. They include imports and the model. The baseline is the same worker without a history.
 
-- `editor/first`: from the log, with every radius to be written to an empty Valkey.
-- `editor/again`: from the log; Valkey has them.
-- `replica/log`: without snapshots.
-- `replica/snapshot`: a snapshot of all but the last hundredth, and the rest from the log.
+- `editor/first`: from the log, with an empty Valkey, so that all radii are written to it. Measured once.
+- `editor/again`: from the log. Valkey has the radii.
+- `replica/log`: from the log, without snapshots.
+- `replica/snapshot`: from a snapshot, with the last hundredth of the entries from the log.
+
+All others are medians of three starts.
 """
 
 import asyncio
@@ -41,11 +43,11 @@ MODEL = "smollm2"
 ENTRIES, QUICK_ENTRIES = 100_000, 5_000
 
 REPEATS = 3
-"""Starts of which the median counts."""
+"""Starts of each worker; the median counts."""
 
 
 def run(options: Options) -> Iterator[Row]:
-    """One editor and one replica, without a history and with one; `--quick` with a short one."""
+    """An editor and a replica, without and with a history. `--quick` uses a short history."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
     count, repeats = (QUICK_ENTRIES, 1) if options.quick else (ENTRIES, REPEATS)
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
@@ -97,7 +99,7 @@ def _history_shape(settings: Settings) -> HistoryShape:
 
 
 def _median_seconds(command: Literal["infer", "edit"], settings: Settings, folder: Path, repeats: int) -> float:
-    """The median of so many starts."""
+    """Median seconds of `repeats` starts."""
     return statistics.median(_start_seconds(command, settings, folder) for _ in range(repeats))
 
 
@@ -121,5 +123,5 @@ def _start_seconds(command: Literal["infer", "edit"], settings: Settings, folder
         process.stop()
     replayed = replay_with_offset(own_settings.kafka)
     if replayed is not None and state["state_digest"] != replayed.codebook.state_digest():
-        raise BenchError(f"the {command}or holds another codebook than a full replay")
+        raise BenchError(f"the codebook of `gracestream {command}` differs from that of a full replay")
     return seconds

@@ -10,7 +10,7 @@ from tests.bench.framework import Row, format_value, group_rows
 
 
 def print_tables(rows: Sequence[Row], console: Console) -> None:
-    """Print one table for each group of settings (the first part of a name), with one line per setting."""
+    """Print one table per group of rows (the first part of the name), with one line per setting."""
     for group, group_of_rows in group_rows(rows).items():
         metrics = list(dict.fromkeys(row.metric for row in group_of_rows))
         table = Table(title=group, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))

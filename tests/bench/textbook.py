@@ -1,6 +1,6 @@
-"""GRACE as the paper's text has it, to measure ours beside: every forward pass computes all distances.
+"""GRACE as the paper describes it, as a baseline: every forward pass computes the distances to all keys.
 
-Written from the paper for this purpose alone; it shares with the system the shapes of its arrays, and the forward pass
+It is written from the paper, for comparison only. It shares with the product the shapes of arrays and the forward pass
 of a correction.
 """
 
@@ -14,15 +14,15 @@ from gracestream.pipeline.model.tasks.base import TargetPass
 
 
 class TextbookGrace:
-    """Hooks a module: the query is its input at one token, the value replaces its output there or at every token.
+    """A hook on a module. The query is the input at one token; the value replaces the output there or at every token.
 
     Args:
         module: The module to edit.
         keys_ND: Keys.
         values_NV: Values.
         radii_N: Radii.
-        token: The token that is queried, and replaced.
-        everywhere: Replace every token instead.
+        token: The token of the query, and of the replaced output.
+        everywhere: Replace the output at every token.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class TextbookGrace:
         self._handle = module.register_forward_hook(self._hook)
 
     def remove(self) -> None:
-        """Unwrap the module."""
+        """Remove the hook."""
         self._handle.remove()
 
     def _hook(self, _module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -50,9 +50,10 @@ class TextbookGrace:
 
 
 def train(model: EditableModel, supervised: TargetPass, steps: int, learning_rate: float) -> float:
-    """Train a value after one forward pass for its query and start; the loss at the end.
+    """Train a value. Returns the final loss.
 
-    The weights are frozen. A step runs the whole model forward, looks through all keys, and runs it backward.
+    One forward pass gives the query and the initial value. Each step runs the whole model forward, searches all keys,
+    and runs the model backward. The weights are frozen.
     """
     module = model.module.get_submodule(model.layer)
     mask_BT = supervised.batch.mask_BT

@@ -1,20 +1,22 @@
-"""What a replica answers in a second beside a bare loop: `make bench NAME=throughput`.
+"""Requests per second of a replica, compared with a loop over the plain model: `make bench NAME=throughput`.
 
-The demo's two models: a classifier of some milliseconds a text, where everything around the model counts most, and a
-language model. A replica works through a backlog on a local Kafka and Valkey; the loop, in this process and with
-nothing but the unwrapped model, runs the same texts in the same micro-batches, tokenised before. Both have one thread
-for the model; the other threads of the replica, Kafka and Valkey share the other core. They take turns, and medians of
-requests a second are compared. While the replica works nobody asks it anything: its rate is told by the times that
-Kafka keeps of its answers.
+The models are the demo's two. The classifier takes some milliseconds per text, so work around the model counts most.
+The other is a language model. A replica works through a backlog on a local Kafka and Valkey. The loop runs in the
+benchmark's process: the unedited model, the same texts in the same micro-batches, tokenised before. Both use one thread
+for the model. The replica's other threads, Kafka and Valkey share the other core. Replica and loop take turns, and
+medians of requests per second are compared. The replica's rate comes from Kafka's timestamps of its answers, so that
+nothing polls the replica while it works.
 
-- `throughput/MODEL/of-bare`: the replica's rate of the loop's; 1 is the floor of everything around the model.
-- `throughput/MODEL/of-unsorted`: of such a loop over micro-batches that came together, whatever their length.
-- `throughput/MODEL/model-share`: the share of the replica's seconds in which its model was at work.
+- `throughput/MODEL/of-bare`: the replica's rate divided by the loop's. 1 is the upper bound. The baseline is a goal.
+- `throughput/MODEL/of-unsorted`: divided by the rate of a loop over micro-batches in order of arrival, whatever their
+  lengths.
+- `throughput/MODEL/model-share`: the share of the replica's time in which its model runs.
+- `throughput/MODEL/requests_per_second`: the replica's rate; the baseline is the loop's.
 
-The classifier misses the goal of 0.95, with its model at work nearly all the time, in passes that take longer than the
-loop's. The loop has the machine's caches and memory to itself: beside another process that writes through an array all
-the time it gives 0.83 to 0.91 of its rate, beside one that only counts 0.97 to 0.99. How often threads of the replica
-take the interpreter's lock from each other has no part in it (`sys.setswitchinterval` at a twenty-fifth: no change).
+The classifier misses the goal of 0.95 although its model runs nearly all the time: its passes take longer than the
+loop's. The loop has the caches and the memory of the machine to itself. Beside a process that keeps writing to an
+array, the loop reaches 0.83 to 0.91 of its rate; beside a process that only counts, 0.97 to 0.99. Switching between
+threads of the interpreter is not the cause: a `sys.setswitchinterval` of a twenty-fifth changes nothing.
 """
 
 import itertools
@@ -50,7 +52,7 @@ from tests.support.running import metric
 
 REQUESTS = {"intent": 4000, "smollm2": 160}
 QUERY_TOKENS = {"intent": "first", "smollm2": "last"}
-"""Taken from the layer, so that a replica runs the same passes as the bare loop."""
+"""Queries of the layer, so that a replica runs the same passes as the loop."""
 
 ROUNDS = 3
 NEW_TOKENS = 16
@@ -58,7 +60,7 @@ MIN_RATIO = 0.95
 
 
 def run(options: Options) -> Iterator[Row]:
-    """Both models; `--quick` with a tenth of the requests, once."""
+    """The rows of both models. `--quick` sends a tenth of the requests, once."""
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         kafka = stack.enter_context(kafka_backend(folder / "kafka", report=options.report))
@@ -91,7 +93,7 @@ def _throughput_rows(settings: Settings, count: int, folder: Path, options: Opti
         sender = producer(settings.kafka, linger_ms=20)
         stack.callback(sender.close, timeout=5)
         for turn in range(1 if options.quick else ROUNDS):
-            options.report(f"{settings.model.name}: the bare loops, and then a replica")
+            options.report(f"{settings.model.name}: loops over the plain model, then a replica")
             for loop, loop_batches in batches.items():
                 rates[loop].append(_loop_rate(model, loop_batches))
             model_seconds = _model_seconds(settings)
@@ -110,7 +112,7 @@ def _throughput_rows(settings: Settings, count: int, folder: Path, options: Opti
 
 
 def _loop_rate(model: EditableModel, batches: Sequence[Sequence[Prompt]]) -> float:
-    """Requests a second."""
+    """Requests per second of the loop."""
     started = time.perf_counter()
     with torch.inference_mode():
         for batch in batches:
@@ -123,7 +125,7 @@ def _unsorted_batches(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]
 
 
 def _replica_batches(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
-    """The micro-batches that a replica makes of a backlog."""
+    """The micro-batches that a replica forms from a backlog."""
     backlog = deque(prompts)
     waiting: list[Prompt] = []
     batches = []
@@ -137,7 +139,7 @@ def _replica_batches(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]
 
 
 def _replica_rate(replica: ChildProcess, settings: Settings, before: int, count: int) -> float:
-    """Requests a second over the middle of a backlog."""
+    """Requests per second of the replica, without the first and the last tenth of the backlog."""
     with closing(consumer(settings.kafka)) as reader:
         partition = TopicPartition(settings.kafka.topic("predictions"), 0)
         replica.wait_for(lambda: reader.end_offsets([partition])[partition] >= before + count, 600, 0.25)
@@ -153,7 +155,7 @@ def _replica_rate(replica: ChildProcess, settings: Settings, before: int, count:
 def _model_seconds(settings: Settings) -> float:
     try:
         return metric(settings.http.port, "gracestream_batch_model_seconds_sum")
-    except StopIteration:  # none yet
+    except StopIteration:  # no batch yet
         return 0.0
 
 

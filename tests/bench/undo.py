@@ -1,9 +1,16 @@
-"""What an undo costs beside folding the log once, which is its floor: every delta has to be read.
+"""Cost of an undo, compared with one replay of the log. The replay is the floor, because an undo reads every delta.
 
-Where much rested on what goes, another floor is higher: each of those corrections is decided again, with a pass through
-the model. Corrections of points in clusters, so that entries expand, split and displace each other. The newest one is
-undone, one in the middle, the oldest, and every other one, as the work of one of two authors, with the undo of that.
-The log is in memory, so Kafka's share is left out.
+An undo also decides again on each correction that depended on the removed ones, with a pass through the model. Where
+many depended on them, this is the larger floor.
+
+The corrections are points in clusters, so that entries expand, split and take over queries from each other. The log is
+in memory, so the cost of Kafka is not included.
+
+- `fold`: one replay of the log, in seconds.
+- `newest`, `middle`, `oldest`: an undo of one correction.
+- `author`: an undo of every other correction, the work of one of two authors. `decided-again` counts the corrections
+  with a new decision. `author-back`: the undo of that undo.
+- `seconds`: the best of three decisions; the baseline is `fold`. `of-fold`: `seconds` divided by `fold`.
 """
 
 import time
@@ -30,14 +37,14 @@ REPEATS = 3
 
 
 def run(options: Options) -> Iterator[Row]:
-    """A log of 10,000 corrections; `--quick` with a tenth.
+    """The rows for a log of 10,000 corrections. `--quick` makes a tenth of them.
 
     Raises:
-        BenchError: a GPU is asked for.
+        BenchError: The options name a GPU.
     """
     if options.device != "cpu":
         raise BenchError(
-            f"undo has no model to run on {options.device!r}: it folds a log on the host; use --device cpu"
+            f"undo runs no model, so it cannot use {options.device!r}: it replays a log on the host; use --device cpu"
         )
     corrections = 1_000 if options.quick else 10_000
     config = EditConfig(radius_unit="absolute", radius=2.0, traffic_sample_size=0)
@@ -83,7 +90,7 @@ def _apply_seconds(story: Story) -> float:
 
 
 def _undo_seconds(story: Story, feedback: Feedback) -> float:
-    """The decision alone; it is not applied, so it can be made again."""
+    """Seconds of the decision alone. It is not applied, so it can be repeated."""
     started = time.perf_counter()
     undo(story.engine, feedback, len(story.feedback), story)
     return time.perf_counter() - started

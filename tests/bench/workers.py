@@ -1,4 +1,4 @@
-"""Workers as processes of their own, for the benchmarks that measure whole workers."""
+"""Workers in processes of their own, for benchmarks of whole workers."""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,7 @@ from tests.support.repository import ROOT
 
 
 def worker(command: Literal["infer", "edit"], settings: Settings, folder: Path) -> ChildProcess:
-    """A worker that is not started yet, under the settings that were made on purpose; its log is in the folder."""
+    """A worker process, not started yet, with all explicitly set settings. Its log is in the folder."""
     variables = to_environment_variables({"http_port": 0, **settings.explicit_values()})
     argv = [sys.executable, "-m", "gracestream.workers.cli", command]
     return ChildProcess(command, argv, log=folder / f"{command}.log", env=variables, cwd=ROOT)

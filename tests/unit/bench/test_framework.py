@@ -1,4 +1,4 @@
-"""The frame that the benchmarks share: rows, the file they are written to, and one sentence for what cannot be run."""
+"""The frame of the benchmarks: rows, the file of results, the pages, and errors in one sentence."""
 
 import io
 import json
@@ -37,7 +37,7 @@ ROWS = [
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """A benchmark `small` that yields `ROWS`, and the folder that stands for the repository's root."""
+    """A benchmark `small` that yields `ROWS`. Returns the folder that replaces the root of the repository."""
 
     def run(options: Options) -> Iterator[Row]:
         options.report("measuring")
@@ -45,14 +45,14 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
     monkeypatch.setattr(command, "load_benchmark", lambda name: run if name == "small" else load_benchmark(name))
     monkeypatch.setattr(command, "ROOT", tmp_path)
-    monkeypatch.setattr(command, "COMMITTED", tmp_path / "kept")
+    monkeypatch.setattr(command, "COMMITTED", tmp_path / "committed")
     threads = torch.get_num_threads(), faiss.omp_get_max_threads()
     yield tmp_path
     torch.set_num_threads(threads[0])
     faiss.omp_set_num_threads(threads[1])
 
 
-def test_a_record_says_what_was_measured_where_and_against_what() -> None:
+def test_a_record_has_the_row_its_baseline_and_the_machine() -> None:
     here = machine("cpu")
     first, second, _ = to_records(ROWS, here)
     assert first == {"name": "zsre/paper/exact", "value": 0.5, "unit": "share", "baseline": 0.5, "machine": here}
@@ -60,13 +60,13 @@ def test_a_record_says_what_was_measured_where_and_against_what() -> None:
     assert {"cpu", "cores", "ram_gib", "device", "python", "torch", "transformers", "faiss"} <= set(here)
 
 
-def test_rows_are_written_as_json_named_for_benchmark_and_device(tmp_path: Path) -> None:
+def test_the_file_of_results_is_named_for_benchmark_and_device(tmp_path: Path) -> None:
     path = write_results("small", ROWS, {**machine("cpu"), "device": "NVIDIA H200"}, tmp_path / "new")
     assert path == tmp_path / "new" / "small-nvidia-h200.json"
     assert [record["value"] for record in json.loads(path.read_text())] == [0.5, 7, 1.0]
 
 
-def test_one_model_can_be_measured_again_and_the_others_stay(tmp_path: Path) -> None:
+def test_one_model_can_be_measured_again_while_other_results_stay(tmp_path: Path) -> None:
     write_results("small", ROWS, machine("cpu"), tmp_path)
     path = write_results(
         "small",
@@ -78,7 +78,7 @@ def test_one_model_can_be_measured_again_and_the_others_stay(tmp_path: Path) -> 
     found = {record["name"]: record["value"] for record in json.loads(path.read_text())}
     assert found == {"zsre/paper/exact": 0.7, "zsre/paper/entries": 7, "zsre/nearest/exact": 1.0, "zsre/new/exact": 0.1}
     assert [one.name for one in select_models(Options(only="minilm"), MODELS)] == ["minilm"]
-    with pytest.raises(BenchError, match=r"^'other' is not measured here; bert-base, .*minilm are$"):
+    with pytest.raises(BenchError, match=r"^'other' is not a model of this benchmark; use bert-base, .*minilm$"):
         select_models(Options(only="other"), MODELS)
 
 
@@ -91,18 +91,18 @@ def test_the_table_has_one_line_for_each_setting() -> None:
     assert next(line for line in lines if "nearest" in line).replace("│", " ").split() == ["nearest", "1.000"]
 
 
-@pytest.mark.parametrize(("arguments", "folder"), [(["small"], "results"), (["small", "--commit"], "kept")])
-def test_only_committed_numbers_go_to_the_repository(small: Path, arguments: list[str], folder: str) -> None:
+@pytest.mark.parametrize(("arguments", "folder"), [(["small"], "results"), (["small", "--commit"], "committed")])
+def test_only_committed_results_go_to_the_repository(small: Path, arguments: list[str], folder: str) -> None:
     assert command.main(arguments) == 0
     assert json.loads((small / folder / "small-cpu.json").read_text()) == to_records(ROWS, machine("cpu"))
 
 
 def test_the_pages_of_results_are_current() -> None:
     written = {path.name: path.read_text(encoding="utf-8") for path in framework.COMMITTED.glob("*.md")}
-    assert written == pages(framework.COMMITTED), "write them: python -m tests.bench.page"
+    assert written == pages(framework.COMMITTED), "run: python -m tests.bench.page"
 
 
-def test_each_device_has_a_page_that_tells_each_number_beside_what_it_is_held_against(tmp_path: Path) -> None:
+def test_each_device_has_a_page_with_each_number_and_its_baseline(tmp_path: Path) -> None:
     write_results("edit", ROWS, machine("cpu"), tmp_path)
     gpu: framework.Machine = {"device": "NVIDIA H200", "driver": "580.65.06", "cuda": "13.2"}
     write_results("edit", [Row("edit/other/seconds", 0.25, "s")], machine("cpu") | gpu, tmp_path)
@@ -111,34 +111,34 @@ def test_each_device_has_a_page_that_tells_each_number_beside_what_it_is_held_ag
     assert "- [NVIDIA H200](nvidia-h200.md): edit\n" in found[INDEX]
     assert "| paper | 0.500 (0.500) | 7 |" in found["cpu.md"]
     assert "| nearest | 1.000 (0.500) |  |" in found["cpu.md"]
-    assert "textbook GRACE" in found["cpu.md"]  # what the benchmark says of itself
+    assert "textbook GRACE" in found["cpu.md"]  # the description of the benchmark
     assert f"torch {torch.__version__}" in found["cpu.md"]
     assert "| other | 0.25 s |" in found["nvidia-h200.md"]
     assert "driver 580.65.06, CUDA 13.2" in found["nvidia-h200.md"]
     assert "paper" not in found["nvidia-h200.md"].partition("| setting")[2]
 
 
-def test_an_unknown_name_gets_one_sentence_and_status_2(capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_name_gives_one_sentence_and_status_2(capfd: pytest.CaptureFixture[str]) -> None:
     assert command.main(["speed"]) == 2
     output = capfd.readouterr().err
-    assert output == f"there is no benchmark named 'speed'; there is {', '.join(BENCHMARKS)}\n"
+    assert output == f"no benchmark is named 'speed'; the names are {', '.join(BENCHMARKS)}\n"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")
-def test_without_a_gpu_none_is_measured_and_one_sentence_says_why(
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_nothing_runs_and_one_sentence_gives_the_reason(
     small: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in CUDA_ENVIRONMENT_DEFAULTS.items():
-        monkeypatch.setenv(name, value)  # which a run on a GPU sets in its process
+        monkeypatch.setenv(name, value)  # a run on a GPU sets them in its process
     assert command.main(["small", "--device", "cuda"]) == 2
     assert re.fullmatch(r"torch \S+ cannot use a GPU: .+\n", capfd.readouterr().err)
     assert not (small / "results").exists()
 
 
-def test_quick_numbers_are_not_committed(small: Path) -> None:
+def test_quick_results_are_not_committed(small: Path) -> None:
     assert command.main(["small", "--quick", "--commit"]) == 2
-    assert not (small / "kept").exists()
+    assert not (small / "committed").exists()
 
 
-def test_every_benchmark_that_is_named_can_be_run() -> None:
+def test_every_registered_benchmark_can_be_loaded() -> None:
     assert all(callable(load_benchmark(name)) for name in BENCHMARKS)

@@ -1,4 +1,4 @@
-"""Benchmarks of the engine, on tiny models: they run on the device that they are asked for."""
+"""Benchmarks of the engine on tiny models, on the selected device."""
 
 import time
 from functools import partial
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("tests.bench.overhead", exc_type=ImportError)  # needs more than the engine does
+pytest.importorskip("tests.bench.overhead", exc_type=ImportError)  # needs more packages than the engine
 
 from tests.bench import edit, memory, overhead, undo
 from tests.bench.codebooks import value_width
@@ -21,12 +21,12 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 class LoadedError(Exception):
-    """Instead of a model."""
+    """Raised instead of loading a model."""
 
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiny models in place of the real ones, and few entries."""
+    """Replace the real models by tiny ones, and use few entries."""
     models = tuple(BenchModel(name, model.load, model) for name, model in zip(edit.TOKENS, TINY, strict=True))
     for bench in (edit, overhead):
         monkeypatch.setattr(bench, "MODELS", models)
@@ -38,7 +38,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bench", [edit, memory, overhead], ids=lambda bench: bench.__name__.rpartition(".")[2])
-def test_a_benchmark_runs_on_the_device_that_it_is_asked_for(bench: Any, device: str) -> None:
+def test_a_benchmark_runs_on_the_selected_device(bench: Any, device: str) -> None:
     rows: list[Row] = list(bench.run(Options(quick=True, device=device)))
     assert {row.metric for row in rows} >= {
         edit: {"textbook-of-ours", "loss-apart", "stored-of-none"},
@@ -49,7 +49,7 @@ def test_a_benchmark_runs_on_the_device_that_it_is_asked_for(bench: Any, device:
 
 
 @pytest.mark.parametrize("bench", [edit, overhead], ids=["edit", "overhead"])
-def test_models_are_loaded_onto_the_device_that_is_asked_for(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_are_loaded_onto_the_selected_device(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def load(device: str) -> Any:
         raise LoadedError(device)
 
@@ -58,17 +58,17 @@ def test_models_are_loaded_onto_the_device_that_is_asked_for(bench: Any, monkeyp
         next(bench.run(Options(quick=True, device="cuda")))
 
 
-def test_undo_which_has_no_model_refuses_a_gpu() -> None:
+def test_undo_has_no_model_and_rejects_a_gpu() -> None:
     with pytest.raises(BenchError, match="use --device cpu"):
         next(undo.run(Options(device="cuda")))
 
 
-def test_the_width_of_a_value_is_found_on_the_device_of_the_module() -> None:
-    module = torch.nn.Linear(3, 5, dtype=torch.bfloat16, device="meta")  # which takes no tensor of the host
+def test_the_width_of_a_value_is_computed_on_the_device_of_the_module() -> None:
+    module = torch.nn.Linear(3, 5, dtype=torch.bfloat16, device="meta")  # a module on it accepts no tensor of the host
     assert value_width(module, 3) == 5
 
 
-def test_time_on_a_cpu_is_that_of_this_process_alone() -> None:
+def test_time_on_a_cpu_counts_only_this_process() -> None:
     seconds, result = timed(CPU, partial(_sleep, 0.5))
     assert result == "slept"
     assert seconds < 0.5
@@ -79,11 +79,11 @@ def _sleep(seconds: float) -> str:
     return "slept"
 
 
-def test_a_copy_rate_is_bytes_read_and_written_a_second() -> None:
+def test_a_copy_rate_is_in_bytes_per_second() -> None:
     assert copy_rate(CPU) > 2**20
 
 
-def test_memory_that_is_taken_counts_and_what_is_given_back_does_not() -> None:
+def test_allocated_memory_counts_and_freed_memory_does_not() -> None:
     before = memory_in_use(CPU)
     tensors: list[torch.Tensor] = []
     assert peak_memory_added(CPU, partial(_allocate, tensors, 2**26)) > 2**26 - 2**20
