@@ -29,20 +29,20 @@ from tests.support.repository import DATA, ROOT
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status: 0, or 2 where the benchmark cannot be run."""
-    parser = argparse.ArgumentParser("python -m tests.bench", description="Measure one thing, on this machine.")
+    """Run the command. Returns the exit status: 0, or 2 if the benchmark cannot run."""
+    parser = argparse.ArgumentParser("python -m tests.bench", description="Run one benchmark on this machine.")
     parser.add_argument("name", help=f"one of {', '.join(BENCHMARKS)}")
-    parser.add_argument("--quick", action="store_true", help="fewer cases, for a first look")
+    parser.add_argument("--quick", action="store_true", help="measure fewer cases, for a first impression")
     parser.add_argument(
-        "--commit", action="store_true", help=f"write them, and their pages, to {COMMITTED.relative_to(ROOT)}"
+        "--commit", action="store_true", help=f"write the results and their pages to {COMMITTED.relative_to(ROOT)}"
     )
     parser.add_argument(
-        "--only", default="", help="one model or stream, where several are measured; what was committed stays"
+        "--only", default="", help="measure one model or stream; the committed results of the others stay"
     )
     parser.add_argument(
-        "--development", action="store_true", help="the rows on which settings may be chosen, for scope"
+        "--development", action="store_true", help="scope: use the rows on which settings may be chosen"
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the model runs")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="the device of the model")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch and FAISS")
     args = parser.parse_args(arguments)
     stderr = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
@@ -54,11 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         run = load_benchmark(args.name)
         if args.quick and args.commit:
-            raise BenchError("--quick measures too little for --commit; leave one of them out")
+            raise BenchError("--quick measures too few cases for --commit; drop one of the two options")
         if args.device == "cuda" and (reason := gpu_unavailable_reason()):
             raise BenchError(reason)
         if args.development and args.commit:
-            raise BenchError("--development rows are no result; leave --commit out")
+            raise BenchError("rows of --development are not results; drop --commit")
         set_threads(args.threads)
         os.environ.setdefault("GRACESTREAM_DATA", str(DATA))
         rows = []
@@ -67,7 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         for row in run(options):
             rows.append(row)
-            report(f"{row.name} {format_value(row)} {row.unit}")  # so that none is lost where a later one fails
+            report(
+                f"{row.name} {format_value(row)} {row.unit}"
+            )  # printed at once, so that a later failure loses no row
     except UserError as error:
         stderr.print(str(error))
         return 2
@@ -79,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         draw(read_results(path), path.with_suffix(".svg"))
     if args.commit:
         write_pages(COMMITTED)
-    report(f"done; the numbers are in {path.relative_to(ROOT)}")
+    report(f"done; the results are in {path.relative_to(ROOT)}")
     return 0
 
 

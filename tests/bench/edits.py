@@ -1,7 +1,7 @@
-"""Edits on a model for benchmarks: an engine that leads, its corrections, and the answers of the edited model.
+"""Corrections of a model in benchmarks: an engine that leads, its corrections, and the answers of the edited model.
 
 1. Equal training runs happen once: settings with the same recipe share values, and the saved time is counted.
-2. Answers come from `EditableModel.answer`, as a replica gives them.
+2. Answers come from `EditableModel.answer`, as in a replica.
 """
 
 import time
@@ -30,12 +30,12 @@ from gracestream.schemas.messages import Parameters
 from gracestream.workers.bootstrap import load_model
 
 MAX_ANSWER_TOKENS = 16
-"""Tokens of an answer that is generated; the longest target has fewer."""
+"""Most tokens of a generated answer. The longest target has fewer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A correction: what is asked, in two ways, and the answer."""
+    """A correction: a prompt, a rephrase of it, and the target."""
 
     text: str
     rephrase: str
@@ -44,7 +44,7 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class UneditedPass:
-    """A text with a target, as the unedited model sees it."""
+    """A pass of the unedited model over a prompt and a target: its suffix, the query, and whether it is correct."""
 
     suffix_pass: SuffixPass
     query_D: np.ndarray
@@ -53,7 +53,14 @@ class UneditedPass:
 
 @dataclass(frozen=True, slots=True)
 class CorrectionCosts:
-    """What a stream of corrections took: steps of those that trained a value, seconds of all of them."""
+    """The cost of a stream of corrections.
+
+    Attributes:
+        steps: Training steps of each correction with a trained value.
+        seconds: Seconds of each of these corrections, with training time that was saved.
+        correct_after: For each correction, whether the edited model is correct right after it.
+        statuses: The status of each outcome.
+    """
 
     steps: list[int]
     seconds: list[float]
@@ -62,11 +69,11 @@ class CorrectionCosts:
 
 
 TrainedValues = dict[tuple[object, ...], tuple[TrainedValue, float]]
-"""Values by what they were trained on, whose queries do not count, and the seconds that took."""
+"""Trained values and their training seconds, by all inputs of the training. Queries are not among them."""
 
 
 class CachedModel:
-    """One edited layer, and what the model says there: a text's query, and whether a value makes it say a target."""
+    """A model with caches: queries, unedited passes, checks of values, and trained values."""
 
     def __init__(self, model: EditableModel, trained: TrainedValues) -> None:
         self.model = model
@@ -77,10 +84,10 @@ class CachedModel:
         self._correct: dict[tuple[str, str, bytes], bool] = {}
         self._trained = trained
         self.saved_seconds = 0.0
-        """Seconds of training that were not spent again."""
+        """Training seconds that the cache of values saved."""
 
     def unedited_pass(self, text: str, target: str) -> UneditedPass:
-        """The text as the unedited model sees it."""
+        """The unedited model's pass over a text and a target."""
         if (text, target) not in self._unedited_passes:
             supervised = self.model.prepare_correction(text, target)[1]
             verdict, session, suffix_pass = self.model.suffix_runner.inspect(
@@ -91,7 +98,7 @@ class CachedModel:
         return self._unedited_passes[text, target]
 
     def is_correct(self, engine: EditEngine, text: str, target: str) -> bool:
-        """Whether the edited model answers the text with the target."""
+        """Whether the edited model predicts the target for the text."""
         unedited_pass = self.unedited_pass(text, target)
         slot = serving_slots(engine, unedited_pass.query_D[None])[0]
         return unedited_pass.is_correct if slot == NO_SLOT else self._value_gives_target(engine, slot, text, target)
@@ -107,7 +114,7 @@ class CachedModel:
         return self._correct[key]
 
     def generate_answers(self, texts: Sequence[str], engine: EditEngine | None = None) -> list[str]:
-        """What the edited model generates; without an engine, the unedited one."""
+        """Answers of the edited model, or of the unedited model without an engine."""
         codebook, index = (engine.codebook, engine.index) if engine else (self.empty, self._no_index)
         answers: list[str] = []
         for start in range(0, len(texts), 16):
@@ -121,7 +128,7 @@ class CachedModel:
     def train_once(
         self, passes: SuffixRunner, suffix_pass: SuffixPass, start_V: torch.Tensor, recipe: ValueTrainingConfig
     ) -> TrainedValue:
-        """Stands for `train_value`, and trains the same thing once."""
+        """Replaces `train_value`. Equal inputs are trained once."""
         ids = tuple(suffix_pass.target_pass.batch.kwargs["input_ids"].flatten().tolist())
         before = [keys.cpu().numpy().tobytes() for keys, _ in suffix_pass.target_pass.past_key_values[-1:]]
         what = (
@@ -142,14 +149,14 @@ class CachedModel:
 
 @contextmanager
 def open_cached_model(settings: Settings, trained: TrainedValues) -> Iterator[CachedModel]:
-    """The model, wrapped at the layer of the settings, whose engines train each value once."""
+    """The model of the settings. Inside the context, engines train each value once."""
     cached_model = CachedModel(load_model(settings.model, settings.editing.policy), trained)
     with mock.patch("gracestream.pipeline.editing.value_search.train_value", cached_model.train_once):
         yield cached_model
 
 
 def start_engine(cached_model: CachedModel, plan: EditConfig, traffic: Sequence[str]) -> EditEngine:
-    """An engine that leads and has seen the traffic, as the editor worker shows it."""
+    """An engine that leads, with the traffic in its reservoir, as in the editor worker."""
     engine = EditEngine(cached_model.model, "bench", plan)
     engine.apply(engine.lead_delta({}))
     if plan.traffic_sample_size == 0:
@@ -163,7 +170,7 @@ def start_engine(cached_model: CachedModel, plan: EditConfig, traffic: Sequence[
 
 
 def apply_corrections(engine: EditEngine, cached_model: CachedModel, facts: Sequence[Fact]) -> CorrectionCosts:
-    """One correction after the other; what each took, and whether the model is right once it is made."""
+    """Apply corrections one after the other. Returns their cost and whether each is correct afterwards."""
     cost = CorrectionCosts([], [], [], [])
     for number, fact in enumerate(facts):
         saved_seconds, started_at = cached_model.saved_seconds, time.perf_counter()
@@ -180,7 +187,7 @@ def apply_corrections(engine: EditEngine, cached_model: CachedModel, facts: Sequ
 
 
 def serving_slots(engine: EditEngine, queries_BD: np.ndarray) -> list[int]:
-    """The slot of the entry that serves each query, or -1: the nearest, if the query lies in its ball."""
+    """The slot of the nearest entry for each query if the query is within its radius, else -1."""
     nearest = engine.index.nearest(torch.from_numpy(queries_BD))
     found = zip(nearest.slots_B.tolist(), nearest.distances_B.tolist(), strict=True)
     return [
@@ -189,6 +196,6 @@ def serving_slots(engine: EditEngine, queries_BD: np.ndarray) -> list[int]:
 
 
 def fraction(successes: Sequence[bool] | Iterator[bool]) -> float:
-    """The share that is true; 0 of nothing."""
+    """The share of true values; 0 for an empty sequence."""
     listed = list(successes)
     return sum(listed) / len(listed) if listed else 0.0

@@ -1,23 +1,28 @@
-"""What edits are worth: success, rephrases, locality and cost, on zsRE and the demo (docs/explanation/method.md).
+"""Quality and cost of edits on zsRE and on the demo: success, rephrases and locality.
 
-The engine is the editor worker's, without Kafka. zsRE: 200 corrections in the form `Question: … Answer:`, one after
-the other; the reservoir of traffic holds 512 questions of NQ, and locality is asked of others. Everything is asked
-again at the END of the stream. The defaults were chosen on rows that lie after these 200.
+The engine is that of the editor worker, without Kafka. `docs/explanation/method.md` defines the method. zsRE: 200
+corrections in the form `Question: … Answer:`, one after the other. The traffic reservoir holds 512 questions of Natural
+Questions (NQ); locality is measured on others. All prompts are checked again at the END of the stream. The defaults
+were chosen on rows after these 200. `demo`: the demo's facts and controls.
 
-- `exact`: the edited model gives the target and its end token, and nothing else; `after` says so right after each edit.
-- `rephrase`: the same for other words of the question; `reached`: those that lie in the ball of their own edit;
-  `works`: of these, those whose value gives the target.
-- `locality`: share of unrelated questions (held out from NQ, and zsRE's own) that no ball holds; `same`: of a sample,
-  answers that equal the unedited model's to the letter.
-- `told`: of a sample of the edits, answers that equal the target to the letter, as a replica generates them.
-- `steps`, `seconds`: means over the edits that trained a value; `entries`, `rejected`: counts.
-- `encoder`: MiniLM beside the model makes the queries (`GRACESTREAM_QUERY_SOURCE=encoder`), with the radii of these.
-  In all other rows the layer does (`GRACESTREAM_QUERY_SOURCE=last`).
+- `exact`: the share of corrections for which the edited model gives the target, its end token, and nothing else.
+  `after`: the same right after each edit.
+- `rephrase`: the same for another wording of the question. `reached`: the share of rephrases within the radius of their
+  own edit. `works`: of these, the share for which the value gives the target.
+- `locality`: the share of unrelated questions (held out from NQ, and zsRE's own) within no radius. `same`: of a sample
+  of them, the share of answers that equal the unedited model's to the letter.
+- `told`: of a sample of the edits, the share of generated answers that equal the target to the letter.
+- `steps`, `seconds`: means over the edits with a trained value. `entries`, `rejected`: counts.
+- `wrong`, `right` (demo): facts that the unedited model answers wrong or right; the wrong ones are corrected.
+- `controls same`, `right same` (demo): the share of unchanged answers to controls, and to facts that were right before.
 
-The baseline of a number is the same number under `paper`: Algorithm 1 to the letter, which knows neither guard nor
-traffic. A value depends on its input, label and recipe alone, so settings that share a recipe train it once, and its
-time is counted wherever it is used. What an edited model says to a text depends only on the entry that serves it,
-so a verdict is kept for each pair of text and value.
+Queries are the layer's (`GRACESTREAM_QUERY_SOURCE=last`). Rows named `encoder` use MiniLM's
+(`GRACESTREAM_QUERY_SOURCE=encoder`), with radii for those queries.
+
+The baseline of a number is the same number in the row `paper`: Algorithm 1 to the letter, without retention guard and
+traffic. A value depends only on its input, label and recipe. So settings with the same recipe train it once, and its
+time counts wherever it is used. The edited model's result for a text depends only on the entry that serves it, so each
+pair of text and value is checked once.
 """
 
 import json
@@ -53,15 +58,15 @@ from tests.bench.framework import Options, Row
 EDITS, QUICK, HELD_OUT, SAMPLE = 200, 50, 300, 48
 
 LAYERS = ("model.layers.25.mlp.gate_proj", "model.layers.23.self_attn.o_proj")
-"""Layers that are compared."""
+"""The layers to compare."""
 
 ENCODER_RADII = (1.0, 4 / 3)
-"""Shares of their own default radius that are tried with a sentence encoder's queries."""
+"""Radii for queries of the sentence encoder, relative to their default."""
 
 
 @dataclass(frozen=True, slots=True)
 class Zsre:
-    """The stream of corrections, the unflagged traffic, and the questions that no edit should touch."""
+    """The stream of corrections, the unflagged traffic, and questions that no edit should change."""
 
     facts: list[Fact]
     traffic: list[str]
@@ -107,7 +112,7 @@ def run(options: Options) -> Iterator[Row]:
 
 
 def variants(plan: EditConfig) -> dict[str, EditConfig]:
-    """The settings that are compared on the whole stream: `paper` first, for it is the baseline."""
+    """The settings to compare on the whole stream. `paper` is first, because it is the baseline."""
     return {
         "paper": replace(plan, policy="paper", expand="paper", retention_guard=False, traffic_sample_size=0),
         "paper, guard, traffic": replace(plan, policy="paper", expand="paper"),
@@ -118,7 +123,7 @@ def variants(plan: EditConfig) -> dict[str, EditConfig]:
 
 
 def zsre_data(edits: int) -> Zsre:
-    """So many corrections, the traffic, and of other questions those that are held out and those beside the edits."""
+    """`edits` corrections, the traffic, and unrelated questions: held-out ones of NQ and zsRE's own."""
     task = zsre()
     facts = [Fact(edit.example.inputs, edit.rephrases[0], edit.example.target) for edit in task.edits[:edits]]
     held_out = [example.inputs for example in task.retention[:HELD_OUT]]
@@ -128,7 +133,7 @@ def zsre_data(edits: int) -> Zsre:
 def zsre_rows(
     setting: str, model: CachedModel, plan: EditConfig, data: Zsre, *, generate: bool = False
 ) -> Iterator[Row]:
-    """One setting: the whole stream, then every question; `aloud` generates answers, too."""
+    """The rows of one setting: apply the whole stream, then check every question. `generate` adds generated answers."""
     engine = start_engine(model, plan, data.traffic)
     cost = apply_corrections(engine, model, data.facts)
     is_correct = partial(model.is_correct, engine)
@@ -158,9 +163,9 @@ def zsre_rows(
 
 
 def demo_rows(setting: str, model: CachedModel, plan: EditConfig) -> Iterator[Row]:
-    """The demo's facts: each that is wrong is corrected; controls and facts that are right must stay as they are.
+    """The rows of the demo: wrong facts are corrected; controls and right facts must keep their answers.
 
-    A fact is right where the unedited model's answer begins with the target.
+    A fact is right if the unedited model's answer begins with the target.
     """
     facts = [Fact(row["prompt"], row["rephrase"], row["target"]) for row in demo_data("facts.jsonl")]
     before = model.generate_answers([fact.text for fact in facts])
@@ -188,12 +193,12 @@ def demo_rows(setting: str, model: CachedModel, plan: EditConfig) -> Iterator[Ro
 
 
 def demo_data(name: str) -> list[dict[str, str]]:
-    """A file of the demo."""
+    """The rows of a data file of the demo."""
     return [json.loads(line) for line in (DEMO_FOLDER / name).read_text(encoding="utf-8").splitlines()]
 
 
 def cost_rows(setting: str, engine: EditEngine, cost: CorrectionCosts) -> Iterator[Row]:
-    """What the edits took, and what came of them."""
+    """Rows of the cost of edits, and of their results."""
     yield Row(f"{setting}/steps", mean(cost.steps), "steps")
     yield Row(f"{setting}/seconds", mean(cost.seconds), "s")
     yield Row(f"{setting}/entries", len(engine.codebook), "count")
@@ -201,5 +206,5 @@ def cost_rows(setting: str, engine: EditEngine, cost: CorrectionCosts) -> Iterat
 
 
 def short(layer: str) -> str:
-    """A layer's path without what all blocks share."""
+    """The path of a layer without the prefix of all blocks."""
     return layer.removeprefix("model.layers.")

@@ -1,22 +1,22 @@
-"""Corrections, and the cases that are asked after them."""
+"""Corrections, and the cases that are sent after them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 Part = Literal["held-out", "development"]
-"""The rows that are reported, and those on which settings may be chosen."""
+"""Rows for the report, and rows on which settings may be chosen."""
 
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """A correction with what is known of it.
+    """A correction and its related prompts.
 
     Attributes:
         text: The corrected prompt.
-        target: Its answer.
-        plain: What is asked, without the frame of the prompt.
-        related: Other prompts by the name of their kind.
+        target: The corrected answer.
+        plain: The question or statement without the frame of the prompt.
+        related: Other prompts, by the name of their kind.
     """
 
     text: str
@@ -27,15 +27,15 @@ class Correction:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One prompt that is asked after all corrections.
+    """One prompt that is sent after all corrections.
 
     Attributes:
-        kind: The name of its kind.
+        kind: The name of the kind.
         text: The prompt; with `chat` the user's turn.
-        target: The target of the edit that it belongs to; nothing where it belongs to none.
-        applies: Whether the correction should reach it.
-        edit: The number of the correction that it belongs to.
-        chat: Whether it is asked in the model's chat template.
+        target: The target of the edit that it belongs to; empty if it belongs to none.
+        applies: Whether the correction should change the answer.
+        edit: The number of the correction that it belongs to, or None.
+        chat: Whether it is sent in the model's chat template.
     """
 
     kind: str
@@ -48,11 +48,11 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Corrections in their order, the traffic that the editor has seen, and the cases."""
+    """Corrections in order, the cases, and the traffic in the editor's reservoir."""
 
     name: str
     corrections: Sequence[Correction]
     cases: Sequence[Case]
     traffic: Sequence[str]
     model: str = ""
-    """The model that is edited, where it is not the default one."""
+    """The edited model; empty for the default."""

@@ -1,4 +1,4 @@
-"""Forms of a prompt that are made by rules: the same request in another spelling, frame or type of sentence."""
+"""Forms of a prompt made by rules: the same request with another spelling, frame or type of sentence."""
 
 import hashlib
 import re
@@ -13,7 +13,7 @@ INSTRUCTIONS: Mapping[Part, tuple[str, ...]] = {
     "held-out": ("Answer in a few words.\n", "You are a helpful assistant. Reply with the answer only. "),
     "development": ("Please answer briefly. ", "Give only the answer, without an explanation.\n"),
 }
-"""Instructions before a prompt. The wordings of the two parts differ, so that none is tuned to."""
+"""Instructions before a prompt. The two parts have different wordings, so settings cannot fit the reported ones."""
 
 CONTEXTS: Mapping[Part, tuple[str, ...]] = {
     "held-out": (
@@ -30,13 +30,13 @@ CONTEXTS: Mapping[Part, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class CaseKind:
-    """A kind of case: its name, its side, and the texts that it makes of a correction.
+    """A kind of case.
 
     Attributes:
-        name: As the report names it.
-        applies: Whether the correction should reach these texts.
-        texts: The texts of one correction; none where the kind does not fit it.
-        chat: Whether the texts are user turns, asked in the model's chat template.
+        name: Its name in the report.
+        applies: Whether the correction should change the answers to these texts.
+        texts: Makes the texts of one correction; none if the kind does not apply.
+        chat: Whether the texts are user turns in the model's chat template.
     """
 
     name: str
@@ -46,7 +46,7 @@ class CaseKind:
 
 
 def without_punctuation(text: str) -> str:
-    """The text without its last mark, or without its last question mark where a frame follows it."""
+    """The text without its last question mark or, if it has none, without its last punctuation mark."""
     stripped = text.rstrip()
     if "?" in stripped:
         before, _, after = stripped.rpartition("?")
@@ -55,9 +55,9 @@ def without_punctuation(text: str) -> str:
 
 
 def typo(text: str) -> str:
-    """The text with two neighbouring letters swapped inside one word; the text's own hash chooses them.
+    """The text with two adjacent letters swapped inside one word, chosen by a hash of the text.
 
-    A word's first letter stays. A text without two different neighbouring letters there stays as it is.
+    The first letter of a word stays. A text without two different adjacent letters after it is unchanged.
     """
     places = [
         place
@@ -73,13 +73,13 @@ def typo(text: str) -> str:
 
 
 def as_plain_question(plain: str) -> str | None:
-    """A question of a statement without its end: `The capital of X is` becomes `What is the capital of X?`."""
+    """A question from an incomplete statement: `The capital of X is` becomes `What is the capital of X?`."""
     found = re.fullmatch(r"The ([^,.]+) (is|was)( called| named)?", plain.strip())
     return f"What {found[2]} the {found[1]}?" if found else None
 
 
 def as_statement(plain: str) -> str | None:
-    """A statement without its end of a question: `What is the capital of X?` becomes `The capital of X is`."""
+    """An incomplete statement from a question: `What is the capital of X?` becomes `The capital of X is`."""
     found = re.fullmatch(r"(?:What|Who|Which) (is|was) the ([^,?]+)\??", plain.strip())
     if found is None or re.search(r"\b(?:that|which|where|who|whose|of|to|in|from|for)$", found[2]):
         return None
@@ -87,7 +87,7 @@ def as_statement(plain: str) -> str | None:
 
 
 def _rewritten(make: Callable[[str], str]) -> Callable[[Correction, Part], Sequence[str]]:
-    """The text that a rule makes of the prompt, unless it is the prompt itself."""
+    """Texts by a rule; none if the rule does not change the prompt."""
 
     def texts(correction: Correction, _part: Part) -> Sequence[str]:
         text = make(correction.text)
@@ -97,7 +97,7 @@ def _rewritten(make: Callable[[str], str]) -> Callable[[Correction, Part], Seque
 
 
 def _prefixed(wordings: Mapping[Part, tuple[str, ...]]) -> Callable[[Correction, Part], Sequence[str]]:
-    """The prompt after one of the part's wordings, which the prompt's length chooses."""
+    """The prompt after one of the part's wordings, chosen by the prompt's length."""
 
     def texts(correction: Correction, part: Part) -> Sequence[str]:
         chosen = wordings[part]
@@ -129,11 +129,11 @@ FORMS = (
     CaseKind("statement", True, _statement),
     CaseKind("chat", True, lambda correction, _part: (correction.plain,), chat=True),
 )
-"""Kinds that any correction of a causal model has."""
+"""The kinds for every correction of a causal model."""
 
 
 def related(name: str, *, applies: bool) -> CaseKind:
-    """A kind whose texts the correction's own data hold."""
+    """A kind with texts from the data of the correction."""
     return CaseKind(name, applies, lambda correction, _part: correction.related.get(name, ()))
 
 

@@ -1,7 +1,7 @@
-"""Methods that are compared: each makes an edited model of a stream of corrections.
+"""The compared methods. Each applies a stream of corrections and gives an edited model.
 
-A method is a name and the settings that differ from the defaults. Whatever these settings switch on, a verifier or
-further keys, takes part: matches and answers are those of the engine.
+A method is a name, and the settings that differ from the defaults. Matches and answers come from the engine, so all
+features that these settings enable take part.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,13 +40,13 @@ BATCH_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A way to edit.
+    """A method of editing.
 
     Attributes:
-        name: As the report names it.
-        settings: What differs from the defaults of `Settings`.
-        curves: Thresholds of its curve, in medians of the traffic's nearest neighbours.
-        asked_before: Whether users had asked all cases that belong to an edit before the corrections, as traffic.
+        name: Its name in the report.
+        settings: The differences from the defaults of `Settings`.
+        curves: Thresholds of its curve, in medians of the traffic's nearest-neighbour distances.
+        cases_in_traffic: Whether users sent all cases of edits before the corrections, as traffic.
     """
 
     name: str
@@ -56,10 +56,10 @@ class Method:
 
 
 BY_DISTANCE = {"train_prompt_forms": False, "check_wording": False, "use_scope_radius": False}
-"""Values of one prompt, and a match by distance alone."""
+"""Values trained on one prompt, and matches by distance alone."""
 
 LAYER = {"query_source": "last"}
-"""Queries of the layer."""
+"""Queries from the layer."""
 
 METHODS = (
     Method("default"),
@@ -69,25 +69,25 @@ METHODS = (
     Method("layer", LAYER),
     Method("layer, distance", {**LAYER, **BY_DISTANCE}, curves=(0.4, 0.6, 0.8, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5)),
 )
-"""The methods that are compared. A method without a curve shares its queries with an earlier one."""
+"""The compared methods. Some have no curve, because another method has the same queries and distances."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer, and whether an entry served the prompt without giving its target (a near miss)."""
+    """An answer. In a near miss, an entry served the prompt but did not give its target."""
 
     text: str
     near_miss: bool = False
 
 
 class UneditedAnswers:
-    """Answers of the unedited model; every prompt is answered once, whichever method asks."""
+    """Answers of the unedited model. All methods share them, so each prompt is answered once."""
 
     def __init__(self) -> None:
         self._known: dict[Prompt, str] = {}
 
     def answers(self, model: EditableModel, prompts: Sequence[Prompt]) -> list[str]:
-        """The whole answer to each prompt."""
+        """The full answer to each prompt."""
         new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self._known]
         codebook = Codebook("none", model.fingerprint, model.layer)
         found = generate_answers(model, new, codebook, KeyIndex(codebook, model.device))
@@ -96,7 +96,7 @@ class UneditedAnswers:
 
 
 class EditedModel:
-    """A model after a stream of corrections."""
+    """The model after a stream of corrections."""
 
     def __init__(
         self, cached_model: CachedModel, engine: EditEngine, cost: CorrectionCosts, unedited: UneditedAnswers
@@ -106,22 +106,22 @@ class EditedModel:
         self._queries: dict[Prompt, np.ndarray] = {}
 
     def prompt(self, case: Case) -> Prompt:
-        """The case in tokens."""
+        """The tokens of a case."""
         return self.model.task.tokenize((ChatMessage("user", case.text),) if case.chat else case.text)
 
     def matches(self, prompts: Sequence[Prompt]) -> list[Hit | None]:
-        """The entry whose radius holds each prompt."""
+        """The entry that serves each prompt, if any."""
         queries_BD = torch.from_numpy(self.queries(prompts))
         get_wording = self.model.task.wording_getter(self.model.task.batch(prompts))
         found = self.engine.lookup.find_hits(queries_BD, get_wording)
         return [serving_hit(match) for match in found]
 
     def answers(self, prompts: Sequence[Prompt]) -> list[Answer]:
-        """The edited model's whole answer to each prompt, as a replica gives it."""
+        """The edited model's full answer to each prompt, as in a replica."""
         return generate_answers(self.model, prompts, self.engine.codebook, self.engine.index)
 
     def unedited(self, prompts: Sequence[Prompt]) -> list[str]:
-        """The unedited model's whole answer to each prompt."""
+        """The unedited model's full answer to each prompt."""
         return self._unedited.answers(self.model, prompts)
 
     def target(self, hit: Hit) -> str:
@@ -129,14 +129,14 @@ class EditedModel:
         return self.model.task.decode_label(self.engine.codebook.labels[hit.slot])
 
     def own_entry(self, edit: int) -> str:
-        """The id of the entry that serves a correction; nothing where it is not in force."""
+        """The id of the entry that serves a correction; empty if the correction is not in force."""
         memory = self.engine.memory
         return memory.serving_entry_id(str(edit)) if str(edit) in memory else ""
 
     def thresholds(self, prompts: Sequence[Prompt], *, limit_by_traffic: bool) -> np.ndarray:
-        """The threshold (N) above which each prompt is captured, in the unit of radii; infinite where none is.
+        """The smallest threshold that captures each prompt, in units of radii; infinite if none does.
 
-        With `held` no radius passes the traffic's limit. The nearest key decides, whatever its radius.
+        `limit_by_traffic` limits radii by the distance to the traffic. The nearest key decides, whatever its radius.
         """
         keys_ND = self.engine.codebook.keys_ND
         if not len(keys_ND):
@@ -164,7 +164,7 @@ class EditedModel:
 def open_method(
     method: Method, settings: Settings, model: str, trained_values: TrainedValues
 ) -> Iterator[Callable[..., EditedModel]]:
-    """The method's model, loaded once: call it with a stream and the answers of the unedited model."""
+    """Load the model of a method. Call the result with a stream and the answers of the unedited model."""
     changed = dict(method.settings) | ({"model": model, "query_source": "auto"} if model else {})
     updated = settings.replace(**changed)
     with open_cached_model(updated, trained_values) as cached_model:
@@ -174,7 +174,7 @@ def open_method(
 def apply_stream(
     cached_model: CachedModel, settings: Settings, stream: Stream, unedited: UneditedAnswers, *, cases_in_traffic: bool
 ) -> EditedModel:
-    """Make the stream's corrections, one after the other."""
+    """Apply the corrections of a stream, one after the other."""
     cases = [case.text for case in stream.cases if cases_in_traffic and case.edit is not None and not case.chat]
     plan = edit_config_from_settings(settings.editing, uses_encoder=cached_model.model.reads_text)
     engine = start_engine(cached_model, plan, [*stream.traffic, *cases])
@@ -185,9 +185,9 @@ def apply_stream(
 def generate_answers(
     model: EditableModel, prompts: Sequence[Prompt], codebook: Codebook, index: KeyIndex
 ) -> list[Answer]:
-    """The answer to each prompt: text, or a classifier's label; prompts of similar length share a batch.
+    """The answer to each prompt: a text, or the label of a classifier. Prompts of similar length share a batch.
 
-    As a replica does, the unedited model answers where an entry does not give its target.
+    As in a replica, the unedited model answers if an entry does not give its target.
     """
     order = sorted(range(len(prompts)), key=lambda place: len(prompts[place]))
     found: dict[int, Answer] = {}

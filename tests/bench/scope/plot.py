@@ -1,4 +1,4 @@
-"""The plot of the report: reach against false positives of each method over its threshold."""
+"""The plot of the report: positives captured against negatives captured, for each method over its thresholds."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,11 +10,11 @@ PANELS = (
     ("counterfact paraphrase", "counterfact neighbour"),
     ("zsre surface form", "pairs pair"),
 )
-"""A positive kind and the negative kind that it is drawn against."""
+"""The panels: a positive kind, and a negative kind."""
 
 
 def curves(rows: Sequence[Row], kind: str) -> dict[str, dict[str, Row]]:
-    """The curve of a kind: by method and threshold."""
+    """The curves of a kind: rows by method and threshold."""
     found: dict[str, dict[str, Row]] = {}
     for row in rows:
         group, _, rest = row.name.partition("/")
@@ -25,7 +25,7 @@ def curves(rows: Sequence[Row], kind: str) -> dict[str, dict[str, Row]]:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Draw the panels whose kinds were measured; bars are the intervals."""
+    """Draw the panels with measured kinds. Bars are confidence intervals."""
     panels = [
         (positive_kind, negative_kind)
         for positive_kind, negative_kind in PANELS
@@ -33,7 +33,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     ]
     if not panels:
         return
-    import matplotlib as mpl  # noqa: PLC0415  (only who draws needs it)
+    import matplotlib as mpl  # noqa: PLC0415  (only plots need it)
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     with mpl.rc_context({"svg.hashsalt": "gracestream", "svg.fonttype": "none"}):
@@ -71,7 +71,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 
 def _bars(rows: Sequence[Row]) -> list[list[float]]:
-    """How far the intervals reach below and above."""
+    """The lengths of the intervals below and above each value."""
     bounds = [row.interval or (row.value, row.value) for row in rows]
     below = [max(0.0, row.value - low) for row, (low, _) in zip(rows, bounds, strict=True)]
     above = [max(0.0, high - row.value) for row, (_, high) in zip(rows, bounds, strict=True)]

@@ -1,4 +1,4 @@
-"""Runs the methods on the streams, and yields the rows of the report."""
+"""Apply the methods to the streams, and yield the rows of the report."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,10 +18,10 @@ EDITS = {"zsre": 60, "counterfact": 60, "knowedit": 60, "pairs": 100, "intents":
 """Corrections of each stream."""
 
 FORM_EDITS, QUICK_EDITS = 24, 6
-"""Corrections whose forms are made by rules; with `--quick` every stream has so few corrections."""
+"""Corrections with forms made by rules; corrections of each stream with `--quick`."""
 
 CHECKED_PROMPTS = 16
-"""Uncaptured prompts whose answers are compared with the unedited model's."""
+"""Uncaptured prompts for the comparison with the unedited model's answers."""
 
 MEASURES = ("captured", "answered", "correct", "near_miss", "broken", "repeats", "elsewhere")
 
@@ -36,28 +36,28 @@ GOALS: Mapping[tuple[str, str], float] = {
     ("pair", "answered"): 0.1,
     ("unrelated", "captured"): 0.0,
 }
-"""By kind and measure, for all streams."""
+"""Goals for all streams, by kind and measure."""
 
 PARAPHRASE_GOALS = {"zsre": 0.92, "counterfact": 0.82}
-"""The goals of correct paraphrases, by stream."""
+"""Goals for correct paraphrases, by stream."""
 
 POOLED_KINDS = {
     "relation": "relation (all)",
     "restatement": "relation (all)",
     **dict.fromkeys(("upper", "lower", "space", "newline", "punctuation", "typo"), "surface form"),
 }
-"""Kinds that are also reported together, and under which name."""
+"""Kinds with a joint row, and the name of that row."""
 
 CURVE_KINDS = {
     "paraphrase", "surface form", "relation", "subject", "neighbour", "pair", "unrelated", "utterance", "other intent",
 }  # fmt: skip
-"""Kinds whose share captured is reported over the threshold."""
+"""Kinds with a curve of the share captured over the threshold."""
 
 
 def run(options: Options) -> Iterator[Row]:
-    """The rows of `scope`, stream by stream; a stream without its data is skipped with the reason."""
+    """The rows of `scope`, stream by stream. A stream without data is skipped, and the reason is reported."""
     if options.only and options.only not in STREAMS:
-        raise BenchError(f"there is no stream named {options.only!r}; there are {', '.join(STREAMS)}")
+        raise BenchError(f"no stream is named {options.only!r}; the names are {', '.join(STREAMS)}")
     require_matplotlib()
     part: Part = "development" if options.development else "held-out"
     skipped: list[DataError] = []
@@ -77,13 +77,13 @@ def run(options: Options) -> Iterator[Row]:
 
 
 def stream_rows(stream: Stream, options: Options) -> Iterator[Row]:
-    """The rows of one stream: every method trains the same values, which are trained once."""
+    """The rows of one stream. Equal values of several methods are trained once."""
     settings = load_settings(device=options.device)
     trained_values: TrainedValues = {}
     unedited = UneditedAnswers()
     for method in METHODS:
         if stream.model and "query_source" not in method.settings:
-            continue  # a classifier's queries are the layer's by default, too
+            continue  # a classifier's queries come from the layer by default
         options.report(f"{stream.name}: {method.name}")
         setting = f"corrections/{stream.name}, {method.name}"
         with open_method(method, settings, stream.model, trained_values) as edit:
@@ -97,13 +97,13 @@ def stream_rows(stream: Stream, options: Options) -> Iterator[Row]:
 
 
 def judge(edited: EditedModel, cases: Sequence[Case]) -> list[Verdict]:
-    """What each case comes to; only answers that can differ from the unedited model's are generated."""
+    """The verdict on each case. Only answers that can change a verdict are generated."""
     prompts = list(map(edited.prompt, cases))
     hits = edited.matches(prompts)
     captured = [place for place, hit in enumerate(hits) if hit is not None]
     answers = dict(zip(captured, edited.answers([prompts[place] for place in captured]), strict=True))
-    # A captured positive that answers with the target is right whatever the unedited model says. An uncaptured negative
-    # gets the unedited model's answer.
+    # A captured positive with the target as its answer is correct whatever the unedited model answers. An uncaptured
+    # negative gets the unedited model's answer, so it is correct.
     unedited_needed = [
         place
         for place, case in enumerate(cases)
@@ -135,7 +135,7 @@ def verdict_rows(stream: Stream, method: str, verdicts: Sequence[Verdict]) -> It
 
 
 def group_by_kind(stream: Stream) -> dict[str, list[int]]:
-    """The places of the cases of each kind, and of the kinds that are reported together."""
+    """The positions of the cases of each kind, and of the joint kinds."""
     found: dict[str, list[int]] = {}
     for place, case in enumerate(stream.cases):
         found.setdefault(case.kind, []).append(place)
@@ -148,7 +148,7 @@ def group_by_kind(stream: Stream) -> dict[str, list[int]]:
 
 
 def goal_of(stream: str, kind: str, measure: str) -> float | None:
-    """What a measure should reach, where there is a goal."""
+    """The goal of a measure, if it has one."""
     if measure == "broken":
         return 0.0
     if (kind, measure) == ("paraphrase", "correct"):
@@ -157,7 +157,7 @@ def goal_of(stream: str, kind: str, measure: str) -> float | None:
 
 
 def cost_rows(setting: str, edited: EditedModel) -> Iterator[Row]:
-    """What came of the corrections."""
+    """Rows of the results of corrections."""
     cost = edited.cost
     yield Row(f"{setting}/made", len(cost.statuses), "count")
     yield Row(f"{setting}/rejected", cost.statuses.count("rejected"), "count")
@@ -167,7 +167,7 @@ def cost_rows(setting: str, edited: EditedModel) -> Iterator[Row]:
 
 
 def curve_rows(stream: Stream, edited: EditedModel, method: str, curve: Sequence[float]) -> Iterator[Row]:
-    """The share of each kind that is captured at each threshold, with the traffic's limit and without."""
+    """The share of each kind captured at each threshold, with and without the limit by traffic."""
     prompts = list(map(edited.prompt, stream.cases))
     for name, limit_by_traffic in ((f"{method}, held", True), (f"{method}, no traffic", False)):
         found = edited.thresholds(prompts, limit_by_traffic=limit_by_traffic)
@@ -184,7 +184,7 @@ def curve_rows(stream: Stream, edited: EditedModel, method: str, curve: Sequence
 
 
 def check_rows(setting: str, edited: EditedModel, cases: Sequence[Case]) -> Iterator[Row]:
-    """Whether uncaptured prompts get the unedited model's answer."""
+    """The row that compares answers to uncaptured prompts with the unedited model's."""
     prompts = list(map(edited.prompt, cases))
     uncaptured = [prompt for prompt, hit in zip(prompts, edited.matches(prompts), strict=True) if hit is None]
     sample = uncaptured[:: max(1, len(uncaptured) // CHECKED_PROMPTS)][:CHECKED_PROMPTS]

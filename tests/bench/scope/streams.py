@@ -1,4 +1,4 @@
-"""The streams of corrections: the data's own, and the pairs that are written for this benchmark."""
+"""The streams of corrections: from the data sets, and from pairs written for this benchmark."""
 
 import csv
 import gzip
@@ -16,10 +16,10 @@ from tests.bench.scope.cases import Case, Correction, Part, Stream
 from tests.bench.scope.forms import FORMS, ITSELF, CaseKind, related
 
 OWN_DATA = Path(__file__).parent / "data"
-"""The data that are written for this benchmark."""
+"""The data written for this benchmark."""
 
 HELD_OUT_ROWS = 200
-"""Rows of zsRE and CounterFact that are held out; the defaults were chosen on later ones."""
+"""Held-out rows of zsRE and CounterFact: the first ones. The defaults were chosen on later rows."""
 
 UNRELATED = 500
 
@@ -28,7 +28,7 @@ KNOWEDIT = "knowedit_zsre_600.jsonl.gz"
 ALIASES = frozenset({
     8, 18, 27, 28, 34, 64, 105, 142, 195, 249, 281, 283, 296, 331, 412, 444, 460, 480, 521, 558, 569,
 })  # fmt: skip
-"""Rows of KnowEdit whose alias asks the same; the others ask something else ("What is the function of ...?")."""
+"""Rows of KnowEdit with an alias that asks the same. Others ask something else ("What is the function of ...?")."""
 
 INTENTS = {
     "request_refund": "speak_to_agent",
@@ -39,7 +39,7 @@ INTENTS = {
     "edit_personal_details": "login_help",
     "passcode_forgotten": "speak_to_agent",
 }
-"""Intents of Banking77, and the label of the demo's classifier that a correction gives them: never its own choice."""
+"""Intents of Banking77, and their corrected label: a class of the demo's classifier that it does not choose itself."""
 
 
 class KnowEditRow(Struct, frozen=True):
@@ -53,7 +53,7 @@ class KnowEditRow(Struct, frozen=True):
 
 
 class PairRow(Struct, frozen=True, forbid_unknown_fields=True):
-    """A prompt with its corrected answer, a similar prompt that has another, and what differs."""
+    """A prompt with its corrected answer, a similar prompt with another answer, and the kind of difference."""
 
     prompt: str
     target: str
@@ -62,16 +62,16 @@ class PairRow(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def restatements() -> dict[str, list[int]]:
-    """Rows of KnowEdit whose other relation is what the edit asks for, by the name of the relation.
+    """Rows of KnowEdit with an other relation that restates the edit's question, by the name of the relation.
 
-    All 600 rows were read. The rule: a full answer to one of the two questions also answers the other.
+    All 600 rows were labelled. The rule: a full answer to one of the two questions also answers the other.
     """
     found: dict[str, list[int]] = json.loads((OWN_DATA / "restatements.json").read_text(encoding="utf-8"))
     return found
 
 
 def relation_of(row: KnowEditRow) -> str:
-    """The name of the other relation; the data's second wording is the subject and this name."""
+    """The name of the other relation. The data's second wording consists of the subject and this name."""
     return row.other_relations[1].removeprefix(row.subject).strip()
 
 
@@ -82,12 +82,12 @@ def pairs() -> list[PairRow]:
 
 
 def every_second(rows: Sequence[Correction], part: Part) -> list[Correction]:
-    """The rows of one part: the odd ones are held out."""
+    """The rows of one part. Rows with odd numbers are held out."""
     return list(rows[1::2] if part == "held-out" else rows[::2])
 
 
 def make_cases(corrections: Sequence[Correction], kinds: Iterable[CaseKind], part: Part, forms: int) -> Iterator[Case]:
-    """The cases of all corrections, kind by kind; forms made by rules only of the first `forms` corrections."""
+    """The cases of all corrections, kind by kind. Only the first `forms` corrections get forms made by rules."""
     for kind in kinds:
         some = corrections[:forms] if kind in FORMS else corrections
         for number, correction in enumerate(some):
@@ -96,12 +96,12 @@ def make_cases(corrections: Sequence[Correction], kinds: Iterable[CaseKind], par
 
 
 def unrelated_cases(questions: Iterable[str]) -> list[Case]:
-    """Questions that belong to no edit."""
+    """Cases that belong to no edit."""
     return [Case("unrelated", question, "", applies=False) for question in questions]
 
 
 def zsre_stream(part: Part, edits: int, forms: int) -> Stream:
-    """ZsRE's questions with a paraphrase, and the same questions of other subjects."""
+    """Questions of zsRE with a paraphrase, and the same questions about other subjects."""
     task = zsre()
     chosen = _first(task.edits, part)[:edits]
     subjects = _same_question(chosen, task.edits)
@@ -121,7 +121,7 @@ def zsre_stream(part: Part, edits: int, forms: int) -> Stream:
 
 
 def counterfact_stream(part: Part, edits: int, forms: int) -> Stream:
-    """CounterFact's statements with a paraphrase, and the neighbours of the edited rows."""
+    """Statements of CounterFact with a paraphrase, and the neighbours of the edited rows."""
     task = counterfact()
     neighbours = _neighbours()
     corrections = [
@@ -138,7 +138,7 @@ def counterfact_stream(part: Part, edits: int, forms: int) -> Stream:
 
 
 def knowedit_stream(part: Part, edits: int, _forms: int) -> Stream:
-    """KnowEdit's questions, and other relations of their subjects; the aliased rows come first."""
+    """Questions of KnowEdit, and other relations of their subjects. Rows with an alias come first."""
     rows = read_rows(KNOWEDIT, KnowEditRow)
     restated = {row for listed in restatements().values() for row in listed}
     corrections = []
@@ -157,7 +157,7 @@ RELATIONS = ("relation", "restatement")
 
 
 def pairs_stream(part: Part, edits: int, _forms: int) -> Stream:
-    """The pairs that are written for this benchmark; the kind of a case is what differs."""
+    """The pairs written for this benchmark. The kind of a case is the kind of difference."""
     rows = every_second(
         [Correction(row.prompt, row.target, row.prompt, {row.differs: (row.other,)}) for row in pairs()],
         part,
@@ -168,9 +168,9 @@ def pairs_stream(part: Part, edits: int, _forms: int) -> Stream:
 
 
 def intents_stream(part: Part, edits: int, _forms: int) -> Stream:
-    """Utterances of Banking77 for the demo's classifier: some intents get another label.
+    """Utterances of Banking77 for the demo's classifier. Some intents get another label.
 
-    Of four utterances of such an intent one is a correction and another one a case.
+    Of every four utterances with these intents, one is a correction and one is a case.
     """
     rows = _banking77("test" if part == "held-out" else "train")
     known = [(text, INTENTS[intent]) for text, intent in rows if intent in INTENTS][: 4 * edits]
@@ -192,7 +192,7 @@ STREAMS: Mapping[str, Callable[[Part, int, int], Stream]] = {
     "pairs": pairs_stream,
     "intents": intents_stream,
 }
-"""By name: how a stream of so many corrections is made, with forms made by rules of so many of them."""
+"""The makers of streams by name. Their arguments: the part, the number of corrections, and of those with forms."""
 
 
 def _first(edits: Sequence[Edit], part: Part) -> Sequence[Edit]:
@@ -200,7 +200,7 @@ def _first(edits: Sequence[Edit], part: Part) -> Sequence[Edit]:
 
 
 def _same_question(chosen: Sequence[Edit], edits: Sequence[Edit]) -> list[tuple[str, ...]]:
-    """For each edit one question that differs from it in the subject alone and is not edited itself."""
+    """For each edit, one unedited question that differs only in the subject, if the data have one."""
     edited = {edit.example.inputs for edit in chosen}
     by_template: dict[str, list[str]] = {}
     for edit in edits:
@@ -222,7 +222,7 @@ def _neighbours() -> dict[str, tuple[str, ...]]:
 
 
 def _banking77(name: str) -> list[tuple[str, str]]:
-    """The utterances of Banking77 with their intents, one of each intent in turn."""
+    """The utterances of Banking77 with their intents, in rounds of one per intent."""
     with gzip.open(find_data_file(f"banking77_{name}.csv.gz"), "rt", encoding="utf-8", newline="") as file:
         rows = [(row["text"].strip(), row["category"]) for row in csv.DictReader(file)]
     by_intent: dict[str, list[tuple[str, str]]] = {}

@@ -1,4 +1,4 @@
-"""What an answer is to a case, and shares with their intervals."""
+"""The verdict on an answer, and shares with confidence intervals."""
 
 import re
 from collections.abc import Iterable
@@ -9,12 +9,12 @@ from gracestream.pipeline.tuning.intervals import wilson_interval
 from tests.bench.scope.cases import Case
 
 REPEATED = re.compile(r"(\S+)(?:\s+\1){2,}(?!\S)|(\S{2,}?)\2{2,}")
-"""A word three times in a row, or a group of letters three times without a space."""
+"""A word three times in a row, or a group of letters three times without a space between."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One case: each field is a measure of the report, and the docstring of the package defines it."""
+    """The verdict on one case. Each field is a column of the report, defined in the docstring of the package."""
 
     captured: bool
     answered: bool
@@ -42,11 +42,11 @@ def verdict(
     """Judge one answer.
 
     Args:
-        case: The case that was asked.
-        answer: The edited model's.
-        unedited: The unedited model's.
-        serving: The target of the entry whose radius holds the case; None where there is none.
-        near_miss: Whether that entry did not give its target, so that the unedited model answered.
+        case: The case.
+        answer: The edited model's answer.
+        unedited: The unedited model's answer.
+        serving_target: The target of the entry that serves the case; None if no entry does.
+        near_miss: Whether that entry did not give its target, so the unedited model answered.
         elsewhere: Whether that entry belongs to another edit.
     """
     captured = serving_target is not None
@@ -63,7 +63,7 @@ def verdict(
 
 
 def share_with_interval(values: Iterable[bool]) -> tuple[float, tuple[float, float], int]:
-    """The share that is true, its interval, and the number of values."""
+    """The share of true values, its interval, and the number of values."""
     listed = list(values)
     total = sum(listed)
     return total / max(1, len(listed)), wilson_interval(total, len(listed)), len(listed)

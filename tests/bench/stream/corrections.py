@@ -1,4 +1,4 @@
-"""The corrections of the stream in their drawn order, and the prompts that are asked after some of them."""
+"""The corrections of a stream in random order, and the cases that are checked at its checkpoints."""
 
 import random
 import re
@@ -14,16 +14,16 @@ COUNTERFACTS = (COUNTERFACT_FILE, "counterfact_edit_8000.jsonl.gz")
 BIOGRAPHIES = "hallucination_edit_450.jsonl.gz"
 
 SEED = 0
-"""Of the order of the corrections, of the order of the cases, and of each correction's author."""
+"""Seed of the order of the corrections, of the order of the cases, and of the authors."""
 
 MAX_CASES_PER_KIND = 500
-"""Cases of one kind that are asked at a checkpoint."""
+"""Most cases of one kind at a checkpoint."""
 
 AUTHORS = ("ann", "bob")
-"""Each correction is of one of them; what the first one sent is undone in the end."""
+"""The authors of the corrections. The corrections of the first one are undone at the end."""
 
 MAX_SUBJECT_WORDS = 8
-"""Words of a subject that is looked for in a prompt, at most."""
+"""Most words of a subject that is searched for in a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,10 @@ class Correction:
 
     Attributes:
         text: The corrected prompt.
-        target: Its answer.
-        subject: What it is about.
-        paraphrases: Prompts that ask the same, by the name of their kind.
-        others: Prompts that ask something else, by the name of their kind.
+        target: The new answer.
+        subject: The subject of the prompt.
+        paraphrases: Prompts with the same meaning, by the name of their kind.
+        others: Prompts with another meaning, by the name of their kind.
     """
 
     text: str
@@ -47,7 +47,7 @@ class Correction:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One prompt that is asked at a checkpoint; `correction` is the number of the one that it belongs to, or None."""
+    """One prompt at a checkpoint. `correction` is the number of its correction, or None."""
 
     kind: str
     text: str
@@ -57,7 +57,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """What the stream is made of: the corrections and the cases in their drawn orders, and the traffic."""
+    """The data of a stream: corrections and cases in their random order, and the traffic."""
 
     corrections: Sequence[Correction]
     cases: Sequence[Case]
@@ -65,10 +65,10 @@ class Data:
 
 
 def stream_data() -> Data:
-    """The corrections of all sets, one for each distinct prompt, in an order that depends on nothing but the data.
+    """The corrections of all data sets, one for each distinct prompt. The order depends only on the data.
 
     Raises:
-        DataError: the data are not there.
+        DataError: The data files are missing.
     """
     found: dict[str, Correction] = {}
     for one in chain(_zsre(), _knowedit(), _biographies(), *map(_counterfact, COUNTERFACTS)):
@@ -82,9 +82,9 @@ def stream_data() -> Data:
 
 
 def make_cases(corrections: Sequence[Correction]) -> list[Case]:
-    """The cases of the corrections, in a drawn order, but for those whose prompt is itself corrected.
+    """The cases of the corrections in random order, without cases that are corrected prompts.
 
-    A prompt that names the subject of another correction may ask for what that one changes, so it is of another kind.
+    A prompt with the subject of another correction may ask for the fact that this one changes, so it gets another kind.
     """
     corrected = {one.text for one in corrections}
     subjects = {" ".join(_words(one.subject)) for one in corrections}
@@ -99,7 +99,7 @@ def make_cases(corrections: Sequence[Correction]) -> list[Case]:
 
 
 def select_cases(cases: Sequence[Case], corrected: int) -> list[Case]:
-    """The first cases of each kind that belong to one of the first corrections, or to none."""
+    """The first cases of each kind that belong to one of the first `corrected` corrections, or to none."""
     found: dict[str, list[Case]] = {}
     for case in cases:
         cases_of_kind = found.setdefault(case.kind, [])
@@ -109,7 +109,7 @@ def select_cases(cases: Sequence[Case], corrected: int) -> list[Case]:
 
 
 def draw_authors(count: int) -> list[str]:
-    """The author of each of so many corrections: the first of them are the same, however many there are."""
+    """The author of each of `count` corrections. A longer list begins with a shorter one."""
     generator = random.Random(SEED)
     return [generator.choice(AUTHORS) for _ in range(count)]
 
@@ -128,7 +128,7 @@ def _words(text: str) -> list[str]:
 
 
 def _phrases(text: str) -> Iterator[str]:
-    """All runs of a few words of a text."""
+    """All sequences of at most `MAX_SUBJECT_WORDS` consecutive words of a text."""
     words = _words(text)
     for start in range(len(words)):
         for end in range(start + 1, min(start + MAX_SUBJECT_WORDS, len(words)) + 1):

@@ -1,7 +1,7 @@
-"""Corrections one after the other: with trained values, or with values that cost nothing.
+"""Corrections one after the other, with trained values or with free ones.
 
-Both kinds of stream run the editor worker's engine. A stream of keys gives each decision the output that the layer has
-anyway for its value, as when a decision with a known value is replayed.
+Both kinds of stream use the editor worker's engine. A stream of keys gives each decision the layer's unchanged output
+as its value, as in a replay of a decision with a known value.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,11 +35,11 @@ T = TypeVar("T")
 CODEBOOK = "bench"
 
 BATCH_SIZE = 16
-"""Prompts of one pass of the encoder, and of one look-up, as of a replica's batch."""
+"""Prompts per pass of the encoder and per lookup, as in a batch of a replica."""
 
 
 class PromptCache:
-    """What does not depend on any edit: the query, the wording and the label of a prompt, each found once."""
+    """A cache of queries, wordings and labels. None of them depends on an edit."""
 
     def __init__(self, model: EditableModel) -> None:
         self._model = model
@@ -48,7 +48,7 @@ class PromptCache:
         self._labels: dict[tuple[str, str], Label | None] = {}
 
     def queries(self, texts: Sequence[str]) -> np.ndarray:
-        """The query of each prompt (B, D), as a batch of prompts of similar length gives it."""
+        """The query of each prompt (B, D), from batches of prompts of similar length."""
         new = sorted({text for text in texts if text not in self._queries}, key=len)
         for start in range(0, len(new), BATCH_SIZE):
             batch = new[start : start + BATCH_SIZE]
@@ -57,13 +57,13 @@ class PromptCache:
         return np.stack([self._queries[text] for text in texts])
 
     def wording(self, text: str) -> str:
-        """What the prompt asks for, as a replica compares it."""
+        """The wording of a prompt, as a replica compares it."""
         if text not in self._wordings:
             self._wordings[text] = self._model.task.wording(self._model.task.tokenize(text))
         return self._wordings[text]
 
     def label(self, text: str, target: str) -> Label | None:
-        """The label of a target; None where the model cannot take it."""
+        """The label of a target; None if the model cannot take the target."""
         if (text, target) not in self._labels:
             try:
                 self._labels[text, target] = self._model.task.encode_target(text, target)
@@ -80,7 +80,7 @@ class PromptCache:
         return True
 
     def hits(self, engine: EditEngine, texts: Sequence[str]) -> list[Hit | None]:
-        """The entry that serves each prompt: within its radius, and with a wording that agrees."""
+        """The entry that serves each prompt: the prompt is within its radius, and the wordings agree."""
         found: list[Hit | None] = []
         for start in range(0, len(texts), BATCH_SIZE):
             batch = texts[start : start + BATCH_SIZE]
@@ -91,25 +91,25 @@ class PromptCache:
 
 
 class Stopwatch:
-    """Seconds of a device by the name of what took them."""
+    """Seconds of a device, by the name of the work."""
 
     def __init__(self, device: torch.device) -> None:
         self.spent: dict[str, float] = {}
         self._device = device
 
     def measure(self, name: str, call: Callable[[], T]) -> T:
-        """The result of a call, whose time counts under this name."""
+        """The result of a call. Its time is added to this name."""
         seconds, result = timed(self._device, call)
         self.spent[name] = self.spent.get(name, 0.0) + seconds
         return result
 
 
 Decide = Callable[[EditEngine, Feedback, int, Stopwatch], EditResult]
-"""Decides on a correction, the feedback at an offset."""
+"""Decides on a correction: the feedback at an offset."""
 
 
 def decide_with_training(engine: EditEngine, feedback: Feedback, offset: int, seconds: Stopwatch) -> EditResult:
-    """As the editor worker decides. The engine keeps the radius that is asked for before, so it is timed apart."""
+    """Decide as the editor worker does. The engine caches the radius, so a first call measures it separately."""
     assert isinstance(feedback.inputs, str)
     inputs = feedback.inputs
     try:
@@ -122,7 +122,7 @@ def decide_with_training(engine: EditEngine, feedback: Feedback, offset: int, se
 
 
 def decide_with_given_value(engine: EditEngine, feedback: Feedback, offset: int, seconds: Stopwatch) -> EditResult:
-    """As the editor worker decides again on a correction whose value is known: the output that the layer has anyway."""
+    """Decide as in a replay with a known value: the unchanged output of the layer."""
     assert isinstance(feedback.inputs, str)
     assert feedback.target is not UNSET
     inputs, target = feedback.inputs, feedback.target
@@ -140,7 +140,7 @@ def decide_with_given_value(engine: EditEngine, feedback: Feedback, offset: int,
 
 
 def answers_correctly(engine: EditEngine, feedback: Feedback) -> bool:
-    """Whether the edited model gives the target, token by token."""
+    """Whether the edited model predicts the target, token by token."""
     assert feedback.inputs is not UNSET
     assert feedback.target is not UNSET
     return engine.inspect(feedback.inputs, feedback.target).target_check.predicts_target
@@ -148,7 +148,7 @@ def answers_correctly(engine: EditEngine, feedback: Feedback) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StreamKind:
-    """A way to correct: how a decision is made, and whether the values make the model give the targets."""
+    """A kind of stream: how it decides, and whether its values make the model predict the targets."""
 
     name: str
     decide: Decide
@@ -164,7 +164,7 @@ STREAM_KINDS = (
 def start_engine(
     model: EditableModel, plan: EditConfig, traffic: Sequence[str], texts: PromptCache, lead_record: bytes
 ) -> EditEngine:
-    """An engine that leads by this record, and has seen the traffic."""
+    """An engine that leads with this record, and has the traffic in its reservoir."""
     engine = EditEngine(model, CODEBOOK, plan)
     engine.apply(lead_record)
     for offset, (text, query_D) in enumerate(zip(traffic, texts.queries(traffic), strict=True)):
@@ -175,7 +175,7 @@ def start_engine(
 
 
 def to_feedback(corrections: Sequence[Correction]) -> list[Feedback]:
-    """The corrections as they are sent; the id is the number."""
+    """The corrections as feedback. The id is the number."""
     return [
         msgspec.structs.replace(make_correction(str(number), one.text, one.target), author=author)
         for number, (one, author) in enumerate(zip(corrections, draw_authors(len(corrections)), strict=True))
@@ -185,7 +185,7 @@ def to_feedback(corrections: Sequence[Correction]) -> list[Feedback]:
 def apply_correction(
     engine: EditEngine, stream_kind: StreamKind, texts: PromptCache, feedback: Feedback, number: int
 ) -> LoggedCorrection:
-    """Make one correction, and see whether it is answered right at once."""
+    """Apply one correction, and check at once whether it is right."""
     seconds = Stopwatch(engine.model.device)
     result = stream_kind.decide(engine, feedback, number, seconds)
     record = result.delta_record
@@ -200,7 +200,7 @@ def apply_correction(
 
 
 def are_served(engine: EditEngine, texts: PromptCache, feedback: Sequence[Feedback]) -> list[bool]:
-    """Whether each correction is served: by an entry of its label, or by none where the bare model was right."""
+    """Whether each correction is served: by an entry with its label, or by none if the unedited model was right."""
     prompts = [one.inputs for one in feedback if isinstance(one.inputs, str)]
     return [_serves(engine, texts, *one) for one in zip(texts.hits(engine, prompts), feedback, strict=True)]
 
@@ -214,7 +214,7 @@ def _serves(engine: EditEngine, texts: PromptCache, hit: Hit | None, feedback: F
 
 
 def serving_entry_id(engine: EditEngine, feedback_id: str) -> str | None:
-    """The entry that serves an edit, `BARE_MODEL` where none has to; None where the edit is not in force."""
+    """The id of the entry that serves an edit: `UNEDITED_MODEL` if none is needed, None if it is not in force."""
     return engine.memory.serving_entry_id(feedback_id) if feedback_id in engine.memory else None
 
 

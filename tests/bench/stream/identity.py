@@ -1,4 +1,4 @@
-"""What a log belongs to: a digest of all that decides which corrections are made, and how."""
+"""The identity of a stream: a digest of everything that determines its corrections and their results."""
 
 import ast
 import hashlib
@@ -19,13 +19,13 @@ DECIDING = (
     ),
     "tests/bench/stream/edits.py",
 )
-"""The code that decides what comes of a correction."""
+"""The code that determines the result of a correction."""
 
 MEASURING = (
     "tests/bench/stream/corrections.py", "tests/bench/stream/measure.py", "tests/bench/stream/undone.py",
     "pipeline/editing/undo.py", "pipeline/editing/counterfactual.py", "pipeline/editing/divergence.py",
 )  # fmt: skip
-"""The code that decides the rows of a checkpoint."""
+"""The code that determines the rows of a checkpoint."""
 
 
 def stream_key(model: EditableModel, plan: EditConfig, data: Data) -> str:
@@ -39,7 +39,7 @@ def stream_key(model: EditableModel, plan: EditConfig, data: Data) -> str:
 
 
 def code_digest(paths: Iterable[str]) -> str:
-    """A digest of what files of Python do: of their code without comments and docstrings."""
+    """A digest of the code of Python files, without comments and docstrings."""
     return _digest("\0".join(map(_code, paths)).encode())
 
 
@@ -49,7 +49,7 @@ def _code(path: str) -> str:
 
 
 class _WithoutTexts(ast.NodeTransformer):
-    """Leaves out statements that are nothing but a text."""
+    """Removes statements that are only a string."""
 
     def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
         alone = isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)

@@ -1,10 +1,10 @@
-"""The log of one stream: what came of each correction, with its delta, and what was measured on the way.
+"""The log of one stream: the result and the delta of each correction, and the rows of each checkpoint.
 
-1. A line is one JSON object, written in one piece when it is complete. A last line that was cut off does not count.
-2. The lines of corrections, folded by an engine in their order, give the engine that made them.
-3. One process at a time has the log open.
+1. A line is one complete JSON object, written in one piece. A last line that was cut off is dropped.
+2. An engine that applies the logged deltas in order has the state of the engine that made them.
+3. Only one process at a time has the log open.
 
-Not promised: that a line survives a failure of the machine.
+Not promised: a line may be lost if the machine fails.
 """
 
 import fcntl
@@ -20,7 +20,7 @@ from tests.bench.framework import BenchError, Row
 
 
 class LeadRecord(Struct, frozen=True, tag="led"):
-    """The record by which the engine began."""
+    """The lead delta with which the engine started."""
 
     record: bytes
 
@@ -29,12 +29,12 @@ class LoggedCorrection(Struct, frozen=True, tag="made"):
     """One correction.
 
     Attributes:
-        number: Its place in the stream, from 0.
-        status: Of its outcome.
-        right: Whether it was answered right at once.
-        steps: Of training.
-        seconds: What it took, and of that the parts by name.
-        record: Its delta; None where it was rejected.
+        number: The position in the stream, from 0.
+        status: The status of the outcome.
+        right: Whether it was right immediately afterwards.
+        steps: The training steps.
+        seconds: The seconds of each part, by name.
+        record: The delta; None if the correction was rejected.
     """
 
     number: int
@@ -46,7 +46,7 @@ class LoggedCorrection(Struct, frozen=True, tag="made"):
 
 
 class CheckpointRows(Struct, frozen=True, tag="measured"):
-    """The rows of a checkpoint, after so many corrections; `by` identifies the code that measured them."""
+    """The rows of a checkpoint after `after` corrections. `by` is a digest of the code that measured them."""
 
     after: int
     what: str
@@ -58,10 +58,10 @@ Line = LeadRecord | LoggedCorrection | CheckpointRows
 
 
 class StreamLog:
-    """A file of lines, open for one process; use it as a context manager.
+    """A file of lines, open in one process. Use it as a context manager.
 
     Raises:
-        BenchError: another process has it open, or a complete line cannot be read.
+        BenchError: Another process has it open, or a complete line cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -73,7 +73,7 @@ class StreamLog:
             self._cut_torn_line()
         except BlockingIOError as error:
             self._file.close()
-            raise BenchError(f"another run is writing {path}; wait for its end, or stop it") from error
+            raise BenchError(f"another run is writing {path}; wait for it or stop it") from error
 
     def __enter__(self) -> Self:
         return self
@@ -84,12 +84,12 @@ class StreamLog:
         self._file.close()
 
     def append(self, line: Line) -> None:
-        """Write one more line."""
+        """Append a line."""
         self._file.write(msgspec.json.encode(line) + b"\n")
         self._file.flush()
 
     def lines(self) -> Iterator[Line]:
-        """All lines, in the order in which they were written."""
+        """All lines, in the order of writing."""
         with self._path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 try:
@@ -100,11 +100,11 @@ class StreamLog:
                     ) from error
 
     def corrections(self) -> Iterator[LoggedCorrection]:
-        """The corrections, in their order."""
+        """The logged corrections, in order."""
         return (line for line in self.lines() if isinstance(line, LoggedCorrection))
 
     def records(self, count: int) -> Iterator[bytes]:
-        """The record by which the engine began, and those of the first `count` corrections."""
+        """The lead delta, and the deltas of the first `count` corrections."""
         for line in self.lines():
             is_correction = isinstance(line, LoggedCorrection) and line.number < count
             if (
@@ -115,11 +115,11 @@ class StreamLog:
                 yield line.record
 
     def measured(self) -> dict[tuple[int, str, str], list[Row]]:
-        """The rows of each checkpoint: by the number of corrections, what was measured, and by which code."""
+        """The rows of checkpoints, by number of corrections, measurement, and digest of the measuring code."""
         return {(one.after, one.what, one.by): one.rows for one in self.lines() if isinstance(one, CheckpointRows)}
 
     def _cut_torn_line(self) -> None:
-        """A run that was killed may have left a part of a line at the end."""
+        """Drop an incomplete last line, which a killed run may have left."""
         self._file.seek(0)
         complete_bytes = 0
         for line in self._file:

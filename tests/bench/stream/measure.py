@@ -1,4 +1,4 @@
-"""What is measured after some corrections: whether they hold, what they reach or must not reach, and the cost."""
+"""Measurements at a checkpoint: corrections in force, cases captured or not, and the cost."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -20,21 +20,21 @@ from tests.bench.stream.edits import PromptCache, StreamKind, answers_correctly,
 from tests.bench.stream.log import LoggedCorrection
 
 COST_WINDOW = 100
-"""Corrections whose mean cost is reported."""
+"""The last corrections; their mean cost is reported."""
 
 CHECKED_CORRECTIONS = 300
-"""Corrections that the model is asked again at a checkpoint."""
+"""Corrections for which the model is checked at a checkpoint."""
 
 CHECKED_PARAPHRASES = 100
-"""Paraphrases of each kind that the model is asked at a checkpoint."""
+"""Paraphrases of each kind for which the model is checked at a checkpoint."""
 
 GOALS = {"other relation": 0.05, "CounterFact neighbour": 0.02, "unrelated": 0.0}
-"""Shares captured, by kind, as in the benchmark `scope`."""
+"""Goals for the share captured, by kind, as in the benchmark `scope`."""
 
 
 @dataclass
 class StreamState:
-    """A stream so far: its engine, its data, what came of each correction, and the bytes of each delta."""
+    """The state of a stream: engine, data, results of the corrections, and the size of each delta in bytes."""
 
     kind: StreamKind
     engine: EditEngine
@@ -46,7 +46,7 @@ class StreamState:
 
     @property
     def setting(self) -> str:
-        """How the stream so far is named."""
+        """The name of this state in rows, such as `keys, 1,000`."""
         return f"{self.kind.name}, {len(self.corrections):,}"
 
     def accepted(self) -> list[int]:
@@ -62,7 +62,7 @@ def checkpoint(state: StreamState) -> Iterator[Row]:
 
 
 def correction_rows(state: StreamState) -> Iterator[Row]:
-    """Whether corrections were right at once, and whether they are now."""
+    """Rows of corrections that were right at once, and that are in force now."""
     setting, accepted = f"corrections/{state.setting}", state.accepted()
     yield Row(f"{setting}/made", len(state.corrections), "count")
     yield Row(f"{setting}/rejected", len(state.corrections) - len(accepted), "count")
@@ -81,7 +81,7 @@ def correction_rows(state: StreamState) -> Iterator[Row]:
 
 
 def case_rows(state: StreamState) -> Iterator[Row]:
-    """Which cases an entry serves, of corrections that an entry serves."""
+    """Rows of the cases of corrections that an entry serves."""
     cases = [case for case in select_cases(state.data.cases, len(state.corrections)) if _is_counted(state, case)]
     by_kind: dict[str, list[Case]] = {}
     for case in cases:
@@ -122,7 +122,7 @@ def cost_rows(state: StreamState) -> Iterator[Row]:
 
 
 def draw_sample(numbers: Sequence[int], count: int) -> list[int]:
-    """So many of the numbers at most; a number that is drawn of more of them may not be drawn of fewer."""
+    """A random sample of at most `count` numbers, sorted. Samples of different lists are unrelated."""
     return sorted(random.Random(SEED).sample(numbers, min(count, len(numbers))))
 
 
@@ -132,14 +132,14 @@ def _share(name: str, values: Sequence[bool], baseline: float | None = None) -> 
 
 
 def _is_counted(state: StreamState, case: Case) -> bool:
-    """Whether the case's correction is served by an entry, if it has one, and the model can take the case."""
+    """Whether the model accepts the case, and an entry serves its correction if it has one."""
     if case.correction is not None and serving_entry_id(state.engine, str(case.correction)) in (None, UNEDITED_MODEL):
         return False
     return state.prompt_cache.accepts(case.text)
 
 
 def _is_own_entry(state: StreamState, case: Case, hit: Hit | None) -> bool:
-    """Whether the entry that serves the case serves its correction, too."""
+    """Whether the entry that serves the case also serves its correction."""
     return (
         hit is not None
         and case.correction is not None
@@ -148,19 +148,19 @@ def _is_own_entry(state: StreamState, case: Case, hit: Hit | None) -> bool:
 
 
 def _gives_target(state: StreamState, case: Case) -> bool:
-    """Whether the edited model gives the correction's target."""
+    """Whether the edited model predicts the correction's target for the case."""
     assert case.correction is not None
     target = state.data.corrections[case.correction].target
     return state.engine.inspect(case.text, target).target_check.predicts_target
 
 
 def _floor(codebook: Codebook) -> int:
-    """The bytes of the numbers of one entry."""
+    """Bytes of the key and the value of one entry: the floor of a delta."""
     return 4 * int(codebook.keys_ND.shape[1] + codebook.values_NV.shape[1])
 
 
 def _lookup_seconds(state: StreamState) -> float:
-    """Of one prompt, in a batch, whose query is known."""
+    """Seconds of the lookup of one prompt in a batch, with a known query."""
     prompts = [
         case.text
         for case in select_cases(state.data.cases, len(state.corrections))

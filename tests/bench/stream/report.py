@@ -1,4 +1,4 @@
-"""Runs both streams, from where an earlier run has come to, and yields the rows of their checkpoints."""
+"""Run both streams, from the state of an earlier run if there is one, and yield the rows of their checkpoints."""
 
 import math
 import time
@@ -32,7 +32,7 @@ from tests.bench.stream.measure import StreamState, checkpoint
 from tests.bench.stream.undone import undo_rows
 
 SETTINGS: dict[str, object] = {"query_source": "encoder"}
-"""What differs from the defaults."""
+"""The differences from the defaults."""
 
 COUNTS = {"trained": 3_000, "keys": 10_000}
 QUICK_COUNTS = {"trained": 50, "keys": 200}
@@ -45,14 +45,14 @@ REPORT_INTERVAL = 30.0
 
 
 def run(options: Options) -> Iterator[Row]:
-    """The rows of both streams, or of the one that is asked for."""
+    """The rows of both streams, or of the stream in `--only`."""
     if options.only not in ("", *COUNTS):
-        raise BenchError(f"there is no stream named {options.only!r}; there are {', '.join(COUNTS)}")
+        raise BenchError(f"no stream is named {options.only!r}; the names are {', '.join(COUNTS)}")
     settings = load_settings(device=options.device, **SETTINGS)
     data, model = stream_data(), load_model(settings.model, settings.editing.policy)
     plan = edit_config_from_settings(settings.editing, uses_encoder=model.reads_text)
     folder = settings.model.cache_dir.expanduser() / "bench" / f"stream-{stream_key(model, plan, data)}"
-    options.report(f"the logs are in {folder}; a run that was ended goes on from there")
+    options.report(f"the logs are in {folder}; an interrupted run resumes from them")
     setup = Setup(model, plan, data, PromptCache(model), folder)
     for kind in STREAM_KINDS:
         if options.only in ("", kind.name):
@@ -62,7 +62,7 @@ def run(options: Options) -> Iterator[Row]:
 
 @dataclass
 class Progress:
-    """Says from time to time how far a stream is, how long a step takes, and when all will be done."""
+    """Reports at intervals: steps done, seconds per step, and the remaining time."""
 
     name: str
     total: int
@@ -73,7 +73,7 @@ class Progress:
     first_step: int | None = None
 
     def step(self, done: int | None = None) -> None:
-        """One more step is done, or so many steps are."""
+        """Count one more step, or set the number of steps done."""
         now = time.monotonic()
         self.done = self.done + 1 if done is None else done
         if self.first_step is None:
@@ -91,7 +91,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What both streams share: the model, the plan, the data, and the folder of the logs."""
+    """The shared parts of both streams: model, configuration, data, and the folder of the logs."""
 
     model: EditableModel
     plan: EditConfig
@@ -101,7 +101,7 @@ class Setup:
 
 
 def stream_rows(setup: Setup, kind: StreamKind, count: int, report: Callable[[str], None]) -> Iterator[Row]:
-    """The rows of all checkpoints of one stream, and of the undo after the last one."""
+    """The rows of all checkpoints of one stream, then of the undo."""
     points = sorted({count, *(point for point in CHECKPOINTS if point < count)})
     by = code_digest(MEASURING)
     with StreamLog(setup.folder / f"{kind.name}.jsonl") as log:
@@ -118,7 +118,7 @@ def stream_rows(setup: Setup, kind: StreamKind, count: int, report: Callable[[st
 
 
 def start_stream(setup: Setup, kind: StreamKind, log: StreamLog) -> StreamState:
-    """A stream before its first correction; its engine begins by the record that the log has, if it has one."""
+    """A stream before its first correction. Its engine starts with the lead delta of the log, if it has one."""
     lead_record = next(log.records(0), None)
     if lead_record is None:
         lead_record = EditEngine(setup.model, CODEBOOK, setup.plan).lead_delta(
@@ -130,7 +130,7 @@ def start_stream(setup: Setup, kind: StreamKind, log: StreamLog) -> StreamState:
 
 
 class StreamRun:
-    """A stream under way: it applies what its log has, and then makes more corrections."""
+    """A running stream. It applies the corrections in its log, then decides on further ones."""
 
     def __init__(self, log: StreamLog, state: StreamState, count: int, report: Callable[[str], None]) -> None:
         self._log, self._state, self._report = log, state, report
@@ -139,10 +139,10 @@ class StreamRun:
         self._apply_progress = Progress(f"{state.kind.name}: applying the log", count, report)
 
     def advance(self, count: int) -> None:
-        """Come to so many corrections.
+        """Continue up to `count` corrections.
 
         Raises:
-            BenchError: the log leaves out a correction.
+            BenchError: The log lacks a correction.
         """
         while (number := len(self._state.corrections)) < count:
             correction = next(self._logged, None)
@@ -152,7 +152,7 @@ class StreamRun:
                 self._apply(correction)
             if correction.number != number:
                 raise BenchError(
-                    f"the log has correction {correction.number} where {number} follows; remove its folder"
+                    f"the log has correction {correction.number} instead of {number}; remove its folder and start again"
                 )
             self._state.corrections.append(msgspec.structs.replace(correction, record=None))
             self._state.sizes.append(len(correction.record or b""))
@@ -163,8 +163,8 @@ class StreamRun:
         return checkpoint(self._state)
 
     def undo(self) -> Iterator[Row]:
-        """The rows of the undo; nothing can be added after it."""
-        self._report(f"{self._state.setting}: undoing a half")
+        """The rows of the undo. No correction can follow it."""
+        self._report(f"{self._state.setting}: undoing the corrections of one author")
         progress = Progress(f"{self._state.kind.name}: records read", 2 * len(self._state.accepted()), self._report)
         return undo_rows(self._state, self._log, progress.step)
 

@@ -1,7 +1,7 @@
-"""The undo of a random half, and the history that never had that half.
+"""The undo of a random half, compared with a history that never had that half.
 
-What one author sent is undone by one undo. Beside it the same engine decides on the corrections of the other author
-alone, in their order, with the queries, the values and the sight of traffic that the log has.
+One undo removes the corrections of one author. A second engine decides only on the corrections of the other author, in
+order, with the queries, values and traffic distances of the log.
 """
 
 import time
@@ -28,29 +28,29 @@ UNDO = Feedback(v=1, feedback_id="undo", undo_author=AUTHORS[0])
 
 
 class LoggedHistory:
-    """The history of a stream, as an undo reads it: the records of its log, and what was sent."""
+    """The history of a stream as an undo reads it: the deltas in its log, and the feedback."""
 
     def __init__(self, log: StreamLog, feedback: Sequence[Feedback]) -> None:
         self._log, self._feedback = log, feedback
 
     def for_each_delta(self, on_record: Callable[[bytes], bool]) -> None:
-        """The records in their order, until one returns False."""
+        """Call `on_record` with each delta, in order, until it returns False."""
         all(map(on_record, self.records()))
 
     def feedback_since(self, since: int) -> Mapping[int, Feedback]:
-        """What was sent from this offset on."""
+        """The feedback from this offset on."""
         return dict(enumerate(self._feedback[since:], since))
 
     def records(self) -> Iterator[bytes]:
-        """The record by which the engine began, and those of the corrections."""
+        """The lead delta, and the deltas of the corrections."""
         return self._log.records(len(self._feedback))
 
 
 def undo_rows(state: StreamState, log: StreamLog, heartbeat: Callable[[], object]) -> Iterator[Row]:
-    """Undo a half, and compare. The engine holds what is left from then on.
+    """The rows of the undo and of the comparison. The undo is applied to the engine of the stream.
 
     Raises:
-        BenchError: the undo was rejected.
+        BenchError: The undo was rejected.
     """
     history = LoggedHistory(log, state.feedback[: len(state.corrections)])
     floor = _apply_seconds(state.engine.codebook, history)
@@ -72,7 +72,7 @@ def undo_rows(state: StreamState, log: StreamLog, heartbeat: Callable[[], object
 
 
 def rebuild_without(state: StreamState, history: LoggedHistory, heartbeat: Callable[[], object]) -> EditEngine:
-    """The engine that never had what is undone."""
+    """An engine that never had the undone corrections."""
     records = history.records()
     engine = start_engine(
         state.engine.model, state.engine.config, state.data.traffic, state.prompt_cache, next(records)
@@ -89,11 +89,10 @@ def rebuild_without(state: StreamState, history: LoggedHistory, heartbeat: Calla
     return engine
 
 
-def entries_equal(ours: EditEngine, theirs: EditEngine) -> bool:
+def entries_equal(first: EditEngine, second: EditEngine) -> bool:
     """Whether all entries are equal, bit for bit, and serve the same edits with equal queries."""
-    return ours.codebook.state_digest() == theirs.codebook.state_digest() and _serving_entries(
-        ours
-    ) == _serving_entries(theirs)
+    equal = first.codebook.state_digest() == second.codebook.state_digest()
+    return equal and _serving_entries(first) == _serving_entries(second)
 
 
 def _serving_entries(engine: EditEngine) -> dict[str, tuple[str, bytes]]:
@@ -102,7 +101,7 @@ def _serving_entries(engine: EditEngine) -> dict[str, tuple[str, bytes]]:
 
 
 def _recorded_context(delta: Delta, memory: EditMemory) -> ReplayContext:
-    """What the decision behind a delta saw, its query, and its value where it had one of its own."""
+    """The recorded inputs of the decision behind a delta, its query, and its value if it had an own one."""
     cause = delta.cause
     assert cause is not UNSET
     assert cause.seen is not UNSET
@@ -120,7 +119,7 @@ def _recorded_context(delta: Delta, memory: EditMemory) -> ReplayContext:
 
 
 def _apply_seconds(codebook: Codebook, history: LoggedHistory) -> float:
-    """What reading the records alone takes, which is the floor of an undo."""
+    """Seconds of applying all records once: the floor of an undo."""
     applied = EditState(Codebook(codebook.name, codebook.model, codebook.layer), EditMemory())
     started = time.perf_counter()
     for record in history.records():

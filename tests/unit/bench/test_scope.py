@@ -1,4 +1,4 @@
-"""The benchmark of scope: forms made by rules, judged answers, labelled rows, and a small run on a tiny model."""
+"""The benchmark of scope: forms made by rules, verdicts, labelled rows, and a small run on a tiny model."""
 
 from collections import Counter
 from dataclasses import replace
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("tests.bench.scope", exc_type=ImportError)  # needs more than the engine does
+pytest.importorskip("tests.bench.scope", exc_type=ImportError)  # needs more packages than the engine
 
 from gracestream.pipeline.codebook.lookup import Hit
 from gracestream.pipeline.editing.config import EditConfig
@@ -46,7 +46,7 @@ MACHINE: dict[str, Any] = {
 
 
 @given(st.text())
-def test_a_typo_swaps_two_neighbouring_letters_of_one_word_and_is_always_the_same(text: str) -> None:
+def test_a_typo_swaps_two_adjacent_letters_of_one_word_deterministically(text: str) -> None:
     made = typo(text)
     assert made == typo(text)
     places = [place for place, (before, after) in enumerate(zip(text, made, strict=True)) if before != after]
@@ -80,7 +80,7 @@ def test_without_punctuation_a_text_loses_one_character_at_most(text: str) -> No
         ("", ""),
     ],
 )
-def test_the_last_question_mark_or_the_last_mark_is_left_out(text: str, expected: str) -> None:
+def test_the_last_question_mark_or_the_last_mark_is_removed(text: str, expected: str) -> None:
     assert without_punctuation(text) == expected
 
 
@@ -99,11 +99,11 @@ def test_a_statement_of_a_known_pattern_becomes_a_question_and_back(statement: s
         assert as_statement(question) == statement
 
 
-def test_a_question_that_would_leave_a_preposition_behind_becomes_no_statement() -> None:
+def test_a_question_with_a_final_preposition_becomes_no_statement() -> None:
     assert as_statement("What is the constellation that NGC 2 is a part of?") is None
 
 
-def test_forms_are_other_texts_and_the_parts_have_other_wordings_before_a_prompt() -> None:
+def test_forms_differ_from_the_prompt_and_parts_have_different_wordings() -> None:
     correction = Correction("Question: Who is the mayor of Ulm? Answer:", "Ann", "Who is the mayor of Ulm?")
     made = {part: {kind.name: kind.texts(correction, part) for kind in FORMS} for part in get_args(Part)}
     for forms_of_part in made.values():
@@ -123,7 +123,7 @@ def test_forms_are_other_texts_and_the_parts_have_other_wordings_before_a_prompt
         ("", "Ann Lee", False),
     ],
 )
-def test_an_answer_says_a_target_if_it_begins_with_it_as_words(answer: str, target: str, expected: bool) -> None:
+def test_an_answer_gives_a_target_if_it_begins_with_its_words(answer: str, target: str, expected: bool) -> None:
     assert begins_with_target(answer, target) == expected
 
 
@@ -142,13 +142,13 @@ def test_an_answer_says_a_target_if_it_begins_with_it_as_words(answer: str, targ
         (NEGATIVE, "Ann or so", "Ann Lee", {"captured", "broken"}),
     ],
 )
-def test_answers_are_judged(case: Case, answer: str, serving: str | None, flags: set[str]) -> None:
+def test_verdicts_on_answers(case: Case, answer: str, serving: str | None, flags: set[str]) -> None:
     found = verdict(case, answer, "Nobody", serving)
     assert {name for name in report.MEASURES if getattr(found, name)} == flags
 
 
 @given(st.text(), st.text(), st.sampled_from([None, "Ann Lee", "Bob"]), st.sampled_from([POSITIVE, NEGATIVE]))
-def test_only_captured_prompts_are_broken_and_none_that_is_correct(
+def test_only_captured_and_incorrect_answers_are_broken(
     answer: str, unedited: str, serving: str | None, case: Case
 ) -> None:
     found = verdict(case, answer, unedited, serving, elsewhere=True)
@@ -172,7 +172,7 @@ def test_repetition_is_a_word_or_a_group_of_letters_three_times_in_a_row(text: s
 
 
 @given(st.integers(0, 300).flatmap(lambda cases: st.tuples(st.integers(0, cases), st.just(cases))))
-def test_an_interval_holds_its_share_and_is_mirrored(counts: tuple[int, int]) -> None:
+def test_an_interval_contains_its_share_and_is_symmetric(counts: tuple[int, int]) -> None:
     successes, cases = counts
     low, high = wilson_interval(successes, cases)
     assert 0 <= low <= high <= 1
@@ -185,7 +185,7 @@ def test_an_interval_is_wilsons() -> None:
     assert wilson_interval(8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)
 
 
-def test_there_are_200_pairs_whose_prompts_differ_and_are_not_made_from_one_template() -> None:
+def test_the_200_pairs_have_distinct_prompts_and_many_templates() -> None:
     rows = streams.pairs()
     assert len(rows) == 200
     assert len({text for row in rows for text in (row.prompt, row.other)}) == 400
@@ -203,7 +203,7 @@ def test_the_parts_of_the_pairs_share_no_row() -> None:
     assert sorted(one.text for one in held_out + development) == [one.text for one in rows]
 
 
-def test_the_labelled_restatements_are_of_the_relation_that_they_are_listed_under() -> None:
+def test_labelled_restatements_have_the_relation_of_their_list() -> None:
     listed = streams.restatements()
     numbers = [number for some in listed.values() for number in some]
     assert len(set(numbers)) == len(numbers)
@@ -213,23 +213,23 @@ def test_the_labelled_restatements_are_of_the_relation_that_they_are_listed_unde
         pytest.skip(str(error))
     for relation, some in listed.items():
         assert {streams.relation_of(rows[number]) for number in some} == {relation}
-    assert 0.1 < len(numbers) / len(rows) < 0.2  # the data's own notes say about one in ten
+    assert 0.1 < len(numbers) / len(rows) < 0.2  # the notes of the data say about one in ten
     assert all(rows[number].aliases for number in streams.ALIASES)
 
 
-def test_rows_without_their_data_are_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_streams_without_data_are_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("GRACESTREAM_DATA", str(tmp_path))
     reported: list[str] = []
     with pytest.raises(BenchError, match=r"this needs zsre_700.jsonl.gz: it is not in "):
         list(report.run(Options(quick=True, report=reported.append)))
     assert [line.partition(":")[0] for line in reported] == list(streams.STREAMS)
-    with pytest.raises(BenchError, match="there is no stream named 'other'; there are zsre, "):
+    with pytest.raises(BenchError, match="no stream is named 'other'; the names are zsre, "):
         next(report.run(Options(only="other")))
 
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> Stream:
-    """A tiny model in place of the real one, and a stream of its words; the layer's queries only."""
+    """A tiny model instead of the real one, and a stream of its words, with queries of the layer."""
     tokens = {"chat_template": "{% for turn in messages %}{{ turn.content }} {% endfor %}" + WORDS[0]}
 
     def load(_settings: object) -> Any:
@@ -253,7 +253,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Stream:
     return stream
 
 
-def test_a_stream_is_corrected_asked_and_reported(toy: Stream, tmp_path: Path) -> None:
+def test_a_stream_is_applied_and_reported(toy: Stream, tmp_path: Path) -> None:
     rows = list(report.run(Options(quick=True)))
     assert len({row.name for row in rows}) == len(rows)
     found = {row.name: row for row in rows}
@@ -277,7 +277,7 @@ def test_a_stream_is_corrected_asked_and_reported(toy: Stream, tmp_path: Path) -
     assert "| layer/itself | 4 | 1.000 [0.51, 1.00] | 1.000 [0.51, 1.00] | 1.000 [0.51, 1.00] (1.000) |" in page
 
 
-def test_chats_and_failing_entries_are_asked_as_a_replica_asks_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chats_and_near_misses_are_answered_as_in_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     model = editable("llama", chat_template=CHAT)
     cached_model = edits.CachedModel(model, {})
     engine = edits.start_engine(cached_model, EditConfig(traffic_sample_size=0), [])
@@ -294,7 +294,7 @@ def test_chats_and_failing_entries_are_asked_as_a_replica_asks_them(monkeypatch:
 
 
 class Answering:
-    """An edited model with given answers: the first prompt is captured by an entry, the others are not."""
+    """An edited model with given answers. An entry serves the prompt `captured` and no other one."""
 
     def __init__(self, edited: str, unedited: str) -> None:
         self._edited, self._unedited = edited, unedited
@@ -322,14 +322,14 @@ class Answering:
 @pytest.mark.parametrize("text", ["captured", "free"])
 @pytest.mark.parametrize("edited", ["Ann Lee", "Nobody", "debris"])
 @pytest.mark.parametrize("unedited", ["Ann Lee", "Nobody"])
-def test_answers_that_are_not_generated_change_no_verdict(case: Case, text: str, edited: str, unedited: str) -> None:
-    asked = replace(case, text=text)
+def test_skipped_answers_change_no_verdict(case: Case, text: str, edited: str, unedited: str) -> None:
+    own_case = replace(case, text=text)
     captured = text == "captured"
-    said, near_miss = (edited, edited == "Nobody") if captured else (unedited, False)
-    expected = verdict(asked, said, unedited, "Ann Lee" if captured else None, near_miss=near_miss)
+    answer, near_miss = (edited, edited == "Nobody") if captured else (unedited, False)
+    expected = verdict(own_case, answer, unedited, "Ann Lee" if captured else None, near_miss=near_miss)
     assert expected.near_miss == near_miss
     model: Any = Answering(edited, unedited)
-    assert report.judge(model, [asked]) == [expected]
+    assert report.judge(model, [own_case]) == [expected]
 
 
 def test_development_rows_are_named_as_such(toy: Stream) -> None:
@@ -339,7 +339,7 @@ def test_development_rows_are_named_as_such(toy: Stream) -> None:
 
 def test_development_rows_are_not_committed(capfd: pytest.CaptureFixture[str]) -> None:
     assert command.main(["scope", "--development", "--commit"]) == 2
-    assert "--development rows are no result; leave --commit out" in capfd.readouterr().err
+    assert "rows of --development are not results; drop --commit" in capfd.readouterr().err
 
 
 def test_the_curve_is_drawn_and_shown_on_the_page(tmp_path: Path) -> None:
@@ -359,7 +359,7 @@ def test_the_curve_is_drawn_and_shown_on_the_page(tmp_path: Path) -> None:
     assert not (tmp_path / "none.svg").exists()
 
 
-def test_equal_training_happens_once_for_both_methods(toy: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_training_runs_once_for_both_methods(toy: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def counted(*given: Any) -> Any:

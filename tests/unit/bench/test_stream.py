@@ -1,4 +1,4 @@
-"""The benchmark of long streams: the drawn order, the log that survives a kill, and small runs on a tiny model."""
+"""The benchmark of long streams: the random order, the log after a kill, and small runs on a tiny model."""
 
 import random
 import time
@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("tests.bench.stream", exc_type=ImportError)  # needs more than the engine does
+pytest.importorskip("tests.bench.stream", exc_type=ImportError)  # needs more packages than the engine
 
 from gracestream.pipeline.codebook.codebook import Codebook
 from gracestream.pipeline.editing.config import EditConfig
@@ -43,7 +43,7 @@ TRAINED, KEYS = 6, 30
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Data:
-    """A tiny model in place of the real one, with the layer's queries, and corrections of its words."""
+    """A tiny model instead of the real one, with queries of the layer, and corrections of its words."""
     prompts = list(dict.fromkeys(texts(150, seed=4, shortest=5)))
     sent = [
         Correction(prompt, WORDS[number + 3], "", {"paraphrase": (other,)}, {"neighbour": (third,)})
@@ -61,7 +61,7 @@ def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Data:
 
 
 def logged(folder: Path, kind: str) -> tuple[list[bytes], list[tuple[str, bool, int]]]:
-    """The records of a stream's log, and what came of its corrections."""
+    """The deltas in the log of a stream, and the results of its corrections."""
     (path,) = folder.glob(f"bench/stream-*/{kind}.jsonl")
     with StreamLog(path) as log:
         return list(log.records(1000)), [(one.status, one.right, one.steps) for one in log.corrections()]
@@ -71,7 +71,7 @@ def without_cost(rows: list[Row]) -> list[Row]:
     return [row for row in rows if not row.name.startswith("cost/") and row.metric != "seconds"]
 
 
-def test_both_streams_hold_and_an_undo_equals_a_history_without_what_it_undoes(toy: Data, tmp_path: Path) -> None:
+def test_corrections_stay_in_force_and_an_undo_equals_a_history_without_them(toy: Data, tmp_path: Path) -> None:
     rows = list(report.run(Options()))
     found = {row.name: row for row in rows}
     assert len(found) == len(rows)
@@ -101,11 +101,11 @@ def pages_of(rows: list[Row], folder: Path) -> str:
 
 
 class KilledError(Exception):
-    """In place of a signal that ends the run."""
+    """Raised instead of a signal that kills the run."""
 
 
 @pytest.mark.parametrize("cut", [0, 1, 500])
-def test_a_run_that_was_killed_goes_on_and_ends_as_if_it_had_not_been(
+def test_a_killed_run_resumes_and_gives_the_same_results(
     toy: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: int
 ) -> None:
     whole = list(report.run(Options(only="keys")))
@@ -131,18 +131,18 @@ def test_a_run_that_was_killed_goes_on_and_ends_as_if_it_had_not_been(
 
     monkeypatch.setattr(report, "apply_correction", counted)
     rows = list(report.run(Options(only="keys")))
-    assert again == list(range(10 if cut else 11, KEYS))  # what was cut off is made again
+    assert again == list(range(10 if cut else 11, KEYS))  # a cut-off correction is applied again
     assert logged(tmp_path / "other", "keys") == expected
     assert without_cost(rows) == without_cost(whole)
 
 
-def test_a_run_that_is_complete_is_only_read(toy: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_complete_run_is_only_read(toy: Data, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = list(report.run(Options()))
-    monkeypatch.setattr(report, "start_engine", None)  # what any measurement begins with
+    monkeypatch.setattr(report, "start_engine", None)  # every measurement starts with it
     assert list(report.run(Options())) == rows
 
 
-def test_a_longer_run_goes_on_from_a_shorter_one(toy: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_longer_run_continues_a_shorter_one(toy: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "COUNTS", {"trained": 0, "keys": 5})
     list(report.run(Options(only="keys")))
     few = logged(tmp_path, "keys")
@@ -154,16 +154,16 @@ def test_a_longer_run_goes_on_from_a_shorter_one(toy: Data, tmp_path: Path, monk
     assert without_cost(list(report.run(Options(only="keys")))) == without_cost(longer)
 
 
-def test_rows_of_other_measuring_code_are_measured_again_without_a_new_correction(
+def test_changed_measuring_code_measures_again_without_new_corrections(
     toy: Data, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = list(report.run(Options(only="keys")))
     monkeypatch.setattr(report, "code_digest", lambda _paths: "other")
-    monkeypatch.setattr(report, "apply_correction", None)  # no correction is made
+    monkeypatch.setattr(report, "apply_correction", None)  # no correction is applied
     assert without_cost(list(report.run(Options(only="keys")))) == without_cost(rows)
 
 
-def test_keys_and_radii_without_training_are_those_with_it(toy: Data, tmp_path: Path) -> None:
+def test_keys_and_radii_are_the_same_with_and_without_training(toy: Data, tmp_path: Path) -> None:
     list(report.run(Options()))
     books, model = {}, editable("llama")
     for kind in ("trained", "keys"):
@@ -178,7 +178,7 @@ def test_keys_and_radii_without_training_are_those_with_it(toy: Data, tmp_path: 
     assert trained.values_NV.tobytes() != keys.values_NV.tobytes()
 
 
-def test_an_edit_that_no_entry_serves_any_more_is_not_retained(toy: Data) -> None:
+def test_an_edit_without_a_serving_entry_is_not_in_force(toy: Data) -> None:
     model = editable("llama")
     plan, known = EditConfig(), PromptCache(model)
     lead_record = EditEngine(model, "bench", plan).lead_delta({})
@@ -194,7 +194,7 @@ def test_an_edit_that_no_entry_serves_any_more_is_not_retained(toy: Data) -> Non
     assert not entries_equal(engine, other)
 
 
-def test_a_prompt_that_the_model_cannot_take_is_rejected_and_costs_nothing(toy: Data) -> None:
+def test_a_too_long_prompt_is_rejected_at_no_cost(toy: Data) -> None:
     model = editable("llama")
     lead_record = EditEngine(model, "bench", EditConfig()).lead_delta({})
     long = Correction(" ".join(WORDS * 3), WORDS[0], "")
@@ -204,8 +204,8 @@ def test_a_prompt_that_the_model_cannot_take_is_rejected_and_costs_nothing(toy: 
         assert (one.status, one.right, one.record, one.seconds) == ("rejected", False, None, {})
 
 
-def test_an_unknown_stream_gets_one_sentence() -> None:
-    with pytest.raises(BenchError, match="there is no stream named 'other'; there are trained, keys"):
+def test_an_unknown_stream_gives_one_sentence() -> None:
+    with pytest.raises(BenchError, match="no stream is named 'other'; the names are trained, keys"):
         next(report.run(Options(only="other")))
 
 
@@ -224,7 +224,7 @@ lines = st.lists(
 
 
 @given(lines, st.data())
-def test_a_log_that_was_cut_anywhere_has_the_lines_that_were_complete(
+def test_a_log_cut_anywhere_has_its_complete_lines(
     tmp_path_factory: pytest.TempPathFactory, written: list[Any], data: Any
 ) -> None:
     path = tmp_path_factory.mktemp("log") / "stream.jsonl"
@@ -241,14 +241,14 @@ def test_a_log_that_was_cut_anywhere_has_the_lines_that_were_complete(
         assert list(log.lines()) == [*written[:complete], LeadRecord(b"next")]
 
 
-def test_a_log_is_written_by_one_run_at_a_time(tmp_path: Path) -> None:
+def test_only_one_run_at_a_time_writes_a_log(tmp_path: Path) -> None:
     path = tmp_path / "stream.jsonl"
     with StreamLog(path), pytest.raises(BenchError, match="another run is writing"):
         StreamLog(path)
     StreamLog(path).__exit__(None, None, None)
 
 
-def test_a_line_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_an_unreadable_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "stream.jsonl"
     path.write_text('{"type":"led","record":""}\n{"type":"other"}\n')
     with StreamLog(path) as log, pytest.raises(BenchError, match=r"line 2 of .* cannot be read: .*remove the file"):
@@ -265,7 +265,7 @@ def test_other_settings_or_data_have_another_folder(toy: Data) -> None:
 
 
 @pytest.mark.parametrize(("other", "equal"), [("#\nx = 1\n", True), ('"""Text."""\nx = 1\n', True), ("x = 2\n", False)])
-def test_code_is_the_same_whatever_its_comments_say(
+def test_the_digest_of_code_ignores_comments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str, equal: bool
 ) -> None:
     monkeypatch.setattr(identity, "ROOT", tmp_path)
@@ -274,7 +274,7 @@ def test_code_is_the_same_whatever_its_comments_say(
     assert (identity.code_digest(["one.py"]) == identity.code_digest(["two.py"])) == equal
 
 
-def test_the_files_of_the_digests_are_there() -> None:
+def test_the_files_of_the_digests_exist() -> None:
     assert len(identity.code_digest([*identity.DECIDING, *identity.MEASURING])) == 16
     for package in identity.PACKAGES:
         assert any(path.startswith(f"pipeline/{package}/") for path in identity.DECIDING)
@@ -287,7 +287,7 @@ BOB = Correction(
 )  # fmt: skip
 
 
-def test_no_case_is_a_corrected_prompt_and_those_that_name_another_subject_are_told_apart() -> None:
+def test_no_case_is_a_corrected_prompt_and_other_subjects_have_their_own_kind() -> None:
     assert sorted((case.kind, case.text, case.correction, case.applies) for case in make_cases([ANN, BOB])) == [
         ("other", "The job of Carl is", 1, False),
         ("other, corrected subject", "The job of ANN LEE's is", 1, False),
@@ -295,7 +295,7 @@ def test_no_case_is_a_corrected_prompt_and_those_that_name_another_subject_are_t
     ]
 
 
-def test_cases_of_corrections_that_are_not_made_yet_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cases_of_later_corrections_are_not_selected(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = [Case("a", f"{number}", number) for number in range(9)] + [Case("b", "x", None)]
     random.Random(1).shuffle(cases)
     assert sorted(case.text for case in select_cases(cases, 4)) == ["0", "1", "2", "3", "x"]
@@ -311,7 +311,7 @@ def test_the_order_and_the_authors_of_a_stream_do_not_depend_on_its_length() -> 
     assert measure.draw_sample(range(500), 300) == measure.draw_sample(range(500), 300)
 
 
-def test_the_data_hold_ten_thousand_distinct_corrections() -> None:
+def test_the_data_have_ten_thousand_distinct_corrections() -> None:
     try:
         data = stream_data()
     except DataError as error:
@@ -331,7 +331,7 @@ def test_the_data_hold_ten_thousand_distinct_corrections() -> None:
     } <= kinds
 
 
-def test_time_counts_under_the_name_of_what_took_it() -> None:
+def test_a_stopwatch_adds_time_by_name() -> None:
     seconds = Stopwatch(editable("llama").device)
     assert seconds.measure("a", lambda: np.ones(3).sum()) == 3
     seconds.measure("a", lambda: None)
@@ -339,7 +339,7 @@ def test_time_counts_under_the_name_of_what_took_it() -> None:
     assert seconds.spent["a"] >= 0
 
 
-def test_progress_says_how_far_a_stream_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_reports_steps_and_remaining_time(monkeypatch: pytest.MonkeyPatch) -> None:
     reported: list[str] = []
     monkeypatch.setattr(report, "REPORT_INTERVAL", 0.0)
     now: Iterator[float] = iter((10.0, 12.0, 14.0))
