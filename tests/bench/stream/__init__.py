@@ -54,7 +54,8 @@ author.
 
 An interrupted run resumes where it stopped. The corrections and their deltas are in the folder `bench` under
 `GRACESTREAM_CACHE_DIR`. The name of a stream's folder is a digest of the model, the settings, the data and the code
-that decides. Any change of these starts a new stream. `--only` runs one stream. `--quick` applies 50 and 200 corrections.
+that decides. Any change of these starts a new stream. `--only` runs one stream. `--quick` applies 50 and 200
+corrections.
 """
 
 from tests.bench.stream.report import run

@@ -233,7 +233,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Stream:
     """A tiny model instead of the real one, and a stream of its words, with queries of the layer."""
     tokens = {"chat_template": "{% for turn in messages %}{{ turn.content }} {% endfor %}" + WORDS[0]}
 
-    def load(_settings: object) -> Any:
+    def load(_settings: object, _policy: object) -> Any:
         model = editable("llama")
         for name, value in tokens.items():
             setattr(model.task.tokenizer, name, value)

@@ -53,7 +53,7 @@ def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Data:
     data = Data(sent, cases, prompts[100:])
     monkeypatch.setenv("GRACESTREAM_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(report, "SETTINGS", {})
-    monkeypatch.setattr(report, "load_model", lambda _settings: editable("llama"))
+    monkeypatch.setattr(report, "load_model", lambda _model, _policy: editable("llama"))
     monkeypatch.setattr(report, "stream_data", lambda: data)
     monkeypatch.setattr(report, "COUNTS", {"trained": TRAINED, "keys": KEYS})
     monkeypatch.setattr(report, "CHECKPOINTS", (3,))
