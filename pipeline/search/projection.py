@@ -21,6 +21,7 @@ PROJECTION_CHUNK_ROWS = 8192
 """Points per matrix product. This bounds the memory for centred copies."""
 
 _EPS = float(np.finfo(np.float32).eps)
+_TINY = float(np.finfo(np.float32).tiny)
 
 
 class OrthonormalProjection:
@@ -73,6 +74,9 @@ class OrthonormalProjection:
         # Together at most 3.5 D + 8, which is sqrt(P) eps n (1.75 D + 4). The factor 4 (D + 8) is more than twice this.
         # The other half covers the rounding of `slack_M` and of the norm in `truncate`, and second-order terms.
         slack_M *= 4 * _EPS * (points_MD.shape[1] + 8) * dimensions**0.5
+        # Twice the underflow of a norm: once for the remainder's norm here, once for the norm in `truncate`. It is also
+        # far more than what the D products of a coordinate lose.
+        slack_M += 2 * norm_underflow(points_MD.shape[1])
         return mapped_MP, slack_M
 
     @staticmethod
@@ -84,8 +88,13 @@ class OrthonormalProjection:
         return np.column_stack([mapped_MP[:, :dimensions], row_norms(mapped_MP[:, dimensions:])])
 
 
+def norm_underflow(width: int) -> np.float32:
+    """How much the norm of a row may lose where its squares underflow: at most tiny in each of `width` squares."""
+    return np.float32((width * _TINY) ** 0.5 * (1 + 1e-5))
+
+
 def row_norms(points_MP: np.ndarray) -> np.ndarray:
-    """Euclidean norms (M) of points (M, P)."""
+    """Euclidean norms (M) of points (M, P). A norm may be too small by `norm_underflow(P)`."""
     norms_M: np.ndarray = np.sqrt(np.einsum("mp,mp->m", points_MP, points_MP))
     return norms_M
 

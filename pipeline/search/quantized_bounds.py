@@ -43,7 +43,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from gracestream.pipeline.search.projection import row_norms
+from gracestream.pipeline.search.projection import norm_underflow, row_norms
 
 TILE_ELEMENTS = 2**18
 """Elements of one tile of a product, so that the tile stays in the cache."""
@@ -180,7 +180,7 @@ class Int8Codes:
         coded_MP = codes_MP * self._scale
         # The offset e: error of the point, plus its distance to its code. The computed `coded_MP` is off y by at most
         # u |y|. That adds 2 (w + s) u |y| <= u (2 w^2 + 2 s^2 + |y|^2) to the square, which rho covers.
-        offset_M = slack_M + row_norms(points_MP - coded_MP) * np.float32(_NORM_INFLATION)
+        offset_M = slack_M + row_norms(points_MP - coded_MP) * np.float32(_NORM_INFLATION) + norm_underflow(width)
         rounding = np.float32(_rounding_bound(width))
         squares_M = np.einsum("mp,mp->m", coded_MP, coded_MP) * (1 - rounding)
         # w for radii, and w for distances. The radius is inflated, since a rounded exact distance may be just below it.
@@ -297,6 +297,7 @@ class _QuantizedQuery:
         )
         coded_BP = coded_BP * scale_B[:, None]
         reach_B = bound_query.query_reach_B() + row_norms(points_BP - coded_BP) * np.float32(_NORM_INFLATION)
+        reach_B = reach_B + norm_underflow(points_BP.shape[1])
         rounding = np.float32(_rounding_bound(points_BP.shape[1]))
         # A subnormal product of scales is off by at most 2^-150. Times a product of codes (under 2^21) it is tiny / 8.
         # A product of scales that is 0 makes the threshold infinite, hence NaN, so it excludes nothing.

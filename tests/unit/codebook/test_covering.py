@@ -190,3 +190,14 @@ def test_of_equal_distances_the_first_id_wins_whatever_its_slot() -> None:
     codebook.apply(sealed(codebook, *(added(name, key_D, 1.0) for name, key_D in zip(names, places, strict=True))))
     found = index_of(codebook).nearest_within_radius(torch.from_numpy(keys_ND[1:2]))
     assert found.slots_B.tolist() == [2]
+
+
+@pytest.mark.parametrize("spread", [1e-20, 3e-21, 1e-21])
+def test_balls_are_found_where_the_squares_of_distances_underflow(spread: float) -> None:
+    """A norm in float32 loses such differences, so the bounds allow for them."""
+    generator = np.random.default_rng(3)
+    for width in (1, 20):
+        keys_ND = (spread * generator.standard_normal((200, width))).astype(np.float32)
+        queries_BD = (keys_ND[:50] + spread / 4 * generator.standard_normal((50, width))).astype(np.float32)
+        found = agrees(index_of(filled(keys_ND, spread)), queries_BD, filled(keys_ND, spread))
+        assert NO_SLOT not in found or width > 1
