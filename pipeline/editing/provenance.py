@@ -5,7 +5,6 @@ A replay under the same provenance trains the same values bit for bit (docs/expl
 Not promised: that another environment gives the same bits.
 """
 
-import dataclasses
 import platform
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 import transformers
 
 from gracestream.pipeline.device import arithmetic_settings, device_name
-from gracestream.pipeline.editing.config import EditConfig
+from gracestream.pipeline.editing.config import EditConfig, edit_config_to_environment
 from gracestream.pipeline.model import EditableModel
 from gracestream.pipeline.search import load_faiss
 
@@ -22,8 +21,6 @@ def describe_environment(model: EditableModel, edit_config: EditConfig) -> dict[
     """The environment of a `lead` delta: the names and values of everything that training depends on, as text."""
     libraries = {"torch": torch, "transformers": transformers, "faiss": load_faiss(), "numpy": np}
     config = getattr(model.module, "config", None)
-    settings = {**dataclasses.asdict(edit_config), **dataclasses.asdict(edit_config.recipe)}
-    settings.pop("recipe")
     return {
         "device": device_name(model.device),
         "dtype": model.dtype,
@@ -33,5 +30,5 @@ def describe_environment(model: EditableModel, edit_config: EditConfig) -> dict[
         "threads": str(torch.get_num_threads()),
         "python": platform.python_version(),
         **{name: str(getattr(library, "__version__", "none")) for name, library in libraries.items()},
-        **{name: str(value) for name, value in settings.items()},
+        **edit_config_to_environment(edit_config),
     }

@@ -282,7 +282,7 @@ def test_a_history_with_forms_is_retrained_to_the_bit(plan: EditConfig) -> None:
     deltas = [decode_delta(record) for record in made.deltas]
     assert any(delta.cause is not UNSET and len(delta.cause.together) > 1 for delta in deltas)
     assert deltas[0].environment is not UNSET
-    assert deltas[0].environment["train_prompt_forms"] == str(plan.train_prompt_forms)
+    assert deltas[0].environment["forms"] == str(plan.train_prompt_forms)
     again = made.retrained()
     assert again.report.other_environment == {}
     assert again.report.first_difference is None

@@ -12,6 +12,7 @@ from msgspec import UNSET
 from gracestream.pipeline.editing.config import EditConfig, edit_config_from_lead
 from gracestream.pipeline.editing.provenance import describe_environment
 from gracestream.pipeline.editing.result import make_correction
+from gracestream.pipeline.editing.value_training import ValueTrainingConfig
 from gracestream.pipeline.errors import HistoryError
 from gracestream.schemas.deltas import Delta, EntryChange, Tensor, decode_delta
 from tests.support.chosen_queries import at
@@ -142,6 +143,15 @@ def test_the_plan_of_a_term_is_read_back_from_its_lead_delta(history: Recorded) 
     assert edit_config_from_lead({}) == replace(EditConfig(), train_prompt_forms=False, check_wording=False), (
         "it is of an editor that had neither"
     )
+    earlier = {
+        "policy": "paper", "radius": "0.5", "scope_radius": "True", "scope_alpha": "0.1", "guard": "False",
+        "wording": "True", "traffic": "64", "init": "label", "forms": "True", "margin": "1.5", "max_steps": "7",
+    }  # fmt: skip
+    recipe = ValueTrainingConfig(max_steps=7, stop_margin=1.5)
+    assert edit_config_from_lead(earlier) == EditConfig(
+        policy="paper", radius=0.5, use_scope_radius=True, scope_error_rate=0.1, retention_guard=False,
+        check_wording=True, traffic_sample_size=64, value_init="label", train_prompt_forms=True, recipe=recipe,
+    )  # fmt: skip
     with pytest.raises(HistoryError, match="the configuration in a lead delta cannot be read"):
         edit_config_from_lead({"radius": "wide"})
 
