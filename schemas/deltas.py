@@ -105,10 +105,10 @@ class Seen(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The decision context: the inputs of a decision beside the feedback record.
 
     With it the decision can be repeated without the unflagged traffic of that time. `radius` is the initial radius
-    (epsilon_init), absolute. `clearance` holds distances to the nearest unflagged request. The distance from the query
-    has the id of the feedback. The distance from a key that the decision looked up has the id of its entry. A clearance
-    of null means that there was no such request. `nearest` is the entry nearest to the query, at `distance`; both are
-    absent if the codebook was empty. `start` is the entry whose value was the starting point of the training, if any.
+    (epsilon_init), absolute. `clearance` maps a name to the distance from its key to the nearest unflagged request;
+    null means that there was none. The name is the feedback id for the correction's own query, otherwise an entry id.
+    `nearest` is the entry nearest to the query, at `distance`; both are absent if the codebook was empty. `start` is
+    the entry whose value was the starting point of the training, if any.
     """
 
     radius: Radius
@@ -168,8 +168,9 @@ class Cause(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The feedback record that a delta carries out, and the other inputs of the decision.
 
     `entry_id` is the entry that answers this query from now on. It is absent if the unedited model already answers
-    correctly, and in an exception, whose prompt only bounds new radii. `query` and `wording` are present if the query
-    differs from the key of that entry, so that a restarting editor can rebuild its edit memory.
+    correctly. In an exception it is absent, too: the prompt gets no entry, but new radii keep clear of it.
+    `query` and `wording` are present if the query differs from the key of that entry, so that a restarting editor can
+    rebuild its edit memory.
     `supersedes` names the earlier edits that this one replaces, such as edits of the same input with another target,
     and exceptions that ended. `undoes` names the feedback that an undo takes back.
     `seen` is the decision context. `traffic` is the offset in each partition of `requests` up to which the reservoir

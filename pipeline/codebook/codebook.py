@@ -41,7 +41,7 @@ MAX_LABEL_LENGTH = 2**16
 
 IDENTITY_SETTINGS = {
     "codebook": "GRACESTREAM_CODEBOOK",
-    "model": "GRACESTREAM_MODEL (or _QUERY, _ENCODER, _REPLACE)",
+    "model": "GRACESTREAM_MODEL (or GRACESTREAM_QUERY_SOURCE, GRACESTREAM_ENCODER, GRACESTREAM_INJECT_TOKENS)",
     "layer": "GRACESTREAM_LAYER",
 }
 """Identity fields of a delta, each with the settings that determine it. A delta of another identity is not applied."""

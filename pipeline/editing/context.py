@@ -43,7 +43,7 @@ class DecisionContext:
         self.initial_radius = initial_radius() if recorded is None else recorded.radius
         """The initial radius (epsilon_init of the paper), as an absolute distance."""
         self.start_entry: str | UnsetType = UNSET
-        """The entry whose value is the starting point of training, with `init=label`."""
+        """The entry whose value is the starting point of training, with `value_init=label`."""
         self._traffic_distances: dict[str, float | None] = {}
 
     def traffic_distance(

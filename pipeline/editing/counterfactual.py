@@ -6,8 +6,8 @@ point. From there on:
 1. A recorded decision is reused if none of its inputs differs between the histories.
 2. Otherwise the engine decides again, with the recorded query, value and traffic distances.
 3. A value is trained anew only if the correction had none of its own, as when an entry that is gone served it. With
-   `init=label` it is also trained anew if it would start from another value. A correction whose training fails drops
-   out.
+   `value_init=label` it is also trained anew if it would start from another value. A correction is dropped if its
+   training fails.
 4. Feedback that was rejected at the time stays rejected. A rejection leaves nothing in `deltas`, and only `deltas`
    count (docs/explanation/consistency.md). Its author has the reason, and may send it again.
 

@@ -4,7 +4,7 @@ The phases of an edit, in order:
 
 1. Inspect (`workspace.EditWorkspace.inspect`): run the edited model once on the correction.
 2. Draft (`value_search`): train a value. `draft_values` does so in advance, for several corrections in one batch.
-3. Decide (this module): choose to add, extend, split or replace entries (docs/explanation/method.md).
+3. Decide (this module): choose to add, expand, split or replace an entry (docs/explanation/method.md).
 4. Build (`delta_builder`): turn the decision into entry changes, a delta and an outcome.
 
 A correction that waits with others is inspected and decided on twice. `draft_values` does both only to learn which
@@ -141,7 +141,7 @@ class EditEngine(EditWorkspace):
         Corrections of similar length train in one batch. `edit` then decides on them one at a time. A value does not
         depend on the other corrections of the batch, rounding apart.
 
-        There are no drafts with `init=label`, since values then start from entries that earlier decisions may change.
+        There are no drafts with `value_init=label`: values then start from entries that earlier decisions may change.
         Nor are there any for a model that cannot train with padding.
 
         Args:

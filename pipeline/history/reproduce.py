@@ -55,7 +55,7 @@ class ReproductionReport(Struct):
         decisions: Feedback that was decided again; `lead` deltas do not count.
         same_decisions: Decisions with the same effect on the same entries, or without a delta and with the same status.
         same_records: Those of them with a delta that is equal in every bit.
-        same_fruitless: Those of them without a delta.
+        same_without_delta: Those of them without a delta.
         value_difference: The largest difference of a number in a value, in the layer's units.
         first_difference: Where and how the first decision differs; reproduction ends there.
         other_environment: Versions, device and the like that differ: recorded and present value by name.
@@ -64,7 +64,7 @@ class ReproductionReport(Struct):
     decisions: int = 0
     same_decisions: int = 0
     same_records: int = 0
-    same_fruitless: int = 0
+    same_without_delta: int = 0
     value_difference: float = 0.0
     first_difference: str | None = None
     other_environment: dict[str, tuple[str, str]] = {}
@@ -189,7 +189,7 @@ class ReproductionRun:
                 position, recorded.feedback_id, decision.offset, f"it was {before} and is {now}"
             )
         self.report.same_decisions += 1
-        self.report.same_fruitless += 1
+        self.report.same_without_delta += 1
         return True
 
     def _start_term(self, delta: Delta) -> None:
@@ -208,7 +208,8 @@ class ReproductionRun:
                 raise HistoryError(
                     f"the history is of model {delta.model[:12]}… at {delta.layer}; this one is"
                     f" {self._model.fingerprint[:12]}… at {self._model.layer}: set --model, --layer,"
-                    f" GRACESTREAM_QUERY_SOURCE, _ENCODER and _REPLACE each {original_setting_hint(delta)}"
+                    f" GRACESTREAM_QUERY_SOURCE, GRACESTREAM_ENCODER and GRACESTREAM_INJECT_TOKENS each"
+                    f" {original_setting_hint(delta)}"
                 )
             self._engine = EditEngine(self._model, delta.codebook, config)
         self._engine.config = config

@@ -15,8 +15,8 @@ Guarantees:
 
 How distrust of Redis (point 3) is timed:
 
-- While Redis names an old head, its grace period runs. Only a head higher than all since then restarts it; two old
-  heads in turn do not.
+- The grace period starts when Redis falls behind. It restarts only at a head above every head seen since, so two old
+  heads in turn do not restart it.
 - Distrust that returns within a grace period counts as the same distrust. `degraded` stays set until Redis has been
   trustworthy for a grace period.
 - A wrong digest stops the replica only after the grace period, and after the log has been read to its end meanwhile.

@@ -42,7 +42,8 @@ class EditingSettings(SettingsGroup):
     )
     retention_guard: bool = Field(
         True,
-        description="Retention guard: give an earlier edit its own entry if a new entry would take over its query.",
+        description="Retention guard: give an earlier edit its own entry if a decision would change its answer, and"
+        " keep new radii clear of confirmed inputs.",
     )
     check_wording: bool = Field(
         True,

@@ -50,7 +50,8 @@ class KafkaSettings(SettingsGroup):
         60.0,
         gt=0,
         validation_alias="GRACESTREAM_STARTUP_TIMEOUT",
-        description="Seconds to wait at start for Kafka, and again for a replica to catch up with the log.",
+        description="Seconds to wait at start for Kafka. A starting replica also ends after so many without progress in"
+        " the log.",
     )
     session_timeout: FiniteFloat = Field(
         10.0,

@@ -129,7 +129,8 @@ def evaluate(
     if (codebook.model, codebook.layer) != (model.fingerprint, model.layer):
         raise EvaluationError(
             f"the codebook is of another model or layer: {codebook.model[:12]} at {codebook.layer}, and this is"
-            f" {model.fingerprint[:12]} at {model.layer}; set GRACESTREAM_MODEL, _LAYER, _QUERY, _ENCODER and _REPLACE"
+            f" {model.fingerprint[:12]} at {model.layer}; set GRACESTREAM_MODEL,"
+            " GRACESTREAM_LAYER, GRACESTREAM_QUERY_SOURCE, GRACESTREAM_ENCODER and GRACESTREAM_INJECT_TOKENS"
             " as the editor has them (GRACESTREAM_QUERY_SOURCE=last where the layer makes the queries)"
         )
     prompts = [model.task.tokenize(case.inputs) for case in cases]

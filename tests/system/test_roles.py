@@ -71,4 +71,4 @@ def test_nobody_takes_back_what_his_role_does_not_allow_also_when_roles_change(
     assert found["first_difference"] is None
     assert found["digest"] == found["recorded_digest"]
     # All refusals but that of the listed name without a signature, which admission made.
-    assert found["same_fruitless"] == 10
+    assert found["same_without_delta"] == 10

@@ -105,7 +105,10 @@ REASONS = {
     "delta 2 of term 1 follows 2": ["the same seq again"],
     "is of term 2 after term 1": ["a higher term without a lead"],
     "(lead) is of term 1 after term 1": ["a lead of the present term"],
-    "_REPLACE) as it was, or another GRACESTREAM_TOPIC_PREFIX": ["another model", "another model of unknown queries"],
+    "GRACESTREAM_INJECT_TOKENS) as it was, or another GRACESTREAM_TOPIC_PREFIX": [
+        "another model",
+        "another model of unknown queries",
+    ],
     "as it was (GRACESTREAM_QUERY_SOURCE=last in that history), or": ["another model of the layer's queries"],
     "set GRACESTREAM_LAYER": ["another layer"],
     "set GRACESTREAM_CODEBOOK": ["another codebook"],

@@ -195,7 +195,7 @@ class TestReplay:
         assert history.undo("y", "x").status == "rejected"
         compared = history.retrained().report
         assert compared.first_difference is None
-        assert (compared.same_records, compared.same_fruitless) == (4, 4)
+        assert (compared.same_records, compared.same_without_delta) == (4, 4)
         assert history.engine.memory.signed_ids == {"a", "u", "v", "x"}
 
     def test_an_undo_that_was_not_allowed_is_the_first_difference(self) -> None:

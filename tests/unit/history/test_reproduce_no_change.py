@@ -27,7 +27,7 @@ def said_of(history: Recorded, plan: EditConfig) -> dict[str, str]:
 def assert_all_the_same(history: Recorded, fruitless: int) -> None:
     compared = history.retrained().report
     assert compared.first_difference is None
-    assert compared.same_fruitless == len(history.fruitless()) == fruitless
+    assert compared.same_without_delta == len(history.fruitless()) == fruitless
     assert compared.decisions == compared.same_decisions == compared.same_records + fruitless
 
 
@@ -207,7 +207,7 @@ def test_up_to_a_delta_it_is_what_was_decided_before_the_next_one() -> None:
     history.correct("y", (9, 9), 7)
     for deltas, fruitless in ((1, 0), (2, 1), (3, 2)):
         compared = history.retrained(deltas).report
-        assert (compared.same_fruitless, compared.first_difference) == (fruitless, None)
+        assert (compared.same_without_delta, compared.first_difference) == (fruitless, None)
 
 
 def test_feedback_that_is_gone_is_a_fault() -> None:
