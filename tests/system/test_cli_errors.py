@@ -90,8 +90,8 @@ def test_the_version_is_that_of_the_package(run: Callable[..., Command]) -> None
 
 def test_a_kafka_that_is_no_address_is_not_waited_for(run: Callable[..., Command]) -> None:
     for command in ("replay", "infer"):
-        ran = run(command, kafka="", startup_timeout=600)
-        assert sentence(ran).startswith("GRACESTREAM_KAFKA: '' is not host:port; set it to ")
+        ran = run(command, kafka="broker", startup_timeout=600)
+        assert sentence(ran).startswith("GRACESTREAM_KAFKA: 'broker' is not host:port; set it to ")
         assert "waiting" not in ran.said()
 
 

@@ -14,7 +14,7 @@ from gracestream.pipeline.kafka.clients import aiokafka_consumer, producer
 from gracestream.pipeline.kafka.reader import RecordsAndNext, read_topic
 from gracestream.pipeline.kafka.topics import DELTAS, PREDICTIONS, TopicError, create_topics
 from gracestream.pipeline.replica.codebook_replica import CodebookReplica
-from gracestream.pipeline.settings import Settings, load_settings
+from gracestream.pipeline.settings import KafkaSettings, Settings, load_settings
 from tests.support.hostile import Unreadable, odd_batches
 from tests.support.running import records, settings_for, wait_until_settled, ways_to_leave
 from tests.support.secured_servers import SUPER_USER, SecuredKafka
@@ -188,8 +188,8 @@ def test_a_kafka_that_leaves_while_the_bulk_comes_is_waited_for(
 def test_ctrl_c_is_not_lost_in_the_bulk(
     settings: Settings, writer: Writer, by_aiokafka: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(settings: Settings, **options: Any) -> Any:
-        reader = aiokafka_consumer(settings.kafka, **options)
+    def interrupted(settings: KafkaSettings, **options: Any) -> Any:
+        reader = aiokafka_consumer(settings, **options)
         stop = reader.stop
 
         async def interrupt() -> None:
