@@ -249,3 +249,8 @@ def question(request_id: str, inputs: Any, **fields: Any) -> Request:
 def flag(feedback_id: str, inputs: Any, target: str) -> Feedback:
     """A correction."""
     return Feedback(v=1, feedback_id=feedback_id, inputs=inputs, target=target)
+
+
+def own_environment() -> dict[str, str]:
+    """The environment of a newcomer's shell: without any GRACESTREAM_ variable."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("GRACESTREAM_")}

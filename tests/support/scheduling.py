@@ -14,7 +14,8 @@ import pytest
 WAITING = tuple(f"tests/{name}/" for name in ("chaos", "contract", "gpu", "integration", "system"))
 """Folders of tests that start processes or servers."""
 
-LONG_FILES = {
+LONG_FILES = (
+    "tests/system/test_demo.py",
     "tests/chaos/test_chaos.py",
     "tests/chaos/test_network.py",
     "tests/gpu/test_gpu_command.py",
@@ -25,8 +26,8 @@ LONG_FILES = {
     "tests/system/test_memory.py",
     "tests/system/test_poison.py",
     "tests/system/test_shutdown.py",
-}
-"""Files of long tests, which share nothing that is expensive. They begin first."""
+)
+"""Files of long tests, which share nothing that is expensive. They begin first, in this order."""
 
 
 def piece_of(nodeid: str) -> str:
@@ -41,10 +42,16 @@ def arrange(items: list[pytest.Item]) -> None:
     for item in items:
         pieces.setdefault(piece_of(item.nodeid), []).append(item)
     waiting = [piece for piece in pieces.values() if piece[0].nodeid.startswith(WAITING)]
-    waiting.sort(key=lambda piece: piece[0].nodeid.split("::")[0] not in LONG_FILES)
+    waiting.sort(key=_rank_of_long_file)
     computing = [piece for piece in pieces.values() if not piece[0].nodeid.startswith(WAITING)]
     placed = [((number + 0.5) / len(kind), piece) for kind in (waiting, computing) for number, piece in enumerate(kind)]
     items[:] = [item for _, piece in sorted(placed, key=lambda one: one[0]) for item in piece]
+
+
+def _rank_of_long_file(piece: list[pytest.Item]) -> int:
+    """The place of the piece's file among the long files; after them for any other file."""
+    file = piece[0].nodeid.split("::", maxsplit=1)[0]
+    return LONG_FILES.index(file) if file in LONG_FILES else len(LONG_FILES)
 
 
 def make_scheduler(config: pytest.Config, log: Any) -> Any:

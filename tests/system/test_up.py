@@ -1,7 +1,6 @@
-"""`gracestream up`, the README's own example, and the demo: what a newcomer types."""
+"""`gracestream up`, and the README's own example: what a newcomer types."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -17,16 +16,11 @@ import pytest
 
 from gracestream.deploy.local.processes import is_port_free
 from tests.support.repository import ROOT
-from tests.support.running import wait_until
+from tests.support.running import own_environment, wait_until
 
 pytestmark = [pytest.mark.kafka, pytest.mark.model]
 
 COMMAND = [sys.executable, "-m", "gracestream.workers.cli"]
-
-
-def own_environment() -> dict[str, str]:
-    """As in a newcomer's shell: no GRACESTREAM_ variable but where the models are kept."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("GRACESTREAM_")}
 
 
 @pytest.fixture(scope="module")
@@ -215,19 +209,3 @@ def test_a_local_server_that_ends_is_named_with_its_log_and_the_remedy(tmp_path:
 
 def listening(process: psutil.Process) -> list[Any]:
     return [one for one in process.net_connections(kind="tcp") if one.status == psutil.CONN_LISTEN]
-
-
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("model", ["intent", "smollm2"])
-def test_the_demo_keeps_all_its_claims(model: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [*COMMAND, "demo", "--model", model, "--data", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=1780,
-        env=own_environment(),
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "13 of 13 claims held" in done.stdout

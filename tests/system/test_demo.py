@@ -1,0 +1,28 @@
+"""The demo: what a newcomer types first."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.repository import ROOT
+from tests.support.running import own_environment
+
+pytestmark = [pytest.mark.kafka, pytest.mark.model]
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("model", ["smollm2", "intent"])
+def test_the_demo_keeps_all_its_claims(model: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "gracestream.workers.cli", "demo", "--model", model, "--data", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=1780,
+        env=own_environment(),
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "13 of 13 claims held" in done.stdout
