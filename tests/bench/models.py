@@ -61,15 +61,16 @@ def questions() -> list[str]:
     return ordered
 
 
-def _load_known(name: str, query: str, device: str) -> EditableModel:
+def load_known(name: str, query: str, device: str) -> EditableModel:
+    """A model known by name, with queries from this source, on a device."""
     settings = load_settings(model=name, query_source=query, device=device, default_max_new_tokens=1)
     return load_model(settings.model, settings.editing.policy)
 
 
 MODELS = (
     *(BenchModel(random_model.name, random_model.load, random_model) for random_model in (BERT, GPT2, T5)),
-    BenchModel("smollm2", partial(_load_known, "smollm2", "last")),
-    BenchModel("minilm", partial(_load_known, "intent", "first")),
+    BenchModel("smollm2", partial(load_known, "smollm2", "last")),
+    BenchModel("minilm", partial(load_known, "intent", "first")),
 )
 
 

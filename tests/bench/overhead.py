@@ -30,6 +30,9 @@ two cases:
 - For a model that answers in 8 ms, 3 % are 0.24 ms. `empty` alone takes as long.
 - With random weights most keys must be read. From 100,000 keys on, that floor exceeds the goal.
 
+The table `lookup` has the lookup alone, beside two simple baselines and without each of its parts. Its columns are
+described in `tests/bench/lookup.py`.
+
 Blocks of a k-d tree were tried without gain: a lookup has to read 60 to 80 % of them.
 """
 
@@ -50,6 +53,7 @@ from gracestream.pipeline.model.editable import EditableModel
 from gracestream.pipeline.search.key_search import NO_SLOT
 from gracestream.pipeline.search.quantized_bounds import int8_matmul
 from gracestream.schemas.messages import Parameters
+from tests.bench import lookup
 from tests.bench.codebooks import codebook_of, queries, stored
 from tests.bench.device import copy_rate, timed
 from tests.bench.framework import Options, Row
@@ -78,7 +82,17 @@ MAX_TEXTBOOK_KEYS = 100_000
 
 
 def run(options: Options) -> Iterator[Row]:
-    """The rows of every model with 10k, 100k and 1M keys. `--quick` measures two models with 10k keys."""
+    """The rows of every model with 10k, 100k and 1M keys, and of the lookup alone (`--only lookup`).
+
+    `--quick` measures two models with 10k keys.
+    """
+    if options.only != "lookup":
+        yield from _model_rows(options)
+    if options.only in ("", "lookup") and options.device == "cpu":
+        yield from lookup.run(options)
+
+
+def _model_rows(options: Options) -> Iterator[Row]:
     counts = dict(list(COUNTS.items())[:1]) if options.quick else COUNTS
     for bench_model in select_models(options, MODELS[:1] + MODELS[-1:] if options.quick else MODELS):
         model = bench_model.load(options.device)

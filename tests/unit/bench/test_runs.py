@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("tests.bench.overhead", exc_type=ImportError)  # needs more packages than the engine
 
-from tests.bench import edit, memory, overhead, undo
+from tests.bench import edit, lookup, memory, overhead, undo
 from tests.bench.codebooks import value_width
 from tests.bench.device import copy_rate, memory_in_use, peak_memory_added, timed
 from tests.bench.framework import BenchError, Options, Row
@@ -32,6 +32,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(bench, "MODELS", models)
     monkeypatch.setattr(edit, "STORED_ENTRIES", 2000)
     monkeypatch.setattr(overhead, "COUNTS", {"1k": 1000})
+    monkeypatch.setattr(lookup, "MODELS", ())  # test_lookup.py measures on random keys
     monkeypatch.setattr(memory, "QUICK_ENTRIES", 2000)
 
 
