@@ -5,7 +5,7 @@ its distance. Each key is projected on a few orthonormal directions, with the no
 (`OrthonormalProjection`). A projected distance is a lower bound on the true one. Projected keys are stored as int8
 codes (`Int8Codes`).
 
-1. Stage 1 bounds every key with codes of `COARSE_DIMENSIONS` directions.
+1. Stage 1 bounds every key with codes of `COARSE_DIMENSIONS` directions. It is skipped while it settles few queries.
 2. Stage 2 checks the survivors with codes of all directions. If stage 1 leaves too many, stage 2 checks every key.
 3. If stage 2 leaves too many as well, stage 3 computes inner products with all keys (`KeyNorms`).
 
@@ -38,6 +38,18 @@ SHORT_LIST_DIVISOR = 16
 
 SURVIVOR_LIMIT_DIVISOR = 4
 """A stage that leaves more than 1 key in 4 counts as undecided, and the next stage starts from all keys."""
+
+MIN_SETTLED_SHARE = {1: 0.5, 2: 0.9}
+"""Least share of queries that stage 1 must settle to be worth its time, for one query and for two or more at once.
+
+Stage 1 reads half as much as stage 2. For one query the reading takes most of the time, for many the products do.
+"""
+
+SETTLED_SHARE_DECAY = 0.05
+"""Weight of a new query in the moving average of settled queries."""
+
+STAGE_1_TRIAL_INTERVAL = 64
+"""While stage 1 is skipped, one search in so many runs it, to learn whether it has become worth its time."""
 
 MIN_RADIUS_QUANTILE = 0.1
 """Quantile of the radii that becomes `Prefilter.min_radius`.
@@ -75,6 +87,8 @@ class Prefilter:
         """A distance. Smaller radii count as this one, so `candidates_for_match` finds every nearest key this close."""
         self._stale_slots: set[int] | None = None
         """Slots with outdated codes; None: all slots."""
+        self._settled_shares = [_SettledShare(), _SettledShare()]
+        """The use of stage 1, by `BoundQuery.constants_index`: for radii and for distances. It affects time alone."""
 
     def mark_stale(self, slots: Collection[int] | None) -> None:
         """Mark slots with a changed key or radius; None: all slots."""
@@ -218,8 +232,11 @@ class Prefilter:
         """Sorted slots that stages 1 and 2 leave, per query; None: too many."""
         count = len(self._get_keys_and_radii()[0])
         survivors: list[np.ndarray | None] = [None] * len(points.slack_B)
+        levels = list(self._codes_by_dimensions.items()) if count > SMALL_SET_SIZE else []
+        settled_share = self._settled_shares[bound_query.constants_index]
+        skips_stage_1 = len(levels) > 1 and not settled_share.is_worthwhile(len(survivors))
         with np.errstate(all="ignore"):
-            for dimensions, codes in self._codes_by_dimensions.items() if count > SMALL_SET_SIZE else ():
+            for level, (dimensions, codes) in enumerate(levels[1:] if skips_stage_1 else levels):
                 if remaining := [
                     row for row, slots in enumerate(survivors) if slots is None or len(slots) > SMALL_SET_SIZE
                 ]:
@@ -231,6 +248,8 @@ class Prefilter:
                         survivors,
                         remaining,
                     )
+                if level == 0 and len(levels) > 1 and not skips_stage_1:
+                    settled_share.record([_is_short_list(slots, count) for slots in survivors])
         return survivors
 
     def _narrow_survivors(
@@ -263,7 +282,7 @@ class Prefilter:
         """
         count = len(self._get_keys_and_radii()[0])
         short_lists = {place: slots for place, row in enumerate(rows) if (slots := found[row]) is not None}
-        short_lists = {place: slots for place, slots in short_lists.items() if len(slots) * SHORT_LIST_DIVISOR <= count}
+        short_lists = {place: slots for place, slots in short_lists.items() if _is_short_list(slots, count)}
         if full_scan := [place for place in range(len(rows)) if place not in short_lists]:
             survivors = codes.find_survivors(
                 points_BP[full_scan],
@@ -292,6 +311,31 @@ class _ProjectedQueries:
     def truncate(self, dimensions: int) -> np.ndarray:
         """The points in the first `dimensions` directions."""
         return OrthonormalProjection.truncate(self.points_BP, dimensions)
+
+
+class _SettledShare:
+    """The share of recent queries that stage 1 settled: it left a list so short that stage 2 need not scan all keys."""
+
+    def __init__(self) -> None:
+        self._share = 1.0
+        self._skipped_count = 0
+
+    def is_worthwhile(self, query_count: int) -> bool:
+        """True if stage 1 should run for so many queries, also as a trial."""
+        if self._share >= MIN_SETTLED_SHARE[min(query_count, 2)]:
+            return True
+        self._skipped_count += 1
+        return self._skipped_count % STAGE_1_TRIAL_INTERVAL == 0
+
+    def record(self, settled_B: Sequence[bool]) -> None:
+        """Add the queries of one search to the average."""
+        for is_settled in settled_B:
+            self._share += SETTLED_SHARE_DECAY * (is_settled - self._share)
+
+
+def _is_short_list(slots: np.ndarray | None, key_count: int) -> bool:
+    """True if a check of these slots alone costs less than a check of every key."""
+    return slots is not None and (len(slots) <= SMALL_SET_SIZE or len(slots) * SHORT_LIST_DIVISOR <= key_count)
 
 
 def _undecided_rows(found: Sequence[np.ndarray | None], key_count: int) -> list[int]:

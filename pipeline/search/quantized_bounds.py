@@ -49,13 +49,10 @@ TILE_ELEMENTS = 2**18
 """Elements of one tile of a product, so that the tile stays in the cache."""
 
 MIN_TILE_ROWS = 1024
-"""Keys per product in `KeyNorms`, and the least number in `Int8Codes`."""
+"""Fewest keys per product."""
 
 INT8_MAX = 127
 """Codes are whole numbers from -127 to 127."""
-
-RESIDUAL_SCALE = 2 * INT8_MAX
-"""Scale of the second code, for the residual of rounding to a whole number. Its size is at most 1/2."""
 
 CLIP_QUANTILE = 1e-4
 """Share of a sample's numbers beyond the range of codes. Their points get a large offset and are rarely excluded.
@@ -68,16 +65,6 @@ MAX_GROUPED_SLOTS = 256
 
 DENSE_DIVISOR = 32
 """Where more than 1 in 32 pairs survives, the survivors are counted before they are listed."""
-
-BF16_REL_ERROR = 3.1 * 2.0**-8
-"""Relative error of an inner product in bfloat16, in units of |q| |k|.
-
-Both factors and the result are rounded by at most 2^-8 each: (1 + 2^-8)^3 - 1 < 3.02 * 2^-8. Sums are in float32 and
-counted separately. By Cauchy-Schwarz the sum of |q_i k_i| is at most |q| |k|.
-"""
-
-MIN_QUERIES_FOR_BF16 = 4
-"""Fewest queries for a product in bfloat16. For fewer, the conversion of the keys takes as long as it saves."""
 
 TIE_REL_ERROR = 16 * 2.0**-23
 """Slack for ties: upper bound on the difference of half squared distances that round to the same float32.
@@ -200,12 +187,11 @@ class Int8Codes:
             torch.from_numpy(self._codes),
             torch.from_numpy(self._key_constants[bound_query.constants_index]),
         )
-        step = max(MIN_TILE_ROWS, TILE_ELEMENTS // max(1, len(points_BP)))
         return _collect_survivors(
             lambda chunk: quantized_query.margins(codes[chunk], key_constants[chunk]),
             len(points_BP),
             slot_count,
-            step,
+            _tile_rows(len(points_BP)),
             limit,
         )
 
@@ -245,7 +231,7 @@ class Int8Codes:
             slots_M = np.concatenate([np.empty(0, np.int64), *(slots[row] for row in rows)])
             if len(slots_M):
                 quantized_query = _QuantizedQuery(
-                    *self._shift_query(points_BP[rows], bound_query.select_rows(rows)), self._scale, with_residual=True
+                    *self._shift_query(points_BP[rows], bound_query.select_rows(rows)), self._scale
                 )
                 codes, key_constants = (
                     self._codes.take(slots_M, axis=0),
@@ -272,7 +258,7 @@ class Int8Codes:
 
 
 class _QuantizedQuery:
-    """B queries as int8 codes, each with its own scale; `with_residual` adds a second code for the rounding residual.
+    """B queries as int8 codes, each with its own scale.
 
     Margins are computed in units of the product of both scales, so that q.y is the exact product of the two codes:
 
@@ -281,21 +267,13 @@ class _QuantizedQuery:
     Key constants and threshold contain rho (module docstring).
     """
 
-    def __init__(
-        self, points_BP: np.ndarray, bound_query: BoundQuery, scale: np.float32, *, with_residual: bool = False
-    ) -> None:
+    def __init__(self, points_BP: np.ndarray, bound_query: BoundQuery, scale: np.float32) -> None:
         largest_B = np.abs(points_BP).max(axis=1)
         scale_B = np.where(largest_B > 0, largest_B, np.float32(1)) / np.float32(INT8_MAX)
-        scaled_BP = points_BP / scale_B[:, None]
-        codes_BP = np.rint(scaled_BP)
-        self._residual_codes_PB = _round_to_int8(((scaled_BP - codes_BP) * RESIDUAL_SCALE).T) if with_residual else None
-        self._codes_PB = _round_to_int8(codes_BP.T)
-        coded_BP = (
-            codes_BP + self._residual_codes_PB.numpy().T / np.float32(RESIDUAL_SCALE)
-            if self._residual_codes_PB is not None
-            else codes_BP
-        )
-        coded_BP = coded_BP * scale_B[:, None]
+        codes_BP = np.rint(points_BP / scale_B[:, None])
+        # Where a number is not finite the code is arbitrary, and the query's threshold is NaN.
+        self._codes_PB = torch.from_numpy(np.ascontiguousarray(codes_BP.T.astype(np.int8)))
+        coded_BP = codes_BP * scale_B[:, None]
         reach_B = bound_query.query_reach_B() + row_norms(points_BP - coded_BP) * np.float32(_NORM_INFLATION)
         reach_B = reach_B + norm_underflow(points_BP.shape[1])
         rounding = np.float32(_rounding_bound(points_BP.shape[1]))
@@ -315,24 +293,14 @@ class _QuantizedQuery:
     def margins(self, codes_MP: torch.Tensor, constants_M2: torch.Tensor) -> torch.Tensor:
         """Margins (M, B) of M slots, given their codes and key constants. A negative margin excludes the slot."""
         margins_MB = torch.addmm(self._negated_threshold_1B, constants_M2, self._factors_2B)
-        if self._residual_codes_PB is not None:
-            margins_MB.add_(int8_matmul(codes_MP, self._residual_codes_PB), alpha=1 / RESIDUAL_SCALE)
         return margins_MB.add_(int8_matmul(codes_MP, self._codes_PB))
-
-
-def _round_to_int8(numbers_PB: np.ndarray) -> torch.Tensor:
-    """Numbers rounded to int8. Where a number is not finite the code is arbitrary, and the query's threshold is NaN."""
-    return torch.from_numpy(np.ascontiguousarray(np.rint(numbers_PB).astype(np.int8)))
 
 
 class KeyNorms:
     """Bounds from inner products with the keys themselves. Per key: its norm and its squared distance to the centre.
 
-    The query q is relative to the centre c, the keys are as they are stored. Products come in two kinds:
-
-    - float32: q.k = q.(k - c) + q.c. The product is off by at most rho |q| |k|. The constant q.c is subtracted.
-    - bfloat16: the key is centred while it is converted. The product q.(k - c) is off by at most
-      (rho + `BF16_REL_ERROR`) |q| |k - c|.
+    The query q is relative to the centre c, the keys are as they are stored: q.k = q.(k - c) + q.c. The product is off
+    by at most rho |q| |k|. The constant q.c is subtracted.
     """
 
     def __init__(self) -> None:
@@ -362,10 +330,10 @@ class KeyNorms:
         negated_threshold_1B = torch.from_numpy(
             -_nan_unless_finite((threshold_B + products.center_offset_B).astype(np.float32))[None]
         )
-        factors_3B = torch.from_numpy(np.stack([np.ones_like(norm_B), query_reach_B, products.product_error * norm_B]))
+        factors_3B = torch.from_numpy(np.stack([np.ones_like(norm_B), query_reach_B, rounding * norm_B]))
 
         def margins(chunk: slice) -> torch.Tensor:
-            norm_M, squares_M = self._norms_and_squares(products, chunk)
+            norm_M, squares_M = self._key_constants[: products.key_count][chunk].T
             # The key's reach w is its radius or 0: a key is not displaced. The rounding of k - c is part of rho.
             reach_M = (
                 np.zeros_like(norm_M)
@@ -377,7 +345,7 @@ class KeyNorms:
             # constant + w s + (error of the product, so that the margin is an upper bound) - threshold + product.
             return torch.addmm(negated_threshold_1B, constants_M3, factors_3B).add_(products.compute(chunk))
 
-        return _collect_survivors(margins, len(norm_B), products.key_count, MIN_TILE_ROWS, limit)
+        return _collect_survivors(margins, len(norm_B), products.key_count, _tile_rows(len(norm_B)), limit)
 
     def nearest_candidates(self, products: "InnerProducts", limit: int) -> list[np.ndarray | None]:
         """For each query, sorted slots that include the nearest key and all keys tied with it; None: more than `limit`.
@@ -387,7 +355,7 @@ class KeyNorms:
         key.) The product gives a lower and an upper bound on the closeness of each key. A key survives if its upper
         bound, plus the slack for ties, reaches the best lower bound of all keys so far.
         """
-        error_B = products.product_error * products.query_norm_B
+        error_B = products.rounding_error * products.query_norm_B
         # The part of the slack in |k|^2 is not added here, as `square_error_M` contains it: rho |k|^2 / 2 is
         # 4 (D + 8) eps |k|^2, and exceeds the error of |k|^2 / 2, below (D + 4) eps |k|^2 / 2, by over 16 eps |k|^2.
         tie_slack_B = torch.from_numpy(np.float32(TIE_REL_ERROR) * products.query_norm_B * products.query_norm_B)
@@ -396,7 +364,7 @@ class KeyNorms:
 
         def margins(chunk: slice) -> torch.Tensor:
             nonlocal best_lower_B
-            norm_M, squares_M = self._norms_and_squares(products, chunk)
+            norm_M, squares_M = self._key_constants[: products.key_count][chunk].T
             # Error of |k|^2 / 2, and of everything that underflows.
             square_error_M = squares_M * products.rounding_error / 2 + products.underflow_error
             upper_M2 = torch.from_numpy(np.column_stack([square_error_M - squares_M / 2, norm_M]))
@@ -408,12 +376,7 @@ class KeyNorms:
             best_lower_B = torch.maximum(best_lower_B, lower_MB.amax(dim=0))
             return upper_MB.sub_(best_lower_B - tie_slack_B)
 
-        return _collect_survivors(margins, len(error_B), products.key_count, MIN_TILE_ROWS, limit)
-
-    def _norms_and_squares(self, products: "InnerProducts", chunk: slice) -> tuple[np.ndarray, np.ndarray]:
-        """Norms of the keys as they enter the product (centred in bfloat16), and squared distances to the centre."""
-        norm_M, squares_M = self._key_constants[: products.key_count][chunk].T
-        return np.sqrt(squares_M) * np.float32(_NORM_INFLATION) if products.is_bfloat16 else norm_M, squares_M
+        return _collect_survivors(margins, len(error_B), products.key_count, _tile_rows(len(error_B)), limit)
 
 
 class InnerProducts:
@@ -421,41 +384,29 @@ class InnerProducts:
 
     Attributes:
         key_count: Number of keys.
-        is_bfloat16: True if the products are in bfloat16, of centred keys.
-        rounding_error: Relative error rho of float32 squares and products.
-        product_error: Error of a product in units of |q| |k|: rho, plus `BF16_REL_ERROR` in bfloat16.
+        rounding_error: Relative error rho of squares, and of products in units of |q| |k|.
         underflow_error: Absolute error of squares and products that underflow.
         query_norm_B: Norms of the centred queries.
-        center_offset_B: Lower bound on q.c, by which a float32 product exceeds the product with the centred key.
+        center_offset_B: Lower bound on q.c, by which a product exceeds the product with the centred key.
     """
 
     def __init__(self, keys_ND: np.ndarray, center_D: np.ndarray, queries_BD: np.ndarray) -> None:
         self.key_count, width = keys_ND.shape
         centred_BD = queries_BD - center_D
         self._keys, self._center, self._queries = map(torch.from_numpy, (keys_ND, center_D, centred_BD))
-        self.is_bfloat16 = len(queries_BD) >= MIN_QUERIES_FOR_BF16 and bool(_CPU_CAPABILITIES.get("avx512_bf16", False))
         self.rounding_error = np.float32(_rounding_bound(width))
-        self.product_error = self.rounding_error + np.float32(BF16_REL_ERROR if self.is_bfloat16 else 0)
         # Each of the D terms of a product may underflow and lose tiny, and so may (w^2 + s^2) / 2. In
         # `nearest_candidates` |k|^2 / 2 loses at most D tiny / 2 instead.
         self.underflow_error = np.float32(2 * width * _TINY)
         self.query_norm_B = row_norms(centred_BD)
-        if self.is_bfloat16:
-            self._queries = self._queries.bfloat16()
-            self._bfloat16_buffer = torch.empty(MIN_TILE_ROWS, width, dtype=torch.bfloat16)
-            self.center_offset_B = np.zeros(len(queries_BD))
-        else:
-            # The float32 sums with this offset are off by a few u |q| |c|; 4 eps is 8 u. Subtracted here, the error can
-            # only enlarge the margin.
-            offset_error_B = 4 * _EPS * self.query_norm_B * np.linalg.norm(center_D)
-            self.center_offset_B = centred_BD.astype(np.float64) @ center_D.astype(np.float64) - offset_error_B
+        # The float32 sums with this offset are off by a few u |q| |c|; 4 eps is 8 u. Subtracted here, the error can
+        # only enlarge the margin.
+        offset_error_B = 4 * _EPS * self.query_norm_B * np.linalg.norm(center_D)
+        self.center_offset_B = centred_BD.astype(np.float64) @ center_D.astype(np.float64) - offset_error_B
 
     def compute(self, chunk: slice) -> torch.Tensor:
-        """Products (M, B) with the keys of one chunk of at most `MIN_TILE_ROWS` slots."""
-        keys_MD = self._keys[chunk]
-        if self.is_bfloat16:
-            keys_MD = torch.sub(keys_MD, self._center, out=self._bfloat16_buffer[: len(keys_MD)])
-        return (self._queries @ keys_MD.T).T
+        """Products (M, B) with the keys of a range of slots."""
+        return (self._queries @ self._keys[chunk].T).T
 
 
 def resize_array(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -505,6 +456,11 @@ def _collect_survivors(
         None if over_limit or len(row_slots) > limit else row_slots
         for row_slots, over_limit in zip(slots_by_row, over_limit_B, strict=True)
     ]
+
+
+def _tile_rows(query_count: int) -> int:
+    """Keys per product, so that the margins of one product stay in the cache."""
+    return max(MIN_TILE_ROWS, TILE_ELEMENTS // max(1, query_count))
 
 
 def _rounding_bound(width: int) -> float:

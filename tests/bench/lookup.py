@@ -11,12 +11,11 @@ Baselines:
 
 Ablations; each is the full lookup without one part:
 
+- `always-coarse-codes`: stage 1 runs even while it settles few queries.
 - `no-coarse-codes`: without stage 1. Every key is bounded by the codes of 127 directions.
 - `no-fine-codes`: without stage 2. The codes of 63 directions are the only ones.
 - `no-products`: without stage 3. A query with too many survivors searches all keys.
-- `no-bfloat16`: stage 3 computes in float32.
 - `no-grouping`: short lists of slots are checked one query at a time.
-- `no-residual`: short lists are checked with one code per query instead of two.
 - `no-sample`: where many radii contain a query, no sample of exact distances narrows the list.
 - `no-short-lists`: stage 2 checks every key, even if stage 1 leaves few.
 - `no-radius-floor`: small radii do not count as `Prefilter.min_radius`.
@@ -141,13 +140,6 @@ class Variant:
         return stack
 
 
-def _without_residual(
-    points_BP: np.ndarray, bound_query: Any, scale: np.float32, *, with_residual: bool = False
-) -> Any:
-    del with_residual
-    return _QUANTIZED_QUERY(points_BP, bound_query, scale)
-
-
 def _without_products(_norms: Any, products: Any, _limit: int) -> list[None]:
     return [None] * len(products.query_norm_B)
 
@@ -160,16 +152,14 @@ def _without_narrowing(_index: Any, _queries_BD: Any, slots: Mapping[int, np.nda
     return dict(slots)
 
 
-_QUANTIZED_QUERY = quantized_bounds._QuantizedQuery
 NEVER = 2**62
 
 ABLATIONS = (
     Variant("no-coarse-codes", [(prefilter, "COARSE_DIMENSIONS", projection.MAX_DIMENSIONS)]),
+    Variant("always-coarse-codes", [(prefilter, "MIN_SETTLED_SHARE", {1: 0.0, 2: 0.0})]),
     Variant("no-fine-codes", [(projection, "MAX_DIMENSIONS", prefilter.COARSE_DIMENSIONS)]),
     Variant("no-products", [(quantized_bounds.KeyNorms, "nearest_candidates", _without_products)]),
-    Variant("no-bfloat16", [(quantized_bounds, "MIN_QUERIES_FOR_BF16", NEVER)]),
     Variant("no-grouping", [(quantized_bounds, "MAX_GROUPED_SLOTS", 0)]),
-    Variant("no-residual", [(quantized_bounds, "_QuantizedQuery", _without_residual)]),
     Variant("no-sample", [(prefilter.Prefilter, "_narrow_survivors", _without_sample)]),
     Variant("no-short-lists", [(prefilter, "SHORT_LIST_DIVISOR", NEVER)]),
     Variant("no-radius-floor", [(prefilter, "MIN_RADIUS_QUANTILE", 0.0)]),
@@ -231,15 +221,19 @@ def _slots(index: KeyIndex, queries_BD: np.ndarray) -> np.ndarray:
 def _take_turns(
     codebook: Codebook, searches: Mapping[str, Search], batches: Sequence[np.ndarray]
 ) -> dict[str, list[float]]:
-    """CPU seconds of each search for each batch that it ran. The first round warms up."""
+    """CPU seconds of each search for each batch that it ran. The first round warms up.
+
+    The order changes with each batch, so that no search always runs after the same one.
+    """
+    expected = [searches["lookup"](queries_BD) for queries_BD in batches]
+    names = list(searches)
     seconds: dict[str, list[float]] = {variant: [] for variant in searches}
     for number in range(-1, len(batches)):
-        queries_BD = batches[number]
-        expected_B = searches["lookup"](queries_BD)
-        for variant, search in searches.items():
+        queries_BD, expected_B = batches[number], expected[number]
+        for variant in names[number % len(names) :] + names[: number % len(names)]:
             if variant in ("pca-range", "faiss-knn") and number % SLOW_EACH:
                 continue
-            spent, found_B = timed(CPU, partial(search, queries_BD))
+            spent, found_B = timed(CPU, partial(searches[variant], queries_BD))
             if not _same_matches(codebook, found_B, expected_B):
                 raise BenchError(f"{variant} found other entries: {found_B} instead of {expected_B}")
             if number >= 0:
