@@ -107,10 +107,8 @@ class Network:
     def left(self) -> Left:
         """Everything on the topics and in Redis, once both editors hold the same, which is the end of the log."""
         wait_until_settled(self.settings, DELTAS, EDITS, FEEDBACK_DLQ)
-        wait_until(self._at_the_end, 60, "both editors at the end of the log")
-        store = RedisHeadStore(
-            redis_client(self.settings.redis), self.settings.kafka.topic_prefix, self.settings.model.codebook
-        )
+        wait_until(self._at_the_end, 60, "both editors and the head in Redis at the end of the log")
+        store = self._store()
         reader = consumer(self.settings.kafka, group_id=self.settings.kafka.topic("editor"))
         try:
             position = reader.committed(TopicPartition(self.settings.kafka.topic(FEEDBACK), 0))
@@ -130,10 +128,18 @@ class Network:
         )
 
     def _at_the_end(self) -> bool:
-        """Whether both editors hold all of the log: shortly after the last outcome both may still lack some."""
+        """Whether both editors hold all of the log and Redis names its end, shortly after the last outcome."""
         seq = deltas_in_log(self.settings)[-1].seq
+        head = self._store().read_head(0)
+        if head is None or head.seq != seq:
+            return False
         states = [editor.state() for editor in self.editors]
         return {state["seq"] for state in states} == {seq} and len({state["state_digest"] for state in states}) == 1
+
+    def _store(self) -> RedisHeadStore:
+        return RedisHeadStore(
+            redis_client(self.settings.redis), self.settings.kafka.topic_prefix, self.settings.model.codebook
+        )
 
     def _add(self) -> None:
         self._started += 1
