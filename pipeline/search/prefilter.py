@@ -39,8 +39,8 @@ SHORT_LIST_DIVISOR = 16
 SURVIVOR_LIMIT_DIVISOR = 4
 """A stage that leaves more than 1 key in 4 counts as undecided, and the next stage starts from all keys."""
 
-MIN_SETTLED_SHARE = {1: 0.5, 2: 0.9}
-"""Least share of queries that stage 1 must settle to be worth its time, for one query and for two or more at once.
+MIN_SETTLED_SHARE, MIN_SETTLED_SHARE_OF_BATCH = 0.5, 0.9
+"""Least share of queries that stage 1 must settle to be worth its time: for one query, and for several at once.
 
 Stage 1 reads half as much as stage 2. For one query the reading takes most of the time, for many the products do.
 """
@@ -234,7 +234,7 @@ class Prefilter:
         survivors: list[np.ndarray | None] = [None] * len(points.slack_B)
         levels = list(self._codes_by_dimensions.items()) if count > SMALL_SET_SIZE else []
         settled_share = self._settled_shares[bound_query.constants_index]
-        skips_stage_1 = len(levels) > 1 and not settled_share.is_worthwhile(len(survivors))
+        skips_stage_1 = len(levels) > 1 and not settled_share.begin_search(len(survivors))
         with np.errstate(all="ignore"):
             for level, (dimensions, codes) in enumerate(levels[1:] if skips_stage_1 else levels):
                 if remaining := [
@@ -320,9 +320,9 @@ class _SettledShare:
         self._share = 1.0
         self._skipped_count = 0
 
-    def is_worthwhile(self, query_count: int) -> bool:
-        """True if stage 1 should run for so many queries, also as a trial."""
-        if self._share >= MIN_SETTLED_SHARE[min(query_count, 2)]:
+    def begin_search(self, query_count: int) -> bool:
+        """Count a search for so many queries. Returns True if it should run stage 1, perhaps as a trial."""
+        if self._share >= (MIN_SETTLED_SHARE_OF_BATCH if query_count > 1 else MIN_SETTLED_SHARE):
             return True
         self._skipped_count += 1
         return self._skipped_count % STAGE_1_TRIAL_INTERVAL == 0

@@ -156,7 +156,10 @@ NEVER = 2**62
 
 ABLATIONS = (
     Variant("no-coarse-codes", [(prefilter, "COARSE_DIMENSIONS", projection.MAX_DIMENSIONS)]),
-    Variant("always-coarse-codes", [(prefilter, "MIN_SETTLED_SHARE", {1: 0.0, 2: 0.0})]),
+    Variant(
+        "always-coarse-codes",
+        [(prefilter, "MIN_SETTLED_SHARE", 0.0), (prefilter, "MIN_SETTLED_SHARE_OF_BATCH", 0.0)],
+    ),
     Variant("no-fine-codes", [(projection, "MAX_DIMENSIONS", prefilter.COARSE_DIMENSIONS)]),
     Variant("no-products", [(quantized_bounds.KeyNorms, "nearest_candidates", _without_products)]),
     Variant("no-grouping", [(quantized_bounds, "MAX_GROUPED_SLOTS", 0)]),

@@ -132,7 +132,9 @@ def test_a_ball_holds_a_query_where_one_norm_overflows_when_it_is_squared(key: f
 
 def test_no_keys_cover_nothing_and_no_queries_have_no_answers() -> None:
     assert index_of(new_codebook()).nearest_within_radius(torch.zeros(2, 8)).slots_B.tolist() == [NO_SLOT] * 2
-    assert len(index_of(filled(np.ones((2, 3)))).nearest_within_radius(torch.empty(0, 3)).slots_B) == 0
+    for count, width in ((2, 3), (100, 200)):
+        full = index_of(filled(np.ones((count, width))))
+        assert len(full.nearest_within_radius(torch.empty(0, width)).slots_B) == 0
 
 
 @examples(0.4)
