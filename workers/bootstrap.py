@@ -160,14 +160,15 @@ def edit_config_from_settings(settings: EditingSettings, *, uses_encoder: bool) 
         settings: Of edits.
         uses_encoder: Whether an encoder makes the queries, as the loaded model says (`EditableModel.reads_text`).
     """
-    encoder_radii = {"radius": ENCODER_DEFAULT_RADIUS, "max_radius": ENCODER_MAX_RADIUS} if uses_encoder else {}
-    radii = {
-        "radius": settings.radius,
-        "max_radius": math.inf if settings.max_radius is None else settings.max_radius,
-    }
-    radii |= {name: radius for name, radius in encoder_radii.items() if name not in settings.model_fields_set}
+    radius, max_radius = settings.radius, math.inf if settings.max_radius is None else settings.max_radius
+    if uses_encoder and "radius" not in settings.model_fields_set:
+        radius = ENCODER_DEFAULT_RADIUS
+    if uses_encoder and "max_radius" not in settings.model_fields_set:
+        max_radius = ENCODER_MAX_RADIUS
     return EditConfig(
         policy=settings.policy,
+        radius=radius,
+        max_radius=max_radius,
         radius_unit=settings.radius_unit,
         use_scope_radius=uses_encoder and _has_scope_radius(settings),
         scope_error_rate=settings.scope_error_rate,
@@ -178,8 +179,6 @@ def edit_config_from_settings(settings: EditingSettings, *, uses_encoder: bool) 
         value_init=settings.value_init,
         train_prompt_forms=_enabled_unless_paper(settings, "train_prompt_forms"),
         recipe=ValueTrainingConfig(settings.max_steps, settings.learning_rate, settings.stop_margin),
-        radius=radii["radius"],
-        max_radius=radii["max_radius"],
     )
 
 
@@ -192,7 +191,7 @@ def _enabled_unless_paper(settings: EditingSettings, name: str) -> bool:
 def _has_scope_radius(settings: EditingSettings) -> bool:
     """True if each entry has its own radius.
 
-    An explicit `radius` is meant literally, so it disables this default; an explicit `scope_radius` enables it again.
+    An explicit `radius` is meant literally, so it disables this default. An explicit `use_scope_radius` enables it.
     """
     applies = "use_scope_radius" in settings.model_fields_set or "radius" not in settings.model_fields_set
     return settings.use_scope_radius and applies

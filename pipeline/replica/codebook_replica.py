@@ -40,7 +40,7 @@ from gracestream.pipeline.codebook import AppliedDelta, Codebook, KeyIndex
 from gracestream.pipeline.errors import HistoryError
 from gracestream.pipeline.kafka import TopicError, history_error_at
 from gracestream.pipeline.observability import metrics
-from gracestream.pipeline.replica.catch_up import CatchUpProgress
+from gracestream.pipeline.replica.catch_up_progress import CatchUpProgress
 from gracestream.pipeline.replica.delta_follower import DeltaFollower
 from gracestream.pipeline.settings import Settings
 from gracestream.pipeline.stores import Head, RedisHeadStore, Snapshot, SnapshotError, load_newest_snapshot

@@ -132,16 +132,9 @@ class ReplySender:
 
     def _fallback_for(self, reply: Reply) -> Reply | None:
         """Report a reply that is too large; returns the reply to send instead, or None."""
-        metrics.REPLIES_REJECTED.inc()
         topic = reply.reply_to or self._settings.topic(reply.topic)
         reason = _too_large_message(topic, reply)
-        log.warning(
-            "reply_rejected",
-            topic=topic,
-            key=reply.key,
-            reason=reason,
-            consequence="an error or a dead letter replaces the reply",
-        )
+        _report_rejection(topic, reply, reason)
         return reply.fallback(reason)
 
     async def _send_to_reply_topic(self, reply: Reply) -> None:
@@ -155,14 +148,7 @@ class ReplySender:
                 reason = _rejection_reason(topic, reply, error)
                 if not isinstance(error, _TOO_LARGE_ERRORS):  # else the topic may accept the next reply
                     self._remember_rejection(topic, reason)
-                metrics.REPLIES_REJECTED.inc()
-                log.warning(
-                    "reply_rejected",
-                    topic=topic,
-                    key=reply.key,
-                    reason=reason,
-                    consequence="an error on predictions replaces the reply",
-                )
+                _report_rejection(topic, reply, reason)
             else:
                 return
         if (fallback := reply.fallback(reason)) is not None:
@@ -254,6 +240,18 @@ def _too_large_message(topic: str, reply: Reply) -> str:
     return (
         f"the answer of {len(reply.value or b'')} bytes is larger than a record of topic {topic} may be; ask for less,"
         " or have its max.message.bytes raised"
+    )
+
+
+def _report_rejection(topic: str, reply: Reply, reason: str) -> None:
+    """Count and log a reply that its topic does not accept."""
+    metrics.REPLIES_REJECTED.inc()
+    log.warning(
+        "reply_rejected",
+        topic=topic,
+        key=reply.key,
+        reason=reason,
+        consequence="an error or a dead letter replaces the reply",
     )
 
 

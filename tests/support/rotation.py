@@ -13,7 +13,7 @@ import pytest
 from tests.support.repository import ROOT
 
 PARTS = 10
-"""A tenth of each long run is told with each push."""
+"""Number of parts. Each push runs one of them, a tenth of each long run."""
 
 SECONDS_OF_A_DAY = 86_400
 

@@ -126,14 +126,18 @@ READS: dict[str, Callable[[TopicReader], object]] = {
 }
 
 
-def test_a_broker_that_hangs_is_an_error_within_the_timeout(
-    own_kafka: LocalKafka, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def impatient(own_kafka: LocalKafka, monkeypatch: pytest.MonkeyPatch) -> KafkaSettings:
+    """A cluster of the test's own with 100 deltas, and readers with a short timeout."""
     settings = settings_for(own_kafka.bootstrap, "redis://unused", "hung-").kafka
     create_topics(settings, partitions=1, replication=1)
     send(settings, DELTAS, *(b"%d" % number for number in range(100)))
-    codebook = Codebook("default", MODEL, LAYER)
     monkeypatch.setattr(reading, "READ_TIMEOUT_SECONDS", TIMEOUT)
+    return settings
+
+
+def test_a_broker_that_hangs_is_an_error_within_the_timeout(own_kafka: LocalKafka, impatient: KafkaSettings) -> None:
+    settings, codebook = impatient, Codebook("default", MODEL, LAYER)
 
     def fails_in_time(what: str, read: Callable[[], object], error: type[KafkaError], match: str | None = None) -> None:
         started = time.monotonic()
@@ -159,12 +163,8 @@ def test_a_broker_that_hangs_is_an_error_within_the_timeout(
 
 
 def test_a_search_for_a_delta_ends_where_the_broker_begins_to_hang(
-    own_kafka: LocalKafka, monkeypatch: pytest.MonkeyPatch
+    own_kafka: LocalKafka, impatient: KafkaSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = settings_for(own_kafka.bootstrap, "redis://unused", "hung-").kafka
-    create_topics(settings, partitions=1, replication=1)
-    send(settings, DELTAS, *(b"%d" % number for number in range(100)))
-    monkeypatch.setattr(reading, "READ_TIMEOUT_SECONDS", TIMEOUT)
     first_offset = TopicReader.first_offset
 
     def then_hang(reader: TopicReader) -> int:
@@ -177,6 +177,6 @@ def test_a_search_for_a_delta_ends_where_the_broker_begins_to_hang(
     monkeypatch.setattr(TopicReader, "first_offset", then_hang)
     started = time.monotonic()
     with pytest.raises(KafkaTimeoutError, match="hung-deltas could not be read on from offset 36"):
-        find_delta_offset(settings, Codebook("default", MODEL, LAYER))
+        find_delta_offset(impatient, Codebook("default", MODEL, LAYER))
     assert TIMEOUT <= time.monotonic() - started < 3 * TIMEOUT + 2
     go_on(own_kafka)
